@@ -3,13 +3,11 @@
 ``cases_read.py`` and ``cases_written.py`` fill it. A case makes its state anew each time that it is used.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -90,16 +88,11 @@ class Slotted:
 @contextmanager
 def put_back() -> Iterator[None]:
     """Undo what the cases change in the process."""
-    errors, threads, limit = np.geterr(), torch.get_num_threads(), sys.getrecursionlimit()
     try:
         with torch.no_grad():
             yield
     finally:
         PATCH.undo()
-        np.seterr(**errors)
-        torch.set_num_threads(threads)
-        sys.setrecursionlimit(limit)
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
         torch.use_deterministic_algorithms(False)
-        torch.set_float32_matmul_precision("highest")

@@ -3,17 +3,14 @@
 import argparse
 import asyncio
 import builtins
-import ctypes
 import dataclasses
 import decimal
 import enum
 import functools
 import importlib
 import inspect
-import io
 import logging
 import math
-import multiprocessing
 import os
 import random
 import sys
@@ -21,7 +18,6 @@ import threading
 import types
 import weakref
 from abc import ABC
-from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, MutableMapping
 from contextvars import ContextVar
@@ -446,11 +442,6 @@ read("set grew")(lambda: {1, 2}, len, lambda h: h.add("new"))
 read("set shrank")(lambda: {1, 2}, len, lambda h: h.discard(1))
 read("entry of a deque")(lambda: deque([2.0], maxlen=1), lambda h: h[0], lambda h: h.append(5.0))
 read("deque turned")(lambda: deque([2.0, 5.0]), lambda h: h[0], lambda h: h.rotate())
-read("array of Python")(lambda: array("d", [2.0]), lambda h: h[0], lambda h: h.__setitem__(0, 5.0))
-read("array of Python grew")(lambda: array("d", [2.0]), len, lambda h: h.append(5.0))
-read("memory view")(
-    lambda: Apart(b := bytearray([2]), memoryview(b)), lambda h: h[0], lambda h: h.owner.__setitem__(0, 5)
-)
 read("view of a dict")(lambda: Apart(t := {"k": 2}, t.values()), lambda h: sum(h), lambda h: h.owner.update(k=5))
 read("proxy of a dict")(
     lambda: Apart(t := {"k": 2}, types.MappingProxyType(t)), lambda h: h["k"], lambda h: h.owner.update(k=5)
@@ -497,9 +488,6 @@ read("equal arguments")(
     lambda: [argparse.Namespace(k=1) for _ in "ab"], lambda h: 2 if h[0] == h[1] else 5, lambda h: to(h[0], k=3)
 )
 read("printed arguments")(lambda: argparse.Namespace(k=1), lambda h: len(f"{h}"), put(k=10))
-read("file in memory")(lambda: io.StringIO("2.0"), lambda h: float(h.getvalue()), lambda h: (h.seek(0), h.write("5.0")))
-read("ctypes")(lambda: ctypes.c_float(2.0), lambda h: float(h.value), put(value=5.0))
-read("pointer")(lambda: ctypes.pointer(ctypes.c_int(2)), lambda h: h.contents.value, lambda h: to(h.contents, value=5))
 read("module as attribute")(lambda: Box(m=module(k=2)), lambda h: h.m.k, lambda h: to(h.m, k=5))
 run("subset of data")(lambda: torch.utils.data.Subset([2, 5], [0]), lambda h, x: x * h[0], put(indices=[1]))
 kept("equal constant")(lambda: Box(k=0.5), lambda h: h.k, put(k=float("0.5")))
@@ -787,11 +775,6 @@ def with_metaclass() -> Any:
     return meta("Own", (), {"__module__": __name__}), meta
 
 
-def abstract() -> Any:
-    """An abstract class and another one."""
-    return type("Base", (ABC,), {"__module__": __name__}), own_class()
-
-
 def choice() -> Any:
     """A member of an enumeration."""
     first = enum.Enum("Choice", {"FIRST": {"k": 2}}, module=__name__).FIRST
@@ -799,15 +782,12 @@ def choice() -> Any:
     return first
 
 
-made: list[Any] = []
 read("attribute of a class")(lambda: own_class(k=2), lambda h: h.k, put(k=5))
 read("tuple of a class")(lambda: own_class(k=(2, 3)), lambda h: h.k[0], put(k=(5, 3)))
 read("method of a class")(
     lambda: own_class(k=lambda self: 2)(), lambda h: h.k(), lambda h: to(type(h), k=lambda self: 5)
 )
 read("attribute of a metaclass")(with_metaclass, lambda h: h[0].k, lambda h: to(h[1], k=5))
-read("registered subclass")(abstract, lambda h: 5 if issubclass(h[1], h[0]) else 2, lambda h: h[0].register(h[1]))
-read("subclasses")(own_class, lambda h: 5 if h.__subclasses__() else 2, lambda h: made.append(type("Made", (h,), {})))
 read("text of a class")(lambda: own_class(__doc__="2"), lambda h: float(h.__doc__), put(__doc__="5"))
 read("annotations")(
     lambda: own_class(__annotations__={"k": 2}),
@@ -820,7 +800,7 @@ read("enumeration_changed: attribute")(choice, lambda h: h.number, put(number=5)
 
 def cached_isinstance() -> Any:
     """An abstract class that has answered, and an object of it, with a name that no code spells."""
-    base = abstract()[0]
+    base = type("Base", (ABC,), {"__module__": __name__})
     assert not isinstance(2.5, base)
     return base, type("Thing", (base,), {"number": 2, "__module__": __name__})()
 
@@ -1072,10 +1052,6 @@ def setting(name: str, ask: Callable[[], Any], change: Callable[[], Any], **more
     read(f"setting: {name}", **more)(ask, lambda was: 2 if ask() == was else 5, lambda _: change())
 
 
-setting("threads", lambda: torch.get_num_threads(), lambda: torch.set_num_threads(torch.get_num_threads() + 1))
-setting("numpy", lambda: np.geterr()["divide"], lambda: np.seterr(divide="raise"))
-setting("recursion", lambda: sys.getrecursionlimit(), lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 1))
-setting("precision", lambda: torch.get_float32_matmul_precision(), lambda: torch.set_float32_matmul_precision("high"))
 setting("type", lambda: torch.get_default_dtype(), lambda: torch.set_default_dtype(torch.bfloat16), serves=False)
 run("default_dtype_changed", row=True, serves=False)(
     none, lambda _, x: x + torch.zeros(3), lambda _: torch.set_default_dtype(torch.float64)
@@ -1108,13 +1084,6 @@ run("library_replaced", row=True)(
 run("library_replaced: method", row=True)(
     lambda: nn.Tanh().eval(), lambda h, x: h(x), patch(nn.Tanh, "forward", lambda s, x: x * 7)
 )
-read("method of a tensor")(
-    lambda: torch.tensor(2.0), lambda h: h.square(), patch(Tensor, "square", lambda _: torch.tensor(10.0))
-)
-read("operator of a tensor")(
-    lambda: torch.ones(2), lambda h: h @ h, patch(Tensor, "__matmul__", lambda *_: torch.tensor(5.0))
-)
-read("attribute of all tensors")(lambda: torch.ones(3), lambda h: getattr(h, "of_all", 2), patch(Tensor, "of_all", 5))
 read("attribute of a class of torch")(
     lambda: nn.Linear(2, 2), lambda h: getattr(h, "of_all", 2), patch(nn.Linear, "of_all", 5)
 )
@@ -1186,22 +1155,8 @@ def with_attributes(held: Any, **attributes: Any) -> Any:
     return held
 
 
-def handlers() -> Any:
-    """A logger with two handlers."""
-    logger = logging.Logger("hidden")
-    logger.handlers[:] = [logging.NullHandler()] * 2
-    return logger
-
-
 read("attribute of a thread")(Worker, lambda h: h.k, put(k=5))
 read("attribute of a class of threads")(Worker, lambda h: h.kind, put(kind=5))
-read("attribute given to a thread")(
-    lambda: with_attributes(threading.Thread(), c=Box(k=2)), lambda h: h.c.k, lambda h: to(h.c, k=5)
-)
-read("attribute given to an event")(
-    lambda: with_attributes(threading.Event(), c={"k": 2}), lambda h: h.c["k"], lambda h: h.c.update(k=5)
-)
-read("attribute asked of a condition")(threading.Condition, lambda h: getattr(h, "k", 2), put(k=5))
 read("attribute of a class of queues")(
     lambda: type("Jobs", (asyncio.Queue,), {"k": 2, "__module__": __name__})(),
     lambda h: h.k,
@@ -1210,22 +1165,8 @@ read("attribute of a class of queues")(
 read("extra of a logger")(
     lambda: logging.LoggerAdapter(logging.Logger("x"), {"k": 2}), lambda h: h.extra["k"], lambda h: h.extra.update(k=5)
 )
-read("handlers of a logger")(handlers, lambda h: len(h.handlers), lambda h: h.handlers.append(logging.NullHandler()))
-read("level of a logger")(lambda: logging.Logger("x"), lambda h: 5 if h.level else 2, lambda h: h.setLevel(10))
-read("event_read", row=True)(threading.Event, lambda h: 1 + h.is_set(), lambda h: h.set())
-read("event_read: shared value", row=True)(lambda: multiprocessing.Value("i", 2), lambda h: h.value, put(value=5))
-read("event_read: decimal context", row=True)(lambda: decimal.Context(prec=5), lambda h: h.prec, put(prec=7))
-read("threading.local", serves=False)(lambda: with_attributes(threading.local(), k=2.0), lambda h: h.k, put(k=5.0))
 
 
-def use_elsewhere(semaphore: Any) -> None:
-    """Another thread takes a semaphore."""
-    thread = threading.Thread(target=semaphore.acquire)
-    thread.start()
-    thread.join()
-
-
-kept("semaphore that the call does not touch")(lambda: threading.Semaphore(50), lambda h: h is not None, use_elsewhere)
 kept("code of the user that is not called")(lambda: odd_error(), lambda h: h is not None, lambda _: None)
 
 

@@ -274,8 +274,6 @@ write("shape of an array")(
     lambda: np.zeros((1, 1024)), lambda o, _: setattr(o, "shape", (2 * o.shape[0], -1)), np.shape
 )
 write("attribute of an array")(lambda: np.zeros(2).view(Marked), calls, vars)
-write("array of Python")(lambda: array.array("i", [9]), lambda o, _: o.append(1), list)
-write("bytes")(lambda: bytearray(2), lambda o, _: o.append(1), bytes)
 write("default factory")(
     lambda: collections.defaultdict(int), lambda o, _: next_factory(o), lambda o: o.default_factory()
 )
@@ -393,16 +391,6 @@ def draw_again(generator: Any, x: Tensor) -> Tensor:
     return x + torch.rand(3, generator=generator)
 
 
-write("threads")(
-    lambda: torch.set_num_threads(1),
-    lambda _, __: torch.set_num_threads(torch.get_num_threads() % 4 + 1),
-    lambda _: torch.get_num_threads(),
-)
-write("recursion")(
-    lambda: sys.setrecursionlimit(5000),
-    lambda _, __: sys.setrecursionlimit(sys.getrecursionlimit() + 1),
-    lambda _: sys.getrecursionlimit(),
-)
 write("default type")(lambda: torch.set_default_dtype(torch.float32), turn_type, lambda _: torch.get_default_dtype())
 write("determinism")(
     lambda: torch.use_deterministic_algorithms(True, warn_only=True), turn_determinism, lambda _: warns()
@@ -524,7 +512,7 @@ TAKES: dict[str, Callable[[], int]] = {
     "context manager": lambda: Turns().__enter__(),
     "swallowed error": swallowed,
 }
-drawn("iterator: cycle", reason=Reason.STATE_REBOUND)(lambda: itertools.cycle([1, 2, 3]), next, next)
+drawn("iterator: cycle")(lambda: itertools.cycle([1, 2, 3]), next, next)
 for name, make in ITERATORS.items():
     drawn(f"iterator: {name}")(make, next, next)
 for name, take in TAKES.items():
@@ -579,30 +567,49 @@ foreign("decimal context", is_shared=True)(
     decimal.Context, lambda o, _: setattr(o, "prec", o.prec + 1), lambda o: o.prec
 )
 foreign("shared value", is_shared=True)(lambda: multiprocessing.Value("i", 0), add, lambda o: o.value)
-foreign("shared semaphore")(lambda: multiprocessing.Semaphore(50), lambda o, _: o.acquire(), lambda o: o.get_value())
-foreign("bits of NumPy")(lambda: np.random.PCG64(3), lambda o, _: o.random_raw(), lambda o: f"{o.state}")
-foreign("log level", is_shared=True)(
-    lambda: logging.Logger("x"), lambda o, _: o.setLevel(o.level + 1), lambda o: o.level
+foreign("shared semaphore", is_shared=True)(
+    lambda: multiprocessing.Semaphore(50), lambda o, _: o.acquire(), lambda o: o.get_value()
 )
-foreign("large map", is_shared=True)(lambda: mmap.mmap(-1, 1 << 21), count, lambda o: o[0])
-write("map")(lambda: mmap.mmap(-1, 64), lambda o, _: o.write(b"x"), lambda o: (o[:], o.tell()))
-write("entry of a map")(lambda: mmap.mmap(-1, 64), count, lambda o: o[:])
-write("file in memory")(io.BytesIO, lambda o, _: o.write(b"x"), lambda o: (o.getvalue(), o.tell()))
-write("text in memory")(io.StringIO, lambda o, _: o.write("x"), lambda o: (o.getvalue(), o.tell()))
-write("ctypes")(ctypes.c_int, add, lambda o: o.value)
-write("array of ctypes")(ctypes.c_int * 2, count, list)
-write("structure of ctypes")(
+foreign("bits of NumPy")(lambda: np.random.PCG64(3), lambda o, _: o.random_raw(), lambda o: f"{o.state}")
+foreign("map")(lambda: mmap.mmap(-1, 64), lambda o, _: o.write(b"x"), lambda o: (o[:], o.tell()))
+foreign("entry of a map")(lambda: mmap.mmap(-1, 64), count, lambda o: o[:])
+foreign("file in memory")(io.BytesIO, lambda o, _: o.write(b"x"), lambda o: (o.getvalue(), o.tell()))
+foreign("text in memory")(io.StringIO, lambda o, _: o.write("x"), lambda o: (o.getvalue(), o.tell()))
+foreign("ctypes")(ctypes.c_int, add, lambda o: o.value)
+foreign("array of ctypes")(ctypes.c_int * 2, count, list)
+foreign("structure of ctypes")(
     type("Pair", (ctypes.Structure,), {"_fields_": (("calls", ctypes.c_float),)}), calls, lambda o: o.calls
 )
 write("attribute of a thread")(Worker, calls, lambda o: o.calls)
 write("tensor of a thread")(Worker, lambda o, _: setattr(o, "count", o.count + 1), lambda o: float(o.count))
-write("attribute of an event")(lambda: with_attributes(threading.Event(), calls=0), calls, lambda o: o.calls)
+foreign("attribute of an event", is_shared=True)(
+    lambda: with_attributes(threading.Event(), calls=0), calls, lambda o: o.calls
+)
+foreign("array of Python")(lambda: array.array("i", [9]), lambda o, _: o.append(1), list)
+foreign("bytes")(lambda: bytearray(2), lambda o, _: o.append(1), bytes)
 write("extra of a logger")(
     lambda: logging.LoggerAdapter(logging.Logger("x"), {0: 0}), lambda o, _: count(o.extra, _), lambda o: o.extra[0]
 )
 write("object that a queue holds, too")(
     lambda: shared_with(asyncio.Queue()), lambda o, _: calls(o.zero), lambda o: o.zero.calls
 )
+
+
+def unseen(name: str, make: Callable[[], Any], get: Callable[[Any], float], **options: Any) -> None:
+    """A case whose call multiplies by what it reads of an object that nobody can compare."""
+    answer(name, **{"reason": Reason.STATE_UNSEEN} | options)(make, lambda held, x: x * get(held), get)
+
+
+unseen("event_read", threading.Event, lambda o: 1 + o.is_set(), row=True)
+unseen("event_read: shared value", lambda: multiprocessing.Value("i", 2), lambda o: o.value, row=True)
+unseen("event_read: decimal context", lambda: decimal.Context(prec=5), lambda o: o.prec, row=True)
+unseen("thread_local_read", lambda: type("Local", (threading.local,), {"k": 2.0})(), lambda o: o.k, row=True)
+unseen("attribute given to a thread", lambda: with_attributes(threading.Thread(), k=2), lambda o: o.k)
+unseen("attribute asked of a condition", threading.Condition, lambda o: getattr(o, "k", 2))
+unseen("entry of an array of Python", lambda: array.array("d", [2.0]), lambda o: o[0])
+unseen("memory view", lambda: memoryview(bytearray([2])), lambda o: o[0])
+unseen("text of a file in memory", lambda: io.StringIO("2.0"), lambda o: float(o.getvalue()))
+unseen("pointer", lambda: ctypes.pointer(ctypes.c_int(2)), lambda o: o.contents.value)
 
 
 def shared_with(tasks: Any) -> Any:

@@ -4,7 +4,6 @@ import ctypes
 import gc
 import hashlib
 import os
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -106,28 +105,6 @@ def test_compiled_object_used_instead(settled: Settle) -> None:
     digest.update(b"x")
     x = torch.randn(4, 3)
     assert torch.equal(step(x, torch.full((4, 1), float(digest.digest()[0]))), x * digest.digest()[0])
-
-
-def test_thread_local_read(settled: Settle) -> None:
-    """Each thread gets what its own value gives."""
-
-    class Local(threading.local):
-        scale = 2.0
-
-    local = Local()
-    step = settled(lambda x: x * local.scale)
-    x, other = torch.randn(4, 3), []
-
-    def call() -> None:
-        local.scale = 5.0
-        with torch.no_grad():
-            other.append(step(x))
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-    assert torch.equal(other[0], x * 5.0)
-    assert torch.equal(step(x), x * 2.0)
 
 
 def test_numpy_writes_unseen(settled: Settle) -> None:

@@ -344,6 +344,23 @@ def test_a_mapped_array_is_served(tmp_path: Path) -> None:
     check(step, 1)
 
 
+def test_a_first_import_is_no_change_of_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a module assigns while the captured run imports it counts as having been there."""
+    source = "number = 0\n\n\ndef count():\n    global number\n    number += 1\n\n\ncount()\n"
+    (tmp_path / "imported_at_first.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        import imported_at_first
+
+        return x * imported_at_first.number
+
+    step = graphs_of(fn, capture_after=1)
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x), x)
+    assert step.stats.captures == 1, step.explain(x)
+
+
 def test_an_argument_that_the_host_writes_is_written_once() -> None:
     """So is an argument of the caller's."""
     step = graphs_of(lambda x: (x.numpy().__iadd__(1), x * 2)[1])

@@ -11,6 +11,7 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -32,37 +33,32 @@ class TrippedError(Exception):
     """The model's own failure."""
 
 
-class Trip(threading.local):
-    """How many more runs of the model on this thread go well before one raises; None for all of them."""
-
-    left: int | None = None
+LEFT: ContextVar[int | None] = ContextVar("LEFT", default=None)
+"""How many more runs of the model on this thread go well before one raises; None for all of them."""
 
 
 class Net(nn.Module):
     """Two layers, a stretch that may be a break, and a trip wire that a thread sets for itself."""
 
-    def __init__(self, trip: Trip | None, *, broken: bool) -> None:
+    def __init__(self, *, trips: bool, broken: bool) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
-        self._tripped = None if trip is None else _tripping(trip)
+        self._trips = trips
         self._middle = eager_break(torch.relu) if broken else torch.relu
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         hidden = self._middle(self.first(x))
-        if self._tripped is not None:
-            self._tripped()
+        if self._trips:
+            _trip()
         return self.second(hidden) * scale
 
 
-def _tripping(trip: Trip) -> Any:
-    def check() -> None:
-        if trip.left is not None:
-            trip.left -= 1
-            if trip.left < 0:
-                trip.left = None
-                raise TrippedError
-
-    return check
+def _trip() -> None:
+    left = LEFT.get()
+    if left is not None:
+        LEFT.set(left - 1 if left else None)
+        if not left:
+            raise TrippedError
 
 
 class Gate:
@@ -102,9 +98,8 @@ class Soak:
 
     def __init__(self, *, roomy: bool) -> None:
         self.roomy = roomy
-        self.trip = Trip()
         self.gate = Gate()
-        self.nets = [Net(None if roomy else self.trip, broken=broken).eval() for broken in (False, True)]
+        self.nets = [Net(trips=not roomy, broken=broken).eval() for broken in (False, True)]
         self.steps: list[Graphed[..., Any]] = [
             graphed(
                 net,
@@ -163,7 +158,7 @@ class Soak:
         x = torch.randn(rows, WIDTH)
         scale = chance.choice((1.0, 1.0, 1.0, 0.5))
         want = net(x, scale)
-        self.trip.left = chance.randrange(3) if not self.roomy and chance.random() < 0.02 else None
+        LEFT.set(chance.randrange(3) if not self.roomy and chance.random() < 0.02 else None)
         try:
             got = step(x, scale)
         except TrippedError:
@@ -171,7 +166,7 @@ class Soak:
         else:
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
         finally:
-            self.trip.left = None
+            LEFT.set(None)
 
     def run(self, calls: int) -> None:
         """``calls`` calls over all threads; raises what any of them raises."""

@@ -1,4 +1,4 @@
-"""How state is read: tables at one moment, and all that code can ask of a tensor."""
+"""How state is read: tables at one moment."""
 
 import sys
 import threading
@@ -9,13 +9,6 @@ from contextlib import contextmanager
 import pytest
 
 from graphdispatch.state import objects
-from graphdispatch.state.notes import TENSOR_NAMES
-from graphdispatch.state.tensors import TENSOR_READERS
-
-
-def test_all_that_can_be_asked_has_a_reader() -> None:
-    """The names are known where the readers are not loaded."""
-    assert set(TENSOR_READERS) == TENSOR_NAMES
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
 from ..serve.group import GraphGroup, Route, Routes
 from ..serve.server import Server
-from ..state.callables import same_callable
+from ..state.objects import same_callable
 from ..stats import CUDAGraphStats
 
 __all__ = ["HeldGraph", "KeyedCallable", "KeyedGraphs", "KeyedRoute"]

@@ -17,7 +17,7 @@ import torch
 
 from ..forking import make_lock, renew_in_child
 
-__all__ = ["COPIES", "EXPOSED", "STOOD_IN", "HostReads", "Listening", "SaysCapturing", "StandIns"]
+__all__ = ["COPIES", "EXPOSED", "HostReads", "Listening", "SaysCapturing", "StandIns"]
 
 _LENGTHS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "_pad_packed_sequence", "tensor_split")
 """Functions in C++ that read lengths from a tensor, if they get one, to choose the operators that they call."""
@@ -167,10 +167,6 @@ COPIES = StandIns([(torch.Tensor, name) for name in ("cpu", "pin_memory", "to")]
 """Copies to the host, which do nothing on a CPU."""
 # What the function of torch.cuda calls: so everyone is told who has imported that function by its name.
 _CAPTURES = StandIns([(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing")], _tell_of_capture)
-
-
-STOOD_IN = frozenset(name for one in (_READS, EXPOSED) for owner, name in one.places if owner is torch.Tensor)
-"""What of ``torch.Tensor`` is replaced while a thread listens."""
 
 
 class Listening:

@@ -29,7 +29,6 @@ from ..reasons import Reason
 from ..state.guards import StateGuard
 from ..state.notes import told_by
 from ..state.objects import attribute_table
-from ..state.reads import StateReads
 from ..state.trace import CodeTrace
 from ..state.walk import StateWalk
 from .effects import EffectRecorder, retry_once, undo
@@ -85,7 +84,7 @@ class EagerRun:
 
     def check_state(self) -> None:
         """Raise ``CaptureError`` if a run since then changed Python state, or drew where no graph draws."""
-        _check_python_state(self.trace.walk.change(self.trace.spelled))
+        _check_python_state(self.trace.walk.change())
         check_draws(self.trace.walk.drew())
 
     def find_told(self, values: Sequence[Any], guard: StateGuard, known: "Told | None" = None) -> "Told | None":
@@ -112,7 +111,7 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
         walk,
         skips_breaks=request.is_piecewise,
         within=FlatCall.__call__.__code__,
-        spares_iterators=not request.keep_effects,
+        spares=not request.keep_effects,
     )
     refusal = trace.refusal()
     if refusal is not None:
@@ -132,7 +131,7 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
             answer = within(request.call, values)
         has_run = True
         after = request.backend.rng_state()
-        changed, drew = within(walk.change, trace.spelled), walk.drew()
+        changed, drew = within(walk.change), walk.drew()
         for region in effects.regions:
             region.after = region.read().clone()
         opened = open_outputs(answer)
@@ -155,7 +154,7 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
     draws = effects.uses_rng or pads_by_code or (may_draw and not torch.equal(before, after))
     if not request.keep_effects and (changed or drew):
         walk.restore(generators=True)
-    trace.spares_iterators = True
+    trace.spares = True
     return EagerRun(
         *(answer, arguments, opened, open_outputs, effects, outputs, written),
         *(before, after, draws, trace, changed, drew, on_static_inputs and _ASKS not in trace.codes),
@@ -289,20 +288,14 @@ def _check_reads(request: CaptureRequest, eager: EagerRun) -> None:
             "that it was made of",
             Reason.CAPTURE_UNSAFE,
         )
-    unseen = eager.trace.unseen()
+    unseen = eager.trace.unseen(request.roots)
     if unseen is not None:
         raise CaptureError(
             f"the call uses what nobody can compare or put back: {unseen}; use it outside of the callable, and pass "
             "what it gives",
             Reason.STATE_UNSEEN,
         )
-    advanced = eager.trace.walk.advanced()
-    if advanced is not None:
-        raise CaptureError(f"the call advances an iterator: {advanced}; pass what it gives", Reason.STATE_UNSEEN)
-    reads = StateReads(request.call.fn, eager.trace, request.roots) if eager.trace.walk.iterator is not None else None
-    if reads is not None and reads.unguarded:
-        raise CaptureError(f"the call reads state that no guard can compare: {reads.unguarded}", Reason.STATE_UNSEEN)
-    names = eager.trace.names | eager.trace.break_names
+    names = eager.trace.names | eager.trace.of_breaks.names
     for spec in request.inputs.specs:
         attributes = (attribute_table(request.values[spec.position]) or {}).keys() & names
         if attributes:

@@ -117,8 +117,8 @@ class Observer:
         finally:
             retry_once(put_back, self.backend)
         writes = [(one.target, one.before.nbytes) for one in watch.regions if not one.is_generator]
-        rebinds = tuple(walk.changes(trace.spelled))
-        return Run(list(watch.outside.values()), writes, rebinds, walk.drew(), trace.unseen())
+        rebinds = tuple(walk.changes())
+        return Run(list(watch.outside.values()), writes, rebinds, walk.drew(), trace.unseen([self._call.fn]))
 
     def restore(self) -> None:
         """Put back all Python state, and the generators of Python and NumPy, as they were before the first run."""

@@ -41,7 +41,7 @@ def _run_twice(request: CaptureRequest) -> None:
     if first is None or (first.drew() is None and first.change() is None):
         return
     if first.drew() is None:
-        if first.iterator is not None:
+        if first.unrestorable is not None:
             return
         second = _run_once(request)
         if second is not None and second.change() is None:
@@ -54,7 +54,7 @@ def _run_once(request: CaptureRequest) -> StateWalk | None:
     it was before. None if it fails, after which all is as before."""
     rng_before = request.backend.rng_state()
     walk = StateWalk(*request.roots)
-    trace = CodeTrace(walk, within=FlatCall.__call__.__code__, spares_iterators=True)
+    trace = CodeTrace(walk, within=FlatCall.__call__.__code__, spares=True)
     if trace.refusal() is not None:
         return None
     reveal_operators()

@@ -11,7 +11,7 @@ import torch
 
 from ..call.spec import is_tensor
 from ..state.notes import IDENTITY
-from ..state.tensors import TENSOR_READERS
+from ..state.readers import TENSOR_READERS
 
 __all__ = ["Told"]
 

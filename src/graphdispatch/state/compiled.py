@@ -3,19 +3,16 @@
 import gc
 import types
 import weakref
-from array import array
 from collections.abc import Iterator
 from contextvars import ContextVar
 from functools import partial
 from itertools import chain, repeat, takewhile
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch.utils.hooks import RemovableHandle
 
 from ..native.guards import GUARD
 from .objects import ABSENT, cell_value, slot_value
-from .particulars import in_order, is_set
 
 if TYPE_CHECKING:
     from .guards import StateGuard
@@ -26,8 +23,6 @@ END = object()
 """Stands after the entries of each container, so that none can move from one to the next unseen."""
 _EMPTY: dict[Any, Any] = {}
 _KEYS, _VALUES = type(_EMPTY.keys()), type(_EMPTY.values())
-_RAW = dict, types.MappingProxyType
-_SCALARS = bool, int, str
 
 
 def compile_guard(guard: "StateGuard") -> Any:
@@ -54,12 +49,12 @@ def compile_guard(guard: "StateGuard") -> Any:
             tables=tables,
             contents=contents,
             sequences=sequences,
-            readers=tuple(filter(None, readers)),
+            readers=tuple(readers),
             types=tuple((value, next(held)) for value in guard._objects),
             codes=tuple((value, next(held)) for value in guard._functions),
             homes=tuple((value, _raw(next(held))) for value in guard._homes),
             tensors=tuple(zip(guard.tensors, addresses, *guard._forms[:2], strict=False)),
-            arrays=tuple((value, data, type(value) in (array, np.ndarray)) for value, data in guard._arrays),
+            arrays=tuple(guard._arrays),
             hooks=tuple(guard._hooks),
         )
         return native if guard.has_forms() else None  # the core reads dtypes, which have no names there
@@ -100,9 +95,7 @@ def _tables(guard: "StateGuard", held: Iterator[Any]) -> tuple[tuple[Any, ...], 
     """Tables with all their keys in order, or None where these are not compared, with names and values, and with names
     that are not there."""
     found: dict[int, list[Any]] = {}
-    readers: filter[Any] = filter(_is_of_order, guard._readers)
-    ordered = chain.from_iterable(zip(*reader.args, strict=True) for reader in readers)
-    for table, keys in chain(zip(guard._tables, guard._keys, strict=True), ordered):
+    for table, keys in zip(guard._tables, guard._keys, strict=True):
         raw = _raw(table)
         found[id(raw)] = [raw, tuple(keys), ()]
     for table, absent in guard._absent:
@@ -117,21 +110,12 @@ def _tables(guard: "StateGuard", held: Iterator[Any]) -> tuple[tuple[Any, ...], 
     return tuple((table, keys, tuple(entries), none) for table, keys, none, *entries in found.values())
 
 
-def _is_of_order(reader: Any) -> bool:
-    """Whether a reader compares the order of names in tables, which the core does where it compares all of them."""
-    return type(reader) is partial and reader.func is in_order and all(type(table) in _RAW for table in reader.args[0])
-
-
-def _reader(reader: Any, expected: Any) -> tuple[str, Any, Any, Any] | None:
-    """A reader in the core's terms; as a call where it has no better ones. None if the core's tables do the same."""
-    if _is_of_order(reader):
-        return None
+def _reader(reader: Any, expected: Any) -> tuple[str, Any, Any, Any]:
+    """A reader in the core's terms; as a call where it has no better ones."""
     if type(reader) in (weakref.ref, weakref.KeyedRef):
         return "reference", reader, None, expected
     if type(reader) is partial:
         function, args = reader.func, reader.args
-        if function is len:
-            return "length", args[0], None, expected
         if function is cell_value or (function is getattr and args[1:] == ("cell_contents",)):
             return "cell", args[0], None, expected
         if function is getattr and type(args[0]) is types.FunctionType:
@@ -140,8 +124,6 @@ def _reader(reader: Any, expected: Any) -> tuple[str, Any, Any, Any] | None:
             return args[1], args[0], None, expected
         if function is slot_value:
             return "slot", args[1], args[0], expected
-        if function is is_set and type(args[1]) in _SCALARS:
-            return "call", args[0], None, args[1]
         owner = getattr(function, "__self__", None)
         if type(owner) is ContextVar and function == owner.get and args == (ABSENT,):
             return "context", owner, None, expected

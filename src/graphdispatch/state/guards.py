@@ -27,7 +27,7 @@ from . import objects
 from .compiled import END, compile_guard
 from .notes import CodeNotes
 from .objects import equal_content, same_objects
-from .particulars import PLAIN_READERS, has_memory
+from .readers import has_memory, unchanged
 from .reads import StateReads
 
 __all__ = ["StateGuard", "WorkspaceGuard", "wants_gradient"]
@@ -79,7 +79,7 @@ class StateGuard:
         if trace is not None:
             self.notes.absorb(trace)
         with torch._C.DisableTorchFunction():  # nothing of the user's is called
-            reads = StateReads(fn, trace, extra)
+            reads = StateReads((fn, *extra), trace)
         self.unguarded = reads.unguarded
         """What the code reads and nobody can compare, so that no graph may be made; empty if there is nothing."""
         self.missing = reads.missing
@@ -104,6 +104,7 @@ class StateGuard:
         self._held = self._read()
         self._tables = tuple(reads.tables)
         self._keys = list(map(tuple, self._tables))
+        self._ordered = frozenset(reads.ordered)
         self._absent = [(table, names) for table, names in reads.absent if names]
         self._arrays = [(array, array.tobytes()) for array in reads.arrays]
         self._trains = self._find_training()
@@ -215,6 +216,8 @@ class StateGuard:
         tables = zip(guard._tables, guard._keys, strict=True)
         found = [(each, keys) for table, keys in tables for each in successors(table)]
         self._tables, self._keys = tuple(table for table, _ in found), [keys for _, keys in found]
+        ordered = (table for table in guard._tables if id(table) in guard._ordered)
+        self._ordered = frozenset(id(each) for table in ordered for each in successors(table))
         self._named = [(each, names) for table, names in guard._named for each in successors(table)]
         self._list()
         self._held = self._read()
@@ -240,9 +243,7 @@ class StateGuard:
     def reads_like(self, other: "StateGuard") -> bool:
         """Whether another guard compares the same objects, and was made when they held the same."""
         absent = ([(id(table), names) for table, names in g._absent] for g in (self, other))
-        plain = (
-            [r.args[1] for r in g._readers if type(r) is partial and r.func in PLAIN_READERS] for g in (self, other)
-        )
+        plain = ([r.args[1] for r in g._readers if type(r) is partial and r.func is unchanged] for g in (self, other))
         if next(absent) != next(absent) or next(plain) != next(plain):
             return False
         parts = (
@@ -252,9 +253,13 @@ class StateGuard:
         return self._figures == other._figures and same_objects(*parts) and same_objects(self._held, other._held)
 
     def _has_same_keys(self) -> bool:
-        """Whether all tables have the keys that they had, in whatever order; that order is the known one then."""
+        """Whether all tables have the keys that they had, in that order where it counts; the present order is the known
+        one then."""
         now = list(map(tuple, self._tables))
         if list(map(frozenset, now)) != list(map(frozenset, self._keys)):
+            return False
+        moved = (table for table, keys, known in zip(self._tables, now, self._keys, strict=True) if keys != known)
+        if any(id(table) in self._ordered for table in moved):
             return False
         self._keys = now
         return True

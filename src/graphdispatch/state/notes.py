@@ -7,25 +7,18 @@ from typing import Any
 
 from .bytecode import code_reads, may_change_state
 from .objects import is_library_code
+from .readers import TENSOR_READERS
 
-__all__ = ["IDENTITY", "TENSOR_NAMES", "CodeNotes", "Names", "keep", "told_by"]
+__all__ = ["IDENTITY", "CodeNotes", "Names", "keep", "told_by"]
 
 IDENTITY = "is"
 """Stands among the names for code that compares objects."""
-TENSOR_NAMES = frozenset(
-    (
-        *("_backward_hooks", "_base", "_grad", "_is_view", "_typed_storage", "_version", "grad", "grad_fn", "is_conj"),
-        *("is_inference", "is_leaf", "is_neg", "is_shared", "output_nr", "requires_grad", "retains_grad", "storage"),
-        *("storage_offset", "typed_storage", "untyped_storage"),
-    )
-)
-"""What code can ask of a tensor besides its values and its form: the keys of ``tensors.TENSOR_READERS``."""
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _DEMO = os.path.join(_OURS, "demo") + os.sep
 
 Names = dict[int, tuple[dict[str, Any], set[str]]]
 """For each namespace, by its ``id``: the namespace, and names in it."""
-_SETS = ("names", "asked", "library_names", "break_names", "whole_types")
+_SETS = ("names", "asked", "library_names", "whole_types")
 _FLAGS = ("is_blind", "reads_environment", "reads_whole")
 
 
@@ -40,8 +33,6 @@ class CodeNotes:
         """Names that code of the user asks for by ``getattr`` or ``hasattr``, so that they need not exist."""
         self.library_names: set[str] = set()
         """Those that code of libraries reads."""
-        self.break_names: set[str] = set()
-        """Names of attributes in code that runs inside of breaks, at each replay."""
         self.whole_types: set[type] = set()
         """Classes whose objects are read under names that are not spelled in the code."""
         self.reads_whole: str = ""
@@ -101,7 +92,7 @@ def keep(notes: Names, table: dict[str, Any], names: Iterable[str]) -> None:
 
 
 def told_by(codes: Iterable[types.CodeType]) -> list[str]:
-    """What of ``TENSOR_NAMES`` all this code of the user reads, of whatever tensors; and ``IDENTITY`` where any code
+    """What of ``TENSOR_READERS`` all this code of the user reads, of whatever tensors; and ``IDENTITY`` where any code
     compares objects."""
     paths = ((code, code.co_filename) for code in codes)
     others = [code for code, path in paths if not path.startswith(_OURS) or path.startswith(_DEMO)]
@@ -110,7 +101,7 @@ def told_by(codes: Iterable[types.CodeType]) -> list[str]:
     compares = any(code_reads(code).compared for code in theirs) or any(
         not code_reads(code).compared.isdisjoint(code.co_varnames) for code in others
     )
-    return sorted(TENSOR_NAMES & set().union(*map(_spelled, theirs))) + [IDENTITY] * compares
+    return sorted(TENSOR_READERS.keys() & set().union(*map(_spelled, theirs))) + [IDENTITY] * compares
 
 
 def _spelled(code: types.CodeType) -> frozenset[str]:

@@ -3,26 +3,32 @@
 Nothing here calls code of the user: no comparison, no attribute hook, no ``__len__`` or ``__iter__`` of a subclass.
 """
 
+import ctypes
+import decimal
 import gc
 import io
 import logging
+import mmap
 import os
 import sys
 import sysconfig
 import threading
 import types
 import weakref
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from contextvars import ContextVar
-from enum import Enum
 from functools import cached_property, lru_cache, partial
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
+
+from .bytecode import stored_by
 
 __all__ = [
     "ABSENT",
@@ -40,9 +46,11 @@ __all__ = [
     "dict_of",
     "equal_content",
     "functions_in",
+    "home_of",
     "is_code",
     "is_followed",
     "is_kind_of_array",
+    "is_leaf",
     "is_library_code",
     "is_machine",
     "is_opaque",
@@ -51,6 +59,7 @@ __all__ = [
     "name_of",
     "referent",
     "referents",
+    "same_callable",
     "same_objects",
     "slot_value",
     "slots_of",
@@ -79,7 +88,7 @@ CACHES = (type(lru_cache(id)),)
 GLOBAL_HOOKS = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
 """The hooks that torch calls for every module."""
 
-_OPAQUE = (
+_TRUSTED = (
     types.CodeType,
     types.FrameType,
     types.TracebackType,
@@ -89,7 +98,6 @@ _OPAQUE = (
     types.MethodDescriptorType,
     types.ClassMethodDescriptorType,
     type(vars(Hashable)["_abc_impl"]),  # which caches what isinstance() found; registrations are compared elsewhere
-    Enum,
     OpOverload,
     OpOverloadPacket,
     torch.dtype,
@@ -111,24 +119,37 @@ _TORCH_STATE = (
 """Where torch keeps classes of objects that belong to a model, besides modules. Its other objects are machinery."""
 _TORCH_NEEDS = ("sympy", "mpmath", "networkx", "jinja2", "fsspec", "filelock")
 """Packages that torch's compiler is made of."""
-_MACHINES = ("threading", "asyncio", "multiprocessing", "subprocess", "logging", "decimal")
-_MACHINERY = (*_TORCH_NEEDS, *_MACHINES, "importlib", "inspect")
+_MACHINES = ("threading", "asyncio", "multiprocessing", "subprocess")
+_MACHINERY = (*_TORCH_NEEDS, *_MACHINES, "importlib", "inspect", "logging")
+_CTYPES = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union, ctypes._Pointer)
+_OPAQUE = (array, bytearray, mmap.mmap, *_CTYPES, decimal.Context, threading.local)
+"""Compiled classes whose objects code reads and writes without calling a method of theirs."""
 
 
-_NOTHING_IN = (*CONSTANTS, *_OPAQUE)
-_MAY_HOLD = (*CONSTANTS, Enum, torch.Size, torch.Generator)
+_NOTHING_IN = (*CONSTANTS, *_TRUSTED)
+
+
+def is_leaf(kind: type) -> bool:
+    """Whether nothing is looked for in objects of a class: constants, parts of the interpreter or of torch. A class of
+    the user that inherits from one of these may hold more."""
+    return issubclass(kind, _NOTHING_IN) and not user_classes(kind)
 
 
 def is_opaque(kind: type) -> bool:
-    """Whether nothing is looked for in objects of a class: constants, parts of the interpreter or of torch. A class of
-    the user that inherits from a constant's or from one of torch's, or an enumeration of the user, may hold more."""
-    return issubclass(kind, _NOTHING_IN) and not (issubclass(kind, _MAY_HOLD) and user_classes(kind))
+    """Whether nobody can compare objects of a class, so that no graph may depend on one: iterators, memory of compiled
+    code, what each thread sees otherwise, what threads and processes share."""
+    return is_machine(kind) or issubclass(kind, _OPAQUE) or _iterates(kind)
+
+
+def home_of(kind: type) -> str:
+    """The name of the module of a class; empty where the class has another attribute under that name."""
+    return kind.__module__ if isinstance(kind.__module__, str) else ""
 
 
 def is_followed(kind: type) -> bool:
     """Whether the objects of a class are a part of the callable's state: not those of this package (but for its demo),
     and no machinery of torch or of the standard library. Modules are, and threads of a class of the user."""
-    module = kind.__module__ if isinstance(kind.__module__, str) else ""
+    module = home_of(kind)
     root = module.partition(".")[0] if not module.startswith(f"{_PACKAGE}.demo") else "demo"
     if root == _PACKAGE:
         return False
@@ -140,9 +161,9 @@ def is_followed(kind: type) -> bool:
 
 
 def is_machine(kind: type) -> bool:
-    """Whether a class is one of the standard library's whose objects other threads use: their plain values are compared
-    where code uses them, and nobody puts them back. Attributes that the user gave them are state like any other's."""
-    return kind.__module__.partition(".")[0] in _MACHINES
+    """Whether a class is one of the standard library's whose objects threads and processes share: nobody puts them
+    back, since others may have changed them."""
+    return home_of(kind).partition(".")[0] in _MACHINES
 
 
 @lru_cache(maxsize=8192)
@@ -172,9 +193,9 @@ _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a class statement
 
 
 def _is_library_class(kind: type) -> bool:
-    if kind.__module__ in sys.builtin_module_names:
+    if home_of(kind) in sys.builtin_module_names:
         return True
-    module = sys.modules.get(kind.__module__) if isinstance(kind.__module__, str) else None
+    module = sys.modules.get(home_of(kind))
     return is_library_code(getattr(module, "__file__", None) or "") or not is_followed(kind)
 
 
@@ -277,8 +298,8 @@ def is_kind_of_array(kind: type) -> bool:
 
 def is_code(value: Any) -> bool:
     """Whether a class attribute is code: a function, method, property or built-in descriptor."""
-    kinds = (types.FunctionType, property, staticmethod, classmethod, cached_property, type, *_OPAQUE)
-    return issubclass(type(value), kinds) and not issubclass(type(value), Enum)
+    kinds = (types.FunctionType, property, staticmethod, classmethod, cached_property, type, *_TRUSTED)
+    return issubclass(type(value), kinds)
 
 
 SEEN_THROUGH = frozenset(
@@ -300,12 +321,12 @@ SEEN_THROUGH = frozenset(
 class Kind(NamedTuple):
     """What a class tells of its objects."""
 
+    is_leaf: bool
+    """See ``is_leaf``; then nothing else was asked."""
     is_opaque: bool
-    """See ``is_opaque``; then nothing else was asked."""
+    """See ``is_opaque``."""
     is_followed: bool
     """See ``is_followed``."""
-    iterates: bool
-    """Whether they are generators or iterators of compiled code, whose progress cannot be compared or put back."""
     slots: dict[str, Any]
     """See ``slots_of``."""
 
@@ -314,15 +335,16 @@ class Kinds(dict[type, Kind]):
     """Classes, each asked when it is first met. Classes may change, so make another one for each look."""
 
     def __missing__(self, kind: type) -> Kind:
-        if is_opaque(kind):
+        if is_leaf(kind):
             known = Kind(True, False, False, {})
         else:
-            known = Kind(False, is_followed(kind), _iterates(kind), slots_of(kind))
+            known = Kind(False, is_opaque(kind), is_followed(kind), slots_of(kind))
         self[kind] = known
         return known
 
 
 def _iterates(kind: type) -> bool:
+    """Whether they are generators or iterators of compiled code, whose progress cannot be compared or put back."""
     if issubclass(kind, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):
         return True
     if issubclass(kind, io.IOBase):  # a file is outside of Python's state
@@ -334,7 +356,7 @@ def _iterates(kind: type) -> bool:
 def same_objects(before: Sequence[Any], after: Sequence[Any]) -> bool:
     """Whether two sequences hold the same objects. Equal constants of one type count as the same."""
     return len(before) == len(after) and all(
-        a is b or (type(a) is type(b) and issubclass(type(a), CONSTANTS) and is_opaque(type(a)) and repr(a) == repr(b))
+        a is b or (type(a) is type(b) and issubclass(type(a), CONSTANTS) and is_leaf(type(a)) and repr(a) == repr(b))
         for a, b in zip(before, after, strict=True)
     )
 
@@ -372,6 +394,42 @@ def _is_frozen(kind: type) -> bool:
     """Whether it is a frozen dataclass whose instances keep their fields in a table."""
     parameters = getattr(kind, "__dataclass_params__", None)
     return parameters is not None and parameters.frozen and kind.__dictoffset__ != 0
+
+
+def same_callable(a: Any, b: Any) -> bool:
+    """Whether two callables do the same: they are one object, or the same code over the same objects.
+
+    So a lambda that is made again in a loop counts as the same callable, unless it captured something else.
+    """
+    if a is b:
+        return True
+    if issubclass(type(a), partial) and issubclass(type(b), partial):
+        same_args = (
+            len(a.args) == len(b.args) and all(map(is_, a.args, b.args)) and a.keywords.keys() == b.keywords.keys()
+        )
+        return same_args and same_callable(a.func, b.func) and all(a.keywords[k] is b.keywords[k] for k in a.keywords)
+    if issubclass(type(a), types.MethodType) and issubclass(type(b), types.MethodType):
+        return a.__self__ is b.__self__ and a.__func__ is b.__func__
+    if issubclass(type(a), types.FunctionType) and issubclass(type(b), types.FunctionType):
+        if a.__code__ is not b.__code__ or a.__globals__ is not b.__globals__:
+            return False
+        # A variable that the code assigns must be the same one, else a run would assign that of the other function.
+        read = None if _assigns_outer(a.__code__) else cell_value
+        held = [(*(map(read, f.__closure__ or ()) if read else f.__closure__ or ()), *_held_by(f)) for f in (a, b)]
+        return len(held[0]) == len(held[1]) and all(map(is_, *held))
+    return False
+
+
+def _held_by(fn: types.FunctionType) -> tuple[Any, ...]:
+    """The defaults and attributes of a function."""
+    return (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values(), *fn.__dict__, *fn.__dict__.values())
+
+
+@lru_cache(maxsize=1024)
+def _assigns_outer(code: types.CodeType) -> bool:
+    """Whether code assigns variables of the functions around it."""
+    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    return not stored_by(code).isdisjoint(code.co_freevars) or any(map(_assigns_outer, inner))
 
 
 def referent(value: Any) -> Any:

@@ -6,12 +6,9 @@ too much now and then, and never too little.
 
 import copyreg
 import os
-import random
-import threading
 import types
 import weakref
-from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
@@ -21,12 +18,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..backends.standins import STOOD_IN
 from ..call.marks import is_break
 from . import objects
-from .notes import TENSOR_NAMES, CodeNotes
+from .notes import CodeNotes
 from .objects import ABSENT, CONTAINERS, Reader
-from .particulars import class_readers, in_order, readers_of, setting_readers, unchanged
+from .readers import array_readers, readers_of, tensor_readers
 
 __all__ = ["StateReads"]
 
@@ -39,17 +35,17 @@ _BY_TORCH = frozenset(("training", "forward", "_call_impl"))
 """Attributes of modules that torch's code spells, and that of a model need not."""
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} - _TABLES
 _TENSOR_ATTRIBUTES = frozenset(dir(torch.Tensor))
-_GENERATORS = (random.Random, np.random.RandomState, np.random.BitGenerator)
 _MOST_COMPARED = 1_000_000
 
 
 class StateReads:
-    """What the code in ``trace`` reads of what ``fn``, the traced variables and ``extra`` reach.
+    """What the code in ``trace`` reads of what the ``roots`` and the traced variables reach.
 
-    Without a trace: what tells which modules and tensors the callable reaches. Holds what it found.
+    Without a trace: what tells which modules and tensors the callable reaches. What breaks read counts only
+    ``with_breaks``. Holds what it found.
     """
 
-    def __init__(self, fn: Callable[..., Any], trace: CodeNotes | None, extra: Iterable[Any] = ()) -> None:
+    def __init__(self, roots: Iterable[Any], trace: CodeNotes | None, *, with_breaks: bool = False) -> None:
         self.modules: list[nn.Module] = []
         self.tensors: list[torch.Tensor] = []
         self.functions: list[types.FunctionType] = []
@@ -66,37 +62,34 @@ class StateReads:
         """Tables of attributes and variables, and the names in them that are compared."""
         self.tables: list[Mapping[str, Any]] = []
         """Tables whose keys are compared: a name that was not there may hide one of a class."""
+        self.ordered: set[int] = set()
+        """Those whose order counts, since code goes through them; by identity."""
         self.absent: list[tuple[Mapping[str, Any], frozenset[str]]] = []
         """Tables of variables, and the names that the code looked up in vain there."""
         self.readers: list[Reader] = []
         self.arrays: list[Any] = []
-        """Arrays of numbers, of NumPy and of Python; their bytes are compared."""
+        """Arrays of NumPy; their bytes are compared."""
         self.hooks: list[dict[int, Any]] = []
         self.unguarded = ""
-        self._trace = trace
-        self._names = frozenset(trace.names) if trace is not None else frozenset()
-        self._library_names = frozenset(trace.library_names) | self._names if trace is not None else frozenset()
-        self._all = trace is not None and (trace.is_blind or bool(trace.reads_whole))
-        self._goes_through = "__dict__" in self._names or (
-            trace is not None and any("vars" in names for _, names in trace.variables.values())
-        )
-        self._ordered: list[Mapping[str, Any]] = []
-        """Tables whose order counts, since code goes through them."""
+        self._is_traced = trace is not None
+        self._notes = notes = CodeNotes() if trace is None else trace
+        self._with_breaks = with_breaks
+        self._names = frozenset(notes.names)
+        self._library_names = self._names | notes.library_names
+        self._all = notes.is_blind or bool(notes.reads_whole)
+        self._goes_through = "__dict__" in self._names or any("vars" in names for _, names in notes.variables.values())
         self._seen: dict[int, Any] = {}
         self._kinds = objects.Kinds()
         self._compared = 0
-        self._pending = [fn, *extra, *(hook for hooks in objects.GLOBAL_HOOKS for hook in hooks.values())]
+        self._pending = [*roots, *(hook for hooks in objects.GLOBAL_HOOKS for hook in hooks.values())]
+        self._compare_namespaces(notes)
         self._follow()
-        if trace is not None:
-            self._compare_namespaces(trace)
-            self._follow()
-        self._compare_order()
-        self.missing = (trace.asked if trace is not None else set()) - _TENSOR_ATTRIBUTES
+        self.missing = notes.asked - _TENSOR_ATTRIBUTES
 
     def _follow(self) -> None:
         while self._pending:
             value = self._pending.pop()
-            if id(value) not in self._seen and not self._kinds[type(value)].is_opaque:
+            if id(value) not in self._seen and not self._kinds[type(value)].is_leaf:
                 self._seen[id(value)] = value
                 self._visit(value)
 
@@ -109,13 +102,10 @@ class StateReads:
         elif issubclass(type(value), torch.Tensor):
             self.tensors.append(value)
             table = objects.attribute_table(value)
-            if table or (self._trace is not None and self._trace.asked):
+            if table or self._notes.asked:
                 self.homes.append(value)
                 self._compare(table, self._names)
-            if value.dtype.is_complex or not TENSOR_NAMES.isdisjoint(self._names):
-                from .tensors import tensor_readers
-
-                self.readers += tensor_readers(value, self._names)
+            self.readers += tensor_readers(value, self._names)
         elif issubclass(type(value), nn.Module):
             self._visit_module(value)
         elif issubclass(type(value), types.FunctionType):
@@ -125,22 +115,15 @@ class StateReads:
         elif issubclass(type(value), type):
             self._visit_class(value)
         elif issubclass(type(value), types.ModuleType):
-            if self._trace is not None and id(vars(value)) not in self._trace.variables:
+            if id(vars(value)) not in self._notes.variables:
                 self._compare_variables(vars(value), self._names)
-        elif issubclass(type(value), np.ndarray) or kind is array:
+        elif issubclass(type(value), np.ndarray):
             self._visit_array(value)
+        elif self._kinds[kind].is_opaque:
+            self._refuse(f"a {kind.__module__}.{kind.__qualname__}")
         elif self._kinds[kind].is_followed:
             self._visit_object(value)
-        elif objects.is_machine(kind):
-            if self._trace is not None:
-                from .foreign import read_machine
-
-                named, absent, readers = read_machine(value, self._trace, self._names)
-                self.readers += readers
-                self.absent += absent
-                self.attributes += named
-                self._pending += (table[n] for table, known in named for n in known if not n.startswith("_"))
-        elif kind.__module__.partition(".")[0] == _PACKAGE and "unwrap" in dir(kind):
+        elif objects.home_of(kind).partition(".")[0] == _PACKAGE and "unwrap" in dir(kind):
             self._pending.append(value.unwrap())
 
     def _visit_module(self, module: nn.Module) -> None:
@@ -160,7 +143,7 @@ class StateReads:
         if not isinstance(table.get("_parameters"), dict):
             self._pending += (*module.parameters(), *module.buffers())
         kind = type(module)
-        is_library = any(base is not nn.Module for base in kind.__mro__ if base.__module__.startswith("torch."))
+        is_library = any(base is not nn.Module for base in kind.__mro__ if objects.home_of(base).startswith("torch."))
         names = self._named(kind, self._library_names if is_library else self._names)
         self._compare(table, names | _BY_TORCH | _TABLES)
         self._pending.append(kind)
@@ -170,11 +153,8 @@ class StateReads:
         kind = type(value)
         if kind is dict and "__builtins__" in value:
             return  # the variables of a module, which are followed by name
-        if self._kinds[kind].iterates:
-            self._refuse(f"the {kind.__name__} {value!r} that it may advance")
-            return
         if issubclass(type(value), CONTAINERS):
-            if self._trace is not None or _matters(value):
+            if self._is_traced or _matters(value):
                 self.contents.append(value)
             held = objects.content(value)
             self._count(len(held), value)
@@ -184,17 +164,11 @@ class StateReads:
         table, slots = objects.attribute_table(value), self._kinds[kind].slots
         is_library = len(objects.user_classes(kind)) < len(objects.written_classes(kind))
         names = self._named(kind, self._library_names if is_library else self._names)
-        if issubclass(kind, threading.local) and self._trace is not None:
-            from .foreign import values_here
-
-            read = partial(values_here, names)
-            self.readers.append(partial(unchanged, value, read(value), read))
-            self._pending += (table or {}).values()
-        elif table is not None:
+        if table is not None:
             self.objects.append(value)
             self.homes.append(value)
             self._compare(table, names)
-        for name in (name for name in slots if self._trace is None or self._all or name in names):
+        for name in (name for name in slots if not self._is_traced or self._all or name in names):
             self.readers.append(partial(objects.slot_value, slots[name], value))
             self._pending.append(self.readers[-1]())
         if not slots and not issubclass(type(value), (tuple, frozenset, *CONTAINERS)):
@@ -204,23 +178,19 @@ class StateReads:
             for inner in objects.referents(value):
                 is_cached = issubclass(kind, objects.CACHES) and issubclass(type(inner), CONTAINERS)
                 self._pending += objects.content(inner) if is_cached else [inner]
-        if self._trace is not None or kind is partial:
-            particulars = readers_of(value)
-            self.readers += particulars + self._more_readers(value)
+        if self._is_traced or kind is partial:
+            particulars = readers_of(value, self._names)
+            self.readers += particulars
             self._pending += (read() for read in particulars)
         self._pending.append(kind)
 
     def _visit_array(self, value: Any) -> None:
-        """An array of numbers, of NumPy or of Python, or one of objects; it may be of a subclass with attributes."""
+        """An array of numbers or of objects; it may be of a subclass with attributes."""
         kind = type(value)
-        if kind in (array, np.ndarray):
+        if kind is np.ndarray:
             self.arrays.append(value)
-        self._count((len(value) if kind is array else value.nbytes // 8), value)
-        if kind is array:
-            return
+        self._count(value.nbytes // 8, value)
         self._pending += value.flat if value.dtype.hasobject else ()
-        from .rare import array_readers
-
         self.readers += array_readers(value)
         if objects.is_kind_of_array(kind):
             self.homes.append(value)
@@ -231,39 +201,23 @@ class StateReads:
         """A class of the user: what code reads of it. Of torch's modules the methods that ran, which others replace."""
         users = objects.user_classes(kind)
         self._pending += (base for base in type.mro(kind)[1:] if base in users or issubclass(base, nn.Module))
-        if self._trace is None:
+        if not self._is_traced:
             return
         table = vars(kind)
         if kind in users:
             self.readers.append(partial(getattr, kind, "__mro__"))
             self._compare(table, [name for name, member in table.items() if self._is_read(name, member)])
-            self._pending += (type(kind), *dict.values(table.get("_member_map_", {})))
-            self.readers += class_readers(kind, self._names)
+            self._pending.append(type(kind))
         elif issubclass(kind, nn.Module):
             self._compare_torch(kind)
 
-    def _more_readers(self, value: Any) -> list[Reader]:
-        if not issubclass(type(value), _GENERATORS):
-            return []
-        from .rare import generator_readers
-
-        return generator_readers(value, self._names)
-
-    def _compare_order(self) -> None:
-        if self._ordered:
-            self.readers.append(partial(in_order, self._ordered, list(map(list, self._ordered))))
-
     def _compare_torch(self, kind: type) -> None:
-        """A class of torch that others patch: what it has at all, and there the names of the code and what ran."""
-        assert self._trace is not None
-        table, codes, names = vars(kind), self._trace.codes, self._names
+        """A class of modules of torch, which others patch: what it has at all, and there the names of the code and what
+        ran."""
+        table, codes, names = vars(kind), self._notes.codes, self._names
         copyreg._slotnames(kind)  # type: ignore[attr-defined]  # else a pickle would add what this adds
-        if kind is torch.Tensor:  # whose operators no code spells
-            known = [name for name in table if name not in STOOD_IN]
-            self.readers.append(partial(len, table))
-        else:
-            self.tables.append(table)
-            known = [name for name, held in table.items() if name in names or getattr(held, "__code__", None) in codes]
+        self.tables.append(table)
+        known = [name for name, held in table.items() if name in names or getattr(held, "__code__", None) in codes]
         if known:
             self.attributes.append((table, known))
 
@@ -274,22 +228,21 @@ class StateReads:
         """
         if not objects.is_code(member):
             return name in self._names or (self._all and not name.startswith("__"))
-        assert self._trace is not None
-        is_named = self._trace.is_blind and name in self._names
-        return is_named or any(fn.__code__ in self._trace.codes for fn in objects.functions_in(member))
+        is_named = self._notes.is_blind and name in self._names
+        return is_named or any(fn.__code__ in self._notes.codes for fn in objects.functions_in(member))
 
     def _visit_function(self, fn: types.FunctionType) -> None:
         """The closure and defaults of a function whose code ran, or of any without a trace; not of a break."""
         cells = fn.__closure__ or ()
-        if fn.__dict__ or (self._trace is not None and self._trace.asked):
+        if fn.__dict__ or self._notes.asked:
             self._compare(fn.__dict__, self._names)
         if objects.is_library_code(fn.__code__.co_filename):
             self._pending += (held for held in fn.__dict__.values() if type(held) is types.MappingProxyType)
-            if not is_break(fn):
+            if self._with_breaks or not is_break(fn):
                 wrapped = (types.FunctionType, types.MethodType, partial, nn.Module)
                 self._pending += (held for cell in cells if issubclass(type(held := objects.cell_value(cell)), wrapped))
             return
-        if self._trace is not None and not self._all and fn.__code__ not in self._trace.codes:
+        if self._is_traced and not self._all and fn.__code__ not in self._notes.codes:
             return
         self.functions.append(fn)
         for cell in cells:
@@ -302,21 +255,18 @@ class StateReads:
         self._pending += (getattr(fn, name) for name in defaults)
         if "__wrapped__" in fn.__dict__:
             self._pending.append(fn.__dict__["__wrapped__"])
-        if self._trace is None:
+        if not self._is_traced:
             self._compare_variables(fn.__globals__, objects.variables_of(fn))
 
-    def _compare_namespaces(self, trace: CodeNotes) -> None:
-        self._pending += trace.functions
-        for kind in (torch.Tensor, nn.Parameter):
-            self._compare_torch(kind)
-        spelled = self._names.union(*(names for _, names in trace.variables.values()))
-        self.readers += setting_readers(spelled)
-        if trace.reads_environment:
+    def _compare_namespaces(self, notes: CodeNotes) -> None:
+        self._pending += notes.functions
+        if notes.reads_environment:
             self.contents.append(vars(os.environ)["_data"])
-        for table, names in trace.variables.values():
+        for table, names in notes.variables.values():
             self._compare_variables(table, names)
-        self._ordered += (table for table, _ in trace.whole_tables.values())
-        for table, names in trace.absent.values():
+        self.tables += (table for table, _ in notes.whole_tables.values())
+        self.ordered |= notes.whole_tables.keys()
+        for table, names in notes.absent.values():
             self._compare_variables(table, names)  # those that are there by now
             self.absent.append((table, frozenset(names - table.keys())))
 
@@ -328,14 +278,13 @@ class StateReads:
 
     def _named(self, kind: type, names: frozenset[str]) -> frozenset[str]:
         """The names to compare of the objects of a class: all, if code reads them without spelling their names."""
-        is_whole = self._all or (self._trace is not None and kind in self._trace.whole_types) or _has_own_access(kind)
-        return _ALL if is_whole else names
+        return _ALL if self._all or kind in self._notes.whole_types or _has_own_access(kind) else names
 
     def _compare(self, table: Mapping[str, Any] | None, names: Iterable[str]) -> None:
         """Compare the attributes in ``table`` under ``names``; without a trace, those that hold modules or tensors."""
         if table is None:
             return
-        if self._trace is None:
+        if not self._is_traced:
             kept = {name: value for name, value in table.items() if name not in _MODULE_ATTRIBUTES}
             chosen = [name for name, value in kept.items() if name in _TABLES or _matters(value)]
             self._pending += (value for name, value in kept.items() if name not in _TABLES)
@@ -344,7 +293,7 @@ class StateReads:
             chosen = [name for name in table if name in named and name not in _MODULE_ATTRIBUTES]
             self._pending += (table[name] for name in chosen if name not in _TABLES)
         if names is _ALL and self._goes_through and len(table) > 1:
-            self._ordered.append(table)
+            self.ordered.add(id(table))
         self.tables.append(table)
         self._count(len(chosen), table)
         if chosen:
@@ -356,7 +305,7 @@ class StateReads:
             self._refuse(f"a {type(value).__name__} with {number} entries, which are too many to compare at each call")
 
     def _refuse(self, what: str) -> None:
-        if self._trace is not None:
+        if self._is_traced:
             self.unguarded = self.unguarded or what
 
 

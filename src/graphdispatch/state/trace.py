@@ -10,8 +10,13 @@ import logging
 import os
 import re
 import sys
+import threading
 import types
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from contextlib import suppress
+from contextvars import Context
+from importlib.util import resolve_name
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -19,24 +24,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..backends.tracing import untraced
 from ..call.marks import BREAK_CODE
 from ..errors import CaptureError
+from ..reasons import Reason
 from . import objects
 from .bytecode import CodeReads, changed_by, code_reads
 from .notes import CodeNotes, keep
+from .reads import StateReads
 from .walk import StateWalk
-
-if TYPE_CHECKING:
-    from .foreign import MethodCalls
 
 __all__ = ["CodeTrace"]
 
 _log = logging.getLogger("graphdispatch")
-_READ_WHOLE = ("dataclasses.py", "copy.py", "pickle.py", "pprint.py", "inspect.py", "copyreg.py")
+_READ_WHOLE = ("dataclasses.py", "copy.py", "pickle.py", "pprint.py", "inspect.py", "copyreg.py", "argparse.py")
 """Modules of the standard library that read all attributes of what they are given."""
 _SETS = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset")
 _IMPORT_CODE = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
 """The code around every first import. What runs inside of it runs once in the process."""
-_ARGPARSE = "argparse.py"
-"""Where namespaces are compared and printed whole."""
 _IMPORT_MODULE = importlib.import_module.__code__
 
 
@@ -44,8 +46,23 @@ _COMPILER = os.path.join("torch", "_dynamo", "convert_frame.py")
 """Where torch compiles a function before its first run. What that reads is no part of the run."""
 
 
-class _IteratorMetError(BaseException):
-    """Ends a run before code that names an iterator; ``except Exception`` of the user must not catch it."""
+_SEEN_THROUGH = frozenset(
+    (
+        *("builtins", "collections", "_collections", "operator", "_operator", "itertools", "re", "struct", "_struct"),
+        *("datetime", "_contextvars", "contextvars", "_weakref", "weakref", "_abc", "_random", "random", "numpy"),
+        *("torch", "decimal", "typing", "time"),
+    )
+)
+"""Where compiled classes are at home whose objects never change, or whose state a walk compares."""
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
+_COMPILED = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
+_TAKEN = ("acquire", "release")
+_IN_BLOCKS = ("__enter__", "__exit__")  # of a block, which gives back what it takes; the first of them is not seen
+
+
+class _SparedError(BaseException):
+    """Ends a run before code that may change what cannot be put back; ``except Exception`` of the user must not catch
+    it."""
 
 
 class CodeTrace(CodeNotes):
@@ -57,8 +74,8 @@ class CodeTrace(CodeNotes):
     around the callable; what runs outside of it (a backend of somebody else's) is left out. A profiler that was
     written in Python goes on; under any other, ``is_blind`` says that nothing was seen.
 
-    With ``spares_iterators`` a run ends before code that did not run before while an iterator is within reach, behind
-    the variables that this code names, too: nobody could put it back. Leaving the trace raises ``CaptureError`` then.
+    With ``spares`` a run ends before code that did not run before while something that nobody could put back is within
+    reach, behind the variables that this code names, too. Leaving the trace raises ``CaptureError`` then.
     """
 
     def __init__(
@@ -67,14 +84,16 @@ class CodeTrace(CodeNotes):
         *,
         skips_breaks: bool = False,
         within: types.CodeType | None = None,
-        spares_iterators: bool = False,
+        spares: bool = False,
     ) -> None:
         super().__init__()
         self.walk = walk
-        self.spares_iterators = spares_iterators
-        """Whether runs are made only for the graph, so that they must not advance an iterator."""
-        self.spared = walk.iterator if spares_iterators else None
-        """The iterator before which a run ended, or must not begin."""
+        self.of_breaks = CodeNotes()
+        """What the code reads that runs inside of breaks, at each replay."""
+        self.spares = spares
+        """Whether runs are made only for the graph, so that they must not change what cannot be put back."""
+        self.spared = walk.unrestorable if spares else None
+        """That before which a run ended, or must not begin."""
         self.sets_generator = False
         """Whether it called what sets torch's random generators (``manual_seed``, ``fork_rng``)."""
         self._skipped = {_IMPORT_CODE, BREAK_CODE} if skips_breaks else {_IMPORT_CODE}
@@ -82,36 +101,41 @@ class CodeTrace(CodeNotes):
         """Which random generator of its own the callable set, in words."""
         self._within = within
         self._outer: Any = None
-        self._methods: MethodCalls | None = None
+        self._unseen_call: str | None = None
+        self._locks: dict[int, tuple[Any, str]] = {}
+        """Locks that it took or gave back, and how they were before."""
         self._plain: dict[int, types.CodeType] = {}
         """Code of which nothing more is to be noted, by its ``id``: what most calls run."""
-        self._nested, self._in_breaks, self._each_time = (set[types.CodeType]() for _ in range(3))
+        self._run_beside = set[types.CodeType]()
+        """Code that ran in first imports, compilations and hooks of the collector: once in the process, as a rule."""
+        self._nested, self._each_time = (set[types.CodeType]() for _ in range(2))
         """The last is code that is read at each call: of what it is given, or by whom it is called, depends what it
         reads."""
 
     @property
     def spelled(self) -> set[str] | None:
         """The names of all attributes that the code spells; None if nobody saw the code."""
-        return None if self.is_blind else self.names | self.library_names | self.break_names
+        names = (self.names, self.library_names, self.of_breaks.names, self.of_breaks.library_names)
+        return None if self.is_blind else set().union(*names)
 
     @property
     def touched(self) -> set[str] | None:
         """The names of all attributes that the code can have changed; None if it spells them not all."""
         names = self.spelled
-        breaks = [code_reads(code) for code in self._in_breaks]
-        if names is None or self.reads_whole or any(r.whole or r.whole_self for r in breaks):
+        breaks = self.of_breaks
+        if names is None or self.reads_whole or breaks.reads_whole or breaks.whole_types:
             return None
         return names if names.isdisjoint(("__setattr__", "__delattr__")) else None
 
     def shares_with_breaks(self) -> bool:
         """Whether the user's code in breaks may change what the other code reads: it has a name in common with that."""
         read = self.names.union(*(names for _, names in self.variables.values()), *(c.co_freevars for c in self.codes))
-        users = (code for code in self._in_breaks if not objects.is_library_code(code.co_filename))
+        users = (code for code in self.of_breaks.codes if not objects.is_library_code(code.co_filename))
         return any(not changed_by(code).isdisjoint(read) for code in users)
 
     def __enter__(self) -> "CodeTrace":
         self._outer = sys.getprofile()
-        self._depth = 0
+        self._depth = self._beside = 0
         self._inside = int(self._within is None)
         self._skipped |= {hook.__code__ for hook in gc.callbacks if isinstance(hook, types.FunctionType)}
         for code in self._skipped:
@@ -126,7 +150,7 @@ class CodeTrace(CodeNotes):
         if self.spared is not None or sys.getprofile() in (self._note, self._note_both):
             sys.setprofile(self._outer)  # Python takes away a profiler that raises
         refusal = self.refusal()
-        if refusal is not None and (error is None or isinstance(error, (Exception, _IteratorMetError))):
+        if refusal is not None and (error is None or isinstance(error, (Exception, _SparedError))):
             raise refusal from None
 
     def is_in_break(self) -> bool:
@@ -134,12 +158,14 @@ class CodeTrace(CodeNotes):
         return self._depth > 0
 
     def refusal(self) -> CaptureError | None:
-        """The error of a run that must not advance the iterator ``spared``; None if there is none."""
+        """The error of a run that must not change what is ``spared``; None if there is none."""
         if self.spared is None:
             return None
-        from .iterators import advance_refused
-
-        return advance_refused(self.spared)
+        return CaptureError(
+            f"a run for the graph's sake would change for good what nobody can put back: {self.spared}; pass what it "
+            "gives as an argument, or capture by calls",
+            Reason.STATE_UNSEEN,
+        )
 
     @untraced
     def _note_both(self, frame: types.FrameType, event: str, arg: Any) -> None:
@@ -156,6 +182,7 @@ class CodeTrace(CodeNotes):
                 self._inside -= 1
             elif self._depth and self._inside and frame.f_code in self._skipped:
                 self._depth -= 1
+                self._beside -= frame.f_code is not BREAK_CODE
         elif event == "c_call" and self._inside:
             owner = getattr(arg, "__self__", None)
             if type(owner) is str:
@@ -169,19 +196,35 @@ class CodeTrace(CodeNotes):
         if issubclass(type(owner), torch.Generator):
             if not self._depth and method in _SETS and not _is_library(frame):
                 self.seeds = f"{method}() of a torch.Generator"
-        elif self.walk.knows(owner):
-            if self._methods is None:
-                from .foreign import MethodCalls
+        elif self.walk.knows(owner) and not self._sees_through(owner, method):
+            kind = type(owner)
+            self._unseen_call = self._unseen_call or f"{method}() of a {kind.__module__}.{kind.__qualname__}"
+            if self.spares:
+                self.spared = self._unseen_call
+                raise _SparedError
 
-                self._methods = MethodCalls()
-            if not self._methods.note(owner, method) and self.spares_iterators:
-                self.spared = self._methods.first
-                raise _IteratorMetError
+    def _sees_through(self, owner: Any, method: str) -> bool:
+        """Whether the walk sees what a compiled method of an object that was there before may change or read."""
+        kind = type(owner)
+        if issubclass(kind, _LOCKS) and method in (*_TAKEN, *_IN_BLOCKS):
+            if method in _TAKEN:
+                self._locks.setdefault(id(owner), (owner, repr(owner)))
+            return True
+        home = next((base for base in type.mro(kind) if isinstance(vars(base).get(method), _COMPILED)), None)
+        # Without one it is a function that keeps data of its own there, as those of pybind11 do.
+        return home is None or (objects.home_of(home).partition(".")[0] in _SEEN_THROUGH and home is not Context)
 
-    def unseen(self) -> str | None:
-        """What the run may have changed or read that nobody can compare or put back, in words; or None."""
-        unseen = self._methods.unseen() if self._methods is not None else None
-        return unseen or self.walk.machine_change(self.codes | self._in_breaks)
+    def unseen(self, roots: Iterable[Any]) -> str | None:
+        """What the runs may have changed or read that nobody can compare or put back, in words; or None. ``roots`` are
+        the callable and its arguments."""
+        left = (f"{was}, which it leaves otherwise" for lock, was in self._locks.values() if repr(lock) != was)
+        unseen = self._unseen_call or next(left, None)
+        if unseen is not None or not self.walk.has_opaque:
+            return unseen
+        notes = CodeNotes()
+        notes.absorb(self)
+        notes.absorb(self.of_breaks)
+        return StateReads(roots, notes, with_breaks=True).unguarded or None
 
     def _note_call(self, frame: types.FrameType) -> None:
         code = frame.f_code
@@ -190,107 +233,109 @@ class CodeTrace(CodeNotes):
         elif self._inside and (code in self._skipped or code.co_filename.endswith(_COMPILER)):
             self._skipped.add(code)
             self._depth += 1
-        elif self._inside and not self._depth:
-            is_new = code not in self.codes
+            self._beside += code is not BREAK_CODE
+        elif self._inside and self._beside:
+            if code not in self._run_beside:
+                self._run_beside.add(code)
+                self.of_breaks.names |= code_reads(code).attributes
+        elif self._inside:
+            notes = self.of_breaks if self._depth else self
+            is_new = code not in notes.codes
             if is_new or code in self._each_time:
-                self.codes.add(code)
+                notes.codes.add(code)
                 try:
                     with _disable_current_modes():  # which would take what is looked at for operators of the run
-                        self._read(code, frame)
+                        self._read(notes, code, frame)
                 except Exception as error:  # which would end the user's call
                     self.is_blind = True
                     _log.debug("cannot tell what %s reads: %r", code.co_name, error)
-            if code not in self._each_time:
+            if not self._depth and code not in self._each_time:
                 self._plain[id(code)] = code
-            if is_new:
-                self._check_iterators(frame)
-        elif self._inside and code not in self._in_breaks:
-            self._in_breaks.add(code)
-            reads = code_reads(code)
-            self.break_names |= reads.attributes
-            if _names_environment(reads):
-                self.walk.visit_environment()
-            self._note_asked(reads)
-            self._check_iterators(frame)
+            if is_new and self.spares and self.walk.unrestorable is not None and not _is_library(frame):
+                self.spared = self.walk.unrestorable
+                raise _SparedError
 
-    def _check_iterators(self, frame: types.FrameType) -> None:
-        if self.spares_iterators and self.walk.iterator is not None and not _is_library(frame):
-            self.spared = self.walk.iterator
-            raise _IteratorMetError
-
-    def _read(self, code: types.CodeType, frame: types.FrameType) -> None:
+    def _read(self, notes: CodeNotes, code: types.CodeType, frame: types.FrameType) -> None:
         reads = code_reads(code)
         path = code.co_filename
         if _is_library(frame):
-            self.library_names |= reads.attributes
+            notes.library_names |= reads.attributes
             self.sets_generator |= path == torch.random.__file__
             caller = frame.f_back
             is_users = caller is not None and not objects.is_library_code(caller.f_code.co_filename)
             if _names_environment(reads) and not objects.is_torch_code(path):
                 self._each_time.add(code)
                 if _is_called_by_user(frame):
-                    self.reads_environment = True
+                    notes.reads_environment = True
                     self.walk.visit_environment()
-            if code is _IMPORT_MODULE or path.endswith(_ARGPARSE):
+            if code is _IMPORT_MODULE:
                 self._each_time.add(code)
-                self._note_library(code, frame)
-            if is_users and path.endswith(_READ_WHOLE) and not self.reads_whole:
-                self.reads_whole = f"{path}:{code.co_firstlineno} ({code.co_name})"
+                self._note_import(notes, frame)
+            if is_users and path.endswith(_READ_WHOLE) and not notes.reads_whole:
+                notes.reads_whole = f"{path}:{code.co_firstlineno} ({code.co_name})"
             return
-        self.names |= reads.attributes
+        notes.names |= reads.attributes
         if _names_environment(reads):
-            self.reads_environment = True
+            notes.reads_environment = True
             self.walk.visit_environment()
         self._note_asked(reads)
         if any(name.startswith("__compiled_fn") for name in reads.variables):
-            self.reads_whole = self.reads_whole or f"{path}:{code.co_firstlineno} ({code.co_name}, compiled)"
+            notes.reads_whole = notes.reads_whole or f"{path}:{code.co_firstlineno} ({code.co_name}, compiled)"
         # What a class reads to find its attributes is compared anyway: all of its objects' attributes are.
-        if reads.whole and not self.reads_whole and code.co_name not in ("__getattr__", "__getattribute__"):
-            self.reads_whole = f"{path}:{code.co_firstlineno} ({code.co_name})"
+        if reads.whole and not notes.reads_whole and code.co_name not in ("__getattr__", "__getattribute__"):
+            notes.reads_whole = f"{path}:{code.co_firstlineno} ({code.co_name})"
         if reads.whole_self:
             self._each_time.add(code)
-            self.whole_types.add(type(frame.f_locals.get(code.co_varnames[0])))
-        self._note_variables(code, frame.f_globals, reads)
+            notes.whole_types.add(type(frame.f_locals.get(code.co_varnames[0])))
+        self._note_variables(notes, code, frame.f_globals, reads)
         is_written = not path.startswith("<")  # else a class was given it, which the walk follows
         if is_written and code.co_freevars and code not in self._nested and code not in self.walk.codes:
             # Nobody within reach holds the function: a hook of the whole process, a registered operator.
             for fn in gc.get_referrers(code):
                 if isinstance(fn, types.FunctionType) and fn.__globals__ is frame.f_globals:
-                    self.functions.append(fn)
+                    notes.functions.append(fn)
                     self.walk.visit(fn, ((), fn.__qualname__))
         self._nested.update(inner for inner in code.co_consts if isinstance(inner, types.CodeType))
 
-    def _note_library(self, code: types.CodeType, frame: types.FrameType) -> None:
-        """Code of the standard library reads for its caller: a module of any name, or all attributes of an object."""
-        if code is not _IMPORT_MODULE:
-            self.whole_types.update(type(frame.f_locals.get(name)) for name in code.co_varnames[: code.co_argcount])
-        elif _is_called_by_user(frame):
-            from .rare import note_import
+    def _note_import(self, notes: CodeNotes, frame: types.FrameType) -> None:
+        """``importlib.import_module`` is about to run in ``frame``, maybe with a name that its caller computed."""
+        given, caller = frame.f_locals, frame.f_back
+        if caller is not None and _is_called_by_user(frame):
+            with suppress(ImportError, AttributeError):
+                name = resolve_name(given["name"], given["package"])
+                self._note_modules(notes, [name], code_reads(caller.f_code).attributes)
 
-            note_import(self, self.walk, frame)
+    def _note_modules(self, notes: CodeNotes, names: Iterable[str], attributes: Iterable[str]) -> None:
+        """Code may use modules of these names, and in them variables under ``attributes``."""
+        for name in names:
+            module = sys.modules.get(name)
+            if objects.is_settings(module):
+                keep(notes.variables, sys.modules, [name])
+                self.walk.visit_variables(vars(module), (each for each in attributes if each in vars(module)), name)
 
     def _note_asked(self, reads: CodeReads) -> None:
         if "__dict__" in reads.attributes or not reads.variables.isdisjoint(("getattr", "hasattr", "vars")):
             self.asked |= {text for text in reads.texts if text.isidentifier()}
 
-    def _note_variables(self, code: types.CodeType, table: dict[str, Any], reads: CodeReads) -> None:
+    def _note_variables(self, notes: CodeNotes, code: types.CodeType, table: dict[str, Any], reads: CodeReads) -> None:
         """The variables that code is about to use: of its own module, and of the modules of the user that it names."""
         used = {name for name in reads.variables if name in table}
         built_in = vars(builtins)
-        keep(self.variables, built_in, [name for name in reads.variables - used if name in built_in])
+        keep(notes.variables, built_in, [name for name in reads.variables - used if name in built_in])
         named = reads.variables | reads.attributes if "globals" in reads.variables else reads.variables
-        keep(self.absent, table, named - used)
+        keep(notes.absent, table, named - used)
         if "globals" in reads.variables:  # globals()["scale"], or under any other name
             used.update(name for name in (*table, *reads.texts) if not name.startswith("__"))
         if reads.whole_globals:
-            keep(self.whole_tables, table, ())
-        self._use(table, list(used), table.get("__name__", ""))
+            keep(notes.whole_tables, table, ())
+        self._use(notes, table, list(used), table.get("__name__", ""))
         package = table.get("__package__") or ""
-        keep(self.variables, sys.modules, [name for name in reads.imports if name in sys.modules])
+        keep(notes.variables, sys.modules, [name for name in reads.imports if name in sys.modules])
         if "__import__" in reads.variables or ("modules" in reads.attributes and "sys" in reads.variables):
-            from .rare import note_any_module
-
-            note_any_module(self, self.walk, reads)
+            # It may find any module by a name that it computes: those that have an attribute that it spells count.
+            spelled = {name for name in reads.attributes if not name.startswith("__")}
+            tables = ((name, getattr(module, "__dict__", {})) for name, module in list(sys.modules.items()))
+            self._note_modules(notes, [name for name, held in tables if not spelled.isdisjoint(held)], spelled)
         imported = [*reads.imports, *(f"{package}.{name}".rstrip(".") for name in reads.imports), *reads.texts]
         if "modules" in reads.attributes:  # sys.modules[__name__]
             imported.append(table.get("__name__", ""))
@@ -302,12 +347,12 @@ class CodeTrace(CodeNotes):
                 seen.add(id(module))
                 names = [name for name in reads.attributes if name in vars(module)]
                 if objects.is_settings(module):  # of a library, whether somebody replaced what the code calls
-                    keep(self.absent, vars(module), reads.attributes.difference(names))
-                self._use(vars(module), names, module.__name__)
+                    keep(notes.absent, vars(module), reads.attributes.difference(names))
+                self._use(notes, vars(module), names, module.__name__)
                 modules += (vars(module)[name] for name in names)
 
-    def _use(self, table: dict[str, Any], names: list[str], where: str) -> None:
-        keep(self.variables, table, names)
+    def _use(self, notes: CodeNotes, table: dict[str, Any], names: list[str], where: str) -> None:
+        keep(notes.variables, table, names)
         self.walk.visit_variables(table, iter(names), where)
 
 

@@ -10,35 +10,32 @@ import random
 import threading
 import types
 import weakref
-from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextvars import ContextVar
 from functools import partial
 from itertools import chain
-from operator import methodcaller
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from ..call.caches import advice_for
 from ..call.marks import is_break
-from . import holders, objects
-from .bulk import Bulk
-from .holders import MEMBER, Holder, told, writer
+from . import objects, snapshot
 from .objects import ABSENT, CONTAINERS
-from .particulars import SETTINGS, read_compiled, write_compiled
+from .snapshot import MEMBER, Bulk, Holder, Way, told
 
 __all__ = ["StateWalk"]
 
 _PACKAGE = str(__package__).partition(".")[0]
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _MEMBERS = ("_parameters", "_buffers", "_modules")
-_PLAIN_CONTAINERS = frozenset({*CONTAINERS, OrderedDict})
-_SHARED = (*CONTAINERS, bytearray, array, np.ndarray)
+_PLAIN_CONTAINERS = frozenset(CONTAINERS)
+_SINGLE = {types.CellType: snapshot.CELL, ContextVar: snapshot.CONTEXT}
+_SHARED = (*CONTAINERS, np.ndarray)
 """What code changes without the name of an attribute, once it has got hold of it."""
-_bytes_of = methodcaller("tobytes")
 Edges = Iterator[tuple[str, Any]]
 
 
@@ -55,8 +52,10 @@ class StateWalk:
         """Tensors wherever they are held, parameters and buffers included."""
         self.codes: set[types.CodeType] = set()
         """The code of the functions that it met."""
-        self.iterator: str | None = None
-        """Where it met an iterator, which a run may advance for good."""
+        self.has_opaque = False
+        """Whether it met something that nobody can compare."""
+        self.unrestorable: str | None = None
+        """Where it met such a thing that belongs to the callable alone: a run may change it for good."""
         self.overflow: str | None = None
         self._most = most
         self._seen: dict[int, Any] = {}
@@ -64,24 +63,17 @@ class StateWalk:
         self._holders: list[Holder] = []
         self._variables: dict[int, dict[str, Any]] = {}
         self._generators: list[Holder] = []
-        self._machines: list[tuple[Any, Any, dict[str, Any]]] = []
-        self._parts: dict[int, Any] = {}
-        """What they hold, which is not followed from there."""
-        self._iterators: list[tuple[Any, Callable[[], Any], Any]] = []
         self._bulk = Bulk()
-        self._slots: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None] = {}
+        self._slots: dict[type, Way | None] = {}
         self._again: list[tuple[Any, Any]] = []
         """Containers that it met once more, with the other path."""
         for root in roots:
             self.visit(root, ((), objects.name_of(root)))
         for hooks in objects.GLOBAL_HOOKS:
             self.visit(hooks, ((), "hooks of all modules"))
-        for name, (get, put) in SETTINGS.items():
-            if put is not None:
-                read, write = lambda _, get=get: {"": get()}, lambda _, before, put=put: put(before[""])
-                self._hold(((), f"{name}()"), None, read, write)
+        self._holders += snapshot.setting_holders()
         for path, generator in ((((), "random"), random), (((), "numpy.random"), np.random)):
-            self._generators.append(holders.random_holder(path, generator))
+            self._generators.append(snapshot.random_holder(path, generator))
 
     def visit(self, value: Any, path: Any) -> None:
         """Follow ``value``, which was met at ``path``: a chain (path of its owner, label)."""
@@ -92,25 +84,24 @@ class StateWalk:
                 if issubclass(type(value), _SHARED):
                     self._again.append((value, path))
                 continue
-            if kinds[type(value)].is_opaque:
+            if kinds[type(value)].is_leaf:
                 continue
             if len(seen) >= self._most:
                 self.overflow = self.overflow or told(path)
                 return
             seen[id(value)] = value
             kind = type(value)
-            if kind in _PLAIN_CONTAINERS and not value and (kind is not OrderedDict or not value.__dict__):
+            if not value if kind in _PLAIN_CONTAINERS else kind is OrderedDict and not (value or value.__dict__):
                 self._bulk.add_empty(value, path)
                 continue
-            pending += [(i, (path, label)) for label, i in self._edges(value, path) if not kinds[type(i)].is_opaque]
+            pending += [(i, (path, label)) for label, i in self._edges(value, path) if not kinds[type(i)].is_leaf]
 
     def visit_variables(self, table: dict[str, Any], names: Iterator[str], where: str) -> None:
         """Note and follow the variables of a module under ``names``, which code is about to use."""
         known = self._variables.get(id(table))
         if known is None:
             known = self._variables[id(table)] = {}
-            read = partial(holders.read_names, known)
-            self._holders.append(Holder(((), where), table, read, writer("write_names"), known))
+            self._holders.append(Holder(((), where), table, snapshot.way_of_variables(known), known))
         self._seen[id(table)] = table
         for name in names:
             if name not in known:
@@ -121,53 +112,31 @@ class StateWalk:
         """Note the environment variables, which code is about to use. Torch sets some of its own, so not before."""
         if id(os.environ) not in self._seen:
             self._seen[id(os.environ)] = os.environ
-            self._hold(((), "os.environ"), os.environ, dict, writer("write_environment"))
+            self._hold(((), "os.environ"), os.environ, snapshot.ENVIRONMENT)
 
     def knows(self, value: Any) -> bool:
         """Whether it met this very object."""
-        return id(value) in self._seen or id(value) in self._parts
+        return id(value) in self._seen
 
-    def change(self, names: Collection[str] | None = None) -> str | None:
+    def change(self) -> str | None:
         """The first of ``changes``, or None; with what to use instead where a cache is among what it met."""
-        change = next(self.changes(names), None)
+        change = next(self.changes(), None)
         if change is None:
             return None
-        from ..call.caches import advice_for  # here, since few runs change anything
-
         advice = advice_for(self._seen.values())
         return f"{change} ({advice})" if advice else change
 
-    def changes(self, names: Collection[str] | None = None) -> Iterator[str]:
-        """What is not as it was met, each in words (``Model.cache.layers[1].k was rebound``).
-
-        Random generators are not asked (see ``drew``). With ``names``, all that the code spells: what else a thread's
-        class assigns, the thread has changed itself.
-        """
+    def changes(self) -> Iterator[str]:
+        """What is not as it was met, each in words (``Model.cache.layers[1].k was rebound``). Random generators are not
+        asked (see ``drew``)."""
         for holder in (*self._holders, *self._bulk.suspects()):
-            besides: Collection[str] = ()
-            if names is not None and issubclass(type(holder.value), threading.Thread):
-                from .foreign import own_names
-
-                besides = own_names(holder.value).difference(names)
-            how = holder.change(besides)
+            how = holder.change()
             if how is not None:
                 yield told((holder.path, how))
 
     def drew(self) -> str | None:
         """Which random generator of Python or NumPy is not as it was met, or None. Other threads may have drawn."""
         return next((told(holder.path) for holder in self._generators if holder.change() is not None), None)
-
-    def advanced(self) -> str | None:
-        """Which iterator is not as far as it was when it was met, or None. Of some kinds that cannot be seen."""
-        return next((told(path) for path, read, before in self._iterators if read() != before), None)
-
-    def machine_change(self, codes: Collection[types.CodeType]) -> str | None:
-        """Which event, queue or other machinery that ``codes`` use is not as it was met, or None."""
-        if not self._machines:
-            return None
-        from .foreign import changed_machines
-
-        return next(map(told, changed_machines(self._machines, codes)), None)
 
     def restore(self, *, generators: bool = False, names: Collection[str] | None = None) -> None:
         """Put back everything that is not as it was met, and random generators only if told so: others may use them.
@@ -179,7 +148,7 @@ class StateWalk:
         failed: Exception | None = None
         for holder in (*self._holders, *self._bulk.suspects(), *(self._generators if generators else ())):
             try:
-                is_shared = names is not None and issubclass(type(holder.value), _SHARED) and not holder.is_by_name
+                is_shared = names is not None and issubclass(type(holder.value), _SHARED) and not holder.way.is_by_name
                 if holder.change() is not None and (not is_shared or self._is_reached(holder, names or (), set())):
                     holder.restore(names)
             except Exception as error:
@@ -204,16 +173,16 @@ class StateWalk:
                 return True
         return False
 
-    def _hold(self, path: Any, value: Any, read: Callable[[Any], Any], write: Callable[[Any, Any], Any]) -> Any:
-        before = read(value)
-        self._holders.append(Holder(path, value, read, write, before))
+    def _hold(self, path: Any, value: Any, way: Way) -> Any:
+        before = way.read(value)
+        self._holders.append(Holder(path, value, way, before))
         return before
 
     def _edges(self, value: Any, path: Any) -> Edges:
         """What ``value`` holds, with labels; notes what of it can change."""
         kind = type(value)
         if kind in _PLAIN_CONTAINERS:
-            return self._container_edges(value, path)
+            return self._entries(value, path)
         if kind is tuple:
             return ((f"[{index}]", inner) for index, inner in enumerate(value))
         if issubclass(kind, torch.Tensor):
@@ -222,8 +191,10 @@ class StateWalk:
             return self._function_edges(value, path, with_globals=True)
         if issubclass(kind, type):
             return self._class_edges(value, path)
-        if kind is types.CellType or kind is ContextVar or kind is array or issubclass(kind, np.ndarray):
-            return self._value_edges(value, path)
+        if kind in _SINGLE:
+            return iter(self._hold(path, value, _SINGLE[kind]).items())
+        if issubclass(kind, np.ndarray):
+            return self._array_edges(value, path)
         if issubclass(kind, (weakref.ref, *weakref.ProxyTypes)):
             return iter([("()", objects.referent(value))])
         if issubclass(kind, types.MethodType):
@@ -233,112 +204,85 @@ class StateWalk:
         if issubclass(kind, types.ModuleType):
             return iter(())
         if issubclass(kind, (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)):
-            self._generators.append(holders.random_holder(path, value))
+            self._generators.append(snapshot.random_holder(path, value))
             return iter(())
+        if self._kinds[kind].is_opaque:
+            return self._opaque_edges(value, path)
         if self._kinds[kind].is_followed:
             return self._object_edges(value, path)
-        if objects.is_machine(kind):
-            return self._machine_edges(value, path)
-        is_ours = kind.__module__.partition(".")[0] == _PACKAGE and "unwrap" in dir(kind)
+        is_ours = objects.home_of(kind).partition(".")[0] == _PACKAGE and "unwrap" in dir(kind)
         return iter([("", value.unwrap())] if is_ours else ())
 
-    def _value_edges(self, value: Any, path: Any) -> Edges:
-        """What holds one value, or numbers: a cell, a context variable, an array."""
-        if type(value) is types.CellType:
-            yield "", self._hold(path, value, holders.read_cell, writer("write_cell"))[""]
-        elif type(value) is ContextVar:
-            yield ".get()", self._hold(path, value, holders.read_context, writer("write_context"))[""]
-        elif type(value) is array:
-            self._hold(path, value, _bytes_of, writer("write_numbers"))
+    def _array_edges(self, array: Any, path: Any) -> Edges:
+        """What an array of objects holds, and the attributes of one of a subclass."""
+        self._hold(path, array, snapshot.FORM)
+        if objects.is_kind_of_array(type(array)):
+            yield from self._attributes(array, path)
+            yield "", type(array)
+        if not array.dtype.hasobject:
+            self._hold(path, array, snapshot.NUMBERS)
         else:
-            from .rare import read_form
+            yield from (("[...]", inner) for inner in self._hold(path, array, snapshot.OBJECTS))
 
-            self._hold(path, value, read_form, writer("write_form"))
-            if objects.is_kind_of_array(type(value)):
-                held = self._hold(path, value, holders.read_attributes, writer("write_attributes"))
-                yield from ((f".{name}", inner) for name, inner in held.items())
-                yield "", type(value)
-            if not value.dtype.hasobject:
-                self._hold(path, value, np.ndarray.tobytes, writer("write_array"))
-            else:
-                yield from (("[...]", inner) for inner in self._hold(path, value, _objects_of, writer("write_objects")))
-
-    def _container_edges(self, value: Any, path: Any) -> Edges:
-        """The entries of a container of Python's own, most of which are empty."""
-        if type(value) is dict and "__builtins__" in value:
-            return iter(())  # the variables of a module, which are followed by name
-        entries = self._entries(value, path)
-        if type(value) is not OrderedDict:
-            return entries
-        attributes = self._hold(path, value, holders.read_attributes, writer("write_attributes"))
-        return chain(entries, ((f".{name}", inner) for name, inner in attributes.items())) if attributes else entries
+    def _attributes(self, value: Any, path: Any) -> Edges:
+        if objects.attribute_table(value) is None:
+            return iter(())
+        held = self._hold(path, value, snapshot.ATTRIBUTES)
+        return ((f".{name}" if name not in _MEMBERS else MEMBER, inner) for name, inner in held.items())
 
     def _entries(self, container: Any, path: Any) -> Edges:
-        entries = self._hold(path, container, objects.content, writer("write_container"))
+        if type(container) is dict and "__builtins__" in container:
+            return iter(())  # the variables of a module, which are followed by name
+        entries = self._hold(path, container, snapshot.ENTRIES)
         if not entries:
             return iter(())
         keys = dict.keys(container) if issubclass(type(container), dict) else ()
-        return chain(holders.labelled(container, entries).items(), (("[key]", key) for key in keys))
+        return chain(snapshot.labelled(container, entries).items(), (("[key]", key) for key in keys))
+
+    def _opaque_edges(self, value: Any, path: Any) -> Edges:
+        """What nobody can compare. A thread's own attributes can be put back."""
+        self.has_opaque = True
+        kind = type(value)
+        if issubclass(kind, threading.local):
+            return self._object_edges(value, path)
+        if not objects.is_machine(kind):
+            self.unrestorable = self.unrestorable or told(path)
+        return iter(())
 
     def _object_edges(self, value: Any, path: Any) -> Edges:
         """An object with attributes, slots or entries: all of them."""
-        kind, kinds = type(value), self._kinds
+        kind = type(value)
         if issubclass(kind, nn.Module):
             self.modules.append(value)
-        table, slots = objects.attribute_table(value), self._slots_of(kind)
-        if table is not None:
-            if issubclass(kind, threading.Thread):  # of which other threads write the rest
-                yield from self._machine_edges(value, path)
-            else:
-                held = self._hold(path, value, holders.read_attributes, writer("write_attributes"))
-                yield from ((f".{name}" if name not in _MEMBERS else MEMBER, inner) for name, inner in held.items())
+        yield from self._attributes(value, path)
+        slots = self._slots_of(kind)
         if slots:
-            yield from self._hold(path, value, *slots).items()
+            yield from self._hold(path, value, slots).items()
         if issubclass(kind, CONTAINERS):
             yield from self._entries(value, path)
         elif issubclass(kind, (tuple, frozenset)):
             yield from ((f"[{index}]", inner) for index, inner in enumerate(objects.content(value)))
-        elif issubclass(kind, bytearray):
-            self._hold(path, value, bytes, lambda held, before: held.__setitem__(slice(None), before))
-        elif issubclass(kind, holders.IN_MEMORY):
-            from .iterators import is_large, read_memory, write_memory
-
-            if is_large(value):
-                self.overflow = self.overflow or told(path)
-            else:
-                self._hold(path, value, read_memory, write_memory)
         elif not slots:
             for inner in objects.referents(value):
                 # What a cache keeps is no state by itself, and its own table must not be written.
                 is_table = issubclass(kind, objects.CACHES) and issubclass(type(inner), dict)
                 yield from (("", held) for held in (objects.content(inner) if is_table else [inner]))
-        if read_compiled(value):
-            yield from (("", held) for held in self._hold(path, value, read_compiled, write_compiled).values())
-        if kinds[kind].iterates:
-            self.iterator = self.iterator or told(path)
-            from .iterators import progress
-
-            self._iterators.append((path, partial(progress, value), progress(value)))
+        if snapshot.compiled_members(value):
+            yield from (("", held) for held in self._hold(path, value, snapshot.COMPILED).values())
         yield "", kind
 
-    def _slots_of(self, kind: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None:
-        """What reads and writes the slots of a class's objects, if they have any."""
+    def _slots_of(self, kind: type) -> Way | None:
+        """The way of the slots of a class's objects, if they have any."""
         if kind not in self._slots:
             slots = self._kinds[kind].slots
-            by_label = {f".{name}": member for name, member in slots.items()}
-            read, write = partial(holders.read_slots, by_label), partial(writer("write_slots"), by_label)
-            self._slots[kind] = (read, write) if slots else None
+            self._slots[kind] = snapshot.way_of_slots(slots) if slots else None
         return self._slots[kind]
 
     def _tensor_edges(self, tensor: torch.Tensor, path: Any) -> Edges:
         self.tensors.append(tensor)
         if type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided:
-            alias = tensor.data
-            self._hold(path, tensor, partial(holders.read_tensor, alias), writer("write_tensor"))
-        table = objects.attribute_table(tensor)
-        if table is not None:
-            held = self._hold(path, tensor, holders.read_attributes, writer("write_attributes"))
-            yield from ((f".{name}", inner) for name, inner in held.items())
+            self._hold(path, tensor, snapshot.way_of_tensor(tensor))
+        return self._attributes(tensor, path)
 
     def _function_edges(self, fn: types.FunctionType, path: Any, *, with_globals: bool) -> Edges:
         """Closure, defaults and attributes of a function; of the library's decorators only what they wrap."""
@@ -363,7 +307,7 @@ class StateWalk:
                 yield "", base
             else:
                 yield "", type(kind)
-                held = self._hold(path, kind, holders.read_class, writer("write_class"))
+                held = self._hold(path, kind, snapshot.CLASS)
                 for name, inner in held.items():
                     functions = objects.functions_in(inner)
                     for fn in functions:
@@ -372,17 +316,3 @@ class StateWalk:
                             yield from self._function_edges(fn, (path, f".{name}"), with_globals=False)
                     if not functions and not issubclass(type(inner), type) and name not in ("__dict__", "__weakref__"):
                         yield f".{name}", inner
-
-    def _machine_edges(self, value: Any, path: Any) -> Edges:
-        """The attributes that the user gave to an object of machinery, or to a thread; notes its plain values."""
-        from .foreign import read_given, snapshot, write_given
-
-        if not issubclass(type(value), threading.Thread):
-            self._machines.append((path, value, snapshot(value)))
-            self._parts.update((id(held), held) for held in list((objects.attribute_table(value) or {}).values()))
-        given = self._hold(path, value, read_given, write_given) if objects.attribute_table(value) is not None else {}
-        return ((f".{name}", inner) for name, inner in given.items())
-
-
-def _objects_of(array: Any) -> list[Any]:
-    return list(array.flat)

@@ -147,10 +147,6 @@ PyObject* read(Guard* self, const Reader& reader) {
     case Kind::kCell:
       value = PyCell_GET(reader.subject);
       return Py_NewRef(value ? value : self->absent);
-    case Kind::kLength: {
-      const Py_ssize_t length = PyObject_Size(reader.subject);
-      return length < 0 ? nullptr : PyLong_FromSsize_t(length);
-    }
     case Kind::kSlot:
       value = *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(reader.subject) + reader.offset);
       return Py_NewRef(value ? value : self->absent);
@@ -218,7 +214,7 @@ bool is_same(const char* data, Py_ssize_t size, PyObject* bytes) {
 bool arrays_match(const Guard* self) {
   for (const Array& entry : self->parts.arrays) {
     Py_buffer view;
-    if (entry.is_plain && PyObject_GetBuffer(entry.array, &view, PyBUF_SIMPLE) == 0) {
+    if (PyObject_GetBuffer(entry.array, &view, PyBUF_SIMPLE) == 0) {
       const bool same = is_same(static_cast<const char*>(view.buf), view.len, entry.bytes);
       PyBuffer_Release(&view);
       if (!same) return false;

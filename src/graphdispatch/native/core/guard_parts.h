@@ -32,7 +32,7 @@ struct Sequence {
   Range entries;
 };
 
-enum class Kind { kCall, kCell, kLength, kReference, kContext, kSlot, kDefaults, kKeywordDefaults, kBases };
+enum class Kind { kCall, kCell, kReference, kContext, kSlot, kDefaults, kKeywordDefaults, kBases };
 
 struct Reader {
   Kind kind;
@@ -56,7 +56,6 @@ struct Home {
 struct Array {
   PyObject* array;
   PyObject* bytes;
-  bool is_plain;  // its class does not say otherwise what its bytes are
 };
 
 struct TensorPlace {

@@ -146,7 +146,6 @@ bool add_reader(Guard* self, PyObject* item) {
   const std::pair<const char*, Kind> kinds[] = {
       {"call", Kind::kCall},
       {"cell", Kind::kCell},
-      {"length", Kind::kLength},
       {"reference", Kind::kReference},
       {"context", Kind::kContext},
       {"slot", Kind::kSlot},
@@ -210,9 +209,8 @@ bool add_tensor(Guard* self, PyObject* item) {
 
 bool add_array(Guard* self, PyObject* item) {
   PyObject *array, *bytes;
-  int is_plain;
-  if (!PyArg_ParseTuple(item, "OO!p", &array, &PyBytes_Type, &bytes, &is_plain)) return false;
-  self->parts.arrays.push_back({Py_NewRef(array), Py_NewRef(bytes), is_plain != 0});
+  if (!PyArg_ParseTuple(item, "OO!", &array, &PyBytes_Type, &bytes)) return false;
+  self->parts.arrays.push_back({Py_NewRef(array), Py_NewRef(bytes)});
   return true;
 }
 

@@ -1,0 +1,484 @@
+"""Snapshots of what can change: read as plain data, compared without the user's code, written back.
+
+A ``Way`` reads all that an object of one kind holds: as a dict by label, a list of entries, or plain data; and writes
+that back.
+"""
+
+import os
+import random
+import re
+import threading
+import types
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterator
+from contextvars import ContextVar
+from functools import partial
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from . import objects
+from .objects import ABSENT
+
+__all__ = [
+    "ATTRIBUTES",
+    "CELL",
+    "CLASS",
+    "COMPILED",
+    "CONTEXT",
+    "ENTRIES",
+    "ENVIRONMENT",
+    "FORM",
+    "MEMBER",
+    "NUMBERS",
+    "OBJECTS",
+    "Bulk",
+    "Holder",
+    "Way",
+    "compiled_members",
+    "labelled",
+    "random_holder",
+    "setting_holders",
+    "told",
+    "way_of_slots",
+    "way_of_tensor",
+    "way_of_variables",
+]
+
+
+class Way(NamedTuple):
+    """How to read all that an object holds, and how to write it back."""
+
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], Any]
+    is_by_name: bool = False
+    """Whether it holds attributes."""
+
+
+class Holder(NamedTuple):
+    """An object that can change: where it was met, how to read and write all that it holds, what it held then."""
+
+    path: Any
+    value: Any
+    way: Way
+    before: Any
+
+    def change(self) -> str | None:
+        """How it differs from before, in words, or None."""
+        now, before = self.way.read(self.value), self.before
+        kind = type(before)
+        if kind is list:
+            if len(now) == len(before) and all(map(is_, now, before)):
+                return None
+            now, before = labelled(self.value, now), labelled(self.value, before)
+        elif kind is not dict:
+            return None if now == before else " was written"
+        elif len(now) == len(before) and all(map(is_, now, before)) and all(map(is_, now.values(), before.values())):
+            return None
+        if list(now) == list(before) and all(map(objects.equal_content, now.values(), before.values())):
+            return None
+        for label in (*before, *now):
+            a, b = before.get(label, ABSENT), now.get(label, ABSENT)
+            if not objects.equal_content(b, a):
+                name = f".{label}" if issubclass(type(label), str) and label.isidentifier() else label
+                return f"{name} was {'added' if a is ABSENT else 'removed' if b is ABSENT else 'rebound'}"
+        return " was put in another order"
+
+    def restore(self, names: Collection[str] | None = None) -> None:
+        """Put back what it held; with ``names``, of attributes those of these names alone."""
+        held = self.before
+        if names is not None and self.way.is_by_name:
+            now = self.way.read(self.value)
+            labels = [label for label in {**held, **now} if label in (held if label.lstrip(".") in names else now)]
+            held = {label: held[label] if label.lstrip(".") in names else now[label] for label in labels}
+        self.way.write(self.value, held)
+
+
+_OF_THREADS = vars(threading.Thread(name="")).keys()
+"""What a thread keeps of itself; other threads write it."""
+
+
+def _read_attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object by name; of a thread those that its class gave it."""
+    table = dict(objects.attribute_table(value) or {})
+    is_thread = issubclass(type(value), threading.Thread)
+    return {name: held for name, held in table.items() if name not in _OF_THREADS} if is_thread else table
+
+
+def _write_attributes(value: Any, before: dict[str, Any]) -> None:
+    """Make these the attributes of an object."""
+    table = objects.attribute_table(value)
+    assert table is not None
+    for name in _read_attributes(value):
+        del table[name]
+    table.update(before)
+
+
+ATTRIBUTES = Way(_read_attributes, _write_attributes, is_by_name=True)
+
+
+def way_of_slots(slots: dict[str, Any]) -> Way:
+    """The way of objects with slots, by the slots' descriptors."""
+    by_label = {f".{name}": member for name, member in slots.items()}
+    return Way(partial(_read_slots, by_label), partial(_write_slots, by_label), is_by_name=True)
+
+
+def _read_slots(slots: dict[str, Any], value: Any) -> dict[str, Any]:
+    """The slots of an object by label; ``ABSENT`` for an empty one. ``slots`` are their descriptors."""
+    try:
+        return dict(zip(slots, [member.__get__(value) for member in slots.values()], strict=True))
+    except AttributeError:
+        return {label: objects.slot_value(member, value) for label, member in slots.items()}
+
+
+def _write_slots(slots: dict[str, Any], value: Any, before: dict[str, Any]) -> None:
+    """Fill and empty the slots of an object."""
+    for label, member in slots.items():
+        held = before[label]
+        if held is not ABSENT:
+            member.__set__(value, held)
+        elif objects.slot_value(member, value) is not ABSENT:
+            member.__delete__(value)
+
+
+_COMPILED: dict[type, tuple[str, ...]] = {
+    defaultdict: ("default_factory",),
+    partial: ("func", "args", "keywords"),
+    BaseException: ("args",),
+}
+"""Attributes that compiled classes keep outside of ``__dict__``."""
+_KEEPERS = tuple(_COMPILED)
+
+
+def compiled_members(value: Any) -> dict[str, Any]:
+    """The descriptors of the attributes that an object's compiled classes keep, by label; none for most. A subclass may
+    have code of its own under the name."""
+    kind = type(value)
+    if not issubclass(kind, _KEEPERS):
+        return {}
+    found = ((base, name) for base, names in _COMPILED.items() if issubclass(kind, base) for name in names)
+    return {f".{name}": vars(base)[name] for base, name in found}
+
+
+def _write_compiled(value: Any, before: dict[str, Any]) -> None:
+    """Put them back."""
+    if issubclass(type(value), partial):
+        value.__setstate__((*before.values(), value.__dict__ or None))
+        return
+    for label, member in compiled_members(value).items():
+        member.__set__(value, before[label])
+
+
+def _read_compiled(value: Any) -> dict[str, Any]:
+    return {label: member.__get__(value) for label, member in compiled_members(value).items()}
+
+
+COMPILED = Way(_read_compiled, _write_compiled)
+
+
+def _write_class(kind: type, before: dict[str, Any]) -> None:
+    """Make these the attributes of a class."""
+    now = dict(vars(kind))
+    for name in now.keys() - before.keys():
+        type.__delattr__(kind, name)
+    for name, value in before.items():
+        if now.get(name, ABSENT) is not value:
+            type.__setattr__(kind, name, value)
+
+
+CLASS = Way(lambda kind: dict(vars(kind)), _write_class, is_by_name=True)
+
+
+def _write_container(value: Any, before: list[Any]) -> None:
+    """Make these the entries of a container, as ``objects.content`` gave them."""
+    if issubclass(type(value), dict):
+        half = len(before) // 2
+        home = objects.dict_of(value)
+        home.clear(value)
+        for key, inner in zip(before[:half], before[half:], strict=True):
+            home.__setitem__(value, key, inner)
+    elif issubclass(type(value), set):
+        set.clear(value)
+        set.update(value, before)
+    elif issubclass(type(value), list):
+        list.__setitem__(value, slice(None), before)
+    else:
+        value.clear()
+        value.extend(before)
+
+
+ENTRIES = Way(objects.content, _write_container)
+
+
+def labelled(container: Any, entries: list[Any]) -> dict[Any, Any]:
+    """What ``objects.content`` gave of a container, by key, index or identity."""
+    if issubclass(type(container), dict):
+        half = len(entries) // 2
+        return dict(zip(map(_Key, entries[:half]), entries[half:], strict=True))
+    if issubclass(type(container), set):
+        return {_Key(inner): inner for inner in entries}
+    return {f"[{index}]": inner for index, inner in enumerate(entries)}
+
+
+class _Key:
+    """A key of a container, by identity or as a constant, so that no ``__eq__`` of the user is called."""
+
+    __slots__ = ("_by", "key")
+
+    def __init__(self, key: Any) -> None:
+        self.key = key
+        kind = type(key)
+        is_constant = kind is str or issubclass(kind, objects.CONSTANTS)
+        self._by = (kind, key if kind is str else repr(key)) if is_constant else id(key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._by == other._by
+
+    def __hash__(self) -> int:
+        return hash(self._by)
+
+    def __format__(self, spec: str) -> str:
+        if not isinstance(self._by, tuple):
+            return "[key]"
+        return f"[{self.key!r}]" if type(self.key) is str else f"[{self._by[1]}]"
+
+
+def _write_cell(cell: types.CellType, before: dict[str, Any]) -> None:
+    """Assign or delete a closure's variable."""
+    if before[""] is ABSENT:
+        del cell.cell_contents
+    else:
+        cell.cell_contents = before[""]
+
+
+CELL = Way(lambda cell: {"": objects.cell_value(cell)}, _write_cell)
+
+
+def _write_context(variable: ContextVar[Any], before: dict[str, Any]) -> None:
+    """Set a context variable of the running context; one that had no value keeps the one that it got."""
+    if before[".get()"] is not ABSENT:
+        variable.set(before[".get()"])
+
+
+CONTEXT = Way(lambda variable: {".get()": variable.get(ABSENT)}, _write_context)
+
+
+def way_of_variables(names: dict[str, Any]) -> Way:
+    """The way of the variables of a module under some names, of which there may be more later."""
+    return Way(partial(_read_names, names), _write_names)
+
+
+def _read_names(names: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
+    """The variables of a module under some names; ``ABSENT`` for one that is not there."""
+    return {name: table.get(name, ABSENT) for name in names}
+
+
+def _write_names(table: dict[str, Any], before: dict[str, Any]) -> None:
+    """Assign or delete variables of a module."""
+    for name, value in before.items():
+        if value is ABSENT:
+            table.pop(name, None)
+        else:
+            table[name] = value
+
+
+def _write_environment(_: Any, before: dict[str, str]) -> None:
+    """Set and unset environment variables."""
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+ENVIRONMENT = Way(dict, _write_environment)
+
+
+_FORM = tuple(vars(np.ndarray)[name] for name in ("dtype", "shape", "strides"))
+
+
+def _read_form(array: Any) -> tuple[Any, ...]:
+    """How a NumPy array takes its memory, which code may set in place."""
+    return (*(member.__get__(array) for member in _FORM), array.flags.writeable)
+
+
+def _write_form(array: Any, before: tuple[Any, ...]) -> None:
+    """Give a NumPy array its type, shape and strides back, and whether code may write to it."""
+    array.shape = -1  # so that a type of any size fits
+    array.dtype, array.shape, strides, is_writeable = before
+    if array.strides != strides:
+        array.strides = strides
+    array.flags.writeable = is_writeable
+
+
+FORM = Way(_read_form, _write_form)
+
+
+def _write_numbers(array: Any, before: bytes) -> None:
+    """Copy bytes into a NumPy array."""
+    np.ndarray.view(array, np.ndarray)[...] = np.frombuffer(before, dtype=array.dtype).reshape(array.shape)
+
+
+NUMBERS = Way(np.ndarray.tobytes, _write_numbers)
+
+
+def _write_objects(array: np.ndarray[Any, Any], before: list[Any]) -> None:
+    """Put objects back into an array of them."""
+    for index, value in enumerate(before):
+        array.flat[index] = value
+
+
+OBJECTS = Way(lambda array: list(array.flat), _write_objects)
+
+
+def way_of_tensor(tensor: torch.Tensor) -> Way:
+    """The way of a tensor, by an alias that stands for the memory that it has now."""
+    return Way(partial(_read_tensor, tensor.data), _write_tensor)
+
+
+def _read_tensor(alias: torch.Tensor, tensor: torch.Tensor) -> dict[str, Any]:
+    """A tensor's gradient, memory and extent; ``alias`` stands for the memory that it had."""
+    with torch._C.DisableTorchFunction():
+        now = tensor.data
+        is_same = _place(now) == _place(alias)
+        grad = tensor.grad if tensor.is_leaf else None
+        return {".grad": grad, ".data": alias if is_same else now, ".requires_grad": tensor.requires_grad}
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    storage = tensor.untyped_storage()._cdata
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, storage
+
+
+def _write_tensor(tensor: torch.Tensor, before: dict[str, Any]) -> None:
+    """Give a tensor its gradient, memory and extent back."""
+    if tensor.is_leaf:
+        tensor.grad = before[".grad"]
+    if tensor.data.data_ptr() != before[".data"].data_ptr() or tensor.shape != before[".data"].shape:
+        tensor.data = before[".data"]
+    tensor.requires_grad_(before[".requires_grad"])
+
+
+def setting_holders() -> list[Holder]:
+    """Of the settings of the process that operators read: the default dtype, and determinism."""
+    ways = {
+        "the default dtype": Way(lambda _: torch.get_default_dtype(), lambda _, dtype: torch.set_default_dtype(dtype)),
+        "determinism": Way(_read_determinism, _write_determinism),
+    }
+    return [Holder(((), name), None, way, way.read(None)) for name, way in ways.items()]
+
+
+def _read_determinism(_: Any) -> tuple[bool, bool]:
+    """Whether determinism is on, and only warns."""
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _write_determinism(_: Any, before: tuple[bool, bool]) -> None:
+    """Turn it on or off."""
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def random_holder(path: Any, generator: Any) -> Holder:
+    """The holder of a random generator of Python or NumPy, or of one of these modules."""
+    read: Callable[[], Any]
+    write: Any
+    freeze: Callable[[Any], Any] = _frozen
+    if issubclass(type(generator), (np.random.Generator, np.random.BitGenerator)):
+        bits = getattr(generator, "bit_generator", generator)
+        read, write = lambda: bits.state, partial(setattr, bits, "state")
+    elif type(generator) is random.Random or generator is random:
+        read, write, freeze = generator.getstate, generator.setstate, tuple  # nested tuples of numbers
+    elif issubclass(type(generator), random.Random):
+        read, write = generator.getstate, generator.setstate
+    else:
+        read, write = generator.get_state, generator.set_state
+    saved = read()
+    return Holder(path, generator, Way(lambda _: freeze(read()), lambda *_: write(saved)), freeze(saved))
+
+
+def _frozen(state: Any) -> Any:
+    """The state of a random generator as nested tuples, which compare by value."""
+    if issubclass(type(state), dict):
+        return tuple((key, _frozen(value)) for key, value in state.items())
+    if issubclass(type(state), (tuple, list)):
+        return tuple(map(_frozen, state))
+    return state.tobytes() if issubclass(type(state), np.ndarray) else state
+
+
+_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__name__", "__doc__")
+_LABELS_OF_FUNCTIONS = [f".{name}" for name in _OF_FUNCTIONS]
+_parts_of_function = attrgetter(*_OF_FUNCTIONS)
+
+
+def _read_function(fn: types.FunctionType) -> dict[str, Any]:
+    """The code, the defaults, the name and the text of a function."""
+    return dict(zip(_LABELS_OF_FUNCTIONS, _parts_of_function(fn), strict=True))
+
+
+def _write_function(fn: types.FunctionType, before: dict[str, Any]) -> None:
+    """Give a function its code, defaults, name and text back."""
+    for name, value in zip(_OF_FUNCTIONS, before.values(), strict=True):
+        setattr(fn, name, value)
+
+
+FUNCTION = Way(_read_function, _write_function)
+_attributes_of = attrgetter("__dict__")
+
+
+class Bulk:
+    """What a walk meets in large numbers and seldom finds changed: empty containers, most of them for hooks, and
+    functions, most of them methods. Loops of C compare them. Holds all of them, each with its path."""
+
+    def __init__(self) -> None:
+        self._empty: list[Any] = []
+        self._empty_paths: list[Any] = []
+        self._ordered: list[Any] = []
+        """Those of the empty containers that may have attributes."""
+        self._functions: list[types.FunctionType] = []
+        self._function_paths: list[Any] = []
+        self._parts: list[Any] = []
+
+    def add_empty(self, container: Any, path: Any) -> None:
+        """Note an empty container of a class of Python's own, without attributes."""
+        self._empty.append(container)
+        self._empty_paths.append(path)
+        if type(container) is OrderedDict:
+            self._ordered.append(container)
+
+    def add_function(self, fn: types.FunctionType, path: Any) -> None:
+        """Note the code, the defaults, the name and the text of a function."""
+        self._functions.append(fn)
+        self._function_paths.append(path)
+        self._parts += _parts_of_function(fn)
+
+    def suspects(self) -> Iterator[Holder]:
+        """Holders of all that is not as it was; of functions, one that changed brings all of them."""
+        if any(self._empty) or any(map(_attributes_of, self._ordered)):
+            for value, path in zip(self._empty, self._empty_paths, strict=True):
+                if value:
+                    yield Holder(path, value, ENTRIES, [])
+                if type(value) is OrderedDict and value.__dict__:
+                    yield Holder(path, value, ATTRIBUTES, {})
+        if not all(map(is_, chain.from_iterable(map(_parts_of_function, self._functions)), self._parts)):
+            parts = iter(self._parts)
+            for fn, path in zip(self._functions, self._function_paths, strict=True):
+                before = dict(zip(_LABELS_OF_FUNCTIONS, parts, strict=False))
+                yield Holder(path, fn, FUNCTION, before)
+
+
+MEMBER = "\0"
+"""The label of what has the members of a module: in a text they are attributes, or entries of a list."""
+_AS_SPELLED = ((re.compile(r"\0\['(\d+)'\]"), r"[\1]"), (re.compile(r"\0\['(\w+)'\]"), r".\1"), (re.compile("\0"), ""))
+
+
+def told(path: Any) -> str:
+    """A path as the user would spell it: a chain (path of its owner, label)."""
+    labels = []
+    while path:
+        path, label = path
+        labels.append(label)
+    text = "".join(f"{label}" for label in reversed(labels))
+    for pattern, spelled in _AS_SPELLED:
+        text = pattern.sub(spelled, text)
+    return text
