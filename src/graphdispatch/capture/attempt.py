@@ -204,7 +204,7 @@ class CaptureAttempt:
             mutated=mutated,
             written=WrittenSpans(written) if written else None,
             held=tuple(held.values()),
-            told=self.eager.find_told(request.values, guard),
+            metadata=self.eager.find_metadata(request.values, guard),
             workspaces=WorkspaceGuard(workspaces) if workspaces else None,
             guard=guard if request.options.guard_weights else None,
             bare=request.inputs.positions if guard.missing else (),
@@ -342,8 +342,8 @@ class CaptureAttempt:
             entry.program.proof = prover.prove(alike).after(entry.proof)
         if request.tells_numbers():
             self.note_compared(entry, request.rows)
-        if entry.told is not None:
-            entry.told.note(request.values)
+        if entry.metadata is not None:
+            entry.metadata.note(request.values)
 
     def _find_dependence(self, entry: CUDAGraphEntry, error: GraphDispatchError) -> RowProof | None:
         """What shows that real rows depend on padding, after a comparison of the first padded batch failed; or None."""
@@ -367,7 +367,7 @@ class CaptureAttempt:
             effects = self.eager.effects
             used = {*map(storage_key, entry.held), *entry.guard.storages, *effects.outside}
             entry.guard = guard = self._make_guard(used)
-            entry.told = self.eager.find_told(self.request.values, guard, entry.told)
+            entry.metadata = self.eager.find_metadata(self.request.values, guard, entry.metadata)
             self._watch_breaks(entry)
             entry.compared.part()
         entry.compared.note(rows, self.request.size)

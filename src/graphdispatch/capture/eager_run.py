@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.utils import parametrize
@@ -24,18 +24,17 @@ from ..backends.operators import is_strided, tensors_in
 from ..call.signature import PLAIN_TENSORS
 from ..call.spec import VALUES, FlatCall, Leaves, is_tensor
 from ..errors import CaptureError
+from ..memory.argument_metadata import ArgumentMetadata
+from ..memory.object_outputs import Opener
 from ..memory.program import Labels
 from ..reasons import Reason
 from ..state.guards import StateGuard
-from ..state.notes import told_by
+from ..state.notes import metadata_names
 from ..state.objects import attribute_table
 from ..state.trace import CodeTrace
 from ..state.walk import StateWalk
 from .effects import EffectRecorder, retry_once, undo
 from .request import CaptureRequest, CaptureResult, failed_result
-
-if TYPE_CHECKING:
-    from ..memory.told import Told
 
 __all__ = [
     "EagerRun",
@@ -63,7 +62,7 @@ class EagerRun:
     opened: Any
     """The answer as ``open_outputs`` gives it."""
     open_outputs: Callable[[Any], Any]
-    """Opens the objects among the outputs of a run that this run did not meet: see ``memory/opened.py``."""
+    """Opens the objects among the outputs of a run that this run did not meet: see ``memory/object_outputs.py``."""
     effects: EffectRecorder
     outputs: list[torch.Tensor]
     """Copies of the output tensors, in order."""
@@ -87,14 +86,14 @@ class EagerRun:
         _check_python_state(self.trace.walk.change())
         check_draws(self.trace.walk.drew())
 
-    def find_told(self, values: Sequence[Any], guard: StateGuard, known: "Told | None" = None) -> "Told | None":
+    def find_metadata(
+        self, values: Sequence[Any], guard: StateGuard, known: ArgumentMetadata | None = None
+    ) -> ArgumentMetadata | None:
         """What its code tells of the arguments besides their values; ``known`` if that is the same, None if nothing."""
-        names = told_by(self.trace.codes)
+        names = metadata_names(self.trace.codes)
         if not names or (known is not None and known.names == names):
             return known
-        from ..memory.told import Told
-
-        return Told(names, values, guard.tensors)
+        return ArgumentMetadata(names, values, guard.tensors)
 
 
 def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> EagerRun | CaptureResult:
@@ -196,8 +195,6 @@ def opener(walk: StateWalk) -> Callable[[Any], Any]:
         if all(is_tensor(leaf) or (type(leaf) in VALUES and type(leaf) is not torch.Size) for leaf in leaves):
             return output
         if not made:
-            from ..memory.opened import Opener  # here, since few callables return objects
-
             made.append(Opener(walk.knows))
         return made[0].open(output)
 

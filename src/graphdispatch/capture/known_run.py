@@ -41,7 +41,7 @@ def is_known(request: CaptureRequest, entry: CUDAGraphEntry) -> bool:
         and entry.state is not EntryState.FAILED
         and entry.mode is CUDAGraphMode.FULL
         and guard is not None
-        and not (guard.notes.is_blind or entry.uses_rng or entry.writes_outside or entry.told)
+        and not (guard.notes.is_blind or entry.uses_rng or entry.writes_outside or entry.metadata)
         and guard.notes.names.isdisjoint(_UNCOUNTED)
         and entry.program.computes
         and sys.getprofile() is None

@@ -5,7 +5,7 @@ import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -25,15 +25,13 @@ from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard, WorkspaceGuard
 from ..stats import CUDAGraphStats, Gain
+from .argument_metadata import ArgumentMetadata
 from .inputs import StaticInputs
 from .outputs import OutputRule, Outputs
 from .program import Program
 from .proof import Compared, RowProof
 from .replay import ReplayPlan, ReplayStage, next_use
 from .windows import WINDOWS
-
-if TYPE_CHECKING:
-    from .told import Told
 
 __all__ = ["MOST_ALIKE", "CUDAGraphEntry", "GraphEntry", "WrittenSpans"]
 
@@ -84,7 +82,7 @@ class CUDAGraphEntry(NotCopied):
     """Where the graph writes memory of others; an argument that overlaps it cannot be served by a copy."""
     held: tuple[torch.Tensor, ...] = ()
     """Memory that the graph reads and that is neither its own nor an input; held so that it stays alive."""
-    told: "Told | None" = None
+    metadata: ArgumentMetadata | None = None
     """What the code reads of its arguments besides their values, in the calls that were compared; None: nothing."""
     workspaces: WorkspaceGuard | None = None
     """The part of it whose address is compared on each hit, since no guard of the callable's own state covers it."""
@@ -194,7 +192,7 @@ class CUDAGraphEntry(NotCopied):
         """Serve batches of all numbers of rows without any comparison."""
         self.program.proof = RowProof(True)
         self.program.is_stretched = True
-        self.told = None
+        self.metadata = None
         self.compared.trust()
 
     def depends_on_padding(self, rows: int) -> bool:
@@ -377,8 +375,8 @@ class CUDAGraphEntry(NotCopied):
             raise GuardError(f"{clash}; pass copies")
         if self.carries(values):
             raise GuardError("an input carries attributes that the captured code may read; pass them as arguments")
-        if self.told is not None and not self.told.knows(values):
-            raise GuardError(f"{self.told.text}, and capture with a call like this one")
+        if self.metadata is not None and not self.metadata.knows(values):
+            raise GuardError(f"{self.metadata.text}, and capture with a call like this one")
         if self.signature is not None and not self.signature.fits(values):
             raise GuardError(
                 "the call differs from the captured one: in autocast, a constant, the address of a static tensor, or "

@@ -8,7 +8,6 @@ Which dimension of an output follows the batch is learnt by comparing a run of t
 number of rows, never from a dimension that merely equals the number of rows.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +23,7 @@ from ..backends.tracing import untraced
 from ..call.spec import VALUES, describe, is_tensor
 from ..errors import CaptureError, StaleOutputError
 from ..reasons import Reason
+from .object_outputs import closed, has_objects, opened_like
 
 __all__ = [
     "OutputRule",
@@ -174,11 +174,10 @@ class Outputs:
         self._mode = mode
         self._pool = pool
         self._build = _builder(leaves, spec)
-        opened = sys.modules.get(f"{__package__}.opened")  # loaded by the run that has opened an object
-        self._objects: Any = opened if opened is not None and opened.has_objects(tree) else None
-        if self._objects is not None:
-            build, close = self._build, self._objects.closed
-            self._build = lambda tensors: close(build(tensors))
+        self._has_objects = has_objects(tree)
+        if self._has_objects:
+            build = self._build
+            self._build = lambda tensors: closed(build(tensors))
 
     def taker(self, rows: int) -> Callable[[], Any]:
         """What returns the outputs of the latest replay for ``rows`` real rows. Call it with the pool's lock held."""
@@ -219,8 +218,8 @@ class Outputs:
         """
         if self._mode != "static":
             return answer
-        if self._objects is not None:
-            answer = self._objects.opened_like(answer, self.tree)
+        if self._has_objects:
+            answer = opened_like(answer, self.tree)
         cut = self.peek(rows)
         for target, source, own in zip(cut, _tensors(answer), self._is_own, strict=True):
             if own:

@@ -338,8 +338,8 @@ class GraphGroup:
         """Why the entry may not serve this batch now, in a word and in detail; None and nothing if it may."""
         if entry.proof is not None and entry.depends_on_padding(rows):
             return entry.proof.reason, entry.proof.text
-        if entry.told is not None and entry.told.is_full and not entry.told.knows(values):
-            return Reason.STATE_UNSEEN, entry.told.text
+        if entry.metadata is not None and entry.metadata.is_full and not entry.metadata.knows(values):
+            return Reason.STATE_UNSEEN, entry.metadata.text
         if not self.needs_check(entry, values, rows):
             return None, ""
         return (Reason.FROZEN if is_frozen else Reason.VERIFIED_NOW), ""
@@ -362,7 +362,7 @@ class GraphGroup:
             return False
         if rows != entry.size and entry.proof is not None and not entry.proof.holds_for(values):
             return True
-        if entry.told is not None and not entry.told.knows(values):
+        if entry.metadata is not None and not entry.metadata.knows(values):
             return True
         if entry.compares(rows) or entry.replay_count >= entry.verify_at:
             return True

@@ -68,7 +68,7 @@ class HitPath(ABC):
                     and (entry.workspaces is None or entry.workspaces.holds())
                     and (not entry.writes_outside or plan.clash(leaves) is None)
                     and not (entry.bare and entry.carries(leaves))
-                    and (entry.told is None or entry.told.knows(leaves))
+                    and (entry.metadata is None or entry.metadata.knows(leaves))
                     and not (entry.state is EntryState.CAPTURED and entry.differs(leaves))
                     and not (gradients and self.may_need_gradients(leaves, guard))
                 ):

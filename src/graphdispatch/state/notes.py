@@ -9,7 +9,7 @@ from .bytecode import code_reads, may_change_state
 from .objects import is_library_code
 from .readers import TENSOR_READERS
 
-__all__ = ["IDENTITY", "CodeNotes", "Names", "keep", "told_by"]
+__all__ = ["IDENTITY", "CodeNotes", "Names", "keep", "metadata_names"]
 
 IDENTITY = "is"
 """Stands among the names for code that compares objects."""
@@ -91,7 +91,7 @@ def keep(notes: Names, table: dict[str, Any], names: Iterable[str]) -> None:
     notes.setdefault(id(table), (table, set()))[1].update(names)
 
 
-def told_by(codes: Iterable[types.CodeType]) -> list[str]:
+def metadata_names(codes: Iterable[types.CodeType]) -> list[str]:
     """What of ``TENSOR_READERS`` all this code of the user reads, of whatever tensors; and ``IDENTITY`` where any code
     compares objects."""
     paths = ((code, code.co_filename) for code in codes)

@@ -9,7 +9,7 @@ namespace gd {
 // clang-format off
 #define GD_NAMES(NAME) \
   NAME(acquire) NAME(release) NAME(state) NAME(graph) NAME(replay) NAME(mutated) NAME(written) NAME(uses_rng) \
-  NAME(replay_count) NAME(verify_at) NAME(last_used) NAME(workspaces) NAME(writes_outside) NAME(bare) NAME(told) \
+  NAME(replay_count) NAME(verify_at) NAME(last_used) NAME(workspaces) NAME(writes_outside) NAME(bare) NAME(metadata) \
   NAME(knows) NAME(differs) NAME(default_device) NAME(fits_modes) NAME(holds) NAME(clash) NAME(run_in_python) \
   NAME(failed) NAME(copy_back) NAME(replaying_on) NAME(order_after_last_use) NAME(is_capturing) NAME(depth) \
   NAME(layout_for) NAME(load) NAME(pad) NAME(_clean_from) NAME(copy_) NAME(clone) NAME(hits) NAME(real_rows) \

@@ -25,7 +25,7 @@ struct {
   Slot state{names.state}, graph{names.graph}, mutated{names.mutated}, written{names.written};
   Slot uses_rng{names.uses_rng}, replay_count{names.replay_count}, last_used{names.last_used};
   Slot verify_at{names.verify_at}, default_device{names.default_device}, workspaces{names.workspaces};
-  Slot writes_outside{names.writes_outside}, told{names.told}, bare{names.bare};
+  Slot writes_outside{names.writes_outside}, metadata{names.metadata}, bare{names.bare};
 } of_entry;
 struct {
   Slot hits{names.hits}, real_rows{names.real_rows}, padded_rows{names.padded_rows};
@@ -418,10 +418,10 @@ int may_run(PlanObject* self, Values& values) {
     const Ref clash(list ? PyObject_CallMethodOneArg(self->plan, names.clash, list) : nullptr);
     if (!clash || clash.get() != Py_None) return clash ? 0 : -1;
   }
-  const Ref told = of_entry.told.of(entry);
-  if (told && told.get() != Py_None) {
+  const Ref metadata = of_entry.metadata.of(entry);
+  if (metadata && metadata.get() != Py_None) {
     PyObject* list = values.list();
-    const int knows = list ? truth(Ref(PyObject_CallMethodOneArg(told.get(), names.knows, list))) : -1;
+    const int knows = list ? truth(Ref(PyObject_CallMethodOneArg(metadata.get(), names.knows, list))) : -1;
     if (knows != 1) return knows;
   }
   if (of_entry.state.of(entry).get() == facts.captured) {  // it serves no other batch than its first one

@@ -1,7 +1,7 @@
 """Argument metadata that code reads, besides the values of an argument.
 
 It is where an argument lies in its storage, whether it needs a gradient, whether it is another argument or a tensor of
-the callable's state. Loaded only where code reads it.
+the callable's state.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from ..call.spec import is_tensor
 from ..state.notes import IDENTITY
 from ..state.readers import TENSOR_READERS
 
-__all__ = ["Told"]
+__all__ = ["ArgumentMetadata"]
 
 
 _MOST_KNOWN = 8
 
 
-class Told:
+class ArgumentMetadata:
     """What the code of a graph reads of its arguments' metadata, in the calls that were compared with eager.
 
     A graph reads its own buffers, so a call that differs here may take another branch. Calls are noted under the lock
