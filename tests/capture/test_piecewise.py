@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from graphdispatch import Reason, eager_break, graphed
 from graphdispatch.backends import get_backend
 from graphdispatch.backends.base import Stream
-from graphdispatch.call.marks import ACTIVE
+from graphdispatch.call.breaks import ACTIVE
 from graphdispatch.capture.piecewise import break_figures
 from graphdispatch.engines import CUDAGraphWrapper
 from graphdispatch.errors import ReplayError

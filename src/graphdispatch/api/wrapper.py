@@ -12,7 +12,7 @@ import torch
 
 from ..backends import Backend, Pool
 from ..backends.tracing import untraced
-from ..call.context import current_context, told_rows
+from ..call.context import current_context, real_rows
 from ..call.rules import ArgumentRules
 from ..call.signature import Refusal
 from ..call.spec import parameter_names
@@ -125,7 +125,7 @@ class CUDAGraphWrapper(Lifecycle):
         """
         if "rows" in kwargs and not self._takes_rows:
             rows = kwargs.pop("rows")
-            with told_rows(rows, batch_descriptor or (current_context() or (None, None))[1]):
+            with real_rows(rows, batch_descriptor or (current_context() or (None, None))[1]):
                 return self(
                     *args,
                     batch_descriptor=batch_descriptor,

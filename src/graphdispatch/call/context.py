@@ -7,14 +7,16 @@ from contextvars import ContextVar
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, shown
 from ..modes import CUDAGraphMode
-from .marks import ROWS_TOLD
 
-__all__ = ["cudagraph_context", "current_context", "told_rows"]
+__all__ = ["REAL_ROWS", "cudagraph_context", "current_context", "real_rows"]
 
 # A context variable, so that each thread and each asyncio task has its own value.
 _CURRENT: ContextVar[tuple[CUDAGraphMode, BatchDescriptor | None] | None] = ContextVar(
     "cudagraph_context", default=None
 )
+
+REAL_ROWS: ContextVar[int | None] = ContextVar("cudagraph_rows", default=None)
+"""How many rows of the current step's batch are real, if its caller padded it and said so, or None."""
 
 current_context = _CURRENT.get
 """The mode and descriptor of the innermost ``cudagraph_context`` of this thread or task, or None."""
@@ -42,14 +44,14 @@ def cudagraph_context(
         raise ConfigError(f"descriptor must be a BatchDescriptor in mode {mode.name}, got {shown(descriptor)}")
     token = _CURRENT.set((mode, descriptor))
     try:
-        with told_rows(rows, descriptor):
+        with real_rows(rows, descriptor):
             yield
     finally:
         _CURRENT.reset(token)
 
 
 @contextmanager
-def told_rows(rows: int | None, descriptor: BatchDescriptor | None) -> Iterator[None]:
+def real_rows(rows: int | None, descriptor: BatchDescriptor | None) -> Iterator[None]:
     """Within the block so many rows of a batch that its caller padded for ``descriptor`` are real; None: all.
 
     Raises ``ConfigError`` for a number of rows that the descriptor does not have.
@@ -59,8 +61,8 @@ def told_rows(rows: int | None, descriptor: BatchDescriptor | None) -> Iterator[
         raise ConfigError(
             f"rows must be how many of the descriptor's {most} tokens are real, from 1 on, or None; got {shown(rows)}"
         )
-    token = ROWS_TOLD.set(rows)
+    token = REAL_ROWS.set(rows)
     try:
         yield
     finally:
-        ROWS_TOLD.reset(token)
+        REAL_ROWS.reset(token)

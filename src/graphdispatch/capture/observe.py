@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from ..backends import get_backend
 from ..backends.operators import OperatorKind, forbidden, is_unsafe, kind_of, tensors_in, user_line
 from ..backends.standins import COPIES, HostReads, Listening, SaysCapturing
-from ..call.marks import BREAKS
+from ..call.breaks import BREAKS
 from ..call.spec import CallSpec, FlatCall
 from ..errors import CaptureError
 from ..state.trace import CodeTrace

@@ -24,7 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..backends.base import Capture, Graph, Pool
 from ..backends.operators import is_expanded, is_strided, storage_key, tensors_in, user_line
-from ..call.marks import ACTIVE
+from ..call.breaks import ACTIVE
 from ..call.spec import describe, is_tensor
 from ..errors import CaptureError, ReplayError
 from ..memory.entry import CUDAGraphEntry

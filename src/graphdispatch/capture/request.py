@@ -10,7 +10,7 @@ import torch
 
 from ..backends.base import Backend, Pool
 from ..backends.operators import storage_key
-from ..call.marks import ROWS_TOLD
+from ..call.context import REAL_ROWS
 from ..call.signature import Signature
 from ..call.spec import FlatCall
 from ..config import CUDAGraphOptions
@@ -66,7 +66,7 @@ class CaptureRequest:
     """Whether the caller wants the call itself, with the effects of one run, or only the graph and no effects."""
     judges_gain: bool = False
     """Whether a new graph that replays slower than eager is given up, now or when it is compared later."""
-    told_rows: int | None = field(default_factory=ROWS_TOLD.get)
+    real_rows: int | None = field(default_factory=REAL_ROWS.get)
     """How many rows of a batch that the caller has padded are real, if the caller says so."""
     clock: Callable[[], float] = time.perf_counter
     """The clock of the capture time, and of what is timed for the gain, in seconds."""
@@ -88,10 +88,10 @@ class CaptureRequest:
         """Whether the graph has more rows than the batch."""
         return self.rows != self.size
 
-    def told_rows_of(self, value: torch.Tensor) -> torch.Tensor:
+    def real_rows_of(self, value: torch.Tensor) -> torch.Tensor:
         """The real rows of an output or argument, if the caller padded the batch and said how many are real: of what
         has as many rows as the descriptor has tokens. Else all of it."""
-        rows, padded = self.told_rows, self.descriptor.num_tokens
+        rows, padded = self.real_rows, self.descriptor.num_tokens
         is_padded_by_caller = rows is not None and not self.inputs.has_rows
         if is_padded_by_caller and value.dim() and value.shape[0] == padded:
             return value[:rows]

@@ -40,12 +40,12 @@ def check_replay(request: CaptureRequest, eager: EagerRun, entry: CUDAGraphEntry
     for index, (want, got) in enumerate(zip(eager.outputs, entry.outputs.peek(request.rows), strict=True)):
         if request.is_padded and want.dtype.is_floating_point and not bits_equal(want, got):
             _check_order(request, index, want, got, entry)
-        want, got = request.told_rows_of(want), request.told_rows_of(got)
+        want, got = request.real_rows_of(want), request.real_rows_of(got)
         _compare(request, f"output {index}", want, got, unwritten(want))
     for index, want in eager.written_inputs.items():
         name = entry.inputs.specs[index].name
         got = entry.inputs.real(index, request.rows, request.size)
-        want, got = request.told_rows_of(want), request.told_rows_of(got)
+        want, got = request.real_rows_of(want), request.real_rows_of(got)
         _compare(request, f"argument {name!r}, which the call writes,", want, got)
     arguments = set(map(storage_key, eager.arguments))
     for region in eager.effects.regions:

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..backends.base import Capture
 from ..backends.insight import OperatorMode
 from ..backends.operators import forbidden, is_strided, is_unsafe, storage_key, tensors_in, user_line
-from ..call.marks import BREAKS, BreakRunner
+from ..call.breaks import BREAKS, BreakRunner
 from ..errors import CaptureError
 from ..reasons import Reason
 

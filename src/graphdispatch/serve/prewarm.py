@@ -1,10 +1,10 @@
 """Captures made on purpose, before batches need them: all sizes at the start, or one while nothing is to be served."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -20,13 +20,15 @@ from ..showing import html_table
 from .estimate import MemoryEstimate, estimate_memory
 from .group import GraphGroup, Route
 from .other_batches import stretched, varied
-from .progress import progress_bar
 from .server import Server
 
 __all__ = [
     "CaptureBatch", "Limits", "PrewarmReport", "arguments_of", "capture_checked", "capture_example", "capture_size",
     "captured_sizes", "common_sizes", "compare_numbers", "estimate", "sizes_of_groups",
 ]  # fmt: skip
+
+
+T = TypeVar("T")
 
 
 class Limits(NamedTuple):
@@ -180,7 +182,7 @@ class CaptureBatch:
         table = group.route.table
         within = self._within_budget(group, leaves, todo)
         title = f"capturing {table.mode.name}"
-        for size in progress_bar(within, title, enabled=self._progress, total=len(todo), status=self._held):
+        for size in _progress_bar(within, title, enabled=self._progress, total=len(todo), status=self._held):
             rows = table.min_batch_of(size) if group.signature.has_rows else 1
             result = capture_checked(self._server, group, leaves, rows, size, compares_all=self._compares_all)
             key = table.mode, size
@@ -217,6 +219,27 @@ class CaptureBatch:
                 latest = time.perf_counter() - begun
                 beyond = 0 if is_first else max(graphs.memory_bytes - held - guess, 0)
                 is_first = False
+
+
+def _progress_bar(
+    items: Iterable[T], description: str, *, enabled: bool, total: int, status: Callable[[], str]
+) -> Iterator[T]:
+    """``items`` one by one, behind a bar on standard error if ``enabled``, which shows ``status()`` after each.
+
+    Needs the extra ``progress``. Items that are left out of ``total`` leave the bar short.
+    """
+    if not enabled:
+        yield from items
+        return
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ConfigError("progress=True needs tqdm: pip install 'graphdispatch[progress]'") from error
+    with tqdm(desc=description, unit="graph", total=total) as bar:
+        for item in items:
+            yield item
+            bar.set_postfix_str(status(), refresh=False)
+            bar.update()
 
 
 def _check_open(server: Server, route: Route, what: str) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..call.marks import is_break
+from ..call.breaks import is_break
 from . import objects
 from .notes import CodeNotes
 from .objects import ABSENT, CONTAINERS, Reader

@@ -22,7 +22,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..backends.tracing import untraced
-from ..call.marks import BREAK_CODE
+from ..call.breaks import BREAK_CODE
 from ..errors import CaptureError
 from ..reasons import Reason
 from . import objects

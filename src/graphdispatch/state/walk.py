@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..call.breaks import is_break
 from ..call.caches import advice_for
-from ..call.marks import is_break
 from . import objects, snapshot
 from .objects import ABSENT, CONTAINERS
 from .snapshot import MEMBER, Bulk, Holder, Way, told
