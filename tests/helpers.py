@@ -1,7 +1,9 @@
 """What tests of all front ends share."""
 
-import threading
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -53,6 +55,26 @@ def assert_eager(step: Any, *args: Any, reason: Reason | None = None, **kwargs: 
     assert reason in (None, decision.reason), f"{decision.reason} instead of {reason}\n{step.explain(*args, **kwargs)}"
 
 
+def check_rows(step: Any, *rows: int, width: int = 3) -> None:
+    """Call ``step`` with a random batch of each number of rows: its answers have the bits of its callable's."""
+    for count in rows:
+        _check(step, (torch.randn(count, width),), {})
+
+
+def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
+    """What the jobs return, each on a thread of its own and without gradients; raises what one of them raises."""
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        running = [threads.submit(torch.no_grad()(job)) for job in jobs]
+        return [one.result(timeout=60) for one in running]
+
+
+def run_python(*arguments: str) -> str:
+    """What a new interpreter prints, which must end well."""
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def scripted(outputs: Any = "graph", **script: Any) -> MockCUDAGraph:
     """A graph that somebody else captured, which may be replayed."""
     made = MockCUDAGraph(outputs, **script)
@@ -72,18 +94,14 @@ class Clock:
 
 def are_free(*locks: Any) -> bool:
     """Whether a thread that holds nothing could take each lock."""
-    taken = []
 
-    def take() -> None:
-        for lock in locks:
-            taken.append(lock.acquire(blocking=False))
-            if taken[-1]:
-                lock.release()
+    def take(lock: Any) -> bool:
+        is_taken = lock.acquire(blocking=False)
+        if is_taken:
+            lock.release()
+        return is_taken
 
-    thread = threading.Thread(target=take)
-    thread.start()
-    thread.join()
-    return all(taken)
+    return all(in_threads(lambda: [take(lock) for lock in locks])[0])
 
 
 def may_capture() -> bool:

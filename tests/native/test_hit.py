@@ -210,27 +210,6 @@ def test_wrong_inputs_to_the_core_are_refused() -> None:
         CORE.run_method(ReplayPlan, {"nonsense": 1})
 
 
-def test_a_pad_that_raises_leaves_nothing_clean(way: str) -> None:
-    """After a pad function failed, the rows behind the next batch are padded again."""
-    fails = [False]
-
-    def pad(padding: Tensor, real: Tensor) -> None:
-        if fails[0]:
-            raise ValueError("no padding today")
-        padding.fill_(5)
-
-    step = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(ROWS,), pad={"x": pad}, options=AT_ONCE)
-    for rows in (3, 4, 3, 3):
-        step(torch.randn(rows, 2))
-    fails[0] = True
-    x = torch.randn(3, 2)
-    answer, is_hit = served(step, x)
-    assert not is_hit
-    assert torch.equal(answer, x + 1)
-    fails[0] = False
-    for _ in range(40):
-        step(torch.randn(3, 2))
-    assert torch.equal(step.entries[0].inputs.views(ROWS)[0][3], torch.full((2,), 5.0))
 
 
 def test_each_thread_has_its_own_decision(way: str) -> None:
