@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
 from graphdispatch import CUDAGraphOptions, Reason
 from graphdispatch.backends.base import CAPTURE_LOCK
+from graphdispatch.memory.replay import ReplayPlan
+from graphdispatch.serve.hit import HitPath
 from graphdispatch.testing import MockCUDAGraph
 
 AT_ONCE = CUDAGraphOptions(capture_after=1)
@@ -63,9 +66,12 @@ def check_rows(step: Any, *rows: int, width: int = 3) -> None:
 
 def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
     """What the jobs return, each on a thread of its own and without gradients; raises what one of them raises."""
-    with ThreadPoolExecutor(len(jobs)) as threads:
+    threads = ThreadPoolExecutor(len(jobs))
+    try:
         running = [threads.submit(torch.no_grad()(job)) for job in jobs]
         return [one.result(timeout=60) for one in running]
+    finally:
+        threads.shutdown(wait=False)
 
 
 def run_python(*arguments: str) -> str:
@@ -73,6 +79,12 @@ def run_python(*arguments: str) -> str:
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def serve_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve hits in Python, as where there is no core."""
+    monkeypatch.setattr(HitPath, "serve", HitPath.serve_in_python)
+    monkeypatch.setattr(ReplayPlan, "run", ReplayPlan.run_in_python)
 
 
 def scripted(outputs: Any = "graph", **script: Any) -> MockCUDAGraph:
@@ -86,7 +98,8 @@ def scripted(outputs: Any = "graph", **script: Any) -> MockCUDAGraph:
 class Clock:
     """Seconds that pass when a test says so."""
 
-    now = 100.0
+    def __init__(self, now: float = 100.0) -> None:
+        self.now = now
 
     def __call__(self) -> float:
         return self.now

@@ -22,8 +22,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _compiler() -> Iterator[None]:
     torch._dynamo.reset()
-    with torch.no_grad():
-        yield
+    yield
     torch._dynamo.reset()
 
 

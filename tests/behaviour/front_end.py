@@ -100,6 +100,12 @@ class FrontEnd(ABC):
         """Whether a graph served the latest call."""
         return self._was_hit
 
+    def check_rows(self, *rows: int, fn: Callable[[torch.Tensor], Any] | None = None) -> None:
+        """Call it with a random batch of each number of rows: the answers are those of ``fn``, or of its callable."""
+        for count in rows:
+            x = torch.randn(count, 3)
+            assert torch.equal(self(x), (fn or self.fn)(x))
+
     def check(self, expected: Reason, *, everywhere: bool = True) -> None:
         """The latest call was served by a graph if ``expected`` says so, and else it was not.
 

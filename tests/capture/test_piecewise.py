@@ -2,7 +2,6 @@
 
 import gc
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +18,7 @@ from graphdispatch.capture.piecewise import break_figures
 from graphdispatch.engines import CUDAGraphWrapper
 from graphdispatch.errors import ReplayError
 
-from ..helpers import AT_ONCE
+from ..helpers import AT_ONCE, in_threads
 from ..pieces import FULL, ONE, PIECEWISE, agrees, graph_of, host_scale, pieces
 from ..spy import Spy
 
@@ -188,19 +187,6 @@ def test_a_graph_may_be_replayed_in_another_mode(first: Callable[[], Any], secon
         got = entry.replay({"x": x})
     assert torch.equal(got, expected)
     assert not got.requires_grad
-
-
-def test_breaks_keep_the_order_of_a_stream() -> None:
-    """On a stream with a queue of its own, breaks run between the graphs around them."""
-    backend = get_backend("cpu")
-    served = pieces(lambda x: host_scale(host_scale(x + 1) * 2) - 1)
-    stream = backend.make_stream()
-    inputs = [torch.randn(4, 3) for _ in range(5)]
-    results: list[Tensor] = []
-    for x in inputs:
-        stream.submit(lambda x=x: results.append(served(x=x)))  # type: ignore[misc]
-    stream.close()
-    assert all(torch.equal(got, served.unwrap()(x=x)) for got, x in zip(results, inputs, strict=True))
 
 
 def test_two_routines_keep_all_their_graphs() -> None:
@@ -372,17 +358,9 @@ def test_an_inner_call_waits_for_no_one() -> None:
     served = graphed(lambda x: part(x * 2) + x, dynamic={"x": 0}, sizes=(1, 4), mode="PIECEWISE", options=AT_ONCE)
     served.prewarm(x=torch.linspace(-1, 1, 12).view(4, 3))
     x = torch.randn(4, 3)
-    results: list[Tensor] = []
-
-    def serve() -> None:
-        with torch.no_grad():
-            results.append(served(x=x))
-
     with served._graphs.lock:
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        thread.join(60)
-    assert torch.equal(results[0], x * 2 + (x[:1] * 2 * 2 + x[:1] * 2) + x)
+        (result,) = in_threads(lambda: served(x=x))
+    assert torch.equal(result, x * 2 + (x[:1] * 2 * 2 + x[:1] * 2) + x)
 
 
 def test_a_call_from_another_thread_waits_its_turn() -> None:
@@ -526,78 +504,30 @@ def test_an_error_on_a_side_stream_is_the_break_s(side: Stream) -> None:
     agrees(served)
 
 
-NUMBERS = types.ModuleType("numbers_of_break")
-
-
-def _attribute(net: Any, value: int) -> None:
-    net.limit = value
-
-
-def _entry(net: Any, value: int) -> None:
-    net.table["limit"] = value
-
-
-def _slice(net: Any, value: int) -> None:
-    net.limits[:] = [value]
-
-
-def _methods(net: Any, value: int) -> None:
-    net.limits.clear()
-    net.limits.append(value)
-
-
-def _variable(net: Any, value: int) -> None:
-    NUMBERS.limit = value  # type: ignore[attr-defined]
-
-
-STATES: dict[Callable[[Any, int], None], Callable[[Any], int]] = {
-    _attribute: lambda net: net.limit,
-    _entry: lambda net: net.table["limit"],
-    _slice: lambda net: net.limits[0],
-    _methods: lambda net: net.limits[0],
-    _variable: lambda net: NUMBERS.limit,
-}
-
-
 class Chooser(nn.Module):
-    """Its break sets a number by the batch, and what follows reads it."""
+    """Its break sets a number by the batch, and what follows reads it; it counts its calls in a buffer."""
 
-    def __init__(self, change: Callable[[Any, int], None], counts: bool = False) -> None:
+    limit = 1
+
+    def __init__(self) -> None:
         super().__init__()
-        self.change, self.read, self.counts = change, STATES[change], counts
-        self.limit, self.table, self.limits = 1, {"limit": 1}, [1]
         self.register_buffer("calls", torch.zeros(1))
 
     @eager_break
     def choose(self, x: Tensor) -> Tensor:
         """Reads the batch, which no graph can."""
-        self.change(self, 2 if x.sum() > 100 else 1)
+        self.limit = 2 if x.sum() > 100 else 1
         return x + 1
 
     def forward(self, x: Tensor) -> Tensor:
         """Reads what the break has set."""
-        if self.counts:
-            self.calls.add_(1)
-        return self.choose(x * 2) * self.read(self)
-
-
-@pytest.mark.parametrize("change", STATES, ids=lambda change: change.__name__)
-def test_what_a_break_changes_is_seen_behind_it(change: Callable[[Any, int], None]) -> None:
-    """In the same call: it runs eagerly once more."""
-    NUMBERS.limit = 1  # type: ignore[attr-defined]
-    net = Chooser(change).eval()
-    served = graphed(net, dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE")
-    for number in range(12):
-        x = torch.rand(4, 4) + 100 * (number % 6 == 5)
-        expected = (x * 2 + 1) * (2 if number % 6 == 5 else 1)
-        assert torch.equal(served(x), expected), number
-        net.change(net, 1)
-    assert served.stats.hits
+        self.calls.add_(1)
+        return self.choose(x * 2) * self.limit
 
 
 def test_a_call_that_has_written_cannot_run_again() -> None:
     """It raises, and says what to do; the next call is answered as eager does."""
-    net = Chooser(_attribute, counts=True).eval()
+    net = Chooser().eval()
     served = graphed(net, dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE")
     for _ in range(6):
         served(torch.rand(4, 4))

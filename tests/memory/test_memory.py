@@ -2,7 +2,7 @@
 
 import gc
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,13 +17,6 @@ from graphdispatch.memory.accounting import bytes_of
 from ..helpers import AT_ONCE
 
 QUICK = CUDAGraphOptions(gc_disable=False)  # no collection of the whole process around few captures
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
 
 
 def made(sizes: Any = "vllm", **options: Any) -> Graphed[..., Any]:

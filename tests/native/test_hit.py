@@ -2,8 +2,9 @@
 
 import gc
 import threading
+import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from graphdispatch.memory.replay import ReplayPlan
 from graphdispatch.native.bound import ASKED, CORE
 from graphdispatch.serve.hit import HitPath
 
-from ..helpers import AT_ONCE, with_options
+from ..helpers import AT_ONCE, in_threads, serve_in_python, with_options
 from .frames import frames_of
 
 pytestmark = pytest.mark.skipif(CORE is None, reason="the native core is not compiled, or turned off")
@@ -28,15 +29,8 @@ ROWS = 4
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Hits in the core, and in Python."""
     if request.param == "python":
-        monkeypatch.setattr(HitPath, "serve", HitPath.serve_in_python)
-        monkeypatch.setattr(ReplayPlan, "run", ReplayPlan.run_in_python)
+        serve_in_python(monkeypatch)
     return str(request.param)
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def settled(fn: Callable[..., Any], *example: Any, dynamic: dict[str, int] | None = None, **options: Any) -> Any:
@@ -154,12 +148,7 @@ def test_an_error_keeps_its_cause(way: str, monkeypatch: pytest.MonkeyPatch) -> 
         entry.plan(ROWS).run([torch.randn(ROWS, 3)], step.stats)
     cause = caught.value.__cause__
     assert isinstance(cause, ArithmeticError)
-    trace = cause.__traceback__
-    names = set()
-    while trace is not None:
-        names.add(trace.tb_frame.f_code.co_name)
-        trace = trace.tb_next
-    assert "broken" in names
+    assert "broken" in {frame.name for frame in traceback.extract_tb(cause.__traceback__)}
 
 
 def test_an_evicted_entry_is_never_replayed(way: str) -> None:
@@ -210,38 +199,28 @@ def test_wrong_inputs_to_the_core_are_refused() -> None:
         CORE.run_method(ReplayPlan, {"nonsense": 1})
 
 
-
-
 def test_each_thread_has_its_own_decision(way: str) -> None:
     """Threads that take turns on one server read their own latest decision, and one that captures does not hit."""
     step = settled(lambda x: x * 2, torch.ones(ROWS, 2))
-    told: dict[int, list[int]] = {0: [], 1: []}
     turn = threading.Barrier(2)
     backend = step.entries[0].backend
 
-    def work(me: int) -> None:
-        with torch.no_grad():
-            for number in range(6):
-                turn.wait()
-                if number % 2 == me:
-                    step(torch.ones(ROWS - me, 2))
-                turn.wait()
-                decision = step.last_decision
-                told[me].append(0 if decision is None else decision.rows)
+    def work(me: int) -> list[int]:
+        told = []
+        for number in range(6):
+            turn.wait()
+            if number % 2 == me:
+                step(torch.ones(ROWS - me, 2))
+            turn.wait()
+            told.append(0 if step.last_decision is None else step.last_decision.rows)
+        return told
 
     step(torch.ones(ROWS - 1, 2))  # compares the padded batch
-    threads = [threading.Thread(target=work, args=(me,)) for me in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert told == {0: [ROWS] * 6, 1: [0] + [ROWS - 1] * 5}
+    assert in_threads(lambda: work(0), lambda: work(1)) == [[ROWS] * 6, [0] + [ROWS - 1] * 5]
     hits = step.stats.hits
     with backend.watched():
         step(torch.ones(ROWS, 2))
-        other = threading.Thread(target=torch.no_grad()(lambda: step(torch.ones(ROWS, 2))))
-        other.start()
-        other.join()
+        in_threads(lambda: step(torch.ones(ROWS, 2)))
     assert step.stats.hits == hits + 1
 
 

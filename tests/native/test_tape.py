@@ -23,6 +23,9 @@ from graphdispatch.backends.cpu.program import Program, Step, loop, run_and_copy
 from graphdispatch.backends.operators import bits_equal, tensors_in
 from graphdispatch.native import tape
 
+from ..behaviour.forks import in_child
+from ..helpers import in_threads
+
 pytestmark = pytest.mark.skipif(not tape.TAPE.wait(), reason=repr(tape.TAPE))
 
 aten = torch.ops.aten
@@ -252,11 +255,7 @@ def test_the_gil_is_released() -> None:
     programs = [
         Program([Step(barrier.wait, "wait"), Step(print, aten.fill_.Scalar, ((torch.zeros(1), 1.0), {}))]) for _ in "ab"
     ]
-    threads = [threading.Thread(target=program.run) for program in programs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    in_threads(*(program.run for program in programs))
     assert not barrier.broken
 
 
@@ -278,17 +277,17 @@ def test_a_stream_replays_natively() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_replays() -> None:
     """The tape of the parent runs in the child."""
     x = torch.randn(2, 3)
     graph, out = recorded(lambda: x.exp() + 1)
-    pid = os.fork()
-    if pid == 0:
+
+    def replay() -> None:
         x.fill_(2)
         graph.replay()
-        os._exit(0 if bits_equal(out, x.exp() + 1) else 1)
-    assert os.waitpid(pid, 0)[1] == 0
+        assert bits_equal(out, x.exp() + 1)
+
+    in_child(replay)
 
 
 def test_reset_frees_everything() -> None:

@@ -149,21 +149,3 @@ def test_pieces_give_eager_s_answer(root: Tree, rows: list[int], seed: int) -> N
             assert torch.equal(ours, theirs)
     served.check_integrity()
     assert served.stats.hits > 0, served.stats.reasons
-
-
-@given(root=roots, seed=st.integers(0, 2**16))
-def test_a_full_graph_gives_the_same_as_pieces(root: Tree, seed: int) -> None:
-    """One callable in FULL_AND_PIECEWISE answers alike by either graph."""
-    generator = torch.Generator().manual_seed(seed)
-    model = Node(root, generator).to(DEVICE)
-    served = graphed(
-        lambda x, decode: model(x.clone()),
-        dynamic={"x": 0},
-        sizes=(2, 4),
-        mode="FULL_AND_PIECEWISE",
-        uniform_decode=lambda x, decode: decode,
-        options=AT_ONCE,
-    )
-    for _ in range(3):
-        x = torch.randn(3, WIDTH, generator=generator).to(DEVICE)
-        torch.testing.assert_close(served(x, True), served(x, False), rtol=1e-5, atol=1e-5)

@@ -96,31 +96,3 @@ def test_replays_are_eagers(steps: list[_Step], held: frozenset[int]) -> None:
             assert torch.equal(wanted[number], got)
         for want, got in zip(fresh, inputs, strict=True):
             assert torch.equal(want, got)
-
-
-@given(
-    programs=st.lists(
-        st.lists(
-            st.tuples(st.sampled_from(sorted(PURE)), st.integers(0, 9), st.integers(0, 9)), min_size=2, max_size=8
-        ),
-        min_size=2,
-        max_size=4,
-    ),
-    order=st.lists(st.integers(0, 3), min_size=3, max_size=8),
-)
-def test_graphs_of_one_pool_do_not_disturb_each_other(programs: list[list[_Step]], order: list[int]) -> None:
-    """Graphs that share an arena give eager's bits in any order of replays, each from its own inputs."""
-    backend = get_backend("cpu")
-    pool = backend.make_pool()
-    generator = torch.Generator().manual_seed(0)
-    made = []
-    for steps in programs:
-        inputs = [torch.randn(ROWS, COLUMNS, generator=generator)]
-        with backend.begin_capture(pool) as capture:
-            output = run(steps, inputs)[-1]
-        made.append((steps, inputs, capture.graph, output))
-    for number in order:
-        steps, inputs, graph, output = made[number % len(made)]
-        inputs[0].normal_(generator=generator)
-        graph.replay()
-        assert torch.equal(run(steps, inputs)[-1], output)
