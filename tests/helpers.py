@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from graphdispatch import CUDAGraphOptions, Reason
+from graphdispatch.backends import Pool, get_backend
 from graphdispatch.backends.base import CAPTURE_LOCK
 from graphdispatch.memory.replay import ReplayPlan
 from graphdispatch.serve.hit import HitPath
@@ -58,10 +59,10 @@ def assert_eager(step: Any, *args: Any, reason: Reason | None = None, **kwargs: 
     assert reason in (None, decision.reason), f"{decision.reason} instead of {reason}\n{step.explain(*args, **kwargs)}"
 
 
-def check_rows(step: Any, *rows: int, width: int = 3) -> None:
-    """Call ``step`` with a random batch of each number of rows: its answers have the bits of its callable's."""
-    for count in rows:
-        _check(step, (torch.randn(count, width),), {})
+def check_rows(step: Any, *shapes: int | tuple[int, ...], width: int = 3) -> None:
+    """Call ``step`` with a random batch of each shape, or number of rows: its answers have its callable's bits."""
+    for shape in shapes:
+        _check(step, (torch.randn((shape, width) if isinstance(shape, int) else shape),), {})
 
 
 def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
@@ -85,6 +86,14 @@ def serve_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve hits in Python, as where there is no core."""
     monkeypatch.setattr(HitPath, "serve", HitPath.serve_in_python)
     monkeypatch.setattr(ReplayPlan, "run", ReplayPlan.run_in_python)
+
+
+def recorded(fn: Callable[[], Any], pool: Pool | None = None) -> tuple[Any, Any]:
+    """The CPU backend's graph of one call of ``fn``, and what the call returned."""
+    backend = get_backend("cpu")
+    with backend.begin_capture(pool or backend.make_pool()) as capture:
+        out = fn()
+    return capture.graph, out
 
 
 def scripted(outputs: Any = "graph", **script: Any) -> MockCUDAGraph:

@@ -9,24 +9,17 @@ import torch
 import torch.distributed as dist
 
 from graphdispatch import Reason
-from graphdispatch.backends import Pool, get_backend
+from graphdispatch.backends import get_backend
 from graphdispatch.errors import CaptureError, ReplayError
 
 from ..compiled_operators import compiled_operator
-
-
-def record(fn: Callable[[], Any], pool: Pool | None = None) -> tuple[Any, Any]:
-    """The graph of one call of ``fn``, and what the call returned."""
-    backend = get_backend("cpu")
-    with backend.begin_capture(pool or backend.make_pool()) as capture:
-        out = fn()
-    return capture.graph, out
+from ..helpers import recorded
 
 
 def follows(fn: Callable[[torch.Tensor], torch.Tensor], *shape: int) -> Any:
     """Check that replays over new inputs give eager's bits; returns the graph."""
     x = torch.randn(*shape)
-    graph, out = record(lambda: fn(x))
+    graph, out = recorded(lambda: fn(x))
     for _ in range(2):
         x.normal_()
         graph.replay()
@@ -107,7 +100,7 @@ def test_unused_operator_that_may_raise_is_run(name: str) -> None:
         check(x)
         return x * 2
 
-    graph, out = record(fn)
+    graph, out = recorded(fn)
     x.fill_(1)
     graph.replay()
     assert out.tolist() == [2, 2, 2]
@@ -129,7 +122,7 @@ def test_draws_advance_as_in_eager() -> None:
         torch.rand(2, out=torch.empty(2))
         return torch.nn.functional.dropout(x, 0.5) + torch.rand(4)
 
-    graph, out = record(fn)
+    graph, out = recorded(fn)
     torch.manual_seed(1)
     graph.replay()
     after = torch.get_rng_state()
@@ -153,7 +146,7 @@ def test_temporary_that_is_sent_is_sent() -> None:
             op(x * 2)
             return x + 1
 
-        graph, _ = record(fn)
+        graph, _ = recorded(fn)
         x.fill_(4.0)
         graph.replay()
     assert sent == [[2.0, 2.0], [8.0, 8.0]]
@@ -164,7 +157,7 @@ def test_result_of_another_shape_is_an_error(length: int) -> None:
     """A result that has another shape than at the capture is never broadcast or cut into its old place."""
     with compiled_operator("first(Tensor x, Tensor n) -> Tensor", lambda x, n: x[: int(n)].clone()) as op:
         x, n = torch.randn(5, 2), torch.tensor(3)
-        graph, _ = record(lambda: op(x, n))
+        graph, _ = recorded(lambda: op(x, n))
         graph.replay()
         n.fill_(length)
         with pytest.raises(ReplayError, match=r"shapes \[\(\d, 2\)\] where the graph holds \[\(3, 2\)\]"):
@@ -217,7 +210,7 @@ def test_tensors_from_outside_keep_their_shape(name: str) -> None:
     """Another shape of a tensor that the call did not make is refused: replays would not give it again."""
     x, other = torch.randn(4, 6), torch.zeros(0)
     with pytest.raises(CaptureError, match=name + r".* another shape or memory") as caught:
-        record(lambda: FOREIGN[name](x, other))
+        recorded(lambda: FOREIGN[name](x, other))
     assert caught.value.reason is Reason.CAPTURE_UNSAFE
 
 
@@ -227,7 +220,7 @@ def test_sizes_share_one_arena() -> None:
     graphs, held = [], []
     for rows in (64, 32, 8):
         x = torch.randn(rows, 128)
-        graph, out = record(lambda x=x: ((x + 1).exp() * 2).sum(1), pool)
+        graph, out = recorded(lambda x=x: ((x + 1).exp() * 2).sum(1), pool)
         graphs.append(graph)
         held.append(out)
         assert pool.nbytes == pytest.approx(2 * 64 * 128 * 4, rel=0.05)
@@ -247,7 +240,7 @@ def test_forbidden_operator_is_named(name: str) -> None:
     """What no graph can hold raises, naming the operator and the user's own line."""
     x = torch.randn(4, 4)
     with pytest.raises(CaptureError, match=name) as caught:
-        record(lambda: FORBIDDEN[name](x))
+        recorded(lambda: FORBIDDEN[name](x))
     assert caught.value.reason is Reason.CAPTURE_UNSAFE
     assert "test_recorder.py" in str(caught.value)
 
@@ -271,7 +264,7 @@ def test_collective_is_replayed() -> None:
         dist.all_reduce(y)
         return y + 1
 
-    graph, out = record(fn)
+    graph, out = recorded(fn)
     x.fill_(5.0)
     graph.replay()
     assert graph.num_replayed == 3

@@ -129,21 +129,6 @@ def test_outputs_share_memory(settled: Settle) -> None:
     assert torch.equal(whole, x * 2)
 
 
-def test_outputs_share_memory_instead(settled: Settle) -> None:
-    """What is written inside the call, before it is split, is in both outputs."""
-
-    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        h = x * 2
-        h[:, :2].zero_()
-        return h, h[:, :2]
-
-    step = settled(fn)
-    x = torch.randn(4, 3)
-    whole, part = step(x)
-    assert torch.equal(whole, fn(x)[0])
-    assert torch.equal(part, torch.zeros(4, 2))
-
-
 def test_output_constant(settled: Settle) -> None:
     """Constants beside tensors come back as they are."""
     step = settled(lambda x: {"out": x * 2, "layers": 3, "name": "a"})

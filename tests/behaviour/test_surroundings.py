@@ -14,6 +14,7 @@ import torch
 import graphdispatch as gd
 
 from .features import needs
+from .fixtures import one_tensor
 from .forks import all_locks_held, in_child
 from .front_end import FrontEnd
 from .odd import ODD, ODD_CALLABLES
@@ -83,10 +84,9 @@ def test_fork_while_locks_are_held(settled: Open) -> None:
     step = settled(torch.nn.Linear(3, 3).eval(), dynamic={"input": 0})
 
     def serve() -> None:
-        with torch.no_grad():
-            for rows in (3, 4, 1, 9, 3):
-                x = torch.randn(rows, 3)
-                assert torch.allclose(step(x), step.fn(x))
+        for rows in (3, 4, 1, 9, 3):
+            x = torch.randn(rows, 3)
+            assert torch.allclose(step(x), step.fn(x))
 
     with all_locks_held():
         in_child(serve)
@@ -115,11 +115,9 @@ def test_fork_while_a_thread_captures(opened: Open) -> None:
 
     def serve() -> None:
         assert gc.isenabled()
-        with torch.no_grad():
-            with contextlib.suppress(gd.errors.BackendError):  # a stream's thread stayed in the parent
-                step.settle(lambda rows: (torch.randn(rows, 3),))
-            x = torch.randn(3, 3)
-            assert torch.equal(step(x), x * 2)
+        with contextlib.suppress(gd.errors.BackendError):  # a stream's thread stayed in the parent
+            step.settle(one_tensor)
+        step.check_rows(3, fn=lambda x: x * 2)
 
     thread = threading.Thread(target=capture)
     thread.start()
@@ -233,16 +231,13 @@ def test_compiled_around(settled: Open) -> None:
         seen.extend(node.name for node in module.graph.nodes if node.op.startswith("call"))
         return module.forward
 
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    step = settled(fn)
+    step = settled(lambda x: x * 2)
     plain = step.plain
     compiled = torch.compile(lambda x: plain(x - 1) - 1, backend=backend)
     hits = step.hits
     for rows in (3, 4, 3, 4):
         x = torch.randn(rows, 3)
-        assert torch.equal(compiled(x), fn(x - 1) - 1)
+        assert torch.equal(compiled(x), (x - 1) * 2 - 1)
     assert step.hits == hits + 4
     assert {name.partition("_")[0] for name in seen} <= {"sub"}
     torch._dynamo.reset()

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from graphdispatch import CUDAGraphOptions, eager_break, graphed
-from graphdispatch.backends import get_backend
-from graphdispatch.backends.cpu.graph import CPUGraph
 from graphdispatch.backends.cpu.recorder import Recorder
 from graphdispatch.backends.insight import reveal_operators
 
 from ..compiled_operators import compiled_operator
+from ..helpers import recorded
 
 
 class Steps:
@@ -57,15 +56,6 @@ def define(library: torch.library.Library, schema: str, fn: Callable[..., Any], 
     library.define(schema)
     library.impl(name, fn, key)
     return getattr(torch.ops.graphdispatch_custom, name)
-
-
-def recorded(fn: Callable[[], Any]) -> tuple[CPUGraph, Any]:
-    """The graph of one call."""
-    backend = get_backend("cpu")
-    with backend.begin_capture(backend.make_pool()) as capture:
-        out = fn()
-    assert isinstance(capture.graph, CPUGraph)
-    return capture.graph, out
 
 
 def write_rows(cache: Tensor, x: Tensor, slot: Tensor) -> None:

@@ -477,14 +477,6 @@ def overlapped(side: Stream, attention: Callable[[Tensor], Tensor]) -> Callable[
     return lambda x: part(x + 1) * 2 - x
 
 
-def test_a_break_may_overlap_streams(side: Stream) -> None:
-    """Attention on a side stream, which reads values back, between two graphs: eager's answer, in every size."""
-    served = pieces(overlapped(side, lambda x: x.sin() * float(x[0, 0])), sizes=(1, 4))
-    assert [len(entry.graph.breaks) for entry in served.entries] == [1, 1]  # type: ignore[attr-defined]
-    for rows in (4, 1, 3):
-        agrees(served, rows=rows)
-
-
 def test_an_error_on_a_side_stream_is_the_break_s(side: Stream) -> None:
     """It comes out where the break joins, passes through, and the next call is served."""
     blown = [False]

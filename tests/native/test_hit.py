@@ -102,22 +102,6 @@ def test_the_static_input_itself_can_be_given(way: str) -> None:
     assert torch.equal(step(own.flip(0)), expected.flip(0))
 
 
-def test_figures_are_counted(way: str) -> None:
-    """Hits, rows, padding, replays and the decision are the same both ways."""
-    step = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(ROWS,), options=AT_ONCE)
-    for rows in (3, 4, 3, 2, 2, 2):
-        step(torch.randn(rows, 2))
-    before, count, used = step.stats.to_dict(), step.entries[0].replay_count, step.entries[0].last_used
-    for rows in (3, 4, 2):
-        step(torch.randn(rows, 2))
-        assert (step.last_decision.rows, step.last_decision.size) == (rows, ROWS)
-    after = step.stats.to_dict()
-    assert [after[k] - before[k] for k in ("hits", "replays", "real_rows", "padded_rows")] == [3, 3, 9, 12]
-    assert step.stats.rows[2] >= 2
-    assert step.entries[0].replay_count == count + 3
-    assert step.entries[0].last_used > used
-
-
 def test_a_replay_that_fails_is_as_in_python(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The call runs eagerly, gradients and the lock are as before, and graphs serve again."""
     step = settled(lambda x: x + 1, torch.randn(ROWS, 3))

@@ -24,7 +24,7 @@ from graphdispatch.backends.operators import bits_equal, tensors_in
 from graphdispatch.native import tape
 
 from ..behaviour.forks import in_child
-from ..helpers import in_threads
+from ..helpers import in_threads, recorded
 
 pytestmark = pytest.mark.skipif(not tape.TAPE.wait(), reason=repr(tape.TAPE))
 
@@ -67,15 +67,6 @@ CASES: dict[str, Case] = {
 }
 ROW = torch.tensor([0])
 GENERATOR = torch.Generator()
-
-
-def recorded(fn: Callable[[], Any]) -> tuple[CPUGraph, Any]:
-    """The graph of one call of ``fn``, and what the call returned."""
-    backend = get_backend("cpu")
-    with backend.begin_capture(backend.make_pool()) as capture, torch.no_grad():
-        out = fn()
-    assert isinstance(capture.graph, CPUGraph)
-    return capture.graph, out
 
 
 def program_of(graph: CPUGraph) -> Program:
