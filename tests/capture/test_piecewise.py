@@ -88,65 +88,6 @@ def test_an_explanation_names_the_breaks() -> None:
 # What a break returns.
 
 
-@eager_break
-def _add_first(x: Tensor) -> None:
-    x.add_(float(x[0, 0]))
-
-
-_doubled_in_place = eager_break(lambda x: x.mul_(2))
-_by_numpy = eager_break(lambda x: torch.from_numpy(x.numpy() * 2))
-_with_view = eager_break(lambda x: (y := x.clone(), y[:, 1:]))
-_columns = eager_break(lambda x: x[:, :2])
-_spread = eager_break(lambda x: x.sum(1, keepdim=True).expand(-1, 3))
-_nest = eager_break(lambda x: {"a": (x * 2, 7, None), "b": [x + float(x[0, 0])]})
-_kept = torch.zeros(3)
-_cached = eager_break(lambda x: x + _kept.copy_(x[0]))
-
-
-def _in_place(x: Tensor) -> Tensor:
-    h = x + 1
-    y = _doubled_in_place(h)
-    _add_first(y)
-    return h + y.add_(1)
-
-
-def _written_behind(x: Tensor) -> tuple[Tensor, Tensor]:
-    whole, view = _with_view(x + 1)
-    view.mul_(2)
-    return whole, view + 1
-
-
-def _view_of_argument(x: Tensor) -> Tensor:
-    h = x + 1
-    _columns(h).zero_()
-    return h
-
-
-def _nested(x: Tensor) -> Tensor:
-    got = _nest(x + 1)
-    return got["a"][0] * got["a"][1] + got["b"][0]
-
-
-MODELS: dict[str, Callable[[Tensor], Any]] = {
-    "no break": lambda x: x * 2 + 1,
-    "a read on the host": lambda x: host_scale(x + 1) - 1,
-    "breaks at the ends and side by side": lambda x: host_scale(host_scale(x)),
-    "a new tensor each time": lambda x: _by_numpy(x + 1) + x,
-    "its argument, written; nothing": _in_place,
-    "a new tensor and its view, written behind it": _written_behind,
-    "a view of its argument": _view_of_argument,
-    "elements that overlap": lambda x: _spread(x + 1) * 2,
-    "a nest with constants": _nested,
-    "what its own state gives": lambda x: _cached(x + 1) * 2,
-}
-
-
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_what_a_break_returns_is_served(model: Callable[[Tensor], Any]) -> None:
-    """Whatever it returns feeds the next graph as it feeds eager code."""
-    agrees(pieces(lambda x: model(x)))
-
-
 def test_a_replay_retains_no_fresh_tensor() -> None:
     """What a break makes at a replay is let go as soon as it was copied."""
     made = Spy()
