@@ -36,7 +36,10 @@ _FOOTGUNS = "tests/behaviour/test_footguns_{}.py"
 TABLE: dict[str, list[str]] = {
     "decide/decision": ["tests/decide", "tests/vocabulary"],
     "decide/table": ["tests/decide", "tests/property/test_tables.py"],
-    "call/signature": ["tests/call", _FOOTGUNS.format("arguments"), "tests/api"],
+    "call/signature": [
+        *("tests/call", "tests/serve/test_refused_calls.py", "tests/api"),
+        *(_FOOTGUNS.format("arguments"), _FOOTGUNS.format("ambient")),
+    ],
     "call/padding": ["tests/memory", _FOOTGUNS.format("rows"), "tests/api"],
     "memory/inputs": ["tests/memory", "tests/property/test_dims.py"],
     "memory/outputs": ["tests/memory", _FOOTGUNS.format("outputs")],

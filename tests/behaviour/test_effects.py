@@ -85,7 +85,7 @@ def test_generator_as_eager(opened: Open, reads: bool) -> None:
     assert bool(step.hits) is not reads
 
 
-@needs("pieces", outcome="error")
+@needs("pieces")
 def test_exception_in_break(opened: Open) -> None:
     """An exception of a break passes unchanged; what ran before it happened once, and later calls are right."""
     count = torch.zeros((), dtype=torch.int64)

@@ -34,12 +34,14 @@ def test_dropout(settled: Settle) -> None:
 
 
 def test_autocast_flip(settled: Settle) -> None:
-    """Autocast chooses other operators, so it is part of what a graph is for."""
+    """Autocast chooses other operators, so it is part of what a graph is for, and so is its type."""
     model = nn.Linear(3, 3).eval()
     step = settled(model, **INPUT)
     x = torch.randn(4, 3)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert step(x).dtype is torch.bfloat16
+    for _ in range(2):
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype):
+                assert step(x).dtype is dtype
     assert step(x).dtype is torch.float32
     step.check(Reason.EXACT)
 

@@ -112,7 +112,6 @@ def test_inside_capture(settled: Open) -> None:
     assert step.hits == hits
 
 
-@needs(outcome="eager")
 def test_eager_has_a_reason(settled: Open) -> None:
     """A call that no graph served is counted with a reason."""
     step = settled(lambda x: x * 2)

@@ -171,22 +171,23 @@ def test_odd_callable(opened: Open, kind: str) -> None:
 
 
 def test_static_outputs_stay_where_they_are(opened: Open) -> None:
-    """With ``outputs="static"`` each call answers in the same tensors: one that captures or compares, too."""
-    count = torch.zeros(1)
+    """With ``outputs="static"`` each call answers in the same tensors: one that captures or compares, too. A cache that
+    the callable returns is handed out itself."""
+    count, cache = torch.zeros(1), torch.zeros(4, 3)
 
-    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]:
         count.add_(1)
-        return x * count, x.sum(1), 5
+        return x * count, x.sum(1), 5, cache.add_(1)
 
     step = opened(fn, outputs="static")
     step.prepare(torch.randn(4, 3))
     places = set()
     for calls in range(1, 6):
         x = torch.randn(4, 3)
-        first, second, five = step(x)
+        first, second, five, kept = step(x)
         assert torch.equal(first, x * calls)
         assert torch.equal(second, x.sum(1))
-        assert five == 5
+        assert (five, float(cache[0, 0]), kept.data_ptr()) == (5, calls, cache.data_ptr())
         places.add((first.data_ptr(), second.data_ptr()))
     assert step.was_hit()
     assert len(places) == 1
@@ -204,22 +205,6 @@ def test_static_outputs_of_padded_batches(opened: Open) -> None:
         assert torch.equal(answer, x * 2)
         places.add(answer.data_ptr())
     assert len(places) == 1
-
-
-def test_static_outputs_that_are_state(opened: Open) -> None:
-    """A cache that the callable returns is handed out itself, on every call."""
-    cache = torch.zeros(4, 3)
-
-    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cache.add_(1)
-        return cache, x * 2
-
-    step = opened(fn, outputs="static")
-    step.prepare(torch.randn(4, 3))
-    for calls in range(1, 6):
-        kept, _ = step(torch.randn(4, 3))
-        assert kept.data_ptr() == cache.data_ptr()
-        assert float(cache[0, 0]) == calls
 
 
 def test_compiled_around(settled: Open) -> None:
