@@ -13,6 +13,7 @@ import torch
 
 import graphdispatch as gd
 
+from ..helpers import in_threads
 from .features import needs
 from .fixtures import one_tensor
 from .forks import all_locks_held, in_child
@@ -95,23 +96,15 @@ def test_fork_while_locks_are_held(settled: Open) -> None:
 
 def test_fork_while_a_thread_captures(opened: Open) -> None:
     """A child that was forked in the middle of another thread's capture serves and captures."""
-    inside, go_on = threading.Event(), threading.Event()
-    forking_thread = threading.get_ident()
-
-    def wait_here() -> None:
-        if threading.get_ident() != forking_thread:
-            inside.set()
-            go_on.wait()
+    inside, go_on, forking = threading.Event(), threading.Event(), list[int]()
 
     def fn(x: torch.Tensor) -> torch.Tensor:
-        wait_here()
+        if threading.get_ident() not in forking:
+            inside.set()
+            go_on.wait()
         return x * 2
 
     step = opened(fn)
-
-    def capture() -> None:
-        with torch.no_grad():
-            step.settle(lambda rows: (torch.randn(rows, 3),))
 
     def serve() -> None:
         assert gc.isenabled()
@@ -119,14 +112,15 @@ def test_fork_while_a_thread_captures(opened: Open) -> None:
             step.settle(one_tensor)
         step.check_rows(3, fn=lambda x: x * 2)
 
-    thread = threading.Thread(target=capture)
-    thread.start()
-    assert inside.wait(60)
-    try:
-        in_child(serve)
-    finally:
-        go_on.set()
-        thread.join()
+    def fork() -> None:
+        forking.append(threading.get_ident())
+        assert inside.wait(60)
+        try:
+            in_child(serve)
+        finally:
+            go_on.set()
+
+    in_threads(lambda: step.settle(one_tensor), fork)
 
 
 def called(step: FrontEnd, *more: Any) -> None:

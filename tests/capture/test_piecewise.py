@@ -367,30 +367,6 @@ def test_a_break_may_call_another_graph(pool_is_shared: bool) -> None:
     assert outer.get_stats().hits == outer_hits + 3
 
 
-@pytest.mark.parametrize("as_is", [False, True])
-def test_an_entry_refuses_a_replay_within_its_own(as_is: bool) -> None:
-    """Where nothing can run eagerly instead it is an error; the outer call comes back from it with eager's answer."""
-    errors: list[ReplayError] = []
-
-    @eager_break
-    def part(x: Tensor) -> Tensor:
-        if is_armed and served.stats.hits and not errors:
-            try:
-                served.entries[0].replay(None if as_is else {"x": x})
-            except ReplayError as error:
-                errors.append(error)
-                raise
-        return x * 2
-
-    is_armed = False
-    served = pieces(lambda x: part(x + 1) - x)
-    agrees(served, times=1)
-    is_armed = True
-    x = torch.randn(4, 3)
-    assert torch.equal(served(x=x), (x + 1) * 2 - x)
-    assert "during the replay of a graph that shares memory with this one" in str(errors[0])
-
-
 # Streams.
 
 

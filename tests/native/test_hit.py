@@ -18,7 +18,7 @@ from graphdispatch.memory.replay import ReplayPlan
 from graphdispatch.native.bound import ASKED, CORE
 from graphdispatch.serve.hit import HitPath
 
-from ..helpers import AT_ONCE, in_threads, serve_in_python, with_options
+from ..helpers import AT_ONCE, check_rows, in_threads, serve_in_python, with_options
 from .frames import frames_of
 
 pytestmark = pytest.mark.skipif(CORE is None, reason="the native core is not compiled, or turned off")
@@ -80,8 +80,7 @@ def test_values_are_copied_as_torch_copies_them(way: str, name: str) -> None:
 def test_padding_follows_its_rule(way: str, pad: Pad) -> None:
     """After larger and smaller batches in any order the rows behind the batch hold what the rule says."""
     step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(ROWS,), pad={"x": pad}, options=AT_ONCE)
-    for rows in (1, 2, 3, 4, 3, 2, 1, 4, 1, 2, 3):
-        step(torch.randn(rows, 2))
+    check_rows(step, *(1, 2, 3, 4, 3, 2, 1, 4, 1, 2, 3), width=2)
     for rows in (4, 1, 3, 2, 2, 4, 1):
         x = torch.randn(rows, 2)
         answer, is_hit = served(step, x)
@@ -114,8 +113,7 @@ def test_a_replay_that_fails_is_as_in_python(way: str, monkeypatch: pytest.Monke
         assert torch.equal(answer, x + 1)
         assert torch.is_grad_enabled()
     assert not entry.pool.lock._is_owned()
-    for _ in range(40):
-        step(torch.randn(ROWS, 3))
+    check_rows(step, *[ROWS] * 40)
     assert served(step, x)[1]
 
 
@@ -249,7 +247,9 @@ def test_a_hit_enters_no_frame() -> None:
 
     x = torch.randn(ROWS, 3)
     step = settled(lambda x: x * 2, x)
-    assert frames_of(lambda: step(x)) == []
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            assert frames_of(lambda: step(x)) == []
     step.__class__ = Own
     assert frames_of(lambda: step(x))[0] == "__call__"
     assert torch.equal(step(x), x * 2)

@@ -117,17 +117,6 @@ def test_a_decision_is_the_best_graph_that_serves_the_batch(keys: set[Key], batc
     assert found.rows == batch.tokens
 
 
-@given(keys=keys_strategy, added=st.tuples(st.sampled_from([PIECEWISE, FULL]), descriptors), batch=batches())
-def test_adding_a_key_never_makes_a_decision_worse(keys: set[Key], added: Key, batch: Batch) -> None:
-    """A batch keeps its graph or goes to the new one, and then because that is better."""
-    before = decide(dispatcher_of(keys), batch)
-    after = decide(dispatcher_of(keys | {added}), batch)
-    if after.descriptor == before.descriptor and after.mode is before.mode:
-        return
-    assert (after.mode, after.descriptor) == added
-    assert before.descriptor is None or rank(added) <= rank((before.mode, before.descriptor))
-
-
 @given(keys=keys_strategy, batch=batches())
 def test_the_quick_way_decides_as_the_general_one(keys: set[Key], batch: Batch) -> None:
     """The lookup in the dispatcher and the full rules of its table give equal decisions."""

@@ -180,19 +180,6 @@ def test_a_hit_in_the_core_runs_no_python(bound: Bound) -> None:
     assert not below & IN_CORE
 
 
-@pytest.mark.skipif(CORE is None, reason="there is no core")
-@pytest.mark.parametrize("gradients", [False, True])
-def test_a_graphed_hit_in_the_core_runs_only_its_graph(gradients: bool) -> None:
-    """Below the call of a graphed function, a hit in the core runs the guard and the graph, and nothing else."""
-    step = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(SIZE,), options=AT_ONCE)
-    x = torch.ones(SIZE, 3)
-    with torch.set_grad_enabled(gradients):
-        for rows in (SIZE - 1, SIZE, SIZE - 1, SIZE):
-            step(torch.randn(rows, 3))
-        below = [name for depth, name in own_calls(lambda: step(x)) if depth]
-    assert set(below) <= {"StateGuard.holds", "CPUGraph.replay"}, below
-
-
 def test_a_hit_takes_one_lock(taken: list[CountedLock]) -> None:
     """It takes the pool's lock, once, and no other: so a hit goes on while another thread captures."""
     step, call = settled_graphed()
