@@ -12,7 +12,7 @@ from graphdispatch.engines import CudagraphDispatcher, DispatchKey
 from graphdispatch.errors import ReplayError
 from graphdispatch.testing import MockCUDAGraph
 
-from ..helpers import AT_ONCE, scripted
+from ..helpers import AT_ONCE, check_rows, scripted
 from .inject import nothing_left_behind
 
 KEY = DispatchKey(3, 3)
@@ -68,12 +68,11 @@ class StopAfterCopy(TorchDispatchMode):
 def test_rows_of_a_copy_that_failed_are_no_padding() -> None:
     """An interrupted batch leaves its rows in the buffer; the next, smaller one is padded over them."""
     step = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(8,), options=AT_ONCE)
-    for rows in (3, 8, 3, 8, 2):
-        step(torch.randn(rows, 2))
+    check_rows(step, 3, 8, 3, 8, 2, width=2)
     with pytest.raises(KeyboardInterrupt), StopAfterCopy():
         step.entries[0].serve([torch.full((6, 2), 7.0)], 6)
     assert bool((step.entries[0].inputs.views(8)[0][:6] == 7).all())
-    step(torch.randn(2, 2))
+    check_rows(step, 2, width=2)
     assert step.last_decision.reason is Reason.PADDED
     assert torch.equal(step.entries[0].inputs.views(8)[0][2:], torch.zeros(6, 2))
 
@@ -137,6 +136,18 @@ def test_a_foreign_graph_that_stops_half_way_is_an_error() -> None:
         dispatcher.dispatch(KEY)
     assert caught.value.had_effects
     assert (written, dispatcher.num_graphs) == (["half"], 0)
+
+
+def test_an_idempotent_foreign_graph_is_answered_eagerly() -> None:
+    """Its owner says that the step may be run again."""
+
+    def stop() -> None:
+        raise TroubleError
+
+    dispatcher = CudagraphDispatcher(lambda: "eager")
+    dispatcher.register_graph(KEY, scripted(on_replay=stop), idempotent=True)
+    assert dispatcher.dispatch(KEY) == "eager"
+    assert dispatcher.stats.reasons[Reason.REPLAY_FAILED] == 1
 
 
 def test_a_foreign_graph_that_refuses_says_so_itself() -> None:

@@ -13,7 +13,7 @@ from graphdispatch import Reason, graphed
 from graphdispatch.engines import CUDAGraphManager
 from graphdispatch.errors import GuardError
 
-from ..helpers import AT_ONCE
+from ..helpers import AT_ONCE, check_rows
 
 
 def plain(rows: int) -> Tensor:
@@ -134,8 +134,7 @@ def test_alike_calls_are_served() -> None:
         return x + (1 if x._version > 100 else 0)
 
     served = graphed(fn, dynamic={"x": 0}, sizes=[4], options=AT_ONCE)
-    for _ in range(10):
-        served(torch.randn(4, 3))
+    check_rows(served, *[4] * 10)
     assert served.stats.hits == 8
     for number in range(12):
         x = torch.randn(4, 3)
@@ -169,8 +168,7 @@ def test_what_the_compiler_notes_on_its_inputs_is_no_attribute() -> None:
         return x * getattr(x, "scale", 2.0)
 
     served = graphed(fn, dynamic={"x": 0}, sizes=[4], options=AT_ONCE)
-    for _ in range(3):
-        served(torch.randn(4, 3))
+    check_rows(served, 4, 4, 4)
     for name, factor in (("_dynamo_dynamic_indices", 2.0), ("scale", 3.0)):
         x = torch.randn(4, 3)
         setattr(x, name, 3.0)

@@ -8,8 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions, graphed
-from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
+from graphdispatch import CUDAGraphOptions, graphed
 
 from .calls import Plan
 from .compare import assert_same_outcome, perform
@@ -70,21 +69,3 @@ def test_threads_share_one_graphed(spec: Spec, sequences: list[list[Plan]], max_
     )
     step.check_integrity()
     assert step.stats.calls == sum(map(len, sequences))
-
-
-@given(spec=_STATELESS, sequences=_SEQUENCES)
-def test_threads_share_one_wrapper(spec: Spec, sequences: list[list[Plan]]) -> None:
-    """A wrapper with room for two graphs gives every thread eager's bits."""
-    model = spec.build()
-    wrapper = CUDAGraphWrapper(model, max_cached_graphs=2)
-
-    def for_rows(rows: int) -> Call:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(
-                *args, batch_descriptor=BatchDescriptor(rows), cudagraph_runtime_mode=CUDAGraphMode.FULL, **kwargs
-            )
-
-        return call
-
-    in_threads(model, [[(for_rows(plan.rows), plan) for plan in plans] for plans in sequences], exact=True)
-    wrapper.check_integrity()
