@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
-from graphdispatch.backends.cpu.backend import CPUBackend
+from graphdispatch.backends import get_backend
 from graphdispatch.engines import CUDAGraphManager
 from graphdispatch.errors import DeviceLostError, FallbackError, ReplayError
 
@@ -182,7 +182,7 @@ def test_a_manager_runs_a_call_without_result_once(faults: Faults) -> None:
 @pytest.mark.parametrize("point", ["begin", "end", "replay"])
 def test_a_lost_device_is_said_to_be_lost(faults: Faults, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
     """Nothing can be served, eagerly either: the error says so, and its cause is the device's."""
-    monkeypatch.setattr(CPUBackend, "is_lost", lambda _, error: isinstance(error, ConnectionError))
+    monkeypatch.setattr(type(get_backend("cpu")), "is_lost", lambda _, error: isinstance(error, ConnectionError))
     model = Model("pure")
     step = serve(model)
     for number in range(3 if point == "replay" else 0):
