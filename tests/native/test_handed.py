@@ -138,10 +138,6 @@ def _subclass(out: Tensor) -> None:
     out.__class__ = type("Mine", (Tensor,), {})  # type: ignore[assignment]
 
 
-def _free(out: Tensor) -> None:
-    out.untyped_storage().resize_(0)
-
-
 def _rebind(out: Tensor) -> None:
     out.data = torch.zeros(2)
 
@@ -155,7 +151,7 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
     "a size": lambda out: out.resize_(1, 2),
     "a larger size": lambda out: out.resize_(64, 64),
     "another storage": lambda out: out.set_(torch.zeros(5)),
-    "no memory": _free,
+    "no memory": lambda out: out.untyped_storage().resize_(0),
     "other data": _rebind,
     "shared memory": torch.Tensor.share_memory_,
     "values": lambda out: out.fill_(7),

@@ -126,32 +126,24 @@ def message(call: Callable[[], object]) -> tuple[type, str, list[str]]:
     return caught.type, str(caught.value), caught.value.__notes__
 
 
-def index_out_of_range() -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A callable, and what makes its replay fail."""
-    index, table = torch.zeros(2, dtype=torch.int64), torch.randn(4, 3)
-    return lambda: table.index_select(0, index) * 2, lambda: index.fill_(9)
+TABLE = torch.arange(12.0).view(4, 3)
+FAILING: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor, int]] = {
+    "an index out of range": (lambda x: TABLE.index_select(0, x) * 2, torch.zeros(2, dtype=torch.int64), 9),
+    "a division by zero": (lambda x: (8 // x) + 1, torch.ones(2, dtype=torch.int64), 0),
+    "an assertion": (lambda x: torch._assert_async((x > 0).all(), "all of x are positive"), torch.ones(2), 0),
+}
+"""A callable, an argument that it takes, and a value of which its replay fails."""
 
 
-def division_by_zero() -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A callable, and what makes its replay fail."""
-    x = torch.ones(2, dtype=torch.int64)
-    return lambda: (8 // x) + 1, lambda: x.zero_()
-
-
-def assertion() -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A callable, and what makes its replay fail."""
-    x = torch.ones(2)
-    return lambda: torch._assert_async((x > 0).all(), "all of x are positive"), lambda: x.zero_()
-
-
-@pytest.mark.parametrize("case", [index_out_of_range, division_by_zero, assertion])
-def test_errors_are_the_same(case: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("name", FAILING)
+def test_errors_are_the_same(name: str) -> None:
     """The type, the text, and the note that names the operator; and the graph replays again afterwards."""
-    fn, spoil = case()
-    graph, _ = recorded(fn)
+    fn, good, bad = FAILING[name]
+    x = good.clone()
+    graph, _ = recorded(lambda: fn(x))
     program = program_of(graph)
     graph.replay()
-    spoil()
+    x.fill_(bad)
     python = message(partial(loop, program.calls, program.steps))
     assert message(graph.replay) == python
     assert "aten." in python[2][0]
