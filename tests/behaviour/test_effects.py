@@ -9,6 +9,7 @@ from torch import nn
 
 from graphdispatch import CUDAGraphOptions, eager_break
 
+from ..spy import Spy
 from .features import needs
 from .front_end import FrontEnd
 
@@ -86,15 +87,17 @@ def test_generator_as_eager(opened: Open, reads: bool) -> None:
 
 
 @needs("pieces")
-def test_exception_in_break(opened: Open) -> None:
-    """An exception of a break passes unchanged; what ran before it happened once, and later calls are right."""
+@pytest.mark.parametrize("error", [KeyError("broken"), KeyboardInterrupt()], ids=repr)
+def test_exception_in_break(opened: Open, error: BaseException) -> None:
+    """An exception of a break passes unchanged, in a capture, a comparison and a replay; what ran before it happened
+    once, and later calls are right."""
     count = torch.zeros((), dtype=torch.int64)
-    broken: list[bool] = []
+    broken = Spy([False])
 
     @eager_break
     def part(x: torch.Tensor) -> torch.Tensor:
-        if broken:
-            raise KeyError("broken")
+        if broken[0]:
+            raise error
         return x + 1
 
     def fn(x: torch.Tensor) -> torch.Tensor:
@@ -103,12 +106,13 @@ def test_exception_in_break(opened: Open) -> None:
 
     step = opened(fn, mode="PIECEWISE")
     step.prepare(torch.randn(4, 3))
-    for is_broken in (False, False, False, True, False, True, False, False, False):
+    for number in range(12):
         x = torch.randn(4, 3)
-        broken[:] = [True] * is_broken
-        if is_broken:
-            with pytest.raises(KeyError, match="broken"):
+        broken[0] = number in (0, 2, 6, 8)
+        if broken[0]:
+            with pytest.raises(type(error)) as caught:
                 step(x)
+            assert caught.value is error
         else:
             assert torch.equal(step(x), (x * 2 + 1) * 3)
         assert int(count) == step.calls

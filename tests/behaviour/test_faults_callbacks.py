@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphdispatch import Reason, eager_break, graphed
+from graphdispatch import Reason, graphed
 from graphdispatch.engines import CudagraphDispatcher, DispatchKey
 from graphdispatch.errors import ReplayError
 from graphdispatch.testing import MockCUDAGraph
@@ -75,31 +75,6 @@ def test_rows_of_a_copy_that_failed_are_no_padding() -> None:
     check_rows(step, 2, width=2)
     assert step.last_decision.reason is Reason.PADDED
     assert torch.equal(step.entries[0].inputs.views(8)[0][2:], torch.zeros(6, 2))
-
-
-@pytest.mark.parametrize("at", [0, 1, 3], ids=["capture", "verification", "hit"])
-@pytest.mark.parametrize("error", [TroubleError, KeyboardInterrupt])
-def test_a_break_that_raises(at: int, error: type[BaseException]) -> None:
-    """It is part of the model: its exception is the caller's, unchanged, and the next call is right."""
-    switch = Switch()
-
-    @eager_break
-    def middle(x: Tensor) -> Tensor:
-        switch()
-        return x + 1
-
-    step = graphed(lambda x: middle(x * 2) * 3, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE, mode="PIECEWISE")
-    for number in range(6):
-        x = torch.randn(4, 2)
-        switch.error = error() if number == at else None
-        with nothing_left_behind(step):
-            if number == at:
-                with pytest.raises(error) as caught:
-                    step(x)
-                assert caught.value is switch.error
-            else:
-                assert torch.equal(step(x), (x * 2 + 1) * 3)
-    assert step.last_decision.reason is Reason.EXACT
 
 
 @pytest.mark.parametrize("number", [0, 1])
