@@ -13,8 +13,7 @@ from graphdispatch.engines import DispatchKey, DispatchMode
 
 from ..helpers import AT_ONCE
 from .features import needs
-from .fixtures import one_tensor
-from .front_end import FrontEnd
+from .front_end import FrontEnd, one_tensor
 
 Open = Callable[..., FrontEnd]
 

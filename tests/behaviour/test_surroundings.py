@@ -15,9 +15,8 @@ import graphdispatch as gd
 
 from ..helpers import in_threads
 from .features import needs
-from .fixtures import one_tensor
 from .forks import all_locks_held, in_child
-from .front_end import FrontEnd
+from .front_end import FrontEnd, one_tensor
 from .odd import ODD, ODD_CALLABLES
 
 Open = Callable[..., FrontEnd]
