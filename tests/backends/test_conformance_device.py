@@ -174,6 +174,13 @@ def test_an_unknown_backend_is_named(name: str, device: torch.device | None, nam
         get_backend(name, device)
 
 
+def test_a_backend_without_a_device_is_refused(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what to use instead."""
+    monkeypatch.setattr(type(backend), "is_available", classmethod(lambda cls: False))
+    with pytest.raises(BackendError, match="has no usable device here; use backend='cpu' or 'auto'"):
+        get_backend(type(backend).name)
+
+
 def test_a_name_is_taken_once() -> None:
     """A second backend of one name would make captures depend on the order of imports."""
     before = get_backend("cpu")
