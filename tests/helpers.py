@@ -1,14 +1,20 @@
 """What tests of all front ends share."""
 
-import threading
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
 from graphdispatch import CUDAGraphOptions, Reason
+from graphdispatch.backends import Pool, get_backend
 from graphdispatch.backends.base import CAPTURE_LOCK
+from graphdispatch.memory.replay import ReplayPlan
+from graphdispatch.serve.hit import HitPath
 from graphdispatch.testing import MockCUDAGraph
 
 AT_ONCE = CUDAGraphOptions(capture_after=1)
@@ -53,6 +59,43 @@ def assert_eager(step: Any, *args: Any, reason: Reason | None = None, **kwargs: 
     assert reason in (None, decision.reason), f"{decision.reason} instead of {reason}\n{step.explain(*args, **kwargs)}"
 
 
+def check_rows(step: Any, *shapes: int | tuple[int, ...], width: int = 3) -> None:
+    """Call ``step`` with a random batch of each shape, or number of rows: its answers have its callable's bits."""
+    for shape in shapes:
+        _check(step, (torch.randn((shape, width) if isinstance(shape, int) else shape),), {})
+
+
+def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
+    """What the jobs return, each on a thread of its own and without gradients; raises what one of them raises."""
+    threads = ThreadPoolExecutor(len(jobs))
+    try:
+        running = [threads.submit(torch.no_grad()(job)) for job in jobs]
+        return [one.result(timeout=60) for one in running]
+    finally:
+        threads.shutdown(wait=False)
+
+
+def run_python(*arguments: str) -> str:
+    """What a new interpreter prints, which must end well."""
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def serve_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve hits in Python, as where there is no core."""
+    monkeypatch.setattr(HitPath, "serve", HitPath.serve_in_python)
+    monkeypatch.setattr(ReplayPlan, "run", ReplayPlan.run_in_python)
+
+
+def recorded(fn: Callable[[], Any], pool: Pool | None = None) -> tuple[Any, Any]:
+    """The CPU backend's graph of one call of ``fn``, and what the call returned."""
+    backend = get_backend("cpu")
+    with backend.begin_capture(pool or backend.make_pool()) as capture:
+        out = fn()
+    return capture.graph, out
+
+
 def scripted(outputs: Any = "graph", **script: Any) -> MockCUDAGraph:
     """A graph that somebody else captured, which may be replayed."""
     made = MockCUDAGraph(outputs, **script)
@@ -64,7 +107,8 @@ def scripted(outputs: Any = "graph", **script: Any) -> MockCUDAGraph:
 class Clock:
     """Seconds that pass when a test says so."""
 
-    now = 100.0
+    def __init__(self, now: float = 100.0) -> None:
+        self.now = now
 
     def __call__(self) -> float:
         return self.now
@@ -72,18 +116,14 @@ class Clock:
 
 def are_free(*locks: Any) -> bool:
     """Whether a thread that holds nothing could take each lock."""
-    taken = []
 
-    def take() -> None:
-        for lock in locks:
-            taken.append(lock.acquire(blocking=False))
-            if taken[-1]:
-                lock.release()
+    def take(lock: Any) -> bool:
+        is_taken = lock.acquire(blocking=False)
+        if is_taken:
+            lock.release()
+        return is_taken
 
-    thread = threading.Thread(target=take)
-    thread.start()
-    thread.join()
-    return all(taken)
+    return all(in_threads(lambda: [take(lock) for lock in locks])[0])
 
 
 def may_capture() -> bool:

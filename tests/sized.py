@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from graphdispatch.backends import Graph
+from graphdispatch.backends import Graph, Pool
 from graphdispatch.engines import CUDAGraphEntry
 from graphdispatch.engines.external_graphs import entry_around
 from graphdispatch.memory.cache import GraphCache, Victim
@@ -24,6 +24,25 @@ class Sized(Graph):
     @property
     def nbytes(self) -> int:
         return self._size
+
+
+class Unused(Pool):
+    """A pool that nothing runs in, and that holds nothing."""
+
+    busy = False
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    def order_after_last_use(self) -> None:
+        """Nothing runs."""
+
+    def is_idle(self) -> bool:
+        return not self.busy
+
+    def close(self) -> None:
+        """There is nothing to release."""
 
 
 def entry(nbytes: int = 0, replays: int = 0, capture_ms: float = 1.0, key: object = "key") -> CUDAGraphEntry:

@@ -46,10 +46,9 @@ def record(backend: Backend, pool: Pool) -> Callable[..., tuple[Graph, Any]]:
     """Warm up as a capture must, and capture; the graph and the outputs in its memory."""
 
     def make(fn: Callable[[torch.Tensor], Any], x: torch.Tensor, into: Pool = pool) -> tuple[Graph, Any]:
-        with torch.no_grad():
-            fn(x)
-            with backend.begin_capture(into) as capture:
-                out = fn(x)
+        fn(x)
+        with backend.begin_capture(into) as capture:
+            out = fn(x)
         return capture.graph, out
 
     return make

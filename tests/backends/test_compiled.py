@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from graphdispatch import Reason, graphed
 from graphdispatch.backends import get_backend
 
-from ..helpers import AT_ONCE
+from ..helpers import AT_ONCE, recorded
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
@@ -22,8 +22,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _compiler() -> Iterator[None]:
     torch._dynamo.reset()
-    with torch.no_grad():
-        yield
+    yield
     torch._dynamo.reset()
 
 
@@ -61,10 +60,7 @@ def test_compiled_code_is_one_call_of_a_graph() -> None:
     compiled = torch.compile(lambda x: (x * 2).sin().sum(1, keepdim=True) + x, fullgraph=True)
     x = torch.randn(4, 3)
     compiled(x)
-    backend = get_backend("cpu")
-    with backend.begin_capture(backend.make_pool()) as capture:
-        out = compiled(x)
-    graph: Any = capture.graph
+    graph, out = recorded(lambda: compiled(x))
     assert graph.num_recorded == 1
     x.normal_()
     graph.replay()

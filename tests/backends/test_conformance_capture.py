@@ -12,6 +12,7 @@ from graphdispatch.backends import Backend, Graph, Pool
 from graphdispatch.errors import BackendError, CaptureError, ReplayError
 
 from ..helpers import may_capture
+from ..sized import Unused
 
 Draw = Callable[..., torch.Tensor]
 Record = Callable[..., tuple[Graph, Any]]
@@ -212,21 +213,8 @@ def test_a_pool_knows_its_bytes(backend: Backend, draw: Draw, record: Record) ->
 
 def test_a_foreign_pool_is_refused(backend: Backend) -> None:
     """Its memory is of another kind."""
-
-    class Foreign(Pool):
-        nbytes = 0
-
-        def order_after_last_use(self) -> None:
-            """Nothing."""
-
-        def is_idle(self) -> bool:
-            return True
-
-        def close(self) -> None:
-            """Nothing."""
-
     with pytest.raises(BackendError, match="pool must come from"):
-        backend.begin_capture(Foreign())
+        backend.begin_capture(Unused())
     assert may_capture()
 
 

@@ -1,6 +1,5 @@
 """Streams, events, timers, generators and memory as ``backends/base.py`` promises them, by every backend."""
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,22 +12,20 @@ from graphdispatch.backends import Backend, Graph, Pool, get_backend, register_b
 from graphdispatch.engines import CUDAGraphConfig, CUDAGraphRegistry
 from graphdispatch.errors import BackendError
 
+from ..helpers import in_threads
+
 Draw = Callable[..., torch.Tensor]
 Record = Callable[..., tuple[Graph, Any]]
 
 
 def test_capturing_is_known_to_its_thread(backend: Backend, pool: Pool) -> None:
     """And to no other."""
-    seen: list[bool] = []
     assert not backend.is_capturing()
     with backend.begin_capture(pool):
         assert backend.is_capturing()
         assert backend.is_watched()
-        thread = threading.Thread(target=lambda: seen.append(backend.is_watched()))
-        thread.start()
-        thread.join()
+        assert in_threads(backend.is_watched) == [False]
     assert not backend.is_capturing()
-    assert seen == [False]
 
 
 def test_watched_blocks_nest(backend: Backend) -> None:
@@ -175,6 +172,13 @@ def test_an_unknown_backend_is_named(name: str, device: torch.device | None, nam
     """The message lists what there is."""
     with pytest.raises(BackendError, match=named):
         get_backend(name, device)
+
+
+def test_a_backend_without_a_device_is_refused(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what to use instead."""
+    monkeypatch.setattr(type(backend), "is_available", classmethod(lambda cls: False))
+    with pytest.raises(BackendError, match="has no usable device here; use backend='cpu' or 'auto'"):
+        get_backend(type(backend).name)
 
 
 def test_a_name_is_taken_once() -> None:

@@ -15,6 +15,8 @@ from graphdispatch.backends.cpu.program import Program, Step
 from graphdispatch.backends.operators import bits_equal
 from graphdispatch.native import tape
 
+from ..helpers import recorded
+
 aten = torch.ops.aten
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 NUMBERS = (0, 1, -3, 1e-5, 0.1, -0.0, 2.5, 1e300, -1e300, 1e-310, math.inf, math.nan, 2**24 + 1, 2**62 + 1, 2**63, True)
@@ -154,10 +156,12 @@ def names_within(call: Callable[[], object]) -> list[str]:
 def test_a_replay_prepares_nothing() -> None:
     """A replay makes no tensor: not of a number, not of a copy, not of a mean's count."""
     x = torch.randn(4, 8)
-    backend = get_backend("cpu")
-    with backend.begin_capture(backend.make_pool()) as capture:
-        out = ((x * 2.5).mean(-1, keepdim=True).add_(1e-5) > 0.5).masked_fill(x > 0, True), x.t().contiguous() + 1
-    graph = capture.graph
+    graph, out = recorded(
+        lambda: (
+            ((x * 2.5).mean(-1, keepdim=True).add_(1e-5) > 0.5).masked_fill(x > 0, True),
+            x.t().contiguous() + 1,
+        )
+    )
     graph.replay()
     made = {"empty", "empty_strided", "empty_like", "clone", "_to_copy", "to"}
     assert made.isdisjoint(names_within(graph.replay))
@@ -195,9 +199,7 @@ def test_what_others_see() -> None:
 def test_a_kernel_that_is_registered_later_is_seen() -> None:
     """The dispatcher looks the kernel up at each replay."""
     x = torch.randn(4)
-    backend = get_backend("cpu")
-    with backend.begin_capture(backend.make_pool()) as capture:
-        kept = x.exp().erf().exp()
+    graph, kept = recorded(lambda: x.exp().erf().exp())
     seen: list[str] = []
 
     def mine(given: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
@@ -208,10 +210,10 @@ def test_a_kernel_that_is_registered_later_is_seen() -> None:
     try:
         with warnings.catch_warnings(action="ignore"):
             library.impl("erf.out", mine, "CPU")
-        capture.graph.replay()
+        graph.replay()
     finally:
         library._destroy()
     assert seen == ["mine"]
     assert bits_equal(kept, torch.full((4,), 0.5).exp())
-    capture.graph.replay()
+    graph.replay()
     assert bits_equal(kept, x.exp().erf().exp())

@@ -17,6 +17,9 @@ from graphdispatch import Reason, graphed
 from graphdispatch.backends import get_backend
 from graphdispatch.errors import CaptureError
 
+from ..behaviour.forks import in_child
+from ..helpers import check_rows, in_threads
+
 from_name = torch.cuda.is_current_stream_capturing
 """The function as code has it that imported it by name."""
 
@@ -146,15 +149,10 @@ def test_only_the_recording_thread_captures() -> None:
     """Torch says that it captures on the recording thread alone; another one may also read what it likes."""
     answers: list[tuple[bool, list[float]]] = []
 
-    def elsewhere() -> None:
-        answers.append((says_capturing(), torch.ones(2).tolist()))
-
     def recorded() -> None:
         assert torch.cuda.is_current_stream_capturing()
         assert from_name()
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
+        answers.extend(in_threads(lambda: (says_capturing(), torch.ones(2).tolist())))
 
     _record(recorded)
     assert answers == [(False, [1.0, 1.0])]
@@ -164,25 +162,21 @@ def test_only_the_recording_thread_captures() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_has_torchs_own() -> None:
     """A child that another thread forks during a recording finds torch as it is when nobody records."""
-    entered, leave, codes = threading.Event(), threading.Event(), []
+    entered, leave = threading.Event(), threading.Event()
     own = dict(vars(torch.Tensor))
 
-    def wait_inside() -> None:
-        entered.set()
-        leave.wait()
+    def look() -> None:
+        assert all(vars(torch.Tensor)[name] is value for name, value in own.items())
+        assert not says_capturing()
 
-    thread = threading.Thread(target=_record, args=(wait_inside,))
-    thread.start()
-    entered.wait()
-    child = os.fork()
-    if not child:
-        os._exit(
-            int(any(vars(torch.Tensor)[name] is not value for name, value in own.items())) + 2 * int(says_capturing())
-        )
-    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    leave.set()
-    thread.join()
-    assert codes == [0]
+    def fork() -> None:
+        assert entered.wait(60)
+        try:
+            in_child(look)
+        finally:
+            leave.set()
+
+    in_threads(lambda: _record(lambda: (entered.set(), leave.wait())), fork)
 
 
 def test_code_that_asks_is_served() -> None:
@@ -207,9 +201,7 @@ def test_paths_that_differ_are_refused() -> None:
         return x * (3 if says_capturing() else 2)
 
     served = graphed(model, dynamic={"x": 0}, sizes=[4])
-    for _ in range(6):
-        x = torch.randn(4, 3)
-        assert torch.equal(served(x), x * 2)
+    check_rows(served, *[4] * 6)
     assert served.stats.reasons[Reason.VERIFICATION_FAILED]
 
 

@@ -8,7 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphdispatch import graphed
 
-from ..helpers import AT_ONCE
+from ..helpers import AT_ONCE, check_rows
 
 
 class _Library:
@@ -27,15 +27,12 @@ def test_growth_after_the_capture_makes_the_graph_stale() -> None:
     """The storage grows where it stands; the graph that read the old one is released and captured anew."""
     library = _Library()
     step = graphed(library, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
-    for _ in range(3):
-        step(torch.randn(4, 8))
+    check_rows(step, 4, 4, 4, width=8)
     assert (step.stats.captures, step.stats.hits) == (1, 1)
     space = library.spaces["float32"]["main"]
     space.untyped_storage().resize_(1 << 20)
     space.copy_(torch.arange(8.0) * 10)
-    for _ in range(3):
-        x = torch.randn(4, 8)
-        assert torch.equal(step(x), x + torch.arange(8.0) * 10)
+    check_rows(step, 4, 4, 4, width=8)
     assert (step.stats.captures, step.stats.hits) == (2, 2)
     assert [eviction.reason for eviction in step.stats.last_evictions] == ["stale"]
 

@@ -1,48 +1,62 @@
-"""What the specification shares: each test through every front end that can express it, and the faulty backend."""
+"""What the specification shares: each test through every front end that can express it, and faults."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
-from graphdispatch.backends import get_backend, register_backend
-from graphdispatch.errors import BackendError
-
-from .fixtures import choose_front_ends, opened, settled, tried
-from .inject import DeviceFaults, Faults, FaultyBackend
-
-__all__ = ["opened", "settled", "tried"]
+from .features import able
+from .front_end import Batch, FrontEnd, one_tensor
+from .front_ends import FRONT_ENDS
+from .inject import Faults
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One run for each front end, of the tests that open one."""
-    choose_front_ends(metafunc)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _registered() -> None:
-    """A backend is registered once in a process."""
-    register_backend("faulty", lambda: FaultyBackend)
+    """Run a test that uses ``opened``, ``settled`` or ``tried`` once for each front end that can express it."""
+    if "front_end" in metafunc.fixturenames:
+        chosen = metafunc.config.getoption("front_ends").split(",")
+        names = able(getattr(metafunc.function, "needs", ()))
+        metafunc.parametrize("front_end", [name for name in names if chosen == [""] or name in chosen])
 
 
 @pytest.fixture
-def backend() -> Iterator[FaultyBackend]:
-    """The faulty backend, without faults yet."""
-    FaultyBackend.in_use = True
-    found = get_backend("faulty")
-    found.faults = Faults()
-    yield found
-    FaultyBackend.in_use = False
-    with pytest.raises(BackendError, match="no usable device"):
-        get_backend("faulty")
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    """Where the CPU backend shall fail; nowhere yet."""
+    return Faults(monkeypatch)
 
 
 @pytest.fixture
-def faults(backend: FaultyBackend) -> Faults:
-    """Where it shall fail."""
-    return backend.faults
+def opened(front_end: str) -> Iterator[Callable[..., FrontEnd]]:
+    """Open a callable behind the front end, without a call; it is closed after the test."""
+    made: list[FrontEnd] = []
+
+    def make(fn: Callable[..., Any], **options: Any) -> FrontEnd:
+        made.append(FRONT_ENDS[front_end](fn, dynamic=options.pop("dynamic", {"x": 0}), **options))
+        return made[-1]
+
+    yield make
+    for one in reversed(made):
+        one.close()
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> DeviceFaults:
-    """Faults of the CPU backend itself, on whichever thread it works."""
-    return DeviceFaults(monkeypatch)
+def tried(opened: Callable[..., FrontEnd]) -> Callable[..., FrontEnd]:
+    """Open a callable and call it until a graph serves whatever can be served (``graphed``: three calls)."""
+
+    def make(fn: Callable[..., Any], batch: Batch = one_tensor, **options: Any) -> FrontEnd:
+        return opened(fn, **options).settle(batch)
+
+    return make
+
+
+@pytest.fixture
+def settled(tried: Callable[..., FrontEnd]) -> Callable[..., FrontEnd]:
+    """As ``tried``; the last call must have been a replay."""
+
+    def make(fn: Callable[..., Any], batch: Batch = one_tensor, **options: Any) -> FrontEnd:
+        step = tried(fn, batch, **options)
+        refusal = getattr(step, "refusal", None)
+        assert step.was_hit(), f"{step.name} did not serve: {step.reason()}; {refusal}"
+        return step
+
+    return make

@@ -11,7 +11,14 @@ from torch.utils._pytree import tree_leaves
 
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason
 
-__all__ = ["FrontEnd"]
+__all__ = ["Batch", "FrontEnd", "one_tensor"]
+
+Batch = Callable[[int], tuple[Any, ...]]
+
+
+def one_tensor(rows: int) -> tuple[Any, ...]:
+    """The usual batch: one tensor of ``rows`` rows and three columns."""
+    return (torch.randn(rows, 3),)
 
 
 class FrontEnd(ABC):
@@ -83,7 +90,7 @@ class FrontEnd(ABC):
         """Forbid captures and comparisons, or allow them again."""
         raise NotImplementedError
 
-    def settle(self, batch: Callable[[int], tuple[Any, ...]]) -> "FrontEnd":
+    def settle(self, batch: Batch) -> "FrontEnd":
         """Prepare it and call it until a graph serves whatever can be served."""
         if self.captures_ahead:
             for rows in (3, 4):
@@ -99,6 +106,12 @@ class FrontEnd(ABC):
     def was_hit(self) -> bool:
         """Whether a graph served the latest call."""
         return self._was_hit
+
+    def check_rows(self, *rows: int, fn: Callable[[torch.Tensor], Any] | None = None) -> None:
+        """Call it with a random batch of each number of rows: the answers are those of ``fn``, or of its callable."""
+        for count in rows:
+            x = torch.randn(count, 3)
+            assert torch.equal(self(x), (fn or self.fn)(x))
 
     def check(self, expected: Reason, *, everywhere: bool = True) -> None:
         """The latest call was served by a graph if ``expected`` says so, and else it was not.

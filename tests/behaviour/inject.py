@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphdispatch import eager_break
 from graphdispatch.backends import Capture, Pool, get_backend
 from graphdispatch.backends.cpu.backend import CPUBackend
-from graphdispatch.backends.cpu.graph import CPUGraph
+from graphdispatch.backends.cpu.graph import CPUGraph, CPUPool
 from graphdispatch.backends.cpu.program import Program, Step
 from graphdispatch.backends.operators import OperatorKind, kind_of
 
@@ -43,92 +43,42 @@ class FailAt(TorchDispatchMode):
 
 
 class Faults:
-    """At which points of a backend to fail: ``plan[point]`` holds the numbers (from 1) of the visits that raise."""
+    """Makes the CPU backend fail, on whichever thread it works.
 
-    def __init__(self) -> None:
-        self.plan: dict[str, set[int]] = {}
-        self.error: Callable[[], BaseException] = ArithmeticError
-        self.visits: Counter[str] = Counter()
-
-    def set(self, point: str, *visits: int, error: Callable[[], BaseException] = ArithmeticError) -> None:
-        """Fail at these visits of ``point``, counted from now on."""
-        self.plan, self.error = {point: set(visits)}, error
-        self.visits.clear()
-
-    def visit(self, point: str) -> None:
-        """The backend has come to ``point``."""
-        self.visits[point] += 1
-        if self.visits[point] in self.plan.get(point, ()):
-            raise self.error()
-
-
-class DeviceGoneError(RuntimeError):
-    """What a faulty device raises when it is lost."""
-
-
-class FaultyBackend(CPUBackend):
-    """The CPU backend, failing where its ``faults`` say; registered, and available only while a test uses it."""
-
-    name = "faulty"
-    in_use = False
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.faults = Faults()
-
-    @classmethod
-    def is_available(cls) -> bool:
-        return cls.in_use
-
-    def is_lost(self, error: BaseException) -> bool:
-        return isinstance(error, DeviceGoneError)
-
-    def make_pool(self) -> Pool:
-        pool: Any = super().make_pool()
-        pool.take_arena = self._after("arena", pool.take_arena)
-        return pool
-
-    def begin_capture(self, pool: Pool) -> Capture:
-        self.faults.visit("begin")
-        capture: Any = super().begin_capture(pool)
-
-        def end(finish: Callable[[], Any] = capture.end) -> Any:
-            try:
-                self.faults.visit("end")
-            except BaseException:
-                capture.abort()
-                raise
-            graph = finish()
-            graph.replay = self._after("replay", graph.replay)
-            return graph
-
-        capture.end = end
-        return capture
-
-    def _after(self, point: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            self.faults.visit(point)
-            return function(*args)
-
-        return call
-
-
-class DeviceFaults:
-    """Makes the CPU backend fail once, on whichever thread it works: at a capture, or at an operator of a replay."""
+    Its points are: a capture begins (``begin``), ends (``end``) and takes memory (``arena``), and a graph is replayed.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.captures: list[BaseException] = []
-        """What the next captures raise when they begin."""
+        self.plan: dict[str, set[int]] = {}
+        """The numbers (from 1) of the visits of each point that raise."""
+        self.error: Callable[[], BaseException] = ArithmeticError
+        self.visits: Counter[str] = Counter()
         self.replays: list[tuple[int, BaseException | None]] = []
         """What the next replays do: run so many operators, and then raise, or stop without a word."""
-        begin, replay = CPUBackend.begin_capture, CPUGraph.replay
+        begin, take, replay = CPUBackend.begin_capture, CPUPool.take_arena, CPUGraph.replay
 
         def begin_capture(backend: CPUBackend, pool: Pool) -> Capture:
-            if self.captures:
-                raise self.captures.pop(0)
-            return begin(backend, pool)
+            self.visit("begin")
+            capture: Any = begin(backend, pool)
+            finish = capture.end
+
+            def end() -> Any:
+                try:
+                    self.visit("end")
+                except BaseException:
+                    capture.abort()
+                    raise
+                return finish()
+
+            capture.end = end
+            return capture
+
+        def take_arena(pool: CPUPool, nbytes: int) -> Tensor:
+            self.visit("arena")
+            return take(pool, nbytes)
 
         def replay_some(graph: CPUGraph) -> None:
+            self.visit("replay")
             if not self.replays:
                 return replay(graph)
             count, error = self.replays.pop(0)
@@ -141,12 +91,19 @@ class DeviceFaults:
                 graph.program = program
 
         monkeypatch.setattr(CPUBackend, "begin_capture", begin_capture)
+        monkeypatch.setattr(CPUPool, "take_arena", take_arena)
         monkeypatch.setattr(CPUGraph, "replay", replay_some)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether every fault has happened."""
-        return not (self.captures or self.replays)
+    def set(self, point: str, *visits: int, error: Callable[[], BaseException] = ArithmeticError) -> None:
+        """Fail at these visits of ``point``, counted from now on."""
+        self.plan, self.error = {point: set(visits)}, error
+        self.visits.clear()
+
+    def visit(self, point: str) -> None:
+        """The backend has come to ``point``."""
+        self.visits[point] += 1
+        if self.visits[point] in self.plan.get(point, ()):
+            raise self.error()
 
 
 def _raise(error: BaseException) -> None:
@@ -225,9 +182,9 @@ def ambient(backend: Any) -> tuple[Any, ...]:
 
 
 @contextmanager
-def nothing_left_behind(step: Any, backend: Any | None = None) -> Iterator[None]:
+def nothing_left_behind(step: Any) -> Iterator[None]:
     """The block leaves the ambient state, the locks and the cache of ``step`` as they must be, whatever it raises."""
-    backend = backend if backend is not None else get_backend("cpu")
+    backend = get_backend("cpu")
     before = ambient(backend)
     try:
         yield

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphdispatch import Reason, graphed
 
 from ..helpers import AT_ONCE
-from .inject import Faults, FaultyBackend
+from .inject import Faults
 
 CAPTURES = 200
 
@@ -23,9 +23,9 @@ def living() -> int:
 
 
 @pytest.mark.parametrize(("point", "times"), [("end", CAPTURES), ("arena", 50), ("replay", 50)])
-def test_failed_captures_leave_nothing(backend: FaultyBackend, faults: Faults, point: str, times: int) -> None:
+def test_failed_captures_leave_nothing(faults: Faults, point: str, times: int) -> None:
     """After hundreds of them there are as many tensors, tracked bytes and threads as after the first ten."""
-    step = graphed(lambda x: x.relu() * 2, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE, backend="faulty")
+    step = graphed(lambda x: x.relu() * 2, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     x = torch.randn(4, 2)
 
     def fail() -> None:
@@ -44,14 +44,14 @@ def test_failed_captures_leave_nothing(backend: FaultyBackend, faults: Faults, p
     assert step._graphs.pool.nbytes == 0
 
 
-def test_failed_replays_leave_nothing(backend: FaultyBackend, faults: Faults) -> None:
+def test_failed_replays_leave_nothing(faults: Faults) -> None:
     """A replay that fails and is compared and serves again, many times."""
-    step = graphed(lambda x: x.relu() * 2, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE, backend="faulty")
+    step = graphed(lambda x: x.relu() * 2, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
 
     def fail(number: int) -> None:
         faults.set("replay", 1)
         step(torch.full((4, 2), float(number)))
-        assert step.last_decision.reason is (Reason.VERIFIED_NOW)
+        assert step.last_decision.reason is Reason.VERIFIED_NOW
         step(torch.ones(4, 2))
         assert step.last_decision.reason is Reason.EXACT
 
@@ -65,9 +65,9 @@ def test_failed_replays_leave_nothing(backend: FaultyBackend, faults: Faults) ->
     assert (living(), step.memory_bytes) == before
 
 
-def test_a_failed_call_holds_no_batch(backend: FaultyBackend, faults: Faults) -> None:
+def test_a_failed_call_holds_no_batch(faults: Faults) -> None:
     """What is kept of a failure is text: the batch and the traceback go with the call, without the collector's help."""
-    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(2, 4), options=AT_ONCE, backend="faulty")
+    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(2, 4), options=AT_ONCE)
     step(torch.randn(2, 2))  # torch imports more on its first use, and keeps the frames that asked for it
     gc.disable()
     try:

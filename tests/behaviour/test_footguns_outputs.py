@@ -1,13 +1,14 @@
 """What the callable returns: memory that replays share, objects, the argument itself, state."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from graphdispatch import CUDAGraphMode, Reason, StaleOutputError
-from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
+from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper, cudagraph_context
 
 from .features import needs
 from .front_end import FrontEnd
@@ -128,21 +129,6 @@ def test_outputs_share_memory(settled: Settle) -> None:
     assert torch.equal(whole, x * 2)
 
 
-def test_outputs_share_memory_instead(settled: Settle) -> None:
-    """What is written inside the call, before it is split, is in both outputs."""
-
-    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        h = x * 2
-        h[:, :2].zero_()
-        return h, h[:, :2]
-
-    step = settled(fn)
-    x = torch.randn(4, 3)
-    whole, part = step(x)
-    assert torch.equal(whole, fn(x)[0])
-    assert torch.equal(part, torch.zeros(4, 2))
-
-
 def test_output_constant(settled: Settle) -> None:
     """Constants beside tensors come back as they are."""
     step = settled(lambda x: {"out": x * 2, "layers": 3, "name": "a"})
@@ -206,11 +192,17 @@ def test_rows_padded_by_caller(tried: Settle) -> None:
     step.check(Reason.VERIFICATION_FAILED)
 
 
-def test_rows_padded_by_caller_instead() -> None:
-    """Told how many rows are real, the wrapper compares these alone."""
-    wrapper = CUDAGraphWrapper(_with_noise)
+@pytest.mark.parametrize("by_context", [True, False])
+def test_rows_padded_by_caller_instead(by_context: bool) -> None:
+    """Told how many rows are real, the wrapper compares these alone; the runnable does not hear it."""
+    wrapper, real = CUDAGraphWrapper(_with_noise), {"rows": 2}
+    given: dict[str, Any] = {"batch_descriptor": BatchDescriptor(4), "cudagraph_runtime_mode": CUDAGraphMode.FULL}
     for _ in range(4):
         x = torch.randn(4, 3)
-        out = wrapper(x, batch_descriptor=BatchDescriptor(4), cudagraph_runtime_mode=CUDAGraphMode.FULL, rows=2)
+        if by_context:
+            with cudagraph_context(CUDAGraphMode.FULL, BatchDescriptor(4), **real):
+                out = wrapper(x)
+        else:
+            out = wrapper(x, **given, **real)
         assert torch.equal(out[:2], x[:2] * 2)
     assert wrapper.get_stats().hits

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 import torch
 
 import graphdispatch as gd
@@ -12,8 +13,7 @@ from graphdispatch.engines import DispatchKey, DispatchMode
 
 from ..helpers import AT_ONCE
 from .features import needs
-from .fixtures import one_tensor
-from .front_end import FrontEnd
+from .front_end import FrontEnd, one_tensor
 
 Open = Callable[..., FrontEnd]
 
@@ -29,11 +29,8 @@ def test_frozen_value_found(settled: Open) -> None:
     array = np.full(1, 2.0)
     step = settled(lambda x: x * float(array[0]), options=CUDAGraphOptions(verify_every=2))
     array[0] = 5.0
-    wrong = 0
-    for _ in range(12):
-        x = torch.randn(4, 3)
-        wrong += not torch.equal(step(x), x * 5.0)
-    assert wrong <= 2
+    batches = torch.randn(12, 4, 3)
+    assert sum(not torch.equal(step(x), x * 5.0) for x in batches) <= 2
 
 
 @needs("comparisons")
@@ -42,53 +39,23 @@ def test_comparison_repeats(settled: Open) -> None:
     step = settled(lambda x: x * 2, options=CUDAGraphOptions(verify_every=2))
     compared = 0
     for _ in range(12):
-        x = torch.randn(4, 3)
-        assert torch.equal(step(x), x * 2)
+        step.check_rows(4)
         compared += not step.was_hit()
     assert 3 <= compared <= 6
 
 
-@needs("padding")
-def test_padding_not_proven(opened: Open) -> None:
-    """A graph that was compared on full batches alone is compared again, or refused, before it pads."""
-    step = opened(centred)
-    step.prepare(torch.randn(4, 3))
-    for rows in (4, 4, 4, 3, 2, 3, 1, 3):
-        x = torch.randn(rows, 3)
-        assert torch.equal(step(x), centred(x))
+SIGNED = torch.tensor([[0.0, -0.0, 0.0], [-0.0, 0.0, 0.0], [0.0, 0.0, -0.0]])
 
 
 @needs("padding")
-def test_equal_rows_prove_nothing(opened: Open) -> None:
-    """An example of zeros, padded with zeros, shows nothing of a model that mixes its rows."""
+@pytest.mark.parametrize("zeros", [torch.zeros(3, 3), SIGNED], ids=["equal", "signed"])
+def test_equal_rows_prove_nothing(opened: Open, zeros: torch.Tensor) -> None:
+    """An example of zeros, padded with zeros, shows nothing of a model that mixes its rows; nor do zeros of both signs,
+    whose bits differ and whose values do not."""
     step = opened(centred)
-    step.prepare(torch.zeros(3, 3))
-    for x in (torch.zeros(3, 3), torch.zeros(3, 3), torch.zeros(3, 3), torch.randn(3, 3), torch.randn(3, 3)):
-        assert torch.equal(step(x), centred(x))
-
-
-@needs("padding")
-def test_signed_zeros_prove_nothing(opened: Open) -> None:
-    """Nor do zeros of both signs, whose bits differ and whose values do not."""
-    step = opened(centred)
-    zeros = torch.tensor([[0.0, -0.0, 0.0], [-0.0, 0.0, 0.0], [0.0, 0.0, -0.0]])
     step.prepare(zeros)
     for x in (zeros, -zeros, zeros, torch.randn(3, 3), torch.randn(3, 3)):
         assert torch.equal(step(x), centred(x))
-
-
-@needs("padding")
-def test_smaller_than_compared(opened: Open) -> None:
-    """A batch that is smaller than all that were compared is not served by the branch of a larger one."""
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        return x * 2 if x.shape[0] > 2 else x * 3
-
-    step = opened(fn)
-    step.prepare(torch.randn(3, 3))
-    for rows in (3, 4, 3, 2, 1, 2, 3):
-        x = torch.randn(rows, 3)
-        assert torch.equal(step(x), fn(x))
 
 
 def test_invalidated(settled: Open) -> None:
@@ -98,13 +65,10 @@ def test_invalidated(settled: Open) -> None:
     array[0] = 5.0
     step.forget("another scale")
     for _ in range(2):
-        x = torch.randn(4, 3)
-        assert torch.equal(step(x), x * 5.0)
+        step.check_rows(4)
         assert not step.was_hit()
     step.renew(*one_tensor(4))
-    for _ in range(4):
-        x = torch.randn(4, 3)
-        assert torch.equal(step(x), x * 5.0)
+    step.check_rows(4, 4, 4, 4)
     assert step.was_hit()
 
 
@@ -121,8 +85,7 @@ def test_frozen(tried: Open) -> None:
     step.freeze(True)
     captures, calls = step.captures, step.calls
     for _ in range(4):
-        x = torch.randn(4, 3)
-        assert torch.equal(step(x), x * 2)
+        step.check_rows(4, fn=lambda x: x * 2)
         assert step.was_hit()
     for _ in range(4):
         x = torch.randn(2, 5)
@@ -132,9 +95,7 @@ def test_frozen(tried: Open) -> None:
     assert int(count) == calls + 8
     step.freeze(False)
     step.renew(*one_tensor(4))
-    for _ in range(4):
-        x = torch.randn(4, 3)
-        assert torch.equal(step(x), x * 2)
+    step.check_rows(4, 4, 4, 4)
 
 
 def test_inside_capture(settled: Open) -> None:
@@ -150,7 +111,6 @@ def test_inside_capture(settled: Open) -> None:
     assert step.hits == hits
 
 
-@needs(outcome="eager")
 def test_eager_has_a_reason(settled: Open) -> None:
     """A call that no graph served is counted with a reason."""
     step = settled(lambda x: x * 2)
@@ -180,9 +140,7 @@ def test_policy_learns(tried: Open) -> None:
     """A policy that learns is told the latency of steps, whichever dispatcher runs them."""
     policy = Recording()
     step = tried(lambda x: x * 2, policy=policy)
-    for _ in range(20):
-        x = torch.randn(4, 3)
-        assert torch.equal(step(x), x * 2)
+    step.check_rows(*[4] * 20)
     assert policy.told[DispatchMode.CUDAGRAPH] > 0
 
 
@@ -192,11 +150,8 @@ def test_weight_moved_and_back(settled: Open) -> None:
     step = settled(model, dynamic={"input": 0})
     for _ in range(2):
         model.weight.data = torch.randn(3, 3)
-        x = torch.randn(4, 3)
-        assert torch.equal(step(x), model(x))
+        step.check_rows(4)
         step.check(Reason.CAPTURED_NOW)
     step.renew(*one_tensor(4))
-    for _ in range(3):
-        x = torch.randn(4, 3)
-        assert torch.equal(step(x), model(x))
+    step.check_rows(4, 4, 4)
     assert step.was_hit()

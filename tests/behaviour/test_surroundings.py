@@ -13,9 +13,10 @@ import torch
 
 import graphdispatch as gd
 
+from ..helpers import in_threads
 from .features import needs
 from .forks import all_locks_held, in_child
-from .front_end import FrontEnd
+from .front_end import FrontEnd, one_tensor
 from .odd import ODD, ODD_CALLABLES
 
 Open = Callable[..., FrontEnd]
@@ -83,10 +84,9 @@ def test_fork_while_locks_are_held(settled: Open) -> None:
     step = settled(torch.nn.Linear(3, 3).eval(), dynamic={"input": 0})
 
     def serve() -> None:
-        with torch.no_grad():
-            for rows in (3, 4, 1, 9, 3):
-                x = torch.randn(rows, 3)
-                assert torch.allclose(step(x), step.fn(x))
+        for rows in (3, 4, 1, 9, 3):
+            x = torch.randn(rows, 3)
+            assert torch.allclose(step(x), step.fn(x))
 
     with all_locks_held():
         in_child(serve)
@@ -95,40 +95,31 @@ def test_fork_while_locks_are_held(settled: Open) -> None:
 
 def test_fork_while_a_thread_captures(opened: Open) -> None:
     """A child that was forked in the middle of another thread's capture serves and captures."""
-    inside, go_on = threading.Event(), threading.Event()
-    forking_thread = threading.get_ident()
-
-    def wait_here() -> None:
-        if threading.get_ident() != forking_thread:
-            inside.set()
-            go_on.wait()
+    inside, go_on, forking = threading.Event(), threading.Event(), list[int]()
 
     def fn(x: torch.Tensor) -> torch.Tensor:
-        wait_here()
+        if threading.get_ident() not in forking:
+            inside.set()
+            go_on.wait()
         return x * 2
 
     step = opened(fn)
 
-    def capture() -> None:
-        with torch.no_grad():
-            step.settle(lambda rows: (torch.randn(rows, 3),))
-
     def serve() -> None:
         assert gc.isenabled()
-        with torch.no_grad():
-            with contextlib.suppress(gd.errors.BackendError):  # a stream's thread stayed in the parent
-                step.settle(lambda rows: (torch.randn(rows, 3),))
-            x = torch.randn(3, 3)
-            assert torch.equal(step(x), x * 2)
+        with contextlib.suppress(gd.errors.BackendError):  # a stream's thread stayed in the parent
+            step.settle(one_tensor)
+        step.check_rows(3, fn=lambda x: x * 2)
 
-    thread = threading.Thread(target=capture)
-    thread.start()
-    assert inside.wait(60)
-    try:
-        in_child(serve)
-    finally:
-        go_on.set()
-        thread.join()
+    def fork() -> None:
+        forking.append(threading.get_ident())
+        assert inside.wait(60)
+        try:
+            in_child(serve)
+        finally:
+            go_on.set()
+
+    in_threads(lambda: step.settle(one_tensor), fork)
 
 
 def called(step: FrontEnd, *more: Any) -> None:
@@ -173,22 +164,23 @@ def test_odd_callable(opened: Open, kind: str) -> None:
 
 
 def test_static_outputs_stay_where_they_are(opened: Open) -> None:
-    """With ``outputs="static"`` each call answers in the same tensors: one that captures or compares, too."""
-    count = torch.zeros(1)
+    """With ``outputs="static"`` each call answers in the same tensors: one that captures or compares, too. A cache that
+    the callable returns is handed out itself."""
+    count, cache = torch.zeros(1), torch.zeros(4, 3)
 
-    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]:
         count.add_(1)
-        return x * count, x.sum(1), 5
+        return x * count, x.sum(1), 5, cache.add_(1)
 
     step = opened(fn, outputs="static")
     step.prepare(torch.randn(4, 3))
     places = set()
     for calls in range(1, 6):
         x = torch.randn(4, 3)
-        first, second, five = step(x)
+        first, second, five, kept = step(x)
         assert torch.equal(first, x * calls)
         assert torch.equal(second, x.sum(1))
-        assert five == 5
+        assert (five, float(cache[0, 0]), kept.data_ptr()) == (5, calls, cache.data_ptr())
         places.add((first.data_ptr(), second.data_ptr()))
     assert step.was_hit()
     assert len(places) == 1
@@ -208,22 +200,6 @@ def test_static_outputs_of_padded_batches(opened: Open) -> None:
     assert len(places) == 1
 
 
-def test_static_outputs_that_are_state(opened: Open) -> None:
-    """A cache that the callable returns is handed out itself, on every call."""
-    cache = torch.zeros(4, 3)
-
-    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cache.add_(1)
-        return cache, x * 2
-
-    step = opened(fn, outputs="static")
-    step.prepare(torch.randn(4, 3))
-    for calls in range(1, 6):
-        kept, _ = step(torch.randn(4, 3))
-        assert kept.data_ptr() == cache.data_ptr()
-        assert float(cache[0, 0]) == calls
-
-
 def test_compiled_around(settled: Open) -> None:
     """``torch.compile`` around a served callable compiles what is around it, and nothing inside."""
     torch._dynamo.reset()
@@ -233,16 +209,13 @@ def test_compiled_around(settled: Open) -> None:
         seen.extend(node.name for node in module.graph.nodes if node.op.startswith("call"))
         return module.forward
 
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    step = settled(fn)
+    step = settled(lambda x: x * 2)
     plain = step.plain
     compiled = torch.compile(lambda x: plain(x - 1) - 1, backend=backend)
     hits = step.hits
     for rows in (3, 4, 3, 4):
         x = torch.randn(rows, 3)
-        assert torch.equal(compiled(x), fn(x - 1) - 1)
+        assert torch.equal(compiled(x), (x - 1) * 2 - 1)
     assert step.hits == hits + 4
     assert {name.partition("_")[0] for name in seen} <= {"sub"}
     torch._dynamo.reset()

@@ -65,33 +65,23 @@ def test_each_spelling_is_served(name: str) -> None:
     assert step.stats.hits >= 2 * len(calls)
 
 
-@pytest.mark.parametrize(
-    ("fn", "names"),
-    [
-        (three, ("a", "b", "c")),
-        (partial(three, 1), ("b", "c")),
-        (nn.ReLU(), ("input",)),
-        (torch.compile(nn.Linear(3, 3), backend="eager"), ("input",)),
-        (partial(nn.ReLU()), ("input",)),
-        (partial(partial(nn.Bilinear(2, 2, 2), torch.ones(1, 2))), ("input2",)),
-        (lambda *args: args, ("args",)),
-        (lambda **kwargs: kwargs, None),
-        (torch.add, None),
-    ],
-    ids=[
-        "function",
-        "partial",
-        "module",
-        "compiled",
-        "module in a partial",
-        "bound",
-        "positions",
-        "keywords",
-        "builtin",
-    ],
-)
-def test_parameters_have_names(fn: Callable[..., Any], names: tuple[str, ...] | None) -> None:
+NAMED: dict[str, tuple[Callable[..., Any], tuple[str, ...] | None]] = {
+    "function": (three, ("a", "b", "c")),
+    "partial": (partial(three, 1), ("b", "c")),
+    "module": (nn.ReLU(), ("input",)),
+    "compiled": (torch.compile(nn.Linear(3, 3), backend="eager"), ("input",)),
+    "module in a partial": (partial(nn.ReLU()), ("input",)),
+    "bound": (partial(partial(nn.Bilinear(2, 2, 2), torch.ones(1, 2))), ("input2",)),
+    "positions": (lambda *args: args, ("args",)),
+    "keywords": (lambda **kwargs: kwargs, None),
+    "builtin": (torch.add, None),
+}
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_parameters_have_names(kind: str) -> None:
     """Another name is refused at once, but where any may be accepted."""
+    fn, names = NAMED[kind]
     graphed(fn, dynamic=dict.fromkeys(names or ("another",), 0))
     if names is not None:
         with pytest.raises(ConfigError, match="which is no argument of"):

@@ -1,7 +1,6 @@
 """``cudagraph_context``: instructions for wrappers, per thread and per task."""
 
 import asyncio
-import threading
 
 import pytest
 import torch
@@ -9,6 +8,8 @@ import torch
 from graphdispatch import CUDAGraphMode
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper, cudagraph_context
 from graphdispatch.errors import ConfigError
+
+from ..helpers import in_threads
 
 FULL, NONE = CUDAGraphMode.FULL, CUDAGraphMode.NONE
 
@@ -39,9 +40,7 @@ def test_contexts_nest_and_end() -> None:
             with cudagraph_context(NONE):
                 assert told() == []
             assert told() == [BatchDescriptor(4)]
-            thread = threading.Thread(target=lambda: seen.append(told()))
-            thread.start()
-            thread.join()
+            seen.extend(in_threads(told))
             raise KeyError
 
     with pytest.raises(KeyError):

@@ -1,7 +1,6 @@
 """All that a graph was captured for of a call's arguments, apart from the rows: it serves such calls alone."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from enum import Enum, IntEnum
 from typing import Any
 
@@ -170,54 +169,6 @@ def test_the_caller_may_answer_for_the_addresses_of_static_inputs(validates: boo
     for one in (x, x, x.clone()):
         wrapper(one, batch_descriptor=BatchDescriptor(4), cudagraph_runtime_mode=CUDAGraphMode.FULL)
     assert wrapper.get_stats().hits == (1 if validates else 2)
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)],
-    ids=["inference mode", "autocast"],
-)
-def test_the_threads_mode_counts(mode: Callable[[], AbstractContextManager[None]]) -> None:
-    """A mode that chooses other operators for the same call is part of the signature."""
-    step = serving(drawn(4, 3))
-    with mode():
-        assert not serves(step, drawn(4, 3))
-        assert serves(step, drawn(4, 3))
-    assert serves(step, drawn(4, 3))
-    with torch.autocast("cpu", torch.float16):
-        assert not serves(step, drawn(4, 3))
-
-
-class Sub(Tensor):
-    """A subclass of no use."""
-
-
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        (torch.ones(4, 3).as_subclass(Sub), Reason.TENSOR_SUBCLASS),
-        (torch.ones(4, 3).to_sparse(), Reason.TENSOR_SUBCLASS),
-        (torch.ones(4, dtype=torch.complex64).conj(), Reason.TENSOR_SUBCLASS),
-        (torch.ones(4, dtype=torch.complex64).conj().imag, Reason.TENSOR_SUBCLASS),
-        (torch.ones(4, 3, device="meta"), Reason.DEVICES_DISAGREE),
-        (object(), Reason.UNGUARDED_ARGUMENT),
-        ({1, 2}, Reason.UNGUARDED_ARGUMENT),
-        (torch.Generator(), Reason.UNGUARDED_ARGUMENT),
-        (torch.ones(2), Reason.CAPTURED_NOW),
-        (nn.Parameter(torch.ones(2), requires_grad=False), Reason.CAPTURED_NOW),
-        (2.5, Reason.CAPTURED_NOW),
-        (Color.RED, Reason.CAPTURED_NOW),
-    ],
-    ids=[
-        "subclass", "sparse", "conjugate", "negative", "devices", "object", "set", "generator",
-        "tensor", "parameter", "number", "enum",
-    ],
-)  # fmt: skip
-def test_what_no_graph_can_serve_is_refused(value: Any, reason: Reason) -> None:
-    """With the reason; everything else is accepted."""
-    step = serving(drawn(4, 3), "another")
-    step(torch.randn(4, 3), value)
-    assert step.last_decision.reason is reason
 
 
 @pytest.mark.parametrize(

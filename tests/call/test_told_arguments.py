@@ -13,27 +13,12 @@ from graphdispatch import Reason, graphed
 from graphdispatch.engines import CUDAGraphManager
 from graphdispatch.errors import GuardError
 
-from ..helpers import AT_ONCE
+from ..helpers import AT_ONCE, check_rows
 
 
 def plain(rows: int) -> Tensor:
     """A tensor of its own memory."""
     return torch.randn(rows, 4)
-
-
-def at_offset(rows: int) -> Tensor:
-    """A part of a larger tensor, from behind its beginning."""
-    return torch.randn(rows + 3, 4)[3:]
-
-
-def of_larger(rows: int) -> Tensor:
-    """The first part of a larger tensor."""
-    return torch.randn(rows + 50, 4)[:rows]
-
-
-def written(rows: int) -> Tensor:
-    """A tensor that was written in place."""
-    return torch.randn(rows, 4).add_(1)
 
 
 def with_grad(rows: int) -> Tensor:
@@ -43,20 +28,10 @@ def with_grad(rows: int) -> Tensor:
     return x
 
 
-def trained(rows: int) -> Tensor:
-    """A tensor that requires a gradient."""
-    return torch.randn(rows, 4).requires_grad_()
-
-
 def computed(rows: int) -> Tensor:
     """What was made of one."""
     with torch.enable_grad():
-        return trained(rows) * 1
-
-
-def shared(rows: int) -> Tensor:
-    """A tensor in shared memory."""
-    return torch.randn(rows, 4).share_memory_()
+        return torch.randn(rows, 4).requires_grad_() * 1
 
 
 def of_inference(rows: int) -> Tensor:
@@ -65,26 +40,32 @@ def of_inference(rows: int) -> Tensor:
         return torch.randn(rows, 4)
 
 
-def parameter(rows: int) -> Tensor:
-    """A parameter."""
-    return nn.Parameter(torch.randn(rows, 4), requires_grad=False)
-
-
-READS: dict[str, tuple[Callable[[Tensor], object], Callable[[int], Tensor]]] = {
-    "storage_offset": (lambda x: x.storage_offset(), at_offset),
-    "getattr": (lambda x: getattr(x, "storage_offset")(), at_offset),  # noqa: B009
-    "_base": (lambda x: x._base is not None, at_offset),
-    "_is_view": (lambda x: x._is_view(), of_larger),
-    "untyped_storage": (lambda x: x.untyped_storage().nbytes() > 400, of_larger),
-    "_version": (lambda x: x._version, written),
-    "grad": (lambda x: x.grad is not None, with_grad),
-    "requires_grad": (lambda x: x.requires_grad, trained),
-    "is_leaf": (lambda x: not x.is_leaf, computed),
-    "grad_fn": (lambda x: x.grad_fn is not None, computed),
-    "is_inference": (lambda x: x.is_inference(), of_inference),
-    "is_shared": (lambda x: x.is_shared(), shared),
-    "isinstance": (lambda x: isinstance(x, nn.Parameter), parameter),
-    "type": (lambda x: type(x) is not Tensor, parameter),
+OTHERS: dict[str, Callable[[int], Tensor]] = {
+    "behind the beginning": lambda rows: torch.randn(rows + 3, 4)[3:],
+    "the first part": lambda rows: torch.randn(rows + 50, 4)[:rows],
+    "written": lambda rows: torch.randn(rows, 4).add_(1),
+    "trained": lambda rows: torch.randn(rows, 4).requires_grad_(),
+    "shared": lambda rows: torch.randn(rows, 4).share_memory_(),
+    "parameter": lambda rows: nn.Parameter(torch.randn(rows, 4), requires_grad=False),
+    "with a gradient": with_grad,
+    "computed": computed,
+    "of inference": of_inference,
+}
+READS: dict[str, tuple[Callable[[Tensor], object], str]] = {
+    "storage_offset": (lambda x: x.storage_offset(), "behind the beginning"),
+    "getattr": (lambda x: getattr(x, "storage_offset")(), "behind the beginning"),  # noqa: B009
+    "_base": (lambda x: x._base is not None, "behind the beginning"),
+    "_is_view": (lambda x: x._is_view(), "the first part"),
+    "untyped_storage": (lambda x: x.untyped_storage().nbytes() > 400, "the first part"),
+    "_version": (lambda x: x._version, "written"),
+    "grad": (lambda x: x.grad is not None, "with a gradient"),
+    "requires_grad": (lambda x: x.requires_grad, "trained"),
+    "is_leaf": (lambda x: not x.is_leaf, "computed"),
+    "grad_fn": (lambda x: x.grad_fn is not None, "computed"),
+    "is_inference": (lambda x: x.is_inference(), "of inference"),
+    "is_shared": (lambda x: x.is_shared(), "shared"),
+    "isinstance": (lambda x: isinstance(x, nn.Parameter), "parameter"),
+    "type": (lambda x: type(x) is not Tensor, "parameter"),
 }
 
 
@@ -92,7 +73,7 @@ READS: dict[str, tuple[Callable[[Tensor], object], Callable[[int], Tensor]]] = {
 @pytest.mark.parametrize("name", READS)
 def test_calls_that_differ_beside_their_values(name: str, is_first: bool) -> None:
     """Whichever kind comes first, and however many of it."""
-    reads, other = READS[name]
+    reads, kind = READS[name]
 
     def fn(x: Tensor) -> Tensor:
         return x * 2 if reads(x) else x + 1
@@ -100,7 +81,7 @@ def test_calls_that_differ_beside_their_values(name: str, is_first: bool) -> Non
     served = graphed(fn, dynamic={"x": 0}, sizes=[4, 8])
     for number in range(24):
         is_other = number % 3 == 0 and number >= 6
-        x = (other if is_other is is_first else plain)(1 + number % 8)
+        x = (OTHERS[kind] if is_other is is_first else plain)(1 + number % 8)
         assert torch.equal(served(x), fn(x)), number
 
 
@@ -153,8 +134,7 @@ def test_alike_calls_are_served() -> None:
         return x + (1 if x._version > 100 else 0)
 
     served = graphed(fn, dynamic={"x": 0}, sizes=[4], options=AT_ONCE)
-    for _ in range(10):
-        served(torch.randn(4, 3))
+    check_rows(served, *[4] * 10)
     assert served.stats.hits == 8
     for number in range(12):
         x = torch.randn(4, 3)
@@ -188,8 +168,7 @@ def test_what_the_compiler_notes_on_its_inputs_is_no_attribute() -> None:
         return x * getattr(x, "scale", 2.0)
 
     served = graphed(fn, dynamic={"x": 0}, sizes=[4], options=AT_ONCE)
-    for _ in range(3):
-        served(torch.randn(4, 3))
+    check_rows(served, 4, 4, 4)
     for name, factor in (("_dynamo_dynamic_indices", 2.0), ("scale", 3.0)):
         x = torch.randn(4, 3)
         setattr(x, name, 3.0)

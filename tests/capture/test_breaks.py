@@ -1,7 +1,6 @@
 """Marks: what ``eager_break`` accepts, what a mark does outside of a capture, and where it breaks within one."""
 
 import copy
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, eager_break, graphed, remove_eager_break
-from graphdispatch.backends import get_backend
 from graphdispatch.call import marks
 from graphdispatch.call.breaks import is_marked
 from graphdispatch.capture.piecewise import PiecewiseGraph
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
-from graphdispatch.errors import CaptureError, ConfigError
+from graphdispatch.errors import ConfigError
 
+from ..helpers import check_rows, in_threads
 from ..spy import Spy
 
 ONE = BatchDescriptor(1)
@@ -168,15 +167,9 @@ def test_another_thread_does_not_break() -> None:
     """While one thread captures, a marked function on another thread is itself, and sees no capture."""
     seen = Spy()
 
-    def elsewhere() -> None:
-        with torch.no_grad():
-            seen.append((marks.ACTIVE.get(), double(X)))
-
     @eager_break
     def start_thread(x: Tensor) -> Tensor:
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
+        seen.extend(in_threads(lambda: (marks.ACTIVE.get(), double(X))))
         return x * 2
 
     assert len(names(lambda x: start_thread(x) + 1, X)) == 1
@@ -184,33 +177,15 @@ def test_another_thread_does_not_break() -> None:
     assert all(active is None and torch.equal(result, X * 2) for active, result in seen)
 
 
-def test_a_nested_mark_runs_inline() -> None:
-    """A marked part within a marked part belongs to the outer break."""
-
-    @eager_break
-    def outer(x: Tensor) -> Tensor:
-        return double(x) + double(x)
-
-    assert names(lambda x: outer(x + 1) + 1, X) == [outer.__qualname__]
-
-
-def test_an_operator_within_a_break_does_not_break_again() -> None:
-    """An operator broken by name runs inline in a marked part."""
+@pytest.mark.parametrize("inner", [double, torch.sin])
+def test_a_mark_within_a_break_runs_inline(inner: Callable[[Tensor], Tensor]) -> None:
+    """A marked function, or an operator broken by name, belongs to the break around it."""
+    outer = eager_break(lambda x: inner(x) + inner(x))
     eager_break("aten::sin")
     try:
-        fn = eager_break(lambda x: x.sin())
-        assert len(names(lambda x: fn(x + 1) + 1, X)) == 1
+        assert len(names(lambda x: outer(x + 1) + 1, X)) == 1
     finally:
         remove_eager_break("aten::sin")
-
-
-def test_a_capture_within_a_capture_is_refused() -> None:
-    """There is one capture on a thread."""
-    backend = get_backend("cpu")
-    pool = backend.make_pool()
-    with backend.begin_capture(pool), pytest.raises(CaptureError, match="under way"):
-        backend.begin_capture(pool)
-    assert not backend.is_capturing()
 
 
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
@@ -256,14 +231,10 @@ class Model(nn.Module):
         return self.last(self.two(torch.relu(self.one(self.first(x)))))
 
 
-def automatic(model: nn.Module, **options: object) -> Graphed[..., torch.Tensor]:
+def automatic(model: nn.Module, argument: str = "x", **options: Any) -> Graphed[..., torch.Tensor]:
     """The model served with automatic breaks, captured at first sight."""
-    return graphed(
-        model,
-        dynamic={"x": 0},
-        max_size=8,
-        options=CUDAGraphOptions(breaks="auto", **options, capture_after=1),  # type: ignore[arg-type]
-    )
+    how = CUDAGraphOptions(breaks="auto", capture_after=1, **options)
+    return graphed(model, dynamic={argument: 0}, max_size=8, options=how)
 
 
 def test_failing_modules_become_breaks() -> None:
@@ -300,52 +271,25 @@ def test_breaks_are_bounded() -> None:
     assert serve.last_decision.reason is Reason.CAPTURE_UNSAFE
 
 
-class _Reader(nn.Module):
-    """Reads a value back and holds almost all of the model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The layers, after a read."""
-        return self.layers(x) if x.sum().item() < 1e9 else x
-
-
-class _Mixed(nn.Module):
-    """A read inside a part with some of the layers, and further layers around it."""
-
-    def __init__(self, inside: int, around: int) -> None:
-        super().__init__()
-        self.reader = _Reader()
-        self.reader.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(inside)))
-        self.around = nn.Sequential(*(nn.Linear(4, 4) for _ in range(around)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The read, and what follows."""
-        return self.around(self.reader(x))
-
-
-@torch.no_grad()
-def test_the_share_of_the_breaks_is_told_and_bounded() -> None:
-    """What counts is how much of the work runs eagerly, and not how many modules there are."""
-    x = torch.randn(4, 4)
-    served = automatic(_Mixed(1, 9).eval())
-    for _ in range(3):
-        served(torch.randn(4, 4))
-    assert "(18 % of the operators, " in served.explain(x)
-    for share, is_served in ((0.2, True), (0.15, False)):
-        served = automatic(_Mixed(1, 9).eval(), max_eager_share=share)
-        for _ in range(3):
-            served(torch.randn(4, 4))
-        assert bool(served.entries) is is_served
-    assert "breaks would run 18 % of the operators, and max_eager_share allows 15 %" in served.explain(x)
-    assert "x.sum().item()" in served.explain(x)
-
-
 class _Reading(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 2 if x.sum().item() < 1e9 else x
+
+
+def test_the_share_of_the_breaks_is_told_and_bounded() -> None:
+    """What counts is how much of the work runs eagerly, and not how many modules there are."""
+    model = nn.Sequential(_Reading(), *(nn.Linear(4, 4) for _ in range(7))).eval()
+    x = torch.randn(4, 4)
+    for options, is_served, told in (
+        ({}, True, "(18 % of the operators, "),
+        ({"max_eager_share": 0.2}, True, "(18 % of the operators, "),
+        ({"max_eager_share": 0.15}, False, "run 18 % of the operators, and max_eager_share allows 15 %"),
+    ):
+        served = automatic(model, "input", **options)
+        check_rows(served, 4, 4, 4, width=4)
+        assert bool(served.entries) is is_served
+        assert told in served.explain(x)
+    assert "x.sum().item()" in served.explain(x)
 
 
 def _explain(model: Callable[..., Any], mode: str = "FULL", **arguments: torch.Tensor) -> str:
@@ -356,28 +300,15 @@ def _explain(model: Callable[..., Any], mode: str = "FULL", **arguments: torch.T
 
 
 def test_the_nearest_module_to_break_at_is_named() -> None:
-    """A read deep in a model names the smallest module around it, under its name in the served model."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), _Reading())).eval()
-    assert "eager_break(model.get_submodule('1.1')) with mode='PIECEWISE'" in _explain(model, input=torch.randn(4, 4))
-
-
-class _Package(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(nn.Linear(4, 4), _Reading())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks(x)
-
-
-def test_a_module_behind_a_function_is_named() -> None:
-    """Of a function that calls a model, the model's class stands for the model; one in pieces needs no other mode."""
-    model, x = _Package().eval(), torch.randn(4, 4)
-    text = _explain(lambda x: torch.relu(model(x)), x=x)
-    assert "eager_break(_Package.get_submodule('blocks.1')) with" in text
-    text = _explain(model, mode="PIECEWISE", x=x)
-    assert "eager_break(model.get_submodule('blocks.1'))" in text
+    """Under its name in the served model, or in its class where a function calls the model; one in pieces needs no
+    other mode. Around a read of the served module itself there is none."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), _Reading())).eval(), torch.randn(4, 4)
+    assert "eager_break(model.get_submodule('1.1')) with mode='PIECEWISE'" in _explain(model, input=x)
+    assert "eager_break(Sequential.get_submodule('1.1')) with" in _explain(lambda x: torch.relu(model(x)), x=x)
+    text = _explain(model, mode="PIECEWISE", input=x)
+    assert "eager_break(model.get_submodule('1.1'))" in text
     assert "with mode" not in text
+    assert "eager_break(" not in _explain(_Reading().eval(), x=x)
 
 
 class _Anchors(nn.Module):
@@ -409,11 +340,6 @@ def test_what_is_rebound_is_named_as_it_is_spelled() -> None:
         (lambda x: nested(x), "x", "[1][0].cell_anchors was rebound"),
     ):
         assert what in _explain(fn, **{name: torch.randn(4, 4)})
-
-
-def test_a_read_in_the_served_module_names_none() -> None:
-    """There is no module to break at around a read of the served module itself."""
-    assert "eager_break(" not in _explain(_Reading().eval(), x=torch.randn(4, 4))
 
 
 def test_arguments_that_are_one_tensor_are_named() -> None:

@@ -10,36 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphdispatch import CUDAGraphOptions, eager_break, graphed
-from graphdispatch.backends import get_backend
-from graphdispatch.backends.cpu.graph import CPUGraph
+from graphdispatch import Graphed, eager_break, graphed
 from graphdispatch.backends.cpu.recorder import Recorder
 from graphdispatch.backends.insight import reveal_operators
 
 from ..compiled_operators import compiled_operator
+from ..helpers import AT_ONCE, check_rows, recorded
 
 
-class Steps:
-    """A served callable of one size, and why the last call ran as it did."""
+def serve(fn: Callable[..., Any], mode: str = "FULL") -> Graphed[..., Any]:
+    """A served callable of one size, captured when it first comes."""
+    return graphed(fn, dynamic={}, mode=mode, options=AT_ONCE)
 
-    def __init__(self, fn: Callable[..., Any], mode: str = "FULL", **options: Any) -> None:
-        chosen = CUDAGraphOptions(**options)
-        self.served = graphed(fn, dynamic={}, mode=mode, options=chosen.replace(capture_after=1))
 
-    def __call__(self, *args: Tensor) -> Any:
-        return self.served(*args)
-
-    def settle(self, args: Callable[[], tuple[Tensor, ...]], eager: Callable[..., Any]) -> None:
-        """Four calls with the answers of eager, the last two from a graph."""
-        for _ in range(4):
-            given = args()
-            assert torch.equal(self(*given), eager(*given))
-        assert self.served.stats.hits == 2
-
-    @property
-    def detail(self) -> str:
-        """What the last decision says."""
-        return self.served.last_decision.detail
+def check_served(step: Graphed[..., Any], *shape: int) -> None:
+    """Four calls with the answers of eager, the last two from a graph."""
+    check_rows(step, *[shape] * 4)
+    assert step.stats.hits == 2
 
 
 @pytest.fixture
@@ -57,15 +44,6 @@ def define(library: torch.library.Library, schema: str, fn: Callable[..., Any], 
     library.define(schema)
     library.impl(name, fn, key)
     return getattr(torch.ops.graphdispatch_custom, name)
-
-
-def recorded(fn: Callable[[], Any]) -> tuple[CPUGraph, Any]:
-    """The graph of one call."""
-    backend = get_backend("cpu")
-    with backend.begin_capture(backend.make_pool()) as capture:
-        out = fn()
-    assert isinstance(capture.graph, CPUGraph)
-    return capture.graph, out
 
 
 def write_rows(cache: Tensor, x: Tensor, slot: Tensor) -> None:
@@ -105,12 +83,12 @@ def test_opaque_operator_writes_at_each_replay(key: str) -> None:
             write(cache, x * 2, slot)
             return cache.index_select(0, slot) + cache.sum(0)
 
-        steps = Steps(lambda x, slot: step(caches[0], x, slot))
+        steps = serve(lambda x, slot: step(caches[0], x, slot))
         for index in range(5):
             x, slot = torch.randn(4, 3), torch.arange(4) + 4 * index
             assert torch.equal(steps(x, slot), step(caches[1], x, slot))
             assert torch.equal(*caches)
-        assert steps.served.stats.hits == 3
+        assert steps.stats.hits == 3
 
 
 def draw(x: Tensor) -> Tensor:
@@ -191,7 +169,7 @@ def test_flex_attention_runs_its_parts() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that it is slow uncompiled
-        Steps(attend).settle(lambda: (torch.randn(1, 1, 4, 8),), attend)
+        check_served(serve(attend), 1, 1, 4, 8)
 
 
 def numpy_sine(x: Tensor) -> Tensor:
@@ -220,12 +198,10 @@ def address_sine(x: Tensor) -> Tensor:
 def test_python_that_leaves_torch_is_refused_by_name(library: torch.library.Library, body: Any) -> None:
     """An operator whose Python computes with numpy would be frozen; the refusal names it and says to break there."""
     op = define(library, "sine(Tensor x) -> Tensor", body, "CPU")
-    steps = Steps(lambda x: op(x * 2) + 1)
-    for _ in range(3):
-        x = torch.randn(4, 3)
-        assert torch.equal(steps(x), op(x * 2) + 1)
-    assert steps.served.stats.hits == 0
-    assert "eager_break('graphdispatch_custom::sine')" in steps.detail
+    steps = serve(lambda x: op(x * 2) + 1)
+    check_rows(steps, 4, 4, 4)
+    assert steps.stats.hits == 0
+    assert "eager_break('graphdispatch_custom::sine')" in steps.last_decision.detail
 
 
 def test_python_that_leaves_torch_may_break(library: torch.library.Library) -> None:
@@ -236,10 +212,10 @@ def test_python_that_leaves_torch_may_break(library: torch.library.Library) -> N
     def step(x: Tensor) -> Tensor:
         return torch.ops.graphdispatch_custom.sine(x * 2) + 1
 
-    Steps(step, "PIECEWISE").settle(lambda: (torch.randn(4, 3),), step)
-    refused = Steps(step)
+    check_served(serve(step, "PIECEWISE"), 4, 3)
+    refused = serve(step)
     refused(torch.randn(4, 3))
-    assert "tagged cudagraph_unsafe" in refused.detail
+    assert "tagged cudagraph_unsafe" in refused.last_decision.detail
 
 
 def test_unseen_write_happens_once(library: torch.library.Library) -> None:
@@ -255,15 +231,15 @@ def test_unseen_write_happens_once(library: torch.library.Library) -> None:
         op(total)
         return x + total
 
-    steps = Steps(step)
+    steps = serve(step)
     for calls in range(1, 5):
         assert torch.equal(steps(torch.zeros(4, 3)), torch.full((4, 3), float(calls)))
-    assert steps.served.stats.hits == 0
-    assert "writes to an argument" in steps.detail
+    assert steps.stats.hits == 0
+    assert "writes to an argument" in steps.last_decision.detail
 
 
 def test_break_inside_an_operator(library: torch.library.Library) -> None:
     """The Python of an operator may call a function that is marked as a break."""
     aside = eager_break(lambda x: x * float(x.sum()))
     op = define(library, "outer(Tensor x) -> Tensor", lambda x: aside(x + 1) * 2, "CPU")
-    Steps(lambda x: op(x * 2) + 1, "PIECEWISE").settle(lambda: (torch.randn(4, 3),), lambda x: op(x * 2) + 1)
+    check_served(serve(lambda x: op(x * 2) + 1, "PIECEWISE"), 4, 3)

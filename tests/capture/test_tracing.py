@@ -1,7 +1,6 @@
 """``torch.compile`` and profilers around served callables: both go on there, and what runs inside is served."""
 
 import cProfile
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,14 +12,14 @@ import graphdispatch as gd
 from graphdispatch.backends.cpu.graph import CPUGraph
 from graphdispatch.native.bound import CORE
 
-from ..helpers import with_options
+from ..helpers import check_rows, run_python, with_options
+from ..native.frames import frames_of
 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
-    with torch.no_grad():
-        yield
+    yield
     torch._dynamo.reset()
 
 
@@ -59,28 +58,15 @@ def test_a_cold_callable_captures_under_the_compiler() -> None:
 
 
 def test_a_whole_graph_is_refused_by_the_compiler() -> None:
-    """With ``fullgraph=True`` there can be no break, and the compiler's message names this library."""
-    step = served()
-    compiled = torch.compile(lambda x: step(x) + 1, backend=Seen(), fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="graphdispatch"):
-        compiled(torch.randn(3, 3))
-
-
-def test_a_refused_whole_graph_slows_no_later_call() -> None:
-    """Torch then goes on asking at each frame for a compiler, where none is at work: a hit stays in the core."""
+    """With ``fullgraph=True`` there can be no break, and the compiler's message names this library. Torch then goes on
+    asking at each frame for a compiler, where none is at work: a later hit stays in the core."""
     step, x = served(), torch.randn(4, 3)
-    for _ in range(3):
-        step(x)
-    with pytest.raises(torch._dynamo.exc.Unsupported):
+    check_rows(step, 4, 4, 4)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="graphdispatch"):
         torch.compile(lambda x: step(x) + 1, backend=Seen(), fullgraph=True)(x)
-    hits, frames = step.stats.hits, list[str]()
-    sys.setprofile(lambda frame, event, _: frames.append(frame.f_code.co_qualname) if event == "call" else None)
-    try:
-        step(x)
-    finally:
-        sys.setprofile(None)
+    hits, frames = step.stats.hits, frames_of(lambda: step(x))
     assert step.stats.hits == hits + 1
-    assert CORE is None or "Graphed.__call__" not in frames
+    assert CORE is None or "__call__" not in frames
 
 
 def test_a_compiled_callable_inside_stays_compiled() -> None:
@@ -107,17 +93,14 @@ with torch.no_grad():
 assert step.stats.hits == 1, step.last_decision
 assert "torch._dynamo" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", code)
 
 
 def test_a_profiler_in_compiled_code_goes_on() -> None:
     """``cProfile`` cannot be set anew from Python, so nothing takes it away during a capture."""
     step, profile = served(), cProfile.Profile()
     with profile:
-        for rows in (4, 4, 4):
-            x = torch.randn(rows, 3)
-            assert torch.equal(step(x), fn(x))
+        check_rows(step, 4, 4, 4)
         sys.intern("still profiled")
     assert step.stats.hits == 1
     assert any("intern" in str(entry.code) for entry in profile.getstats())

@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from graphdispatch.capture.verify import Tolerance, difference, tolerance_for
 from graphdispatch.engines import EntryState
 from graphdispatch.errors import ConfigError
 
-from ..helpers import AT_ONCE, with_options
+from ..helpers import AT_ONCE, check_rows, with_options
 from ..spy import Spy
 
 
@@ -340,13 +339,10 @@ def test_zeros_tell_nothing_of_a_number_of_rows(dim: int) -> None:
 
     shapes = [(2, 4), (3, 4)] if dim == 0 else [(2, 2), (2, 3)]
     dynamic = {"x": {0: "batch", 1: Dim("length", sizes=[6])}} if dim else {"x": 0}
-    with torch.no_grad():
-        step = graphed(fn, dynamic=dynamic, sizes=(5,), options=AT_ONCE)
-        step(torch.randn(shapes[0]))
-        step(torch.zeros(shapes[1]))
-        for _ in range(4):
-            x = torch.randn(shapes[1])
-            assert torch.equal(step(x), fn(x))
+    step = graphed(fn, dynamic=dynamic, sizes=(5,), options=AT_ONCE)
+    step(torch.randn(shapes[0]))
+    step(torch.zeros(shapes[1]))
+    check_rows(step, *[shapes[1][0]] * 4, width=shapes[1][1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
@@ -387,28 +383,6 @@ def test_what_was_written_is_still_compared() -> None:
 
 
 FULL = gd.CUDAGraphMode.FULL
-
-
-def _attention(x: torch.Tensor) -> torch.Tensor:
-    """As an engine's: padding rows of the output hold whatever was there."""
-    noise = torch.from_numpy(np.random.default_rng().random((len(x) - 3, 3))).float()
-    return torch.cat([x[:3] * 2, x[3:] + noise])
-
-
-@pytest.mark.parametrize("how", ["argument", "context", "none"])
-def test_rows_that_the_caller_padded_are_not_compared(how: str) -> None:
-    """The wrapper compares the real rows alone, if the caller says how many they are; the runnable does not hear it."""
-    wrapper, descriptor = gd.CUDAGraphWrapper(_attention), gd.BatchDescriptor(8)
-    for _ in range(4):
-        x = torch.randn(8, 3)
-        if how == "context":
-            with gd.cudagraph_context(FULL, descriptor, rows=3):
-                out = wrapper(x)
-        else:
-            rows = {"rows": 3} if how == "argument" else {}
-            out = wrapper(x, batch_descriptor=descriptor, cudagraph_runtime_mode=FULL, **rows)
-        assert torch.equal(out[:3], x[:3] * 2)
-    assert (wrapper.get_stats().hits > 0) is (how != "none")
 
 
 def test_a_parameter_of_the_runnable_is_its_own() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from ..helpers import run_python
+
 
 @pytest.mark.parametrize("words", [["nosuch"], ["demo", "--bogus"]])
 def test_what_does_not_exist_is_named(words: list[str], run: Callable[..., Any]) -> None:
@@ -42,9 +44,9 @@ def test_a_missing_extra_is_one_line(run: Callable[..., Any], monkeypatch: pytes
 
 def test_help_needs_no_torch() -> None:
     """Help and the completion of a shell come without the seconds that torch takes to load."""
-    code = (
-        "import contextlib, sys; from graphdispatch.cli.app import main\n"
-        "with contextlib.suppress(SystemExit): main(['plan', '--help'])\n"
-        "raise SystemExit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+    code = """
+import contextlib, sys; from graphdispatch.cli.app import main
+with contextlib.suppress(SystemExit): main(['plan', '--help'])
+raise SystemExit('torch' in sys.modules)
+"""
+    run_python("-c", code)

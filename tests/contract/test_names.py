@@ -2,8 +2,6 @@
 
 import inspect
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +11,7 @@ import pytest
 import graphdispatch
 from graphdispatch import engines, errors, plan
 
+from ..helpers import run_python
 from .described import ATTRIBUTES, PROPERTIES, SIGNATURES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,9 +20,7 @@ SEEDS = sorted({"GraphEntry", *(name.partition(".")[0] for name in (*SIGNATURES,
 
 def python(code: str, *options: str) -> str:
     """What a fresh interpreter prints."""
-    done = subprocess.run([sys.executable, *options, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return run_python(*options, "-c", code).strip()
 
 
 def test_the_top_level_is_small() -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +10,8 @@ import torch
 from graphdispatch import Reason
 from graphdispatch.backends import Backend, Graph, Pool
 from graphdispatch.errors import BackendError, CaptureError
+
+from ..helpers import in_threads
 
 pytestmark = pytest.mark.gpu
 
@@ -24,23 +25,6 @@ def fail_to_capture(cuda: Backend, pool: Pool, value: torch.Tensor) -> RuntimeEr
     with pytest.raises(RuntimeError, match="captur") as caught, cuda.begin_capture(pool):
         value.item()
     return caught.value
-
-
-def in_thread(work: Callable[[], None]) -> None:
-    """Run ``work`` on another thread to its end; raises what it raised."""
-    raised: list[BaseException] = []
-
-    def target() -> None:
-        try:
-            work()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=target)
-    thread.start()
-    thread.join()
-    if raised:
-        raise raised[0]
 
 
 def test_replay_on_another_stream_is_ordered(cuda: Backend, pool: Pool, record: Record) -> None:
@@ -121,7 +105,7 @@ def test_another_thread_may_use_the_gpu_during_a_capture(cuda: Backend, pool: Po
     """Allocations and host reads of other threads do not make a capture invalid."""
     count, seen = torch.zeros(1, device=cuda.device), list[float]()
     with cuda.begin_capture(pool) as capture:
-        in_thread(lambda: seen.append(torch.ones(1 << 20, device=cuda.device).sum().item()))
+        in_threads(lambda: seen.append(torch.ones(1 << 20, device=cuda.device).sum().item()))
         count.add_(1)
     capture.graph.replay()
     assert (seen, count.item()) == ([float(1 << 20)], 1)

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import graphdispatch as gd
-from graphdispatch import Reason
 from graphdispatch.backends import Backend
 
 from ..helpers import AT_ONCE
@@ -31,18 +30,6 @@ def model(cuda: Backend) -> Block:
     """The model on the GPU, with seeded weights."""
     torch.manual_seed(0)
     return Block().to(cuda.device).eval()
-
-
-def test_outputs_belong_to_the_caller(cuda: Backend, model: Block) -> None:
-    """An output stays what it was when the next batch is served."""
-    decode = gd.graphed(model, dynamic={"x": 0}, max_size=4, sizes=[4])
-    with torch.inference_mode():
-        decode.prewarm(x=torch.randn(4, 32, device=cuda.device))
-        batch = torch.randn(4, 32, device=cuda.device)
-        first = decode(x=batch)
-        kept = first.clone()
-        decode(x=torch.randn(4, 32, device=cuda.device))
-        assert torch.equal(first, kept)
 
 
 def test_weights_are_cast_by_the_graph(cuda: Backend, model: Block) -> None:
@@ -74,18 +61,3 @@ def test_calls_on_several_streams_are_right(cuda: Backend, model: Block) -> None
         cuda.synchronize()
         for output, right in zip(outputs, expected, strict=True):
             torch.testing.assert_close(output, right, rtol=1e-4, atol=1e-5)
-
-
-def test_a_model_that_reads_on_the_host_runs_eagerly(cuda: Backend) -> None:
-    """What cannot be captured gives eager's answer, with the reason, and the process goes on."""
-
-    def scaled(x: torch.Tensor) -> torch.Tensor:
-        return x * x.abs().max().item()
-
-    call = gd.graphed(scaled, dynamic={"x": 0}, max_size=4, sizes=[4])
-    batch = torch.randn(4, 8, device=cuda.device)
-    with torch.inference_mode():
-        for _ in range(3):
-            torch.testing.assert_close(call(x=batch), scaled(batch))
-        assert call.last_decision.reason is Reason.CAPTURE_UNSAFE
-    assert not cuda.is_capturing()

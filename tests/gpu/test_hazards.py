@@ -3,8 +3,7 @@
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -15,7 +14,7 @@ import graphdispatch as gd
 from graphdispatch import Reason
 from graphdispatch.backends import Backend
 
-from ..helpers import AT_ONCE
+from ..helpers import AT_ONCE, in_threads
 
 pytestmark = pytest.mark.gpu
 
@@ -60,13 +59,6 @@ def is_healthy(cuda: Backend, model: torch.nn.Module) -> None:
     assert fresh.last_decision.reason is Reason.EXACT
     fresh.clear()
     torch.cuda.synchronize()
-
-
-def run_together(jobs: Sequence[Callable[[], None]]) -> None:
-    """Run each job on a thread of its own; raises what one of them raises."""
-    with ThreadPoolExecutor(len(jobs)) as threads:
-        for running in [threads.submit(job) for job in jobs]:
-            running.result(timeout=60)
 
 
 @pytest.fixture
@@ -303,7 +295,7 @@ def test_workers_serve_several_threads(cuda: Backend, model: torch.nn.Module) ->
             torch.cuda.current_stream().synchronize()
 
     all_outputs = [list[Tensor]() for _ in range(3)]
-    run_together([partial(serve, outputs) for outputs in all_outputs])
+    in_threads(*(partial(serve, outputs) for outputs in all_outputs))
     for outputs in all_outputs:
         for output, right in zip(outputs, expected, strict=True):
             torch.testing.assert_close(output, right, rtol=1e-2, atol=1e-2)
@@ -334,7 +326,7 @@ def test_new_numbers_of_rows_beside_a_capture(cuda: Backend, model: torch.nn.Mod
                 other.prewarm(example)
                 captured.append(len(other.entries))
 
-    run_together([serve, capture])
+    in_threads(serve, capture)
     for output, right in zip(outputs, expected, strict=True):
         torch.testing.assert_close(output, right, rtol=1e-2, atol=1e-2)
     assert served.stats.hits == len(inputs), served.stats.reasons

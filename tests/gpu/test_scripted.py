@@ -1,8 +1,6 @@
 """What the CUDA backend asks of torch and puts back whatever fails, on a stand-in for ``torch.cuda``: runs anywhere."""
 
 import gc
-import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -14,7 +12,7 @@ from graphdispatch import Reason
 from graphdispatch.backends import Backend, Graph, Pool
 from graphdispatch.errors import BackendError, CaptureError, ReplayError
 
-from ..helpers import may_capture
+from ..helpers import may_capture, run_python
 from .scripted_cuda import ScriptedCUDA, ScriptedStream, cuda_backend
 
 INVALID = "CUDA error: operation failed due to a previous error during capture"
@@ -408,15 +406,14 @@ def test_a_device_without_an_index_is_refused() -> None:
 
 def test_asking_does_not_touch_cuda() -> None:
     """Importing, making a backend and a pool, and the questions that never raise leave CUDA uninitialised."""
-    code = (
-        "import torch\n"
-        "from graphdispatch.backends.cuda import CUDABackend\n"
-        "backend = CUDABackend(torch.device('cuda', 0))\n"
-        "backend.make_pool(), CUDABackend.is_available(), backend.is_capturing()\n"
-        "assert not torch.cuda.is_initialized()\n"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    code = """
+import torch
+from graphdispatch.backends.cuda import CUDABackend
+backend = CUDABackend(torch.device("cuda", 0))
+backend.make_pool(), CUDABackend.is_available(), backend.is_capturing()
+assert not torch.cuda.is_initialized()
+"""
+    run_python("-c", code)
 
 
 def test_a_tensor_on_the_host_is_its_own_weak_reference() -> None:

@@ -2,8 +2,8 @@
 
 import copy
 import pickle
-import threading
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, about its 
 from graphdispatch.integrations.transformers import GraphedGeneration, NotServed, graphed_generation  # noqa: E402
 from graphdispatch.integrations.transformers.available import check_version  # noqa: E402
 
+from ..helpers import in_threads  # noqa: E402
 from .families import CACHE, GREEDY, MODES, Requests, answers, make_model, prompts  # noqa: E402
 
 
@@ -58,22 +59,6 @@ def test_modes_give_the_same_tokens(model: Any, served: GraphedGeneration, mode:
     before = served.stats.served
     assert all(map(torch.equal, answers(served.model, requests), answers(model, requests)))
     assert served.stats.served == before + 2
-
-
-def test_after_the_first_request_nearly_all_steps_are_hits(model: Any) -> None:
-    """Twenty requests of mixed batch and length: the same tokens, at most one capture for each batch and cache length,
-    and 95 % of the steps after the first request replayed."""
-    sizes = [(1 + i % 2, 4 + 5 * (i % 5), i % 3 == 0) for i in range(20)]
-    requests = [(prompts(rows, length, pads=pads), GREEDY) for rows, length, pads in sizes]
-    expected = answers(model, requests)
-    with GraphedGeneration(model, cache_lengths=(40,)) as generation:
-        first = answers(model, requests[:1])
-        before = generation.stats
-        got = first + answers(model, requests[1:])
-        stats = generation.stats
-    assert all(map(torch.equal, got, expected))
-    assert stats.captures == len({rows for rows, _, _ in sizes})
-    assert (stats.hits - before.hits) / (stats.steps - before.steps) >= 0.95
 
 
 def test_what_graphs_do_not_serve_runs_as_before(model: Any) -> None:
@@ -144,17 +129,8 @@ def test_threads_do_not_share_a_cache(served: GraphedGeneration) -> None:
     model = served.model
     batches = [prompts(2, length) for length in (5, 6, 7, 8)]
     expected = [model.generate(**batch, **GREEDY, use_cache=False) for batch in batches]
-    got: dict[int, torch.Tensor] = {}
-
-    def ask(index: int) -> None:
-        got[index] = model.generate(**batches[index], **GREEDY)
-
-    threads = [threading.Thread(target=ask, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(got[index], expected[index]) for index in range(4))
+    got = in_threads(*(partial(model.generate, **batch, **GREEDY) for batch in batches))
+    assert all(map(torch.equal, got, expected))
 
 
 def test_few_caches_make_room(model: Any) -> None:

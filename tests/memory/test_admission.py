@@ -10,17 +10,7 @@ from graphdispatch import Graphed, Reason, graphed
 from graphdispatch.errors import ConfigError
 from graphdispatch.memory.admission import Admission
 
-from ..helpers import with_options
-
-
-class Clock:
-    """A clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.now = 0
-
-    def __call__(self) -> int:
-        return self.now
+from ..helpers import Clock, check_rows, with_options
 
 
 def missed(admission: Admission, clock: Clock, times: Iterable[int], key: str = "key") -> Admission:
@@ -43,7 +33,7 @@ def missed(admission: Admission, clock: Clock, times: Iterable[int], key: str = 
 )
 def test_which_misses_count(options: tuple[int, ...], misses: list[int], now: int, since: int | None) -> None:
     """The latest of a key within the window, until it is captured: then it begins anew."""
-    clock = Clock()
+    clock = Clock(0)
     admission = missed(Admission(*options, clock=clock), clock, misses)
     clock.now = now
     assert admission.since("key") == since
@@ -54,7 +44,7 @@ def test_which_misses_count(options: tuple[int, ...], misses: list[int], now: in
 
 def test_memory_is_bounded_by_the_window() -> None:
     """Keys that last missed before it are forgotten."""
-    clock = Clock()
+    clock = Clock(0)
     admission = Admission(2, 100, clock=clock)
     for clock.now in range(10_000):
         admission.count_miss(clock.now)
@@ -74,9 +64,7 @@ def test_options_are_checked(options: tuple[int, ...], named: str) -> None:
 def served(sizes: Iterable[int], **options: object) -> Graphed[..., torch.Tensor]:
     """A step that was called once with a batch of each of these sizes, every answer compared with eager's."""
     step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=tuple(range(1, 41)), **with_options(options))  # type: ignore[call-overload]
-    for size in sizes:
-        x = torch.randn(size, 2)
-        assert torch.equal(step(x), x * 2)
+    check_rows(step, *sizes)
     step.check_integrity()
     return step
 
@@ -116,5 +104,5 @@ def test_new_habits_displace_old_ones(sizes: list[int], options: Any, kept: list
 def test_a_full_cache_is_explained() -> None:
     """A size that finds no room says so, and what to raise."""
     step = served([1, 1, 1, 5, *[1] * 9], max_cached_graphs=1)
-    told = step.explain(torch.randn(5, 2))
+    told = step.explain(torch.randn(5, 3))
     assert "the cache is full of graphs that are used more often; raise max_cached_graphs" in told

@@ -1,8 +1,8 @@
 """``MemoryBudget``: what it chooses, against all subsets of small sets of entries; and what owners of graphs notice."""
 
 import gc
-import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -12,22 +12,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions, CUDAGraphStats, Graphed, MemoryBudget, Reason, graphed
-from graphdispatch.backends import Graph, Pool
+from graphdispatch import CUDAGraphOptions, Graphed, MemoryBudget, Reason, graphed
+from graphdispatch.backends import Graph
 from graphdispatch.engines import (
-    BatchDescriptor,
-    CUDAGraphConfig,
     CUDAGraphEntry,
-    CUDAGraphManager,
-    CUDAGraphWrapper,
     EntryState,
     EvictionReason,
 )
 from graphdispatch.errors import ConfigError, IntegrityError
 from graphdispatch.memory.cache import GraphCache, Victim
 
-from ..helpers import AT_ONCE
-from ..sized import Sized, entry, filled, gone
+from ..behaviour.front_ends import FRONT_ENDS
+from ..helpers import AT_ONCE, check_rows, in_threads
+from ..sized import Sized, Unused, entry, filled, gone
 
 
 class Kind(NamedTuple):
@@ -47,28 +44,11 @@ class Part(Sized):
         self.part = part
 
 
-class Shared(Pool):
+class Shared(Unused):
     """A pool as large as the largest part that one of its graphs needs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.busy = False
-
-    @property
-    def nbytes(self) -> int:
-        return 0
 
     def nbytes_of(self, graphs: Sequence[Graph]) -> int:
         return max((graph.part for graph in graphs if isinstance(graph, Part)), default=0)
-
-    def order_after_last_use(self) -> None:
-        """Nothing runs."""
-
-    def is_idle(self) -> bool:
-        return not self.busy
-
-    def close(self) -> None:
-        """There is nothing to release."""
 
 
 def made(kinds: Iterable[Kind]) -> list[CUDAGraphEntry]:
@@ -249,23 +229,17 @@ def test_members_add_at_the_same_time() -> None:
     """Threads that fill several caches never exceed the budget, and every entry is kept or returned."""
     budget = MemoryBudget(100, 5)
     caches = members(budget, 4)
-    returned: list[int] = []
 
-    def fill(cache: GraphCache) -> None:
+    def fill(cache: GraphCache) -> int:
         count = 0
         for key in range(100):
             for victim in (*cache.make_room(), *cache.add(key % 7, entry(10 + key % 30, replays=key % 3))):
                 victim.release()
                 count += 1
             assert budget.num_graphs <= 5
-        returned.append(count)
+        return count
 
-    threads = [threading.Thread(target=fill, args=(cache,)) for cache in caches]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(returned) == 4
+    returned = in_threads(*(partial(fill, cache) for cache in caches))
     assert sum(returned) + budget.num_graphs == 400
     assert sum(cache.stats.evictions for cache in caches) == sum(returned)
     for cache in caches:
@@ -311,45 +285,19 @@ def double(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-FrontEnd = tuple[Callable[[torch.Tensor], torch.Tensor], CUDAGraphStats]
-
-
-def by_graphed(budget: MemoryBudget) -> FrontEnd:
-    """``double`` behind ``graphed``."""
-    step: Graphed[..., torch.Tensor] = graphed(
-        double, dynamic={"x": 0}, sizes=(4,), options=CUDAGraphOptions(capture_after=1, budget=budget)
-    )
-    return step, step.stats
-
-
-def by_wrapper(budget: MemoryBudget) -> FrontEnd:
-    """``double`` behind a wrapper."""
-    wrapper = CUDAGraphWrapper(double, options=CUDAGraphOptions(budget=budget))
-    how = {"batch_descriptor": BatchDescriptor(4), "cudagraph_runtime_mode": CUDAGraphMode.FULL}
-    return lambda x: wrapper(x, **how), wrapper.get_stats()
-
-
-def by_manager(budget: MemoryBudget) -> FrontEnd:
-    """``double`` behind a manager."""
-    options = CUDAGraphOptions(capture_after=1, budget=budget)
-    manager = CUDAGraphManager(CUDAGraphConfig(capture_sizes=(4,), options=options))
-    return lambda x: manager.execute_or_capture(4, 1, double, {"x": x}), manager.stats
-
-
-@pytest.mark.parametrize("make", [by_graphed, by_wrapper, by_manager])
-def test_a_front_end_whose_graph_another_evicted_captures_anew(make: Callable[[MemoryBudget], FrontEnd]) -> None:
+@pytest.mark.parametrize("name", ["graphed", "wrapper", "execute_or_capture"])
+def test_a_front_end_whose_graph_another_evicted_captures_anew(name: str) -> None:
     """Two front ends that share room for one graph take turns, and every answer is eager's."""
     budget = MemoryBudget(max_cached_graphs=1)
-    front_ends = [make(budget), by_graphed(budget)]
+    options = CUDAGraphOptions(budget=budget)
+    steps: list[Any] = [FRONT_ENDS[one](double, dynamic={"x": 0}, options=options) for one in (name, "graphed")]
     for turn in (1, 2, 3):
-        for serve, stats in front_ends:
-            for _ in range(4):
-                x = torch.randn(4, 3)
-                assert torch.equal(serve(x), x * 2)
-            assert (stats.captures, stats.hits) == (turn, 2 * turn)
+        for step in steps:
+            step.check_rows(4, 4, 4, 4)
+            assert (step.captures, step.hits) == (turn, 2 * turn)
             assert budget.num_graphs == 1
     budget.check_integrity()
-    assert [stats.evictions for _, stats in front_ends] == [3, 2]
+    assert [step.counts.evictions for step in steps] == [3, 2]
 
 
 def test_an_evicted_graph_gives_its_memory_back() -> None:
@@ -358,13 +306,11 @@ def test_an_evicted_graph_gives_its_memory_back() -> None:
         double, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE.replace(budget=MemoryBudget(max_cached_graphs=1))
     )
     for width in (10, 5000, 20):
-        for _ in range(4):
-            x = torch.randn(4, width)
-            assert torch.equal(step(x), x * 2)
+        check_rows(step, *[(4, width)] * 4)
         (held,) = step.entries
         assert held.state is EntryState.VERIFIED
-        assert held.inputs.nbytes == x.nbytes
-        assert step.memory_bytes < 3 * x.nbytes + 256
+        assert held.inputs.nbytes == 4 * width * 4
+        assert step.memory_bytes < 3 * held.inputs.nbytes + 256
 
 
 def wide() -> nn.Module:

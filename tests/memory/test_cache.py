@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from graphdispatch import MemoryBudget
-from graphdispatch.backends import Pool
 from graphdispatch.engines import EntryState, EvictionReason
 from graphdispatch.errors import ConfigError, IntegrityError
 from graphdispatch.memory.cache import GraphCache
 
-from ..sized import Sized, entry, filled, gone
+from ..sized import Sized, Unused, entry, filled, gone
 
 
 def test_asking_for_room_changes_nothing() -> None:
@@ -30,7 +29,7 @@ def test_asking_for_room_changes_nothing() -> None:
     assert cache.make_room() == []
 
 
-class Grown(Pool):
+class Grown(Unused):
     """A pool that holds 90 bytes as long as it has a graph, and ``more`` that captures left behind."""
 
     more = 0
@@ -38,15 +37,6 @@ class Grown(Pool):
     @property
     def nbytes(self) -> int:
         return 90 + self.more
-
-    def order_after_last_use(self) -> None:
-        """Nothing runs."""
-
-    def is_idle(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        """There is nothing to release."""
 
 
 def test_a_pool_that_grew_over_the_budget_is_emptied() -> None:
@@ -90,19 +80,6 @@ def test_out_of_memory_costs_the_least_recently_used() -> None:
     inside.pool.replaying_on = get_ident()
     (victim,) = cache.evict_one(EvictionReason.OUT_OF_MEMORY)
     assert (victim.entry, victim.reason, len(cache)) == (oldest, EvictionReason.OUT_OF_MEMORY, 3)
-
-
-def test_the_least_recently_used_goes() -> None:
-    """Captures go from the least recently used on, and an entry that is replayed outlives a scan."""
-    cache = GraphCache(3)
-    entries = filled(cache, 0, 0, 0)
-    assert [gone(cache.add(key, entry()))[0] for key in (3, 4, 5)] == entries
-    used = cache.get(3)
-    assert used is not None
-    for key in range(6, 30):
-        used.increment_replay()
-        cache.add(key, entry())
-    assert cache.get(3) is used
 
 
 def test_what_was_hardly_replayed_goes_first() -> None:

@@ -2,7 +2,7 @@
 
 import gc
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,16 +14,9 @@ from graphdispatch.backends import get_backend
 from graphdispatch.engines import named_sizes
 from graphdispatch.memory.accounting import bytes_of
 
-from ..helpers import AT_ONCE
+from ..helpers import AT_ONCE, check_rows
 
 QUICK = CUDAGraphOptions(gc_disable=False)  # no collection of the whole process around few captures
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
 
 
 def made(sizes: Any = "vllm", **options: Any) -> Graphed[..., Any]:
@@ -140,8 +133,7 @@ def test_a_report_is_plain_and_readable() -> None:
 def test_without_the_largest_the_pool_is_smaller() -> None:
     """What entries cost together counts shared memory once, and only what they keep of it."""
     step = graphed(lambda x: x.cumsum(0).relu(), dynamic={"x": 0}, sizes=(8, 64), options=AT_ONCE)
-    for rows in (8, 64):  # ascending: the second needs a larger arena than the first
-        step(torch.randn(rows, 16))
+    check_rows(step, 8, 64, width=16)  # ascending: the second needs a larger arena than the first
     small, large = step.entries
     arenas = [entry.graph.arena.nbytes for entry in (small, large)]  # type: ignore[attr-defined]
     inputs = small.inputs.nbytes

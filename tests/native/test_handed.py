@@ -16,7 +16,7 @@ from graphdispatch import Graphed, graphed
 from graphdispatch.engines import CUDAGraphRegistry
 from graphdispatch.native.bound import ASKED, CORE
 
-from ..helpers import AT_ONCE
+from ..helpers import AT_ONCE, check_rows
 
 pytestmark = pytest.mark.skipif(CORE is None or "clones" in ASKED, reason="torch makes the copies of outputs")
 ROWS, WIDTH = 4, 3
@@ -26,9 +26,7 @@ Step = Graphed[..., Any]
 def settled(fn: Callable[[Tensor], Any], rows: int = ROWS, width: int = WIDTH) -> Step:
     """``fn`` served by a verified graph, in a hit of which nobody has its outputs any more."""
     step = graphed(fn, dynamic={"x": 0}, sizes=(rows,), options=AT_ONCE)
-    with torch.no_grad():
-        for _ in range(6):
-            step(torch.randn(rows, width))
+    check_rows(step, *[rows] * 6, width=width)
     assert step.stats.hits >= 2
     return step
 
@@ -127,10 +125,8 @@ def test_what_anybody_holds_is_left_alone(name: str) -> None:
     """Whoever holds a part of an output, in whatever way, finds it as it was given."""
     hold, look = HOLDERS[name]
     step, x = settled(double), torch.randn(ROWS, WIDTH)
-    with torch.no_grad():
-        held = hold(step(x))
-        for _ in range(6):
-            step(torch.randn(ROWS, WIDTH))
+    held = hold(step(x))
+    check_rows(step, *[ROWS] * 6, width=WIDTH)
     assert torch.equal(look(held).reshape(ROWS, WIDTH), x * 2)
 
 
@@ -140,10 +136,6 @@ def _mark(out: Tensor) -> None:
 
 def _subclass(out: Tensor) -> None:
     out.__class__ = type("Mine", (Tensor,), {})  # type: ignore[assignment]
-
-
-def _free(out: Tensor) -> None:
-    out.untyped_storage().resize_(0)
 
 
 def _rebind(out: Tensor) -> None:
@@ -159,7 +151,7 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
     "a size": lambda out: out.resize_(1, 2),
     "a larger size": lambda out: out.resize_(64, 64),
     "another storage": lambda out: out.set_(torch.zeros(5)),
-    "no memory": _free,
+    "no memory": lambda out: out.untyped_storage().resize_(0),
     "other data": _rebind,
     "shared memory": torch.Tensor.share_memory_,
     "values": lambda out: out.fill_(7),
@@ -173,22 +165,21 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
 def test_what_a_caller_changed_is_not_handed_out(name: str) -> None:
     """After a caller did something to an output and dropped it, the next ones are as a copy is."""
     step = settled(double)
-    with torch.no_grad():
-        for _ in range(3):
-            out = step(torch.randn(ROWS, WIDTH))
-            CHANGES[name](out)
-            del out
-        for _ in range(3):
-            x = torch.randn(ROWS, WIDTH)
-            out = step(x)
-            assert type(out) is Tensor
-            assert torch.equal(out, x * 2)
-            assert out.is_contiguous()
-            assert (out.shape, out.requires_grad, out.grad_fn) == ((ROWS, WIDTH), False, None)
-            assert not hasattr(out, "note")
-            assert out._version == 0
-            assert not out.is_shared()
-            assert out.resize_(9, 9).shape == (9, 9)
+    for _ in range(3):
+        out = step(torch.randn(ROWS, WIDTH))
+        CHANGES[name](out)
+        del out
+    for _ in range(3):
+        x = torch.randn(ROWS, WIDTH)
+        out = step(x)
+        assert type(out) is Tensor
+        assert torch.equal(out, x * 2)
+        assert out.is_contiguous()
+        assert (out.shape, out.requires_grad, out.grad_fn) == ((ROWS, WIDTH), False, None)
+        assert not hasattr(out, "note")
+        assert out._version == 0
+        assert not out.is_shared()
+        assert out.resize_(9, 9).shape == (9, 9)
 
 
 def test_weak_references_end() -> None:

@@ -2,8 +2,9 @@
 
 import gc
 import threading
+import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from graphdispatch.memory.replay import ReplayPlan
 from graphdispatch.native.bound import ASKED, CORE
 from graphdispatch.serve.hit import HitPath
 
-from ..helpers import AT_ONCE, with_options
+from ..helpers import AT_ONCE, check_rows, in_threads, serve_in_python, with_options
 from .frames import frames_of
 
 pytestmark = pytest.mark.skipif(CORE is None, reason="the native core is not compiled, or turned off")
@@ -28,15 +29,8 @@ ROWS = 4
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Hits in the core, and in Python."""
     if request.param == "python":
-        monkeypatch.setattr(HitPath, "serve", HitPath.serve_in_python)
-        monkeypatch.setattr(ReplayPlan, "run", ReplayPlan.run_in_python)
+        serve_in_python(monkeypatch)
     return str(request.param)
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def settled(fn: Callable[..., Any], *example: Any, dynamic: dict[str, int] | None = None, **options: Any) -> Any:
@@ -86,8 +80,7 @@ def test_values_are_copied_as_torch_copies_them(way: str, name: str) -> None:
 def test_padding_follows_its_rule(way: str, pad: Pad) -> None:
     """After larger and smaller batches in any order the rows behind the batch hold what the rule says."""
     step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(ROWS,), pad={"x": pad}, options=AT_ONCE)
-    for rows in (1, 2, 3, 4, 3, 2, 1, 4, 1, 2, 3):
-        step(torch.randn(rows, 2))
+    check_rows(step, *(1, 2, 3, 4, 3, 2, 1, 4, 1, 2, 3), width=2)
     for rows in (4, 1, 3, 2, 2, 4, 1):
         x = torch.randn(rows, 2)
         answer, is_hit = served(step, x)
@@ -108,22 +101,6 @@ def test_the_static_input_itself_can_be_given(way: str) -> None:
     assert torch.equal(step(own.flip(0)), expected.flip(0))
 
 
-def test_figures_are_counted(way: str) -> None:
-    """Hits, rows, padding, replays and the decision are the same both ways."""
-    step = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(ROWS,), options=AT_ONCE)
-    for rows in (3, 4, 3, 2, 2, 2):
-        step(torch.randn(rows, 2))
-    before, count, used = step.stats.to_dict(), step.entries[0].replay_count, step.entries[0].last_used
-    for rows in (3, 4, 2):
-        step(torch.randn(rows, 2))
-        assert (step.last_decision.rows, step.last_decision.size) == (rows, ROWS)
-    after = step.stats.to_dict()
-    assert [after[k] - before[k] for k in ("hits", "replays", "real_rows", "padded_rows")] == [3, 3, 9, 12]
-    assert step.stats.rows[2] >= 2
-    assert step.entries[0].replay_count == count + 3
-    assert step.entries[0].last_used > used
-
-
 def test_a_replay_that_fails_is_as_in_python(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The call runs eagerly, gradients and the lock are as before, and graphs serve again."""
     step = settled(lambda x: x + 1, torch.randn(ROWS, 3))
@@ -136,8 +113,7 @@ def test_a_replay_that_fails_is_as_in_python(way: str, monkeypatch: pytest.Monke
         assert torch.equal(answer, x + 1)
         assert torch.is_grad_enabled()
     assert not entry.pool.lock._is_owned()
-    for _ in range(40):
-        step(torch.randn(ROWS, 3))
+    check_rows(step, *[ROWS] * 40)
     assert served(step, x)[1]
 
 
@@ -154,12 +130,7 @@ def test_an_error_keeps_its_cause(way: str, monkeypatch: pytest.MonkeyPatch) -> 
         entry.plan(ROWS).run([torch.randn(ROWS, 3)], step.stats)
     cause = caught.value.__cause__
     assert isinstance(cause, ArithmeticError)
-    trace = cause.__traceback__
-    names = set()
-    while trace is not None:
-        names.add(trace.tb_frame.f_code.co_name)
-        trace = trace.tb_next
-    assert "broken" in names
+    assert "broken" in {frame.name for frame in traceback.extract_tb(cause.__traceback__)}
 
 
 def test_an_evicted_entry_is_never_replayed(way: str) -> None:
@@ -210,59 +181,28 @@ def test_wrong_inputs_to_the_core_are_refused() -> None:
         CORE.run_method(ReplayPlan, {"nonsense": 1})
 
 
-def test_a_pad_that_raises_leaves_nothing_clean(way: str) -> None:
-    """After a pad function failed, the rows behind the next batch are padded again."""
-    fails = [False]
-
-    def pad(padding: Tensor, real: Tensor) -> None:
-        if fails[0]:
-            raise ValueError("no padding today")
-        padding.fill_(5)
-
-    step = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(ROWS,), pad={"x": pad}, options=AT_ONCE)
-    for rows in (3, 4, 3, 3):
-        step(torch.randn(rows, 2))
-    fails[0] = True
-    x = torch.randn(3, 2)
-    answer, is_hit = served(step, x)
-    assert not is_hit
-    assert torch.equal(answer, x + 1)
-    fails[0] = False
-    for _ in range(40):
-        step(torch.randn(3, 2))
-    assert torch.equal(step.entries[0].inputs.views(ROWS)[0][3], torch.full((2,), 5.0))
-
-
 def test_each_thread_has_its_own_decision(way: str) -> None:
     """Threads that take turns on one server read their own latest decision, and one that captures does not hit."""
     step = settled(lambda x: x * 2, torch.ones(ROWS, 2))
-    told: dict[int, list[int]] = {0: [], 1: []}
     turn = threading.Barrier(2)
     backend = step.entries[0].backend
 
-    def work(me: int) -> None:
-        with torch.no_grad():
-            for number in range(6):
-                turn.wait()
-                if number % 2 == me:
-                    step(torch.ones(ROWS - me, 2))
-                turn.wait()
-                decision = step.last_decision
-                told[me].append(0 if decision is None else decision.rows)
+    def work(me: int) -> list[int]:
+        told = []
+        for number in range(6):
+            turn.wait()
+            if number % 2 == me:
+                step(torch.ones(ROWS - me, 2))
+            turn.wait()
+            told.append(0 if step.last_decision is None else step.last_decision.rows)
+        return told
 
     step(torch.ones(ROWS - 1, 2))  # compares the padded batch
-    threads = [threading.Thread(target=work, args=(me,)) for me in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert told == {0: [ROWS] * 6, 1: [0] + [ROWS - 1] * 5}
+    assert in_threads(lambda: work(0), lambda: work(1)) == [[ROWS] * 6, [0] + [ROWS - 1] * 5]
     hits = step.stats.hits
     with backend.watched():
         step(torch.ones(ROWS, 2))
-        other = threading.Thread(target=torch.no_grad()(lambda: step(torch.ones(ROWS, 2))))
-        other.start()
-        other.join()
+        in_threads(lambda: step(torch.ones(ROWS, 2)))
     assert step.stats.hits == hits + 1
 
 
@@ -307,7 +247,9 @@ def test_a_hit_enters_no_frame() -> None:
 
     x = torch.randn(ROWS, 3)
     step = settled(lambda x: x * 2, x)
-    assert frames_of(lambda: step(x)) == []
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            assert frames_of(lambda: step(x)) == []
     step.__class__ = Own
     assert frames_of(lambda: step(x))[0] == "__call__"
     assert torch.equal(step(x), x * 2)

@@ -23,6 +23,9 @@ from graphdispatch.backends.cpu.program import Program, Step, loop, run_and_copy
 from graphdispatch.backends.operators import bits_equal, tensors_in
 from graphdispatch.native import tape
 
+from ..behaviour.forks import in_child
+from ..helpers import in_threads, recorded
+
 pytestmark = pytest.mark.skipif(not tape.TAPE.wait(), reason=repr(tape.TAPE))
 
 aten = torch.ops.aten
@@ -64,15 +67,6 @@ CASES: dict[str, Case] = {
 }
 ROW = torch.tensor([0])
 GENERATOR = torch.Generator()
-
-
-def recorded(fn: Callable[[], Any]) -> tuple[CPUGraph, Any]:
-    """The graph of one call of ``fn``, and what the call returned."""
-    backend = get_backend("cpu")
-    with backend.begin_capture(backend.make_pool()) as capture, torch.no_grad():
-        out = fn()
-    assert isinstance(capture.graph, CPUGraph)
-    return capture.graph, out
 
 
 def program_of(graph: CPUGraph) -> Program:
@@ -132,32 +126,24 @@ def message(call: Callable[[], object]) -> tuple[type, str, list[str]]:
     return caught.type, str(caught.value), caught.value.__notes__
 
 
-def index_out_of_range() -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A callable, and what makes its replay fail."""
-    index, table = torch.zeros(2, dtype=torch.int64), torch.randn(4, 3)
-    return lambda: table.index_select(0, index) * 2, lambda: index.fill_(9)
+TABLE = torch.arange(12.0).view(4, 3)
+FAILING: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor, int]] = {
+    "an index out of range": (lambda x: TABLE.index_select(0, x) * 2, torch.zeros(2, dtype=torch.int64), 9),
+    "a division by zero": (lambda x: (8 // x) + 1, torch.ones(2, dtype=torch.int64), 0),
+    "an assertion": (lambda x: torch._assert_async((x > 0).all(), "all of x are positive"), torch.ones(2), 0),
+}
+"""A callable, an argument that it takes, and a value of which its replay fails."""
 
 
-def division_by_zero() -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A callable, and what makes its replay fail."""
-    x = torch.ones(2, dtype=torch.int64)
-    return lambda: (8 // x) + 1, lambda: x.zero_()
-
-
-def assertion() -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A callable, and what makes its replay fail."""
-    x = torch.ones(2)
-    return lambda: torch._assert_async((x > 0).all(), "all of x are positive"), lambda: x.zero_()
-
-
-@pytest.mark.parametrize("case", [index_out_of_range, division_by_zero, assertion])
-def test_errors_are_the_same(case: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("name", FAILING)
+def test_errors_are_the_same(name: str) -> None:
     """The type, the text, and the note that names the operator; and the graph replays again afterwards."""
-    fn, spoil = case()
-    graph, _ = recorded(fn)
+    fn, good, bad = FAILING[name]
+    x = good.clone()
+    graph, _ = recorded(lambda: fn(x))
     program = program_of(graph)
     graph.replay()
-    spoil()
+    x.fill_(bad)
     python = message(partial(loop, program.calls, program.steps))
     assert message(graph.replay) == python
     assert "aten." in python[2][0]
@@ -252,11 +238,7 @@ def test_the_gil_is_released() -> None:
     programs = [
         Program([Step(barrier.wait, "wait"), Step(print, aten.fill_.Scalar, ((torch.zeros(1), 1.0), {}))]) for _ in "ab"
     ]
-    threads = [threading.Thread(target=program.run) for program in programs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    in_threads(*(program.run for program in programs))
     assert not barrier.broken
 
 
@@ -278,17 +260,17 @@ def test_a_stream_replays_natively() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_replays() -> None:
     """The tape of the parent runs in the child."""
     x = torch.randn(2, 3)
     graph, out = recorded(lambda: x.exp() + 1)
-    pid = os.fork()
-    if pid == 0:
+
+    def replay() -> None:
         x.fill_(2)
         graph.replay()
-        os._exit(0 if bits_equal(out, x.exp() + 1) else 1)
-    assert os.waitpid(pid, 0)[1] == 0
+        assert bits_equal(out, x.exp() + 1)
+
+    in_child(replay)
 
 
 def test_reset_frees_everything() -> None:

@@ -31,6 +31,7 @@ class Node(nn.Module):
 
     steps: Tensor
     weight: Tensor
+    kept: Tensor
 
     def __init__(self, tree: Tree, generator: torch.Generator) -> None:
         super().__init__()
@@ -38,6 +39,7 @@ class Node(nn.Module):
         self.children_ = nn.ModuleList(Node(child, generator) for child in tree.children)
         self.register_buffer("weight", torch.randn(WIDTH, WIDTH, generator=generator) * 0.5)
         self.register_buffer("steps", torch.zeros(1))
+        self.register_buffer("kept", torch.zeros(WIDTH))
         if tree.is_break:
             eager_break(self)
 
@@ -82,6 +84,14 @@ def _numpy(node: Node, h: Tensor) -> Tensor:
     return torch.from_numpy(h.cpu().numpy() * 0.5).to(h.device)
 
 
+def _overlap(node: Node, h: Tensor) -> Tensor:
+    return h.sum(1, keepdim=True).expand(-1, 2)
+
+
+def _own(node: Node, h: Tensor) -> Tensor:
+    return h * 0.5 + node.kept.copy_(h[0])
+
+
 def run(node: Node, h: Tensor) -> Tensor:
     """A node's result as ``[rows, WIDTH]``; parts of it are written to in place."""
     got = node(h)
@@ -112,9 +122,8 @@ def _branches(node: Node, h: Tensor) -> Tensor:
     return torch.tanh(torch.stack(parts).mean(0) + h)
 
 
-LEAVES: dict[str, Callable[[Node, Tensor], Any]] = {
-    f.__name__.lstrip("_"): f for f in (_fresh, _in_place, _view, _nothing, _several, _nest, _values, _numpy)
-}
+LEAF_KINDS = (_fresh, _in_place, _view, _nothing, _several, _nest, _overlap, _own, _values, _numpy)
+LEAVES: dict[str, Callable[[Node, Tensor], Any]] = {f.__name__.lstrip("_"): f for f in LEAF_KINDS}
 INNER: dict[str, Callable[[Node, Tensor], Tensor]] = {
     f.__name__.lstrip("_"): f for f in (_sequence, _residual, _branches)
 }
@@ -149,21 +158,3 @@ def test_pieces_give_eager_s_answer(root: Tree, rows: list[int], seed: int) -> N
             assert torch.equal(ours, theirs)
     served.check_integrity()
     assert served.stats.hits > 0, served.stats.reasons
-
-
-@given(root=roots, seed=st.integers(0, 2**16))
-def test_a_full_graph_gives_the_same_as_pieces(root: Tree, seed: int) -> None:
-    """One callable in FULL_AND_PIECEWISE answers alike by either graph."""
-    generator = torch.Generator().manual_seed(seed)
-    model = Node(root, generator).to(DEVICE)
-    served = graphed(
-        lambda x, decode: model(x.clone()),
-        dynamic={"x": 0},
-        sizes=(2, 4),
-        mode="FULL_AND_PIECEWISE",
-        uniform_decode=lambda x, decode: decode,
-        options=AT_ONCE,
-    )
-    for _ in range(3):
-        x = torch.randn(3, WIDTH, generator=generator).to(DEVICE)
-        torch.testing.assert_close(served(x, True), served(x, False), rtol=1e-5, atol=1e-5)

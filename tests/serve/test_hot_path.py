@@ -19,11 +19,9 @@ from graphdispatch.engines import (
     CUDAGraphManager,
     CUDAGraphWrapper,
 )
-from graphdispatch.memory.replay import ReplayPlan
 from graphdispatch.native.bound import CORE
-from graphdispatch.serve.hit import HitPath
 
-from ..helpers import AT_ONCE
+from ..helpers import AT_ONCE, serve_in_python
 
 SIZE = 4
 _PACKAGE = str(Path(graphdispatch.__file__).parent)
@@ -33,10 +31,9 @@ def settled_graphed(latest: int = SIZE - 1) -> tuple[Graphed[..., Any], Callable
     """A graphed module that served ``latest`` rows, and a padded call of it that is a hit."""
     step = graphed(torch.nn.Linear(3, 3).eval(), dynamic={"input": 0}, sizes=(SIZE,), options=AT_ONCE)
     x = torch.randn(SIZE - 1, 3)
-    with torch.no_grad():
-        for rows in (SIZE - 1, SIZE - 1, SIZE, SIZE - 1, latest):
-            step(torch.randn(rows, 3))
-    return step, torch.no_grad()(lambda: step(x))
+    for rows in (SIZE - 1, SIZE - 1, SIZE, SIZE - 1, latest):
+        step(torch.randn(rows, 3))
+    return step, lambda: step(x)
 
 
 def settled_wrapper() -> tuple[CUDAGraphWrapper, Callable[[], Any]]:
@@ -44,7 +41,6 @@ def settled_wrapper() -> tuple[CUDAGraphWrapper, Callable[[], Any]]:
     wrapper = CUDAGraphWrapper(torch.nn.Linear(3, 3).eval())
     descriptor = BatchDescriptor(SIZE)
 
-    @torch.no_grad()
     def call() -> Any:
         x = torch.randn(SIZE, 3)
         return wrapper(x, batch_descriptor=descriptor, cudagraph_runtime_mode=CUDAGraphMode.FULL)
@@ -59,7 +55,6 @@ def settled_manager() -> tuple[CUDAGraphManager, Callable[[], Any]]:
     manager = CUDAGraphManager(CUDAGraphConfig(capture_sizes=(SIZE,), max_batch_size=SIZE, options=AT_ONCE))
     model = torch.nn.Linear(3, 3).eval()
 
-    @torch.no_grad()
     def call(rows: int = SIZE - 1) -> Any:
         return manager.execute_or_capture(rows, 1, model, {"input": torch.randn(rows, 3)})
 
@@ -97,9 +92,8 @@ IN_CORE = {
 
 @pytest.fixture
 def in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hits are served by Python, as where there is no core."""
-    monkeypatch.setattr(HitPath, "serve", HitPath.serve_in_python)
-    monkeypatch.setattr(ReplayPlan, "run", ReplayPlan.run_in_python)
+    """Hits are served by Python."""
+    serve_in_python(monkeypatch)
 
 
 @pytest.fixture(params=BOUNDS)
@@ -184,19 +178,6 @@ def test_a_hit_in_the_core_runs_no_python(bound: Bound) -> None:
     below = {name for depth, name in own_calls(call) if depth}
     assert "Server.step" not in below, "this is no hit"
     assert not below & IN_CORE
-
-
-@pytest.mark.skipif(CORE is None, reason="there is no core")
-@pytest.mark.parametrize("gradients", [False, True])
-def test_a_graphed_hit_in_the_core_runs_only_its_graph(gradients: bool) -> None:
-    """Below the call of a graphed function, a hit in the core runs the guard and the graph, and nothing else."""
-    step = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(SIZE,), options=AT_ONCE)
-    x = torch.ones(SIZE, 3)
-    with torch.set_grad_enabled(gradients):
-        for rows in (SIZE - 1, SIZE, SIZE - 1, SIZE):
-            step(torch.randn(rows, 3))
-        below = [name for depth, name in own_calls(lambda: step(x)) if depth]
-    assert set(below) <= {"StateGuard.holds", "CPUGraph.replay"}, below
 
 
 def test_a_hit_takes_one_lock(taken: list[CountedLock]) -> None:

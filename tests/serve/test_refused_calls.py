@@ -20,6 +20,10 @@ class Opaque:
         self.held: Any = 1
 
 
+class Sub(torch.Tensor):
+    """A subclass of no use."""
+
+
 def first(x: Any, more: Any = None) -> Any:
     """The first argument."""
     return x
@@ -35,6 +39,10 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Reason]] = {
     "an object in a nest": (first, (torch.ones(ROWS, 3), {"a": [1, Opaque()]}), Reason.UNGUARDED_ARGUMENT),
     "a sparse tensor": (first, (torch.ones(ROWS, 3).to_sparse(),), Reason.TENSOR_SUBCLASS),
     "a lazy conjugate": (first, (torch.ones(ROWS, 3, dtype=torch.complex64).conj(),), Reason.TENSOR_SUBCLASS),
+    "a lazy negative": (first, (torch.ones(ROWS, dtype=torch.complex64).conj().imag,), Reason.TENSOR_SUBCLASS),
+    "a subclass": (first, (torch.ones(ROWS, 3), torch.ones(3).as_subclass(Sub)), Reason.TENSOR_SUBCLASS),
+    "a set": (first, (torch.ones(ROWS, 3), {1, 2}), Reason.UNGUARDED_ARGUMENT),
+    "a generator": (first, (torch.ones(ROWS, 3), torch.Generator()), Reason.UNGUARDED_ARGUMENT),
     "two devices": (first, (torch.ones(ROWS, 3), torch.ones(ROWS, device="meta")), Reason.DEVICES_DISAGREE),
     "no tensor": (first, (3,), Reason.NO_TENSORS),
     "too many rows": (first, (torch.ones(ROWS + 1, 3),), Reason.ABOVE_LARGEST_SIZE),

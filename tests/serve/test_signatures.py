@@ -85,8 +85,7 @@ FULL = CUDAGraphMode.FULL
 def call_wrapper(wrapper: CUDAGraphWrapper, rows: int) -> None:
     """One call of its own descriptor, compared with eager."""
     x = torch.randn(rows, 3)
-    with torch.no_grad():
-        got = wrapper(x, batch_descriptor=BatchDescriptor(rows), cudagraph_runtime_mode=FULL)
+    got = wrapper(x, batch_descriptor=BatchDescriptor(rows), cudagraph_runtime_mode=FULL)
     assert torch.equal(got, x * 2)
 
 
@@ -113,12 +112,11 @@ def test_a_manager_remembers_so_many_lengths() -> None:
         CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4, options=CUDAGraphOptions(capture_after=1000))
     )
     x = torch.randn(4, 3)
-    with torch.no_grad():
-        manager.execute_or_capture(4, 1, twice, {"x": x})
-        latest = manager._graphs.latest
-        latest.server.max_groups = latest.routes._most = 16
-        for seq_len in range(1, 60):
-            manager.execute_or_capture(4, seq_len, twice, {"x": x})
+    manager.execute_or_capture(4, 1, twice, {"x": x})
+    latest = manager._graphs.latest
+    latest.server.max_groups = latest.routes._most = 16
+    for seq_len in range(1, 60):
+        manager.execute_or_capture(4, seq_len, twice, {"x": x})
     assert len(latest.server.graphs.groups) <= 16
     assert len(latest.routes) <= 16 + 1
     assert len({id(group.inputs) for group in latest.server.graphs.groups.values()}) == 1
@@ -128,12 +126,11 @@ def test_a_server_that_was_forgotten_captures_no_more() -> None:
     """A call that found its server just before ``sleep`` runs eagerly, and leaves nothing in the pool."""
     manager = CUDAGraphManager(CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4, options=AT_ONCE))
     x = torch.randn(4, 3)
-    with torch.no_grad():
-        manager.execute_or_capture(4, 1, twice, {"x": x})
-        latest = manager._graphs.latest
-        route = next(iter(latest.routes.values()))
-        manager.sleep()
-        assert torch.equal(latest.server.serve(route, (), {"x": x}), x * 2)
+    manager.execute_or_capture(4, 1, twice, {"x": x})
+    latest = manager._graphs.latest
+    route = next(iter(latest.routes.values()))
+    manager.sleep()
+    assert torch.equal(latest.server.serve(route, (), {"x": x}), x * 2)
     assert latest.server.decision.reason is Reason.ASLEEP
     assert (manager.num_graphs, manager.memory_bytes) == (0, 0)
 

@@ -42,7 +42,6 @@ BAD_OPTIONS: list[tuple[str, Any, str]] = [
     ("padding_writes", True, r"'refuse' or 'allow', got True"),
     ("max_failures", 0, r"greater than or equal to 1, got 0"),
     ("max_cached_graphs", 1.5, r"a valid integer, got 1.5"),
-    ("memory_budget_bytes", -1, r"greater than or equal to 1, got -1"),
     ("memory_budget_bytes", 0, r"greater than or equal to 1, got 0"),
     ("memory_budget_bytes", "2GiB", r"a valid integer, got '2GiB'"),
     ("capture_after", 0, r"greater than or equal to 1, got 0"),

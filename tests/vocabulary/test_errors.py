@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from graphdispatch import Reason, errors
-from graphdispatch.errors import CaptureError, FallbackError, GraphDispatchError
+from graphdispatch.errors import CaptureError, GraphDispatchError
 
 
 @pytest.mark.parametrize("name", errors.__all__)
@@ -37,12 +37,6 @@ def test_a_failed_capture_is_classified() -> None:
     """A capture error carries the reason that it was given, and a general one otherwise."""
     assert CaptureError("no").reason is Reason.CAPTURE_FAILED
     assert CaptureError("no", Reason.OUT_OF_MEMORY).reason is Reason.OUT_OF_MEMORY
-
-
-def test_a_refused_fallback_says_why() -> None:
-    """The error of strict mode carries the reason of the step."""
-    error = FallbackError("size 9 would run eagerly", Reason.ABOVE_LARGEST_SIZE)
-    assert (str(error), error.reason) == ("size 9 would run eagerly", Reason.ABOVE_LARGEST_SIZE)
 
 
 def test_a_capture_error_survives_another_process() -> None:
