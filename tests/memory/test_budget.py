@@ -20,11 +20,11 @@ from graphdispatch.engines import (
     EvictionReason,
 )
 from graphdispatch.errors import ConfigError, IntegrityError
-from graphdispatch.memory.cache import GraphCache, Victim
+from graphdispatch.memory.cache import GraphCache
 
 from ..behaviour.front_ends import FRONT_ENDS
 from ..helpers import AT_ONCE, check_rows, in_threads
-from ..sized import Sized, Unused, entry, filled, gone
+from ..sized import Sized, Unused, entry, filled
 
 
 class Kind(NamedTuple):
@@ -121,92 +121,6 @@ def test_room_is_made_if_there_can_be(
     reason = EvictionReason.COUNT if is_count else EvictionReason.BYTES
     assert all(victim.reason is reason for victim in choice.victims)
     assert len(cache) == len(kinds)
-
-
-@given(KINDS, BYTES, COUNT)
-def test_limits_are_enforced_afterwards(kinds: list[Kind], most_bytes: int | None, most: int | None) -> None:
-    """As much goes as must, of what may: what is to be kept may not, nor what holds nothing where bytes are over."""
-    entries = made(kinds)
-    cache, budget = GraphCache(10), MemoryBudget(most_bytes, most)
-    for key, one in enumerate(entries):
-        cache.add(key, one)
-    budget.join(cache)
-    is_many = most is not None and len(kinds) > most
-    useful = [kind._replace(may_go=kind.may_go and (is_many or kind.own + kind.part > 0)) for kind in kinds]
-
-    def fits(kept: list[Kind]) -> bool:
-        return (most is None or len(kept) <= most) and (most_bytes is None or holds(kept) <= most_bytes)
-
-    victims = budget.enforce([one for one, kind in zip(entries, kinds, strict=True) if not kind.may_go])
-    kept = [kinds[int(one.key)] for one in cache]  # type: ignore[call-overload]
-    agrees(useful, {int(victim.key) for victim in victims}, fits(kept), fits)  # type: ignore[call-overload]
-    assert {*gone(victims), *cache} == set(entries)
-    assert budget.enforce(list(cache)) == []
-
-
-def joined(*sizes: int, limit: int) -> tuple[MemoryBudget, list[GraphCache], list[CUDAGraphEntry]]:
-    """A budget that two finished caches have joined, each with entries of these sizes."""
-    budget = MemoryBudget(limit)
-    caches = [GraphCache(10), GraphCache(10, budget=MemoryBudget())]
-    entries = [one for cache in caches for one in filled(cache, *sizes)]
-    for cache in caches:
-        budget.join(cache)
-    return budget, caches, entries
-
-
-def test_a_joined_cache_is_bounded_with_the_others() -> None:
-    """The least recently used of all goes, is released, and counts with its own cache."""
-    budget, (first, second), entries = joined(30, 30, limit=100)
-    entries[0].increment_replay()
-    (victim,) = budget.enforce()
-    victim.release()
-    assert (victim.entry, victim.reason) == (entries[1], EvictionReason.BYTES)
-    assert (len(first), first.stats.evictions, second.stats.evictions) == (1, 1, 0)
-    budget.check_integrity()
-
-
-def test_an_entry_in_two_caches_counts_once_and_goes_from_both() -> None:
-    """One that somebody registered elsewhere is released by its owner's victim alone."""
-    budget, caches, entries = joined(40, limit=100)
-    caches[1].add("again", entries[0], owns=False)
-    assert (budget.num_graphs, budget.enforce()) == (2, [])
-    budget.memory_budget_bytes = 50
-    victims = budget.enforce()
-    assert gone(victims) == [entries[0]] * 2
-    assert [victim.owns for victim in victims] == [True, False]
-    assert sum(victim.release().freed_bytes for victim in victims) == 40
-    assert entries[0].state is EntryState.EVICTED
-
-
-def test_a_replay_in_flight_keeps_its_graph() -> None:
-    """Then the budget may still be exceeded."""
-    cache, budget = GraphCache(10), MemoryBudget(10)
-    (one,) = made([Kind(40)])
-    cache.add(0, one)
-    budget.join(cache)
-    pool: Any = one.pool
-    pool.busy = True
-    assert budget.enforce() == []
-    pool.busy = False
-    assert gone(budget.enforce()) == [one]
-
-
-class Replaces(GraphCache):
-    """A cache in which another entry takes the place of a victim at the last moment, as another thread may do it."""
-
-    def drop(self, victim: Victim) -> bool:
-        """Replace it first."""
-        self.add(victim.key, entry(5))
-        return super().drop(victim)
-
-
-def test_what_another_thread_took_meanwhile_is_not_dropped_again() -> None:
-    """An entry that is replaced between the choice and its end stays out of the victims, and its successor stays."""
-    cache, budget = Replaces(10), MemoryBudget(10)
-    filled(cache, 40)
-    budget.join(cache)
-    assert budget.enforce() == []
-    assert (len(cache), cache.nbytes) == (1, 5)
 
 
 def members(budget: MemoryBudget, count: int = 2) -> list[GraphCache]:

@@ -102,8 +102,8 @@ class MemoryBudget(Shared):
     def join(self, cache: "GraphCache") -> None:
         """Count the graphs of ``cache`` from now on; nothing is evicted yet.
 
-        A cache that was made with this budget has joined it, and makes room in it before each capture. Any other member
-        adds graphs without a check; call ``enforce`` afterwards. The budget keeps no cache alive.
+        A cache that was made with this budget has joined it, and makes room in it before each capture. The budget keeps
+        no cache alive.
 
         Args:
             cache: The cache.
@@ -143,32 +143,6 @@ class MemoryBudget(Shared):
 
         reason = EvictionReason.COUNT if self._is_many(len(held) + 1) else EvictionReason.BYTES
         return _lowest_ranked(held, reason, fits, lambda entry: since is None or entry.last_used < since)
-
-    def enforce(self, keep: Collection[CUDAGraphEntry] = ()) -> list[Victim]:
-        """Drop entries until the limits hold, whichever cache has them.
-
-        Where only bytes exceed the limit, entries that hold none stay. So the limits may still be exceeded afterwards.
-        Thread-safe; locks one member at a time.
-
-        Args:
-            keep: Entries that stay. Those with a replay in flight stay as well.
-
-        Returns:
-            What was dropped; the caller releases it.
-        """
-        with self.lock:
-            held = self.candidates()
-            reason = EvictionReason.COUNT if self._is_many(len(held)) else EvictionReason.BYTES
-
-            def fits(kept: set[CUDAGraphEntry]) -> bool:
-                return not self._is_many(len(kept)) and self._is_small(kept)
-
-            def may_go(entry: CUDAGraphEntry) -> bool:
-                is_use = reason is EvictionReason.COUNT or bytes_of([entry]) > 0
-                return is_use and entry not in keep and entry.pool.is_idle()
-
-            choice = _lowest_ranked(held, reason, fits, may_go)
-        return _dropped(choice.victims)
 
     def candidates(self) -> list[Victim]:
         """What the members keep, as it would be evicted for its bytes. Called with ``lock`` held."""
