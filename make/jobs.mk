@@ -92,3 +92,6 @@ docs-serve: $(VENV)/.docs
 # them for torch.
 package:
 	@$(PYTHON) tests/package/check.py
+
+count: $(VENV)/.native ## code lines of each room, imports in functions, circles
+	@$(BIN)/python make/count.py $(ARGS)

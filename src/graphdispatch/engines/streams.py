@@ -27,9 +27,10 @@ from ..errors import BackendError, ConfigError, check_count, check_type, shown
 from ..forking import make_lock, renew_in_child
 from ..memory.entry import CUDAGraphEntry
 from ..reasons import Reason
-from .dispatcher import Chosen, CudagraphDispatcher, Registered, Worker, checked_example
+from .dispatcher import Chosen, CudagraphDispatcher, checked_example
 from .external_graphs import Replayable
 from .policies import DispatchPolicy
+from .registered_graphs import Registered, Worker
 
 __all__ = ["StreamDispatcher", "StreamResult", "StreamWorker"]
 
