@@ -1,7 +1,7 @@
 # Rarer jobs. CONTRIBUTING.md says when to run them.
 
 .PHONY: lint types sweep fuzz generate-test vllm-test drift gpu-emulated gpu-bench native-check native-twins docs-serve package
-.PHONY: mutants
+.PHONY: mutants count
 
 # What runs on a device, and what runs on whichever device GRAPHDISPATCH_TEST_DEVICE names.
 ON_DEVICE := tests/gpu tests/backends/test_conformance_capture.py tests/backends/test_conformance_device.py
@@ -93,5 +93,6 @@ docs-serve: $(VENV)/.docs
 package:
 	@$(PYTHON) tests/package/check.py
 
-count: $(VENV)/.native ## code lines of each room, imports in functions, circles
+# Code lines and files of each package, imports inside functions, circles of imports.
+count: $(VENV)/.native
 	@$(BIN)/python make/count.py $(ARGS)
