@@ -57,6 +57,18 @@ def test_the_report_says_what_was_captured(model: torch.nn.Module) -> None:
     assert step.prewarm(torch.randn(4, 8)).captured == {CUDAGraphMode.FULL: ()}
 
 
+@pytest.mark.parametrize("fn", [lambda input: input + input.long(), lambda input: input * 2.0], ids=["limited", "any"])
+@pytest.mark.parametrize("kind", [torch.float32, torch.int64])
+def test_one_size_ahead_is_proven_with_enough_batches(fn: Callable[..., Any], kind: torch.dtype) -> None:
+    """Where a proof takes its numbers from batches, too: a padded one is served once ``freeze`` forbids comparisons."""
+    step = graphed(fn, dynamic={"input": 0}, sizes=[8])
+    step.prewarm((torch.rand(4, 3) * 9).to(kind))
+    step.freeze()
+    x = (torch.rand(1, 3) * 9).to(kind)
+    assert torch.equal(step(x), fn(x))
+    assert step.last_decision.reason is Reason.PADDED
+
+
 def test_a_budget_of_time_leaves_sizes_for_later(model: torch.nn.Module) -> None:
     """Nothing is begun after the time is up; what was left out is captured as it comes."""
     step = make(model, options=CUDAGraphOptions(capture_after=1))

@@ -94,7 +94,9 @@ class RowProof:
             return f"real rows depend on padding: with {self.perturbation} in the padding rows, {self.what}"
         if not self.deterministic:
             return "bits are not the same in all replays, so that rows were compared within the tolerance"
-        return f"padding was not tested for {', '.join(self.untested)}" if self.untested else "rows are independent"
+        if self.untested:
+            return f"padding was not tested for {', '.join(self.untested)}"
+        return "padding was tested with too few batches" if self.needs_batches else "rows are independent"
 
 
 class Compared:

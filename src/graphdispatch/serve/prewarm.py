@@ -329,12 +329,15 @@ def compare_numbers(
     *,
     compares_all: bool = True,
 ) -> CaptureResult:
-    """Compare a new graph with eager on a batch of ``rows`` rows, and of each further number that it pads; ``captured``
-    itself if all agree. None of them counts as the second batch."""
+    """Compare a new graph with eager on a batch of ``rows`` rows, and of each further number that it pads: without
+    ``compares_all`` of as many as its proof needs. ``captured`` itself if all agree. None of them counts as the second
+    batch."""
     entry = captured.entry
     assert entry is not None
     state, batch = entry.state, entry.warm_batch
-    for number in (rows, *(entry.compared.missing(rows, entry.size) if compares_all else ())):
+    for number in (rows, *entry.compared.missing(rows, entry.size)):
+        if number != rows and not (compares_all or (entry.proof is not None and entry.proof.needs_batches)):
+            break
         if entry.compares(number):
             example = varied(group, leaves, number)
             if not _tells(group, example, number):
