@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, eager_break, graphed, remove_eager_break
-from graphdispatch.call import marks
+from graphdispatch.call import breaks
 from graphdispatch.call.breaks import is_marked
 from graphdispatch.capture.piecewise import PiecewiseGraph
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
@@ -169,7 +169,7 @@ def test_another_thread_does_not_break() -> None:
 
     @eager_break
     def start_thread(x: Tensor) -> Tensor:
-        seen.extend(in_threads(lambda: (marks.ACTIVE.get(), double(X))))
+        seen.extend(in_threads(lambda: (breaks.ACTIVE.get(), double(X))))
         return x * 2
 
     assert len(names(lambda x: start_thread(x) + 1, X)) == 1
