@@ -33,7 +33,8 @@ def _load() -> tuple[ModuleType | None, str]:
     try:
         core = import_module("._core", __name__)
     except ImportError as error:
-        return None, f"it was not compiled when the package was installed, or cannot be loaded: {error}"
+        is_missing = isinstance(error, ModuleNotFoundError)
+        return None, "it was not compiled at installation" if is_missing else f"it cannot be loaded: {error}"
     if (Path(__file__).parent / "core").is_dir():  # a checkout, whose sources may have changed since
         from .build import fingerprint
 

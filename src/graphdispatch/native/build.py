@@ -56,7 +56,7 @@ def compile_extension(
         try:
             done = run(command)
         except OSError as error:
-            raise CompileError(f"{command[0]} cannot be run: {error}") from error
+            raise CompileError(f"{command[0]} cannot be run: {error.strerror or error}") from error
         if done.returncode:
             raise CompileError(f"{command[0]} failed: {done.stderr.strip()}")
         made.replace(target)
