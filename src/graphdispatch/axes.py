@@ -105,10 +105,6 @@ class Extents(int):
         """Their product: what graphs compute on, as far as that follows the extents."""
         return prod(self.lengths)
 
-    def covers(self, number: int) -> bool:
-        """Whether a batch is as long at most, along each axis."""
-        return all(axis.of(number) <= axis.of(self) for axis in self.axes)
-
     def __str__(self) -> str:
         return extents_text(self.axes, self)
 

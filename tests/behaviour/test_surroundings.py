@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import os
 import pickle
 import threading
 from collections.abc import Callable
@@ -95,10 +96,10 @@ def test_fork_while_locks_are_held(settled: Open) -> None:
 
 def test_fork_while_a_thread_captures(opened: Open) -> None:
     """A child that was forked in the middle of another thread's capture serves and captures."""
-    inside, go_on, forking = threading.Event(), threading.Event(), list[int]()
+    inside, go_on, parent = threading.Event(), threading.Event(), os.getpid()
 
     def fn(x: torch.Tensor) -> torch.Tensor:
-        if threading.get_ident() not in forking:
+        if os.getpid() == parent:
             inside.set()
             go_on.wait()
         return x * 2
@@ -112,7 +113,6 @@ def test_fork_while_a_thread_captures(opened: Open) -> None:
         step.check_rows(3, fn=lambda x: x * 2)
 
     def fork() -> None:
-        forking.append(threading.get_ident())
         assert inside.wait(60)
         try:
             in_child(serve)

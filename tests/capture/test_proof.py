@@ -258,6 +258,50 @@ def test_what_one_batch_hides_the_next_one_shows(kind: torch.dtype) -> None:
     assert step.last_decision.reason is Reason.VERIFICATION_FAILED
 
 
+@pytest.mark.parametrize(
+    "dynamic", [{0: "batch", 1: gd.Dim("seq", [4, 8])}, {0: "n", 1: "n"}], ids=["two dimensions", "one twice"]
+)
+@pytest.mark.parametrize("extreme", [torch.amin, torch.amax])
+def test_a_gate_of_zeros_beside_several_dimensions(dynamic: Any, extreme: Callable[..., Tensor]) -> None:
+    """Padding of both signs is tried in each place, so that an extreme over the batch shows behind the gate."""
+    gate, sign = torch.zeros(1), -1 if extreme is torch.amin else 1
+
+    def fn(x: Tensor) -> Tensor:
+        return x + gate * extreme(x[:, 0], 0)
+
+    step = gd.graphed(fn, dynamic={"x": dynamic}, sizes=(4, 8), options=AT_ONCE)
+    for _ in range(6):
+        step(sign * (torch.rand(2, 2) + 1))
+    gate.fill_(1.0)
+    x = -sign * (torch.rand(2, 2) + 1)
+    assert torch.equal(step(x), fn(x)), step.last_decision
+
+
+def test_a_mask_of_other_numbers_later_keeps_the_proof() -> None:
+    """The second batch asks for what the first one has shown, whether or not its mask holds zeros and ones alone."""
+    table = torch.randn(16, 3)
+
+    def fn(x: Tensor, mask: Tensor) -> Tensor:
+        return (table[(x.abs() * 4).clamp(max=15).long()] * mask[:, :, None]).sum(1)
+
+    dims = {0: "batch", 1: gd.Dim("seq", [4, 8])}
+    step = gd.graphed(fn, dynamic={"x": dims, "mask": {0: "batch", 1: "seq"}}, sizes=(2, 4), options=AT_ONCE)
+    for number in range(6):
+        x, mask = torch.randn(1, 1), torch.full((1, 1), 1.0 if number < 2 else 0.5)
+        assert torch.allclose(step(x, mask), fn(x, mask), atol=1e-6)
+    assert step.last_decision.reason is Reason.PADDED, step.last_decision
+
+
+@pytest.mark.parametrize("rows", [(3, 3, 1, 1, 1, 3), (4, 1, 1, 4)])
+def test_one_row_of_an_output_with_gaps(rows: tuple[int, ...]) -> None:
+    """A tensor of one element has any strides, and is compared all the same."""
+    step = gd.graphed(lambda x: (x * 2)[:, 0], dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    for count in rows:
+        x = torch.randn(count, 3)
+        assert torch.equal(step(x), x[:, 0] * 2)
+    assert step.last_decision.reason.is_graph, step.last_decision
+
+
 @pytest.mark.parametrize("kind", [torch.int64, torch.bool, torch.float32])
 @pytest.mark.parametrize("how", ["default", "rule"])
 def test_each_early_mask_hides_something(kind: torch.dtype, how: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Dim, graphed
 from graphdispatch.engines import (
     BatchDescriptor,
     CUDAGraphConfig,
@@ -17,6 +17,8 @@ from graphdispatch.engines import (
 from graphdispatch.engines.external_graphs import entry_around
 from graphdispatch.errors import GuardError, ReplayError
 from graphdispatch.testing import MockCUDAGraph
+
+from ..helpers import AT_ONCE
 
 
 def capture(fn: Any, *, options: CUDAGraphOptions | None = None, **shapes: tuple[int, ...]) -> CUDAGraphEntry:
@@ -111,6 +113,20 @@ def test_inputs_that_do_not_fit_are_refused(entry: CUDAGraphEntry, inputs: dict[
         entry.replay(inputs)
     assert torch.equal(entry.inputs.views(4)[0], before)
     assert entry.replay_count == 0
+
+
+def test_inputs_with_several_dimensions_are_checked() -> None:
+    """Whichever argument comes first, each tells what it has of the batch; too long a one is named."""
+    dynamic = {"y": {0: "batch"}, "x": {0: "batch", 1: Dim("seq", [4])}}
+    step = graphed(lambda y, x: x + y[:, None], dynamic=dynamic, sizes=[4], options=AT_ONCE)
+    y, x = torch.randn(4), torch.randn(4, 4)
+    for _ in range(2):
+        step(y, x.mul(2))
+    entry = step.entries[0]
+    assert torch.equal(entry.replay({"y": y, "x": x}), x + y[:, None])
+    for bad in ({"y": y, "x": torch.randn(4, 9)}, {"y": y, "x": torch.randn(3, 4)}, {"y": y[:0], "x": x[:0]}):
+        with pytest.raises(GuardError, match="must have"):
+            entry.replay(bad)
 
 
 def test_inputs_that_share_written_memory_are_refused() -> None:

@@ -322,7 +322,13 @@ def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype == torch.bool or not (a.dtype.is_floating_point or a.dtype.is_complex):
         return torch.equal(a, b)
     a, b = a.detach().resolve_conj().resolve_neg(), b.detach().resolve_conj().resolve_neg()
-    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+    return torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor. One of a single element counts as contiguous whatever its strides, which no view takes."""
+    whole = tensor.contiguous()
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -14,13 +14,14 @@ Note [what keeps its padding]
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import dropwhile
+from itertools import chain, dropwhile, islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..axes import Axis, lengths_of, pack
 from ..backends.operators import bits_equal, storage_key
+from ..call.inputs import InputSpec
 from ..call.signature import PLAIN_TENSORS
 from ..errors import CaptureError
 from ..memory.entry import CUDAGraphEntry
@@ -149,7 +150,9 @@ class RowProver:
         first = None
         choices = self._choices()
         if self._earlier is not None:
-            choices = dropwhile(self._earlier.kept.__ne__, choices)
+            # First what the earlier proof kept, though it may hold other numbers than zeros and ones by now.
+            known = self._earlier.kept
+            choices = chain([known], islice(dropwhile(known.__ne__, choices), 1, None))
         for kept in choices:
             if first is not None or axes:  # the graph's own replay is no base then
                 self._base, self._is_cut = BY_RULE, True
@@ -186,8 +189,12 @@ class RowProver:
         base = self._read()
         for rows in (self._elements(backwards=True), *self._signed(large)):
             if not self._takes(self._base._replace(rows=rows)) or differing(base, self._read()):
-                request.signature.watch([(specs[i].position, specs[i].spans[-1][0]) for i in kept])
+                request.signature.watch([(specs[i].position, self._last_further(specs[i])) for i in kept])
                 return
+
+    def _last_further(self, spec: InputSpec) -> int:
+        """The last dimension of a mask along which it says what is padding: one that is not the batch."""
+        return next(dim for dim, axis in reversed(spec.spans) if axis is not self._axes[0])
 
     def _prove(self, alike: Mapping[int, torch.Tensor]) -> RowProof:
         with torch.no_grad():
@@ -233,10 +240,12 @@ class RowProver:
         return [BY_RULE, *(Padding("large numbers", rows, axes=self._along) for rows in mixed)]
 
     def _signed(self, fill: Callable[..., torch.Tensor]) -> Iterator[list[torch.Tensor | None]]:
-        """Numbers of both signs in turns; where there is only one place of padding, first of one sign, then of the
-        other."""
+        """Numbers of both signs in turns along the last dynamic dimension; where there is only one place of padding, or
+        another dimension along which they do not change, first of one sign, then of the other."""
         pairs = zip(lengths_of(self._axes, self.rows), lengths_of(self._axes, self._request.size), strict=True)
-        for first in (1, -1) if any(full - real == 1 for real, full in pairs) else (1,):
+        is_one_sign = any(full - real == 1 for real, full in pairs)
+        is_one_sign |= any(len(spec.spans) > 1 for spec in self._request.inputs.specs)
+        for first in (1, -1) if is_one_sign else (1,):
             generator = torch.Generator().manual_seed(0)
 
             def made(value: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from ..axes import lengths_of
 from ..call.signature import Refusal
 from ..capture.collector import swept_collector
 from ..capture.request import CaptureResult
@@ -257,7 +258,7 @@ def _example(
         why = Decision.eager(found.reason, detail=found.detail)
         raise ConfigError(f"prewarm cannot capture from this example: {why.explain()}")
     group, leaves, rows = found
-    if not rows:
+    if not all(lengths_of(group.inputs.axes, rows)):
         raise ConfigError(f"prewarm cannot capture from this example: {group.decide(rows).explain()}")
     if server.keeps_examples:
         group.keep_example(leaves)

@@ -10,6 +10,7 @@ import io
 import logging
 import mmap
 import os
+import random
 import sys
 import sysconfig
 import threading
@@ -122,7 +123,17 @@ _TORCH_NEEDS = ("sympy", "mpmath", "networkx", "jinja2", "fsspec", "filelock")
 _MACHINES = ("threading", "asyncio", "multiprocessing", "subprocess")
 _MACHINERY = (*_TORCH_NEEDS, *_MACHINES, "importlib", "inspect", "logging")
 _CTYPES = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union, ctypes._Pointer)
-_OPAQUE = (array, bytearray, mmap.mmap, *_CTYPES, decimal.Context, threading.local)
+_OPAQUE = (
+    array,
+    bytearray,
+    io.BytesIO,
+    io.StringIO,
+    mmap.mmap,
+    *_CTYPES,
+    decimal.Context,
+    random.SystemRandom,
+    threading.local,
+)
 """Compiled classes whose objects code reads and writes without calling a method of theirs."""
 
 

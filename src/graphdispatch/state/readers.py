@@ -24,8 +24,7 @@ __all__ = [
     "unchanged",
 ]
 
-_GENERATORS = (random.Random, np.random.RandomState, np.random.BitGenerator)
-_STATES = frozenset(("getstate", "get_state", "state"))
+_STATES = {random.Random: "getstate", np.random.RandomState: "get_state", np.random.BitGenerator: "state"}
 """Names by which code reads the state of one, and does not change it."""
 
 
@@ -42,7 +41,7 @@ def readers_of(value: Any, names: Collection[str]) -> list[Reader]:
         found.append(partial(unchanged, value, _order(value), _order))
     elif issubclass(kind, objects.CACHES):
         found.append(partial(unchanged, value, _read_cache(value), _read_cache, le))
-    elif issubclass(kind, _GENERATORS) and not _STATES.isdisjoint(names):
+    elif any(issubclass(kind, home) and name in names for home, name in _STATES.items()):
         holder = random_holder((), value)
         found.append(partial(unchanged, value, holder.before, holder.way.read))
     return found

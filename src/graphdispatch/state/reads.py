@@ -5,13 +5,14 @@ too much now and then, and never too little.
 """
 
 import copyreg
+import logging
 import os
+import sys
 import types
 import weakref
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from . import objects
 from .notes import CodeNotes
 from .objects import ABSENT, CONTAINERS, Reader
 from .readers import array_readers, readers_of, tensor_readers
+from .snapshot import OF_LOGGERS
 
 __all__ = ["StateReads"]
 
@@ -119,12 +121,26 @@ class StateReads:
                 self._compare_variables(vars(value), self._names)
         elif issubclass(type(value), np.ndarray):
             self._visit_array(value)
+        elif self._kinds[kind].is_opaque and objects.is_machine(kind) and not self._may_use(value):
+            table = objects.attribute_table(value) or {}
+            self.absent.append((table, frozenset(self._notes.asked - table.keys())))
         elif self._kinds[kind].is_opaque:
             self._refuse(f"a {kind.__module__}.{kind.__qualname__}")
         elif self._kinds[kind].is_followed:
             self._visit_object(value)
+        elif issubclass(kind, logging.Filterer):
+            table = objects.attribute_table(value) or {}
+            self._compare_variables(table, self._names - OF_LOGGERS)
         elif objects.home_of(kind).partition(".")[0] == _PACKAGE and "unwrap" in dir(kind):
             self._pending.append(value.unwrap())
+
+    def _may_use(self, machine: Any) -> bool:
+        """Whether the code may have read a lock, event or thread: code of its class's file ran, or code spells one of
+        its attributes. So one that lies among what is copied or printed as a whole is not refused."""
+        table = objects.attribute_table(machine)
+        file = getattr(sys.modules.get(objects.home_of(type(machine))), "__file__", None)
+        is_named = table is None or not self._library_names.isdisjoint(table)
+        return self._notes.is_blind or is_named or any(code.co_filename == file for code in self._notes.codes)
 
     def _visit_module(self, module: nn.Module) -> None:
         self.modules.append(module)
@@ -172,9 +188,6 @@ class StateReads:
             self.readers.append(partial(objects.slot_value, slots[name], value))
             self._pending.append(self.readers[-1]())
         if not slots and not issubclass(type(value), (tuple, frozenset, *CONTAINERS)):
-            if issubclass(type(value), attrgetter):
-                parts = {part for name in value.__reduce__()[1] for part in str(name).split(".")}
-                self._names = self._library_names = self._names | parts
             for inner in objects.referents(value):
                 is_cached = issubclass(kind, objects.CACHES) and issubclass(type(inner), CONTAINERS)
                 self._pending += objects.content(inner) if is_cached else [inner]
@@ -207,7 +220,7 @@ class StateReads:
         if kind in users:
             self.readers.append(partial(getattr, kind, "__mro__"))
             self._compare(table, [name for name, member in table.items() if self._is_read(name, member)])
-            self._pending.append(type(kind))
+            self._pending += (type(kind), *dict.values(table.get("_member_map_", {})))
         elif issubclass(kind, nn.Module):
             self._compare_torch(kind)
 

@@ -4,6 +4,7 @@ A ``Way`` reads all that an object of one kind holds: as a dict by label, a list
 that back.
 """
 
+import logging
 import os
 import random
 import re
@@ -66,9 +67,13 @@ class Holder(NamedTuple):
     way: Way
     before: Any
 
-    def change(self) -> str | None:
-        """How it differs from before, in words, or None."""
+    def change(self, names: Collection[str] | None = None) -> str | None:
+        """How it differs from before, in words, or None; with ``names``, of attributes those of these names alone."""
         now, before = self.way.read(self.value), self.before
+        if names is not None and self.way.is_by_name:
+            now, before = (
+                {label: held[label] for label in held if label.lstrip(".") in names} for held in (now, before)
+            )
         kind = type(before)
         if kind is list:
             if len(now) == len(before) and all(map(is_, now, before)):
@@ -99,13 +104,18 @@ class Holder(NamedTuple):
 
 _OF_THREADS = vars(threading.Thread(name="")).keys()
 """What a thread keeps of itself; other threads write it."""
+OF_LOGGERS = vars(logging.Logger("")).keys() | vars(logging.Handler()).keys()
+"""What loggers and handlers keep of themselves."""
 
 
 def _read_attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object by name; of a thread those that its class gave it."""
+    """The attributes of an object by name; of a thread, logger or handler those that somebody else gave it."""
     table = dict(objects.attribute_table(value) or {})
-    is_thread = issubclass(type(value), threading.Thread)
-    return {name: held for name, held in table.items() if name not in _OF_THREADS} if is_thread else table
+    if issubclass(type(value), threading.Thread):
+        return {name: held for name, held in table.items() if name not in _OF_THREADS}
+    if issubclass(type(value), logging.Filterer):
+        return {name: held for name, held in table.items() if name not in OF_LOGGERS}
+    return table
 
 
 def _write_attributes(value: Any, before: dict[str, Any]) -> None:

@@ -147,6 +147,7 @@ class CodeTrace(CodeNotes):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        self.names |= self.walk.getter_names
         if self.spared is not None or sys.getprofile() in (self._note, self._note_both):
             sys.setprofile(self._outer)  # Python takes away a profiler that raises
         refusal = self.refusal()
@@ -251,6 +252,10 @@ class CodeTrace(CodeNotes):
                     _log.debug("cannot tell what %s reads: %r", code.co_name, error)
             if not self._depth and code not in self._each_time:
                 self._plain[id(code)] = code
+            first = frame.f_locals.get(code.co_varnames[0]) if is_new and self.spares and code.co_argcount else None
+            if objects.is_machine(type(first)) and self.walk.knows(first):
+                self.spared = f"a {type(first).__module__}.{type(first).__qualname__}"
+                raise _SparedError
             if is_new and self.spares and self.walk.unrestorable is not None and not _is_library(frame):
                 self.spared = self.walk.unrestorable
                 raise _SparedError

@@ -5,6 +5,7 @@ user's classes, without a limit of depth. It reads globals of the functions that
 that runs while a ``CodeTrace`` feeds it. Nothing of the user's is called.
 """
 
+import logging
 import os
 import random
 import threading
@@ -15,6 +16,7 @@ from collections.abc import Collection, Iterator
 from contextvars import ContextVar
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -52,8 +54,10 @@ class StateWalk:
         """Tensors wherever they are held, parameters and buffers included."""
         self.codes: set[types.CodeType] = set()
         """The code of the functions that it met."""
+        self.getter_names: set[str] = set()
+        """The names that the ``operator.attrgetter`` s which it met ask for."""
         self.has_opaque = False
-        """Whether it met something that nobody can compare."""
+        """Whether it met something that nobody can compare, or a cache, which may come to hold such."""
         self.unrestorable: str | None = None
         """Where it met such a thing that belongs to the callable alone: a run may change it for good."""
         self.overflow: str | None = None
@@ -118,19 +122,20 @@ class StateWalk:
         """Whether it met this very object."""
         return id(value) in self._seen
 
-    def change(self) -> str | None:
+    def change(self, names: Collection[str] | None = None) -> str | None:
         """The first of ``changes``, or None; with what to use instead where a cache is among what it met."""
-        change = next(self.changes(), None)
+        change = next(self.changes(names), None)
         if change is None:
             return None
         advice = advice_for(self._seen.values())
         return f"{change} ({advice})" if advice else change
 
-    def changes(self) -> Iterator[str]:
+    def changes(self, names: Collection[str] | None = None) -> Iterator[str]:
         """What is not as it was met, each in words (``Model.cache.layers[1].k was rebound``). Random generators are not
         asked (see ``drew``)."""
         for holder in (*self._holders, *self._bulk.suspects()):
-            how = holder.change()
+            is_thread = issubclass(type(holder.value), threading.Thread)
+            how = holder.change(names if is_thread else None)
             if how is not None:
                 yield told((holder.path, how))
 
@@ -203,6 +208,8 @@ class StateWalk:
             return (("", fn) for fn in objects.functions_in(value))
         if issubclass(kind, types.ModuleType):
             return iter(())
+        if issubclass(kind, random.SystemRandom):
+            return self._opaque_edges(value, path)
         if issubclass(kind, (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)):
             self._generators.append(snapshot.random_holder(path, value))
             return iter(())
@@ -210,6 +217,8 @@ class StateWalk:
             return self._opaque_edges(value, path)
         if self._kinds[kind].is_followed:
             return self._object_edges(value, path)
+        if issubclass(kind, logging.Filterer):
+            return self._attributes(value, path)
         is_ours = objects.home_of(kind).partition(".")[0] == _PACKAGE and "unwrap" in dir(kind)
         return iter([("", value.unwrap())] if is_ours else ())
 
@@ -243,7 +252,7 @@ class StateWalk:
         """What nobody can compare. A thread's own attributes can be put back."""
         self.has_opaque = True
         kind = type(value)
-        if issubclass(kind, threading.local):
+        if issubclass(kind, (threading.local, threading.Thread)):
             return self._object_edges(value, path)
         if not objects.is_machine(kind):
             self.unrestorable = self.unrestorable or told(path)
@@ -263,6 +272,9 @@ class StateWalk:
         elif issubclass(kind, (tuple, frozenset)):
             yield from ((f"[{index}]", inner) for index, inner in enumerate(objects.content(value)))
         elif not slots:
+            if issubclass(kind, attrgetter):
+                self.getter_names.update(part for name in value.__reduce__()[1] for part in str(name).split("."))
+            self.has_opaque |= issubclass(kind, objects.CACHES)
             for inner in objects.referents(value):
                 # What a cache keeps is no state by itself, and its own table must not be written.
                 is_table = issubclass(kind, objects.CACHES) and issubclass(type(inner), dict)
