@@ -252,6 +252,7 @@ class CodeTrace(CodeNotes):
                     _log.debug("cannot tell what %s reads: %r", code.co_name, error)
             if not self._depth and code not in self._each_time:
                 self._plain[id(code)] = code
+            # A method of a lock, event or thread that somebody else holds: nothing could put back what it does.
             first = frame.f_locals.get(code.co_varnames[0]) if is_new and self.spares and code.co_argcount else None
             if objects.is_machine(type(first)) and self.walk.knows(first):
                 self.spared = f"a {type(first).__module__}.{type(first).__qualname__}"
