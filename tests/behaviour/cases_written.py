@@ -605,7 +605,6 @@ unseen("event_read: shared value", lambda: multiprocessing.Value("i", 2), lambda
 unseen("event_read: decimal context", lambda: decimal.Context(prec=5), lambda o: o.prec, row=True)
 unseen("thread_local_read", lambda: type("Local", (threading.local,), {"k": 2.0})(), lambda o: o.k, row=True)
 unseen("attribute given to a thread", lambda: with_attributes(threading.Thread(), k=2), lambda o: o.k)
-unseen("attribute asked of a condition", threading.Condition, lambda o: getattr(o, "k", 2))
 unseen("entry of an array of Python", lambda: array.array("d", [2.0]), lambda o: o[0])
 unseen("memory view", lambda: memoryview(bytearray([2])), lambda o: o[0])
 unseen("text of a file in memory", lambda: io.StringIO("2.0"), lambda o: float(o.getvalue()))
