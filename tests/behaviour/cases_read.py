@@ -450,7 +450,6 @@ read("default factory")(lambda: defaultdict(lambda: 2), lambda h: h.default_fact
 read("attribute")(lambda: Box(k=2.0), lambda h: h.k, put(k=5.0))
 read("attribute of the class, shadowed")(Box, lambda h: h.limit, put(limit=5.0))
 read("attribute that comes")(Box, lambda h: getattr(h, "k", 2.0), put(k=5.0))
-read("attribute that comes to a condition")(threading.Condition, lambda h: getattr(h, "k", 2.0), put(k=5.0))
 read("attribute that goes")(lambda: Box(k=5.0), lambda h: getattr(h, "k", 2.0), lambda h: delattr(h, "k"))
 read("sign of zero")(lambda: Box(k=0.0), lambda h: math.copysign(1, h.k), put(k=-0.0))
 run("number_type_changed", row=True)(lambda: Box(k=2.0), lambda h, x: x.long() * h.k, put(k=2))

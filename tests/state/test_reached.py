@@ -61,7 +61,15 @@ def _member() -> Program:
     return lambda x: x * Kind(key.value).scale, lambda: setattr(Kind.ONE, "scale", 5.0)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("program", [_lines, _memory, _logger, _getter, _member], ids=lambda one: one.__name__)
+def _condition() -> Program:
+    """An attribute that comes to an object of the standard library."""
+    condition = threading.Condition()
+    return lambda x: x * getattr(condition, "k", 2.0), lambda: setattr(condition, "k", 5.0)
+
+
+@pytest.mark.parametrize(
+    "program", [_lines, _memory, _logger, _getter, _member, _condition], ids=lambda one: one.__name__
+)
 def test_what_changes_is_seen(program: Callable[[], Program]) -> None:
     """Each answer is that of a twin which is called eagerly as often."""
     (fn, change), (twin, change_twin) = program(), program()
