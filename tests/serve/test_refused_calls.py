@@ -157,14 +157,6 @@ def test_weights_that_moved_are_released_in_a_refused_call(args: tuple[Any, ...]
     assert not step.entries
 
 
-def test_so_many_looks_are_remembered() -> None:
-    """Refused calls of ever other shapes take no more and more memory."""
-    step, odd = serve(first), Opaque()
-    for width in range(1, 1100):
-        step(torch.ones(ROWS, width), odd)
-    assert len(step._decode.refused) == 1024
-
-
 X = torch.ones(ROWS, 3)
 LOOKS: dict[str, tuple[Any, ...]] = {
     "no object": (X, {"a": [1, 2]}),

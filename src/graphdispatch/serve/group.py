@@ -12,7 +12,7 @@ import torch
 
 from ..axes import Extents
 from ..call.rules import ArgumentRules
-from ..call.signature import Refusal, Signature
+from ..call.signature import Signature
 from ..call.spec import CallSpec, FlatCall
 from ..decide.decision import Decision
 from ..decide.size_table import SizeTable, descriptor_of
@@ -87,8 +87,6 @@ class Route:
         self.is_single = is_single
         """Whether only the calls like the first one are served; others are odd."""
         self.spellings: dict[tuple[Any, ...], Spelling] = {}
-        self.refused: dict[Hashable, Refusal] = {}
-        """By ``look_of``, why calls have no group."""
 
     def descriptor_of(self, size: int) -> BatchDescriptor:
         """What the graph of ``size`` serves."""
@@ -97,11 +95,6 @@ class Route:
     def name_of(self, size: int) -> Hashable:
         """The front end's name for the graph of ``size``, the ``key`` of its entry: a descriptor, rows, or lengths."""
         return self.descriptor or (size.lengths if isinstance(size, Extents) else size)
-
-    def forget_calls(self) -> None:
-        """Forget the forms of calls, with their groups, and what was refused."""
-        self.spellings.clear()
-        self.refused.clear()
 
     @property
     def groups(self) -> list["GraphGroup"]:

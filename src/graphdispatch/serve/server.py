@@ -15,7 +15,6 @@ from torch.autograd import forward_ad
 
 from ..backends import Backend, Pool
 from ..backends.modes import function_modes, is_transformed, trace, transform
-from ..call.look import keep_latest, look_of, shows_all
 from ..call.rules import callable_name
 from ..call.signature import PLAIN_TENSORS, Refusal
 from ..call.spec import VALUES, CallSpec, leaves_of
@@ -40,15 +39,6 @@ from .other_batches import compare, settle
 __all__ = ["Choice", "Server"]
 
 _log = logging.getLogger("graphdispatch")
-
-# These follow from the arguments alone. All others also depend on what the server holds.
-_BY_ARGUMENTS = (
-    Reason.TENSOR_SUBCLASS,
-    Reason.DEVICES_DISAGREE,
-    Reason.DEVICE_UNSUPPORTED,
-    Reason.ROWS_DISAGREE,
-    Reason.UNGUARDED_ARGUMENT,
-)
 
 
 class Choice(NamedTuple):
@@ -117,9 +107,7 @@ class Server(HitPath):
         self.observes = times_replays or options.debug_log_enable
         self._eager_captures = eager_captures
         self._numbers = itertools.count()
-        self._looks: dict[Hashable, bool] = {}
         self._eager_calls = 0
-        """The looks of calls that came once while a group would have had to give way to them."""
         self._has_fitted = False
         """Whether the rules have fitted a call; from then on, one that they do not fit is an odd call."""
 
@@ -204,6 +192,8 @@ class Server(HitPath):
         failure = group.blocked(size)
         if failure is not None:
             return failure.reason, failure.detail
+        if not group.missed_at and self._num_groups > self.max_groups:
+            return Reason.FIRST_SIGHTING, ""
         if self.graphs.is_asleep or self.graphs.is_frozen:
             return (Reason.ASLEEP if self.graphs.is_asleep else Reason.FROZEN), ""
         key, cache = (group.key, size), self.graphs.cache
@@ -234,6 +224,7 @@ class Server(HitPath):
         group, entry, reason = choice.group, choice.entry, choice.decision.reason
         assert group is not None
         if reason is Reason.CAPTURED_NOW:
+            self._give_way(group)
             self.local.decision = Decision.eager(Reason.CALL_RAISED, choice.rows)  # if it does
             return True, self.after_eager(choice, self.graphs.capture, group, choice.leaves, choice.rows, choice.size)
         if entry is not None and reason is Reason.VERIFIED_NOW:
@@ -258,7 +249,7 @@ class Server(HitPath):
     ) -> tuple[GraphGroup, Sequence[Any], int] | Refusal:
         """The group, leaves and rows of a call; makes the group if the call can have one.
 
-        With ``is_call``, no group gives way to a signature that comes for the first time.
+        With ``is_call`` no group with graphs gives way to it yet: one does when it is captured.
         """
         if not route.table.sizes:
             return Refusal(route.without_sizes, "")
@@ -268,21 +259,14 @@ class Server(HitPath):
         if spelling is not None and found is not None:
             spelling.use(found[0])
             return found
-        look = look_of(args, kwargs)
-        if (refused := route.refused.get(look)) is not None:
-            return refused
         spec = spelling.spec if spelling is not None else self._spec(route, args, kwargs)
         if spec is None or (route.is_single and route.spellings):
             return Refusal(Reason.ARGUMENTS_CHANGED, f"the arguments are not those of the graph for {route.key}")
-        if is_call and route.entry is None and self._is_first_at_limit(route, args, kwargs):
-            return Refusal(Reason.FIRST_SIGHTING, "")
         made = self._make_group(route, spec, args, kwargs)
         if isinstance(made, Refusal):
-            if self._follows_from_look(made, route, args, kwargs):
-                keep_latest(route.refused, look, made)
             return made
-        self._give_way(made[0])
         group, leaves = made
+        self._give_way(group, only_idle=is_call)
         spelling = route.spellings.get(key)  # which may have gone with its last group
         if spelling is None:
             route.spellings[key] = Spelling(spec, group)
@@ -291,36 +275,25 @@ class Server(HitPath):
             spelling.use(group)
         return group, leaves, group.signature.match(leaves)
 
-    def _is_first_at_limit(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a group would have to give way to a call that comes for the first time, by its look."""
-        if len(self.graphs.groups) < self.max_groups:
-            return False
-        look = (route.key, look_of(args, kwargs, with_values=True))
-        if self._looks.pop(look, False):
-            return False
-        keep_latest(self._looks, look, True)
-        return True
-
-    def _follows_from_look(self, refusal: Refusal, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether all calls of a refused call's look are refused, whatever the server holds by then."""
-        if refusal.reason is Reason.NO_TENSORS:  # without rules it may read tensors held elsewhere
-            follows = route.rules is not None and bool(route.rules.dynamic)
-        else:  # without a backend, one may be registered
-            follows = refusal.reason in _BY_ARGUMENTS and self.graphs.backend is not None
-        return follows and shows_all((*args, *kwargs.values()))
-
-    def _give_way(self, newcomer: GraphGroup) -> None:
+    def _give_way(self, newcomer: GraphGroup, *, only_idle: bool = False) -> None:
         """Forget the least recently used group if there is one too many: one that is idle, if there is one.
 
         Groups around graphs of others (``Route.entry``) stay. In a cycle over more signatures than the limit, those
-        beyond it make each other give way before they come again: they run eagerly, and are not captured as long as
-        ``capture_after`` is above 1. A group whose captures failed is not idle, so such a cycle does not try them again
-        and again either. With ``capture_after=1``, or if each signature comes a few times and then no more, graphs are
-        captured for all of them.
+        beyond it make each other give way before they come again: they run eagerly, and are not captured. A group whose
+        captures failed is not idle, so such a cycle does not try them again and again either. If each signature comes a
+        few times and then no more, graphs are captured for all of them.
         """
+        if newcomer.route.entry is not None or self._num_groups <= self.max_groups:
+            return
         groups = [group for group in self.graphs.groups.values() if group.route.entry is None and group is not newcomer]
-        if newcomer.route.entry is None and len(groups) >= self.max_groups:
-            self.forget(min(groups, key=lambda group: (not group.is_idle, group.last_used)))
+        oldest = min(groups, key=lambda group: (not group.is_idle, group.last_used))
+        if oldest.is_idle or not only_idle:
+            self.forget(oldest)
+
+    @property
+    def _num_groups(self) -> int:
+        """The groups that count for ``max_groups``; one more while a new one waits for its second call."""
+        return sum(group.route.entry is None for group in self.graphs.groups.values())
 
     def _spec(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSpec | None:
         """The form of a call; None if the only graph of the route is of a call with other arguments."""
@@ -383,7 +356,7 @@ class Server(HitPath):
     def clear(self, *routes: Route) -> None:
         """Release all graphs, and forget the forms and signatures of calls of ``routes``; called with the lock held."""
         for route in routes:
-            route.forget_calls()
+            route.spellings.clear()
         self.graphs.clear()
 
     def drop(self, route: Route) -> None:
@@ -392,7 +365,7 @@ class Server(HitPath):
         for group in route.groups:
             self.graphs.groups.pop(group.key, None)
         route.table = SizeTable((), route.table.mode)
-        route.forget_calls()
+        route.spellings.clear()
 
     def explain(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int = 0) -> str:
         """How such a call, of ``rows`` rows if nothing else tells, would be served now, in one line."""
