@@ -13,10 +13,10 @@ from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason, eager_break, 
 from graphdispatch.backends import get_backend
 from graphdispatch.call.signature import ForeignSignature
 from graphdispatch.call.spec import CallSpec, FlatCall
+from graphdispatch.capture.eager_run import warm_up
 from graphdispatch.capture.piecewise import break_figures
 from graphdispatch.capture.pipeline import capture_entry, verify_entry
 from graphdispatch.capture.request import CaptureRequest
-from graphdispatch.capture.warm_up import warm_up
 from graphdispatch.engines import AdaptiveCUDAGraphWrapper, BatchDescriptor, EntryState
 from graphdispatch.memory.inputs import StaticInputs
 

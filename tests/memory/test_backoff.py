@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from graphdispatch import Reason
 from graphdispatch.errors import ConfigError
-from graphdispatch.memory.backoff import Backoff, Failure, Quarantine
+from graphdispatch.memory.admission import Backoff, Failure, Quarantine
 
 WHY = Reason.CALL_RAISED
 BACKOFFS = st.builds(
@@ -82,14 +82,3 @@ def test_a_passing_failure_is_retried_at_once_and_is_never_the_last() -> None:
     waits = [held.fail("key", 0, Reason.STATE_REBOUND, "", is_passing=True).retry_at for _ in range(4)]
     assert waits == [0, 16, 64, 256]
     assert held.fail("key", 0, WHY, "").retry_at == inf
-
-
-@given(st.lists(st.integers(0, 9), max_size=60), st.integers(1, 5))
-def test_the_keys_that_failed_last_are_remembered(keys: list[int], limit: int) -> None:
-    """At most ``limit`` of them; one that fails again counts as the latest."""
-    held = Quarantine[int](Backoff(1, 1), limit=limit)
-    latest: list[int] = []
-    for key in keys:
-        held.fail(key, 0, WHY, "")
-        latest = [*(other for other in latest if other != key), key][-limit:]
-        assert [key for key in range(10) if held.get(key) is not None] == sorted(latest)

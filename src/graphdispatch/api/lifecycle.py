@@ -6,8 +6,7 @@ from ..call.rules import callable_name
 from ..copying import MadeAnew
 from ..errors import check_type
 from ..memory.accounting import MemoryReport
-from ..serve.graphs import GraphSet
-from ..serve.health import Health
+from ..serve.graphs import GraphSet, Health
 
 if TYPE_CHECKING:
     from ..report import GraphTable, Report

@@ -1,5 +1,7 @@
 """PIECEWISE graphs: graphs between breaks. A replay runs the graphs, and the broken parts eagerly in between.
 
+Breaks are marked by the user. If they are automatic, a module inside which a capture fails becomes one.
+
 Note [values across a break]
     A tensor that one graph makes and a later part reads must keep its memory, although the Python that made it is long
     gone at replay. The piecewise graph holds a strong reference to each such tensor from the moment that a break sees
@@ -13,27 +15,31 @@ Note [whose memory a break returns]
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePath
 from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..backends.base import Capture, Graph, Pool
 from ..backends.operators import is_expanded, is_strided, storage_key, tensors_in, user_line
-from ..call.breaks import ACTIVE
+from ..call.breaks import ACTIVE, eager_break, is_marked, remove_eager_break
 from ..call.spec import describe, is_tensor
+from ..config import CUDAGraphOptions
 from ..errors import CaptureError, ReplayError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import is_same_value
 from ..reasons import Reason
+from .advice import modules_within
 from .request import CaptureRequest
 from .watch import CaptureWatch
 
-__all__ = ["BreakFigures", "Breaking", "EagerPart", "PiecewiseGraph", "break_figures"]
+__all__ = ["AutoBreaks", "BreakFigures", "Breaking", "EagerPart", "PiecewiseGraph", "automatic_breaks", "break_figures"]
 
 
 class BreakFigures(NamedTuple):
@@ -349,3 +355,63 @@ class Breaking:
         returned = {storage_key(tensor) for tensor in tensors_in(results)}
         self.watch.unreturned |= dict.fromkeys(self.watch.storages() - before - returned, name)
         return results, made
+
+
+class AutoBreaks:
+    """The modules of a callable that no graph can hold, with the reasons; at most ``max_breaks``.
+
+    Its owner changes it with the lock of its graphs held.
+    """
+
+    def __init__(self, fn: Callable[..., Any], max_breaks: int, max_eager_share: float) -> None:
+        self._served = (fn, getattr(fn, "__self__", None))
+        self._max_breaks = max_breaks
+        self._max_eager_share = max_eager_share
+        self.reasons: dict[nn.Module, str] = {}
+        """For each module the error, which names the operator and the line."""
+
+    def add(self, error: CaptureError) -> bool:
+        """Break at the innermost module in which the capture failed. Returns False if there is none to break at.
+
+        The served module itself does not count.
+        """
+        if error.reason is not Reason.CAPTURE_UNSAFE or len(self.reasons) >= self._max_breaks:
+            return False
+        for module in modules_within(error):
+            if module in (*self._served, *self.reasons) or is_marked(module):
+                continue
+            self.reasons[module] = str(error)
+            return True
+        return False
+
+    def check_share(self, eager_share: float) -> None:
+        """Raise ``CaptureError`` if breaks run more than the allowed share of the operators: graphs of the little that
+        is left would not pay."""
+        if eager_share > self._max_eager_share:
+            raise CaptureError(
+                f"breaks would run {100 * eager_share:.0f} % of the operators, and max_eager_share allows "
+                f"{100 * self._max_eager_share:.0f} %; {'; '.join(self.reasons.values())}",
+                Reason.CAPTURE_UNSAFE,
+            )
+
+    @contextmanager
+    def marked(self) -> Iterator[None]:
+        """Mark the modules as breaks within the block; marks of the user stay as they are."""
+        fresh = [module for module in self.reasons if not is_marked(module)]
+        try:
+            for module in fresh:
+                eager_break(module)
+            yield
+        finally:
+            for module in fresh:
+                remove_eager_break(module)
+
+    def __len__(self) -> int:
+        return len(self.reasons)
+
+
+def automatic_breaks(fn: Callable[..., Any], options: CUDAGraphOptions) -> AutoBreaks | None:
+    """Where a callable breaks by itself, if the options want that."""
+    if options.breaks != "auto":
+        return None
+    return AutoBreaks(fn, options.max_breaks, options.max_eager_share)

@@ -23,12 +23,11 @@ from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..state.objects import CONSTANTS
 from .advice import advice
-from .autobreak import AutoBreaks
 
 if TYPE_CHECKING:
-    from ..decide.size_table import SizeTable
+    from .piecewise import AutoBreaks
 
-__all__ = ["CaptureRequest", "CaptureResult", "automatic_breaks", "failed_result"]
+__all__ = ["CaptureRequest", "CaptureResult", "failed_result"]
 
 _log = logging.getLogger("graphdispatch")
 
@@ -52,11 +51,9 @@ class CaptureRequest:
     options: CUDAGraphOptions
     rule: OutputRule | None = None
     """How outputs follow the batch, if an earlier capture of the same signature learnt it."""
-    table: "SizeTable | None" = None
-    """The sizes that there are."""
     peers: Sequence[CUDAGraphEntry] = ()
     """The graphs of other sizes of the same signature, in the present state of the callable."""
-    auto_breaks: AutoBreaks | None = None
+    auto_breaks: "AutoBreaks | None" = None
     """The modules to break at; a failed capture adds to them. None if the user's marks are the only breaks."""
     reach: set[int] = field(default_factory=set)
     """The addresses of the storages that the callable reaches: see Note [windows] in ``memory/windows.py``."""
@@ -140,13 +137,6 @@ class CaptureResult:
         """The answer. Drops the error, whose traceback would keep the frames of this call and its batch alive."""
         self.error = None
         return self.answer
-
-
-def automatic_breaks(fn: Callable[..., Any], options: CUDAGraphOptions) -> AutoBreaks | None:
-    """Where a callable breaks by itself, if the options want that."""
-    if options.breaks != "auto":
-        return None
-    return AutoBreaks(fn, options.max_breaks, options.max_eager_share)
 
 
 def failed_result(request: CaptureRequest, answer: Any, error: Exception, stage: str) -> CaptureResult:

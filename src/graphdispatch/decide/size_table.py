@@ -1,8 +1,8 @@
 """The immutable table of capture sizes: which of them serves a batch, or why none does."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from ..axes import HIDDEN, ROWS, Axis, Extents, lengths_of, pack
 from ..config import ResolvedConfig
@@ -11,14 +11,38 @@ from ..errors import ConfigError, shown
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from .decision import Decision
-from .memo import Memo
 
-__all__ = ["SizeTable", "descriptor_of"]
+__all__ = ["Memo", "SizeTable", "descriptor_of"]
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 _HIDDEN = (
     "a mask hides a whole row, so that what is real in it would depend on padding; leave such rows out, or give the "
     "mask a pad rule, which says that this does not matter"
 )
+
+
+class Memo(dict[K, V], Generic[K, V]):
+    """``memo[question]`` is ``answer(question)``, computed once. When ``most`` answers are kept, all are dropped.
+
+    A kept answer costs one lookup. Thread-safe: two threads that ask the same at once may both compute the answer. What
+    ``answer`` raises passes through, and nothing is kept.
+    """
+
+    __slots__ = ("_answer", "_most")
+
+    def __init__(self, answer: Callable[[K], V], most: int = 65536) -> None:
+        super().__init__()
+        self._answer = answer
+        self._most = most
+
+    def __missing__(self, question: K) -> V:
+        answer = self._answer(question)
+        if len(self) >= self._most:
+            self.clear()
+        self[question] = answer
+        return answer
 
 
 class SizeTable:

@@ -17,7 +17,7 @@ from ..memory.outputs import OutputView as OutputView
 from ..modes import CUDAGraphMode as CUDAGraphMode
 from ..modes import DispatchMode as DispatchMode
 from ..modes import EntryState as EntryState
-from ..serve.health import Health as Health
+from ..serve.graphs import Health as Health
 from ..sizes import named_sizes as named_sizes
 from ..stats import CUDAGraphStats as CUDAGraphStats
 from ..stats import EvictionReason as EvictionReason

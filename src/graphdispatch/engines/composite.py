@@ -17,7 +17,7 @@ from ..copying import MadeAnew
 from ..descriptors import DispatchKey
 from ..errors import ConfigError, ReplayError, check_callable, check_type, shown
 from ..forking import make_lock
-from ..memory.backoff import Backoff, Failure, Quarantine
+from ..memory.admission import Backoff, Failure, Quarantine
 from ..memory.entry import CUDAGraphEntry
 from ..reasons import Reason
 from .dispatcher import CudagraphDispatcher

@@ -20,7 +20,7 @@ from types import MappingProxyType
 
 from ..copying import MadeAnew
 from ..decide.decision import Decision
-from ..decide.memo import Memo
+from ..decide.size_table import Memo
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, FallbackError, shown
 from ..modes import CUDAGraphMode

@@ -19,8 +19,7 @@ from ..call.rules import ArgumentRules
 from ..config import CUDAGraphOptions
 from ..copying import NotCopied
 from ..decide.decision import Decision
-from ..decide.memo import Memo
-from ..decide.size_table import SizeTable
+from ..decide.size_table import Memo, SizeTable
 from ..descriptors import BatchDescriptor, DispatchKey
 from ..errors import CaptureError, ConfigError, shown
 from ..forking import make_lock

@@ -5,21 +5,22 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..backends import Backend, Pool, get_backend
 from ..call.rules import ArgumentRules, callable_name
 from ..call.signature import ForeignSignature, Refusal, Signature, device_of, no_tensors, refusal
 from ..call.spec import CallSpec, FlatCall
+from ..capture.eager_run import warm_up
+from ..capture.piecewise import automatic_breaks
 from ..capture.pipeline import capture_entry, verify_entry
-from ..capture.request import CaptureRequest, CaptureResult, automatic_breaks
-from ..capture.warm_up import warm_up
+from ..capture.request import CaptureRequest, CaptureResult
 from ..config import CUDAGraphOptions
 from ..descriptors import size_text
 from ..errors import BackendError, GraphDispatchError
 from ..forking import make_rlock
 from ..memory.accounting import MemoryReport, bytes_of, memory_report
-from ..memory.backoff import Quarantine
+from ..memory.admission import Quarantine
 from ..memory.cache import GraphCache, StateKey, Victim
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
@@ -29,14 +30,54 @@ from ..memory.windows import storages_of
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard
-from ..stats import EvictionReason
+from ..stats import CUDAGraphStats, EvictionReason
+from ..units import count, percent
 from .group import RETRY, GraphGroup, Route
-from .health import FIRST_CAPTURES, Health
 from .share import TimeShare
 
-__all__ = ["GraphSet"]
+__all__ = ["FIRST_CALLS", "FIRST_CAPTURES", "GraphSet", "Health"]
 
 _log = logging.getLogger("graphdispatch")
+
+FIRST_CALLS = 1000
+"""After so many calls the log says once if graphs serve fewer than half."""
+FIRST_CAPTURES = 32
+"""After so many captures it says once if half of the graphs are gone."""
+_MOST_CAUSES = 3
+
+
+class Health(NamedTuple):
+    """Whether graphs serve at least half of the calls, and stay.
+
+    Attributes:
+        calls: All calls.
+        share: The share of them that graphs served; 0.0 before the first.
+        captures: The graphs that were captured.
+        lost: Those of them that were evicted.
+        causes: The three commonest reasons of the other calls, each with its number.
+    """
+
+    calls: int
+    share: float
+    captures: int
+    lost: int
+    causes: tuple[tuple[Reason, int], ...]
+
+    @classmethod
+    def of(cls, stats: CUDAGraphStats) -> "Health":
+        """What the counters tell now."""
+        causes = stats.reasons.copy().most_common(_MOST_CAUSES)
+        return cls(stats.calls, stats.graph_ratio, stats.captures, stats.evictions, tuple(causes))
+
+    @property
+    def is_well(self) -> bool:
+        """Whether graphs serve at least half of the calls, and fewer than half of many captured graphs are gone."""
+        return self.share >= 0.5 and (self.captures < FIRST_CAPTURES or 2 * self.lost < self.captures)
+
+    def __str__(self) -> str:
+        causes = "".join(f"; {reason}, {count(number)} times: {reason.text}" for reason, number in self.causes)
+        lost = f", and {count(self.lost)} of {count(self.captures)} graphs are gone" if self.lost else ""
+        return f"graphs serve {percent(self.share)} of {count(self.calls)} calls{lost}{causes}"
 
 
 class GraphSet:
@@ -403,7 +444,6 @@ class GraphSet:
             backend=backend,
             options=self.options,
             rule=group.rule,
-            table=group.route.table,
             peers=[one for one in group.all_entries if one.guard is not None and one.guard.holds()],
             auto_breaks=self.auto_breaks,
             reach=storages_of(self.guard._tensors),

@@ -17,7 +17,7 @@ from ..call.spec import CallSpec, FlatCall
 from ..decide.decision import Decision
 from ..decide.size_table import SizeTable, descriptor_of
 from ..descriptors import BatchDescriptor
-from ..memory.backoff import Backoff, Failure, Quarantine
+from ..memory.admission import Backoff, Failure, Quarantine
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..memory.outputs import OutputRule

@@ -30,9 +30,8 @@ from ..memory.windows import WINDOWS, storages_of
 from ..reasons import Reason
 from ..state.guards import StateGuard, wants_gradient
 from ..stats import EvictionReason
-from .graphs import GraphSet
+from .graphs import FIRST_CALLS, GraphSet, Health
 from .group import GraphGroup, Route, Spelling
-from .health import FIRST_CALLS, Health
 from .hit import HitPath
 from .other_batches import compare, settle
 
