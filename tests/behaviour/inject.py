@@ -195,5 +195,5 @@ def nothing_left_behind(step: Any) -> Iterator[None]:
         assert are_free(graphs.lock, *([graphs.pool.lock] if graphs.pool is not None else []))
         step.check_integrity()
         for group in graphs.groups.values():
-            for entry in group.entries.values():
+            for entry in group.all_entries:
                 assert any(entry is kept for kept in graphs.cache), "an entry that its cache does not know"

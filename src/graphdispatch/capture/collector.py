@@ -6,45 +6,44 @@ batch collects once, after the last.
 """
 
 import gc
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
 
 from ..forking import make_lock, renew_in_child
 
 __all__ = ["paused_collector", "swept_collector"]
 
 
-class _Pauses(threading.local):
-    """The pauses under way, of this thread and of all together."""
+class _Pauses:
+    """The pauses under way in all threads. The first one stops the collector, and the last one starts it again."""
 
-    own = 0
-    lock = make_lock()
-    states: ClassVar[list[bool]] = []
-    """For each pause of any thread, whether the collector ran before it; the last to end pops the first."""
+    def __init__(self) -> None:
+        self._lock = make_lock()
+        self._number = 0
+        self._was_enabled = False
+        renew_in_child(self)
 
     def begin(self) -> None:
-        with self.lock:
-            self.own += 1
-            self.states.append(gc.isenabled())
-            gc.disable()
+        with self._lock:
+            if not self._number:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._number += 1
 
     def end(self) -> None:
-        with self.lock:
-            self.own -= 1
-            if self.states.pop():
+        with self._lock:
+            self._number = max(self._number - 1, 0)
+            if not self._number and self._was_enabled:
                 gc.enable()
 
     def after_fork(self) -> None:
-        """Only the pauses of this thread go on: see Note [after a fork] in ``forking.py``."""
-        if self.states and not self.own and self.states[0]:
+        """No pause goes on in a child, where most of the threads are gone: see Note [after a fork] in ``forking.py``."""
+        if self._number and self._was_enabled:
             gc.enable()
-        del self.states[self.own :]
+        self._number = 0
 
 
 _PAUSES = _Pauses()
-renew_in_child(_PAUSES)
 
 
 @contextmanager

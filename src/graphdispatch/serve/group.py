@@ -196,10 +196,8 @@ class GraphGroup:
     signature: Signature
     inputs: StaticInputs
     failures: Quarantine[int]
-    entries: dict[int, CUDAGraphEntry] = field(default_factory=dict)
-    """By size, the entry that served last, or was captured last."""
-    parked: dict[int, tuple[CUDAGraphEntry, ...]] = field(default_factory=dict)
-    """By size, the entries of other states of the callable; the latest first."""
+    entries: dict[int, tuple[CUDAGraphEntry, ...]] = field(default_factory=dict)
+    """By size, the entries of all states of the callable: first the one that served last, or was captured last."""
     misses: Counter[int] = field(default_factory=Counter)
     """By size, the calls that no graph served; they are the clock of ``failures``. Counted without the lock, too."""
     past_replays: Counter[int] = field(default_factory=Counter)
@@ -229,11 +227,11 @@ class GraphGroup:
     @property
     def all_entries(self) -> list[CUDAGraphEntry]:
         """The entries of all sizes and states."""
-        return [*self.entries.values(), *(entry for entries in list(self.parked.values()) for entry in entries)]
+        return [entry for entries in list(self.entries.values()) for entry in entries]
 
-    def of_size(self, size: int) -> list[CUDAGraphEntry]:
+    def of_size(self, size: int) -> tuple[CUDAGraphEntry, ...]:
         """The entries of one size, of all states: the latest used first."""
-        return [*([self.entries[size]] if size in self.entries else []), *self.parked.get(size, ())]
+        return self.entries.get(size, ())
 
     @property
     def num_calls(self) -> int:
@@ -251,9 +249,10 @@ class GraphGroup:
         if rows < 0 or self.wants_example:
             return None
         decision = self.decide(rows)
-        entry = self.entries.get(decision.size) if decision.mode.has_graphs() else None
-        if entry is None or not entry.may_pad(decision.rows):
+        entries = self.of_size(decision.size) if decision.mode.has_graphs() else ()
+        if not entries or not entries[0].may_pad(decision.rows):
             return None
+        entry = entries[0]
         if entry.state is not EntryState.VERIFIED and not (entry.serves_one_batch and decision.rows == entry.size):
             return None
         if entry.proof is not None and entry.proof.assumed and decision.rows != entry.size:
@@ -275,7 +274,7 @@ class GraphGroup:
                 return entry
         return None
 
-    def keep(self, entry: CUDAGraphEntry) -> list[CUDAGraphEntry]:
+    def keep(self, entry: CUDAGraphEntry) -> tuple[CUDAGraphEntry, ...]:
         """Serve by ``entry`` from now on, as soon as it is verified. Returns what is one too many of its size."""
         self._put_first(entry)
         self.rule = entry.outputs.rule
@@ -284,21 +283,19 @@ class GraphGroup:
         return self.of_size(entry.size)[_MOST_STATES:]
 
     def _put_first(self, entry: CUDAGraphEntry) -> None:
-        if self.entries.get(entry.size) is not entry:
-            others = tuple(other for other in self.of_size(entry.size) if other is not entry)
-            self.entries[entry.size], self.parked[entry.size] = entry, others
+        known = self.of_size(entry.size)
+        if known[:1] != (entry,):
+            self.entries[entry.size] = (entry, *(other for other in known if other is not entry))
             self.hits.clear()
 
     def drop(self, entry: CUDAGraphEntry) -> None:
         """Forget an entry, if it is one of the group's."""
         size = entry.size
-        kept = [other for other in self.of_size(size) if other is not entry]
-        if len(kept) < len(self.of_size(size)):
+        if entry in self.of_size(size):
             self.past_replays[size] += entry.replay_count
-            self.entries.pop(size)
-            self.parked.pop(size, None)
+            kept = tuple(other for other in self.entries.pop(size) if other is not entry)
             if kept:
-                self.entries[size], self.parked[size] = kept[0], tuple(kept[1:])
+                self.entries[size] = kept
             self.hits.clear()
 
     def quarantine(self, size: int, reason: Reason, detail: str, *, is_final: bool = False) -> None:

@@ -150,7 +150,8 @@ class Server(HitPath):
         if reason is None:
             reason, detail = self._eager_reason(group, leaves, rows, size, entry)
         if reason is None:
-            return Choice(decision.as_mode(group.entries[size].mode), group, leaves, rows, size, entry)
+            assert entry is not None
+            return Choice(decision.as_mode(entry.mode), group, leaves, rows, size, entry)
         choice = Choice(Decision.eager(reason, rows, detail), group, leaves, rows, size, entry)
         if reason in (Reason.CAPTURED_NOW, Reason.VERIFIED_NOW) and self._has_to_wait(choice):
             return choice._replace(decision=Decision.eager(Reason.CAPTURE_WAITS, rows, self.graphs.share.detail))
@@ -389,9 +390,7 @@ class Server(HitPath):
         result = self.graphs.share.pay(choice.kind, partial(run, *args))
         if result.reason is not decision.reason:
             decision = Decision.eager(result.reason, choice.rows, result.detail)
-        self.count_eager(decision)
-        if self.strict and not decision.reason.leads_to_graph:
-            raise FallbackError(decision.explain(), decision.reason) from result.error
+        self.count_eager(decision, result.error)
         answer = result.take_answer()
         if result.entry is not None:
             answer = result.entry.with_values(answer, choice.rows)
@@ -440,8 +439,6 @@ class Server(HitPath):
     def run_eagerly(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the callable, and count why. Raises ``FallbackError`` with ``strict``. Needs no lock."""
         self.count_eager(decision)
-        if self.strict and not decision.reason.leads_to_graph:
-            raise FallbackError(decision.explain(), decision.reason)
         run, share = WINDOWS.begin(self._reach), self.graphs.share
         started = share.clock()
         try:
@@ -451,8 +448,11 @@ class Server(HitPath):
             WINDOWS.end(run)
             self.local.decision = decision  # the callable may have called this object, too
 
-    def count_eager(self, decision: Decision) -> None:
-        """Count a call whose answer is eager's. The first one for each reason is a line of the log."""
+    def count_eager(self, decision: Decision, cause: BaseException | None = None) -> None:
+        """Count a call whose answer is eager's. The first one for each reason is a line of the log.
+
+        Raises ``FallbackError`` from ``cause`` with ``strict``, unless the call leads to a graph.
+        """
         self.local.decision, reason = decision, decision.reason
         if self.stats.record_eager(reason, decision.rows) and not reason.leads_to_graph:
             told = decision.detail or reason.text
@@ -460,6 +460,8 @@ class Server(HitPath):
         self._eager_calls += 1  # which may lose one of another thread
         if self._eager_calls == FIRST_CALLS // 2 + 1 and self.stats.calls <= FIRST_CALLS:
             _log.warning("%s: %s", callable_name(self.fn), Health.of(self.stats))
+        if self.strict and not reason.leads_to_graph:
+            raise FallbackError(decision.explain(), reason) from cause
 
     def _reach(self) -> set[int]:
         return storages_of(self.graphs.guard._tensors)
