@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, register_random, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
-from graphdispatch.capture import attempt, gain
+from graphdispatch.capture import gain, pipeline
 from graphdispatch.native import tape
 
 LONGEST_ID = 60
@@ -113,7 +113,7 @@ def no_gain_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
         return 0.0
 
     monkeypatch.setattr(gain, "seconds_of", seconds)
-    monkeypatch.setattr(attempt, "seconds_of", seconds)
+    monkeypatch.setattr(pipeline, "seconds_of", seconds)
 
 
 @pytest.fixture(autouse=True)

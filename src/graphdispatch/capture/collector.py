@@ -37,7 +37,7 @@ class _Pauses:
                 gc.enable()
 
     def after_fork(self) -> None:
-        """No pause goes on in a child, where most of the threads are gone: see Note [after a fork] in ``forking.py``."""
+        """No pause goes on in a child, which has one thread: see Note [after a fork] in ``forking.py``."""
         if self._number and self._was_enabled:
             gc.enable()
         self._number = 0

@@ -1,7 +1,6 @@
 """What a graph gains: the time of its replay beside that of an eager run of as many rows."""
 
 from collections.abc import Callable
-from typing import Any
 
 from ..errors import CaptureError
 from ..memory.entry import CUDAGraphEntry
@@ -9,10 +8,11 @@ from ..modes import CUDAGraphMode
 from ..native.tape import TAPE
 from ..reasons import Reason
 from ..stats import Gain
+from .attempt import CaptureAttempt
 from .eager_run import EagerRun
 from .request import CaptureRequest
 
-__all__ = ["may_be_timed", "measure_gain", "seconds_of"]
+__all__ = ["measure_gain", "seconds_of"]
 
 _PAIRS = 5
 _LONG_PAIRS = 2
@@ -22,7 +22,38 @@ _LEAST_LOSS_S = 25e-6
 _LEAST_RATIO = 1.05
 
 
-def may_be_timed(request: CaptureRequest, eager: EagerRun, entry: CUDAGraphEntry) -> bool:
+def measure_gain(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
+    """Time an eager run of a full batch beside the replay that was compared, where it can be timed, and note it.
+
+    If the request judges gains and the replay seems slower, up to five eager runs and replays are timed in turns, or
+    two pairs of more than 0.2 s. It is slower if each replay takes longer than all eager runs but one, by 5 % and
+    25 us, or by 100 us where eager runs are shorter than that.
+
+    Raises ``CaptureError`` (``NO_GAIN``) for a graph that is judged slower.
+    """
+    request = attempt.request
+    if not _may_be_timed(request, attempt.eager, entry):
+        return
+    attempt.start_over("timing an eager run beside a replay")
+    attempt.load()
+    values = request.static_values()
+
+    def replay() -> None:
+        attempt.load()
+        attempt.replay(entry)
+
+    eager, graph = [seconds_of(request, lambda: request.call(values))], [attempt.replay_s]
+    most = _LONG_PAIRS if eager[0] + graph[0] > _LONG_PAIR_S else _PAIRS
+    while request.judges_gain and _is_slower(eager, graph) and len(graph) < most:
+        eager.append(seconds_of(request, lambda: request.call(values)))
+        graph.append(seconds_of(request, replay))
+    entry.gain = gain = Gain(min(eager) * 1e3, min(graph) * 1e3)
+    if request.judges_gain and _is_slower(eager, graph):
+        times = f"a replay took {gain.replay_ms * 1e3:.0f} us and an eager run {gain.eager_ms * 1e3:.0f} us"
+        raise CaptureError(f"{times}, {len(eager)} of each; {Reason.NO_GAIN.text}", Reason.NO_GAIN)
+
+
+def _may_be_timed(request: CaptureRequest, eager: EagerRun, entry: CUDAGraphEntry) -> bool:
     """Whether the call can be run once more for nothing but its time: it writes nothing of others and draws no numbers.
 
     While the CPU tape is being compiled, replays take longer than they will.
@@ -43,29 +74,6 @@ def seconds_of(request: CaptureRequest, run: Callable[[], object]) -> float:
     run()
     stream.synchronize()
     return request.clock() - started
-
-
-def measure_gain(
-    request: CaptureRequest, replay_s: float, run_eagerly: Callable[[], Any], replay: Callable[[], Any]
-) -> Gain:
-    """Time an eager run beside a replay that took ``replay_s``, both of a full batch.
-
-    If the request judges gains and the replay seems slower, up to five eager runs and replays are timed in turns, or
-    two pairs of more than 0.2 s. It is slower if each replay takes longer than all eager runs but one, by 5 % and
-    25 us, or by 100 us where eager runs are shorter than that.
-
-    Raises ``CaptureError`` (``NO_GAIN``) for a graph that is judged slower.
-    """
-    eager, graph = [seconds_of(request, run_eagerly)], [replay_s]
-    most = _LONG_PAIRS if eager[0] + replay_s > _LONG_PAIR_S else _PAIRS
-    while request.judges_gain and _is_slower(eager, graph) and len(graph) < most:
-        eager.append(seconds_of(request, run_eagerly))
-        graph.append(seconds_of(request, replay))
-    gain = Gain(min(eager) * 1e3, min(graph) * 1e3)
-    if request.judges_gain and _is_slower(eager, graph):
-        times = f"a replay took {gain.replay_ms * 1e3:.0f} us and an eager run {gain.eager_ms * 1e3:.0f} us"
-        raise CaptureError(f"{times}, {len(eager)} of each; {Reason.NO_GAIN.text}", Reason.NO_GAIN)
-    return gain
 
 
 def _is_slower(eager: list[float], graph: list[float]) -> bool:

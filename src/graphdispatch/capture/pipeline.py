@@ -14,15 +14,24 @@ While torch's profiler is on, each capture and each comparison is a range of it:
 
 from ..backends.profiling import profiler_range
 from ..call.rules import graph_name
+from ..errors import CaptureError, GraphDispatchError, VerificationError
 from ..memory.entry import CUDAGraphEntry
+from ..memory.outputs import check_values
+from ..memory.proof import RowProof
 from ..memory.windows import WINDOWS
-from ..modes import EntryState
+from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from .attempt import CaptureAttempt
 from .collector import paused_collector
-from .eager_run import EagerRun, load_static_inputs, run_eagerly
+from .eager_run import EagerRun, check_may_capture, load_static_inputs, run_eagerly
+from .gain import measure_gain, seconds_of
 from .known_run import is_known, run_known
+from .make_entry import grow_guard, make_entry
+from .probes import BY_RULE
+from .prover import RowProver
+from .recording import record
 from .request import CaptureRequest, CaptureResult, failed_result
+from .verify import check_padding_writes, check_replay
 
 __all__ = ["capture_entry", "verify_entry"]
 
@@ -37,7 +46,7 @@ def capture_entry(request: CaptureRequest) -> CaptureResult:
     ``KeyboardInterrupt`` and its like, after everything was put back; ``DeviceLostError`` if nothing can be served any
     more; ``CaptureError`` if what was written cannot be put back.
     """
-    return _attempt(request, None)
+    return _in_window(request, None)
 
 
 def verify_entry(request: CaptureRequest, entry: CUDAGraphEntry) -> CaptureResult:
@@ -47,7 +56,7 @@ def verify_entry(request: CaptureRequest, entry: CUDAGraphEntry) -> CaptureResul
     capture once more.
     """
     is_other = entry.state is not EntryState.CAPTURED or entry.differs(request.values)
-    result = _attempt(request, entry)
+    result = _in_window(request, entry)
     if result.entry is None:
         entry.state = EntryState.FAILED
     elif is_other and not entry.depends_on_padding(request.rows):  # else only the padding was looked at
@@ -55,11 +64,16 @@ def verify_entry(request: CaptureRequest, entry: CUDAGraphEntry) -> CaptureResul
     return result
 
 
-def _attempt(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureResult:
-    """Run the call eagerly, then verify the entry ``known``, or capture one if there is none."""
+def _in_window(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureResult:
+    """Verify the entry ``known``, or capture one if there is none, while nobody else writes what the call reaches."""
     with WINDOWS.capturing(request.reach, request.pool) as is_alone:
         if is_alone:
-            return _attempt_alone(request, known)
+            span = profiler_range("capture" if known is None else "verify", graph_name(request.call.fn, request.key))
+            # The walks over Python state make many objects, for which the collector would look at all memory.
+            pause = paused_collector(request.options.gc_disable)
+            with pause, request.pool.lock, request.backend.watched(), span:
+                request.pool.order_after_last_use()
+                return _run(request, known)
     answer = None
     if request.keep_effects:
         run = WINDOWS.begin(lambda: request.reach)
@@ -70,41 +84,132 @@ def _attempt(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureRe
     return CaptureResult(answer, None, Reason.STATE_SHARED, Reason.STATE_SHARED.text)
 
 
-def _attempt_alone(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureResult:
-    span = profiler_range("capture" if known is None else "verify", graph_name(request.call.fn, request.key))
-    # The walks over Python state make many short-lived objects, which would have the collector look at all memory.
-    pause = paused_collector(request.options.gc_disable)
-    with pause, request.pool.lock, request.backend.watched(), span:
-        request.pool.order_after_last_use()
-        candidates = request.peers if known is None else [known]
-        alike = next((entry for entry in candidates if is_known(request, entry)), None)
-        eager: EagerRun | CaptureResult
-        seconds = 0.0
-        if alike is not None:
-            answer, seconds, run = run_known(request, alike, captures=known is None)
-            alike.is_known = run is not None
-            done = (Reason.CAPTURE_WAITS, _UNLIKE) if known is None else (Reason.VERIFIED_NOW, "")
-            eager = run or CaptureResult(answer, known, *done, answer_s=seconds)
+def _run(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureResult:
+    """The eager run; then the capture or the comparison, after which one execution's effects are put back."""
+    eager, seconds = _run_eagerly(request, known)
+    if isinstance(eager, CaptureResult):
+        return eager
+    attempt = CaptureAttempt(request, eager)
+    try:
+        if known is None:
+            return CaptureResult(eager.answer, _capture(attempt), Reason.CAPTURED_NOW, answer_s=seconds)
+        _verify(attempt, known)
+        if known.proof is not None and known.depends_on_padding(request.rows):
+            return CaptureResult(eager.answer, known, known.proof.reason, known.proof.text)
+        return CaptureResult(eager.answer, known, Reason.VERIFIED_NOW, answer_s=seconds)
+    except Exception as error:
+        if known is not None:
+            known.state = EntryState.FAILED
+        return failed_result(request, eager.answer, error, attempt.stage)
+    finally:
+        attempt.restore()
+
+
+def _run_eagerly(request: CaptureRequest, known: CUDAGraphEntry | None) -> tuple[EagerRun | CaptureResult, float]:
+    """The eager run of the call, or what comes of the call if no graph can follow; and the seconds of a plain run.
+
+    It is not watched again where that of a graph of the callable only computed. In a prewarm it is the warm-up, too.
+    """
+    alike = next((one for one in (request.peers if known is None else [known]) if is_known(request, one)), None)
+    if alike is not None:
+        answer, seconds, run = run_known(request, alike, captures=known is None)
+        alike.is_known = run is not None
+        if run is not None:
+            return run, seconds
+        reason, detail = (Reason.CAPTURE_WAITS, _UNLIKE) if known is None else (Reason.VERIFIED_NOW, "")
+        return CaptureResult(answer, known, reason, detail, answer_s=seconds), seconds
+    in_place = known is None and not request.keep_effects and not request.is_padded
+    failed = load_static_inputs(request) if in_place else None
+    eager = failed or run_eagerly(request, on_static_inputs=in_place)
+    if known is not None:
+        known.is_known = True
+    return eager, 0.0
+
+
+def _capture(attempt: CaptureAttempt) -> CUDAGraphEntry:
+    """Warm up, record and compare; returns a complete entry.
+
+    Raises ``CaptureError``, ``VerificationError`` or ``ReplayError`` if there can be no graph, and whatever the
+    callable raises in one of these runs.
+    """
+    request, eager = attempt.request, attempt.eager
+    check_may_capture(request, eager)
+    started = request.clock()
+    for _ in range(request.options.warmup_iterations - eager.warms_up):
+        attempt.warm_up()
+    recording = record(attempt)
+    entry = None
+    try:
+        entry = make_entry(attempt, recording)
+        entry.capture_time_ms = (request.clock() - started) * 1e3
+        if request.options.verify:
+            # A caller's call leaves the proof to the first padded one behind it.
+            _compare(attempt, entry, proves=not request.keep_effects)
+            measure_gain(attempt, entry)
         else:
-            in_place = known is None and not request.keep_effects and not request.is_padded
-            failed = load_static_inputs(request) if in_place else None
-            eager = failed or run_eagerly(request, on_static_inputs=in_place)
-            if known is not None:
-                known.is_known = True
-        if isinstance(eager, CaptureResult):
-            return eager
-        attempt = CaptureAttempt(request, eager)
-        try:
-            if known is None:
-                return CaptureResult(eager.answer, attempt.capture(), Reason.CAPTURED_NOW, answer_s=seconds)
-            eager.draws |= known.uses_rng  # as the replay will, whatever branch eager took
-            attempt.verify(known)
-            if known.proof is not None and known.depends_on_padding(request.rows):
-                return CaptureResult(eager.answer, known, known.proof.reason, known.proof.text)
-            return CaptureResult(eager.answer, known, Reason.VERIFIED_NOW, answer_s=seconds)
-        except Exception as error:
-            if known is not None:
-                known.state = EntryState.FAILED
-            return failed_result(request, eager.answer, error, attempt.stage)
-        finally:
-            attempt.restore()
+            entry.state = EntryState.VERIFIED
+            entry.trust()
+    except BaseException:
+        (recording.graph.reset if entry is None else entry.release)()
+        raise
+    return entry
+
+
+def _verify(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
+    """Compare the entry's replay on this batch with the eager run. Raises as ``_capture`` does."""
+    request, eager = attempt.request, attempt.eager
+    eager.draws |= entry.uses_rng  # as the replay will, whatever branch eager took
+    check_may_capture(request, eager)
+    writes = entry.written is not None or any(not entry.inputs.specs[i].spans for i in entry.mutated)
+    if writes or entry.mode is not CUDAGraphMode.FULL:  # else it writes its rows at most
+        attempt.warm_up()
+    check_values(eager.opened, entry.output)
+    try:
+        _compare(attempt, entry, proves=request.is_padded)
+    except (CaptureError, VerificationError) as error:
+        # A graph of full batches is not wrong because padding changes the real rows of this one.
+        found = _find_dependence(attempt, entry, error) if request.is_padded and entry.proof is None else None
+        if found is None:
+            raise
+        entry.program.proof = found
+
+
+def _compare(attempt: CaptureAttempt, entry: CUDAGraphEntry, *, proves: bool) -> None:
+    """Replay this batch from where the eager run began, compare, and note in the entry what the batch tested. With
+    ``proves`` find out whether rows are independent, if that is not known."""
+    request, eager = attempt.request, attempt.eager
+    attempt.start_over(f"comparing the replay of {request.rows} rows with eager")
+    prover = RowProver(attempt, entry)
+    load_s = seconds_of(request, attempt.load)
+    proves = proves and prover.is_wanted
+    alike = request.inputs.alike(request.size) if proves else {}
+    attempt.replay_s = load_s + seconds_of(request, lambda: attempt.replay(entry))
+    if eager.effects.uses_rng is not entry.uses_rng and not request.is_piecewise:
+        what = "draw no random numbers" if entry.uses_rng else "draw random numbers"
+        raise VerificationError(f"{request.rows} rows {what}, unlike the graph of {request.size}")
+    check_replay(request, eager, entry)
+    if request.is_padded:
+        check_padding_writes(request, eager, attempt.warm_run.regions)
+    if proves:
+        if not prover.is_ample:
+            entry.program = entry.program.apart()
+        entry.program.proof = prover.prove(alike).after(entry.proof)
+    if request.tells_numbers():
+        grow_guard(attempt, entry)
+        entry.compared.note(request.rows, request.size)
+    if entry.metadata is not None:
+        entry.metadata.note(request.values)
+
+
+def _find_dependence(attempt: CaptureAttempt, entry: CUDAGraphEntry, error: GraphDispatchError) -> RowProof | None:
+    """What shows that real rows depend on padding, after a comparison of the first padded batch failed; or None."""
+    request = attempt.request
+    if isinstance(error, CaptureError):
+        is_cause = error.reason is Reason.PADDING_WRITES_STATE
+        return RowProof(False, True, BY_RULE.name, str(error), error.reason) if is_cause else None
+    attempt.start_over(f"asking whether {request.rows} rows depend on padding")
+    attempt.load()
+    alike = request.inputs.alike(request.size)
+    attempt.replay(entry)
+    proof = RowProver(attempt, entry).prove(alike)
+    return None if proof.independent else proof

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from functools import partial
 from itertools import chain, dropwhile, islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -28,7 +28,7 @@ from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import first_rows
 from ..memory.proof import RowProof
 from ..reasons import Reason
-from .eager_run import EagerRun
+from .attempt import CaptureAttempt
 from .probes import (
     BY_RULE,
     Make,
@@ -46,15 +46,11 @@ from .probes import (
     uniform,
     wide,
 )
-from .request import CaptureRequest
+from .regions import Region
 from .state_probes import difference_apart, writes_more_with_fewer_rows
 from .verify import difference, tolerance_for
 
-if TYPE_CHECKING:
-    from .attempt import CaptureAttempt
-    from .regions import Region
-
-__all__ = ["RowProver", "differing"]
+__all__ = ["RowProver"]
 
 
 _FEW = 2
@@ -86,18 +82,13 @@ class RowProver:
     loads the first so many rows and a padding, and replays.
     """
 
-    def __init__(
-        self,
-        request: CaptureRequest,
-        eager: EagerRun,
-        entry: CUDAGraphEntry,
-        attempt: "CaptureAttempt",
-    ) -> None:
+    def __init__(self, attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
+        request = attempt.request
         self._axes = request.inputs.axes
         lengths = zip(lengths_of(self._axes, request.rows), lengths_of(self._axes, request.size), strict=True)
         self.rows = pack(self._axes, [own if own != full else (full + 1) // 2 for own, full in lengths])
         self._request = request
-        self._eager = eager
+        self._eager = attempt.eager
         self._entry = entry
         self._attempt = attempt
         self._along: Sequence[Axis] = ()
@@ -188,7 +179,7 @@ class RowProver:
             return
         base = self._read()
         for rows in (self._elements(backwards=True), *self._signed(large)):
-            if not self._takes(self._base._replace(rows=rows)) or differing(base, self._read()):
+            if not self._takes(self._base._replace(rows=rows)) or _differing(base, self._read()):
                 request.signature.watch([(specs[i].position, self._last_further(specs[i])) for i in kept])
                 return
 
@@ -395,7 +386,7 @@ class RowProver:
         return index not in self._kept and takes_any_value(self._request.inputs.specs[index])
 
     def _compare(self, name: str, base: Sequence[_Value], got: Sequence[_Value]) -> None:
-        for a, b in differing(base, got):
+        for a, b in _differing(base, got):
             if self._is_deterministic is None:
                 self._is_deterministic = self._repeats(base)
             gap = difference(a.tensor, b.tensor, tolerance_for(a.tensor.dtype, exact=self._is_deterministic))
@@ -409,11 +400,11 @@ class RowProver:
         """Whether equal replays give equal bits."""
         for _ in range(2):
             self._replay(self._base)
-            if differing(base, self._read()):
+            if _differing(base, self._read()):
                 return False
         return True
 
-    def _written_state(self) -> "Iterator[Region]":
+    def _written_state(self) -> Iterator[Region]:
         """The state that the eager run wrote."""
         arguments = set(map(storage_key, self._eager.arguments))
         for region in self._eager.effects.regions:
@@ -463,6 +454,6 @@ def _without(value: torch.Tensor, unwritten: torch.Tensor | None) -> torch.Tenso
     return value.clone() if unwritten is None else value.masked_fill(unwritten, 0)
 
 
-def differing(base: Sequence[_Value], got: Sequence[_Value]) -> list[tuple[_Value, _Value]]:
+def _differing(base: Sequence[_Value], got: Sequence[_Value]) -> list[tuple[_Value, _Value]]:
     """What has other bits."""
     return [(a, b) for a, b in zip(base, got, strict=True) if not bits_equal(a.tensor, b.tensor)]

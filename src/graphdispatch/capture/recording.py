@@ -1,6 +1,5 @@
 """Records a call on its static inputs: one graph, or in PIECEWISE mode graphs between breaks."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import copy_context
 from typing import Any, NamedTuple
@@ -10,9 +9,9 @@ from ..backends.operators import storage_key, tensors_in
 from ..call.spec import is_tensor
 from ..errors import CaptureError
 from ..modes import CUDAGraphMode
-from .eager_run import EagerRun, uncached_casts
+from .attempt import CaptureAttempt
+from .eager_run import uncached_casts
 from .piecewise import Breaking, EagerPart, PiecewiseGraph
-from .request import CaptureRequest
 from .watch import CaptureWatch
 
 __all__ = ["Recording", "record"]
@@ -30,37 +29,28 @@ class Recording(NamedTuple):
     mode: CUDAGraphMode
 
 
-def record(
-    request: CaptureRequest, eager: EagerRun, existing: set[int], start_over: Callable[[str], None]
-) -> Recording:
+def record(attempt: CaptureAttempt) -> Recording:
     """Record the call. If that fails inside a module and breaks are automatic, break at the module and record again.
 
-    ``existing`` are the keys of the storages that the graph may read besides its inputs. ``start_over`` is called
-    before each try with what is being done, and puts everything back to where the eager run began.
-    The trace of the ``eager`` run notes the code that the call runs. Raises ``CaptureError`` with the operator that
-    ran last.
+    Each try begins where the eager run began, whose trace notes the code that the call runs. Raises ``CaptureError``
+    with the operator that ran last.
     """
-    breaks = request.auto_breaks
+    request, breaks = attempt.request, attempt.request.auto_breaks
     while True:
         mode = CUDAGraphMode.PIECEWISE if breaks else request.mode
         try:
             with uncached_casts(), breaks.marked() if breaks is not None else nullcontext():
-                return _record_once(request, mode, eager, existing, start_over)
+                return _record_once(attempt, mode)
         except CaptureError as error:
             if breaks is None or not breaks.add(error):
                 raise
 
 
-def _record_once(
-    request: CaptureRequest,
-    mode: CUDAGraphMode,
-    eager: EagerRun,
-    existing: set[int],
-    start_over: Callable[[str], None],
-) -> Recording:
-    start_over(f"capturing {request.size} rows")
+def _record_once(attempt: CaptureAttempt, mode: CUDAGraphMode) -> Recording:
+    request, eager = attempt.request, attempt.eager
+    attempt.start_over(f"capturing {request.size} rows")
     values, buffers = request.static_values(), request.buffer_storages()
-    watch = CaptureWatch(existing | {storage_key(value) for value in values if is_tensor(value)})
+    watch = CaptureWatch(attempt.existing | {storage_key(value) for value in values if is_tensor(value)})
     parts: list[Graph | EagerPart] = []
     is_piecewise = mode is CUDAGraphMode.PIECEWISE
     try:

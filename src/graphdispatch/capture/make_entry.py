@@ -1,0 +1,196 @@
+"""Makes an entry of a recording: which rows its outputs give, what it reads and writes, and what guards it."""
+
+from collections.abc import Collection
+from contextvars import copy_context
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from ..axes import Axis, pack
+from ..backends.operators import storage_key
+from ..call.spec import is_tensor
+from ..errors import CaptureError
+from ..memory.entry import CUDAGraphEntry, WrittenSpans
+from ..memory.outputs import OutputRule, Outputs, check_values, learn_output_rule
+from ..memory.program import Program
+from ..memory.proof import Compared
+from ..modes import CUDAGraphMode
+from ..reasons import Reason
+from ..state.guards import StateGuard, WorkspaceGuard
+from .attempt import CaptureAttempt
+from .eager_run import check_may_capture, undo_run
+from .effects import EffectRecorder
+from .recording import Recording
+from .request import CaptureRequest
+from .verify import check_aliases
+
+__all__ = ["grow_guard", "make_entry"]
+
+_SMALL_BYTES = 1 << 20
+_FEWEST = 2  # rows of a batch that may be too few for a callable if there is one less
+
+
+def make_entry(attempt: CaptureAttempt, recording: Recording) -> CUDAGraphEntry:
+    """The entry around a recorded graph. Raises ``CaptureError`` if nobody could serve by it."""
+    request, eager, warm_run, output = attempt.request, attempt.eager, attempt.warm_run, recording.outputs
+    check_values(eager.opened, output)
+    rule = _find_output_rule(attempt, output)
+    views = request.inputs.views(request.size)
+    mutated = tuple(index for index, view in enumerate(views) if warm_run.writes_to(view))
+    check_aliases(request, eager, mutated)
+    if request.options.shares_outputs:
+        output = tree_map_only(torch.Tensor, request.backend.weak_reference, output)
+    buffers = request.buffer_storages()
+    held = {key: tensor for key, tensor in warm_run.outside.items() if key not in buffers}
+    arguments = {storage_key(value) for value in request.values if is_tensor(value)}
+    guard = _make_guard(attempt, held.keys() | eager.effects.outside.keys())
+    workspaces = [held[key] for key in held.keys() - guard.storages - arguments]
+    written = [region.target for region in warm_run.regions if storage_key(region.target) not in buffers]
+    entry = CUDAGraphEntry(
+        descriptor=request.descriptor,
+        mode=recording.mode,
+        key=request.key,
+        size=request.size,
+        graph=recording.graph,
+        pool=request.pool,
+        backend=request.backend,
+        inputs=request.inputs,
+        outputs=Outputs(output, rule, recording.is_own, request.options.outputs, request.pool, recording.firsts),
+        mutated=mutated,
+        written=WrittenSpans(written) if written else None,
+        held=tuple(held.values()),
+        metadata=eager.find_metadata(request.values, guard),
+        workspaces=WorkspaceGuard(workspaces) if workspaces else None,
+        guard=guard if request.options.guard_weights else None,
+        bare=request.inputs.positions if guard.missing else (),
+        compared=Compared(request.inputs.axes, [peer.compared for peer in request.peers]),
+        program=_find_program(attempt),
+        uses_rng=warm_run.uses_rng,
+        signature=request.signature,
+        call=request.call,
+        example=request.values_with(repeat(None)),
+        warm_batch=tuple(
+            value.detach().clone() if is_tensor(value) and value.nbytes <= _SMALL_BYTES else None
+            for value in request.values
+        ),
+    )
+    _watch_breaks(attempt, entry)
+    return entry
+
+
+def grow_guard(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
+    """Guard what code reads that ran for this batch, and that the entry's guard does not know."""
+    eager = attempt.eager
+    if entry.guard is None or not entry.guard.notes.lacks(eager.trace):
+        return
+    check_may_capture(attempt.request, eager)
+    eager.trace.absorb(entry.guard.notes)
+    used = {*map(storage_key, entry.held), *entry.guard.storages, *eager.effects.outside}
+    entry.guard = _make_guard(attempt, used)
+    entry.metadata = eager.find_metadata(attempt.request.values, entry.guard, entry.metadata)
+    _watch_breaks(attempt, entry)
+    entry.compared.part()
+
+
+def _find_program(attempt: CaptureAttempt) -> Program:
+    """The operators of the run on the static inputs, shared with a graph of another size that has the same."""
+    request, run = attempt.request, attempt.warm_run
+    made = Program(
+        run.operators,
+        request.size,
+        request.inputs.axes,
+        limits_values=run.limits_values,
+        groups_rows=run.groups_rows,
+    )
+    return next((peer.program for peer in request.peers if peer.program.is_like(made)), made)
+
+
+def _watch_breaks(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
+    if entry.mode is CUDAGraphMode.PIECEWISE and attempt.eager.trace.shares_with_breaks():
+        entry.graph.is_unchanged = entry.is_current
+
+
+def _make_guard(attempt: CaptureAttempt, used: Collection[int]) -> StateGuard:
+    """What of the callable's state the runs have read. Raises ``CaptureError`` if nobody can compare it, or if a run
+    made only for the graph changed it or drew."""
+    request = attempt.request
+    guard = StateGuard(request.call.fn, attempt.eager.trace, used, request.roots)
+    if guard.unguarded and request.options.guard_weights:
+        raise CaptureError(f"the call reads state that no guard can compare: {guard.unguarded}", Reason.STATE_UNSEEN)
+    attempt.eager.check_state()
+    return guard
+
+
+def _find_output_rule(attempt: CaptureAttempt, output: Any) -> OutputRule:
+    """Which dimensions of ``output``, which a run of ``size`` rows gave, follow the batch: that of an earlier size
+    if there is one, else found by a run for each axis, with another extent along that axis alone.
+
+    Raises ``CaptureError`` if the outputs cannot be cut to the real rows, or follow the batch differently than in
+    other sizes.
+    """
+    request, rule, eager = attempt.request, attempt.request.rule, attempt.eager.opened
+    axes = request.inputs.axes
+    if rule is None:
+        used = {axis for spec in request.inputs.specs for _, axis in spec.spans}
+        others = [(axis, *_run_apart_along(attempt, axis, output)) for axis in axes if axis in used]
+        rule = learn_output_rule(axes, eager, request.rows, others)
+    rule.check(axes, eager, request.rows, output, request.size)
+    return rule
+
+
+def _run_apart_along(attempt: CaptureAttempt, axis: Axis, output: Any) -> tuple[int, Any]:
+    """A batch with another extent along one axis, and its outputs: that of the graph, whose ``output`` is known if
+    it differs along this axis alone. Else one less; or one more than one, or than two where the call does not take
+    one, as a normalisation over the batch."""
+    request = attempt.request
+    own, full = axis.of(request.rows), axis.of(request.size)
+    if own != full:
+        rows = _with_extent(request, axis, full)
+        return rows, output if rows == request.size else _outputs_of(attempt, rows)
+    fewer, more = (_with_extent(request, axis, extent) for extent in (own - 1, own + 1))
+    if own > 1:
+        try:
+            return fewer, _outputs_of(attempt, fewer)
+        except CaptureError as error:
+            if own > _FEWEST or error.__cause__ is None:
+                raise
+    return more, _outputs_of(attempt, more)
+
+
+def _with_extent(request: CaptureRequest, axis: Axis, extent: int) -> int:
+    """The number of the batch with another extent along one axis."""
+    axes = request.inputs.axes
+    return pack(axes, [extent if one is axis else one.of(request.rows) for one in axes])
+
+
+def _outputs_of(attempt: CaptureAttempt, rows: int) -> Any:
+    """The outputs for another number of rows: the batch's in turn. Fake tensors would stay in whatever caches the model
+    keeps.
+
+    Raises ``CaptureError`` if the call fails or changes Python state.
+    """
+    request, eager = attempt.request, attempt.eager
+    walk, may_have_changed = eager.trace.walk, True
+    attempt.start_over(f"probing the outputs with {rows} rows")
+    pairs = zip(request.inputs.specs, request.arguments(), strict=True)
+    values = request.values_with(spec.repeated(value, rows) for spec, value in pairs)
+    effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
+    within = copy_context().run
+    try:
+        with request.backend.rehearsing(), eager.trace, effects.guarding():
+            output = within(request.call, values)
+        within(eager.check_state)
+        may_have_changed = False
+        return eager.open_outputs(output)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"the call fails for {rows} rows, so it cannot be seen which dimensions of its outputs follow the "
+            f"batch: {error}; if it takes one size alone, declare no batch dimension (dynamic={{}})",
+            Reason.OUTPUT_ROWS_UNKNOWN,
+        ) from error
+    finally:
+        undo_run(request, effects, eager.rng_before, walk if may_have_changed else None)
