@@ -12,7 +12,6 @@ from ..reasons import Reason
 if TYPE_CHECKING:
     from .request import CaptureRequest
 
-__all__ = ["advice", "modules_within"]
 
 _OF_A_MISSING_ENTRY = (
     Reason.CAPTURE_FAILED,

@@ -13,8 +13,6 @@ from .probes import Padding
 from .request import CaptureRequest
 from .verify import check_padding_writes
 
-__all__ = ["CaptureAttempt"]
-
 
 @dataclass
 class CaptureAttempt:

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 
 from ..forking import make_lock, renew_in_child
 
-__all__ = ["paused_collector", "swept_collector"]
-
 
 class _Pauses:
     """The pauses under way in all threads. The first one stops the collector, and the last one starts it again."""

@@ -42,18 +42,6 @@ from ..state.walk import StateWalk
 from .effects import EffectRecorder, retry_once, undo
 from .request import CaptureRequest, CaptureResult, failed_result
 
-__all__ = [
-    "EagerRun",
-    "check_draws",
-    "check_may_capture",
-    "load_static_inputs",
-    "opener",
-    "run_eagerly",
-    "uncached_casts",
-    "undo_run",
-    "warm_up",
-]
-
 _log = logging.getLogger("graphdispatch")
 
 _ASKS = torch.cuda.graphs.is_current_stream_capturing.__code__

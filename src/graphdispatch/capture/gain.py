@@ -12,8 +12,6 @@ from .attempt import CaptureAttempt
 from .eager_run import EagerRun
 from .request import CaptureRequest
 
-__all__ = ["measure_gain", "seconds_of"]
-
 _PAIRS = 5
 _LONG_PAIRS = 2
 _LONG_PAIR_S = 0.2

@@ -26,8 +26,6 @@ from .recording import Recording
 from .request import CaptureRequest
 from .verify import check_aliases
 
-__all__ = ["grow_guard", "make_entry"]
-
 _SMALL_BYTES = 1 << 20
 _FEWEST = 2  # rows of a batch that may be too few for a callable if there is one less
 

@@ -39,8 +39,6 @@ from .advice import modules_within
 from .request import CaptureRequest
 from .watch import CaptureWatch
 
-__all__ = ["AutoBreaks", "BreakFigures", "Breaking", "EagerPart", "PiecewiseGraph", "automatic_breaks", "break_figures"]
-
 
 class BreakFigures(NamedTuple):
     """What one break did in the replays of some graphs.

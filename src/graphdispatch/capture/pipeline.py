@@ -33,9 +33,6 @@ from .recording import record
 from .request import CaptureRequest, CaptureResult, failed_result
 from .verify import check_padding_writes, check_replay
 
-__all__ = ["capture_entry", "verify_entry"]
-
-
 _UNLIKE = "the call did something that calls of other sizes did not do; the next one is watched"
 
 

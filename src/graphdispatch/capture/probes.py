@@ -25,24 +25,6 @@ import torch
 from ..axes import Axis
 from ..call.inputs import InputSpec
 
-__all__ = [
-    "BY_RULE",
-    "Make",
-    "Padding",
-    "edge",
-    "far",
-    "holds_flags",
-    "is_discrete",
-    "large",
-    "may_replace",
-    "of_kind",
-    "small",
-    "takes_any_value",
-    "telling_places",
-    "uniform",
-    "wide",
-]
-
 _WIDEST = 20  # powers of two
 
 

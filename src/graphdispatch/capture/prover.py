@@ -50,9 +50,6 @@ from .regions import Region
 from .state_probes import difference_apart, writes_more_with_fewer_rows
 from .verify import difference, tolerance_for
 
-__all__ = ["RowProver"]
-
-
 _FEW = 2
 _OTHER_ROWS = "other real rows"
 _Fill = Callable[[torch.Tensor, torch.Size, int], torch.Tensor]

@@ -14,8 +14,6 @@ from .eager_run import uncached_casts
 from .piecewise import Breaking, EagerPart, PiecewiseGraph
 from .watch import CaptureWatch
 
-__all__ = ["Recording", "record"]
-
 
 class Recording(NamedTuple):
     """A captured graph, the outputs in its memory, and the mode that it was captured in."""

@@ -20,15 +20,6 @@ from ..reasons import Reason
 if TYPE_CHECKING:
     from .effects import EffectRecorder
 
-__all__ = [
-    "Region",
-    "element_offsets",
-    "first_uncovered",
-    "first_uncovered_within",
-    "indexed_region",
-    "save_exposed",
-]
-
 
 @dataclass(eq=False)
 class Region:

@@ -27,7 +27,6 @@ from .advice import advice
 if TYPE_CHECKING:
     from .piecewise import AutoBreaks
 
-__all__ = ["CaptureRequest", "CaptureResult", "failed_result"]
 
 _log = logging.getLogger("graphdispatch")
 

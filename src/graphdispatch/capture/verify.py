@@ -19,16 +19,6 @@ from .eager_run import EagerRun
 from .regions import Region, first_uncovered, first_uncovered_within
 from .request import CaptureRequest
 
-__all__ = [
-    "Tolerance",
-    "check_aliases",
-    "check_padding_writes",
-    "check_replay",
-    "difference",
-    "find_padding_writes",
-    "tolerance_for",
-]
-
 
 def check_replay(request: CaptureRequest, eager: EagerRun, entry: CUDAGraphEntry) -> None:
     """Raise ``VerificationError`` unless the replay just made gave eager's outputs and wrote what eager wrote.

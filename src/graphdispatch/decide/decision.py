@@ -7,8 +7,6 @@ from ..descriptors import BatchDescriptor
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 
-__all__ = ["Decision"]
-
 _AGAINST_PADDING = (
     "; where padding is the cause, call eval(), give a mask or a pad rule, or have a size for it (sizes=)"
 )

@@ -12,8 +12,6 @@ from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from .decision import Decision
 
-__all__ = ["Memo", "SizeTable", "descriptor_of"]
-
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 

@@ -16,8 +16,6 @@ from ..units import storage
 from .entry import CUDAGraphEntry
 from .inputs import StaticInputs
 
-__all__ = ["EntryMemory", "MemoryReport", "bytes_of", "memory_report"]
-
 
 class EntryMemory(NamedTuple):
     """One graph, in bytes: ``own`` is what it holds for itself and ``driver`` what the driver took for it, both beyond

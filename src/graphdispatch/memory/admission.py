@@ -10,8 +10,6 @@ from ..errors import ConfigError, check_count
 from ..reasons import Reason
 from .replay import next_use
 
-__all__ = ["Admission", "Backoff", "Failure", "Quarantine"]
-
 K = TypeVar("K", bound=Hashable)
 
 

@@ -19,7 +19,6 @@ from .entry import CUDAGraphEntry
 
 _log = logging.getLogger("graphdispatch")
 
-__all__ = ["GraphCache", "MemoryBudget", "StateKey", "Victim", "make_cache"]
 
 _Fits = Callable[[set[CUDAGraphEntry]], bool]
 

@@ -15,8 +15,6 @@ from ..backends.operators import OperatorKind, is_strided, kind_of, storage_key
 from ..call.spec import is_tensor
 from .proof import RowProof
 
-__all__ = ["Labels", "Operator", "Program"]
-
 Operator = tuple[OpOverload, tuple[Any, ...]]
 """An operator with its arguments; in place of each tensor stands the label of its memory."""
 

@@ -10,8 +10,6 @@ import torch
 from ..axes import ROWS, Axis, lengths_of, pack
 from ..reasons import Reason
 
-__all__ = ["MOST_COMPARED", "Compared", "RowProof"]
-
 MOST_COMPARED = 64
 """The largest size of which each number of rows, or each length, is compared with eager by itself."""
 

@@ -26,7 +26,6 @@ from ..forking import make_lock, renew_in_child
 if TYPE_CHECKING:
     from .entry import CUDAGraphEntry
 
-__all__ = ["WINDOWS", "Windows", "storages_of"]
 
 _log = logging.getLogger("graphdispatch")
 _CAPTURE_WAITS_S, _RUN_WAITS_S = 1.0, 10.0

@@ -17,8 +17,6 @@ from ..memory.inputs import StaticInputs
 from .graphs import GraphSet
 from .group import GraphGroup
 
-__all__ = ["MemoryEstimate", "estimate_memory"]
-
 
 @dataclass(frozen=True)
 class MemoryEstimate:

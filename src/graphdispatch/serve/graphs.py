@@ -35,8 +35,6 @@ from ..units import count, percent
 from .group import RETRY, GraphGroup, Route
 from .share import TimeShare
 
-__all__ = ["FIRST_CALLS", "FIRST_CAPTURES", "GraphSet", "Health"]
-
 _log = logging.getLogger("graphdispatch")
 
 FIRST_CALLS = 1000

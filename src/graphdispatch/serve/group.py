@@ -26,8 +26,6 @@ from ..modes import EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard
 
-__all__ = ["RETRY", "GraphGroup", "Hit", "Route", "Routes", "Spelling"]
-
 _log = logging.getLogger("graphdispatch")
 _MOST_HITS = 8192
 _MOST_STATES = 8

@@ -25,8 +25,6 @@ from ..state.guards import StateGuard
 from ..stats import CUDAGraphStats
 from .group import Route
 
-__all__ = ["HitPath"]
-
 _log = logging.getLogger("graphdispatch")
 
 

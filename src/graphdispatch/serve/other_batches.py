@@ -27,7 +27,6 @@ from .group import GraphGroup
 if TYPE_CHECKING:
     from .server import Server
 
-__all__ = ["compare", "settle", "stretched", "varied"]
 
 _log = logging.getLogger("graphdispatch")
 _MOST_PLACES = 2

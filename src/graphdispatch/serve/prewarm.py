@@ -23,12 +23,6 @@ from .group import GraphGroup, Route
 from .other_batches import stretched, varied
 from .server import Server
 
-__all__ = [
-    "CaptureBatch", "Limits", "PrewarmReport", "arguments_of", "capture_checked", "capture_example", "capture_size",
-    "captured_sizes", "common_sizes", "compare_numbers", "estimate", "sizes_of_groups",
-]  # fmt: skip
-
-
 T = TypeVar("T")
 
 

@@ -35,8 +35,6 @@ from .group import GraphGroup, Route, Spelling
 from .hit import HitPath
 from .other_batches import compare, settle
 
-__all__ = ["Choice", "Server"]
-
 _log = logging.getLogger("graphdispatch")
 
 

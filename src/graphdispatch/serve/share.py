@@ -9,8 +9,6 @@ from ..capture.request import CaptureResult
 from ..memory.entry import CUDAGraphEntry
 from ..reasons import Reason
 
-__all__ = ["TimeShare"]
-
 T = TypeVar("T", bound=CaptureResult | None)
 _FIRST = 2  # of each kind of work, which need no share
 
