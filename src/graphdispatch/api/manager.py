@@ -347,7 +347,7 @@ class CUDAGraphManager(CUDAGraphRegistry):
         values, rows = entry.check(inputs)
         if rows != batch_size and group.signature.has_rows:
             raise GuardError(f"inputs must have batch_size={batch_size} rows, got {rows}")
-        reason, detail = group.objection(entry, values, rows, is_frozen=self.is_frozen)
+        reason, detail = entry.objection(values, rows, is_frozen=self.is_frozen)
         if reason is not None and reason is not Reason.VERIFIED_NOW:
             raise ReplayError(f"{rows} rows in a graph of {size}: {detail or reason.text}")
         if reason is not None:

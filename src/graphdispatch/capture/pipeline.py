@@ -55,9 +55,9 @@ def verify_entry(request: CaptureRequest, entry: CUDAGraphEntry) -> CaptureResul
     is_other = entry.state is not EntryState.CAPTURED or entry.differs(request.values)
     result = _in_window(request, entry)
     if result.entry is None:
-        entry.state = EntryState.FAILED
+        entry.failed()
     elif is_other and not entry.depends_on_padding(request.rows):  # else only the padding was looked at
-        entry.state, entry.warm_batch = EntryState.VERIFIED, ()
+        entry.passed()
     return result
 
 
@@ -96,7 +96,7 @@ def _run(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureResult
         return CaptureResult(eager.answer, known, Reason.VERIFIED_NOW, answer_s=seconds)
     except Exception as error:
         if known is not None:
-            known.state = EntryState.FAILED
+            known.failed()
         return failed_result(request, eager.answer, error, attempt.stage)
     finally:
         attempt.restore()
@@ -144,7 +144,6 @@ def _capture(attempt: CaptureAttempt) -> CUDAGraphEntry:
             _compare(attempt, entry, proves=not request.keep_effects)
             measure_gain(attempt, entry)
         else:
-            entry.state = EntryState.VERIFIED
             entry.trust()
     except BaseException:
         (recording.graph.reset if entry is None else entry.release)()

@@ -1,10 +1,8 @@
 """The entry: one captured graph with everything that belongs to it. There is one class for all front ends."""
 
-import math
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import starmap
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from torch.autograd import forward_ad
 from ..axes import lengths_of, pack
 from ..backends.base import Backend, Graph, Pool, Timer
 from ..backends.modes import default_device, dispatch_modes, function_modes, is_transformed, trace
-from ..backends.operators import bits_equal, is_strided
+from ..backends.operators import is_strided
 from ..backends.tracing import untraced
 from ..call.inputs import InputSpec
 from ..call.rules import graph_name
@@ -26,24 +24,20 @@ from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard, WorkspaceGuard
 from ..stats import CUDAGraphStats, Gain
-from .argument_metadata import ArgumentMetadata
 from .inputs import StaticInputs
 from .outputs import OutputRule, Outputs
-from .program import Program
-from .proof import Compared, RowProof
 from .replay import ReplayPlan, ReplayStage, next_use
+from .verification import Verification
 from .windows import WINDOWS
 
-__all__ = ["MOST_ALIKE", "CUDAGraphEntry", "GraphEntry", "WrittenSpans"]
+__all__ = ["CUDAGraphEntry", "GraphEntry", "WrittenSpans"]
 
-MOST_ALIKE = 8
-"""Calls with the first batch that a graph serves before it is compared on one made of it."""
 _MOST_PLANS = 8192
 _BY_FRONT_END = "serve the batch through the wrapper, manager or dispatcher that has the graph"
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
-class CUDAGraphEntry(NotCopied):
+@dataclass(eq=False, slots=True, weakref_slot=True, kw_only=True)
+class CUDAGraphEntry(Verification, NotCopied):
     """One captured graph: what it serves, its buffers, outputs, pool, state and statistics.
 
     ``capture_time`` is when it was captured, ``capture_time_ms`` how long that took. ``output`` is None once the graph
@@ -71,7 +65,6 @@ class CUDAGraphEntry(NotCopied):
     mode: CUDAGraphMode
     key: Hashable
     """The front end's name for it: a batch descriptor, a size, a dispatch key, or batch size and sequence length."""
-    size: int
     graph: Graph
     pool: Pool
     backend: Backend
@@ -83,8 +76,6 @@ class CUDAGraphEntry(NotCopied):
     """Where the graph writes memory of others; an argument that overlaps it cannot be served by a copy."""
     held: tuple[torch.Tensor, ...] = ()
     """Memory that the graph reads and that is neither its own nor an input; held so that it stays alive."""
-    metadata: ArgumentMetadata | None = None
-    """What the code reads of its arguments besides their values, in the calls that were compared; None: nothing."""
     workspaces: WorkspaceGuard | None = None
     """The part of it whose address is compared on each hit, since no guard of the callable's own state covers it."""
     guard: StateGuard | None = None
@@ -93,21 +84,7 @@ class CUDAGraphEntry(NotCopied):
     """When it was captured, in seconds since the epoch, as ``time.time()``."""
     capture_time_ms: float = 0.0
     """How long the capture took, in milliseconds."""
-    state: EntryState = EntryState.CAPTURED
-    replay_count: int = 0
     last_used: int = field(default_factory=next_use)
-    warm_batch: tuple[Any, ...] = ()
-    """The first batch, until a different one has been verified."""
-    program: Program = field(default_factory=Program)
-    """Its operators, which it may share with graphs of other sizes, and what is proven of their rows."""
-    is_known: bool = True
-    """Whether a further eager run need not be watched if the captured one only computed; not after one that did
-    something else."""
-    compared: Compared = field(default_factory=Compared)
-    verify_at: float = math.inf
-    """The number of replays from which on the next batch is compared with eager."""
-    verify_every: int | None = None
-    """After how many replays a comparison is due again; None: never."""
     gain: Gain | None = None
     """The times of a replay and of an eager run; None if the call could not be run again to time it."""
     uses_rng: bool = False
@@ -117,8 +94,6 @@ class CUDAGraphEntry(NotCopied):
     bare: tuple[int, ...] = ()
     """The places, among a call's values, of copied tensors that must carry no attributes of Python: the code asks for
     some that they may have. See ``carries``."""
-    knows_effects: bool = True
-    """Whether ``written`` is all that others can see of a replay; not so of graphs that somebody else captured."""
     writes_outside: bool = field(init=False)
     """Whether it writes to arguments or to memory of others, so that a call's arguments must be compared with them."""
     signature: Signature | None = None
@@ -142,67 +117,6 @@ class CUDAGraphEntry(NotCopied):
         self.place = self.key if self.place is None else self.place
         if self.written is not None:
             WINDOWS.pools.add(self.pool)
-
-    @property
-    def proof(self) -> RowProof | None:
-        """Whether its real rows are independent of padding; None until a comparison has tested that."""
-        return self.program.proof
-
-    def schedule_check(self) -> None:
-        """Have a batch compared with eager after ``verify_every`` further replays."""
-        if self.verify_every is not None:
-            self.verify_at = self.replay_count + self.verify_every
-
-    @property
-    def serves_one_batch(self) -> bool:
-        """Whether all its calls were alike, and so many that it was to be compared on a batch made of theirs. Where
-        none can be made, it serves calls of that batch alone."""
-        return self.state is EntryState.CAPTURED and self.replay_count >= MOST_ALIKE
-
-    def differs(self, values: Sequence[Any]) -> bool:
-        """Whether a batch is another one than that with which it was captured (yes, if that was not kept).
-
-        Args:
-            values: The flat values of the call.
-        """
-        pairs = [pair for pair in zip(values, self.warm_batch, strict=False) if is_tensor(pair[1])]
-        return not pairs or not all(starmap(bits_equal, pairs))
-
-    def may_pad(self, rows: int) -> bool:
-        """Whether comparisons with eager allow a batch: a full one, or a padded one if rows are proven independent.
-
-        Args:
-            rows: The number of real rows; so many must have been compared.
-        """
-        if rows == self.size:
-            return True
-        proof = self.proof
-        if proof is None or proof.untested or proof.needs_batches or not proof.allows(rows, self.size):
-            return False
-        return self.compared.covers(rows, self.size)
-
-    def compares(self, rows: int) -> bool:
-        """Whether a batch would be padded, and has to be compared with eager before.
-
-        Args:
-            rows: The number of real rows.
-        """
-        return rows != self.size and not self.may_pad(rows) and not self.depends_on_padding(rows)
-
-    def trust(self) -> None:
-        """Serve batches of all numbers of rows without any comparison."""
-        self.program.proof = RowProof(True)
-        self.program.is_stretched = True
-        self.metadata = None
-        self.compared.trust()
-
-    def depends_on_padding(self, rows: int) -> bool:
-        """Whether a batch would be padded although rows are known to depend on padding.
-
-        Args:
-            rows: The number of real rows.
-        """
-        return self.proof is not None and not self.proof.allows(rows, self.size)
 
     def carries(self, values: Sequence[Any]) -> bool:
         """Whether a tensor of a call carries an attribute that the code may read; notes of torch's compiler are none.
@@ -287,7 +201,7 @@ class CUDAGraphEntry(NotCopied):
             if stage == "run" and not is_plain and not self.backend.is_out_of_memory(error):
                 return  # a break's, or one that eager would raise at the same operator, after the same writes
             failure = ReplayError(f"the replay failed: {type(error).__name__}: {error}")
-        self.state = EntryState.FAILED
+        self.failed()
         if self.knows_effects:
             failure.had_effects = self.written is not None and stage != "load"
         if before is not None and not failure.had_effects:
@@ -346,7 +260,7 @@ class CUDAGraphEntry(NotCopied):
             raise ReplayError(f"forward-mode differentiation is under way: {Reason.NEEDS_GRADIENTS.text}")
         if not self.is_current():
             raise ReplayError(f"weights or captured variables of the graph for {self.key} moved; capture it again")
-        if self.replay_count >= self.verify_at:
+        if self.is_due_again:
             raise ReplayError(
                 f"the graph for {self.key} must be compared with eager now (verify_every); {_BY_FRONT_END}"
             )

@@ -1,7 +1,6 @@
 """Graph groups: all graphs of one signature, the static inputs that they share, and the calls that lead to them."""
 
 import logging
-import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -242,19 +241,14 @@ class GraphGroup:
         return self.route.table.decide(rows) if self.signature.has_rows else self.route.table.fixed
 
     def make_hit(self, rows: int) -> Hit | None:
-        """The hit of calls of ``rows`` rows, if a graph may serve them that was compared on two batches, or whose calls
-        are all alike; needs no lock."""
+        """The hit of calls of ``rows`` rows, if a graph may serve them by hits; needs no lock."""
         if rows < 0 or self.wants_example:
             return None
         decision = self.decide(rows)
         entries = self.of_size(decision.size) if decision.mode.has_graphs() else ()
-        if not entries or not entries[0].may_pad(decision.rows):
+        if not entries or not entries[0].may_hit(decision.rows):
             return None
         entry = entries[0]
-        if entry.state is not EntryState.VERIFIED and not (entry.serves_one_batch and decision.rows == entry.size):
-            return None
-        if entry.proof is not None and entry.proof.assumed and decision.rows != entry.size:
-            return None  # the slow path looks at the values
         return Hit(entry, entry.plan(decision.rows), decision.as_mode(entry.mode), entry.guard)
 
     def current(self, size: int) -> CUDAGraphEntry | None:
@@ -320,41 +314,10 @@ class GraphGroup:
         shapes = ", ".join(f"{spec.name} {spec.sized(rows)} {spec.dtype}" for spec in self.inputs.specs)
         _log.warning("%r served calls and no longer agrees with eager: %s; inputs: %s", entry, detail, shapes)
 
-    def objection(
-        self, entry: CUDAGraphEntry, values: Sequence[Any], rows: int, *, is_frozen: bool
-    ) -> tuple[Reason | None, str]:
-        """Why the entry may not serve this batch now, in a word and in detail; None and nothing if it may."""
-        if entry.proof is not None and entry.depends_on_padding(rows):
-            return entry.proof.reason, entry.proof.text
-        if entry.metadata is not None and entry.metadata.is_full and not entry.metadata.knows(values):
-            return Reason.STATE_UNSEEN, entry.metadata.text
-        if not self.needs_check(entry, values, rows):
-            return None, ""
-        return (Reason.FROZEN if is_frozen else Reason.VERIFIED_NOW), ""
-
     def freeze(self, is_frozen: bool) -> None:
         """Let comparisons that ``verify_every`` wants rest, or come again."""
         for entry in self.all_entries:
-            entry.verify_at = math.inf
-            if not is_frozen:
-                entry.schedule_check()
-
-    def needs_check(self, entry: CUDAGraphEntry, values: Sequence[Any], rows: int) -> bool:
-        """Whether this batch must be compared with eager before the entry serves it.
-
-        That is the second batch, a padded one of a number of rows that was not compared (above ``MOST_COMPARED`` rows:
-        one smaller than all before), one after a replay that failed, and one in every ``verify_every``. What a graph of
-        somebody else does to memory is not known, so it is not compared.
-        """
-        if not entry.knows_effects:
-            return False
-        if rows != entry.size and entry.proof is not None and not entry.proof.holds_for(values):
-            return True
-        if entry.metadata is not None and not entry.metadata.knows(values):
-            return True
-        if entry.compares(rows) or entry.replay_count >= entry.verify_at:
-            return True
-        return entry.state is EntryState.FAILED or (entry.state is EntryState.CAPTURED and entry.differs(values))
+            entry.schedule_check(rests=is_frozen)
 
     def keep_example(self, values: Sequence[Any]) -> None:
         """Keep two rows of a call, so that further sizes can be captured when none is under way."""

@@ -24,8 +24,9 @@ from ..decide.decision import Decision
 from ..decide.size_table import SizeTable
 from ..errors import ConfigError, FallbackError, ReplayError
 from ..memory.cache import GraphCache
-from ..memory.entry import MOST_ALIKE, CUDAGraphEntry
+from ..memory.entry import CUDAGraphEntry
 from ..memory.replay import next_use
+from ..memory.verification import MOST_ALIKE
 from ..memory.windows import WINDOWS, storages_of
 from ..reasons import Reason
 from ..state.guards import StateGuard, wants_gradient
@@ -163,7 +164,7 @@ class Server(HitPath):
         """
         if self.graphs.cache.admission.capture_after == 1 or self.graphs.share.allows(choice.kind):
             return False
-        return choice.entry is None or choice.entry.replay_count < choice.entry.verify_at
+        return choice.entry is None or not choice.entry.is_due_again
 
     def _eager_reason(
         self, group: GraphGroup, leaves: Sequence[Any], rows: int, size: int, entry: CUDAGraphEntry | None
@@ -180,7 +181,7 @@ class Server(HitPath):
             return Reason.STATE_UNSEEN, "an argument carries attributes that the code may read; pass them as arguments"
         if (clash := entry.plan(rows).clash(leaves)) is not None:
             return Reason.ALIASED_ARGUMENTS, clash
-        objection = group.objection(entry, leaves, rows, is_frozen=self.graphs.is_frozen)
+        objection = entry.objection(leaves, rows, is_frozen=self.graphs.is_frozen)
         return objection if objection[0] is not None or entry.fits_modes() else (Reason.MODE_ACTIVE, "")
 
     def admit(self, group: GraphGroup, size: int) -> tuple[Reason, str]:
