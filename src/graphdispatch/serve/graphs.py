@@ -214,7 +214,7 @@ class GraphSet:
         if self.current(group, size) is None:  # else it takes the place of the one that it replaces
             self.release(self.cache.make_room(self.cache.admission.since((group.key, size))))
         request = self._request(group, values, rows, size, group.route.table.mode, keep_effects)
-        result = self._counted(request, capture_entry)
+        result = capture_entry(request)
         if result.reason is Reason.OUT_OF_MEMORY:
             result = self._capture_with_less(request, result)
         if result.reason is Reason.CAPTURE_WAITS:  # for a call whose run is watched
@@ -259,7 +259,7 @@ class GraphSet:
     ) -> CaptureResult:
         """Run the call eagerly and compare the entry with it; an entry that differs is released and quarantined."""
         request = self._request(group, values, rows, entry.size, entry.mode, keep_effects)
-        result = self._counted(request, lambda request: verify_entry(request, entry))
+        result = verify_entry(request, entry)
         entry.last_used = next_use()
         entry.schedule_check()
         group.hits.clear()
@@ -397,15 +397,6 @@ class GraphSet:
     def memory_bytes(self) -> int:
         """The total of ``memory_report``: what a memory budget must bound. Needs no lock."""
         return self.memory_report().total
-
-    def _counted(self, request: CaptureRequest, run: Callable[[CaptureRequest], CaptureResult]) -> CaptureResult:
-        """Run a call; one that raises is counted as well."""
-        try:
-            return run(request)
-        except BaseException:
-            if request.keep_effects:
-                self.stats.record_eager(Reason.CALL_RAISED, request.rows)
-            raise
 
     def _capture_with_less(self, request: CaptureRequest, failed: CaptureResult) -> CaptureResult:
         """Release a graph and try once more, without effects: the caller has eager's answer."""

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,31 +22,34 @@ from ..capture.request import CaptureResult
 from ..errors import GraphDispatchError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.proof import RowProof
+from .graphs import GraphSet
 from .group import GraphGroup
-
-if TYPE_CHECKING:
-    from .server import Server
-
 
 _log = logging.getLogger("graphdispatch")
 _MOST_PLACES = 2
 
 
-def settle(
-    server: "Server", group: GraphGroup, values: Sequence[Any], rows: int, entry: CUDAGraphEntry
+def difference_on(
+    graphs: GraphSet, group: GraphGroup, batch: Sequence[Any], rows: int, entry: CUDAGraphEntry
 ) -> CaptureResult | None:
-    """Compare a graph with eager on another batch made of one: all calls were alike, or this one cannot tell.
+    """Compare a graph with eager on a batch that no call brought: what found a difference, or None. Leaves no effects,
+    and raises what the callable raises."""
+    result = graphs.verify(group, batch, rows, entry, keep_effects=False)
+    return result if result.entry is None else None
 
-    The result, or None if nothing was compared: no other batch can be made, or the callable raises for it. Leaves no
-    effects.
+
+def settle(
+    graphs: GraphSet, group: GraphGroup, values: Sequence[Any], rows: int, entry: CUDAGraphEntry
+) -> CaptureResult | None:
+    """The same with another batch made of one: all calls were alike, or this one cannot tell.
+
+    Nothing is compared where no other batch can be made, or the callable raises for it.
     """
-    if server.graphs.is_frozen:
+    if graphs.is_frozen:
         return None
     try:
         other = varied(group, values, rows)
-        if not entry.differs(other):
-            return None
-        return server.graphs.verify(group, other, rows, entry, keep_effects=False)
+        return difference_on(graphs, group, other, rows, entry) if entry.differs(other) else None
     except GraphDispatchError:
         raise
     except Exception as error:
@@ -55,28 +58,28 @@ def settle(
 
 
 def compare(
-    server: "Server", group: GraphGroup, values: Sequence[Any], rows: int, entry: CUDAGraphEntry
+    graphs: GraphSet, group: GraphGroup, values: Sequence[Any], rows: int, entry: CUDAGraphEntry
 ) -> CaptureResult:
     """Compare a graph with eager on a call's batch, and where a rule pads it also on other rows.
 
     A batch of zeros cannot show that the code takes another branch for so many rows; then another one is made of it.
     """
-    result = server.graphs.verify(group, values, rows, entry)
+    result = graphs.verify(group, values, rows, entry)
     if entry.depends_on_padding(rows):
         return result
     was_dull = rows != entry.size and not entry.compared.covers(rows, entry.size)
-    for further in (settle if was_dull else None, stretched):
-        found = further(server, group, values, rows, entry) if further and result.entry is not None else None
-        result = result if found is None or found.entry is not None else replace(found, answer=result.answer)
-    return result
+    found = settle(graphs, group, values, rows, entry) if was_dull and result.entry is not None else None
+    if found is None and result.entry is not None:
+        found = stretched(graphs, group, values, rows, entry)
+    return result if found is None else replace(found, answer=result.answer)
 
 
 def stretched(
-    server: "Server", group: GraphGroup, values: Sequence[Any], rows: int, entry: CUDAGraphEntry
+    graphs: GraphSet, group: GraphGroup, values: Sequence[Any], rows: int, entry: CUDAGraphEntry
 ) -> CaptureResult | None:
     """What other rows show where no proof may replace the padding, for as many batches as proofs ask; else None: see
     Note [rows that a rule hides]."""
-    proof, specs, may_write = entry.proof, group.inputs.specs, server.graphs.options.padding_writes
+    proof, specs, may_write = entry.proof, group.inputs.specs, graphs.options.padding_writes
     if rows == entry.size or entry.program.is_stretched or proof is None or proof.untested:
         return None
     kept = {i for i, spec in enumerate(specs) if spec.spans and not may_replace(specs, i, may_write)}
@@ -84,11 +87,11 @@ def stretched(
     entry.program.is_stretched = proof.is_complete and group.inputs.cells(rows) > 1
     if not kept and not proof.kept:
         return None
-    return _stretch(server, group, values, rows, entry, kept)
+    return _stretch(graphs, group, values, rows, entry, kept)
 
 
 def _stretch(
-    server: "Server",
+    graphs: GraphSet,
     group: GraphGroup,
     values: Sequence[Any],
     rows: int,
@@ -112,14 +115,14 @@ def _stretch(
         return None
     for name, make in kinds:
         try:
-            result = server.graphs.verify(group, _batch(group, values, rows, make), rows, entry, keep_effects=False)
+            found = difference_on(graphs, group, _batch(group, values, rows, make), rows, entry)
         except GraphDispatchError:
             raise
         except Exception as error:
             _log.debug("%r was not compared on %s: %s", entry, name, error)
             continue
-        if result.entry is None:
-            return result
+        if found is not None:
+            return found
     return None
 
 

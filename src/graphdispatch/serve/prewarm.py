@@ -15,12 +15,14 @@ from ..capture.request import CaptureResult
 from ..config import CUDAGraphConfig
 from ..decide.decision import Decision
 from ..errors import CaptureError, ConfigError, FallbackError, GraphDispatchError, shown
+from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..showing import html_table
 from .estimate import MemoryEstimate, estimate_memory
+from .graphs import GraphSet
 from .group import GraphGroup, Route
-from .other_batches import stretched, varied
+from .other_batches import difference_on, stretched, varied
 from .server import Server
 
 T = TypeVar("T")
@@ -269,30 +271,27 @@ def capture_checked(
     """
     result = server.graphs.capture(group, group.resized(leaves, size), size, size, keep_effects=False)
     if result.entry is not None and result.entry.state is EntryState.CAPTURED:
-        result = _compare(server, group, leaves, rows, result, compares_all=compares_all)
+        result = _compare(server.graphs, group, leaves, rows, result.entry, compares_all) or result
     if result.entry is None and server.strict:
         raise FallbackError(f"prewarm could not capture {size} rows: {result.detail}", result.reason)
     return result
 
 
 def _compare(
-    server: Server, group: GraphGroup, leaves: Sequence[Any], rows: int, captured: CaptureResult, *, compares_all: bool
-) -> CaptureResult:
-    """Compare a new graph with eager on other batches made of the example; ``captured`` itself if all agree.
+    graphs: GraphSet, group: GraphGroup, leaves: Sequence[Any], rows: int, entry: CUDAGraphEntry, compares_all: bool
+) -> CaptureResult | None:
+    """Compare a new graph with eager on other batches made of the example; what found a difference, or None.
 
     They are a second batch unless the example has nothing but integers, since its rows are repeated.
     """
-    entry, result = captured.entry, captured
-    assert entry is not None
     other = varied(group, leaves, entry.size)
     is_second = entry.differs(other)
     if rows != entry.size and not entry.depends_on_padding(rows) and _tells(group, varied(group, leaves, rows), rows):
-        result = compare_numbers(server, group, leaves, rows, captured, compares_all=compares_all)
-        if result.entry is not None and is_second:
+        found = _compare_numbers(graphs, group, leaves, rows, entry, compares_all)
+        if found is None and is_second:
             entry.passed()
-    elif is_second:
-        result = server.graphs.verify(group, other, entry.size, entry, keep_effects=False)
-    return captured if result.entry is not None else result
+        return found
+    return difference_on(graphs, group, other, entry.size, entry) if is_second else None
 
 
 def capture_example(
@@ -309,40 +308,34 @@ def capture_example(
         server.graphs.warm_up(group, group.resized(leaves, size), size)
         result = server.graphs.capture(group, leaves, rows, size, keep_effects=False)
         if result.entry is not None and rows < size:
-            result = compare_numbers(server, group, leaves, rows, result)
+            result = _compare_numbers(server.graphs, group, leaves, rows, result.entry) or result
     if result.entry is None:
         raise CaptureError(f"no graph for {name}: {result.detail}", result.reason) from result.error
     return result
 
 
-def compare_numbers(
-    server: Server,
+def _compare_numbers(
+    graphs: GraphSet,
     group: GraphGroup,
     leaves: Sequence[Any],
     rows: int,
-    captured: CaptureResult,
-    *,
+    entry: CUDAGraphEntry,
     compares_all: bool = True,
-) -> CaptureResult:
+) -> CaptureResult | None:
     """Compare a new graph with eager on a batch of ``rows`` rows, and of each further number that it pads: without
-    ``compares_all`` of as many as its proof needs. ``captured`` itself if all agree. None of them counts as the second
-    batch."""
-    entry = captured.entry
-    assert entry is not None
+    ``compares_all`` of as many as its proof needs. What found a difference, or None. No batch counts as the second."""
     state, batch = entry.state, entry.warm_batch
     for number in (rows, *entry.compared.missing(rows, entry.size)):
         if number != rows and not (compares_all or (entry.proof is not None and entry.proof.needs_batches)):
             break
-        if entry.compares(number):
-            example = varied(group, leaves, number)
-            if not _tells(group, example, number):
-                continue
-            result = server.graphs.verify(group, example, number, entry, keep_effects=False)
-            result = result if result.entry is None else stretched(server, group, example, number, entry) or result
-            if result.entry is None:
-                return result
+        example = varied(group, leaves, number) if entry.compares(number) else None
+        if example is not None and _tells(group, example, number):
+            found = difference_on(graphs, group, example, number, entry)
+            found = found or stretched(graphs, group, example, number, entry)
+            if found is not None:
+                return found
     entry.state, entry.warm_batch = state, batch
-    return captured
+    return None
 
 
 def _tells(group: GraphGroup, batch: Sequence[Any], rows: int) -> bool:

@@ -224,11 +224,12 @@ class Server(HitPath):
         assert group is not None
         if reason is Reason.CAPTURED_NOW:
             self._give_way(group)
-            self.local.decision = Decision.eager(Reason.CALL_RAISED, choice.rows)  # if it does
-            return True, self.after_eager(choice, self.graphs.capture, group, choice.leaves, choice.rows, choice.size)
+            capture = partial(self.graphs.capture, group, choice.leaves, choice.rows, choice.size)
+            return True, self.after_eager(choice, capture)
         if entry is not None and reason is Reason.VERIFIED_NOW:
-            self.local.decision = Decision.eager(Reason.CALL_RAISED, choice.rows)
-            return True, self.after_eager(choice, compare, self, group, choice.leaves, choice.rows, entry)
+            return True, self.after_eager(
+                choice, partial(compare, self.graphs, group, choice.leaves, choice.rows, entry)
+            )
         if entry is None or not reason.is_graph:
             return False, choice
         try:
@@ -239,7 +240,7 @@ class Server(HitPath):
             return False, choice._replace(decision=Decision.eager(Reason.REPLAY_FAILED, choice.rows, str(error)))
         if entry.serves_one_batch and entry.replay_count == MOST_ALIKE:
             kind = (Reason.VERIFIED_NOW, entry.state)
-            self.graphs.share.pay(kind, partial(settle, self, group, choice.leaves, choice.rows, entry))
+            self.graphs.share.pay(kind, partial(settle, self.graphs, group, choice.leaves, choice.rows, entry))
         self.local.decision = choice.decision
         return True, answer
 
@@ -383,10 +384,15 @@ class Server(HitPath):
             self.graphs.refresh()
             return self.choose(route, args, kwargs)
 
-    def after_eager(self, choice: Choice, run: Callable[..., CaptureResult], *args: Any) -> Any:
-        """Capture or compare a graph by ``run(*args)``, then count and return the call's eager answer."""
+    def after_eager(self, choice: Choice, work: Callable[[], CaptureResult]) -> Any:
+        """Capture or compare a graph by ``work()``, then count and return the call's eager answer."""
         decision = choice.decision
-        result = self.graphs.share.pay(choice.kind, partial(run, *args))
+        self.local.decision = Decision.eager(Reason.CALL_RAISED, choice.rows)  # if it does
+        try:
+            result = self.graphs.share.pay(choice.kind, work)
+        except BaseException:
+            self.stats.record_eager(Reason.CALL_RAISED, choice.rows)
+            raise
         if result.reason is not decision.reason:
             decision = Decision.eager(result.reason, choice.rows, result.detail)
         self.count_eager(decision, result.error)
