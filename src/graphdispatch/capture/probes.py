@@ -114,8 +114,12 @@ def small(spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
 
 def far(sign: int, spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
     """Numbers of one sign that are several times as large as those of the batch."""
-    shape, dim = torch.Size(spec.sized(rows)), spec.spans[0][0]
-    return large(torch.full((shape[dim],), sign), value, shape, dim, torch.Generator().manual_seed(0))
+    return _large(torch.tensor([sign]), spec, value, rows)
+
+
+def signed(first: int, spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
+    """Such numbers of both signs in turns along the last dynamic dimension, the ``first`` one before the other."""
+    return _large(first * torch.tensor([1, -1]), spec, value, rows)
 
 
 def edge(sign: int, spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
@@ -137,27 +141,33 @@ def holds_flags(value: torch.Tensor) -> bool:
     return bool(value.numel()) and bool(((value == 0) | (value == 1)).all())
 
 
-def large(
-    signs: torch.Tensor, value: torch.Tensor, shape: torch.Size, dim: int, generator: torch.Generator
-) -> torch.Tensor:
-    """Numbers several times as large as those of the real rows, with one sign for each row."""
-    signs = signs.view([-1 if d == dim else 1 for d in range(len(shape))]).to(value.device)
+def _large(signs: torch.Tensor, spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
+    """Numbers several times as large as those of the real rows, with these signs in turns."""
+    shape, dim = torch.Size(spec.sized(rows)), spec.spans[-1][0]
+    turns = signs[torch.arange(shape[dim]) % len(signs)]
+    turns = turns.view([-1 if d == dim else 1 for d in range(len(shape))]).to(value.device)
     if value.dtype is torch.bool:
-        return (signs > 0).expand(shape)
-    magnitude = (value if value.is_complex() else value.to(torch.float64)).abs()
+        return (turns > 0).expand(shape)
+    magnitude = (value if value.is_complex() else value.to(torch.float64)).detach().abs()
     largest = magnitude.where(magnitude.isfinite(), 0.0).amax() if value.numel() else 0.0
-    numbers = (torch.rand(shape, generator=generator, dtype=torch.float64) + 1).to(value.device)
-    return _as_finite(numbers * signs * (4 * largest + 4), value.dtype)
+    numbers = (torch.rand(shape, generator=_generator(spec), dtype=torch.float64) + 1).to(value.device)
+    return _as_finite(numbers * turns * (4 * largest + 4), value.dtype)
 
 
-def wide(value: torch.Tensor, shape: torch.Size, dim: int, generator: torch.Generator) -> torch.Tensor:
+def wide(spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
     """Numbers of both signs from tiny to large, such that squares of them are finite."""
+    shape, generator = torch.Size(spec.sized(rows)), _generator(spec)
     signs = torch.randint(2, shape, generator=generator) * 2 - 1
     if value.dtype is torch.bool:
         return (signs > 0).to(value.device)
     exponent = min(_WIDEST, math.log2(torch.finfo(value.dtype).max) / 2)
     numbers = torch.rand(shape, generator=generator, dtype=torch.float64)
     return _as_finite((signs * 2 ** ((2 * numbers - 1) * exponent)).to(value.device), value.dtype)
+
+
+def _generator(spec: InputSpec) -> torch.Generator:
+    """The same numbers in each proof, and others for each argument."""
+    return torch.Generator().manual_seed(spec.position)
 
 
 def _as_finite(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

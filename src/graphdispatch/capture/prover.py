@@ -11,11 +11,11 @@ Note [what keeps its padding]
     this, each call is looked at, and runs eagerly if it has such a row: unless the user gave the mask a pad rule.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, dropwhile, islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -37,9 +37,9 @@ from .probes import (
     far,
     holds_flags,
     is_discrete,
-    large,
     may_replace,
     of_kind,
+    signed,
     small,
     takes_any_value,
     telling_places,
@@ -52,7 +52,7 @@ from .verify import difference, tolerance_for
 
 _FEW = 2
 _OTHER_ROWS = "other real rows"
-_Fill = Callable[[torch.Tensor, torch.Size, int], torch.Tensor]
+_Rows = TypeVar("_Rows", torch.Tensor, torch.Tensor | None)
 
 
 class _Value(NamedTuple):
@@ -175,7 +175,7 @@ class RowProver:
         if not self._takes(self._base):
             return
         base = self._read()
-        for rows in (self._elements(backwards=True), *self._signed(large)):
+        for rows in (self._elements(backwards=True), *self._large()):
             if not self._takes(self._base._replace(rows=rows)) or _differing(base, self._read()):
                 request.signature.watch([(specs[i].position, self._last_further(specs[i])) for i in kept])
                 return
@@ -214,42 +214,25 @@ class RowProver:
 
     def _wild(self) -> Iterator[Padding]:
         """Padding of numbers that no batch held."""
-        yield from (Padding("large numbers", numbers, axes=self._along) for numbers in self._signed(large))
-        generator = torch.Generator().manual_seed(0)
-        rows = self._elements(generator)
-        numbers = self._filled(rows, lambda value, shape, dim: wide(value, shape, dim, generator))
-        yield Padding("random numbers of all magnitudes", numbers, axes=self._along)
+        yield from (Padding("large numbers", rows, axes=self._along) for rows in self._large())
+        any_rows = self._elements(torch.Generator().manual_seed(0))
+        rows = _overlaid(any_rows, self._padding_made(partial(of_kind, self._takes_any, wide)))
+        yield Padding("random numbers of all magnitudes", rows, axes=self._along)
 
     def _far_apart(self) -> list[Padding]:
         """The padding of the rules, and such as few means or extremes take for the same."""
         others = self._elements(backwards=True)
-        made = [others] if self._is_limited else self._signed(large)
-        mixed = ([b if a is None else a for a, b in zip(rows, others, strict=True)] for rows in made)
-        return [BY_RULE, *(Padding("large numbers", rows, axes=self._along) for rows in mixed)]
+        made = [others] if self._is_limited else self._large()
+        return [BY_RULE, *(Padding("large numbers", _overlaid(others, rows), axes=self._along) for rows in made)]
 
-    def _signed(self, fill: Callable[..., torch.Tensor]) -> Iterator[list[torch.Tensor | None]]:
-        """Numbers of both signs in turns along the last dynamic dimension; where there is only one place of padding, or
-        another dimension along which they do not change, first of one sign, then of the other."""
+    def _large(self) -> Iterator[list[torch.Tensor | None]]:
+        """Large numbers of both signs in turns along the last dynamic dimension; where there is only one place of
+        padding, or another dimension along which they do not change, first of one sign, then of the other."""
         pairs = zip(lengths_of(self._axes, self.rows), lengths_of(self._axes, self._request.size), strict=True)
         is_one_sign = any(full - real == 1 for real, full in pairs)
         is_one_sign |= any(len(spec.spans) > 1 for spec in self._request.inputs.specs)
         for first in (1, -1) if is_one_sign else (1,):
-            generator = torch.Generator().manual_seed(0)
-
-            def made(value: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor:
-                signs = first * (1 - 2 * (torch.arange(shape[dim]) % 2))  # noqa: B023 (used within the turn)
-                return fill(signs, value, shape, dim, generator)  # noqa: B023
-
-            yield self._filled([], made)
-
-    def _filled(self, rows: Sequence[torch.Tensor | None], fill: _Fill) -> list[torch.Tensor | None]:
-        """``rows``, but made by ``fill`` for arguments whose padding may hold any value."""
-        request = self._request
-        filled = list(rows) or [None] * len(request.inputs.specs)
-        for index, (spec, value) in enumerate(zip(request.inputs.specs, request.arguments(), strict=True)):
-            if spec.spans and self._takes_any_value(index):
-                filled[index] = fill(value.detach(), torch.Size(spec.sized(request.size)), spec.spans[-1][0])
-        return filled
+            yield self._padding_made(partial(of_kind, self._takes_any, partial(signed, first)))
 
     def _elements(
         self, generator: torch.Generator | None = None, *, backwards: bool = False
@@ -309,8 +292,8 @@ class RowProver:
         before their own kind. Kinds that the callable does not take are left out."""
         batch_base = self._base
         for name, make, behind in self._kinds_of_rows():
-            made = zip(self._made(make, self.rows), self._request.arguments(), strict=True)
-            self._base = Padding("", [], [value if other is None else other for other, value in made], self._along)
+            real = _overlaid(self._request.arguments(), self._made(make, self.rows))
+            self._base = Padding("", [], real, self._along)
             try:
                 self._replay(self._base)
             except _DependentRowsError:
@@ -352,7 +335,7 @@ class RowProver:
         takes = self._takes_any if self._earlier is None or self._is_limited else []
         near: Make = partial(of_kind, takes, small)
         if takes and not self._is_limited:
-            yield "large numbers (and small ones in the real rows)", near, self._signed(large)
+            yield "large numbers (and small ones in the real rows)", near, self._large()
         high, low = (partial(of_kind, takes, partial(edge if self._is_limited else far, sign)) for sign in (1, -1))
         numbers = "the largest or smallest numbers of the batch" if self._is_limited else "large numbers of one sign"
         for one_sign, other_sign in ((high, low), (low, high)) if takes else ():
@@ -436,6 +419,11 @@ class RowProver:
         names = (specs[i].name for i in sorted(fixed - lasting))
         assumed = tuple((specs[i].position, alike[i]) for i in sorted(lasting & fixed))
         return (*names, *(["state"] if self._unseen or self._needs_more_rows else [])), assumed
+
+
+def _overlaid(below: Sequence[_Rows], above: Sequence[torch.Tensor | None]) -> list[_Rows]:
+    """What is ``above``, and what is ``below`` where there is nothing above."""
+    return [low if high is None else high for low, high in zip(below, above, strict=True)]
 
 
 def _may_hide(tensor: torch.Tensor) -> bool:
