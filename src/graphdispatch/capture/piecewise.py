@@ -173,15 +173,12 @@ class PiecewiseGraph(Graph):
         self._operators = max(operators, 1)
         self._parts = parts
         self._calls = [part.run if isinstance(part, EagerPart) else part.replay for part in parts]
-        self._has_breaks = any(isinstance(part, EagerPart) for part in parts)
         self._held = held
         self._pool = pool
         self._clock = clock
         self._released = False
-        self.runs = 0
-        """Completed replays; counted only if there are breaks."""
         self.time_s = 0.0
-        """Their time on the calling thread, in seconds; taken only if there are breaks."""
+        """The time of completed replays on the calling thread, in seconds."""
         # Tensors that cross a break are inference tensors or not, as at the capture; the other mode cannot write them.
         self._inference_mode = torch.is_inference_mode_enabled()
 
@@ -189,16 +186,13 @@ class PiecewiseGraph(Graph):
         """Run all parts on the caller's current stream, in order."""
         if self._released:
             raise ReplayError("this graph was released; capture it again")
-        if not self._has_breaks:
-            for call in self._calls:
-                call()
-        elif torch.is_grad_enabled() or torch.is_inference_mode_enabled() is not self._inference_mode:
+        if torch.is_grad_enabled() or torch.is_inference_mode_enabled() is not self._inference_mode:
             with torch.inference_mode(self._inference_mode), torch.no_grad():
-                self._run_with_breaks()
+                self._run_parts()
         else:
-            self._run_with_breaks()
+            self._run_parts()
 
-    def _run_with_breaks(self) -> None:
+    def _run_parts(self) -> None:
         start = self._clock()
         self._pool.replaying_on = get_ident()
         try:
@@ -211,7 +205,6 @@ class PiecewiseGraph(Graph):
                 "a break changed an attribute, a variable or an entry that code outside of it reads, and the graphs "
                 "behind it were captured for the old value; return what they need from the break"
             )
-        self.runs += 1
         self.time_s += self._clock() - start
 
     def reset(self) -> None:

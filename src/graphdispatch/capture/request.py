@@ -61,7 +61,7 @@ class CaptureRequest:
     keep_effects: bool = True
     """Whether the caller wants the call itself, with the effects of one run, or only the graph and no effects."""
     judges_gain: bool = False
-    """Whether a new graph that replays slower than eager is given up, now or when it is compared later."""
+    """Whether a new graph that replays slower than eager is given up."""
     real_rows: int | None = field(default_factory=REAL_ROWS.get)
     """How many rows of a batch that the caller has padded are real, if the caller says so."""
     clock: Callable[[], float] = time.perf_counter

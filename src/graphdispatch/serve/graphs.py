@@ -135,7 +135,7 @@ class GraphSet:
         assert leaves is not None
         if route.entry is not None:
             return self._adopt(key, route, route.entry, call, leaves)
-        signature = route.signature or self._learn_signature(route, call, leaves)
+        signature = self._learn_signature(route, call, leaves)
         if isinstance(signature, Refusal):
             return signature
         capacity = route.table.largest if signature.has_rows else 1
@@ -268,7 +268,7 @@ class GraphSet:
                 group.warn_of(entry, rows, result.detail)
             self.stats.record_capture_failure()
             group.drop(entry)
-            group.quarantine(entry.size, result.reason, result.detail, is_final=result.reason is Reason.NO_GAIN)
+            group.quarantine(entry.size, result.reason, result.detail)
             if group.route.entry is None:
                 self.cache.remove(entry.place)
                 entry.release()

@@ -4,7 +4,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -33,57 +33,36 @@ RETRY = Backoff(first=16, factor=4)
 """The misses of a size between a failed capture and the next try."""
 
 
+@dataclass(eq=False, slots=True)
 class Route:
     """Calls of a front end that share a table of sizes: which sizes serve them, and how their arguments are read.
 
     A front end makes a route once and gives it to the server with each call. Changed only with the server's lock held;
     ``spellings`` is read without it.
-
-    Args:
-        key: The front end's name for it, unique there.
-        table: The decisions for each number of rows.
-        rules: The user's rules for the arguments; None: every argument is static (``inputs="static"``).
-        descriptor: What its graphs serve, where the front end names them; None: by their sizes.
-        entry: The only graph of the route, where somebody else captured it; None where the server captures.
-        signature: The signature of its calls, where the front end knows it beforehand; None: learnt from each first
-            call.
-        is_single: Whether only calls like the first one are served.
-        captures: Whether the server captures what comes often; else the front end does, or somebody else did.
-        without_sizes: Why calls run eagerly if the table has no sizes.
     """
 
-    __slots__ = ("__dict__", "spellings")
+    key: Hashable
+    """The front end's name for it, unique there."""
+    table: SizeTable
+    """The decisions for each number of rows."""
+    rules: ArgumentRules | None = None
+    """The user's rules for the arguments; None: every argument is static (``inputs="static"``)."""
+    _: KW_ONLY
+    descriptor: BatchDescriptor | None = None
+    """What its graphs serve, where the front end names them; None: by their sizes."""
+    entry: CUDAGraphEntry | None = None
+    """The only graph of the route, where somebody else captured it; None where the server captures."""
+    is_single: bool = False
+    """Whether only the calls like the first one are served; others are odd."""
+    captures: bool = True
+    """Whether the server captures what comes often; else only the front end does, or somebody else did."""
+    without_sizes: Reason = Reason.DISABLED
+    """Why calls run eagerly if the table has no sizes."""
+    spellings: "dict[tuple[Any, ...], Spelling]" = field(init=False, default_factory=dict)
+    """The forms of calls that came, by the number of positional arguments and the keywords."""
 
-    def __init__(
-        self,
-        key: Hashable,
-        table: SizeTable,
-        rules: ArgumentRules | None = None,
-        *,
-        descriptor: BatchDescriptor | None = None,
-        entry: CUDAGraphEntry | None = None,
-        signature: Signature | None = None,
-        is_single: bool = False,
-        captures: bool = True,
-        without_sizes: Reason = Reason.DISABLED,
-    ) -> None:
-        self.key = key
-        self.table = table
-        self.rules = rules
-        """The user's rules for the arguments; None: every argument is static (``inputs="static"``)."""
-        self.descriptor = descriptor
-        """What its graphs serve, where the front end names them; None: by their sizes."""
-        self.entry = entry
-        """The only graph of the route, where somebody else captured it; None where the server captures."""
-        self.signature = signature
-        """The signature of its calls, where the front end knows it; None: it is learnt from each first call."""
-        self.captures = captures and entry is None
-        """Whether the server captures what comes often; else only the front end does, or somebody else did."""
-        self.without_sizes = without_sizes
-        """Why calls run eagerly if the table has no sizes."""
-        self.is_single = is_single
-        """Whether only the calls like the first one are served; others are odd."""
-        self.spellings: dict[tuple[Any, ...], Spelling] = {}
+    def __post_init__(self) -> None:
+        self.captures = self.captures and self.entry is None
 
     def descriptor_of(self, size: int) -> BatchDescriptor:
         """What the graph of ``size`` serves."""
