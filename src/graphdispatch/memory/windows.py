@@ -53,15 +53,13 @@ class Windows:
     def refuse(self, entry: "CUDAGraphEntry") -> None:
         """Raise ``ReplayError`` if a replay writes what another thread's window covers. Call it with the pool's lock
         held, which a capture takes after it has opened its window."""
-        written = {begin for begin, _ in entry.written.spans} if entry.written is not None else set()
-        if self._covers(written):
+        if self._covers_writes(entry):
             raise ReplayError("another thread captures a callable that shares state with this graph; call again")
 
     def wait_for(self, entry: "CUDAGraphEntry") -> None:
         """Wait, for a while, until a replay writes nothing that another thread's window covers."""
-        written = {begin for begin, _ in entry.written.spans} if entry.written is not None else set()
         with self._changed:
-            self._changed.wait_for(lambda: not self._covers(written), _RUN_WAITS_S)
+            self._changed.wait_for(lambda: not self._covers_writes(entry), _RUN_WAITS_S)
 
     def begin(self, reach: _Reach) -> object:
         """Begin an eager run of the calling thread, once no window covers what it reaches; returns what ``end`` takes.
@@ -103,6 +101,9 @@ class Windows:
                 if is_open:
                     self.open.remove(window)
                 self._changed.notify_all()
+
+    def _covers_writes(self, entry: "CUDAGraphEntry") -> bool:
+        return entry.written is not None and self._covers({begin for begin, _ in entry.written.spans})
 
     def _covers(self, storages: set[int]) -> bool:
         here = threading.get_ident()

@@ -369,8 +369,8 @@ class GraphSet:
         """Forbid captures and comparisons, or allow them again."""
         with self.lock:
             self.is_frozen = is_frozen
-            for group in self.groups.values():
-                group.freeze(is_frozen)
+            for entry in (entry for group in self.groups.values() for entry in group.all_entries):
+                entry.schedule_check(rests=is_frozen)
 
     def clear(self) -> None:
         """Release everything and forget all signatures and misses; a pool of its own is closed, and another made."""

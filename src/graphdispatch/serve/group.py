@@ -293,11 +293,6 @@ class GraphGroup:
         shapes = ", ".join(f"{spec.name} {spec.sized(rows)} {spec.dtype}" for spec in self.inputs.specs)
         _log.warning("%r served calls and no longer agrees with eager: %s; inputs: %s", entry, detail, shapes)
 
-    def freeze(self, is_frozen: bool) -> None:
-        """Let comparisons that ``verify_every`` wants rest, or come again."""
-        for entry in self.all_entries:
-            entry.schedule_check(rests=is_frozen)
-
     def keep_example(self, values: Sequence[Any]) -> None:
         """Keep two rows of a call, so that further sizes can be captured when none is under way."""
         self.wants_example = False
