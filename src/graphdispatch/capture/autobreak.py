@@ -1,4 +1,7 @@
-"""Automatic breaks: if a capture fails inside a module, that module runs eagerly and the rest is captured around it."""
+"""Automatic breaks: if a capture fails inside a method of a module, it runs eagerly and the rest is captured around it.
+
+A module's ``forward`` is one of its methods: then the whole module runs eagerly.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,16 +9,16 @@ from typing import Any
 
 from torch import nn
 
-from ..call.breaks import eager_break, is_marked, remove_eager_break
+from ..call.breaks import eager_break, is_marked, unmark
 from ..errors import CaptureError
 from ..reasons import Reason
-from .advice import modules_within
+from .advice import places_within
 
 __all__ = ["AutoBreaks"]
 
 
 class AutoBreaks:
-    """The modules of a callable that no graph can hold, with the reasons; at most ``max_breaks``.
+    """The methods of a callable's modules that no graph can hold, with the reasons; at most ``max_breaks``.
 
     Its owner changes it with the lock of its graphs held.
     """
@@ -24,20 +27,21 @@ class AutoBreaks:
         self._served = (fn, getattr(fn, "__self__", None))
         self._max_breaks = max_breaks
         self._max_eager_share = max_eager_share
-        self.reasons: dict[nn.Module, str] = {}
-        """For each module the error, which names the operator and the line."""
+        self.reasons: dict[tuple[nn.Module, str], str] = {}
+        """For each module and method the error, which names the operator and the line."""
 
     def add(self, error: CaptureError) -> bool:
-        """Break at the innermost module in which the capture failed. Returns False if there is none to break at.
+        """Break at the innermost method of a module in which the capture failed. Returns False if there is none.
 
-        The served module itself does not count.
+        The served module as a whole, or the method of it that is served, does not count.
         """
         if error.reason is not Reason.CAPTURE_UNSAFE or len(self.reasons) >= self._max_breaks:
             return False
-        for module in modules_within(error):
-            if module in (*self._served, *self.reasons) or is_marked(module):
+        for module, method in places_within(error):
+            is_served = module in self._served and method in ("forward", getattr(self._served[0], "__name__", ""))
+            if is_served or (module, method) in self.reasons or is_marked(module, method):
                 continue
-            self.reasons[module] = str(error)
+            self.reasons[module, method] = str(error)
             return True
         return False
 
@@ -53,15 +57,15 @@ class AutoBreaks:
 
     @contextmanager
     def marked(self) -> Iterator[None]:
-        """Mark the modules as breaks within the block; marks of the user stay as they are."""
-        fresh = [module for module in self.reasons if not is_marked(module)]
+        """Mark the methods as breaks within the block; marks of the user stay as they are."""
+        fresh = [(module, method) for module, method in self.reasons if not is_marked(module, method)]
         try:
-            for module in fresh:
-                eager_break(module)
+            for module, method in fresh:
+                eager_break(module, method)
             yield
         finally:
-            for module in fresh:
-                remove_eager_break(module)
+            for module, method in fresh:
+                unmark(module, method)
 
     def __len__(self) -> int:
         return len(self.reasons)
