@@ -195,7 +195,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a number": (lambda: eager_break(3), "takes a function, a module or names of operators, got"),  # type: ignore[call-overload]
     "a tensor": (lambda: eager_break(X), "takes a function, a module or names of operators, got"),  # type: ignore[call-overload]
     "two functions": (lambda: eager_break(double, double), "takes one function, one module with names"),  # type: ignore[call-overload]
-    "no method": (lambda: eager_break(nn.Linear(3, 3), "no_such_method"), "names of methods of the module, got 'no_such"),
+    "no method": (
+        lambda: eager_break(nn.Linear(3, 3), "no_such_method"),
+        "names of methods of the module, got 'no_such",
+    ),
     "no mark": (lambda: remove_eager_break(nn.Linear(3, 3)), "takes marked modules .* got Linear"),
 }
 

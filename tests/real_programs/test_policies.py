@@ -1,4 +1,4 @@
-"""Policies: Stable-Baselines3 and tensordict. What keeps its last distribution, or writes into its input, is refused."""
+"""Policies of Stable-Baselines3 and tensordict: one that keeps its last distribution, or writes its input, is refused."""
 
 import copy
 from collections.abc import Callable

@@ -64,6 +64,10 @@ def test_whisper_generates_the_same_with_its_encoder_attached() -> None:
 
 LAYERS = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}
 TOKENS = {
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
-    **{"suppress_tokens": None, "begin_suppress_tokens": None},
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
 }

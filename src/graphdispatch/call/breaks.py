@@ -1,7 +1,7 @@
 """Breaks: the parts of a model that run eagerly between the graphs of a PIECEWISE capture.
 
-``eager_break`` marks a function, a module, methods of a module, or operators by name. Outside a PIECEWISE capture, a marked function costs
-one lookup of a context variable. In a FULL capture it is part of the graph.
+``eager_break`` marks a function, a module, methods of a module, or operators by name. Outside a PIECEWISE capture, a
+marked function costs one lookup of a context variable. In a FULL capture it is part of the graph.
 """
 
 import functools

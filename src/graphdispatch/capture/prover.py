@@ -439,8 +439,8 @@ class RowProver:
     def _untested(
         self, alike: Mapping[int, torch.Tensor]
     ) -> tuple[tuple[str, ...], tuple[tuple[int, torch.Tensor], ...]]:
-        """Of which arguments neither this batch nor an earlier one could tell; and of these, the ones that were the same
-        for long, with their row."""
+        """Of which arguments no batch could tell yet; and of these, the ones that were the same for long, with their
+        row."""
         request, specs, earlier = self._request, self._request.inputs.specs, self._entry.proof
         fixed = {i for i, spec in enumerate(specs) if spec.spans and not self._takes_any_value(i)}
         if earlier is not None:
