@@ -1,4 +1,4 @@
-"""Policies of Stable-Baselines3 and tensordict: one that keeps its last distribution, or writes its input, is refused."""
+"""Policies of Stable-Baselines3 and tensordict: what keeps its last distribution, or writes its input, is refused."""
 
 import copy
 from collections.abc import Callable

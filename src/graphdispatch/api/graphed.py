@@ -344,8 +344,8 @@ class Graphed(Lifecycle, Generic[P, R]):
 
     @property
     def automatic_breaks(self) -> dict[tuple[torch.nn.Module, str], str]:
-        """With ``breaks="auto"``: the modules, and their methods, that run eagerly since they cost the full graph, and what
-        each did; ``"forward"`` stands for the whole module."""
+        """With ``breaks="auto"``: the methods of modules that run eagerly since they cost the full graph, and what each
+        did; ``"forward"`` stands for the whole module."""
         return dict(self._graphs.auto_breaks.reasons) if self._graphs.auto_breaks is not None else {}
 
     @property
