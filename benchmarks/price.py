@@ -1,10 +1,13 @@
-"""What proven graphs cost: runs of the model for each graph, and the time of a cold service beside eager.
+"""What proven graphs cost: runs of the model for each graph, and the times of a cold service and of the first image of
+``examples/diffusion.py`` beside eager.
 
 A run is an eager one, a recorded one or a replay. Runs are counted by the one ``tanh`` of the model, under torch's
 profiler. A plain capture loop takes 3 for each size: a warm-up, the recording, and the call's own replay.
 """
 
 from collections.abc import Callable
+from pathlib import Path
+from runpy import run_path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -13,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from graphdispatch import Graphed, graphed
+from graphdispatch import CUDAGraphOptions, Graphed, graphed
 
 from .timing import Effort, Row
 
@@ -77,7 +80,8 @@ def rows(effort: Effort) -> list[Row]:
     torch.manual_seed(0)
     found = [_prewarmed(f"prewarm, {len(sizes)} sizes up to {sizes[-1]}", sizes) for sizes in (_SIZES, _to_64())]
     found += [*_on_demand(), _cached(), _prewarm_time()]
-    return [*found, *_service("cold service", is_cold=True), *_service("after prewarm", is_cold=False)]
+    found += [*_service("cold service", is_cold=True), *_service("after prewarm", is_cold=False)]
+    return [*found, *(_first_image(count, width) for count, width in ((1, 24), (4, 24), (4, 64)))]
 
 
 def _to_64() -> tuple[int, ...]:
@@ -132,7 +136,7 @@ def _until_hit(step: Graphed, batch: Callable[[], tuple[Tensor, ...]]) -> int:
 
 
 def _on_demand() -> list[Row]:
-    _, step = _made(_SIZES)
+    _, step = _made(_SIZES, options=CUDAGraphOptions(capture_share=None))
     first, further, proof, number = (_until_hit(step, lambda n=n: _batch(n)) for n in (8, 16, 13, 11))
     return [
         Row("first capture of a signature and its second batch", first, 3, "runs"),
@@ -181,6 +185,24 @@ def _service(case: str, *, is_cold: bool) -> list[Row]:
         Row(f"{case}: slowest call", max(graph for graph, _ in pairs) / usual, 1, "eager steps"),
         Row(f"{case}: calls of more than three eager steps", len(slow), 0, "calls"),
     ]
+
+
+def _first_image(count: int, width: int) -> Row:
+    """The first images of the example without a prewarm: 30 steps, of which the second captures."""
+    example = run_path(str(Path(__file__).parents[1] / "examples" / "diffusion.py"))
+    with torch.inference_mode(False):
+        model = example["Denoiser"](width).eval().requires_grad_(False)
+    step, inputs = example["make_step"](model), (torch.randn(count, 3, 16, 16), torch.arange(count))
+    names = ("sample", "sigma", "following", "label")
+    serve = graphed(step, dynamic=dict.fromkeys(names, 0), sizes=(1, 2, 4))
+    eager = median(_seconds(lambda: example["generate"](step, *inputs)) for _ in range(5))
+    first = _seconds(lambda: example["generate"](serve, *inputs))
+    return Row(
+        f"diffusion, first {count} of width {width}, steps of {eager / 30 * 1e3:.1f} ms",
+        first / eager,
+        1,
+        "times eager",
+    )
 
 
 def _timed(step: Graphed, model: Encoder, batch: tuple[Tensor, ...], *, swapped: bool) -> tuple[float, float]:

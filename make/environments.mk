@@ -17,7 +17,7 @@ VLLM_PLUGIN := plugins/graphdispatch-vllm
 
 # The newest releases of the libraries whose programs are served, on the torch of the tests. It takes 2 GB.
 DRIFT_VENV := .venv-drift
-DRIFT_LIBRARIES := transformers diffusers peft accelerate sentence-transformers
+DRIFT_LIBRARIES := transformers diffusers peft accelerate sentence-transformers torchao stable-baselines3 tensordict fastapi uvicorn
 
 # The native core is compiled where there is a compiler, and again when its sources change.
 NATIVE := src/graphdispatch/native

@@ -112,7 +112,7 @@ class CUDAGraphOptions(Settings):
             None: 2, and 1 in ``CUDAGraphWrapper``.
         capture_window: Those sightings count only within so many uses (replays in the process, and sightings).
         capture_share: The largest share of the time of calls that captures and comparisons may take, after the first
-            two of each. A call whose graph has to wait runs eagerly. None, or ``capture_after=1``: no limit.
+            of each kind. A call whose graph has to wait runs eagerly. None, or ``capture_after=1``: no limit.
         max_signatures: The most different kinds of argument lists (dtypes, trailing shapes, constants) that are kept at
             a time. The least recently used one gives way to a new one that comes twice; one without a graph goes first.
             None: 32 in ``graphed``, 1024 elsewhere.

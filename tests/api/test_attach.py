@@ -128,6 +128,47 @@ def test_detach_undoes_it(pipeline: Pipeline) -> None:
     assert again.stats.hits == 1
 
 
+class Coder(nn.Module):
+    """A module whose owner calls its methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` of (rows, 3)."""
+        return self.inner(x)
+
+    def decode(self, z: torch.Tensor) -> torch.Tensor:
+        """``z`` of (rows, 3)."""
+        return self.forward(z) * 2
+
+
+@pytest.mark.parametrize(("method", "argument"), [("forward", "x"), ("decode", "z")])
+def test_a_method_is_served_where_it_is_called(method: str, argument: str) -> None:
+    """Called by name; a copy works on its own weights; ``detach`` gives the module its own method back."""
+    coder = Coder().eval().requires_grad_(False)
+    plain = getattr(coder, method)
+    handle = gd.attach(coder, method=method, dynamic={argument: 0}, sizes=SIZES, options=AT_ONCE)
+    for rows in (3, 3, 4, 3):
+        x = torch.randn(rows, 3)
+        torch.testing.assert_close(getattr(coder, method)(x), plain(x))
+        torch.testing.assert_close(coder(x), coder.inner(x))
+    assert handle.stats.hits >= 2
+    for copied in (copy.deepcopy(coder), pickle.loads(pickle.dumps(coder))):
+        copied.inner.weight.zero_()
+        calls = handle.stats.calls
+        x = torch.randn(3, 3)
+        torch.testing.assert_close(getattr(copied, method)(x), getattr(Coder, method)(copied, x))
+        assert handle.stats.calls == calls
+    assert list(coder.state_dict()) == ["inner.weight", "inner.bias"]
+    handle.detach()
+    assert method not in vars(coder)
+    assert getattr(coder, method) == plain
+    with pytest.raises(gd.ConfigError, match="method must name a method of the module, got 'inner'"):
+        gd.attach(coder, method="inner", dynamic={argument: 0})
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_what_cannot_be_attached_is_refused() -> None:
     """With the remedy; the module is as it was."""

@@ -194,7 +194,11 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "no name": (lambda: eager_break("aten::sin", "::"), "is unknown to torch"),
     "a number": (lambda: eager_break(3), "takes a function, a module or names of operators, got"),  # type: ignore[call-overload]
     "a tensor": (lambda: eager_break(X), "takes a function, a module or names of operators, got"),  # type: ignore[call-overload]
-    "two functions": (lambda: eager_break(double, double), "takes one function or module"),  # type: ignore[call-overload]
+    "two functions": (lambda: eager_break(double, double), "takes one function, one module with names"),  # type: ignore[call-overload]
+    "no method": (
+        lambda: eager_break(nn.Linear(3, 3), "no_such_method"),
+        "names of methods of the module, got 'no_such",
+    ),
     "no mark": (lambda: remove_eager_break(nn.Linear(3, 3)), "takes marked modules .* got Linear"),
 }
 
@@ -245,13 +249,68 @@ def test_failing_modules_become_breaks() -> None:
         x = torch.randn(rows, 4)
         assert torch.allclose(serve(x), model(x), atol=1e-5)
     assert serve.last_decision.mode is CUDAGraphMode.PIECEWISE
-    assert {type(m) for m in serve.automatic_breaks} == {HostReader}
+    assert {(type(m), method) for m, method in serve.automatic_breaks} == {(HostReader, "forward")}
     for why in serve.automatic_breaks.values():
         assert "_local_scalar_dense" in why
         assert "test_breaks.py" in why
         assert "float(x.abs().max())" in why
     assert "forward" not in vars(model.one)  # the marks are there during captures only
     assert all(isinstance(e.graph, PiecewiseGraph) and len(e.graph.breaks) == 2 for e in serve.entries)
+
+
+class Finder(nn.Module):
+    """A model that reads a value back in one method, and computes in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def find(self, x: torch.Tensor) -> torch.Tensor:
+        """Where values lie above their least, which it reads back."""
+        return x > float(x.min())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` of (rows, 4)."""
+        hidden = self.first(x)
+        return self.last(torch.where(self.find(hidden), hidden, 0.0))
+
+
+class Around(nn.Module):
+    """Holds one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Finder()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` of (rows, 4)."""
+        return self.model(x) + 1
+
+
+@pytest.mark.parametrize(
+    ("model", "place"), [(Finder(), "model, 'find'"), (Around(), "model.get_submodule('model'), 'find'")]
+)
+def test_a_method_breaks_instead_of_its_module(model: nn.Module, place: str) -> None:
+    """The refusal names the method; marked by that name or automatically, all but the method is in graphs."""
+    model.eval().requires_grad_(False)
+    assert f"eager_break({place}) with mode='PIECEWISE'" in _explain(model, x=torch.randn(4, 4))
+    finder = getattr(model, "model", model)
+    for marked in (False, True):
+        if marked:
+            assert eager_break(finder, "find") is finder
+            mode, options = "PIECEWISE", CUDAGraphOptions(capture_after=1)
+        else:
+            mode, options = "FULL", CUDAGraphOptions(breaks="auto", capture_after=1)
+        serve = graphed(model, dynamic={"x": 0}, sizes=(4,), mode=mode, options=options)
+        for _ in range(4):
+            x = torch.randn(4, 4)
+            assert torch.equal(serve(x), model(x))
+        assert serve.last_decision.reason is Reason.EXACT
+        (entry,) = serve.entries
+        assert [part.name for part in entry.graph.breaks] == ["Finder.find"]  # type: ignore[attr-defined]
+        assert [method for _, method in serve.automatic_breaks] == ([] if marked else ["find"])
+    remove_eager_break(finder)
+    assert "find" not in vars(finder)
 
 
 def test_a_model_that_fails_itself_stays_eager() -> None:

@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, about its own arguments
 
 from graphdispatch.integrations.transformers import GraphedGeneration, NotServed, graphed_generation  # noqa: E402
-from graphdispatch.integrations.transformers.available import check_version  # noqa: E402
+from graphdispatch.integrations.transformers.available import check_seams, check_version  # noqa: E402
 
 from ..helpers import in_threads  # noqa: E402
 from .families import CACHE, GREEDY, MODES, Requests, answers, make_model, prompts  # noqa: E402
@@ -253,6 +253,18 @@ def test_other_versions_are_named() -> None:
         check_version("4.57.6")
     with pytest.warns(UserWarning, match=r"5\.10 to 5\.24; 6\.0\.0 may differ"):
         check_version("6.0.0")
+
+
+@pytest.mark.parametrize(
+    ("seam", "lack"),
+    [({"generate": ("inputs", "gone")}, r"generate has no parameter 'gone'"), ({"go": ()}, "go is not there")],
+)
+def test_a_seam_that_is_another_is_an_error(seam: dict[str, tuple[str, ...]], lack: str) -> None:
+    """It names the version and the method."""
+    with pytest.raises(
+        ImportError, match=rf"transformers 5\.\d+.* differs from 5\.10 .* hooks in: GenerationMixin\.{lack}"
+    ):
+        check_seams({transformers.GenerationMixin: seam})
 
 
 def test_a_model_that_cannot_generate_is_an_error() -> None:

@@ -2,7 +2,10 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-LIBRARIES = ("torch", "transformers", "diffusers", "peft", "accelerate", "sentence-transformers")
+LIBRARIES = (
+    *("torch", "transformers", "diffusers", "peft", "accelerate", "sentence-transformers", "torchao"),
+    *("stable-baselines3", "tensordict", "fastapi", "uvicorn"),
+)
 
 
 def pytest_report_header() -> str:

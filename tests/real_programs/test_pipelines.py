@@ -44,15 +44,41 @@ def test_a_pipeline_of_transformers_is_served(folder: str) -> None:
     assert handle.stats.hits > handle.stats.calls // 2, handle.health()
 
 
-def test_a_sentence_transformer_answers_as_before(folder: str) -> None:
-    """It writes its result into the dict that it is given, which graphs do not do: refused, with that reason."""
+@pytest.fixture
+def encoder(folder: str) -> Any:
+    """A sentence-transformers model around it."""
     modules = pytest.importorskip("sentence_transformers.models")
     transformer = modules.Transformer(folder, max_seq_length=32)
-    model = sentence_transformers.SentenceTransformer(modules=[transformer, modules.Pooling(32)], device="cpu")
-    expected = [model.encode(texts, convert_to_tensor=True) for texts in TEXTS]
+    return sentence_transformers.SentenceTransformer(modules=[transformer, modules.Pooling(32)], device="cpu")
+
+
+def test_the_model_of_a_sentence_transformer_is_served(encoder: Any, tmp_path: Path) -> None:
+    """Its owner calls ``forward``, which is attached; texts are padded, and the model is saved as before."""
+    expected = [encoder.encode(texts, convert_to_tensor=True) for texts in TEXTS]
+    shape: Any = {0: "batch", 1: gd.Dim("length", [8, 16, 32])}
     names = ("input_ids", "attention_mask", "token_type_ids")
-    handle = gd.attach(model[0], dynamic={f"features['{name}']": 0 for name in names}, sizes=(4,))
+    options = gd.CUDAGraphOptions(capture_share=None)
+    handle = gd.attach(
+        encoder[0].auto_model, method="forward", dynamic=dict.fromkeys(names, shape), sizes=(1, 4), options=options
+    )
+    for _ in range(8):  # token types that are all zero are compared four times
+        for texts, embeddings in zip(TEXTS, expected, strict=True):
+            got = encoder.encode(texts, convert_to_tensor=True)
+            torch.testing.assert_close(got, embeddings, atol=1e-5, rtol=1e-4)
+    assert handle.stats.hits > handle.stats.calls // 2, handle.health()
+    encoder.save(str(tmp_path / "saved"))
+    again = sentence_transformers.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    torch.testing.assert_close(again.encode(TEXTS[0], convert_to_tensor=True), expected[0])
+    encoder.to(torch.float64)
+    assert encoder.encode(TEXTS[0], convert_to_tensor=True).dtype is torch.float64
+
+
+def test_a_module_of_a_sentence_transformer_answers_as_before(encoder: Any) -> None:
+    """It writes its result into the dict that it is given, which graphs do not do: refused, with that reason."""
+    expected = [encoder.encode(texts, convert_to_tensor=True) for texts in TEXTS]
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    handle = gd.attach(encoder[0], dynamic={f"features['{name}']": 0 for name in names}, sizes=(4,))
     for _ in range(3):
         for texts, embeddings in zip(TEXTS, expected, strict=True):
-            torch.testing.assert_close(model.encode(texts, convert_to_tensor=True), embeddings)
+            torch.testing.assert_close(encoder.encode(texts, convert_to_tensor=True), embeddings)
     assert gd.Reason.STATE_REBOUND in handle.stats.reasons

@@ -343,8 +343,9 @@ class Graphed(Lifecycle, Generic[P, R]):
         return break_figures(self.entries)
 
     @property
-    def automatic_breaks(self) -> dict[torch.nn.Module, str]:
-        """With ``breaks="auto"``: the modules that run eagerly since they cost the full graph, and what each did."""
+    def automatic_breaks(self) -> dict[tuple[torch.nn.Module, str], str]:
+        """With ``breaks="auto"``: the methods of modules that run eagerly since they cost the full graph, and what each
+        did; ``"forward"`` stands for the whole module."""
         return dict(self._graphs.auto_breaks.reasons) if self._graphs.auto_breaks is not None else {}
 
     @property
@@ -358,11 +359,14 @@ class Graphed(Lifecycle, Generic[P, R]):
         Raises:
             ConfigError: This was made by ``graphed``; call what it wraps.
         """
-        module = getattr(self._server.fn, "__self__", None)
-        if not isinstance(module, torch.nn.Module) or self._server.fn != module._call_impl:
+        fn: Any = self._server.fn
+        module = getattr(fn, "__self__", None)
+        if not isinstance(module, torch.nn.Module):
             raise ConfigError("detach() undoes attach(), and this was made by graphed(); call unwrap()")
         if module._compiled_call_impl is self:
             module._compiled_call_impl = None
+        elif vars(module).get(fn.__name__) is self:
+            delattr(module, fn.__name__)
         self.clear()
 
     def unwrap(self) -> Callable[P, R]:

@@ -1,7 +1,7 @@
 """Breaks: the parts of a model that run eagerly between the graphs of a PIECEWISE capture.
 
-``eager_break`` marks a function, a module, or operators by name. Outside a PIECEWISE capture, a marked function costs
-one lookup of a context variable. In a FULL capture it is part of the graph.
+``eager_break`` marks a function, a module, methods of a module, or operators by name. Outside a PIECEWISE capture, a
+marked function costs one lookup of a context variable. In a FULL capture it is part of the graph.
 """
 
 import functools
@@ -27,6 +27,7 @@ __all__ = [
     "is_break",
     "is_marked",
     "remove_eager_break",
+    "unmark",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -75,8 +76,8 @@ BREAK_CODE = next(constant for constant in as_break.__code__.co_consts if isinst
 
 
 @overload
-def eager_break(target: M) -> M:
-    """Mark a module in place."""
+def eager_break(target: M, *more: str) -> M:
+    """Mark a module, or methods of it, in place."""
 
 
 @overload
@@ -109,7 +110,8 @@ def eager_break(target: Any, *more: Any) -> Any:
 
     Args:
         target: A function (use it as a decorator), a module, which is marked in place, or the name of an operator.
-        *more: Further names of operators.
+        *more: For a module, the methods to mark instead of the whole: ``eager_break(model, "find_images")``. For
+            operators, further names.
 
     Returns:
         The marked function, the same module, or None for operators. ``remove_eager_break`` takes back the marks of
@@ -125,19 +127,29 @@ def eager_break(target: Any, *more: Any) -> Any:
                 raise ConfigError(f"operator {name!r} is unknown to torch; write 'namespace::name', as 'aten::nonzero'")
         BREAKS.update((target, *more))
         return None
-    if more:
-        raise ConfigError("eager_break takes one function or module, or names of operators")
     if is_module(target):
-        forward, name = target.forward, type(target).__name__
-        if isinstance(forward, MethodType) and forward.__self__ is target and not is_break(forward):
-            # A method again, so that a deep copy of the module calls the copy and not this module.
-            target.forward = MethodType(as_break(forward.__func__, name), target)
-        elif not is_break(forward):
-            target.forward = as_break(forward, name)
+        for method in more or ("forward",):
+            _mark(target, method)
         return target
+    if more:
+        raise ConfigError("eager_break takes one function, one module with names of its methods, or names of operators")
     if callable(target):
         return target if is_break(target) else as_break(target, callable_name(target))
     raise ConfigError(f"eager_break takes a function, a module or names of operators, got {shown(target)}")
+
+
+def _mark(module: nn.Module, method: str) -> None:
+    plain = getattr(module, method, None) if type(method) is str else None
+    if not callable(plain):
+        raise ConfigError(f"eager_break takes names of methods of the module, got {shown(method)}")
+    if is_break(plain):
+        return
+    name = type(module).__name__ if method == "forward" else f"{type(module).__name__}.{method}"
+    if isinstance(plain, MethodType) and plain.__self__ is module:
+        # A method again, so that a deep copy of the module calls the copy and not this module.
+        setattr(module, method, MethodType(as_break(plain.__func__, name), module))
+    else:
+        setattr(module, method, as_break(plain, name))
 
 
 def is_module(value: Any) -> TypeGuard[nn.Module]:
@@ -145,13 +157,13 @@ def is_module(value: Any) -> TypeGuard[nn.Module]:
     return issubclass(type(value), nn.Module)
 
 
-def is_marked(module: nn.Module) -> bool:
-    """Whether a module is marked to run eagerly in PIECEWISE captures."""
-    return is_break(module.forward)
+def is_marked(module: nn.Module, method: str = "forward") -> bool:
+    """Whether a method of a module is marked to run eagerly in PIECEWISE captures."""
+    return is_break(getattr(module, method))
 
 
 def remove_eager_break(*targets: Any) -> None:
-    """Take back the marks of modules and of operators.
+    """Take back the marks of modules, with those of their methods, and of operators.
 
     Args:
         *targets: Modules that are marked, and names of operators.
@@ -162,10 +174,18 @@ def remove_eager_break(*targets: Any) -> None:
     for target in targets:
         if type(target) is str:
             BREAKS.discard(target)
-        elif is_module(target) and is_marked(target):
-            original = getattr(target.forward, ORIGINAL)
-            del target.forward
-            if getattr(target.forward, "__func__", None) is not original:  # not the class's forward, but its own
-                target.forward = original
-        else:
+            continue
+        marked = [name for name, value in vars(target).items() if is_break(value)] if is_module(target) else []
+        if not marked:
             raise ConfigError(f"remove_eager_break takes marked modules and names of operators, got {shown(target)}")
+        for name in marked:
+            unmark(target, name)
+
+
+def unmark(module: nn.Module, method: str) -> None:
+    """Take back the mark of one method of a module."""
+    mark = getattr(module, method)
+    original = getattr(mark, ORIGINAL)
+    delattr(module, method)
+    if getattr(getattr(module, method, None), "__func__", None) is not original:  # not the class's, but its own
+        setattr(module, method, MethodType(original, module) if isinstance(mark, MethodType) else original)

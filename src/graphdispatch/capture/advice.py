@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from traceback import walk_tb
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -11,7 +12,6 @@ from ..reasons import Reason
 
 if TYPE_CHECKING:
     from .request import CaptureRequest
-
 
 _OF_A_MISSING_ENTRY = (
     Reason.CAPTURE_FAILED,
@@ -31,28 +31,39 @@ def advice(request: "CaptureRequest", error: Exception, reason: Reason) -> str:
     return "".join(parts)
 
 
-def modules_within(error: BaseException) -> Iterator[nn.Module]:
-    """The modules whose methods an error came through, from the innermost."""
+def places_within(error: BaseException) -> Iterator[tuple[nn.Module, str]]:
+    """The methods of modules that an error came through, from the innermost; ``"forward"`` for a whole module."""
     cause = error.__cause__ if isinstance(error, CaptureError) and error.__cause__ is not None else error
     for frame, _ in reversed(list(walk_tb(cause.__traceback__))):
-        module = frame.f_locals.get("self")
+        module, name = frame.f_locals.get("self"), frame.f_code.co_name
         if isinstance(module, nn.Module):
-            yield module
+            is_method = isinstance(getattr(type(module), name, None), FunctionType) and name not in _OF_ANY_CALL
+            yield module, name if is_method else "forward"
+
+
+_OF_ANY_CALL = frozenset(name for name in vars(nn.Module) if callable(getattr(nn.Module, name)))
+"""What every module has: marking these would mark no part of a model."""
 
 
 def _nearest_break(request: "CaptureRequest", error: Exception) -> str:
-    """The smallest module around what no graph can hold, under its name in the served one."""
+    """The smallest method or module around what no graph can hold, under its name in the served one."""
     fn: Any = request.call.fn
-    within = list(modules_within(error))
-    outermost = within[-1] if within else None  # where a plain function calls the model
+    within = list(places_within(error))
+    outermost = within[-1][0] if within else None  # where a plain function calls the model
     root = next((one for one in (fn, getattr(fn, "__self__", None), outermost) if isinstance(one, nn.Module)), None)
     if root is None:
         return ""
-    names = {module: name for name, module in root.named_modules() if name}
-    name = next((names[module] for module in within if module in names), "")
+    found = {module: name for name, module in root.named_modules()}
+    served = {"forward", getattr(fn, "__name__", "forward")}
+    place = next(((m, method) for m, method in within if m in found and (found[m] or method not in served)), None)
+    if place is None:
+        return ""
+    module, method = place
     model = "model" if root is not outermost or root is fn else type(root).__name__
+    part = f"{model}.get_submodule({found[module]!r})" if found[module] else model
+    part += f", {method!r}" if method != "forward" else ""
     mode = "" if request.is_piecewise else " with mode='PIECEWISE'"
-    return f"; or break there: eager_break({model}.get_submodule({name!r})){mode}" if name else ""
+    return f"; or break there: eager_break({part}){mode}"
 
 
 def _missing_entries(request: "CaptureRequest") -> str:

@@ -1,6 +1,7 @@
 """PIECEWISE graphs: graphs between breaks. A replay runs the graphs, and the broken parts eagerly in between.
 
-Breaks are marked by the user. If they are automatic, a module inside which a capture fails becomes one.
+Breaks are marked by the user. If they are automatic, a method of a module inside which a capture fails becomes one; if
+that is ``forward``, the whole module.
 
 Note [values across a break]
     A tensor that one graph makes and a later part reads must keep its memory, although the Python that made it is long
@@ -28,14 +29,14 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..backends.base import Capture, Graph, Pool
 from ..backends.operators import is_expanded, is_strided, storage_key, tensors_in, user_line
-from ..call.breaks import ACTIVE, eager_break, is_marked, remove_eager_break
+from ..call.breaks import ACTIVE, eager_break, is_marked, unmark
 from ..call.spec import describe, is_tensor
 from ..config import CUDAGraphOptions
 from ..errors import CaptureError, ReplayError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import is_same_value
 from ..reasons import Reason
-from .advice import modules_within
+from .advice import places_within
 from .request import CaptureRequest
 from .watch import CaptureWatch
 
@@ -349,7 +350,7 @@ class Breaking:
 
 
 class AutoBreaks:
-    """The modules of a callable that no graph can hold, with the reasons; at most ``max_breaks``.
+    """The methods of a callable's modules that no graph can hold, with the reasons; at most ``max_breaks``.
 
     Its owner changes it with the lock of its graphs held.
     """
@@ -358,20 +359,21 @@ class AutoBreaks:
         self._served = (fn, getattr(fn, "__self__", None))
         self._max_breaks = max_breaks
         self._max_eager_share = max_eager_share
-        self.reasons: dict[nn.Module, str] = {}
-        """For each module the error, which names the operator and the line."""
+        self.reasons: dict[tuple[nn.Module, str], str] = {}
+        """For each module and method the error, which names the operator and the line."""
 
     def add(self, error: CaptureError) -> bool:
-        """Break at the innermost module in which the capture failed. Returns False if there is none to break at.
+        """Break at the innermost method of a module in which the capture failed. Returns False if there is none.
 
-        The served module itself does not count.
+        The served module as a whole, or the method of it that is served, does not count.
         """
         if error.reason is not Reason.CAPTURE_UNSAFE or len(self.reasons) >= self._max_breaks:
             return False
-        for module in modules_within(error):
-            if module in (*self._served, *self.reasons) or is_marked(module):
+        for module, method in places_within(error):
+            is_served = module in self._served and method in ("forward", getattr(self._served[0], "__name__", ""))
+            if is_served or (module, method) in self.reasons or is_marked(module, method):
                 continue
-            self.reasons[module] = str(error)
+            self.reasons[module, method] = str(error)
             return True
         return False
 
@@ -387,15 +389,15 @@ class AutoBreaks:
 
     @contextmanager
     def marked(self) -> Iterator[None]:
-        """Mark the modules as breaks within the block; marks of the user stay as they are."""
-        fresh = [module for module in self.reasons if not is_marked(module)]
+        """Mark the methods as breaks within the block; marks of the user stay as they are."""
+        fresh = [(module, method) for module, method in self.reasons if not is_marked(module, method)]
         try:
-            for module in fresh:
-                eager_break(module)
+            for module, method in fresh:
+                eager_break(module, method)
             yield
         finally:
-            for module in fresh:
-                remove_eager_break(module)
+            for module, method in fresh:
+                unmark(module, method)
 
     def __len__(self) -> int:
         return len(self.reasons)

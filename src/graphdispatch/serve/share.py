@@ -10,7 +10,7 @@ from ..memory.entry import CUDAGraphEntry
 from ..reasons import Reason
 
 T = TypeVar("T", bound=CaptureResult | None)
-_FIRST = 2  # of each kind of work, which need no share
+_FIRST = 1  # of each kind of work, which needs no share
 
 
 class TimeShare:
@@ -19,8 +19,8 @@ class TimeShare:
     All of it may take at most ``share`` of the time that eager would take for the calls served so far: eager calls and
     replays, each as long as an eager call on average. Work counts beyond the eager run that answers its call, which
     takes as long as one on average unless the work says how long it took: the first of a shape takes longer. It is
-    expected to take as long as the latest of its kind. The first two of each kind are done whatever they take, and do
-    not count, so that the first graphs come soon.
+    expected to take as long as the latest of its kind. The first of each kind is done whatever it takes, and does
+    not count, so that the first graph comes soon.
 
     Used with the server's lock held, but for ``note_eager``, which may lose a call of another thread.
 
