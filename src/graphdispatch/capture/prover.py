@@ -28,24 +28,9 @@ from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import first_rows
 from ..memory.proof import RowProof
 from ..reasons import Reason
+from . import probes
 from .attempt import CaptureAttempt
-from .probes import (
-    BY_RULE,
-    Make,
-    Padding,
-    edge,
-    far,
-    holds_flags,
-    is_discrete,
-    may_replace,
-    of_kind,
-    signed,
-    small,
-    takes_any_value,
-    telling_places,
-    uniform,
-    wide,
-)
+from .probes import BY_RULE, Make, Padding
 from .regions import Region
 from .state_probes import difference_apart, writes_more_with_fewer_rows
 from .verify import difference, tolerance_for
@@ -159,7 +144,7 @@ class RowProver:
         yield ()
         pairs = list(zip(self._request.inputs.specs, self._request.arguments(), strict=True))
         along = [i for i, (spec, _) in enumerate(pairs) if any(axis is not self._axes[0] for _, axis in spec.spans)]
-        masks = [i for i in along if not pairs[i][0].is_pad_given and holds_flags(pairs[i][1])]
+        masks = [i for i in along if not pairs[i][0].is_pad_given and probes.holds_flags(pairs[i][1])]
         for kept in [(mask,) for mask in masks] + ([tuple(masks)] if len(masks) > 1 else []):
             others = {axis for i, (spec, _) in enumerate(pairs) if i not in kept for _, axis in spec.spans}
             if others >= {axis for i in kept for _, axis in pairs[i][0].spans}:
@@ -201,7 +186,7 @@ class RowProver:
         untested, assumed = self._untested(alike)
         repeats, limited = self._is_deterministic is not False, self._is_limited
         parts = zip(self._request.inputs.specs, self._request.arguments(), strict=True)
-        batches = int(limited or any(spec.spans and is_discrete(spec, value) for spec, value in parts))
+        batches = int(limited or any(spec.spans and probes.is_discrete(spec, value) for spec, value in parts))
         return RowProof(True, repeats, untested=untested, assumed=assumed, limited=limited, batches=batches)
 
     def _prove_for_other_padding(self) -> None:
@@ -216,7 +201,7 @@ class RowProver:
         """Padding of numbers that no batch held."""
         yield from (Padding("large numbers", rows, axes=self._along) for rows in self._large())
         any_rows = self._elements(torch.Generator().manual_seed(0))
-        rows = _overlaid(any_rows, self._padding_made(partial(of_kind, self._takes_any, wide)))
+        rows = _overlaid(any_rows, self._padding_made(partial(probes.of_kind, self._takes_any, probes.wide)))
         yield Padding("random numbers of all magnitudes", rows, axes=self._along)
 
     def _far_apart(self) -> list[Padding]:
@@ -232,7 +217,7 @@ class RowProver:
         is_one_sign = any(full - real == 1 for real, full in pairs)
         is_one_sign |= any(len(spec.spans) > 1 for spec in self._request.inputs.specs)
         for first in (1, -1) if is_one_sign else (1,):
-            yield self._padding_made(partial(of_kind, self._takes_any, partial(signed, first)))
+            yield self._padding_made(partial(probes.of_kind, self._takes_any, partial(probes.signed, first)))
 
     def _elements(
         self, generator: torch.Generator | None = None, *, backwards: bool = False
@@ -326,17 +311,19 @@ class RowProver:
         """What padding and real rows hold, in words; how real rows are made so; and the padding that is tried."""
         specs, arguments = self._request.inputs.specs, self._request.arguments()
         free = [i for i, spec in enumerate(specs) if self._may_replace(i) and not spec.dtype.is_complex]
-        places = telling_places(specs, arguments, self.rows, [i for i in free if is_discrete(specs[i], arguments[i])])
-        rows: list[Make] = [partial(uniform, place) for place in places]
+        discrete = [i for i in free if probes.is_discrete(specs[i], arguments[i])]
+        places = probes.telling_places(specs, arguments, self.rows, discrete)
+        rows: list[Make] = [partial(probes.uniform, place) for place in places]
         for make, other in zip(rows, [*rows[1:], *rows[:1]], strict=True):
             # What another row writes is other state.
             behind = [make] if self._state or self._unseen else [make, other]
             yield "one row of the batch (in place of the real rows, too)", make, map(self._padding_made, behind)
         takes = self._takes_any if self._earlier is None or self._is_limited else []
-        near: Make = partial(of_kind, takes, small)
+        near: Make = partial(probes.of_kind, takes, probes.small)
         if takes and not self._is_limited:
             yield "large numbers (and small ones in the real rows)", near, self._large()
-        high, low = (partial(of_kind, takes, partial(edge if self._is_limited else far, sign)) for sign in (1, -1))
+        far = probes.edge if self._is_limited else probes.far
+        high, low = (partial(probes.of_kind, takes, partial(far, sign)) for sign in (1, -1))
         numbers = "the largest or smallest numbers of the batch" if self._is_limited else "large numbers of one sign"
         for one_sign, other_sign in ((high, low), (low, high)) if takes else ():
             # Padding that a rule leaves as it is may hold anything, and nobody knows what it holds now.
@@ -360,10 +347,10 @@ class RowProver:
     def _may_replace(self, index: int) -> bool:
         """Whether padding of this argument may hold something else than what its rule says."""
         specs, padding_writes = self._request.inputs.specs, self._request.options.padding_writes
-        return index not in self._kept and may_replace(specs, index, padding_writes)
+        return index not in self._kept and probes.may_replace(specs, index, padding_writes)
 
     def _takes_any_value(self, index: int) -> bool:
-        return index not in self._kept and takes_any_value(self._request.inputs.specs[index])
+        return index not in self._kept and probes.takes_any_value(self._request.inputs.specs[index])
 
     def _compare(self, name: str, base: Sequence[_Value], got: Sequence[_Value]) -> None:
         for a, b in _differing(base, got):

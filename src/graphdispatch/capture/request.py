@@ -19,6 +19,7 @@ from ..errors import CaptureError, GraphDispatchError, ReplayError, Verification
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..memory.outputs import OutputRule
+from ..memory.windows import storages_of
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..state.objects import CONSTANTS
@@ -54,8 +55,6 @@ class CaptureRequest:
     """The graphs of other sizes of the same signature, in the present state of the callable."""
     auto_breaks: "AutoBreaks | None" = None
     """The modules to break at; a failed capture adds to them. None if the user's marks are the only breaks."""
-    reach: set[int] = field(default_factory=set)
-    """The addresses of the storages that the callable reaches: see Note [windows] in ``memory/windows.py``."""
     tensors: Sequence[torch.Tensor] = ()
     """The tensors that the callable reaches."""
     keep_effects: bool = True
@@ -66,6 +65,11 @@ class CaptureRequest:
     """How many rows of a batch that the caller has padded are real, if the caller says so."""
     clock: Callable[[], float] = time.perf_counter
     """The clock of the capture time, and of what is timed for the gain, in seconds."""
+
+    @property
+    def reach(self) -> set[int]:
+        """The addresses of the storages that the callable reaches: see Note [windows] in ``memory/windows.py``."""
+        return storages_of(self.tensors)
 
     @property
     def is_piecewise(self) -> bool:

@@ -1,7 +1,7 @@
 """The one cache of entries, and the limits on graphs and bytes that it keeps: its own, and one shared with others."""
 
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
@@ -18,9 +18,6 @@ from .admission import Admission
 from .entry import CUDAGraphEntry
 
 _log = logging.getLogger("graphdispatch")
-
-
-_Fits = Callable[[set[CUDAGraphEntry]], bool]
 
 
 class StateKey(NamedTuple):
@@ -128,20 +125,35 @@ class MemoryBudget(Shared):
             gone: Entries that go in any case.
 
         Returns:
-            The entries that have to go, and whether there is room then.
+            The entries that have to go, and whether there is room then. If there cannot be, all that may go.
         """
         held = [victim for victim in self.candidates() if victim.entry not in gone]
         # The average is taken before anything goes. That of the entries that stay rises when small ones go, so that
         # fewer entries might not fit where more do, and no search for the fewest victims would be right.
         average = sum(victim.entry.nbytes for victim in held) // max(len(held), 1)
+        reason = EvictionReason.COUNT if self._is_many(len(held) + 1) else EvictionReason.BYTES
+        places: dict[CUDAGraphEntry, list[Victim]] = {}  # one entry may be in several caches, and goes from all of them
+        for victim in held:
+            places.setdefault(victim.entry, []).append(victim._replace(reason=reason))
 
-        def fits(kept: set[CUDAGraphEntry]) -> bool:
+        def is_enough(leaving: Collection[CUDAGraphEntry]) -> bool:
+            kept = set(places).difference(leaving)
             if self._is_many(len(kept) + 1):
                 return False
             return self._is_small(kept, average) if newcomer is None else self._is_small(kept | {newcomer})
 
-        reason = EvictionReason.COUNT if self._is_many(len(held) + 1) else EvictionReason.BYTES
-        return _lowest_ranked(held, reason, fits, lambda entry: since is None or entry.last_used < since)
+        # A break that makes this call runs on a thread that is half-way through a replay of its own.
+        free = [entry for entry in places if not entry.pool.is_inside_replay()]
+        ranked = [entry for entry in free if since is None or entry.last_used < since]
+        ranked.sort(key=lambda entry: places[entry][0].rank)
+        leaving, is_possible = ranked, is_enough(ranked)
+        if is_possible:
+            leaving = next((ranked[:count] for count in range(len(ranked)) if is_enough(ranked[:count])), ranked)
+            for entry in leaving[-2::-1]:
+                fewer = [other for other in leaving if other is not entry]
+                if is_enough(fewer):
+                    leaving = fewer
+        return Choice([victim for entry in leaving for victim in places[entry]], is_possible)
 
     def candidates(self) -> list[Victim]:
         """What the members keep, as it would be evicted for its bytes. Called with ``lock`` held."""
@@ -187,33 +199,6 @@ class MemoryBudget(Shared):
         most = "" if self.max_cached_graphs is None else f" of {self.max_cached_graphs}"
         limit = "" if self.memory_budget_bytes is None else f" of {self.memory_budget_bytes}"
         return f"<MemoryBudget {self.num_graphs}{most} graphs, {self.nbytes}{limit} bytes, {len(self._members)} caches>"
-
-
-def _lowest_ranked(
-    held: Sequence[Victim], reason: EvictionReason, fits: _Fits, may_go: Callable[[CUDAGraphEntry], bool]
-) -> Choice:
-    """The entries of the lowest rank, as many as must go before the rest fits, without those that fit beside the rest.
-
-    If entries fit, any part of them must fit too. If nothing is enough, all that may go are chosen.
-    """
-    places: dict[CUDAGraphEntry, list[Victim]] = {}  # one entry may be in several caches, and goes from all of them
-    for victim in held:
-        places.setdefault(victim.entry, []).append(victim._replace(reason=reason))
-
-    def is_enough(leaving: Collection[CUDAGraphEntry]) -> bool:
-        return fits(set(places).difference(leaving))
-
-    # A break that makes this call runs on a thread that is half-way through a replay of its own.
-    free = [entry for entry in places if may_go(entry) and not entry.pool.is_inside_replay()]
-    ranked = sorted(free, key=lambda entry: places[entry][0].rank)
-    if not is_enough(ranked):
-        return Choice([victim for entry in ranked for victim in places[entry]], False)
-    leaving = next((ranked[:count] for count in range(len(ranked)) if is_enough(ranked[:count])), ranked)
-    for entry in leaving[-2::-1]:
-        fewer = [other for other in leaving if other is not entry]
-        if is_enough(fewer):
-            leaving = fewer
-    return Choice([victim for entry in leaving for victim in places[entry]], True)
 
 
 def _dropped(victims: Iterable[Victim]) -> list[Victim]:

@@ -44,17 +44,6 @@ class Program:
         groups_rows: Whether they multiply groups of rows whose sizes are data.
     """
 
-    __slots__ = (
-        "_is_apart",
-        "_lengths",
-        "_operators",
-        "computes",
-        "groups_rows",
-        "is_stretched",
-        "limits_values",
-        "proof",
-    )
-
     def __init__(
         self,
         operators: Sequence[Operator] = (),

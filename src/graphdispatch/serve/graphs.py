@@ -26,7 +26,6 @@ from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..memory.outputs import OutputView
 from ..memory.replay import next_use
-from ..memory.windows import storages_of
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard
@@ -435,7 +434,6 @@ class GraphSet:
             rule=group.rule,
             peers=[one for one in group.all_entries if one.guard is not None and one.guard.holds()],
             auto_breaks=self.auto_breaks,
-            reach=storages_of(self.guard._tensors),
             tensors=self.guard._tensors,
             clock=self.clock,
             keep_effects=keep_effects,
