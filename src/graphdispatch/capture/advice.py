@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from traceback import walk_tb
-from types import MethodType
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -39,7 +39,7 @@ def places_within(error: BaseException) -> Iterator[tuple[nn.Module, str]]:
     for frame, _ in reversed(list(walk_tb(cause.__traceback__))):
         module, name = frame.f_locals.get("self"), frame.f_code.co_name
         if isinstance(module, nn.Module):
-            is_method = isinstance(getattr(module, name, None), MethodType) and name not in _OF_ANY_CALL
+            is_method = isinstance(getattr(type(module), name, None), FunctionType) and name not in _OF_ANY_CALL
             yield module, name if is_method else "forward"
 
 
