@@ -265,7 +265,7 @@ class Finder(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
 
-    def find(self, x: torch.Tensor) -> torch.Tensor:
+    def find(this, x: torch.Tensor) -> torch.Tensor:  # noqa: N805 (what it calls itself does not matter)
         """Where values lie above their least, which it reads back."""
         return x > float(x.min())
 

@@ -35,9 +35,10 @@ def places_within(error: BaseException) -> Iterator[tuple[nn.Module, str]]:
     """The methods of modules that an error came through, from the innermost; ``"forward"`` for a whole module."""
     cause = error.__cause__ if isinstance(error, CaptureError) and error.__cause__ is not None else error
     for frame, _ in reversed(list(walk_tb(cause.__traceback__))):
-        module, name = frame.f_locals.get("self"), frame.f_code.co_name
-        if isinstance(module, nn.Module):
-            is_method = isinstance(getattr(type(module), name, None), FunctionType) and name not in _OF_ANY_CALL
+        code = frame.f_code
+        module, name = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None, code.co_name
+        if isinstance(module, nn.Module) and hasattr(type(module), name):
+            is_method = isinstance(getattr(type(module), name), FunctionType) and name not in _OF_ANY_CALL
             yield module, name if is_method else "forward"
 
 
