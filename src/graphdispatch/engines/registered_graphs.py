@@ -191,10 +191,9 @@ class Worker(NotCopied):
         """The modes that are allowed now."""
         return self._graphs.modes
 
-    def allow(self, mode: DispatchMode, *, is_allowed: bool) -> None:
-        """Allow a mode from now on, or forbid it; the graphs stay."""
+    def allow(self, modes: frozenset[DispatchMode]) -> None:
+        """Allow these modes alone from now on; the graphs stay."""
         with self._lock:
-            modes = self.modes | {mode} if is_allowed else self.modes - {mode}
             self._graphs = RegisteredGraphs(self.graphs, modes)
 
     def wrap(
