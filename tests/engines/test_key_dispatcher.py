@@ -326,25 +326,6 @@ def test_a_batch_is_decided_once(batch: tuple[int, int]) -> None:
     assert made.decide(*batch) is made.decide(*batch)
 
 
-def cost(mode: Mode, padded: int, real: int) -> float:
-    """Padded tokens count one each; a piecewise step costs two more, an eager one ten more."""
-    return padded + {FULL: 0, PIECEWISE: 2, NONE: 10}[mode]
-
-
-@pytest.mark.parametrize(("tokens", "mode"), [(16, FULL), (11, PIECEWISE), (20, NONE), (30, FULL)])
-def test_a_cost_model_weighs_padding_against_the_better_mode(tokens: int, mode: Mode) -> None:
-    """Too much padding makes the worse mode cheaper, or eager, which is then the policy's choice where it may be."""
-    made = full(desc(16), desc(32), piecewise=desc(12), cost=cost)
-    found = made.decide(tokens, tokens)
-    assert (found.mode, found.reason is Reason.POLICY) == (mode, mode is NONE)
-    assert made.decide(20, allowed_modes=[FULL, PIECEWISE]).descriptor == desc(32)
-
-
-def test_the_best_mode_wins_a_tie() -> None:
-    """A cost model without an opinion changes nothing."""
-    assert full(desc(16), piecewise=desc(12), cost=lambda mode, padded, real: 1.0).decide(11).mode is FULL
-
-
 def test_a_decision_does_not_depend_on_the_order_of_the_keys() -> None:
     """Processes with other hash seeds decide alike, also between keys that serve the same batches."""
     code = (

@@ -12,7 +12,7 @@ from ..errors import ConfigError, check_count, shown
 from ..forking import make_lock
 from ..modes import CUDAGraphMode
 from .config import EngineSettings, check_split, get_cudagraph_sizes, mode_of, sorted_sizes
-from .key_table import CostModel, KeyTable
+from .key_table import KeyTable
 
 __all__ = ["CudagraphKeyDispatcher"]
 
@@ -40,7 +40,6 @@ class CudagraphKeyDispatcher(Unlocked):
         compile_sizes: The sizes for which the model was compiled specially. Up to the largest capture size, each of
             them must be a capture size too, since a padded batch would miss its special code.
         piecewise: Whether the model is split around what no graph can hold. None: as in ``vllm_config``, or True.
-        cost: A cost model, which can prefer a graph of another mode, or eager. None: none.
 
     Raises:
         ConfigError: An argument is wrong, or the configured mode needs a split model and ``piecewise`` is False.
@@ -60,7 +59,6 @@ class CudagraphKeyDispatcher(Unlocked):
         query_lens: Iterable[int] = (),
         compile_sizes: Iterable[int] | None = None,
         piecewise: bool | None = None,
-        cost: CostModel | None = None,
     ) -> None:
         given: dict[str, Any] = {
             "capture_sizes": capture_sizes,
@@ -92,7 +90,7 @@ class CudagraphKeyDispatcher(Unlocked):
                 f"compile_sizes must be among the capture_sizes up to {self.capture_sizes[-1]}, got {padded}, which "
                 "would be padded to a size without their compiled code; capture them too, or drop them"
             )
-        self._build = partial(KeyTable, max_num_reqs=max_num_reqs, cost=cost)
+        self._build = partial(KeyTable, max_num_reqs=max_num_reqs)
         self._lock = make_lock()
         self.table = self._build({})
 
