@@ -1,10 +1,13 @@
 """``CudagraphDispatcher``: runs each key by a registered graph or by the eager runner, and counts why."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
+from ..backends import get_backend
+from ..backends.base import Timer
 from ..backends.tracing import untraced
 from ..copying import MadeAnew
 from ..decide.decision import Decision
@@ -16,12 +19,15 @@ from ..modes import CUDAGraphMode, DispatchMode
 from ..reasons import Reason
 from ..serve.prewarm import arguments_of
 from .external_graphs import Replayable
-from .latency import LatencyMeter
 from .policies import DefaultDispatchPolicy, DispatchPolicy
 from .registered_graphs import GRAPH_MODES, Registered, Worker, check_key
 from .stats import DispatchStats
 
 __all__ = ["Chosen", "CudagraphDispatcher", "checked_example"]
+
+
+_MOST_PENDING = 64  # steps whose time the device has not reported yet; while there are as many, no more are timed
+_POLLS = 4  # of them polled at once, in turn: however far the device is behind, a step costs the same
 
 
 class Chosen(NamedTuple):
@@ -85,7 +91,7 @@ class CudagraphDispatcher(MadeAnew):
         if policy is not None and not isinstance(policy, DispatchPolicy):
             raise ConfigError(f"policy must be a DispatchPolicy or None, got {shown(policy)}")
         self._policy = policy or DefaultDispatchPolicy()
-        self._meter = LatencyMeter(self._policy) if self._policy.learns else None
+        self._meter = _LatencyMeter(self._policy) if self._policy.learns else None
 
     def _recipe(self) -> Any:
         make, args, kwargs, _ = super()._recipe()
@@ -403,6 +409,49 @@ class CudagraphDispatcher(MadeAnew):
 
     def __repr__(self) -> str:
         return f"<CudagraphDispatcher {self.num_graphs} of {self.max_cached_graphs} graphs, {self.stats!r}>"
+
+
+class _LatencyMeter:
+    """Times steps on the backend's timer and hands each time to ``policy.record`` once the device has it.
+
+    On the CPU backend times are wall time, on CUDA events that a later step polls. A step that raises is not recorded.
+    Thread-safe; steps of several threads may be recorded out of order.
+    """
+
+    def __init__(self, policy: DispatchPolicy) -> None:
+        self._policy = policy
+        self._backend = get_backend("auto")
+        self._pending: deque[tuple[DispatchKey, DispatchMode, Timer]] = deque()
+
+    def start(self) -> Timer | None:
+        """Begin to time a step; None while too many are outstanding."""
+        self._collect()
+        if len(self._pending) >= _MOST_PENDING:
+            return None
+        timer = self._backend.make_timer()
+        timer.start()
+        return timer
+
+    def stop(self, timer: Timer | None, key: DispatchKey, mode: DispatchMode) -> None:
+        """End a step that ran in ``mode``."""
+        if timer is not None:
+            timer.stop()
+            self._pending.append((key, mode, timer))
+            self._collect()
+
+    def _collect(self) -> None:
+        """Record what is known by now."""
+        for _ in range(min(len(self._pending), _POLLS)):
+            try:
+                oldest = self._pending.popleft()
+            except IndexError:  # another thread took it
+                return
+            key, mode, timer = oldest
+            elapsed = timer.elapsed_ms()
+            if elapsed is None:
+                self._pending.append(oldest)
+            else:
+                self._policy.record(key, mode, elapsed)
 
 
 def _first_registered(

@@ -48,10 +48,10 @@ class StreamResult(NotCopied):
         worker: The index of the worker that runs it; None for a call that ran at once.
     """
 
-    def __init__(self, backend: Backend, worker: int | None = None) -> None:
+    def __init__(self, backend: Backend, worker: int | None = None, done: Event | None = None) -> None:
         self.worker = worker
         self._backend = backend
-        self._done: Event | None = None
+        self._done = done
         self._is_filled = False
         self._value: Any = None
         self._error: BaseException | None = None
@@ -75,14 +75,6 @@ class StreamResult(NotCopied):
         if self._error is not None:
             raise self._error
         return self._value
-
-    def mark(self, done: Event) -> None:
-        """Mark the end of the step in the worker's order.
-
-        Args:
-            done: The event that follows the step.
-        """
-        self._done = done
 
     def fill(self, step: Callable[[], Any]) -> None:
         """Run the step and keep what it returns or raises. Called once, by whoever runs the step.
@@ -127,28 +119,26 @@ class StreamWorker(Worker):
         """The number of its latest step among those of all workers."""
         self._counts = make_lock()
         self._marks: deque[Event] = deque()
-        self._claims = 0
         renew_in_child(self)
 
     def after_fork(self) -> None:
         """Take no more steps, so that they run eagerly: see Note [after a fork] in ``forking.py``."""
         self.is_closed = True
-        self._claims = 0
         self._marks.clear()
 
     @property
     def busy(self) -> int:
-        """Steps that are not finished."""
+        """Steps in its queue that are not finished."""
         with self._counts:
             while self._marks and self._marks[0].query():
                 self._marks.popleft()
-            return len(self._marks) + self._claims
+            return len(self._marks)
 
     def launch(self, step: Callable[[], Any], arguments: Any) -> StreamResult:
         """Put a step on the worker's queue: see Note [a step on a worker's stream]. Raises ``BackendError`` after
         ``close``."""
-        outcome = StreamResult(self.backend, self.index)
-        arrived = self.backend.make_event()
+        arrived, done = self.backend.make_event(), self.backend.make_event()
+        outcome = StreamResult(self.backend, self.index, done)
         arrived.record()
         _hold(arguments, self.stream)
 
@@ -157,17 +147,10 @@ class StreamWorker(Worker):
             arrived.wait()
             return step()
 
+        self.stream.submit(lambda: outcome.fill(after_caller))
+        done.record(self.stream)
         with self._counts:
-            self._claims += 1
-        done = self.backend.make_event()
-        try:
-            self.stream.submit(lambda: outcome.fill(after_caller))
-            done.record(self.stream)
-            outcome.mark(done)
-        finally:
-            with self._counts:
-                self._claims -= 1
-                self._marks.append(done)
+            self._marks.append(done)
         return outcome
 
     def close(self) -> None:
