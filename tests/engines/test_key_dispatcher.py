@@ -145,9 +145,6 @@ RULES_0_33: dict[str, list[tuple[Callable[[], Any], Any]]] = {
         (lambda: [key.variant for key in plan(FULL, capture_sizes=[8], variants=(0, 2, 1)).get_capture_descs()[0][1]],
          [2, 1, 0]),
     ],
-    "8 sizes compiled beyond the graphs are never padded": [
-        (lambda: padded(plan(compile_sizes=[8, 40]), 8, 3), (PIECEWISE, desc(8))),
-    ],
     "9 limit: only one size is tried": [
         (lambda: padded(plan(PIECEWISE, 1, (FULL, desc(24))), 7), (FULL, desc(24))),
     ],
@@ -240,9 +237,6 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no mode": (lambda: plan().decide(8, allowed_modes=[]), ConfigError, "must leave"),
     "configured mode": (lambda: plan().decide(8, allowed_modes=[BOTH]), ConfigError, "must leave"),
     "eager excluded": (lambda: plan().decide(25, excluded_modes={NONE}), FallbackError, "allowed_modes must hold NONE"),
-    "compile_sizes": (
-        lambda: plan(compile_sizes=[8, 12, 40]), ConfigError, r"compile_sizes must be among .* got \[12\]"
-    ),
     "negative tokens": (lambda: plan().decide(-1), ConfigError, "num_tokens must be >= 0 and query_len >= 1"),
     "no query": (lambda: plan().decide(4, query_len=0), ConfigError, "num_tokens must be >= 0 and query_len >= 1"),
     "no requests": (lambda: plan(max_num_reqs=0), ConfigError, "max_num_reqs must be"),

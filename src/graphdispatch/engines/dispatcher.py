@@ -177,12 +177,7 @@ class CudagraphDispatcher(MadeAnew):
             CaptureError: There can be no graph.
         """
         call, worker = checked_example(key, args, kwargs), self.workers[0]
-        try:
-            leaving = worker.publish(worker.capture(key, *call))
-        except BaseException:
-            worker.tidy()  # a capture makes room before it can fail
-            raise
-        worker.let_go(leaving)
+        worker.let_go(worker.publish(worker.capture(key, *call)))
 
     @untraced
     def prewarm(self, keys: Iterable[DispatchKey], dummy_fn: Callable[[DispatchKey], Any]) -> list[DispatchKey]:

@@ -287,7 +287,6 @@ class StreamDispatcher(CudagraphDispatcher):
         except BaseException:
             for worker, found in made:
                 worker.drop(found)
-                worker.tidy()  # a capture makes room before it can fail
             raise
         for (worker, _), gone in zip(made, leaving, strict=True):
             worker.let_go(gone)
