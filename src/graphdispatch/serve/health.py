@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 from ..reasons import Reason
+from ..showing import count, percent
 from ..stats import CUDAGraphStats
-from ..units import count, percent
 
 __all__ = ["FIRST_CALLS", "FIRST_CAPTURES", "Health"]
 
