@@ -360,3 +360,14 @@ def test_the_bytes_are_limited() -> None:
     assert entries[0].state is EntryState.EVICTED
     with pytest.raises(CaptureError, match=f"holds {held} bytes, for which there is no room in .*={held - 1}"):
         limited(held - 1).capture(4, 1, double, {"x": (4, 3)})
+
+
+def test_an_array_is_refused_with_the_remedy() -> None:
+    """The manager takes tensors, as every front end."""
+    manager = make()
+    run(manager, double, 4)
+    array: Any = torch.ones(4, 3).numpy()
+    with pytest.raises(ConfigError, match=r"input 'x' must be a tensor, got .*ndarray; torch.from_numpy"):
+        manager.execute_or_capture(4, 1, double, {"x": array})
+    with pytest.raises(GuardError, match="input 'x' must be a strided tensor, got ndarray"):
+        manager.replay_graph(4, 1, {"x": array})
