@@ -45,27 +45,23 @@ def bucket_of(tokens: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Cost:
-    """What one mode costs at one size: the running mean of its latencies, their spread, and the latest record."""
+    """What one mode costs at one size: the running mean of its latencies, their spread, and the latest one."""
 
     size: int
     mean: float = 0.0
     spread: float = _PRIOR_SPREAD
     count: int = 0
-    latest: int = 0
     latest_ms: float = 0.0
     beyond: int = 0
     """How many of the latest latencies were beyond the clip: above it, or below it as a negative number."""
-    beyond_since: int = 0
 
-    def add(self, latency: float, now: int, window: int) -> bool:
-        """Take in one latency, the record number ``now``; about the latest ``window`` count. Whether it is a change."""
-        self.latest, self.latest_ms = now, latency
+    def add(self, latency: float, window: int) -> bool:
+        """Take in one latency; about the latest ``window`` count. Whether it shows that the cost has changed."""
+        self.latest_ms = latency
         limit = _CLIP * self.spread
         change = latency / self.mean - 1 if self.count else 0.0
         side = (change > limit) - (change < -limit)
-        if side * self.beyond <= 0:
-            self.beyond, self.beyond_since = 0, now
-        self.beyond += side
+        self.beyond = self.beyond + side if side * self.beyond > 0 else side
         is_change = abs(self.beyond) == _CHANGE
         if is_change or not self.count:
             self.mean, self.count, self.beyond = latency, 1, 0
@@ -217,9 +213,9 @@ class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
             if bucket is self._outside:
                 return
             cost = bucket.costs[mode]
-            is_change = cost.add(max(latency, _LEAST_MS), self._records, self.history_size)
+            is_change = cost.add(max(latency, _LEAST_MS), self.history_size)
             if is_change:
-                self._forget(mode, cost.beyond_since)
+                self._forget(mode, cost)
             bucket.records += 1
             if is_change or bucket.records < _REVIEW_EVERY or bucket.records % _REVIEW_EVERY == 0:
                 self._rank(bucket)
@@ -306,11 +302,11 @@ class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
             order.insert(place, mode)
         bucket.order = order
 
-    def _forget(self, mode: DispatchMode, since: int) -> None:
-        """Forget what ``mode`` cost at sizes without a latency after record ``since``, when it changed at one size."""
+    def _forget(self, mode: DispatchMode, changed: _Cost) -> None:
+        """Forget what ``mode`` cost at all other sizes, when it changed at one."""
         for is_prefill in (False, True):
             for cost in self._costs[is_prefill, mode].values():
-                if cost.latest < since:
+                if cost is not changed:
                     cost.count = 0
 
     def _grant(self, bucket: _Bucket) -> None:
