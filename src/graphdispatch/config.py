@@ -10,16 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_serializer,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer, model_validator
 from pydantic_core import ErrorDetails
 
 from .errors import ConfigError, shown
@@ -71,12 +62,6 @@ def _parse_capture_sizes(value: object) -> str | tuple[int, ...]:
             f"capture_sizes must be 'auto', a name such as 'vllm', or increasing sizes, got {shown(value)}"
         )
     return check_sizes(value)
-
-
-def _checked_outputs(value: str) -> str:
-    if value not in ("clone", "view", "static"):
-        raise ConfigError(f"outputs must be 'clone', 'view' or 'static', got {shown(value)}")
-    return value
 
 
 class _Settings(BaseModel):
@@ -247,7 +232,7 @@ class CUDAGraphOptions(_Settings):
     weak_ref_output: bool | None = None
     validate_addresses: bool = True
     inputs: Literal["copy", "static"] = "copy"
-    outputs: Annotated[str, AfterValidator(_checked_outputs)] = "clone"
+    outputs: Literal["clone", "view", "static"] = "clone"
     warmup_iterations: _Count = 1
     verify: bool = True
     verify_every: _Count | None = None
