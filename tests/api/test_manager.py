@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, OutputView, Reason, eager_break
 from graphdispatch.engines import CUDAGraphConfig, CUDAGraphManager, CUDAGraphRegistry, EntryState
@@ -371,3 +372,21 @@ def test_an_array_is_refused_with_the_remedy() -> None:
         manager.execute_or_capture(4, 1, double, {"x": array})
     with pytest.raises(GuardError, match="input 'x' must be a strided tensor, got ndarray"):
         manager.replay_graph(4, 1, {"x": array})
+
+
+class _Adds(TorchDispatchMode):
+    """A mode that changes what a multiplication gives."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out + 1 if func is torch.ops.aten.mul.Tensor else out
+
+
+def test_a_replay_that_would_pass_a_mode_by_is_refused() -> None:
+    """``replay_graph`` raises inside a mode of torch that sees operators; ``execute_or_capture`` runs eagerly there."""
+    manager, x = make(), torch.randn(4, 3)
+    run(manager, double, 4, times=3)
+    with torch.no_grad(), _Adds():
+        with pytest.raises(ReplayError, match="no graph may replay now: a mode, transform or trace of torch"):
+            manager.replay_graph(4, 1, {"x": x})
+        assert torch.equal(manager.execute_or_capture(4, 1, double, {"x": x}), double(x))

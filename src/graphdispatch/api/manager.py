@@ -333,7 +333,7 @@ class CUDAGraphManager(CUDAGraphRegistry):
         if found is None:
             raise ReplayError(f"no graph serves batch_size={batch_size}, seq_len={seq_len}; capture_graph() it first")
         server, group, entry = found
-        closed = server.closed(group.route)
+        closed = server.closed(group.route) or (None if entry.fits_modes() else Reason.MODE_ACTIVE)
         if closed is not None:
             raise ReplayError(f"no graph may replay now: {closed.text}")
         if not entry.is_current():
