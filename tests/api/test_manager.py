@@ -390,3 +390,15 @@ def test_a_replay_that_would_pass_a_mode_by_is_refused() -> None:
         with pytest.raises(ReplayError, match="no graph may replay now: a mode, transform or trace of torch"):
             manager.replay_graph(4, 1, {"x": x})
         assert torch.equal(manager.execute_or_capture(4, 1, double, {"x": x}), double(x))
+
+
+def test_a_replay_that_would_lose_gradients_is_refused() -> None:
+    """As ``execute_or_capture`` runs eagerly: of a module in training mode, with gradients on."""
+    manager, module = make(), torch.nn.Linear(3, 3)
+    inputs = {"input": torch.randn(4, 3)}
+    manager.capture_graph(4, 1, module, inputs=inputs)
+    with torch.enable_grad():
+        with pytest.raises(ReplayError, match="the call needs gradients"):
+            manager.replay_graph(4, 1, inputs)
+        assert manager.execute_or_capture(4, 1, module, inputs).requires_grad
+    assert torch.equal(manager.replay_graph(4, 1, inputs), module(inputs["input"]))

@@ -324,8 +324,8 @@ class CUDAGraphManager(CUDAGraphRegistry):
             The outputs for ``batch_size`` rows, owned as ``options.outputs`` says.
 
         Raises:
-            ReplayError: No graph serves the batch now, its weights have moved, or the replay failed. Nothing was
-                written that the caller can see, unless ``had_effects`` is true.
+            ReplayError: No graph serves the batch now, the call needs gradients, weights have moved, or the replay
+                failed. Nothing was written that the caller can see, unless ``had_effects`` is true.
             GuardError: The inputs do not fit. Nothing was copied.
         """
         size = self._sizes.get_padded_batch_size(batch_size)
@@ -339,6 +339,8 @@ class CUDAGraphManager(CUDAGraphRegistry):
         if not entry.is_current():
             raise ReplayError("weights or captured variables moved since the capture; capture_graph() again")
         values, rows = entry.check(inputs)
+        if torch.is_grad_enabled() and server.needs_gradients((), {}):
+            raise ReplayError(f"no graph may replay now: {Reason.NEEDS_GRADIENTS.text}")
         if rows != batch_size and group.signature.has_rows:
             raise GuardError(f"inputs must have batch_size={batch_size} rows, got {rows}")
         reason, detail = group.objection(entry, values, rows, is_frozen=self.is_frozen)
