@@ -6,8 +6,8 @@ the graph that was captured for fewer requests.
 
 Note [decisions on demand]
     A table of a thousand sizes and eight variants has some hundred thousand decisions, and traffic needs a few
-    hundred of them. Each is made by bisection at its first lookup, and kept. So making a table costs one pass over its
-    keys, and every later decision, hit or miss, is a lookup.
+    hundred of them. Each is made by bisection at its first lookup, and kept. So making a table costs no more than to
+    sort its keys, and every later decision, hit or miss, is a lookup.
 """
 
 import sys
@@ -84,7 +84,6 @@ class KeyTable(MadeAnew):
         """The uniform query lengths that have graphs of their own."""
         self.free = min(map(request_limit, chain.from_iterable(self._kinds.values())), default=sys.maxsize)
         """The number of requests that every graph has room for."""
-        self._ordered = Memo[_Kind, list[BatchDescriptor]](self._order)
         self._decisions = Memo[_Batch, Decision](self._decide)
         self.answers = Memo[BatchDescriptor, _Answer](partial(self._answer, (FULL, PIECEWISE)))
         """What a descriptor is dispatched to: the exact full graph, a general full one, a general piecewise one."""
@@ -92,19 +91,17 @@ class KeyTable(MadeAnew):
         """What a descriptor is dispatched to without full graphs."""
 
     def _keys_by_kind(self) -> dict[_Kind, list[BatchDescriptor]]:
-        """The keys by kind, without those that can serve no batch."""
+        """The keys by kind, without those that can serve no batch: smaller sizes first, then fewer requests."""
         found: dict[_Kind, list[BatchDescriptor]] = {}
         for mode, keys in self.keys.items():
             for key in keys:
                 length = query_len_of(key, self.query_len) if key.is_uniform_decode and mode is FULL else None
                 if length is not None or not key.is_uniform_decode:
                     found.setdefault((mode, length, key.variant), []).append(key)
+        for alike in found.values():
+            # No two keys compare equal, so that every process decides alike, whatever order its sets have.
+            alike.sort(key=lambda key: (key.num_tokens, request_limit(key), key.num_reqs or 0))
         return found
-
-    def _order(self, kind: _Kind) -> list[BatchDescriptor]:
-        """The keys of one kind in order of preference: smaller sizes first, then fewer requests."""
-        # No two keys compare equal, so that every process decides alike, whatever order its sets have.
-        return sorted(self._kinds[kind], key=lambda key: (key.num_tokens, request_limit(key), key.num_reqs or 0))
 
     def decide(
         self,
@@ -165,7 +162,7 @@ class KeyTable(MadeAnew):
         """The key lists of one mode that a batch may use: the nearest variant first, uniform graphs before general."""
         lengths = (query_len, None) if query_len in self.query_lens else (None,)
         kinds = ((graph, length, captured) for captured in self._serving(variant) for length in lengths)
-        return [self._ordered[kind] for kind in kinds if kind in self._kinds]
+        return [self._kinds[kind] for kind in kinds if kind in self._kinds]
 
     def _serving(self, variant: Hashable) -> Sequence[Hashable]:
         """The captured variants whose graphs may serve this one, the nearest first."""
