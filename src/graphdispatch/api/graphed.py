@@ -16,7 +16,7 @@ from ..call.rules import ArgumentRules, callable_name
 from ..capture.piecewise import BreakFigures, break_figures
 from ..config import CUDAGraphConfig, CUDAGraphOptions, parse_mode
 from ..decide.decision import Decision
-from ..errors import ConfigError, shown
+from ..errors import ConfigError
 from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
@@ -30,7 +30,7 @@ from ..serve.server import Server
 from .lifecycle import Lifecycle
 from .options import make_table, other_sizes, read_kind, read_options, read_rules, read_sizes
 
-__all__ = ["Graphed", "attach", "graphed"]
+__all__ = ["Graphed", "graphed"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -113,39 +113,6 @@ def graphed(
         fn, (dynamic, {} if pad is None else pad, static), (read_sizes(sizes), max_size), settings
     )
     return _made(fn, config, rules, read_kind(uniform_decode, config))
-
-
-def attach(module: torch.nn.Module, *, dynamic: Mapping[str, Any], **settings: Any) -> "Graphed[..., Any]":
-    """Serve the calls of a module by graphs, wherever the module is held: in a pipeline, a parent, a trainer.
-
-    The module stays what it is: its class, its attributes, hooks and state dict, ``to``, saving, and copies, which are
-    not attached. Weights that move or change their type end the graphs, as with ``graphed``.
-
-    Args:
-        module: The module. It may not be compiled or attached already.
-        dynamic: The batch dimension of each argument of its ``forward`` that has one, as ``graphed`` takes it.
-        **settings: Everything else that ``graphed`` takes.
-
-    Returns:
-        What ``graphed`` returns: ``stats``, ``explain``, ``prewarm``; and ``detach()``, which undoes this.
-
-    Raises:
-        ConfigError: An argument cannot be.
-    """
-    if not isinstance(module, torch.nn.Module):
-        raise ConfigError(f"module must be a torch.nn.Module, got {shown(module)}; graphed() wraps any callable")
-    if module._compiled_call_impl is not None:
-        raise ConfigError(
-            f"module must be neither compiled nor attached, got a {type(module).__name__} that is; detach() what "
-            "attach() returned, or attach to a part that is not compiled"
-        )
-    handle = graphed(module._call_impl, dynamic=dynamic, **settings)
-    module._compiled_call_impl = handle
-    if module._compiled_call_impl is not handle:  # a traced module keeps no attribute of its own
-        raise ConfigError(
-            f"module must be served in place, which a {type(module).__name__} does not allow; use graphed()"
-        )
-    return handle
 
 
 def _made(
