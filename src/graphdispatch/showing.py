@@ -1,10 +1,10 @@
-"""How notebooks show results: as one plain table, in the colours of the notebook."""
+"""How people are shown amounts and results: in units that fit, and in notebooks as a plain table in their colours."""
 
 from collections.abc import Iterable, Sequence
 
 from markupsafe import Markup
 
-__all__ = ["html_table"]
+__all__ = ["count", "html_table", "milliseconds", "percent", "storage"]
 
 
 def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -21,3 +21,29 @@ def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
     lines = (Markup("<tr>{}</tr>").format(Markup("").join(cell(left, value) for value in row)) for row in rows)
     table = '<table><caption style="{}">{}</caption><thead><tr>{}</tr></thead><tbody>{}</tbody></table>'
     return str(Markup(table).format(side, title, heads, Markup("").join(lines)))
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """``0.125`` as ``12.5 %``."""
+    return f"{100 * share:.{digits}f} %"
+
+
+def milliseconds(time_ms: float) -> str:
+    """A time in the unit that fits it."""
+    if time_ms >= 1000:
+        return f"{time_ms / 1e3:.1f} s"
+    return f"{time_ms:.{3 if time_ms < 10 else 2 if time_ms < 100 else 0}f} ms"
+
+
+def storage(amount: float) -> str:
+    """Bytes in the unit that fits them."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(amount) < 1024:
+            return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.2f} GiB"
+
+
+def count(number: float) -> str:
+    """A number of things, with separated thousands. A weight that is not a whole number gets four digits."""
+    return f"{number:,.0f}" if number == int(number) else f"{number:,.4g}"

@@ -9,8 +9,7 @@ from .copying import Unlocked
 from .descriptors import BatchDescriptor
 from .forking import make_lock
 from .reasons import Reason
-from .showing import html_table
-from .units import milliseconds
+from .showing import html_table, milliseconds
 
 __all__ = ["CUDAGraphStats", "Eviction", "EvictionReason", "Gain"]
 

@@ -109,12 +109,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "streams key": (streams, lambda s: s.capture(None, (X,)), "key"),
     "composite key": (composite, lambda c: c.dispatch(3, X), "key"),
     "composite accepts": (composite, lambda c: c.add_dispatcher("b", dispatcher(), accepts=3), "accepts"),
-    "composite seconds": (composite, lambda c: gd.CompositeDispatcher(backoff_s="a"), "backoff_s"),
-    "composite clock": (composite, lambda c: gd.CompositeDispatcher(clock=3), "clock"),
     "composite name taken": (composite, lambda c: c.add_dispatcher("a", dispatcher()), "name 'a' is taken"),
     "composite itself": (composite, lambda c: c.add_dispatcher("b", c), "dispatcher must be another dispatcher"),
     "composite no member": (composite, lambda c: c.remove_dispatcher("x"), r"name must be one of \['a'\], got 'x'"),
-    "composite no backoff": (composite, lambda c: gd.CompositeDispatcher(backoff_s=0.0), "backoff_s must be positive"),
     "composite empty": (composite, lambda c: gd.CompositeDispatcher().dispatch(KEY), "no member accepts"),
     "streams none": (streams, lambda s: gd.StreamDispatcher(double, 0), "num_streams must be an integer >= 1, got 0"),
     "streams writes": (

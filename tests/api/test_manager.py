@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, OutputView, Reason, eager_break
 from graphdispatch.engines import CUDAGraphConfig, CUDAGraphManager, CUDAGraphRegistry, EntryState
@@ -360,3 +361,44 @@ def test_the_bytes_are_limited() -> None:
     assert entries[0].state is EntryState.EVICTED
     with pytest.raises(CaptureError, match=f"holds {held} bytes, for which there is no room in .*={held - 1}"):
         limited(held - 1).capture(4, 1, double, {"x": (4, 3)})
+
+
+def test_an_array_is_refused_with_the_remedy() -> None:
+    """The manager takes tensors, as every front end."""
+    manager = make()
+    run(manager, double, 4)
+    array: Any = torch.ones(4, 3).numpy()
+    with pytest.raises(ConfigError, match=r"input 'x' must be a tensor, got .*ndarray; torch.from_numpy"):
+        manager.execute_or_capture(4, 1, double, {"x": array})
+    with pytest.raises(GuardError, match="input 'x' must be a strided tensor, got ndarray"):
+        manager.replay_graph(4, 1, {"x": array})
+
+
+class _Adds(TorchDispatchMode):
+    """A mode that changes what a multiplication gives."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out + 1 if func is torch.ops.aten.mul.Tensor else out
+
+
+def test_a_replay_that_would_pass_a_mode_by_is_refused() -> None:
+    """``replay_graph`` raises inside a mode of torch that sees operators; ``execute_or_capture`` runs eagerly there."""
+    manager, x = make(), torch.randn(4, 3)
+    run(manager, double, 4, times=3)
+    with torch.no_grad(), _Adds():
+        with pytest.raises(ReplayError, match="no graph may replay now: a mode, transform or trace of torch"):
+            manager.replay_graph(4, 1, {"x": x})
+        assert torch.equal(manager.execute_or_capture(4, 1, double, {"x": x}), double(x))
+
+
+def test_a_replay_that_would_lose_gradients_is_refused() -> None:
+    """As ``execute_or_capture`` runs eagerly: of a module in training mode, with gradients on."""
+    manager, module = make(), torch.nn.Linear(3, 3)
+    inputs = {"input": torch.randn(4, 3)}
+    manager.capture_graph(4, 1, module, inputs=inputs)
+    with torch.enable_grad():
+        with pytest.raises(ReplayError, match="the call needs gradients"):
+            manager.replay_graph(4, 1, inputs)
+        assert manager.execute_or_capture(4, 1, module, inputs).requires_grad
+    assert torch.equal(manager.replay_graph(4, 1, inputs), module(inputs["input"]))

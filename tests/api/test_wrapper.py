@@ -189,3 +189,27 @@ def test_prewarm_takes_arguments_in_each_spelling(dummy: Any, args: Any, kwargs:
     out = wrapper(*args, batch_descriptor=BatchDescriptor(4), cudagraph_runtime_mode=FULL, **kwargs)
     assert torch.equal(out, A - B)
     assert wrapper.get_stats().captures == 1
+
+
+class _PassesOn(torch.nn.Module):
+    """A module that hands its arguments on."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """What the inner function gives."""
+        return _times(*args, **kwargs)
+
+
+def _times(x: torch.Tensor, rows: int = 1) -> torch.Tensor:
+    return x * rows
+
+
+@pytest.mark.parametrize(
+    "runnable", [_times, CUDAGraphWrapper(_times, CUDAGraphMode.PIECEWISE), _PassesOn()], ids=["own", "wrapped", "any"]
+)
+def test_rows_of_the_runnable_reach_it(runnable: Any) -> None:
+    """An argument ``rows`` is the runnable's where it has one, behind another wrapper or ``**kwargs``, too."""
+    wrapper = CUDAGraphWrapper(runnable)
+    for _ in range(3):
+        x = torch.randn(4, 3)
+        out = wrapper(x, rows=3, batch_descriptor=BatchDescriptor(4), cudagraph_runtime_mode=CUDAGraphMode.FULL)
+        assert torch.equal(out, x * 3)

@@ -364,7 +364,7 @@ class CompositeFrontEnd(DispatcherFrontEnd):
 
     def _made(self) -> Any:
         self.member = gd.CudagraphDispatcher(self.fn, self.policy)
-        composite = gd.CompositeDispatcher(backoff_s=1e-9)  # quarantine has tests of its own
+        composite = gd.CompositeDispatcher()
         composite.add_dispatcher("member", self.member)
         return composite
 

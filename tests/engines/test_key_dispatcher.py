@@ -145,9 +145,6 @@ RULES_0_33: dict[str, list[tuple[Callable[[], Any], Any]]] = {
         (lambda: [key.variant for key in plan(FULL, capture_sizes=[8], variants=(0, 2, 1)).get_capture_descs()[0][1]],
          [2, 1, 0]),
     ],
-    "8 sizes compiled beyond the graphs are never padded": [
-        (lambda: padded(plan(compile_sizes=[8, 40]), 8, 3), (PIECEWISE, desc(8))),
-    ],
     "9 limit: only one size is tried": [
         (lambda: padded(plan(PIECEWISE, 1, (FULL, desc(24))), 7), (FULL, desc(24))),
     ],
@@ -240,9 +237,6 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no mode": (lambda: plan().decide(8, allowed_modes=[]), ConfigError, "must leave"),
     "configured mode": (lambda: plan().decide(8, allowed_modes=[BOTH]), ConfigError, "must leave"),
     "eager excluded": (lambda: plan().decide(25, excluded_modes={NONE}), FallbackError, "allowed_modes must hold NONE"),
-    "compile_sizes": (
-        lambda: plan(compile_sizes=[8, 12, 40]), ConfigError, r"compile_sizes must be among .* got \[12\]"
-    ),
     "negative tokens": (lambda: plan().decide(-1), ConfigError, "num_tokens must be >= 0 and query_len >= 1"),
     "no query": (lambda: plan().decide(4, query_len=0), ConfigError, "num_tokens must be >= 0 and query_len >= 1"),
     "no requests": (lambda: plan(max_num_reqs=0), ConfigError, "max_num_reqs must be"),
@@ -324,25 +318,6 @@ def test_a_batch_is_decided_once(batch: tuple[int, int]) -> None:
     """A hit or a miss, however large: the second time gives the very decision of the first, so that it is a lookup."""
     made = full(desc(8, reqs=2), desc(8))
     assert made.decide(*batch) is made.decide(*batch)
-
-
-def cost(mode: Mode, padded: int, real: int) -> float:
-    """Padded tokens count one each; a piecewise step costs two more, an eager one ten more."""
-    return padded + {FULL: 0, PIECEWISE: 2, NONE: 10}[mode]
-
-
-@pytest.mark.parametrize(("tokens", "mode"), [(16, FULL), (11, PIECEWISE), (20, NONE), (30, FULL)])
-def test_a_cost_model_weighs_padding_against_the_better_mode(tokens: int, mode: Mode) -> None:
-    """Too much padding makes the worse mode cheaper, or eager, which is then the policy's choice where it may be."""
-    made = full(desc(16), desc(32), piecewise=desc(12), cost=cost)
-    found = made.decide(tokens, tokens)
-    assert (found.mode, found.reason is Reason.POLICY) == (mode, mode is NONE)
-    assert made.decide(20, allowed_modes=[FULL, PIECEWISE]).descriptor == desc(32)
-
-
-def test_the_best_mode_wins_a_tie() -> None:
-    """A cost model without an opinion changes nothing."""
-    assert full(desc(16), piecewise=desc(12), cost=lambda mode, padded, real: 1.0).decide(11).mode is FULL
 
 
 def test_a_decision_does_not_depend_on_the_order_of_the_keys() -> None:

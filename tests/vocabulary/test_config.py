@@ -33,7 +33,7 @@ BAD_CONFIG: list[tuple[str, Any, str]] = [
 BAD_OPTIONS: list[tuple[str, Any, str]] = [
     ("inputs", "borrow", r"'copy' or 'static', got 'borrow'"),
     ("outputs", "copy", r"'clone', 'view' or 'static', got 'copy'"),
-    ("outputs", 3, r"a valid string, got 3"),
+    ("outputs", 3, r"'clone', 'view' or 'static', got 3"),
     ("warmup_iterations", 0, r"greater than or equal to 1, got 0"),
     ("verify", None, r"a valid boolean, got None"),
     ("rtol", -0.1, r"greater than or equal to 0, got -0.1"),

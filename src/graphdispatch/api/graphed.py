@@ -272,11 +272,6 @@ class Graphed(Lifecycle, Generic[P, R]):
         return self._decode.table.points or self._mixed.table.points
 
     @property
-    def mixed_sizes(self) -> tuple[int, ...]:
-        """The capture sizes of calls that are not uniform decode, in a mode that separates them; else ``sizes``."""
-        return self._mixed.table.points
-
-    @property
     def _routes(self) -> list[Route]:
         """The routes that have sizes, or the first one if none has: one, or two where the mode tells uniform decode
         from other batches."""

@@ -87,7 +87,7 @@ class CUDAGraphWrapper(Lifecycle):
             check_type("backend", backend, Backend, "a Backend, as get_backend() gives")
             check_type("pool", pool, Pool, "a Pool, as backend.make_pool() gives")
         self.runnable = runnable
-        self._takes_rows = "rows" in (parameter_names(runnable) or ())
+        self._takes_rows = _takes_rows(runnable)
         self.runtime_mode = mode
         self.options = CUDAGraphOptions.or_default(options, "options")
         stats = CUDAGraphStats(knows_rows=False)
@@ -114,8 +114,8 @@ class CUDAGraphWrapper(Lifecycle):
             batch_descriptor: What the graph serves. None: as in the ``cudagraph_context``.
             cudagraph_runtime_mode: The runtime mode of the step. None: as in the ``cudagraph_context``.
             **kwargs: The keyword arguments of the runnable. ``rows=`` says how many rows of a batch that the caller
-                padded are real, as in ``cudagraph_context``; the runnable does not get it, unless it has a parameter of
-                that name itself.
+                padded are real, as in ``cudagraph_context``. A runnable that has a parameter of that name, or takes any
+                (``**kwargs``), gets it itself instead.
 
         Returns:
             The runnable's outputs, owned as ``options.outputs`` says.
@@ -345,6 +345,15 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         args, kwargs = arguments_of(dummy)
         found = self._server.find(self._routes[descriptor], args, dict(kwargs))
         return None if isinstance(found, Refusal) else found[:2]
+
+
+def _takes_rows(runnable: Any) -> bool:
+    """Whether ``rows=`` of a call is an argument of the runnable, or could be."""
+    if issubclass(type(runnable), CUDAGraphWrapper):
+        takes: bool = runnable._takes_rows
+        return takes
+    names = parameter_names(runnable)
+    return names is None or "rows" in names
 
 
 def _descriptors(shapes: Iterable[BatchDescriptor | int]) -> Iterator[BatchDescriptor]:

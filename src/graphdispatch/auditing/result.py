@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..showing import html_table
-from ..units import percent, storage
+from ..showing import html_table, percent, storage
 
 __all__ = ["Audit", "Breaks", "Finding", "Findings", "Memory", "Rows"]
 

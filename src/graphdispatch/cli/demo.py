@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from ..units import count, percent
+from ..showing import count, percent
 
 if TYPE_CHECKING:
     from ..demo import DemoResult

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import hypot, inf, sqrt
 from typing import ClassVar
 
@@ -28,6 +28,7 @@ _CLIP = 4.0  # a latency counts as at most this many spreads from the mean, so t
 _CHANGE = 3  # so many in a row beyond that, on one side, are a change of the cost
 _REACH = 2  # a size that was not measured is judged by the nearest one that differs by at most this factor
 _LEAST_GAIN = 0.01  # the share of the cost that a mode must save to take another's position
+_LEAST_LOSS = 0.1  # a trial is taken to cost at least so much more, as a share of the cost
 _REVIEW_EVERY = 8  # latencies of a bucket
 _LEAST_MS = 1e-6
 
@@ -44,27 +45,23 @@ def bucket_of(tokens: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Cost:
-    """What one mode costs at one size: the running mean of its latencies, their spread, and the latest record."""
+    """What one mode costs at one size: the running mean of its latencies, their spread, and the latest one."""
 
     size: int
     mean: float = 0.0
     spread: float = _PRIOR_SPREAD
     count: int = 0
-    latest: int = 0
     latest_ms: float = 0.0
     beyond: int = 0
     """How many of the latest latencies were beyond the clip: above it, or below it as a negative number."""
-    beyond_since: int = 0
 
-    def add(self, latency: float, now: int, window: int) -> bool:
-        """Take in one latency, the record number ``now``; about the latest ``window`` count. Whether it is a change."""
-        self.latest, self.latest_ms = now, latency
+    def add(self, latency: float, window: int) -> bool:
+        """Take in one latency; about the latest ``window`` count. Whether it shows that the cost has changed."""
+        self.latest_ms = latency
         limit = _CLIP * self.spread
         change = latency / self.mean - 1 if self.count else 0.0
         side = (change > limit) - (change < -limit)
-        if side * self.beyond <= 0:
-            self.beyond, self.beyond_since = 0, now
-        self.beyond += side
+        self.beyond = self.beyond + side if side * self.beyond > 0 else side
         is_change = abs(self.beyond) == _CHANGE
         if is_change or not self.count:
             self.mean, self.count, self.beyond = latency, 1, 0
@@ -90,8 +87,8 @@ class _Cost:
 class _Bucket:
     """Batches that share one decision: the same kind, the same graph, about the same number of tokens.
 
-    ``order`` is replaced whole, so that readers need no lock. ``trial`` is the mode that was granted one run, and
-    ``usual_ms`` what the preferred mode cost then. Each bucket pays for its own trials, so that none waits for another.
+    ``order`` is replaced whole, so that readers need no lock. ``tried`` has the number of records when each mode was
+    last granted a trial; buckets have trials of their own, so that none waits for another.
     """
 
     tokens: int
@@ -100,10 +97,7 @@ class _Bucket:
     order: Sequence[DispatchMode] = _DEFAULT_ORDER
     available: Collection[DispatchMode] = _DEFAULT_ORDER
     records: int = 0
-    trial: DispatchMode | None = None
-    usual_ms: float = 0.0
-    spent_ms: float = 0.0
-    explored_ms: float = 0.0
+    tried: dict[DispatchMode, int] = field(default_factory=dict)
 
 
 class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
@@ -218,17 +212,12 @@ class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
             self._records += 1
             if bucket is self._outside:
                 return
-            latency = max(latency, _LEAST_MS)
-            cost, was_trial = bucket.costs[mode], bucket.trial is mode
-            is_change = cost.add(latency, self._records, self.history_size)
+            cost = bucket.costs[mode]
+            is_change = cost.add(max(latency, _LEAST_MS), self.history_size)
             if is_change:
-                self._forget(mode, cost.beyond_since)
-            if was_trial:
-                bucket.explored_ms += max(0.0, latency - bucket.usual_ms)
-                bucket.trial = None
+                self._forget(mode, cost)
             bucket.records += 1
-            bucket.spent_ms += latency
-            if is_change or was_trial or bucket.records < _REVIEW_EVERY or bucket.records % _REVIEW_EVERY == 0:
+            if is_change or bucket.records < _REVIEW_EVERY or bucket.records % _REVIEW_EVERY == 0:
                 self._rank(bucket)
                 self._grant(bucket)
 
@@ -313,26 +302,27 @@ class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
             order.insert(place, mode)
         bucket.order = order
 
-    def _forget(self, mode: DispatchMode, since: int) -> None:
-        """Forget what ``mode`` cost at sizes without a latency after record ``since``, when it changed at one size."""
+    def _forget(self, mode: DispatchMode, changed: _Cost) -> None:
+        """Forget what ``mode`` cost at all other sizes, when it changed at one."""
         for is_prefill in (False, True):
             for cost in self._costs[is_prefill, mode].values():
-                if cost.latest < since:
+                if cost is not changed:
                     cost.count = 0
 
     def _grant(self, bucket: _Bucket) -> None:
-        """Have the next batch of a bucket try the mode that was not tried for the longest, if the budget allows it."""
+        """Have the next batch of a bucket try another mode, if the last trial of that was long enough ago: what trials
+        cost more than the preferred mode is about the share ``exploration`` of its cost."""
         order, costs = [mode for mode in bucket.order if mode in bucket.available], self._measured(bucket)
         if len(order) < 2 or order[0] not in costs or not self.exploration:
             return
-        mode = min(order[1:], key=lambda mode: bucket.costs[mode].latest)
-        usual_ms = costs[order[0]].mean
-        price = usual_ms
-        if mode in costs:
-            price = max(0.0, min(costs[mode].mean, costs[mode].latest_ms) - usual_ms)
-        if bucket.explored_ms + price <= self.exploration * bucket.spent_ms:
-            bucket.trial, bucket.usual_ms = mode, usual_ms
-            self._trials[bucket] = mode
+        usual_ms, most = costs[order[0]].mean, self.exploration / (len(order) - 1)
+        for mode in order[1:]:
+            # What is not known is taken to cost twice as much.
+            loss = min(costs[mode].mean, costs[mode].latest_ms) / usual_ms - 1 if mode in costs else 1.0
+            if bucket.records - bucket.tried.get(mode, 0) >= max(loss, _LEAST_LOSS) / most:
+                bucket.tried[mode] = bucket.records
+                self._trials[bucket] = mode
+                return
 
     def _thresholds(self) -> tuple[int, int]:
         low, high = self._limits

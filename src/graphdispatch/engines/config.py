@@ -23,7 +23,6 @@ class EngineSettings(NamedTuple):
     capture_sizes: str | Iterable[int] = "auto"
     max_num_reqs: int = 256
     variants: Iterable[Hashable] = (None,)
-    compile_sizes: Iterable[int] = ()
     piecewise: bool = True
     mode: CUDAGraphMode = CUDAGraphMode.NONE
 
@@ -50,7 +49,6 @@ class EngineSettings(NamedTuple):
             capture_sizes=getattr(compilation, "cudagraph_capture_sizes", None) or "auto",
             max_num_reqs=max_num_seqs,
             variants=variants,
-            compile_sizes=[size for size in getattr(compilation, "compile_sizes", None) or () if type(size) is int],
             piecewise=is_split is None or bool(is_split()),
             mode=CUDAGraphMode.NONE if mode is None else mode_of(mode),
         )

@@ -1,25 +1,24 @@
 """``CudagraphDispatcher``: runs each key by a registered graph or by the eager runner, and counts why."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
-import torch
-
+from ..backends import get_backend
+from ..backends.base import Timer
 from ..backends.tracing import untraced
 from ..copying import MadeAnew
 from ..decide.decision import Decision
 from ..descriptors import DispatchKey, create_dispatch_key
 from ..errors import CaptureError, ConfigError, ReplayError, check_callable, check_count, check_type, shown
+from ..forking import make_lock
 from ..memory.entry import CUDAGraphEntry
-from ..modes import CUDAGraphMode, DispatchMode, EntryState
+from ..modes import CUDAGraphMode, DispatchMode
 from ..reasons import Reason
-from ..serve.group import Route
 from ..serve.prewarm import arguments_of
-from ..serve.server import Server
 from .external_graphs import Replayable
-from .latency import LatencyMeter
 from .policies import DefaultDispatchPolicy, DispatchPolicy
 from .registered_graphs import GRAPH_MODES, Registered, Worker, check_key
 from .stats import DispatchStats
@@ -27,9 +26,14 @@ from .stats import DispatchStats
 __all__ = ["Chosen", "CudagraphDispatcher", "checked_example"]
 
 
-class Chosen(NamedTuple):
-    """What shall serve a call: the worker, its graph (None: the eager runner), and the decision."""
+_MOST_PENDING = 64  # steps whose time the device has not reported yet; while there are as many, no more are timed
+_POLLS = 4  # of them polled at once, in turn: however far the device is behind, a step costs the same
 
+
+class Chosen(NamedTuple):
+    """What shall serve a call: a dispatcher's worker, its graph (None: the eager runner), and the decision."""
+
+    dispatcher: "CudagraphDispatcher"
     worker: Worker
     found: Registered | None
     decision: Decision
@@ -67,6 +71,7 @@ class CudagraphDispatcher(MadeAnew):
         self.eager_runner = eager_runner
         self.policy = policy
         self.max_cached_graphs = max_cached_graphs
+        self._lock = make_lock()
         self._dummy_fn: Callable[[DispatchKey], Any] | None = None
         self.stats = DispatchStats()
         """Calls by mode, and the reason for every eager one."""
@@ -86,20 +91,11 @@ class CudagraphDispatcher(MadeAnew):
         if policy is not None and not isinstance(policy, DispatchPolicy):
             raise ConfigError(f"policy must be a DispatchPolicy or None, got {shown(policy)}")
         self._policy = policy or DefaultDispatchPolicy()
-        self._meter = LatencyMeter(self._policy) if self._policy.learns else None
+        self._meter = _LatencyMeter(self._policy) if self._policy.learns else None
 
     def _recipe(self) -> Any:
         make, args, kwargs, _ = super()._recipe()
-        return make, args, kwargs, {"policy": self.policy, "_forbidden": frozenset(DispatchMode) - self.enabled_modes}
-
-    @property
-    def _forbidden(self) -> frozenset[DispatchMode]:
-        return frozenset(DispatchMode) - self.enabled_modes
-
-    @_forbidden.setter
-    def _forbidden(self, modes: frozenset[DispatchMode]) -> None:
-        for mode in modes:
-            self.disable_mode(mode)
+        return make, args, kwargs, {"policy": self.policy, "enabled_modes": self.enabled_modes}
 
     def register_graph(
         self,
@@ -181,12 +177,7 @@ class CudagraphDispatcher(MadeAnew):
             CaptureError: There can be no graph.
         """
         call, worker = checked_example(key, args, kwargs), self.workers[0]
-        try:
-            leaving = worker.publish(worker.capture(key, *call))
-        except BaseException:
-            worker.tidy()  # a capture makes room before it can fail
-            raise
-        worker.let_go(leaving)
+        worker.let_go(worker.publish(worker.capture(key, *call)))
 
     @untraced
     def prewarm(self, keys: Iterable[DispatchKey], dummy_fn: Callable[[DispatchKey], Any]) -> list[DispatchKey]:
@@ -259,57 +250,60 @@ class CudagraphDispatcher(MadeAnew):
             ReplayError: The replay stopped half-way and has changed memory outside of the graph.
         """
         start = perf_counter_ns()
-        chosen = self._choose(key, args, kwargs)
-        return self._run(key, chosen, perf_counter_ns() - start, args, kwargs)
+        chosen = self._first_choice(key, args, kwargs)
+        return self.serve(key, chosen, perf_counter_ns() - start, args, kwargs)
 
-    @untraced
-    def run_eagerly(
-        self, key: DispatchKey, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any], spent: int = 0
-    ) -> Any:
-        """Run a call that no graph shall serve and count it; a policy that learns gets its time.
-
-        What the runner raises passes through.
-
-        Args:
-            key: What the batch is.
-            reason: Why it runs eagerly.
-            args: The positional arguments.
-            kwargs: The keyword arguments.
-            spent: The time that this decision took, in nanoseconds.
-
-        Returns:
-            The runner's outputs.
-        """
-        check_key(key)
-        return self._run(
-            key, Chosen(self.workers[0], None, Decision.eager(reason, key.num_tokens)), spent, args, kwargs
-        )
-
-    @untraced
-    def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
-        """Serve a call by a graph and count it, if one can. Never runs the runner.
-
-        Args:
-            key: What the batch is.
-            args: The positional arguments.
-            kwargs: The keyword arguments.
-
-        Returns:
-            Whether a graph served it, the outputs, and the reason. After ``VERIFIED_NOW`` call ``dispatch``, which
-                compares the graph with eager.
-
-        Raises:
-            ReplayError: The graph cannot be replayed; one that its owner released is only forgotten.
-        """
-        return self._attempt(key, self._choose(key, args, kwargs), args, kwargs)
-
-    def _choose(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Chosen:
+    def _first_choice(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Chosen:
+        """What ``dispatch`` tries first. Of a single worker that is its graph for the key: serving it finds out whether
+        the arguments fit."""
         worker = self.workers[0]
-        return Chosen(worker, *worker.choose(key, self._policy))
+        return Chosen(self, worker, *worker.choose(key, self._policy))
 
-    def _run(self, key: DispatchKey, chosen: Chosen, spent: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve a call as chosen, count it, and tell the policy how long it took."""
-        (worker, found, decision), meter = chosen, self._meter
+    def choose(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Chosen:
+        """What shall serve a call: a graph that can serve it as things are now, or the runner. Nothing is run.
+
+        Args:
+            key: What the batch is.
+            args: The positional arguments.
+            kwargs: The keyword arguments.
+
+        Returns:
+            The choice, for ``serve``.
+        """
+        answer: Chosen | None = None
+        for worker in self._in_order():
+            found, decision = worker.choose(key, self._policy)
+            if found is not None:
+                decision = worker.server.preview(found.route, args, kwargs).decision
+                if decision.reason.is_graph or decision.reason is Reason.VERIFIED_NOW:
+                    return Chosen(self, worker, found, decision)
+                if found.is_gone:
+                    worker.drop(found)
+            elif decision.reason is Reason.POLICY:
+                return Chosen(self, worker, None, decision)
+            if answer is None or decision.reason is not Reason.NOT_CAPTURED:
+                answer = Chosen(self, worker, None, decision._replace(rows=decision.rows or key.num_tokens))
+        assert answer is not None
+        return answer
+
+    def _in_order(self) -> Sequence[Worker]:
+        """The workers in the order in which they are asked."""
+        return self.workers
+
+    def serve(self, key: DispatchKey, chosen: Chosen, spent: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call as chosen, count it, and tell the policy how long it took.
+
+        Args:
+            key: What the batch is.
+            chosen: What shall serve it.
+            spent: The time that this decision took, in nanoseconds.
+            args: The positional arguments.
+            kwargs: The keyword arguments.
+
+        Returns:
+            The outputs.
+        """
+        (_, worker, found, decision), meter = chosen, self._meter
         server = worker.server
         timer = meter.start() if meter is not None else None
         server.local.decision = None
@@ -319,7 +313,8 @@ class CudagraphDispatcher(MadeAnew):
             else:
                 result = server.serve(found.route, args, kwargs)
         except BaseException as error:
-            self._count(chosen, server.decision or _raised_in_graph(error, key), spent)
+            reason = Reason.REPLAY_FAILED if isinstance(error, ReplayError) else Reason.CALL_RAISED
+            self._count(chosen, server.decision or Decision.eager(reason, key.num_tokens), spent)
             raise
         decision = server.local.decision
         mode = self._count(chosen, decision, spent)
@@ -328,37 +323,9 @@ class CudagraphDispatcher(MadeAnew):
             meter.stop(timer, key, mode)
         return result
 
-    def _attempt(
-        self, key: DispatchKey, chosen: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[bool, Any, Reason]:
-        """Serve a call by the chosen graph, if that is possible, and count it."""
-        (worker, found, decision), meter = chosen, self._meter
-        if found is None or decision.reason is Reason.VERIFIED_NOW:
-            return False, None, decision.reason
-        start = perf_counter_ns()
-        timer = meter.start() if meter is not None else None
-        try:
-            served, result, decision = _attempt_graph(worker.server, found.route, args, kwargs)
-        except BaseException as error:
-            if isinstance(error, ReplayError) and not error.had_effects:
-                is_released = found.entry.state is EntryState.EVICTED
-                worker.drop(found)
-                if is_released:
-                    return False, None, Reason.NOT_CAPTURED
-            else:
-                self._count(chosen, _raised_in_graph(error, key), perf_counter_ns() - start)
-            raise
-        if served:
-            mode = self._count(chosen, decision, perf_counter_ns() - start)
-            if meter is not None:
-                meter.stop(timer, key, mode)
-        elif found.entry.state is EntryState.EVICTED:
-            worker.drop(found)
-        return served, result, decision.reason
-
     def _count(self, chosen: Chosen, decision: Decision, spent: int) -> DispatchMode:
         """Count a call that ran as ``decision`` says, and forget its graph if that is gone; the mode that it ran in."""
-        worker, found, _ = chosen
+        _, worker, found, _ = chosen
         mode = DispatchMode.EAGER
         if found is not None and decision.mode is not CUDAGraphMode.NONE:
             mode = found.mode
@@ -377,8 +344,8 @@ class CudagraphDispatcher(MadeAnew):
             ConfigError: It is no mode.
         """
         check_type("mode", mode, DispatchMode, "a DispatchMode, as DispatchMode.PIECEWISE")
-        for worker in self.workers:
-            worker.allow(mode, is_allowed=True)
+        with self._lock:
+            self.enabled_modes |= {mode}
 
     def disable_mode(self, mode: DispatchMode) -> None:
         """Forbid a mode; graphs stay registered.
@@ -392,13 +359,18 @@ class CudagraphDispatcher(MadeAnew):
         check_type("mode", mode, DispatchMode, "a DispatchMode, as DispatchMode.PIECEWISE")
         if mode is DispatchMode.EAGER:
             raise ConfigError("EAGER cannot be disabled: it serves whatever no graph can")
-        for worker in self.workers:
-            worker.allow(mode, is_allowed=False)
+        with self._lock:
+            self.enabled_modes -= {mode}
 
     @property
     def enabled_modes(self) -> frozenset[DispatchMode]:
         """The modes that are allowed now."""
         return self.workers[0].modes
+
+    @enabled_modes.setter
+    def enabled_modes(self, modes: frozenset[DispatchMode]) -> None:
+        for worker in self.workers:
+            worker.allow(modes)
 
     @property
     def num_graphs(self) -> int:
@@ -427,33 +399,54 @@ class CudagraphDispatcher(MadeAnew):
         Returns:
             One line for people.
         """
-        worker, found, decision = self._choose(key, args, kwargs)
+        _, worker, found, decision = self.choose(key, args, kwargs)
         return decision.explain() if found is None else worker.server.explain(found.route, args, kwargs, key.num_tokens)
 
     def __repr__(self) -> str:
         return f"<CudagraphDispatcher {self.num_graphs} of {self.max_cached_graphs} graphs, {self.stats!r}>"
 
 
-def _raised_in_graph(error: BaseException, key: DispatchKey) -> Decision:
-    """How a call counts whose replay raised: a graph that failed, or an error of the model's own in it."""
-    reason = Reason.REPLAY_FAILED if isinstance(error, ReplayError) else Reason.CALL_RAISED
-    return Decision.eager(reason, key.num_tokens)
+class _LatencyMeter:
+    """Times steps on the backend's timer and hands each time to ``policy.record`` once the device has it.
 
-
-def _attempt_graph(
-    server: Server, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[bool, Any, Decision]:
-    """Serve a call by a verified graph: whether one did, its answer, and the decision. Never runs the callable.
-
-    Raises ``ReplayError`` if the graph cannot be replayed.
+    On the CPU backend times are wall time, on CUDA events that a later step polls. A step that raises is not recorded.
+    Thread-safe; steps of several threads may be recorded out of order.
     """
-    choice = server.preview(route, args, kwargs)
-    if choice.entry is None or not choice.decision.reason.is_graph:
-        return False, None, choice.decision
-    with torch.no_grad():
-        answer = server.observed(choice.entry, choice.rows, choice.leaves)
-    server.local.decision = choice.decision
-    return True, answer, choice.decision
+
+    def __init__(self, policy: DispatchPolicy) -> None:
+        self._policy = policy
+        self._backend = get_backend("auto")
+        self._pending: deque[tuple[DispatchKey, DispatchMode, Timer]] = deque()
+
+    def start(self) -> Timer | None:
+        """Begin to time a step; None while too many are outstanding."""
+        self._collect()
+        if len(self._pending) >= _MOST_PENDING:
+            return None
+        timer = self._backend.make_timer()
+        timer.start()
+        return timer
+
+    def stop(self, timer: Timer | None, key: DispatchKey, mode: DispatchMode) -> None:
+        """End a step that ran in ``mode``."""
+        if timer is not None:
+            timer.stop()
+            self._pending.append((key, mode, timer))
+            self._collect()
+
+    def _collect(self) -> None:
+        """Record what is known by now."""
+        for _ in range(min(len(self._pending), _POLLS)):
+            try:
+                oldest = self._pending.popleft()
+            except IndexError:  # another thread took it
+                return
+            key, mode, timer = oldest
+            elapsed = timer.elapsed_ms()
+            if elapsed is None:
+                self._pending.append(oldest)
+            else:
+                self._policy.record(key, mode, elapsed)
 
 
 def _first_registered(

@@ -12,7 +12,7 @@ from ..errors import ConfigError, check_count, shown
 from ..forking import make_lock
 from ..modes import CUDAGraphMode
 from .config import EngineSettings, check_split, get_cudagraph_sizes, mode_of, sorted_sizes
-from .key_table import CostModel, KeyTable
+from .key_table import KeyTable
 
 __all__ = ["CudagraphKeyDispatcher"]
 
@@ -26,10 +26,9 @@ class CudagraphKeyDispatcher(Unlocked):
     a change of the keys builds a new table and swaps it whole, under a lock that no decision takes.
 
     Args:
-        vllm_config: An object of the shape of vLLM's ``VllmConfig``. It gives the capture sizes, the requests, the
-            compiled sizes, whether the model is split, and the LoRA cases (variants True and False); an argument that
-            is given goes before it. Its ``max_num_batched_tokens`` is not read, since vLLM's dispatcher does not: give
-            ``max_num_tokens``.
+        vllm_config: An object of the shape of vLLM's ``VllmConfig``. It gives the capture sizes, the requests, whether
+            the model is split, and the LoRA cases (variants True and False); an argument that is given goes before it.
+            Its ``max_num_batched_tokens`` is not read, since vLLM's dispatcher does not: give ``max_num_tokens``.
         capture_sizes: Numbers of tokens in any order, ``"auto"``, or the name of an engine's sizes (see
             ``get_cudagraph_sizes``).
         max_num_reqs: The most requests of a batch. None: as in ``vllm_config``, or 256.
@@ -37,10 +36,7 @@ class CudagraphKeyDispatcher(Unlocked):
         variants: The variants of the captured code, each hashable; every size gets a key for each.
         query_lens: Uniform query lengths besides the one that the keys are initialised with. If any is given, be it
             that one, uniform sizes are rounded up to multiples of their query length.
-        compile_sizes: The sizes for which the model was compiled specially. Up to the largest capture size, each of
-            them must be a capture size too, since a padded batch would miss its special code.
         piecewise: Whether the model is split around what no graph can hold. None: as in ``vllm_config``, or True.
-        cost: A cost model, which can prefer a graph of another mode, or eager. None: none.
 
     Raises:
         ConfigError: An argument is wrong, or the configured mode needs a split model and ``piecewise`` is False.
@@ -58,20 +54,17 @@ class CudagraphKeyDispatcher(Unlocked):
         max_num_tokens: int | None = None,
         variants: Iterable[Hashable] | None = None,
         query_lens: Iterable[int] = (),
-        compile_sizes: Iterable[int] | None = None,
         piecewise: bool | None = None,
-        cost: CostModel | None = None,
     ) -> None:
         given: dict[str, Any] = {
             "capture_sizes": capture_sizes,
             "max_num_reqs": max_num_reqs,
             "variants": variants,
-            "compile_sizes": compile_sizes,
             "piecewise": piecewise,
         }
         settings = EngineSettings() if vllm_config is None else EngineSettings.of(vllm_config)
         settings = settings._replace(**{name: value for name, value in given.items() if value is not None})
-        capture_sizes, max_num_reqs, variants, compile_sizes, self.piecewise, mode = settings
+        capture_sizes, max_num_reqs, variants, self.piecewise, mode = settings
         check_split(mode, self.piecewise)
         most_tokens = max_num_tokens if max_num_tokens is not None else 2 * max_num_reqs
         check_count("max_num_reqs", max_num_reqs)
@@ -86,13 +79,7 @@ class CudagraphKeyDispatcher(Unlocked):
         self.query_lens = tuple(sorted(set(query_lens)))
         for query_len in self.query_lens:
             check_count("query_lens", query_len)
-        padded = [size for size in compile_sizes if size <= self.capture_sizes[-1] and size not in self.capture_sizes]
-        if padded:
-            raise ConfigError(
-                f"compile_sizes must be among the capture_sizes up to {self.capture_sizes[-1]}, got {padded}, which "
-                "would be padded to a size without their compiled code; capture them too, or drop them"
-            )
-        self._build = partial(KeyTable, max_num_reqs=max_num_reqs, cost=cost)
+        self._build = partial(KeyTable, max_num_reqs=max_num_reqs)
         self._lock = make_lock()
         self.table = self._build({})
 

@@ -6,13 +6,13 @@ the graph that was captured for fewer requests.
 
 Note [decisions on demand]
     A table of a thousand sizes and eight variants has some hundred thousand decisions, and traffic needs a few
-    hundred of them. Each is made by bisection at its first lookup, and kept. So making a table costs one pass over its
-    keys, and every later decision, hit or miss, is a lookup.
+    hundred of them. Each is made by bisection at its first lookup, and kept. So making a table costs no more than to
+    sort its keys, and every later decision, hit or miss, is a lookup.
 """
 
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 from operator import attrgetter
@@ -26,10 +26,7 @@ from ..errors import ConfigError, FallbackError, shown
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 
-__all__ = ["RUNTIME_MODES", "CostModel", "KeyTable", "query_len_of", "request_limit"]
-
-CostModel = Callable[[CUDAGraphMode, int, int], float]
-"""``cost(mode, padded, real)``: what a step of ``real`` tokens costs when padded; eager is mode NONE, not padded."""
+__all__ = ["RUNTIME_MODES", "KeyTable", "query_len_of", "request_limit"]
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 RUNTIME_MODES = frozenset((NONE, PIECEWISE, FULL))
@@ -60,8 +57,8 @@ class KeyTable(MadeAnew):
     """Every decision that a set of keys allows. Immutable and thread-safe.
 
     ``mode`` is the configured mode and ``query_len`` the uniform query length. Both are None until the keys are
-    initialised, and until then no graph serves. No batch has more than ``max_num_reqs`` requests. ``cost`` is evaluated
-    once for each batch. See Note [decisions on demand].
+    initialised, and until then no graph serves. No batch has more than ``max_num_reqs`` requests. See Note [decisions
+    on demand].
     """
 
     def __init__(
@@ -71,13 +68,12 @@ class KeyTable(MadeAnew):
         mode: CUDAGraphMode | None = None,
         query_len: int | None = None,
         max_num_reqs: int | None = None,
-        cost: CostModel | None = None,
     ) -> None:
         self.keys: Mapping[CUDAGraphMode, frozenset[BatchDescriptor]] = MappingProxyType(
             {graph: frozenset(keys.get(graph, ())) for graph in (PIECEWISE, FULL)}
         )
         """All keys, by runtime mode."""
-        self.mode, self.query_len, self.max_num_reqs, self._cost = mode, query_len, max_num_reqs, cost
+        self.mode, self.query_len, self.max_num_reqs = mode, query_len, max_num_reqs
         self._kinds = self._keys_by_kind() if mode is not None else {}
         variants = {variant for _, _, variant in self._kinds}
         self._counts = sorted(variant for variant in variants if isinstance(variant, int))
@@ -86,11 +82,8 @@ class KeyTable(MadeAnew):
         """The variants that have graphs."""
         self.query_lens = tuple(sorted({length for _, length, _ in self._kinds if length is not None}))
         """The uniform query lengths that have graphs of their own."""
-        self.limits = frozenset(map(request_limit, chain.from_iterable(self._kinds.values())))
-        """The request limits of all graphs, with ``sys.maxsize`` for none."""
-        self.free = min(self.limits, default=sys.maxsize)
+        self.free = min(map(request_limit, chain.from_iterable(self._kinds.values())), default=sys.maxsize)
         """The number of requests that every graph has room for."""
-        self._ordered = Memo[_Kind, list[BatchDescriptor]](self._order)
         self._decisions = Memo[_Batch, Decision](self._decide)
         self.answers = Memo[BatchDescriptor, _Answer](partial(self._answer, (FULL, PIECEWISE)))
         """What a descriptor is dispatched to: the exact full graph, a general full one, a general piecewise one."""
@@ -98,19 +91,17 @@ class KeyTable(MadeAnew):
         """What a descriptor is dispatched to without full graphs."""
 
     def _keys_by_kind(self) -> dict[_Kind, list[BatchDescriptor]]:
-        """The keys by kind, without those that can serve no batch."""
+        """The keys by kind, without those that can serve no batch: smaller sizes first, then fewer requests."""
         found: dict[_Kind, list[BatchDescriptor]] = {}
         for mode, keys in self.keys.items():
             for key in keys:
                 length = query_len_of(key, self.query_len) if key.is_uniform_decode and mode is FULL else None
                 if length is not None or not key.is_uniform_decode:
                     found.setdefault((mode, length, key.variant), []).append(key)
+        for alike in found.values():
+            # No two keys compare equal, so that every process decides alike, whatever order its sets have.
+            alike.sort(key=lambda key: (key.num_tokens, request_limit(key), key.num_reqs or 0))
         return found
-
-    def _order(self, kind: _Kind) -> list[BatchDescriptor]:
-        """The keys of one kind in order of preference: smaller sizes first, then fewer requests."""
-        # No two keys compare equal, so that every process decides alike, whatever order its sets have.
-        return sorted(self._kinds[kind], key=lambda key: (key.num_tokens, request_limit(key), key.num_reqs or 0))
 
     def decide(
         self,
@@ -142,11 +133,12 @@ class KeyTable(MadeAnew):
         if num_reqs is None:
             most = num_tokens // (query_len or 1)
             num_reqs = most if self.max_num_reqs is None else min(most, self.max_num_reqs)
-        found = self._find(query_len, variant, num_tokens, num_reqs)
-        decision = self._choose({graph: key for graph, key in found.items() if graph in allowed}, allowed, num_tokens)
-        if decision is None:
-            decision = self._miss(query_len, variant, allowed, num_tokens)
-        if decision.mode is NONE and NONE not in allowed and num_tokens:
+        for mode, key in self._find(query_len, variant, num_tokens, num_reqs).items():
+            if mode in allowed:
+                reason = Reason.EXACT if key.num_tokens == num_tokens else Reason.PADDED
+                return Decision(mode, key, key.num_tokens, reason, num_tokens)
+        decision = self._miss(query_len, variant, allowed, num_tokens)
+        if NONE not in allowed and num_tokens:
             raise FallbackError(
                 f"allowed_modes must hold NONE for a batch that no graph serves, got {_names(allowed)} for "
                 f"{num_tokens} tokens: {decision.explain()}; allow NONE, or capture a graph for it",
@@ -170,29 +162,13 @@ class KeyTable(MadeAnew):
         """The key lists of one mode that a batch may use: the nearest variant first, uniform graphs before general."""
         lengths = (query_len, None) if query_len in self.query_lens else (None,)
         kinds = ((graph, length, captured) for captured in self._serving(variant) for length in lengths)
-        return [self._ordered[kind] for kind in kinds if kind in self._kinds]
+        return [self._kinds[kind] for kind in kinds if kind in self._kinds]
 
     def _serving(self, variant: Hashable) -> Sequence[Hashable]:
         """The captured variants whose graphs may serve this one, the nearest first."""
         if isinstance(variant, int):
             return self._counts[bisect_left(self._counts, variant) :]
         return (variant,) if variant in self.variants else ()
-
-    def _choose(
-        self, found: Mapping[CUDAGraphMode, BatchDescriptor], allowed: frozenset[CUDAGraphMode], num_tokens: int
-    ) -> Decision | None:
-        """The best of the graphs found: the first, or the cheapest if there is a cost model. None if none was found."""
-        best = next(iter(found), None)
-        if best is None:
-            return None
-        if self._cost is not None:
-            costs = {graph: self._cost(graph, key.num_tokens, num_tokens) for graph, key in found.items()}
-            best = min(costs, key=costs.__getitem__)
-            if NONE in allowed and self._cost(NONE, num_tokens, num_tokens) < costs[best]:
-                return Decision.eager(Reason.POLICY, num_tokens, "the cost model expects eager to be cheaper")
-        key = found[best]
-        reason = Reason.EXACT if key.num_tokens == num_tokens else Reason.PADDED
-        return Decision(best, key, key.num_tokens, reason, num_tokens)
 
     def _miss(
         self, query_len: int | None, variant: Hashable, allowed: frozenset[CUDAGraphMode], num_tokens: int

@@ -21,7 +21,7 @@ from ..copying import NotCopied
 from ..decide.decision import Decision
 from ..decide.size_table import Memo, SizeTable
 from ..descriptors import BatchDescriptor, DispatchKey
-from ..errors import CaptureError, ConfigError, shown
+from ..errors import ConfigError, shown
 from ..forking import make_lock
 from ..memory.cache import GraphCache, Victim
 from ..memory.entry import CUDAGraphEntry
@@ -190,10 +190,9 @@ class Worker(NotCopied):
         """The modes that are allowed now."""
         return self._graphs.modes
 
-    def allow(self, mode: DispatchMode, *, is_allowed: bool) -> None:
-        """Allow a mode from now on, or forbid it; the graphs stay."""
+    def allow(self, modes: frozenset[DispatchMode]) -> None:
+        """Allow these modes alone from now on; the graphs stay."""
         with self._lock:
-            modes = self.modes | {mode} if is_allowed else self.modes - {mode}
             self._graphs = RegisteredGraphs(self.graphs, modes)
 
     def wrap(
@@ -244,9 +243,10 @@ class Worker(NotCopied):
         )
         try:
             entry = capture_example(self.server, route, (args, kwargs), 1, 1, f"{key}").entry
-        except CaptureError:
+        except BaseException:
             with self.server.lock:
                 self.server.drop(route)
+            self.drop()  # a capture makes room before it can fail
             raise
         assert entry is not None
         return Registered(key, DispatchMode.CUDAGRAPH, entry, entry, route)
@@ -294,17 +294,13 @@ class Worker(NotCopied):
         return candidates.graphs.get(mode) or (None, Decision.eager(Reason.POLICY, key.num_tokens))
 
     def drop(self, *dropped: Registered) -> None:
-        """Forget graphs, not others that have taken their places; release those that were captured here."""
-        if not dropped:
-            return
+        """Forget these graphs, not others that have taken their places, and what was released or had to go for others;
+        release those that were captured here."""
         with self._lock:
-            kept = {slot: one for slot, one in self.graphs.items() if one not in dropped}
+            known = set(self.graphs.values())
+            kept = {slot: one for slot, one in self.graphs.items() if one not in dropped and self._is_kept(one)}
             self._graphs = RegisteredGraphs(kept, self.modes)
-        self.let_go(Leaving([], list(dropped)))
-
-    def tidy(self) -> None:
-        """Forget the graphs that were released, or that had to go for others."""
-        self.drop(*(found for found in self.graphs.values() if not self._is_kept(found)))
+        self.let_go(Leaving([], [*known.union(dropped).difference(kept.values())]))
 
     def clear(self) -> None:
         """Forget all graphs."""

@@ -9,6 +9,7 @@ Note [a step on a worker's stream]
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from time import perf_counter_ns
 from typing import Any, Literal, cast
@@ -47,10 +48,10 @@ class StreamResult(NotCopied):
         worker: The index of the worker that runs it; None for a call that ran at once.
     """
 
-    def __init__(self, backend: Backend, worker: int | None = None) -> None:
+    def __init__(self, backend: Backend, worker: int | None = None, done: Event | None = None) -> None:
         self.worker = worker
         self._backend = backend
-        self._done: Event | None = None
+        self._done = done
         self._is_filled = False
         self._value: Any = None
         self._error: BaseException | None = None
@@ -74,14 +75,6 @@ class StreamResult(NotCopied):
         if self._error is not None:
             raise self._error
         return self._value
-
-    def mark(self, done: Event) -> None:
-        """Mark the end of the step in the worker's order.
-
-        Args:
-            done: The event that follows the step.
-        """
-        self._done = done
 
     def fill(self, step: Callable[[], Any]) -> None:
         """Run the step and keep what it returns or raises. Called once, by whoever runs the step.
@@ -122,30 +115,30 @@ class StreamWorker(Worker):
         super().__init__(eager_runner, max_cached_graphs, options, backend=backend, pool=self.pool)
         self.is_closed = False
         """Whether it takes no more steps."""
+        self.last_turn = 0
+        """The number of its latest step among those of all workers."""
         self._counts = make_lock()
         self._marks: deque[Event] = deque()
-        self._claims = 0
         renew_in_child(self)
 
     def after_fork(self) -> None:
         """Take no more steps, so that they run eagerly: see Note [after a fork] in ``forking.py``."""
         self.is_closed = True
-        self._claims = 0
         self._marks.clear()
 
     @property
     def busy(self) -> int:
-        """Steps that are not finished."""
+        """Steps in its queue that are not finished."""
         with self._counts:
             while self._marks and self._marks[0].query():
                 self._marks.popleft()
-            return len(self._marks) + self._claims
+            return len(self._marks)
 
     def launch(self, step: Callable[[], Any], arguments: Any) -> StreamResult:
         """Put a step on the worker's queue: see Note [a step on a worker's stream]. Raises ``BackendError`` after
         ``close``."""
-        outcome = StreamResult(self.backend, self.index)
-        arrived = self.backend.make_event()
+        arrived, done = self.backend.make_event(), self.backend.make_event()
+        outcome = StreamResult(self.backend, self.index, done)
         arrived.record()
         _hold(arguments, self.stream)
 
@@ -154,17 +147,10 @@ class StreamWorker(Worker):
             arrived.wait()
             return step()
 
+        self.stream.submit(lambda: outcome.fill(after_caller))
+        done.record(self.stream)
         with self._counts:
-            self._claims += 1
-        done = self.backend.make_event()
-        try:
-            self.stream.submit(lambda: outcome.fill(after_caller))
-            done.record(self.stream)
-            outcome.mark(done)
-        finally:
-            with self._counts:
-                self._claims -= 1
-                self._marks.append(done)
+            self._marks.append(done)
         return outcome
 
     def close(self) -> None:
@@ -225,8 +211,6 @@ class StreamDispatcher(CudagraphDispatcher):
         super().__init__(eager_runner, policy, max_cached_graphs)
         self._allows_shared_writes = shared_writes == "allow"
         self._turns = count(1)
-        self._last_turns = [0] * num_streams
-        self._lock = make_lock()
 
     def _make_workers(self) -> Sequence[StreamWorker]:
         return tuple(
@@ -303,24 +287,9 @@ class StreamDispatcher(CudagraphDispatcher):
         except BaseException:
             for worker, found in made:
                 worker.drop(found)
-                worker.tidy()  # a capture makes room before it can fail
             raise
         for (worker, _), gone in zip(made, leaving, strict=True):
             worker.let_go(gone)
-
-    @untraced
-    def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
-        """Run one call, and make the caller's stream wait for its outputs. What the runner raises passes through.
-
-        Args:
-            key: What the batch is.
-            *args: The positional arguments.
-            **kwargs: The keyword arguments.
-
-        Returns:
-            The outputs.
-        """
-        return self.submit(key, *args, **kwargs).result()
 
     @untraced
     def submit(self, key: DispatchKey, *args: Any, **kwargs: Any) -> StreamResult:
@@ -339,40 +308,41 @@ class StreamDispatcher(CudagraphDispatcher):
             A handle, whose ``result()`` gives the outputs or raises what the call raised.
         """
         start = perf_counter_ns()
-        chosen = self._choose(key, args, kwargs)
-        spent = perf_counter_ns() - start
-        if chosen.found is not None:
-            launched = self._launch(chosen, lambda: self._run(key, chosen, spent, args, kwargs), args, kwargs)
-            if launched is not None:
-                return launched
-            chosen = chosen._replace(found=None, decision=Decision.eager(Reason.NOT_CAPTURED, key.num_tokens))
-        done = StreamResult(self.backend)
-        done.fill(lambda: self._run(key, chosen, spent, args, kwargs))
-        return done
+        chosen = self.choose(key, args, kwargs)
+        return self._start(key, chosen, perf_counter_ns() - start, args, kwargs)
 
-    @untraced
-    def attempt(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, Reason]:
-        """Serve a call by a graph and count it, if one can; see ``CudagraphDispatcher.attempt``.
+    def serve(self, key: DispatchKey, chosen: Chosen, spent: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call as chosen, and make the caller's stream wait for its outputs.
 
         Args:
             key: What the batch is.
+            chosen: What shall serve it.
+            spent: The time that this decision took, in nanoseconds.
             args: The positional arguments.
             kwargs: The keyword arguments.
 
         Returns:
-            Whether a graph served it, the outputs, and the reason.
-
-        Raises:
-            ReplayError: The graph cannot be replayed.
+            The outputs.
         """
-        chosen = self._choose(key, args, kwargs)
-        if chosen.found is None or chosen.decision.reason is Reason.VERIFIED_NOW:
-            return False, None, chosen.decision.reason
-        launched = self._launch(chosen, lambda: self._attempt(key, chosen, args, kwargs), args, kwargs)
-        if launched is None:
-            return False, None, Reason.NOT_CAPTURED
-        served, result, reason = launched.result()
-        return served, result, reason
+        return self._start(key, chosen, spent, args, kwargs).result()
+
+    def _start(
+        self, key: DispatchKey, chosen: Chosen, spent: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> StreamResult:
+        """Give a step to its worker; or run it here and now, without a graph or if the worker was closed meanwhile."""
+        serve = super().serve
+        if chosen.found is not None:
+            worker = cast(StreamWorker, chosen.worker)
+            worker.last_turn = next(self._turns)
+            try:
+                return worker.launch(partial(serve, key, chosen, spent, args, kwargs), (args, kwargs))
+            except BackendError:
+                if not worker.is_closed:
+                    raise
+            chosen = chosen._replace(found=None, decision=Decision.eager(Reason.NOT_CAPTURED, key.num_tokens))
+        done = StreamResult(self.backend)
+        done.fill(partial(serve, key, chosen, spent, args, kwargs))
+        return done
 
     def synchronize(self) -> None:
         """Block until all workers have finished their steps."""
@@ -420,41 +390,10 @@ class StreamDispatcher(CudagraphDispatcher):
                     "under way at once write to different rows"
                 )
 
-    def _choose(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Chosen:
-        """The best worker that can take the call, its graph, and the decision; no graph and why if none can."""
-        answer: Chosen | None = None
-        for worker in self._in_order():
-            found, decision = worker.choose(key, self.policy)
-            if found is not None:
-                decision = worker.server.preview(found.route, args, kwargs).decision
-                if decision.reason.is_graph or decision.reason is Reason.VERIFIED_NOW:
-                    return Chosen(worker, found, decision)
-                if found.is_gone:
-                    worker.drop(found)
-            elif decision.reason is Reason.POLICY:
-                return Chosen(worker, None, decision)
-            if answer is None or decision.reason is not Reason.NOT_CAPTURED:
-                answer = Chosen(worker, None, decision._replace(rows=decision.rows or key.num_tokens))
-        assert answer is not None
-        return answer
-
-    def _launch(
-        self, chosen: Chosen, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> StreamResult | None:
-        """Give a step to its worker; None if that was closed since it was chosen."""
-        worker = cast(StreamWorker, chosen.worker)
-        self._last_turns[worker.index] = next(self._turns)
-        try:
-            return worker.launch(run, (args, kwargs))
-        except BackendError:
-            if worker.is_closed:
-                return None
-            raise
+    _first_choice = CudagraphDispatcher.choose
 
     def _in_order(self) -> list[StreamWorker]:
-        """The workers, the least busy one first; of equally busy ones, that which waits longest for a step."""
-        turns = self._last_turns
-        return sorted(self.workers, key=lambda worker: (worker.busy, turns[worker.index]))
+        return sorted(self.workers, key=lambda worker: (worker.busy, worker.last_turn))
 
 
 def _writes_to(one: CUDAGraphEntry, other: CUDAGraphEntry) -> bool:

@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from ..backends.base import Graph, Pool
-from ..showing import html_table
-from ..units import storage
+from ..showing import html_table, storage
 from .entry import CUDAGraphEntry
 from .inputs import StaticInputs
 

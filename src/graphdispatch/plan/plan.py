@@ -10,9 +10,8 @@ from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 from ..config import parse_mode
 from ..errors import ConfigError
 from ..modes import CUDAGraphMode
-from ..showing import html_table
+from ..showing import html_table, milliseconds, percent, storage
 from ..sizes import named_sizes
-from ..units import milliseconds, percent, storage
 from .cost import CostModel, Document
 from .workload import LARGEST_SIZE, Floats, Ints, Shape, Workload
 

@@ -6,9 +6,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..showing import html_table
+from ..showing import count, html_table, milliseconds, percent, storage
 from ..stats import Gain
-from ..units import count, milliseconds, percent, storage
 
 if TYPE_CHECKING:
     from rich.console import Group

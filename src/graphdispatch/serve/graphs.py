@@ -28,9 +28,9 @@ from ..memory.outputs import OutputView
 from ..memory.replay import next_use
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
+from ..showing import count, percent
 from ..state.guards import StateGuard
 from ..stats import CUDAGraphStats, EvictionReason
-from ..units import count, percent
 from .group import RETRY, GraphGroup, Route
 from .share import TimeShare
 
