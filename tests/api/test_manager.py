@@ -363,17 +363,6 @@ def test_the_bytes_are_limited() -> None:
         limited(held - 1).capture(4, 1, double, {"x": (4, 3)})
 
 
-def test_an_array_is_refused_with_the_remedy() -> None:
-    """The manager takes tensors, as every front end."""
-    manager = make()
-    run(manager, double, 4)
-    array: Any = torch.ones(4, 3).numpy()
-    with pytest.raises(ConfigError, match=r"input 'x' must be a tensor, got .*ndarray; torch.from_numpy"):
-        manager.execute_or_capture(4, 1, double, {"x": array})
-    with pytest.raises(GuardError, match="input 'x' must be a strided tensor, got ndarray"):
-        manager.replay_graph(4, 1, {"x": array})
-
-
 class _Adds(TorchDispatchMode):
     """A mode that changes what a multiplication gives."""
 

@@ -22,6 +22,8 @@ from .keyed_graphs import KeyedGraphs
 from .lifecycle import Lifecycle
 from .named_inputs import (
     Shapes,
+    as_arrays,
+    as_tensors,
     batch_dims,
     check_input_shapes,
     check_output_shapes,
@@ -183,6 +185,9 @@ class CUDAGraphManager(CUDAGraphRegistry):
     (``capture_after=1`` in its options: the first). ``replay_graph`` compares a batch first where that is due. A batch
     whose ``seq_len`` is 1 is uniform decode; in mode ``FULL_DECODE_ONLY`` graphs serve only such batches.
 
+    Inputs may be NumPy arrays. The function gets tensors in any case; on the CPU they share the arrays' memory. If all
+    inputs are arrays, the outputs are arrays, too; handles (``options.outputs``) and dtypes that NumPy lacks stay.
+
     ``Prewarmer.capture_one`` can drive a manager after ``keep_examples()``: ``captured_sizes`` are batch sizes.
 
     Args:
@@ -301,7 +306,7 @@ class CUDAGraphManager(CUDAGraphRegistry):
             capture_fn,
             input_shapes,
             output_shapes,
-            inputs=inputs,
+            inputs=inputs if inputs is None else as_tensors(inputs, self._graphs.device)[0],
             dynamic=dynamic,
             dtypes=dtypes,
             size=self._sizes.get_padded_batch_size(batch_size),
@@ -338,6 +343,7 @@ class CUDAGraphManager(CUDAGraphRegistry):
             raise ReplayError(f"no graph may replay now: {closed.text}")
         if not entry.is_current():
             raise ReplayError("weights or captured variables moved since the capture; capture_graph() again")
+        inputs, are_arrays = as_tensors(inputs, self._graphs.device)
         values, rows = entry.check(inputs)
         if torch.is_grad_enabled() and server.needs_gradients((), {}):
             raise ReplayError(f"no graph may replay now: {Reason.NEEDS_GRADIENTS.text}")
@@ -349,8 +355,10 @@ class CUDAGraphManager(CUDAGraphRegistry):
         if reason is not None:
             choice = Choice(Decision.eager(Reason.VERIFIED_NOW, rows), group, values, rows, size, entry)
             with torch.no_grad(), server.lock:
-                return server.perform(choice)[1]
-        return entry.serve_timed(values, rows, self.stats)
+                result = server.perform(choice)[1]
+        else:
+            result = entry.serve_timed(values, rows, self.stats)
+        return as_arrays(result) if are_arrays else result
 
     @untraced
     def execute_or_capture(
@@ -386,6 +394,7 @@ class CUDAGraphManager(CUDAGraphRegistry):
             FallbackError: The configuration is ``strict`` and the batch would run eagerly.
         """
         check_callable("execute_fn", execute_fn)
+        inputs, are_arrays = as_tensors(inputs, self._graphs.device)
         check_input_shapes(inputs, input_shapes)
         mode = self.get_mode_for_batch(batch_size, seq_len)
         may_serve = mode.has_graphs() and not self._graphs.is_asleep
@@ -399,7 +408,7 @@ class CUDAGraphManager(CUDAGraphRegistry):
             result = one.server.serve(self._graphs.route(one, size, seq_len, mode, dims), (), dict(inputs))
         if output_shapes:
             check_output_shapes(result.get() if isinstance(result, OutputView) else result, output_shapes)
-        return result
+        return as_arrays(result) if are_arrays else result
 
     def keep_examples(self) -> None:
         """Keep two rows of one batch of each signature from now on, as examples for ``capture_size``."""
