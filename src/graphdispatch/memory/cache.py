@@ -128,6 +128,8 @@ class MemoryBudget(Shared):
             The entries that have to go, and whether there is room then. If there cannot be, all that may go.
         """
         held = [victim for victim in self.candidates() if victim.entry not in gone]
+        if self.memory_budget_bytes is None and not self._is_many(len(held) + 1):
+            return Choice([], True)
         # The average is taken before anything goes. That of the entries that stay rises when small ones go, so that
         # fewer entries might not fit where more do, and no search for the fewest victims would be right.
         average = sum(victim.entry.nbytes for victim in held) // max(len(held), 1)

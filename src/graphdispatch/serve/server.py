@@ -153,7 +153,7 @@ class Server(HitPath):
             return Choice(decision.as_mode(entry.mode), group, leaves, rows, size, entry)
         choice = Choice(Decision.eager(reason, rows, detail), group, leaves, rows, size, entry)
         if reason in (Reason.CAPTURED_NOW, Reason.VERIFIED_NOW) and self._has_to_wait(choice):
-            return choice._replace(decision=Decision.eager(Reason.CAPTURE_WAITS, rows, self.graphs.share.detail))
+            return choice._replace(decision=Decision.eager(Reason.CAPTURE_WAITS, rows))
         return choice
 
     def _has_to_wait(self, choice: Choice) -> bool:

@@ -7,7 +7,6 @@ from typing import TypeVar
 
 from ..capture.request import CaptureResult
 from ..memory.entry import CUDAGraphEntry
-from ..reasons import Reason
 
 T = TypeVar("T", bound=CaptureResult | None)
 _FIRST = 1  # of each kind of work, which needs no share
@@ -75,14 +74,6 @@ class TimeShare:
     def note_gone(self, entry: CUDAGraphEntry) -> None:
         """Keep the replays of a graph that goes."""
         self._gone_replays += entry.replay_count
-
-    @property
-    def detail(self) -> str:
-        """Why work has to wait, with the times."""
-        return (
-            f"{Reason.CAPTURE_WAITS.text}; beyond the first graphs they took {self._spent_s:.3g} s beside "
-            f"{self._served_s:.3g} s of calls, of which capture_share={self.share} may go into them"
-        )
 
     @property
     def _served_s(self) -> float:
