@@ -1,4 +1,7 @@
-"""Streams, events and timers of the CPU backend. Order is shown with gates and barriers, never by waiting a while."""
+"""Streams, events and timers, most of them of a CPU whose streams are threads.
+
+Order is shown with gates and barriers, never by waiting a while.
+"""
 
 import contextlib
 import contextvars
@@ -15,6 +18,8 @@ import torch
 
 from graphdispatch.backends import Backend, Timer, get_backend
 from graphdispatch.errors import BackendError
+
+from ..thread_streams import ThreadBackend
 
 TIMEOUT_S = 30.0
 """Bound on every wait of a test: reached only where the code under test hangs, and then the test fails."""
@@ -50,7 +55,7 @@ def synchronized(stream: Any) -> None:
 @pytest.fixture
 def state() -> Backend:
     """The backend."""
-    return get_backend("cpu")
+    return get_backend(ThreadBackend.name)
 
 
 @pytest.fixture
@@ -145,13 +150,13 @@ def test_even_a_request_to_exit_leaves_the_stream_alive(worker: Any) -> None:
 def test_a_closed_stream_finished_its_work_and_takes_no_more(state: Backend) -> None:
     """``close`` drains the queue and may be called twice; later work is refused."""
     stream, seen = state.make_stream("copies"), list[int]()
-    assert repr(stream) == "<CPUStream copies open>"
+    assert repr(stream) == "<ThreadStream copies open>"
     stream.submit(lambda: seen.append(1))
     stream.close()
     stream.close()
     stream.synchronize()
     assert seen == [1]
-    assert repr(stream) == "<CPUStream copies closed>"
+    assert repr(stream) == "<ThreadStream copies closed>"
     with pytest.raises(BackendError, match="takes no work after close"):
         stream.submit(lambda: seen.append(2))
     with pytest.raises(BackendError, match="takes no work after close"):
@@ -251,23 +256,58 @@ def test_a_timer_can_run_again_and_inline(state: Backend) -> None:
     assert timer.elapsed_ms() is None
 
 
-def test_elapsed_needs_two_timed_and_reached_events(state: Backend) -> None:
+def test_elapsed_needs_two_timed_and_reached_events() -> None:
     """Asking for time that was not kept, or is not over, is a clear error."""
-    start, end, plain = state.make_event(timing=True), state.make_event(timing=True), state.make_event()
+    backend = get_backend("cpu")
+    start, end, plain = backend.make_event(timing=True), backend.make_event(timing=True), backend.make_event()
     start.record()
     plain.record()
     with pytest.raises(BackendError, match="end is not reached"):
         start.elapsed_ms(end)
     with pytest.raises(BackendError, match="end keeps no time"):
         start.elapsed_ms(plain)
+    with pytest.raises(BackendError, match="end must be an event of the CPU backend"):
+        start.elapsed_ms(object())  # type: ignore[arg-type]
     end.record()
     assert start.elapsed_ms(end) >= 0
 
 
-def test_a_stream_of_another_backend_is_refused(state: Backend, worker: Any) -> None:
+def test_a_stream_of_another_backend_is_refused() -> None:
     """Only the CPU backend's own streams can be current or be waited for."""
-    foreign: object = object()
-    with pytest.raises(BackendError, match="must come from the CPU backend"), state.use_stream(foreign):  # type: ignore[arg-type]
+    backend, foreign = get_backend("cpu"), object()
+    with pytest.raises(BackendError, match="must come from the CPU backend"), backend.use_stream(foreign):  # type: ignore[arg-type]
         pass
     with pytest.raises(BackendError, match="must come from the CPU backend"):
-        worker.wait_stream(foreign)  # type: ignore[arg-type]
+        backend.make_stream().wait_stream(foreign)  # type: ignore[arg-type]
+
+
+def test_an_inline_stream_runs_one_piece_at_a_time(gate: threading.Event) -> None:
+    """Work that two threads give to a stream of the CPU never overlaps, and who waits for the stream waits for it."""
+    backend = get_backend("cpu")
+    stream, seen, inside = backend.make_stream(), list[str](), threading.Event()
+
+    def first() -> None:
+        assert backend.current_stream() is stream
+        inside.set()
+        passed(gate)
+        stream.submit(lambda: seen.append("nested"))
+        seen.append("first")
+
+    others = [threading.Thread(target=stream.submit, args=(first,))]
+    others[0].start()
+    passed(inside)
+    others += [
+        threading.Thread(target=stream.submit, args=(lambda: seen.append("second"),)),
+        threading.Thread(target=lambda: (backend.current_stream().wait_stream(stream), seen.append("waited"))),
+        threading.Thread(target=lambda: (backend.make_event().record(stream), seen.append("marked"))),
+    ]
+    for other in others[1:]:
+        other.start()
+    assert seen == []
+    gate.set()
+    for other in others:
+        other.join(TIMEOUT_S)
+    assert (seen[:2], sorted(seen[2:])) == (["nested", "first"], ["marked", "second", "waited"])
+    with pytest.raises(ArithmeticError):
+        stream.submit(break_down)  # at once
+    stream.close()

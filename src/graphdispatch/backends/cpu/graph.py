@@ -11,15 +11,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...errors import ReplayError
 from ...native import known_to_core
-from ...native.tape import TAPE
 from ..base import Graph, Pool
 from ..operators import OperatorKind, map_leaves
 from .kernels import in_place_method
 from .parts import parts_of
 from .planner import lay_out, prune
-from .program import Program, Step, below_autograd, run_and_copy, run_collective, tell
+from .program import Program, Step, run_and_copy, run_collective
 from .recorder import Instruction, Literal, Recording, Slot, TensorRef
-from .streams import CPUStreams, InlineStream
 
 __all__ = ["CPUGraph", "CPUPool"]
 
@@ -31,15 +29,9 @@ class CPUPool(Pool):
     first therefore need only one arena. An arena is freed with its last graph.
     """
 
-    __slots__ = ("_last_stream",)
-
-    def __init__(self, streams: CPUStreams) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.streams = streams
-        self._here = streams.here
-        self._default = streams.default
         self._arenas: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-        self._last_stream: InlineStream = streams.default
 
     @property
     def nbytes(self) -> int:
@@ -63,35 +55,23 @@ class CPUPool(Pool):
 
     @known_to_core
     def order_after_last_use(self) -> None:
-        """Order the calling thread's current stream after the stream that last used the pool.
-
-        A failure on that last stream is reported there, not here. The calling thread itself copies inputs and outputs,
-        so it also waits until its current stream is done, and gets the error that this stream keeps.
-        """
-        current, last = self._here.stream, self._last_stream
-        if current is not last:
-            current.after(last.end())
-            self._last_stream = current
-        if current is not self._default:
-            current.synchronize()
+        """Do nothing: replays run at once, on the thread that holds the pool's lock."""
 
     def is_idle(self) -> bool:
-        """Whether no replay is queued on the stream that last used the pool."""
-        return self._last_stream.end().done.is_set()
+        """True: a replay is done when it returns."""
+        return True
 
     def close(self) -> None:
         """Do nothing: an arena is freed with its last graph."""
 
 
 class CPUGraph(Graph):
-    """A program bound to memory. A replay runs it on the calling thread's current stream."""
+    """A program bound to memory. A replay runs it on the calling thread."""
 
     __slots__ = ("_pool", "program")
 
     def __init__(self, recording: Recording, pool: CPUPool) -> None:
         self._pool = pool
-        self._here = pool.streams.here
-        self._default = pool.streams.default
         binder = _Binder(recording, pool)
         self.program: Program | None = Program(binder.steps)
         """What a replay runs, or None after ``reset``."""
@@ -105,28 +85,11 @@ class CPUGraph(Graph):
 
     @known_to_core
     def replay(self) -> None:
-        """Run the calls on the calling thread's current stream, and wait for them."""
-        program = self.program
-        if program is None:
+        """Run the calls."""
+        if self.program is None:
             raise ReplayError("this graph was released; capture it again")
         self._pool.generation += 1
-        stream = self._here.stream
-        if stream is not self._default:
-            stream.submit(program.run)
-            stream.synchronize()
-        elif program.tape is not None:
-            program.tape.replay()
-        elif TAPE.module is not None:
-            program.make_tape()
-            program.run()
-        else:  # what program.run() would do, at the cost of one call less
-            try:
-                with below_autograd():
-                    for call in program.calls:
-                        call()
-            except BaseException as error:
-                tell(program.steps, program.calls.index(call), error)
-                raise
+        self.program.run()
 
     def reset(self) -> None:
         """Release the calls and their memory."""

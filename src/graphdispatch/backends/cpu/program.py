@@ -74,6 +74,8 @@ class Program:
 
         Raises ``ReplayError`` if the results of a copied operator have other shapes than the graph has places for.
         """
+        if self.tape is None:
+            self.make_tape()
         if self.tape is not None:
             self.tape.replay()
         else:
