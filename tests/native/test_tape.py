@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -292,3 +293,26 @@ def test_reset_frees_everything() -> None:
     finally:
         if was_on:
             gc.enable()
+
+
+def test_a_kernel_that_is_registered_later_is_seen() -> None:
+    """The dispatcher looks the kernel up at each replay."""
+    x = torch.randn(4)
+    graph, kept = recorded(lambda: x.exp().erf().exp())
+    seen: list[str] = []
+
+    def mine(given: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        seen.append("mine")
+        return out.fill_(0.5)
+
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            library.impl("erf.out", mine, "CPU")
+        graph.replay()
+    finally:
+        library._destroy()
+    assert seen == ["mine"]
+    assert bits_equal(kept, torch.full((4,), 0.5).exp())
+    graph.replay()
+    assert bits_equal(kept, x.exp().erf().exp())

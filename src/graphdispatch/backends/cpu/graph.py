@@ -13,8 +13,7 @@ from ...errors import ReplayError
 from ...native import known_to_core
 from ..base import Graph, Pool
 from ..operators import OperatorKind, map_leaves
-from .kernels import in_place_method
-from .parts import parts_of
+from .kernels import out_names
 from .planner import lay_out, prune
 from .program import Program, Step, run_and_copy, run_collective
 from .recorder import Instruction, Literal, Recording, Slot, TensorRef
@@ -122,7 +121,6 @@ class _Binder:
         self._offsets: dict[Slot, int] = {}
         self._tensors: dict[TensorRef, torch.Tensor] = {}
         shared = {ref.slot for ref in tree_leaves(recording.outputs) if isinstance(ref, TensorRef)}
-        self._shared = shared
         slots = shared.union(*(i.reads | i.writes for i in recording.program))
         for slot in slots:
             storage = slot.live_storage()
@@ -143,10 +141,10 @@ class _Binder:
         self.nbytes = sum(storage.nbytes() for storage in own)
         with torch.inference_mode(False), torch.no_grad():
             fills = {literal.ref.slot: self._fill(literal) for literal in recording.literals}
-            for step in (*fills.values(), *self._bind_all(once)):
+            for step in (*fills.values(), *map(self._bind, once)):
                 step.run()
             written = {slot for instruction in each for slot in instruction.writes}
-            self.steps = [*(fill for slot, fill in fills.items() if slot in written), *self._bind_all(each)]
+            self.steps = [*(fill for slot, fill in fills.items() if slot in written), *map(self._bind, each)]
             self.outputs = tree_map_only(TensorRef, self._tensor, recording.outputs)
         self.memory = own
 
@@ -168,32 +166,16 @@ class _Binder:
         place = self._tensor(literal.ref)
         return Step(partial(place.copy_, literal.initial), torch.ops.aten.copy_.default, ((place, literal.initial), {}))
 
-    def _bind_all(self, instructions: list[Instruction]) -> list[Step]:
-        return [step for instruction in instructions for step in self._bind(instruction)]
-
-    def _bind(self, instruction: Instruction) -> list[Step]:
-        step = self._bind_call(instruction)
-        if step.operands is None or step.outs is not None:
-            return [step]
-        is_hidden = instruction.writes.isdisjoint(self._shared)
-        parts = parts_of(step.func, *step.operands)
-        if parts is None:
-            return [step._replace(is_hidden=is_hidden)]
-        return [Step(part.run, part.func, (part.args, part.kwargs), is_hidden=is_hidden) for part in parts]
-
-    def _bind_call(self, instruction: Instruction) -> Step:
+    def _bind(self, instruction: Instruction) -> Step:
         args, kwargs = map_leaves(self._bound, instruction.args), map_leaves(self._bound, instruction.kwargs)
         outs = tuple(map(self._tensor, instruction.outs))
         func, kernel = instruction.func, instruction.kernel
         if kernel is not None:
-            run = partial(kernel.function, *args, **kwargs, **kernel.out_kwargs(outs))
-            return Step(run, kernel.overload, (args, kwargs | dict(zip(kernel.out_names, outs, strict=True))))
+            kwargs = kwargs | dict(zip(out_names(kernel), outs, strict=True))
+            return Step(partial(kernel._op, *args, **kwargs), kernel, (args, kwargs))
         if func.namespace == "c10d":
             return Step(partial(run_collective, func, args, kwargs), func)
         operands = (args, kwargs) if isinstance(func, OpOverload) and func.namespace != "_c10d_functional" else None
         if outs or instruction.kind is OperatorKind.OPAQUE:
             return Step(partial(run_and_copy, func, args, kwargs, outs), func, operands, outs)
-        method = in_place_method(func, args, kwargs) if instruction.kind is OperatorKind.WRITE else None
-        if method is not None:
-            return Step(partial(method, *args[1:], **kwargs), func, operands)
         return Step(partial(getattr(func, "_op", func), *args, **kwargs), func, operands)

@@ -1,7 +1,5 @@
 #include "direct.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
-
 #include <tuple>
 
 namespace graphdispatch {
@@ -91,81 +89,53 @@ struct Kept<std::optional<at::ScalarType>> {
   static type take(const IValue& value) { return value.toOptional<at::ScalarType>(); }
 };
 
-// The keys of the short way: those of the CPU alone, or none where an argument has others, as a conjugate view has.
-c10::DispatchKeySet short_keys(const torch::jit::Stack& arguments) {
-  c10::DispatchKeySet keys;
-  const auto take = [&](const IValue& value) {
-    if (value.isTensor() && value.toTensor().defined()) keys = keys | value.toTensor().key_set();
-  };
-  for (const IValue& value : arguments) {
-    take(value);
-    if (value.isList()) {
-      for (const IValue& item : value.toListRef()) take(item);
-    } else if (value.isTensorList()) {
-      for (const Tensor& item : value.toTensorVector()) take(item);
-    }
-  }
-  const c10::DispatchKeySet cpu(c10::DispatchKey::CPU);
-  const auto above = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
-  return keys - above == cpu ? cpu : c10::DispatchKeySet();
-}
-
 template <class Signature>
 class Call;
 
 template <class... Parameters>
 class Call<Tensor&(Parameters...)> final : public DirectCall {
  public:
-  static std::unique_ptr<DirectCall> make(const c10::OperatorHandle& op, const torch::jit::Stack& arguments,
-                                          c10::DispatchKeySet keys) {
+  static std::unique_ptr<DirectCall> make(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
     if (arguments.size() != sizeof...(Parameters)) return nullptr;
-    return make(op, arguments, keys, std::index_sequence_for<Parameters...>());
+    return make(op, arguments, std::index_sequence_for<Parameters...>());
   }
-  void run(bool is_short) override {
-    if (is_short && !keys_.empty()) {
-      at::AutoDispatchBelowADInplaceOrView below;  // the kernel's own views as well
-      std::apply([this](typename Kept<Parameters>::type&... kept) { op_.redispatch(keys_, kept...); }, kept_);
-    } else {
-      std::apply([this](typename Kept<Parameters>::type&... kept) { op_.call(kept...); }, kept_);
-    }
+  void run() override {
+    std::apply([this](typename Kept<Parameters>::type&... kept) { op_.call(kept...); }, kept_);
   }
 
  private:
   using Handle = c10::TypedOperatorHandle<Tensor&(Parameters...)>;
   using Tuple = std::tuple<typename Kept<Parameters>::type...>;
 
-  Call(Handle op, c10::DispatchKeySet keys, Tuple kept) : op_(op), keys_(keys), kept_(std::move(kept)) {}
+  Call(Handle op, Tuple kept) : op_(op), kept_(std::move(kept)) {}
 
   template <size_t... Index>
   static std::unique_ptr<DirectCall> make(const c10::OperatorHandle& op, const torch::jit::Stack& arguments,
-                                          c10::DispatchKeySet keys, std::index_sequence<Index...>) {
+                                          std::index_sequence<Index...>) {
     const auto& formals = op.schema().arguments();
     if (!(Kept<Parameters>::fits(formals[Index]) && ...)) return nullptr;
     try {
       return std::unique_ptr<DirectCall>(
-          new Call(op.typed<Tensor&(Parameters...)>(), keys, Tuple(Kept<Parameters>::take(arguments[Index])...)));
+          new Call(op.typed<Tensor&(Parameters...)>(), Tuple(Kept<Parameters>::take(arguments[Index])...)));
     } catch (const c10::Error&) {  // its kernels have another signature
       return nullptr;
     }
   }
 
   Handle op_;
-  c10::DispatchKeySet keys_;  // of the short way; empty: the whole way
   Tuple kept_;
 };
 
 template <class... Signatures>
-std::unique_ptr<DirectCall> first(const c10::OperatorHandle& op, const torch::jit::Stack& arguments,
-                                  c10::DispatchKeySet keys) {
+std::unique_ptr<DirectCall> first(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
   std::unique_ptr<DirectCall> made;
-  (void)((made = Call<Signatures>::make(op, arguments, keys)) || ...);
+  (void)((made = Call<Signatures>::make(op, arguments)) || ...);
   return made;
 }
 
 }  // namespace
 
-std::unique_ptr<DirectCall> make_direct_call(const c10::OperatorHandle& op, const torch::jit::Stack& arguments,
-                                             bool is_hidden) {
+std::unique_ptr<DirectCall> make_direct_call(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
   const auto& schema = op.schema();
   const bool is_one = schema.returns().size() == 1 && is_written(schema.returns()[0]);
   if (!is_one || schema.name().rfind("aten::", 0) != 0) return nullptr;
@@ -185,7 +155,7 @@ std::unique_ptr<DirectCall> make_direct_call(const c10::OperatorHandle& op, cons
                Tensor&(Tensor&, const Tensor&, const Scalar&),                                                 // add_
                Tensor&(Tensor&, int64_t, const Tensor&, const Tensor&),  // index_copy_
                Tensor&(Tensor&, const Indices&, const Tensor&, bool)     // index_put_
-               >(op, arguments, is_hidden ? short_keys(arguments) : c10::DispatchKeySet());
+               >(op, arguments);
 }
 
 }  // namespace graphdispatch

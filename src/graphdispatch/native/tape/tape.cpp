@@ -5,7 +5,6 @@
 // Python, for which alone the GIL is taken.
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/record_function.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -76,12 +75,6 @@ bool is_plain_thread() {
   return added.empty() && !at::impl::torch_function_mode_enabled();
 }
 
-// Whether what the whole way through the dispatcher would ask for is not there: see Note [a shorter way].
-bool is_unwatched_thread() {
-  const auto excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
-  return !at::hasCallbacks() && excluded == (c10::default_excluded_set | c10::autograd_dispatch_keyset);
-}
-
 void find_tensors(const IValue& value, std::vector<at::Tensor>& found) {
   if (value.isTensor()) {
     if (value.toTensor().defined()) found.push_back(value.toTensor());
@@ -139,17 +132,15 @@ bool run(Tape* tape, Warnings& warnings, Sizes& got) {
   torch::jit::Stack stack;
   stack.reserve(16);
   const std::vector<Step>& steps = *tape->steps;
-  bool is_short = is_unwatched_thread();
   for (size_t index = 0; index < steps.size(); ++index) {
     const Step& step = steps[index];
     tape->position = static_cast<Py_ssize_t>(index);
     if (!step.op) {
       call_python(step, released);
-      is_short = is_unwatched_thread();
       continue;
     }
     if (step.direct) {
-      step.direct->run(is_short);
+      step.direct->run();
     } else {
       stack.assign(step.arguments.begin(), step.arguments.end());
       step.op->callBoxed(stack);
@@ -214,9 +205,8 @@ PyObject* add(PyObject* self, PyObject* arguments) {
   HANDLE_TH_ERRORS
   PyObject *call, *args, *kwargs, *outs;
   const char *name, *overload;
-  int is_hidden = 0;
-  if (!PyArg_ParseTuple(arguments, "OssO!O!O|p", &call, &name, &overload, &PyTuple_Type, &args, &PyDict_Type, &kwargs,
-                        &outs, &is_hidden))
+  if (!PyArg_ParseTuple(arguments, "OssO!O!O", &call, &name, &overload, &PyTuple_Type, &args, &PyDict_Type, &kwargs,
+                        &outs))
     return nullptr;
   Step step;
   bool is_native = prepare(step, name, overload, args, kwargs);
@@ -230,7 +220,7 @@ PyObject* add(PyObject* self, PyObject* arguments) {
     step = Step();
     step.call = Py_NewRef(call);
   } else if (!step.copies) {
-    step.direct = graphdispatch::make_direct_call(*step.op, step.arguments, is_hidden);
+    step.direct = graphdispatch::make_direct_call(*step.op, step.arguments);
   }
   reinterpret_cast<Tape*>(self)->steps->push_back(std::move(step));
   return PyBool_FromLong(is_native);
