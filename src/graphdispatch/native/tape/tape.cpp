@@ -11,7 +11,6 @@
 #include <optional>
 
 #include "convert.h"
-#include "direct.h"
 
 namespace {
 
@@ -21,8 +20,7 @@ using Sizes = std::vector<std::vector<int64_t>>;
 struct Step {
   std::optional<c10::OperatorHandle> op;  // none: Python's call
   torch::jit::Stack arguments;
-  std::unique_ptr<graphdispatch::DirectCall> direct;  // what is called instead of `op`, where it can be
-  bool copies = false;                                // whether new results are copied to `outs`
+  bool copies = false;  // whether new results are copied to `outs`
   std::vector<at::Tensor> outs;
   PyObject* call = nullptr;  // owned, where there is no operator
 };
@@ -139,13 +137,9 @@ bool run(Tape* tape, Warnings& warnings, Sizes& got) {
       call_python(step, released);
       continue;
     }
-    if (step.direct) {
-      step.direct->run();
-    } else {
-      stack.assign(step.arguments.begin(), step.arguments.end());
-      step.op->callBoxed(stack);
-      if (step.copies && !copy_results(step, stack, got)) return false;
-    }
+    stack.assign(step.arguments.begin(), step.arguments.end());
+    step.op->callBoxed(stack);
+    if (step.copies && !copy_results(step, stack, got)) return false;
     warnings.raise();
   }
   return true;
@@ -219,8 +213,6 @@ PyObject* add(PyObject* self, PyObject* arguments) {
   if (!is_native) {
     step = Step();
     step.call = Py_NewRef(call);
-  } else if (!step.copies) {
-    step.direct = graphdispatch::make_direct_call(*step.op, step.arguments);
   }
   reinterpret_cast<Tape*>(self)->steps->push_back(std::move(step));
   return PyBool_FromLong(is_native);
