@@ -4,7 +4,7 @@ import logging
 from contextvars import copy_context
 
 from ..backends.insight import reveal_operators
-from ..backends.profiling import profiler_range
+from ..backends.modes import profiler_range
 from ..call.rules import graph_name
 from ..call.spec import FlatCall
 from ..memory.windows import WINDOWS
