@@ -6,8 +6,7 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from .caches import is_cache
-from .signature import PLAIN_TENSORS
+from .signature import PLAIN_TENSORS, is_cache
 from .spec import VALUES, is_tensor
 
 __all__ = ["keep_latest", "look_of", "shows_all"]

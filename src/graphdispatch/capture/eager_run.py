@@ -146,9 +146,7 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
         if isinstance(error, Exception) and not request.keep_effects and effects.unsaved is not None:
             return failed_result(request, None, error, "saving what it overwrites")
         raise
-    pads_by_code = request.is_padded and any(
-        pad.kind == "function" for spec in request.inputs.specs for pad in spec.pads
-    )
+    pads_by_code = request.is_padded and any(pad.runs_code for spec in request.inputs.specs for pad in spec.pads)
     may_draw = effects.runs_custom or trace.sets_generator
     draws = effects.uses_rng or pads_by_code or (may_draw and not torch.equal(before, after))
     if not request.keep_effects and (changed or drew):

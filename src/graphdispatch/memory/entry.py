@@ -15,9 +15,8 @@ from ..backends.base import Backend, Graph, Pool, Timer
 from ..backends.modes import default_device, dispatch_modes, function_modes, is_transformed, trace
 from ..backends.operators import bits_equal, is_strided
 from ..backends.tracing import untraced
-from ..call.inputs import InputSpec
 from ..call.rules import graph_name
-from ..call.signature import ForeignSignature, Signature
+from ..call.signature import ForeignSignature, InputSpec, Signature
 from ..call.spec import FlatCall, is_tensor
 from ..copying import NotCopied
 from ..descriptors import BatchDescriptor, size_text
