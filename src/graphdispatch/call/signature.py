@@ -60,8 +60,6 @@ _CORE_CONSTANTS = frozenset((float, complex, *_CONSTANTS))
 """Those that the core compares as exactly."""
 # Compared by identity: the code and state of a function are followed as those of the callable itself.
 _BY_IDENTITY = (FunctionType, BuiltinFunctionType, type, ModuleType)
-_DEVICES = {"cpu": 0, "cuda": 1}
-"""Their numbers in torch; of other devices the core asks by name."""
 
 
 class Refusal(NamedTuple):
@@ -211,7 +209,8 @@ class Signature:
             tensors.append((check.position, held, form.shape, form.order, spans, check.contiguous, form.is_dense))
         constants = tuple((position, kind, value) for position, kind, value, _ in self._constants)
         others = tuple(self._objects), tuple(self._addresses)
-        device = _DEVICES.get(self._device_type, -1)
+        number = getattr(torch._C._autograd.DeviceType, self._device_type.upper(), None)
+        device = -1 if number is None else number.value  # without a number the core asks by name
         assert CORE is not None
         return CORE.Signature(
             len(values), self._inference, device, self._device_type, self._autocast, tuple(tensors), constants, *others,
