@@ -11,8 +11,7 @@ Note [failures on a stream]
 Note [inside a stream's own thread]
     While a piece of work runs, the rest of its stream's queue waits. Whatever the work asks of its own stream happens
     immediately: ``submit`` calls the new work, ``record`` marks at once, and ``synchronize`` does not wait. The
-    stream never waits for a mark that is still in its own queue. A thread that would block for its own later work
-    gets a ``BackendError``.
+    stream never waits for a mark that is still in its own queue.
 """
 
 import contextlib
@@ -61,11 +60,6 @@ class Mark:
 
     def join(self) -> None:
         """Block the calling thread until the mark is reached. Raise the failure that the mark carries."""
-        if not self.done.is_set() and self.owner is not None and self.owner.is_own_thread():
-            raise BackendError(
-                f"work on {self.owner!r} waits for a mark behind itself in the same queue, which it can never reach; "
-                "wait from another thread or stream"
-            )
         self.done.wait()
         if self.error is not None:
             raise self.error
