@@ -16,6 +16,7 @@ from graphdispatch.backends import get_backend
 from graphdispatch.capture.collector import paused_collector, swept_collector
 
 from ..helpers import AT_ONCE, check_rows, in_threads
+from ..thread_streams import ThreadBackend
 from .forks import in_child
 from .inject import FailAt, nothing_left_behind
 
@@ -30,12 +31,19 @@ def test_a_call_on_a_stream_is_done_when_it_returns(mode: str) -> None:
     """The calling thread copies in and out itself: it waits for what the stream has, and for the replay."""
     weight = torch.randn(256, 256)
     middle = eager_break(lambda h: h * 2) if mode == "PIECEWISE" else lambda h: h * 2
-    step = graphed(lambda x: middle(x @ weight) @ weight, dynamic={"x": 0}, sizes=(64,), options=AT_ONCE, mode=mode)
+    step = graphed(
+        lambda x: middle(x @ weight) @ weight,
+        dynamic={"x": 0},
+        sizes=(64,),
+        options=AT_ONCE,
+        backend=ThreadBackend.name,
+        mode=mode,
+    )
     for _ in range(3):
         step(torch.randn(64, 256))
-    stream = get_backend("cpu").make_stream()
+    stream = get_backend(ThreadBackend.name).make_stream()
     gate = threading.Event()
-    with get_backend("cpu").use_stream(stream):
+    with get_backend(ThreadBackend.name).use_stream(stream):
         for number in range(5):
             x, late = torch.zeros(64, 256), torch.randn(64, 256)
             stream.submit(gate.wait)
@@ -49,8 +57,8 @@ def test_a_call_on_a_stream_is_done_when_it_returns(mode: str) -> None:
 @pytest.mark.parametrize("ended", ["failed", "closed"])
 def test_a_stream_that_ended_badly_does_not_hold_others_up(ended: str) -> None:
     """Its failure is told to who synchronizes it; the next calls of the graph, elsewhere, are served."""
-    backend = get_backend("cpu")
-    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    backend = get_backend(ThreadBackend.name)
+    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE, backend=ThreadBackend.name)
     check_rows(step, 4, 4, 4)
     stream = backend.make_stream()
     with backend.use_stream(stream):
@@ -70,8 +78,8 @@ def test_a_stream_that_ended_badly_does_not_hold_others_up(ended: str) -> None:
 
 def test_a_failed_stream_tells_its_own_next_call() -> None:
     """A call on a stream whose earlier work failed gets that failure, once; nothing was copied or counted."""
-    backend = get_backend("cpu")
-    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    backend = get_backend(ThreadBackend.name)
+    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE, backend=ThreadBackend.name)
     check_rows(step, 4, 4, 4)
     hits = step.stats.hits
     stream = backend.make_stream()

@@ -404,7 +404,7 @@ def test_a_break_may_call_another_graph(pool_is_shared: bool) -> None:
 
 @pytest.fixture
 def side() -> Iterator[Stream]:
-    """A stream with a thread of its own."""
+    """Another stream."""
     stream = get_backend("cpu").make_stream()
     yield stream
     stream.close()
@@ -427,7 +427,7 @@ def overlapped(side: Stream, attention: Callable[[Tensor], Tensor]) -> Callable[
 
 
 def test_an_error_on_a_side_stream_is_the_break_s(side: Stream) -> None:
-    """It comes out where the break joins, passes through, and the next call is served."""
+    """It passes through the break, and the next call is served."""
     blown = [False]
 
     def attention(x: Tensor) -> Tensor:
@@ -439,8 +439,6 @@ def test_an_error_on_a_side_stream_is_the_break_s(side: Stream) -> None:
     blown[0] = True
     with pytest.raises(ValueError, match="no attention"):
         served(x=torch.randn(4, 3))
-    with pytest.raises(ValueError, match="no attention"):
-        side.synchronize()
     blown[0] = False
     agrees(served)
 

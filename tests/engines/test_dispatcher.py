@@ -232,6 +232,22 @@ def test_an_entry_refuses_what_does_not_fit(args: tuple[Any, ...], reason: Reaso
     assert dispatcher.has_graph(KEY)
 
 
+def test_positional_arguments_are_those_of_the_runner() -> None:
+    """An entry that was captured without an argument in the middle does not take the next one for it."""
+
+    def fn(a: torch.Tensor, b: torch.Tensor | None = None, c: torch.Tensor | None = None) -> torch.Tensor:
+        return a * 10 if c is None else a + c
+
+    made = CUDAGraphRegistry().capture(4, 1, fn, {"a": (4, 3), "c": (4, 3)})
+    dispatcher = over((KEY, made), runner=fn)
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    assert torch.equal(dispatcher.dispatch(KEY, x, y), x * 10)
+    assert dispatcher.stats.reasons == {Reason.ARGUMENTS_CHANGED: 1}
+    assert torch.equal(dispatcher.dispatch(KEY, x, c=y), x + y)
+    assert torch.equal(dispatcher.dispatch(KEY, y, c=x), x + y)
+    assert dispatcher.stats.graph
+
+
 def test_a_call_counts_in_the_mode_its_graph_was_registered_in() -> None:
     """An entry knows its mode, unless it is registered in another one, which the policy then chose."""
     step = CUDAGraphWrapper(double, CUDAGraphMode.PIECEWISE, CUDAGraphOptions(verify=False))

@@ -1,4 +1,7 @@
-"""Stream workers on the CPU backend. Overlap and order are shown with barriers and gates inside custom operators."""
+"""Stream workers on a CPU whose streams are threads.
+
+Overlap and order are shown with barriers and gates inside custom operators.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -22,6 +25,7 @@ from graphdispatch.errors import ConfigError
 from ..compiled_operators import compiled_operator
 from ..helpers import scripted
 from ..spy import Spy
+from ..thread_streams import ThreadBackend
 
 TIMEOUT_S = 30.0
 """Bound on every wait of a test: reached only where the code under test hangs, and then the test fails."""
@@ -67,7 +71,7 @@ def batch(value: float, rows: int = 2) -> torch.Tensor:
 def workers() -> Iterator[StreamDispatcher]:
     """A dispatcher over two workers, with a graph for ``KEY`` on each."""
     HOOKS.clear()
-    dispatcher = StreamDispatcher(model, 2, backend=get_backend("cpu"), options=TRUST)
+    dispatcher = StreamDispatcher(model, 2, backend=get_backend(ThreadBackend.name), options=TRUST)
     dispatcher.capture(KEY, (batch(0.0),))
     yield dispatcher
     for hook in HOOKS:
@@ -148,7 +152,7 @@ def test_a_failing_callers_stream_fails_the_step_alone(workers: StreamDispatcher
 def test_a_call_without_a_graph_runs_here_and_now() -> None:
     """Before there is one, and after ``close``, which may be called twice."""
     HOOKS.clear()
-    dispatcher = StreamDispatcher(model, 2, backend=get_backend("cpu"))
+    dispatcher = StreamDispatcher(model, 2, backend=get_backend(ThreadBackend.name))
     for _ in range(2):
         pending = dispatcher.submit(KEY, batch(1.0))
         assert (pending.worker, pending.is_done) == (None, True)
@@ -176,12 +180,12 @@ def test_workers_that_write_one_state_are_refused() -> None:
     def stateful(x: torch.Tensor) -> torch.Tensor:
         return state.add_(x) * 1
 
-    dispatcher = StreamDispatcher(stateful, 2, backend=get_backend("cpu"))
+    dispatcher = StreamDispatcher(stateful, 2, backend=get_backend(ThreadBackend.name))
     with pytest.raises(ConfigError, match="workers 0 and 1 share memory that one of them writes"):
         dispatcher.capture(KEY, (batch(1.0),))
     assert dispatcher.num_graphs == 0
     dispatcher.close()
-    allowed = StreamDispatcher(stateful, 2, shared_writes="allow", backend=get_backend("cpu"))
+    allowed = StreamDispatcher(stateful, 2, shared_writes="allow", backend=get_backend(ThreadBackend.name))
     allowed.capture(KEY, (batch(1.0),))
     assert allowed.num_graphs == 2
     allowed.close()
@@ -217,7 +221,10 @@ def test_modes_and_policies_hold_on_all_workers(workers: StreamDispatcher) -> No
     workers.dispatch(KEY, batch(1.0))
     assert workers.stats.reasons == {Reason.DISABLED: 1}
     strict = StreamDispatcher(
-        model, policy=DefaultDispatchPolicy(max_tokens_for_graph=1), backend=get_backend("cpu"), options=TRUST
+        model,
+        policy=DefaultDispatchPolicy(max_tokens_for_graph=1),
+        backend=get_backend(ThreadBackend.name),
+        options=TRUST,
     )
     strict.capture(KEY, (batch(0.0),))
     strict.dispatch(KEY, batch(1.0))
@@ -228,7 +235,7 @@ def test_modes_and_policies_hold_on_all_workers(workers: StreamDispatcher) -> No
 def test_the_older_graphs_of_a_worker_are_released() -> None:
     """``max_cached_graphs`` holds for each worker, and what falls out is released."""
     HOOKS.clear()
-    dispatcher = StreamDispatcher(model, 2, max_cached_graphs=1, backend=get_backend("cpu"), options=TRUST)
+    dispatcher = StreamDispatcher(model, 2, max_cached_graphs=1, backend=get_backend(ThreadBackend.name), options=TRUST)
     dispatcher.capture(KEY, (batch(0.0),))
     old = dispatcher.get_entry(KEY)
     dispatcher.capture(OTHER, (batch(0.0, 4),))
@@ -265,7 +272,7 @@ def test_graphs_come_and_go_under_threads(workers: StreamDispatcher) -> None:
 def test_a_key_captured_again_is_guarded_as_before() -> None:
     """The older graph is released, and the newer one does not outlive the weights that it reads."""
     linear = torch.nn.Linear(3, 3).eval().requires_grad_(False)
-    dispatcher = StreamDispatcher(linear, 1, backend=get_backend("cpu"), options=TRUST)
+    dispatcher = StreamDispatcher(linear, 1, backend=get_backend(ThreadBackend.name), options=TRUST)
     dispatcher.capture(KEY, (batch(0.0),))
     older = dispatcher.get_entry(KEY)
     dispatcher.capture(KEY, (batch(0.0),))
@@ -282,7 +289,7 @@ def test_a_key_captured_again_is_guarded_as_before() -> None:
 def test_closing_does_not_wait_for_a_step_that_waits_for_it() -> None:
     """A step under way may register a graph; that hangs neither of the two."""
     inside, gate = threading.Event(), threading.Event()
-    dispatcher = StreamDispatcher(model, 1, backend=get_backend("cpu"))
+    dispatcher = StreamDispatcher(model, 1, backend=get_backend(ThreadBackend.name))
 
     def registers() -> None:
         inside.set()
@@ -312,7 +319,7 @@ def test_a_worker_closed_after_it_was_chosen_leaves_the_call_to_the_runner() -> 
             worker.stream.close()
             return True
 
-    dispatcher = StreamDispatcher(lambda x: "eager", 1, backend=get_backend("cpu"))
+    dispatcher = StreamDispatcher(lambda x: "eager", 1, backend=get_backend(ThreadBackend.name))
     dispatcher.register_graph(KEY, scripted())
     dispatcher.policy = Closes()
     assert dispatcher.dispatch(KEY, 1) == "eager"

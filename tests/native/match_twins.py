@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tallies import Tally
 
-from graphdispatch.backends.profiling import is_profiled
+from graphdispatch.backends.modes import is_profiled
 from graphdispatch.call.signature import Signature
 from graphdispatch.memory.replay import ReplayPlan
 from graphdispatch.serve.hit import HitPath

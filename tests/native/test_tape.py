@@ -1,8 +1,10 @@
 """The native tape of CPU graphs: what it does, it does as Python's loop does."""
 
 import gc
+import math
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -292,3 +294,52 @@ def test_reset_frees_everything() -> None:
     finally:
         if was_on:
             gc.enable()
+
+
+EXTREMES = (0, 1, -3, 1e-5, -0.0, 2.5, 1e300, -1e300, 1e-310, math.inf, math.nan, 2**24 + 1, 2**62 + 1, True)
+
+
+@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
+@pytest.mark.parametrize("number", EXTREMES, ids=str)
+def test_a_number_becomes_a_tensor_with_the_same_bits(dtype: torch.dtype, number: float) -> None:
+    """Whatever the number and the dtype: before the first replay, and not at each."""
+    x, scalar = values(dtype, 3, 40), values(dtype, 1)[0]
+
+    def fn() -> tuple[torch.Tensor, ...]:
+        changed = x.clone()
+        if dtype.is_floating_point:
+            changed.mul_(number).add_(number, alpha=2)
+        less = () if dtype is torch.bool else (x - number, torch.sub(x, number, alpha=3))
+        return (x * number, x + number, x / number, scalar * number, changed, *less)
+
+    try:
+        graph, kept = recorded(fn)
+    except RuntimeError:  # torch has no such operation
+        pytest.skip("an overflow in eager, too")
+    for tensor in (x, scalar):
+        tensor.copy_(tensor.flip(0) if tensor.dim() else x[1, 1])
+    graph.replay()
+    assert all(map(bits_equal, kept, fn()))
+
+
+def test_a_kernel_that_is_registered_later_is_seen() -> None:
+    """The dispatcher looks the kernel up at each replay."""
+    x = torch.randn(4)
+    graph, kept = recorded(lambda: x.exp().erf().exp())
+    seen: list[str] = []
+
+    def mine(given: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        seen.append("mine")
+        return out.fill_(0.5)
+
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            library.impl("erf.out", mine, "CPU")
+        graph.replay()
+    finally:
+        library._destroy()
+    assert seen == ["mine"]
+    assert bits_equal(kept, torch.full((4,), 0.5).exp())
+    graph.replay()
+    assert bits_equal(kept, x.exp().erf().exp())

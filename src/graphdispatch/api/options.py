@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
-from ..call.dims import Grid, read_grid
 from ..call.padding import as_pad
-from ..call.rules import ArgumentRules, make_rules
+from ..call.rules import ArgumentRules, Grid, make_rules, read_grid
 from ..config import CUDAGraphConfig, CUDAGraphOptions, resized, roomy_config
 from ..decide.size_table import SizeTable
 from ..errors import ConfigError, check_callable

@@ -44,12 +44,17 @@ def available_backends() -> tuple[str, ...]:
     return tuple(name for name, factory in sorted(_FACTORIES.items()) if factory().is_available())
 
 
+def _default_name() -> str:
+    """The first backend of an accelerator that can be used here, else the CPU's."""
+    return next((name for name in available_backends() if _FACTORIES[name]().device_type != "cpu"), "cpu")
+
+
 def get_backend(name: str = "auto", device: torch.device | None = None) -> Backend:
     """The backend of a device. The same device always gets the same object. Thread-safe.
 
     Args:
-        name: The name of a backend. ``"auto"`` chooses by ``device``; without a device it takes CUDA if there is a GPU,
-            else the CPU.
+        name: The name of a backend. ``"auto"`` chooses by ``device``; without a device it takes one of an accelerator
+            that can be used here, as CUDA, else the CPU.
         device: The device. None: the backend's current one.
 
     Returns:
@@ -59,8 +64,7 @@ def get_backend(name: str = "auto", device: torch.device | None = None) -> Backe
         BackendError: The backend is unknown, has no usable device here, or serves other devices.
     """
     if name == "auto":
-        kind = device.type if device is not None else None
-        name = kind or ("cuda" if "cuda" in available_backends() else "cpu")
+        name = device.type if device is not None else _default_name()
     if name not in _FACTORIES:
         known = ", ".join(repr(n) for n in ("auto", *sorted(_FACTORIES)))
         raise BackendError(f"backend {name!r} is unknown; expected one of {known}, or a name given to register_backend")

@@ -69,8 +69,8 @@ class Stream(NotCopied, ABC):
     def submit(self, work: Callable[[], None]) -> None:
         """Put ``work`` at the end of the queue.
 
-        On CUDA, ``work`` is called at once with this stream current, and what it launches is queued. On the CPU
-        backend, ``work`` itself is queued and runs on the stream's thread.
+        It is called at once with this stream current, and on a device with queues what it launches is queued. A backend
+        whose streams are threads queues ``work`` itself.
         """
 
     @abstractmethod

@@ -69,12 +69,22 @@ class Pad:
         return cls("function", call=call)
 
     @property
+    def is_left(self) -> bool:
+        """Whether padding rows hold whatever was there before, which nobody knows."""
+        return self.kind == "leave"
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether the user's function fills padding rows, which may do anything besides."""
+        return self.kind == "function"
+
+    @property
     def follows_data(self) -> bool:
         """Whether padding rows depend on the real rows, and so must be filled anew on each call."""
         return self.kind in ("repeat_last", "function")
 
-    def filler(self, padding: torch.Tensor, real: torch.Tensor, dim: int) -> Callable[[], Any]:
-        """A function that fills ``padding`` from what ``real`` holds at the time of each call.
+    def filler(self, padding: torch.Tensor, real: torch.Tensor, dim: int) -> Callable[[], Any] | None:
+        """What fills ``padding`` from what ``real`` holds at the time of each call.
 
         Args:
             padding: The view of the padding rows.
@@ -82,8 +92,10 @@ class Pad:
             dim: The dimension along which the buffer is cut.
 
         Returns:
-            A function without arguments.
+            A function without arguments; None to leave the padding as it is.
         """
+        if self.is_left:
+            return None
         call = self.call
         if call is not None:
             return lambda: call(padding.view_as(padding), real.view_as(real))

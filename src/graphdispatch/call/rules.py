@@ -1,21 +1,120 @@
-"""The user's rules for arguments: which have a batch dimension, how to pad them, which are static."""
+"""The user's rules for arguments: which dimensions are dynamic, how to pad them, which arguments are static."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ..axes import ROWS, Axis
+from ..axes import LONGEST, MOST_AXES, ROWS, Axis, axes_of
 from ..descriptors import size_text
-from ..errors import ConfigError, check_callable, shown
+from ..errors import ConfigError, check_callable, check_count, shown
+from ..sizes import check_sizes
 from .padding import Pad, as_pad
 from .spec import FlatCall, Leaf, declared_names, describe, parameter_names
 
-if TYPE_CHECKING:
-    from .dims import Grid
+__all__ = ["ArgumentRules", "Dim", "Grid", "callable_name", "graph_name", "make_rules", "read_grid"]
 
-__all__ = ["ArgumentRules", "callable_name", "graph_name", "make_rules"]
+_SHORTEST, _LONGEST = 16, 512
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dynamic dimension with a name, and the sizes to which batches are padded along it.
+
+    It stands in ``dynamic`` of ``graphed``: ``{"ids": {0: "batch", 1: Dim("seq", [32, 64])}}``. Frozen.
+
+    Args:
+        name: The name of the dimension. Arguments that use the same name have the same length there in each call.
+        sizes: The sizes, strictly increasing. None: powers of two from 16 to ``max_size``; for the first dimension,
+            what ``sizes`` and ``max_size`` of ``graphed`` say.
+        max_size: The largest size. None: the largest of ``sizes``, or 512. With ``sizes`` it must be their largest.
+        pad: The rule for padding along this dimension: one for all arguments, as an entry of ``pad`` of ``graphed``, or
+            a mapping from arguments to rules. An argument without a rule here takes its rule in ``pad`` of ``graphed``,
+            and zeros without one.
+
+    Raises:
+        ConfigError: The name is empty, or the sizes are out of order, too large or contradict ``max_size``.
+    """
+
+    name: str
+    sizes: Sequence[int] | None = None
+    max_size: int | None = None
+    pad: Any = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError(f"the name of a Dim must be text, as Dim('seq'), got {shown(self.name)}")
+        if self.sizes is not None:
+            object.__setattr__(self, "sizes", check_sizes(self.sizes, f"sizes of Dim({self.name!r})"))
+        if self.max_size is not None:
+            check_count(f"max_size of Dim({self.name!r})", self.max_size)
+        largest = max(self.sizes or (self.max_size or 1,))
+        if largest >= LONGEST:
+            raise ConfigError(f"the sizes of Dim({self.name!r}) must be below {LONGEST}, got {largest}")
+        if self.sizes is not None and self.max_size is not None and largest != self.max_size:
+            raise ConfigError(f"Dim({self.name!r}) has sizes, and another max_size={self.max_size}; give one of them")
+
+    def all_sizes(self) -> tuple[int, ...]:
+        """The sizes, made concrete and increasing."""
+        if self.sizes is not None:
+            return tuple(self.sizes)
+        largest = _LONGEST if self.max_size is None else self.max_size
+        doubled = [_SHORTEST << i for i in range(largest.bit_length()) if _SHORTEST << i < largest]
+        return (*doubled, largest)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a name alone."""
+        return self.sizes is None and self.max_size is None and self.pad is None
+
+
+class Grid(NamedTuple):
+    """The dynamic dimensions of a callable's arguments: where each argument has which, and what they are padded to."""
+
+    dims: tuple[Dim, ...]
+    """In the order in which the user named them; the first one is the batch."""
+    axes: tuple[Axis, ...]
+    places: Mapping[str, Mapping[int, Axis]]
+    """By argument (name or path), the axis of each dynamic dimension."""
+    chosen: tuple[tuple[int, ...], ...] = ()
+    """The combinations of sizes, where the user gave these; else all of the sizes of each."""
+
+    @property
+    def first(self) -> dict[str, int]:
+        """One dynamic dimension of each argument."""
+        return {name: next(iter(places)) for name, places in self.places.items()}
+
+    def rule_of(self, axis: Axis, leaf: str, argument: str) -> Pad | None:
+        """The pad rule of an argument along one axis, if the user gave one for that axis."""
+        rule = self.dims[self.axes.index(axis)].pad
+        if isinstance(rule, Mapping):
+            rule = rule.get(leaf, rule.get(argument))
+        return None if rule is None else as_pad(argument, rule)
+
+    def points(self, rows: Sequence[int]) -> list[tuple[int, ...]]:
+        """All combinations of the sizes, with ``rows`` for the first dimension."""
+        points: list[tuple[int, ...]] = [(size,) for size in rows]
+        for dim in self.dims[1:]:
+            points = [(*point, size) for point in points for size in dim.all_sizes()]
+        return points
+
+    def checked_points(self, sizes: Any) -> list[tuple[int, ...]]:
+        """Combinations of sizes that the user gave as such. Raises ``ConfigError``."""
+        points = [
+            tuple(point) if isinstance(point, (tuple, list)) else (point,) for point in getattr(sizes, "sizes", sizes)
+        ]
+        for point in points:
+            if len(point) != len(self.axes):
+                raise ConfigError(
+                    f"sizes must have a size for each of {[axis.name for axis in self.axes]}, got {shown(point)}"
+                )
+            for axis, size in zip(self.axes, point, strict=True):
+                check_count(f"the size of {axis.name!r} in {point}", size)
+        if not points or len(set(points)) < len(points):
+            raise ConfigError(f"sizes must hold at least one combination, and each once, got {shown(sizes)}")
+        return points
 
 
 class ArgumentRules(NamedTuple):
@@ -31,31 +130,36 @@ class ArgumentRules(NamedTuple):
     pad: Mapping[str, Pad]
     static: frozenset[str]
     check_addresses: bool = True
-    grid: "Grid | None" = None
-
-    def dim_of(self, leaf: Leaf, tensor: torch.Tensor) -> int | None:
-        """The batch dimension of a tensor, counted from the front; None if it has none, as a static tensor.
-
-        Raises ``ConfigError`` if the user named a dimension that the tensor does not have.
-        """
-        given = self.dynamic.get(leaf.path, self.dynamic.get(leaf.argument))
-        if given is None or self.is_static(leaf):
-            return None
-        if not -tensor.dim() <= given < tensor.dim():
-            raise ConfigError(
-                f"dynamic[{leaf.path!r}] = {given} is out of range: the tensor has shape {tuple(tensor.shape)}; "
-                f"give a dimension from {-tensor.dim()} to {tensor.dim() - 1}"
-                if tensor.dim()
-                else f"dynamic[{leaf.path!r}] = {given}, but the tensor has no dimensions; leave it out of dynamic="
-            )
-        return given % tensor.dim()
+    grid: Grid | None = None
 
     def axes_of(self, leaf: Leaf, tensor: torch.Tensor) -> Sequence[tuple[int, Axis]]:
-        """The dynamic dimensions of a tensor, each with its axis. Raises as ``dim_of`` does."""
+        """The dynamic dimensions of a tensor, counted from the front, each with its axis; none of a static tensor.
+
+        Raises ``ConfigError`` if the user named a dimension that the tensor does not have, or one dimension twice.
+        """
+        if self.is_static(leaf):
+            return ()
         if self.grid is not None:
-            return () if self.is_static(leaf) else self.grid.axes_of(leaf, tensor)
-        dim = self.dim_of(leaf, tensor)
-        return () if dim is None else ((dim, ROWS),)
+            places = self.grid.places.get(leaf.path, self.grid.places.get(leaf.argument, {}))
+        else:
+            given = self.dynamic.get(leaf.path, self.dynamic.get(leaf.argument))
+            places = {} if given is None else {given: ROWS}
+        found: dict[int, Axis] = {}
+        for dim, axis in places.items():
+            named = f"dynamic[{leaf.path!r}]" + (f" = {dim}" if self.grid is None else f"[{dim}] = {axis.name!r}")
+            if not tensor.dim():
+                raise ConfigError(f"{named}, but the tensor has no dimensions; leave it out of dynamic=")
+            if not -tensor.dim() <= dim < tensor.dim():
+                raise ConfigError(
+                    f"{named} is out of range: the tensor has shape {tuple(tensor.shape)}; "
+                    f"give a dimension from {-tensor.dim()} to {tensor.dim() - 1}"
+                )
+            if found.setdefault(dim % tensor.dim(), axis) is not axis:
+                raise ConfigError(
+                    f"dynamic[{leaf.path!r}] names dimension {dim % tensor.dim()} of the tensor twice, as "
+                    f"{found[dim % tensor.dim()].name!r} and {axis.name!r}; name it once"
+                )
+        return sorted(found.items())
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -119,6 +223,62 @@ def make_rules(
     if both := names & set(dynamic):
         raise ConfigError(f"{sorted(both)} are in both dynamic and static; a static tensor keeps its shape")
     return ArgumentRules(dict(dynamic), {name: as_pad(name, rule) for name, rule in pad.items()}, names)
+
+
+def read_grid(dynamic: Mapping[str, Any]) -> Grid:
+    """What ``dynamic`` says, if it names dimensions. An int stands for the first dimension that it names.
+
+    Raises ``ConfigError`` that names the argument.
+    """
+    dims: dict[str, Dim] = {}
+    named: dict[str, dict[int, str]] = {}
+    for name, places in dynamic.items():
+        if isinstance(places, Mapping):
+            named[name] = {dim: _read_dim(name, dim, one, dims) for dim, one in places.items()}
+            if not places:
+                raise ConfigError(f"dynamic[{name!r}] names no dimension, as {{0: 'batch'}}; leave it out of dynamic")
+        elif isinstance(places, bool) or not isinstance(places, int):
+            raise ConfigError(
+                f"dynamic[{name!r}] must be the number of a dimension, or map such numbers to names, as "
+                f"{{0: 'batch', 1: 'seq'}}, got {shown(places)}"
+            )
+    if len(dims) > MOST_AXES:
+        raise ConfigError(f"dynamic must name at most {MOST_AXES} different dimensions, got {list(dims)}")
+    axes = {axis.name: axis for axis in axes_of(list(dims))}
+    first = next(iter(axes))
+    for name, places in dynamic.items():
+        if isinstance(places, int):
+            named[name] = {places: first}
+    every = {name: {dim: axes[one] for dim, one in named[name].items()} for name in dynamic}
+    grid = Grid(tuple(dims.values()), tuple(axes.values()), every)
+    _check_pads(grid)
+    return grid
+
+
+def _read_dim(name: str, dim: Any, one: Any, dims: dict[str, Dim]) -> str:
+    """The name of a dimension; ``dims`` has what is known of each name."""
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise ConfigError(f"dynamic[{name!r}] must map numbers of dimensions to names, got {shown(dim)}")
+    if isinstance(one, str) and one:
+        one = Dim(one)
+    if not isinstance(one, Dim):
+        raise ConfigError(f"dynamic[{name!r}][{dim}] must be a name, as 'seq', or a Dim, got {shown(one)}")
+    known = dims.setdefault(one.name, one)
+    if known.is_plain:
+        dims[one.name] = one
+    elif not one.is_plain and one != known:
+        raise ConfigError(f"dynamic has two different Dims of the name {one.name!r}; give one, and its name elsewhere")
+    return one.name
+
+
+def _check_pads(grid: Grid) -> None:
+    for dim, axis in zip(grid.dims, grid.axes, strict=True):
+        rules = dim.pad if isinstance(dim.pad, Mapping) else {}
+        for name in rules:
+            if axis not in grid.places.get(name, {}).values():
+                raise ConfigError(f"pad of Dim({dim.name!r}) names {name!r}, which has no such dimension in dynamic")
+        for name in grid.places if dim.pad is not None else ():
+            grid.rule_of(axis, name, name)
 
 
 def graph_name(fn: Callable[..., Any], key: Hashable) -> str:

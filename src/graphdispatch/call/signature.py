@@ -4,7 +4,8 @@ A signature is made once from a call, where everything that can be refused is re
 then only compared with later calls.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -12,27 +13,30 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..axes import HIDDEN, ROWS, lengths_of, pack
+from ..axes import HIDDEN, ROWS, Axis, lengths_of, pack
 from ..native.bound import CORE
 from ..reasons import Reason
-from .caches import advice_for, is_cache
-from .inputs import NO_MATCH, InputSpec
 from .padding import Pad
 from .rules import ArgumentRules
 from .spec import Leaf, describe, is_tensor
 
 __all__ = [
+    "NO_MATCH",
     "PLAIN_TENSORS",
     "ForeignSignature",
+    "InputSpec",
     "Refusal",
     "Signature",
+    "advice_for",
     "device_of",
     "has_odd",
+    "is_cache",
     "is_hidden",
     "no_tensors",
     "refusal",
 ]
 
+NO_MATCH = -1
 _MOST_SHAPES = 4096  # per tensor; more are compared each time
 _is_inference = torch.is_inference_mode_enabled
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -56,8 +60,6 @@ _CORE_CONSTANTS = frozenset((float, complex, *_CONSTANTS))
 """Those that the core compares as exactly."""
 # Compared by identity: the code and state of a function are followed as those of the callable itself.
 _BY_IDENTITY = (FunctionType, BuiltinFunctionType, type, ModuleType)
-_DEVICES = {"cpu": 0, "cuda": 1}
-"""Their numbers in torch; of other devices the core asks by name."""
 
 
 class Refusal(NamedTuple):
@@ -65,6 +67,65 @@ class Refusal(NamedTuple):
 
     reason: Reason
     detail: str
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One tensor argument.
+
+    ``position`` is its place among the call's values; ``shape`` has 0 where it follows the batch; ``order`` lists the
+    dimensions from the slowest to the fastest in memory.
+    """
+
+    name: str
+    position: int
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    spans: tuple[tuple[int, Axis], ...] = ()
+    """The dimensions that follow the batch, each with its axis."""
+    pads: tuple[Pad, ...] = ()
+    """The pad rule along each of ``spans``."""
+    is_dense: bool = True
+    """Whether the caller's tensors leave no gaps in memory; the buffer never does, so that eager may compute a tensor
+    with gaps by another kernel."""
+    is_pad_given: bool = False
+    """Whether the user gave a rule of what padding rows hold; then nothing else is ever put there. Rows that are left
+    as they are may hold anything that came before."""
+
+    def sized(self, rows: int) -> tuple[int, ...]:
+        """The shape with ``rows`` rows."""
+        shape = list(self.shape)
+        for dim, axis in self.spans:
+            shape[dim] = axis.of(rows)
+        return tuple(shape)
+
+    def cut(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+        """A view of the first ``rows`` rows."""
+        for dim, axis in self.spans:
+            tensor = tensor.narrow(dim, 0, axis.of(rows))
+        return tensor
+
+    def repeated(self, tensor: torch.Tensor, rows: int, shift: int = 0) -> torch.Tensor:
+        """The rows of a tensor in turn, from row ``shift`` on, until there are ``rows`` of them."""
+        for dim, axis in self.spans:
+            index = (torch.arange(axis.of(rows), device=tensor.device) + shift) % tensor.shape[dim]
+            tensor = tensor.index_select(dim, index)
+        return tensor
+
+    def extents(self, shape: torch.Size) -> tuple[int, int] | None:
+        """What a shape says of the number of its batch, and the bits in which that stands; None if it does not fit."""
+        spans = dict(self.spans)
+        if len(shape) != len(self.shape) or any(n != self.shape[d] for d, n in enumerate(shape) if d not in spans):
+            return None
+        number = known = 0
+        for dim, axis in self.spans:
+            extent = axis.put(shape[dim])
+            if (number ^ extent) & known & axis.bits:
+                return None
+            number, known = number | extent, known | axis.bits
+        return number, known
 
 
 class _TensorCheck(NamedTuple):
@@ -126,7 +187,7 @@ class Signature:
         order, dense = _memory_order(tensor)
         given = [rules.pad_of(leaf, axis) for axis in spans.values()]
         pads = tuple(pad or Pad.zero() for pad in given)
-        is_given = any(pad is not None and pad.kind != "leave" for pad in given)
+        is_given = any(pad is not None and not pad.is_left for pad in given)
         about = leaf.path, position, shape, order, tensor.dtype, tensor.device
         spec = InputSpec(*about, tuple(spans.items()), pads, dense, is_given)
         self._forms[position] = spec
@@ -148,7 +209,8 @@ class Signature:
             tensors.append((check.position, held, form.shape, form.order, spans, check.contiguous, form.is_dense))
         constants = tuple((position, kind, value) for position, kind, value, _ in self._constants)
         others = tuple(self._objects), tuple(self._addresses)
-        device = _DEVICES.get(self._device_type, -1)
+        number = getattr(torch._C._autograd.DeviceType, self._device_type.upper(), None)
+        device = -1 if number is None else number.value  # without a number the core asks by name
         assert CORE is not None
         return CORE.Signature(
             len(values), self._inference, device, self._device_type, self._autocast, tuple(tensors), constants, *others,
@@ -358,3 +420,36 @@ def _memory_order(tensor: torch.Tensor) -> tuple[tuple[int, ...], bool]:
         dense = dense and (stride[d] == expected or shape[d] == 1)
         expected *= max(shape[d], 1)
     return tuple(order), dense
+
+
+# Key-value caches of transformers are known by names of classes, since nothing is imported. A cache is an argument that
+# is the same object in each call, like one that is named in ``static=``.
+_HOME = "transformers.cache_utils"
+_GROWS = "a DynamicCache grows by concatenation; use a static cache (transformers.StaticCache)"
+_COUNTS = "a sliding window counts its tokens in Python; graphdispatch.integrations.transformers serves it"
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a value is a cache of transformers."""
+    return "Cache" in _names(value)
+
+
+def advice_for(values: Iterable[Any]) -> str:
+    """Why no graph can write to one of these caches or layers, and what to use instead; empty if there is no reason."""
+    for value in values:
+        names = _names(value)
+        if "DynamicLayer" in names or ("DynamicCache" in names and _grows(value)):
+            return _GROWS
+        if "StaticSlidingWindowLayer" in names:
+            return _COUNTS
+    return ""
+
+
+def _grows(cache: Any) -> bool:
+    """Whether a cache grows: it has growing layers, or will make its layers when it is used."""
+    layers = vars(cache).get("layers")
+    return not layers or any("DynamicLayer" in _names(layer) for layer in layers)
+
+
+def _names(value: Any) -> list[str]:
+    return [kind.__name__ for kind in type(value).__mro__ if kind.__module__ == _HOME]

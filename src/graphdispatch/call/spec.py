@@ -135,18 +135,6 @@ class CallSpec:
         self.names = tuple(spelled[i] for i in order)
         self.order = None if order == list(range(len(order))) else tuple(order)
 
-    @classmethod
-    def by_names(cls, names: Sequence[str], positional: int, keywords: Sequence[str]) -> "CallSpec | None":
-        """The form of a call that takes exactly these arguments, in this order; None for any other call."""
-        spelled = [*names[:positional], *keywords]
-        if positional + len(keywords) != len(names) or set(spelled) != set(names):
-            return None
-        spec = cls.__new__(cls)
-        spec.positional, spec.keywords, spec.names = positional, tuple(keywords), tuple(names)
-        order = tuple(spelled.index(name) for name in names)
-        spec.order = None if order == tuple(range(len(order))) else order
-        return spec
-
     def values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """The call's top-level arguments in the order of ``names``."""
         spelled = [*args, *kwargs.values()]

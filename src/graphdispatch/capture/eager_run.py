@@ -23,8 +23,8 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
 from ..backends.insight import reveal_operators
+from ..backends.modes import profiler_range
 from ..backends.operators import is_strided, tensors_in
-from ..backends.profiling import profiler_range
 from ..call.rules import graph_name
 from ..call.signature import PLAIN_TENSORS
 from ..call.spec import VALUES, FlatCall, Leaves, is_tensor
@@ -142,9 +142,7 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
         if isinstance(error, Exception) and not request.keep_effects and effects.unsaved is not None:
             return failed_result(request, None, error, "saving what it overwrites")
         raise
-    pads_by_code = request.is_padded and any(
-        pad.kind == "function" for spec in request.inputs.specs for pad in spec.pads
-    )
+    pads_by_code = request.is_padded and any(pad.runs_code for spec in request.inputs.specs for pad in spec.pads)
     may_draw = effects.runs_custom or trace.sets_generator
     draws = effects.uses_rng or pads_by_code or (may_draw and not torch.equal(before, after))
     if not request.keep_effects and (changed or drew):

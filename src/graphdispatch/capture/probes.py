@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from ..axes import Axis
-from ..call.inputs import InputSpec
+from ..call.signature import InputSpec
 
 _WIDEST = 20  # powers of two
 

@@ -21,8 +21,7 @@ import torch
 
 from ..axes import Axis, lengths_of, pack
 from ..backends.operators import bits_equal, storage_key
-from ..call.inputs import InputSpec
-from ..call.signature import PLAIN_TENSORS
+from ..call.signature import PLAIN_TENSORS, InputSpec
 from ..errors import CaptureError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import first_rows
@@ -327,7 +326,7 @@ class RowProver:
         numbers = "the largest or smallest numbers of the batch" if self._is_limited else "large numbers of one sign"
         for one_sign, other_sign in ((high, low), (low, high)) if takes else ():
             # Padding that a rule leaves as it is may hold anything, and nobody knows what it holds now.
-            further = [near] if any(pad.kind == "leave" for spec in specs for pad in spec.pads) else []
+            further = [near] if any(pad.is_left for spec in specs for pad in spec.pads) else []
             kinds = [one_sign, *([other_sign] if self._is_limited else further)]
             yield f"{numbers} (in the real rows, too)", one_sign, map(self._padding_made, kinds)
 

@@ -170,7 +170,8 @@ class StreamDispatcher(CudagraphDispatcher):
 
     A call goes to the worker with the fewest unfinished steps among those that have a graph for its key. ``submit``
     starts a call and returns at once; ``dispatch`` waits (on CUDA: lets the caller's stream wait) for its outputs.
-    Calls overlap if they come from several streams or threads, or were all submitted before the first ``result``.
+    Calls overlap if they come from several streams or threads, or were all submitted before the first ``result``. On
+    the CPU, whose streams have no queues, only those of several threads do.
     Graphs of two workers must not share memory that one of them writes. Thread-safe.
 
     Args:

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ..axes import lengths_of, pack
+from ..axes import Axis, lengths_of, pack
 from ..backends.base import Backend, Graph, Pool, Timer
 from ..backends.modes import default_device, dispatch_modes, function_modes, is_transformed, trace
 from ..backends.operators import is_strided
 from ..backends.tracing import untraced
-from ..call.inputs import InputSpec
 from ..call.rules import graph_name
-from ..call.signature import ForeignSignature, Signature
+from ..call.signature import ForeignSignature, InputSpec, Signature
 from ..call.spec import FlatCall, is_tensor
 from ..copying import NotCopied
 from ..descriptors import BatchDescriptor, size_text
@@ -278,12 +277,14 @@ class CUDAGraphEntry(Verification, NotCopied):
         Raises:
             GuardError: An input does not fit.
         """
-        values, axes, rows, known = self._named_values(inputs), self.inputs.axes, 0, 0
+        values, axes = self._named_values(inputs), self.inputs.axes
+        told: dict[Axis, int] = {}
         for spec in self.inputs.specs:
-            rows, known = _rows_of(spec, values[spec.position], rows, known)
+            _check_input(spec, values[spec.position], told)
         full = lengths_of(axes, self.size)
-        rows = pack(axes, [axis.of(rows) if known & axis.bits else most for axis, most in zip(axes, full, strict=True)])
-        if not all(1 <= own <= most for own, most in zip(lengths_of(axes, rows), full, strict=True)):
+        own = [told.get(axis, most) for axis, most in zip(axes, full, strict=True)]
+        rows = pack(axes, own)
+        if not all(1 <= length <= most for length, most in zip(own, full, strict=True)):
             raise GuardError(f"inputs must have 1 to {self.size} rows for this graph, got {rows}")
         clash = self.plan(rows).clash(values)
         if clash is not None:
@@ -421,9 +422,9 @@ class CUDAGraphEntry(Verification, NotCopied):
         )
 
 
-def _rows_of(spec: InputSpec, tensor: Any, rows: int, known: int) -> tuple[int, int]:
-    """The number of a call, and the bits of it that are known, as far as its inputs tell. Raises ``GuardError`` if this
-    one does not fit."""
+def _check_input(spec: InputSpec, tensor: Any, told: dict[Axis, int]) -> None:
+    """Raise ``GuardError`` if an input does not fit. Those before have ``told`` extents of the batch, as this one does
+    where it is the first."""
     if not is_tensor(tensor) or not is_strided(tensor):
         got = tensor.layout if is_tensor(tensor) else type(tensor).__name__
         raise GuardError(f"input {spec.name!r} must be a strided tensor, got {got}; pass a dense tensor")
@@ -431,25 +432,14 @@ def _rows_of(spec: InputSpec, tensor: Any, rows: int, known: int) -> tuple[int, 
         raise GuardError(
             f"input {spec.name!r} requires a gradient, which no graph gives; use torch.no_grad() or detach() it"
         )
-    found = spec.extents(tensor.shape)
-    is_alike = found is not None and not (rows ^ found[0]) & known & found[1]
-    if found is None or not is_alike or tensor.dtype is not spec.dtype or tensor.device != spec.device:
-        wanted = ", ".join(map(str, _wanted_shape(spec, tensor, rows, known)))
-        raise GuardError(
-            f"input {spec.name!r} must have shape ({wanted}), {spec.dtype} on {spec.device}, "
-            f"got {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}; cast or reshape it, or capture anew"
-        )
-    return rows | found[0], known | found[1]
-
-
-def _wanted_shape(spec: InputSpec, tensor: torch.Tensor, rows: int, known: int) -> list[Any]:
-    """The shape that an input must have. Its own extents stand where no other input has told one, or names of axes."""
-    has_dims = tensor.dim() == len(spec.shape)
     shape: list[Any] = list(spec.shape)
     for dim, axis in spec.spans:
-        unknown = tensor.shape[dim] if has_dims else axis.name
-        shape[dim] = axis.of(rows) if known & axis.bits else unknown
-    return shape
+        shape[dim] = told.setdefault(axis, tensor.shape[dim]) if tensor.dim() == len(shape) else axis.name
+    if [*tensor.shape] != shape or tensor.dtype is not spec.dtype or tensor.device != spec.device:
+        raise GuardError(
+            f"input {spec.name!r} must have shape ({', '.join(map(str, shape))}), {spec.dtype} on {spec.device}, "
+            f"got {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}; cast or reshape it, or capture anew"
+        )
 
 
 GraphEntry = CUDAGraphEntry

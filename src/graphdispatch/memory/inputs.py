@@ -17,7 +17,7 @@ import torch
 
 from ..axes import ROWS, Axis, lengths_of, pack
 from ..backends.operators import bits_equal
-from ..call.inputs import InputSpec
+from ..call.signature import InputSpec
 from ..forking import renew_in_child
 
 __all__ = ["StaticInputs"]
@@ -196,9 +196,9 @@ class StaticInputs:
             for other, before, _ in spans[:place]:
                 part = part.narrow(other, 0, before.of(rows))
             extent, stop = axis.of(rows), axis.of(size if pad.follows_data else end)
-            if extent < stop and pad.kind != "leave":
+            if extent < stop:
                 fills.append(pad.filler(part.narrow(dim, extent, stop - extent), part.narrow(dim, 0, extent), dim))
-        return fills
+        return [fill for fill in fills if fill is not None]
 
 
 def _ordered_view(flat: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:

@@ -7,9 +7,10 @@ is here needs no torch; ``bound`` has the parts that look at tensors.
 import os
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
+
+from .build import CORE_SOURCES, fingerprint
 
 __all__ = ["EXTENSION", "IS_ENABLED", "WHY_NO_EXTENSION", "known_to_core"]
 
@@ -35,11 +36,8 @@ def _load() -> tuple[ModuleType | None, str]:
     except ImportError as error:
         is_missing = isinstance(error, ModuleNotFoundError)
         return None, "it was not compiled at installation" if is_missing else f"it cannot be loaded: {error}"
-    if (Path(__file__).parent / "core").is_dir():  # a checkout, whose sources may have changed since
-        from .build import fingerprint
-
-        if fingerprint() != core.SOURCES:
-            return None, "it is older than its sources; compile it with make, or with python native/build.py"
+    if CORE_SOURCES.is_dir() and fingerprint() != core.SOURCES:  # a checkout, whose sources may have changed since
+        return None, "it is older than its sources; compile it with make, or with python native/build.py"
     return core, ""
 
 

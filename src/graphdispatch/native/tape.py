@@ -6,7 +6,7 @@ Note [the tape's cache]
     The file is in ``graphdispatch`` of the user's cache folder (``XDG_CACHE_HOME``, else ``~/.cache``). Its name has,
     as a hash, the versions of torch and Python, the sources and the compiler's command. It ends with a hash of its
     content, so that a broken file is seen before it is loaded, and is made anew. A folder or file that another user
-    owns or may write is not used. A lock beside the file lets one of several processes compile while the others wait.
+    owns or may write is not used. Of several processes that begin at once, each compiles, and the latest file stays.
 """
 
 import atexit
@@ -21,12 +21,10 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
-from typing import BinaryIO
 
 import torch
 
@@ -34,9 +32,6 @@ from ..forking import NO_FORK, make_lock, renew_in_child
 from . import IS_ENABLED
 from .build import CompileError, compile_extension
 from .trial import find_fault
-
-if sys.platform != "win32":  # which does not have it
-    import fcntl
 
 __all__ = ["TAPE", "TapeExtension"]
 
@@ -61,8 +56,6 @@ class TapeExtension:
     def _begin(self) -> None:
         self._thread: threading.Thread | None = None
         self._compiler: subprocess.Popen[str] | None = None
-        self._held: BinaryIO | None = None
-        """The file whose lock this process waits for, or holds while it compiles."""
         self._stopping = threading.Event()
         self._is_done = False
 
@@ -91,11 +84,8 @@ class TapeExtension:
 
     def after_fork(self) -> None:
         """Forget a thread that the child does not have; the next graph begins anew. Its compiler is the parent's."""
-        if self._is_done:
-            return
-        if self._held is not None:  # or the child would hold the lock after its parent's end
-            self._held.close()
-        self._begin()
+        if not self._is_done:
+            self._begin()
 
     def __repr__(self) -> str:
         return "<CPU tape: native>" if self.module is not None else f"<CPU tape: Python's loop, since {self.why_not}>"
@@ -126,14 +116,7 @@ class TapeExtension:
         target = cache_folder() / f"tape-{fingerprint(flags)}.so"
         if (module := load(target)) is not None:
             return module
-        with self._alone(target.with_suffix(".lock")):
-            if (module := load(target)) is not None:
-                return module
-            made = target.with_suffix(f".{os.getpid()}")
-            compile_extension(sorted(_SOURCES.glob("*.cpp")), made, flags, self._run)
-            made.write_bytes(sealed(made.read_bytes()))
-            made.chmod(0o700)  # whatever the umask, or it would not be loaded
-            made.replace(target)
+        compile_extension(sorted(_SOURCES.glob("*.cpp")), target, flags, self._run, seal)
         module = load(target)
         if module is None:
             raise CompileError(f"{target} changed while it was loaded")
@@ -149,27 +132,6 @@ class TapeExtension:
         output, errors = self._compiler.communicate()
         code, self._compiler = self._compiler.returncode, None
         return subprocess.CompletedProcess(command, code, output, errors)
-
-    @contextlib.contextmanager
-    def _alone(self, path: Path) -> Iterator[None]:
-        """Hold the file's lock. The system frees it with the process. Raises ``CompileError`` when told to stop."""
-        with NO_FORK:
-            self._held = file = path.open("wb", buffering=0)
-        try:
-            while not self._stopping.is_set():
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    self._stopping.wait(0.05)
-                    continue
-                except OSError:  # this file system has no locks: each process compiles for itself
-                    pass
-                yield
-                return
-        finally:
-            with NO_FORK:
-                file.close()
-        raise CompileError("the interpreter exits")
 
 
 def torch_flags() -> list[str]:
@@ -198,6 +160,12 @@ def cache_folder() -> Path:
     if not folder.is_dir() or not _is_ours(folder.stat()):
         raise CompileError(f"{folder} is not a folder that this user alone may write; set XDG_CACHE_HOME")
     return folder
+
+
+def seal(path: Path) -> None:
+    """Put a hash behind what the file holds, and have this user alone write it, whatever the umask."""
+    path.write_bytes(sealed(path.read_bytes()))
+    path.chmod(0o700)
 
 
 def sealed(content: bytes) -> bytes:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ..backends.modes import dispatch_modes, function_modes, trace
-from ..backends.profiling import is_profiled, profiler_range
+from ..backends.modes import dispatch_modes, function_modes, is_profiled, profiler_range, trace
 from ..call.rules import callable_name
 from ..errors import ReplayError
 from ..memory.entry import CUDAGraphEntry

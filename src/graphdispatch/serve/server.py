@@ -297,9 +297,9 @@ class Server(HitPath):
 
     def _spec(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSpec | None:
         """The form of a call; None if the only graph of the route is of a call with other arguments."""
-        if route.entry is None or route.entry.call is None:
-            return CallSpec(self.fn, len(args), tuple(kwargs))
-        return CallSpec.by_names(route.entry.call.names, len(args), tuple(kwargs))
+        captured = route.entry.call if route.entry is not None else None
+        spec = CallSpec(self.fn if captured is None else captured.fn, len(args), tuple(kwargs))
+        return spec if captured is None or spec.names == captured.names else None
 
     def _make_group(
         self, route: Route, spec: CallSpec, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from ..call.breaks import is_break
-from ..call.caches import advice_for
+from ..call.signature import advice_for
 from . import objects, snapshot
 from .objects import ABSENT, CONTAINERS
 from .snapshot import MEMBER, Bulk, Holder, Way, told

@@ -1,6 +1,5 @@
-"""The CPU backend: it captures by recording, its streams are threads, its memory is the host's."""
+"""The CPU backend: it captures by recording, and its memory is the host's."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, ClassVar
 
@@ -50,7 +49,7 @@ class CPUBackend(CPUStreams, Backend):
 
     def make_pool(self) -> Pool:
         """A new, empty pool of arenas."""
-        return CPUPool(self)
+        return CPUPool()
 
     def begin_capture(self, pool: Pool) -> Capture:
         """Start to record the calling thread's operators. Raises ``CaptureError`` inside a capture."""
@@ -58,7 +57,7 @@ class CPUBackend(CPUStreams, Backend):
             raise BackendError(f"pool must come from the CPU backend, got {pool!r}; make one with its make_pool()")
         if self.is_capturing():
             raise CaptureError("a capture is already under way on this thread; end it first", Reason.INSIDE_CAPTURE)
-        return _CPUCapture(pool, self.classify_error)
+        return _CPUCapture(pool, self)
 
     @known_to_core
     def is_capturing(self) -> bool:
@@ -89,19 +88,20 @@ class CPUBackend(CPUStreams, Backend):
 
 
 class _CPUCapture(Capture):
-    def __init__(self, pool: CPUPool, classify: Callable[[BaseException], Reason]) -> None:
+    def __init__(self, pool: CPUPool, backend: CPUBackend) -> None:
         self._pool = pool
-        self._classify = classify
+        self._backend = backend
+        self._here = backend.here
         self._recorder = Recorder()
         self._modes = ExitStack()
         self._stack = _get_current_dispatch_mode_stack()
         reveal_operators()
         CAPTURE_LOCK.acquire()
         try:
-            self._modes.enter_context(SaysCapturing(lambda: pool.streams.here.is_capturing))
+            self._modes.enter_context(SaysCapturing(backend.is_capturing))
             self._modes.enter_context(self._recorder.host_reads())
             self._modes.enter_context(self._recorder)
-            self._pool.streams.here.is_capturing = self.is_open = True
+            self._here.is_capturing = self.is_open = True
         except BaseException:
             self._close()
             raise
@@ -109,7 +109,7 @@ class _CPUCapture(Capture):
     def pause(self) -> Graph:
         """Bind what was recorded so far. The recorder stays on torch's stack of modes and records nothing."""
         program = self._recorder.pause()
-        self._pool.streams.here.is_capturing = False
+        self._here.is_capturing = False
         try:
             with _disable_current_modes():  # the modes that watch the callable must not see the binding
                 return self._bind(program)
@@ -118,7 +118,7 @@ class _CPUCapture(Capture):
             raise
 
     def resume(self) -> None:
-        self._pool.streams.here.is_capturing = True
+        self._here.is_capturing = True
         self._recorder.resume()
 
     def look_inside(
@@ -147,7 +147,7 @@ class _CPUCapture(Capture):
         try:
             return CPUGraph(program, self._pool)
         except Exception as error:
-            reason = self._classify(error)
+            reason = self._backend.classify_error(error)
             raise CaptureError(
                 f"the recording could not be bound to memory: {type(error).__name__}: {error}", reason
             ) from error
@@ -157,7 +157,7 @@ class _CPUCapture(Capture):
             self._close()
 
     def _close(self) -> None:
-        self._pool.streams.here.is_capturing = self.is_open = False
+        self._here.is_capturing = self.is_open = False
         try:
             self._modes.close()
         finally:

@@ -11,15 +11,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...errors import ReplayError
 from ...native import known_to_core
-from ...native.tape import TAPE
 from ..base import Graph, Pool
 from ..operators import OperatorKind, map_leaves
-from .kernels import in_place_method
-from .parts import parts_of
+from .kernels import out_names
 from .planner import lay_out, prune
-from .program import Program, Step, below_autograd, run_and_copy, run_collective, tell
+from .program import Program, Step, run_and_copy, run_collective
 from .recorder import Instruction, Literal, Recording, Slot, TensorRef
-from .streams import CPUStreams, InlineStream
 
 __all__ = ["CPUGraph", "CPUPool"]
 
@@ -31,15 +28,9 @@ class CPUPool(Pool):
     first therefore need only one arena. An arena is freed with its last graph.
     """
 
-    __slots__ = ("_last_stream",)
-
-    def __init__(self, streams: CPUStreams) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.streams = streams
-        self._here = streams.here
-        self._default = streams.default
         self._arenas: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-        self._last_stream: InlineStream = streams.default
 
     @property
     def nbytes(self) -> int:
@@ -63,35 +54,23 @@ class CPUPool(Pool):
 
     @known_to_core
     def order_after_last_use(self) -> None:
-        """Order the calling thread's current stream after the stream that last used the pool.
-
-        A failure on that last stream is reported there, not here. The calling thread itself copies inputs and outputs,
-        so it also waits until its current stream is done, and gets the error that this stream keeps.
-        """
-        current, last = self._here.stream, self._last_stream
-        if current is not last:
-            current.after(last.end())
-            self._last_stream = current
-        if current is not self._default:
-            current.synchronize()
+        """Do nothing: replays run at once, on the thread that holds the pool's lock."""
 
     def is_idle(self) -> bool:
-        """Whether no replay is queued on the stream that last used the pool."""
-        return self._last_stream.end().done.is_set()
+        """True: a replay is done when it returns."""
+        return True
 
     def close(self) -> None:
         """Do nothing: an arena is freed with its last graph."""
 
 
 class CPUGraph(Graph):
-    """A program bound to memory. A replay runs it on the calling thread's current stream."""
+    """A program bound to memory. A replay runs it on the calling thread."""
 
     __slots__ = ("_pool", "program")
 
     def __init__(self, recording: Recording, pool: CPUPool) -> None:
         self._pool = pool
-        self._here = pool.streams.here
-        self._default = pool.streams.default
         binder = _Binder(recording, pool)
         self.program: Program | None = Program(binder.steps)
         """What a replay runs, or None after ``reset``."""
@@ -105,28 +84,11 @@ class CPUGraph(Graph):
 
     @known_to_core
     def replay(self) -> None:
-        """Run the calls on the calling thread's current stream, and wait for them."""
-        program = self.program
-        if program is None:
+        """Run the calls."""
+        if self.program is None:
             raise ReplayError("this graph was released; capture it again")
         self._pool.generation += 1
-        stream = self._here.stream
-        if stream is not self._default:
-            stream.submit(program.run)
-            stream.synchronize()
-        elif program.tape is not None:
-            program.tape.replay()
-        elif TAPE.module is not None:
-            program.make_tape()
-            program.run()
-        else:  # what program.run() would do, at the cost of one call less
-            try:
-                with below_autograd():
-                    for call in program.calls:
-                        call()
-            except BaseException as error:
-                tell(program.steps, program.calls.index(call), error)
-                raise
+        self.program.run()
 
     def reset(self) -> None:
         """Release the calls and their memory."""
@@ -159,7 +121,6 @@ class _Binder:
         self._offsets: dict[Slot, int] = {}
         self._tensors: dict[TensorRef, torch.Tensor] = {}
         shared = {ref.slot for ref in tree_leaves(recording.outputs) if isinstance(ref, TensorRef)}
-        self._shared = shared
         slots = shared.union(*(i.reads | i.writes for i in recording.program))
         for slot in slots:
             storage = slot.live_storage()
@@ -180,10 +141,10 @@ class _Binder:
         self.nbytes = sum(storage.nbytes() for storage in own)
         with torch.inference_mode(False), torch.no_grad():
             fills = {literal.ref.slot: self._fill(literal) for literal in recording.literals}
-            for step in (*fills.values(), *self._bind_all(once)):
+            for step in (*fills.values(), *map(self._bind, once)):
                 step.run()
             written = {slot for instruction in each for slot in instruction.writes}
-            self.steps = [*(fill for slot, fill in fills.items() if slot in written), *self._bind_all(each)]
+            self.steps = [*(fill for slot, fill in fills.items() if slot in written), *map(self._bind, each)]
             self.outputs = tree_map_only(TensorRef, self._tensor, recording.outputs)
         self.memory = own
 
@@ -205,32 +166,16 @@ class _Binder:
         place = self._tensor(literal.ref)
         return Step(partial(place.copy_, literal.initial), torch.ops.aten.copy_.default, ((place, literal.initial), {}))
 
-    def _bind_all(self, instructions: list[Instruction]) -> list[Step]:
-        return [step for instruction in instructions for step in self._bind(instruction)]
-
-    def _bind(self, instruction: Instruction) -> list[Step]:
-        step = self._bind_call(instruction)
-        if step.operands is None or step.outs is not None:
-            return [step]
-        is_hidden = instruction.writes.isdisjoint(self._shared)
-        parts = parts_of(step.func, *step.operands)
-        if parts is None:
-            return [step._replace(is_hidden=is_hidden)]
-        return [Step(part.run, part.func, (part.args, part.kwargs), is_hidden=is_hidden) for part in parts]
-
-    def _bind_call(self, instruction: Instruction) -> Step:
+    def _bind(self, instruction: Instruction) -> Step:
         args, kwargs = map_leaves(self._bound, instruction.args), map_leaves(self._bound, instruction.kwargs)
         outs = tuple(map(self._tensor, instruction.outs))
         func, kernel = instruction.func, instruction.kernel
         if kernel is not None:
-            run = partial(kernel.function, *args, **kwargs, **kernel.out_kwargs(outs))
-            return Step(run, kernel.overload, (args, kwargs | dict(zip(kernel.out_names, outs, strict=True))))
+            kwargs = kwargs | dict(zip(out_names(kernel), outs, strict=True))
+            return Step(partial(kernel._op, *args, **kwargs), kernel, (args, kwargs))
         if func.namespace == "c10d":
             return Step(partial(run_collective, func, args, kwargs), func)
         operands = (args, kwargs) if isinstance(func, OpOverload) and func.namespace != "_c10d_functional" else None
         if outs or instruction.kind is OperatorKind.OPAQUE:
             return Step(partial(run_and_copy, func, args, kwargs, outs), func, operands, outs)
-        method = in_place_method(func, args, kwargs) if instruction.kind is OperatorKind.WRITE else None
-        if method is not None:
-            return Step(partial(method, *args[1:], **kwargs), func, operands)
         return Step(partial(getattr(func, "_op", func), *args, **kwargs), func, operands)

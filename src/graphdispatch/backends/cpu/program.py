@@ -36,8 +36,6 @@ class Step(NamedTuple):
     func: Any
     operands: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     outs: tuple[torch.Tensor, ...] | None = None
-    is_hidden: bool = False
-    """Whether nothing outside of the program sees the tensors that it writes, so that nobody asks their versions."""
 
 
 class Program:
@@ -62,11 +60,11 @@ class Program:
         if TAPE.module is None:
             return
         tape = TAPE.module.Tape(partial(loop, self.calls, self.steps), partial(tell, self.steps))
-        for run, func, operands, outs, is_hidden in self.steps:
+        for run, func, operands, outs in self.steps:
             if operands is None:
                 tape.add_call(run)
             else:
-                tape.add(run, func._schema.name, func._schema.overload_name, *operands, outs, is_hidden)
+                tape.add(run, func._schema.name, func._schema.overload_name, *operands, outs)
         self.tape = tape
 
     def run(self) -> None:
@@ -74,6 +72,8 @@ class Program:
 
         Raises ``ReplayError`` if the results of a copied operator have other shapes than the graph has places for.
         """
+        if self.tape is None:
+            self.make_tape()
         if self.tape is not None:
             self.tape.replay()
         else:

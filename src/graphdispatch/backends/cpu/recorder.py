@@ -34,7 +34,7 @@ from ..operators import (
     written_tensors,
 )
 from ..standins import HostReads
-from .kernels import Kernel, Kernels
+from .kernels import choose_kernel
 
 if TYPE_CHECKING:
     from ..compiled import CompiledRegion
@@ -79,7 +79,8 @@ class Instruction:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outs: tuple[TensorRef, ...]
-    kernel: Kernel | None
+    kernel: OpOverload | None
+    """The overload that writes the results into ``outs``; None if they are copied there, or if it makes none."""
     reads: frozenset[Slot]
     writes: frozenset[Slot]
     touches_outside: bool
@@ -118,7 +119,6 @@ class Recorder(OperatorMode):
         """The storages that operators wrote to, in order."""
         self._unwritten: set[int] = set()
         """The storages that an operator reserved and none wrote to."""
-        self._kernels = Kernels()
         self.resume()
 
     def host_reads(self, inside: OpOverload | None = None) -> HostReads:
@@ -229,7 +229,7 @@ class Recorder(OperatorMode):
                 self._fill(tensor)
             self._unwritten.update(map(storage_key, results))
             return result
-        kernel = self._kernels.choose(func, args, kwargs, results) if kind is OperatorKind.PURE else None
+        kernel = choose_kernel(func, args, kwargs, results) if kind is OperatorKind.PURE else None
         for tensor in written:
             self._slot_grows(tensor, is_blank=changes_view(func))
         if changes_view(func):  # only the tensor looks at memory in another way, as after a view

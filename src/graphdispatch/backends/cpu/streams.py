@@ -1,119 +1,46 @@
-"""Streams and events of the CPU backend: the default stream, each thread's current one, and marks in their order.
-
-A stream other than the default one is a thread with a FIFO queue.
-
-Note [failures on a stream]
-    When a piece of work raises, its stream has *failed*. The stream keeps the exception and skips the work behind it,
-    because that work relies on the first one. It still reaches the marks behind it, so that nobody waits forever, but
-    these marks carry the exception. A stream that waits for such a mark fails too; a thread that waits for it gets
-    the exception. ``synchronize`` and ``close`` raise the kept exception once. After that the stream works again.
-
-Note [inside a stream's own thread]
-    While a piece of work runs, the rest of its stream's queue waits. Whatever the work asks of its own stream happens
-    immediately: ``submit`` calls the new work, ``record`` marks at once, and ``synchronize`` does not wait. The
-    stream never waits for a mark that is still in its own queue. A thread that would block for its own later work
-    gets a ``BackendError``.
-"""
+"""Streams and events of the CPU backend. Work runs at once on the calling thread, so no stream has a queue."""
 
 import contextlib
-import contextvars
-import itertools
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
-from queue import SimpleQueue
+from contextlib import AbstractContextManager, nullcontext
 
-import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
-
-from ...errors import BackendError, CaptureError
-from ...forking import make_lock, renew_in_child
-from ...reasons import Reason
+from ...errors import BackendError
+from ...forking import make_rlock
 from ..base import Event, Stream
 
-__all__ = ["CPUStream", "CPUStreams", "InlineStream", "Job", "Mark"]
-
-Job = Callable[[], None]
-"""A piece of work on a stream."""
-
-
-class Mark:
-    """One point in a stream's order. It is reached once and stays reached."""
-
-    __slots__ = ("done", "error", "owner", "time")
-
-    def __init__(self, owner: "CPUStream | None" = None) -> None:
-        self.done = threading.Event()
-        self.error: BaseException | None = None
-        self.time = 0.0
-        self.owner = owner
-
-    def reach(self, error: BaseException | None) -> None:
-        """Note that the stream has come to this point; ``error`` is its failure before this point, if any."""
-        self.time = time.perf_counter()
-        self.error = error
-        self.done.set()
-
-    def join(self) -> None:
-        """Block the calling thread until the mark is reached. Raise the failure that the mark carries."""
-        if not self.done.is_set() and self.owner is not None and self.owner.is_own_thread():
-            raise BackendError(
-                f"work on {self.owner!r} waits for a mark behind itself in the same queue, which it can never reach; "
-                "wait from another thread or stream"
-            )
-        if not self.done.is_set():
-            if self.owner is not None and self.owner.is_lost:
-                raise BackendError(
-                    f"{self.owner!r} has no thread in this process, which was forked while its work was under way; "
-                    "wait for it before the fork, or in the parent"
-                )
-            self.done.wait()
-        if self.error is not None:
-            raise self.error
+__all__ = ["CPUStreams", "InlineStream"]
 
 
 class InlineStream(Stream):
-    """The default stream: work runs at once on the calling thread, so there is never a queue.
+    """A stream whose work runs at once on the thread that submits it, which gets what the work raises.
 
-    ``submit`` raises what the work raises. Waiting for another stream blocks the calling thread.
+    Of work that several threads submit, one piece runs at a time. The default stream is an exception, since it stands
+    for the default streams of all threads.
     """
 
-    def __init__(self, streams: "CPUStreams") -> None:
+    def __init__(self, streams: "CPUStreams", lock: AbstractContextManager[object]) -> None:
         self._streams = streams
+        self._lock = lock
 
-    def submit(self, work: Job) -> None:
+    def submit(self, work: Callable[[], None]) -> None:
         """Run ``work`` now, with this stream current."""
-        with self._streams.use_stream(self):
+        with self._lock, self._streams.use_stream(self):
             work()
 
     def wait_stream(self, other: Stream) -> None:
-        """Block until all work given to ``other`` so far is done. Raise its failure."""
-        self.after(_checked(other).mark())
-
-    def mark(self) -> Mark:
-        """A mark that is already reached."""
-        mark = Mark()
-        mark.reach(None)
-        return mark
-
-    def end(self) -> Mark:
-        """A ``mark`` for order only, without a failure."""
-        return self.mark()
-
-    def after(self, mark: Mark) -> None:
-        """Block until ``mark`` is reached. Raise the failure that the mark carries."""
-        mark.join()
+        """Block until other threads' work on ``other`` is done."""
+        checked(other).synchronize()
 
     def synchronize(self) -> None:
-        """Do nothing: no work can be outstanding here."""
+        """Block until other threads' work on this stream is done."""
+        with self._lock:
+            pass
 
     def close(self) -> None:
-        """Do nothing: the default stream stays open."""
-
-    def __repr__(self) -> str:
-        return "<InlineStream default>"
+        """Block as ``synchronize`` does; there is nothing to release."""
+        self.synchronize()
 
 
 class _Here(threading.local):
@@ -125,171 +52,12 @@ class _Here(threading.local):
         """Whether the thread's work is being recorded."""
 
 
-class CPUStream(InlineStream):
-    """A daemon thread that runs the submitted work in order.
-
-    Work runs with this stream current, under the submitting thread's context variables, gradient mode, inference mode,
-    CPU autocast and dispatch modes. Note [failures on a stream] says what happens when work raises, and Note [inside a
-    stream's own thread] what happens when work uses its own stream. Any thread may call any method. The thread ends
-    with ``close``, or when nobody holds the stream and its queue is empty.
-    """
-
-    def __init__(self, streams: "CPUStreams", name: str) -> None:
-        super().__init__(streams)
-        self.name = name
-        self._queue: SimpleQueue[Job | None] = SimpleQueue()
-        self._lock = make_lock()
-        self._closed = False
-        self._error: BaseException | None = None
-        # The thread holds only the queue, so that a stream that nobody holds is collected and its thread ends.
-        self._thread = threading.Thread(target=_serve, args=(self._queue,), name=f"graphdispatch-{name}", daemon=True)
-        self._thread.start()
-        self._stop = weakref.finalize(self, self._queue.put, None)
-        self.is_lost = False
-        """Whether its thread ended with a fork, so that no work on it is ever done here."""
-        renew_in_child(self)
-
-    def after_fork(self) -> None:
-        """Take no more work, for want of a thread: see Note [after a fork] in ``forking.py``."""
-        if not self.is_own_thread():
-            self._closed = self.is_lost = True
-
-    def is_own_thread(self) -> bool:
-        """Whether the caller is a piece of work of this stream."""
-        return threading.current_thread() is self._thread
-
-    def submit(self, work: Job) -> None:
-        """Put ``work`` at the end of the queue. If this stream's own work calls this, run ``work`` now.
-
-        Raises ``BackendError`` after ``close`` and ``CaptureError`` inside a capture.
-        """
-        if self._streams.here.is_capturing:
-            raise CaptureError(
-                f"work was submitted to {self!r} inside a capture, but that stream's thread is not recorded; "
-                "run the work on the stream that the capture began on",
-                Reason.CAPTURE_UNSAFE,
-            )
-        if self.is_own_thread():
-            super().submit(work)
-        else:
-            self._enqueue(partial(self._run, _with_callers_modes(work)))
-
-    def mark(self) -> Mark:
-        """A mark behind all work given so far."""
-        if self.is_own_thread():
-            return super().mark()
-        mark = Mark(self)
-        self._enqueue(lambda: mark.reach(self._error))
-        return mark
-
-    def end(self) -> Mark:
-        """A ``mark`` for order only: it carries no failure, and also works on a closed stream."""
-        if not self.is_own_thread():
-            mark = Mark(self)
-            with self._lock:
-                if not self._closed:
-                    self._queue.put(partial(mark.reach, None))
-                    return mark
-            self._thread.join()
-        return super().mark()
-
-    def after(self, mark: Mark) -> None:
-        """Make later work begin after ``mark``. The call blocks only this stream's own work."""
-        if mark.owner is self:
-            return
-        if self.is_own_thread():
-            mark.join()
-        else:
-            self._enqueue(partial(self._hold, mark))
-
-    def synchronize(self) -> None:
-        """Block until all work given so far is done. If a piece of it raised, raise its error, once."""
-        if self.is_own_thread():
-            return
-        self.end().join()
-        self._raise_kept()
-
-    def close(self) -> None:
-        """Finish the queue and end the thread; idempotent. Raise an error of the work that nobody has got yet."""
-        with self._lock:
-            self._closed = True
-            self._stop()
-        if not self.is_own_thread():
-            self._thread.join()
-            self._raise_kept()
-
-    def _enqueue(self, job: Job) -> None:
-        with self._lock:
-            if self._closed:
-                why = "in a forked process" if self.is_lost else "after close()"
-                raise BackendError(f"{self!r} takes no work {why}; make another with make_stream()")
-            self._queue.put(job)
-
-    def _run(self, work: Job) -> None:
-        if self._error is not None:
-            return
-        try:
-            super().submit(work)
-        except BaseException as error:  # SystemExit too: if the thread ended here, no later mark would be reached
-            self._error = error
-
-    def _hold(self, mark: Mark) -> None:
-        mark.done.wait()
-        if self._error is None:
-            self._error = mark.error
-
-    def _raise_kept(self) -> None:
-        with self._lock:
-            error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def __repr__(self) -> str:
-        condition = "closed" if self._closed else "failed" if self._error is not None else "open"
-        return f"<CPUStream {self.name} {condition}>"
-
-
-def _with_callers_modes(work: Job) -> Job:
-    """Wrap ``work`` so that another thread can call it as if it ran on this thread.
-
-    It runs under this thread's gradient mode, inference mode, CPU autocast, context variables and dispatch modes. A
-    mode that watches this thread's operators (what a call writes, what a break makes) thus sees those of ``work``.
-    """
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    autocast = torch.is_autocast_enabled("cpu")
-    dtype = torch.get_autocast_dtype("cpu")
-    watchers = _get_current_dispatch_mode_stack()
-    context = contextvars.copy_context()
-
-    def call() -> None:
-        with contextlib.ExitStack() as modes:
-            modes.enter_context(torch.inference_mode(inference))
-            modes.enter_context(torch.set_grad_enabled(grad))
-            if autocast:
-                modes.enter_context(torch.autocast("cpu", dtype=dtype))
-            for watcher in watchers:
-                # The mode's own __enter__ keeps what it must restore in the mode itself, where threads would mix it up.
-                _push_mode(watcher)
-                modes.callback(_pop_mode, getattr(watcher, "_mode_key", None))
-            context.run(work)
-
-    return call
-
-
-def _serve(queue: "SimpleQueue[Job | None]") -> None:
-    """Run the jobs of a queue until a job is None. Jobs never raise."""
-    while (job := queue.get()) is not None:
-        job()
-        del job  # the job holds the stream, which would otherwise live until the next job comes
-
-
 class CPUStreams:
     """The part of the CPU backend that makes streams and knows each thread's current one; at first ``default``."""
 
     def __init__(self) -> None:
-        self.default = InlineStream(self)
+        self.default = InlineStream(self, nullcontext())
         self.here = _Here(self.default)
-        self._numbers = itertools.count(1)
 
     def current_stream(self) -> InlineStream:
         """The calling thread's current stream."""
@@ -297,67 +65,61 @@ class CPUStreams:
 
     @contextlib.contextmanager
     def use_stream(self, stream: Stream) -> Iterator[Stream]:
-        """Make ``stream`` the calling thread's current stream within a ``with`` block. Blocks may nest.
-
-        Work that is *submitted* in the block, such as a replay, goes to the stream. Operators that the calling thread
-        itself runs in the block run at once on that thread, since a CPU operator cannot be queued.
-        """
+        """Make ``stream`` the calling thread's current stream within a ``with`` block. Blocks may nest."""
         before = self.here.stream
-        self.here.stream = _checked(stream)
+        self.here.stream = checked(stream)
         try:
             yield stream
         finally:
             self.here.stream = before
 
-    def make_stream(self, name: str | None = None) -> "CPUStream":
-        """A new stream; its thread starts now."""
-        return CPUStream(self, name if name is not None else f"stream-{next(self._numbers)}")
+    def make_stream(self) -> InlineStream:
+        """A new stream."""
+        return InlineStream(self, make_rlock())
 
     def make_event(self, *, timing: bool = False) -> Event:
         """A new event; ``timing`` allows ``elapsed_ms``."""
-        return _CPUEvent(self.here, timing)
+        return _CPUEvent(self, timing)
 
 
 class _CPUEvent(Event):
-    """A mark that can be set again. A wait refers to the mark that was set last before the wait.
+    """A point in time. Work that was given before it is done, so nobody ever waits for it."""
 
-    A wait on the default stream, which has no queue, blocks the caller.
-    """
-
-    def __init__(self, here: _Here, timing: bool) -> None:
-        self._here = here
+    def __init__(self, streams: CPUStreams, timing: bool) -> None:
+        self._streams = streams
         self._timing = timing
-        self._mark = Mark()
-        self._mark.done.set()
+        self._time: float | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        self._mark = _checked(stream or self._here.stream).mark()
+        checked(stream or self._streams.current_stream()).synchronize()
+        self._time = time.perf_counter()
 
     def wait(self, stream: Stream | None = None) -> None:
-        _checked(stream or self._here.stream).after(self._mark)
+        """Do nothing: the work before the mark is done."""
 
     def query(self) -> bool:
-        return self._mark.done.is_set()
+        return True
 
     def synchronize(self) -> None:
-        self._mark.join()
+        """Do nothing: the work before the mark is done."""
 
     def elapsed_ms(self, end: Event) -> float:
         return (_timestamp(end, "end") - _timestamp(self, "start")) * 1e3
 
 
-def _checked(stream: Stream) -> InlineStream:
+def checked(stream: Stream) -> InlineStream:
+    """The stream itself; raises ``BackendError`` for one of another backend."""
     if not isinstance(stream, InlineStream):
         raise BackendError(f"stream must come from the CPU backend, got {stream!r}; make one with its make_stream()")
     return stream
 
 
 def _timestamp(event: Event, name: str) -> float:
-    """Seconds at which ``event`` was reached."""
+    """Seconds at which ``event`` was recorded."""
     if not isinstance(event, _CPUEvent):
         raise BackendError(f"{name} must be an event of the CPU backend, got {event!r}")
     if not event._timing:
         raise BackendError(f"{name} keeps no time; make it with make_event(timing=True)")
-    if not (event._mark.time and event._mark.done.is_set()):
-        raise BackendError(f"{name} is not reached yet; record it, then wait for it with query() or synchronize()")
-    return event._mark.time
+    if event._time is None:
+        raise BackendError(f"{name} is not reached yet; record it first")
+    return event._time

@@ -31,10 +31,7 @@ struct {
   Slot hits{names.hits}, real_rows{names.real_rows}, padded_rows{names.padded_rows};
   Slot by_rows{names._rows_of_hits};
 } of_stats;
-struct {
-  Slot replaying_on{names.replaying_on}, last_stream{names._last_stream};
-} of_pool;
-Slot native_of_plan{names.native}, clean_from_of{names._clean_from};
+Slot native_of_plan{names.native}, clean_from_of{names._clean_from}, replaying_on_of{names.replaying_on};
 Slot program_of{names.program}, tape_of{names.tape}, pool_of{names._pool}, generation_of{names.generation};
 
 constexpr size_t kMostBytes = 256 * 1024;  // of one call that are copied here; torch copies more on several threads
@@ -208,17 +205,6 @@ PyObject* take(PlanObject* self) {
   return result.release();
 }
 
-// Pool.order_after_last_use, and whether the thread's work runs at once; false with an error.
-bool order(PlanObject* self, bool* is_inline) {
-  *is_inline = false;
-  if (self->streams && of_pool.last_stream.of(self->pool).get() == self->stream) {
-    const Ref current = self->of_streams.of(self->streams, names.stream);
-    if (!current) return false;
-    if (current.get() == self->stream) return *is_inline = true;
-  }
-  return static_cast<bool>(Ref(call(self->pool, names.order_after_last_use)));
-}
-
 // Whether a graph is one of the backend for the CPU, with that class's own replay().
 bool has_program(PlanObject* self, PyObject* graph) {
   const PyTypeObject* type = Py_TYPE(graph);
@@ -231,9 +217,9 @@ bool has_program(PlanObject* self, PyObject* graph) {
   return own && !item(own.get(), names.replay);
 }
 
-// Graph.replay; of CPUGraph, on a stream that runs at once.
-bool replay(PlanObject* self, PyObject* graph, bool is_inline) {
-  if (is_inline && has_program(self, graph)) {
+// Graph.replay; of CPUGraph, where replays run at once.
+bool replay(PlanObject* self, PyObject* graph) {
+  if (self->is_inline && has_program(self, graph)) {
     const Ref program = program_of.of(graph);
     const Ref tape = program && program.get() != Py_None ? tape_of.of(program.get()) : Ref();
     if (tape && tape.get() != Py_None) {
@@ -264,7 +250,7 @@ void fail(PlanObject* self, Values& values, const char* stage) {
 bool is_unusual(PlanObject* self) {
   const Ref state = of_entry.state.of(self->entry);
   if (!state || state.get() == facts.evicted || state.get() == facts.failed_state) return true;
-  if (of_pool.replaying_on.of(self->pool).get() != Py_None || truth(of_entry.uses_rng.of(self->entry))) return true;
+  if (replaying_on_of.of(self->pool).get() != Py_None || truth(of_entry.uses_rng.of(self->entry))) return true;
   if (is_profiled()) return true;
   if (of_entry.written.of(self->entry).get() == Py_None) return false;
   return truth(attribute(facts.windows, names.open)) != 0;
@@ -279,12 +265,11 @@ PyObject* run_by_python(PlanObject* self, Values& values, PyObject* stats) {
 
 PyObject* run_locked(PlanObject* self, Values& values, PyObject* stats) {
   if (is_unusual(self)) return run_by_python(self, values, stats);
-  bool is_inline;
-  if (!order(self, &is_inline)) return nullptr;
+  if (!self->is_inline && !Ref(call(self->pool, names.order_after_last_use))) return nullptr;
   const Ref graph = of_entry.graph.of(self->entry);
   if (!graph) return run_by_python(self, values, stats);
   const bool is_loaded = load(self, values);
-  const bool is_replayed = is_loaded && replay(self, graph.get(), is_inline);
+  const bool is_replayed = is_loaded && replay(self, graph.get());
   Ref result(is_replayed ? take(self) : nullptr);
   if (!result) {
     fail(self, values, is_replayed ? "take" : is_loaded ? "run" : "load");

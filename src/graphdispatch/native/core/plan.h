@@ -39,11 +39,10 @@ struct PlanObject {
   PyObject_HEAD PyObject* plan;  // the ReplayPlan that owns this one, borrowed: both end with its last reference
   PyObject *entry, *pool, *inputs, *take, *rows_object;
   PyObject *acquire, *release, *backend;
-  PyObject* watch;    // the thread-local that says how many blocks the thread is in where nothing may replay
-  PyObject* here;     // the thread-local that says whether the thread is recorded; null: the backend is asked
-  PyObject* streams;  // the thread-local with the thread's stream; null: the pool is asked
-  Local of_watch, of_here, of_streams, of_server;  // what these hold, and the server's with its latest decision
-  PyObject* stream;                                // which stream needs no ordering, if it used the pool last
+  PyObject* watch;  // the thread-local that says how many blocks the thread is in where nothing may replay
+  PyObject* here;   // the thread-local that says whether the thread is recorded; null: the backend is asked
+  Local of_watch, of_here, of_server;  // what these hold, and the server's with its latest decision
+  bool is_inline;                      // whether replays run at once, so that none has to be ordered after another
   PyObject* targets;       // a list of tensors; null until the first run, and where Python loads
   PyObject* parts;         // the outputs as they lie in the graph's memory, where clones are handed out; else null
   PyObject* is_own;        // of each, whether it is the graph's memory; another one is handed out as it is

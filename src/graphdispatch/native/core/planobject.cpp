@@ -19,11 +19,8 @@ bool read_pool(PlanObject* self) {
   self->acquire = lock ? PyObject_GetAttr(lock.get(), names.acquire) : nullptr;
   self->release = self->acquire ? PyObject_GetAttr(lock.get(), names.release) : nullptr;
   const int known = self->release ? is_known(self->pool, names.order_after_last_use) : -1;
-  if (known == 1) {
-    self->streams = PyObject_GetAttr(self->pool, names._here);
-    self->stream = self->streams ? PyObject_GetAttr(self->pool, names._default) : nullptr;
-  }
-  return known == 0 || self->stream;
+  self->is_inline = known == 1;
+  return known >= 0;
 }
 
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
@@ -61,10 +58,10 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
 // clang-format off
 #define GD_REFERENCES(VISIT) \
   VISIT(entry) VISIT(pool) VISIT(inputs) VISIT(take) VISIT(rows_object) VISIT(acquire) \
-  VISIT(release) VISIT(backend) VISIT(watch) VISIT(here) VISIT(streams) VISIT(stream) VISIT(targets) VISIT(watched) VISIT(parts) VISIT(is_own)
+  VISIT(release) VISIT(backend) VISIT(watch) VISIT(here) VISIT(targets) VISIT(watched) VISIT(parts) VISIT(is_own)
 // clang-format on
 
-#define GD_LOCALS(VISIT) VISIT(of_watch) VISIT(of_here) VISIT(of_streams) VISIT(of_server)
+#define GD_LOCALS(VISIT) VISIT(of_watch) VISIT(of_here) VISIT(of_server)
 
 int traverse(PyObject* object, visitproc visit, void* arg) {
   auto* self = reinterpret_cast<PlanObject*>(object);

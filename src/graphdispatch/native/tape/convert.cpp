@@ -129,6 +129,17 @@ bool convert(PyObject* value, const TypePtr& type, IValue& made) {
   }
 }
 
+// Whether the operator makes of a number a tensor of its first argument's dtype, with the bits of a cast, whatever the
+// number. Kernels of 16-bit floats look at the number itself.
+bool casts_number(const std::string& name, const at::Tensor& first, PyObject* number) {
+  if (first.scalar_type() != at::kFloat && first.scalar_type() != at::kDouble) return false;
+  if (!PyFloat_CheckExact(number) && !PyLong_CheckExact(number)) return false;
+  for (const char* known : {"aten::add", "aten::sub", "aten::mul", "aten::div"}) {
+    if (name == known || name == std::string(known) + "_") return true;
+  }
+  return false;
+}
+
 bool is_plain(const TypePtr& type) {
   switch (type->kind()) {
     case TypeKind::OptionalType:
@@ -162,6 +173,11 @@ bool convert_arguments(const c10::FunctionSchema& schema, PyObject* args, PyObje
       if (!convert(value, formal.real_type(), made)) {
         PyErr_Clear();
         return false;
+      }
+      if (index == 1 && formal.real_type()->kind() == TypeKind::TensorType && stack[0].isTensor() &&
+          stack[0].toTensor().defined() && casts_number(schema.name(), stack[0].toTensor(), value)) {
+        made = IValue(made.toTensor().to(stack[0].toTensor().scalar_type()));  // once, and not at each replay
+        made.toTensor().unsafeGetTensorImpl()->set_wrapped_number(true);
       }
     } else if (formal.default_value()) {
       made = *formal.default_value();

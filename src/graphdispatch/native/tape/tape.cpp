@@ -5,14 +5,12 @@
 // Python, for which alone the GIL is taken.
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/record_function.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <optional>
 
 #include "convert.h"
-#include "direct.h"
 
 namespace {
 
@@ -22,8 +20,7 @@ using Sizes = std::vector<std::vector<int64_t>>;
 struct Step {
   std::optional<c10::OperatorHandle> op;  // none: Python's call
   torch::jit::Stack arguments;
-  std::unique_ptr<graphdispatch::DirectCall> direct;  // what is called instead of `op`, where it can be
-  bool copies = false;                                // whether new results are copied to `outs`
+  bool copies = false;  // whether new results are copied to `outs`
   std::vector<at::Tensor> outs;
   PyObject* call = nullptr;  // owned, where there is no operator
 };
@@ -74,12 +71,6 @@ class Warnings : public c10::WarningHandler {
 bool is_plain_thread() {
   const auto added = c10::impl::tls_local_dispatch_key_set().included_ - c10::default_included_set;
   return added.empty() && !at::impl::torch_function_mode_enabled();
-}
-
-// Whether what the whole way through the dispatcher would ask for is not there: see Note [a shorter way].
-bool is_unwatched_thread() {
-  const auto excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
-  return !at::hasCallbacks() && excluded == (c10::default_excluded_set | c10::autograd_dispatch_keyset);
 }
 
 void find_tensors(const IValue& value, std::vector<at::Tensor>& found) {
@@ -139,22 +130,16 @@ bool run(Tape* tape, Warnings& warnings, Sizes& got) {
   torch::jit::Stack stack;
   stack.reserve(16);
   const std::vector<Step>& steps = *tape->steps;
-  bool is_short = is_unwatched_thread();
   for (size_t index = 0; index < steps.size(); ++index) {
     const Step& step = steps[index];
     tape->position = static_cast<Py_ssize_t>(index);
     if (!step.op) {
       call_python(step, released);
-      is_short = is_unwatched_thread();
       continue;
     }
-    if (step.direct) {
-      step.direct->run(is_short);
-    } else {
-      stack.assign(step.arguments.begin(), step.arguments.end());
-      step.op->callBoxed(stack);
-      if (step.copies && !copy_results(step, stack, got)) return false;
-    }
+    stack.assign(step.arguments.begin(), step.arguments.end());
+    step.op->callBoxed(stack);
+    if (step.copies && !copy_results(step, stack, got)) return false;
     warnings.raise();
   }
   return true;
@@ -214,9 +199,8 @@ PyObject* add(PyObject* self, PyObject* arguments) {
   HANDLE_TH_ERRORS
   PyObject *call, *args, *kwargs, *outs;
   const char *name, *overload;
-  int is_hidden = 0;
-  if (!PyArg_ParseTuple(arguments, "OssO!O!O|p", &call, &name, &overload, &PyTuple_Type, &args, &PyDict_Type, &kwargs,
-                        &outs, &is_hidden))
+  if (!PyArg_ParseTuple(arguments, "OssO!O!O", &call, &name, &overload, &PyTuple_Type, &args, &PyDict_Type, &kwargs,
+                        &outs))
     return nullptr;
   Step step;
   bool is_native = prepare(step, name, overload, args, kwargs);
@@ -229,8 +213,6 @@ PyObject* add(PyObject* self, PyObject* arguments) {
   if (!is_native) {
     step = Step();
     step.call = Py_NewRef(call);
-  } else if (!step.copies) {
-    step.direct = graphdispatch::make_direct_call(*step.op, step.arguments, is_hidden);
   }
   reinterpret_cast<Tape*>(self)->steps->push_back(std::move(step));
   return PyBool_FromLong(is_native);
