@@ -11,8 +11,6 @@ from functools import lru_cache
 from types import CodeType
 from typing import NamedTuple
 
-__all__ = ["CodeReads", "changed_by", "code_reads", "stored_by"]
-
 _ATTRIBUTES = (
     "STORE_ATTR",
     "DELETE_ATTR",

@@ -17,7 +17,6 @@ from .objects import ABSENT, cell_value, slot_value
 if TYPE_CHECKING:
     from .guards import StateGuard
 
-__all__ = ["END", "compile_guard"]
 
 END = object()
 """Stands after the entries of each container, so that none can move from one to the next unseen."""

@@ -30,8 +30,6 @@ from .objects import equal_content, same_objects
 from .readers import has_memory, unchanged
 from .reads import StateReads
 
-__all__ = ["StateGuard", "WorkspaceGuard", "wants_gradient"]
-
 _END = (END,)
 _SETTINGS = (torch.get_default_dtype, torch._C._get_deterministic_algorithms)
 """Settings of the process that operators read when they are called, and that a graph freezes."""

@@ -9,8 +9,6 @@ from .bytecode import code_reads, may_change_state
 from .objects import is_library_code
 from .readers import TENSOR_READERS
 
-__all__ = ["IDENTITY", "CodeNotes", "Names", "keep", "metadata_names"]
-
 IDENTITY = "is"
 """Stands among the names for code that compares objects."""
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep

@@ -31,44 +31,6 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from .bytecode import stored_by
 
-__all__ = [
-    "ABSENT",
-    "CACHES",
-    "CONSTANTS",
-    "CONTAINERS",
-    "GLOBAL_HOOKS",
-    "SEEN_THROUGH",
-    "Kind",
-    "Kinds",
-    "Reader",
-    "attribute_table",
-    "cell_value",
-    "content",
-    "dict_of",
-    "equal_content",
-    "functions_in",
-    "home_of",
-    "is_code",
-    "is_followed",
-    "is_kind_of_array",
-    "is_leaf",
-    "is_library_code",
-    "is_machine",
-    "is_opaque",
-    "is_settings",
-    "is_torch_code",
-    "name_of",
-    "referent",
-    "referents",
-    "same_callable",
-    "same_objects",
-    "slot_value",
-    "slots_of",
-    "user_classes",
-    "variables_of",
-    "written_classes",
-]
-
 Reader = Callable[[], Any]
 
 ABSENT = object()

@@ -15,15 +15,6 @@ from . import objects
 from .objects import Reader
 from .snapshot import FORM, compiled_members, random_holder
 
-__all__ = [
-    "TENSOR_READERS",
-    "array_readers",
-    "has_memory",
-    "readers_of",
-    "tensor_readers",
-    "unchanged",
-]
-
 _STATES = {random.Random: "getstate", np.random.RandomState: "get_state", np.random.BitGenerator: "state"}
 """Names by which code reads the state of one, and does not change it."""
 

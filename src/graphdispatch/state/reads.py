@@ -26,8 +26,6 @@ from .objects import ABSENT, CONTAINERS, Reader
 from .readers import array_readers, readers_of, tensor_readers
 from .snapshot import OF_LOGGERS
 
-__all__ = ["StateReads"]
-
 _PACKAGE = str(__package__).partition(".")[0]
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")

@@ -24,31 +24,6 @@ import torch
 from . import objects
 from .objects import ABSENT
 
-__all__ = [
-    "ATTRIBUTES",
-    "CELL",
-    "CLASS",
-    "COMPILED",
-    "CONTEXT",
-    "ENTRIES",
-    "ENVIRONMENT",
-    "FORM",
-    "MEMBER",
-    "NUMBERS",
-    "OBJECTS",
-    "Bulk",
-    "Holder",
-    "Way",
-    "compiled_members",
-    "labelled",
-    "random_holder",
-    "setting_holders",
-    "told",
-    "way_of_slots",
-    "way_of_tensor",
-    "way_of_variables",
-]
-
 
 class Way(NamedTuple):
     """How to read all that an object holds, and how to write it back."""

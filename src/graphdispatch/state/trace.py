@@ -31,8 +31,6 @@ from .notes import CodeNotes, keep
 from .reads import StateReads
 from .walk import StateWalk
 
-__all__ = ["CodeTrace"]
-
 _log = logging.getLogger("graphdispatch")
 _READ_WHOLE = ("dataclasses.py", "copy.py", "pickle.py", "pprint.py", "inspect.py", "copyreg.py", "argparse.py")
 """Modules of the standard library that read all attributes of what they are given."""

@@ -29,8 +29,6 @@ from . import objects, snapshot
 from .objects import ABSENT, CONTAINERS
 from .snapshot import MEMBER, Bulk, Holder, Way, told
 
-__all__ = ["StateWalk"]
-
 _PACKAGE = str(__package__).partition(".")[0]
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _MEMBERS = ("_parameters", "_buffers", "_modules")
