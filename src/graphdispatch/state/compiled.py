@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.hooks import RemovableHandle
 
 from ..native.guards import GUARD
-from .objects import ABSENT, cell_value, slot_value
+from .objects import ABSENT, cell_value, is_compiled_member, slot_value
 
 if TYPE_CHECKING:
     from .guards import StateGuard
@@ -121,6 +121,8 @@ def _reader(reader: Any, expected: Any) -> tuple[str, Any, Any, Any]:
             return args[1], args[0], None, expected
         if function is getattr and args[1:] == ("__mro__",):
             return args[1], args[0], None, expected
+        if function is slot_value and is_compiled_member(args[0]):
+            return "call", partial(args[0].__get__, args[1]), None, expected
         if function is slot_value:
             return "slot", args[1], args[0], expected
         owner = getattr(function, "__self__", None)

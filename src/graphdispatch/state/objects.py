@@ -17,9 +17,10 @@ import threading
 import types
 import weakref
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from contextvars import ContextVar
+from enum import Enum
 from functools import cached_property, lru_cache, partial
 from operator import is_
 from typing import Any, NamedTuple
@@ -100,6 +101,13 @@ _OPAQUE = (
 
 
 _NOTHING_IN = (*CONSTANTS, *_TRUSTED)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
+_COMPILED_MEMBERS: dict[type, tuple[str, ...]] = {
+    defaultdict: ("default_factory",),
+    partial: ("func", "args", "keywords"),
+    BaseException: ("args",),
+}
+"""Attributes that compiled classes keep outside of ``__dict__``, as slots do."""
 
 
 def is_leaf(kind: type) -> bool:
@@ -121,12 +129,12 @@ def home_of(kind: type) -> str:
 
 def is_followed(kind: type) -> bool:
     """Whether the objects of a class are a part of the callable's state: not those of this package (but for its demo),
-    and no machinery of torch or of the standard library. Modules are, and threads of a class of the user."""
+    and no machinery of torch or of the standard library. Modules are, loggers, and threads of a class of the user."""
     module = home_of(kind)
     root = module.partition(".")[0] if not module.startswith(f"{_PACKAGE}.demo") else "demo"
     if root == _PACKAGE:
         return False
-    if issubclass(kind, (nn.Module, logging.LoggerAdapter)):
+    if issubclass(kind, (nn.Module, logging.Filterer, logging.LoggerAdapter)):
         return True
     if root in _MACHINERY:
         return False
@@ -185,14 +193,19 @@ def attribute_table(value: Any) -> dict[str, Any] | None:
 
 
 def slots_of(kind: type) -> dict[str, Any]:
-    """The descriptors of the slots of a class by attribute name."""
-    return {
-        name: member
-        for base in reversed(type.mro(kind))
-        if "__slots__" in vars(base)
-        for name, member in vars(base).items()
-        if issubclass(type(member), types.MemberDescriptorType)
-    }
+    """The descriptors of the slots of a class by attribute name, and of what its compiled classes keep like that."""
+    found: dict[str, Any] = {}
+    for base in reversed(type.mro(kind)):
+        table = vars(base)
+        if "__slots__" in table:
+            found |= {name: held for name, held in table.items() if type(held) is types.MemberDescriptorType}
+        found |= {name: table[name] for name in _COMPILED_MEMBERS.get(base, ())}
+    return found
+
+
+def is_compiled_member(member: Any) -> bool:
+    """Whether a descriptor of ``slots_of`` is that of a compiled class, whose code reads it under no name."""
+    return member.__objclass__ in _COMPILED_MEMBERS
 
 
 def content(container: Any) -> list[Any]:
@@ -264,11 +277,6 @@ def functions_in(value: Any) -> list[types.FunctionType]:
     return [part for part in parts if isinstance(part, types.FunctionType)]
 
 
-def is_kind_of_array(kind: type) -> bool:
-    """Whether it is a class of NumPy arrays with attributes. Those of a mapped file lead to all of the file."""
-    return kind is not np.ndarray and not issubclass(kind, np.memmap)
-
-
 def is_code(value: Any) -> bool:
     """Whether a class attribute is code: a function, method, property or built-in descriptor."""
     kinds = (types.FunctionType, property, staticmethod, classmethod, cached_property, type, *_TRUSTED)
@@ -291,15 +299,67 @@ SEEN_THROUGH = frozenset(
 """Common types whose compiled methods change and read nothing that a walk does not see."""
 
 
+class Role(Enum):
+    """What objects are to whoever goes through a callable's state."""
+
+    LEAF = "a constant, or a part of the interpreter or of torch: nothing is looked for in it"
+    TENSOR = "a tensor"
+    FUNCTION = "a function in Python"
+    CLASS = "a class"
+    METHOD = "a bound method, a property or the like: only the functions and objects in it count"
+    MODULE = "a Python module: its variables are looked up by name"
+    CELL = "a variable of a closure"
+    REFERENCE = "a weak reference or a context variable"
+    ARRAY = "a NumPy array"
+    GENERATOR = "a random generator of Python or NumPy"
+    OPAQUE = "what nobody can compare, so that no graph may depend on it"
+    INSTANCE = "a container or another object, with entries, attributes and slots"
+    FRONT_END = "a callable with graphs: only what it serves counts"
+    TRUSTED = "an object of the libraries' own, which keep no state of the callable"
+
+
+_ROLES: tuple[tuple[Role, tuple[Any, ...]], ...] = (
+    (Role.TENSOR, (torch.Tensor,)),
+    (Role.FUNCTION, (types.FunctionType,)),
+    (Role.CLASS, (type,)),
+    (Role.METHOD, (types.MethodType, property, staticmethod, classmethod)),
+    (Role.MODULE, (types.ModuleType,)),
+    (Role.CELL, (types.CellType,)),
+    (Role.REFERENCE, (weakref.ref, *weakref.ProxyTypes, ContextVar)),
+    (Role.ARRAY, (np.ndarray,)),
+)
+
+
+def role_of(kind: type) -> Role:
+    """What the objects of a class are: the first that fits."""
+    if is_leaf(kind):
+        return Role.LEAF
+    for role, classes in _ROLES:
+        if issubclass(kind, classes):
+            return role
+    if is_opaque(kind):
+        return Role.OPAQUE
+    if issubclass(kind, _GENERATORS):
+        return Role.GENERATOR
+    if is_followed(kind):
+        return Role.INSTANCE
+    is_ours = home_of(kind).partition(".")[0] == _PACKAGE and "unwrap" in dir(kind)
+    return Role.FRONT_END if is_ours else Role.TRUSTED
+
+
+def stands_for(value: Any, role: Role) -> list[Any]:
+    """The functions and objects in a method, a property or a callable with graphs; nothing in others."""
+    if role is Role.FRONT_END:
+        return [value.unwrap()]
+    if issubclass(type(value), types.MethodType):
+        return [value.__self__, value.__func__]
+    return list(functions_in(value)) if role is Role.METHOD else []
+
+
 class Kind(NamedTuple):
     """What a class tells of its objects."""
 
-    is_leaf: bool
-    """See ``is_leaf``; then nothing else was asked."""
-    is_opaque: bool
-    """See ``is_opaque``."""
-    is_followed: bool
-    """See ``is_followed``."""
+    role: Role
     slots: dict[str, Any]
     """See ``slots_of``."""
 
@@ -308,11 +368,8 @@ class Kinds(dict[type, Kind]):
     """Classes, each asked when it is first met. Classes may change, so make another one for each look."""
 
     def __missing__(self, kind: type) -> Kind:
-        if is_leaf(kind):
-            known = Kind(True, False, False, {})
-        else:
-            known = Kind(False, is_opaque(kind), is_followed(kind), slots_of(kind))
-        self[kind] = known
+        role = role_of(kind)
+        known = self[kind] = Kind(role, {} if role is Role.LEAF else slots_of(kind))
         return known
 
 

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from . import objects
 from .objects import Reader
-from .snapshot import FORM, compiled_members, random_holder
+from .snapshot import random_holder
 
 _STATES = {random.Random: "getstate", np.random.RandomState: "get_state", np.random.BitGenerator: "state"}
 """Names by which code reads the state of one, and does not change it."""
@@ -27,7 +27,7 @@ def unchanged(value: Any, before: Any, read: Callable[[Any], Any], compare: Call
 def readers_of(value: Any, names: Collection[str]) -> list[Reader]:
     """What to compare of an object, besides its attributes, slots and entries, where code reads ``names``."""
     kind = type(value)
-    found: list[Reader] = [partial(member.__get__, value) for member in compiled_members(value).values()]
+    found: list[Reader] = []
     if issubclass(kind, OrderedDict) and len(value) > 1:
         found.append(partial(unchanged, value, _order(value), _order))
     elif issubclass(kind, objects.CACHES):
@@ -35,14 +35,6 @@ def readers_of(value: Any, names: Collection[str]) -> list[Reader]:
     elif any(issubclass(kind, home) and name in names for home, name in _STATES.items()):
         holder = random_holder((), value)
         found.append(partial(unchanged, value, holder.before, holder.way.read))
-    return found
-
-
-def array_readers(array: Any) -> list[Reader]:
-    """What to compare of a NumPy array besides its bytes; of one of a subclass, which may hide some, these too."""
-    found: list[Reader] = [partial(unchanged, array, FORM.read(array), FORM.read)]
-    if type(array) is not np.ndarray and not array.dtype.hasobject:
-        found.append(partial(unchanged, array, np.ndarray.tobytes(array), np.ndarray.tobytes))
     return found
 
 

@@ -10,7 +10,7 @@ import os
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -22,11 +22,10 @@ from torch import nn
 from ..call.breaks import is_break
 from . import objects
 from .notes import CodeNotes
-from .objects import ABSENT, CONTAINERS, Reader
-from .readers import array_readers, readers_of, tensor_readers
-from .snapshot import OF_LOGGERS
+from .objects import ABSENT, CONTAINERS, Reader, Role
+from .readers import readers_of, tensor_readers, unchanged
+from .snapshot import FORM
 
-_PACKAGE = str(__package__).partition(".")[0]
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _TABLES = frozenset((*_MEMBERS, *_HOOKS))
@@ -87,50 +86,64 @@ class StateReads:
         self.missing = notes.asked - _TENSOR_ATTRIBUTES
 
     def _follow(self) -> None:
+        visits: dict[Role, Callable[[Any], None]] = {
+            Role.TENSOR: self._visit_tensor,
+            Role.FUNCTION: self._visit_function,
+            Role.CLASS: self._visit_class,
+            Role.METHOD: self._visit_method,
+            Role.MODULE: self._visit_variables,
+            Role.CELL: self._visit_cell,
+            Role.REFERENCE: self._visit_reference,
+            Role.ARRAY: self._visit_array,
+            Role.OPAQUE: self._visit_opaque,
+            Role.GENERATOR: self._visit_object,
+            Role.INSTANCE: self._visit_object,
+        }
         while self._pending:
             value = self._pending.pop()
-            if id(value) not in self._seen and not self._kinds[type(value)].is_leaf:
+            role = self._kinds[type(value)].role
+            if role is not Role.LEAF and id(value) not in self._seen:
                 self._seen[id(value)] = value
-                self._visit(value)
+                if role in visits:
+                    visits[role](value)
+                else:
+                    self._pending += objects.stands_for(value, role)
 
-    def _visit(self, value: Any) -> None:
+    def _visit_tensor(self, tensor: torch.Tensor) -> None:
+        self.tensors.append(tensor)
+        table = objects.attribute_table(tensor)
+        if table or self._notes.asked:
+            self.homes.append(tensor)
+            self._compare(table, self._names)
+        self.readers += tensor_readers(tensor, self._names)
+
+    def _visit_method(self, method: Any) -> None:
+        self._pending += objects.stands_for(method, Role.METHOD)
+        if objects.user_classes(type(method)):  # a property that has attributes
+            self._visit_object(method)
+
+    def _visit_variables(self, module: types.ModuleType) -> None:
+        if id(vars(module)) not in self._notes.variables:
+            self._compare_variables(vars(module), self._names)
+
+    def _visit_cell(self, cell: types.CellType) -> None:
+        held = objects.cell_value(cell)
+        # Without a call of Python where that can be.
+        read = partial(objects.cell_value, cell) if held is ABSENT else partial(getattr, cell, "cell_contents")
+        self.readers.append(read)
+        self._pending.append(held)
+
+    def _visit_reference(self, reference: Any) -> None:
+        self.readers.append(_direct(reference))
+        self._pending.append(objects.referent(reference))
+
+    def _visit_opaque(self, value: Any) -> None:
         kind = type(value)
-        held = objects.referent(value)
-        if held is not ABSENT or kind is ContextVar:
-            self.readers.append(_direct(value))
-            self._pending.append(held)
-        elif issubclass(type(value), torch.Tensor):
-            self.tensors.append(value)
-            table = objects.attribute_table(value)
-            if table or self._notes.asked:
-                self.homes.append(value)
-                self._compare(table, self._names)
-            self.readers += tensor_readers(value, self._names)
-        elif issubclass(type(value), nn.Module):
-            self._visit_module(value)
-        elif issubclass(type(value), types.FunctionType):
-            self._visit_function(value)
-        elif issubclass(type(value), types.MethodType):
-            self._pending += (value.__self__, value.__func__)
-        elif issubclass(type(value), type):
-            self._visit_class(value)
-        elif issubclass(type(value), types.ModuleType):
-            if id(vars(value)) not in self._notes.variables:
-                self._compare_variables(vars(value), self._names)
-        elif issubclass(type(value), np.ndarray):
-            self._visit_array(value)
-        elif self._kinds[kind].is_opaque and objects.is_machine(kind) and not self._may_use(value):
+        if not objects.is_machine(kind) or self._may_use(value):
+            self._refuse(f"a {kind.__module__}.{kind.__qualname__}")
+        else:
             table = objects.attribute_table(value) or {}
             self.absent.append((table, frozenset(self._notes.asked - table.keys())))
-        elif self._kinds[kind].is_opaque:
-            self._refuse(f"a {kind.__module__}.{kind.__qualname__}")
-        elif self._kinds[kind].is_followed:
-            self._visit_object(value)
-        elif issubclass(kind, logging.Filterer):
-            table = objects.attribute_table(value) or {}
-            self._compare_variables(table, self._names - OF_LOGGERS)
-        elif objects.home_of(kind).partition(".")[0] == _PACKAGE and "unwrap" in dir(kind):
-            self._pending.append(value.unwrap())
 
     def _may_use(self, machine: Any) -> bool:
         """Whether the code may have read a lock, event or thread: code of its class's file ran, or code spells one of
@@ -140,11 +153,42 @@ class StateReads:
         is_named = table is None or not self._library_names.isdisjoint(table)
         return self._notes.is_blind or is_named or any(code.co_filename == file for code in self._notes.codes)
 
-    def _visit_module(self, module: nn.Module) -> None:
+    def _visit_object(self, value: Any) -> None:
+        """An object with attributes, slots or entries."""
+        kind = type(value)
+        if kind is dict and "__builtins__" in value:
+            return  # the variables of a module, which are followed by name
+        if issubclass(kind, CONTAINERS):
+            if self._is_traced or _matters(value):
+                self.contents.append(value)
+            held = objects.content(value)
+            self._count(len(held), value)
+            self._pending += held
+        elif issubclass(kind, (tuple, frozenset)):
+            self._pending += objects.content(value)
+        table, slots = objects.attribute_table(value), self._kinds[kind].slots
+        names = self._named(kind)
+        if issubclass(kind, nn.Module):
+            names |= self._visit_members(value, table or {})
+        if table is not None:
+            self.objects.append(value)
+            self.homes.append(value)
+            self._compare(table, names)
+        for name, member in slots.items():
+            if not self._is_traced or self._all or name in names or objects.is_compiled_member(member):
+                self.readers.append(partial(objects.slot_value, member, value))
+                self._pending.append(self.readers[-1]())
+        if not slots and not issubclass(kind, (tuple, frozenset, *CONTAINERS)):
+            for inner in objects.referents(value):
+                is_cached = issubclass(kind, objects.CACHES) and issubclass(type(inner), CONTAINERS)
+                self._pending += objects.content(inner) if is_cached else [inner]
+        if self._is_traced:
+            self.readers += readers_of(value, self._names)
+        self._pending.append(kind)
+
+    def _visit_members(self, module: nn.Module, table: dict[str, Any]) -> frozenset[str]:
+        """What a module holds for torch; the names to compare, besides those that the code spells."""
         self.modules.append(module)
-        self.objects.append(module)
-        self.homes.append(module)
-        table = objects.attribute_table(module) or {}
         for name in _MEMBERS:
             members = table.get(name)
             if members and issubclass(type(members), dict):  # a scripted module keeps its members elsewhere
@@ -156,56 +200,22 @@ class StateReads:
                 self._pending += table[name].values()
         if not isinstance(table.get("_parameters"), dict):
             self._pending += (*module.parameters(), *module.buffers())
-        kind = type(module)
-        is_library = any(base is not nn.Module for base in kind.__mro__ if objects.home_of(base).startswith("torch."))
-        names = self._named(kind, self._library_names if is_library else self._names)
-        self._compare(table, names | _BY_TORCH | _TABLES)
-        self._pending.append(kind)
+        return _BY_TORCH | _TABLES
 
-    def _visit_object(self, value: Any) -> None:
-        """An object with attributes, slots or entries."""
-        kind = type(value)
-        if kind is dict and "__builtins__" in value:
-            return  # the variables of a module, which are followed by name
-        if issubclass(type(value), CONTAINERS):
-            if self._is_traced or _matters(value):
-                self.contents.append(value)
-            held = objects.content(value)
-            self._count(len(held), value)
-            self._pending += held
-        elif issubclass(type(value), (tuple, frozenset)):
-            self._pending += objects.content(value)
-        table, slots = objects.attribute_table(value), self._kinds[kind].slots
-        is_library = len(objects.user_classes(kind)) < len(objects.written_classes(kind))
-        names = self._named(kind, self._library_names if is_library else self._names)
-        if table is not None:
-            self.objects.append(value)
-            self.homes.append(value)
-            self._compare(table, names)
-        for name in (name for name in slots if not self._is_traced or self._all or name in names):
-            self.readers.append(partial(objects.slot_value, slots[name], value))
-            self._pending.append(self.readers[-1]())
-        if not slots and not issubclass(type(value), (tuple, frozenset, *CONTAINERS)):
-            for inner in objects.referents(value):
-                is_cached = issubclass(kind, objects.CACHES) and issubclass(type(inner), CONTAINERS)
-                self._pending += objects.content(inner) if is_cached else [inner]
-        if self._is_traced or kind is partial:
-            particulars = readers_of(value, self._names)
-            self.readers += particulars
-            self._pending += (read() for read in particulars)
-        self._pending.append(kind)
-
-    def _visit_array(self, value: Any) -> None:
+    def _visit_array(self, array: Any) -> None:
         """An array of numbers or of objects; it may be of a subclass with attributes."""
-        kind = type(value)
-        if kind is np.ndarray:
-            self.arrays.append(value)
-        self._count(value.nbytes // 8, value)
-        self._pending += value.flat if value.dtype.hasobject else ()
-        self.readers += array_readers(value)
-        if objects.is_kind_of_array(kind):
-            self.homes.append(value)
-            self._compare(objects.attribute_table(value), self._named(kind, self._library_names))
+        kind = type(array)
+        # Bytes as they lie in memory: a class of its own may hide some.
+        self.arrays.append(array if kind is np.ndarray else np.ndarray.view(array, np.ndarray))
+        self._count(array.nbytes // 8, array)
+        if array.dtype.hasobject:
+            held = list(array.flat)
+            self.readers.append(partial(unchanged, array, held, _flat, objects.same_objects))
+            self._pending += held
+        self.readers.append(partial(unchanged, array, FORM.read(array), FORM.read))
+        if kind is not np.ndarray and not issubclass(kind, np.memmap):  # whose attributes lead to all of a file
+            self.homes.append(array)
+            self._compare(objects.attribute_table(array), self._named(kind))
             self._pending.append(kind)
 
     def _visit_class(self, kind: type) -> None:
@@ -256,11 +266,7 @@ class StateReads:
         if self._is_traced and not self._all and fn.__code__ not in self._notes.codes:
             return
         self.functions.append(fn)
-        for cell in cells:
-            held = objects.cell_value(cell)
-            read = partial(objects.cell_value, cell) if held is ABSENT else partial(getattr, cell, "cell_contents")
-            self.readers.append(read)
-            self._pending.append(held)
+        self._pending += cells
         defaults = [name for name in ("__defaults__", "__kwdefaults__") if getattr(fn, name)]
         self.readers += (partial(getattr, fn, name) for name in defaults)
         self._pending += (getattr(fn, name) for name in defaults)
@@ -287,9 +293,17 @@ class StateReads:
             self.attributes.append((table, known))
             self._pending += (table[name] for name in known)
 
-    def _named(self, kind: type, names: frozenset[str]) -> frozenset[str]:
-        """The names to compare of the objects of a class: all, if code reads them without spelling their names."""
-        return _ALL if self._all or kind in self._notes.whole_types or _has_own_access(kind) else names
+    def _named(self, kind: type) -> frozenset[str]:
+        """The names to compare of the objects of a class: those of the user's code, where libraries wrote some of the
+        class of their code, too; all, if code reads them without spelling their names."""
+        if self._all or kind in self._notes.whole_types or _has_own_access(kind):
+            return _ALL
+        if issubclass(kind, nn.Module):
+            torchs = [base for base in kind.__mro__ if objects.home_of(base).startswith("torch.")]
+            is_library = torchs != [nn.Module]
+        else:
+            is_library = len(objects.user_classes(kind)) < len(objects.written_classes(kind))
+        return self._library_names if is_library and not issubclass(kind, logging.Filterer) else self._names
 
     def _compare(self, table: Mapping[str, Any] | None, names: Iterable[str]) -> None:
         """Compare the attributes in ``table`` under ``names``; without a trace, those that hold modules or tensors."""
@@ -336,6 +350,10 @@ _ALL = _All()
 def _has_own_access(kind: type) -> bool:
     """Whether a class of the user finds attributes by code of its own."""
     return any({"__getattr__", "__getattribute__"} & vars(base).keys() for base in objects.user_classes(kind))
+
+
+def _flat(array: np.ndarray[Any, Any]) -> list[Any]:
+    return list(array.flat)
 
 
 def _direct(value: Any) -> Reader:

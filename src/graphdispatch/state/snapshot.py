@@ -6,11 +6,12 @@ that back.
 
 import logging
 import os
+import pickle
 import random
 import re
 import threading
 import types
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from functools import partial
@@ -77,19 +78,19 @@ class Holder(NamedTuple):
         self.way.write(self.value, held)
 
 
-_OF_THREADS = vars(threading.Thread(name="")).keys()
-"""What a thread keeps of itself; other threads write it."""
-OF_LOGGERS = vars(logging.Logger("")).keys() | vars(logging.Handler()).keys()
-"""What loggers and handlers keep of themselves."""
+_KEPT_BY_LIBRARY = {
+    threading.Thread: vars(threading.Thread(name="")).keys(),
+    logging.Filterer: vars(logging.Logger("")).keys() | vars(logging.Handler()).keys(),
+}
+"""What threads, and loggers with their handlers, keep of themselves; other threads write it."""
 
 
 def _read_attributes(value: Any) -> dict[str, Any]:
     """The attributes of an object by name; of a thread, logger or handler those that somebody else gave it."""
     table = dict(objects.attribute_table(value) or {})
-    if issubclass(type(value), threading.Thread):
-        return {name: held for name, held in table.items() if name not in _OF_THREADS}
-    if issubclass(type(value), logging.Filterer):
-        return {name: held for name, held in table.items() if name not in OF_LOGGERS}
+    for kind, own in _KEPT_BY_LIBRARY.items():
+        if issubclass(type(value), kind):
+            return {name: held for name, held in table.items() if name not in own}
     return table
 
 
@@ -121,47 +122,14 @@ def _read_slots(slots: dict[str, Any], value: Any) -> dict[str, Any]:
 
 def _write_slots(slots: dict[str, Any], value: Any, before: dict[str, Any]) -> None:
     """Fill and empty the slots of an object."""
+    if issubclass(type(value), partial):  # whose members cannot be assigned one by one
+        value.__setstate__((*(before[f".{name}"] for name in ("func", "args", "keywords")), value.__dict__ or None))
     for label, member in slots.items():
-        held = before[label]
-        if held is not ABSENT:
-            member.__set__(value, held)
-        elif objects.slot_value(member, value) is not ABSENT:
+        held, now = before[label], objects.slot_value(member, value)
+        if held is ABSENT and now is not ABSENT:
             member.__delete__(value)
-
-
-_COMPILED: dict[type, tuple[str, ...]] = {
-    defaultdict: ("default_factory",),
-    partial: ("func", "args", "keywords"),
-    BaseException: ("args",),
-}
-"""Attributes that compiled classes keep outside of ``__dict__``."""
-_KEEPERS = tuple(_COMPILED)
-
-
-def compiled_members(value: Any) -> dict[str, Any]:
-    """The descriptors of the attributes that an object's compiled classes keep, by label; none for most. A subclass may
-    have code of its own under the name."""
-    kind = type(value)
-    if not issubclass(kind, _KEEPERS):
-        return {}
-    found = ((base, name) for base, names in _COMPILED.items() if issubclass(kind, base) for name in names)
-    return {f".{name}": vars(base)[name] for base, name in found}
-
-
-def _write_compiled(value: Any, before: dict[str, Any]) -> None:
-    """Put them back."""
-    if issubclass(type(value), partial):
-        value.__setstate__((*before.values(), value.__dict__ or None))
-        return
-    for label, member in compiled_members(value).items():
-        member.__set__(value, before[label])
-
-
-def _read_compiled(value: Any) -> dict[str, Any]:
-    return {label: member.__get__(value) for label, member in compiled_members(value).items()}
-
-
-COMPILED = Way(_read_compiled, _write_compiled)
+        elif held is not now:
+            member.__set__(value, held)
 
 
 def _write_class(kind: type, before: dict[str, Any]) -> None:
@@ -368,27 +336,15 @@ def random_holder(path: Any, generator: Any) -> Holder:
     """The holder of a random generator of Python or NumPy, or of one of these modules."""
     read: Callable[[], Any]
     write: Any
-    freeze: Callable[[Any], Any] = _frozen
     if issubclass(type(generator), (np.random.Generator, np.random.BitGenerator)):
         bits = getattr(generator, "bit_generator", generator)
         read, write = lambda: bits.state, partial(setattr, bits, "state")
-    elif type(generator) is random.Random or generator is random:
-        read, write, freeze = generator.getstate, generator.setstate, tuple  # nested tuples of numbers
-    elif issubclass(type(generator), random.Random):
+    elif generator is random or issubclass(type(generator), random.Random):
         read, write = generator.getstate, generator.setstate
     else:
         read, write = generator.get_state, generator.set_state
     saved = read()
-    return Holder(path, generator, Way(lambda _: freeze(read()), lambda *_: write(saved)), freeze(saved))
-
-
-def _frozen(state: Any) -> Any:
-    """The state of a random generator as nested tuples, which compare by value."""
-    if issubclass(type(state), dict):
-        return tuple((key, _frozen(value)) for key, value in state.items())
-    if issubclass(type(state), (tuple, list)):
-        return tuple(map(_frozen, state))
-    return state.tobytes() if issubclass(type(state), np.ndarray) else state
+    return Holder(path, generator, Way(lambda _: pickle.dumps(read()), lambda *_: write(saved)), pickle.dumps(saved))
 
 
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__name__", "__doc__")

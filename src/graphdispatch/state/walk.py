@@ -5,14 +5,12 @@ user's classes, without a limit of depth. It reads globals of the functions that
 that runs while a ``CodeTrace`` feeds it. Nothing of the user's is called.
 """
 
-import logging
 import os
 import random
 import threading
 import types
-import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from functools import partial
 from itertools import chain
@@ -26,14 +24,12 @@ from torch import nn
 from ..call.breaks import is_break
 from ..call.caches import advice_for
 from . import objects, snapshot
-from .objects import ABSENT, CONTAINERS
+from .objects import ABSENT, CONTAINERS, Role
 from .snapshot import MEMBER, Bulk, Holder, Way, told
 
-_PACKAGE = str(__package__).partition(".")[0]
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 _PLAIN_CONTAINERS = frozenset(CONTAINERS)
-_SINGLE = {types.CellType: snapshot.CELL, ContextVar: snapshot.CONTEXT}
 _SHARED = (*CONTAINERS, np.ndarray)
 """What code changes without the name of an attribute, once it has got hold of it."""
 Edges = Iterator[tuple[str, Any]]
@@ -67,6 +63,17 @@ class StateWalk:
         self._generators: list[Holder] = []
         self._bulk = Bulk()
         self._slots: dict[type, Way | None] = {}
+        self._edges_of: dict[Role, Callable[[Any, Any], Edges]] = {
+            Role.TENSOR: self._tensor_edges,
+            Role.FUNCTION: self._function_edges,
+            Role.CLASS: self._class_edges,
+            Role.CELL: self._cell_edges,
+            Role.REFERENCE: self._reference_edges,
+            Role.ARRAY: self._array_edges,
+            Role.GENERATOR: self._generator_edges,
+            Role.OPAQUE: self._opaque_edges,
+            Role.INSTANCE: self._object_edges,
+        }
         self._again: list[tuple[Any, Any]] = []
         """Containers that it met once more, with the other path."""
         for root in roots:
@@ -79,14 +86,14 @@ class StateWalk:
 
     def visit(self, value: Any, path: Any) -> None:
         """Follow ``value``, which was met at ``path``: a chain (path of its owner, label)."""
-        pending, seen, kinds = [(value, path)], self._seen, self._kinds
+        pending, seen, kinds, leaf = [(value, path)], self._seen, self._kinds, Role.LEAF
         while pending:
             value, path = pending.pop()
             if id(value) in seen:
                 if issubclass(type(value), _SHARED):
                     self._again.append((value, path))
                 continue
-            if kinds[type(value)].is_leaf:
+            if kinds[type(value)].role is leaf:
                 continue
             if len(seen) >= self._most:
                 self.overflow = self.overflow or told(path)
@@ -96,7 +103,7 @@ class StateWalk:
             if not value if kind in _PLAIN_CONTAINERS else kind is OrderedDict and not (value or value.__dict__):
                 self._bulk.add_empty(value, path)
                 continue
-            pending += [(i, (path, label)) for label, i in self._edges(value, path) if not kinds[type(i)].is_leaf]
+            pending += [(i, (path, label)) for label, i in self._edges(value, path) if kinds[type(i)].role is not leaf]
 
     def visit_variables(self, table: dict[str, Any], names: Iterator[str], where: str) -> None:
         """Note and follow the variables of a module under ``names``, which code is about to use."""
@@ -183,53 +190,34 @@ class StateWalk:
 
     def _edges(self, value: Any, path: Any) -> Edges:
         """What ``value`` holds, with labels; notes what of it can change."""
-        kind = type(value)
-        if kind in _PLAIN_CONTAINERS:
+        if type(value) in _PLAIN_CONTAINERS:
             return self._entries(value, path)
-        if kind is tuple:
-            return ((f"[{index}]", inner) for index, inner in enumerate(value))
-        if issubclass(kind, torch.Tensor):
-            return self._tensor_edges(value, path)
-        if issubclass(kind, types.FunctionType):
-            return self._function_edges(value, path, with_globals=True)
-        if issubclass(kind, type):
-            return self._class_edges(value, path)
-        if kind in _SINGLE:
-            return iter(self._hold(path, value, _SINGLE[kind]).items())
-        if issubclass(kind, np.ndarray):
-            return self._array_edges(value, path)
-        if issubclass(kind, (weakref.ref, *weakref.ProxyTypes)):
-            return iter([("()", objects.referent(value))])
-        if issubclass(kind, types.MethodType):
-            return iter([("", value.__self__), ("", value.__func__)])
-        if issubclass(kind, (property, staticmethod, classmethod)):
-            return (("", fn) for fn in objects.functions_in(value))
-        if issubclass(kind, types.ModuleType):
-            return iter(())
-        if issubclass(kind, random.SystemRandom):
-            return self._opaque_edges(value, path)
-        if issubclass(kind, (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)):
-            self._generators.append(snapshot.random_holder(path, value))
-            return iter(())
-        if self._kinds[kind].is_opaque:
-            return self._opaque_edges(value, path)
-        if self._kinds[kind].is_followed:
-            return self._object_edges(value, path)
-        if issubclass(kind, logging.Filterer):
-            return self._attributes(value, path)
-        is_ours = objects.home_of(kind).partition(".")[0] == _PACKAGE and "unwrap" in dir(kind)
-        return iter([("", value.unwrap())] if is_ours else ())
+        role = self._kinds[type(value)].role
+        edges = self._edges_of.get(role)
+        return (("", part) for part in objects.stands_for(value, role)) if edges is None else edges(value, path)
 
     def _array_edges(self, array: Any, path: Any) -> Edges:
-        """What an array of objects holds, and the attributes of one of a subclass."""
+        """What an array of objects holds, and the attributes of one of a subclass, but for a mapped file's."""
         self._hold(path, array, snapshot.FORM)
-        if objects.is_kind_of_array(type(array)):
+        if not issubclass(type(array), np.memmap):
             yield from self._attributes(array, path)
             yield "", type(array)
         if not array.dtype.hasobject:
             self._hold(path, array, snapshot.NUMBERS)
         else:
             yield from (("[...]", inner) for inner in self._hold(path, array, snapshot.OBJECTS))
+
+    def _cell_edges(self, cell: Any, path: Any) -> Edges:
+        return iter(self._hold(path, cell, snapshot.CELL).items())
+
+    def _reference_edges(self, reference: Any, path: Any) -> Edges:
+        is_variable = type(reference) is ContextVar
+        held = self._hold(path, reference, snapshot.CONTEXT) if is_variable else {"()": objects.referent(reference)}
+        return iter(held.items())
+
+    def _generator_edges(self, generator: Any, path: Any) -> Edges:
+        self._generators.append(snapshot.random_holder(path, generator))
+        return iter(())
 
     def _attributes(self, value: Any, path: Any) -> Edges:
         if objects.attribute_table(value) is None:
@@ -277,8 +265,6 @@ class StateWalk:
                 # What a cache keeps is no state by itself, and its own table must not be written.
                 is_table = issubclass(kind, objects.CACHES) and issubclass(type(inner), dict)
                 yield from (("", held) for held in (objects.content(inner) if is_table else [inner]))
-        if snapshot.compiled_members(value):
-            yield from (("", held) for held in self._hold(path, value, snapshot.COMPILED).values())
         yield "", kind
 
     def _slots_of(self, kind: type) -> Way | None:
@@ -294,7 +280,7 @@ class StateWalk:
             self._hold(path, tensor, snapshot.way_of_tensor(tensor))
         return self._attributes(tensor, path)
 
-    def _function_edges(self, fn: types.FunctionType, path: Any, *, with_globals: bool) -> Edges:
+    def _function_edges(self, fn: types.FunctionType, path: Any, *, with_globals: bool = True) -> Edges:
         """Closure, defaults and attributes of a function; of the library's decorators only what they wrap."""
         self.codes.add(fn.__code__)
         cells = [cell for cell in fn.__closure__ or () if isinstance(cell, types.CellType)]
