@@ -502,9 +502,6 @@ read("longer list in its place")(lambda: Box(k=[2.0]), lambda h: sum(h.k), put(k
 read("list of another class in its place")(lambda: Box(k=[2.0]), lambda h: float(isinstance(h.k, tuple)), put(k=(2.0,)))
 read("unequal frozen dataclass in its place")(lambda: Box(k=Frozen([2.0])), lambda h: h.k.k[0], put(k=Frozen([5.0])))
 kept("list that is not read")(lambda: Box(k=2.0, log=[]), lambda h: h.k, lambda h: h.log.append(1))
-kept("order of attributes read by name")(
-    lambda: Box(a=2.0, b=3.0), lambda h: getattr(h, "".join("a")) * h.b, lambda h: put_last(vars(h))
-)
 kept("unused one of many tensors")(
     lambda: {n: torch.ones(3) for n in range(2000)}, lambda h: h[1], lambda h: to(h[2], data=torch.zeros(3))
 )

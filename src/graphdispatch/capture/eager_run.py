@@ -29,7 +29,7 @@ from ..memory.object_outputs import Opener
 from ..memory.program import Labels
 from ..reasons import Reason
 from ..state.guards import StateGuard
-from ..state.notes import metadata_names
+from ..state.metadata import metadata_names
 from ..state.objects import attribute_table
 from ..state.trace import CodeTrace
 from ..state.walk import StateWalk

@@ -25,10 +25,10 @@ from ..call.spec import VALUES, describe
 from ..native.guards import GUARD
 from . import objects
 from .compiled import END, compile_guard
+from .metadata import has_memory
 from .notes import CodeNotes
 from .objects import equal_content, same_objects
-from .readers import has_memory, unchanged
-from .reads import StateReads
+from .reads import StateReads, keeps_results
 
 _END = (END,)
 _SETTINGS = (torch.get_default_dtype, torch._C._get_deterministic_algorithms)
@@ -102,7 +102,6 @@ class StateGuard:
         self._held = self._read()
         self._tables = tuple(reads.tables)
         self._keys = list(map(tuple, self._tables))
-        self._ordered = frozenset(reads.ordered)
         self._absent = [(table, names) for table, names in reads.absent if names]
         self._arrays = [(array, array.tobytes()) for array in reads.arrays]
         self._trains = self._find_training()
@@ -140,7 +139,7 @@ class StateGuard:
                 forms = [list(map(_shape, tensors)), list(map(_strides, tensors)), list(map(_dtype, tensors))]
                 if forms != self._forms or list(map(_address, self._tensors)) != self._addresses:
                     return False
-            if list(map(tuple, self._tables)) != self._keys and not self._has_same_keys():
+            if list(map(tuple, self._tables)) != self._keys:
                 return False
             if not all(table.keys().isdisjoint(names) for table, names in self._absent):
                 return False
@@ -214,8 +213,6 @@ class StateGuard:
         tables = zip(guard._tables, guard._keys, strict=True)
         found = [(each, keys) for table, keys in tables for each in successors(table)]
         self._tables, self._keys = tuple(table for table, _ in found), [keys for _, keys in found]
-        ordered = (table for table in guard._tables if id(table) in guard._ordered)
-        self._ordered = frozenset(id(each) for table in ordered for each in successors(table))
         self._named = [(each, names) for table, names in guard._named for each in successors(table)]
         self._list()
         self._held = self._read()
@@ -241,26 +238,15 @@ class StateGuard:
     def reads_like(self, other: "StateGuard") -> bool:
         """Whether another guard compares the same objects, and was made when they held the same."""
         absent = ([(id(table), names) for table, names in g._absent] for g in (self, other))
-        plain = ([r.args[1] for r in g._readers if type(r) is partial and r.func is unchanged] for g in (self, other))
-        if next(absent) != next(absent) or next(plain) != next(plain):
+        partials = ([r for r in g._readers if type(r) is partial] for g in (self, other))
+        results = ([r.args[1] for r in readers if r.func is keeps_results] for readers in partials)
+        if next(absent) != next(absent) or next(results) != next(results):
             return False
         parts = (
             (*g.tensors, *g._objects, *g._functions, *g._homes, *g._tables, *(a for a, _ in g._arrays))
             for g in (self, other)
         )
         return self._figures == other._figures and same_objects(*parts) and same_objects(self._held, other._held)
-
-    def _has_same_keys(self) -> bool:
-        """Whether all tables have the keys that they had, in that order where it counts; the present order is the known
-        one then."""
-        now = list(map(tuple, self._tables))
-        if list(map(frozenset, now)) != list(map(frozenset, self._keys)):
-            return False
-        moved = (table for table, keys, known in zip(self._tables, now, self._keys, strict=True) if keys != known)
-        if any(id(table) in self._ordered for table in moved):
-            return False
-        self._keys = now
-        return True
 
     def _no_new_hooks(self) -> bool:
         """Whether hooks were registered meanwhile only elsewhere in the process, and none on the callable's modules."""
@@ -340,9 +326,9 @@ def _has_own_table(value: Any) -> bool:
 def _parts(container: Any) -> tuple[Iterable[Any], ...]:
     """Live iterables of what a container holds: the keys and the values of a dict, the entries of another."""
     if issubclass(type(container), dict):
-        return dict.keys(container), dict.values(container)
-    kind = next((kind for kind in (list, set, deque) if issubclass(type(container), kind)), type(container))
-    return (container,) if kind is type(container) else (_Entries(kind, container),)
+        home = objects.dict_of(container)
+        return home.keys(container), home.values(container)
+    return (container if type(container) in (list, set, deque) else _Entries(container),)
 
 
 def _shown(value: Any) -> str:
@@ -354,17 +340,15 @@ def _shown(value: Any) -> str:
 
 
 class _Entries:
-    """The entries of a list, set or deque whose class may iterate in another way."""
+    """The entries of an array, or of a list, set or deque whose class may iterate in another way."""
 
-    __slots__ = ("container", "kind")
+    __slots__ = ("container",)
 
-    def __init__(self, kind: Any, container: Any) -> None:
-        self.kind = kind
+    def __init__(self, container: Any) -> None:
         self.container = container
 
     def __iter__(self) -> Iterator[Any]:
-        entries: Iterator[Any] = self.kind.__iter__(self.container)
-        return entries
+        return iter(objects.content(self.container))
 
 
 class WorkspaceGuard:

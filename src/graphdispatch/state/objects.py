@@ -20,7 +20,6 @@ from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from contextvars import ContextVar
-from enum import Enum
 from functools import cached_property, lru_cache, partial
 from operator import is_
 from typing import Any, NamedTuple
@@ -209,16 +208,20 @@ def is_compiled_member(member: Any) -> bool:
 
 
 def content(container: Any) -> list[Any]:
-    """The keys and values of a dict, or the entries of another container, all of one moment: threads may write it."""
+    """The keys and values of a dict, or the entries of another container or of an array, all of one moment: threads may
+    write it."""
     if type(container) is dict:
         held = container.copy()
         return [*held, *held.values()]
-    if issubclass(type(container), dict):
+    kind = type(container)
+    if issubclass(kind, dict):
         pairs = list(dict_of(container).items(container))
         return [*(key for key, _ in pairs), *(value for _, value in pairs)]
+    if issubclass(kind, np.ndarray):
+        return list(container.flat)
     kinds: tuple[Any, ...] = (list, tuple, set, deque, frozenset)
-    kind = next((kind for kind in kinds if issubclass(type(container), kind)), None)
-    return [] if kind is None else list(kind.__iter__(container))
+    base = next((base for base in kinds if issubclass(kind, base)), None)
+    return [] if base is None else list(base.__iter__(container))
 
 
 def dict_of(table: Any) -> Any:
@@ -299,67 +302,53 @@ SEEN_THROUGH = frozenset(
 """Common types whose compiled methods change and read nothing that a walk does not see."""
 
 
-class Role(Enum):
-    """What objects are to whoever goes through a callable's state."""
-
-    LEAF = "a constant, or a part of the interpreter or of torch: nothing is looked for in it"
-    TENSOR = "a tensor"
-    FUNCTION = "a function in Python"
-    CLASS = "a class"
-    METHOD = "a bound method, a property or the like: only the functions and objects in it count"
-    MODULE = "a Python module: its variables are looked up by name"
-    CELL = "a variable of a closure"
-    REFERENCE = "a weak reference or a context variable"
-    ARRAY = "a NumPy array"
-    GENERATOR = "a random generator of Python or NumPy"
-    OPAQUE = "what nobody can compare, so that no graph may depend on it"
-    INSTANCE = "a container or another object, with entries, attributes and slots"
-    FRONT_END = "a callable with graphs: only what it serves counts"
-    TRUSTED = "an object of the libraries' own, which keep no state of the callable"
+_ROLES: dict[str, tuple[Any, ...]] = {
+    "tensor": (torch.Tensor,),
+    "function": (types.FunctionType,),
+    "class": (type,),
+    "method": (types.MethodType, property, staticmethod, classmethod),
+    "module": (types.ModuleType,),
+    "cell": (types.CellType,),
+    "reference": (weakref.ref, *weakref.ProxyTypes, ContextVar),
+    "array": (np.ndarray,),
+}
 
 
-_ROLES: tuple[tuple[Role, tuple[Any, ...]], ...] = (
-    (Role.TENSOR, (torch.Tensor,)),
-    (Role.FUNCTION, (types.FunctionType,)),
-    (Role.CLASS, (type,)),
-    (Role.METHOD, (types.MethodType, property, staticmethod, classmethod)),
-    (Role.MODULE, (types.ModuleType,)),
-    (Role.CELL, (types.CellType,)),
-    (Role.REFERENCE, (weakref.ref, *weakref.ProxyTypes, ContextVar)),
-    (Role.ARRAY, (np.ndarray,)),
-)
+def role_of(kind: type) -> str:
+    """What the objects of a class are to whoever goes through a callable's state: the first that fits.
 
-
-def role_of(kind: type) -> Role:
-    """What the objects of a class are: the first that fits."""
+    Besides those of ``_ROLES``: "leaf", in which nothing is looked for; "opaque", on which no graph may depend;
+    "generator" of random numbers; "instance", a container or another object with entries, attributes and slots;
+    "front_end", a callable with graphs; and "trusted", an object of the libraries' own.
+    """
     if is_leaf(kind):
-        return Role.LEAF
-    for role, classes in _ROLES:
+        return "leaf"
+    for role, classes in _ROLES.items():
         if issubclass(kind, classes):
             return role
     if is_opaque(kind):
-        return Role.OPAQUE
+        return "opaque"
     if issubclass(kind, _GENERATORS):
-        return Role.GENERATOR
+        return "generator"
     if is_followed(kind):
-        return Role.INSTANCE
+        return "instance"
     is_ours = home_of(kind).partition(".")[0] == _PACKAGE and "unwrap" in dir(kind)
-    return Role.FRONT_END if is_ours else Role.TRUSTED
+    return "front_end" if is_ours else "trusted"
 
 
-def stands_for(value: Any, role: Role) -> list[Any]:
-    """The functions and objects in a method, a property or a callable with graphs; nothing in others."""
-    if role is Role.FRONT_END:
-        return [value.unwrap()]
+def stands_for(value: Any) -> list[Any]:
+    """The functions and objects in a method, a property or a callable with graphs."""
     if issubclass(type(value), types.MethodType):
         return [value.__self__, value.__func__]
-    return list(functions_in(value)) if role is Role.METHOD else []
+    is_front_end = not issubclass(type(value), _ROLES["method"])
+    return [value.unwrap()] if is_front_end else list(functions_in(value))
 
 
 class Kind(NamedTuple):
     """What a class tells of its objects."""
 
-    role: Role
+    role: str
+    """See ``role_of``."""
     slots: dict[str, Any]
     """See ``slots_of``."""
 
@@ -369,7 +358,7 @@ class Kinds(dict[type, Kind]):
 
     def __missing__(self, kind: type) -> Kind:
         role = role_of(kind)
-        known = self[kind] = Kind(role, {} if role is Role.LEAF else slots_of(kind))
+        known = self[kind] = Kind(role, {} if role == "leaf" else slots_of(kind))
         return known
 
 

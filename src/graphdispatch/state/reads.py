@@ -7,10 +7,11 @@ too much now and then, and never too little.
 import copyreg
 import logging
 import os
+import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -21,10 +22,10 @@ from torch import nn
 
 from ..call.breaks import is_break
 from . import objects
+from .metadata import tensor_readers
 from .notes import CodeNotes
-from .objects import ABSENT, CONTAINERS, Reader, Role
-from .readers import readers_of, tensor_readers, unchanged
-from .snapshot import FORM
+from .objects import ABSENT, CONTAINERS, Reader
+from .snapshot import FORM, random_holder
 
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -35,6 +36,8 @@ _BY_TORCH = frozenset(("training", "forward", "_call_impl"))
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} - _TABLES
 _TENSOR_ATTRIBUTES = frozenset(dir(torch.Tensor))
 _MOST_COMPARED = 1_000_000
+_STATES = {random.Random: "getstate", np.random.RandomState: "get_state", np.random.BitGenerator: "state"}
+"""Names by which code reads the state of a generator, and does not change it."""
 
 
 class StateReads:
@@ -60,9 +63,7 @@ class StateReads:
         self.attributes: list[tuple[Mapping[str, Any], list[str]]] = []
         """Tables of attributes and variables, and the names in them that are compared."""
         self.tables: list[Mapping[str, Any]] = []
-        """Tables whose keys are compared: a name that was not there may hide one of a class."""
-        self.ordered: set[int] = set()
-        """Those whose order counts, since code goes through them; by identity."""
+        """Tables whose keys are compared, in order: a name that was not there may hide one of a class."""
         self.absent: list[tuple[Mapping[str, Any], frozenset[str]]] = []
         """Tables of variables, and the names that the code looked up in vain there."""
         self.readers: list[Reader] = []
@@ -76,7 +77,6 @@ class StateReads:
         self._names = frozenset(notes.names)
         self._library_names = self._names | notes.library_names
         self._all = notes.is_blind or bool(notes.reads_whole)
-        self._goes_through = "__dict__" in self._names or any("vars" in names for _, names in notes.variables.values())
         self._seen: dict[int, Any] = {}
         self._kinds = objects.Kinds()
         self._compared = 0
@@ -86,28 +86,12 @@ class StateReads:
         self.missing = notes.asked - _TENSOR_ATTRIBUTES
 
     def _follow(self) -> None:
-        visits: dict[Role, Callable[[Any], None]] = {
-            Role.TENSOR: self._visit_tensor,
-            Role.FUNCTION: self._visit_function,
-            Role.CLASS: self._visit_class,
-            Role.METHOD: self._visit_method,
-            Role.MODULE: self._visit_variables,
-            Role.CELL: self._visit_cell,
-            Role.REFERENCE: self._visit_reference,
-            Role.ARRAY: self._visit_array,
-            Role.OPAQUE: self._visit_opaque,
-            Role.GENERATOR: self._visit_object,
-            Role.INSTANCE: self._visit_object,
-        }
         while self._pending:
             value = self._pending.pop()
             role = self._kinds[type(value)].role
-            if role is not Role.LEAF and id(value) not in self._seen:
+            if role not in ("leaf", "trusted") and id(value) not in self._seen:
                 self._seen[id(value)] = value
-                if role in visits:
-                    visits[role](value)
-                else:
-                    self._pending += objects.stands_for(value, role)
+                getattr(self, f"_visit_{role}")(value)
 
     def _visit_tensor(self, tensor: torch.Tensor) -> None:
         self.tensors.append(tensor)
@@ -118,11 +102,19 @@ class StateReads:
         self.readers += tensor_readers(tensor, self._names)
 
     def _visit_method(self, method: Any) -> None:
-        self._pending += objects.stands_for(method, Role.METHOD)
+        self._pending += objects.stands_for(method)
         if objects.user_classes(type(method)):  # a property that has attributes
-            self._visit_object(method)
+            self._visit_instance(method)
 
-    def _visit_variables(self, module: types.ModuleType) -> None:
+    def _visit_front_end(self, front_end: Any) -> None:
+        self._pending += objects.stands_for(front_end)
+
+    def _visit_generator(self, generator: Any) -> None:
+        self._visit_instance(generator)
+        if any(issubclass(type(generator), home) and name in self._names for home, name in _STATES.items()):
+            self.readers.append(partial(random_holder((), generator).way.read, None))
+
+    def _visit_module(self, module: types.ModuleType) -> None:
         if id(vars(module)) not in self._notes.variables:
             self._compare_variables(vars(module), self._names)
 
@@ -153,7 +145,7 @@ class StateReads:
         is_named = table is None or not self._library_names.isdisjoint(table)
         return self._notes.is_blind or is_named or any(code.co_filename == file for code in self._notes.codes)
 
-    def _visit_object(self, value: Any) -> None:
+    def _visit_instance(self, value: Any) -> None:
         """An object with attributes, slots or entries."""
         kind = type(value)
         if kind is dict and "__builtins__" in value:
@@ -182,8 +174,8 @@ class StateReads:
             for inner in objects.referents(value):
                 is_cached = issubclass(kind, objects.CACHES) and issubclass(type(inner), CONTAINERS)
                 self._pending += objects.content(inner) if is_cached else [inner]
-        if self._is_traced:
-            self.readers += readers_of(value, self._names)
+        if issubclass(kind, objects.CACHES):
+            self.readers.append(partial(keeps_results, value, _results_in(value)))
         self._pending.append(kind)
 
     def _visit_members(self, module: nn.Module, table: dict[str, Any]) -> frozenset[str]:
@@ -209,10 +201,9 @@ class StateReads:
         self.arrays.append(array if kind is np.ndarray else np.ndarray.view(array, np.ndarray))
         self._count(array.nbytes // 8, array)
         if array.dtype.hasobject:
-            held = list(array.flat)
-            self.readers.append(partial(unchanged, array, held, _flat, objects.same_objects))
-            self._pending += held
-        self.readers.append(partial(unchanged, array, FORM.read(array), FORM.read))
+            self.contents.append(array)
+            self._pending += objects.content(array)
+        self.readers.append(partial(_form_of, array))
         if kind is not np.ndarray and not issubclass(kind, np.memmap):  # whose attributes lead to all of a file
             self.homes.append(array)
             self._compare(objects.attribute_table(array), self._named(kind))
@@ -282,7 +273,6 @@ class StateReads:
         for table, names in notes.variables.values():
             self._compare_variables(table, names)
         self.tables += (table for table, _ in notes.whole_tables.values())
-        self.ordered |= notes.whole_tables.keys()
         for table, names in notes.absent.values():
             self._compare_variables(table, names)  # those that are there by now
             self.absent.append((table, frozenset(names - table.keys())))
@@ -317,8 +307,6 @@ class StateReads:
             named = names if isinstance(names, frozenset) else frozenset(names)
             chosen = [name for name in table if name in named and name not in _MODULE_ATTRIBUTES]
             self._pending += (table[name] for name in chosen if name not in _TABLES)
-        if names is _ALL and self._goes_through and len(table) > 1:
-            self.ordered.add(id(table))
         self.tables.append(table)
         self._count(len(chosen), table)
         if chosen:
@@ -352,8 +340,21 @@ def _has_own_access(kind: type) -> bool:
     return any({"__getattr__", "__getattribute__"} & vars(base).keys() for base in objects.user_classes(kind))
 
 
-def _flat(array: np.ndarray[Any, Any]) -> list[Any]:
-    return list(array.flat)
+def _form_of(array: np.ndarray[Any, Any]) -> str:
+    """How an array takes its memory, as a constant."""
+    return repr(FORM.read(array))
+
+
+def keeps_results(cache: Any, before: set[Any]) -> bool:
+    """Whether a ``functools.lru_cache`` holds all that it held; it may hold more."""
+    return before <= _results_in(cache)
+
+
+def _results_in(cache: Any) -> set[Any]:
+    """What a ``functools.lru_cache`` holds: constants by value, objects by identity."""
+    outer = [inner for held in objects.referents(cache) for inner in (objects.content(held) or [held])]
+    every = [*outer, *(inner for held in outer for inner in objects.referents(held))]
+    return {(type(v), repr(v)) if issubclass(type(v), objects.CONSTANTS) else id(v) for v in every}
 
 
 def _direct(value: Any) -> Reader:

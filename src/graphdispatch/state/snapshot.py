@@ -158,6 +158,9 @@ def _write_container(value: Any, before: list[Any]) -> None:
         set.update(value, before)
     elif issubclass(type(value), list):
         list.__setitem__(value, slice(None), before)
+    elif issubclass(type(value), np.ndarray):
+        for index, inner in enumerate(before):
+            value.flat[index] = inner
     else:
         value.clear()
         value.extend(before)
@@ -166,37 +169,19 @@ def _write_container(value: Any, before: list[Any]) -> None:
 ENTRIES = Way(objects.content, _write_container)
 
 
-def labelled(container: Any, entries: list[Any]) -> dict[Any, Any]:
+def labelled(container: Any, entries: list[Any]) -> dict[str, Any]:
     """What ``objects.content`` gave of a container, by key, index or identity."""
     if issubclass(type(container), dict):
         half = len(entries) // 2
-        return dict(zip(map(_Key, entries[:half]), entries[half:], strict=True))
+        return dict(zip(map(_label, entries[:half]), entries[half:], strict=True))
     if issubclass(type(container), set):
-        return {_Key(inner): inner for inner in entries}
+        return {_label(inner): inner for inner in entries}
     return {f"[{index}]": inner for index, inner in enumerate(entries)}
 
 
-class _Key:
-    """A key of a container, by identity or as a constant, so that no ``__eq__`` of the user is called."""
-
-    __slots__ = ("_by", "key")
-
-    def __init__(self, key: Any) -> None:
-        self.key = key
-        kind = type(key)
-        is_constant = kind is str or issubclass(kind, objects.CONSTANTS)
-        self._by = (kind, key if kind is str else repr(key)) if is_constant else id(key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self._by == other._by
-
-    def __hash__(self) -> int:
-        return hash(self._by)
-
-    def __format__(self, spec: str) -> str:
-        if not isinstance(self._by, tuple):
-            return "[key]"
-        return f"[{self.key!r}]" if type(self.key) is str else f"[{self._by[1]}]"
+def _label(key: Any) -> str:
+    """A key of a container as it is spelled, or by identity, so that no code of the user is called."""
+    return f"[{key!r}]" if type(key) in objects.CONSTANTS else f"[key {id(key)}]"
 
 
 def _write_cell(cell: types.CellType, before: dict[str, Any]) -> None:
@@ -274,15 +259,6 @@ def _write_numbers(array: Any, before: bytes) -> None:
 
 
 NUMBERS = Way(np.ndarray.tobytes, _write_numbers)
-
-
-def _write_objects(array: np.ndarray[Any, Any], before: list[Any]) -> None:
-    """Put objects back into an array of them."""
-    for index, value in enumerate(before):
-        array.flat[index] = value
-
-
-OBJECTS = Way(lambda array: list(array.flat), _write_objects)
 
 
 def way_of_tensor(tensor: torch.Tensor) -> Way:
@@ -410,7 +386,12 @@ class Bulk:
 
 MEMBER = "\0"
 """The label of what has the members of a module: in a text they are attributes, or entries of a list."""
-_AS_SPELLED = ((re.compile(r"\0\['(\d+)'\]"), r"[\1]"), (re.compile(r"\0\['(\w+)'\]"), r".\1"), (re.compile("\0"), ""))
+_AS_SPELLED = (
+    (re.compile(r"\0\['(\d+)'\]"), r"[\1]"),
+    (re.compile(r"\0\['(\w+)'\]"), r".\1"),
+    (re.compile("\0"), ""),
+    (re.compile(r"\[key \d+\]"), "[key]"),
+)
 
 
 def told(path: Any) -> str:

@@ -24,7 +24,7 @@ from torch import nn
 from ..call.breaks import is_break
 from ..call.caches import advice_for
 from . import objects, snapshot
-from .objects import ABSENT, CONTAINERS, Role
+from .objects import ABSENT, CONTAINERS
 from .snapshot import MEMBER, Bulk, Holder, Way, told
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
@@ -63,17 +63,6 @@ class StateWalk:
         self._generators: list[Holder] = []
         self._bulk = Bulk()
         self._slots: dict[type, Way | None] = {}
-        self._edges_of: dict[Role, Callable[[Any, Any], Edges]] = {
-            Role.TENSOR: self._tensor_edges,
-            Role.FUNCTION: self._function_edges,
-            Role.CLASS: self._class_edges,
-            Role.CELL: self._cell_edges,
-            Role.REFERENCE: self._reference_edges,
-            Role.ARRAY: self._array_edges,
-            Role.GENERATOR: self._generator_edges,
-            Role.OPAQUE: self._opaque_edges,
-            Role.INSTANCE: self._object_edges,
-        }
         self._again: list[tuple[Any, Any]] = []
         """Containers that it met once more, with the other path."""
         for root in roots:
@@ -86,14 +75,14 @@ class StateWalk:
 
     def visit(self, value: Any, path: Any) -> None:
         """Follow ``value``, which was met at ``path``: a chain (path of its owner, label)."""
-        pending, seen, kinds, leaf = [(value, path)], self._seen, self._kinds, Role.LEAF
+        pending, seen, kinds = [(value, path)], self._seen, self._kinds
         while pending:
             value, path = pending.pop()
             if id(value) in seen:
                 if issubclass(type(value), _SHARED):
                     self._again.append((value, path))
                 continue
-            if kinds[type(value)].role is leaf:
+            if kinds[type(value)].role == "leaf":
                 continue
             if len(seen) >= self._most:
                 self.overflow = self.overflow or told(path)
@@ -103,7 +92,7 @@ class StateWalk:
             if not value if kind in _PLAIN_CONTAINERS else kind is OrderedDict and not (value or value.__dict__):
                 self._bulk.add_empty(value, path)
                 continue
-            pending += [(i, (path, label)) for label, i in self._edges(value, path) if kinds[type(i)].role is not leaf]
+            pending += [(i, (path, label)) for label, i in self._edges(value, path) if kinds[type(i)].role != "leaf"]
 
     def visit_variables(self, table: dict[str, Any], names: Iterator[str], where: str) -> None:
         """Note and follow the variables of a module under ``names``, which code is about to use."""
@@ -193,8 +182,13 @@ class StateWalk:
         if type(value) in _PLAIN_CONTAINERS:
             return self._entries(value, path)
         role = self._kinds[type(value)].role
-        edges = self._edges_of.get(role)
-        return (("", part) for part in objects.stands_for(value, role)) if edges is None else edges(value, path)
+        edges: Callable[[Any, Any], Edges] | None = getattr(self, f"_{role}_edges", None)
+        return iter(()) if edges is None else edges(value, path)
+
+    def _method_edges(self, method: Any, path: Any) -> Edges:
+        return (("", part) for part in objects.stands_for(method))
+
+    _front_end_edges = _method_edges
 
     def _array_edges(self, array: Any, path: Any) -> Edges:
         """What an array of objects holds, and the attributes of one of a subclass, but for a mapped file's."""
@@ -205,7 +199,7 @@ class StateWalk:
         if not array.dtype.hasobject:
             self._hold(path, array, snapshot.NUMBERS)
         else:
-            yield from (("[...]", inner) for inner in self._hold(path, array, snapshot.OBJECTS))
+            yield from self._entries(array, path)
 
     def _cell_edges(self, cell: Any, path: Any) -> Edges:
         return iter(self._hold(path, cell, snapshot.CELL).items())
@@ -239,12 +233,12 @@ class StateWalk:
         self.has_opaque = True
         kind = type(value)
         if issubclass(kind, (threading.local, threading.Thread)):
-            return self._object_edges(value, path)
+            return self._instance_edges(value, path)
         if not objects.is_machine(kind):
             self.unrestorable = self.unrestorable or told(path)
         return iter(())
 
-    def _object_edges(self, value: Any, path: Any) -> Edges:
+    def _instance_edges(self, value: Any, path: Any) -> Edges:
         """An object with attributes, slots or entries: all of them."""
         kind = type(value)
         if issubclass(kind, nn.Module):
