@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from functools import partial
-from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -340,48 +339,34 @@ def _write_function(fn: types.FunctionType, before: dict[str, Any]) -> None:
 
 
 FUNCTION = Way(_read_function, _write_function)
-_attributes_of = attrgetter("__dict__")
 
 
 class Bulk:
     """What a walk meets in large numbers and seldom finds changed: empty containers, most of them for hooks, and
-    functions, most of them methods. Loops of C compare them. Holds all of them, each with its path."""
+    functions, most of them methods. Holds all of them, each with its path."""
 
     def __init__(self) -> None:
-        self._empty: list[Any] = []
-        self._empty_paths: list[Any] = []
-        self._ordered: list[Any] = []
-        """Those of the empty containers that may have attributes."""
-        self._functions: list[types.FunctionType] = []
-        self._function_paths: list[Any] = []
-        self._parts: list[Any] = []
+        self._empty: list[tuple[Any, Any]] = []
+        self._functions: list[tuple[types.FunctionType, Any, tuple[Any, ...]]] = []
 
     def add_empty(self, container: Any, path: Any) -> None:
         """Note an empty container of a class of Python's own, without attributes."""
-        self._empty.append(container)
-        self._empty_paths.append(path)
-        if type(container) is OrderedDict:
-            self._ordered.append(container)
+        self._empty.append((container, path))
 
     def add_function(self, fn: types.FunctionType, path: Any) -> None:
         """Note the code, the defaults, the name and the text of a function."""
-        self._functions.append(fn)
-        self._function_paths.append(path)
-        self._parts += _parts_of_function(fn)
+        self._functions.append((fn, path, _parts_of_function(fn)))
 
     def suspects(self) -> Iterator[Holder]:
-        """Holders of all that is not as it was; of functions, one that changed brings all of them."""
-        if any(self._empty) or any(map(_attributes_of, self._ordered)):
-            for value, path in zip(self._empty, self._empty_paths, strict=True):
-                if value:
-                    yield Holder(path, value, ENTRIES, [])
-                if type(value) is OrderedDict and value.__dict__:
-                    yield Holder(path, value, ATTRIBUTES, {})
-        if not all(map(is_, chain.from_iterable(map(_parts_of_function, self._functions)), self._parts)):
-            parts = iter(self._parts)
-            for fn, path in zip(self._functions, self._function_paths, strict=True):
-                before = dict(zip(_LABELS_OF_FUNCTIONS, parts, strict=False))
-                yield Holder(path, fn, FUNCTION, before)
+        """Holders of all that is not as it was."""
+        for container, path in self._empty:
+            if container:
+                yield Holder(path, container, ENTRIES, [])
+            if type(container) is OrderedDict and container.__dict__:
+                yield Holder(path, container, ATTRIBUTES, {})
+        for fn, path, parts in self._functions:
+            if not all(map(is_, _parts_of_function(fn), parts)):
+                yield Holder(path, fn, FUNCTION, dict(zip(_LABELS_OF_FUNCTIONS, parts, strict=True)))
 
 
 MEMBER = "\0"

@@ -262,16 +262,15 @@ class CodeTrace(CodeNotes):
     def _read(self, notes: CodeNotes, code: types.CodeType, frame: types.FrameType) -> None:
         reads = code_reads(code)
         path = code.co_filename
+        names = reads.attributes | reads.variables
+        if not names.isdisjoint(("environ", "getenv")) and not objects.is_torch_code(path):
+            notes.reads_environment = True
+            self.walk.visit_environment()
         if _is_library(frame):
             notes.library_names |= reads.attributes
             self.sets_generator |= path == torch.random.__file__
             caller = frame.f_back
             is_users = caller is not None and not objects.is_library_code(caller.f_code.co_filename)
-            if _names_environment(reads) and not objects.is_torch_code(path):
-                self._each_time.add(code)
-                if _is_called_by_user(frame):
-                    notes.reads_environment = True
-                    self.walk.visit_environment()
             if code is _IMPORT_MODULE:
                 self._each_time.add(code)
                 self._note_import(notes, frame)
@@ -279,9 +278,6 @@ class CodeTrace(CodeNotes):
                 notes.reads_whole = f"{path}:{code.co_firstlineno} ({code.co_name})"
             return
         notes.names |= reads.attributes
-        if _names_environment(reads):
-            notes.reads_environment = True
-            self.walk.visit_environment()
         self._note_asked(reads)
         if any(name.startswith("__compiled_fn") for name in reads.variables):
             notes.reads_whole = notes.reads_whole or f"{path}:{code.co_firstlineno} ({code.co_name}, compiled)"
@@ -304,7 +300,7 @@ class CodeTrace(CodeNotes):
     def _note_import(self, notes: CodeNotes, frame: types.FrameType) -> None:
         """``importlib.import_module`` is about to run in ``frame``, maybe with a name that its caller computed."""
         given, caller = frame.f_locals, frame.f_back
-        if caller is not None and _is_called_by_user(frame):
+        if caller is not None:
             with suppress(ImportError, AttributeError):
                 name = resolve_name(given["name"], given["package"])
                 self._note_modules(notes, [name], code_reads(caller.f_code).attributes)
@@ -361,19 +357,6 @@ class CodeTrace(CodeNotes):
 
 
 _FIELDS = re.compile(r"\.([^\W\d]\w*)")
-
-
-def _names_environment(reads: CodeReads) -> bool:
-    return not (reads.attributes | reads.variables).isdisjoint(("environ", "getenv"))
-
-
-def _is_called_by_user(frame: types.FrameType) -> bool:
-    """Whether code of the user called a function of the standard library, by whatever others there. Torch reads the
-    environment for itself."""
-    caller = frame.f_back
-    while caller is not None and _is_library(caller) and not objects.is_torch_code(caller.f_code.co_filename):
-        caller = caller.f_back
-    return caller is not None and not _is_library(caller)
 
 
 def _is_library(frame: types.FrameType) -> bool:
