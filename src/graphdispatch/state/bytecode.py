@@ -173,38 +173,34 @@ def _loads(instruction: dis.Instruction, variable: str | None, at: int = 0) -> b
     return bool((loaded[at] if type(loaded) is tuple else loaded) == variable)
 
 
-def _is_given_first(following: Sequence[dis.Instruction], variable: str | None) -> bool:
-    """Whether the call whose arguments ``following`` loads gets the variable itself first, and no part of it.
-
-    False if unsure: where the arguments branch, and for ``f(*args)``.
-    """
-    depth, first = 0, False
+def _arguments(following: Sequence[dis.Instruction]) -> tuple[list[dis.Instruction], list[dis.Instruction]]:
+    """What makes the first and the second argument of the call whose arguments ``following`` loads; nothing if unsure:
+    where the arguments branch, and for ``f(*args)``."""
+    depth, first, second = 0, list[dis.Instruction](), list[dis.Instruction]()
     for instruction in following:
         kind = instruction.opname
         if kind in ("PRECALL", "CALL") and depth == instruction.arg:
-            return first
+            return first, second
         if instruction.is_jump_target or instruction.opcode in dis.hasjrel:
-            return False
+            break
         if kind not in ("PUSH_NULL", "PRECALL", "KW_NAMES"):
             is_empty, depth = depth == 0, depth + dis.stack_effect(instruction.opcode, instruction.arg)
-            if is_empty or depth < 2:  # what makes the first argument, or changes it
-                first = _loads(instruction, variable)
-    return False
+            if is_empty or depth < 2:
+                first.append(instruction)
+            if depth < 2:
+                second = []
+            elif depth == 2:
+                second.append(instruction)
+    return [], []
+
+
+def _is_given_first(following: Sequence[dis.Instruction], variable: str | None) -> bool:
+    """Whether the call whose arguments ``following`` loads gets the variable itself first, and no part of it."""
+    first, _ = _arguments(following)
+    return bool(first) and _loads(first[-1], variable)
 
 
 def _names_a_constant(following: Sequence[dis.Instruction]) -> bool:
     """Whether the call whose arguments ``following`` loads gets a constant as its second argument; False if unsure."""
-    depth, second = 0, list[dis.Instruction]()
-    for instruction in following:
-        kind = instruction.opname
-        if kind in ("PRECALL", "CALL") and depth == instruction.arg:
-            return len(second) == 1 and second[0].opname == "LOAD_CONST"
-        if instruction.is_jump_target or instruction.opcode in dis.hasjrel:
-            return False
-        if kind not in ("PUSH_NULL", "PRECALL"):
-            depth += dis.stack_effect(instruction.opcode, instruction.arg)
-        if depth < 2:
-            second = []
-        elif depth == 2:
-            second.append(instruction)
-    return False
+    _, second = _arguments(following)
+    return len(second) == 1 and second[0].opname == "LOAD_CONST"

@@ -89,8 +89,8 @@ class StateGuard:
         self._watched = (*reads.contents, *filter(None, self._hooks))
         self._named = [*_DEVICE, *reads.attributes]
         self._list()
-        self._homes = tuple(filter(_has_own_table, reads.homes))
-        others = [partial(objects.attribute_table, home) for home in reads.homes if not _has_own_table(home)]
+        self._homes = tuple(filter(_has_own_table, reads.objects))
+        others = [partial(objects.attribute_table, home) for home in reads.objects if not _has_own_table(home)]
         self._readers: list[Callable[[], Any]] = [*_SETTINGS, *others, *reads.readers]
         with torch._C.DisableTorchFunction():
             tensors = list(filter(has_memory, reads.tensors))

@@ -451,17 +451,16 @@ def _assigns_outer(code: types.CodeType) -> bool:
     return not stored_by(code).isdisjoint(code.co_freevars) or any(map(_assigns_outer, inner))
 
 
-def referent(value: Any) -> Any:
-    """What a weak reference or proxy points to, or what a context variable holds here; ``ABSENT`` for anything else."""
-    kind = type(value)
-    if issubclass(kind, weakref.ref):
-        return weakref.ref.__call__(value)
-    if kind in weakref.ProxyTypes:
-        try:
-            return value.__reduce_ex__.__self__
-        except ReferenceError:
-            return None
-    return value.get(ABSENT) if kind is ContextVar else ABSENT
+def referent(reference: Any) -> Any:
+    """What a weak reference or proxy points to, or a context variable holds here; ``ABSENT`` if that is nothing."""
+    if type(reference) is ContextVar:
+        return reference.get(ABSENT)
+    if issubclass(type(reference), weakref.ref):
+        return weakref.ref.__call__(reference)
+    try:
+        return reference.__reduce_ex__.__self__
+    except ReferenceError:
+        return None
 
 
 def name_of(value: Any) -> str:

@@ -53,9 +53,8 @@ class StateReads:
         self.functions: list[types.FunctionType] = []
         """Functions within reach; their code is compared."""
         self.objects: list[Any] = []
-        """Objects and modules, whose class is compared."""
-        self.homes: list[Any] = []
-        """Objects, modules and tensors whose attributes are compared; their ``__dict__`` itself may be replaced."""
+        """Objects, modules, tensors and arrays with attributes: their class is compared, and whether their ``__dict__``
+        itself is another."""
         self.members: list[Iterable[Any]] = []
         """The parameters, buffers and submodules of modules."""
         self.contents: list[Iterable[Any]] = []
@@ -97,7 +96,7 @@ class StateReads:
         self.tensors.append(tensor)
         table = objects.attribute_table(tensor)
         if table or self._notes.asked:
-            self.homes.append(tensor)
+            self.objects.append(tensor)
             self._compare(table, self._names)
         self.readers += tensor_readers(tensor, self._names)
 
@@ -164,7 +163,6 @@ class StateReads:
             names |= self._visit_members(value, table or {})
         if table is not None:
             self.objects.append(value)
-            self.homes.append(value)
             self._compare(table, names)
         for name, member in slots.items():
             if not self._is_traced or self._all or name in names or objects.is_compiled_member(member):
@@ -205,7 +203,7 @@ class StateReads:
             self._pending += objects.content(array)
         self.readers.append(partial(_form_of, array))
         if kind is not np.ndarray and not issubclass(kind, np.memmap):  # whose attributes lead to all of a file
-            self.homes.append(array)
+            self.objects.append(array)
             self._compare(objects.attribute_table(array), self._named(kind))
             self._pending.append(kind)
 

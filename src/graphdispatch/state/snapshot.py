@@ -42,13 +42,9 @@ class Holder(NamedTuple):
     way: Way
     before: Any
 
-    def change(self, names: Collection[str] | None = None) -> str | None:
-        """How it differs from before, in words, or None; with ``names``, of attributes those of these names alone."""
+    def change(self) -> str | None:
+        """How it differs from before, in words, or None."""
         now, before = self.way.read(self.value), self.before
-        if names is not None and self.way.is_by_name:
-            now, before = (
-                {label: held[label] for label in held if label.lstrip(".") in names} for held in (now, before)
-            )
         kind = type(before)
         if kind is list:
             if len(now) == len(before) and all(map(is_, now, before)):

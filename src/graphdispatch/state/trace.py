@@ -111,18 +111,12 @@ class CodeTrace(CodeNotes):
         reads."""
 
     @property
-    def spelled(self) -> set[str] | None:
-        """The names of all attributes that the code spells; None if nobody saw the code."""
-        names = (self.names, self.library_names, self.of_breaks.names, self.of_breaks.library_names)
-        return None if self.is_blind else set().union(*names)
-
-    @property
     def touched(self) -> set[str] | None:
-        """The names of all attributes that the code can have changed; None if it spells them not all."""
-        names = self.spelled
+        """The names of all attributes that the code can have changed; None if it does not spell them all."""
         breaks = self.of_breaks
-        if names is None or self.reads_whole or breaks.reads_whole or breaks.whole_types:
+        if self.is_blind or self.reads_whole or breaks.reads_whole or breaks.whole_types:
             return None
+        names = set().union(self.names, self.library_names, breaks.names, breaks.library_names)
         return names if names.isdisjoint(("__setattr__", "__delattr__")) else None
 
     def shares_with_breaks(self) -> bool:

@@ -116,20 +116,19 @@ class StateWalk:
         """Whether it met this very object."""
         return id(value) in self._seen
 
-    def change(self, names: Collection[str] | None = None) -> str | None:
+    def change(self) -> str | None:
         """The first of ``changes``, or None; with what to use instead where a cache is among what it met."""
-        change = next(self.changes(names), None)
+        change = next(self.changes(), None)
         if change is None:
             return None
         advice = advice_for(self._seen.values())
         return f"{change} ({advice})" if advice else change
 
-    def changes(self, names: Collection[str] | None = None) -> Iterator[str]:
+    def changes(self) -> Iterator[str]:
         """What is not as it was met, each in words (``Model.cache.layers[1].k was rebound``). Random generators are not
         asked (see ``drew``)."""
         for holder in (*self._holders, *self._bulk.suspects()):
-            is_thread = issubclass(type(holder.value), threading.Thread)
-            how = holder.change(names if is_thread else None)
+            how = holder.change()
             if how is not None:
                 yield told((holder.path, how))
 
