@@ -105,7 +105,6 @@ def _tables(guard: "StateGuard", held: Iterator[Any]) -> tuple[tuple[Any, ...], 
         known = found.setdefault(id(raw), [raw, None, ()])
         for name in names:
             known += (name, next(held))
-        next(held)  # the first once more
     return tuple((table, keys, tuple(entries), none) for table, keys, none, *entries in found.values())
 
 

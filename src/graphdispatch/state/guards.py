@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
-from operator import attrgetter, call, is_, itemgetter
+from operator import attrgetter, call, is_
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ class StateGuard:
         self._addresses, self._forms = self._places()
         self._objects = tuple(reads.objects)
         self._functions = tuple(reads.functions)
-        self._held = self._read()
+        self._held = tuple(self._now())
         self._tables = tuple(reads.tables)
         self._keys = list(map(tuple, self._tables))
         self._absent = [(table, names) for table, names in reads.absent if names]
@@ -121,25 +121,12 @@ class StateGuard:
         try:
             if RemovableHandle.next_id != self._latest_hook and not self._no_new_hooks():
                 return False
-            now = chain(
-                chain.from_iterable(self._contents),
-                chain.from_iterable(map(call, self._attributes)),
-                map(call, self._readers),
-                map(type, self._objects),
-                map(_code, self._functions),
-                map(_table, self._homes),
-            )
-            if not all(map(is_, now, self._held)):
-                read = self._read()
-                if not same_objects(read, self._held):
+            if not all(map(is_, self._now(), self._held)):
+                now = tuple(self._now())
+                if not same_objects(now, self._held):
                     return False
-                self._held = read  # equal constants, which are found faster the next time
-            tensors = self.tensors
-            with torch._C.DisableTorchFunction():
-                forms = [list(map(_shape, tensors)), list(map(_strides, tensors)), list(map(_dtype, tensors))]
-                if forms != self._forms or list(map(_address, self._tensors)) != self._addresses:
-                    return False
-            if list(map(tuple, self._tables)) != self._keys:
+                self._held = now  # equal constants, which are found faster the next time
+            if self._places() != (self._addresses, self._forms) or list(map(tuple, self._tables)) != self._keys:
                 return False
             if not all(table.keys().isdisjoint(names) for table, names in self._absent):
                 return False
@@ -164,12 +151,16 @@ class StateGuard:
         self.native = compile_guard(self)
         self._due = 0 if self.native is None else self._wait
 
-    def _read(self) -> tuple[Any, ...]:
+    def _now(self) -> Iterator[Any]:
         """Everything that is compared by identity, as it is now."""
-        attributes = chain.from_iterable(map(call, self._attributes))
-        kinds, codes, homes = map(type, self._objects), map(_code, self._functions), map(_table, self._homes)
-        readers = map(call, self._readers)
-        return tuple(chain(chain.from_iterable(self._contents), attributes, readers, kinds, codes, homes))
+        return chain(
+            chain.from_iterable(self._contents),
+            chain.from_iterable(map(map, self._getters, self._names)),
+            map(call, self._readers),
+            map(type, self._objects),
+            map(_code, self._functions),
+            map(_table, self._homes),
+        )
 
     def _places(self) -> tuple[list[int], list[list[Any]]]:
         """Where the tensors that runs used lie now, and the shapes, strides and dtypes of all."""
@@ -181,7 +172,7 @@ class StateGuard:
         frozen dataclasses, in the places of others that held the same; else None. It watches what is there now."""
         moved: dict[int, list[Any]] = {}
         try:
-            now = self._read()
+            now = tuple(self._now())
             pairs = zip(now, self._held, strict=False)
             is_same = len(now) == len(self._held) and all(a is b or equal_content(a, b, moved) for a, b in pairs)
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # deleted meanwhile
@@ -215,7 +206,7 @@ class StateGuard:
         self._tables, self._keys = tuple(table for table, _ in found), [keys for _, keys in found]
         self._named = [(each, names) for table, names in guard._named for each in successors(table)]
         self._list()
-        self._held = self._read()
+        self._held = tuple(self._now())
         return {id(one) for one in self._held if id(one) in moved} - set(kept)
 
     def _list(self) -> None:
@@ -223,8 +214,8 @@ class StateGuard:
         parts = (part for container in self._watched for part in _parts(container))
         # A mark after each container, so that an entry cannot move from one container to the next unseen.
         self._contents = tuple(part for values in (*self._members, *parts) for part in (values, _END))
-        # At least two names, so that the reader of attributes gives a tuple.
-        self._attributes = [partial(itemgetter(*names, names[0]), table) for table, names in self._named]
+        self._getters = [table.__getitem__ for table, _ in self._named]
+        self._names = [names for _, names in self._named]
 
     @property
     def _figures(self) -> tuple[Any, ...]:
@@ -290,11 +281,9 @@ class StateGuard:
     def _held_attributes(self) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
         """Each attribute and variable that is compared: its table, its name, and what it held."""
         last = sum(map(len, (self._readers, self._objects, self._functions, self._homes)))
-        count = sum(len(names) + 1 for _, names in self._named)
-        values = iter(self._held[len(self._held) - last - count :])
+        values = iter(self._held[len(self._held) - last - sum(map(len, self._names)) :])
         for table, names in self._named:
-            yield from ((table, name, held) for name, held in zip(names, values, strict=False))
-            next(values)  # the first once more
+            yield from ((table, name, next(values)) for name in names)
 
     def difference(self) -> str:
         """What of the state is not as it was: the first attribute or variable with what it held and holds, or in
