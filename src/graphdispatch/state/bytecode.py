@@ -35,7 +35,6 @@ _CHANGES = (
 _CHANGES_BY_NAME = ("setattr", "delattr", "exec", "eval", "globals", "locals", "vars", "next", "__import__")
 _LONGEST_CALL = 6  # instructions of ``type(model.config)``
 _TYPES = ("dtype", "device", "layout", "__class__")
-_LOOKS_UP = ("get", "setdefault", "pop", "update", "__getitem__", "__setitem__", "__contains__")
 
 
 class CodeReads(NamedTuple):
@@ -56,8 +55,6 @@ class CodeReads(NamedTuple):
     """Whether it reads attributes under names that it does not spell: ``vars(x)``, ``getattr(x, name)``."""
     whole_self: bool
     """Whether it does so with its first parameter alone."""
-    whole_globals: bool
-    """Whether it goes through the variables of its module: ``for name in globals()``."""
 
 
 @lru_cache(maxsize=8192)
@@ -66,7 +63,7 @@ def code_reads(code: CodeType) -> CodeReads:
     attributes, variables, imports, compared = (set[str]() for _ in range(4))
     instructions = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG")]
     owner = code.co_varnames[0] if code.co_argcount else None
-    of_self = of_others = of_globals = False
+    of_self = of_others = False
     for index, instruction in enumerate(instructions):
         kind, name = instruction.opname, instruction.argval
         if kind in _ATTRIBUTES:
@@ -75,7 +72,6 @@ def code_reads(code: CodeType) -> CodeReads:
         elif kind in _VARIABLES:
             variables.add(name)
             is_own = _is_given_first(instructions[index + 1 :], owner)
-            of_globals = of_globals or (name == "globals" and not _takes_one(instructions[index + 1 : index + 6]))
             if name in _BY_NAME and _names_a_constant(instructions[index + 1 :]):
                 continue
         elif kind == "IMPORT_NAME":
@@ -103,7 +99,6 @@ def code_reads(code: CodeType) -> CodeReads:
         frozenset((compared - {code.co_name}) | (variables & {"id", "hash"})),  # itself is a function
         of_others,
         of_self,
-        of_globals,
     )
 
 
@@ -155,14 +150,6 @@ def _gives_type(before: Sequence[dis.Instruction]) -> bool:
 
 def _are_names(parts: Sequence[str]) -> bool:
     return all(map(str.isidentifier, parts))
-
-
-def _takes_one(following: Sequence[dis.Instruction]) -> bool:
-    """Whether the first thing that code does with the result of a call without arguments is to look one entry up."""
-    steps = [i for i in following if i.opname not in ("PRECALL", "PUSH_NULL", "CALL") or i.arg]
-    is_get = steps[:1] and steps[0].opname in ("LOAD_ATTR", "LOAD_METHOD") and steps[0].argval in _LOOKS_UP
-    is_entry = len(steps) > 1 and steps[0].opname.startswith("LOAD_") and "SUBSCR" in steps[1].opname
-    return bool(is_get or is_entry or (steps[:1] and steps[0].opname == "CONTAINS_OP"))
 
 
 def _loads(instruction: dis.Instruction, variable: str | None, at: int = 0) -> bool:

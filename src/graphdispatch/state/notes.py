@@ -33,7 +33,7 @@ class CodeNotes:
         self.absent: Names = {}
         """Names under which that code finds nothing there: a builtin serves, or a default."""
         self.whole_tables: Names = {}
-        """The namespaces whose names that code goes through."""
+        """The namespaces that code gets hold of by ``globals()``."""
         self.functions: list[types.FunctionType] = []
         """Functions that ran and that nothing within reach holds, but for the interpreter."""
         self.reads_environment = False

@@ -280,6 +280,12 @@ def functions_in(value: Any) -> list[types.FunctionType]:
     return [part for part in parts if isinstance(part, types.FunctionType)]
 
 
+def wrapped_by(fn: types.FunctionType) -> list[Any]:
+    """What a decorator of the library's holds of others: functions, methods and modules."""
+    kinds = (types.FunctionType, types.MethodType, partial, nn.Module)
+    return [held for held in map(cell_value, fn.__closure__ or ()) if issubclass(type(held), kinds)]
+
+
 def is_code(value: Any) -> bool:
     """Whether a class attribute is code: a function, method, property or built-in descriptor."""
     kinds = (types.FunctionType, property, staticmethod, classmethod, cached_property, type, *_TRUSTED)

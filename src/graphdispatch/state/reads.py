@@ -243,19 +243,17 @@ class StateReads:
 
     def _visit_function(self, fn: types.FunctionType) -> None:
         """The closure and defaults of a function whose code ran, or of any without a trace; not of a break."""
-        cells = fn.__closure__ or ()
         if fn.__dict__ or self._notes.asked:
             self._compare(fn.__dict__, self._names)
         if objects.is_library_code(fn.__code__.co_filename):
             self._pending += (held for held in fn.__dict__.values() if type(held) is types.MappingProxyType)
             if self._with_breaks or not is_break(fn):
-                wrapped = (types.FunctionType, types.MethodType, partial, nn.Module)
-                self._pending += (held for cell in cells if issubclass(type(held := objects.cell_value(cell)), wrapped))
+                self._pending += objects.wrapped_by(fn)
             return
         if self._is_traced and not self._all and fn.__code__ not in self._notes.codes:
             return
         self.functions.append(fn)
-        self._pending += cells
+        self._pending += fn.__closure__ or ()
         defaults = [name for name in ("__defaults__", "__kwdefaults__") if getattr(fn, name)]
         self.readers += (partial(getattr, fn, name) for name in defaults)
         self._pending += (getattr(fn, name) for name in defaults)

@@ -320,7 +320,6 @@ class CodeTrace(CodeNotes):
         keep(notes.absent, table, named - used)
         if "globals" in reads.variables:  # globals()["scale"], or under any other name
             used.update(name for name in (*table, *reads.texts) if not name.startswith("__"))
-        if reads.whole_globals:
             keep(notes.whole_tables, table, ())
         self._use(notes, table, list(used), table.get("__name__", ""))
         package = table.get("__package__") or ""

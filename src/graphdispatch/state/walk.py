@@ -12,7 +12,6 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
-from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -276,14 +275,14 @@ class StateWalk:
     def _function_edges(self, fn: types.FunctionType, path: Any, *, with_globals: bool = True) -> Edges:
         """Closure, defaults and attributes of a function; of the library's decorators only what they wrap."""
         self.codes.add(fn.__code__)
-        cells = [cell for cell in fn.__closure__ or () if isinstance(cell, types.CellType)]
         if objects.is_library_code(fn.__code__.co_filename):
-            wrapped = (types.FunctionType, types.MethodType, partial, nn.Module)
-            yield from (("", held) for cell in cells if issubclass(type(held := objects.cell_value(cell)), wrapped))
+            yield from (("", held) for held in objects.wrapped_by(fn))
             if is_break(fn):
                 return
         else:
-            yield from ((f" {name}", cell) for name, cell in zip(fn.__code__.co_freevars, cells, strict=True))
+            yield from (
+                (f" {name}", cell) for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
+            )
             if with_globals:
                 self.visit_variables(fn.__globals__, objects.variables_of(fn), fn.__module__ or "")
         self._bulk.add_function(fn, path)
