@@ -615,6 +615,20 @@ class Through:
         return next(value for value in vars(self).values())
 
 
+class Numbered(property):
+    """A property with an attribute, which its getter does not read."""
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return self.number
+
+
+def with_property() -> Any:
+    """An object with such a property, and the property."""
+    made = Numbered(lambda self: 1)
+    made.number = 2
+    return type("Own", (), {"__module__": __name__, "k": made})(), made
+
+
 def put_last(table: Any) -> None:
     """Delete the first entry and set it again."""
     name = next(iter(table))
@@ -629,6 +643,7 @@ read("__getitem__")(Operand, lambda h: h[0], put(k=5))
 read("__len__")(Operand, len, put(k=5))
 read("__float__")(Operand, float, put(k=5))
 read("property")(Operand, lambda h: h.number, put(k=5))
+read("property of a class of its own")(with_property, lambda h: h[0].k, lambda h: to(h[1], number=5))
 run("__call__")(Operand, lambda h, x: h(x), put(k=5))
 read("cached_property")(lambda: (h := Lazy(), h.config)[0], lambda h: h.config.k, lambda h: to(h.config, k=5.0))
 read("class of an object")(lambda: Box(k=2.0), lambda h: h.limit, put(__class__=type("Other", (Box,), {"limit": 5.0})))
@@ -784,6 +799,12 @@ read("tuple of a class")(lambda: own_class(k=(2, 3)), lambda h: h.k[0], put(k=(5
 read("method of a class")(
     lambda: own_class(k=lambda self: 2)(), lambda h: h.k(), lambda h: to(type(h), k=lambda self: 5)
 )
+for kind in (staticmethod, classmethod):
+    read(f"default of a {kind.__name__}")(
+        lambda kind=kind: own_class(k=kind(lambda *_, by=[2]: by[0])),
+        lambda h: h.k(),
+        lambda h: h.k.__kwdefaults__["by"].__setitem__(0, 5),
+    )
 read("attribute of a metaclass")(with_metaclass, lambda h: h[0].k, lambda h: to(h[1], k=5))
 read("text of a class")(lambda: own_class(__doc__="2"), lambda h: float(h.__doc__), put(__doc__="5"))
 read("annotations")(
