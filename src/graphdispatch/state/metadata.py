@@ -3,7 +3,6 @@
 A guard compares these of the callable's own tensors, and ``memory/argument_metadata.py`` those of arguments.
 """
 
-import os
 import types
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
@@ -14,12 +13,10 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from .bytecode import code_reads
-from .objects import Reader, is_library_code
+from .objects import Reader, is_library_code, is_own_code
 
 IDENTITY = "is"
 """Stands among the names for code that compares objects."""
-_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_DEMO = os.path.join(_OURS, "demo") + os.sep
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
@@ -68,8 +65,7 @@ def tensor_readers(tensor: torch.Tensor, names: Collection[str]) -> list[Reader]
 def metadata_names(codes: Iterable[types.CodeType]) -> list[str]:
     """What of ``TENSOR_READERS`` all this code of the user reads, of whatever tensors; and ``IDENTITY`` where any code
     compares objects."""
-    paths = ((code, code.co_filename) for code in codes)
-    others = [code for code, path in paths if not path.startswith(_OURS) or path.startswith(_DEMO)]
+    others = [code for code in codes if not is_own_code(code.co_filename)]
     theirs = [code for code in others if not is_library_code(code.co_filename)]
     # Torch's attention compares the query with the key.
     compares = any(code_reads(code).compared for code in theirs) or any(

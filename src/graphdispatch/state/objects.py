@@ -151,7 +151,12 @@ def is_library_code(path: str) -> bool:
     """Whether a file of code belongs to torch, to the standard library or to this package (but for its demo)."""
     is_stdlib = path.startswith((_STDLIB, "<frozen")) and not path.startswith(_SITE)
     is_stdlib = is_stdlib or any(f"{os.sep}{name}{os.sep}" in path for name in _TORCH_NEEDS)
-    return is_stdlib or path.startswith(_TORCH) or (path.startswith(_PACKAGE_PATH) and not path.startswith(_DEMO))
+    return is_stdlib or path.startswith(_TORCH) or is_own_code(path)
+
+
+def is_own_code(path: str) -> bool:
+    """Whether a file of code belongs to this package, but for its demo."""
+    return path.startswith(_PACKAGE_PATH) and not path.startswith(_DEMO)
 
 
 def is_torch_code(path: str) -> bool:
