@@ -805,6 +805,17 @@ for kind in (staticmethod, classmethod):
         lambda h: h.k(),
         lambda h: h.k.__kwdefaults__["by"].__setitem__(0, 5),
     )
+read("static method of an object")(
+    lambda: Apart(o := Operand(), own_class(k=staticmethod(o.__len__))), lambda h: h.k(), lambda h: to(h.owner, k=5)
+)
+read("property of a getter")(
+    lambda: own_class(k=property(attrgetter("number")), number=2)(), lambda h: h.k, lambda h: to(h, number=5)
+)
+read("another property of a getter")(
+    lambda: own_class(k=property(attrgetter("number")), number=2, other=5)(),
+    lambda h: h.k,
+    lambda h: to(type(h), k=property(attrgetter("other"))),
+)
 read("attribute of a metaclass")(with_metaclass, lambda h: h[0].k, lambda h: to(h[1], k=5))
 read("text of a class")(lambda: own_class(__doc__="2"), lambda h: float(h.__doc__), put(__doc__="5"))
 read("annotations")(

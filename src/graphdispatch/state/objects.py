@@ -213,8 +213,8 @@ def is_compiled_member(member: Any) -> bool:
 
 
 def content(container: Any) -> list[Any]:
-    """The keys and values of a dict, or the entries of another container or of an array, all of one moment: threads may
-    write it."""
+    """The keys and values of a dict, or the entries of another container or of an array of objects, all of one moment:
+    threads may write it."""
     if type(container) is dict:
         held = container.copy()
         return [*held, *held.values()]
@@ -223,7 +223,7 @@ def content(container: Any) -> list[Any]:
         pairs = list(dict_of(container).items(container))
         return [*(key for key, _ in pairs), *(value for _, value in pairs)]
     if issubclass(kind, np.ndarray):
-        return list(container.flat)
+        return list(container.flat) if container.dtype.hasobject else []
     kinds: tuple[Any, ...] = (list, tuple, set, deque, frozenset)
     base = next((base for base in kinds if issubclass(kind, base)), None)
     return [] if base is None else list(base.__iter__(container))
@@ -281,7 +281,7 @@ def functions_in(value: Any) -> list[types.FunctionType]:
         value = value.__func__
     elif issubclass(type(value), (partial, cached_property)):
         value = value.func
-    parts = (value.fget, value.fset) if issubclass(type(value), property) else (value,)
+    parts = (value.fget, value.fset, value.fdel) if issubclass(type(value), property) else (value,)
     return [part for part in parts if isinstance(part, types.FunctionType)]
 
 
@@ -292,9 +292,10 @@ def wrapped_by(fn: types.FunctionType) -> list[Any]:
 
 
 def is_code(value: Any) -> bool:
-    """Whether a class attribute is code: a function, method, property or built-in descriptor."""
-    kinds = (types.FunctionType, property, staticmethod, classmethod, cached_property, type, *_TRUSTED)
-    return issubclass(type(value), kinds)
+    """Whether a class attribute is code: a function, a method or property of some, a class or a built-in descriptor."""
+    wrappers = (types.FunctionType, property, staticmethod, classmethod, cached_property)
+    is_function = issubclass(type(value), wrappers) and bool(functions_in(value))
+    return is_function or issubclass(type(value), (type, *_TRUSTED))
 
 
 SEEN_THROUGH = frozenset(
@@ -349,10 +350,12 @@ def role_of(kind: type) -> str:
 
 def stands_for(value: Any) -> list[Any]:
     """The functions and objects in a method, a property or a callable with graphs."""
-    if issubclass(type(value), types.MethodType):
+    kind = type(value)
+    if issubclass(kind, property):
+        return [vars(property)[name].__get__(value) for name in ("fget", "fset", "fdel")]
+    if issubclass(kind, types.MethodType):
         return [value.__self__, value.__func__]
-    is_front_end = not issubclass(type(value), _ROLES["method"])
-    return [value.unwrap()] if is_front_end else list(functions_in(value))
+    return [value.__func__] if issubclass(kind, (staticmethod, classmethod)) else [value.unwrap()]
 
 
 class Kind(NamedTuple):

@@ -172,7 +172,7 @@ class StateReads:
             for inner in objects.referents(value):
                 is_cached = issubclass(kind, objects.CACHES) and issubclass(type(inner), CONTAINERS)
                 self._pending += objects.content(inner) if is_cached else [inner]
-        if issubclass(kind, objects.CACHES):
+        if self._is_traced and issubclass(kind, objects.CACHES):
             self.readers.append(partial(keeps_results, value, _results_in(value)))
         self._pending.append(kind)
 
