@@ -9,6 +9,7 @@ import enum
 import functools
 import importlib
 import inspect
+import io
 import logging
 import math
 import os
@@ -1210,6 +1211,13 @@ def odd_error() -> Any:
     return OddError(2)
 
 
+def log_to_memory() -> logging.Logger:
+    """A logger whose handler writes to what nobody can compare."""
+    logger = logging.Logger("x")
+    logger.addHandler(logging.StreamHandler(io.StringIO()))
+    return logger
+
+
 def lock_in_a_block(lock: Any) -> int:
     """Take a lock and give it back."""
     with lock:
@@ -1219,6 +1227,9 @@ def lock_in_a_block(lock: Any) -> int:
 kept("lock_left_instead", row=True)(threading.Lock, lock_in_a_block, lambda _: None)
 kept("lock that is given back")(threading.RLock, lambda h: (h.acquire() and h.release()) or 2, lambda _: None)
 kept("log")(lambda: logging.getLogger("graphdispatch.tests"), lambda h: h.debug("hello") or 2, lambda _: None)
+kept("log to memory")(
+    lambda: log_to_memory(), lambda h: 2 * len(h.handlers) * (not hasattr(h, "stream")), lambda h: h.warning("hello")
+)
 kept("decimal number")(lambda: decimal.Decimal(4), lambda h: float(h.sqrt()), lambda _: None)
 kept("function of pybind11")(lambda: torch._C._get_tracing_state, lambda h: 2 if h() is None else 5, lambda _: None)
 KEPT["number that a break reads"] = Read(

@@ -25,7 +25,7 @@ from . import objects
 from .metadata import tensor_readers
 from .notes import CodeNotes
 from .objects import ABSENT, CONTAINERS, Reader
-from .snapshot import FORM, random_holder
+from .snapshot import FORM, OF_LOGGERS, random_holder
 
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -282,6 +282,8 @@ class StateReads:
     def _named(self, kind: type) -> frozenset[str]:
         """The names to compare of the objects of a class: those of the user's code, where libraries wrote some of the
         class of their code, too; all, if code reads them without spelling their names."""
+        if issubclass(kind, logging.Filterer):
+            return self._names - OF_LOGGERS  # else handlers, and the streams behind them, would count
         if self._all or kind in self._notes.whole_types or _has_own_access(kind):
             return _ALL
         if issubclass(kind, nn.Module):
@@ -289,7 +291,7 @@ class StateReads:
             is_library = torchs != [nn.Module]
         else:
             is_library = len(objects.user_classes(kind)) < len(objects.written_classes(kind))
-        return self._library_names if is_library and not issubclass(kind, logging.Filterer) else self._names
+        return self._library_names if is_library else self._names
 
     def _compare(self, table: Mapping[str, Any] | None, names: Iterable[str]) -> None:
         """Compare the attributes in ``table`` under ``names``; without a trace, those that hold modules or tensors."""

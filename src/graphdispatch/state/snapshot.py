@@ -73,11 +73,9 @@ class Holder(NamedTuple):
         self.way.write(self.value, held)
 
 
-_KEPT_BY_LIBRARY = {
-    threading.Thread: vars(threading.Thread(name="")).keys(),
-    logging.Filterer: vars(logging.Logger("")).keys() | vars(logging.Handler()).keys(),
-}
-"""What threads, and loggers with their handlers, keep of themselves; other threads write it."""
+OF_LOGGERS = vars(logging.Logger("")).keys() | vars(logging.Handler()).keys()
+"""What loggers and handlers keep of themselves; other threads write it."""
+_KEPT_BY_LIBRARY = {threading.Thread: vars(threading.Thread(name="")).keys(), logging.Filterer: OF_LOGGERS}
 
 
 def _read_attributes(value: Any) -> dict[str, Any]:
