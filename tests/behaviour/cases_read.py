@@ -9,6 +9,7 @@ import enum
 import functools
 import importlib
 import inspect
+import io
 import logging
 import math
 import os
@@ -502,9 +503,6 @@ read("longer list in its place")(lambda: Box(k=[2.0]), lambda h: sum(h.k), put(k
 read("list of another class in its place")(lambda: Box(k=[2.0]), lambda h: float(isinstance(h.k, tuple)), put(k=(2.0,)))
 read("unequal frozen dataclass in its place")(lambda: Box(k=Frozen([2.0])), lambda h: h.k.k[0], put(k=Frozen([5.0])))
 kept("list that is not read")(lambda: Box(k=2.0, log=[]), lambda h: h.k, lambda h: h.log.append(1))
-kept("order of attributes read by name")(
-    lambda: Box(a=2.0, b=3.0), lambda h: getattr(h, "".join("a")) * h.b, lambda h: put_last(vars(h))
-)
 kept("unused one of many tensors")(
     lambda: {n: torch.ones(3) for n in range(2000)}, lambda h: h[1], lambda h: to(h[2], data=torch.zeros(3))
 )
@@ -618,6 +616,20 @@ class Through:
         return next(value for value in vars(self).values())
 
 
+class Numbered(property):
+    """A property with an attribute, which its getter does not read."""
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return self.number
+
+
+def with_property() -> Any:
+    """An object with such a property, and the property."""
+    made = Numbered(lambda self: 1)
+    made.number = 2
+    return type("Own", (), {"__module__": __name__, "k": made})(), made
+
+
 def put_last(table: Any) -> None:
     """Delete the first entry and set it again."""
     name = next(iter(table))
@@ -632,6 +644,7 @@ read("__getitem__")(Operand, lambda h: h[0], put(k=5))
 read("__len__")(Operand, len, put(k=5))
 read("__float__")(Operand, float, put(k=5))
 read("property")(Operand, lambda h: h.number, put(k=5))
+read("property of a class of its own")(with_property, lambda h: h[0].k, lambda h: to(h[1], number=5))
 run("__call__")(Operand, lambda h, x: h(x), put(k=5))
 read("cached_property")(lambda: (h := Lazy(), h.config)[0], lambda h: h.config.k, lambda h: to(h.config, k=5.0))
 read("class of an object")(lambda: Box(k=2.0), lambda h: h.limit, put(__class__=type("Other", (Box,), {"limit": 5.0})))
@@ -786,6 +799,23 @@ read("attribute of a class")(lambda: own_class(k=2), lambda h: h.k, put(k=5))
 read("tuple of a class")(lambda: own_class(k=(2, 3)), lambda h: h.k[0], put(k=(5, 3)))
 read("method of a class")(
     lambda: own_class(k=lambda self: 2)(), lambda h: h.k(), lambda h: to(type(h), k=lambda self: 5)
+)
+for kind in (staticmethod, classmethod):
+    read(f"default of a {kind.__name__}")(
+        lambda kind=kind: own_class(k=kind(lambda *_, by=[2]: by[0])),
+        lambda h: h.k(),
+        lambda h: h.k.__kwdefaults__["by"].__setitem__(0, 5),
+    )
+read("static method of an object")(
+    lambda: Apart(o := Operand(), own_class(k=staticmethod(o.__len__))), lambda h: h.k(), lambda h: to(h.owner, k=5)
+)
+read("property of a getter")(
+    lambda: own_class(k=property(attrgetter("number")), number=2)(), lambda h: h.k, lambda h: to(h, number=5)
+)
+read("another property of a getter")(
+    lambda: own_class(k=property(attrgetter("number")), number=2, other=5)(),
+    lambda h: h.k,
+    lambda h: to(type(h), k=property(attrgetter("other"))),
 )
 read("attribute of a metaclass")(with_metaclass, lambda h: h[0].k, lambda h: to(h[1], k=5))
 read("text of a class")(lambda: own_class(__doc__="2"), lambda h: float(h.__doc__), put(__doc__="5"))
@@ -1181,6 +1211,13 @@ def odd_error() -> Any:
     return OddError(2)
 
 
+def log_to_memory() -> logging.Logger:
+    """A logger whose handler writes to what nobody can compare."""
+    logger = logging.Logger("x")
+    logger.addHandler(logging.StreamHandler(io.StringIO()))
+    return logger
+
+
 def lock_in_a_block(lock: Any) -> int:
     """Take a lock and give it back."""
     with lock:
@@ -1190,6 +1227,9 @@ def lock_in_a_block(lock: Any) -> int:
 kept("lock_left_instead", row=True)(threading.Lock, lock_in_a_block, lambda _: None)
 kept("lock that is given back")(threading.RLock, lambda h: (h.acquire() and h.release()) or 2, lambda _: None)
 kept("log")(lambda: logging.getLogger("graphdispatch.tests"), lambda h: h.debug("hello") or 2, lambda _: None)
+kept("log to memory")(
+    lambda: log_to_memory(), lambda h: 2 * len(h.handlers) * (not hasattr(h, "stream")), lambda h: h.warning("hello")
+)
 kept("decimal number")(lambda: decimal.Decimal(4), lambda h: float(h.sqrt()), lambda _: None)
 kept("function of pybind11")(lambda: torch._C._get_tracing_state, lambda h: 2 if h() is None else 5, lambda _: None)
 KEPT["number that a break reads"] = Read(

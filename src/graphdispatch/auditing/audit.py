@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from ..api.graphed import Graphed, graphed
-from ..capture.observe import Observer
 from ..config import CUDAGraphOptions, parse_mode
 from ..errors import ConfigError, DeviceLostError
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..sizes import named_sizes
+from .observe import Observer
 from .result import Audit, Breaks, Rows
 from .watch import Watched, names_of, watch
 

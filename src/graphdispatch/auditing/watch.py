@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..capture.observe import Event, Observer, Run
 from ..errors import CaptureError
+from .observe import Event, Observer, Run
 from .result import Finding, Findings, Memory
 
 __all__ = ["Step", "Watched", "watch"]

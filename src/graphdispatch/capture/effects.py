@@ -38,8 +38,6 @@ from ..memory.program import Labels, Operator
 from ..reasons import Reason
 from .regions import Region, indexed_region, save_exposed
 
-__all__ = ["EffectRecorder", "redo", "retry_once", "undo"]
-
 
 def undo(regions: list[Region]) -> None:
     """Put back what all regions held before the run that made them."""

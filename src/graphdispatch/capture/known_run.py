@@ -25,8 +25,6 @@ from .eager_run import EagerRun, opener
 from .effects import EffectRecorder
 from .request import CaptureRequest
 
-__all__ = ["is_known", "run_known"]
-
 _UNCOUNTED = ("data", "set_", "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage")
 """Attributes of a tensor by which code can write to its memory while no version counts that."""
 

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from .attempt import CaptureAttempt
     from .regions import Region
 
-__all__ = ["difference_apart", "writes_more_with_fewer_rows"]
 
 _MOST_BYTES = 64 << 20
 _MOST_TOLD = 3  # tensors that a message names

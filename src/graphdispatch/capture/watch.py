@@ -17,8 +17,6 @@ from ..call.breaks import BREAKS, BreakRunner
 from ..errors import CaptureError
 from ..reasons import Reason
 
-__all__ = ["CaptureWatch"]
-
 
 class CaptureWatch(OperatorMode):
     """Enter ``within(capture)`` around the callable.

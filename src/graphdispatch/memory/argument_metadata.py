@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from ..call.spec import is_tensor
-from ..state.notes import IDENTITY
-from ..state.readers import TENSOR_READERS
+from ..state.metadata import IDENTITY, TENSOR_READERS
 
 __all__ = ["ArgumentMetadata"]
 

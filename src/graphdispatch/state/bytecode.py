@@ -11,8 +11,6 @@ from functools import lru_cache
 from types import CodeType
 from typing import NamedTuple
 
-__all__ = ["CodeReads", "changed_by", "code_reads", "stored_by"]
-
 _ATTRIBUTES = (
     "STORE_ATTR",
     "DELETE_ATTR",
@@ -37,7 +35,6 @@ _CHANGES = (
 _CHANGES_BY_NAME = ("setattr", "delattr", "exec", "eval", "globals", "locals", "vars", "next", "__import__")
 _LONGEST_CALL = 6  # instructions of ``type(model.config)``
 _TYPES = ("dtype", "device", "layout", "__class__")
-_LOOKS_UP = ("get", "setdefault", "pop", "update", "__getitem__", "__setitem__", "__contains__")
 
 
 class CodeReads(NamedTuple):
@@ -58,8 +55,6 @@ class CodeReads(NamedTuple):
     """Whether it reads attributes under names that it does not spell: ``vars(x)``, ``getattr(x, name)``."""
     whole_self: bool
     """Whether it does so with its first parameter alone."""
-    whole_globals: bool
-    """Whether it goes through the variables of its module: ``for name in globals()``."""
 
 
 @lru_cache(maxsize=8192)
@@ -68,7 +63,7 @@ def code_reads(code: CodeType) -> CodeReads:
     attributes, variables, imports, compared = (set[str]() for _ in range(4))
     instructions = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG")]
     owner = code.co_varnames[0] if code.co_argcount else None
-    of_self = of_others = of_globals = False
+    of_self = of_others = False
     for index, instruction in enumerate(instructions):
         kind, name = instruction.opname, instruction.argval
         if kind in _ATTRIBUTES:
@@ -77,7 +72,6 @@ def code_reads(code: CodeType) -> CodeReads:
         elif kind in _VARIABLES:
             variables.add(name)
             is_own = _is_given_first(instructions[index + 1 :], owner)
-            of_globals = of_globals or (name == "globals" and not _takes_one(instructions[index + 1 : index + 6]))
             if name in _BY_NAME and _names_a_constant(instructions[index + 1 :]):
                 continue
         elif kind == "IMPORT_NAME":
@@ -105,7 +99,6 @@ def code_reads(code: CodeType) -> CodeReads:
         frozenset((compared - {code.co_name}) | (variables & {"id", "hash"})),  # itself is a function
         of_others,
         of_self,
-        of_globals,
     )
 
 
@@ -159,14 +152,6 @@ def _are_names(parts: Sequence[str]) -> bool:
     return all(map(str.isidentifier, parts))
 
 
-def _takes_one(following: Sequence[dis.Instruction]) -> bool:
-    """Whether the first thing that code does with the result of a call without arguments is to look one entry up."""
-    steps = [i for i in following if i.opname not in ("PRECALL", "PUSH_NULL", "CALL") or i.arg]
-    is_get = steps[:1] and steps[0].opname in ("LOAD_ATTR", "LOAD_METHOD") and steps[0].argval in _LOOKS_UP
-    is_entry = len(steps) > 1 and steps[0].opname.startswith("LOAD_") and "SUBSCR" in steps[1].opname
-    return bool(is_get or is_entry or (steps[:1] and steps[0].opname == "CONTAINS_OP"))
-
-
 def _loads(instruction: dis.Instruction, variable: str | None, at: int = 0) -> bool:
     """Whether an instruction loads the variable: alone, or in place ``at`` of two, which 3.13 loads at once."""
     if variable is None or not instruction.opname.startswith("LOAD_FAST"):
@@ -175,38 +160,34 @@ def _loads(instruction: dis.Instruction, variable: str | None, at: int = 0) -> b
     return bool((loaded[at] if type(loaded) is tuple else loaded) == variable)
 
 
-def _is_given_first(following: Sequence[dis.Instruction], variable: str | None) -> bool:
-    """Whether the call whose arguments ``following`` loads gets the variable itself first, and no part of it.
-
-    False if unsure: where the arguments branch, and for ``f(*args)``.
-    """
-    depth, first = 0, False
+def _arguments(following: Sequence[dis.Instruction]) -> tuple[list[dis.Instruction], list[dis.Instruction]]:
+    """What makes the first and the second argument of the call whose arguments ``following`` loads; nothing if unsure:
+    where the arguments branch, and for ``f(*args)``."""
+    depth, first, second = 0, list[dis.Instruction](), list[dis.Instruction]()
     for instruction in following:
         kind = instruction.opname
         if kind in ("PRECALL", "CALL") and depth == instruction.arg:
-            return first
+            return first, second
         if instruction.is_jump_target or instruction.opcode in dis.hasjrel:
-            return False
+            break
         if kind not in ("PUSH_NULL", "PRECALL", "KW_NAMES"):
             is_empty, depth = depth == 0, depth + dis.stack_effect(instruction.opcode, instruction.arg)
-            if is_empty or depth < 2:  # what makes the first argument, or changes it
-                first = _loads(instruction, variable)
-    return False
+            if is_empty or depth < 2:
+                first.append(instruction)
+            if depth < 2:
+                second = []
+            elif depth == 2:
+                second.append(instruction)
+    return [], []
+
+
+def _is_given_first(following: Sequence[dis.Instruction], variable: str | None) -> bool:
+    """Whether the call whose arguments ``following`` loads gets the variable itself first, and no part of it."""
+    first, _ = _arguments(following)
+    return bool(first) and _loads(first[-1], variable)
 
 
 def _names_a_constant(following: Sequence[dis.Instruction]) -> bool:
     """Whether the call whose arguments ``following`` loads gets a constant as its second argument; False if unsure."""
-    depth, second = 0, list[dis.Instruction]()
-    for instruction in following:
-        kind = instruction.opname
-        if kind in ("PRECALL", "CALL") and depth == instruction.arg:
-            return len(second) == 1 and second[0].opname == "LOAD_CONST"
-        if instruction.is_jump_target or instruction.opcode in dis.hasjrel:
-            return False
-        if kind not in ("PUSH_NULL", "PRECALL"):
-            depth += dis.stack_effect(instruction.opcode, instruction.arg)
-        if depth < 2:
-            second = []
-        elif depth == 2:
-            second.append(instruction)
-    return False
+    _, second = _arguments(following)
+    return len(second) == 1 and second[0].opname == "LOAD_CONST"

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.hooks import RemovableHandle
 
 from ..native.guards import GUARD
-from .objects import ABSENT, cell_value, slot_value
+from .objects import ABSENT, cell_value, is_compiled_member, slot_value
 
 if TYPE_CHECKING:
     from .guards import StateGuard
 
-__all__ = ["END", "compile_guard"]
 
 END = object()
 """Stands after the entries of each container, so that none can move from one to the next unseen."""
@@ -106,7 +105,6 @@ def _tables(guard: "StateGuard", held: Iterator[Any]) -> tuple[tuple[Any, ...], 
         known = found.setdefault(id(raw), [raw, None, ()])
         for name in names:
             known += (name, next(held))
-        next(held)  # the first once more
     return tuple((table, keys, tuple(entries), none) for table, keys, none, *entries in found.values())
 
 
@@ -122,6 +120,8 @@ def _reader(reader: Any, expected: Any) -> tuple[str, Any, Any, Any]:
             return args[1], args[0], None, expected
         if function is getattr and args[1:] == ("__mro__",):
             return args[1], args[0], None, expected
+        if function is slot_value and is_compiled_member(args[0]):
+            return "call", partial(args[0].__get__, args[1]), None, expected
         if function is slot_value:
             return "slot", args[1], args[0], expected
         owner = getattr(function, "__self__", None)

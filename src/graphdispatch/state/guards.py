@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
-from operator import attrgetter, call, is_, itemgetter
+from operator import attrgetter, call, is_
 from typing import Any
 
 import torch
@@ -25,12 +25,10 @@ from ..call.spec import VALUES, describe
 from ..native.guards import GUARD
 from . import objects
 from .compiled import END, compile_guard
+from .metadata import has_memory
 from .notes import CodeNotes
 from .objects import equal_content, same_objects
-from .readers import has_memory, unchanged
-from .reads import StateReads
-
-__all__ = ["StateGuard", "WorkspaceGuard", "wants_gradient"]
+from .reads import StateReads, keeps_results
 
 _END = (END,)
 _SETTINGS = (torch.get_default_dtype, torch._C._get_deterministic_algorithms)
@@ -91,8 +89,8 @@ class StateGuard:
         self._watched = (*reads.contents, *filter(None, self._hooks))
         self._named = [*_DEVICE, *reads.attributes]
         self._list()
-        self._homes = tuple(filter(_has_own_table, reads.homes))
-        others = [partial(objects.attribute_table, home) for home in reads.homes if not _has_own_table(home)]
+        self._homes = tuple(filter(_has_own_table, reads.objects))
+        others = [partial(objects.attribute_table, home) for home in reads.objects if not _has_own_table(home)]
         self._readers: list[Callable[[], Any]] = [*_SETTINGS, *others, *reads.readers]
         with torch._C.DisableTorchFunction():
             tensors = list(filter(has_memory, reads.tensors))
@@ -101,10 +99,9 @@ class StateGuard:
         self._addresses, self._forms = self._places()
         self._objects = tuple(reads.objects)
         self._functions = tuple(reads.functions)
-        self._held = self._read()
+        self._held = tuple(self._now())
         self._tables = tuple(reads.tables)
         self._keys = list(map(tuple, self._tables))
-        self._ordered = frozenset(reads.ordered)
         self._absent = [(table, names) for table, names in reads.absent if names]
         self._arrays = [(array, array.tobytes()) for array in reads.arrays]
         self._trains = self._find_training()
@@ -124,25 +121,12 @@ class StateGuard:
         try:
             if RemovableHandle.next_id != self._latest_hook and not self._no_new_hooks():
                 return False
-            now = chain(
-                chain.from_iterable(self._contents),
-                chain.from_iterable(map(call, self._attributes)),
-                map(call, self._readers),
-                map(type, self._objects),
-                map(_code, self._functions),
-                map(_table, self._homes),
-            )
-            if not all(map(is_, now, self._held)):
-                read = self._read()
-                if not same_objects(read, self._held):
+            if not all(map(is_, self._now(), self._held)):
+                now = tuple(self._now())
+                if not same_objects(now, self._held):
                     return False
-                self._held = read  # equal constants, which are found faster the next time
-            tensors = self.tensors
-            with torch._C.DisableTorchFunction():
-                forms = [list(map(_shape, tensors)), list(map(_strides, tensors)), list(map(_dtype, tensors))]
-                if forms != self._forms or list(map(_address, self._tensors)) != self._addresses:
-                    return False
-            if list(map(tuple, self._tables)) != self._keys and not self._has_same_keys():
+                self._held = now  # equal constants, which are found faster the next time
+            if self._places() != (self._addresses, self._forms) or list(map(tuple, self._tables)) != self._keys:
                 return False
             if not all(table.keys().isdisjoint(names) for table, names in self._absent):
                 return False
@@ -167,12 +151,16 @@ class StateGuard:
         self.native = compile_guard(self)
         self._due = 0 if self.native is None else self._wait
 
-    def _read(self) -> tuple[Any, ...]:
+    def _now(self) -> Iterator[Any]:
         """Everything that is compared by identity, as it is now."""
-        attributes = chain.from_iterable(map(call, self._attributes))
-        kinds, codes, homes = map(type, self._objects), map(_code, self._functions), map(_table, self._homes)
-        readers = map(call, self._readers)
-        return tuple(chain(chain.from_iterable(self._contents), attributes, readers, kinds, codes, homes))
+        return chain(
+            chain.from_iterable(self._contents),
+            chain.from_iterable(map(map, self._getters, self._names)),
+            map(call, self._readers),
+            map(type, self._objects),
+            map(_code, self._functions),
+            map(_table, self._homes),
+        )
 
     def _places(self) -> tuple[list[int], list[list[Any]]]:
         """Where the tensors that runs used lie now, and the shapes, strides and dtypes of all."""
@@ -184,7 +172,7 @@ class StateGuard:
         frozen dataclasses, in the places of others that held the same; else None. It watches what is there now."""
         moved: dict[int, list[Any]] = {}
         try:
-            now = self._read()
+            now = tuple(self._now())
             pairs = zip(now, self._held, strict=False)
             is_same = len(now) == len(self._held) and all(a is b or equal_content(a, b, moved) for a, b in pairs)
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # deleted meanwhile
@@ -216,11 +204,9 @@ class StateGuard:
         tables = zip(guard._tables, guard._keys, strict=True)
         found = [(each, keys) for table, keys in tables for each in successors(table)]
         self._tables, self._keys = tuple(table for table, _ in found), [keys for _, keys in found]
-        ordered = (table for table in guard._tables if id(table) in guard._ordered)
-        self._ordered = frozenset(id(each) for table in ordered for each in successors(table))
         self._named = [(each, names) for table, names in guard._named for each in successors(table)]
         self._list()
-        self._held = self._read()
+        self._held = tuple(self._now())
         return {id(one) for one in self._held if id(one) in moved} - set(kept)
 
     def _list(self) -> None:
@@ -228,8 +214,8 @@ class StateGuard:
         parts = (part for container in self._watched for part in _parts(container))
         # A mark after each container, so that an entry cannot move from one container to the next unseen.
         self._contents = tuple(part for values in (*self._members, *parts) for part in (values, _END))
-        # At least two names, so that the reader of attributes gives a tuple.
-        self._attributes = [partial(itemgetter(*names, names[0]), table) for table, names in self._named]
+        self._getters = [table.__getitem__ for table, _ in self._named]
+        self._names = [names for _, names in self._named]
 
     @property
     def _figures(self) -> tuple[Any, ...]:
@@ -243,26 +229,15 @@ class StateGuard:
     def reads_like(self, other: "StateGuard") -> bool:
         """Whether another guard compares the same objects, and was made when they held the same."""
         absent = ([(id(table), names) for table, names in g._absent] for g in (self, other))
-        plain = ([r.args[1] for r in g._readers if type(r) is partial and r.func is unchanged] for g in (self, other))
-        if next(absent) != next(absent) or next(plain) != next(plain):
+        partials = ([r for r in g._readers if type(r) is partial] for g in (self, other))
+        results = ([r.args[1] for r in readers if r.func is keeps_results] for readers in partials)
+        if next(absent) != next(absent) or next(results) != next(results):
             return False
         parts = (
             (*g.tensors, *g._objects, *g._functions, *g._homes, *g._tables, *(a for a, _ in g._arrays))
             for g in (self, other)
         )
         return self._figures == other._figures and same_objects(*parts) and same_objects(self._held, other._held)
-
-    def _has_same_keys(self) -> bool:
-        """Whether all tables have the keys that they had, in that order where it counts; the present order is the known
-        one then."""
-        now = list(map(tuple, self._tables))
-        if list(map(frozenset, now)) != list(map(frozenset, self._keys)):
-            return False
-        moved = (table for table, keys, known in zip(self._tables, now, self._keys, strict=True) if keys != known)
-        if any(id(table) in self._ordered for table in moved):
-            return False
-        self._keys = now
-        return True
 
     def _no_new_hooks(self) -> bool:
         """Whether hooks were registered meanwhile only elsewhere in the process, and none on the callable's modules."""
@@ -306,11 +281,9 @@ class StateGuard:
     def _held_attributes(self) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
         """Each attribute and variable that is compared: its table, its name, and what it held."""
         last = sum(map(len, (self._readers, self._objects, self._functions, self._homes)))
-        count = sum(len(names) + 1 for _, names in self._named)
-        values = iter(self._held[len(self._held) - last - count :])
+        values = iter(self._held[len(self._held) - last - sum(map(len, self._names)) :])
         for table, names in self._named:
-            yield from ((table, name, held) for name, held in zip(names, values, strict=False))
-            next(values)  # the first once more
+            yield from ((table, name, next(values)) for name in names)
 
     def difference(self) -> str:
         """What of the state is not as it was: the first attribute or variable with what it held and holds, or in
@@ -342,9 +315,9 @@ def _has_own_table(value: Any) -> bool:
 def _parts(container: Any) -> tuple[Iterable[Any], ...]:
     """Live iterables of what a container holds: the keys and the values of a dict, the entries of another."""
     if issubclass(type(container), dict):
-        return dict.keys(container), dict.values(container)
-    kind = next((kind for kind in (list, set, deque) if issubclass(type(container), kind)), type(container))
-    return (container,) if kind is type(container) else (_Entries(kind, container),)
+        home = objects.dict_of(container)
+        return home.keys(container), home.values(container)
+    return (container if type(container) in (list, set, deque) else _Entries(container),)
 
 
 def _shown(value: Any) -> str:
@@ -356,17 +329,15 @@ def _shown(value: Any) -> str:
 
 
 class _Entries:
-    """The entries of a list, set or deque whose class may iterate in another way."""
+    """The entries of an array, or of a list, set or deque whose class may iterate in another way."""
 
-    __slots__ = ("container", "kind")
+    __slots__ = ("container",)
 
-    def __init__(self, kind: Any, container: Any) -> None:
-        self.kind = kind
+    def __init__(self, container: Any) -> None:
         self.container = container
 
     def __iter__(self) -> Iterator[Any]:
-        entries: Iterator[Any] = self.kind.__iter__(self.container)
-        return entries
+        return iter(objects.content(self.container))
 
 
 class WorkspaceGuard:

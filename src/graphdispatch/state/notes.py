@@ -1,20 +1,11 @@
 """What the Python code of some runs reads: the names that it holds, its variables, and the code itself."""
 
-import os
 import types
 from collections.abc import Iterable
 from typing import Any
 
-from .bytecode import code_reads, may_change_state
+from .bytecode import may_change_state
 from .objects import is_library_code
-from .readers import TENSOR_READERS
-
-__all__ = ["IDENTITY", "CodeNotes", "Names", "keep", "metadata_names"]
-
-IDENTITY = "is"
-"""Stands among the names for code that compares objects."""
-_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_DEMO = os.path.join(_OURS, "demo") + os.sep
 
 Names = dict[int, tuple[dict[str, Any], set[str]]]
 """For each namespace, by its ``id``: the namespace, and names in it."""
@@ -42,7 +33,7 @@ class CodeNotes:
         self.absent: Names = {}
         """Names under which that code finds nothing there: a builtin serves, or a default."""
         self.whole_tables: Names = {}
-        """The namespaces whose names that code goes through."""
+        """The namespaces that code gets hold of by ``globals()``."""
         self.functions: list[types.FunctionType] = []
         """Functions that ran and that nothing within reach holds, but for the interpreter."""
         self.reads_environment = False
@@ -89,22 +80,3 @@ class CodeNotes:
 def keep(notes: Names, table: dict[str, Any], names: Iterable[str]) -> None:
     """Note names of a namespace."""
     notes.setdefault(id(table), (table, set()))[1].update(names)
-
-
-def metadata_names(codes: Iterable[types.CodeType]) -> list[str]:
-    """What of ``TENSOR_READERS`` all this code of the user reads, of whatever tensors; and ``IDENTITY`` where any code
-    compares objects."""
-    paths = ((code, code.co_filename) for code in codes)
-    others = [code for code, path in paths if not path.startswith(_OURS) or path.startswith(_DEMO)]
-    theirs = [code for code in others if not is_library_code(code.co_filename)]
-    # Torch's attention compares the query with the key.
-    compares = any(code_reads(code).compared for code in theirs) or any(
-        not code_reads(code).compared.isdisjoint(code.co_varnames) for code in others
-    )
-    return sorted(TENSOR_READERS.keys() & set().union(*map(_spelled, theirs))) + [IDENTITY] * compares
-
-
-def _spelled(code: types.CodeType) -> frozenset[str]:
-    reads = code_reads(code)
-    asks = not reads.variables.isdisjoint(("getattr", "hasattr"))
-    return reads.attributes | reads.texts if asks else reads.attributes

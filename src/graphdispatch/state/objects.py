@@ -17,7 +17,7 @@ import threading
 import types
 import weakref
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
@@ -30,44 +30,6 @@ from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 
 from .bytecode import stored_by
-
-__all__ = [
-    "ABSENT",
-    "CACHES",
-    "CONSTANTS",
-    "CONTAINERS",
-    "GLOBAL_HOOKS",
-    "SEEN_THROUGH",
-    "Kind",
-    "Kinds",
-    "Reader",
-    "attribute_table",
-    "cell_value",
-    "content",
-    "dict_of",
-    "equal_content",
-    "functions_in",
-    "home_of",
-    "is_code",
-    "is_followed",
-    "is_kind_of_array",
-    "is_leaf",
-    "is_library_code",
-    "is_machine",
-    "is_opaque",
-    "is_settings",
-    "is_torch_code",
-    "name_of",
-    "referent",
-    "referents",
-    "same_callable",
-    "same_objects",
-    "slot_value",
-    "slots_of",
-    "user_classes",
-    "variables_of",
-    "written_classes",
-]
 
 Reader = Callable[[], Any]
 
@@ -138,6 +100,13 @@ _OPAQUE = (
 
 
 _NOTHING_IN = (*CONSTANTS, *_TRUSTED)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
+_COMPILED_MEMBERS: dict[type, tuple[str, ...]] = {
+    defaultdict: ("default_factory",),
+    partial: ("func", "args", "keywords"),
+    BaseException: ("args",),
+}
+"""Attributes that compiled classes keep outside of ``__dict__``, as slots do."""
 
 
 def is_leaf(kind: type) -> bool:
@@ -159,12 +128,12 @@ def home_of(kind: type) -> str:
 
 def is_followed(kind: type) -> bool:
     """Whether the objects of a class are a part of the callable's state: not those of this package (but for its demo),
-    and no machinery of torch or of the standard library. Modules are, and threads of a class of the user."""
+    and no machinery of torch or of the standard library. Modules are, loggers, and threads of a class of the user."""
     module = home_of(kind)
     root = module.partition(".")[0] if not module.startswith(f"{_PACKAGE}.demo") else "demo"
     if root == _PACKAGE:
         return False
-    if issubclass(kind, (nn.Module, logging.LoggerAdapter)):
+    if issubclass(kind, (nn.Module, logging.Filterer, logging.LoggerAdapter)):
         return True
     if root in _MACHINERY:
         return False
@@ -182,7 +151,12 @@ def is_library_code(path: str) -> bool:
     """Whether a file of code belongs to torch, to the standard library or to this package (but for its demo)."""
     is_stdlib = path.startswith((_STDLIB, "<frozen")) and not path.startswith(_SITE)
     is_stdlib = is_stdlib or any(f"{os.sep}{name}{os.sep}" in path for name in _TORCH_NEEDS)
-    return is_stdlib or path.startswith(_TORCH) or (path.startswith(_PACKAGE_PATH) and not path.startswith(_DEMO))
+    return is_stdlib or path.startswith(_TORCH) or is_own_code(path)
+
+
+def is_own_code(path: str) -> bool:
+    """Whether a file of code belongs to this package, but for its demo."""
+    return path.startswith(_PACKAGE_PATH) and not path.startswith(_DEMO)
 
 
 def is_torch_code(path: str) -> bool:
@@ -223,27 +197,36 @@ def attribute_table(value: Any) -> dict[str, Any] | None:
 
 
 def slots_of(kind: type) -> dict[str, Any]:
-    """The descriptors of the slots of a class by attribute name."""
-    return {
-        name: member
-        for base in reversed(type.mro(kind))
-        if "__slots__" in vars(base)
-        for name, member in vars(base).items()
-        if issubclass(type(member), types.MemberDescriptorType)
-    }
+    """The descriptors of the slots of a class by attribute name, and of what its compiled classes keep like that."""
+    found: dict[str, Any] = {}
+    for base in reversed(type.mro(kind)):
+        table = vars(base)
+        if "__slots__" in table:
+            found |= {name: held for name, held in table.items() if type(held) is types.MemberDescriptorType}
+        found |= {name: table[name] for name in _COMPILED_MEMBERS.get(base, ())}
+    return found
+
+
+def is_compiled_member(member: Any) -> bool:
+    """Whether a descriptor of ``slots_of`` is that of a compiled class, whose code reads it under no name."""
+    return member.__objclass__ in _COMPILED_MEMBERS
 
 
 def content(container: Any) -> list[Any]:
-    """The keys and values of a dict, or the entries of another container, all of one moment: threads may write it."""
+    """The keys and values of a dict, or the entries of another container or of an array of objects, all of one moment:
+    threads may write it."""
     if type(container) is dict:
         held = container.copy()
         return [*held, *held.values()]
-    if issubclass(type(container), dict):
+    kind = type(container)
+    if issubclass(kind, dict):
         pairs = list(dict_of(container).items(container))
         return [*(key for key, _ in pairs), *(value for _, value in pairs)]
+    if issubclass(kind, np.ndarray):
+        return list(container.flat) if container.dtype.hasobject else []
     kinds: tuple[Any, ...] = (list, tuple, set, deque, frozenset)
-    kind = next((kind for kind in kinds if issubclass(type(container), kind)), None)
-    return [] if kind is None else list(kind.__iter__(container))
+    base = next((base for base in kinds if issubclass(kind, base)), None)
+    return [] if base is None else list(base.__iter__(container))
 
 
 def dict_of(table: Any) -> Any:
@@ -298,19 +281,21 @@ def functions_in(value: Any) -> list[types.FunctionType]:
         value = value.__func__
     elif issubclass(type(value), (partial, cached_property)):
         value = value.func
-    parts = (value.fget, value.fset) if issubclass(type(value), property) else (value,)
+    parts = (value.fget, value.fset, value.fdel) if issubclass(type(value), property) else (value,)
     return [part for part in parts if isinstance(part, types.FunctionType)]
 
 
-def is_kind_of_array(kind: type) -> bool:
-    """Whether it is a class of NumPy arrays with attributes. Those of a mapped file lead to all of the file."""
-    return kind is not np.ndarray and not issubclass(kind, np.memmap)
+def wrapped_by(fn: types.FunctionType) -> list[Any]:
+    """What a decorator of the library's holds of others: functions, methods and modules."""
+    kinds = (types.FunctionType, types.MethodType, partial, nn.Module)
+    return [held for held in map(cell_value, fn.__closure__ or ()) if issubclass(type(held), kinds)]
 
 
 def is_code(value: Any) -> bool:
-    """Whether a class attribute is code: a function, method, property or built-in descriptor."""
-    kinds = (types.FunctionType, property, staticmethod, classmethod, cached_property, type, *_TRUSTED)
-    return issubclass(type(value), kinds)
+    """Whether a class attribute is code: a function, a method or property of some, a class or a built-in descriptor."""
+    wrappers = (types.FunctionType, property, staticmethod, classmethod, cached_property)
+    is_function = issubclass(type(value), wrappers) and bool(functions_in(value))
+    return is_function or issubclass(type(value), (type, *_TRUSTED))
 
 
 SEEN_THROUGH = frozenset(
@@ -329,15 +314,55 @@ SEEN_THROUGH = frozenset(
 """Common types whose compiled methods change and read nothing that a walk does not see."""
 
 
+_ROLES: dict[str, tuple[Any, ...]] = {
+    "tensor": (torch.Tensor,),
+    "function": (types.FunctionType,),
+    "class": (type,),
+    "method": (types.MethodType, property, staticmethod, classmethod),
+    "module": (types.ModuleType,),
+    "cell": (types.CellType,),
+    "reference": (weakref.ref, *weakref.ProxyTypes, ContextVar),
+    "array": (np.ndarray,),
+}
+
+
+def role_of(kind: type) -> str:
+    """What the objects of a class are to whoever goes through a callable's state: the first that fits.
+
+    Besides those of ``_ROLES``: "leaf", in which nothing is looked for; "opaque", on which no graph may depend;
+    "generator" of random numbers; "instance", a container or another object with entries, attributes and slots;
+    "front_end", a callable with graphs; and "trusted", an object of the libraries' own.
+    """
+    if is_leaf(kind):
+        return "leaf"
+    for role, classes in _ROLES.items():
+        if issubclass(kind, classes):
+            return role
+    if is_opaque(kind):
+        return "opaque"
+    if issubclass(kind, _GENERATORS):
+        return "generator"
+    if is_followed(kind):
+        return "instance"
+    is_ours = home_of(kind).partition(".")[0] == _PACKAGE and "unwrap" in dir(kind)
+    return "front_end" if is_ours else "trusted"
+
+
+def stands_for(value: Any) -> list[Any]:
+    """The functions and objects in a method, a property or a callable with graphs."""
+    kind = type(value)
+    if issubclass(kind, property):
+        return [vars(property)[name].__get__(value) for name in ("fget", "fset", "fdel")]
+    if issubclass(kind, types.MethodType):
+        return [value.__self__, value.__func__]
+    return [value.__func__] if issubclass(kind, (staticmethod, classmethod)) else [value.unwrap()]
+
+
 class Kind(NamedTuple):
     """What a class tells of its objects."""
 
-    is_leaf: bool
-    """See ``is_leaf``; then nothing else was asked."""
-    is_opaque: bool
-    """See ``is_opaque``."""
-    is_followed: bool
-    """See ``is_followed``."""
+    role: str
+    """See ``role_of``."""
     slots: dict[str, Any]
     """See ``slots_of``."""
 
@@ -346,11 +371,8 @@ class Kinds(dict[type, Kind]):
     """Classes, each asked when it is first met. Classes may change, so make another one for each look."""
 
     def __missing__(self, kind: type) -> Kind:
-        if is_leaf(kind):
-            known = Kind(True, False, False, {})
-        else:
-            known = Kind(False, is_opaque(kind), is_followed(kind), slots_of(kind))
-        self[kind] = known
+        role = role_of(kind)
+        known = self[kind] = Kind(role, {} if role == "leaf" else slots_of(kind))
         return known
 
 
@@ -443,17 +465,16 @@ def _assigns_outer(code: types.CodeType) -> bool:
     return not stored_by(code).isdisjoint(code.co_freevars) or any(map(_assigns_outer, inner))
 
 
-def referent(value: Any) -> Any:
-    """What a weak reference or proxy points to, or what a context variable holds here; ``ABSENT`` for anything else."""
-    kind = type(value)
-    if issubclass(kind, weakref.ref):
-        return weakref.ref.__call__(value)
-    if kind in weakref.ProxyTypes:
-        try:
-            return value.__reduce_ex__.__self__
-        except ReferenceError:
-            return None
-    return value.get(ABSENT) if kind is ContextVar else ABSENT
+def referent(reference: Any) -> Any:
+    """What a weak reference or proxy points to, or a context variable holds here; ``ABSENT`` if that is nothing."""
+    if type(reference) is ContextVar:
+        return reference.get(ABSENT)
+    if issubclass(type(reference), weakref.ref):
+        return weakref.ref.__call__(reference)
+    try:
+        return reference.__reduce_ex__.__self__
+    except ReferenceError:
+        return None
 
 
 def name_of(value: Any) -> str:

@@ -7,6 +7,7 @@ too much now and then, and never too little.
 import copyreg
 import logging
 import os
+import random
 import sys
 import types
 import weakref
@@ -21,14 +22,11 @@ from torch import nn
 
 from ..call.breaks import is_break
 from . import objects
+from .metadata import tensor_readers
 from .notes import CodeNotes
 from .objects import ABSENT, CONTAINERS, Reader
-from .readers import array_readers, readers_of, tensor_readers
-from .snapshot import OF_LOGGERS
+from .snapshot import FORM, OF_LOGGERS, random_holder
 
-__all__ = ["StateReads"]
-
-_PACKAGE = str(__package__).partition(".")[0]
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _TABLES = frozenset((*_MEMBERS, *_HOOKS))
@@ -38,6 +36,8 @@ _BY_TORCH = frozenset(("training", "forward", "_call_impl"))
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} - _TABLES
 _TENSOR_ATTRIBUTES = frozenset(dir(torch.Tensor))
 _MOST_COMPARED = 1_000_000
+_STATES = {random.Random: "getstate", np.random.RandomState: "get_state", np.random.BitGenerator: "state"}
+"""Names by which code reads the state of a generator, and does not change it."""
 
 
 class StateReads:
@@ -53,9 +53,8 @@ class StateReads:
         self.functions: list[types.FunctionType] = []
         """Functions within reach; their code is compared."""
         self.objects: list[Any] = []
-        """Objects and modules, whose class is compared."""
-        self.homes: list[Any] = []
-        """Objects, modules and tensors whose attributes are compared; their ``__dict__`` itself may be replaced."""
+        """Objects, modules, tensors and arrays with attributes: their class is compared, and whether their ``__dict__``
+        itself is another."""
         self.members: list[Iterable[Any]] = []
         """The parameters, buffers and submodules of modules."""
         self.contents: list[Iterable[Any]] = []
@@ -63,9 +62,7 @@ class StateReads:
         self.attributes: list[tuple[Mapping[str, Any], list[str]]] = []
         """Tables of attributes and variables, and the names in them that are compared."""
         self.tables: list[Mapping[str, Any]] = []
-        """Tables whose keys are compared: a name that was not there may hide one of a class."""
-        self.ordered: set[int] = set()
-        """Those whose order counts, since code goes through them; by identity."""
+        """Tables whose keys are compared, in order: a name that was not there may hide one of a class."""
         self.absent: list[tuple[Mapping[str, Any], frozenset[str]]] = []
         """Tables of variables, and the names that the code looked up in vain there."""
         self.readers: list[Reader] = []
@@ -79,7 +76,6 @@ class StateReads:
         self._names = frozenset(notes.names)
         self._library_names = self._names | notes.library_names
         self._all = notes.is_blind or bool(notes.reads_whole)
-        self._goes_through = "__dict__" in self._names or any("vars" in names for _, names in notes.variables.values())
         self._seen: dict[int, Any] = {}
         self._kinds = objects.Kinds()
         self._compared = 0
@@ -91,48 +87,54 @@ class StateReads:
     def _follow(self) -> None:
         while self._pending:
             value = self._pending.pop()
-            if id(value) not in self._seen and not self._kinds[type(value)].is_leaf:
+            role = self._kinds[type(value)].role
+            if role not in ("leaf", "trusted") and id(value) not in self._seen:
                 self._seen[id(value)] = value
-                self._visit(value)
+                getattr(self, f"_visit_{role}")(value)
 
-    def _visit(self, value: Any) -> None:
+    def _visit_tensor(self, tensor: torch.Tensor) -> None:
+        self.tensors.append(tensor)
+        table = objects.attribute_table(tensor)
+        if table or self._notes.asked:
+            self.objects.append(tensor)
+            self._compare(table, self._names)
+        self.readers += tensor_readers(tensor, self._names)
+
+    def _visit_method(self, method: Any) -> None:
+        self._pending += objects.stands_for(method)
+        if objects.user_classes(type(method)):  # a property that has attributes
+            self._visit_instance(method)
+
+    def _visit_front_end(self, front_end: Any) -> None:
+        self._pending += objects.stands_for(front_end)
+
+    def _visit_generator(self, generator: Any) -> None:
+        self._visit_instance(generator)
+        if any(issubclass(type(generator), home) and name in self._names for home, name in _STATES.items()):
+            self.readers.append(partial(random_holder((), generator).way.read, None))
+
+    def _visit_module(self, module: types.ModuleType) -> None:
+        if id(vars(module)) not in self._notes.variables:
+            self._compare_variables(vars(module), self._names)
+
+    def _visit_cell(self, cell: types.CellType) -> None:
+        held = objects.cell_value(cell)
+        # Without a call of Python where that can be.
+        read = partial(objects.cell_value, cell) if held is ABSENT else partial(getattr, cell, "cell_contents")
+        self.readers.append(read)
+        self._pending.append(held)
+
+    def _visit_reference(self, reference: Any) -> None:
+        self.readers.append(_direct(reference))
+        self._pending.append(objects.referent(reference))
+
+    def _visit_opaque(self, value: Any) -> None:
         kind = type(value)
-        held = objects.referent(value)
-        if held is not ABSENT or kind is ContextVar:
-            self.readers.append(_direct(value))
-            self._pending.append(held)
-        elif issubclass(type(value), torch.Tensor):
-            self.tensors.append(value)
-            table = objects.attribute_table(value)
-            if table or self._notes.asked:
-                self.homes.append(value)
-                self._compare(table, self._names)
-            self.readers += tensor_readers(value, self._names)
-        elif issubclass(type(value), nn.Module):
-            self._visit_module(value)
-        elif issubclass(type(value), types.FunctionType):
-            self._visit_function(value)
-        elif issubclass(type(value), types.MethodType):
-            self._pending += (value.__self__, value.__func__)
-        elif issubclass(type(value), type):
-            self._visit_class(value)
-        elif issubclass(type(value), types.ModuleType):
-            if id(vars(value)) not in self._notes.variables:
-                self._compare_variables(vars(value), self._names)
-        elif issubclass(type(value), np.ndarray):
-            self._visit_array(value)
-        elif self._kinds[kind].is_opaque and objects.is_machine(kind) and not self._may_use(value):
+        if not objects.is_machine(kind) or self._may_use(value):
+            self._refuse(f"a {kind.__module__}.{kind.__qualname__}")
+        else:
             table = objects.attribute_table(value) or {}
             self.absent.append((table, frozenset(self._notes.asked - table.keys())))
-        elif self._kinds[kind].is_opaque:
-            self._refuse(f"a {kind.__module__}.{kind.__qualname__}")
-        elif self._kinds[kind].is_followed:
-            self._visit_object(value)
-        elif issubclass(kind, logging.Filterer):
-            table = objects.attribute_table(value) or {}
-            self._compare_variables(table, self._names - OF_LOGGERS)
-        elif objects.home_of(kind).partition(".")[0] == _PACKAGE and "unwrap" in dir(kind):
-            self._pending.append(value.unwrap())
 
     def _may_use(self, machine: Any) -> bool:
         """Whether the code may have read a lock, event or thread: code of its class's file ran, or code spells one of
@@ -142,11 +144,41 @@ class StateReads:
         is_named = table is None or not self._library_names.isdisjoint(table)
         return self._notes.is_blind or is_named or any(code.co_filename == file for code in self._notes.codes)
 
-    def _visit_module(self, module: nn.Module) -> None:
+    def _visit_instance(self, value: Any) -> None:
+        """An object with attributes, slots or entries."""
+        kind = type(value)
+        if kind is dict and "__builtins__" in value:
+            return  # the variables of a module, which are followed by name
+        if issubclass(kind, CONTAINERS):
+            if self._is_traced or _matters(value):
+                self.contents.append(value)
+            held = objects.content(value)
+            self._count(len(held), value)
+            self._pending += held
+        elif issubclass(kind, (tuple, frozenset)):
+            self._pending += objects.content(value)
+        table, slots = objects.attribute_table(value), self._kinds[kind].slots
+        names = self._named(kind)
+        if issubclass(kind, nn.Module):
+            names |= self._visit_members(value, table or {})
+        if table is not None:
+            self.objects.append(value)
+            self._compare(table, names)
+        for name, member in slots.items():
+            if not self._is_traced or self._all or name in names or objects.is_compiled_member(member):
+                self.readers.append(partial(objects.slot_value, member, value))
+                self._pending.append(self.readers[-1]())
+        if not slots and not issubclass(kind, (tuple, frozenset, *CONTAINERS)):
+            for inner in objects.referents(value):
+                is_cached = issubclass(kind, objects.CACHES) and issubclass(type(inner), CONTAINERS)
+                self._pending += objects.content(inner) if is_cached else [inner]
+        if self._is_traced and issubclass(kind, objects.CACHES):
+            self.readers.append(partial(keeps_results, value, _results_in(value)))
+        self._pending.append(kind)
+
+    def _visit_members(self, module: nn.Module, table: dict[str, Any]) -> frozenset[str]:
+        """What a module holds for torch; the names to compare, besides those that the code spells."""
         self.modules.append(module)
-        self.objects.append(module)
-        self.homes.append(module)
-        table = objects.attribute_table(module) or {}
         for name in _MEMBERS:
             members = table.get(name)
             if members and issubclass(type(members), dict):  # a scripted module keeps its members elsewhere
@@ -158,56 +190,21 @@ class StateReads:
                 self._pending += table[name].values()
         if not isinstance(table.get("_parameters"), dict):
             self._pending += (*module.parameters(), *module.buffers())
-        kind = type(module)
-        is_library = any(base is not nn.Module for base in kind.__mro__ if objects.home_of(base).startswith("torch."))
-        names = self._named(kind, self._library_names if is_library else self._names)
-        self._compare(table, names | _BY_TORCH | _TABLES)
-        self._pending.append(kind)
+        return _BY_TORCH | _TABLES
 
-    def _visit_object(self, value: Any) -> None:
-        """An object with attributes, slots or entries."""
-        kind = type(value)
-        if kind is dict and "__builtins__" in value:
-            return  # the variables of a module, which are followed by name
-        if issubclass(type(value), CONTAINERS):
-            if self._is_traced or _matters(value):
-                self.contents.append(value)
-            held = objects.content(value)
-            self._count(len(held), value)
-            self._pending += held
-        elif issubclass(type(value), (tuple, frozenset)):
-            self._pending += objects.content(value)
-        table, slots = objects.attribute_table(value), self._kinds[kind].slots
-        is_library = len(objects.user_classes(kind)) < len(objects.written_classes(kind))
-        names = self._named(kind, self._library_names if is_library else self._names)
-        if table is not None:
-            self.objects.append(value)
-            self.homes.append(value)
-            self._compare(table, names)
-        for name in (name for name in slots if not self._is_traced or self._all or name in names):
-            self.readers.append(partial(objects.slot_value, slots[name], value))
-            self._pending.append(self.readers[-1]())
-        if not slots and not issubclass(type(value), (tuple, frozenset, *CONTAINERS)):
-            for inner in objects.referents(value):
-                is_cached = issubclass(kind, objects.CACHES) and issubclass(type(inner), CONTAINERS)
-                self._pending += objects.content(inner) if is_cached else [inner]
-        if self._is_traced or kind is partial:
-            particulars = readers_of(value, self._names)
-            self.readers += particulars
-            self._pending += (read() for read in particulars)
-        self._pending.append(kind)
-
-    def _visit_array(self, value: Any) -> None:
+    def _visit_array(self, array: Any) -> None:
         """An array of numbers or of objects; it may be of a subclass with attributes."""
-        kind = type(value)
-        if kind is np.ndarray:
-            self.arrays.append(value)
-        self._count(value.nbytes // 8, value)
-        self._pending += value.flat if value.dtype.hasobject else ()
-        self.readers += array_readers(value)
-        if objects.is_kind_of_array(kind):
-            self.homes.append(value)
-            self._compare(objects.attribute_table(value), self._named(kind, self._library_names))
+        kind = type(array)
+        # Bytes as they lie in memory: a class of its own may hide some.
+        self.arrays.append(array if kind is np.ndarray else np.ndarray.view(array, np.ndarray))
+        self._count(array.nbytes // 8, array)
+        if array.dtype.hasobject:
+            self.contents.append(array)
+            self._pending += objects.content(array)
+        self.readers.append(partial(_form_of, array))
+        if kind is not np.ndarray and not issubclass(kind, np.memmap):  # whose attributes lead to all of a file
+            self.objects.append(array)
+            self._compare(objects.attribute_table(array), self._named(kind))
             self._pending.append(kind)
 
     def _visit_class(self, kind: type) -> None:
@@ -246,23 +243,17 @@ class StateReads:
 
     def _visit_function(self, fn: types.FunctionType) -> None:
         """The closure and defaults of a function whose code ran, or of any without a trace; not of a break."""
-        cells = fn.__closure__ or ()
         if fn.__dict__ or self._notes.asked:
             self._compare(fn.__dict__, self._names)
         if objects.is_library_code(fn.__code__.co_filename):
             self._pending += (held for held in fn.__dict__.values() if type(held) is types.MappingProxyType)
             if self._with_breaks or not is_break(fn):
-                wrapped = (types.FunctionType, types.MethodType, partial, nn.Module)
-                self._pending += (held for cell in cells if issubclass(type(held := objects.cell_value(cell)), wrapped))
+                self._pending += objects.wrapped_by(fn)
             return
         if self._is_traced and not self._all and fn.__code__ not in self._notes.codes:
             return
         self.functions.append(fn)
-        for cell in cells:
-            held = objects.cell_value(cell)
-            read = partial(objects.cell_value, cell) if held is ABSENT else partial(getattr, cell, "cell_contents")
-            self.readers.append(read)
-            self._pending.append(held)
+        self._pending += fn.__closure__ or ()
         defaults = [name for name in ("__defaults__", "__kwdefaults__") if getattr(fn, name)]
         self.readers += (partial(getattr, fn, name) for name in defaults)
         self._pending += (getattr(fn, name) for name in defaults)
@@ -278,7 +269,6 @@ class StateReads:
         for table, names in notes.variables.values():
             self._compare_variables(table, names)
         self.tables += (table for table, _ in notes.whole_tables.values())
-        self.ordered |= notes.whole_tables.keys()
         for table, names in notes.absent.values():
             self._compare_variables(table, names)  # those that are there by now
             self.absent.append((table, frozenset(names - table.keys())))
@@ -289,9 +279,19 @@ class StateReads:
             self.attributes.append((table, known))
             self._pending += (table[name] for name in known)
 
-    def _named(self, kind: type, names: frozenset[str]) -> frozenset[str]:
-        """The names to compare of the objects of a class: all, if code reads them without spelling their names."""
-        return _ALL if self._all or kind in self._notes.whole_types or _has_own_access(kind) else names
+    def _named(self, kind: type) -> frozenset[str]:
+        """The names to compare of the objects of a class: those of the user's code, where libraries wrote some of the
+        class of their code, too; all, if code reads them without spelling their names."""
+        if issubclass(kind, logging.Filterer):
+            return self._names - OF_LOGGERS  # else handlers, and the streams behind them, would count
+        if self._all or kind in self._notes.whole_types or _has_own_access(kind):
+            return _ALL
+        if issubclass(kind, nn.Module):
+            torchs = [base for base in kind.__mro__ if objects.home_of(base).startswith("torch.")]
+            is_library = torchs != [nn.Module]
+        else:
+            is_library = len(objects.user_classes(kind)) < len(objects.written_classes(kind))
+        return self._library_names if is_library else self._names
 
     def _compare(self, table: Mapping[str, Any] | None, names: Iterable[str]) -> None:
         """Compare the attributes in ``table`` under ``names``; without a trace, those that hold modules or tensors."""
@@ -305,8 +305,6 @@ class StateReads:
             named = names if isinstance(names, frozenset) else frozenset(names)
             chosen = [name for name in table if name in named and name not in _MODULE_ATTRIBUTES]
             self._pending += (table[name] for name in chosen if name not in _TABLES)
-        if names is _ALL and self._goes_through and len(table) > 1:
-            self.ordered.add(id(table))
         self.tables.append(table)
         self._count(len(chosen), table)
         if chosen:
@@ -338,6 +336,23 @@ _ALL = _All()
 def _has_own_access(kind: type) -> bool:
     """Whether a class of the user finds attributes by code of its own."""
     return any({"__getattr__", "__getattribute__"} & vars(base).keys() for base in objects.user_classes(kind))
+
+
+def _form_of(array: np.ndarray[Any, Any]) -> str:
+    """How an array takes its memory, as a constant."""
+    return repr(FORM.read(array))
+
+
+def keeps_results(cache: Any, before: set[Any]) -> bool:
+    """Whether a ``functools.lru_cache`` holds all that it held; it may hold more."""
+    return before <= _results_in(cache)
+
+
+def _results_in(cache: Any) -> set[Any]:
+    """What a ``functools.lru_cache`` holds: constants by value, objects by identity."""
+    outer = [inner for held in objects.referents(cache) for inner in (objects.content(held) or [held])]
+    every = [*outer, *(inner for held in outer for inner in objects.referents(held))]
+    return {(type(v), repr(v)) if issubclass(type(v), objects.CONSTANTS) else id(v) for v in every}
 
 
 def _direct(value: Any) -> Reader:

@@ -6,15 +6,15 @@ that back.
 
 import logging
 import os
+import pickle
 import random
 import re
 import threading
 import types
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from functools import partial
-from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -23,31 +23,6 @@ import torch
 
 from . import objects
 from .objects import ABSENT
-
-__all__ = [
-    "ATTRIBUTES",
-    "CELL",
-    "CLASS",
-    "COMPILED",
-    "CONTEXT",
-    "ENTRIES",
-    "ENVIRONMENT",
-    "FORM",
-    "MEMBER",
-    "NUMBERS",
-    "OBJECTS",
-    "Bulk",
-    "Holder",
-    "Way",
-    "compiled_members",
-    "labelled",
-    "random_holder",
-    "setting_holders",
-    "told",
-    "way_of_slots",
-    "way_of_tensor",
-    "way_of_variables",
-]
 
 
 class Way(NamedTuple):
@@ -67,13 +42,9 @@ class Holder(NamedTuple):
     way: Way
     before: Any
 
-    def change(self, names: Collection[str] | None = None) -> str | None:
-        """How it differs from before, in words, or None; with ``names``, of attributes those of these names alone."""
+    def change(self) -> str | None:
+        """How it differs from before, in words, or None."""
         now, before = self.way.read(self.value), self.before
-        if names is not None and self.way.is_by_name:
-            now, before = (
-                {label: held[label] for label in held if label.lstrip(".") in names} for held in (now, before)
-            )
         kind = type(before)
         if kind is list:
             if len(now) == len(before) and all(map(is_, now, before)):
@@ -102,19 +73,17 @@ class Holder(NamedTuple):
         self.way.write(self.value, held)
 
 
-_OF_THREADS = vars(threading.Thread(name="")).keys()
-"""What a thread keeps of itself; other threads write it."""
 OF_LOGGERS = vars(logging.Logger("")).keys() | vars(logging.Handler()).keys()
-"""What loggers and handlers keep of themselves."""
+"""What loggers and handlers keep of themselves; other threads write it."""
+_KEPT_BY_LIBRARY = {threading.Thread: vars(threading.Thread(name="")).keys(), logging.Filterer: OF_LOGGERS}
 
 
 def _read_attributes(value: Any) -> dict[str, Any]:
     """The attributes of an object by name; of a thread, logger or handler those that somebody else gave it."""
     table = dict(objects.attribute_table(value) or {})
-    if issubclass(type(value), threading.Thread):
-        return {name: held for name, held in table.items() if name not in _OF_THREADS}
-    if issubclass(type(value), logging.Filterer):
-        return {name: held for name, held in table.items() if name not in OF_LOGGERS}
+    for kind, own in _KEPT_BY_LIBRARY.items():
+        if issubclass(type(value), kind):
+            return {name: held for name, held in table.items() if name not in own}
     return table
 
 
@@ -146,47 +115,14 @@ def _read_slots(slots: dict[str, Any], value: Any) -> dict[str, Any]:
 
 def _write_slots(slots: dict[str, Any], value: Any, before: dict[str, Any]) -> None:
     """Fill and empty the slots of an object."""
+    if issubclass(type(value), partial):  # whose members cannot be assigned one by one
+        value.__setstate__((*(before[f".{name}"] for name in ("func", "args", "keywords")), value.__dict__ or None))
     for label, member in slots.items():
-        held = before[label]
-        if held is not ABSENT:
-            member.__set__(value, held)
-        elif objects.slot_value(member, value) is not ABSENT:
+        held, now = before[label], objects.slot_value(member, value)
+        if held is ABSENT and now is not ABSENT:
             member.__delete__(value)
-
-
-_COMPILED: dict[type, tuple[str, ...]] = {
-    defaultdict: ("default_factory",),
-    partial: ("func", "args", "keywords"),
-    BaseException: ("args",),
-}
-"""Attributes that compiled classes keep outside of ``__dict__``."""
-_KEEPERS = tuple(_COMPILED)
-
-
-def compiled_members(value: Any) -> dict[str, Any]:
-    """The descriptors of the attributes that an object's compiled classes keep, by label; none for most. A subclass may
-    have code of its own under the name."""
-    kind = type(value)
-    if not issubclass(kind, _KEEPERS):
-        return {}
-    found = ((base, name) for base, names in _COMPILED.items() if issubclass(kind, base) for name in names)
-    return {f".{name}": vars(base)[name] for base, name in found}
-
-
-def _write_compiled(value: Any, before: dict[str, Any]) -> None:
-    """Put them back."""
-    if issubclass(type(value), partial):
-        value.__setstate__((*before.values(), value.__dict__ or None))
-        return
-    for label, member in compiled_members(value).items():
-        member.__set__(value, before[label])
-
-
-def _read_compiled(value: Any) -> dict[str, Any]:
-    return {label: member.__get__(value) for label, member in compiled_members(value).items()}
-
-
-COMPILED = Way(_read_compiled, _write_compiled)
+        elif held is not now:
+            member.__set__(value, held)
 
 
 def _write_class(kind: type, before: dict[str, Any]) -> None:
@@ -215,6 +151,9 @@ def _write_container(value: Any, before: list[Any]) -> None:
         set.update(value, before)
     elif issubclass(type(value), list):
         list.__setitem__(value, slice(None), before)
+    elif issubclass(type(value), np.ndarray):
+        for index, inner in enumerate(before):
+            value.flat[index] = inner
     else:
         value.clear()
         value.extend(before)
@@ -223,37 +162,19 @@ def _write_container(value: Any, before: list[Any]) -> None:
 ENTRIES = Way(objects.content, _write_container)
 
 
-def labelled(container: Any, entries: list[Any]) -> dict[Any, Any]:
+def labelled(container: Any, entries: list[Any]) -> dict[str, Any]:
     """What ``objects.content`` gave of a container, by key, index or identity."""
     if issubclass(type(container), dict):
         half = len(entries) // 2
-        return dict(zip(map(_Key, entries[:half]), entries[half:], strict=True))
+        return dict(zip(map(_label, entries[:half]), entries[half:], strict=True))
     if issubclass(type(container), set):
-        return {_Key(inner): inner for inner in entries}
+        return {_label(inner): inner for inner in entries}
     return {f"[{index}]": inner for index, inner in enumerate(entries)}
 
 
-class _Key:
-    """A key of a container, by identity or as a constant, so that no ``__eq__`` of the user is called."""
-
-    __slots__ = ("_by", "key")
-
-    def __init__(self, key: Any) -> None:
-        self.key = key
-        kind = type(key)
-        is_constant = kind is str or issubclass(kind, objects.CONSTANTS)
-        self._by = (kind, key if kind is str else repr(key)) if is_constant else id(key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self._by == other._by
-
-    def __hash__(self) -> int:
-        return hash(self._by)
-
-    def __format__(self, spec: str) -> str:
-        if not isinstance(self._by, tuple):
-            return "[key]"
-        return f"[{self.key!r}]" if type(self.key) is str else f"[{self._by[1]}]"
+def _label(key: Any) -> str:
+    """A key of a container as it is spelled, or by identity, so that no code of the user is called."""
+    return f"[{key!r}]" if type(key) in objects.CONSTANTS else f"[key {id(key)}]"
 
 
 def _write_cell(cell: types.CellType, before: dict[str, Any]) -> None:
@@ -333,15 +254,6 @@ def _write_numbers(array: Any, before: bytes) -> None:
 NUMBERS = Way(np.ndarray.tobytes, _write_numbers)
 
 
-def _write_objects(array: np.ndarray[Any, Any], before: list[Any]) -> None:
-    """Put objects back into an array of them."""
-    for index, value in enumerate(before):
-        array.flat[index] = value
-
-
-OBJECTS = Way(lambda array: list(array.flat), _write_objects)
-
-
 def way_of_tensor(tensor: torch.Tensor) -> Way:
     """The way of a tensor, by an alias that stands for the memory that it has now."""
     return Way(partial(_read_tensor, tensor.data), _write_tensor)
@@ -393,27 +305,15 @@ def random_holder(path: Any, generator: Any) -> Holder:
     """The holder of a random generator of Python or NumPy, or of one of these modules."""
     read: Callable[[], Any]
     write: Any
-    freeze: Callable[[Any], Any] = _frozen
     if issubclass(type(generator), (np.random.Generator, np.random.BitGenerator)):
         bits = getattr(generator, "bit_generator", generator)
         read, write = lambda: bits.state, partial(setattr, bits, "state")
-    elif type(generator) is random.Random or generator is random:
-        read, write, freeze = generator.getstate, generator.setstate, tuple  # nested tuples of numbers
-    elif issubclass(type(generator), random.Random):
+    elif generator is random or issubclass(type(generator), random.Random):
         read, write = generator.getstate, generator.setstate
     else:
         read, write = generator.get_state, generator.set_state
     saved = read()
-    return Holder(path, generator, Way(lambda _: freeze(read()), lambda *_: write(saved)), freeze(saved))
-
-
-def _frozen(state: Any) -> Any:
-    """The state of a random generator as nested tuples, which compare by value."""
-    if issubclass(type(state), dict):
-        return tuple((key, _frozen(value)) for key, value in state.items())
-    if issubclass(type(state), (tuple, list)):
-        return tuple(map(_frozen, state))
-    return state.tobytes() if issubclass(type(state), np.ndarray) else state
+    return Holder(path, generator, Way(lambda _: pickle.dumps(read()), lambda *_: write(saved)), pickle.dumps(saved))
 
 
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__name__", "__doc__")
@@ -433,53 +333,44 @@ def _write_function(fn: types.FunctionType, before: dict[str, Any]) -> None:
 
 
 FUNCTION = Way(_read_function, _write_function)
-_attributes_of = attrgetter("__dict__")
 
 
 class Bulk:
     """What a walk meets in large numbers and seldom finds changed: empty containers, most of them for hooks, and
-    functions, most of them methods. Loops of C compare them. Holds all of them, each with its path."""
+    functions, most of them methods. Holds all of them, each with its path."""
 
     def __init__(self) -> None:
-        self._empty: list[Any] = []
-        self._empty_paths: list[Any] = []
-        self._ordered: list[Any] = []
-        """Those of the empty containers that may have attributes."""
-        self._functions: list[types.FunctionType] = []
-        self._function_paths: list[Any] = []
-        self._parts: list[Any] = []
+        self._empty: list[tuple[Any, Any]] = []
+        self._functions: list[tuple[types.FunctionType, Any, tuple[Any, ...]]] = []
 
     def add_empty(self, container: Any, path: Any) -> None:
         """Note an empty container of a class of Python's own, without attributes."""
-        self._empty.append(container)
-        self._empty_paths.append(path)
-        if type(container) is OrderedDict:
-            self._ordered.append(container)
+        self._empty.append((container, path))
 
     def add_function(self, fn: types.FunctionType, path: Any) -> None:
         """Note the code, the defaults, the name and the text of a function."""
-        self._functions.append(fn)
-        self._function_paths.append(path)
-        self._parts += _parts_of_function(fn)
+        self._functions.append((fn, path, _parts_of_function(fn)))
 
     def suspects(self) -> Iterator[Holder]:
-        """Holders of all that is not as it was; of functions, one that changed brings all of them."""
-        if any(self._empty) or any(map(_attributes_of, self._ordered)):
-            for value, path in zip(self._empty, self._empty_paths, strict=True):
-                if value:
-                    yield Holder(path, value, ENTRIES, [])
-                if type(value) is OrderedDict and value.__dict__:
-                    yield Holder(path, value, ATTRIBUTES, {})
-        if not all(map(is_, chain.from_iterable(map(_parts_of_function, self._functions)), self._parts)):
-            parts = iter(self._parts)
-            for fn, path in zip(self._functions, self._function_paths, strict=True):
-                before = dict(zip(_LABELS_OF_FUNCTIONS, parts, strict=False))
-                yield Holder(path, fn, FUNCTION, before)
+        """Holders of all that is not as it was."""
+        for container, path in self._empty:
+            if container:
+                yield Holder(path, container, ENTRIES, [])
+            if type(container) is OrderedDict and container.__dict__:
+                yield Holder(path, container, ATTRIBUTES, {})
+        for fn, path, parts in self._functions:
+            if not all(map(is_, _parts_of_function(fn), parts)):
+                yield Holder(path, fn, FUNCTION, dict(zip(_LABELS_OF_FUNCTIONS, parts, strict=True)))
 
 
 MEMBER = "\0"
 """The label of what has the members of a module: in a text they are attributes, or entries of a list."""
-_AS_SPELLED = ((re.compile(r"\0\['(\d+)'\]"), r"[\1]"), (re.compile(r"\0\['(\w+)'\]"), r".\1"), (re.compile("\0"), ""))
+_AS_SPELLED = (
+    (re.compile(r"\0\['(\d+)'\]"), r"[\1]"),
+    (re.compile(r"\0\['(\w+)'\]"), r".\1"),
+    (re.compile("\0"), ""),
+    (re.compile(r"\[key \d+\]"), "[key]"),
+)
 
 
 def told(path: Any) -> str:

@@ -31,8 +31,6 @@ from .notes import CodeNotes, keep
 from .reads import StateReads
 from .walk import StateWalk
 
-__all__ = ["CodeTrace"]
-
 _log = logging.getLogger("graphdispatch")
 _READ_WHOLE = ("dataclasses.py", "copy.py", "pickle.py", "pprint.py", "inspect.py", "copyreg.py", "argparse.py")
 """Modules of the standard library that read all attributes of what they are given."""
@@ -113,18 +111,12 @@ class CodeTrace(CodeNotes):
         reads."""
 
     @property
-    def spelled(self) -> set[str] | None:
-        """The names of all attributes that the code spells; None if nobody saw the code."""
-        names = (self.names, self.library_names, self.of_breaks.names, self.of_breaks.library_names)
-        return None if self.is_blind else set().union(*names)
-
-    @property
     def touched(self) -> set[str] | None:
-        """The names of all attributes that the code can have changed; None if it spells them not all."""
-        names = self.spelled
+        """The names of all attributes that the code can have changed; None if it does not spell them all."""
         breaks = self.of_breaks
-        if names is None or self.reads_whole or breaks.reads_whole or breaks.whole_types:
+        if self.is_blind or self.reads_whole or breaks.reads_whole or breaks.whole_types:
             return None
+        names = set().union(self.names, self.library_names, breaks.names, breaks.library_names)
         return names if names.isdisjoint(("__setattr__", "__delattr__")) else None
 
     def shares_with_breaks(self) -> bool:
@@ -264,16 +256,15 @@ class CodeTrace(CodeNotes):
     def _read(self, notes: CodeNotes, code: types.CodeType, frame: types.FrameType) -> None:
         reads = code_reads(code)
         path = code.co_filename
+        names = reads.attributes | reads.variables
+        if not names.isdisjoint(("environ", "getenv")) and not objects.is_torch_code(path):
+            notes.reads_environment = True
+            self.walk.visit_environment()
         if _is_library(frame):
             notes.library_names |= reads.attributes
             self.sets_generator |= path == torch.random.__file__
             caller = frame.f_back
             is_users = caller is not None and not objects.is_library_code(caller.f_code.co_filename)
-            if _names_environment(reads) and not objects.is_torch_code(path):
-                self._each_time.add(code)
-                if _is_called_by_user(frame):
-                    notes.reads_environment = True
-                    self.walk.visit_environment()
             if code is _IMPORT_MODULE:
                 self._each_time.add(code)
                 self._note_import(notes, frame)
@@ -281,9 +272,6 @@ class CodeTrace(CodeNotes):
                 notes.reads_whole = f"{path}:{code.co_firstlineno} ({code.co_name})"
             return
         notes.names |= reads.attributes
-        if _names_environment(reads):
-            notes.reads_environment = True
-            self.walk.visit_environment()
         self._note_asked(reads)
         if any(name.startswith("__compiled_fn") for name in reads.variables):
             notes.reads_whole = notes.reads_whole or f"{path}:{code.co_firstlineno} ({code.co_name}, compiled)"
@@ -306,7 +294,7 @@ class CodeTrace(CodeNotes):
     def _note_import(self, notes: CodeNotes, frame: types.FrameType) -> None:
         """``importlib.import_module`` is about to run in ``frame``, maybe with a name that its caller computed."""
         given, caller = frame.f_locals, frame.f_back
-        if caller is not None and _is_called_by_user(frame):
+        if caller is not None:
             with suppress(ImportError, AttributeError):
                 name = resolve_name(given["name"], given["package"])
                 self._note_modules(notes, [name], code_reads(caller.f_code).attributes)
@@ -332,7 +320,6 @@ class CodeTrace(CodeNotes):
         keep(notes.absent, table, named - used)
         if "globals" in reads.variables:  # globals()["scale"], or under any other name
             used.update(name for name in (*table, *reads.texts) if not name.startswith("__"))
-        if reads.whole_globals:
             keep(notes.whole_tables, table, ())
         self._use(notes, table, list(used), table.get("__name__", ""))
         package = table.get("__package__") or ""
@@ -363,19 +350,6 @@ class CodeTrace(CodeNotes):
 
 
 _FIELDS = re.compile(r"\.([^\W\d]\w*)")
-
-
-def _names_environment(reads: CodeReads) -> bool:
-    return not (reads.attributes | reads.variables).isdisjoint(("environ", "getenv"))
-
-
-def _is_called_by_user(frame: types.FrameType) -> bool:
-    """Whether code of the user called a function of the standard library, by whatever others there. Torch reads the
-    environment for itself."""
-    caller = frame.f_back
-    while caller is not None and _is_library(caller) and not objects.is_torch_code(caller.f_code.co_filename):
-        caller = caller.f_back
-    return caller is not None and not _is_library(caller)
 
 
 def _is_library(frame: types.FrameType) -> bool:

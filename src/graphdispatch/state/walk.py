@@ -5,16 +5,13 @@ user's classes, without a limit of depth. It reads globals of the functions that
 that runs while a ``CodeTrace`` feeds it. Nothing of the user's is called.
 """
 
-import logging
 import os
 import random
 import threading
 import types
-import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
-from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -29,13 +26,9 @@ from . import objects, snapshot
 from .objects import ABSENT, CONTAINERS
 from .snapshot import MEMBER, Bulk, Holder, Way, told
 
-__all__ = ["StateWalk"]
-
-_PACKAGE = str(__package__).partition(".")[0]
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 _PLAIN_CONTAINERS = frozenset(CONTAINERS)
-_SINGLE = {types.CellType: snapshot.CELL, ContextVar: snapshot.CONTEXT}
 _SHARED = (*CONTAINERS, np.ndarray)
 """What code changes without the name of an attribute, once it has got hold of it."""
 Edges = Iterator[tuple[str, Any]]
@@ -88,7 +81,7 @@ class StateWalk:
                 if issubclass(type(value), _SHARED):
                     self._again.append((value, path))
                 continue
-            if kinds[type(value)].is_leaf:
+            if kinds[type(value)].role == "leaf":
                 continue
             if len(seen) >= self._most:
                 self.overflow = self.overflow or told(path)
@@ -98,7 +91,7 @@ class StateWalk:
             if not value if kind in _PLAIN_CONTAINERS else kind is OrderedDict and not (value or value.__dict__):
                 self._bulk.add_empty(value, path)
                 continue
-            pending += [(i, (path, label)) for label, i in self._edges(value, path) if not kinds[type(i)].is_leaf]
+            pending += [(i, (path, label)) for label, i in self._edges(value, path) if kinds[type(i)].role != "leaf"]
 
     def visit_variables(self, table: dict[str, Any], names: Iterator[str], where: str) -> None:
         """Note and follow the variables of a module under ``names``, which code is about to use."""
@@ -122,20 +115,19 @@ class StateWalk:
         """Whether it met this very object."""
         return id(value) in self._seen
 
-    def change(self, names: Collection[str] | None = None) -> str | None:
+    def change(self) -> str | None:
         """The first of ``changes``, or None; with what to use instead where a cache is among what it met."""
-        change = next(self.changes(names), None)
+        change = next(self.changes(), None)
         if change is None:
             return None
         advice = advice_for(self._seen.values())
         return f"{change} ({advice})" if advice else change
 
-    def changes(self, names: Collection[str] | None = None) -> Iterator[str]:
+    def changes(self) -> Iterator[str]:
         """What is not as it was met, each in words (``Model.cache.layers[1].k was rebound``). Random generators are not
         asked (see ``drew``)."""
         for holder in (*self._holders, *self._bulk.suspects()):
-            is_thread = issubclass(type(holder.value), threading.Thread)
-            how = holder.change(names if is_thread else None)
+            how = holder.change()
             if how is not None:
                 yield told((holder.path, how))
 
@@ -185,53 +177,39 @@ class StateWalk:
 
     def _edges(self, value: Any, path: Any) -> Edges:
         """What ``value`` holds, with labels; notes what of it can change."""
-        kind = type(value)
-        if kind in _PLAIN_CONTAINERS:
+        if type(value) in _PLAIN_CONTAINERS:
             return self._entries(value, path)
-        if kind is tuple:
-            return ((f"[{index}]", inner) for index, inner in enumerate(value))
-        if issubclass(kind, torch.Tensor):
-            return self._tensor_edges(value, path)
-        if issubclass(kind, types.FunctionType):
-            return self._function_edges(value, path, with_globals=True)
-        if issubclass(kind, type):
-            return self._class_edges(value, path)
-        if kind in _SINGLE:
-            return iter(self._hold(path, value, _SINGLE[kind]).items())
-        if issubclass(kind, np.ndarray):
-            return self._array_edges(value, path)
-        if issubclass(kind, (weakref.ref, *weakref.ProxyTypes)):
-            return iter([("()", objects.referent(value))])
-        if issubclass(kind, types.MethodType):
-            return iter([("", value.__self__), ("", value.__func__)])
-        if issubclass(kind, (property, staticmethod, classmethod)):
-            return (("", fn) for fn in objects.functions_in(value))
-        if issubclass(kind, types.ModuleType):
-            return iter(())
-        if issubclass(kind, random.SystemRandom):
-            return self._opaque_edges(value, path)
-        if issubclass(kind, (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)):
-            self._generators.append(snapshot.random_holder(path, value))
-            return iter(())
-        if self._kinds[kind].is_opaque:
-            return self._opaque_edges(value, path)
-        if self._kinds[kind].is_followed:
-            return self._object_edges(value, path)
-        if issubclass(kind, logging.Filterer):
-            return self._attributes(value, path)
-        is_ours = objects.home_of(kind).partition(".")[0] == _PACKAGE and "unwrap" in dir(kind)
-        return iter([("", value.unwrap())] if is_ours else ())
+        role = self._kinds[type(value)].role
+        edges: Callable[[Any, Any], Edges] | None = getattr(self, f"_{role}_edges", None)
+        return iter(()) if edges is None else edges(value, path)
+
+    def _method_edges(self, method: Any, path: Any) -> Edges:
+        return (("", part) for part in objects.stands_for(method))
+
+    _front_end_edges = _method_edges
 
     def _array_edges(self, array: Any, path: Any) -> Edges:
-        """What an array of objects holds, and the attributes of one of a subclass."""
+        """What an array of objects holds, and the attributes of one of a subclass, but for a mapped file's."""
         self._hold(path, array, snapshot.FORM)
-        if objects.is_kind_of_array(type(array)):
+        if not issubclass(type(array), np.memmap):
             yield from self._attributes(array, path)
             yield "", type(array)
         if not array.dtype.hasobject:
             self._hold(path, array, snapshot.NUMBERS)
         else:
-            yield from (("[...]", inner) for inner in self._hold(path, array, snapshot.OBJECTS))
+            yield from self._entries(array, path)
+
+    def _cell_edges(self, cell: Any, path: Any) -> Edges:
+        return iter(self._hold(path, cell, snapshot.CELL).items())
+
+    def _reference_edges(self, reference: Any, path: Any) -> Edges:
+        is_variable = type(reference) is ContextVar
+        held = self._hold(path, reference, snapshot.CONTEXT) if is_variable else {"()": objects.referent(reference)}
+        return iter(held.items())
+
+    def _generator_edges(self, generator: Any, path: Any) -> Edges:
+        self._generators.append(snapshot.random_holder(path, generator))
+        return iter(())
 
     def _attributes(self, value: Any, path: Any) -> Edges:
         if objects.attribute_table(value) is None:
@@ -253,12 +231,12 @@ class StateWalk:
         self.has_opaque = True
         kind = type(value)
         if issubclass(kind, (threading.local, threading.Thread)):
-            return self._object_edges(value, path)
+            return self._instance_edges(value, path)
         if not objects.is_machine(kind):
             self.unrestorable = self.unrestorable or told(path)
         return iter(())
 
-    def _object_edges(self, value: Any, path: Any) -> Edges:
+    def _instance_edges(self, value: Any, path: Any) -> Edges:
         """An object with attributes, slots or entries: all of them."""
         kind = type(value)
         if issubclass(kind, nn.Module):
@@ -279,8 +257,6 @@ class StateWalk:
                 # What a cache keeps is no state by itself, and its own table must not be written.
                 is_table = issubclass(kind, objects.CACHES) and issubclass(type(inner), dict)
                 yield from (("", held) for held in (objects.content(inner) if is_table else [inner]))
-        if snapshot.compiled_members(value):
-            yield from (("", held) for held in self._hold(path, value, snapshot.COMPILED).values())
         yield "", kind
 
     def _slots_of(self, kind: type) -> Way | None:
@@ -296,17 +272,17 @@ class StateWalk:
             self._hold(path, tensor, snapshot.way_of_tensor(tensor))
         return self._attributes(tensor, path)
 
-    def _function_edges(self, fn: types.FunctionType, path: Any, *, with_globals: bool) -> Edges:
+    def _function_edges(self, fn: types.FunctionType, path: Any, *, with_globals: bool = True) -> Edges:
         """Closure, defaults and attributes of a function; of the library's decorators only what they wrap."""
         self.codes.add(fn.__code__)
-        cells = [cell for cell in fn.__closure__ or () if isinstance(cell, types.CellType)]
         if objects.is_library_code(fn.__code__.co_filename):
-            wrapped = (types.FunctionType, types.MethodType, partial, nn.Module)
-            yield from (("", held) for cell in cells if issubclass(type(held := objects.cell_value(cell)), wrapped))
+            yield from (("", held) for held in objects.wrapped_by(fn))
             if is_break(fn):
                 return
         else:
-            yield from ((f" {name}", cell) for name, cell in zip(fn.__code__.co_freevars, cells, strict=True))
+            yield from (
+                (f" {name}", cell) for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
+            )
             if with_globals:
                 self.visit_variables(fn.__globals__, objects.variables_of(fn), fn.__module__ or "")
         self._bulk.add_function(fn, path)

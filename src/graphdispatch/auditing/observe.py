@@ -16,12 +16,10 @@ from ..backends.operators import OperatorKind, forbidden, is_unsafe, kind_of, te
 from ..backends.standins import COPIES, HostReads, Listening, SaysCapturing
 from ..call.breaks import BREAKS
 from ..call.spec import CallSpec, FlatCall
+from ..capture.effects import EffectRecorder, retry_once, undo
 from ..errors import CaptureError
 from ..state.trace import CodeTrace
 from ..state.walk import StateWalk
-from .effects import EffectRecorder, retry_once, undo
-
-__all__ = ["Event", "Observer", "Run"]
 
 
 class Event(NamedTuple):
