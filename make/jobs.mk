@@ -71,7 +71,7 @@ native-check: $(VENV)/.test
 
 # Each guard is checked and each call matched by the core and by Python, in all the tests; in one process.
 native-twins: $(VENV)/.native
-	@PYTHONPATH=tests/native $(BIN)/python -m pytest $(PARALLEL) -p guard_twins -p match_twins tests $(ARGS)
+	@PYTHONPATH=tests/native $(BIN)/python -m pytest $(PARALLEL) -p twins tests $(ARGS)
 
 # Programs of other libraries in their newest releases. Remove $(DRIFT_VENV) to have newer ones.
 drift: $(DRIFT_VENV)/.test $(NATIVE_SOURCES)

@@ -1,9 +1,9 @@
 """The adaptive policy on simulated devices: total cost, thresholds, trials, memory and threads."""
 
 import random
-import threading
 from bisect import bisect_left
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,6 +11,8 @@ import pytest
 from graphdispatch.demo.trace import generate_trace
 from graphdispatch.engines import AdaptiveDispatchPolicy, DispatchKey, DispatchMode, named_sizes
 from graphdispatch.errors import ConfigError
+
+from ..helpers import in_threads
 
 EAGER, GRAPH, PIECEWISE = DispatchMode.EAGER, DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE
 BOTH = (GRAPH, EAGER)
@@ -199,23 +201,14 @@ def test_impossible_latencies_are_refused(latency: float) -> None:
 def test_threads_may_select_and_record_at_once() -> None:
     """Eight threads that select and record lose no record and raise nothing."""
     policy = AdaptiveDispatchPolicy(sizes=SIZES)
-    errors: list[BaseException] = []
 
     def work(seed: int) -> None:
         rng = random.Random(seed)
-        try:
-            for _ in range(500):
-                key = DispatchKey(rng.randint(1, 600), 1)
-                policy.record(key, policy.select_mode(key, BOTH), rng.random())
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(500):
+            key = DispatchKey(rng.randint(1, 600), 1)
+            policy.record(key, policy.select_mode(key, BOTH), rng.random())
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    in_threads(*(partial(work, seed) for seed in range(8)))
     assert "4000 records" in repr(policy)
 
 

@@ -9,7 +9,7 @@ import re
 import sys
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,17 +39,6 @@ class Violation:
     kind: str
     step: int
     text: str
-
-
-@dataclass
-class Outcome:
-    """What running a program came to."""
-
-    violation: Violation | None = None
-    calls: int = 0
-    hits: int = 0
-    captures: int = 0
-    reasons: dict[str, int] = field(default_factory=dict)
 
 
 def _is_inside(error: Exception) -> bool:
@@ -208,7 +197,6 @@ class Run:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.outcome = Outcome()
         self.want, self.got = Twin(program, "a"), Twin(program, "b")
         options = CUDAGraphOptions(**dict(program.options), gc_disable=False)
         settings: dict[str, Any] = {"sizes": program.sizes, "mode": program.mode, "options": options}
@@ -228,28 +216,21 @@ class Run:
         self.has_raised = False
         """Whether a call raised, after which the twins need not be alike."""
 
-    def run(self) -> Outcome:
+    def run(self) -> Violation | None:
         """Make all steps, up to the first difference."""
         try:
             for number, step in enumerate(self.program.steps):
                 found = self._step(number, step)
-                if (
-                    self.has_raised
-                ):  # what a graph that is replayed alone wrote before it raised is not what eager wrote
-                    break
-                found = found or self._compare(number)
-                if found is not None:
-                    self.outcome.violation = found
-                    break
-            self.outcome.hits = sum(front_end.hits for front_end in self.front_ends.values())
-            self.outcome.captures = sum(front_end.captures for front_end in self.front_ends.values())
-            self.outcome.reasons = {str(k): v for k, v in self.front_end.reasons.items()}
+                # What a graph that is replayed alone wrote before it raised is not what eager wrote.
+                found = None if self.has_raised else found or self._compare(number)
+                if found is not None or self.has_raised:
+                    return found
+            return None
         finally:
             for front_end in self.front_ends.values():
                 front_end.close()
             self.want.close()
             self.got.close()
-        return self.outcome
 
     def _step(self, number: int, step: Step) -> Violation | None:
         if step.kind == "do":
@@ -269,7 +250,6 @@ class Run:
         return None if is_known else Violation(step.kind, number, f"raised {error!r}")
 
     def _call(self, number: int, step: Step, name: str) -> Violation | None:
-        self.outcome.calls += 1
         mine, others = batch(step.rows, step.seed), batch(step.rows, step.seed)
         if self.static:  # the caller fills the same tensors in place each time, and state may keep them
             mine, others = self._filled(False, name, mine), self._filled(True, name, others)
@@ -320,15 +300,15 @@ class Run:
         return None
 
 
-def check(program: Program) -> Outcome:
-    """Run a program. An exception of its own construction passes through."""
+def violation_of(program: Program) -> Violation | None:
+    """The first difference in a run of the program. An exception of its own construction passes through."""
     return Run(program).run()
 
 
 def fails(program: Program, kind: str) -> Violation | None:
     """The violation of a program if it is of a kind; None too where the program cannot be built."""
     try:
-        found = check(program).violation
+        found = violation_of(program)
     except Exception:
         return None
     return found if found is not None and found.kind == kind else None
@@ -381,7 +361,7 @@ def _smaller(program: Program, violation: Violation) -> Iterator[Program]:
 def failure(seed: int, *, only: tuple[str, ...] = ()) -> str | None:
     """What is wrong with the program of a seed, for people: the smallest program that shows it; None if nothing is."""
     program = draw(seed, only=only)
-    found = check(program).violation
+    found = violation_of(program)
     if found is None:
         return None
     smallest, violation = minimised(program, found)
