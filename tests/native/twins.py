@@ -66,7 +66,8 @@ def serve(server: HitPath, *call: Any) -> Any:
 class Tally:
     """Adds up what was counted over the processes of ``pytest -n``, and prints it at the end."""
 
-    counter: Counter[str] = Counter()
+    def __init__(self) -> None:
+        self.counter: Counter[str] = Counter()
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Send the count of a worker to the process that started it."""
