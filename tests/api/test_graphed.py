@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphdispatch as gd
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions, MemoryBudget, OutputView, Pad, Reason
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, MemoryBudget, OutputView, Reason
 from graphdispatch.engines import BatchDescriptor, DispatchKey
 from graphdispatch.errors import ConfigError, FallbackError
 
@@ -38,13 +38,6 @@ def test_spellings_go_with_their_last_kind() -> None:
             spellings = step._decode.spellings.values()
             assert {group for spelling in spellings for group in spelling.groups} == set(step._graphs.groups.values())
             assert all(spelling.latest[0] in spelling.groups for spelling in spellings)
-
-
-def test_the_only_kind_makes_way() -> None:
-    """Its spelling begins anew with the next one."""
-    step = make(max_signatures=1, capture_after=2)
-    step(batch(4))
-    assert [reason(step, torch.randn(4, 5)) for _ in range(3)][1:] == [Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW]
 
 
 def test_a_kind_whose_graph_was_evicted_makes_way() -> None:
@@ -141,22 +134,6 @@ def test_strict_raises_instead_of_eager() -> None:
         step(batch(5))
     assert caught.value.reason is Reason.ABOVE_LARGEST_SIZE
     assert reason(step, batch(4)) is Reason.VERIFIED_NOW
-
-
-@pytest.mark.parametrize(
-    ("pad", "expected"),
-    [(None, 0.0), ("zero", 0.0), (7.0, 7.0), ("repeat_last", 2.0), (Pad.value(3), 3.0), (lambda p, r: p.fill_(5), 5.0)],
-)
-def test_pad_rule_reaches_the_padding(pad: Any, expected: float) -> None:
-    """The padding row that a model sees holds what the rule says."""
-    seen = torch.zeros(4, 3)
-    options = CUDAGraphOptions(padding_writes="allow")
-    rules = {} if pad is None else {"pad": {"x": pad}}
-    step = make(lambda x: seen[: x.shape[0]].copy_(x) * 1, sizes=(4,), options=options, **rules)
-    step.prewarm(batch(3))
-    step(batch(3))  # the first padded batch with rows that differ is compared with eager, and its writes are eager's
-    step(torch.full((3, 3), 2.0))
-    assert torch.equal(seen[3], torch.full((3,), expected))
 
 
 class Counting(torch.nn.Module):

@@ -41,6 +41,7 @@ def test_one_capture_one_comparison_then_hits(kind: type[CUDAGraphWrapper]) -> N
     serve(wrapper, 4)
     stats = wrapper.get_stats()
     assert (stats.captures, stats.verifications, stats.hits) == (1, 1, 1)
+    assert (stats.hit_rate, stats.graph_ratio) == (2 / 3, 1 / 3)  # a call that compares finds a graph, too
     wrapper.clear_cache()
     assert wrapper.get_cached_descriptors() == []
     assert not isinstance(wrapper, AdaptiveCUDAGraphWrapper) or wrapper.get_hot_shapes() == []
