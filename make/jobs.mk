@@ -9,7 +9,7 @@ ON_ANY_DEVICE := tests/property/test_piecewise.py tests/property/test_graphed_se
 	tests/property/test_wrapper_sequences.py
 
 QUICK := tests/behaviour tests/call tests/decide tests/plan tests/vocabulary --front-ends graphed \
-	tests/engines/test_adaptive_policy.py tests/engines/test_config.py tests/engines/test_key_dispatcher.py \
+	tests/engines/test_policies.py tests/engines/test_config.py tests/engines/test_key_dispatcher.py \
 	--ignore-glob='*/test_faults_*' --ignore tests/call/test_caches.py
 
 # Style, and which package may import which.

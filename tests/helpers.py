@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
-from graphdispatch import CUDAGraphOptions, Reason
+from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
 from graphdispatch.backends import Pool, get_backend
 from graphdispatch.backends.base import CAPTURE_LOCK
 from graphdispatch.memory.replay import ReplayPlan
@@ -65,6 +65,28 @@ def check_rows(step: Any, *shapes: int | tuple[int, ...], width: int = 3) -> Non
         _check(step, (torch.randn((shape, width) if isinstance(shape, int) else shape),), {})
 
 
+def double(x: torch.Tensor) -> torch.Tensor:
+    """The model of most tests."""
+    return x * 2
+
+
+def make(fn: Callable[..., Any] = double, **options: Any) -> Graphed[..., Any]:
+    """Sizes two and four, captured at the first sighting, unless ``options`` say otherwise."""
+    return graphed(fn, **with_options({"dynamic": {"x": 0}, "sizes": (2, 4)} | options, capture_after=1))
+
+
+def reason(step: Graphed[..., Any], *args: Any, **kwargs: Any) -> Reason:
+    """The reason of one call."""
+    step(*args, **kwargs)
+    assert step.last_decision is not None
+    return step.last_decision.reason
+
+
+def batch(rows: int) -> torch.Tensor:
+    """A new batch."""
+    return torch.randn(rows, 3)
+
+
 def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
     """What the jobs return, each on a thread of its own and without gradients; raises what one of them raises."""
     threads = ThreadPoolExecutor(len(jobs))
@@ -112,6 +134,23 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class Spy(list[Any]):
+    """A list that a callable notes things in: it counts as an object of the library, so no guard follows it."""
+
+    __module__ = "graphdispatch.spy"
+
+
+def frames_of(call: Callable[[], Any]) -> list[str]:
+    """The functions of Python that a call enters, itself left out."""
+    names: list[str] = []
+    sys.setprofile(lambda frame, event, _: names.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return [name for name in names if name != call.__name__]
 
 
 def are_free(*locks: Any) -> bool:

@@ -19,8 +19,7 @@ from graphdispatch import CUDAGraphMode, CUDAGraphOptions, MemoryBudget, OutputV
 from graphdispatch.engines import BatchDescriptor, DispatchKey
 from graphdispatch.errors import ConfigError, FallbackError
 
-from ..doubled import batch, make, reason
-from ..helpers import AT_ONCE, in_threads
+from ..helpers import AT_ONCE, batch, in_threads, make, reason
 
 
 def takes_two(x: torch.Tensor, y: Any) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason
 from graphdispatch.engines import AdaptiveCUDAGraphWrapper, BatchDescriptor, CUDAGraphWrapper
 
-from ..doubled import double
+from ..helpers import double
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 

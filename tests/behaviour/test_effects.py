@@ -9,7 +9,7 @@ from torch import nn
 
 from graphdispatch import CUDAGraphOptions, eager_break
 
-from ..spy import Spy
+from ..helpers import Spy
 from .features import needs
 from .front_end import FrontEnd
 
