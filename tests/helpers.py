@@ -2,8 +2,9 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -124,6 +125,23 @@ def scripted(outputs: Any = "graph", **script: Any) -> MockCUDAGraph:
     made.capture_begin()
     made.capture_end()
     return made
+
+
+@contextmanager
+def compiled_operator(schema: str, fn: Callable[..., Any], key: str = "CPU") -> Iterator[Any]:
+    """An operator of ``graphdispatch_compiled`` that is taken for a compiled one; it goes with the block.
+
+    Python cannot compile C++ in a test's time, so its definition names a file of it.
+    """
+    name = schema.partition("(")[0]
+    library = torch._C._dispatch_library("FRAGMENT", "graphdispatch_compiled", "", "operators.cpp", 1)
+    library.define(schema, "", ())
+    library.impl(name, key, fn, False)
+    namespace = torch.ops.graphdispatch_compiled
+    yield getattr(namespace, name)
+    delattr(namespace, name)
+    namespace._dir.remove(name)
+    library.reset()
 
 
 class Clock:

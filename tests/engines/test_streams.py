@@ -19,8 +19,7 @@ from graphdispatch.engines import (
 )
 from graphdispatch.errors import ConfigError
 
-from ..compiled_operators import compiled_operator
-from ..helpers import Spy, scripted
+from ..helpers import Spy, compiled_operator, scripted
 
 TIMEOUT_S = 30.0
 """Bound on every wait of a test: reached only where the code under test hangs, and then the test fails."""

@@ -20,8 +20,8 @@ import graphdispatch
 from graphdispatch import CUDAGraphOptions, GraphDispatchError
 from graphdispatch.engines import OutputView
 
-from ..behaviour.front_ends import FRONT_ENDS
-from .lengths_front_end import LengthsFrontEnd
+from ..behaviour.front_ends import FRONT_ENDS, GraphedFrontEnd
+from ..helpers import with_options
 from .state_compare import Twins
 from .state_programs import AHEAD, Program, Step, draw, listing, mutation_source, render
 
@@ -192,6 +192,41 @@ def batch(rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, ids, slots
 
 
+class _Lengths:
+    """``graphed``, called like the callable itself: each call has another batch beside it."""
+
+    def __init__(self, graphed: Any) -> None:
+        self._graphed, self._calls = graphed, 0
+
+    def __call__(self, *args: Any) -> Any:
+        self._calls += 1
+        return self._graphed(torch.ones(self._calls % 3 + 1), *args)[0]
+
+    def prewarm(self, *args: Any) -> Any:
+        return self._graphed.prewarm(torch.ones(3), *args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._graphed, name)
+
+
+class LengthsFrontEnd(GraphedFrontEnd):
+    """``graphed`` with two dimensions: the rows of a program are lengths, beside a batch of which it knows nothing."""
+
+    name = "lengths"
+
+    def _open(self, pad: dict[str, Any] | None = None, **more: Any) -> None:
+        fn = self.fn
+
+        def both(batch: Tensor, x: Tensor, ids: Tensor, slots: Tensor) -> Any:
+            return fn(x, ids, slots), batch * 2
+
+        rows = {0: graphdispatch.Dim("length", sizes=list(self.sizes), pad=pad or {})}
+        dynamic: dict[str, Any] = {"batch": {0: "batch"}, "x": rows, "ids": {0: "length"}, "slots": {0: "length"}}
+        how: dict[str, Any] = {"sizes": [3], "mode": self.mode, "options": self.options}
+        served = graphdispatch.graphed(both, dynamic=dynamic, **with_options(how | more, capture_after=1))
+        self.front = self.step = _Lengths(served)  # type: ignore[assignment]
+
+
 class Run:
     """One run of a program."""
 
@@ -202,7 +237,7 @@ class Run:
         settings: dict[str, Any] = {"sizes": program.sizes, "mode": program.mode, "options": options}
         with self.got.ambient():
             self.front_ends = {
-                name: {**FRONT_ENDS, "lengths": LengthsFrontEnd}[program.front_end](
+                name: (FRONT_ENDS | {"lengths": LengthsFrontEnd})[program.front_end](
                     getattr(self.got.module, name), dynamic=_DYNAMIC, **settings, **dict(program.more)
                 )
                 for name in {_CALLABLES.get(step.kind, "FN") for step in program.steps} | {"FN"}
@@ -350,10 +385,6 @@ def _smaller(program: Program, violation: Violation) -> Iterator[Program]:
     for name, plain in (("form", "module"), ("output", "h"), ("mode", "FULL"), ("more", ()), ("options", ())):
         if getattr(program, name) != plain:
             yield but(**{name: plain})
-    for index in range(len(program.options)):
-        yield but(options=program.options[:index] + program.options[index + 1 :])
-    for index in range(len(program.more)):
-        yield but(more=program.more[:index] + program.more[index + 1 :])
     if program.front_end != "graphed":
         yield but(front_end="graphed", steps=tuple(s for s in steps if s.kind in ("call", "do")))
 
