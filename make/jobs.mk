@@ -5,8 +5,7 @@
 
 # What runs on a device, and what runs on whichever device GRAPHDISPATCH_TEST_DEVICE names.
 ON_DEVICE := tests/gpu tests/backends/test_conformance_capture.py tests/backends/test_conformance_device.py
-ON_ANY_DEVICE := tests/property/test_piecewise.py tests/property/test_graphed_sequences.py \
-	tests/property/test_wrapper_sequences.py
+ON_ANY_DEVICE := tests/property/test_piecewise.py tests/property/test_sequences.py
 
 QUICK := tests/behaviour tests/call tests/decide tests/plan tests/vocabulary --front-ends graphed \
 	tests/engines/test_policies.py tests/engines/test_config.py tests/engines/test_key_dispatcher.py \
