@@ -51,15 +51,6 @@ def assert_served(step: Any, *args: Any, **kwargs: Any) -> None:
     assert decision.reason.is_graph, step.explain(*args, **kwargs)
 
 
-def assert_eager(step: Any, *args: Any, reason: Reason | None = None, **kwargs: Any) -> None:
-    """Call ``step``, and its callable on the same inputs: assert that no graph served, for this ``reason``."""
-    _check(step, args, kwargs)
-    decision = step.last_decision
-    assert decision is not None
-    assert not decision.reason.is_graph, step.explain(*args, **kwargs)
-    assert reason in (None, decision.reason), f"{decision.reason} instead of {reason}\n{step.explain(*args, **kwargs)}"
-
-
 def check_rows(step: Any, *shapes: int | tuple[int, ...], width: int = 3) -> None:
     """Call ``step`` with a random batch of each shape, or number of rows: its answers have its callable's bits."""
     for shape in shapes:
