@@ -5,11 +5,10 @@
 
 # What runs on a device, and what runs on whichever device GRAPHDISPATCH_TEST_DEVICE names.
 ON_DEVICE := tests/gpu tests/backends/test_conformance_capture.py tests/backends/test_conformance_device.py
-ON_ANY_DEVICE := tests/property/test_piecewise.py tests/property/test_graphed_sequences.py \
-	tests/property/test_wrapper_sequences.py
+ON_ANY_DEVICE := tests/property/test_piecewise.py tests/property/test_sequences.py
 
 QUICK := tests/behaviour tests/call tests/decide tests/plan tests/vocabulary --front-ends graphed \
-	tests/engines/test_adaptive_policy.py tests/engines/test_config.py tests/engines/test_key_dispatcher.py \
+	tests/engines/test_policies.py tests/engines/test_config.py tests/engines/test_key_dispatcher.py \
 	--ignore-glob='*/test_faults_*' --ignore tests/call/test_caches.py
 
 # Style, and which package may import which.
@@ -71,7 +70,7 @@ native-check: $(VENV)/.test
 
 # Each guard is checked and each call matched by the core and by Python, in all the tests; in one process.
 native-twins: $(VENV)/.native
-	@PYTHONPATH=tests/native $(BIN)/python -m pytest $(PARALLEL) -p guard_twins -p match_twins tests $(ARGS)
+	@PYTHONPATH=tests/native $(BIN)/python -m pytest $(PARALLEL) -p twins tests $(ARGS)
 
 # Programs of other libraries in their newest releases. Remove $(DRIFT_VENV) to have newer ones.
 drift: $(DRIFT_VENV)/.test $(NATIVE_SOURCES)

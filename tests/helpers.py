@@ -2,15 +2,16 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
-from graphdispatch import CUDAGraphOptions, Reason
+from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
 from graphdispatch.backends import Pool, get_backend
 from graphdispatch.backends.base import CAPTURE_LOCK
 from graphdispatch.memory.replay import ReplayPlan
@@ -50,19 +51,32 @@ def assert_served(step: Any, *args: Any, **kwargs: Any) -> None:
     assert decision.reason.is_graph, step.explain(*args, **kwargs)
 
 
-def assert_eager(step: Any, *args: Any, reason: Reason | None = None, **kwargs: Any) -> None:
-    """Call ``step``, and its callable on the same inputs: assert that no graph served, for this ``reason``."""
-    _check(step, args, kwargs)
-    decision = step.last_decision
-    assert decision is not None
-    assert not decision.reason.is_graph, step.explain(*args, **kwargs)
-    assert reason in (None, decision.reason), f"{decision.reason} instead of {reason}\n{step.explain(*args, **kwargs)}"
-
-
 def check_rows(step: Any, *shapes: int | tuple[int, ...], width: int = 3) -> None:
     """Call ``step`` with a random batch of each shape, or number of rows: its answers have its callable's bits."""
     for shape in shapes:
         _check(step, (torch.randn((shape, width) if isinstance(shape, int) else shape),), {})
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    """The model of most tests."""
+    return x * 2
+
+
+def make(fn: Callable[..., Any] = double, **options: Any) -> Graphed[..., Any]:
+    """Sizes two and four, captured at the first sighting, unless ``options`` say otherwise."""
+    return graphed(fn, **with_options({"dynamic": {"x": 0}, "sizes": (2, 4)} | options, capture_after=1))
+
+
+def reason(step: Graphed[..., Any], *args: Any, **kwargs: Any) -> Reason:
+    """The reason of one call."""
+    step(*args, **kwargs)
+    assert step.last_decision is not None
+    return step.last_decision.reason
+
+
+def batch(rows: int) -> torch.Tensor:
+    """A new batch."""
+    return torch.randn(rows, 3)
 
 
 def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
@@ -104,6 +118,23 @@ def scripted(outputs: Any = "graph", **script: Any) -> MockCUDAGraph:
     return made
 
 
+@contextmanager
+def compiled_operator(schema: str, fn: Callable[..., Any], key: str = "CPU") -> Iterator[Any]:
+    """An operator of ``graphdispatch_compiled`` that is taken for a compiled one; it goes with the block.
+
+    Python cannot compile C++ in a test's time, so its definition names a file of it.
+    """
+    name = schema.partition("(")[0]
+    library = torch._C._dispatch_library("FRAGMENT", "graphdispatch_compiled", "", "operators.cpp", 1)
+    library.define(schema, "", ())
+    library.impl(name, key, fn, False)
+    namespace = torch.ops.graphdispatch_compiled
+    yield getattr(namespace, name)
+    delattr(namespace, name)
+    namespace._dir.remove(name)
+    library.reset()
+
+
 class Clock:
     """Seconds that pass when a test says so."""
 
@@ -112,6 +143,23 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class Spy(list[Any]):
+    """A list that a callable notes things in: it counts as an object of the library, so no guard follows it."""
+
+    __module__ = "graphdispatch.spy"
+
+
+def frames_of(call: Callable[[], Any]) -> list[str]:
+    """The functions of Python that a call enters, itself left out."""
+    names: list[str] = []
+    sys.setprofile(lambda frame, event, _: names.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return [name for name in names if name != call.__name__]
 
 
 def are_free(*locks: Any) -> bool:

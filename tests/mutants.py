@@ -43,7 +43,10 @@ TABLE: dict[str, list[str]] = {
     ],
     "call/padding": ["tests/memory", _FOOTGUNS.format("rows"), "tests/api"],
     "memory/inputs": ["tests/memory", "tests/property/test_dims.py"],
-    "memory/outputs": ["tests/memory", _FOOTGUNS.format("outputs")],
+    "memory/outputs": [
+        *("tests/memory", _FOOTGUNS.format("outputs")),
+        "tests/behaviour/test_surroundings.py::test_static_outputs_stay_where_they_are",
+    ],
     "memory/argument_metadata": ["tests/call", _FOOTGUNS.format("arguments")],
     "capture/verify": ["tests/capture", "tests/serve"],
     "capture/effects": ["tests/capture", "tests/behaviour/test_effects.py", "tests/backends"],

@@ -10,8 +10,7 @@ import graphdispatch as gd
 from graphdispatch import CUDAGraphMode
 from graphdispatch.engines import BatchDescriptor, DispatchKey, DispatchMode
 
-from ..doubled import double
-from ..helpers import AT_ONCE
+from ..helpers import AT_ONCE, double
 
 KEY = DispatchKey(3, 3)
 FULL = CUDAGraphMode.FULL

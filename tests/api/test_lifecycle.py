@@ -11,8 +11,7 @@ import graphdispatch as gd
 from graphdispatch import CUDAGraphMode, Reason
 from graphdispatch.engines import BatchDescriptor
 
-from ..doubled import double, make, reason
-from ..helpers import AT_ONCE
+from ..helpers import AT_ONCE, double, make, reason
 
 SIZE = 4
 

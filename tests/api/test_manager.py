@@ -12,9 +12,7 @@ from graphdispatch import CUDAGraphMode, CUDAGraphOptions, OutputView, Reason, e
 from graphdispatch.engines import CUDAGraphConfig, CUDAGraphManager, CUDAGraphRegistry, EntryState
 from graphdispatch.errors import CaptureError, ConfigError, FallbackError, GuardError, ReplayError, StaleOutputError
 
-from ..doubled import double
-from ..helpers import with_options
-from ..spy import Spy
+from ..helpers import Spy, double, with_options
 
 FULL, NONE, DECODE = CUDAGraphMode.FULL, CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY
 

@@ -18,8 +18,7 @@ from graphdispatch.engines import (
 )
 from graphdispatch.errors import ConfigError
 
-from ..doubled import double
-from ..helpers import AT_ONCE
+from ..helpers import AT_ONCE, double
 
 SET: dict[str, Any] = {
     "capture_after": 3,

@@ -12,8 +12,7 @@ from graphdispatch import Reason
 from graphdispatch.backends import get_backend
 from graphdispatch.errors import CaptureError, ReplayError
 
-from ..compiled_operators import compiled_operator
-from ..helpers import recorded
+from ..helpers import compiled_operator, recorded
 
 
 def follows(fn: Callable[[torch.Tensor], torch.Tensor], *shape: int) -> Any:

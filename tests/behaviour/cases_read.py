@@ -247,12 +247,12 @@ def hook_of_all(_: Any) -> None:
     PATCH.setitem(table, handle.id, made)
 
 
-of_net("weight assigned", lambda net: to(net.layers[0].weight, data=torch.ones(3, 3)))
+of_net("weight_data_assigned", lambda net: to(net.layers[0].weight, data=torch.ones(3, 3)), row=True)
 of_net("parameter replaced", lambda net: to(net.layers[0], weight=nn.Parameter(torch.ones(3, 3))))
 of_net("parameter removed", lambda net: to(net.layers[0], bias=None))
 of_net("parameter set", lambda net: net.layers[0].weight.detach_().set_(torch.ones(3, 3)))
-of_net("loaded by assignment", lambda net: net.load_state_dict(Net().state_dict(), assign=True))
-of_net("submodule replaced", put(layers=nn.Sequential(nn.Linear(3, 3))))
+of_net("weights_loaded_by_assignment", lambda net: net.load_state_dict(Net().state_dict(), assign=True), row=True)
+of_net("submodule_replaced", put(layers=nn.Sequential(nn.Linear(3, 3))), row=True)
 of_net("submodule added", lambda net: net.layers.append(nn.Threshold(9.0, 7.0)))
 of_net("submodule removed", lambda net: net.layers.__delitem__(0))
 of_net("buffer replaced", put(offset=torch.ones(3)))
@@ -272,9 +272,9 @@ of_net("module_config_changed: read by a property", lambda net: to(net.config, s
 of_net("module_config_changed", lambda net: to(net.config.deep, shift=torch.zeros(3)), row=True)
 of_net("module_container_changed", lambda net: net.table.update(a=4.0), row=True)
 of_net("module_container_changed: replaced", put(active=["b"]), row=True)
-of_net("trained", lambda net: net.train())
+of_net("train_eval_flip", lambda net: net.train(), row=True)
 of_net("inner module trained", lambda net: net.layers[1].train())
-of_net("hook", lambda net: hook(net.layers[0]))
+of_net("hook_added", lambda net: hook(net.layers[0]), row=True)
 of_net("hook before", lambda net: net.register_forward_pre_hook(lambda module, args: (args[0] * 2,)))
 of_net("hook on all modules", hook_of_all)
 of_net(
@@ -283,7 +283,7 @@ of_net(
 of_net("code_replaced", patch(Net, "forward", lambda self, x: x * 9.0), row=True)
 of_net("unread attribute", lambda net: to(net.config, unread=2.0), table=KEPT)
 of_net("written in place", lambda net: net.layers[0].weight.data.fill_(5), table=KEPT)
-of_net("loaded in place", lambda net: net.load_state_dict(Net().state_dict()), table=KEPT)
+of_net("weights_written_in_place", lambda net: net.load_state_dict(Net().state_dict()), table=KEPT, row=True)
 of_net("buffer written", lambda net: net.offset.add_(1), table=KEPT)
 of_net("evaluated again", lambda net: net.eval(), table=KEPT)
 of_net("equal number", put(_power=int("2")), table=KEPT)
@@ -298,7 +298,7 @@ def hooked() -> Any:
     return net, hook(net)
 
 
-run("hook removed")(hooked, lambda h, x: h[0](x), lambda h: h[1].remove())
+run("hook_added: removed", row=True)(hooked, lambda h, x: h[0](x), lambda h: h[1].remove())
 run("hook replaced")(
     hooked, lambda h, x: h[0](x), lambda h: (h[1].remove(), h[0].register_forward_hook(lambda *_: _[2] * 3))
 )

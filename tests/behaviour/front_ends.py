@@ -244,15 +244,19 @@ class ReplayFrontEnd(_Ahead):
 
     @property
     def plain(self) -> Callable[[torch.Tensor], Any]:
-        manager, fn = self.manager, self.fn
+        replay, fn = self._replayer(), self.fn
 
         def serve(x: torch.Tensor) -> Any:
             try:
-                return manager.replay_graph(len(x), 1, {"x": x})
+                return replay(x)
             except (gd.errors.GuardError, gd.ReplayError):
                 return fn(x)
 
         return serve
+
+    def _replayer(self) -> Callable[[torch.Tensor], Any]:
+        manager = self.manager
+        return lambda x: manager.replay_graph(len(x), 1, {"x": x})
 
     def _replay(self, rows: int, inputs: dict[str, Any]) -> Any:
         return self.manager.replay_graph(rows, 1, inputs)
@@ -267,17 +271,9 @@ class EntryFrontEnd(ReplayFrontEnd):
     def hits(self) -> int:
         return sum(entry.replay_count for entry in self.entries.values())
 
-    @property
-    def plain(self) -> Callable[[torch.Tensor], Any]:
-        entry, fn = max(self.entries.items())[1], self.fn
-
-        def serve(x: torch.Tensor) -> Any:
-            try:
-                return entry.replay({"x": x})
-            except (gd.errors.GuardError, gd.ReplayError):
-                return fn(x)
-
-        return serve
+    def _replayer(self) -> Callable[[torch.Tensor], Any]:
+        entry = max(self.entries.items())[1]
+        return lambda x: entry.replay({"x": x})
 
     def _replay(self, rows: int, inputs: dict[str, Any]) -> Any:
         entry = self.entries.get(self.size(rows))

@@ -19,8 +19,7 @@ from graphdispatch.backends.cpu.graph import CPUGraph, CPUPool
 from graphdispatch.backends.cpu.program import Program, Step
 from graphdispatch.backends.operators import OperatorKind, kind_of
 
-from ..helpers import are_free, may_capture
-from ..spy import Spy
+from ..helpers import Spy, are_free, may_capture
 
 ROWS, WIDTH = 3, 4
 

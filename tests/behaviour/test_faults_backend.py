@@ -11,8 +11,7 @@ from graphdispatch.backends import get_backend
 from graphdispatch.engines import CUDAGraphManager
 from graphdispatch.errors import DeviceLostError, FallbackError, ReplayError
 
-from ..helpers import AT_ONCE
-from ..spy import Spy
+from ..helpers import AT_ONCE, Spy
 from .inject import Faults, Model, batch, nothing_left_behind
 
 OUT_OF_MEMORY = [

@@ -113,18 +113,6 @@ def test_a_foreign_graph_that_stops_half_way_is_an_error() -> None:
     assert (written, dispatcher.num_graphs) == (["half"], 0)
 
 
-def test_an_idempotent_foreign_graph_is_answered_eagerly() -> None:
-    """Its owner says that the step may be run again."""
-
-    def stop() -> None:
-        raise TroubleError
-
-    dispatcher = CudagraphDispatcher(lambda: "eager")
-    dispatcher.register_graph(KEY, scripted(on_replay=stop), idempotent=True)
-    assert dispatcher.dispatch(KEY) == "eager"
-    assert dispatcher.stats.reasons[Reason.REPLAY_FAILED] == 1
-
-
 def test_a_foreign_graph_that_refuses_says_so_itself() -> None:
     """A ``ReplayError`` of its own tells whether anything has happened."""
     dispatcher = CudagraphDispatcher(lambda: "eager")

@@ -52,21 +52,6 @@ def test_ambient_value_changed(settled: Settle, tmp_path: Path) -> None:
     assert torch.equal(step(x), x * 2.0)
 
 
-def test_hook_added(settled: Settle) -> None:
-    """A hook that is registered after the capture runs, and no longer once it is removed."""
-    model = nn.Linear(3, 3).eval()
-    step = settled(model, dynamic={"input": 0})
-    x = torch.randn(4, 3)
-    before = model(x)
-    with model.register_forward_hook(lambda module, args, output: output * 0):
-        assert torch.equal(step(x), before * 0)
-        step.renew(x)
-        for _ in range(4):
-            step(torch.randn(4, 3))
-        assert step.was_hit()
-    assert torch.equal(step(x), before)
-
-
 @needs("static_objects", "constants")
 def test_static_object_changed(settled: Settle) -> None:
     """What the callable reads of an object in ``static=`` is compared, too."""

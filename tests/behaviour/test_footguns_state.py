@@ -1,7 +1,6 @@
 """What the callable writes, and memory that moves: state, weights, modes of modules."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -86,34 +85,6 @@ def test_check_without_result(settled: Settle) -> None:
     assert torch.equal(step(x), x + 1)
 
 
-def test_weights_written_in_place(settled: Settle) -> None:
-    """A weight that is written in place (an optimiser, ``load_state_dict``) is read by the next replay."""
-    model = nn.Linear(3, 3).eval()
-    step = settled(model, **INPUT)
-    model.load_state_dict({"weight": torch.randn(3, 3), "bias": torch.randn(3)})
-    x = torch.randn(4, 3)
-    assert torch.equal(step(x), model(x))
-    step.check(Reason.EXACT)
-
-
-def _moved(settled: Settle, move: Callable[[nn.Sequential], Any], dtype: torch.dtype = torch.float32) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).eval()
-    step = settled(model, **INPUT)
-    move(model)
-    x = torch.randn(4, 3, dtype=dtype)
-    assert torch.equal(step(x), model(x))
-    step.check(Reason.CAPTURED_NOW)
-
-
-def test_weight_data_assigned(settled: Settle) -> None:
-    """``.data =`` moves a weight: the graph of the old one is dropped."""
-
-    def move(model: nn.Sequential) -> None:
-        model[0].weight.data = torch.randn(3, 3)
-
-    _moved(settled, move)
-
-
 def test_weight_cut_in_place(settled: Settle) -> None:
     """A weight that is cut where it lies keeps its address: the graph of the whole one is dropped."""
     model = nn.Linear(3, 3).eval().requires_grad_(False)
@@ -131,31 +102,13 @@ def test_weight_reshaped_in_place(settled: Settle) -> None:
     assert step(torch.zeros(3, 3)).tolist() == [[1.0] * 3, [2.0] * 3, [3.0] * 3]
 
 
-def test_weights_loaded_by_assignment(settled: Settle) -> None:
-    """``load_state_dict(assign=True)`` replaces the parameters: the graph of the old ones is dropped."""
-    _moved(settled, lambda model: model[1].load_state_dict(nn.Linear(3, 3).state_dict(), assign=True))
-
-
 def test_weights_converted(settled: Settle) -> None:
     """``.to(dtype)`` moves all weights: the graph of the old ones is dropped."""
-    _moved(settled, lambda model: model.double(), torch.float64)
-
-
-def test_submodule_replaced(settled: Settle) -> None:
-    """Another submodule in the place of one: the graph of the old one is dropped."""
-    _moved(settled, lambda model: model.__setitem__(1, nn.Linear(3, 3).eval()))
-
-
-def test_train_eval_flip(settled: Settle) -> None:
-    """A module that changes its mode takes other code paths: its graphs are dropped."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.9)).eval()
+    model = nn.Linear(3, 3).eval()
     step = settled(model, **INPUT)
-    model.train()
-    x = torch.ones(4, 3)
-    torch.manual_seed(1)
-    got = step(x)
-    torch.manual_seed(1)
-    assert torch.equal(got, model(x))
+    model.double()
+    x = torch.randn(4, 3, dtype=torch.float64)
+    assert torch.equal(step(x), model(x))
     step.check(Reason.CAPTURED_NOW)
 
 

@@ -1,17 +1,13 @@
 """What one front end guarantees, every front end does: what is compared, when, and what is never served."""
 
-from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
-import graphdispatch as gd
 from graphdispatch import CUDAGraphOptions, Reason
-from graphdispatch.engines import DispatchKey, DispatchMode
 
-from ..helpers import AT_ONCE
 from .features import needs
 from .front_end import FrontEnd, one_tensor
 
@@ -98,19 +94,6 @@ def test_frozen(tried: Open) -> None:
     step.check_rows(4, 4, 4, 4)
 
 
-def test_inside_capture(settled: Open) -> None:
-    """Within the capture of somebody else the callable runs as it is, and becomes a part of that graph."""
-    step = settled(lambda x: x + 1)
-    serve = step.plain
-    hits = step.hits
-    outer = gd.graphed(lambda x: serve(x) * 2, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
-    for _ in range(4):
-        x = torch.randn(4, 3)
-        assert torch.equal(outer(x), (x + 1) * 2)
-    assert outer.stats.hits == 2
-    assert step.hits == hits
-
-
 def test_eager_has_a_reason(settled: Open) -> None:
     """A call that no graph served is counted with a reason."""
     step = settled(lambda x: x * 2)
@@ -120,28 +103,6 @@ def test_eager_has_a_reason(settled: Open) -> None:
     reason = step.reason()
     assert reason is not None
     assert not reason.is_graph
-
-
-class Recording(gd.AdaptiveDispatchPolicy):
-    """Counts what it is told, and prefers graphs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.told: Counter[DispatchMode] = Counter()
-
-    def record(self, key: DispatchKey, mode: DispatchMode, latency: float) -> None:
-        """Count it."""
-        self.told[mode] += 1
-        super().record(key, mode, latency)
-
-
-@needs("policy")
-def test_policy_learns(tried: Open) -> None:
-    """A policy that learns is told the latency of steps, whichever dispatcher runs them."""
-    policy = Recording()
-    step = tried(lambda x: x * 2, policy=policy)
-    step.check_rows(*[4] * 20)
-    assert policy.told[DispatchMode.CUDAGRAPH] > 0
 
 
 def test_weight_moved_and_back(settled: Open) -> None:

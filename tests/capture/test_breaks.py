@@ -15,8 +15,7 @@ from graphdispatch.capture.piecewise import PiecewiseGraph
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.errors import ConfigError
 
-from ..helpers import check_rows, in_threads
-from ..spy import Spy
+from ..helpers import Spy, check_rows, in_threads
 
 ONE = BatchDescriptor(1)
 X = torch.tensor([1.0, -2.0, 3.0])

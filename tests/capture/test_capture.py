@@ -20,8 +20,7 @@ from graphdispatch.capture.request import CaptureRequest
 from graphdispatch.engines import AdaptiveCUDAGraphWrapper, BatchDescriptor, EntryState
 from graphdispatch.memory.inputs import StaticInputs
 
-from ..helpers import AT_ONCE
-from ..spy import Spy
+from ..helpers import AT_ONCE, Spy
 
 
 def request(fn: Callable[[], Any], **changes: Any) -> CaptureRequest:

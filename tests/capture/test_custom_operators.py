@@ -14,8 +14,7 @@ from graphdispatch import Graphed, eager_break, graphed
 from graphdispatch.backends.cpu.recorder import Recorder
 from graphdispatch.backends.insight import reveal_operators
 
-from ..compiled_operators import compiled_operator
-from ..helpers import AT_ONCE, check_rows, recorded
+from ..helpers import AT_ONCE, check_rows, compiled_operator, recorded
 
 
 def serve(fn: Callable[..., Any], mode: str = "FULL") -> Graphed[..., Any]:

@@ -18,8 +18,7 @@ from graphdispatch.capture.piecewise import break_figures
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.errors import ReplayError
 
-from ..helpers import AT_ONCE, in_threads, with_options
-from ..spy import Spy
+from ..helpers import AT_ONCE, Spy, in_threads, with_options
 
 PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 ONE = BatchDescriptor(1)

@@ -12,8 +12,7 @@ import graphdispatch as gd
 from graphdispatch.backends.cpu.graph import CPUGraph
 from graphdispatch.native.bound import CORE
 
-from ..helpers import check_rows, run_python, with_options
-from ..native.frames import frames_of
+from ..helpers import check_rows, frames_of, run_python, with_options
 
 
 @pytest.fixture(autouse=True)

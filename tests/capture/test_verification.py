@@ -15,8 +15,7 @@ from graphdispatch.capture.verify import Tolerance, difference, tolerance_for
 from graphdispatch.engines import EntryState
 from graphdispatch.errors import ConfigError
 
-from ..helpers import AT_ONCE, check_rows, with_options
-from ..spy import Spy
+from ..helpers import AT_ONCE, Spy, check_rows, with_options
 
 
 def make(fn: Callable[[torch.Tensor], Any], **options: Any) -> Graphed[..., Any]:

@@ -27,8 +27,7 @@ from graphdispatch.engines import (
 from graphdispatch.errors import ConfigError
 from graphdispatch.testing import MockCUDAGraph
 
-from ..doubled import double
-from ..helpers import scripted
+from ..helpers import double, scripted
 
 EAGER, FULL, PIECEWISE, HYBRID = DispatchMode.EAGER, DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE, DispatchMode.HYBRID
 KEY, OTHER = DispatchKey(4, 4), DispatchKey(8, 8)

@@ -1,44 +1,386 @@
-"""Policies: which mode they choose for which key, from plain data."""
+"""Policies: the default one from plain data; the adaptive one on simulated devices, and whatever it is told."""
 
-from typing import Any
+import random
+from bisect import bisect_left
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from graphdispatch.engines import DefaultDispatchPolicy, DispatchKey, DispatchMode
+from graphdispatch.demo.trace import generate_trace
+from graphdispatch.engines import AdaptiveDispatchPolicy, DefaultDispatchPolicy, DispatchKey, DispatchMode, named_sizes
 from graphdispatch.errors import ConfigError
 
-EAGER, FULL, PIECEWISE = DispatchMode.EAGER, DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE
+from ..helpers import in_threads
+
+EAGER, GRAPH, PIECEWISE = DispatchMode.EAGER, DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE
+BOTH = (GRAPH, EAGER)
+SIZES = named_sizes("vllm", 512)
+CHANGE = 0.4
+
+Cost = Callable[[int, float], float]
+
+KEYS = [
+    DispatchKey(step.num_tokens, step.num_reqs, max(step.positions) + 1, step.num_tokens > step.num_reqs)
+    for step in generate_trace(20_000, 64, seed=1, window=360)
+]
 
 
-def key(tokens: int) -> DispatchKey:
-    """A key of one request."""
-    return DispatchKey(tokens, 1)
+class Device(NamedTuple):
+    """Milliseconds by tokens and progress, eager and by graph; ``noise`` is the spread of the logarithm."""
+
+    eager: Cost
+    graph: Cost
+    noise: float = 0.05
+
+    def costs(self, tokens: int, progress: float) -> dict[DispatchMode, float]:
+        padded = SIZES[bisect_left(SIZES, tokens)]
+        return {GRAPH: self.graph(padded, progress), EAGER: self.eager(tokens, progress)}
+
+
+DEVICES = {
+    "graphs always win": Device(lambda n, _: 6 + 0.02 * n, lambda n, _: 2 + 0.02 * n),
+    "graphs always lose": Device(lambda n, _: 2 + 0.02 * n, lambda n, _: 3 + 0.03 * n),
+    "cross-over in size": Device(lambda n, _: 4 + 0.02 * n, lambda n, _: 1.5 + 0.06 * n),
+    "padding cliff": Device(lambda n, _: 3 + 0.02 * n, lambda n, _: 1 + 0.02 * n + 6 * (n > 48)),
+    "graphs become slow": Device(lambda n, _: 4 + 0.02 * n, lambda n, t: (2 + 0.02 * n) * (3 if t > CHANGE else 1)),
+    "graphs become fast": Device(lambda n, _: 4 + 0.02 * n, lambda n, t: (2 + 0.02 * n) * (1 if t > CHANGE else 3)),
+    "noise, graphs win": Device(lambda n, _: 5 + 0.02 * n, lambda n, _: 4 + 0.02 * n, 0.5),
+    "noise, graphs lose": Device(lambda n, _: 4 + 0.02 * n, lambda n, _: 5 + 0.02 * n, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_total_is_near_the_best_mode_and_never_far_above_the_default(name: str) -> None:
+    """Within 2 % of the best mode for each step, and at most 1.05 times the default, with late, shuffled records.
+
+    The 2 % leave out a warm-up of a tenth of the steps, at the start and after a drift.
+    """
+    device, rng, policy = DEVICES[name], random.Random(7), AdaptiveDispatchPolicy(sizes=SIZES)
+    waiting: list[tuple[DispatchKey, DispatchMode, float]] = []
+    spent = default = late = best = 0.0
+    for step, key in enumerate(KEYS):
+        progress = step / len(KEYS)
+        costs = device.costs(key.num_tokens, progress)
+        mode = policy.select_mode(key, BOTH)
+        waiting.append((key, mode, costs[mode] * rng.lognormvariate(-(device.noise**2) / 2, device.noise)))
+        if len(waiting) > 8:
+            policy.record(*waiting.pop(rng.randrange(len(waiting))))
+        spent += costs[mode]
+        default += costs[GRAPH]
+        if 0.1 <= progress < CHANGE or progress >= CHANGE + 0.1:
+            late += costs[mode]
+            best += min(costs.values())
+    assert late <= 1.02 * best
+    assert spent <= 1.05 * default
+
+
+def feed(policy: AdaptiveDispatchPolicy, mode: DispatchMode, tokens: int, cost: float, times: int = 20) -> None:
+    """Record one cost a few times."""
+    for _ in range(times):
+        policy.record(DispatchKey(tokens, 1), mode, cost)
+
+
+def chosen(policy: AdaptiveDispatchPolicy, tokens: int) -> DispatchMode:
+    """The preferred mode, without a trial: the first answer may be one."""
+    policy.select_mode(DispatchKey(tokens, 1), BOTH)
+    return policy.select_mode(DispatchKey(tokens, 1), BOTH)
+
+
+def test_a_batch_runs_eagerly_where_its_large_graph_is_slower() -> None:
+    """With sizes 256 and 512, a batch of 260 goes eager and one of 500 takes the graph, though neither was measured."""
+    policy = AdaptiveDispatchPolicy(sizes=(256, 512))
+    for _ in range(20):
+        for tokens in (240, 480):
+            feed(policy, EAGER, tokens, 0.02 * tokens, 1)
+        feed(policy, GRAPH, 250, 4.0, 1)
+        feed(policy, GRAPH, 480, 8.0, 1)
+    assert chosen(policy, 260) is EAGER
+    assert chosen(policy, 500) is GRAPH
+
+
+def test_one_outlier_does_not_turn_a_decision() -> None:
+    """A single stall of a hundred times the usual cost leaves the choice as it was, and the estimate nearly so."""
+    policy = AdaptiveDispatchPolicy()
+    feed(policy, EAGER, 8, 2.0)
+    feed(policy, GRAPH, 8, 1.0)
+    policy.record(DispatchKey(8, 1), GRAPH, 100.0)
+    assert chosen(policy, 8) is GRAPH
+    assert policy.estimates(DispatchKey(8, 1))[GRAPH] < 1.1
+    feed(policy, GRAPH, 8, 3.0, 6)  # which is followed at once
+    assert 2.4 < policy.estimates(DispatchKey(8, 1))[GRAPH] <= 3.01
+
+
+def test_a_mode_that_became_slow_is_dropped_and_gets_another_chance() -> None:
+    """A graph that became twenty times slower is left for eager within a few records, and is tried again later."""
+    policy = AdaptiveDispatchPolicy()
+    key = DispatchKey(8, 1)
+    feed(policy, EAGER, 8, 1.0)
+    feed(policy, GRAPH, 8, 0.5)
+    feed(policy, GRAPH, 8, 20.0, 8)
+    assert chosen(policy, 8) is EAGER
+    tried = []
+    for _ in range(8000):
+        tried.append(policy.select_mode(key, BOTH))
+        policy.record(key, tried[-1], 1.0 if tried[-1] is EAGER else 20.0)
+    assert 1 <= tried.count(GRAPH) <= 5
+
+
+def test_limits_hold_whatever_was_measured() -> None:
+    """Outside of them the answer is eager, though batches on both sides of a limit may share measurements."""
+    policy = AdaptiveDispatchPolicy(sizes=(1024,), min_tokens_for_graph=4, max_tokens_for_graph=1000)
+    for _ in range(40):
+        for tokens in (1000, 1001):
+            feed(policy, GRAPH, tokens, 1.0, 1)
+            feed(policy, EAGER, tokens, 5.0, 1)
+    assert [chosen(policy, tokens) for tokens in (3, 1000, 1001)] == [EAGER, GRAPH, EAGER]
+
+
+def test_trials_stay_within_their_budget() -> None:
+    """Trials of a mode that costs fifty times as much cost at most the share given, and one trial more."""
+    policy = AdaptiveDispatchPolicy(exploration=0.01)
+    key, trials = DispatchKey(8, 1), 0
+    for _ in range(20_000):
+        mode = policy.select_mode(key, BOTH)
+        trials += mode is EAGER
+        policy.record(key, mode, 50.0 if mode is EAGER else 1.0)
+    extra, total = 49.0 * trials, 20_000 + 49.0 * trials
+    assert 0 < extra <= 0.01 * total + 49.0
+
+
+def test_without_a_budget_there_are_no_trials() -> None:
+    """With ``exploration=0`` only the graph ever runs, since nothing says that eager is faster."""
+    policy = AdaptiveDispatchPolicy(exploration=0.0)
+    key = DispatchKey(8, 1)
+    for _ in range(500):
+        mode = policy.select_mode(key, BOTH)
+        assert mode is GRAPH
+        policy.record(key, mode, 1.0)
+
+
+def test_prefill_and_decode_are_learnt_apart() -> None:
+    """A prefill batch for which eager is faster leaves decode batches of the same size on the graph."""
+    policy = AdaptiveDispatchPolicy()
+    feed(policy, GRAPH, 8, 1.0)
+    feed(policy, EAGER, 8, 3.0)
+    prefill = DispatchKey(8, 1, 8, True)
+    for _ in range(20):
+        policy.record(prefill, GRAPH, 3.0)
+        policy.record(prefill, EAGER, 1.0)
+    policy.select_mode(prefill, BOTH)  # the trial that may be due
+    assert not policy.should_use_graph(prefill, True)
+    assert policy.should_use_graph(DispatchKey(8, 1), True)
+
+
+def test_thresholds_follow_the_measurements() -> None:
+    """Where large graphs lose, the upper threshold comes down to the largest size whose graph wins, or to 0."""
+    policy = AdaptiveDispatchPolicy(max_tokens_for_graph=1000)
+    assert (policy.min_tokens_for_graph, policy.max_tokens_for_graph) == (1, 1000)
+    for tokens in (8, 32, 128, 512):
+        feed(policy, EAGER, tokens, 4.0)
+        feed(policy, GRAPH, tokens, 1.0 if tokens < 100 else 9.0)
+    assert (policy.min_tokens_for_graph, policy.max_tokens_for_graph) == (1, 32)
+    none = AdaptiveDispatchPolicy()
+    for _ in range(20):
+        feed(none, GRAPH, 8, 2.0, 1)
+        feed(none, EAGER, 8, 1.0, 1)
+    assert none.max_tokens_for_graph == 0
+    assert "no size" in repr(none)
+
+
+@pytest.mark.parametrize("latency", [-1.0, float("nan"), float("inf")])
+def test_impossible_latencies_are_refused(latency: float) -> None:
+    """A latency that no step can have is a ``ConfigError``, not a poisoned estimate."""
+    with pytest.raises(ConfigError, match="latency must be a finite number of milliseconds"):
+        AdaptiveDispatchPolicy().record(DispatchKey(8, 1), GRAPH, latency)
+    with pytest.raises(ConfigError, match="record what really ran"):
+        AdaptiveDispatchPolicy().record(DispatchKey(8, 1), DispatchMode.HYBRID, 1.0)
+
+
+def test_threads_may_select_and_record_at_once() -> None:
+    """Eight threads that select and record lose no record and raise nothing."""
+    policy = AdaptiveDispatchPolicy(sizes=SIZES)
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(500):
+            key = DispatchKey(rng.randint(1, 600), 1)
+            policy.record(key, policy.select_mode(key, BOTH), rng.random())
+
+    in_threads(*(partial(work, seed) for seed in range(8)))
+    assert "4000 records" in repr(policy)
+
+
+def test_a_size_that_was_not_measured_is_estimated_by_the_nearest() -> None:
+    """As long as that is at most twice as large, or half as large; beyond, its cost is unknown."""
+    policy = AdaptiveDispatchPolicy()
+    feed(policy, GRAPH, 16, 4.0, 1)
+    feed(policy, GRAPH, 24, 5.0, 1)
+    found = [policy.estimates(DispatchKey(tokens, 1)).get(GRAPH) for tokens in (4, 8, 16, 18, 22, 48, 52)]
+    assert found == [None, 4.0, 4.0, 4.0, 5.0, 5.0, None]
+
+
+@pytest.mark.parametrize("history_size", [1, 2])
+def test_a_short_history_follows_the_latest(history_size: int) -> None:
+    """With room for one or two latencies, the mean is that of the latest."""
+    policy = AdaptiveDispatchPolicy(history_size)
+    for latency in (1.0, 1.2, 1.1, 1.3):
+        feed(policy, GRAPH, 8, latency, 1)
+    expected = {1: 1.3, 2: 1.2}[history_size]
+    assert policy.estimates(DispatchKey(8, 1))[GRAPH] == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"history_size": 0}, "history_size must be an integer >= 1, got 0"),
+        ({"min_tokens_for_graph": 0}, "min_tokens_for_graph must be"),
+        ({"min_tokens_for_graph": 4, "max_tokens_for_graph": 2}, "max_tokens_for_graph must be at least"),
+        ({"exploration": 2.0}, "exploration must be a share"),
+        ({"sizes": [8, 4]}, "sizes must be strictly increasing"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], match: str) -> None:
+    """Every wrong option is a ``ConfigError`` that names it."""
+    with pytest.raises(ConfigError, match=match):
+        AdaptiveDispatchPolicy(**options)
+
+
+def test_a_dispatcher_that_asks_first_tries_graphs_again() -> None:
+    """``should_use_graph`` says no where eager is preferred, and yes when a trial of the graph is due."""
+    policy = AdaptiveDispatchPolicy()
+    key, served = DispatchKey(8, 1), []
+    for _ in range(2000):
+        wanted = policy.should_use_graph(key, True)
+        served.append(policy.select_mode(key, BOTH) if wanted else EAGER)
+        assert not wanted or served[-1] is GRAPH or len(served) < 500
+        policy.record(key, served[-1], 1.0 if served[-1] is EAGER else 3.0)
+    assert served[0] is GRAPH
+    assert 1 <= served[500:].count(GRAPH) <= 10
+
+
+def test_a_graph_kind_without_latencies_is_judged_by_the_other() -> None:
+    """Where full graphs beat eager, an unmeasured piecewise graph goes before eager; where they lose, it does not."""
+    policy = AdaptiveDispatchPolicy(exploration=0.0)
+    for tokens, eager in ((8, 2.0), (64, 0.5)):
+        feed(policy, EAGER, tokens, eager)
+        feed(policy, GRAPH, tokens, 1.0)
+    answers = [policy.select_mode(DispatchKey(tokens, 1), (PIECEWISE, EAGER)) for tokens in (8, 64)]
+    assert answers == [PIECEWISE, EAGER]
+
+
+def test_a_small_difference_does_not_turn_a_decision() -> None:
+    """Eager that is half a percent faster does not displace the graph, however often it is measured."""
+    policy = AdaptiveDispatchPolicy(10_000)
+    for _ in range(3000):
+        feed(policy, EAGER, 8, 0.995, 1)
+        feed(policy, GRAPH, 8, 1.0, 1)
+    assert chosen(policy, 8) is GRAPH
+
+
+def test_news_of_one_size_reaches_the_guess_for_another() -> None:
+    """A size that never ran follows its neighbour at once when the neighbour's graph becomes slow."""
+    policy = AdaptiveDispatchPolicy()
+    feed(policy, EAGER, 32, 2.0)
+    feed(policy, GRAPH, 32, 1.0)
+    assert policy.should_use_graph(DispatchKey(36, 1), True)
+    feed(policy, GRAPH, 32, 20.0, 8)
+    assert not policy.should_use_graph(DispatchKey(36, 1), True)
+
+
+def test_latencies_that_never_vary_do_no_harm() -> None:
+    """Three thousand equal latencies leave no spread, and a change after them is still noticed."""
+    policy = AdaptiveDispatchPolicy(2)
+    feed(policy, GRAPH, 8, 1.0, 3000)
+    feed(policy, GRAPH, 8, 5.0, 8)
+    assert policy.estimates(DispatchKey(8, 1))[GRAPH] == pytest.approx(5.0, rel=0.1)
+
+
+MODES = (GRAPH, PIECEWISE, EAGER)
+BUCKETS = {end << shift for shift in range(10) for end in range(1, 17)}
+"""Eight for each power of two, up to 8,192 tokens."""
+keys = st.builds(DispatchKey, st.integers(1, 10_000), st.integers(1, 4), st.just(0), st.booleans())
+latencies = st.floats(0, 1e6, allow_nan=False)
+histories = st.lists(st.tuples(keys, st.sampled_from(MODES), latencies), max_size=80)
+capture_sizes = st.none() | st.sets(st.integers(1, 1000), min_size=1, max_size=8).map(
+    lambda sizes: tuple(sorted(sizes))
+)
+
+
+def taught(history: list[tuple[DispatchKey, DispatchMode, float]], policy: AdaptiveDispatchPolicy) -> None:
+    """Play ``history`` to ``policy``, as a dispatcher does."""
+    for key, mode, latency in history:
+        policy.select_mode(key, MODES)
+        policy.record(key, mode, latency)
+
+
+@given(histories, capture_sizes, keys, st.sets(st.sampled_from(MODES)))
+def test_it_selects_only_what_is_available(
+    history: list[tuple[DispatchKey, DispatchMode, float]],
+    sizes: tuple[int, ...] | None,
+    key: DispatchKey,
+    available: set[DispatchMode],
+) -> None:
+    """Whatever was recorded, the answer is one of the modes offered, or eager, which always can."""
+    policy = AdaptiveDispatchPolicy(sizes=sizes, exploration=1.0)
+    taught(history, policy)
+    for step in (key, *(step for step, _, _ in history)):
+        assert policy.select_mode(step, available) in available | {EAGER}
+
+
+@given(histories, capture_sizes, st.integers(1, 12))
+def test_memory_depends_on_the_sizes_alone(
+    history: list[tuple[DispatchKey, DispatchMode, float]], sizes: tuple[int, ...] | None, history_size: int
+) -> None:
+    """There is one cost for each kind, size and mode, and each weighs at most ``history_size`` latencies."""
+    policy = AdaptiveDispatchPolicy(history_size, sizes=sizes, exploration=1.0)
+    taught(history, policy)
+    for costs in policy._costs.values():
+        assert set(costs) <= BUCKETS | set(sizes or ())
+        assert all(cost.count <= history_size for cost in costs.values())
+    assert len(policy._trials) <= len(policy._buckets)
+
+
+@given(histories, st.integers(1, 50), st.integers(0, 5000))
+def test_thresholds_are_in_order_and_within_the_limits(
+    history: list[tuple[DispatchKey, DispatchMode, float]], low: int, width: int
+) -> None:
+    """The thresholds lie within the limits and in order, except that 0 above says that no graph wins."""
+    policy = AdaptiveDispatchPolicy(min_tokens_for_graph=low, max_tokens_for_graph=low + width)
+    taught(history, policy)
+    first, last = policy.min_tokens_for_graph, policy.max_tokens_for_graph
+    assert low <= first
+    assert last <= low + width
+    assert last == 0 or first <= last
 
 
 @pytest.mark.parametrize(
     ("available", "prefer_piecewise", "chosen"),
     [
-        ((FULL, PIECEWISE, EAGER), False, FULL),
-        ((FULL, PIECEWISE, EAGER), True, PIECEWISE),
-        ((FULL, EAGER), True, FULL),
+        ((GRAPH, PIECEWISE, EAGER), False, GRAPH),
+        ((GRAPH, PIECEWISE, EAGER), True, PIECEWISE),
+        ((GRAPH, EAGER), True, GRAPH),
         ((PIECEWISE, EAGER), False, PIECEWISE),
         ((EAGER,), False, EAGER),
         ((), False, EAGER),
     ],
 )
-def test_a_graph_goes_before_eager(
+def test_by_default_a_graph_goes_before_eager(
     available: tuple[DispatchMode, ...], prefer_piecewise: bool, chosen: DispatchMode
 ) -> None:
     """The preferred kind of graph, then the other, then eager."""
     policy = DefaultDispatchPolicy(prefer_piecewise=prefer_piecewise)
-    assert policy.select_mode(key(8), available) is chosen
+    assert policy.select_mode(DispatchKey(8, 1), available) is chosen
 
 
-@pytest.mark.parametrize(("tokens", "chosen"), [(3, EAGER), (4, FULL), (16, FULL), (17, EAGER)])
+@pytest.mark.parametrize(("tokens", "chosen"), [(3, EAGER), (4, GRAPH), (16, GRAPH), (17, EAGER)])
 def test_the_limits_are_inclusive(tokens: int, chosen: DispatchMode) -> None:
     """A batch of exactly the fewest or the most tokens is served by a graph, one beyond is not."""
     policy = DefaultDispatchPolicy(4, 16)
-    assert policy.select_mode(key(tokens), (FULL, EAGER)) is chosen
+    assert policy.select_mode(DispatchKey(tokens, 1), (GRAPH, EAGER)) is chosen
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,7 @@ from graphdispatch.engines import (
 )
 from graphdispatch.errors import ConfigError
 
-from ..compiled_operators import compiled_operator
-from ..helpers import scripted
-from ..spy import Spy
+from ..helpers import Spy, compiled_operator, scripted
 from ..thread_streams import ThreadBackend
 
 TIMEOUT_S = 30.0

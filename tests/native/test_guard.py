@@ -17,8 +17,7 @@ from graphdispatch.native.guards import GUARD, USES_VERSIONS, versions_tell
 
 from ..behaviour.cases import Box, Read, Slotted, put_back
 from ..behaviour.cases_read import KEPT, READS
-from ..helpers import in_threads
-from .frames import frames_of
+from ..helpers import frames_of, in_threads
 
 pytestmark = pytest.mark.skipif(GUARD is None, reason="there is no native core")
 

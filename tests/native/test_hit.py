@@ -18,8 +18,7 @@ from graphdispatch.memory.replay import ReplayPlan
 from graphdispatch.native.bound import ASKED, CORE
 from graphdispatch.serve.hit import HitPath
 
-from ..helpers import AT_ONCE, check_rows, in_threads, serve_in_python, with_options
-from .frames import frames_of
+from ..helpers import AT_ONCE, check_rows, frames_of, in_threads, serve_in_python, with_options
 
 pytestmark = pytest.mark.skipif(CORE is None, reason="the native core is not compiled, or turned off")
 ROWS = 4

@@ -2,7 +2,6 @@
 
 import gc
 import math
-import os
 import threading
 import warnings
 import weakref
@@ -25,7 +24,6 @@ from graphdispatch.backends.cpu.program import Program, Step, loop, run_and_copy
 from graphdispatch.backends.operators import bits_equal, tensors_in
 from graphdispatch.native import tape
 
-from ..behaviour.forks import in_child
 from ..helpers import in_threads, recorded
 
 pytestmark = pytest.mark.skipif(not tape.TAPE.wait(), reason=repr(tape.TAPE))
@@ -259,20 +257,6 @@ def test_a_stream_replays_natively() -> None:
             graph.replay()
     assert "index_select" in caught.value.__notes__[0]
     stream.close()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_forked_child_replays() -> None:
-    """The tape of the parent runs in the child."""
-    x = torch.randn(2, 3)
-    graph, out = recorded(lambda: x.exp() + 1)
-
-    def replay() -> None:
-        x.fill_(2)
-        graph.replay()
-        assert bits_equal(out, x.exp() + 1)
-
-    in_child(replay)
 
 
 def test_reset_frees_everything() -> None:

@@ -13,7 +13,7 @@ from graphdispatch import CUDAGraphMode, eager_break
 from graphdispatch.errors import CaptureError, ConfigError
 from graphdispatch.plan import CostModel
 
-from ..spy import Spy
+from ..helpers import Spy
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 

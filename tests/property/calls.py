@@ -8,8 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from .device import DEVICE
-from .models import SLOTS, WIDTH, RandomModel
+from .models import DEVICE, SLOTS, WIDTH, RandomModel
 
 LAYOUTS = ("plain", "strided", "transposed", "expanded", "offset")
 FAULTS = ("narrow", "deep", "one_id", "missing", "no_dims", "double", "half", "integer", "unknown", "object")

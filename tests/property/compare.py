@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from graphdispatch.engines import OutputView
 
 from .calls import CONTEXTS, Plan
-from .device import IS_BIT_EXACT
-from .models import SLOTS, RandomModel
+from .models import IS_BIT_EXACT, SLOTS, RandomModel
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 5e-2}  # of the largest value, at least of 1.0
 

@@ -4,6 +4,7 @@ A model takes ``x`` (``WIDTH`` columns, the batch in dimension 0 or 1), ``ids`` 
 and two constants. All numbers stay of order one, so that tolerances mean the same everywhere.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .device import DEVICE
-
+DEVICE = torch.device(os.environ.get("GRAPHDISPATCH_TEST_DEVICE", "cpu"))
+"""Where the property tests run."""
+IS_BIT_EXACT = DEVICE.type == "cpu"
+"""Whether unpadded replays are promised to have eager's very bits."""
 WIDTH = 4
 SLOTS = 8
 """Cache slots that calls may use; one more is the scratch slot."""

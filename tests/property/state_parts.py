@@ -1,7 +1,12 @@
-"""Reads the parts of random programs with Python state (``state_parts.txt``), and makes the choices that they leave."""
+"""Reads what random programs with Python state are made of, and makes the choices that it leaves.
+
+The parts stand in ``state_parts.txt``, the places where they live in ``state_places.txt``, and the callables around
+their models in ``state_forms.txt``; each file says how it is written.
+"""
 
 import random
 import re
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,53 +26,43 @@ _CONFIG_CHANGES = (
     ".limit = $f",
 )
 
-NEEDS_SLOTS = frozenset({"slot_cache", "row_state", "rows", "unused_results", "argument_attribute"})
-"""Parts that read ``ids`` or ``slots``; a hook has none."""
 
-PADDING_WRITES = frozenset({"row_state", "counts_rows", "in_place_chain", "resized"})
-"""Parts that padding rows would make write what is read: ``padding_writes="allow"`` is not for them."""
+@dataclass(frozen=True)
+class Text:
+    """One entry of a file: its flags, and source by section, whose choices are open."""
 
-NEEDS_PROOF = PADDING_WRITES | {"host_read", "rows", "slot_cache", "try_finally"}
-"""Parts whose padding only a comparison tests: they are left out with ``verify=False``."""
+    flags: frozenset[str]
+    sections: dict[str, str]
 
-EXACT_ONLY = frozenset({"drawn"})
-"""Parts that pad to other results than eager's by design (footgun row ``dropout``): their batches are not padded."""
+    def __getitem__(self, section: str) -> str:
+        return self.sections.get(section, "")
 
-KEEPS_TENSORS = frozenset(
-    {
-        "class_attribute",
-        "dynamic_cache",
-        "globals",
-        "grad",
-        "hooks",
-        "kept",
-        "previous",
-        "row_state",
-        "same_again",
-        "slot_cache",
-        "slots",
-    }
-)
-"""Parts that keep what they compute: by design (footgun row ``gradients_on_by_default``) it requires no gradient."""
+    def lines(self, section: str) -> tuple[str, ...]:
+        """The lines of a section, each a text of its own."""
+        return tuple(self[section].splitlines())
 
-OF_THREAD = frozenset({"thread_local", "surroundings"})
-"""Parts whose state is a thread's."""
 
-MAKES_AT_FIRST = frozenset(
-    {
-        "lazy",
-        "cached",
-        "containers",
-        "dynamic_cache",
-        "same_again",
-        "counts_rows",
-        "context_manager",
-        "grad",
-        "machinery",
-    }
-)
-"""Parts that make something when they first run, or take what other threads use, too (footgun row ``lock_left``), which
-a capture ahead of traffic leaves behind by design."""
+def _read(file: str) -> dict[str, Text]:
+    """The entries of a file by name."""
+    entries: dict[str, Text] = {}
+    for chunk in re.split(r"^== ", Path(__file__).with_name(file).read_text(), flags=re.M)[1:]:
+        heading, _, body = chunk.partition("\n")
+        name, *flags = heading.split()
+        sections: defaultdict[str, str] = defaultdict(str)
+        for section in re.split(r"^\[(?=\w+\]$)", body, flags=re.M)[1:]:
+            title, _, source = section.partition("]\n")
+            sections[title] += source.rstrip("\n") + "\n"
+        entries[name] = Text(frozenset(flags), sections)
+    return entries
+
+
+PARTS, PLACES, FORMS = (_read(f"state_{kind}.txt") for kind in ("parts", "places", "forms"))
+OF_ALL_PLACES, OF_ALL_FORMS = PLACES.pop("any"), FORMS.pop("any")
+
+
+def having(*flags: str) -> frozenset[str]:
+    """The names of the parts with one of these flags."""
+    return frozenset(name for name, part in PARTS.items() if part.flags & {*flags})
 
 
 @dataclass(frozen=True)
@@ -98,29 +93,11 @@ class Choose:
         return re.sub(r"\$i", lambda _: str(self.rng.randrange(4)), text)
 
 
-def _read() -> dict[str, dict[str, str]]:
-    """The sections of every part."""
-    parts: dict[str, dict[str, str]] = {}
-    text = Path(__file__).with_suffix(".txt").read_text()
-    for chunk in re.split(r"^== ", text, flags=re.M)[1:]:
-        name, _, body = chunk.partition("\n")
-        parts[name] = dict.fromkeys(("top", "members", "init", "run", "mutate"), "")
-        for section in re.split(r"^\[(?=\w+\]$)", body, flags=re.M)[1:]:
-            heading, _, source = section.partition("]\n")
-            parts[name][heading] += source.rstrip("\n") + "\n"
-    return parts
-
-
-SECTIONS = _read()
-"""The parts by name, with their choices open."""
-
-
 def parse(name: str, choose: Choose) -> Part:
     """A part by its name, with every choice of its code made; those of its mutations stay open."""
-    sections = SECTIONS[name]
     mutations: list[str] = []
-    for line in sections["mutate"].splitlines():
+    for line in PARTS[name].lines("mutate"):
         owner = line.removeprefix("CONFIG ")
         mutations += [line] if owner == line else [owner + change for change in _CONFIG_CHANGES]
-    top, members, init, run = (choose(sections[key]) for key in ("top", "members", "init", "run"))
+    top, members, init, run = (choose(PARTS[name][key]) for key in ("top", "members", "init", "run"))
     return Part(name, re.sub("^CONFIG$", _CONFIG, top, flags=re.M), members, init, run, tuple(mutations))

@@ -13,20 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from .state_parts import (
-    EXACT_ONLY,
-    KEEPS_TENSORS,
-    MAKES_AT_FIRST,
-    NEEDS_PROOF,
-    NEEDS_SLOTS,
-    OF_THREAD,
-    PADDING_WRITES,
-    SECTIONS,
-    Choose,
-    Part,
-    parse,
-)
-from .state_places import FORMS, OF_FORM, OF_MODEL, OF_PLACE, ON_MODEL, OTHER, OUTPUTS, PLACES, Place
+from .state_parts import FORMS, OF_ALL_FORMS, OF_ALL_PLACES, PARTS, PLACES, Choose, Part, Text, having, parse
 
 PRELUDE = """
 import collections, contextlib, copy, dataclasses, decimal, enum, fractions, functools, hashlib, importlib, itertools
@@ -134,28 +121,25 @@ def draw(seed: int, *, only: tuple[str, ...] = ()) -> Program:
     """The program of a seed, or one of the parts ``only``."""
     rng = random.Random(seed)
     choose = Choose(rng)
-    names = [rng.choice(only or tuple(SECTIONS)) for _ in range(rng.choice((1, 1, 2, 2, 3, 4)))]
+    names = [rng.choice(only or tuple(PARTS)) for _ in range(rng.choice((1, 1, 2, 2, 3, 4)))]
     front_end = rng.choice(FRONT_ENDS)
-    unfit_ahead, unfit_streams = (MAKES_AT_FIRST | EXACT_ONLY) & set(names), OF_THREAD & set(names)
+    unfit_ahead, unfit_streams = having("makes_at_first", "exact_only") & set(names), having("of_thread") & set(names)
     while (front_end in AHEAD and unfit_ahead) or (front_end in STREAMS and unfit_streams):
         front_end = rng.choice(FRONT_ENDS)
     mode = "PIECEWISE" if front_end in PIECEWISE_FRONT_ENDS and rng.random() < 0.25 else "FULL"
     uses = []
     for name in names:
-        places = [p for p, place in PLACES.items() if place.needs_rows or name not in NEEDS_SLOTS]
+        places = list(PLACES)
+        if "needs_slots" in PARTS[name].flags:
+            places = [p for p, place in PLACES.items() if "no_rows" not in place.flags and p != "partial"]
         if mode == "FULL":
             places.remove("break")
-        if name in NEEDS_SLOTS:
-            places.remove("partial")
         if front_end in STREAMS:
             places.remove("threaded")
-        may_hide = front_end != "entry" and name not in (
-            *MAKES_AT_FIRST,
-            "cached",
-        )  # captures run other rows
+        may_hide = front_end != "entry" and "makes_at_first" not in PARTS[name].flags  # captures run other rows
         at = rng.randint(1, 5) if may_hide and rng.random() < 0.1 else 0
         uses.append(Use(parse(name, choose), rng.choice(["inline", "inline", *places]), at))
-    sizes = ALL_SIZES if set(names) & EXACT_ONLY else rng.choice(SIZES)
+    sizes = ALL_SIZES if set(names) & having("exact_only") else rng.choice(SIZES)
     options = _options(rng, names, mode)
     if any(use.rows for use in uses):
         options.pop("verify", None)  # nothing else finds such a branch
@@ -165,7 +149,7 @@ def draw(seed: int, *, only: tuple[str, ...] = ()) -> Program:
     if front_end == "lengths":
         options.pop("outputs", None)  # views of two outputs at once
     if front_end in GRAPHED_FRONT_ENDS:
-        if "slot_cache" in names and not set(names) & PADDING_WRITES and rng.random() < 0.7:
+        if "slot_cache" in names and not set(names) & having("padding_writes") and rng.random() < 0.7:
             more["pad"] = {"slots": 8}
             options["padding_writes"] = "allow"
         elif rng.random() < 0.3:
@@ -178,7 +162,7 @@ def draw(seed: int, *, only: tuple[str, ...] = ()) -> Program:
         seed,
         tuple(uses),
         rng.choice(("module", *FORMS)),
-        rng.choice(("h", *OUTPUTS)),
+        rng.choice(("h", *OF_ALL_FORMS.lines("output"))),
         front_end,
         sizes,
         mode,
@@ -190,7 +174,7 @@ def draw(seed: int, *, only: tuple[str, ...] = ()) -> Program:
 
 def _options(rng: random.Random, names: list[str], mode: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    if rng.random() < 0.1 and not set(names) & NEEDS_PROOF:
+    if rng.random() < 0.1 and not set(names) & having("padding_writes", "needs_proof"):
         options["verify"] = False
     if rng.random() < 0.15:
         options["verify_every"] = rng.choice((1, 3))
@@ -204,7 +188,7 @@ def _options(rng: random.Random, names: list[str], mode: str) -> dict[str, Any]:
 def _steps(rng: random.Random, choose: Choose, program: Program) -> list[Step]:
     steps: list[Step] = []
     rows = rng.choices(range(1, 6), k=rng.choice((1, 1, 2)))
-    contexts = ("inference",) if program.has(KEEPS_TENSORS) else ("inference", "enable_grad")
+    contexts = ("inference",) if program.has(having("keeps_tensors")) else ("inference", "enable_grad")
     has_other = program.front_end not in (*AHEAD, "lengths") and rng.random() < 0.15
 
     def calls(count: int) -> None:
@@ -217,13 +201,13 @@ def _steps(rng: random.Random, choose: Choose, program: Program) -> list[Step]:
     if program.front_end in AHEAD:
         for n in sorted({*rows, rng.randint(1, 5)}, reverse=True):
             steps.append(Step("prepare", n, rng.randrange(1000)))
-    elif program.front_end in GRAPHED_FRONT_ENDS and rng.random() < 0.2 and not program.has(MAKES_AT_FIRST):
+    elif program.front_end in GRAPHED_FRONT_ENDS and rng.random() < 0.2 and not program.has(having("makes_at_first")):
         steps.append(Step("prewarm", rng.choice(rows), rng.randrange(1000)))
     calls(rng.randint(2, 5))
     for _ in range(rng.randint(2, 6)):
         for _ in range(rng.choice((1, 1, 1, 2))):
             steps.append(_mutation(rng, choose, program))
-        if program.front_end == "graphed" and rng.random() < 0.08 and not program.has(EXACT_ONLY):
+        if program.front_end == "graphed" and rng.random() < 0.08 and not program.has(having("exact_only")):
             steps += [Step("manage", code=code) for code in rng.choice(MANAGED)]
         if program.front_end in AHEAD and rng.random() < 0.4:
             steps.append(Step("renew", rng.choice(rows), rng.randrange(1000)))
@@ -234,7 +218,7 @@ def _steps(rng: random.Random, choose: Choose, program: Program) -> list[Step]:
 def _mutation(rng: random.Random, choose: Choose, program: Program) -> Step:
     # The library keeps alive what it captured. So an object that only weak references are left of is not made.
     if rng.random() < 0.15:
-        code = choose(rng.choice((*OF_MODEL, *OF_FORM.get(program.form, ()))))
+        code = choose(rng.choice((*OF_ALL_FORMS.lines("mutate"), *FORMS[program.form].lines("mutate"))))
         is_alive = program.has({"weak"})
         return Step("do", code="pass" if is_alive and "deepcopy" in code else code)
     index = rng.randrange(len(program.uses))
@@ -242,8 +226,8 @@ def _mutation(rng: random.Random, choose: Choose, program: Program) -> Step:
     if use.rows and rng.random() < 0.3:
         return Step("do", part=index, code=f"m.P_gate = {rng.randint(0, 1)}")
     if rng.random() < 0.1:
-        code = choose(rng.choice(OF_PLACE))
-        is_alive = PLACES[use.place].owner == "m" or "weak" in (use.place, use.part.name)
+        code = choose(rng.choice(OF_ALL_PLACES.lines("mutate")))
+        is_alive = "own" in PLACES[use.place].flags or "weak" in (use.place, use.part.name)
         return Step("do", part=index, code="pass" if is_alive and "deepcopy" in code else code)
     return Step("do", part=index, code=choose(rng.choice(use.part.mutations)))
 
@@ -263,7 +247,7 @@ def render(program: Program) -> str:
         part, place = use.part, PLACES[use.place]
         pieces = {"top": part.top, "members": part.members, "init": part.init, "run": part.run}
         above = pieces["top"]
-        if use.place in ON_MODEL:
+        if "own" in place.flags:
             if use.place in ("function", "break"):
                 above += _def("def P_run(self, h, ids, slots):", pieces["run"], "return h", 0)
             elif use.place == "method":
@@ -272,9 +256,9 @@ def render(program: Program) -> str:
             init += _prefixed(pieces["init"], index)
         else:
             above += _class(place, pieces)
-        init += _prefixed(place.init, index) + "\n"
-        top += _prefixed(above + "\n" + place.top + "\n", index)
-        called = place.call or pieces["run"]
+        init += _prefixed(place["init"], index)
+        top += _prefixed(above + "\n" + place["top"], index)
+        called = place["call"] or pieces["run"]
         if use.rows:
             init += _prefixed("self.P_gate = 0\n", index)
             kept = "if self.P_gate == 0:\n    h = before\nreturn h"
@@ -288,12 +272,13 @@ def render(program: Program) -> str:
     )
     model += _indent("def keep(self, h):\n    return h", 1)
     model += _def("def forward(self, x, ids, slots):", "h = x\n" + run, f"return {program.output}", 1)
-    return PRELUDE + top + model + "m = Model().eval()\n" + FORMS[program.form] + "\n" + OTHER + "\n"
+    return PRELUDE + top + model + "m = Model().eval()\n" + FORMS[program.form]["top"] + OF_ALL_FORMS["top"]
 
 
-def _class(place: Place, pieces: dict[str, str]) -> str:
-    is_module = bool(place.base)
-    head = f"class P_Part{place.base}:\n" + _indent(pieces["members"], 1) + _indent(place.members, 1)
+def _class(place: Text, pieces: dict[str, str]) -> str:
+    is_module = "module" in place.flags
+    base = "(nn.Module)" if is_module else ""
+    head = f"class P_Part{base}:\n" + _indent(pieces["members"], 1) + _indent(place["members"], 1)
     first = "super().__init__()\n" if is_module else ""
     head += _def("def __init__(self):", first + pieces["init"], "self.P_made = True", 1)
     return head + _def(f"def {'forward' if is_module else 'run'}(self, h, ids, slots):", pieces["run"], "return h", 1)
@@ -307,7 +292,7 @@ def mutation_source(program: Program, step: Step) -> str:
     """The code of a mutation, its owner and prefix filled in."""
     if step.part < 0:
         return step.code
-    owner = PLACES[program.uses[step.part].place].owner
+    owner = PLACES[program.uses[step.part].place]["owner"].strip()
     return _prefixed(step.code.replace("OWNER", owner), step.part)
 
 

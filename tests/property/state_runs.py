@@ -9,7 +9,7 @@ import re
 import sys
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,8 @@ import graphdispatch
 from graphdispatch import CUDAGraphOptions, GraphDispatchError
 from graphdispatch.engines import OutputView
 
-from ..behaviour.front_ends import FRONT_ENDS
-from .lengths_front_end import LengthsFrontEnd
+from ..behaviour.front_ends import FRONT_ENDS, GraphedFrontEnd
+from ..helpers import with_options
 from .state_compare import Twins
 from .state_programs import AHEAD, Program, Step, draw, listing, mutation_source, render
 
@@ -39,17 +39,6 @@ class Violation:
     kind: str
     step: int
     text: str
-
-
-@dataclass
-class Outcome:
-    """What running a program came to."""
-
-    violation: Violation | None = None
-    calls: int = 0
-    hits: int = 0
-    captures: int = 0
-    reasons: dict[str, int] = field(default_factory=dict)
 
 
 def _is_inside(error: Exception) -> bool:
@@ -203,18 +192,52 @@ def batch(rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, ids, slots
 
 
+class _Lengths:
+    """``graphed``, called like the callable itself: each call has another batch beside it."""
+
+    def __init__(self, graphed: Any) -> None:
+        self._graphed, self._calls = graphed, 0
+
+    def __call__(self, *args: Any) -> Any:
+        self._calls += 1
+        return self._graphed(torch.ones(self._calls % 3 + 1), *args)[0]
+
+    def prewarm(self, *args: Any) -> Any:
+        return self._graphed.prewarm(torch.ones(3), *args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._graphed, name)
+
+
+class LengthsFrontEnd(GraphedFrontEnd):
+    """``graphed`` with two dimensions: the rows of a program are lengths, beside a batch of which it knows nothing."""
+
+    name = "lengths"
+
+    def _open(self, pad: dict[str, Any] | None = None, **more: Any) -> None:
+        fn = self.fn
+
+        def both(batch: Tensor, x: Tensor, ids: Tensor, slots: Tensor) -> Any:
+            return fn(x, ids, slots), batch * 2
+
+        rows = {0: graphdispatch.Dim("length", sizes=list(self.sizes), pad=pad or {})}
+        dynamic: dict[str, Any] = {"batch": {0: "batch"}, "x": rows, "ids": {0: "length"}, "slots": {0: "length"}}
+        how: dict[str, Any] = {"sizes": [3], "mode": self.mode, "options": self.options}
+        served = graphdispatch.graphed(both, dynamic=dynamic, **with_options(how | more, capture_after=1))
+        self.front = self.step = _Lengths(served)  # type: ignore[assignment]
+
+
 class Run:
     """One run of a program."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.outcome = Outcome()
         self.want, self.got = Twin(program, "a"), Twin(program, "b")
         options = CUDAGraphOptions(**dict(program.options), gc_disable=False)
         settings: dict[str, Any] = {"sizes": program.sizes, "mode": program.mode, "options": options}
         with self.got.ambient():
             self.front_ends = {
-                name: {**FRONT_ENDS, "lengths": LengthsFrontEnd}[program.front_end](
+                name: (FRONT_ENDS | {"lengths": LengthsFrontEnd})[program.front_end](
                     getattr(self.got.module, name), dynamic=_DYNAMIC, **settings, **dict(program.more)
                 )
                 for name in {_CALLABLES.get(step.kind, "FN") for step in program.steps} | {"FN"}
@@ -228,28 +251,21 @@ class Run:
         self.has_raised = False
         """Whether a call raised, after which the twins need not be alike."""
 
-    def run(self) -> Outcome:
+    def run(self) -> Violation | None:
         """Make all steps, up to the first difference."""
         try:
             for number, step in enumerate(self.program.steps):
                 found = self._step(number, step)
-                if (
-                    self.has_raised
-                ):  # what a graph that is replayed alone wrote before it raised is not what eager wrote
-                    break
-                found = found or self._compare(number)
-                if found is not None:
-                    self.outcome.violation = found
-                    break
-            self.outcome.hits = sum(front_end.hits for front_end in self.front_ends.values())
-            self.outcome.captures = sum(front_end.captures for front_end in self.front_ends.values())
-            self.outcome.reasons = {str(k): v for k, v in self.front_end.reasons.items()}
+                # What a graph that is replayed alone wrote before it raised is not what eager wrote.
+                found = None if self.has_raised else found or self._compare(number)
+                if found is not None or self.has_raised:
+                    return found
+            return None
         finally:
             for front_end in self.front_ends.values():
                 front_end.close()
             self.want.close()
             self.got.close()
-        return self.outcome
 
     def _step(self, number: int, step: Step) -> Violation | None:
         if step.kind == "do":
@@ -269,7 +285,6 @@ class Run:
         return None if is_known else Violation(step.kind, number, f"raised {error!r}")
 
     def _call(self, number: int, step: Step, name: str) -> Violation | None:
-        self.outcome.calls += 1
         mine, others = batch(step.rows, step.seed), batch(step.rows, step.seed)
         if self.static:  # the caller fills the same tensors in place each time, and state may keep them
             mine, others = self._filled(False, name, mine), self._filled(True, name, others)
@@ -320,15 +335,15 @@ class Run:
         return None
 
 
-def check(program: Program) -> Outcome:
-    """Run a program. An exception of its own construction passes through."""
+def violation_of(program: Program) -> Violation | None:
+    """The first difference in a run of the program. An exception of its own construction passes through."""
     return Run(program).run()
 
 
 def fails(program: Program, kind: str) -> Violation | None:
     """The violation of a program if it is of a kind; None too where the program cannot be built."""
     try:
-        found = check(program).violation
+        found = violation_of(program)
     except Exception:
         return None
     return found if found is not None and found.kind == kind else None
@@ -370,10 +385,6 @@ def _smaller(program: Program, violation: Violation) -> Iterator[Program]:
     for name, plain in (("form", "module"), ("output", "h"), ("mode", "FULL"), ("more", ()), ("options", ())):
         if getattr(program, name) != plain:
             yield but(**{name: plain})
-    for index in range(len(program.options)):
-        yield but(options=program.options[:index] + program.options[index + 1 :])
-    for index in range(len(program.more)):
-        yield but(more=program.more[:index] + program.more[index + 1 :])
     if program.front_end != "graphed":
         yield but(front_end="graphed", steps=tuple(s for s in steps if s.kind in ("call", "do")))
 
@@ -381,7 +392,7 @@ def _smaller(program: Program, violation: Violation) -> Iterator[Program]:
 def failure(seed: int, *, only: tuple[str, ...] = ()) -> str | None:
     """What is wrong with the program of a seed, for people: the smallest program that shows it; None if nothing is."""
     program = draw(seed, only=only)
-    found = check(program).violation
+    found = violation_of(program)
     if found is None:
         return None
     smallest, violation = minimised(program, found)

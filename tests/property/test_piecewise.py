@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from graphdispatch import eager_break, graphed
 
 from ..helpers import AT_ONCE
-from .device import DEVICE
+from .models import DEVICE, WIDTH
 
-WIDTH = 4
 SIZES = (1, 2, 4, 8)
 
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from .state_parts import SECTIONS
+from .state_parts import PARTS
 from .state_runs import failure
 
 SECONDS = float(os.environ.get("GRAPHDISPATCH_FUZZ_SECONDS", "0"))
 
 
-@pytest.mark.parametrize("part", sorted(SECTIONS))
+@pytest.mark.parametrize("part", sorted(PARTS))
 def test_each_kind_of_state_is_seen_or_refused(part: str) -> None:
     """A fixed program of each kind of state alone."""
     found = failure(1, only=(part,))

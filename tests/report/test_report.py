@@ -1,6 +1,7 @@
-"""Reports say what was measured and nothing else, need nothing but themselves, and hold no HTML of a user's."""
+"""Reports, and results in notebooks: they say what was measured, need nothing else, and hold no HTML of a user's."""
 
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 import graphdispatch as gd
 from graphdispatch.engines import Gain
+from graphdispatch.plan import Workload, plan_sizes
 
 from ..helpers import run_python
 
@@ -265,3 +267,43 @@ def test_reports_need_no_torch_and_load_jinja_when_a_page_is_made() -> None:
     """What imports the library does not pay for reports."""
     code = "import sys; sys.modules['torch'] = None; import graphdispatch.report; "
     run_python("-c", code + "raise SystemExit('jinja2' in sys.modules or 'rich' in sys.modules)")
+
+
+STEPS = Workload.from_steps([1, 2, 3, 5, 8, 40, 8, 8, 3])
+
+
+def dispatched() -> gd.DispatchStats:
+    """What a dispatcher counted."""
+    stats = gd.DispatchStats()
+    stats.record(gd.DispatchMode.EAGER, gd.Reason.ABOVE_LARGEST_SIZE, 1000)
+    return stats
+
+
+def prewarmed() -> Any:
+    """What a prewarm said that had no time for the second size."""
+    serve = gd.graphed(torch.nn.ReLU(), dynamic={"input": 0}, sizes=(2, 4))
+    serve.prewarm(torch.randn(4, 3), sizes=[4])
+    return serve.prewarm(torch.randn(4, 3), max_seconds=1e-9)
+
+
+ABOVE = ["above_largest_size", "1", gd.Reason.ABOVE_LARGEST_SIZE.text]
+MADE: dict[str, tuple[Callable[[], Any], Callable[[Any], list[str]]]] = {
+    "stats": (lambda: served().stats, lambda stats: ABOVE),
+    "decisions": (dispatched, lambda stats: ABOVE),
+    "memory": (lambda: served().memory_report(), lambda memory: ["total", f"{memory.total} B"]),
+    "prewarm": (prewarmed, lambda report: ["2", "FULL", report.left_out[gd.CUDAGraphMode.FULL, 2]]),
+    "plan": (lambda: plan_sizes(STEPS, max_graphs=3), lambda plan: ["FULL", " ".join(map(str, plan.sizes))]),
+    "evaluation": (
+        lambda: plan_sizes(STEPS, max_graphs=3).evaluate(STEPS),
+        lambda result: ["padding", f"{100 * result.padding:.2f} %"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("made", "row"), MADE.values(), ids=MADE)
+def test_a_result_shows_its_figures(made: Callable[[], Any], row: Callable[[Any], list[str]]) -> None:
+    """As one table, which is well-formed."""
+    result = made()
+    page = Page(result._repr_html_())
+    assert page.tags.count("table") == 1
+    assert row(result) in page.rows

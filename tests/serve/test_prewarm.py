@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from graphdispatch.call.rules import make_rules
 from graphdispatch.call.spec import CallSpec
 from graphdispatch.decide.size_table import SizeTable
 from graphdispatch.demo.decoder import PRESETS, Decoder
-from graphdispatch.engines import DispatchKey, Prewarmer, SizePredictor, named_sizes
+from graphdispatch.engines import named_sizes
 from graphdispatch.errors import CaptureError, ConfigError
 from graphdispatch.memory.accounting import EntryMemory, MemoryReport
 from graphdispatch.memory.cache import GraphCache
@@ -168,45 +167,6 @@ def test_a_larger_largest_size_begins_anew(model: torch.nn.Module) -> None:
     assert step.entries == []
     step.prewarm(torch.randn(4, 8), compare="all")
     assert serves(step, model, 30) is Reason.PADDED
-
-
-class Slow:
-    """A callable whose captures take 50 ms of the clock."""
-
-    def __init__(self, step: Graphed[..., Any], clock: SimpleNamespace) -> None:
-        self.step, self.clock = step, clock
-
-    @property
-    def captured_sizes(self) -> tuple[int, ...]:
-        """Those of the callable."""
-        return self.step.captured_sizes
-
-    def capture_size(self, size: int) -> bool:
-        """As the callable does, and 50 ms later."""
-        self.clock.now += 0.05
-        return self.step.capture_size(size)
-
-
-def test_the_sizes_that_come_next_are_captured_in_pauses(model: torch.nn.Module) -> None:
-    """While steps follow each other nothing is captured; in a pause the expected sizes are, as far as is allowed."""
-    clock = SimpleNamespace(now=0.0)
-    prewarmer = Prewarmer(SizePredictor(SIZES), clock=lambda: clock.now, allowance_ms=170.0, budget=0.0)
-    step = make(model, options=CUDAGraphOptions(capture_after=100))
-    step.keep_examples()
-    slow = Slow(step, clock)
-    for rows in (2, 4, 2, 4, 2, 4, 2, 4, 2, 4):
-        prewarmer.step_started(DispatchKey(rows, rows))
-        serves(step, model, rows)
-        prewarmer.step_ended()
-        clock.now += 0.01
-        assert prewarmer.capture_one(slow) is None
-    assert step.captured_sizes == ()
-    clock.now += 10.0
-    found = [prewarmer.capture_one(slow) for _ in range(4)]
-    assert sorted(found[:2], key=str) == [2, 4]
-    assert found[2:] == [None, None]  # 120 ms are enough for two
-    assert step.captured_sizes == (2, 4)
-    assert serves(step, model, 4) in (Reason.EXACT, Reason.VERIFIED_NOW)
 
 
 def test_a_plan_brings_the_sizes_of_each_mode(model: torch.nn.Module) -> None:

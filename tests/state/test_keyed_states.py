@@ -19,19 +19,6 @@ def served(fn: Any, **options: Any) -> Any:
     return graphed(fn, dynamic={"x": 0}, sizes=(4,), **options)
 
 
-def test_two_adapters_that_alternate_both_stay_captured() -> None:
-    """Each state has its graph, which serves again when the state comes back."""
-    adapters = {name: torch.full((3,), value) for name, value in (("a", 1.0), ("b", 2.0))}
-    owner = Box(active="a")
-    step = served(lambda x: x + adapters[owner.active])
-    for index in range(20):
-        owner.active = "ab"[index % 2]
-        x = torch.randn(4, 3)
-        assert torch.equal(step(x), x + adapters[owner.active])
-    assert step.stats.captures == 2
-    assert step.stats.hits >= 14
-
-
 class Annotated(nn.Module):
     """Carries metadata that only a break reads."""
 

@@ -1,6 +1,6 @@
-"""Random models under random sequences of calls: ``graphed`` gives eager's answer, effects and errors.
+"""Random models under random sequences of calls: ``graphed`` and a wrapper give eager's answer, effects and errors.
 
-The native core and Python serve equal models side by side; they decide alike and keep equal accounts.
+Behind ``graphed`` the core and Python serve equal models side by side; they decide alike and keep equal accounts.
 """
 
 import contextlib
@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from graphdispatch import CUDAGraphOptions, Graphed, Reason, eager_break, graphed
-from graphdispatch.engines import OutputView
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, eager_break, graphed
+from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper, OutputView
 from graphdispatch.errors import ConfigError, StaleOutputError
 
 from .calls import Plan, plans, sound_plans, twists
@@ -235,3 +235,44 @@ TestSequences = Sequences.TestCase
 TestSequences.settings = settings(
     settings.default, max_examples=settings.default.max_examples // 2, stateful_step_count=12
 )
+
+
+@given(
+    spec=specs(PLAIN, STATEFUL, AWKWARD),
+    sequence=st.lists(
+        st.tuples(st.one_of(sound_plans(), plans()), st.sampled_from([1, 2, 4]), st.integers(1, 5)),
+        min_size=2,
+        max_size=6,
+    ),
+    inputs=st.sampled_from(["copy", "copy", "static"]),
+    outputs=st.sampled_from(["clone", "view", "static"]),
+    mode=st.sampled_from([CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE]),
+    max_graphs=st.integers(1, 3),
+)
+def test_every_call_of_a_wrapper_is_eagers(
+    spec: Spec,
+    sequence: list[tuple[Plan, int, int]],
+    inputs: Any,
+    outputs: Any,
+    mode: CUDAGraphMode,
+    max_graphs: int,
+) -> None:
+    """Whatever descriptor a call carries: the answer, the state and the errors are eager's, and with dense arguments
+    its very bits, since nothing is padded."""
+    model, twin = spec.build(), spec.build()
+    options = CUDAGraphOptions(inputs=inputs, outputs=outputs)
+    wrapper = CUDAGraphWrapper(model, mode, options, max_graphs)
+    exact = True
+
+    for plan, rows, times in sequence:
+
+        def step(*args: Any, _rows: int = rows, **kwargs: Any) -> Any:
+            descriptor = BatchDescriptor(_rows)
+            return wrapper(*args, batch_descriptor=descriptor, cudagraph_runtime_mode=mode, **kwargs)
+
+        for shift in range(times):
+            other = dataclasses.replace(plan, seed=plan.seed + 41 * shift)
+            exact &= plan.is_dense
+            assert_same_outcome(perform(twin, twin, other), perform(step, model, other), exact=exact)
+            assert_same_state(twin, model, exact=exact)
+            wrapper.check_integrity()
