@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ...native import known_to_core
 from ..base import Graph, Pool
 from ..operators import OperatorKind, map_leaves
 from .kernels import out_names
+from .parts import Call, parts_of
 from .planner import lay_out, prune
 from .program import Program, Step, run_and_copy, run_collective
 from .recorder import Instruction, Literal, Recording, Slot, TensorRef
@@ -141,10 +143,13 @@ class _Binder:
         self.nbytes = sum(storage.nbytes() for storage in own)
         with torch.inference_mode(False), torch.no_grad():
             fills = {literal.ref.slot: self._fill(literal) for literal in recording.literals}
-            for step in (*fills.values(), *map(self._bind, once)):
+            for step in (*fills.values(), *chain.from_iterable(map(self._bind, once))):
                 step.run()
             written = {slot for instruction in each for slot in instruction.writes}
-            self.steps = [*(fill for slot, fill in fills.items() if slot in written), *map(self._bind, each)]
+            self.steps = [
+                *(fill for slot, fill in fills.items() if slot in written),
+                *chain.from_iterable(map(self._bind, each)),
+            ]
             self.outputs = tree_map_only(TensorRef, self._tensor, recording.outputs)
         self.memory = own
 
@@ -166,16 +171,20 @@ class _Binder:
         place = self._tensor(literal.ref)
         return Step(partial(place.copy_, literal.initial), torch.ops.aten.copy_.default, ((place, literal.initial), {}))
 
-    def _bind(self, instruction: Instruction) -> Step:
+    def _bind(self, instruction: Instruction) -> list[Step]:
         args, kwargs = map_leaves(self._bound, instruction.args), map_leaves(self._bound, instruction.kwargs)
         outs = tuple(map(self._tensor, instruction.outs))
         func, kernel = instruction.func, instruction.kernel
         if kernel is not None:
             kwargs = kwargs | dict(zip(out_names(kernel), outs, strict=True))
-            return Step(partial(kernel._op, *args, **kwargs), kernel, (args, kwargs))
+            parts = parts_of(kernel, args, kwargs) or [Call(kernel, args, kwargs)]
+            return [
+                Step(partial(part.func._op, *part.args, **part.kwargs), part.func, (part.args, part.kwargs))
+                for part in parts
+            ]
         if func.namespace == "c10d":
-            return Step(partial(run_collective, func, args, kwargs), func)
+            return [Step(partial(run_collective, func, args, kwargs), func)]
         operands = (args, kwargs) if isinstance(func, OpOverload) and func.namespace != "_c10d_functional" else None
         if outs or instruction.kind is OperatorKind.OPAQUE:
-            return Step(partial(run_and_copy, func, args, kwargs, outs), func, operands, outs)
-        return Step(partial(getattr(func, "_op", func), *args, **kwargs), func, operands)
+            return [Step(partial(run_and_copy, func, args, kwargs, outs), func, operands, outs)]
+        return [Step(partial(getattr(func, "_op", func), *args, **kwargs), func, operands)]
