@@ -11,7 +11,8 @@ app = FastAPI()
 torch.manual_seed(0)
 net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).eval()
 step = gd.graphed(net, dynamic={"input": 0}, sizes=(2, 4))
-step.prewarm(torch.randn(4, 8))
+with torch.inference_mode():  # as the service calls it
+    step.prewarm(torch.randn(4, 8))
 
 
 @app.post("/answer")

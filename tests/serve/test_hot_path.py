@@ -67,7 +67,7 @@ class Bound(NamedTuple):
     """A settled call, and how many functions of the package a hit of it may run below it, and how deep."""
 
     make: Callable[[], tuple[Any, Callable[[], Any]]]
-    calls: int = 10
+    calls: int = 11
     depth: int = 4
 
 

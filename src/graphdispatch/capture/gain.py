@@ -1,6 +1,7 @@
 """What a graph gains: the time of its replay beside that of an eager run of as many rows."""
 
 from collections.abc import Callable
+from contextvars import copy_context
 
 from ..errors import CaptureError
 from ..memory.entry import CUDAGraphEntry
@@ -36,14 +37,17 @@ def measure_gain(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
     attempt.load()
     values = request.static_values()
 
+    def eager_run() -> None:
+        copy_context().run(request.call, values)  # nobody could unset a context variable
+
     def replay() -> None:
         attempt.load()
         attempt.replay(entry)
 
-    eager, graph = [seconds_of(request, lambda: request.call(values))], [attempt.replay_s]
+    eager, graph = [seconds_of(request, eager_run)], [attempt.replay_s]
     most = _LONG_PAIRS if eager[0] + graph[0] > _LONG_PAIR_S else _PAIRS
     while request.judges_gain and _is_slower(eager, graph) and len(graph) < most:
-        eager.append(seconds_of(request, lambda: request.call(values)))
+        eager.append(seconds_of(request, eager_run))
         graph.append(seconds_of(request, replay))
     entry.gain = gain = Gain(min(eager) * 1e3, min(graph) * 1e3)
     if request.judges_gain and _is_slower(eager, graph):
