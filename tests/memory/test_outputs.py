@@ -71,7 +71,7 @@ def test_who_owns_what_is_handed_out(pool: Pool, mode: str) -> None:
     tensor = torch.arange(32.0).reshape(4, 8)
     rule = OutputRule((((0, 1, ROWS), (1, 2, ROWS)) if mode != "foreign" else (),))
     outputs = Outputs(tensor, rule, [mode != "foreign"], "static" if mode == "static" else "clone", pool)
-    taken, expected = outputs.taker(3)(), tensor if mode == "foreign" else tensor[:3, :6]
+    taken, expected = outputs.taker(3)(None), tensor if mode == "foreign" else tensor[:3, :6]
     assert torch.equal(taken, expected)
     assert (taken.data_ptr() == tensor.data_ptr()) is (mode != "clone")
 
@@ -88,14 +88,14 @@ TREES: list[Any] = [
 def test_structure_is_the_callables(pool: Pool, tree: Any) -> None:
     """What is handed out has the types, keys and constants of what the callable returned."""
     count = sum(isinstance(leaf, torch.Tensor) for leaf in torch.utils._pytree.tree_leaves(tree))
-    taken = _outputs(tree, (((0, 1, ROWS),),) * count, pool).taker(4)()
+    taken = _outputs(tree, (((0, 1, ROWS),),) * count, pool).taker(4)(None)
     assert type(taken) is type(tree)
     assert repr(taken) == repr(tree)
 
 
 def test_view_is_stale_after_a_replay(pool: Pool) -> None:
     """A handle is good until the pool's next generation."""
-    view = _outputs(torch.ones(4), (((0, 1, ROWS),),), pool, "view").taker(2)()
+    view = _outputs(torch.ones(4), (((0, 1, ROWS),),), pool, "view").taker(2)(None)
     assert torch.equal(view.get(), torch.ones(2))
     pool.generation += 1
     with pytest.raises(StaleOutputError, match="read it before the next call, or use outputs='clone'"):

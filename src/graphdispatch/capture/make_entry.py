@@ -55,7 +55,9 @@ def make_entry(attempt: CaptureAttempt, recording: Recording) -> CUDAGraphEntry:
         pool=request.pool,
         backend=request.backend,
         inputs=request.inputs,
-        outputs=Outputs(output, rule, recording.is_own, request.options.outputs, request.pool, recording.firsts),
+        outputs=Outputs(
+            output, rule, recording.is_own, request.options.outputs, request.pool, recording.firsts, recording.given
+        ),
         mutated=mutated,
         written=WrittenSpans(written) if written else None,
         held=tuple(held.values()),

@@ -24,6 +24,8 @@ class Recording(NamedTuple):
     """For each output tensor, whether it lies in the graph's memory or in a static input."""
     firsts: list[int]
     """For each output tensor, the place of the first one that is the same object."""
+    given: list[int | None]
+    """For each output tensor, the position of the argument that it is."""
     mode: CUDAGraphMode
 
 
@@ -63,6 +65,8 @@ def _record_once(attempt: CaptureAttempt, mode: CUDAGraphMode) -> Recording:
             is_own = [watch.made(tensor) or storage_key(tensor) in buffers for tensor in tensors_in(output)]
             places = list(map(id, tensors_in(output)))
             firsts = list(map(places.index, places))
+            positions = {id(value): position for position, value in enumerate(values)}
+            given = list(map(positions.get, places))
             capture.set_outputs(output, shared=request.options.shares_outputs)
             del output  # so that only the capture holds the outputs
         parts.append(capture.graph)
@@ -71,7 +75,7 @@ def _record_once(attempt: CaptureAttempt, mode: CUDAGraphMode) -> Recording:
             graph = PiecewiseGraph(parts, watch.crossing, request.pool, request.clock, watch.operators)
             if request.auto_breaks:
                 request.auto_breaks.check_share(graph.eager_share)
-        return Recording(graph, capture.outputs, is_own, firsts, mode)
+        return Recording(graph, capture.outputs, is_own, firsts, given, mode)
     except BaseException as error:
         for part in parts:
             if isinstance(part, Graph):

@@ -153,7 +153,8 @@ class Outputs:
 
     ``is_own[i]`` tells whether output tensor ``i`` is the graph's memory; a tensor that is not (a cache that the model
     returns) is returned itself, as by eager. ``firsts[i]`` is the place of the first output that is the same tensor, so
-    that what eager returns twice is one tensor here, too; none are the same if it is left out.
+    that what eager returns twice is one tensor here, too; none are the same if it is left out. ``given[i]`` is the
+    position of the argument that it is, or None: with ``outputs="clone"`` the caller gets its own tensor back.
     """
 
     def __init__(
@@ -164,6 +165,7 @@ class Outputs:
         mode: str,
         pool: Pool,
         firsts: Sequence[int] = (),
+        given: Sequence[int | None] = (),
     ) -> None:
         self.tree = tree
         self.rule = rule
@@ -171,6 +173,7 @@ class Outputs:
         self._tensors = [(place, leaf) for place, leaf in enumerate(leaves) if is_tensor(leaf)]
         self._is_own = tuple(is_own)
         self._firsts = tuple(firsts) if len(set(firsts)) < len(firsts) else ()
+        self._given = tuple(given) if any(position is not None for position in given) else ()
         self._mode = mode
         self._pool = pool
         self._build = _builder(leaves, spec)
@@ -179,27 +182,35 @@ class Outputs:
             build = self._build
             self._build = lambda tensors: closed(build(tensors))
 
-    def taker(self, rows: int) -> Callable[[], Any]:
-        """What returns the outputs of the latest replay for ``rows`` real rows. Call it with the pool's lock held."""
+    def taker(self, rows: int) -> Callable[[Sequence[Any] | None], Any]:
+        """What returns the outputs of the latest replay for ``rows`` real rows, given the values of the call or None.
+        Call it with the pool's lock held."""
         cut, build = self.peek(rows), self._build
         if self._mode == "view":
-            return lambda: OutputView(build(cut), self._pool)
+            return lambda _: OutputView(build(cut), self._pool)
         if self._mode != "clone" or not any(self._is_own):
-            return partial(build, cut)
-        if build is _only:
-            return cut[0].clone
+            return lambda _: build(cut)
+        if build is _only and not self._given:
+            clone = cut[0].clone
+            return lambda _: clone()
         parts = list(zip(cut, self._is_own, strict=True))
-        if self._firsts:
+        if self._firsts or self._given:
             return partial(self._take_once, parts)
-        return lambda: build([tensor.clone() if own else tensor for tensor, own in parts])
+        return lambda _: build([tensor.clone() if own else tensor for tensor, own in parts])
 
-    def _take_once(self, parts: Sequence[tuple[torch.Tensor, bool]]) -> Any:
-        """Copies of the outputs, of which each is made once."""
+    def _take_once(self, parts: Sequence[tuple[torch.Tensor, bool]], values: Sequence[Any] | None) -> Any:
+        """Copies of the outputs, of which each is made once; those that are arguments are the caller's tensors."""
+        firsts = self._firsts or range(len(parts))
         made: dict[int, torch.Tensor] = {}
-        for first in set(self._firsts):
+        for first in set(firsts):
             tensor, own = parts[first]
-            made[first] = tensor.clone() if own else tensor
-        return self._build([made[first] for first in self._firsts])
+            position = self._given[first] if self._given else None
+            argument = values[position] if values is not None and position is not None else None
+            if argument is not None and argument.shape == tensor.shape:
+                made[first] = argument
+            else:
+                made[first] = tensor.clone() if own else tensor
+        return self._build([made[first] for first in firsts])
 
     def parts(self, rows: int) -> tuple[tuple[torch.Tensor, ...], tuple[bool, ...], bool] | tuple[()]:
         """What the core needs to return the outputs for ``rows`` real rows; empty where only ``taker`` can.
@@ -207,7 +218,8 @@ class Outputs:
         It is the tensors, whether each is the graph's own (the core clones these and returns the others themselves),
         and whether they form a tuple.
         """
-        if self._mode != "clone" or self._build not in (_only, tuple) or not any(self._is_own) or self._firsts:
+        is_plain = self._mode == "clone" and self._build in (_only, tuple) and not (self._firsts or self._given)
+        if not is_plain or not any(self._is_own):
             return ()
         return tuple(self.peek(rows)), self._is_own, self._build is tuple
 

@@ -109,7 +109,7 @@ class ReplayPlan:
                 stage = "run"
                 replay()
                 stage = "take"
-                result = take()
+                result = take(values)
             except BaseException as error:
                 entry.fail(error, before, stage)
                 if stage == "run" and values is not None and entry.mutated:

@@ -193,8 +193,11 @@ PyObject* hand_out(PlanObject* self, Py_ssize_t i) {
 }
 
 // What Outputs.taker hands out.
-PyObject* take(PlanObject* self) {
-  if (!self->parts) return PyObject_CallNoArgs(self->take);
+PyObject* take(PlanObject* self, Values& values) {
+  if (!self->parts) {
+    PyObject* list = values.list();
+    return list ? PyObject_CallOneArg(self->take, list) : nullptr;
+  }
   if (!self->is_tuple) return hand_out(self, 0);
   Ref result(PyTuple_New(PyTuple_GET_SIZE(self->parts)));
   for (Py_ssize_t i = 0; result && i < PyTuple_GET_SIZE(self->parts); ++i) {
@@ -270,7 +273,7 @@ PyObject* run_locked(PlanObject* self, Values& values, PyObject* stats) {
   if (!graph) return run_by_python(self, values, stats);
   const bool is_loaded = load(self, values);
   const bool is_replayed = is_loaded && replay(self, graph.get());
-  Ref result(is_replayed ? take(self) : nullptr);
+  Ref result(is_replayed ? take(self, values) : nullptr);
   if (!result) {
     fail(self, values, is_replayed ? "take" : is_loaded ? "run" : "load");
     return nullptr;
