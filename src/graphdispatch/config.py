@@ -218,8 +218,8 @@ class CUDAGraphOptions(_Settings):
         capture_share: The largest share of the time of calls that captures and comparisons may take, after the first
             of each kind. A call whose graph has to wait runs eagerly. None, or ``capture_after=1``: no limit.
         max_signatures: The most different kinds of argument lists (dtypes, trailing shapes, constants) that are kept at
-            a time. The least recently used one gives way to a new one that comes twice; one without a graph goes first.
-            None: 32 in ``graphed``, 1024 elsewhere.
+            a time, and one more that waits for its second call. The least recently used one gives way to a new one that
+            comes twice; one without a graph goes first. None: 32 in ``graphed``, 1024 elsewhere.
         max_cached_graphs: The most graphs kept at once; when there is no room, the least recently used goes. None: 64,
             and one for each capture size if those are more.
         memory_budget_bytes: The most bytes that graphs may hold: their pool, static inputs, outputs and what is their

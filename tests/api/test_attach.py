@@ -1,6 +1,7 @@
 """``attach``: a module is served where it is held, and stays what it is."""
 
 import copy
+import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -163,10 +164,28 @@ def test_a_method_is_served_where_it_is_called(method: str, argument: str) -> No
         assert handle.stats.calls == calls
     assert list(coder.state_dict()) == ["inner.weight", "inner.bias"]
     handle.detach()
+    handle.detach()
     assert method not in vars(coder)
     assert getattr(coder, method) == plain
-    with pytest.raises(gd.ConfigError, match="method must name a method of the module, got 'inner'"):
-        gd.attach(coder, method="inner", dynamic={argument: 0})
+
+
+def test_a_served_method_is_still_a_method() -> None:
+    """It has its signature, so that the module, or a parent, can be served as well; it is not attached twice."""
+    coder = Coder().eval().requires_grad_(False)
+    gd.attach(coder, method="forward", dynamic={"x": 0}, sizes=SIZES, options=AT_ONCE)
+    assert list(inspect.signature(coder.forward).parameters) == ["x"]
+    outer = gd.graphed(coder, dynamic={"x": 0}, sizes=SIZES, options=AT_ONCE)
+    for _ in range(3):
+        x = torch.randn(4, 3)
+        torch.testing.assert_close(outer(x), coder.inner(x))
+    assert outer.last_decision.reason is gd.Reason.EXACT
+    for name in ("forward", "inner"):
+        with pytest.raises(
+            gd.ConfigError, match=f"method of the module's class that nobody has replaced, got '{name}'"
+        ):
+            gd.attach(coder, method=name, dynamic={"x": 0})
+    with pytest.raises(gd.ConfigError, match=r"made by graphed\(\); call unwrap\(\)"):
+        gd.graphed(coder.decode, dynamic={"z": 0}).detach()
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")

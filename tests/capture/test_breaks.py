@@ -187,6 +187,7 @@ def test_a_mark_within_a_break_runs_inline(inner: Callable[[Tensor], Tensor]) ->
         remove_eager_break("aten::sin")
 
 
+MODEL = nn.Linear(3, 3)
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "no overload": (lambda: eager_break("aten::sin", "nonzero"), "is unknown to torch; write 'namespace::name'"),
     "no operator": (lambda: eager_break("aten::sin", "aten::no_such_thing"), "is unknown to torch"),
@@ -198,6 +199,11 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: eager_break(nn.Linear(3, 3), "no_such_method"),
         "names of methods of the module, got 'no_such",
     ),
+    "one method and none": (
+        lambda: eager_break(MODEL, "half", "no_such_method"),
+        "methods of the module, got 'no_such",
+    ),
+    "a module": (lambda: eager_break(nn.Sequential(nn.ReLU()), "0"), "names of methods of the module, got '0'"),
     "no mark": (lambda: remove_eager_break(nn.Linear(3, 3)), "takes marked modules .* got Linear"),
 }
 
@@ -248,7 +254,7 @@ def test_failing_modules_become_breaks() -> None:
         x = torch.randn(rows, 4)
         assert torch.allclose(serve(x), model(x), atol=1e-5)
     assert serve.last_decision.mode is CUDAGraphMode.PIECEWISE
-    assert {(type(m), method) for m, method in serve.automatic_breaks} == {(HostReader, "forward")}
+    assert {type(m) for m in serve.automatic_breaks} == {HostReader}
     for why in serve.automatic_breaks.values():
         assert "_local_scalar_dense" in why
         assert "test_breaks.py" in why
@@ -290,26 +296,46 @@ class Around(nn.Module):
     ("model", "place"), [(Finder(), "model, 'find'"), (Around(), "model.get_submodule('model'), 'find'")]
 )
 def test_a_method_breaks_instead_of_its_module(model: nn.Module, place: str) -> None:
-    """The refusal names the method; marked by that name or automatically, all but the method is in graphs."""
+    """The refusal names the method; marked by that name, all but the method is in graphs."""
     model.eval().requires_grad_(False)
     assert f"eager_break({place}) with mode='PIECEWISE'" in _explain(model, x=torch.randn(4, 4))
     finder = getattr(model, "model", model)
-    for marked in (False, True):
-        if marked:
-            assert eager_break(finder, "find") is finder
-            mode, options = "PIECEWISE", CUDAGraphOptions(capture_after=1)
-        else:
-            mode, options = "FULL", CUDAGraphOptions(breaks="auto", capture_after=1)
-        serve = graphed(model, dynamic={"x": 0}, sizes=(4,), mode=mode, options=options)
-        for _ in range(4):
-            x = torch.randn(4, 4)
-            assert torch.equal(serve(x), model(x))
-        assert serve.last_decision.reason is Reason.EXACT
-        (entry,) = serve.entries
-        assert [part.name for part in entry.graph.breaks] == ["Finder.find"]  # type: ignore[attr-defined]
-        assert [method for _, method in serve.automatic_breaks] == ([] if marked else ["find"])
+    assert eager_break(finder, "find") is finder
+    serve = graphed(model, dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE", options=CUDAGraphOptions(capture_after=1))
+    for _ in range(4):
+        x = torch.randn(4, 4)
+        assert torch.equal(serve(x), model(x))
+    assert serve.last_decision.reason is Reason.EXACT
+    (entry,) = serve.entries
+    assert [part.name for part in entry.graph.breaks] == ["Finder.find"]  # type: ignore[attr-defined]
     remove_eager_break(finder)
     assert "find" not in vars(finder)
+
+
+class Static(nn.Linear):
+    """Has methods of each kind."""
+
+    @staticmethod
+    def fixed(x: torch.Tensor) -> torch.Tensor:
+        """One more."""
+        return x + 1
+
+    @classmethod
+    def of_class(cls, x: torch.Tensor) -> torch.Tensor:
+        """Two more."""
+        return x + 2
+
+
+def test_marks_of_methods_leave_nothing_behind() -> None:
+    """Whatever kind of method it was, or hung on the module itself."""
+    model = Static(4, 4)
+    model.own = own = lambda x: x + 3  # type: ignore[assignment]
+    eager_break(model, "fixed", "of_class", "own")
+    for name, more in (("fixed", 1), ("of_class", 2), ("own", 3)):
+        assert torch.equal(getattr(model, name)(X), X + more)
+    remove_eager_break(model)
+    assert vars(model)["own"] is own
+    assert {"fixed", "of_class"}.isdisjoint(vars(model))
 
 
 def test_a_model_that_fails_itself_stays_eager() -> None:

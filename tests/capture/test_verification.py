@@ -227,7 +227,7 @@ def test_each_argument_must_tell_its_rows_apart() -> None:
 
 @pytest.mark.parametrize("others_differ", [True, False], ids=["others differ", "a dummy batch"])
 def test_a_constant_argument_does_not_keep_padded_batches_eager(others_differ: bool) -> None:
-    """An argument that was alike and the same in 4 compared batches behind the captured one is taken for a constant.
+    """An argument that was alike and the same in 16 compared batches behind the captured one is taken for a constant.
     Where all are, a batch is one that was compared."""
 
     def embed(ids: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
@@ -239,7 +239,7 @@ def test_a_constant_argument_does_not_keep_padded_batches_eager(others_differ: b
         ids = torch.randint(1, 9, (3,)) if others_differ else torch.zeros(3, dtype=torch.int64)
         step(ids, torch.zeros(3, dtype=torch.int64))
         found.append(step.last_decision.reason)
-    assert found[1:] == [Reason.VERIFIED_NOW] * 4 + [Reason.PADDED] * 15
+    assert found[1:] == [Reason.VERIFIED_NOW] * 16 + [Reason.PADDED] * 3
     ids = torch.tensor([3, 1, 2])
     assert torch.equal(step(ids, torch.ones_like(ids)), embed(ids, torch.ones_like(ids)))
     assert step.last_decision.reason is Reason.VERIFIED_NOW

@@ -149,6 +149,7 @@ class Graphed(Lifecycle, Generic[P, R]):
         "_mixed",
         "_rules",
         "_server",
+        "_undo",
         "_uniform_decode",
         "stats",
     )
@@ -169,6 +170,8 @@ class Graphed(Lifecycle, Generic[P, R]):
             table = make_table(config, rules, config.mode.mixed_mode(), mixed=True)
             self._mixed = Route(1, table, rules, without_sizes=Reason.MODE_MISMATCH)
         self._rules = rules
+        self._undo: Callable[[], None] | None = None
+        """Gives a module back what ``attach`` replaced; None if that did not make this."""
         self.stats = server.stats
 
     def _note_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -338,9 +341,8 @@ class Graphed(Lifecycle, Generic[P, R]):
         return break_figures(self.entries)
 
     @property
-    def automatic_breaks(self) -> dict[tuple[torch.nn.Module, str], str]:
-        """With ``breaks="auto"``: the methods of modules that run eagerly since they cost the full graph, and what each
-        did; ``"forward"`` stands for the whole module."""
+    def automatic_breaks(self) -> dict[torch.nn.Module, str]:
+        """With ``breaks="auto"``: the modules that run eagerly since they cost the full graph, and what each did."""
         return dict(self._graphs.auto_breaks.reasons) if self._graphs.auto_breaks is not None else {}
 
     @property
@@ -354,14 +356,9 @@ class Graphed(Lifecycle, Generic[P, R]):
         Raises:
             ConfigError: This was made by ``graphed``; call what it wraps.
         """
-        fn: Any = self._server.fn
-        module = getattr(fn, "__self__", None)
-        if not isinstance(module, torch.nn.Module):
+        if self._undo is None:
             raise ConfigError("detach() undoes attach(), and this was made by graphed(); call unwrap()")
-        if module._compiled_call_impl is self:
-            module._compiled_call_impl = None
-        elif vars(module).get(fn.__name__) is self:
-            delattr(module, fn.__name__)
+        self._undo()
         self.clear()
 
     def unwrap(self) -> Callable[P, R]:

@@ -15,7 +15,7 @@ from ..backends.tracing import untraced
 from ..call.context import current_context, real_rows
 from ..call.rules import ArgumentRules
 from ..call.signature import Refusal
-from ..call.spec import parameter_names
+from ..call.spec import declared_names, takes_any_name
 from ..capture.collector import swept_collector
 from ..config import CUDAGraphOptions, parse_mode
 from ..decide.size_table import SizeTable
@@ -31,6 +31,7 @@ from ..serve.group import GraphGroup, Route, Routes
 from ..serve.prewarm import arguments_of, capture_checked
 from ..serve.server import Server
 from ..stats import CUDAGraphStats
+from .graphed import Graphed
 from .lifecycle import Lifecycle
 
 __all__ = ["AdaptiveCUDAGraphWrapper", "CUDAGraphWrapper"]
@@ -348,12 +349,13 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
 
 
 def _takes_rows(runnable: Any) -> bool:
-    """Whether ``rows=`` of a call is an argument of the runnable, or could be."""
+    """Whether ``rows=`` of a call is an argument of the runnable, or could be. Without a signature it is not."""
     if issubclass(type(runnable), CUDAGraphWrapper):
         takes: bool = runnable._takes_rows
         return takes
-    names = parameter_names(runnable)
-    return names is None or "rows" in names
+    if issubclass(type(runnable), Graphed):
+        return _takes_rows(runnable.unwrap())
+    return "rows" in declared_names(runnable) or takes_any_name(runnable)
 
 
 def _descriptors(shapes: Iterable[BatchDescriptor | int]) -> Iterator[BatchDescriptor]:

@@ -167,7 +167,7 @@ def _breaks(served: Graphed[..., Any], observer: Observer, watched: Watched) -> 
     one itself; and what that gains."""
     names, fn = names_of(observer.modules), served.unwrap()
     root = (names.get(id(fn)), names.get(id(getattr(fn, "__self__", None))), "")
-    found = [names[id(module)] for module, _ in served.automatic_breaks] or [
+    found = [names[id(module)] for module in served.automatic_breaks] or [
         one.module for one in watched.findings.forbidden
     ]
     broken = dict.fromkeys(name for name in found if name not in root)

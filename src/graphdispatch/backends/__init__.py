@@ -45,8 +45,9 @@ def available_backends() -> tuple[str, ...]:
 
 
 def _default_name() -> str:
-    """The first backend of an accelerator that can be used here, else the CPU's."""
-    return next((name for name in available_backends() if _FACTORIES[name]().device_type != "cpu"), "cpu")
+    """CUDA's where it can be used, else the first of another accelerator, else the CPU's."""
+    names = sorted(available_backends(), key=lambda name: name != "cuda")
+    return next((name for name in names if _FACTORIES[name]().device_type != "cpu"), "cpu")
 
 
 def get_backend(name: str = "auto", device: torch.device | None = None) -> Backend:

@@ -27,7 +27,6 @@ __all__ = [
     "is_break",
     "is_marked",
     "remove_eager_break",
-    "unmark",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -128,7 +127,12 @@ def eager_break(target: Any, *more: Any) -> Any:
         BREAKS.update((target, *more))
         return None
     if is_module(target):
-        for method in more or ("forward",):
+        methods = more or ("forward",)
+        for method in methods:
+            found = getattr(target, method, None) if type(method) is str else None
+            if not callable(found) or is_module(found):
+                raise ConfigError(f"eager_break takes names of methods of the module, got {shown(method)}")
+        for method in methods:
             _mark(target, method)
         return target
     if more:
@@ -139,17 +143,22 @@ def eager_break(target: Any, *more: Any) -> Any:
 
 
 def _mark(module: nn.Module, method: str) -> None:
-    plain = getattr(module, method, None) if type(method) is str else None
-    if not callable(plain):
-        raise ConfigError(f"eager_break takes names of methods of the module, got {shown(method)}")
+    plain = getattr(module, method)
     if is_break(plain):
         return
     name = type(module).__name__ if method == "forward" else f"{type(module).__name__}.{method}"
+    own = vars(module).get(method)
     if isinstance(plain, MethodType) and plain.__self__ is module:
         # A method again, so that a deep copy of the module calls the copy and not this module.
-        setattr(module, method, MethodType(as_break(plain.__func__, name), module))
+        mark: Any = MethodType(as_break(plain.__func__, name), module)
     else:
-        setattr(module, method, as_break(plain, name))
+        mark = as_break(plain, name)
+    vars(getattr(mark, "__func__", mark))[_BEFORE] = own
+    setattr(module, method, mark)
+
+
+_BEFORE = "_graphdispatch_before"
+"""The attribute by which a mark keeps what hung on the module under its name; None: nothing did."""
 
 
 def is_module(value: Any) -> TypeGuard[nn.Module]:
@@ -179,13 +188,8 @@ def remove_eager_break(*targets: Any) -> None:
         if not marked:
             raise ConfigError(f"remove_eager_break takes marked modules and names of operators, got {shown(target)}")
         for name in marked:
-            unmark(target, name)
-
-
-def unmark(module: nn.Module, method: str) -> None:
-    """Take back the mark of one method of a module."""
-    mark = getattr(module, method)
-    original = getattr(mark, ORIGINAL)
-    delattr(module, method)
-    if getattr(getattr(module, method, None), "__func__", None) is not original:  # not the class's, but its own
-        setattr(module, method, MethodType(original, module) if isinstance(mark, MethodType) else original)
+            mark = getattr(target, name)
+            before = vars(getattr(mark, "__func__", mark)).get(_BEFORE)
+            delattr(target, name)
+            if before is not None:
+                setattr(target, name, before)

@@ -105,10 +105,23 @@ def flatten(value: Any, *, wraps: bool) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 def paths_of(value: Any) -> list[str]:
-    """How to reach each leaf of a nest, such as ``['ids'][0]``: by place alone where a class in it was registered
-    without keys, or where a key cannot be printed."""
+    """How to reach each leaf of a nest, such as ``['ids'][0]``: by place where a class was registered without keys, or
+    where a key cannot be printed."""
     value = wrapped(value)
+    kind = pytree._get_node_type(value)
+    node = pytree.SUPPORTED_NODES.get(kind)
+    if node is None:
+        return [""]
+    keyed: list[tuple[Any, Any]]
+    if node.flatten_with_keys_fn is not None:
+        keyed = list(node.flatten_with_keys_fn(value)[0])
+    else:
+        keyed = [(pytree.SequenceKey(place), inner) for place, inner in enumerate(node.flatten_fn(value)[0])]
+    return [_shown(key, place) + path for place, (key, inner) in enumerate(keyed) for path in paths_of(inner)]
+
+
+def _shown(key: Any, place: int) -> str:
     try:
-        return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(value)[0]]
-    except Exception:
-        return [f"[{place}]" for place in range(len(pytree.tree_leaves(value)))]
+        return pytree.keystr((key,))
+    except Exception:  # of a key that cannot be printed
+        return f"[{place}]"

@@ -1,6 +1,7 @@
 """What a user can do about a capture that failed, as far as the failed run shows."""
 
 from collections.abc import Iterator
+from inspect import getattr_static
 from traceback import walk_tb
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -37,8 +38,8 @@ def places_within(error: BaseException) -> Iterator[tuple[nn.Module, str]]:
     for frame, _ in reversed(list(walk_tb(cause.__traceback__))):
         code = frame.f_code
         module, name = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None, code.co_name
-        if isinstance(module, nn.Module) and hasattr(type(module), name):
-            is_method = isinstance(getattr(type(module), name), FunctionType) and name not in _OF_ANY_CALL
+        if isinstance(module, nn.Module) and (found := getattr_static(type(module), name, None)) is not None:
+            is_method = isinstance(found, FunctionType) and name not in _OF_ANY_CALL
             yield module, name if is_method else "forward"
 
 

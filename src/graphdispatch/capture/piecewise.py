@@ -29,7 +29,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..backends.base import Capture, Graph, Pool
 from ..backends.operators import is_expanded, is_strided, storage_key, tensors_in, user_line
-from ..call.breaks import ACTIVE, eager_break, is_marked, unmark
+from ..call.breaks import ACTIVE, eager_break, is_marked, remove_eager_break
 from ..call.spec import describe, is_tensor
 from ..config import CUDAGraphOptions
 from ..errors import CaptureError, ReplayError
@@ -350,7 +350,7 @@ class Breaking:
 
 
 class AutoBreaks:
-    """The methods of a callable's modules that no graph can hold, with the reasons; at most ``max_breaks``.
+    """The modules of a callable that no graph can hold, with the reasons; at most ``max_breaks``.
 
     Its owner changes it with the lock of its graphs held.
     """
@@ -359,21 +359,20 @@ class AutoBreaks:
         self._served = (fn, getattr(fn, "__self__", None))
         self._max_breaks = max_breaks
         self._max_eager_share = max_eager_share
-        self.reasons: dict[tuple[nn.Module, str], str] = {}
-        """For each module and method the error, which names the operator and the line."""
+        self.reasons: dict[nn.Module, str] = {}
+        """For each module the error, which names the operator and the line."""
 
     def add(self, error: CaptureError) -> bool:
-        """Break at the innermost method of a module in which the capture failed. Returns False if there is none.
+        """Break at the innermost module in which the capture failed. Returns False if there is none to break at.
 
-        The served module as a whole, or the method of it that is served, does not count.
+        The served module itself does not count.
         """
         if error.reason is not Reason.CAPTURE_UNSAFE or len(self.reasons) >= self._max_breaks:
             return False
-        for module, method in places_within(error):
-            is_served = module in self._served and method in ("forward", getattr(self._served[0], "__name__", ""))
-            if is_served or (module, method) in self.reasons or is_marked(module, method):
+        for module, _ in places_within(error):
+            if module in (*self._served, *self.reasons) or is_marked(module):
                 continue
-            self.reasons[module, method] = str(error)
+            self.reasons[module] = str(error)
             return True
         return False
 
@@ -389,15 +388,15 @@ class AutoBreaks:
 
     @contextmanager
     def marked(self) -> Iterator[None]:
-        """Mark the methods as breaks within the block; marks of the user stay as they are."""
-        fresh = [(module, method) for module, method in self.reasons if not is_marked(module, method)]
+        """Mark the modules as breaks within the block; marks of the user stay as they are."""
+        fresh = [module for module in self.reasons if not is_marked(module)]
         try:
-            for module, method in fresh:
-                eager_break(module, method)
+            for module in fresh:
+                eager_break(module)
             yield
         finally:
-            for module, method in fresh:
-                unmark(module, method)
+            for module in fresh:
+                remove_eager_break(module)
 
     def __len__(self) -> int:
         return len(self.reasons)

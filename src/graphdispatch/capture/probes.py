@@ -113,13 +113,16 @@ def small(spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def far(sign: int, spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
-    """Numbers of one sign that are several times as large as those of the batch."""
-    return _large(torch.tensor([sign]), spec, value, rows)
+    """Numbers of one sign that are several times as large as those of the batch.
+
+    They are the same for all arguments of one shape but for a factor, so that all of one argument lies above another.
+    """
+    return _large(torch.tensor([sign]), spec, value, rows, torch.Generator().manual_seed(0))
 
 
 def signed(first: int, spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
     """Such numbers of both signs in turns along the last dynamic dimension, the ``first`` one before the other."""
-    return _large(first * torch.tensor([1, -1]), spec, value, rows)
+    return _large(first * torch.tensor([1, -1]), spec, value, rows, _generator(spec))
 
 
 def edge(sign: int, spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
@@ -141,7 +144,9 @@ def holds_flags(value: torch.Tensor) -> bool:
     return bool(value.numel()) and bool(((value == 0) | (value == 1)).all())
 
 
-def _large(signs: torch.Tensor, spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
+def _large(
+    signs: torch.Tensor, spec: InputSpec, value: torch.Tensor, rows: int, generator: torch.Generator
+) -> torch.Tensor:
     """Numbers several times as large as those of the real rows, with these signs in turns."""
     shape, dim = torch.Size(spec.sized(rows)), spec.spans[-1][0]
     turns = signs[torch.arange(shape[dim]) % len(signs)]
@@ -150,7 +155,7 @@ def _large(signs: torch.Tensor, spec: InputSpec, value: torch.Tensor, rows: int)
         return (turns > 0).expand(shape)
     magnitude = (value if value.is_complex() else value.to(torch.float64)).detach().abs()
     largest = magnitude.where(magnitude.isfinite(), 0.0).amax() if value.numel() else 0.0
-    numbers = (torch.rand(shape, generator=_generator(spec), dtype=torch.float64) + 1).to(value.device)
+    numbers = (torch.rand(shape, generator=generator, dtype=torch.float64) + 1).to(value.device)
     return _as_finite(numbers * turns * (4 * largest + 4), value.dtype)
 
 

@@ -396,13 +396,10 @@ class RowProver:
     def _untested(
         self, alike: Mapping[int, torch.Tensor]
     ) -> tuple[tuple[str, ...], tuple[tuple[int, torch.Tensor], ...]]:
-        """Of which arguments no batch could tell yet; and of these, the ones that were the same for long, with their
+        """Of which arguments this batch could not tell; and of these, the ones that were the same for long, with their
         row."""
-        request, specs, earlier = self._request, self._request.inputs.specs, self._entry.proof
+        request, specs = self._request, self._request.inputs.specs
         fixed = {i for i, spec in enumerate(specs) if spec.spans and not self._takes_any_value(i)}
-        if earlier is not None:
-            assumed_before = {place for place, _ in earlier.assumed}
-            fixed = {i for i in fixed if specs[i].name in earlier.untested or specs[i].position in assumed_before}
         fixed = {i for i in fixed if i in alike or (specs[i].is_pad_given and not request.is_padded)}
         lasting = request.inputs.constants({i: alike[i] for i in fixed if i in alike})
         names = (specs[i].name for i in sorted(fixed - lasting))

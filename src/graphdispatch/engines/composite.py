@@ -116,15 +116,22 @@ class CompositeDispatcher(MadeAnew):
         Raises:
             ConfigError: No member accepts the key.
         """
-        first: Chosen | None = None
-        for member in self._members:
-            if member.accepts(key):
-                chosen = member.dispatcher.choose(key, args, kwargs)
-                if chosen.found is not None:
-                    return chosen
-                first = first or chosen
-        if first is None:
+        chosen = self._choose(key, args, kwargs)
+        if chosen is None:
             raise ConfigError(f"no member accepts {key}; members are {list(self.members)}")
+        return chosen
+
+    def _choose(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Chosen | None:
+        """The same, or None where no member accepts the key."""
+        first: Chosen | None = None
+        for _, _, dispatcher, accepts in self._members:
+            if not accepts(key):
+                continue
+            choose = dispatcher._choose if isinstance(dispatcher, CompositeDispatcher) else dispatcher.choose
+            chosen = choose(key, args, kwargs)
+            if chosen is not None and chosen.found is not None:
+                return chosen
+            first = first or chosen
         return first
 
     def has_graph(self, key: DispatchKey) -> bool:

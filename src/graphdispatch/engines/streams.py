@@ -119,24 +119,28 @@ class StreamWorker(Worker):
         """The number of its latest step among those of all workers."""
         self._counts = make_lock()
         self._marks: deque[Event] = deque()
+        self._under_way = 0
         renew_in_child(self)
 
     def after_fork(self) -> None:
         """Take no more steps, so that they run eagerly: see Note [after a fork] in ``forking.py``."""
         self.is_closed = True
         self._marks.clear()
+        self._under_way = 0
 
     @property
     def busy(self) -> int:
-        """Steps in its queue that are not finished."""
+        """Steps that are not finished."""
         with self._counts:
             while self._marks and self._marks[0].query():
                 self._marks.popleft()
-            return len(self._marks)
+            return len(self._marks) + self._under_way
 
     def launch(self, step: Callable[[], Any], arguments: Any) -> StreamResult:
         """Put a step on the worker's queue: see Note [a step on a worker's stream]. Raises ``BackendError`` after
         ``close``."""
+        if self.is_closed:
+            raise BackendError("this worker takes no more steps: its dispatcher was closed, or the process forked")
         arrived, done = self.backend.make_event(), self.backend.make_event()
         outcome = StreamResult(self.backend, self.index, done)
         arrived.record()
@@ -147,10 +151,15 @@ class StreamWorker(Worker):
             arrived.wait()
             return step()
 
-        self.stream.submit(lambda: outcome.fill(after_caller))
-        done.record(self.stream)
         with self._counts:
-            self._marks.append(done)
+            self._under_way += 1
+        try:
+            self.stream.submit(lambda: outcome.fill(after_caller))
+            done.record(self.stream)
+        finally:
+            with self._counts:
+                self._under_way -= 1
+                self._marks.append(done)
         return outcome
 
     def close(self) -> None:

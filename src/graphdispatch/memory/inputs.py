@@ -22,7 +22,7 @@ from ..forking import renew_in_child
 
 __all__ = ["StaticInputs"]
 
-_CONSTANT_AFTER = 4
+_CONSTANT_AFTER = 16
 _MOST_PREPARED = 4096  # batches and sizes whose copies and padding are kept prepared
 
 
@@ -144,7 +144,7 @@ class StaticInputs:
         return alike
 
     def constants(self, alike: Mapping[int, torch.Tensor]) -> set[int]:
-        """Note a batch in which these arguments were ``alike``; those that were alike, and the same, in the latest 4
+        """Note a batch in which these arguments were ``alike``; those that were alike, and the same, in the latest 16
         such batches. Nothing says that they stay so."""
         before, self._constants = self._constants, {}
         for index, row in alike.items():

@@ -106,6 +106,8 @@ class Server(HitPath):
         self._eager_captures = eager_captures
         self._numbers = itertools.count()
         self._eager_calls = 0
+        self._waiting: Hashable = None
+        """The key of the group beyond the limit that waits for its second call."""
         self._has_fitted = False
         """Whether the rules have fitted a call; from then on, one that they do not fit is an odd call."""
 
@@ -257,6 +259,8 @@ class Server(HitPath):
         spelling = route.spellings.get(key)
         found = spelling.find(args, kwargs) if spelling is not None else None
         if spelling is not None and found is not None:
+            if not is_call:
+                self._give_way(found[0])
             spelling.use(found[0])
             return found
         spec = spelling.spec if spelling is not None else self._spec(route, args, kwargs)
@@ -276,19 +280,22 @@ class Server(HitPath):
         return group, leaves, group.signature.match(leaves)
 
     def _give_way(self, newcomer: GraphGroup, *, only_idle: bool = False) -> None:
-        """Forget the least recently used group if there is one too many: one that is idle, if there is one.
+        """Forget groups beyond the limit: first the one that waits, then the least recently used, an idle one if any.
 
-        Groups around graphs of others (``Route.entry``) stay. In a cycle over more signatures than the limit, those
-        beyond it make each other give way before they come again: they run eagerly, and are not captured. A group whose
-        captures failed is not idle, so such a cycle does not try them again and again either. If each signature comes a
-        few times and then no more, graphs are captured for all of them.
+        One group more than the limit may wait for its second call, which captures; it is the first to go. So in a cycle
+        over more signatures than the limit, those beyond it make each other give way before they come again: they run
+        eagerly, and are not captured. A group whose captures failed is not idle, so such a cycle does not try them
+        again and again either. If each signature comes a few times and then no more, graphs are captured for all of
+        them. Groups around graphs of others (``Route.entry``) stay.
         """
-        if newcomer.route.entry is not None or self._num_groups <= self.max_groups:
+        if newcomer.route.entry is not None:
             return
-        groups = [group for group in self.graphs.groups.values() if group.route.entry is None and group is not newcomer]
-        oldest = min(groups, key=lambda group: (not group.is_idle, group.last_used))
-        if oldest.is_idle or not only_idle:
-            self.forget(oldest)
+        while self._num_groups > self.max_groups + only_idle:
+            owned = (group for group in self.graphs.groups.values() if group.route.entry is None)
+            others = [group for group in owned if group is not newcomer]
+            waiting = next((group for group in others if group.key == self._waiting and group.is_idle), None)
+            self.forget(waiting or min(others, key=lambda group: (not group.is_idle, group.last_used)))
+        self._waiting = newcomer.key if self._num_groups > self.max_groups else None
 
     @property
     def _num_groups(self) -> int:
