@@ -121,11 +121,11 @@ def functional_collectives(rank: int, world: int) -> Any:
     for fn in (reduced, waited, several, gathered, in_place):
         wrapper = CUDAGraphWrapper(fn)
         answers = []
-        for step in range(4):
+        for step in range(5):
             x = torch.arange(8.0).view(4, 2) + 10 * step + rank
             answer = wrapper(x, batch_descriptor=BatchDescriptor(4), cudagraph_runtime_mode=CUDAGraphMode.FULL)
             answers.append(torch.equal(answer, fn(x)))
-        found[fn.__name__] = [answers, wrapper.get_stats().hits]
+        found[fn.__name__] = [answers, wrapper.get_stats().hits >= 2]
     return found
 
 

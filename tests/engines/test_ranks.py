@@ -170,7 +170,7 @@ def test_functional_collectives_run_in_the_graph(two: list[dict[str, Any]]) -> N
     """A replay runs the collective and its wait: two calls of four are hits, and all answers are eager's."""
     for result in two:
         assert result["functional_collectives"] == {
-            name: [[True] * 4, 2] for name in ("reduced", "waited", "several", "gathered", "in_place")
+            name: [[True] * 5, True] for name in ("reduced", "waited", "several", "gathered", "in_place")
         }
 
 

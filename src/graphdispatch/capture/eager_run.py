@@ -79,7 +79,7 @@ class EagerRun:
 
     def check_state(self) -> None:
         """Raise ``CaptureError`` if a run since then changed Python state, or drew where no graph draws."""
-        _check_python_state(self.trace.walk.change())
+        _check_python_state(self.trace.walk.change(self.trace.touched))
         check_draws(self.trace.walk.drew())
 
     def find_metadata(
@@ -126,7 +126,7 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
             answer = within(request.call, values)
         has_run = True
         after = request.backend.rng_state()
-        changed, drew = within(walk.change), walk.drew()
+        changed, drew = within(walk.change, trace.touched), walk.drew()
         for region in effects.regions:
             region.after = region.read().clone()
         opened = open_outputs(answer)

@@ -36,6 +36,8 @@ def is_known(request: CaptureRequest, entry: CUDAGraphEntry) -> bool:
     return (
         request.keep_effects
         and entry.is_known
+        and entry.call is not None
+        and entry.call.fn == request.call.fn  # a dispatcher may run something else than what was captured
         and entry.state is not EntryState.FAILED
         and entry.mode is CUDAGraphMode.FULL
         and guard is not None
@@ -70,8 +72,8 @@ def run_known(
     tensors = [*request.tensors, *walk.tensors]
     versions = _versions(tensors)
     copies = [value.clone() if value.is_inference() else value._version for value in arguments]
-    sys.setprofile(note)
     started = request.clock()
+    sys.setprofile(note)
     try:
         answer = request.call(request.values)
     finally:

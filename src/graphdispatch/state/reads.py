@@ -13,7 +13,7 @@ import types
 import weakref
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import numpy as np
@@ -102,7 +102,7 @@ class StateReads:
 
     def _visit_method(self, method: Any) -> None:
         self._pending += objects.stands_for(method)
-        if objects.user_classes(type(method)):  # a property that has attributes
+        if objects.user_classes(type(method)) or not issubclass(type(method), (property, types.MethodType)):
             self._visit_instance(method)
 
     def _visit_front_end(self, front_end: Any) -> None:
@@ -196,7 +196,10 @@ class StateReads:
         """An array of numbers or of objects; it may be of a subclass with attributes."""
         kind = type(array)
         # Bytes as they lie in memory: a class of its own may hide some.
-        self.arrays.append(array if kind is np.ndarray else np.ndarray.view(array, np.ndarray))
+        if kind is np.ndarray:
+            self.arrays.append(array)
+        else:
+            self.readers.append(partial(np.ndarray.tobytes, array))
         self._count(array.nbytes // 8, array)
         if array.dtype.hasobject:
             self.contents.append(array)
@@ -237,7 +240,8 @@ class StateReads:
         Data under names with two underscores tells of the class itself: its fields, its annotations.
         """
         if not objects.is_code(member):
-            return name in self._names or (self._all and not name.startswith("__"))
+            wraps = issubclass(type(member), (property, staticmethod, classmethod, partial, partialmethod))
+            return wraps or name in self._names or (self._all and not name.startswith("__"))
         is_named = self._notes.is_blind and name in self._names
         return is_named or any(fn.__code__ in self._notes.codes for fn in objects.functions_in(member))
 
@@ -282,15 +286,13 @@ class StateReads:
     def _named(self, kind: type) -> frozenset[str]:
         """The names to compare of the objects of a class: those of the user's code, where libraries wrote some of the
         class of their code, too; all, if code reads them without spelling their names."""
-        if issubclass(kind, logging.Filterer):
+        if issubclass(kind, logging.Filterer) and not objects.user_classes(kind):
             return self._names - OF_LOGGERS  # else handlers, and the streams behind them, would count
         if self._all or kind in self._notes.whole_types or _has_own_access(kind):
             return _ALL
-        if issubclass(kind, nn.Module):
-            torchs = [base for base in kind.__mro__ if objects.home_of(base).startswith("torch.")]
-            is_library = torchs != [nn.Module]
-        else:
-            is_library = len(objects.user_classes(kind)) < len(objects.written_classes(kind))
+        if issubclass(kind, np.ndarray):  # numpy and others read attributes of its subclasses
+            return self._library_names
+        is_library = not {nn.Module, *objects.user_classes(kind)}.issuperset(objects.written_classes(kind))
         return self._library_names if is_library else self._names
 
     def _compare(self, table: Mapping[str, Any] | None, names: Iterable[str]) -> None:

@@ -42,9 +42,11 @@ class Holder(NamedTuple):
     way: Way
     before: Any
 
-    def change(self) -> str | None:
-        """How it differs from before, in words, or None."""
+    def change(self, names: Collection[str] | None = None) -> str | None:
+        """How it differs from before, in words, or None; with ``names``, of attributes those of these names alone."""
         now, before = self.way.read(self.value), self.before
+        if names is not None:
+            now, before = ({name: held[name] for name in held if name in names} for held in (now, before))
         kind = type(before)
         if kind is list:
             if len(now) == len(before) and all(map(is_, now, before)):
@@ -102,7 +104,8 @@ ATTRIBUTES = Way(_read_attributes, _write_attributes, is_by_name=True)
 def way_of_slots(slots: dict[str, Any]) -> Way:
     """The way of objects with slots, by the slots' descriptors."""
     by_label = {f".{name}": member for name, member in slots.items()}
-    return Way(partial(_read_slots, by_label), partial(_write_slots, by_label), is_by_name=True)
+    is_by_name = not any(map(objects.is_compiled_member, slots.values()))  # which are set by other names than theirs
+    return Way(partial(_read_slots, by_label), partial(_write_slots, by_label), is_by_name)
 
 
 def _read_slots(slots: dict[str, Any], value: Any) -> dict[str, Any]:
@@ -302,7 +305,10 @@ def _write_determinism(_: Any, before: tuple[bool, bool]) -> None:
 
 
 def random_holder(path: Any, generator: Any) -> Holder:
-    """The holder of a random generator of Python or NumPy, or of one of these modules."""
+    """The holder of a random generator of Python or NumPy, or of one of these modules.
+
+    One whose state cannot be copied always differs from before.
+    """
     read: Callable[[], Any]
     write: Any
     if issubclass(type(generator), (np.random.Generator, np.random.BitGenerator)):
@@ -312,8 +318,12 @@ def random_holder(path: Any, generator: Any) -> Holder:
         read, write = generator.getstate, generator.setstate
     else:
         read, write = generator.get_state, generator.set_state
-    saved = read()
-    return Holder(path, generator, Way(lambda _: pickle.dumps(read()), lambda *_: write(saved)), pickle.dumps(saved))
+    try:
+        saved = read()
+        before = pickle.dumps(saved)
+    except Exception:  # of a subclass of the user
+        return Holder(path, generator, Way(lambda _: object(), lambda *_: None), None)
+    return Holder(path, generator, Way(lambda _: pickle.dumps(read()), lambda *_: write(saved)), before)
 
 
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__name__", "__doc__")

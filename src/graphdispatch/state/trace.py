@@ -282,6 +282,9 @@ class CodeTrace(CodeNotes):
             self._each_time.add(code)
             notes.whole_types.add(type(frame.f_locals.get(code.co_varnames[0])))
         self._note_variables(notes, code, frame.f_globals, reads)
+        for module in list(self.walk.settings):
+            spelled = {*reads.attributes, *filter(str.isidentifier, reads.texts)}
+            self.walk.visit_variables(vars(module), iter(spelled), module.__name__)
         is_written = not path.startswith("<")  # else a class was given it, which the walk follows
         if is_written and code.co_freevars and code not in self._nested and code not in self.walk.codes:
             # Nobody within reach holds the function: a hook of the whole process, a registered operator.

@@ -45,6 +45,8 @@ class StateWalk:
         self.modules: list[nn.Module] = []
         self.tensors: list[torch.Tensor] = []
         """Tensors wherever they are held, parameters and buffers included."""
+        self.settings: list[types.ModuleType] = []
+        """Modules of the user that something holds, other than a variable of a module."""
         self.codes: set[types.CodeType] = set()
         """The code of the functions that it met."""
         self.getter_names: set[str] = set()
@@ -115,19 +117,20 @@ class StateWalk:
         """Whether it met this very object."""
         return id(value) in self._seen
 
-    def change(self) -> str | None:
+    def change(self, names: Collection[str] | None = None) -> str | None:
         """The first of ``changes``, or None; with what to use instead where a cache is among what it met."""
-        change = next(self.changes(), None)
+        change = next(self.changes(names), None)
         if change is None:
             return None
         advice = advice_for(self._seen.values())
         return f"{change} ({advice})" if advice else change
 
-    def changes(self) -> Iterator[str]:
+    def changes(self, names: Collection[str] | None = None) -> Iterator[str]:
         """What is not as it was met, each in words (``Model.cache.layers[1].k was rebound``). Random generators are not
-        asked (see ``drew``)."""
+        asked (see ``drew``). With ``names``, attributes of threads count by these names alone: threads set theirs."""
         for holder in (*self._holders, *self._bulk.suspects()):
-            how = holder.change()
+            is_thread = issubclass(type(holder.value), threading.Thread) and holder.way.is_by_name
+            how = holder.change(names if is_thread else None)
             if how is not None:
                 yield told((holder.path, how))
 
@@ -183,10 +186,19 @@ class StateWalk:
         edges: Callable[[Any, Any], Edges] | None = getattr(self, f"_{role}_edges", None)
         return iter(()) if edges is None else edges(value, path)
 
-    def _method_edges(self, method: Any, path: Any) -> Edges:
-        return (("", part) for part in objects.stands_for(method))
+    def _front_end_edges(self, front_end: Any, path: Any) -> Edges:
+        return (("", part) for part in objects.stands_for(front_end))
 
-    _front_end_edges = _method_edges
+    def _method_edges(self, method: Any, path: Any) -> Edges:
+        yield from (("", part) for part in objects.stands_for(method))
+        if not issubclass(type(method), types.MethodType):
+            yield from self._attributes(method, path)
+
+    def _module_edges(self, module: types.ModuleType, path: Any) -> Edges:
+        """Nothing: code that runs names the variables that count."""
+        if type(module) is types.ModuleType and objects.is_settings(module):
+            self.settings.append(module)
+        return iter(())
 
     def _array_edges(self, array: Any, path: Any) -> Edges:
         """What an array of objects holds, and the attributes of one of a subclass, but for a mapped file's."""
@@ -209,7 +221,7 @@ class StateWalk:
 
     def _generator_edges(self, generator: Any, path: Any) -> Edges:
         self._generators.append(snapshot.random_holder(path, generator))
-        return iter(())
+        return self._attributes(generator, path)
 
     def _attributes(self, value: Any, path: Any) -> Edges:
         if objects.attribute_table(value) is None:
