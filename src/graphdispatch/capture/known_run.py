@@ -19,6 +19,7 @@ from ..backends.operators import bits_equal, tensors_in
 from ..call.spec import FlatCall
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode, EntryState
+from ..state.objects import same_callable
 from ..state.trace import CodeTrace
 from ..state.walk import StateWalk
 from .eager_run import EagerRun, opener
@@ -37,7 +38,7 @@ def is_known(request: CaptureRequest, entry: CUDAGraphEntry) -> bool:
         request.keep_effects
         and entry.is_known
         and entry.call is not None
-        and entry.call.fn == request.call.fn  # a dispatcher may run something else than what was captured
+        and same_callable(entry.call.fn, request.call.fn)  # a dispatcher may run something else than what was captured
         and entry.state is not EntryState.FAILED
         and entry.mode is CUDAGraphMode.FULL
         and guard is not None
