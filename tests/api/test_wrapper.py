@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, graphed
 from graphdispatch.engines import AdaptiveCUDAGraphWrapper, BatchDescriptor, CUDAGraphWrapper
 
 from ..helpers import double
@@ -198,3 +198,14 @@ def test_rows_of_the_runnable_reach_it(runnable: Any) -> None:
         x = torch.randn(4, 3)
         out = wrapper(x, rows=3, batch_descriptor=BatchDescriptor(4), cudagraph_runtime_mode=CUDAGraphMode.FULL)
         assert torch.equal(out, x * 3)
+
+
+def test_rows_are_the_wrappers_where_the_runnable_has_no_signature() -> None:
+    """As that of a built-in function; of a served callable, what it wraps decides."""
+    x = torch.randn(4, 3)
+    for runnable in (torch.relu, graphed(lambda x: x.relu(), dynamic={"x": 0}, sizes=(4,))):
+        wrapper = CUDAGraphWrapper(runnable)
+        for _ in range(3):
+            assert torch.equal(
+                wrapper(x, batch_descriptor=BatchDescriptor(4), cudagraph_runtime_mode=FULL, rows=2)[:2], x.relu()[:2]
+            )

@@ -1236,3 +1236,38 @@ KEPT["number that a break reads"] = Read(
     lambda: (lambda box: (gd.eager_break(lambda x: x * box.k), lambda: to(box, k=5.0)))(Box(k=2.0)),
     options={"mode": "PIECEWISE"},
 )
+
+
+# What stands behind a class of the user over one of a library.
+
+
+class Plate(np.ndarray):
+    """An array of a class of its own."""
+
+
+class Sink(logging.Handler):
+    """A handler with settings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k = 2.0
+
+
+def refill(array: Plate) -> None:
+    """Give an array other memory, as unpickling does."""
+    other = np.full_like(array, 5.0)
+    array.__setstate__(other.__reduce__()[2])
+
+
+read("array of a subclass given other memory")(
+    lambda: np.full(3, 2.0).view(Plate).copy(), lambda h: float(h[0]), refill
+)
+read("setting of a handler by a computed name")(Sink, lambda h: getattr(h, "".join(["", "k"])), put(k=5.0))
+read("attribute of a static method")(
+    lambda: Box(k=with_attributes(staticmethod(abs), n=2)), lambda h: h.k.n, lambda h: vars(h.k).update(n=5)
+)
+run("forward that is a static partial")(
+    lambda: type("Scale", (nn.Module,), {"forward": staticmethod(partial(torch.mul, 2.0)), "__module__": __name__})(),
+    lambda h, x: h(x),
+    lambda h: to(type(h), forward=staticmethod(partial(torch.mul, 5.0))),
+)

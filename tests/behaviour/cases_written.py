@@ -667,3 +667,13 @@ host("after torch", lambda n: (n.add_(1), plus(n.numpy())))
 host("before torch", before_torch)
 host("storage", lambda n: in_storage(n.untyped_storage()))
 host("filled storage", lambda n: n.untyped_storage().fill_((int(n.untyped_storage()[0]) + 1) % 100))
+
+
+# What holds state beside what it is known for.
+
+write("variable of a module that an object holds")(
+    lambda: Box(cfg=module(calls=0)), lambda o, _: calls(o.cfg), lambda o: o.cfg.calls
+)
+write("attribute of a generator")(
+    lambda: type("Dice", (random.Random,), {"calls": 0, "__module__": __name__})(1), calls, lambda o: o.calls
+)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch import CUDAGraphOptions, eager_break
+from graphdispatch import CUDAGraphOptions, eager_break, graphed
 
-from ..helpers import Spy
+from ..helpers import AT_ONCE, Spy
 from .features import needs
 from .front_end import FrontEnd
 
@@ -141,3 +141,19 @@ def test_refused_before_anything_runs(settled: Open) -> None:
         assert torch.equal(step(x), x * 2)
         kept[:4, :columns] += x
         assert torch.equal(log, kept)
+
+
+def test_what_only_the_padded_run_does_to_an_error_is_undone() -> None:
+    """Its arguments are no attributes of a name that the code spells."""
+    error = ValueError(2)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == 4:
+            error.__init__(5)  # type: ignore[misc]
+        return x * 2
+
+    step = graphed(fn, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    for _ in range(4):
+        x = torch.randn(3, 3)
+        assert torch.equal(step(x), x * 2)
+        assert error.args == (2,)

@@ -534,3 +534,36 @@ def test_a_size_with_other_tensors_is_proven_by_itself() -> None:
     for rows, scale in ((8, 1), (8, 1), (6, 1), (6, 1), (16, 1), (16, 1), (12, 1), (12, 1), (12, -1), (12, -1)):
         x = torch.rand(rows, 3) * scale
         assert torch.equal(step(x), fn(x)), step.last_decision
+
+
+COMPARISONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "all larger": lambda x, y: (x > y).all(0),
+    "least difference": lambda x, y: (x - y).amin(0).relu(),
+    "all smaller": lambda x, y: (x < y).all(0),
+}
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_a_comparison_of_two_arguments_over_rows_is_found(name: str) -> None:
+    """Of which ordinary batches show nothing."""
+
+    def mixes(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + COMPARISONS[name](x, y).float()
+
+    step = graphed(mixes, dynamic={"x": 0, "y": 0}, sizes=(8,), options=AT_ONCE)
+    for shift in (None, None, None, None, -1.0, 1.0):
+        x = torch.randn(5, 3)
+        y = torch.randn(5, 3) if shift is None else x + shift
+        assert torch.equal(step(x, y), mixes(x, y))
+
+
+def test_two_batches_that_each_hide_an_argument_prove_nothing_together() -> None:
+    """One hides what padding of the one does, the other what that of the other does."""
+
+    def mixes(x: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return x + (ids.amin() * mask)[:, None]
+
+    step = graphed(mixes, dynamic={"x": 0, "ids": 0, "mask": 0}, sizes=(4,), options=AT_ONCE)
+    for ids, mask in ([0, 0], [1, 1]), ([0, 0], [1, 1]), ([3, 5], [0, 0]), ([3, 5], [1, 1]), ([4, 2], [0, 1]):
+        given = torch.randn(2, 3), torch.tensor(ids), torch.tensor(mask)
+        assert torch.equal(step(*given), mixes(*given))

@@ -226,3 +226,14 @@ def test_a_graph_released_under_a_waiting_call_leaves_it_to_its_runner(monkeypat
     call.join(30.0)
     assert torch.equal(answers[0], torch.full((2, 64), 2.0))
     assert (first.has_graph(KEY), first.stats.eager) == (False, 2)
+
+
+def test_a_nested_composite_may_accept_nothing() -> None:
+    """Then the next member serves."""
+    inner, outer = CompositeDispatcher(), CompositeDispatcher()
+    inner.add_dispatcher("never", CudagraphDispatcher(lambda x: x * 3), accepts=lambda _: False)
+    outer.add_dispatcher("inner", inner, 10)
+    outer.add_dispatcher("plain", CudagraphDispatcher(lambda x: x * 2))
+    assert torch.equal(outer.dispatch(KEY, torch.ones(2, 64)), torch.full((2, 64), 2.0))
+    with pytest.raises(ConfigError, match="no member accepts"):
+        inner.dispatch(KEY, torch.ones(2, 64))

@@ -502,3 +502,14 @@ def test_a_runner_may_register_while_it_is_compared() -> None:
         thread.join(TIMEOUT_S)
     assert not any(thread.is_alive() for thread in threads)
     assert (dispatcher.get_graph(KEY), dispatcher.has_graph(OTHER)) == (newer, True)
+
+
+def test_an_entry_of_another_function_is_compared_with_the_runner() -> None:
+    """Whatever code the runner is: a graph that answers otherwise serves nothing."""
+    dispatcher = CudagraphDispatcher(lambda x: x * 2 + 1)
+    entry = CUDAGraphRegistry().capture(4, 1, lambda x: x * 2, {"x": (4, 3)})
+    dispatcher.register_graph(DispatchKey(4, 4), entry)
+    for _ in range(4):
+        x = torch.randn(4, 3)
+        assert torch.equal(dispatcher.dispatch(DispatchKey(4, 4), x), x * 2 + 1)
+    assert dispatcher.stats.reasons[Reason.VERIFICATION_FAILED]

@@ -20,7 +20,7 @@ from graphdispatch.engines import (
     DispatchMode,
     StreamDispatcher,
 )
-from graphdispatch.errors import ConfigError
+from graphdispatch.errors import BackendError, ConfigError
 
 from ..helpers import Spy, compiled_operator, scripted
 from ..thread_streams import ThreadBackend
@@ -323,3 +323,24 @@ def test_a_worker_closed_after_it_was_chosen_leaves_the_call_to_the_runner() -> 
     assert dispatcher.dispatch(KEY, 1) == "eager"
     assert dispatcher.stats.reasons == {Reason.NOT_CAPTURED: 1}
     dispatcher.close()
+
+
+def test_a_worker_is_busy_while_its_step_runs_and_takes_none_when_closed() -> None:
+    """Also where the stream has no queue, so that the step runs on the thread that brings it."""
+    dispatcher = StreamDispatcher(lambda x: x * 2, 2, backend=get_backend("cpu"))
+    worker, begun, may_end = dispatcher.workers[0], threading.Event(), threading.Event()
+
+    def step() -> None:
+        begun.set()
+        may_end.wait(TIMEOUT_S)
+
+    thread = threading.Thread(target=lambda: worker.launch(step, ()), daemon=True)
+    thread.start()
+    assert begun.wait(TIMEOUT_S)
+    assert (worker.busy, dispatcher.workers[1].busy) == (1, 0)
+    may_end.set()
+    thread.join(TIMEOUT_S)
+    assert worker.busy == 0
+    dispatcher.close()
+    with pytest.raises(BackendError, match="this worker takes no more steps"):
+        worker.launch(step, ())

@@ -147,3 +147,21 @@ def test_nothing_is_prewarmed_while_asleep() -> None:
     wrapper.sleep()
     with pytest.raises(ConfigError, match=r"prewarm cannot capture now: .*sleep"):
         wrapper.prewarm([4], lambda descriptor: torch.randn(descriptor.num_tokens, 3))
+
+
+def test_a_cycle_over_more_signatures_than_the_limit_is_served_in_part() -> None:
+    """Those within the limit get graphs."""
+    step = serve(max_signatures=3, capture_after=2)
+    for turn in range(60):
+        call(step, 3, turn % 4)
+    assert step.stats.hits > 5
+    assert len(step._graphs.groups) <= 4
+
+
+def test_captures_on_purpose_keep_to_the_limit() -> None:
+    """Also of signatures that a call has come with before."""
+    step = serve(max_signatures=2, capture_after=2)
+    for columns in range(1, 9):
+        call(step, columns)
+        step.prewarm(torch.randn(4, columns))
+        assert len(step._graphs.groups) <= 2
