@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -336,6 +337,16 @@ def test_marks_of_methods_leave_nothing_behind() -> None:
     remove_eager_break(model)
     assert vars(model)["own"] is own
     assert {"fixed", "of_class"}.isdisjoint(vars(model))
+
+
+def test_a_deep_copy_gets_a_method_of_its_own_back() -> None:
+    """One that hung on the module itself is the copy's, and works on its weights."""
+    model = nn.Linear(2, 2, bias=False)
+    model.half = MethodType(lambda self, x: self(x) / 2, model)  # type: ignore[assignment]
+    twin = copy.deepcopy(eager_break(model, "half"))
+    twin.weight.detach().zero_()
+    remove_eager_break(twin)
+    assert not twin.half(torch.ones(1, 2)).any()  # type: ignore[operator]
 
 
 def test_a_model_that_fails_itself_stays_eager() -> None:

@@ -166,9 +166,9 @@ def is_module(value: Any) -> TypeGuard[nn.Module]:
     return issubclass(type(value), nn.Module)
 
 
-def is_marked(module: nn.Module, method: str = "forward") -> bool:
-    """Whether a method of a module is marked to run eagerly in PIECEWISE captures."""
-    return is_break(getattr(module, method))
+def is_marked(module: nn.Module) -> bool:
+    """Whether a module is marked to run eagerly in PIECEWISE captures."""
+    return is_break(module.forward)
 
 
 def remove_eager_break(*targets: Any) -> None:
@@ -191,5 +191,7 @@ def remove_eager_break(*targets: Any) -> None:
             mark = getattr(target, name)
             before = vars(getattr(mark, "__func__", mark)).get(_BEFORE)
             delattr(target, name)
+            if isinstance(before, MethodType) and isinstance(mark, MethodType):
+                before = MethodType(before.__func__, target)  # a deep copy's own, and not the original's
             if before is not None:
                 setattr(target, name, before)
