@@ -335,20 +335,26 @@ def attend(x: Tensor, mask: Tensor) -> Tensor:
     return scores.softmax(2) @ x
 
 
-def test_a_row_that_its_mask_hides_runs_eagerly() -> None:
-    """What is real in it would depend on padding; such calls are told apart by the values of their masks."""
-    step = served(attend, "x", "mask", sizes=[4])
+def share(x: Tensor, mask: Tensor) -> Tensor:
+    """The share of the first place in each row. Hidden altogether, all places have as much: one of their number."""
+    return x.sum(2).masked_fill(mask == 0, -1e9).softmax(1)[:, 0]
+
+
+@pytest.mark.parametrize("fn", [attend, share])
+def test_a_row_that_its_mask_hides_runs_eagerly(fn: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """What is real in it would depend on padding, or on how much there is; masks' values tell such calls apart."""
+    step = served(fn, "x", "mask", sizes=[4])
     for length in (11, 11, 11, 12, 9, 9):
         x, mask = torch.randn(3, length, 4), torch.ones(3, length)
-        close(step(x, mask), attend(x, mask))
+        close(step(x, mask), fn(x, mask))
     assert last(step) is Reason.PADDED
     mask[1] = 0
     for _ in range(3):
-        close(step(x, mask), attend(x, mask))
+        close(step(x, mask), fn(x, mask))
         assert last(step) is Reason.PADDING_UNPROVEN
     assert "a mask hides a whole row" in step.explain(x, mask)
     mask[1, 4] = 1
-    close(step(x, mask), attend(x, mask))
+    close(step(x, mask), fn(x, mask))
     assert last(step) is Reason.PADDED
 
 

@@ -7,8 +7,9 @@ Note [what keeps its padding]
     Along a further dimension an argument may say which elements are padding: a mask of zeros and ones. Other values in
     its padding would make real elements of it. So where the proof fails, it is tried again with the padding of such
     arguments left as their rule says, which is what every replay has there. The other arguments must not matter then.
-    A row that its mask hides altogether may still attend to padding, as to all else. Where masks that hide all show
-    this, each call is looked at, and runs eagerly if it has such a row: unless the user gave the mask a pad rule.
+    A row that its mask hides altogether may still attend to padding, as to all else, or count it. Where masks that
+    hide all show this, each call is looked at, and runs eagerly if it has such a row: unless the user gave the mask a
+    pad rule.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -29,9 +30,10 @@ from ..memory.proof import RowProof
 from ..reasons import Reason
 from . import probes
 from .attempt import CaptureAttempt
+from .effects import EffectRecorder
 from .probes import BY_RULE, Make, Padding
 from .regions import Region
-from .state_probes import difference_apart, writes_more_with_fewer_rows
+from .state_probes import difference_apart, run_apart, writes_more_with_fewer_rows
 from .verify import difference, tolerance_for
 
 _FEW = 2
@@ -156,13 +158,25 @@ class RowProver:
         request, specs = self._request, self._request.inputs.specs
         arguments = enumerate(request.arguments())
         self._base = Padding("", [], [torch.zeros_like(v) if i in kept else v for i, v in arguments], self._along)
-        if not self._takes(self._base):
-            return
-        base = self._read()
-        for rows in (self._elements(backwards=True), *self._large()):
-            if not self._takes(self._base._replace(rows=rows)) or _differing(base, self._read()):
-                request.signature.watch([(specs[i].position, self._last_further(specs[i])) for i in kept])
-                return
+        if self._takes(self._base) and self._hidden_matters():
+            request.signature.watch([(specs[i].position, self._last_further(specs[i])) for i in kept])
+
+    def _hidden_matters(self) -> bool:
+        """Whether real elements of the base just replayed are unlike eager's, or change with padding."""
+        request, attempt, base = self._request, self._attempt, self._read()
+        parts = zip(request.inputs.specs, self._base.real, strict=True)
+        alone = request.values_with([spec.cut(value, self.rows).clone() for spec, value in parts])
+        attempt.start_over("asking what eager gives where masks hide all")
+        eager = run_apart(attempt, EffectRecorder(request.options.state_limit_bytes, strict=True), alone, list)
+        outputs = zip(eager or (), base, strict=False)
+        return (
+            eager is None
+            or any(difference(a, b.tensor, tolerance_for(a.dtype, exact=False)) is not None for a, b in outputs)
+            or any(
+                not self._takes(self._base._replace(rows=rows)) or bool(_differing(base, self._read()))
+                for rows in (self._elements(backwards=True), *self._large())
+            )
+        )
 
     def _last_further(self, spec: InputSpec) -> int:
         """The last dimension of a mask along which it says what is padding: one that is not the batch."""

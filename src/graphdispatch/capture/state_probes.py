@@ -162,7 +162,7 @@ def _run(
         found = [first_rows(effects.swap(one.detach()), dims, rows).clone() for one, dims in pairs]
         return found + [effects.read(region).clone() for region in state]
 
-    return _run_apart(attempt, effects, attempt.request.static_values(), read)
+    return run_apart(attempt, effects, attempt.request.static_values(), read)
 
 
 def writes_more_with_fewer_rows(attempt: "CaptureAttempt", rows: int) -> tuple[bool, str | None]:
@@ -184,17 +184,17 @@ def writes_more_with_fewer_rows(attempt: "CaptureAttempt", rows: int) -> tuple[b
     values = request.values_with(cut)
     attempt.start_over("asking where fewer rows write")
     alone, padded = EffectRecorder(limit, strict=True), EffectRecorder(limit, strict=True)
-    if _run_apart(attempt, alone, values, list) is None:
+    if run_apart(attempt, alone, values, list) is None:
         return False, None
     attempt.start_over("asking where fewer rows write with padding")
     request.inputs.load(values, fewer, request.size)
-    if _run_apart(attempt, padded, request.static_values(), list) is None:
+    if run_apart(attempt, padded, request.static_values(), list) is None:
         return False, None
     writes = find_padding_writes(request, alone.regions, padded.regions) is not None
     return False, "padding writes where the rows behind the first one leave memory alone" if writes else None
 
 
-def _run_apart(
+def run_apart(
     attempt: "CaptureAttempt",
     effects: EffectRecorder,
     values: Sequence[Any],
