@@ -293,8 +293,10 @@ def test_a_number_becomes_a_tensor_with_the_same_bits(dtype: torch.dtype, number
         changed = x.clone()
         if dtype.is_floating_point:
             changed.mul_(number).add_(number, alpha=2)
+            for in_place in (aten.mul_, aten.add_, aten.sub_, aten.div_):  # as C++ calls them, with a number
+                in_place.Scalar(changed, number)
         less = () if dtype is torch.bool else (x - number, torch.sub(x, number, alpha=3))
-        return (x * number, x + number, x / number, scalar * number, changed, *less)
+        return (x * number, x + number, x / number, scalar * number, aten.add.Scalar(x, number, 3), changed, *less)
 
     try:
         graph, kept = recorded(fn)

@@ -129,17 +129,6 @@ bool convert(PyObject* value, const TypePtr& type, IValue& made) {
   }
 }
 
-// Whether the operator makes of a number a tensor of its first argument's dtype, with the bits of a cast, whatever the
-// number. Kernels of 16-bit floats look at the number itself.
-bool casts_number(const std::string& name, const at::Tensor& first, PyObject* number) {
-  if (first.scalar_type() != at::kFloat && first.scalar_type() != at::kDouble) return false;
-  if (!PyFloat_CheckExact(number) && !PyLong_CheckExact(number)) return false;
-  for (const char* known : {"aten::add", "aten::sub", "aten::mul", "aten::div"}) {
-    if (name == known || name == std::string(known) + "_") return true;
-  }
-  return false;
-}
-
 bool is_plain(const TypePtr& type) {
   switch (type->kind()) {
     case TypeKind::OptionalType:
@@ -160,6 +149,18 @@ bool is_plain(const TypePtr& type) {
 
 }  // namespace
 
+bool casts_number(const std::string& name, PyObject* args) {
+  if (PyTuple_GET_SIZE(args) < 2 || !THPVariable_Check(PyTuple_GET_ITEM(args, 0))) return false;
+  PyObject* number = PyTuple_GET_ITEM(args, 1);
+  const at::ScalarType dtype = THPVariable_Unpack(PyTuple_GET_ITEM(args, 0)).scalar_type();
+  if (dtype != at::kFloat && dtype != at::kDouble) return false;
+  if (!PyFloat_CheckExact(number) && !PyLong_CheckExact(number)) return false;
+  for (const char* known : {"aten::add", "aten::sub", "aten::mul", "aten::div"}) {
+    if (name == known || name == std::string(known) + "_") return true;
+  }
+  return false;
+}
+
 bool convert_arguments(const c10::FunctionSchema& schema, PyObject* args, PyObject* kwargs, torch::jit::Stack& stack) {
   const auto& formals = schema.arguments();
   const size_t positional = PyTuple_GET_SIZE(args);
@@ -174,8 +175,7 @@ bool convert_arguments(const c10::FunctionSchema& schema, PyObject* args, PyObje
         PyErr_Clear();
         return false;
       }
-      if (index == 1 && formal.real_type()->kind() == TypeKind::TensorType && stack[0].isTensor() &&
-          stack[0].toTensor().defined() && casts_number(schema.name(), stack[0].toTensor(), value)) {
+      if (index == 1 && formal.real_type()->kind() == TypeKind::TensorType && casts_number(schema.name(), args)) {
         made = IValue(made.toTensor().to(stack[0].toTensor().scalar_type()));  // once, and not at each replay
         made.toTensor().unsafeGetTensorImpl()->set_wrapped_number(true);
       }

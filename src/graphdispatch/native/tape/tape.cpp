@@ -188,7 +188,11 @@ PyObject* replay(PyObject* self, PyObject*) {
 }
 
 bool prepare(Step& step, const char* name, const char* overload, PyObject* args, PyObject* kwargs) {
-  const auto op = c10::Dispatcher::singleton().findSchema({name, overload});
+  std::string kind = overload;
+  if ((kind == "Scalar" || kind == "Scalar_out") && graphdispatch::casts_number(name, args)) {
+    kind = kind == "Scalar" ? "Tensor" : "out";  // which it calls itself, with a tensor made at each replay
+  }
+  const auto op = c10::Dispatcher::singleton().findSchema({name, kind});
   if (!op || !graphdispatch::has_plain_results(op->schema())) return false;
   if (!graphdispatch::convert_arguments(op->schema(), args, kwargs, step.arguments)) return false;
   step.op = op;
