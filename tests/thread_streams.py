@@ -260,10 +260,6 @@ class ThreadPool(CPUPool):
             self._last_stream = current
         current.synchronize()
 
-    def is_idle(self) -> bool:
-        """Whether the stream that last used the pool is done."""
-        return self._last_stream.end().done.is_set()
-
 
 class ThreadBackend(CPUBackend):
     """The CPU backend with a thread for each stream other than the default one."""

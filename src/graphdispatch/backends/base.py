@@ -175,10 +175,6 @@ class Pool(Shared, ABC):
         """
 
     @abstractmethod
-    def is_idle(self) -> bool:
-        """Whether no replay of the pool is in flight."""
-
-    @abstractmethod
     def close(self) -> None:
         """Release the memory as soon as the last graph is gone; idempotent."""
 

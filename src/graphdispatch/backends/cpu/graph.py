@@ -58,10 +58,6 @@ class CPUPool(Pool):
     def order_after_last_use(self) -> None:
         """Do nothing: replays run at once, on the thread that holds the pool's lock."""
 
-    def is_idle(self) -> bool:
-        """True: a replay is done when it returns."""
-        return True
-
     def close(self) -> None:
         """Do nothing: an arena is freed with its last graph."""
 

@@ -34,7 +34,6 @@ Note [all segments are asked for]
 
 import contextlib
 import ctypes
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
 __all__ = ["CUDAPool", "begin_recording", "may_be_empty"]
 
 _Handle: TypeAlias = "_POOL_HANDLE"  # a pair of integers
-_ANSWER_S = 200e-6  # how long an idle device may take to say that it has reached an event
 
 
 class _Hold(NamedTuple):
@@ -80,8 +78,6 @@ class CUDAPool(Pool):
         self._raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # only with CUDA
         self._last_raw: int | None = None
         self._last: torch.cuda.Stream | None = None
-        self._mark: torch.cuda.Event | None = None
-        self._mark_generation = -1
 
     def after_fork(self) -> None:
         """CUDA cannot be used in a forked child, and every use of the pool says so."""
@@ -127,7 +123,6 @@ class CUDAPool(Pool):
     def used_on(self, stream: torch.cuda.Stream) -> None:
         """Note that work on the pool's memory ends on ``stream``."""
         self._last, self._last_raw = stream, int(stream.cuda_stream)
-        self._mark = None
 
     def order_after_last_use(self) -> None:
         """Make the current stream wait for the stream that last used the pool; if they are one, only compare them."""
@@ -137,26 +132,6 @@ class CUDAPool(Pool):
         if self._last is not None:
             current.wait_stream(self._last)
         self.used_on(current)
-
-    def is_idle(self) -> bool:
-        """Whether no replay of the pool is in flight. False if CUDA cannot be asked, as inside a capture.
-
-        The first call after a replay may wait for a moment, since even an idle device needs some time to answer.
-        """
-        if self._last is None:
-            return True
-        try:
-            if torch.cuda.is_current_stream_capturing():
-                return False
-            deadline = 0.0
-            if self._mark is None or self._mark_generation != self.generation:
-                self._mark, self._mark_generation = self._last.record_event(), self.generation
-                deadline = time.perf_counter() + _ANSWER_S
-            while not (is_reached := self._mark.query()) and time.perf_counter() < deadline:
-                pass
-            return bool(is_reached)
-        except RuntimeError:  # the stream is being captured by someone else
-            return False
 
     def wait_until_idle(self) -> None:
         """Block until everything that used the pool's memory is done."""
