@@ -25,7 +25,7 @@ import torch
 from torch._ops import OpOverload
 
 from ..copying import NotCopied, Shared
-from ..errors import BackendError, DeviceLostError, ReplayError
+from ..errors import DeviceLostError, ReplayError
 from ..forking import make_rlock, renew_in_child
 from ..reasons import Reason
 from .insight import OperatorMode, run_kernel
@@ -59,7 +59,7 @@ class Event(NotCopied, ABC):
 
     @abstractmethod
     def elapsed_ms(self, end: "Event") -> float:
-        """Milliseconds of device time from this mark to ``end``. Both need ``timing=True``, and both must be done."""
+        """Milliseconds of device time from this mark to ``end``. Both were made with ``timing=True``, and are done."""
 
 
 class Stream(NotCopied, ABC):
@@ -99,21 +99,15 @@ class Timer:
     def __init__(self, start_event: Event, end_event: Event) -> None:
         self._start = start_event
         self._end = end_event
-        self._started = self._stopped = False
+        self._stopped = False
 
     def start(self) -> None:
         """Begin, on the current stream."""
         self._start.record()
-        self._started, self._stopped = True, False
+        self._stopped = False
 
     def stop(self) -> None:
-        """End, on the current stream.
-
-        Raises:
-            BackendError: The timer was not started.
-        """
-        if not self._started:
-            raise BackendError("timer was stopped before it was started; call start() first")
+        """End what ``start`` began, on the current stream."""
         self._end.record()
         self._stopped = True
 
