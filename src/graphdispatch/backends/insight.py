@@ -13,6 +13,7 @@ Note [what arrives as one call]
 import sys
 import threading
 from functools import cache
+from itertools import product
 from types import FunctionType, MethodType
 from typing import Any, cast
 
@@ -34,35 +35,35 @@ _MADE_OF_OTHERS = frozenset({"aten", "inductor"})
 _COMPILED = (".cpp", ".cc", ".cxx", ".c", ".cu", ".cuh", ".h", ".hpp", ".hip", ".mm", ".sycl")
 COMPILER = "torch._inductor.output_code"
 """The module of torch whose compiled code runs kernels that no mode sees, unless it is revealed."""
+_COMPOSITE = "CompositeImplicitAutograd"
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
 @cache
-def is_composite(func: OpOverload) -> bool:
-    """Whether torch itself makes the operator of other operators on every device.
+def _has_parts(func: OpOverload) -> bool:
+    return func.namespace in _MADE_OF_OTHERS and _has_kernel(func.name(), _COMPOSITE)
+
+
+def is_composite(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether torch itself makes the operator of other operators on the device of these arguments.
 
     Under ``torch.inference_mode`` a mode sees such an operator as a whole. The schema does not tell what it does:
     ``reshape`` may copy, ``batch_norm`` writes to buffers. The mode therefore enters itself again and runs
     ``func.decompose``, so that it sees the parts, as it does without inference mode.
     """
-    if func.namespace not in _MADE_OF_OTHERS:
-        return False
-    name = func.name()
-    return _has_kernel(name, "CompositeImplicitAutograd") and not (
-        _has_kernel(name, "CPU") or _has_kernel(name, "CUDA")
-    )
+    return _has_parts(func) and not _has_kernel(func.name(), _device_key(args, kwargs))
 
 
 def python_kernel(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """The device's dispatch key, if the kernel that the call reaches is a Python function; else None."""
     name = func.name()
-    if func.namespace == "aten":  # a kernel of CUDA that somebody replaced launches kernels, and a graph holds those
+    if func.namespace == "aten":  # an accelerator's that somebody replaced launches kernels, and a graph holds those
         is_replaced = f"aten/{name.removeprefix('aten::')}/CPU" in torch.library._impls
         return "CPU" if is_replaced and _device_key(args, kwargs) == "CPU" else None
     device = _device_key(args, kwargs)
     if func.namespace == "_c10d_functional":  # its Python only wraps a tensor that is still on its way
         return None
-    for key in (device, "CompositeExplicitAutograd", "CompositeImplicitAutograd"):
+    for key in (device, "CompositeExplicitAutograd", _COMPOSITE):
         if _has_kernel(name, key):
             return device if _is_python(name, key) else None
     return None
@@ -84,34 +85,33 @@ def run_kernel(func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _device_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    for tensor in tensors_in(args, kwargs):
-        if tensor.device.type != "cpu":
-            return str(torch._C._dispatch_key_for_device(tensor.device.type))
-    return "CPU"
+    kinds = (tensor.device.type for tensor in tensors_in(args, kwargs))
+    return str(torch._C._dispatch_key_for_device(next((kind for kind in kinds if kind != "cpu"), "cpu")))
 
 
-_revealed: dict[str, torch.library.Library] = {}
-"""What holds the registrations, by the operator's name. There is one, as torch has one set of operators."""
+_revealed: dict[tuple[str, str], torch.library.Library] = {}
+"""What holds the registrations, by the operator's name and the key. There is one, as torch has one set of operators."""
 _reveal_lock = threading.Lock()
 
 
-def reveal_operators() -> None:
+def reveal_operators(device: torch.device) -> None:
     """Have modes see each C++ operator that is registered without a dispatch key; see the module's text.
 
     It is registered as nothing to do at autograd's place, for as long as the process lives: torch then goes on to the
     operator's one kernel, from which autograd sees the same operators as before. Costs 0.4 ms. Threads may call it.
+
+    Args:
+        device: A device of the call, besides the CPU.
     """
-    composite = "CompositeImplicitAutograd"
-    for full in torch._C._dispatch_get_registrations_for_dispatch_key(composite):
+    keys = {f"Autograd{torch._C._dispatch_key_for_device(kind)}" for kind in ("cpu", device.type)}
+    for full, key in product(torch._C._dispatch_get_registrations_for_dispatch_key(_COMPOSITE), keys):
         namespace, _, name = full.partition("::")
-        if namespace in _MADE_OF_OTHERS or namespace == "prim" or full in _revealed:
+        if namespace in _MADE_OF_OTHERS or namespace == "prim" or (full, key) in _revealed:
             continue
         with _reveal_lock:
-            if full not in _revealed and not _has_kernel(full, "AutogradCPU"):
-                library = torch.library.Library(namespace, "IMPL")
-                for key in ("AutogradCPU", "AutogradCUDA"):
-                    library.impl(name, torch.library.fallthrough_kernel, key)
-                _revealed[full] = library
+            if (full, key) not in _revealed and not _has_kernel(full, key):
+                _revealed[full, key] = library = torch.library.Library(namespace, "IMPL")
+                library.impl(name, torch.library.fallthrough_kernel, key)
 
 
 class OperatorMode(UntracedMode):
@@ -146,7 +146,7 @@ class OperatorMode(UntracedMode):
         if is_traced:
             sys.setprofile(None)
         try:
-            if is_composite(func):
+            if is_composite(func, args, kwargs):
                 with self:
                     return func.decompose(*args, **kwargs)
             key = python_kernel(func, args, kwargs)

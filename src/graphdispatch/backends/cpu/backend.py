@@ -95,7 +95,7 @@ class _CPUCapture(Capture):
         self._recorder = Recorder()
         self._modes = ExitStack()
         self._stack = _get_current_dispatch_mode_stack()
-        reveal_operators()
+        reveal_operators(backend.device)
         CAPTURE_LOCK.acquire()
         try:
             self._modes.enter_context(SaysCapturing(backend.is_capturing))
