@@ -72,19 +72,6 @@ _UNMARKED_WRITES = {
     "aten::miopen_batch_norm": (3, 4),
 }
 _EMPTY = {f"aten::{new}empty{how}" for new in ("", "new_") for how in ("", "_like", "_permuted", "_strided")}
-# Operators that tell the host what it knows without reading any element: how a tensor lies in memory, its type, what
-# follows from shapes (an attention's longest lengths).
-_FROM_SHAPES = """
-    _batch_norm_impl_index _cudnn_attention_forward _debug_has_internal_overlap _dimI _dimV
-    _efficient_attention_forward _fused_sdp_choice _has_compatible_shallow_copy_type _has_same_storage_numel
-    _is_zerotensor _nested_get_ragged_idx _nnpack_available _nnz _scaled_dot_product_cudnn_attention
-    _scaled_dot_product_flash_attention _scaled_dot_product_fused_attention_overrideable _use_cudnn_ctc_loss
-    _use_cudnn_rnn_flatten_weight _use_miopen_ctc_loss _version can_cast cudnn_is_acceptable dense_dim dim
-    get_device is_coalesced is_complex is_conj is_contiguous is_distributed is_floating_point is_inference
-    is_leaf is_neg is_pinned is_same_size is_set_to is_signed is_vulkan_available numel output_nr promote_types
-    q_per_channel_axis q_scale q_zero_point qscheme result_type retains_grad size sparse_dim storage_offset
-    stride sym_is_contiguous sym_numel sym_size sym_storage_offset sym_stride
-"""
 _PLAIN_VALUE = frozenset({"bool", "complex", "float", "int", "number", "str"})
 _RESULT_DEPENDS_ON_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -295,13 +282,11 @@ def _always_forbidden(func: OpOverload) -> str | None:
 
 
 def _gives_host_value(func: OpOverload) -> bool:
-    """Whether it takes a tensor and returns a plain value, other than what follows from shapes and types. Nobody knows
-    what an operator of somebody else reads, so that its schema decides."""
+    """Whether an operator of somebody else takes a tensor and returns a plain value. Nobody knows what it reads, so
+    its schema decides; torch's own have tags where that is more than shapes and types tell."""
     schema = func._schema
-    if func.namespace == "aten" and schema.name.removeprefix("aten::") in _FROM_SHAPES.split():
-        return False
     given, results = (" ".join(str(each.type) for each in part) for part in (schema.arguments, schema.returns))
-    return "Tensor" in given and not _PLAIN_VALUE.isdisjoint(re.findall(r"\w+", results))
+    return func.namespace != "aten" and "Tensor" in given and not _PLAIN_VALUE.isdisjoint(re.findall(r"\w+", results))
 
 
 def _masked_index(func: OpOverload, args: Sequence[Any]) -> str | None:
