@@ -18,7 +18,7 @@ import torch
 
 from ..forking import make_lock, renew_in_child
 
-__all__ = ["ASKS", "COPIES", "EXPOSED", "HostReads", "Listening", "SaysCapturing", "StandIns"]
+__all__ = ["ASKS", "EXPOSED", "HostReads", "Listening", "SaysCapturing", "StandIns"]
 
 _LENGTHS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "_pad_packed_sequence", "tensor_split")
 """Functions in C++ that read lengths from a tensor, if they get one, to choose the operators that they call."""
@@ -138,18 +138,6 @@ def _tell_of_capture(_: str, original: Any, listeners: Callable[[], list[Any]]) 
     return is_capturing
 
 
-def _tell_of_copy(name: str, original: Any, listeners: Callable[[], list[Any]]) -> Any:
-    @functools.wraps(original)
-    def copy(*args: Any, **kwargs: Any) -> Any:
-        texts = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, str)]
-        if name != "to" or "cpu" in texts:
-            for on_copy in listeners():
-                on_copy(f"Tensor.{name}")
-        return original(*args, **kwargs)
-
-    return copy
-
-
 _SHARING = {torch.Tensor: "numpy __array__ __dlpack__ data_ptr", torch.UntypedStorage: "data_ptr fill_ __setitem__"}
 EXPOSED = StandIns([(owner, name) for owner in _SHARING for name in _SHARING[owner].split()], _tell_of_read)
 """Methods, of classes alone, that let the host's code write unseen; pickling asks a storage for its ``data_ptr``."""
@@ -165,8 +153,6 @@ _READS = StandIns(
     ],
     _tell_of_read,
 )
-COPIES = StandIns([(torch.Tensor, name) for name in ("cpu", "pin_memory", "to")], _tell_of_copy)
-"""Copies to the host, which do nothing on a CPU."""
 _GRAPHS = [module for path, module in list(sys.modules.items()) if re.fullmatch(r"torch\.\w+\.graphs", path)]
 """Where torch has the graphs of its accelerators."""
 ASKS = frozenset(vars(module)[_QUESTION].__code__ for module in _GRAPHS if _QUESTION in vars(module))
