@@ -11,8 +11,8 @@ from ..decide.size_table import Memo
 from ..descriptors import DispatchKey
 from ..errors import ConfigError, check_count, shown
 from ..forking import make_lock
-from ..modes import DispatchMode
 from ..sizes import check_sizes
+from .keys import DispatchMode
 from .policies import DispatchPolicy, check_limits
 
 __all__ = ["AdaptiveDispatchPolicy", "bucket_of"]

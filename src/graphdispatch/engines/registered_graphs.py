@@ -25,7 +25,7 @@ from ..errors import ConfigError, shown
 from ..forking import make_lock
 from ..memory.cache import GraphCache, Victim
 from ..memory.entry import CUDAGraphEntry
-from ..modes import CUDAGraphMode, DispatchMode, EntryState
+from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..serve.group import Route
 from ..serve.prewarm import capture_example
@@ -33,6 +33,7 @@ from ..serve.server import Server
 from ..stats import EvictionReason
 from .external_graphs import Replayable, entry_around
 from .key_table import KeyTable
+from .keys import DispatchMode
 from .policies import DispatchPolicy
 
 __all__ = ["GRAPH_MODES", "Registered", "Slot", "Worker", "check_key"]

@@ -5,9 +5,9 @@ from typing import Any
 
 from ..copying import Unlocked
 from ..forking import make_lock
-from ..modes import DispatchMode
 from ..reasons import Reason
 from ..showing import html_table
+from .keys import DispatchMode
 
 __all__ = ["DispatchStats"]
 
