@@ -8,27 +8,41 @@ Note [what arrives as one call]
     An operator in C++ that was registered without a dispatch key (``m.def(schema, &fn)``) passes itself off as made of
     others. Torch would run it above all modes, where nobody sees its work on raw memory. ``reveal_operators`` has torch
     pass by that early place, so that the operator runs where all modes see it. Nothing else about it changes.
+
+Note [compiled code]
+    Code that torch's inductor compiled reserves memory and calls its kernels past torch's dispatcher, so no mode sees
+    them. The call of a compiled graph can be seen instead: its arguments are all that it reads, it says which of them
+    it writes, and what it returns is new. So it stands in a recording as one call, and a replay runs the compiled
+    kernels.
 """
 
 import sys
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import HigherOrderOperator, OpOverload
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode_temporarily
 
 from ..errors import CaptureError
 from ..reasons import Reason
-from .compiled import CompiledRegion, reveal_compiled
 from .operators import tensors_in, user_line
 from .tracing import UntracedMode
 
-__all__ = ["COMPILER", "OperatorMode", "is_composite", "python_kernel", "reveal_operators", "run_kernel"]
+__all__ = [
+    "CompiledRegion",
+    "OperatorMode",
+    "PythonCalls",
+    "python_kernel",
+    "reveal_operators",
+    "run_kernel",
+]
 
 _MADE_OF_OTHERS = frozenset({"aten", "inductor"})
 """The namespaces whose composite operators are made of other operators."""
@@ -114,6 +128,52 @@ def reveal_operators(device: torch.device) -> None:
                 library.impl(name, torch.library.fallthrough_kernel, key)
 
 
+_compiled: list[type] = []
+"""The class of compiled graphs, once its calls are shown to modes. There is one, as torch has one compiler."""
+
+
+@dataclass(frozen=True)
+class CompiledRegion:
+    """Looks like an operator to those that watch: ``region(graph, *inputs)`` runs a compiled graph.
+
+    ``mutated`` are the inputs, by position, that it writes.
+    """
+
+    size: int
+    mutated: tuple[int, ...]
+    namespace = "inductor_compiled"
+    tags: tuple[torch.Tag, ...] = ()
+
+    @property
+    def _schema(self) -> Any:
+        writes = [None, *(SimpleNamespace(is_write=True) if i in self.mutated else None for i in range(self.size))]
+        arguments = [SimpleNamespace(name=f"input_{i}", alias_info=info) for i, info in enumerate(writes)]
+        return SimpleNamespace(name=f"{self.namespace}::region", arguments=arguments, returns=())
+
+    def __call__(self, graph: Any, *inputs: Any) -> Any:
+        """Run the graph, which empties the list that it is given."""
+        return graph(list(inputs))
+
+    def __str__(self) -> str:
+        return "compiled code"
+
+
+class PythonCalls(UntracedMode):
+    """Notes the operators in Python that compiled code calls; ``names`` has them."""
+
+    def __init__(self, is_python: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._is_python = is_python
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note one operator and run it."""
+        kwargs = kwargs or {}
+        if self._is_python(func, args, kwargs) is not None:
+            self.names.append(func._schema.name)
+        return func(*args, **kwargs)
+
+
 class OperatorMode(UntracedMode):
     """A mode that sees operators as their parts; see Note [what arrives as one call].
 
@@ -127,7 +187,7 @@ class OperatorMode(UntracedMode):
         super().__init__()  # type: ignore[no-untyped-call]
         compiler = sys.modules.get(COMPILER)
         if compiler is not None:
-            reveal_compiled(compiler, OperatorMode)
+            _reveal_compiled(compiler)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -191,3 +251,32 @@ class OperatorMode(UntracedMode):
     def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operator that has no parts. Torch functions are disabled meanwhile."""
         raise NotImplementedError
+
+
+def _reveal_compiled(compiler: ModuleType) -> None:
+    """Show calls of compiled graphs to entered modes, by ``watch_region``. Costs such calls 0.1 us.
+
+    ``compiler`` is the module that has their class. Does nothing if it is not the one known here: the memory of
+    compiled code is then of unknown origin, and a capture refuses it.
+    """
+    graphs = getattr(compiler, "CompiledFxGraph", None)
+    with _reveal_lock:
+        if not _compiled and "mutated_input_idxs" in getattr(graphs, "__annotations__", {}):
+            _reveal(graphs)
+
+
+def _reveal(graphs: Any) -> None:
+    plain = graphs.__call__
+    depth = torch._C._len_torch_dispatch_stack
+
+    def call(self: Any, inputs: Sequence[Any]) -> Any:
+        if not any(isinstance(torch._C._get_dispatch_stack_at(i), OperatorMode) for i in range(depth())):
+            return plain(self, inputs)
+        with _pop_mode_temporarily() as mode:
+            if not isinstance(mode, OperatorMode):
+                return call(self, inputs)
+            region = CompiledRegion(len(inputs), tuple(sorted(self.mutated_input_idxs)))
+            return mode.watch_region(region, (self, *inputs))
+
+    graphs.__call__ = call
+    _compiled.append(graphs)

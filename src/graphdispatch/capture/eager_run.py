@@ -23,9 +23,9 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
 from ..backends.insight import reveal_operators
-from ..backends.modes import profiler_range
 from ..backends.operators import is_strided, tensors_in
 from ..backends.standins import ASKS
+from ..backends.tracing import profiler_range
 from ..call.rules import graph_name
 from ..call.signature import PLAIN_TENSORS
 from ..call.spec import VALUES, FlatCall, Leaves, is_tensor

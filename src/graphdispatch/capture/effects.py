@@ -18,8 +18,7 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..backends.base import Backend
-from ..backends.compiled import CompiledRegion, PythonCalls
-from ..backends.insight import OperatorMode, python_kernel, run_kernel
+from ..backends.insight import CompiledRegion, OperatorMode, PythonCalls, python_kernel, run_kernel
 from ..backends.operators import (
     OperatorKind,
     check_geometry,

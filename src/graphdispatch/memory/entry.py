@@ -10,9 +10,8 @@ from torch.autograd import forward_ad
 
 from ..axes import Axis, lengths_of, pack
 from ..backends.base import Backend, Graph, Pool, Timer
-from ..backends.modes import default_device, dispatch_modes, function_modes, is_transformed, trace
 from ..backends.operators import is_strided
-from ..backends.tracing import untraced
+from ..backends.tracing import default_device, dispatch_modes, function_modes, is_transformed, trace, untraced
 from ..call.rules import graph_name
 from ..call.signature import ForeignSignature, InputSpec, Signature
 from ..call.spec import FlatCall, is_tensor

@@ -9,7 +9,7 @@ its own address.
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from ...errors import CaptureError
 from ...reasons import Reason
-from ..insight import OperatorMode, run_kernel
+from ..insight import CompiledRegion, OperatorMode, run_kernel
 from ..operators import (
     OperatorKind,
     changes_view,
@@ -35,9 +35,6 @@ from ..operators import (
 )
 from ..standins import HostReads
 from .kernels import choose_kernel
-
-if TYPE_CHECKING:
-    from ..compiled import CompiledRegion
 
 __all__ = ["Instruction", "Literal", "Recorder", "Recording", "Slot", "TensorRef"]
 
@@ -190,7 +187,7 @@ class Recorder(OperatorMode):
             func(*args, **(kwargs or {})) if self.is_paused else super().__torch_dispatch__(func, types, args, kwargs)
         )
 
-    def watch_region(self, region: "CompiledRegion", args: tuple[Any, ...]) -> Any:
+    def watch_region(self, region: CompiledRegion, args: tuple[Any, ...]) -> Any:
         """Record the call of a compiled graph."""
         return region(*args) if self.is_paused else super().watch_region(region, args)
 
