@@ -173,27 +173,24 @@ def is_strided(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-_LEAVES = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format})
-
-
 def tensors_in(*trees: Any) -> list[torch.Tensor]:
     """All tensors in nests of arguments or results, in torch's order."""
     found: list[torch.Tensor] = []
     for tree in trees:
         kind = type(tree)
-        if kind is torch.Tensor:
+        if issubclass(kind, torch.Tensor):
             found.append(tree)
         elif kind is tuple or kind is list:
-            if tree:
-                found += tensors_in(*tree)
+            found += tensors_in(*tree)
         elif kind is dict:
-            if tree:
-                found += tensors_in(*tree.values())
-        elif issubclass(kind, torch.Tensor):
-            found.append(tree)
-        elif kind not in _LEAVES:
+            found += tensors_in(*tree.values())
+        elif _is_nest(kind):
             found += (leaf for leaf in tree_iter(tree) if issubclass(type(leaf), torch.Tensor))
     return found
+
+
+def _is_nest(kind: type) -> bool:
+    return kind in SUPPORTED_NODES or issubclass(kind, tuple)
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -205,7 +202,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
         return [map_leaves(fn, value) for value in tree]
     if kind is dict:
         return {key: map_leaves(fn, value) for key, value in tree.items()}
-    return tree_map(fn, tree) if kind in SUPPORTED_NODES or issubclass(kind, tuple) else fn(tree)
+    return tree_map(fn, tree) if _is_nest(kind) else fn(tree)
 
 
 def written_tensors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -123,6 +123,17 @@ class Step(NamedTuple):
     outs: tuple[torch.Tensor, ...] | None = None
 
 
+def step_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[torch.Tensor, ...] | None = None
+) -> Step:
+    """The step that calls an operator or compiled code. New results are copied to ``outs``, if there are any."""
+    run = partial(getattr(func, "_op", func), *args, **kwargs)
+    if outs is not None:
+        run = partial(run_and_copy, func, args, kwargs, outs)
+    is_for_tape = isinstance(func, OpOverload) and func.namespace != "_c10d_functional"
+    return Step(run, func, (args, kwargs) if is_for_tape else None, outs)
+
+
 class Program:
     """Steps, ready to run. One thread at a time runs them: the one that holds the pool's lock."""
 
@@ -356,8 +367,7 @@ class _Binder:
         return self._tensor(value) if type(value) is TensorRef else value
 
     def _fill(self, literal: Literal) -> Step:
-        place = self._tensor(literal.ref)
-        return Step(partial(place.copy_, literal.initial), torch.ops.aten.copy_.default, ((place, literal.initial), {}))
+        return step_of(torch.ops.aten.copy_.default, (self._tensor(literal.ref), literal.initial), {})
 
     def _bind(self, instruction: Instruction) -> list[Step]:
         args, kwargs = map_leaves(self._bound, instruction.args), map_leaves(self._bound, instruction.kwargs)
@@ -366,13 +376,7 @@ class _Binder:
         if kernel is not None:
             kwargs = kwargs | dict(zip(out_names(kernel), outs, strict=True))
             parts = parts_of(kernel, args, kwargs) or [Call(kernel, args, kwargs)]
-            return [
-                Step(partial(part.func._op, *part.args, **part.kwargs), part.func, (part.args, part.kwargs))
-                for part in parts
-            ]
+            return [step_of(*part) for part in parts]
         if func.namespace == "c10d":
             return [Step(partial(run_collective, func, args, kwargs), func)]
-        operands = (args, kwargs) if isinstance(func, OpOverload) and func.namespace != "_c10d_functional" else None
-        if outs or instruction.kind is OperatorKind.OPAQUE:
-            return [Step(partial(run_and_copy, func, args, kwargs, outs), func, operands, outs)]
-        return [Step(partial(getattr(func, "_op", func), *args, **kwargs), func, operands)]
+        return [step_of(func, args, kwargs, outs if outs or instruction.kind is OperatorKind.OPAQUE else None)]
