@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphdispatch import CUDAGraphMode, Decision, Reason
-from graphdispatch.axes import Extents, axes_of
 from graphdispatch.decide.size_table import SizeTable
 from graphdispatch.engines import BatchDescriptor
+from graphdispatch.sizes import Extents, axes_of
 
 FULL, NONE = CUDAGraphMode.FULL, CUDAGraphMode.NONE
 sizes = st.lists(st.integers(1, 60), min_size=1, unique=True).map(lambda found: tuple(sorted(found)))

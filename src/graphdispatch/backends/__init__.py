@@ -7,8 +7,8 @@ from pkgutil import iter_modules
 
 import torch
 
+from ..copying import make_lock
 from ..errors import BackendError
-from ..forking import make_lock
 from .base import Backend, Capture, Graph, Pool, Timer
 
 __all__ = ["Backend", "Capture", "Graph", "Pool", "Timer", "available_backends", "get_backend", "register_backend"]

@@ -24,9 +24,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch._ops import OpOverload
 
-from ..copying import NotCopied, Shared
+from ..copying import NotCopied, Shared, make_rlock, renew_in_child
 from ..errors import DeviceLostError, ReplayError
-from ..forking import make_rlock, renew_in_child
 from ..reasons import Reason
 from .insight import OperatorMode, run_kernel
 
@@ -135,7 +134,7 @@ class Pool(Shared, ABC):
         renew_in_child(self)
 
     def after_fork(self) -> None:
-        """A thread that ran a replay is gone: see Note [after a fork] in ``forking.py``."""
+        """A thread that ran a replay is gone: see Note [after a fork] in ``copying.py``."""
         if not self.is_inside_replay():
             self.replaying_on = None
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import torch
 
-from ..forking import make_lock, renew_in_child
+from ..copying import make_lock, renew_in_child
 
 __all__ = ["ASKS", "EXPOSED", "HostReads", "Listening", "SaysCapturing", "StandIns"]
 
@@ -69,7 +69,7 @@ class StandIns:
                 self._take_out()
 
     def after_fork(self) -> None:
-        """In a child only the forking thread listens; see Note [after a fork] in ``forking.py``."""
+        """In a child only the forking thread listens; see Note [after a fork] in ``copying.py``."""
         self._users = len(self.listeners())
         if not self._users:
             self._take_out()

@@ -19,7 +19,6 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from ..axes import Axis, lengths_of, pack
 from ..backends.operators import bits_equal, storage_key
 from ..call.signature import PLAIN_TENSORS, InputSpec
 from ..errors import CaptureError
@@ -27,6 +26,7 @@ from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import first_rows
 from ..memory.proof import RowProof
 from ..reasons import Reason
+from ..sizes import Axis, lengths_of, pack
 from . import probes
 from .attempt import CaptureAttempt
 from .probes import BY_RULE, Make, Padding

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 from ..backends import get_backend
 from ..backends.base import Timer
 from ..backends.tracing import untraced
-from ..copying import MadeAnew
+from ..copying import MadeAnew, make_lock
 from ..decide.decision import Decision
 from ..descriptors import DispatchKey
 from ..errors import CaptureError, ConfigError, ReplayError, check_callable, check_count, check_type, shown
-from ..forking import make_lock
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
 from ..reasons import Reason

@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 from ..backends import Backend, Pool
 from ..call.rules import ArgumentRules
 from ..config import CUDAGraphOptions
-from ..copying import NotCopied
+from ..copying import NotCopied, make_lock
 from ..decide.decision import Decision
 from ..decide.size_table import Memo, SizeTable
 from ..descriptors import BatchDescriptor, DispatchKey
 from ..errors import ConfigError, shown
-from ..forking import make_lock
 from ..memory.cache import GraphCache, Victim
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode, EntryState

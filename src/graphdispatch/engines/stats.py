@@ -3,8 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from ..copying import Unlocked
-from ..forking import make_lock
+from ..copying import Unlocked, make_lock
 from ..reasons import Reason
 from ..showing import html_table
 from .keys import DispatchMode

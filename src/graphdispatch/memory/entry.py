@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ..axes import Axis, lengths_of, pack
 from ..backends.base import Backend, Graph, Pool, Timer
 from ..backends.operators import is_strided
 from ..backends.tracing import default_device, dispatch_modes, function_modes, is_transformed, trace, untraced
@@ -20,6 +19,7 @@ from ..descriptors import BatchDescriptor, size_text
 from ..errors import GuardError, ReplayError
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
+from ..sizes import Axis, lengths_of, pack
 from ..state.guards import StateGuard, WorkspaceGuard
 from ..stats import CUDAGraphStats, Gain
 from .inputs import StaticInputs

@@ -31,7 +31,7 @@ from typing import Any, TypeAlias
 import torch
 from torch._ops import OpOverload
 
-from ..forking import NO_FORK, make_lock, renew_in_child
+from ..copying import NO_FORK, make_lock, renew_in_child
 from . import IS_ENABLED
 from .build import CompileError, compile_extension
 

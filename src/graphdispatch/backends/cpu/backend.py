@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
+from ...copying import make_rlock
 from ...errors import BackendError, CaptureError
-from ...forking import make_rlock
 from ...native import known_to_core
 from ...reasons import Reason
 from ..base import CAPTURE_LOCK, Backend, Capture, Event, Graph, Pool, Stream
