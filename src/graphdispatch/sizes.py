@@ -77,11 +77,6 @@ def axes_of(names: Sequence[str]) -> tuple[Axis, ...]:
     return tuple(Axis(name, shift, LONGEST) for name, shift in zip(names, shifts, strict=True))
 
 
-def pack(axes: Sequence[Axis], lengths: Sequence[int]) -> int:
-    """The number of a batch with these extents, one for each axis: its rows, if these are the only axis."""
-    return lengths[0] if tuple(axes) == (ROWS,) else Extents.pack(axes, lengths)
-
-
 def lengths_of(axes: Sequence[Axis], number: int) -> tuple[int, ...]:
     """The extents of a batch, one for each axis."""
     return tuple(axis.of(number) for axis in axes)
@@ -96,18 +91,6 @@ class Extents(int):
     """The number of a batch with several dynamic dimensions; as text it names the extents, ``4 x 37``."""
 
     axes: tuple[Axis, ...]
-
-    @classmethod
-    def of(cls, axes: Sequence[Axis], number: int) -> "Extents":
-        """A number as what it stands for."""
-        extents = cls(number)
-        extents.axes = tuple(axes)
-        return extents
-
-    @classmethod
-    def pack(cls, axes: Sequence[Axis], lengths: Sequence[int]) -> "Extents":
-        """The number of some lengths, one for each axis."""
-        return cls.of(axes, sum(axis.put(n) for axis, n in zip(axes, lengths, strict=True)))
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -124,6 +107,15 @@ class Extents(int):
 
     def __format__(self, spec: str) -> str:
         return format(str(self) if not spec or spec[-1] == "s" else int(self), spec)
+
+
+def pack(axes: Sequence[Axis], lengths: Sequence[int]) -> int:
+    """The number of a batch with these extents, one for each axis: its rows, if these are the only axis."""
+    if tuple(axes) == (ROWS,):
+        return lengths[0]
+    extents = Extents(sum(axis.put(length) for axis, length in zip(axes, lengths, strict=True)))
+    extents.axes = tuple(axes)
+    return extents
 
 
 def cells_of(number: int) -> int:
