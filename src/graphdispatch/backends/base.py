@@ -287,9 +287,9 @@ class _Watch(threading.local):
 class Backend(Shared, ABC):
     """Capture, replay, streams, events and memory of one device.
 
-    ``capture_executes`` tells whether recording also runs the operators (the CPU backend) or only notes them (CUDA).
-    ``is_bit_exact`` tells whether an unpadded replay gives the same bits as eager, and ``holds_any_kernel`` whether a
-    graph holds kernels that torch's dispatcher does not see.
+    ``capture_executes`` tells whether recording runs the operators as torch's dispatcher sees them, so that a graph
+    holds no other kernels (the CPU backend), or only notes what the device is to do (CUDA). ``is_bit_exact`` tells
+    whether an unpadded replay gives the same bits as eager.
 
     Args:
         device: The device.
@@ -299,7 +299,6 @@ class Backend(Shared, ABC):
     device_type: ClassVar[str]
     capture_executes: ClassVar[bool]
     is_bit_exact: ClassVar[bool]
-    holds_any_kernel: ClassVar[bool] = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

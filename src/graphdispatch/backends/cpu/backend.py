@@ -113,7 +113,6 @@ class CPUBackend(Backend):
     device_type: ClassVar[str] = "cpu"
     capture_executes: ClassVar[bool] = True
     is_bit_exact: ClassVar[bool] = True
-    holds_any_kernel: ClassVar[bool] = False
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
