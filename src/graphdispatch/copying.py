@@ -15,7 +15,7 @@ Note [after a fork]
 import os
 import threading
 from copy import copy, deepcopy
-from typing import Any, ClassVar, NoReturn, Protocol, Self
+from typing import Any, NoReturn, Protocol, Self
 from weakref import WeakSet
 
 from .errors import CopyError
@@ -65,8 +65,6 @@ class Unlocked:
     """A copy has all that this object has, in containers of its own, and its own ``_lock``."""
 
     _lock: Any
-    _left_out: ClassVar[frozenset[str]] = frozenset(("_lock",))
-    """The attributes that a copy makes for itself."""
 
     def _attributes(self) -> dict[str, Any]:
         """All attributes by name, those that lie in slots first."""
@@ -75,7 +73,7 @@ class Unlocked:
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
-            return {name: copy(value) for name, value in self._attributes().items() if name not in self._left_out}
+            return {name: copy(value) for name, value in self._attributes().items() if name != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():

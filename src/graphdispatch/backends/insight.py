@@ -161,15 +161,14 @@ class CompiledRegion:
 class PythonCalls(UntracedMode):
     """Notes the operators in Python that compiled code calls; ``names`` has them."""
 
-    def __init__(self, is_python: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._is_python = is_python
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note one operator and run it."""
         kwargs = kwargs or {}
-        if self._is_python(func, args, kwargs) is not None:
+        if python_kernel(func, args, kwargs) is not None:
             self.names.append(func._schema.name)
         return func(*args, **kwargs)
 

@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..backends.base import Backend
-from ..backends.insight import CompiledRegion, OperatorMode, PythonCalls, python_kernel, run_kernel
+from ..backends.insight import CompiledRegion, OperatorMode, PythonCalls, run_kernel
 from ..backends.operators import (
     OperatorKind,
     check_geometry,
@@ -154,7 +154,7 @@ class EffectRecorder(OperatorMode):
     def watch_region(self, region: CompiledRegion, args: tuple[Any, ...]) -> Any:
         """Save what compiled code overwrites. Python inside it would not be frozen, so no graph may hold that."""
         before = torch.get_rng_state()
-        with PythonCalls(python_kernel) as inside:
+        with PythonCalls() as inside:
             result = super().watch_region(region, args)
         is_hidden = any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in args[1:2])
         self.uses_rng |= is_hidden
