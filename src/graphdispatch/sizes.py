@@ -17,25 +17,6 @@ from typing import NamedTuple
 
 from .errors import ConfigError, check_count, shown
 
-__all__ = [
-    "HIDDEN",
-    "LONGEST",
-    "MOST_AXES",
-    "NAMED_SIZES",
-    "ROWS",
-    "Axis",
-    "Extents",
-    "are_min_batches",
-    "axes_of",
-    "cells_of",
-    "check_sizes",
-    "extents_text",
-    "lengths_of",
-    "named_sizes",
-    "pack",
-    "resolve_sizes",
-]
-
 _BITS = 21
 MOST_AXES = 3
 LONGEST = (1 << _BITS) - 1

@@ -29,8 +29,6 @@ from ..errors import DeviceLostError, ReplayError
 from ..reasons import Reason
 from .insight import OperatorMode, run_kernel
 
-__all__ = ["CAPTURE_LOCK", "Backend", "Capture", "Event", "Graph", "Pool", "Stream", "Timer"]
-
 CAPTURE_LOCK = make_rlock()
 
 

@@ -35,15 +35,6 @@ from ..reasons import Reason
 from .operators import tensors_in, user_line
 from .tracing import UntracedMode
 
-__all__ = [
-    "CompiledRegion",
-    "OperatorMode",
-    "PythonCalls",
-    "python_kernel",
-    "reveal_operators",
-    "run_kernel",
-]
-
 _MADE_OF_OTHERS = frozenset({"aten", "inductor"})
 """The namespaces whose composite operators are made of other operators."""
 _COMPILED = (".cpp", ".cc", ".cxx", ".c", ".cu", ".cuh", ".h", ".hpp", ".hip", ".mm", ".sycl")

@@ -21,29 +21,6 @@ from torch.utils._pytree import SUPPORTED_NODES, tree_iter, tree_map
 from ..errors import CaptureError
 from ..reasons import Reason
 
-__all__ = [
-    "OperatorKind",
-    "bits_equal",
-    "changes_view",
-    "check_geometry",
-    "draws",
-    "forbidden",
-    "geometry",
-    "has_fixed_shapes",
-    "is_expanded",
-    "is_seeded",
-    "is_strided",
-    "is_total",
-    "is_unsafe",
-    "kind_of",
-    "map_leaves",
-    "storage_key",
-    "tensors_in",
-    "user_line",
-    "view_key",
-    "written_tensors",
-]
-
 _aten = torch.ops.aten
 
 

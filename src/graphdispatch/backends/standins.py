@@ -18,8 +18,6 @@ import torch
 
 from ..copying import make_lock, renew_in_child
 
-__all__ = ["ASKS", "EXPOSED", "HostReads", "Listening", "SaysCapturing", "StandIns"]
-
 _LENGTHS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "_pad_packed_sequence", "tensor_split")
 """Functions in C++ that read lengths from a tensor, if they get one, to choose the operators that they call."""
 _QUESTION = "is_current_stream_capturing"

@@ -16,21 +16,6 @@ from torch._C._profiler import _RecordFunctionFast
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = [
-    "UntracedMode",
-    "compiler_at_work",
-    "default_device",
-    "dispatch_modes",
-    "function_modes",
-    "in_range",
-    "is_profiled",
-    "is_transformed",
-    "profiler_range",
-    "trace",
-    "transform",
-    "untraced",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 # These are functions in C, so that asking costs a hit little.

@@ -15,9 +15,6 @@ import torch
 
 from . import EXTENSION, WHY_NO_EXTENSION
 
-__all__ = ["ASKED", "CORE", "GUARD", "USES_VERSIONS", "WHY_NO_CORE", "versions_tell"]
-
-
 _FACTS = ("inference mode", "autocast", "requires_grad", "lazy views", "a profiler", "clones")
 _CPU = 0  # the number of the device type
 

@@ -16,8 +16,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-__all__ = ["CORE_SOURCES", "CompileError", "compile_core", "compile_extension", "fingerprint"]
-
 _HERE = Path(__file__).parent
 CORE_SOURCES = _HERE / "core"
 """The folder of the core's sources, which a wheel does not have."""

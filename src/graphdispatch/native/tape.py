@@ -35,8 +35,6 @@ from ..copying import NO_FORK, make_lock, renew_in_child
 from . import IS_ENABLED
 from .build import CompileError, compile_extension
 
-__all__ = ["TAPE", "TapeExtension"]
-
 _log = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parent / "tape"
 _NAME = "graphdispatch.native._tape"

@@ -28,8 +28,6 @@ from ..standins import SaysCapturing
 from .graph import CPUGraph, CPUPool
 from .recorder import Recorder, Recording
 
-__all__ = ["CPUBackend", "InlineStream"]
-
 
 class InlineStream(Stream):
     """A stream whose work runs at once on the thread that submits it, which gets what the work raises.

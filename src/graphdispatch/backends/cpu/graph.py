@@ -26,8 +26,6 @@ from ..operators import OperatorKind, is_total, map_leaves, storage_key, tensors
 from .kernels import Call, out_names, parts_of
 from .recorder import Instruction, Literal, Recording, Slot, TensorRef
 
-__all__ = ["CPUGraph", "CPUPool", "Program", "Step", "loop", "run_and_copy"]
-
 _ALIGNMENT = 64  # bytes, as in torch's CPU allocator, so that kernels take the same vector path as in eager
 # The recorder saw the operators below autograd. Replaying them there saves the way through autograd.
 below_autograd = torch._C._AutoDispatchBelowAutograd

@@ -19,8 +19,6 @@ from torch._ops import OpOverload
 
 from ..operators import bits_equal, has_fixed_shapes
 
-__all__ = ["Call", "choose_kernel", "out_names", "parts_of"]
-
 _aten = torch.ops.aten
 _FLOATS = (torch.float32, torch.float64)  # kernels of 16-bit floats sum in another dtype
 

@@ -36,8 +36,6 @@ from ..operators import (
 from ..standins import HostReads
 from .kernels import choose_kernel
 
-__all__ = ["Instruction", "Literal", "Recorder", "Recording", "Slot", "TensorRef"]
-
 
 @dataclass(eq=False)
 class Slot:

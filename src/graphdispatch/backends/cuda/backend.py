@@ -13,8 +13,6 @@ from ..base import Backend, Capture, Event, Pool, Stream
 from .errors import LOST, MEMORY, diagnose
 from .graph import CUDACapture, CUDAPool
 
-__all__ = ["CUDABackend"]
-
 
 class CUDAStream(Stream):
     """A CUDA stream. It equals every other wrapper of the same stream.

@@ -73,8 +73,6 @@ from .errors import diagnose
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
-__all__ = ["CUDACapture", "CUDAPool", "RecordedCUDAGraph", "raise_classified"]
-
 _Handle: TypeAlias = "_POOL_HANDLE"  # a pair of integers
 
 
