@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
-from types import MappingProxyType
 from typing import NamedTuple
 
 from .errors import ConfigError, check_count, shown
@@ -140,17 +139,15 @@ def _dense(largest: int) -> Iterable[int]:
     return range(1, largest + 1)
 
 
-NAMED_SIZES: Mapping[str, Callable[[int], Iterable[int]]] = MappingProxyType(
-    {
-        "vllm": _vllm,
-        "vllm-interactivity": _vllm_interactivity,
-        "sglang": _sglang,
-        "trtllm": _trtllm,
-        "megatron": _megatron,
-        "pow2": _pow2,
-        "dense": _dense,
-    }
-)
+NAMED_SIZES: Mapping[str, Callable[[int], Iterable[int]]] = {
+    "vllm": _vllm,
+    "vllm-interactivity": _vllm_interactivity,
+    "sglang": _sglang,
+    "trtllm": _trtllm,
+    "megatron": _megatron,
+    "pow2": _pow2,
+    "dense": _dense,
+}
 """The rules by name; ``named_sizes`` sorts what they give and cuts it at the largest size."""
 
 

@@ -78,9 +78,9 @@ class Stream(NotCopied, ABC):
     def synchronize(self) -> None:
         """Block until the queue is empty. If a piece of work raised, raise its error, once."""
 
-    @abstractmethod
     def close(self) -> None:
-        """Finish the queue and release the stream; idempotent."""
+        """Finish the queue and release the stream; idempotent. Here there is nothing to release."""
+        self.synchronize()
 
 
 class Timer:

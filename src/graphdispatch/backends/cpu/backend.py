@@ -54,10 +54,6 @@ class InlineStream(Stream):
         with self._lock:
             pass
 
-    def close(self) -> None:
-        """Block as ``synchronize`` does; there is nothing to release."""
-        self.synchronize()
-
 
 class _CPUEvent(Event):
     """A point in time. Work that was given before it is done, so nobody ever waits for it."""

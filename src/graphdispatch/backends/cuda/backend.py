@@ -36,10 +36,6 @@ class CUDAStream(Stream):
         """Block until the queue is empty."""
         self.native.synchronize()
 
-    def close(self) -> None:
-        """Finish the queue. There is nothing to release, since torch keeps its streams in a pool of its own."""
-        self.native.synchronize()
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CUDAStream) and bool(self.native == other.native)
 
