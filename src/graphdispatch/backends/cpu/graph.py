@@ -9,7 +9,6 @@ Note [one replay, two loops]
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -29,14 +28,6 @@ from .recorder import Instruction, Literal, Recording, Slot, TensorRef
 _ALIGNMENT = 64  # bytes, as in torch's CPU allocator, so that kernels take the same vector path as in eager
 # The recorder saw the operators below autograd. Replaying them there saves the way through autograd.
 below_autograd = torch._C._AutoDispatchBelowAutograd
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The byte offset of each slot of a program in one arena of ``nbytes`` bytes."""
-
-    offsets: dict[Slot, int]
-    nbytes: int
 
 
 def prune(
@@ -74,10 +65,11 @@ def prune(
     return once, each
 
 
-def lay_out(program: list[Instruction], private: set[Slot], outputs: set[Slot]) -> Layout:
+def lay_out(program: list[Instruction], private: set[Slot], outputs: set[Slot]) -> tuple[dict[Slot, int], int]:
     """Place each slot of ``program`` that is not ``private``, so that slots alive at the same time never overlap.
 
-    ``outputs`` stay alive to the end, even those that no instruction touches.
+    ``outputs`` stay alive to the end, even those that no instruction touches. The result is each slot's byte offset in
+    one arena, and the bytes of that arena.
     """
     touched = [*(instruction.reads | instruction.writes for instruction in program), outputs]
     last = {slot: index for index, slots in enumerate(touched) for slot in slots}
@@ -95,7 +87,7 @@ def lay_out(program: list[Instruction], private: set[Slot], outputs: set[Slot]) 
             top = max(top, offset + size)
         for slot in [s for s in alive if last[s] == index]:
             del alive[slot]
-    return Layout(offsets, top)
+    return offsets, top
 
 
 def _lowest_gap(taken: list[tuple[int, int]], size: int) -> int:
@@ -317,7 +309,6 @@ class _Binder:
 
     def __init__(self, recording: Recording, pool: CPUPool) -> None:
         self._storages: dict[Slot, torch.UntypedStorage] = {}
-        self._offsets: dict[Slot, int] = {}
         self._tensors: dict[TensorRef, torch.Tensor] = {}
         shared = {ref.slot for ref in tree_leaves(recording.outputs) if isinstance(ref, TensorRef)}
         slots = shared.union(*(i.reads | i.writes for i in recording.program))
@@ -331,11 +322,10 @@ class _Binder:
         constant = {slot for i in once for slot in i.reads | i.writes}
         for slot in (constant | literals) - set(self._storages):
             self._storages[slot] = torch.empty(slot.nbytes, dtype=torch.uint8).untyped_storage()
-        layout = lay_out(each, set(self._storages), shared)
-        self.arena = pool.take_arena(layout.nbytes) if layout.nbytes else None
+        self._offsets, nbytes = lay_out(each, set(self._storages), shared)
+        self.arena = pool.take_arena(nbytes) if nbytes else None
         if self.arena is not None:
-            self._storages |= dict.fromkeys(layout.offsets, self.arena.untyped_storage())
-            self._offsets = layout.offsets
+            self._storages |= dict.fromkeys(self._offsets, self.arena.untyped_storage())
         own = [s for slot, s in self._storages.items() if slot not in self._offsets]
         self.nbytes = sum(storage.nbytes() for storage in own)
         with torch.inference_mode(False), torch.no_grad():

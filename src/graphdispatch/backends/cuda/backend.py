@@ -15,7 +15,7 @@ from .graph import CUDACapture, CUDAPool
 
 
 class CUDAStream(Stream):
-    """A CUDA stream. It equals every other wrapper of the same stream.
+    """A CUDA stream.
 
     CUDA may report an error of work on the device in any later call, not only in ``synchronize``.
     """
@@ -35,12 +35,6 @@ class CUDAStream(Stream):
     def synchronize(self) -> None:
         """Block until the queue is empty."""
         self.native.synchronize()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, CUDAStream) and bool(self.native == other.native)
-
-    def __hash__(self) -> int:
-        return hash(self.native)
 
     def __repr__(self) -> str:
         return f"<CUDAStream {self.native.device} {self.native.cuda_stream:#x}>"
