@@ -29,17 +29,12 @@ class Sized(Graph):
 class Unused(Pool):
     """A pool that nothing runs in, and that holds nothing."""
 
-    busy = False
-
     @property
     def nbytes(self) -> int:
         return 0
 
     def order_after_last_use(self) -> None:
         """Nothing runs."""
-
-    def is_idle(self) -> bool:
-        return not self.busy
 
     def close(self) -> None:
         """There is nothing to release."""

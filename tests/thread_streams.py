@@ -30,9 +30,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 from graphdispatch import Reason
 from graphdispatch.backends import available_backends, register_backend
 from graphdispatch.backends.base import Event, Pool, Stream
-from graphdispatch.backends.cpu.backend import CPUBackend
+from graphdispatch.backends.cpu.backend import CPUBackend, InlineStream
 from graphdispatch.backends.cpu.graph import CPUPool
-from graphdispatch.backends.cpu.streams import InlineStream
 from graphdispatch.errors import BackendError, CaptureError
 
 __all__ = ["ThreadBackend"]
@@ -259,10 +258,6 @@ class ThreadPool(CPUPool):
             current.after(self._last_stream.end())
             self._last_stream = current
         current.synchronize()
-
-    def is_idle(self) -> bool:
-        """Whether the stream that last used the pool is done."""
-        return self._last_stream.end().done.is_set()
 
 
 class ThreadBackend(CPUBackend):

@@ -1,23 +1,107 @@
-"""Which batch sizes get a graph: the engines' capture sizes by name, and explicit lists.
+"""How large a batch is along its dynamic dimensions, and which batch sizes get a graph.
 
 A batch runs in the next larger captured size: more sizes mean more graphs and less padding. The rules
 below are the defaults of the engines they are named after; none of them imports anything of those engines.
+
+Note [one number for a batch]
+    Where there is one dynamic dimension the number is its rows. Where there are several, each has bits of its own in
+    it. So a lookup by the number is one lookup, whatever it stands for.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from types import MappingProxyType
+from math import prod
+from typing import NamedTuple
 
 from .errors import ConfigError, check_count, shown
 
-__all__ = [
-    "NAMED_SIZES",
-    "are_min_batches",
-    "check_sizes",
-    "named_sizes",
-    "resolve_sizes",
-]
+_BITS = 21
+MOST_AXES = 3
+LONGEST = (1 << _BITS) - 1
+"""What a longer extent counts as; no size is as large."""
+HIDDEN = 1 << 63
+"""Set in the number of a batch of which some row is padding alone, as its mask says."""
+
+
+class Axis(NamedTuple):
+    """One dynamic dimension, and where its extent is in the number."""
+
+    name: str
+    shift: int = 0
+    mask: int = -1
+
+    def of(self, number: int) -> int:
+        """The extent along this axis."""
+        return number >> self.shift & self.mask
+
+    @property
+    def bits(self) -> int:
+        """Where the extent is in the number."""
+        return self.mask << self.shift
+
+    def put(self, extent: int) -> int:
+        """The number of a batch that has this extent, and none along other axes. What is too long counts as longest."""
+        return (extent if self.mask < 0 else min(extent, self.mask)) << self.shift
+
+
+ROWS = Axis("rows")
+"""The only dynamic dimension: the number is its extent."""
+
+
+def axes_of(names: Sequence[str]) -> tuple[Axis, ...]:
+    """Axes for at most ``MOST_AXES`` dimensions; the first of several is in the highest bits."""
+    if len(names) == 1:
+        return (Axis(names[0]),)
+    shifts = range(_BITS * (len(names) - 1), -1, -_BITS)
+    return tuple(Axis(name, shift, LONGEST) for name, shift in zip(names, shifts, strict=True))
+
+
+def lengths_of(axes: Sequence[Axis], number: int) -> tuple[int, ...]:
+    """The extents of a batch, one for each axis."""
+    return tuple(axis.of(number) for axis in axes)
+
+
+def extents_text(axes: Sequence[Axis], number: int) -> str:
+    """The extents of a batch for a person: ``4 x 37``, or its rows."""
+    return " x ".join(map(str, lengths_of(axes, number)))
+
+
+class Extents(int):
+    """The number of a batch with several dynamic dimensions; as text it names the extents, ``4 x 37``."""
+
+    axes: tuple[Axis, ...]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The extents, one for each axis."""
+        return lengths_of(self.axes, self)
+
+    @property
+    def cells(self) -> int:
+        """Their product: what graphs compute on, as far as that follows the extents."""
+        return prod(self.lengths)
+
+    def __str__(self) -> str:
+        return extents_text(self.axes, self)
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self) if not spec or spec[-1] == "s" else int(self), spec)
+
+
+def pack(axes: Sequence[Axis], lengths: Sequence[int]) -> int:
+    """The number of a batch with these extents, one for each axis: its rows, if these are the only axis."""
+    if tuple(axes) == (ROWS,):
+        return lengths[0]
+    extents = Extents(sum(axis.put(length) for axis, length in zip(axes, lengths, strict=True)))
+    extents.axes = tuple(axes)
+    return extents
+
+
+def cells_of(number: int) -> int:
+    """The rows of a batch, or the product of its extents where there are several dynamic dimensions."""
+    cells: int = getattr(number, "cells", number)
+    return cells
 
 
 def _vllm(largest: int) -> Iterable[int]:
@@ -55,17 +139,15 @@ def _dense(largest: int) -> Iterable[int]:
     return range(1, largest + 1)
 
 
-NAMED_SIZES: Mapping[str, Callable[[int], Iterable[int]]] = MappingProxyType(
-    {
-        "vllm": _vllm,
-        "vllm-interactivity": _vllm_interactivity,
-        "sglang": _sglang,
-        "trtllm": _trtllm,
-        "megatron": _megatron,
-        "pow2": _pow2,
-        "dense": _dense,
-    }
-)
+NAMED_SIZES: Mapping[str, Callable[[int], Iterable[int]]] = {
+    "vllm": _vllm,
+    "vllm-interactivity": _vllm_interactivity,
+    "sglang": _sglang,
+    "trtllm": _trtllm,
+    "megatron": _megatron,
+    "pow2": _pow2,
+    "dense": _dense,
+}
 """The rules by name; ``named_sizes`` sorts what they give and cuts it at the largest size."""
 
 

@@ -5,9 +5,8 @@ from collections.abc import Hashable
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from .copying import Unlocked
+from .copying import Unlocked, make_lock
 from .descriptors import BatchDescriptor
-from .forking import make_lock
 from .reasons import Reason
 from .showing import html_table, milliseconds
 

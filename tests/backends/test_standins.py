@@ -4,8 +4,9 @@ import copy
 import io
 import os
 import pickle
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -217,6 +218,54 @@ def test_a_mask_that_eager_reads_is_refused() -> None:
         torch.testing.assert_close(served(x, src_key_padding_mask=mask), model(x, src_key_padding_mask=mask))
     assert set(served.stats.reasons) == {Reason.FIRST_SIGHTING, Reason.CAPTURE_UNSAFE}
     assert "enable_nested_tensor=False" in served.explain(x, src_key_padding_mask=mask)
+
+
+FROM_SHAPES = """
+    _batch_norm_impl_index _cudnn_attention_forward _debug_has_internal_overlap _dimI _dimV
+    _efficient_attention_forward _fused_sdp_choice _has_compatible_shallow_copy_type _has_same_storage_numel
+    _is_zerotensor _nested_get_ragged_idx _nnpack_available _nnz _scaled_dot_product_cudnn_attention
+    _scaled_dot_product_flash_attention _scaled_dot_product_fused_attention_overrideable _use_cudnn_ctc_loss
+    _use_cudnn_rnn_flatten_weight _use_miopen_ctc_loss _version can_cast cudnn_is_acceptable dense_dim dim
+    get_device is_coalesced is_complex is_conj is_contiguous is_distributed is_floating_point is_inference
+    is_leaf is_neg is_pinned is_same_size is_set_to is_signed is_vulkan_available numel output_nr promote_types
+    q_per_channel_axis q_scale q_zero_point qscheme result_type retains_grad size sparse_dim storage_offset
+    stride sym_is_contiguous sym_numel sym_size sym_storage_offset sym_stride
+"""
+"""Operators that tell the host what it knows without reading any element: how a tensor lies in memory, its type, what
+follows from shapes (an attention's longest lengths)."""
+NAMED = "_nested_tensor_from_mask_left_aligned"
+"""It is refused by its name."""
+ALGORITHM = "_cslt_sparse_mm_search"
+"""It takes a compressed sparse tensor, and measures kernels."""
+
+
+PLAIN = {"bool", "complex", "float", "int", "number", "str"}
+TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+def plain_results() -> Iterator[str]:
+    """The names of torch's operators that take a tensor, return a plain value, and have no tag that says so.
+
+    Those that are made of others on every device arrive as these.
+    """
+    composite = set(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
+    for full in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = full.partition("::")
+        if namespace != "aten" or full in composite:
+            continue
+        packet, _, overload = name.partition(".")
+        func = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        takes, gives = (
+            set(re.findall(r"\w+", " ".join(str(one.type) for one in part)))
+            for part in (func._schema.arguments, func._schema.returns)
+        )
+        if "Tensor" in takes and gives & PLAIN and not TAGS & set(func.tags):
+            yield packet
+
+
+def test_torchs_own_results_for_the_host_have_tags() -> None:
+    """All of torch's operators do that give the host more than shapes and types tell."""
+    assert set(plain_results()) - {*FROM_SHAPES.split(), NAMED, ALGORITHM} == set()
 
 
 def test_results_for_the_host_are_refused_by_schema() -> None:

@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphdispatch import eager_break
 from graphdispatch.backends import Capture, Pool, get_backend
 from graphdispatch.backends.cpu.backend import CPUBackend
-from graphdispatch.backends.cpu.graph import CPUGraph, CPUPool
-from graphdispatch.backends.cpu.program import Program, Step
+from graphdispatch.backends.cpu.graph import CPUGraph, CPUPool, Program, Step
 from graphdispatch.backends.operators import OperatorKind, kind_of
 
 from ..helpers import Spy, are_free, may_capture

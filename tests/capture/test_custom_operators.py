@@ -53,7 +53,7 @@ def write_rows(cache: Tensor, x: Tensor, slot: Tensor) -> None:
 def test_operator_without_a_dispatch_key_is_one_call() -> None:
     """A C++ operator that was registered as ``m.def(schema, &fn)`` is recorded whole; torch has one."""
     x = torch.randn(4, 3)
-    reveal_operators()
+    reveal_operators(torch.device("cpu"))
     with Recorder() as recorder:
         torch.ops._test.leaky_relu(x, 0.5)
     assert [str(instruction.func) for instruction in recorder.program] == ["_test.leaky_relu.default"]

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphdispatch import CUDAGraphMode, Decision, Reason
-from graphdispatch.axes import Extents, axes_of
 from graphdispatch.decide.size_table import SizeTable
 from graphdispatch.engines import BatchDescriptor
+from graphdispatch.sizes import Extents, axes_of, pack
 
 FULL, NONE = CUDAGraphMode.FULL, CUDAGraphMode.NONE
 sizes = st.lists(st.integers(1, 60), min_size=1, unique=True).map(lambda found: tuple(sorted(found)))
@@ -35,7 +35,7 @@ lengths = st.tuples(st.integers(1, 9), st.integers(1, 9))
 def test_a_batch_of_two_lengths_goes_to_the_smallest_pair(chosen: set[tuple[int, int]], batch: tuple[int, int]) -> None:
     """Of the pairs with room for both lengths, one with the smallest product; the descriptor has it."""
     axes = axes_of(("rows", "tokens"))
-    decision = SizeTable(chosen, FULL, axes=axes).decide(Extents.pack(axes, batch))
+    decision = SizeTable(chosen, FULL, axes=axes).decide(pack(axes, batch))
     fitting = sorted((a * b, (a, b)) for a, b in chosen if a >= batch[0] and b >= batch[1])
     assert decision.mode is (FULL if fitting else NONE)
     if fitting:
@@ -126,16 +126,16 @@ def test_sizes_are_named_as_they_were_given() -> None:
     assert table((2, 4)).checked([4]) == (4,)
     assert PAIRS.points == ((2, 8), (4, 8), (4, 16))
     assert PAIRS.checked(None) == PAIRS.sizes
-    assert PAIRS.checked([(4, 16), (2, 8)]) == (Extents.pack(AXES, (4, 16)), Extents.pack(AXES, (2, 8)))
-    assert PAIRS.number_of(Extents.pack(AXES, (4, 8))) == Extents.pack(AXES, (4, 8))
+    assert PAIRS.checked([(4, 16), (2, 8)]) == (pack(AXES, (4, 16)), pack(AXES, (2, 8)))
+    assert PAIRS.number_of(pack(AXES, (4, 8))) == pack(AXES, (4, 8))
 
 
 def test_the_smallest_batch_that_needs_a_size() -> None:
     """One more than the next smaller size, along each axis; also for a size that the table does not have."""
     assert [table((2, 4)).min_batch_of(size) for size in (2, 4, 8)] == [1, 3, 5]
-    assert [PAIRS.min_batch_of(Extents.pack(AXES, size)) for size in ((4, 16), (2, 8))] == [
-        Extents.pack(AXES, (3, 9)),
-        Extents.pack(AXES, (1, 1)),
+    assert [PAIRS.min_batch_of(pack(AXES, size)) for size in ((4, 16), (2, 8))] == [
+        pack(AXES, (3, 9)),
+        pack(AXES, (1, 1)),
     ]
     assert table(()).min_batch_of(4) == 1
 

@@ -42,10 +42,6 @@ class ScriptedEvent:
     def synchronize(self) -> None:
         self.driver.log.append("wait until idle")
 
-    def query(self) -> bool:
-        self.driver.unreached -= 1
-        return self.driver.unreached < 0
-
 
 class ScriptedGraph:
     """``torch.cuda.CUDAGraph``: what it does to streams and to the allocator's books, and when it throws."""
@@ -121,7 +117,6 @@ class ScriptedCUDA:
         self.fraction = 1.0
         self.segments: list[dict[str, Any]] = []
         self.warns_of_empty_graphs = False
-        self.unreached = 0  # so many questions find an event not reached yet
 
     @property
     def current(self) -> ScriptedStream:

@@ -264,19 +264,6 @@ def test_a_replay_that_stays_refused_is_an_error(
     assert str(caught.value.__cause__) == texts[-1]
 
 
-@pytest.mark.parametrize(("unreached", "is_idle"), [(0, True), (3, True), (10**9, False)])
-def test_an_idle_device_is_given_time_to_say_so(
-    driver: ScriptedCUDA, backend: Backend, pool: Pool, unreached: int, is_idle: bool
-) -> None:
-    """A mark is not reached at once, also where nothing is in its way; a busy device is asked once more later."""
-    capture(backend, pool).replay()
-    driver.unreached = unreached
-    assert pool.is_idle() is is_idle
-    driver.unreached = 1
-    assert pool.is_idle() is False
-    assert pool.is_idle() is True
-
-
 def test_a_graph_is_released_only_when_idle(driver: ScriptedCUDA, backend: Backend, pool: Pool) -> None:
     """The replays in flight come to their end first."""
     graph = capture(backend, pool)

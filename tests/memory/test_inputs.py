@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphdispatch import Pad
-from graphdispatch.axes import ROWS
 from graphdispatch.call.padding import as_pad
 from graphdispatch.call.signature import InputSpec
 from graphdispatch.errors import ConfigError
 from graphdispatch.memory.inputs import StaticInputs
+from graphdispatch.sizes import ROWS
 
 CPU = torch.device("cpu")
 CAPACITY = 6

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from graphdispatch import Reason, graphed
-from graphdispatch.axes import ROWS
 from graphdispatch.backends import Pool, get_backend
 from graphdispatch.engines import OutputView
 from graphdispatch.errors import CaptureError, StaleOutputError
 from graphdispatch.memory.outputs import OutputRule, Outputs, check_values, learn_output_rule
+from graphdispatch.sizes import ROWS
 
 from ..helpers import AT_ONCE
 

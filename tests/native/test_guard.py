@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 import graphdispatch as gd
-from graphdispatch.native.bound import CORE
-from graphdispatch.native.guards import GUARD, USES_VERSIONS, versions_tell
+from graphdispatch.native.bound import CORE, GUARD, USES_VERSIONS, versions_tell
 
 from ..behaviour.cases import Box, Read, Slotted, put_back
 from ..behaviour.cases_read import KEPT, READS

@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdispatch import ReplayError
 from graphdispatch.backends import get_backend
-from graphdispatch.backends.cpu.graph import CPUGraph
-from graphdispatch.backends.cpu.program import Program, Step, loop, run_and_copy
+from graphdispatch.backends.cpu.graph import CPUGraph, Program, Step, loop, run_and_copy
 from graphdispatch.backends.operators import bits_equal, tensors_in
 from graphdispatch.native import tape
 
@@ -81,7 +80,7 @@ def both(fn: Callable[[torch.Tensor], Any], x: torch.Tensor) -> None:
     graph, out = recorded(lambda: fn(x))
     program = program_of(graph)
     seen = []
-    for run in (partial(loop, program.calls, program.steps), graph.replay):
+    for run in (partial(loop, program.steps), graph.replay):
         kept = []
         torch.manual_seed(3)
         GENERATOR.manual_seed(3)
@@ -144,7 +143,7 @@ def test_errors_are_the_same(name: str) -> None:
     program = program_of(graph)
     graph.replay()
     x.fill_(bad)
-    python = message(partial(loop, program.calls, program.steps))
+    python = message(partial(loop, program.steps))
     assert message(graph.replay) == python
     assert "aten." in python[2][0]
 
@@ -155,7 +154,7 @@ def test_other_shapes_are_refused() -> None:
     place, call = torch.zeros(2), ((x,), {})
     step = Step(partial(run_and_copy, aten.relu.default, *call, (place,)), aten.relu.default, call, (place,))
     program = Program([step])
-    kind, text, _ = message(partial(loop, program.calls, program.steps))
+    kind, text, _ = message(partial(loop, program.steps))
     with pytest.raises(ReplayError, match=r"shapes \[\(2, 3\)\] where the graph holds \[\(2,\)\]") as caught:
         program.run()
     assert (kind, text) == (ReplayError, str(caught.value))
@@ -199,7 +198,7 @@ def test_modes_see_what_they_see_of_python(mode: Callable[[], Any]) -> None:
     graph, _ = recorded(lambda: x.clone().add_(1).relu())
     program = program_of(graph)
     with mode() as python:
-        loop(program.calls, program.steps)
+        loop(program.steps)
     with mode() as native:
         graph.replay()
     assert vars(python) == vars(native)
@@ -212,7 +211,7 @@ def test_the_profiler_sees_the_operators() -> None:
     graph, _ = recorded(lambda: (x @ x.t()).relu())
     program = program_of(graph)
     seen = []
-    for run in (partial(loop, program.calls, program.steps), graph.replay):
+    for run in (partial(loop, program.steps), graph.replay):
         with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
             run()
         seen.append([event.name for event in profiler.events() if event.name.startswith("aten::")])
@@ -225,7 +224,7 @@ def test_autocast_changes_nothing() -> None:
     graph, out = recorded(lambda: (x @ w).softmax(0))
     program = program_of(graph)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loop(program.calls, program.steps)
+        loop(program.steps)
         expected = out.clone()
         out.zero_()
         graph.replay()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from graphdispatch.backends import get_backend
-from graphdispatch.backends.cpu import program as program_module
+from graphdispatch.backends.cpu import graph as graph_module
 from graphdispatch.backends.cpu.graph import CPUGraph
 from graphdispatch.native import tape
 from graphdispatch.native.tape import TapeExtension, cache_folder, fingerprint, torch_flags
@@ -162,7 +162,7 @@ def test_python_serves_until_it_is_ready(compiler: Compiler, monkeypatch: pytest
     """A graph replays by Python's loop while the compiler runs, and by the tape from the next replay on."""
     compiler.block()
     extension = TapeExtension()
-    monkeypatch.setattr(program_module, "TAPE", extension)
+    monkeypatch.setattr(graph_module, "TAPE", extension)
     x, backend = torch.randn(3), get_backend("cpu")
     with backend.begin_capture(backend.make_pool()) as capture:
         out = x * 2

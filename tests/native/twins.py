@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from graphdispatch.backends.modes import is_profiled
+from graphdispatch.backends.tracing import is_profiled
 from graphdispatch.call.signature import Signature
 from graphdispatch.memory.replay import ReplayPlan
 from graphdispatch.serve.hit import HitPath

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from ..backends import get_backend
 from ..call.rules import ArgumentRules
 from ..config import CUDAGraphConfig
+from ..copying import make_lock
 from ..decide.size_table import SizeTable
 from ..descriptors import BatchDescriptor
-from ..forking import make_lock
 from ..memory.accounting import MemoryReport, memory_report
 from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry

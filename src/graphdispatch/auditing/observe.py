@@ -4,6 +4,7 @@ A capture stops at the first operator that no graph can hold. An observed run no
 """
 
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +14,29 @@ from torch.utils._pytree import tree_leaves
 
 from ..backends import get_backend
 from ..backends.operators import OperatorKind, forbidden, is_unsafe, kind_of, tensors_in, user_line
-from ..backends.standins import COPIES, HostReads, Listening, SaysCapturing
+from ..backends.standins import HostReads, Listening, SaysCapturing, StandIns
 from ..call.breaks import BREAKS
 from ..call.spec import CallSpec, FlatCall
 from ..capture.effects import EffectRecorder, retry_once, undo
 from ..errors import CaptureError
 from ..state.trace import CodeTrace
 from ..state.walk import StateWalk
+
+
+def _tell_of_copy(name: str, original: Any, listeners: Callable[[], list[Any]]) -> Any:
+    @wraps(original)
+    def copy(*args: Any, **kwargs: Any) -> Any:
+        texts = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, str)]
+        if name != "to" or "cpu" in texts:
+            for on_copy in listeners():
+                on_copy(f"Tensor.{name}")
+        return original(*args, **kwargs)
+
+    return copy
+
+
+_COPIES = StandIns([(torch.Tensor, name) for name in ("cpu", "pin_memory", "to")], _tell_of_copy)
+"""Copies to the host, which do nothing on a CPU."""
 
 
 class Event(NamedTuple):
@@ -108,7 +125,7 @@ class Observer:
             undo(watch.regions)
             self.backend.set_rng_state(generator)
 
-        reads, copies = HostReads(watch.on_read), Listening(watch.on_copy, COPIES)
+        reads, copies = HostReads(watch.on_read), Listening(watch.on_copy, _COPIES)
         try:
             with trace, SaysCapturing(), reads, copies, watch.guarding():
                 self._call(self._values)

@@ -1,12 +1,14 @@
-"""Backends by name. To add one, add a file and call ``register_backend`` once."""
+"""Backends by name: one for each folder here, and those that other packages give to ``register_backend``."""
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
+from pkgutil import iter_modules
 
 import torch
 
+from ..copying import make_lock
 from ..errors import BackendError
-from ..forking import make_lock
 from .base import Backend, Capture, Graph, Pool, Timer
 
 __all__ = ["Backend", "Capture", "Graph", "Pool", "Timer", "available_backends", "get_backend", "register_backend"]
@@ -14,9 +16,13 @@ __all__ = ["Backend", "Capture", "Graph", "Pool", "Timer", "available_backends",
 _LOCK = make_lock()
 
 
+def _class_in(folder: str) -> type[Backend]:
+    exported = vars(import_module(f".{folder}", __name__)).values()
+    return next(one for one in exported if isinstance(one, type) and issubclass(one, Backend))
+
+
 _FACTORIES: dict[str, Callable[[], type[Backend]]] = {
-    "cpu": lambda: import_module(".cpu", __name__).CPUBackend,
-    "cuda": lambda: import_module(".cuda", __name__).CUDABackend,
+    name: partial(_class_in, name) for _, name, is_folder in iter_modules(__path__) if is_folder
 }
 # One object per device, since a device has one capture stream (Note [one capture at a time] in base.py).
 _INSTANCES: dict[tuple[str, int | None], Backend] = {}
@@ -45,8 +51,9 @@ def available_backends() -> tuple[str, ...]:
 
 
 def _default_name() -> str:
-    """CUDA's where it can be used, else the first of another accelerator, else the CPU's."""
-    names = sorted(available_backends(), key=lambda name: name != "cuda")
+    """That of torch's accelerator where it can be used, else the first of another one, else the CPU's."""
+    accelerator = getattr(torch.accelerator.current_accelerator(), "type", "")
+    names = sorted(available_backends(), key=lambda name: name != accelerator)
     return next((name for name in names if _FACTORIES[name]().device_type != "cpu"), "cpu")
 
 
@@ -55,7 +62,7 @@ def get_backend(name: str = "auto", device: torch.device | None = None) -> Backe
 
     Args:
         name: The name of a backend. ``"auto"`` chooses by ``device``; without a device it takes one of an accelerator
-            that can be used here, as CUDA, else the CPU.
+            that can be used here, else the CPU.
         device: The device. None: the backend's current one.
 
     Returns:

@@ -24,13 +24,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch._ops import OpOverload
 
-from ..copying import NotCopied, Shared
-from ..errors import BackendError, DeviceLostError, ReplayError
-from ..forking import make_rlock, renew_in_child
+from ..copying import NotCopied, Shared, make_rlock, renew_in_child
+from ..errors import DeviceLostError, ReplayError
 from ..reasons import Reason
 from .insight import OperatorMode, run_kernel
-
-__all__ = ["CAPTURE_LOCK", "Backend", "Capture", "Event", "Graph", "Pool", "Stream", "Timer"]
 
 CAPTURE_LOCK = make_rlock()
 
@@ -59,7 +56,7 @@ class Event(NotCopied, ABC):
 
     @abstractmethod
     def elapsed_ms(self, end: "Event") -> float:
-        """Milliseconds of device time from this mark to ``end``. Both need ``timing=True``, and both must be done."""
+        """Milliseconds of device time from this mark to ``end``. Both were made with ``timing=True``, and are done."""
 
 
 class Stream(NotCopied, ABC):
@@ -81,9 +78,9 @@ class Stream(NotCopied, ABC):
     def synchronize(self) -> None:
         """Block until the queue is empty. If a piece of work raised, raise its error, once."""
 
-    @abstractmethod
     def close(self) -> None:
-        """Finish the queue and release the stream; idempotent."""
+        """Finish the queue and release the stream; idempotent. Here there is nothing to release."""
+        self.synchronize()
 
 
 class Timer:
@@ -99,21 +96,15 @@ class Timer:
     def __init__(self, start_event: Event, end_event: Event) -> None:
         self._start = start_event
         self._end = end_event
-        self._started = self._stopped = False
+        self._stopped = False
 
     def start(self) -> None:
         """Begin, on the current stream."""
         self._start.record()
-        self._started, self._stopped = True, False
+        self._stopped = False
 
     def stop(self) -> None:
-        """End, on the current stream.
-
-        Raises:
-            BackendError: The timer was not started.
-        """
-        if not self._started:
-            raise BackendError("timer was stopped before it was started; call start() first")
+        """End what ``start`` began, on the current stream."""
         self._end.record()
         self._stopped = True
 
@@ -141,7 +132,7 @@ class Pool(Shared, ABC):
         renew_in_child(self)
 
     def after_fork(self) -> None:
-        """A thread that ran a replay is gone: see Note [after a fork] in ``forking.py``."""
+        """A thread that ran a replay is gone: see Note [after a fork] in ``copying.py``."""
         if not self.is_inside_replay():
             self.replaying_on = None
 
@@ -173,10 +164,6 @@ class Pool(Shared, ABC):
 
         Call it before touching the pool's memory, with ``lock`` held.
         """
-
-    @abstractmethod
-    def is_idle(self) -> bool:
-        """Whether no replay of the pool is in flight."""
 
     @abstractmethod
     def close(self) -> None:
@@ -298,9 +285,9 @@ class _Watch(threading.local):
 class Backend(Shared, ABC):
     """Capture, replay, streams, events and memory of one device.
 
-    ``capture_executes`` tells whether recording also runs the operators (the CPU backend) or only notes them (CUDA).
-    ``is_bit_exact`` tells whether an unpadded replay gives the same bits as eager, and ``holds_any_kernel`` whether a
-    graph holds kernels that torch's dispatcher does not see.
+    ``capture_executes`` tells whether recording runs the operators as torch's dispatcher sees them, so that a graph
+    holds no other kernels (the CPU backend), or only notes what the device is to do (CUDA). ``is_bit_exact`` tells
+    whether an unpadded replay gives the same bits as eager.
 
     Args:
         device: The device.
@@ -310,7 +297,6 @@ class Backend(Shared, ABC):
     device_type: ClassVar[str]
     capture_executes: ClassVar[bool]
     is_bit_exact: ClassVar[bool]
-    holds_any_kernel: ClassVar[bool] = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -8,61 +8,67 @@ Note [what arrives as one call]
     An operator in C++ that was registered without a dispatch key (``m.def(schema, &fn)``) passes itself off as made of
     others. Torch would run it above all modes, where nobody sees its work on raw memory. ``reveal_operators`` has torch
     pass by that early place, so that the operator runs where all modes see it. Nothing else about it changes.
+
+Note [compiled code]
+    Code that torch's inductor compiled reserves memory and calls its kernels past torch's dispatcher, so no mode sees
+    them. The call of a compiled graph can be seen instead: its arguments are all that it reads, it says which of them
+    it writes, and what it returns is new. So it stands in a recording as one call, and a replay runs the compiled
+    kernels.
 """
 
 import sys
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
-from types import FunctionType, MethodType
+from itertools import product
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import HigherOrderOperator, OpOverload
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode_temporarily
 
 from ..errors import CaptureError
 from ..reasons import Reason
-from .compiled import CompiledRegion, reveal_compiled
 from .operators import tensors_in, user_line
 from .tracing import UntracedMode
-
-__all__ = ["COMPILER", "OperatorMode", "is_composite", "python_kernel", "reveal_operators", "run_kernel"]
 
 _MADE_OF_OTHERS = frozenset({"aten", "inductor"})
 """The namespaces whose composite operators are made of other operators."""
 _COMPILED = (".cpp", ".cc", ".cxx", ".c", ".cu", ".cuh", ".h", ".hpp", ".hip", ".mm", ".sycl")
 COMPILER = "torch._inductor.output_code"
 """The module of torch whose compiled code runs kernels that no mode sees, unless it is revealed."""
+_COMPOSITE = "CompositeImplicitAutograd"
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
 @cache
-def is_composite(func: OpOverload) -> bool:
-    """Whether torch itself makes the operator of other operators on every device.
+def _has_parts(func: OpOverload) -> bool:
+    return func.namespace in _MADE_OF_OTHERS and _has_kernel(func.name(), _COMPOSITE)
+
+
+def is_composite(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether torch itself makes the operator of other operators on the device of these arguments.
 
     Under ``torch.inference_mode`` a mode sees such an operator as a whole. The schema does not tell what it does:
     ``reshape`` may copy, ``batch_norm`` writes to buffers. The mode therefore enters itself again and runs
     ``func.decompose``, so that it sees the parts, as it does without inference mode.
     """
-    if func.namespace not in _MADE_OF_OTHERS:
-        return False
-    name = func.name()
-    return _has_kernel(name, "CompositeImplicitAutograd") and not (
-        _has_kernel(name, "CPU") or _has_kernel(name, "CUDA")
-    )
+    return _has_parts(func) and not _has_kernel(func.name(), _device_key(args, kwargs))
 
 
 def python_kernel(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """The device's dispatch key, if the kernel that the call reaches is a Python function; else None."""
     name = func.name()
-    if func.namespace == "aten":  # a kernel of CUDA that somebody replaced launches kernels, and a graph holds those
+    if func.namespace == "aten":  # an accelerator's that somebody replaced launches kernels, and a graph holds those
         is_replaced = f"aten/{name.removeprefix('aten::')}/CPU" in torch.library._impls
         return "CPU" if is_replaced and _device_key(args, kwargs) == "CPU" else None
     device = _device_key(args, kwargs)
     if func.namespace == "_c10d_functional":  # its Python only wraps a tensor that is still on its way
         return None
-    for key in (device, "CompositeExplicitAutograd", "CompositeImplicitAutograd"):
+    for key in (device, "CompositeExplicitAutograd", _COMPOSITE):
         if _has_kernel(name, key):
             return device if _is_python(name, key) else None
     return None
@@ -84,34 +90,78 @@ def run_kernel(func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _device_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    for tensor in tensors_in(args, kwargs):
-        if tensor.device.type != "cpu":
-            return str(torch._C._dispatch_key_for_device(tensor.device.type))
-    return "CPU"
+    kinds = (tensor.device.type for tensor in tensors_in(args, kwargs))
+    return str(torch._C._dispatch_key_for_device(next((kind for kind in kinds if kind != "cpu"), "cpu")))
 
 
-_revealed: dict[str, torch.library.Library] = {}
-"""What holds the registrations, by the operator's name. There is one, as torch has one set of operators."""
+_revealed: dict[tuple[str, str], torch.library.Library] = {}
+"""What holds the registrations, by the operator's name and the key. There is one, as torch has one set of operators."""
 _reveal_lock = threading.Lock()
 
 
-def reveal_operators() -> None:
+def reveal_operators(device: torch.device) -> None:
     """Have modes see each C++ operator that is registered without a dispatch key; see the module's text.
 
     It is registered as nothing to do at autograd's place, for as long as the process lives: torch then goes on to the
     operator's one kernel, from which autograd sees the same operators as before. Costs 0.4 ms. Threads may call it.
+
+    Args:
+        device: A device of the call, besides the CPU.
     """
-    composite = "CompositeImplicitAutograd"
-    for full in torch._C._dispatch_get_registrations_for_dispatch_key(composite):
+    keys = {f"Autograd{torch._C._dispatch_key_for_device(kind)}" for kind in ("cpu", device.type)}
+    for full, key in product(torch._C._dispatch_get_registrations_for_dispatch_key(_COMPOSITE), keys):
         namespace, _, name = full.partition("::")
-        if namespace in _MADE_OF_OTHERS or namespace == "prim" or full in _revealed:
+        if namespace in _MADE_OF_OTHERS or namespace == "prim" or (full, key) in _revealed:
             continue
         with _reveal_lock:
-            if full not in _revealed and not _has_kernel(full, "AutogradCPU"):
-                library = torch.library.Library(namespace, "IMPL")
-                for key in ("AutogradCPU", "AutogradCUDA"):
-                    library.impl(name, torch.library.fallthrough_kernel, key)
-                _revealed[full] = library
+            if (full, key) not in _revealed and not _has_kernel(full, key):
+                _revealed[full, key] = library = torch.library.Library(namespace, "IMPL")
+                library.impl(name, torch.library.fallthrough_kernel, key)
+
+
+_compiled: list[type] = []
+"""The class of compiled graphs, once its calls are shown to modes. There is one, as torch has one compiler."""
+
+
+@dataclass(frozen=True)
+class CompiledRegion:
+    """Looks like an operator to those that watch: ``region(graph, *inputs)`` runs a compiled graph.
+
+    ``mutated`` are the inputs, by position, that it writes.
+    """
+
+    size: int
+    mutated: tuple[int, ...]
+    namespace = "inductor_compiled"
+    tags: tuple[torch.Tag, ...] = ()
+
+    @property
+    def _schema(self) -> Any:
+        writes = [None, *(SimpleNamespace(is_write=True) if i in self.mutated else None for i in range(self.size))]
+        arguments = [SimpleNamespace(name=f"input_{i}", alias_info=info) for i, info in enumerate(writes)]
+        return SimpleNamespace(name=f"{self.namespace}::region", arguments=arguments, returns=())
+
+    def __call__(self, graph: Any, *inputs: Any) -> Any:
+        """Run the graph, which empties the list that it is given."""
+        return graph(list(inputs))
+
+    def __str__(self) -> str:
+        return "compiled code"
+
+
+class PythonCalls(UntracedMode):
+    """Notes the operators in Python that compiled code calls; ``names`` has them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note one operator and run it."""
+        kwargs = kwargs or {}
+        if python_kernel(func, args, kwargs) is not None:
+            self.names.append(func._schema.name)
+        return func(*args, **kwargs)
 
 
 class OperatorMode(UntracedMode):
@@ -127,7 +177,7 @@ class OperatorMode(UntracedMode):
         super().__init__()  # type: ignore[no-untyped-call]
         compiler = sys.modules.get(COMPILER)
         if compiler is not None:
-            reveal_compiled(compiler, OperatorMode)
+            _reveal_compiled(compiler)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -146,7 +196,7 @@ class OperatorMode(UntracedMode):
         if is_traced:
             sys.setprofile(None)
         try:
-            if is_composite(func):
+            if is_composite(func, args, kwargs):
                 with self:
                     return func.decompose(*args, **kwargs)
             key = python_kernel(func, args, kwargs)
@@ -191,3 +241,32 @@ class OperatorMode(UntracedMode):
     def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operator that has no parts. Torch functions are disabled meanwhile."""
         raise NotImplementedError
+
+
+def _reveal_compiled(compiler: ModuleType) -> None:
+    """Show calls of compiled graphs to entered modes, by ``watch_region``. Costs such calls 0.1 us.
+
+    ``compiler`` is the module that has their class. Does nothing if it is not the one known here: the memory of
+    compiled code is then of unknown origin, and a capture refuses it.
+    """
+    graphs = getattr(compiler, "CompiledFxGraph", None)
+    with _reveal_lock:
+        if not _compiled and "mutated_input_idxs" in getattr(graphs, "__annotations__", {}):
+            _reveal(graphs)
+
+
+def _reveal(graphs: Any) -> None:
+    plain = graphs.__call__
+    depth = torch._C._len_torch_dispatch_stack
+
+    def call(self: Any, inputs: Sequence[Any]) -> Any:
+        if not any(isinstance(torch._C._get_dispatch_stack_at(i), OperatorMode) for i in range(depth())):
+            return plain(self, inputs)
+        with _pop_mode_temporarily() as mode:
+            if not isinstance(mode, OperatorMode):
+                return call(self, inputs)
+            region = CompiledRegion(len(inputs), tuple(sorted(self.mutated_input_idxs)))
+            return mode.watch_region(region, (self, *inputs))
+
+    graphs.__call__ = call
+    _compiled.append(graphs)

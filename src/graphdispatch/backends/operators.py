@@ -21,29 +21,6 @@ from torch.utils._pytree import SUPPORTED_NODES, tree_iter, tree_map
 from ..errors import CaptureError
 from ..reasons import Reason
 
-__all__ = [
-    "OperatorKind",
-    "bits_equal",
-    "changes_view",
-    "check_geometry",
-    "draws",
-    "forbidden",
-    "geometry",
-    "has_fixed_shapes",
-    "is_expanded",
-    "is_seeded",
-    "is_strided",
-    "is_total",
-    "is_unsafe",
-    "kind_of",
-    "map_leaves",
-    "storage_key",
-    "tensors_in",
-    "user_line",
-    "view_key",
-    "written_tensors",
-]
-
 _aten = torch.ops.aten
 
 
@@ -72,19 +49,6 @@ _UNMARKED_WRITES = {
     "aten::miopen_batch_norm": (3, 4),
 }
 _EMPTY = {f"aten::{new}empty{how}" for new in ("", "new_") for how in ("", "_like", "_permuted", "_strided")}
-# Operators that tell the host what it knows without reading any element: how a tensor lies in memory, its type, what
-# follows from shapes (an attention's longest lengths).
-_FROM_SHAPES = """
-    _batch_norm_impl_index _cudnn_attention_forward _debug_has_internal_overlap _dimI _dimV
-    _efficient_attention_forward _fused_sdp_choice _has_compatible_shallow_copy_type _has_same_storage_numel
-    _is_zerotensor _nested_get_ragged_idx _nnpack_available _nnz _scaled_dot_product_cudnn_attention
-    _scaled_dot_product_flash_attention _scaled_dot_product_fused_attention_overrideable _use_cudnn_ctc_loss
-    _use_cudnn_rnn_flatten_weight _use_miopen_ctc_loss _version can_cast cudnn_is_acceptable dense_dim dim
-    get_device is_coalesced is_complex is_conj is_contiguous is_distributed is_floating_point is_inference
-    is_leaf is_neg is_pinned is_same_size is_set_to is_signed is_vulkan_available numel output_nr promote_types
-    q_per_channel_axis q_scale q_zero_point qscheme result_type retains_grad size sparse_dim storage_offset
-    stride sym_is_contiguous sym_numel sym_size sym_storage_offset sym_stride
-"""
 _PLAIN_VALUE = frozenset({"bool", "complex", "float", "int", "number", "str"})
 _RESULT_DEPENDS_ON_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -186,27 +150,24 @@ def is_strided(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-_LEAVES = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format})
-
-
 def tensors_in(*trees: Any) -> list[torch.Tensor]:
     """All tensors in nests of arguments or results, in torch's order."""
     found: list[torch.Tensor] = []
     for tree in trees:
         kind = type(tree)
-        if kind is torch.Tensor:
+        if issubclass(kind, torch.Tensor):
             found.append(tree)
         elif kind is tuple or kind is list:
-            if tree:
-                found += tensors_in(*tree)
+            found += tensors_in(*tree)
         elif kind is dict:
-            if tree:
-                found += tensors_in(*tree.values())
-        elif issubclass(kind, torch.Tensor):
-            found.append(tree)
-        elif kind not in _LEAVES:
+            found += tensors_in(*tree.values())
+        elif _is_nest(kind):
             found += (leaf for leaf in tree_iter(tree) if issubclass(type(leaf), torch.Tensor))
     return found
+
+
+def _is_nest(kind: type) -> bool:
+    return kind in SUPPORTED_NODES or issubclass(kind, tuple)
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -218,7 +179,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
         return [map_leaves(fn, value) for value in tree]
     if kind is dict:
         return {key: map_leaves(fn, value) for key, value in tree.items()}
-    return tree_map(fn, tree) if kind in SUPPORTED_NODES or issubclass(kind, tuple) else fn(tree)
+    return tree_map(fn, tree) if _is_nest(kind) else fn(tree)
 
 
 def written_tensors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -295,13 +256,11 @@ def _always_forbidden(func: OpOverload) -> str | None:
 
 
 def _gives_host_value(func: OpOverload) -> bool:
-    """Whether it takes a tensor and returns a plain value, other than what follows from shapes and types. Nobody knows
-    what an operator of somebody else reads, so that its schema decides."""
+    """Whether an operator of somebody else takes a tensor and returns a plain value. Nobody knows what it reads, so
+    its schema decides; torch's own have tags where that is more than shapes and types tell."""
     schema = func._schema
-    if func.namespace == "aten" and schema.name.removeprefix("aten::") in _FROM_SHAPES.split():
-        return False
     given, results = (" ".join(str(each.type) for each in part) for part in (schema.arguments, schema.returns))
-    return "Tensor" in given and not _PLAIN_VALUE.isdisjoint(re.findall(r"\w+", results))
+    return func.namespace != "aten" and "Tensor" in given and not _PLAIN_VALUE.isdisjoint(re.findall(r"\w+", results))
 
 
 def _masked_index(func: OpOverload, args: Sequence[Any]) -> str | None:

@@ -8,6 +8,7 @@ for all others they do what torch does.
 """
 
 import functools
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -15,12 +16,11 @@ from typing import Any, Self
 
 import torch
 
-from ..forking import make_lock, renew_in_child
-
-__all__ = ["COPIES", "EXPOSED", "HostReads", "Listening", "SaysCapturing", "StandIns"]
+from ..copying import make_lock, renew_in_child
 
 _LENGTHS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "_pad_packed_sequence", "tensor_split")
 """Functions in C++ that read lengths from a tensor, if they get one, to choose the operators that they call."""
+_QUESTION = "is_current_stream_capturing"
 _NUMBERS = ("__bool__", "__int__", "__float__", "__complex__", "__index__")
 _PACKAGE = __name__.partition(".")[0] + "."
 _DEMO = _PACKAGE + "demo."
@@ -67,7 +67,7 @@ class StandIns:
                 self._take_out()
 
     def after_fork(self) -> None:
-        """In a child only the forking thread listens; see Note [after a fork] in ``forking.py``."""
+        """In a child only the forking thread listens; see Note [after a fork] in ``copying.py``."""
         self._users = len(self.listeners())
         if not self._users:
             self._take_out()
@@ -128,24 +128,12 @@ def _read_by(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | 
 
 
 def _tell_of_capture(_: str, original: Any, listeners: Callable[[], list[Any]]) -> Any:
-    is_dummy = isinstance(original, type)  # of a torch without CUDA: a class that cannot be called
+    is_dummy = isinstance(original, type)  # of a torch without the device: a class that cannot be called
 
     def is_capturing() -> bool:
         return any(is_on() for is_on in listeners()) or (not is_dummy and bool(original()))
 
     return is_capturing
-
-
-def _tell_of_copy(name: str, original: Any, listeners: Callable[[], list[Any]]) -> Any:
-    @functools.wraps(original)
-    def copy(*args: Any, **kwargs: Any) -> Any:
-        texts = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, str)]
-        if name != "to" or "cpu" in texts:
-            for on_copy in listeners():
-                on_copy(f"Tensor.{name}")
-        return original(*args, **kwargs)
-
-    return copy
 
 
 _SHARING = {torch.Tensor: "numpy __array__ __dlpack__ data_ptr", torch.UntypedStorage: "data_ptr fill_ __setitem__"}
@@ -163,10 +151,15 @@ _READS = StandIns(
     ],
     _tell_of_read,
 )
-COPIES = StandIns([(torch.Tensor, name) for name in ("cpu", "pin_memory", "to")], _tell_of_copy)
-"""Copies to the host, which do nothing on a CPU."""
-# What the function of torch.cuda calls: so everyone is told who has imported that function by its name.
-_CAPTURES = StandIns([(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing")], _tell_of_capture)
+_GRAPHS = [module for path, module in list(sys.modules.items()) if re.fullmatch(r"torch\.\w+\.graphs", path)]
+"""Where torch has the graphs of its accelerators."""
+ASKS = frozenset(vars(module)[_QUESTION].__code__ for module in _GRAPHS if _QUESTION in vars(module))
+"""Code that calls it may do something else while somebody captures."""
+# What those functions call: so everyone is told who has imported one by its name.
+_CAPTURES = StandIns(
+    [(module, name) for module in _GRAPHS for name in vars(module) if name.endswith("_isCurrentStreamCapturing")],
+    _tell_of_capture,
+)
 
 
 class Listening:
@@ -200,7 +193,7 @@ class HostReads(Listening):
 class SaysCapturing(Listening):
     """Within its block, ``torch.cuda.is_current_stream_capturing()`` is true on the calling thread while ``is_on()``.
 
-    So code that asks before it reads values back to the host takes the path that a CUDA graph would hold.
+    So code that asks before it reads values back to the host takes the path that a graph of a device would hold.
     """
 
     def __init__(self, is_on: Callable[[], bool] = lambda: True) -> None:

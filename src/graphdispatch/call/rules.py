@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..axes import LONGEST, MOST_AXES, ROWS, Axis, axes_of
 from ..descriptors import size_text
 from ..errors import ConfigError, check_callable, check_count, shown
-from ..sizes import check_sizes
+from ..sizes import LONGEST, MOST_AXES, ROWS, Axis, axes_of, check_sizes
 from .padding import Pad, as_pad
 from .spec import FlatCall, Leaf, declared_names, describe, parameter_names
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..axes import HIDDEN, ROWS, Axis, lengths_of, pack
 from ..native.bound import CORE
 from ..reasons import Reason
+from ..sizes import HIDDEN, ROWS, Axis, lengths_of, pack
 from .padding import Pad
 from .rules import ArgumentRules
 from .spec import Leaf, describe, is_tensor

@@ -9,7 +9,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..forking import make_lock, renew_in_child
+from ..copying import make_lock, renew_in_child
 
 
 class _Pauses:
@@ -35,7 +35,7 @@ class _Pauses:
                 gc.enable()
 
     def after_fork(self) -> None:
-        """No pause goes on in a child, which has one thread: see Note [after a fork] in ``forking.py``."""
+        """No pause goes on in a child, which has one thread: see Note [after a fork] in ``copying.py``."""
         if self._number and self._was_enabled:
             gc.enable()
         self._number = 0

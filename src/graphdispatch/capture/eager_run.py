@@ -23,8 +23,9 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
 from ..backends.insight import reveal_operators
-from ..backends.modes import profiler_range
 from ..backends.operators import is_strided, tensors_in
+from ..backends.standins import ASKS
+from ..backends.tracing import profiler_range
 from ..call.rules import graph_name
 from ..call.signature import PLAIN_TENSORS
 from ..call.spec import VALUES, FlatCall, Leaves, is_tensor
@@ -43,9 +44,6 @@ from .effects import EffectRecorder, retry_once, undo
 from .request import CaptureRequest, CaptureResult, failed_result
 
 _log = logging.getLogger("graphdispatch")
-
-_ASKS = torch.cuda.graphs.is_current_stream_capturing.__code__
-"""Code that calls it may do something else while somebody captures."""
 
 
 @dataclass
@@ -111,7 +109,7 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
     refusal = trace.refusal()
     if refusal is not None:
         return failed_result(request, None, refusal, "")
-    reveal_operators()
+    reveal_operators(request.backend.device)
     # Context variables that a run made only for the graph sets are set in a copy, since nobody could unset them.
     within: Callable[..., Any] = _call if request.keep_effects else copy_context().run
     values, arguments, labels = request.values, request.arguments(), None
@@ -150,7 +148,7 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
     trace.spares = True
     return EagerRun(
         *(answer, arguments, opened, open_outputs, effects, outputs, written),
-        *(before, after, draws, trace, changed, drew, on_static_inputs and _ASKS not in trace.codes),
+        *(before, after, draws, trace, changed, drew, on_static_inputs and ASKS.isdisjoint(trace.codes)),
     )
 
 
@@ -273,7 +271,7 @@ def _check_reads(request: CaptureRequest, eager: EagerRun) -> None:
             f"the call sets a random generator ({eager.trace.seeds}), which no replay does; seed it before the call",
             Reason.STATE_REBOUND,
         )
-    if not request.backend.holds_any_kernel and _package_code() in eager.trace.codes:
+    if request.backend.capture_executes and _package_code() in eager.trace.codes:
         raise CaptureError(
             "the call runs a package of AOTInductor, whose kernels no graph of this backend holds; serve the model "
             "that it was made of",
@@ -352,7 +350,7 @@ def _run_once(request: CaptureRequest) -> StateWalk | None:
     trace = CodeTrace(walk, within=FlatCall.__call__.__code__, spares=True)
     if trace.refusal() is not None:
         return None
-    reveal_operators()
+    reveal_operators(request.backend.device)
     effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
     try:
         # Other views each time: state that keeps one of them is not the same after a second run.

@@ -18,8 +18,7 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..backends.base import Backend
-from ..backends.compiled import CompiledRegion, PythonCalls
-from ..backends.insight import OperatorMode, python_kernel, run_kernel
+from ..backends.insight import CompiledRegion, OperatorMode, PythonCalls, run_kernel
 from ..backends.operators import (
     OperatorKind,
     check_geometry,
@@ -155,9 +154,9 @@ class EffectRecorder(OperatorMode):
     def watch_region(self, region: CompiledRegion, args: tuple[Any, ...]) -> Any:
         """Save what compiled code overwrites. Python inside it would not be frozen, so no graph may hold that."""
         before = torch.get_rng_state()
-        with PythonCalls(python_kernel) as inside:
+        with PythonCalls() as inside:
             result = super().watch_region(region, args)
-        is_hidden = args[1].is_cuda if len(args) > 1 and isinstance(args[1], torch.Tensor) else False
+        is_hidden = any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in args[1:2])
         self.uses_rng |= is_hidden
         self.limits_values |= is_hidden
         self.uses_rng |= not torch.equal(before, torch.get_rng_state())

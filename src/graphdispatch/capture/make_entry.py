@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..axes import Axis, pack
 from ..backends.operators import storage_key
 from ..call.spec import is_tensor
 from ..errors import CaptureError
@@ -18,6 +17,7 @@ from ..memory.program import Program
 from ..memory.proof import Compared
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
+from ..sizes import Axis, pack
 from ..state.guards import StateGuard, WorkspaceGuard
 from .attempt import CaptureAttempt
 from .eager_run import check_may_capture, undo_run

@@ -12,7 +12,7 @@ with eager on the first batch only. If anything fails after the eager run, the c
 While torch's profiler is on, each capture and each comparison is a range of it: ``capture`` or ``verify``.
 """
 
-from ..backends.modes import profiler_range
+from ..backends.tracing import profiler_range
 from ..call.rules import graph_name
 from ..errors import CaptureError, GraphDispatchError, VerificationError
 from ..memory.entry import CUDAGraphEntry

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..axes import Axis
 from ..call.signature import InputSpec
+from ..sizes import Axis
 
 _WIDEST = 20  # powers of two
 

@@ -20,7 +20,6 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from ..axes import Axis, lengths_of, pack
 from ..backends.operators import bits_equal, storage_key
 from ..call.signature import PLAIN_TENSORS, InputSpec
 from ..errors import CaptureError
@@ -28,6 +27,7 @@ from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import first_rows
 from ..memory.proof import RowProof
 from ..reasons import Reason
+from ..sizes import Axis, lengths_of, pack
 from . import probes
 from .attempt import CaptureAttempt
 from .effects import EffectRecorder

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..axes import lengths_of, pack
 from ..backends.operators import is_expanded, is_strided, map_leaves, storage_key, tensors_in
 from ..call.spec import is_tensor
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import first_rows
+from ..sizes import lengths_of, pack
 from .eager_run import check_draws, uncached_casts, undo_run
 from .effects import EffectRecorder
 from .probes import Padding

@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
-from ..axes import cells_of
 from ..descriptors import BatchDescriptor
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
+from ..sizes import cells_of
 
 _AGAINST_PADDING = (
     "; where padding is the cause, call eval(), give a mask or a pad rule, or have a size for it (sizes=)"

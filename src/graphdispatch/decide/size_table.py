@@ -4,12 +4,12 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, Generic, TypeVar
 
-from ..axes import HIDDEN, ROWS, Axis, Extents, lengths_of, pack
 from ..config import ResolvedConfig
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, shown
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
+from ..sizes import HIDDEN, ROWS, Axis, Extents, lengths_of, pack
 from .decision import Decision
 
 K = TypeVar("K", bound=Hashable)

@@ -9,13 +9,10 @@ from ..config import CUDAGraphConfig as CUDAGraphConfig
 from ..config import CUDAGraphOptions as CUDAGraphOptions
 from ..descriptors import BatchDescriptor as BatchDescriptor
 from ..descriptors import DispatchKey as DispatchKey
-from ..descriptors import create_dispatch_key as create_dispatch_key
-from ..descriptors import get_padded_key as get_padded_key
 from ..memory.entry import CUDAGraphEntry as CUDAGraphEntry
 from ..memory.entry import GraphEntry as GraphEntry
 from ..memory.outputs import OutputView as OutputView
 from ..modes import CUDAGraphMode as CUDAGraphMode
-from ..modes import DispatchMode as DispatchMode
 from ..modes import EntryState as EntryState
 from ..serve.graphs import Health as Health
 from ..sizes import named_sizes as named_sizes
@@ -30,6 +27,9 @@ from .config import get_cudagraph_sizes as get_cudagraph_sizes
 from .config import resolve_cudagraph_mode as resolve_cudagraph_mode
 from .dispatcher import CudagraphDispatcher as CudagraphDispatcher
 from .key_dispatcher import CudagraphKeyDispatcher as CudagraphKeyDispatcher
+from .keys import DispatchMode as DispatchMode
+from .keys import create_dispatch_key as create_dispatch_key
+from .keys import get_padded_key as get_padded_key
 from .policies import DefaultDispatchPolicy as DefaultDispatchPolicy
 from .policies import DispatchPolicy as DispatchPolicy
 from .prediction import Prewarmer as Prewarmer

@@ -6,13 +6,12 @@ from dataclasses import dataclass, field
 from math import hypot, inf, sqrt
 from typing import ClassVar
 
-from ..copying import Unlocked
+from ..copying import Unlocked, make_lock
 from ..decide.size_table import Memo
 from ..descriptors import DispatchKey
 from ..errors import ConfigError, check_count, shown
-from ..forking import make_lock
-from ..modes import DispatchMode
 from ..sizes import check_sizes
+from .keys import DispatchMode
 from .policies import DispatchPolicy, check_limits
 
 __all__ = ["AdaptiveDispatchPolicy", "bucket_of"]

@@ -5,10 +5,9 @@ from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 from ..backends.tracing import untraced
-from ..copying import MadeAnew
+from ..copying import MadeAnew, make_lock
 from ..descriptors import DispatchKey
 from ..errors import ConfigError, check_callable, check_type, shown
-from ..forking import make_lock
 from ..memory.entry import CUDAGraphEntry
 from .dispatcher import Chosen, CudagraphDispatcher
 from .stats import DispatchStats

@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 from ..backends import get_backend
 from ..backends.base import Timer
 from ..backends.tracing import untraced
-from ..copying import MadeAnew
+from ..copying import MadeAnew, make_lock
 from ..decide.decision import Decision
-from ..descriptors import DispatchKey, create_dispatch_key
+from ..descriptors import DispatchKey
 from ..errors import CaptureError, ConfigError, ReplayError, check_callable, check_count, check_type, shown
-from ..forking import make_lock
 from ..memory.entry import CUDAGraphEntry
-from ..modes import CUDAGraphMode, DispatchMode
+from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..serve.prewarm import arguments_of
 from .external_graphs import Replayable
+from .keys import DispatchMode, create_dispatch_key
 from .policies import DefaultDispatchPolicy, DispatchPolicy
 from .registered_graphs import GRAPH_MODES, Registered, Worker, check_key
 from .stats import DispatchStats

@@ -68,10 +68,6 @@ class ForeignPool(Pool):
     def order_after_last_use(self) -> None:
         """The graph's owner orders its streams."""
 
-    def is_idle(self) -> bool:
-        """Whether it may be closed: always, since closing releases nothing."""
-        return True
-
     def close(self) -> None:
         """The memory is not ours to release."""
 

@@ -5,11 +5,10 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from ..copying import Unlocked
+from ..copying import Unlocked, make_lock
 from ..decide.decision import Decision
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, check_count, shown
-from ..forking import make_lock
 from ..modes import CUDAGraphMode
 from .config import EngineSettings, check_split, get_cudagraph_sizes, mode_of, sorted_sizes
 from .key_table import KeyTable

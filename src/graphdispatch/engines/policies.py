@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from ..descriptors import DispatchKey
 from ..errors import ConfigError, check_count
-from ..modes import DispatchMode
+from .keys import DispatchMode
 
 __all__ = ["DefaultDispatchPolicy", "DispatchPolicy"]
 

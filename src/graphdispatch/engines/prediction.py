@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ..copying import Unlocked
+from ..copying import Unlocked, make_lock
 from ..descriptors import DispatchKey
 from ..errors import ConfigError, check_count
-from ..forking import make_lock
 from ..sizes import check_sizes
 
 __all__ = ["Prewarmer", "SizePredictor"]

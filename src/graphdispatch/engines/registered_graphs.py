@@ -17,15 +17,14 @@ from typing import Any, NamedTuple
 from ..backends import Backend, Pool
 from ..call.rules import ArgumentRules
 from ..config import CUDAGraphOptions
-from ..copying import NotCopied
+from ..copying import NotCopied, make_lock
 from ..decide.decision import Decision
 from ..decide.size_table import Memo, SizeTable
 from ..descriptors import BatchDescriptor, DispatchKey
 from ..errors import ConfigError, shown
-from ..forking import make_lock
 from ..memory.cache import GraphCache, Victim
 from ..memory.entry import CUDAGraphEntry
-from ..modes import CUDAGraphMode, DispatchMode, EntryState
+from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..serve.group import Route
 from ..serve.prewarm import capture_example
@@ -33,6 +32,7 @@ from ..serve.server import Server
 from ..stats import EvictionReason
 from .external_graphs import Replayable, entry_around
 from .key_table import KeyTable
+from .keys import DispatchMode
 from .policies import DispatchPolicy
 
 __all__ = ["GRAPH_MODES", "Registered", "Slot", "Worker", "check_key"]

@@ -3,11 +3,10 @@
 from collections import Counter
 from typing import Any
 
-from ..copying import Unlocked
-from ..forking import make_lock
-from ..modes import DispatchMode
+from ..copying import Unlocked, make_lock
 from ..reasons import Reason
 from ..showing import html_table
+from .keys import DispatchMode
 
 __all__ = ["DispatchStats"]
 

@@ -21,11 +21,10 @@ from ..backends.base import Event, Stream
 from ..backends.tracing import untraced
 from ..call.spec import is_tensor
 from ..config import CUDAGraphOptions
-from ..copying import NotCopied
+from ..copying import NotCopied, make_lock, renew_in_child
 from ..decide.decision import Decision
 from ..descriptors import DispatchKey
 from ..errors import BackendError, ConfigError, check_count, check_type, shown
-from ..forking import make_lock, renew_in_child
 from ..memory.entry import CUDAGraphEntry
 from ..reasons import Reason
 from .dispatcher import Chosen, CudagraphDispatcher, checked_example
@@ -123,7 +122,7 @@ class StreamWorker(Worker):
         renew_in_child(self)
 
     def after_fork(self) -> None:
-        """Take no more steps, so that they run eagerly: see Note [after a fork] in ``forking.py``."""
+        """Take no more steps, so that they run eagerly: see Note [after a fork] in ``copying.py``."""
         self.is_closed = True
         self._marks.clear()
         self._under_way = 0

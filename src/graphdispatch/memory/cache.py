@@ -7,9 +7,8 @@ from weakref import ReferenceType, ref
 
 from ..backends.base import Pool
 from ..config import CUDAGraphOptions
-from ..copying import Shared
+from ..copying import Shared, make_rlock
 from ..errors import ConfigError, IntegrityError, shown
-from ..forking import make_rlock
 from ..modes import EntryState
 from ..reasons import Reason
 from ..stats import CUDAGraphStats, Eviction, EvictionReason

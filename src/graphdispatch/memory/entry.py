@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ..axes import Axis, lengths_of, pack
 from ..backends.base import Backend, Graph, Pool, Timer
-from ..backends.modes import default_device, dispatch_modes, function_modes, is_transformed, trace
 from ..backends.operators import is_strided
-from ..backends.tracing import untraced
+from ..backends.tracing import default_device, dispatch_modes, function_modes, is_transformed, trace, untraced
 from ..call.rules import graph_name
 from ..call.signature import ForeignSignature, InputSpec, Signature
 from ..call.spec import FlatCall, is_tensor
@@ -21,6 +19,7 @@ from ..descriptors import BatchDescriptor, size_text
 from ..errors import GuardError, ReplayError
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
+from ..sizes import Axis, lengths_of, pack
 from ..state.guards import StateGuard, WorkspaceGuard
 from ..stats import CUDAGraphStats, Gain
 from .inputs import StaticInputs

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from ..axes import ROWS, Axis, lengths_of, pack
 from ..backends.operators import bits_equal
 from ..call.signature import InputSpec
-from ..forking import renew_in_child
+from ..copying import renew_in_child
+from ..sizes import ROWS, Axis, lengths_of, pack
 
 __all__ = ["StaticInputs"]
 
@@ -47,7 +47,7 @@ class StaticInputs:
         renew_in_child(self)
 
     def after_fork(self) -> None:
-        """A thread may have been filling them: see Note [after a fork] in ``forking.py``."""
+        """A thread may have been filling them: see Note [after a fork] in ``copying.py``."""
         self.mark_dirty()
 
     def free(self) -> None:

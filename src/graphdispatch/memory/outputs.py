@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ..axes import Axis, extents_text
 from ..backends.base import Pool
 from ..backends.tracing import untraced
 from ..call.spec import VALUES, describe, is_tensor
 from ..errors import CaptureError, StaleOutputError
 from ..reasons import Reason
+from ..sizes import Axis, extents_text
 from .object_outputs import closed, has_objects, opened_like
 
 __all__ = [

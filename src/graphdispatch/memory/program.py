@@ -10,9 +10,9 @@ from typing import Any, Self
 import torch
 from torch._ops import OpOverload
 
-from ..axes import ROWS, Axis
 from ..backends.operators import OperatorKind, is_strided, kind_of, storage_key
 from ..call.spec import is_tensor
+from ..sizes import ROWS, Axis
 from .proof import RowProof
 
 Operator = tuple[OpOverload, tuple[Any, ...]]

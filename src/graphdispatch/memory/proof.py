@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..axes import ROWS, Axis, lengths_of, pack
 from ..reasons import Reason
+from ..sizes import ROWS, Axis, lengths_of, pack
 
 MOST_COMPARED = 64
 """The largest size of which each number of rows, or each length, is compared with eager by itself."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 import torch
 
-from ..backends.modes import in_range, is_profiled
+from ..backends.tracing import in_range, is_profiled
 from ..errors import ReplayError
 from ..modes import EntryState
 from ..native.bound import CORE

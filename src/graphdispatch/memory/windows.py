@@ -20,8 +20,8 @@ from weakref import WeakSet
 import torch
 
 from ..backends.base import Pool
+from ..copying import make_lock, renew_in_child
 from ..errors import ReplayError
-from ..forking import make_lock, renew_in_child
 
 if TYPE_CHECKING:
     from .entry import CUDAGraphEntry
@@ -44,7 +44,7 @@ class Windows:
         renew_in_child(self)
 
     def after_fork(self) -> None:
-        """Those of threads that are gone are closed: see Note [after a fork] in ``forking.py``."""
+        """Those of threads that are gone are closed: see Note [after a fork] in ``copying.py``."""
         self.open: list[tuple[int, set[int]]] = []
         """For each window its thread and the addresses of its storages; replays read it without a lock."""
         self._runs: dict[object, tuple[int, _Reach]] = {}

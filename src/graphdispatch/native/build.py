@@ -1,7 +1,8 @@
 """Compiles C++ sources to extension modules of Python.
 
 It imports neither torch nor graphdispatch, so that the build hook of the package can load this file alone. As a script
-it compiles the core in place, unless that is newer than its sources; its arguments are more flags for the compiler.
+it compiles the core in place, unless that was made of its sources as they are; its arguments are more flags for the
+compiler.
 """
 
 import hashlib
@@ -14,8 +15,6 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-
-__all__ = ["CORE_SOURCES", "CompileError", "compile_core", "compile_extension", "fingerprint"]
 
 _HERE = Path(__file__).parent
 CORE_SOURCES = _HERE / "core"
@@ -84,8 +83,7 @@ def fingerprint() -> str:
 
 def _is_fresh() -> bool:
     target = _HERE / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
-    made = target.stat().st_mtime if target.exists() else 0.0
-    return all(source.stat().st_mtime <= made for source in CORE_SOURCES.iterdir())
+    return target.exists() and fingerprint().encode() in target.read_bytes()
 
 
 if __name__ == "__main__":

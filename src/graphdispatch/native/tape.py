@@ -21,23 +21,24 @@ import subprocess
 import sys
 import sysconfig
 import threading
+from functools import partial
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any, TypeAlias
 
 import torch
+from torch._ops import OpOverload
 
-from ..forking import NO_FORK, make_lock, renew_in_child
+from ..copying import NO_FORK, make_lock, renew_in_child
 from . import IS_ENABLED
 from .build import CompileError, compile_extension
-from .trial import find_fault
-
-__all__ = ["TAPE", "TapeExtension"]
 
 _log = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parent / "tape"
 _NAME = "graphdispatch.native._tape"
+_Step: TypeAlias = "tuple[OpOverload, tuple[Any, ...], dict[str, Any], tuple[torch.Tensor, ...] | None]"
 _HASH_BYTES = hashlib.sha256().digest_size
 
 
@@ -199,6 +200,56 @@ def load(path: Path) -> ModuleType | None:
 def _is_ours(found: os.stat_result) -> bool:
     others = stat.S_IWGRP | stat.S_IWOTH
     return found.st_uid == os.geteuid() and not found.st_mode & others
+
+
+def find_fault(module: ModuleType) -> str:
+    """What the tape of this extension does otherwise than Python; empty if nothing. Draws no random numbers."""
+    called: list[str] = []
+    with torch.inference_mode(False), torch.no_grad():
+        steps, got = _program()
+        tape = module.Tape(print, print)
+        for func, args, kwargs, outs in steps:
+            if not tape.add(print, func._schema.name, func._schema.overload_name, args, kwargs, outs):
+                return f"it does not take {func}"
+        tape.add_call(partial(called.append, "called"))
+        for _ in range(2):
+            tape.replay()
+        steps, want = _program()
+        for _ in range(2):
+            _run(steps)
+        for index, (a, b) in enumerate(zip(got, want, strict=True)):
+            if not torch.equal(a, b):
+                return f"tensor {index} differs"
+        if called != ["called"] * 2:
+            return "a Python call did not run"
+        return ""
+
+
+def _program() -> tuple[list[_Step], list[torch.Tensor]]:
+    """Operators over new tensors, and the tensors that they write."""
+    aten, x, index = torch.ops.aten, torch.arange(6.0).reshape(2, 3), torch.tensor([1, 0])
+    product, total, wide = torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(2, 6)
+    double, most, where = torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2), torch.zeros(2, dtype=torch.int64)
+    sums, rows = torch.zeros(2, 1), torch.ones(2, 3)
+    steps: list[_Step] = [
+        (aten.mul.out, (x, 2.5), {"out": product}, None),
+        (aten.add.out, (product, rows), {"alpha": 3, "out": total}, None),
+        (aten.cat.out, ([product, total], 1), {"out": wide}, None),
+        (aten.index_put_.default, (rows, [index, None], product), {}, None),
+        (aten.sum.IntList_out, (wide, [1], True), {"dtype": torch.float32, "out": sums}, None),
+        (aten._to_copy.default, (total,), {"dtype": torch.float64}, (double,)),
+        (aten.max.dim, (total, 1), {}, (most, where)),
+        (aten.add_.Tensor, (rows, 1), {}, None),
+    ]
+    return steps, [product, total, wide, double, most, where, sums, rows]
+
+
+def _run(steps: list[_Step]) -> None:
+    for func, args, kwargs, outs in steps:
+        result = func(*args, **kwargs)
+        if outs is not None:
+            for out, value in zip(outs, result if isinstance(result, tuple) else (result,), strict=True):
+                out.copy_(value)
 
 
 TAPE = TapeExtension()

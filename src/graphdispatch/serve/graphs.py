@@ -16,9 +16,9 @@ from ..capture.piecewise import automatic_breaks
 from ..capture.pipeline import capture_entry, verify_entry
 from ..capture.request import CaptureRequest, CaptureResult
 from ..config import CUDAGraphOptions
+from ..copying import make_rlock
 from ..descriptors import size_text
 from ..errors import BackendError, GraphDispatchError
-from ..forking import make_rlock
 from ..memory.accounting import MemoryReport, bytes_of, memory_report
 from ..memory.admission import Quarantine
 from ..memory.cache import GraphCache, StateKey, Victim

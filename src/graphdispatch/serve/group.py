@@ -9,7 +9,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from ..axes import Extents
 from ..call.rules import ArgumentRules
 from ..call.signature import Signature
 from ..call.spec import CallSpec, FlatCall
@@ -23,6 +22,7 @@ from ..memory.outputs import OutputRule
 from ..memory.replay import ReplayPlan
 from ..modes import EntryState
 from ..reasons import Reason
+from ..sizes import Extents
 from ..state.guards import StateGuard
 
 _log = logging.getLogger("graphdispatch")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ..backends.modes import dispatch_modes, function_modes, is_profiled, profiler_range, trace
+from ..backends.tracing import dispatch_modes, function_modes, is_profiled, profiler_range, trace
 from ..call.rules import callable_name
 from ..errors import ReplayError
 from ..memory.entry import CUDAGraphEntry

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from ..axes import lengths_of, pack
 from ..capture.probes import Make, edge, far, is_discrete, may_replace, of_kind, small, telling_places, uniform
 from ..capture.request import CaptureResult
 from ..errors import GraphDispatchError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.proof import RowProof
+from ..sizes import lengths_of, pack
 from .graphs import GraphSet
 from .group import GraphGroup
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ..axes import lengths_of
 from ..call.signature import Refusal
 from ..capture.collector import swept_collector
 from ..capture.request import CaptureResult
@@ -19,6 +18,7 @@ from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..showing import html_table
+from ..sizes import lengths_of
 from .estimate import MemoryEstimate, estimate_memory
 from .graphs import GraphSet
 from .group import GraphGroup, Route

@@ -14,7 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ..backends import Backend, Pool
-from ..backends.modes import function_modes, is_transformed, trace, transform
+from ..backends.tracing import function_modes, is_transformed, trace, transform
 from ..call.rules import callable_name
 from ..call.signature import PLAIN_TENSORS, Refusal
 from ..call.spec import VALUES, CallSpec, leaves_of

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.hooks import RemovableHandle
 
-from ..native.guards import GUARD
+from ..native.bound import GUARD
 from .objects import ABSENT, cell_value, is_compiled_member, slot_value
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..backends.operators import storage_key
 from ..call.spec import VALUES, describe
-from ..native.guards import GUARD
+from ..native.bound import GUARD
 from . import objects
 from .compiled import END, compile_guard
 from .metadata import has_memory

@@ -77,7 +77,7 @@ _DEMO = os.path.join(_PACKAGE_PATH, "demo", "")
 _PACKAGE = str(__package__).partition(".")[0]
 _TORCH_STATE = (
     *("torch.nn", "torch.distributions", "torch.optim", "torch.jit", "torch.utils.data", "torch.return_types"),
-    *("torch.amp.grad_scaler", "torch.cuda.amp.grad_scaler", "torch.ao"),
+    "torch.ao",
 )
 """Where torch keeps classes of objects that belong to a model, besides modules. Its other objects are machinery."""
 _TORCH_NEEDS = ("sympy", "mpmath", "networkx", "jinja2", "fsspec", "filelock")
@@ -137,7 +137,7 @@ def is_followed(kind: type) -> bool:
         return True
     if root in _MACHINERY:
         return False
-    return root != "torch" or module.startswith(_TORCH_STATE)
+    return root != "torch" or module.startswith(_TORCH_STATE) or module.endswith(".amp.grad_scaler")
 
 
 def is_machine(kind: type) -> bool:

@@ -1,6 +1,12 @@
-"""The CPU backend: it captures by recording, and its memory is the host's."""
+"""The CPU backend: it captures by recording, and its memory is the host's.
 
-from contextlib import AbstractContextManager, ExitStack
+Work runs at once on the calling thread, so no stream has a queue.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -12,20 +18,85 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
+from ...copying import make_rlock
 from ...errors import BackendError, CaptureError
 from ...native import known_to_core
 from ...reasons import Reason
-from ..base import CAPTURE_LOCK, Backend, Capture, Graph, Pool
+from ..base import CAPTURE_LOCK, Backend, Capture, Event, Graph, Pool, Stream
 from ..insight import OperatorMode, reveal_operators
 from ..standins import SaysCapturing
 from .graph import CPUGraph, CPUPool
 from .recorder import Recorder, Recording
-from .streams import CPUStreams
-
-__all__ = ["CPUBackend"]
 
 
-class CPUBackend(CPUStreams, Backend):
+class InlineStream(Stream):
+    """A stream whose work runs at once on the thread that submits it, which gets what the work raises.
+
+    Of work that several threads submit, one piece runs at a time. The default stream is an exception, since it stands
+    for the default streams of all threads.
+    """
+
+    def __init__(self, backend: "CPUBackend", lock: AbstractContextManager[object]) -> None:
+        self._backend = backend
+        self._lock = lock
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Run ``work`` now, with this stream current."""
+        with self._lock, self._backend.use_stream(self):
+            work()
+
+    def wait_stream(self, other: Stream) -> None:
+        """Block until other threads' work on ``other`` is done."""
+        checked(other).synchronize()
+
+    def synchronize(self) -> None:
+        """Block until other threads' work on this stream is done."""
+        with self._lock:
+            pass
+
+
+class _CPUEvent(Event):
+    """A point in time. Work that was given before it is done, so nobody ever waits for it."""
+
+    def __init__(self, backend: "CPUBackend") -> None:
+        self._backend = backend
+        self._time = 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        checked(stream or self._backend.current_stream()).synchronize()
+        self._time = time.perf_counter()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Do nothing: the work before the mark is done."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Do nothing: the work before the mark is done."""
+
+    def elapsed_ms(self, end: Event) -> float:
+        assert isinstance(end, _CPUEvent)
+        return (end._time - self._time) * 1e3
+
+
+def checked(stream: Stream) -> InlineStream:
+    """The stream itself; raises ``BackendError`` for one of another backend."""
+    if not isinstance(stream, InlineStream):
+        raise BackendError(f"stream must come from the CPU backend, got {stream!r}; make one with its make_stream()")
+    return stream
+
+
+class _Here(threading.local):
+    """What is current on the calling thread; each thread begins on the default stream."""
+
+    def __init__(self, default: InlineStream) -> None:
+        self.stream = default
+        self.is_capturing = False
+        """Whether the thread's work is being recorded."""
+
+
+class CPUBackend(Backend):
     """Graphs on host memory that behave like CUDA graphs.
 
     Addresses are fixed, Python is frozen, scalars are constants, and the next replay overwrites the outputs. Recording
@@ -36,11 +107,11 @@ class CPUBackend(CPUStreams, Backend):
     device_type: ClassVar[str] = "cpu"
     capture_executes: ClassVar[bool] = True
     is_bit_exact: ClassVar[bool] = True
-    holds_any_kernel: ClassVar[bool] = False
 
     def __init__(self, device: torch.device) -> None:
-        CPUStreams.__init__(self)
-        Backend.__init__(self, device)
+        super().__init__(device)
+        self.default = InlineStream(self, nullcontext())
+        self.here = _Here(self.default)
 
     @classmethod
     def is_available(cls) -> bool:
@@ -67,6 +138,28 @@ class CPUBackend(CPUStreams, Backend):
     def rehearsing(self) -> AbstractContextManager[object]:
         """Within the block, code that asks torch whether anyone captures is told so, as it is while recording."""
         return SaysCapturing()
+
+    def current_stream(self) -> InlineStream:
+        """The calling thread's current stream."""
+        return self.here.stream
+
+    @contextmanager
+    def use_stream(self, stream: Stream) -> Iterator[Stream]:
+        """Make ``stream`` the calling thread's current stream within a ``with`` block. Blocks may nest."""
+        before = self.here.stream
+        self.here.stream = checked(stream)
+        try:
+            yield stream
+        finally:
+            self.here.stream = before
+
+    def make_stream(self) -> InlineStream:
+        """A new stream."""
+        return InlineStream(self, make_rlock())
+
+    def make_event(self, *, timing: bool = False) -> Event:
+        """A new event."""
+        return _CPUEvent(self)
 
     def synchronize(self) -> None:
         """Block until the calling thread's current stream is done."""
@@ -95,7 +188,7 @@ class _CPUCapture(Capture):
         self._recorder = Recorder()
         self._modes = ExitStack()
         self._stack = _get_current_dispatch_mode_stack()
-        reveal_operators()
+        reveal_operators(backend.device)
         CAPTURE_LOCK.acquire()
         try:
             self._modes.enter_context(SaysCapturing(backend.is_capturing))

@@ -1,10 +1,17 @@
-"""A recorded program bound to memory, and the pool whose arenas its programs share."""
+"""A recorded program bound to memory: what of it a replay runs, where its memory lies, and the calls in their order.
+
+Note [one replay, two loops]
+    Both loops call the same operators on the same tensors below autograd, so they give the same bits, draw the same
+    random numbers and raise the same errors. The tape releases the GIL. It leaves to Python what cannot be prepared:
+    compiled code, collectives, and arguments that it does not know. Where a mode or a transform of torch watches the
+    calling thread, the whole replay is Python's.
+"""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -12,15 +19,201 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...errors import ReplayError
 from ...native import known_to_core
+from ...native.tape import TAPE
 from ..base import Graph, Pool
-from ..operators import OperatorKind, map_leaves
-from .kernels import out_names
-from .parts import Call, parts_of
-from .planner import lay_out, prune
-from .program import Program, Step, run_and_copy, run_collective
+from ..operators import OperatorKind, is_total, map_leaves, storage_key, tensors_in
+from .kernels import Call, out_names, parts_of
 from .recorder import Instruction, Literal, Recording, Slot, TensorRef
 
-__all__ = ["CPUGraph", "CPUPool"]
+_ALIGNMENT = 64  # bytes, as in torch's CPU allocator, so that kernels take the same vector path as in eager
+# The recorder saw the operators below autograd. Replaying them there saves the way through autograd.
+below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+def prune(
+    program: list[Instruction], literals: list[Literal], pinned: set[Slot]
+) -> tuple[list[Instruction], list[Instruction]]:
+    """Split a program into the instructions that run once, to make constants, and those that run at each replay.
+
+    ``pinned`` slots are read after the program. They must then hold what eager would have left in them. Operators
+    that are known to do nothing but compute results, which nobody needs, are dropped (``is_total``).
+    """
+    needed = set(pinned)
+    kept: list[Instruction] = []
+    for instruction in reversed(program):
+        is_pure = instruction.kind not in (OperatorKind.RANDOM, OperatorKind.OPAQUE) and is_total(instruction.func)
+        must_run = instruction.writes_outside or not is_pure
+        if must_run or not needed.isdisjoint(instruction.writes):
+            kept.append(instruction)
+            needed |= instruction.reads
+    kept.reverse()
+    overwritten = {slot for i in kept if i.kind is OperatorKind.WRITE for slot in i.writes} | pinned
+    constant = {literal.ref.slot for literal in literals} - overwritten
+    once: list[Instruction] = []
+    each: list[Instruction] = []
+    for instruction in kept:
+        if (
+            instruction.kind is OperatorKind.PURE
+            and not instruction.touches_outside
+            and instruction.reads <= constant
+            and instruction.writes.isdisjoint(overwritten)
+        ):
+            constant |= instruction.writes
+            once.append(instruction)
+        else:
+            each.append(instruction)
+    return once, each
+
+
+def lay_out(program: list[Instruction], private: set[Slot], outputs: set[Slot]) -> tuple[dict[Slot, int], int]:
+    """Place each slot of ``program`` that is not ``private``, so that slots alive at the same time never overlap.
+
+    ``outputs`` stay alive to the end, even those that no instruction touches. The result is each slot's byte offset in
+    one arena, and the bytes of that arena.
+    """
+    touched = [*(instruction.reads | instruction.writes for instruction in program), outputs]
+    last = {slot: index for index, slots in enumerate(touched) for slot in slots}
+    offsets: dict[Slot, int] = {}
+    alive: dict[Slot, tuple[int, int]] = {}
+    top = 0
+    for index, slots in enumerate(touched):
+        for slot in sorted(slots, key=lambda s: -s.nbytes):
+            if slot in private or slot in offsets:
+                continue
+            size = -(-max(slot.nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
+            offset = _lowest_gap(sorted(alive.values()), size)
+            offsets[slot] = offset
+            alive[slot] = (offset, offset + size)
+            top = max(top, offset + size)
+        for slot in [s for s in alive if last[s] == index]:
+            del alive[slot]
+    return offsets, top
+
+
+def _lowest_gap(taken: list[tuple[int, int]], size: int) -> int:
+    start = 0
+    for begin, end in taken:
+        if begin - start >= size:
+            return start
+        start = max(start, end)
+    return start
+
+
+class Step(NamedTuple):
+    """One call of a replay, and the operator behind it.
+
+    ``run`` is Python's call, and ``func`` what it calls. A tape may call the operator ``func`` with ``operands``, its
+    ``args`` and ``kwargs``, instead; without them the call is Python's alone. New results are copied to ``outs``; where
+    ``outs`` is None the operator itself writes them.
+    """
+
+    run: Callable[[], Any]
+    func: Any
+    operands: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    outs: tuple[torch.Tensor, ...] | None = None
+
+
+def step_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[torch.Tensor, ...] | None = None
+) -> Step:
+    """The step that calls an operator or compiled code. New results are copied to ``outs``, if there are any."""
+    run = partial(getattr(func, "_op", func), *args, **kwargs)
+    if outs is not None:
+        run = partial(run_and_copy, func, args, kwargs, outs)
+    is_for_tape = isinstance(func, OpOverload) and func.namespace != "_c10d_functional"
+    return Step(run, func, (args, kwargs) if is_for_tape else None, outs)
+
+
+class Program:
+    """Steps, ready to run. One thread at a time runs them: the one that holds the pool's lock."""
+
+    __slots__ = ("__weakref__", "steps", "tape")
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.steps = steps
+        self.tape: Any = None
+        """What runs the steps with ``replay()``, or None until there is such a thing."""
+        TAPE.start()
+        self.make_tape()
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def make_tape(self) -> None:
+        """Make the tape, if the extension is ready."""
+        if TAPE.module is None:
+            return
+        tape = TAPE.module.Tape(partial(loop, self.steps), partial(tell, self.steps))
+        for run, func, operands, outs in self.steps:
+            if operands is None:
+                tape.add_call(run)
+            else:
+                tape.add(run, func._schema.name, func._schema.overload_name, *operands, outs)
+        self.tape = tape
+
+    def run(self) -> None:
+        """Make the calls. An error of an operator passes through, with a note that names the operator.
+
+        Raises ``ReplayError`` if the results of a copied operator have other shapes than the graph has places for.
+        """
+        if self.tape is None:
+            self.make_tape()
+        if self.tape is not None:
+            self.tape.replay()
+        else:
+            loop(self.steps)
+
+
+def tell(steps: Sequence[Step], position: int, what: BaseException | list[tuple[int, ...]]) -> None:
+    """Note in an error which step raised it. Shapes that a step gave instead are a ``ReplayError``."""
+    step = steps[position]
+    if not isinstance(what, BaseException):
+        raise _other_shapes(step.func, what, step.outs)
+    what.add_note(f"raised by {step.func} in the replay of a graph")
+
+
+def loop(steps: Sequence[Step]) -> None:
+    """Python's way through a program's calls. An error passes through, with a note that names the operator."""
+    try:
+        with below_autograd():
+            for step in steps:
+                step.run()
+    except BaseException as error:
+        tell((step,), 0, error)
+        raise
+
+
+def run_and_copy(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[torch.Tensor, ...]
+) -> None:
+    """Call an operator, and copy the new tensors that it makes to ``outs``. Raises ``ReplayError`` for other shapes."""
+    results = tensors_in(func(*args, **kwargs))
+    if func.namespace == "_c10d_functional":
+        results = [torch.ops._c10d_functional.wait_tensor(t) for t in results]
+    # A result that is one of the arguments needs no copy; the recorder made no output for it.
+    own = set(map(storage_key, tensors_in(args, kwargs)))
+    fresh = [t for t in results if storage_key(t) not in own]
+    got = [tuple(t.shape) for t in fresh]
+    if got != [tuple(t.shape) for t in outs]:
+        raise _other_shapes(func, got, outs)
+    for out, result in zip(outs, fresh, strict=True):
+        out.copy_(result)
+
+
+def run_collective(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Call a collective and wait until its work is done."""
+    result = func(*args, **kwargs)
+    work = result[-1] if isinstance(result, tuple) else result
+    work.wait()
+
+
+def _other_shapes(func: Any, got: list[tuple[int, ...]], outs: tuple[torch.Tensor, ...] | None) -> ReplayError:
+    held = [tuple(t.shape) for t in outs or ()]
+    return ReplayError(
+        f"{func} gave new tensors of shapes {got} where the graph holds {held}: the "
+        "shapes of its results, or whether they are its arguments, depend on data; make it a break of a PIECEWISE "
+        "capture"
+    )
 
 
 class CPUPool(Pool):
@@ -57,10 +250,6 @@ class CPUPool(Pool):
     @known_to_core
     def order_after_last_use(self) -> None:
         """Do nothing: replays run at once, on the thread that holds the pool's lock."""
-
-    def is_idle(self) -> bool:
-        """True: a replay is done when it returns."""
-        return True
 
     def close(self) -> None:
         """Do nothing: an arena is freed with its last graph."""
@@ -120,7 +309,6 @@ class _Binder:
 
     def __init__(self, recording: Recording, pool: CPUPool) -> None:
         self._storages: dict[Slot, torch.UntypedStorage] = {}
-        self._offsets: dict[Slot, int] = {}
         self._tensors: dict[TensorRef, torch.Tensor] = {}
         shared = {ref.slot for ref in tree_leaves(recording.outputs) if isinstance(ref, TensorRef)}
         slots = shared.union(*(i.reads | i.writes for i in recording.program))
@@ -134,11 +322,10 @@ class _Binder:
         constant = {slot for i in once for slot in i.reads | i.writes}
         for slot in (constant | literals) - set(self._storages):
             self._storages[slot] = torch.empty(slot.nbytes, dtype=torch.uint8).untyped_storage()
-        layout = lay_out(each, set(self._storages), shared)
-        self.arena = pool.take_arena(layout.nbytes) if layout.nbytes else None
+        self._offsets, nbytes = lay_out(each, set(self._storages), shared)
+        self.arena = pool.take_arena(nbytes) if nbytes else None
         if self.arena is not None:
-            self._storages |= dict.fromkeys(layout.offsets, self.arena.untyped_storage())
-            self._offsets = layout.offsets
+            self._storages |= dict.fromkeys(self._offsets, self.arena.untyped_storage())
         own = [s for slot, s in self._storages.items() if slot not in self._offsets]
         self.nbytes = sum(storage.nbytes() for storage in own)
         with torch.inference_mode(False), torch.no_grad():
@@ -168,8 +355,7 @@ class _Binder:
         return self._tensor(value) if type(value) is TensorRef else value
 
     def _fill(self, literal: Literal) -> Step:
-        place = self._tensor(literal.ref)
-        return Step(partial(place.copy_, literal.initial), torch.ops.aten.copy_.default, ((place, literal.initial), {}))
+        return step_of(torch.ops.aten.copy_.default, (self._tensor(literal.ref), literal.initial), {})
 
     def _bind(self, instruction: Instruction) -> list[Step]:
         args, kwargs = map_leaves(self._bound, instruction.args), map_leaves(self._bound, instruction.kwargs)
@@ -178,13 +364,7 @@ class _Binder:
         if kernel is not None:
             kwargs = kwargs | dict(zip(out_names(kernel), outs, strict=True))
             parts = parts_of(kernel, args, kwargs) or [Call(kernel, args, kwargs)]
-            return [
-                Step(partial(part.func._op, *part.args, **part.kwargs), part.func, (part.args, part.kwargs))
-                for part in parts
-            ]
+            return [step_of(*part) for part in parts]
         if func.namespace == "c10d":
             return [Step(partial(run_collective, func, args, kwargs), func)]
-        operands = (args, kwargs) if isinstance(func, OpOverload) and func.namespace != "_c10d_functional" else None
-        if outs or instruction.kind is OperatorKind.OPAQUE:
-            return [Step(partial(run_and_copy, func, args, kwargs, outs), func, operands, outs)]
-        return [Step(partial(getattr(func, "_op", func), *args, **kwargs), func, operands)]
+        return [step_of(func, args, kwargs, outs if outs or instruction.kind is OperatorKind.OPAQUE else None)]

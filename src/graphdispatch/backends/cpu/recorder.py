@@ -3,13 +3,13 @@
 The recording never holds a tensor that a recorded operator made. It notes the tensor's *slot* (its storage) and its
 view of that slot, so memory is freed during recording as it is in eager. A tensor that is still alive when recording
 ends belongs to the caller: an output, or anything that the callable kept. All other slots belong to the program, and
-``planner`` lays them out. A tensor that no recorded operator made is external: the program holds it and uses it at
+``graph.py`` lays them out. A tensor that no recorded operator made is external: the program holds it and uses it at
 its own address.
 """
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from ...errors import CaptureError
 from ...reasons import Reason
-from ..insight import OperatorMode, run_kernel
+from ..insight import CompiledRegion, OperatorMode, run_kernel
 from ..operators import (
     OperatorKind,
     changes_view,
@@ -35,11 +35,6 @@ from ..operators import (
 )
 from ..standins import HostReads
 from .kernels import choose_kernel
-
-if TYPE_CHECKING:
-    from ..compiled import CompiledRegion
-
-__all__ = ["Instruction", "Literal", "Recorder", "Recording", "Slot", "TensorRef"]
 
 
 @dataclass(eq=False)
@@ -190,7 +185,7 @@ class Recorder(OperatorMode):
             func(*args, **(kwargs or {})) if self.is_paused else super().__torch_dispatch__(func, types, args, kwargs)
         )
 
-    def watch_region(self, region: "CompiledRegion", args: tuple[Any, ...]) -> Any:
+    def watch_region(self, region: CompiledRegion, args: tuple[Any, ...]) -> Any:
         """Record the call of a compiled graph."""
         return region(*args) if self.is_paused else super().watch_region(region, args)
 

@@ -6,8 +6,6 @@ import torch
 
 from ...reasons import Reason
 
-__all__ = ["LOST", "MEMORY", "Diagnosis", "diagnose"]
-
 
 class Diagnosis(NamedTuple):
     """The reason of a failed capture, and a sentence that says what to do."""

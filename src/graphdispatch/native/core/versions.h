@@ -1,7 +1,7 @@
 // What CPython tells of changes to a dict: a number that is another after each change of its bindings.
 //
 // CPython 3.11 to 3.13 keep one for every dict, 3.14 has none. Python tests it on live dicts before it is used (see
-// native/guards.py), since some versions forget it where attributes of objects are stored.
+// native/bound.py), since some versions forget it where attributes of objects are stored.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
