@@ -25,9 +25,7 @@ from ..stats import Gain as Gain
 from ..testing.mock import MockCUDAGraph as MockCUDAGraph
 from .adaptive_policy import AdaptiveDispatchPolicy as AdaptiveDispatchPolicy
 from .composite import CompositeDispatcher as CompositeDispatcher
-from .config import AttentionSupport as AttentionSupport
 from .config import get_cudagraph_sizes as get_cudagraph_sizes
-from .config import resolve_cudagraph_mode as resolve_cudagraph_mode
 from .dispatcher import CudagraphDispatcher as CudagraphDispatcher
 from .key_dispatcher import CudagraphKeyDispatcher as CudagraphKeyDispatcher
 from .policies import DefaultDispatchPolicy as DefaultDispatchPolicy
