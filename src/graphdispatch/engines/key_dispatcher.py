@@ -1,7 +1,6 @@
 """``CudagraphKeyDispatcher``: which graph serves a batch, by vLLM's key sets and by the rules of its later versions."""
 
 from collections.abc import Collection, Hashable, Iterable, Mapping
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -28,14 +27,10 @@ class CudagraphKeyDispatcher(Unlocked):
     Args:
         vllm_config: An object of the shape of vLLM's ``VllmConfig``. It gives the capture sizes, the requests, whether
             the model is split, and the LoRA cases (variants True and False); an argument that is given goes before it.
-            Its ``max_num_batched_tokens`` is not read, since vLLM's dispatcher does not: give ``max_num_tokens``.
         capture_sizes: Numbers of tokens in any order, ``"auto"``, or the name of an engine's sizes (see
-            ``get_cudagraph_sizes``).
+            ``get_cudagraph_sizes``) up to ``min(2 * max_num_reqs, 512)``. None: as in ``vllm_config``, or ``"auto"``.
         max_num_reqs: The most requests of a batch. None: as in ``vllm_config``, or 256.
-        max_num_tokens: The most tokens of a batch. None: no limit.
         variants: The variants of the captured code, each hashable; every size gets a key for each.
-        query_lens: Uniform query lengths besides the one that the keys are initialised with. If any is given, be it
-            that one, uniform sizes are rounded up to multiples of their query length.
         piecewise: Whether the model is split around what no graph can hold. None: as in ``vllm_config``, or True.
 
     Raises:
@@ -51,37 +46,21 @@ class CudagraphKeyDispatcher(Unlocked):
         *,
         capture_sizes: str | Iterable[int] | None = None,
         max_num_reqs: int | None = None,
-        max_num_tokens: int | None = None,
         variants: Iterable[Hashable] | None = None,
-        query_lens: Iterable[int] = (),
         piecewise: bool | None = None,
     ) -> None:
-        given: dict[str, Any] = {
-            "capture_sizes": capture_sizes,
-            "max_num_reqs": max_num_reqs,
-            "variants": variants,
-            "piecewise": piecewise,
-        }
-        settings = EngineSettings() if vllm_config is None else EngineSettings.of(vllm_config)
-        settings = settings._replace(**{name: value for name, value in given.items() if value is not None})
-        capture_sizes, max_num_reqs, variants, self.piecewise, mode = settings
-        check_split(mode, self.piecewise)
-        most_tokens = max_num_tokens if max_num_tokens is not None else 2 * max_num_reqs
-        check_count("max_num_reqs", max_num_reqs)
-        check_count("max_num_tokens", most_tokens)
-        if isinstance(capture_sizes, str):
-            self.capture_sizes = tuple(get_cudagraph_sizes(capture_sizes, max_num_reqs, most_tokens, FULL))
-        else:
-            self.capture_sizes = sorted_sizes(capture_sizes)
-        self.max_num_reqs = max_num_reqs
-        self.max_num_tokens = max_num_tokens
-        self.variants = tuple(dict.fromkeys(variants))
-        self.query_lens = tuple(sorted(set(query_lens)))
-        for query_len in self.query_lens:
-            check_count("query_lens", query_len)
-        self._build = partial(KeyTable, max_num_reqs=max_num_reqs)
+        engine = EngineSettings() if vllm_config is None else EngineSettings.of(vllm_config)
+        self.max_num_reqs = engine.max_num_reqs if max_num_reqs is None else max_num_reqs
+        self.piecewise = engine.piecewise if piecewise is None else piecewise
+        self.variants = tuple(dict.fromkeys(engine.variants if variants is None else variants))
+        check_count("max_num_reqs", self.max_num_reqs)
+        check_split(engine.mode, self.piecewise)
+        sizes = engine.capture_sizes if capture_sizes is None else capture_sizes
+        if isinstance(sizes, str):
+            sizes = get_cudagraph_sizes(sizes, self.max_num_reqs, 2 * self.max_num_reqs, FULL)
+        self.capture_sizes = sorted_sizes(sizes)
         self._lock = make_lock()
-        self.table = self._build({})
+        self._swap({}, None, None)
 
     @property
     def cudagraph_keys(self) -> Mapping[CUDAGraphMode, frozenset[BatchDescriptor]]:
@@ -110,8 +89,9 @@ class CudagraphKeyDispatcher(Unlocked):
                 f"batch_descriptor must be a BatchDescriptor, num_tokens >= 1, got {shown(batch_descriptor)}"
             )
         with self._lock:
-            keys = self.table.keys
-            self._swap({**keys, runtime_mode: keys[runtime_mode] | {batch_descriptor}})
+            table = self.table
+            keys = {**table.keys, runtime_mode: table.keys[runtime_mode] | {batch_descriptor}}
+            self._swap(keys, table.mode, table.query_len)
 
     def remove_cudagraph_key(self, runtime_mode: CUDAGraphMode, batch_descriptor: BatchDescriptor) -> None:
         """Remove the key of a graph that is gone. Builds a new table.
@@ -125,15 +105,15 @@ class CudagraphKeyDispatcher(Unlocked):
         """
         _check_runtime_mode(runtime_mode)
         with self._lock:
-            keys = self.table.keys
-            self._swap({**keys, runtime_mode: keys[runtime_mode] - {batch_descriptor}})
+            table = self.table
+            keys = {**table.keys, runtime_mode: table.keys[runtime_mode] - {batch_descriptor}}
+            self._swap(keys, table.mode, table.query_len)
 
     def initialize_cudagraph_keys(self, cudagraph_mode: CUDAGraphMode, uniform_decode_query_len: int = 1) -> None:
         """Add the keys of all graphs of a configured mode; keys that are there already stay.
 
         Mixed batches get a key for each size and variant. If uniform decode has graphs of its own, their sizes go from
-        the query length to the most tokens of ``max_num_reqs`` requests, as in vLLM 0.11.1. With ``query_lens`` these
-        sizes are rounded up to multiples of each query length, and the keys name their requests.
+        the query length to the most tokens of ``max_num_reqs`` requests, as in vLLM 0.11.1.
 
         Args:
             cudagraph_mode: The mode; it may be a member of vLLM's own enumeration.
@@ -148,8 +128,7 @@ class CudagraphKeyDispatcher(Unlocked):
         added = self._keys_of(cudagraph_mode, uniform_decode_query_len)
         with self._lock:
             keys = {runtime: old | added.get(runtime, set()) for runtime, old in self.table.keys.items()}
-            table = self._build(keys, mode=cudagraph_mode, query_len=uniform_decode_query_len)
-            self.table = table
+            self._swap(keys, cudagraph_mode, uniform_decode_query_len)
 
     def dispatch(
         self, batch_descriptor: BatchDescriptor, use_cascade_attn: bool = False
@@ -203,21 +182,6 @@ class CudagraphKeyDispatcher(Unlocked):
         """
         return self.table.decide(num_tokens, num_reqs, query_len, variant, allowed_modes, excluded_modes)
 
-    def get_capture_descs(self) -> list[tuple[CUDAGraphMode, list[BatchDescriptor]]]:
-        """What to capture: by runtime mode, the keys, largest first.
-
-        Returns:
-            Piecewise graphs, then full ones; empty until the keys are initialised.
-        """
-        table = self.table
-        if table.mode is None:
-            return []
-        return [
-            (mode, sorted(keys, key=_capture_order, reverse=True))
-            for mode in (PIECEWISE, FULL)
-            if (keys := table.keys[mode])
-        ]
-
     def __repr__(self) -> str:
         table = self.table
         mode = "not initialised" if table.mode is None else table.mode.name
@@ -226,35 +190,21 @@ class CudagraphKeyDispatcher(Unlocked):
 
     def _keys_of(self, mode: CUDAGraphMode, query_len: int) -> dict[CUDAGraphMode, set[BatchDescriptor]]:
         keys: dict[CUDAGraphMode, set[BatchDescriptor]] = {}
+        every = list(product(self.capture_sizes, self.variants))
         if mode.mixed_mode() is not NONE:
-            sizes = product(self.capture_sizes, self.variants)
-            keys[mode.mixed_mode()] = {BatchDescriptor(size, variant=variant) for size, variant in sizes}
+            keys[mode.mixed_mode()] = {BatchDescriptor(size, variant=variant) for size, variant in every}
         if mode.decode_mode() is FULL and mode.separate_routine():
-            uniform = product(self._uniform_keys(query_len), self.variants)
-            keys[FULL] = {key._replace(variant=variant) for key, variant in uniform}
-        return keys
-
-    def _uniform_keys(self, query_len: int) -> set[BatchDescriptor]:
-        if not self.query_lens:
             most = query_len * self.max_num_reqs
-            return {BatchDescriptor(size, None, True) for size in self.capture_sizes if query_len <= size <= most}
-        keys = set()
-        for length in {*self.query_lens, query_len}:
-            most = self.max_num_reqs
-            if self.max_num_tokens is not None:
-                most = min(most, self.max_num_tokens // length)
-            # A size above the scheduler's limit is lowered to the limit, so that the largest batches have a graph.
-            requests = {min(-(-size // length), most) for size in self.capture_sizes} - {0}
-            keys |= {BatchDescriptor(reqs * length, reqs, True) for reqs in requests}
+            keys[FULL] = {BatchDescriptor(size, None, True, one) for size, one in every if query_len <= size <= most}
         return keys
 
-    def _swap(self, keys: Mapping[CUDAGraphMode, Collection[BatchDescriptor]]) -> None:
-        self.table = self._build(keys, mode=self.table.mode, query_len=self.table.query_len)
-
-
-def _capture_order(key: BatchDescriptor) -> tuple[int, int, bool, int]:
-    count = key.variant if isinstance(key.variant, int) else -1
-    return key.num_tokens, count, key.is_uniform_decode, key.num_reqs or 0
+    def _swap(
+        self,
+        keys: Mapping[CUDAGraphMode, Collection[BatchDescriptor]],
+        mode: CUDAGraphMode | None,
+        query_len: int | None,
+    ) -> None:
+        self.table = KeyTable(keys, mode=mode, query_len=query_len, max_num_reqs=self.max_num_reqs)
 
 
 def _check_runtime_mode(mode: CUDAGraphMode) -> None:

@@ -14,7 +14,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from operator import attrgetter
 from types import MappingProxyType
 
@@ -26,7 +26,7 @@ from ..errors import ConfigError, FallbackError, shown
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 
-__all__ = ["RUNTIME_MODES", "KeyTable", "query_len_of", "request_limit"]
+__all__ = ["KeyTable"]
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 RUNTIME_MODES = frozenset((NONE, PIECEWISE, FULL))
@@ -82,8 +82,6 @@ class KeyTable(MadeAnew):
         """The variants that have graphs."""
         self.query_lens = tuple(sorted({length for _, length, _ in self._kinds if length is not None}))
         """The uniform query lengths that have graphs of their own."""
-        self.free = min(map(request_limit, chain.from_iterable(self._kinds.values())), default=sys.maxsize)
-        """The number of requests that every graph has room for."""
         self._decisions = Memo[_Batch, Decision](self._decide)
         self.answers = Memo[BatchDescriptor, _Answer](partial(self._answer, (FULL, PIECEWISE)))
         """What a descriptor is dispatched to: the exact full graph, a general full one, a general piecewise one."""
@@ -120,8 +118,6 @@ class KeyTable(MadeAnew):
         if excluded_modes or allowed_modes.__class__ is not frozenset:
             # New sets: the caller's own must not change.
             allowed_modes = frozenset(allowed_modes) - frozenset(excluded_modes)
-        if (num_reqs or num_tokens) <= self.free:
-            num_reqs = 0
         return self._decisions[query_len, variant, allowed_modes, num_reqs, num_tokens]
 
     def _decide(self, batch: _Batch) -> Decision:
@@ -206,12 +202,8 @@ class KeyTable(MadeAnew):
         num_tokens, num_reqs, uniform, variant = asked
         if self.mode is None:
             return NONE, None
-        if FULL in modes and uniform:
-            staged = BatchDescriptor(num_tokens, num_tokens // (self.query_len or 1), True, variant)
-            exact = (asked, staged) if num_reqs is None and query_len_of(staged, None) == self.query_len else (asked,)
-            for key in exact:
-                if key in self.keys[FULL]:
-                    return FULL, key
+        if uniform and FULL in modes and asked in self.keys[FULL]:
+            return FULL, asked
         for mode in modes:
             if asked.non_uniform in self.keys[mode]:
                 return mode, asked.non_uniform
