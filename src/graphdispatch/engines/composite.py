@@ -1,15 +1,13 @@
 """``CompositeDispatcher``: one front for several dispatchers, such as an encoder's, a draft model's and a decoder's."""
 
 from collections.abc import Callable
-from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 from ..backends.tracing import untraced
-from ..copying import MadeAnew
+from ..copying import NotCopied
 from ..descriptors import DispatchKey
 from ..errors import ConfigError, check_callable, check_type, shown
 from ..forking import make_lock
-from ..memory.entry import CUDAGraphEntry
 from .dispatcher import Chosen, CudagraphDispatcher
 from .stats import DispatchStats
 
@@ -23,20 +21,17 @@ class _Member(NamedTuple):
     accepts: Callable[[DispatchKey], bool]
 
 
-class CompositeDispatcher(MadeAnew):
-    """Dispatches over members by priority: the first graph that can serve a call does, else the first member's runner.
+class CompositeDispatcher(NotCopied):
+    """Dispatches over members by priority: the first graph for a key serves, else the first member's runner.
 
-    The member that was chosen runs the call: if its graph fails before it has changed anything, its own runner does. An
-    error that the runner raises passes through, and nothing runs twice. ``stats`` sums up all members. Thread-safe.
+    The member that was chosen runs the call: if the arguments do not fit its graph, or that fails before it has changed
+    anything, its own runner does. An error that the runner raises passes through, and nothing runs twice. ``stats``
+    sums up all members. Thread-safe.
     """
 
     def __init__(self) -> None:
         self._members: tuple[_Member, ...] = ()
         self._lock = make_lock()
-
-    def _recipe(self) -> Any:
-        make, args, kwargs, _ = super()._recipe()
-        return make, args, kwargs, {"_members": self._members}
 
     def add_dispatcher(
         self,
@@ -69,20 +64,6 @@ class CompositeDispatcher(MadeAnew):
             members = [*self._members, _Member(name, priority, dispatcher, accepts or _accept_all)]
             self._members = tuple(sorted(members, key=lambda m: -m.priority))
 
-    def remove_dispatcher(self, name: str) -> None:
-        """Remove a member; its graphs stay its own.
-
-        Args:
-            name: Its name.
-
-        Raises:
-            ConfigError: No member has this name.
-        """
-        with self._lock:
-            if name not in self.members:
-                raise ConfigError(f"name must be one of {list(self.members)}, got {shown(name)}")
-            self._members = tuple(member for member in self._members if member.name != name)
-
     @untraced
     def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
         """Run one call. What the graph or the runner raises passes through.
@@ -98,37 +79,23 @@ class CompositeDispatcher(MadeAnew):
         Raises:
             ConfigError: No member accepts the key.
         """
-        start = perf_counter_ns()
-        chosen = self.choose(key, args, kwargs)
-        return chosen.dispatcher.serve(key, chosen, perf_counter_ns() - start, args, kwargs)
+        chosen = self.choose(key)
+        if chosen is None:
+            raise ConfigError(f"no member accepts {key}; members are {list(self.members)}")
+        return chosen.dispatcher.serve(key, chosen, args, kwargs)
 
-    def choose(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Chosen:
-        """What shall serve a call: the first member's graph that can, or the runner of the first member. Runs nothing.
+    def choose(self, key: DispatchKey) -> Chosen | None:
+        """What shall serve a call: the first member's graph for its key, or the runner of the first. Runs nothing.
 
         Args:
             key: What the batch is.
-            args: The positional arguments.
-            kwargs: The keyword arguments.
 
         Returns:
-            The choice of one of the members.
-
-        Raises:
-            ConfigError: No member accepts the key.
+            The choice of one of the members; None if none accepts the key.
         """
-        chosen = self._choose(key, args, kwargs)
-        if chosen is None:
-            raise ConfigError(f"no member accepts {key}; members are {list(self.members)}")
-        return chosen
-
-    def _choose(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Chosen | None:
-        """The same, or None where no member accepts the key."""
         first: Chosen | None = None
         for _, _, dispatcher, accepts in self._members:
-            if not accepts(key):
-                continue
-            choose = dispatcher._choose if isinstance(dispatcher, CompositeDispatcher) else dispatcher.choose
-            chosen = choose(key, args, kwargs)
+            chosen = dispatcher.choose(key) if accepts(key) else None
             if chosen is not None and chosen.found is not None:
                 return chosen
             first = first or chosen
@@ -157,11 +124,6 @@ class CompositeDispatcher(MadeAnew):
     def members(self) -> tuple[str, ...]:
         """The names of the members, in the order in which they are tried."""
         return tuple(member.name for member in self._members)
-
-    @property
-    def entries(self) -> list[tuple[DispatchKey, CUDAGraphEntry]]:
-        """The graphs of all members with their keys."""
-        return [pair for member in self._members for pair in member.dispatcher.entries]
 
     def __repr__(self) -> str:
         return f"<CompositeDispatcher {', '.join(self.members) or 'empty'}: {self.stats!r}>"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ..backends import get_backend
 from ..backends.base import Timer
 from ..backends.tracing import untraced
-from ..copying import MadeAnew
+from ..copying import NotCopied
 from ..decide.decision import Decision
 from ..descriptors import DispatchKey, create_dispatch_key
 from ..errors import CaptureError, ConfigError, ReplayError, check_callable, check_count, check_type, shown
@@ -31,15 +31,17 @@ _POLLS = 4  # of them polled at once, in turn: however far the device is behind,
 
 
 class Chosen(NamedTuple):
-    """What shall serve a call: a dispatcher's worker, its graph (None: the eager runner), and the decision."""
+    """What shall serve a call: a dispatcher's worker, its graph (None: the eager runner), the decision, and the
+    nanoseconds that it took."""
 
     dispatcher: "CudagraphDispatcher"
     worker: Worker
     found: Registered | None
     decision: Decision
+    spent: int
 
 
-class CudagraphDispatcher(MadeAnew):
+class CudagraphDispatcher(NotCopied):
     """Runs a key by a registered graph where the policy and the enabled modes allow it, and eagerly elsewhere.
 
     A graph that cannot be replayed is dropped, and the call runs eagerly. ``EAGER`` cannot be disabled: it serves
@@ -68,10 +70,14 @@ class CudagraphDispatcher(MadeAnew):
     ) -> None:
         check_callable("eager_runner", eager_runner)
         check_count("max_cached_graphs", max_cached_graphs)
+        if policy is not None and not isinstance(policy, DispatchPolicy):
+            raise ConfigError(f"policy must be a DispatchPolicy or None, got {shown(policy)}")
         self.eager_runner = eager_runner
-        self.policy = policy
+        self.policy = policy or DefaultDispatchPolicy()
+        """What decides, among the graphs of a key, whether and how to use them; may be replaced at any time."""
         self.max_cached_graphs = max_cached_graphs
         self._lock = make_lock()
+        self._meter = _LatencyMeter()
         self._dummy_fn: Callable[[DispatchKey], Any] | None = None
         self.stats = DispatchStats()
         """Calls by mode, and the reason for every eager one."""
@@ -80,22 +86,6 @@ class CudagraphDispatcher(MadeAnew):
 
     def _make_workers(self) -> Sequence[Worker]:
         return (Worker(self.eager_runner, self.max_cached_graphs),)
-
-    @property
-    def policy(self) -> DispatchPolicy:
-        """What decides, among the graphs of a key, whether and how to use them; may be replaced at any time."""
-        return self._policy
-
-    @policy.setter
-    def policy(self, policy: DispatchPolicy | None) -> None:
-        if policy is not None and not isinstance(policy, DispatchPolicy):
-            raise ConfigError(f"policy must be a DispatchPolicy or None, got {shown(policy)}")
-        self._policy = policy or DefaultDispatchPolicy()
-        self._meter = _LatencyMeter(self._policy) if self._policy.learns else None
-
-    def _recipe(self) -> Any:
-        make, args, kwargs, _ = super()._recipe()
-        return make, args, kwargs, {"policy": self.policy, "enabled_modes": self.enabled_modes}
 
     def register_graph(
         self,
@@ -249,63 +239,49 @@ class CudagraphDispatcher(MadeAnew):
         Raises:
             ReplayError: The replay stopped half-way and has changed memory outside of the graph.
         """
-        start = perf_counter_ns()
-        chosen = self._first_choice(key, args, kwargs)
-        return self.serve(key, chosen, perf_counter_ns() - start, args, kwargs)
+        return self.serve(key, self.choose(key), args, kwargs)
 
-    def _first_choice(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Chosen:
-        """What ``dispatch`` tries first. Of a single worker that is its graph for the key: serving it finds out whether
-        the arguments fit."""
-        worker = self.workers[0]
-        return Chosen(self, worker, *worker.choose(key, self._policy))
+    def choose(self, key: DispatchKey) -> Chosen:
+        """What shall serve a call: the first worker's graph for its key, or the runner. Nothing is run.
 
-    def choose(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Chosen:
-        """What shall serve a call: a graph that can serve it as things are now, or the runner. Nothing is run.
+        Whether the arguments fit the graph shows when it is served; if they do not, the runner serves the call.
 
         Args:
             key: What the batch is.
-            args: The positional arguments.
-            kwargs: The keyword arguments.
 
         Returns:
             The choice, for ``serve``.
         """
-        answer: Chosen | None = None
+        start = perf_counter_ns()
+        answer: tuple[Worker, Decision] | None = None
         for worker in self._in_order():
-            found, decision = worker.choose(key, self._policy)
-            if found is not None:
-                decision = worker.server.preview(found.route, args, kwargs).decision
-                if decision.reason.is_graph or decision.reason is Reason.VERIFIED_NOW:
-                    return Chosen(self, worker, found, decision)
-                if found.is_gone:
-                    worker.drop(found)
-            elif decision.reason is Reason.POLICY:
-                return Chosen(self, worker, None, decision)
+            found, decision = worker.choose(key, self.policy)
+            if found is not None or decision.reason is Reason.POLICY:
+                return Chosen(self, worker, found, decision, perf_counter_ns() - start)
             if answer is None or decision.reason is not Reason.NOT_CAPTURED:
-                answer = Chosen(self, worker, None, decision._replace(rows=decision.rows or key.num_tokens))
+                answer = worker, decision
         assert answer is not None
-        return answer
+        return Chosen(self, answer[0], None, answer[1], perf_counter_ns() - start)
 
     def _in_order(self) -> Sequence[Worker]:
         """The workers in the order in which they are asked."""
         return self.workers
 
-    def serve(self, key: DispatchKey, chosen: Chosen, spent: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def serve(self, key: DispatchKey, chosen: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call as chosen, count it, and tell the policy how long it took.
 
         Args:
             key: What the batch is.
             chosen: What shall serve it.
-            spent: The time that this decision took, in nanoseconds.
             args: The positional arguments.
             kwargs: The keyword arguments.
 
         Returns:
             The outputs.
         """
-        (_, worker, found, decision), meter = chosen, self._meter
-        server = worker.server
-        timer = meter.start() if meter is not None else None
+        _, worker, found, decision, _ = chosen
+        server, policy = worker.server, self.policy
+        timer = self._meter.start() if policy.learns else None
         server.local.decision = None
         try:
             if found is None:
@@ -314,18 +290,18 @@ class CudagraphDispatcher(MadeAnew):
                 result = server.serve(found.route, args, kwargs)
         except BaseException as error:
             reason = Reason.REPLAY_FAILED if isinstance(error, ReplayError) else Reason.CALL_RAISED
-            self._count(chosen, server.decision or Decision.eager(reason, key.num_tokens), spent)
+            self._count(chosen, server.decision or Decision.eager(reason, key.num_tokens))
             raise
         decision = server.local.decision
-        mode = self._count(chosen, decision, spent)
+        mode = self._count(chosen, decision)
         # A comparison, or a replay that failed first, takes longer than either way of running the step.
-        if meter is not None and decision.reason is not Reason.VERIFIED_NOW and (found is None or not found.is_gone):
-            meter.stop(timer, key, mode)
+        if timer is not None and decision.reason is not Reason.VERIFIED_NOW and (found is None or not found.is_gone):
+            self._meter.stop(timer, policy, key, mode)
         return result
 
-    def _count(self, chosen: Chosen, decision: Decision, spent: int) -> DispatchMode:
+    def _count(self, chosen: Chosen, decision: Decision) -> DispatchMode:
         """Count a call that ran as ``decision`` says, and forget its graph if that is gone; the mode that it ran in."""
-        _, worker, found, _ = chosen
+        _, worker, found, _, spent = chosen
         mode = DispatchMode.EAGER
         if found is not None and decision.mode is not CUDAGraphMode.NONE:
             mode = found.mode
@@ -399,7 +375,7 @@ class CudagraphDispatcher(MadeAnew):
         Returns:
             One line for people.
         """
-        _, worker, found, decision = self.choose(key, args, kwargs)
+        _, worker, found, decision, _ = self.choose(key)
         return decision.explain() if found is None else worker.server.explain(found.route, args, kwargs, key.num_tokens)
 
     def __repr__(self) -> str:
@@ -407,32 +383,29 @@ class CudagraphDispatcher(MadeAnew):
 
 
 class _LatencyMeter:
-    """Times steps on the backend's timer and hands each time to ``policy.record`` once the device has it.
+    """Times steps on the backend's timer and hands each time to the policy's ``record`` once the device has it.
 
     On the CPU backend times are wall time, on CUDA events that a later step polls. A step that raises is not recorded.
     Thread-safe; steps of several threads may be recorded out of order.
     """
 
-    def __init__(self, policy: DispatchPolicy) -> None:
-        self._policy = policy
-        self._backend = get_backend("auto")
-        self._pending: deque[tuple[DispatchKey, DispatchMode, Timer]] = deque()
+    def __init__(self) -> None:
+        self._pending: deque[tuple[DispatchPolicy, DispatchKey, DispatchMode, Timer]] = deque()
 
     def start(self) -> Timer | None:
         """Begin to time a step; None while too many are outstanding."""
         self._collect()
         if len(self._pending) >= _MOST_PENDING:
             return None
-        timer = self._backend.make_timer()
+        timer = get_backend("auto").make_timer()
         timer.start()
         return timer
 
-    def stop(self, timer: Timer | None, key: DispatchKey, mode: DispatchMode) -> None:
+    def stop(self, timer: Timer, policy: DispatchPolicy, key: DispatchKey, mode: DispatchMode) -> None:
         """End a step that ran in ``mode``."""
-        if timer is not None:
-            timer.stop()
-            self._pending.append((key, mode, timer))
-            self._collect()
+        timer.stop()
+        self._pending.append((policy, key, mode, timer))
+        self._collect()
 
     def _collect(self) -> None:
         """Record what is known by now."""
@@ -441,12 +414,12 @@ class _LatencyMeter:
                 oldest = self._pending.popleft()
             except IndexError:  # another thread took it
                 return
-            key, mode, timer = oldest
+            policy, key, mode, timer = oldest
             elapsed = timer.elapsed_ms()
             if elapsed is None:
                 self._pending.append(oldest)
             else:
-                self._policy.record(key, mode, elapsed)
+                policy.record(key, mode, elapsed)
 
 
 def _first_registered(

@@ -279,7 +279,8 @@ class Worker(NotCopied):
             self.server.graphs.release(victims)
 
     def choose(self, key: DispatchKey, policy: DispatchPolicy) -> tuple[Registered | None, Decision]:
-        """The graph that shall serve a key and its decision, or None and why eager does. Takes no lock."""
+        """The graph that shall serve a key and its decision, or None and why eager does. Takes no lock,
+        unless a graph's owner has released it."""
         graphs = self._graphs
         try:
             candidates = graphs.candidates[key]
@@ -291,7 +292,11 @@ class Worker(NotCopied):
         if not policy.should_use_graph(key, True):
             return None, Decision.eager(Reason.POLICY, key.num_tokens)
         mode = policy.select_mode(key, candidates.modes) if DispatchMode.HYBRID in graphs.modes else candidates.modes[0]
-        return candidates.graphs.get(mode) or (None, Decision.eager(Reason.POLICY, key.num_tokens))
+        found, decision = candidates.graphs.get(mode) or (None, Decision.eager(Reason.POLICY, key.num_tokens))
+        if found is not None and found.entry.state is EntryState.EVICTED:  # by its owner
+            self.drop(found)
+            return self.choose(key, policy)
+        return found, decision
 
     def drop(self, *dropped: Registered) -> None:
         """Forget these graphs, not others that have taken their places, and what was released or had to go for others;

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
-from time import perf_counter_ns
 from typing import Any, Literal, cast
 
 from torch.utils._pytree import tree_leaves
@@ -306,8 +305,7 @@ class StreamDispatcher(CudagraphDispatcher):
         """Start one call on a worker. Never raises what the call raises.
 
         A call without a graph runs here and now, on the caller's stream: a runner may write state of its own, and would
-        do so on two streams at once. The method may wait while a worker that has a graph for the key captures or
-        compares another one.
+        do so on two streams at once.
 
         Args:
             key: What the batch is.
@@ -317,41 +315,36 @@ class StreamDispatcher(CudagraphDispatcher):
         Returns:
             A handle, whose ``result()`` gives the outputs or raises what the call raised.
         """
-        start = perf_counter_ns()
-        chosen = self.choose(key, args, kwargs)
-        return self._start(key, chosen, perf_counter_ns() - start, args, kwargs)
+        return self._start(key, self.choose(key), args, kwargs)
 
-    def serve(self, key: DispatchKey, chosen: Chosen, spent: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def serve(self, key: DispatchKey, chosen: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call as chosen, and make the caller's stream wait for its outputs.
 
         Args:
             key: What the batch is.
             chosen: What shall serve it.
-            spent: The time that this decision took, in nanoseconds.
             args: The positional arguments.
             kwargs: The keyword arguments.
 
         Returns:
             The outputs.
         """
-        return self._start(key, chosen, spent, args, kwargs).result()
+        return self._start(key, chosen, args, kwargs).result()
 
-    def _start(
-        self, key: DispatchKey, chosen: Chosen, spent: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> StreamResult:
+    def _start(self, key: DispatchKey, chosen: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StreamResult:
         """Give a step to its worker; or run it here and now, without a graph or if the worker was closed meanwhile."""
         serve = super().serve
         if chosen.found is not None:
             worker = cast(StreamWorker, chosen.worker)
             worker.last_turn = next(self._turns)
             try:
-                return worker.launch(partial(serve, key, chosen, spent, args, kwargs), (args, kwargs))
+                return worker.launch(partial(serve, key, chosen, args, kwargs), (args, kwargs))
             except BackendError:
                 if not worker.is_closed:
                     raise
             chosen = chosen._replace(found=None, decision=Decision.eager(Reason.NOT_CAPTURED, key.num_tokens))
         done = StreamResult(self.backend)
-        done.fill(partial(serve, key, chosen, spent, args, kwargs))
+        done.fill(partial(serve, key, chosen, args, kwargs))
         return done
 
     def synchronize(self) -> None:
@@ -399,8 +392,6 @@ class StreamDispatcher(CudagraphDispatcher):
                     "would run at the same time; give each worker its own state, or shared_writes='allow' if steps "
                     "under way at once write to different rows"
                 )
-
-    _first_choice = CudagraphDispatcher.choose
 
     def _in_order(self) -> list[StreamWorker]:
         return sorted(self.workers, key=lambda worker: (worker.busy, worker.last_turn))
