@@ -104,7 +104,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "get_entry mode": (dispatcher, lambda d: d.get_entry(KEY, 3), "mode"),
     "streams args": (streams, lambda s: s.capture(KEY, 3), "args"),
     "streams kwargs": (streams, lambda s: s.capture(KEY, (X,), 3), "kwargs"),
-    "streams workers": (streams, lambda s: s.capture(KEY, (X,), workers=3), "workers"),
     "streams key": (streams, lambda s: s.capture(None, (X,)), "key"),
     "composite key": (composite, lambda c: c.dispatch(3, X), "key"),
     "composite accepts": (composite, lambda c: c.add_dispatcher("b", dispatcher(), accepts=3), "accepts"),
@@ -116,7 +115,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
         streams, lambda s: gd.StreamDispatcher(double, shared_writes="x"), "shared_writes must be 'refuse'",
     ),
     "streams room": (streams, lambda s: gd.StreamDispatcher(double, max_cached_graphs=0), "max_cached_graphs must be"),
-    "streams worker": (streams, lambda s: s.capture(KEY, (X,), workers=[1]), "worker must be an integer from 0 to 0"),
     "dispatcher runner": (
         dispatcher, lambda d: gd.CudagraphDispatcher(None), "eager_runner must be callable, got None",
     ),

@@ -23,7 +23,7 @@ from .policies import DefaultDispatchPolicy, DispatchPolicy
 from .registered_graphs import GRAPH_MODES, Registered, Worker, check_key
 from .stats import DispatchStats
 
-__all__ = ["Chosen", "CudagraphDispatcher", "checked_example"]
+__all__ = ["Chosen", "CudagraphDispatcher"]
 
 
 _MOST_PENDING = 64  # steps whose time the device has not reported yet; while there are as many, no more are timed
@@ -113,9 +113,34 @@ class CudagraphDispatcher(NotCopied):
         Raises:
             ConfigError: An argument is wrong, or the graph was released.
         """
-        worker = self.workers[0]
+        worker = self._home(key, graph)
         found = worker.wrap(key, graph, input_ptrs, outputs=outputs, mode=mode, idempotent=idempotent)
-        worker.let_go(worker.publish(found))
+        self._publish([(worker, found)])
+
+    def _home(self, key: DispatchKey, graph: Any) -> Worker:
+        """Where a graph is registered: with the others of its pool, since these never run at the same time, or else
+        where the key has no graph, and where the fewest are."""
+        pool = graph.pool if isinstance(graph, CUDAGraphEntry) else None
+
+        def order(worker: Worker) -> tuple[bool, bool, int]:
+            pools = {worker.server.graphs.pool, *(found.entry.pool for found in worker.graphs.values())}
+            has_key = any(known == key for known, _ in worker.graphs)
+            return pool is None or pool not in pools, has_key, len(worker.graphs)
+
+        return min(self.workers, key=order)
+
+    def _publish(self, made: Sequence[tuple[Worker, Registered]]) -> None:
+        """Serve by these graphs from now on; by none of them if one must not run beside another worker's."""
+        with self._lock:
+            for worker, found in made:
+                self._check_apart(worker, found, made)
+            leaving = [(worker, worker.publish(found)) for worker, found in made]
+        for worker, gone in leaving:
+            worker.let_go(gone)
+
+    def _check_apart(self, worker: Worker, found: Registered, made: Sequence[tuple[Worker, Registered]]) -> None:
+        """Raise ``ConfigError`` if a new graph must not run at the same time as one of another worker, registered or
+        ``made`` with it. Here there is no other."""
 
     def has_graph(self, key: DispatchKey) -> bool:
         """Whether a graph of any mode is registered for a key now.
@@ -152,7 +177,7 @@ class CudagraphDispatcher(NotCopied):
 
     @untraced
     def capture(self, key: DispatchKey, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
-        """Capture ``eager_runner(*args, **kwargs)``, and serve ``key`` by it from now on.
+        """Capture ``eager_runner(*args, **kwargs)``, once on each stream, and serve ``key`` by it from now on.
 
         The runs leave no effects. The graph serves calls that pass their arguments as the example does, with the same
         shapes, dtypes and constants, while the runner's weights stay as they are now.
@@ -163,11 +188,21 @@ class CudagraphDispatcher(NotCopied):
             kwargs: The keyword arguments of the example.
 
         Raises:
-            ConfigError: The key or the example is wrong.
+            ConfigError: The key or the example is wrong, or streams would write the same memory.
             CaptureError: There can be no graph.
         """
-        call, worker = checked_example(key, args, kwargs), self.workers[0]
-        worker.let_go(worker.publish(worker.capture(key, *call)))
+        check_key(key)
+        check_type("args", args, (tuple, list), "a tuple of positional arguments, as (x,)")
+        check_type("kwargs", {} if kwargs is None else kwargs, Mapping, "a mapping from names to arguments, or None")
+        made: list[tuple[Worker, Registered]] = []
+        try:
+            for worker in self.workers:
+                made.append((worker, worker.capture(key, tuple(args), dict(kwargs or {}))))
+            self._publish(made)
+        except BaseException:
+            for worker, found in made:
+                worker.drop(found)
+            raise
 
     @untraced
     def prewarm(self, keys: Iterable[DispatchKey], dummy_fn: Callable[[DispatchKey], Any]) -> list[DispatchKey]:
@@ -431,13 +466,3 @@ def _first_registered(
         check_type("mode", mode, DispatchMode, "a DispatchMode")
     found = (worker.graphs.get((key, mode)) for worker in workers for mode in modes)
     return next((one for one in found if one is not None), None)
-
-
-def checked_example(
-    key: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of an example call. Raises ``ConfigError`` for what is no key, and for what are no arguments."""
-    check_key(key)
-    check_type("args", args, (tuple, list), "a tuple of positional arguments, as (x,)")
-    check_type("kwargs", {} if kwargs is None else kwargs, Mapping, "a mapping from names to arguments, or None")
-    return tuple(args), dict(kwargs or {})
