@@ -295,7 +295,7 @@ def eight() -> CUDAGraphEntry:
 
 def serving(dispatcher: CudagraphDispatcher, key: DispatchKey) -> tuple[DispatchKey | None, Reason]:
     """The key of the graph that is chosen, and the reason."""
-    found, decision = dispatcher.workers[0].choose(key, dispatcher.policy)
+    found, decision = dispatcher.workers[0].choose(key, dispatcher.policy, dispatcher.enabled_modes)
     return (found.key if found is not None else None), decision.reason
 
 
@@ -337,7 +337,7 @@ def test_the_policy_chooses_among_padded_graphs(four: CUDAGraphEntry, eight: CUD
     """What the tables offer in each mode, exact or padded, is what the policy may take."""
     dispatcher = over((decode(8), eight), policy=DefaultDispatchPolicy(prefer_piecewise=True))
     dispatcher.register_graph(decode(4), four, mode=PIECEWISE)
-    found, _ = dispatcher.workers[0].choose(decode(3), dispatcher.policy)
+    found, _ = dispatcher.workers[0].choose(decode(3), dispatcher.policy, dispatcher.enabled_modes)
     assert (found.key, found.mode) == (decode(4), PIECEWISE)
     dispatcher.disable_mode(PIECEWISE)
     assert serving(dispatcher, decode(3)) == (decode(8), Reason.PADDED)
@@ -412,7 +412,7 @@ def test_decode_is_decided_as_by_the_key_dispatcher(four: CUDAGraphEntry, sizes:
     keys = CudagraphKeyDispatcher(capture_sizes=sorted(sizes), max_num_reqs=16)
     keys.initialize_cudagraph_keys(CUDAGraphMode.FULL)
     dispatcher = over(*((decode(size), four) for size in sizes))
-    _, decision = dispatcher.workers[0].choose(decode(rows), dispatcher.policy)
+    _, decision = dispatcher.workers[0].choose(decode(rows), dispatcher.policy, dispatcher.enabled_modes)
     wanted = keys.decide(rows, rows, query_len=1)
     assert (decision.mode, decision.size, decision.reason) == (wanted.mode, wanted.size, wanted.reason)
 
@@ -446,7 +446,7 @@ def test_a_call_that_chose_the_older_graph_does_not_bring_it_back() -> None:
     """It runs eagerly, makes no group that nobody would forget, and what it drops is not the newer graph."""
     dispatcher = over((KEY, entry()))
     worker = dispatcher.workers[0]
-    older, _ = worker.choose(KEY, dispatcher.policy)
+    older, _ = worker.choose(KEY, dispatcher.policy, dispatcher.enabled_modes)
     newer = entry()
     dispatcher.register_graph(KEY, newer)
     x = torch.randn(4, 3)

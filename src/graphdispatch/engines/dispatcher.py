@@ -76,6 +76,8 @@ class CudagraphDispatcher(NotCopied):
         self.policy = policy or DefaultDispatchPolicy()
         """What decides, among the graphs of a key, whether and how to use them; may be replaced at any time."""
         self.max_cached_graphs = max_cached_graphs
+        self.enabled_modes = frozenset(DispatchMode)
+        """The modes that are allowed now."""
         self._lock = make_lock()
         self._meter = _LatencyMeter()
         self._dummy_fn: Callable[[DispatchKey], Any] | None = None
@@ -290,7 +292,7 @@ class CudagraphDispatcher(NotCopied):
         start = perf_counter_ns()
         answer: tuple[Worker, Decision] | None = None
         for worker in self._in_order():
-            found, decision = worker.choose(key, self.policy)
+            found, decision = worker.choose(key, self.policy, self.enabled_modes)
             if found is not None or decision.reason is Reason.POLICY:
                 return Chosen(self, worker, found, decision, perf_counter_ns() - start)
             if answer is None or decision.reason is not Reason.NOT_CAPTURED:
@@ -372,16 +374,6 @@ class CudagraphDispatcher(NotCopied):
             raise ConfigError("EAGER cannot be disabled: it serves whatever no graph can")
         with self._lock:
             self.enabled_modes -= {mode}
-
-    @property
-    def enabled_modes(self) -> frozenset[DispatchMode]:
-        """The modes that are allowed now."""
-        return self.workers[0].modes
-
-    @enabled_modes.setter
-    def enabled_modes(self, modes: frozenset[DispatchMode]) -> None:
-        for worker in self.workers:
-            worker.allow(modes)
 
     @property
     def num_graphs(self) -> int:

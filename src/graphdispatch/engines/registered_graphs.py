@@ -8,11 +8,11 @@ Note [locks of a worker]
     published under those locks, and what it displaces is released after.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..backends import Backend, Pool
 from ..call.rules import ArgumentRules
@@ -21,7 +21,7 @@ from ..copying import NotCopied
 from ..decide.decision import Decision
 from ..decide.size_table import Memo, SizeTable
 from ..descriptors import BatchDescriptor, DispatchKey
-from ..errors import ConfigError, shown
+from ..errors import ConfigError, check_type, shown
 from ..forking import make_lock
 from ..memory.cache import GraphCache, Victim
 from ..memory.entry import CUDAGraphEntry
@@ -79,61 +79,58 @@ class Registered:
         return self.entry.state in (EntryState.EVICTED, EntryState.FAILED)
 
 
-class Candidates(NamedTuple):
-    """What may serve a key: by mode, the better first, the graph and its decision; and why eager does, without one."""
-
-    graphs: Mapping[DispatchMode, tuple[Registered, Decision]]
-    modes: tuple[DispatchMode, ...]
-    eager: Decision
+_Served = tuple[Registered, Decision]
 
 
 class RegisteredGraphs:
-    """Registered graphs and the enabled modes; ``candidates[key]`` is what they decide for a key. Immutable.
+    """Registered graphs; ``candidates[key]`` is what they decide for a key. Immutable.
 
-    The keys of graphs are those of two ``KeyTable``, for decode and for prefill, which never serve each other. A decode
-    key whose tokens are a multiple of its requests is uniform decode. A graph that pads serves smaller batches with
-    sequences of at most the same length (those of unknown length, if its own is); any other graph is a variant of its
-    own, which only its key selects.
+    A graph serves its own key. One that pads serves smaller batches, too, by a ``KeyTable`` for decode or one for
+    prefill: batches with sequences of at most the same length (those of unknown length, if its own is). A decode key
+    whose tokens are a multiple of its requests is uniform decode.
     """
 
-    def __init__(self, graphs: Mapping[Slot, Registered], modes: frozenset[DispatchMode]) -> None:
+    def __init__(self, graphs: Mapping[Slot, Registered]) -> None:
         self.graphs = MappingProxyType(dict(graphs))
-        self.modes = modes
-        self.candidates = Memo[DispatchKey, Candidates](self._find, _MOST_KEPT)
-        """For each key what may serve it; the first lookup of a key goes to the tables, later ones to a dictionary."""
-        self._by_descriptor = {_place(found): found for found in self.graphs.values()}
+        self.candidates = Memo[DispatchKey, tuple[Mapping[DispatchMode, _Served], Decision]](self._find, _MOST_KEPT)
+        """By key: by mode, the better first, the graph that may serve it and its decision; and why eager does, if none
+        may. The first lookup of a key goes to the tables, later ones to a dictionary."""
         self._tables = {is_prefill: self._table(is_prefill) for is_prefill in (False, True)}
 
     def _table(self, is_prefill: bool) -> KeyTable:
         keys: dict[CUDAGraphMode, list[BatchDescriptor]] = {mode: [] for mode in GRAPH_MODES.values()}
-        for kind, mode, descriptor in self._by_descriptor:
-            if kind is is_prefill:
-                keys[mode].append(descriptor)
+        for (key, mode), found in self.graphs.items():
+            if found.entry.inputs.has_rows and key.is_prefill == is_prefill:
+                is_uniform = mode is DispatchMode.CUDAGRAPH and _query_len(key) is not None
+                descriptor = BatchDescriptor(key.num_tokens, key.num_reqs, is_uniform, key.max_seq_len or None)
+                keys[GRAPH_MODES[mode]].append(descriptor)
         return KeyTable(keys, mode=CUDAGraphMode.FULL_AND_PIECEWISE)
 
-    def _find(self, key: DispatchKey) -> Candidates:
-        if not isinstance(key, DispatchKey):
-            raise ConfigError(f"key must be a DispatchKey, got {shown(key)}; create_dispatch_key() makes one")
+    def _find(self, key: DispatchKey) -> tuple[Mapping[DispatchMode, _Served], Decision]:
+        check_type("key", key, DispatchKey, "a DispatchKey, as create_dispatch_key() makes one")
         found = {mode: best for mode in GRAPH_MODES if (best := self._best(key, mode)) is not None}
-        enabled = {mode: best for mode, best in found.items() if mode in self.modes}
-        eager = Decision.eager(Reason.DISABLED, key.num_tokens) if found else self._why_none(key)
-        return Candidates(enabled, (*enabled, DispatchMode.EAGER), eager)
-
-    def _best(self, key: DispatchKey, mode: DispatchMode) -> tuple[Registered, Decision] | None:
-        for variant in (key, key.max_seq_len or None):
-            decision = self._decide(key, variant, frozenset((CUDAGraphMode.NONE, GRAPH_MODES[mode])))
-            if decision.descriptor is not None:
-                return self._by_descriptor[key.is_prefill, decision.mode, decision.descriptor], decision
-        return None
-
-    def _why_none(self, key: DispatchKey) -> Decision:
-        decision = self._decide(key, key.max_seq_len or None, None)
+        if found:
+            return found, Decision.eager(Reason.DISABLED, key.num_tokens)
+        decision = self._decide(key, None)
         if decision.reason is Reason.VARIANT_NOT_CAPTURED:
-            return Decision.eager(Reason.NOT_CAPTURED, key.num_tokens)
-        return decision
+            decision = Decision.eager(Reason.NOT_CAPTURED, key.num_tokens)
+        return {}, decision
 
-    def _decide(self, key: DispatchKey, variant: Any, allowed: frozenset[CUDAGraphMode] | None) -> Decision:
-        return self._tables[key.is_prefill].decide(key.num_tokens, key.num_reqs, _query_len(key), variant, allowed)
+    def _best(self, key: DispatchKey, mode: DispatchMode) -> _Served | None:
+        runtime = GRAPH_MODES[mode]
+        own = self.graphs.get((key, mode))
+        if own is not None:
+            return own, Decision(runtime, own.entry.descriptor, key.num_tokens, Reason.EXACT, key.num_tokens)
+        decision = self._decide(key, frozenset((CUDAGraphMode.NONE, runtime)))
+        if decision.descriptor is None:
+            return None
+        tokens, reqs, _, seq_len = decision.descriptor
+        other: Any = DispatchKey(tokens, reqs or 0, 0 if seq_len is None else seq_len, key.is_prefill)  # type: ignore[arg-type]
+        return self.graphs[other, mode], decision
+
+    def _decide(self, key: DispatchKey, allowed: frozenset[CUDAGraphMode] | None) -> Decision:
+        table, seq_len = self._tables[key.is_prefill], key.max_seq_len or None
+        return table.decide(key.num_tokens, key.num_reqs, _query_len(key), seq_len, allowed)
 
 
 def _query_len(key: DispatchKey) -> int | None:
@@ -143,26 +140,15 @@ def _query_len(key: DispatchKey) -> int | None:
     return key.num_tokens // key.num_reqs
 
 
-def _place(found: Registered) -> tuple[bool, CUDAGraphMode, BatchDescriptor]:
-    """The table, mode and descriptor of a registered graph; each has its own."""
-    key, mode = found.key, GRAPH_MODES[found.mode]
-    is_uniform = mode is CUDAGraphMode.FULL and _query_len(key) is not None
-    variant = (key.max_seq_len or None) if found.entry.inputs.has_rows else key
-    return key.is_prefill, mode, BatchDescriptor(key.num_tokens, key.num_reqs, is_uniform, variant)
-
-
-class Leaving(NamedTuple):
-    """Graphs that serve no key any more: those that left the cache and are to be released, and all to be forgotten."""
-
-    victims: list[Victim]
-    graphs: list[Registered]
+Leaving = tuple[list[Victim], list[Registered]]
+"""Graphs that serve no key any more: those that left the cache and are to be released, and all to be forgotten."""
 
 
 class Worker(NotCopied):
     """The graphs that are registered in one place, and the server that serves them. Thread-safe.
 
-    At most ``max_cached_graphs`` are kept; the least recently used goes. Graphs, modes and decisions are one immutable
-    thing, swapped whole, so that choosing takes no lock.
+    At most ``max_cached_graphs`` are kept; the least recently used goes. Graphs and decisions are one immutable thing,
+    swapped whole, so that choosing takes no lock.
     """
 
     def __init__(
@@ -176,7 +162,7 @@ class Worker(NotCopied):
     ) -> None:
         self.cache = GraphCache(max_cached_graphs)
         self.server = Server(eager_runner, options or CUDAGraphOptions(), self.cache, backend=backend, pool=pool)
-        self._graphs = RegisteredGraphs({}, frozenset(DispatchMode))
+        self._graphs = RegisteredGraphs({})
         self._numbers = count()
         self._lock = make_lock()
 
@@ -184,16 +170,6 @@ class Worker(NotCopied):
     def graphs(self) -> Mapping[Slot, Registered]:
         """All graphs, by key and mode."""
         return self._graphs.graphs
-
-    @property
-    def modes(self) -> frozenset[DispatchMode]:
-        """The modes that are allowed now."""
-        return self._graphs.modes
-
-    def allow(self, modes: frozenset[DispatchMode]) -> None:
-        """Allow these modes alone from now on; the graphs stay."""
-        with self._lock:
-            self._graphs = RegisteredGraphs(self.graphs, modes)
 
     def wrap(
         self,
@@ -251,65 +227,67 @@ class Worker(NotCopied):
         assert entry is not None
         return Registered(key, DispatchMode.CUDAGRAPH, entry, entry, route)
 
-    def publish(self, found: Registered) -> Leaving:
-        """Serve a key by ``found`` from now on, in the place of an older graph.
+    def publish(self, *new: Registered, without: Collection[Registered] = ()) -> Leaving:
+        """Serve keys by ``new`` graphs from now on, in the place of older ones, and no longer by those of ``without``.
 
-        The caller gives what has to go to ``let_go``, with no lock held that a runner could want: see Note [locks of a
-        worker].
+        Those that were released meanwhile, or had to go for others, leave as well. The caller gives what has to go to
+        ``let_go``, with no lock held that a runner could want: see Note [locks of a worker].
         """
         with self._lock:
-            graphs = dict(self.graphs)
-            older = graphs.get(found.slot)
-            victims = self._leave_cache(older) if older is not None else []
-            if not found.is_captured:
-                victims += self.cache.add(found.place, found.entry, owns=False)
-            graphs[found.slot] = found
+            graphs = {slot: one for slot, one in self.graphs.items() if one not in without}
+            victims: list[Victim] = []
+            for found in new:
+                if found.slot in graphs:
+                    victims += self._leave_cache(graphs[found.slot])
+                if not found.is_captured:
+                    victims += self.cache.add(found.place, found.entry, owns=False)
+                graphs[found.slot] = found
             kept = {slot: one for slot, one in graphs.items() if self._is_kept(one)}
-            self._graphs = RegisteredGraphs(kept, self.modes)
-            known = {*graphs.values(), *([older] if older is not None else [])}
-            return Leaving(victims, [one for one in known if kept.get(one.slot) is not one])
+            known = {*self.graphs.values(), *new, *without}
+            self._graphs = RegisteredGraphs(kept)
+            return victims, [*known.difference(kept.values())]
 
     def let_go(self, leaving: Leaving) -> None:
         """Release what was captured here and has left, and serve no call by any of it; waits for calls in flight."""
+        victims, graphs = leaving
         with self.server.lock:
-            victims = list(leaving.victims)
-            for found in leaving.graphs:
+            for found in graphs:
                 self.server.drop(found.route)
                 victims += self._leave_cache(found)
             self.server.graphs.release(victims)
 
-    def choose(self, key: DispatchKey, policy: DispatchPolicy) -> tuple[Registered | None, Decision]:
-        """The graph that shall serve a key and its decision, or None and why eager does. Takes no lock,
-        unless a graph's owner has released it."""
-        graphs = self._graphs
-        try:
-            candidates = graphs.candidates[key]
-        except TypeError:
-            check_key(key)
-            raise
-        if not candidates.graphs:
-            return None, candidates.eager
-        if not policy.should_use_graph(key, True):
-            return None, Decision.eager(Reason.POLICY, key.num_tokens)
-        mode = policy.select_mode(key, candidates.modes) if DispatchMode.HYBRID in graphs.modes else candidates.modes[0]
-        found, decision = candidates.graphs.get(mode) or (None, Decision.eager(Reason.POLICY, key.num_tokens))
-        if found is not None and found.entry.state is EntryState.EVICTED:  # by its owner
-            self.drop(found)
-            return self.choose(key, policy)
-        return found, decision
-
     def drop(self, *dropped: Registered) -> None:
-        """Forget these graphs, not others that have taken their places, and what was released or had to go for others;
-        release those that were captured here."""
-        with self._lock:
-            known = set(self.graphs.values())
-            kept = {slot: one for slot, one in self.graphs.items() if one not in dropped and self._is_kept(one)}
-            self._graphs = RegisteredGraphs(kept, self.modes)
-        self.let_go(Leaving([], [*known.union(dropped).difference(kept.values())]))
+        """Forget these graphs, not others that have taken their places; release those that were captured here."""
+        self.let_go(self.publish(without=dropped))
 
     def clear(self) -> None:
         """Forget all graphs."""
         self.drop(*self.graphs.values())
+
+    def choose(
+        self, key: DispatchKey, policy: DispatchPolicy, modes: Collection[DispatchMode]
+    ) -> tuple[Registered | None, Decision]:
+        """The graph that shall serve a key in one of ``modes`` and its decision, or None and why eager does. Takes no
+        lock, unless a graph's owner has released it."""
+        try:
+            candidates, eager = self._graphs.candidates[key]
+        except TypeError:
+            check_key(key)
+            raise
+        found = {mode: one for mode, one in candidates.items() if mode in modes}
+        if not found:
+            return None, eager
+        mode = next(iter(found))
+        is_wanted = policy.should_use_graph(key, True)
+        if is_wanted and DispatchMode.HYBRID in modes:
+            mode = policy.select_mode(key, (*found, DispatchMode.EAGER))
+        if not is_wanted or mode not in found:
+            return None, Decision.eager(Reason.POLICY, key.num_tokens)
+        chosen, decision = found[mode]
+        if chosen.entry.state is EntryState.EVICTED:  # by its owner
+            self.drop(chosen)
+            return self.choose(key, policy, modes)
+        return chosen, decision
 
     def _is_kept(self, found: Registered) -> bool:
         return found.entry.state is not EntryState.EVICTED and self.cache.get(found.place) is found.entry
