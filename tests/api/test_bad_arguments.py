@@ -101,7 +101,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "registry seq_len": (manager, lambda m: m.capture(3, None, double, inputs={"x": X}), "seq_len"),
     "registry mode": (manager, lambda m: m.capture(3, 1, double, inputs={"x": X}, mode="x"), "mode"),
     "dispatch key": (dispatcher, lambda d: d.dispatch([1], X), "key"),
-    "get_entry mode": (dispatcher, lambda d: d.get_entry(KEY, 3), "mode"),
     "streams args": (streams, lambda s: s.capture(KEY, 3), "args"),
     "streams kwargs": (streams, lambda s: s.capture(KEY, (X,), 3), "kwargs"),
     "streams key": (streams, lambda s: s.capture(None, (X,)), "key"),

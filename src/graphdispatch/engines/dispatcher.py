@@ -97,26 +97,24 @@ class CudagraphDispatcher(NotCopied):
         *,
         outputs: Any = None,
         mode: DispatchMode = DispatchMode.CUDAGRAPH,
-        idempotent: bool = False,
     ) -> None:
         """Serve ``key`` by ``graph`` from now on, replacing an older one of the same mode.
 
         Args:
             key: The key.
             graph: A ``CUDAGraphEntry``, which brings its inputs and outputs, or any object with ``replay()``. It stays
-                its owner's, who releases it.
+                its owner's, who releases it. What another graph than an entry wrote before it failed cannot be known:
+                ``dispatch`` raises ``ReplayError`` then, unless the graph raises one that says that it had no effects.
             input_ptrs: The addresses of the tensors that a graph other than an entry reads, in the order of a call's
                 arguments: a call with others runs eagerly. None: the caller answers for what the graph reads.
             outputs: What a replay returns. None: ``graph.outputs``.
             mode: ``CUDAGRAPH`` or ``PIECEWISE``. A ``PIECEWISE`` entry is always the latter.
-            idempotent: Whether a step may be run again, eagerly, after a graph other than an entry failed. What such a
-                graph wrote before cannot be known, so that ``dispatch`` raises ``ReplayError`` otherwise.
 
         Raises:
             ConfigError: An argument is wrong, or the graph was released.
         """
         worker = self._home(key, graph)
-        found = worker.wrap(key, graph, input_ptrs, outputs=outputs, mode=mode, idempotent=idempotent)
+        found = worker.wrap(key, graph, input_ptrs, outputs=outputs, mode=mode)
         self._publish([(worker, found)])
 
     def _home(self, key: DispatchKey, graph: Any) -> Worker:
@@ -150,7 +148,7 @@ class CudagraphDispatcher(NotCopied):
         Args:
             key: The key; a graph that would serve it padded does not count.
         """
-        return self.get_graph(key) is not None
+        return self._registered(key) is not None
 
     def get_graph(self, key: DispatchKey) -> Replayable | CUDAGraphEntry | None:
         """The graph registered for a key, as it was given; a full one before a piecewise one.
@@ -161,21 +159,26 @@ class CudagraphDispatcher(NotCopied):
         Returns:
             The graph, or None.
         """
-        found = _first_registered(self.workers, key)
+        found = self._registered(key)
         return found.graph if found is not None else None
 
-    def get_entry(self, key: DispatchKey, mode: DispatchMode = DispatchMode.CUDAGRAPH) -> CUDAGraphEntry | None:
-        """The entry of a registered graph: its replay count, last use and outputs.
+    def get_entry(self, key: DispatchKey) -> CUDAGraphEntry | None:
+        """The entry of that graph: its replay count, last use and outputs.
 
         Args:
             key: The key.
-            mode: The mode that it was registered in.
 
         Returns:
             The entry, or None.
         """
-        found = _first_registered(self.workers, key, (mode,))
+        found = self._registered(key)
         return found.entry if found is not None else None
+
+    def _registered(self, key: DispatchKey) -> Registered | None:
+        """The graph of a key on the first worker that has one, or None."""
+        check_key(key)
+        found = (worker.graphs.get((key, mode)) for worker in self.workers for mode in GRAPH_MODES)
+        return next((one for one in found if one is not None), None)
 
     @untraced
     def capture(self, key: DispatchKey, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
@@ -447,14 +450,3 @@ class _LatencyMeter:
                 self._pending.append(oldest)
             else:
                 policy.record(key, mode, elapsed)
-
-
-def _first_registered(
-    workers: Sequence[Worker], key: DispatchKey, modes: Sequence[DispatchMode] = tuple(GRAPH_MODES)
-) -> Registered | None:
-    """The graph of a key on the first worker that has it in one of these modes, or None."""
-    check_key(key)
-    for mode in modes:
-        check_type("mode", mode, DispatchMode, "a DispatchMode")
-    found = (worker.graphs.get((key, mode)) for worker in workers for mode in modes)
-    return next((one for one in found if one is not None), None)

@@ -28,10 +28,9 @@ class Replayable(Protocol):
 
 
 class _ForeignGraph(Graph):
-    def __init__(self, graph: Replayable, pool: Pool, is_idempotent: bool) -> None:
+    def __init__(self, graph: Replayable, pool: Pool) -> None:
         self._graph: Replayable | None = graph
         self._pool = pool
-        self._is_idempotent = is_idempotent
 
     def replay(self) -> None:
         if self._graph is None:
@@ -44,9 +43,9 @@ class _ForeignGraph(Graph):
         except Exception as error:
             failure = ReplayError(
                 f"the registered graph failed to replay: {type(error).__name__}: {error}; what it wrote before cannot "
-                "be known: register it with idempotent=True if its step may be run again"
+                "be known, so that the step was not run again"
             )
-            failure.had_effects = not self._is_idempotent
+            failure.had_effects = True
             raise failure from error
 
     def reset(self) -> None:
@@ -82,7 +81,6 @@ def entry_around(
     outputs: Any = None,
     *,
     piecewise: bool = False,
-    idempotent: bool = False,
     addresses: tuple[int, ...] | None = None,
 ) -> CUDAGraphEntry:
     """An entry around a graph that somebody else captured.
@@ -94,7 +92,6 @@ def entry_around(
         key: The front end's name for it.
         outputs: The tensors that it writes, or any nest of them, which are returned themselves.
         piecewise: Whether it consists of graphs between eager breaks.
-        idempotent: Whether the step may be run again after a replay that stopped half-way, whatever that wrote.
         addresses: The addresses of the tensors that it reads; None: not known.
 
     Returns:
@@ -108,7 +105,7 @@ def entry_around(
         mode=CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.FULL,
         key=key,
         size=rows,
-        graph=_ForeignGraph(graph, pool, idempotent),
+        graph=_ForeignGraph(graph, pool),
         pool=pool,
         backend=get_backend("auto"),
         inputs=StaticInputs((), 0),

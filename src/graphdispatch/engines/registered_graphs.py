@@ -179,7 +179,6 @@ class Worker(NotCopied):
         *,
         outputs: Any = None,
         mode: DispatchMode = DispatchMode.CUDAGRAPH,
-        idempotent: bool = False,
     ) -> Registered:
         """What ``CudagraphDispatcher.register_graph`` was given, checked and ready for ``publish``."""
         check_key(key)
@@ -193,8 +192,7 @@ class Worker(NotCopied):
         elif isinstance(graph, Replayable):
             outputs = outputs if outputs is not None else getattr(graph, "outputs", None)
             addresses = None if input_ptrs is None else _checked_addresses(input_ptrs)
-            piecewise = mode is DispatchMode.PIECEWISE
-            entry = entry_around(graph, key, outputs, piecewise=piecewise, idempotent=idempotent, addresses=addresses)
+            entry = entry_around(graph, key, outputs, piecewise=mode is DispatchMode.PIECEWISE, addresses=addresses)
         else:
             raise ConfigError(f"graph must have a replay() method, got {shown(graph)}")
         route = Route(
