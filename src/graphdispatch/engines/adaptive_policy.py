@@ -1,13 +1,13 @@
 """``AdaptiveDispatchPolicy``: learns from measured latencies which mode serves which size best."""
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import hypot, inf, sqrt
 from typing import ClassVar
 
 from ..copying import Unlocked
-from ..decide.size_table import Memo
 from ..descriptors import DispatchKey
 from ..errors import ConfigError, check_count, shown
 from ..forking import make_lock
@@ -15,7 +15,7 @@ from ..modes import DispatchMode
 from ..sizes import check_sizes
 from .policies import DispatchPolicy, check_limits
 
-__all__ = ["AdaptiveDispatchPolicy", "bucket_of"]
+__all__ = ["AdaptiveDispatchPolicy"]
 
 _EAGER, _FULL, _PIECEWISE = DispatchMode.EAGER, DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE
 _DEFAULT_ORDER = (_FULL, _PIECEWISE, _EAGER)
@@ -29,7 +29,7 @@ _CHANGE = 3  # so many in a row beyond that, on one side, are a change of the co
 _REACH = 2  # a size that was not measured is judged by the nearest one that differs by at most this factor
 _LEAST_GAIN = 0.01  # the share of the cost that a mode must save to take another's position
 _LEAST_LOSS = 0.1  # a trial is taken to cost at least so much more, as a share of the cost
-_REVIEW_EVERY = 8  # latencies of a bucket
+_REVIEW_EVERY = 8  # latencies of a bucket: who looks more often is misled by noise more often
 _LEAST_MS = 1e-6
 
 
@@ -38,7 +38,6 @@ def bucket_of(tokens: int) -> int:
 
     A bucket ends at a multiple of its width, as kernels' tiles do, so that 256 and 257 tokens never share one.
     """
-    tokens = max(tokens, 1)
     shift = max(0, (tokens - 1).bit_length() - 4)
     return ((tokens - 1 >> shift) + 1) << shift
 
@@ -96,6 +95,7 @@ class _Bucket:
     costs: dict[DispatchMode, _Cost]
     order: Sequence[DispatchMode] = _DEFAULT_ORDER
     available: Collection[DispatchMode] = _DEFAULT_ORDER
+    trial: DispatchMode | None = None
     records: int = 0
     tried: dict[DispatchMode, int] = field(default_factory=dict)
 
@@ -144,13 +144,8 @@ class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
         self.exploration = exploration
         self._limits = (min_tokens_for_graph, max_tokens_for_graph)
         self._lock = make_lock()
-        self._costs: dict[tuple[bool, DispatchMode], dict[int, _Cost]] = {
-            (is_prefill, mode): {} for is_prefill in (False, True) for mode in _DEFAULT_ORDER
-        }
+        self._costs: defaultdict[tuple[bool, DispatchMode], dict[int, _Cost]] = defaultdict(dict)
         self._buckets: dict[tuple[bool, int, int], _Bucket] = {}
-        self._outside = _Bucket(0, False, {}, order=(_EAGER,))
-        self._bucket_of = Memo[tuple[int, bool], _Bucket](self._find_bucket)
-        self._trials: dict[_Bucket, DispatchMode] = {}
         self._records = 0
 
     def should_use_graph(self, key: DispatchKey, graph_available: bool) -> bool:
@@ -162,10 +157,8 @@ class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
             key: The key of the batch.
             graph_available: Whether there is a graph that can serve it now.
         """
-        if not graph_available:
-            return False
-        bucket = self._bucket_of[key.num_tokens, key.is_prefill]
-        return self._order(bucket)[0] is not _EAGER or bucket in self._trials
+        bucket = self._bucket(key) if graph_available else None
+        return bucket is not None and (self._order(bucket)[0] is not _EAGER or bucket.trial is not None)
 
     def select_mode(self, key: DispatchKey, available_modes: Collection[DispatchMode]) -> DispatchMode:
         """The preferred mode for ``key``, or now and then one on trial.
@@ -177,17 +170,14 @@ class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
         Returns:
             One of ``available_modes``, or ``EAGER``.
         """
-        bucket = self._bucket_of[key.num_tokens, key.is_prefill]
+        bucket = self._bucket(key)
+        if bucket is None:
+            return _EAGER
         bucket.available = available_modes
-        if self._trials:
-            # Popping is atomic, so that of several threads one gets the trial.
-            trial = self._trials.pop(bucket, None)
-            if trial is not None and trial in available_modes:
-                return trial
-        for mode in self._order(bucket):
-            if mode in available_modes:
-                return mode
-        return _EAGER
+        trial, bucket.trial = bucket.trial, None  # two threads may both get it, which costs one trial more
+        if trial is not None and trial in available_modes:
+            return trial
+        return next((mode for mode in self._order(bucket) if mode in available_modes), _EAGER)
 
     def record(self, key: DispatchKey, mode: DispatchMode, latency: float) -> None:
         """Learn what a step took.
@@ -207,10 +197,10 @@ class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
             raise ConfigError(f"mode must be EAGER, CUDAGRAPH or PIECEWISE, got {shown(mode)}; record what really ran")
         if not 0 <= latency < inf:
             raise ConfigError(f"latency must be a finite number of milliseconds >= 0, got {shown(latency)}")
-        bucket = self._bucket_of[key.num_tokens, key.is_prefill]
+        bucket = self._bucket(key)
         with self._lock:
             self._records += 1
-            if bucket is self._outside:
+            if bucket is None:
                 return
             cost = bucket.costs[mode]
             is_change = cost.add(max(latency, _LEAST_MS), self.history_size)
@@ -230,9 +220,9 @@ class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
         Returns:
             By mode, the mean in milliseconds.
         """
-        bucket = self._bucket_of[key.num_tokens, key.is_prefill]
+        bucket = self._bucket(key)
         with self._lock:
-            return {mode: cost.mean for mode, cost in self._measured(bucket).items()}
+            return {} if bucket is None else {mode: cost.mean for mode, cost in self._measured(bucket).items()}
 
     @property
     def min_tokens_for_graph(self) -> int:
@@ -249,26 +239,27 @@ class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
         graphs = f"{low} to {high} tokens" if high else "no size"
         return f"<AdaptiveDispatchPolicy {self._records} records, graphs for {graphs}>"
 
-    def _find_bucket(self, asked: tuple[int, bool]) -> _Bucket:
-        tokens, is_prefill = asked[0], bool(asked[1])
+    def _bucket(self, key: DispatchKey) -> _Bucket | None:
+        """The bucket of a batch; None outside of the limits."""
         low, high = self._limits
-        if not low <= tokens <= high:
-            return self._outside
-        graph = end = bucket_of(tokens)
-        if self.sizes is not None and tokens <= self.sizes[-1]:
-            graph = self.sizes[bisect_left(self.sizes, tokens)]
-        with self._lock:
-            bucket = self._buckets.get((is_prefill, graph, end))
-            if bucket is None:
+        if not low <= key.num_tokens <= high:
+            return None
+        graph = end = bucket_of(key.num_tokens)
+        if self.sizes is not None and key.num_tokens <= self.sizes[-1]:
+            graph = self.sizes[bisect_left(self.sizes, key.num_tokens)]
+        place = bool(key.is_prefill), graph, end
+        if place not in self._buckets:
+            with self._lock:
                 sizes = {_FULL: graph, _PIECEWISE: graph, _EAGER: end}
-                known = {mode: self._costs[is_prefill, mode] for mode in sizes}
-                costs = {mode: known[mode].setdefault(size, _Cost(size)) for mode, size in sizes.items()}
-                bucket = self._buckets[is_prefill, graph, end] = _Bucket(min(end, high), is_prefill, costs)
-            return bucket
+                costs = {
+                    mode: self._costs[place[0], mode].setdefault(size, _Cost(size)) for mode, size in sizes.items()
+                }
+                self._buckets.setdefault(place, _Bucket(min(end, high), place[0], costs))
+        return self._buckets[place]
 
     def _order(self, bucket: _Bucket) -> Sequence[DispatchMode]:
         """The modes for a bucket, the preferred first; while it has no record of its own, as those near by are now."""
-        if bucket.costs and not bucket.records:
+        if not bucket.records:
             with self._lock:
                 self._rank(bucket)
         return bucket.order
@@ -276,13 +267,11 @@ class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
     def _measured(self, bucket: _Bucket) -> dict[DispatchMode, _Cost]:
         """What each mode costs: as measured at the bucket's own size, or else at the nearest within reach."""
         found = {}
-        for mode, cost in bucket.costs.items():
-            if not cost.count:
-                others = [other for other in self._costs[bucket.is_prefill, mode].values() if other.count]
-                cost = min(others, key=cost.distance, default=cost)
-                if not cost.count or cost.distance(bucket.costs[mode]) > _REACH:
-                    continue
-            found[mode] = cost
+        for mode, own in bucket.costs.items():
+            every = self._costs[bucket.is_prefill, mode].values()
+            nearest = own if own.count else min((c for c in every if c.count), key=own.distance, default=own)
+            if nearest.count and nearest.distance(own) <= _REACH:
+                found[mode] = nearest
         return found
 
     def _rank(self, bucket: _Bucket) -> None:
@@ -321,7 +310,7 @@ class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
             loss = min(costs[mode].mean, costs[mode].latest_ms) / usual_ms - 1 if mode in costs else 1.0
             if bucket.records - bucket.tried.get(mode, 0) >= max(loss, _LEAST_LOSS) / most:
                 bucket.tried[mode] = bucket.records
-                self._trials[bucket] = mode
+                bucket.trial = mode
                 return
 
     def _thresholds(self) -> tuple[int, int]:
