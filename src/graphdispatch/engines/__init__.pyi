@@ -25,9 +25,9 @@ from ..stats import Gain as Gain
 from ..testing.mock import MockCUDAGraph as MockCUDAGraph
 from .adaptive_policy import AdaptiveDispatchPolicy as AdaptiveDispatchPolicy
 from .composite import CompositeDispatcher as CompositeDispatcher
-from .config import get_cudagraph_sizes as get_cudagraph_sizes
 from .dispatcher import CudagraphDispatcher as CudagraphDispatcher
-from .key_dispatcher import CudagraphKeyDispatcher as CudagraphKeyDispatcher
+from .keys import CudagraphKeyDispatcher as CudagraphKeyDispatcher
+from .keys import get_cudagraph_sizes as get_cudagraph_sizes
 from .policies import DefaultDispatchPolicy as DefaultDispatchPolicy
 from .policies import DispatchPolicy as DispatchPolicy
 from .prediction import Prewarmer as Prewarmer

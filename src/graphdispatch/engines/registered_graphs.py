@@ -32,7 +32,7 @@ from ..serve.prewarm import capture_example
 from ..serve.server import Server
 from ..stats import EvictionReason
 from .external_graphs import Replayable, entry_around
-from .key_table import KeyTable
+from .keys import KeyTable
 from .policies import DispatchPolicy
 
 __all__ = ["GRAPH_MODES", "Registered", "Slot", "Worker", "check_key"]
