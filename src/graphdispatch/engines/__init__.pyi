@@ -23,11 +23,11 @@ from ..stats import CUDAGraphStats as CUDAGraphStats
 from ..stats import EvictionReason as EvictionReason
 from ..stats import Gain as Gain
 from ..testing.mock import MockCUDAGraph as MockCUDAGraph
-from .adaptive_policy import AdaptiveDispatchPolicy as AdaptiveDispatchPolicy
-from .composite import CompositeDispatcher as CompositeDispatcher
+from .dispatcher import CompositeDispatcher as CompositeDispatcher
 from .dispatcher import CudagraphDispatcher as CudagraphDispatcher
 from .keys import CudagraphKeyDispatcher as CudagraphKeyDispatcher
 from .keys import get_cudagraph_sizes as get_cudagraph_sizes
+from .policies import AdaptiveDispatchPolicy as AdaptiveDispatchPolicy
 from .policies import DefaultDispatchPolicy as DefaultDispatchPolicy
 from .policies import DispatchPolicy as DispatchPolicy
 from .prediction import Prewarmer as Prewarmer
