@@ -33,11 +33,10 @@ _POLLS = 4  # of them polled at once, in turn: however far the device is behind,
 
 
 class Chosen(NamedTuple):
-    """What shall serve a call: a dispatcher's worker, its graph (None: the eager runner), the decision, and the
-    nanoseconds that it took."""
+    """What shall serve a call: a dispatcher's graph (None: its eager runner), the decision, and the nanoseconds that it
+    took."""
 
     dispatcher: "CudagraphDispatcher"
-    worker: Worker
     found: Registered | None
     decision: Decision
     spent: int
@@ -115,9 +114,7 @@ class CudagraphDispatcher(NotCopied):
         Raises:
             ConfigError: An argument is wrong, or the graph was released.
         """
-        worker = self._home(key, graph)
-        found = worker.wrap(key, graph, input_ptrs, outputs=outputs, mode=mode)
-        self._publish([(worker, found)])
+        self._publish([self._home(key, graph).wrap(key, graph, input_ptrs, outputs=outputs, mode=mode)])
 
     def _home(self, key: DispatchKey, graph: Any) -> Worker:
         """Where a graph is registered: with the others of its pool, since these never run at the same time, or else
@@ -131,18 +128,16 @@ class CudagraphDispatcher(NotCopied):
 
         return min(self.workers, key=order)
 
-    def _publish(self, made: Sequence[tuple[Worker, Registered]]) -> None:
+    def _publish(self, made: Sequence[Registered]) -> None:
         """Serve by these graphs from now on; by none of them if one must not run beside another worker's."""
         with self._lock:
-            for worker, found in made:
-                self._check_apart(worker, found, made)
-            leaving = [(worker, worker.publish(found)) for worker, found in made]
+            self._check_apart(made)
+            leaving = [(found.worker, found.worker.publish(found)) for found in made]
         for worker, gone in leaving:
             worker.let_go(gone)
 
-    def _check_apart(self, worker: Worker, found: Registered, made: Sequence[tuple[Worker, Registered]]) -> None:
-        """Raise ``ConfigError`` if a new graph must not run at the same time as one of another worker, registered or
-        ``made`` with it. Here there is no other."""
+    def _check_apart(self, made: Sequence[Registered]) -> None:
+        """Raise ``ConfigError`` if new graphs must not run at the same time as those of other workers."""
 
     def has_graph(self, key: DispatchKey) -> bool:
         """Whether a graph of any mode is registered for a key now.
@@ -201,14 +196,14 @@ class CudagraphDispatcher(NotCopied):
         check_key(key)
         check_type("args", args, (tuple, list), "a tuple of positional arguments, as (x,)")
         check_type("kwargs", {} if kwargs is None else kwargs, Mapping, "a mapping from names to arguments, or None")
-        made: list[tuple[Worker, Registered]] = []
+        made: list[Registered] = []
         try:
             for worker in self.workers:
-                made.append((worker, worker.capture(key, tuple(args), dict(kwargs or {}))))
+                made.append(worker.capture(key, tuple(args), dict(kwargs or {})))
             self._publish(made)
         except BaseException:
-            for worker, found in made:
-                worker.drop(found)
+            for found in made:
+                found.worker.drop(found)
             raise
 
     @untraced
@@ -295,15 +290,15 @@ class CudagraphDispatcher(NotCopied):
             The choice, for ``serve``.
         """
         start = perf_counter_ns()
-        answer: tuple[Worker, Decision] | None = None
+        answer: Decision | None = None
         for worker in self._in_order():
             found, decision = worker.choose(key, self.policy, self.enabled_modes)
             if found is not None or decision.reason is Reason.POLICY:
-                return Chosen(self, worker, found, decision, perf_counter_ns() - start)
+                return Chosen(self, found, decision, perf_counter_ns() - start)
             if answer is None or decision.reason is not Reason.NOT_CAPTURED:
-                answer = worker, decision
+                answer = decision
         assert answer is not None
-        return Chosen(self, answer[0], None, answer[1], perf_counter_ns() - start)
+        return Chosen(self, None, answer, perf_counter_ns() - start)
 
     def _in_order(self) -> Sequence[Worker]:
         """The workers in the order in which they are asked."""
@@ -321,13 +316,13 @@ class CudagraphDispatcher(NotCopied):
         Returns:
             The outputs.
         """
-        _, worker, found, decision, _ = chosen
-        server, policy = worker.server, self.policy
+        found, policy = chosen.found, self.policy
+        server = (found.worker if found is not None else self.workers[0]).server
         timer = self._meter.start() if policy.learns else None
         server.local.decision = None
         try:
             if found is None:
-                result = server.run_eagerly(decision, args, kwargs)
+                result = server.run_eagerly(chosen.decision, args, kwargs)
             else:
                 result = server.serve(found.route, args, kwargs)
         except BaseException as error:
@@ -343,13 +338,12 @@ class CudagraphDispatcher(NotCopied):
 
     def _count(self, chosen: Chosen, decision: Decision) -> DispatchMode:
         """Count a call that ran as ``decision`` says, and forget its graph if that is gone; the mode that it ran in."""
-        _, worker, found, _, spent = chosen
-        mode = DispatchMode.EAGER
+        found, mode = chosen.found, DispatchMode.EAGER
         if found is not None and decision.mode is not CUDAGraphMode.NONE:
             mode = found.mode
         elif found is not None and found.is_gone:
-            worker.drop(found)
-        self.stats.record(mode, decision.reason, spent)
+            found.worker.drop(found)
+        self.stats.record(mode, decision.reason, chosen.spent)
         return mode
 
     def enable_mode(self, mode: DispatchMode) -> None:
@@ -407,8 +401,10 @@ class CudagraphDispatcher(NotCopied):
         Returns:
             One line for people.
         """
-        _, worker, found, decision, _ = self.choose(key)
-        return decision.explain() if found is None else worker.server.explain(found.route, args, kwargs, key.num_tokens)
+        _, found, decision, _ = self.choose(key)
+        if found is None:
+            return decision.explain()
+        return found.worker.server.explain(found.route, args, kwargs, key.num_tokens)
 
     def __repr__(self) -> str:
         return f"<CudagraphDispatcher {self.num_graphs} of {self.max_cached_graphs} graphs, {self.stats!r}>"

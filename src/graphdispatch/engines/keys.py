@@ -329,7 +329,17 @@ def get_cudagraph_sizes(
     if mode is CUDAGraphMode.FULL_DECODE_ONLY:
         bound = min(bound, max_num_reqs * query_len)
     if capture_sizes is not None and not isinstance(capture_sizes, str):
-        return _reachable(sorted_sizes(capture_sizes), max_num_tokens, bound)
+        given = sorted_sizes(capture_sizes)
+        if given[0] > bound:
+            raise ConfigError(
+                f"capture_sizes must hold a size that a batch of at most {bound} tokens reaches, got {given[0]} as the "
+                "smallest"
+            )
+        dropped = ", ".join(str(size) for size in given if size > max_num_tokens)
+        if dropped:
+            text = f"capture_sizes {dropped} are above max_num_tokens={max_num_tokens} and were dropped"
+            warnings.warn(f"{text}: no batch reaches them", UserWarning, stacklevel=2)
+        return [size for size in given if size <= bound]
     largest = min(2 * max_num_reqs, _AUTO_LARGEST, bound)
     exact = {size for size in (max_num_reqs, bound) if size <= largest}
     name = "vllm" if capture_sizes is None or capture_sizes == "auto" else capture_sizes
@@ -344,24 +354,6 @@ def sorted_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
     for index, size in enumerate(given):
         check_count(f"capture_sizes[{index}]", size)
     return check_sizes(sorted(set(given)), "capture_sizes")
-
-
-def _reachable(sizes: Sequence[int], max_num_tokens: int, bound: int) -> list[int]:
-    kept = [size for size in sizes if size <= bound]
-    if not kept:
-        raise ConfigError(
-            f"capture_sizes must hold a size that a batch of at most {bound} tokens reaches, got {sizes[0]} as the "
-            "smallest"
-        )
-    dropped = [size for size in sizes if size > max_num_tokens]
-    if dropped:
-        warnings.warn(
-            f"capture_sizes {', '.join(map(str, dropped))} are above max_num_tokens={max_num_tokens} and were dropped: "
-            "no batch reaches them",
-            UserWarning,
-            stacklevel=3,
-        )
-    return kept
 
 
 def check_split(mode: CUDAGraphMode, piecewise: bool) -> None:

@@ -113,7 +113,7 @@ def entry_around(
     key: Hashable,
     outputs: Any = None,
     *,
-    piecewise: bool = False,
+    mode: CUDAGraphMode = CUDAGraphMode.FULL,
     addresses: tuple[int, ...] | None = None,
 ) -> CUDAGraphEntry:
     """An entry around a graph that somebody else captured.
@@ -124,7 +124,7 @@ def entry_around(
         graph: The graph.
         key: The front end's name for it.
         outputs: The tensors that it writes, or any nest of them, which are returned themselves.
-        piecewise: Whether it consists of graphs between eager breaks.
+        mode: ``PIECEWISE`` if it consists of graphs between eager breaks.
         addresses: The addresses of the tensors that it reads; None: not known.
 
     Returns:
@@ -135,7 +135,7 @@ def entry_around(
     rows = key.num_tokens if isinstance(key, (DispatchKey, BatchDescriptor)) else 1
     return CUDAGraphEntry(
         descriptor=key if isinstance(key, BatchDescriptor) else BatchDescriptor(rows),
-        mode=CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.FULL,
+        mode=mode,
         key=key,
         size=rows,
         graph=_ForeignGraph(graph, pool),
@@ -151,12 +151,13 @@ def entry_around(
 
 @dataclass(frozen=True, eq=False)
 class Registered:
-    """A graph as it was registered, its entry, and the route by which the server serves it.
+    """A graph as it was registered, its worker, its entry, and the route by which the worker's server serves it.
 
     Registering a graph again makes another one, with a route of its own: what is done to the older one, by a call that
     chose it before, does not touch the newer one.
     """
 
+    worker: "Worker"
     key: DispatchKey
     mode: DispatchMode
     graph: Replayable | CUDAGraphEntry
@@ -297,7 +298,7 @@ class Worker(NotCopied):
         elif isinstance(graph, Replayable):
             outputs = outputs if outputs is not None else getattr(graph, "outputs", None)
             addresses = None if input_ptrs is None else _checked_addresses(input_ptrs)
-            entry = entry_around(graph, key, outputs, piecewise=mode is DispatchMode.PIECEWISE, addresses=addresses)
+            entry = entry_around(graph, key, outputs, mode=GRAPH_MODES[mode], addresses=addresses)
         else:
             raise ConfigError(f"graph must have a replay() method, got {shown(graph)}")
         route = Route(
@@ -306,7 +307,7 @@ class Worker(NotCopied):
             entry=entry,
             without_sizes=Reason.NOT_CAPTURED,
         )
-        return Registered(key, mode, graph, entry, route)
+        return Registered(self, key, mode, graph, entry, route)
 
     def capture(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Registered:
         """Capture the runner on these example arguments; ``publish`` serves the graph, ``drop`` releases it."""
@@ -328,7 +329,7 @@ class Worker(NotCopied):
             self.drop()  # a capture makes room before it can fail
             raise
         assert entry is not None
-        return Registered(key, DispatchMode.CUDAGRAPH, entry, entry, route)
+        return Registered(self, key, DispatchMode.CUDAGRAPH, entry, entry, route)
 
     def publish(self, *new: Registered, without: Collection[Registered] = ()) -> Leaving:
         """Serve keys by ``new`` graphs from now on, in the place of older ones, and no longer by those of ``without``.

@@ -9,7 +9,7 @@ Note [a step on a worker's stream]
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
+from itertools import count, product
 from typing import Any, Literal, cast
 
 from torch.utils._pytree import tree_leaves
@@ -254,14 +254,11 @@ class StreamDispatcher(CudagraphDispatcher):
 
     def _start(self, key: DispatchKey, chosen: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StreamResult:
         """Give a step to its worker; or run it here and now, without a graph or if the worker was closed meanwhile."""
-        serve = super().serve
-        if chosen.found is not None:
-            worker = cast(StreamWorker, chosen.worker)
-            try:
-                return worker.launch(partial(serve, key, chosen, args, kwargs), (args, kwargs))
-            except BackendError:
-                if not worker.is_closed:
-                    raise
+        serve, found = super().serve, chosen.found
+        worker = cast(StreamWorker, found.worker) if found is not None else None
+        if worker is not None and not worker.is_closed:
+            return worker.launch(partial(serve, key, chosen, args, kwargs), (args, kwargs))
+        if worker is not None:
             chosen = chosen._replace(found=None, decision=Decision.eager(Reason.NOT_CAPTURED, key.num_tokens))
         done = StreamResult(self.backend)
         done.fill(partial(serve, key, chosen, args, kwargs))
@@ -280,15 +277,15 @@ class StreamDispatcher(CudagraphDispatcher):
     def __repr__(self) -> str:
         return f"<StreamDispatcher {len(self.workers)} workers, {self.num_graphs} graphs, {self.stats!r}>"
 
-    def _check_apart(self, worker: Worker, found: Registered, made: Sequence[tuple[Worker, Registered]]) -> None:
-        registered = [(other, theirs) for other in self.workers for theirs in other.graphs.values()]
-        for other, theirs in () if self._allows_shared_writes else (*registered, *made):
-            if other is not worker and (_writes_to(found.entry, theirs.entry) or _writes_to(theirs.entry, found.entry)):
-                first, second = sorted((self.workers.index(worker), self.workers.index(other)))
+    def _check_apart(self, made: Sequence[Registered]) -> None:
+        every = {*made, *(found for worker in self.workers for found in worker.graphs.values())}
+        for one, other in () if self._allows_shared_writes else product(made, every):
+            if one.worker is not other.worker and _do_share_writes(one.entry, other.entry):
+                workers = sorted(cast(StreamWorker, found.worker).index for found in (one, other))
                 raise ConfigError(
-                    f"graphs for workers {first} and {second} share memory that one of them writes, and would run at "
-                    "the same time; give each worker its own state, or shared_writes='allow' if steps under way at "
-                    "once write to different rows"
+                    f"graphs for workers {workers[0]} and {workers[1]} share memory that one of them writes, and would "
+                    "run at the same time; give each worker its own state, or shared_writes='allow' if steps under way "
+                    "at once write to different rows"
                 )
 
     def _in_order(self) -> list[StreamWorker]:
@@ -296,8 +293,12 @@ class StreamDispatcher(CudagraphDispatcher):
         return sorted((*self.workers[turn:], *self.workers[:turn]), key=lambda worker: not worker.is_free)
 
 
-def _writes_to(one: CUDAGraphEntry, other: CUDAGraphEntry) -> bool:
-    return one.written is not None and any(one.written.overlaps(tensor) for tensor in other.held)
+def _do_share_writes(*entries: CUDAGraphEntry) -> bool:
+    """Whether one of two graphs writes memory that the other one reads or writes."""
+    return any(
+        one.written is not None and any(one.written.overlaps(tensor) for tensor in other.held)
+        for one, other in (entries, entries[::-1])
+    )
 
 
 def _hold(tree: Any, stream: Stream) -> None:
