@@ -84,11 +84,8 @@ class CudagraphDispatcher(NotCopied):
         self._dummy_fn: Callable[[DispatchKey], Any] | None = None
         self.stats = DispatchStats()
         """Calls by mode, and the reason for every eager one."""
-        self.workers: Sequence[Worker] = self._make_workers()
+        self.workers: Sequence[Worker] = (Worker(eager_runner, max_cached_graphs),)
         """Where the graphs are registered and served."""
-
-    def _make_workers(self) -> Sequence[Worker]:
-        return (Worker(self.eager_runner, self.max_cached_graphs),)
 
     def register_graph(
         self,
@@ -410,13 +407,6 @@ class CudagraphDispatcher(NotCopied):
         return f"<CudagraphDispatcher {self.num_graphs} of {self.max_cached_graphs} graphs, {self.stats!r}>"
 
 
-class _Member(NamedTuple):
-    name: str
-    priority: int
-    dispatcher: "CudagraphDispatcher | CompositeDispatcher"
-    accepts: Callable[[DispatchKey], bool]
-
-
 class CompositeDispatcher(NotCopied):
     """Dispatches over members by priority: the first graph for a key serves, else the first member's runner.
 
@@ -426,7 +416,10 @@ class CompositeDispatcher(NotCopied):
     """
 
     def __init__(self) -> None:
-        self._members: tuple[_Member, ...] = ()
+        self._members: dict[
+            str, tuple[int, CudagraphDispatcher | CompositeDispatcher, Callable[[DispatchKey], bool]]
+        ] = {}
+        """By name, in the order in which they are tried; replaced whole."""
         self._lock = make_lock()
 
     def add_dispatcher(
@@ -455,10 +448,10 @@ class CompositeDispatcher(NotCopied):
         if not isinstance(dispatcher, (CudagraphDispatcher, CompositeDispatcher)) or dispatcher is self:
             raise ConfigError(f"dispatcher must be another dispatcher, got {shown(dispatcher)}")
         with self._lock:
-            if any(other.name == name for other in self._members):
+            if name in self._members:
                 raise ConfigError(f"name {name!r} is taken; names are {list(self.members)}")
-            members = [*self._members, _Member(name, priority, dispatcher, accepts or _accept_all)]
-            self._members = tuple(sorted(members, key=lambda m: -m.priority))
+            members = {**self._members, name: (priority, dispatcher, accepts or (lambda key: True))}
+            self._members = dict(sorted(members.items(), key=lambda item: -item[1][0]))
 
     @untraced
     def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
@@ -490,7 +483,7 @@ class CompositeDispatcher(NotCopied):
             The choice of one of the members; None if none accepts the key.
         """
         first: Chosen | None = None
-        for _, _, dispatcher, accepts in self._members:
+        for _, dispatcher, accepts in self._members.values():
             chosen = dispatcher.choose(key) if accepts(key) else None
             if chosen is not None and chosen.found is not None:
                 return chosen
@@ -503,14 +496,14 @@ class CompositeDispatcher(NotCopied):
         Args:
             key: The key.
         """
-        return any(member.dispatcher.has_graph(key) for member in self._members)
+        return any(dispatcher.has_graph(key) for _, dispatcher, _ in self._members.values())
 
     @property
     def stats(self) -> DispatchStats:
         """The counters of all members together, as they are now; calls made to a member directly count too."""
         total = DispatchStats()
-        for member in self._members:
-            one = member.dispatcher.stats
+        for _, dispatcher, _ in self._members.values():
+            one = dispatcher.stats
             for name in ("eager", "graph", "piecewise", "fallbacks", "dispatch_time_ns"):
                 setattr(total, name, getattr(total, name) + getattr(one, name))
             total.reasons.update(one.reasons)
@@ -519,14 +512,10 @@ class CompositeDispatcher(NotCopied):
     @property
     def members(self) -> tuple[str, ...]:
         """The names of the members, in the order in which they are tried."""
-        return tuple(member.name for member in self._members)
+        return tuple(self._members)
 
     def __repr__(self) -> str:
         return f"<CompositeDispatcher {', '.join(self.members) or 'empty'}: {self.stats!r}>"
-
-
-def _accept_all(key: DispatchKey) -> bool:
-    return True
 
 
 class _LatencyMeter:

@@ -97,19 +97,13 @@ class StreamWorker(Worker):
     pool=worker.pool)``, is registered with it.
     """
 
-    def __init__(
-        self,
-        index: int,
-        backend: Backend,
-        eager_runner: Callable[..., Any],
-        max_cached_graphs: int,
-        options: CUDAGraphOptions,
-    ) -> None:
+    def __init__(self, index: int, dispatcher: "StreamDispatcher") -> None:
         self.index = index
-        self.backend = backend
+        self.backend = backend = dispatcher.backend
         self.stream = backend.make_stream()
         self.pool = backend.make_pool()
-        super().__init__(eager_runner, max_cached_graphs, options, backend=backend, pool=self.pool)
+        runner, most = dispatcher.eager_runner, dispatcher.max_cached_graphs
+        super().__init__(runner, most, dispatcher.options, backend=backend, pool=self.pool)
         self.is_closed = False
         """Whether it takes no more steps."""
         self._latest: Event | None = backend.make_event()
@@ -210,16 +204,10 @@ class StreamDispatcher(CudagraphDispatcher):
         self.backend = backend or get_backend("auto")
         self.options = CUDAGraphOptions.or_default(options, "options")
         self.options.refuse(_NOT_HONOURED, "StreamDispatcher", "it keeps max_cached_graphs= graphs for each worker")
-        self._num_streams = num_streams
         super().__init__(eager_runner, policy, max_cached_graphs)
+        self.workers = tuple(StreamWorker(index, self) for index in range(num_streams))
         self._allows_shared_writes = shared_writes == "allow"
         self._turns = count()
-
-    def _make_workers(self) -> Sequence[StreamWorker]:
-        return tuple(
-            StreamWorker(index, self.backend, self.eager_runner, self.max_cached_graphs, self.options)
-            for index in range(self._num_streams)
-        )
 
     @untraced
     def submit(self, key: DispatchKey, *args: Any, **kwargs: Any) -> StreamResult:
