@@ -407,6 +407,10 @@ class CudagraphDispatcher(NotCopied):
         return f"<CudagraphDispatcher {self.num_graphs} of {self.max_cached_graphs} graphs, {self.stats!r}>"
 
 
+_Member = tuple[int, Any, Callable[[DispatchKey], bool]]
+"""A member's priority, the dispatcher, and whether a key is its own."""
+
+
 class CompositeDispatcher(NotCopied):
     """Dispatches over members by priority: the first graph for a key serves, else the first member's runner.
 
@@ -416,9 +420,7 @@ class CompositeDispatcher(NotCopied):
     """
 
     def __init__(self) -> None:
-        self._members: dict[
-            str, tuple[int, CudagraphDispatcher | CompositeDispatcher, Callable[[DispatchKey], bool]]
-        ] = {}
+        self._members: dict[str, _Member] = {}
         """By name, in the order in which they are tried; replaced whole."""
         self._lock = make_lock()
 
@@ -484,7 +486,7 @@ class CompositeDispatcher(NotCopied):
         """
         first: Chosen | None = None
         for _, dispatcher, accepts in self._members.values():
-            chosen = dispatcher.choose(key) if accepts(key) else None
+            chosen: Chosen | None = dispatcher.choose(key) if accepts(key) else None
             if chosen is not None and chosen.found is not None:
                 return chosen
             first = first or chosen

@@ -15,7 +15,7 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import islice, product
+from itertools import chain, islice, product
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -86,6 +86,8 @@ class KeyTable(MadeAnew):
         """The variants that have graphs."""
         self.query_lens = tuple(sorted({length for _, length, _ in self._kinds if length is not None}))
         """The uniform query lengths that have graphs of their own."""
+        self._free = min(map(request_limit, chain.from_iterable(self._kinds.values())), default=sys.maxsize)
+        """The number of requests that every graph has room for."""
         self._decisions = Memo[_Batch, Decision](self._decide)
         self.answers = Memo[BatchDescriptor, _Answer](partial(self._answer, (FULL, PIECEWISE)))
         """What a descriptor is dispatched to: the exact full graph, a general full one, a general piecewise one."""
@@ -122,6 +124,8 @@ class KeyTable(MadeAnew):
         if excluded_modes or allowed_modes.__class__ is not frozenset:
             # New sets: the caller's own must not change.
             allowed_modes = frozenset(allowed_modes) - frozenset(excluded_modes)
+        if (num_reqs or num_tokens) <= self._free:
+            num_reqs = 0  # it makes no difference
         return self._decisions[query_len, variant, allowed_modes, num_reqs, num_tokens]
 
     def _decide(self, batch: _Batch) -> Decision:
