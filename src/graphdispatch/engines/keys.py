@@ -37,6 +37,7 @@ RUNTIME_MODES = frozenset((NONE, PIECEWISE, FULL))
 """The modes that one batch can run in."""
 
 _Answer = tuple[CUDAGraphMode, BatchDescriptor | None]
+_Keys = Mapping[CUDAGraphMode, frozenset[BatchDescriptor]]
 _Batch = tuple[int | None, Hashable, frozenset[CUDAGraphMode], int | None, int]
 _Kind = tuple[CUDAGraphMode, int | None, Hashable]
 """What a graph serves besides its size: a mode, the query length of uniform batches (None: any batch), a variant."""
@@ -73,9 +74,7 @@ class KeyTable(MadeAnew):
         query_len: int | None = None,
         max_num_reqs: int | None = None,
     ) -> None:
-        self.keys: Mapping[CUDAGraphMode, frozenset[BatchDescriptor]] = MappingProxyType(
-            {graph: frozenset(keys.get(graph, ())) for graph in (PIECEWISE, FULL)}
-        )
+        self.keys: _Keys = MappingProxyType({graph: frozenset(keys.get(graph, ())) for graph in (PIECEWISE, FULL)})
         """All keys, by runtime mode."""
         self.mode, self.query_len, self.max_num_reqs = mode, query_len, max_num_reqs
         self._kinds = self._keys_by_kind() if mode is not None else {}
@@ -411,7 +410,7 @@ class CudagraphKeyDispatcher(Unlocked):
             sizes = get_cudagraph_sizes(sizes, self.max_num_reqs, 2 * self.max_num_reqs, FULL)
         self.capture_sizes = sorted_sizes(sizes)
         self._lock = make_lock()
-        self._swap({}, None, None)
+        self.table = KeyTable({}, max_num_reqs=self.max_num_reqs)
 
     @property
     def cudagraph_keys(self) -> Mapping[CUDAGraphMode, frozenset[BatchDescriptor]]:
@@ -440,9 +439,7 @@ class CudagraphKeyDispatcher(Unlocked):
                 f"batch_descriptor must be a BatchDescriptor, num_tokens >= 1, got {shown(batch_descriptor)}"
             )
         with self._lock:
-            table = self.table
-            keys = {**table.keys, runtime_mode: table.keys[runtime_mode] | {batch_descriptor}}
-            self._swap(keys, table.mode, table.query_len)
+            self._change({runtime_mode: self.table.keys[runtime_mode] | {batch_descriptor}})
 
     def remove_cudagraph_key(self, runtime_mode: CUDAGraphMode, batch_descriptor: BatchDescriptor) -> None:
         """Remove the key of a graph that is gone. Builds a new table.
@@ -456,9 +453,7 @@ class CudagraphKeyDispatcher(Unlocked):
         """
         _check_runtime_mode(runtime_mode)
         with self._lock:
-            table = self.table
-            keys = {**table.keys, runtime_mode: table.keys[runtime_mode] - {batch_descriptor}}
-            self._swap(keys, table.mode, table.query_len)
+            self._change({runtime_mode: self.table.keys[runtime_mode] - {batch_descriptor}})
 
     def initialize_cudagraph_keys(self, cudagraph_mode: CUDAGraphMode, uniform_decode_query_len: int = 1) -> None:
         """Add the keys of all graphs of a configured mode; keys that are there already stay.
@@ -476,10 +471,16 @@ class CudagraphKeyDispatcher(Unlocked):
         cudagraph_mode = mode_of(cudagraph_mode)
         check_count("uniform_decode_query_len", uniform_decode_query_len)
         check_split(cudagraph_mode, self.piecewise)
-        added = self._keys_of(cudagraph_mode, uniform_decode_query_len)
+        every = list(product(self.capture_sizes, self.variants))
+        mixed, most = cudagraph_mode.mixed_mode(), uniform_decode_query_len * self.max_num_reqs
         with self._lock:
-            keys = {runtime: old | added.get(runtime, set()) for runtime, old in self.table.keys.items()}
-            self._swap(keys, cudagraph_mode, uniform_decode_query_len)
+            keys = dict(self.table.keys)
+            if mixed is not NONE:
+                keys[mixed] |= {BatchDescriptor(size, variant=variant) for size, variant in every}
+            if cudagraph_mode.decode_mode() is FULL and cudagraph_mode.separate_routine():
+                fitting = ((size, variant) for size, variant in every if uniform_decode_query_len <= size <= most)
+                keys[FULL] |= {BatchDescriptor(size, None, True, variant) for size, variant in fitting}
+            self._change(keys, cudagraph_mode, uniform_decode_query_len)
 
     def dispatch(
         self, batch_descriptor: BatchDescriptor, use_cascade_attn: bool = False
@@ -539,23 +540,16 @@ class CudagraphKeyDispatcher(Unlocked):
         counts = ", ".join(f"{len(keys)} {runtime.name}" for runtime, keys in table.keys.items())
         return f"<CudagraphKeyDispatcher {mode}, {counts} keys>"
 
-    def _keys_of(self, mode: CUDAGraphMode, query_len: int) -> dict[CUDAGraphMode, set[BatchDescriptor]]:
-        keys: dict[CUDAGraphMode, set[BatchDescriptor]] = {}
-        every = list(product(self.capture_sizes, self.variants))
-        if mode.mixed_mode() is not NONE:
-            keys[mode.mixed_mode()] = {BatchDescriptor(size, variant=variant) for size, variant in every}
-        if mode.decode_mode() is FULL and mode.separate_routine():
-            most = query_len * self.max_num_reqs
-            keys[FULL] = {BatchDescriptor(size, None, True, one) for size, one in every if query_len <= size <= most}
-        return keys
-
-    def _swap(
-        self,
-        keys: Mapping[CUDAGraphMode, Collection[BatchDescriptor]],
-        mode: CUDAGraphMode | None,
-        query_len: int | None,
-    ) -> None:
-        self.table = KeyTable(keys, mode=mode, query_len=query_len, max_num_reqs=self.max_num_reqs)
+    def _change(self, keys: _Keys, mode: CUDAGraphMode | None = None, query_len: int | None = None) -> None:
+        """Swap the table for one with other keys in some modes; None: in the mode, and of the query length, that it
+        has."""
+        old = self.table
+        self.table = KeyTable(
+            {**old.keys, **keys},
+            mode=old.mode if mode is None else mode,
+            query_len=query_len or old.query_len,
+            max_num_reqs=self.max_num_reqs,
+        )
 
 
 def _check_runtime_mode(mode: CUDAGraphMode) -> None:

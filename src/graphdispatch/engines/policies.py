@@ -20,6 +20,8 @@ from ..sizes import check_sizes
 
 __all__ = ["AdaptiveDispatchPolicy", "DefaultDispatchPolicy", "DispatchPolicy"]
 
+_EAGER, _FULL, _PIECEWISE = DispatchMode.EAGER, DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE
+
 
 def check_limits(min_tokens_for_graph: int, max_tokens_for_graph: int) -> None:
     """Raise ``ConfigError`` unless these are numbers of tokens in order."""
@@ -120,16 +122,11 @@ class DefaultDispatchPolicy(DispatchPolicy):
         Returns:
             One of ``available_modes``, or ``EAGER``.
         """
-        first, second = DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE
-        if self.prefer_piecewise:
-            first, second = second, first
-        graphs = {first, second} & set(available_modes)
-        if not self.should_use_graph(key, bool(graphs)):
-            return DispatchMode.EAGER
-        return first if first in graphs else second
+        order = (_PIECEWISE, _FULL) if self.prefer_piecewise else (_FULL, _PIECEWISE)
+        mode = next((mode for mode in order if mode in available_modes), _EAGER)
+        return mode if self.should_use_graph(key, mode is not _EAGER) else _EAGER
 
 
-_EAGER, _FULL, _PIECEWISE = DispatchMode.EAGER, DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE
 _DEFAULT_ORDER = (_FULL, _PIECEWISE, _EAGER)
 
 # Spreads and errors are relative to the mean, since timing noise grows with what is timed.
