@@ -179,4 +179,3 @@ def test_every_call_under_changes_gets_eagers_answer() -> None:
     worker = dispatcher.workers[0]
     served = {id(found.route) for found in worker.graphs.values()}
     assert {id(group.route) for group in worker.server.graphs.groups.values()} <= served
-    assert {id(found.entry) for found in worker.graphs.values()} == set(map(id, worker.cache))

@@ -30,7 +30,7 @@ from ..decide.size_table import Memo, SizeTable
 from ..descriptors import BatchDescriptor, DispatchKey
 from ..errors import ConfigError, ReplayError, check_type, shown
 from ..forking import make_lock
-from ..memory.cache import GraphCache, Victim
+from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..memory.outputs import OutputRule, Outputs
@@ -175,14 +175,14 @@ class Registered:
         return self.route.entry is None
 
     @property
-    def place(self) -> Hashable:
-        """Its key in the worker's cache."""
-        return self.entry.place if self.is_captured else self.route.key
+    def is_released(self) -> bool:
+        """Whether the graph was released, by its owner or for others."""
+        return self.entry.state is EntryState.EVICTED
 
     @property
     def is_gone(self) -> bool:
         """Whether the graph was released, or failed when it was last replayed or compared."""
-        return self.entry.state in (EntryState.EVICTED, EntryState.FAILED)
+        return self.is_released or self.entry.state is EntryState.FAILED
 
 
 _Served = tuple[Registered, Decision]
@@ -246,10 +246,6 @@ def _query_len(key: DispatchKey) -> int | None:
     return key.num_tokens // key.num_reqs
 
 
-Leaving = tuple[list[Victim], list[Registered]]
-"""Graphs that serve no key any more: those that left the cache and are to be released, and all to be forgotten."""
-
-
 class Worker(NotCopied):
     """The graphs that are registered in one place, and the server that serves them. Thread-safe.
 
@@ -267,6 +263,8 @@ class Worker(NotCopied):
         pool: Pool | None = None,
     ) -> None:
         self.cache = GraphCache(max_cached_graphs)
+        """What was captured here. A graph of somebody else is not in it, since nobody here releases it."""
+        self._most = max_cached_graphs
         self.server = Server(eager_runner, options or CUDAGraphOptions(), self.cache, backend=backend, pool=pool)
         self._graphs = RegisteredGraphs({})
         self._numbers = count()
@@ -331,34 +329,30 @@ class Worker(NotCopied):
         assert entry is not None
         return Registered(self, key, DispatchMode.CUDAGRAPH, entry, entry, route)
 
-    def publish(self, *new: Registered, without: Collection[Registered] = ()) -> Leaving:
+    def publish(self, *new: Registered, without: Collection[Registered] = ()) -> Collection[Registered]:
         """Serve keys by ``new`` graphs from now on, in the place of older ones, and no longer by those of ``without``.
 
         Those that were released meanwhile, or had to go for others, leave as well. The caller gives what has to go to
         ``let_go``, with no lock held that a runner could want: see Note [locks of a worker].
         """
         with self._lock:
-            graphs = {slot: one for slot, one in self.graphs.items() if one not in without}
-            victims: list[Victim] = []
-            for found in new:
-                if found.slot in graphs:
-                    victims += self._leave_cache(graphs[found.slot])
-                if not found.is_captured:
-                    victims += self.cache.add(found.place, found.entry, owns=False)
-                graphs[found.slot] = found
-            kept = {slot: one for slot, one in graphs.items() if self._is_kept(one)}
+            kept = {slot: one for slot, one in self.graphs.items() if one not in without and not one.is_released}
+            kept |= {found.slot: found for found in new if not found.is_released}
+            oldest = sorted(set(kept.values()).difference(new), key=lambda found: found.entry.last_used)
+            for found in oldest[: max(len(kept) - self._most, 0)]:
+                del kept[found.slot]
             known = {*self.graphs.values(), *new, *without}
             self._graphs = RegisteredGraphs(kept)
-            return victims, [*known.difference(kept.values())]
+            return known.difference(kept.values())
 
-    def let_go(self, leaving: Leaving) -> None:
-        """Release what was captured here and has left, and serve no call by any of it; waits for calls in flight."""
-        victims, graphs = leaving
+    def let_go(self, leaving: Collection[Registered]) -> None:
+        """Serve no call by these graphs any more, and release those that were captured here; waits for calls in
+        flight."""
         with self.server.lock:
-            for found in graphs:
+            for found in leaving:
                 self.server.drop(found.route)
-                victims += self._leave_cache(found)
-            self.server.graphs.release(victims)
+                if found.is_captured:
+                    self.server.graphs.release(self.cache.retire(found.entry, EvictionReason.DROPPED))
 
     def drop(self, *dropped: Registered) -> None:
         """Forget these graphs, not others that have taken their places; release those that were captured here."""
@@ -388,20 +382,10 @@ class Worker(NotCopied):
         if not is_wanted or mode not in found:
             return None, Decision.eager(Reason.POLICY, key.num_tokens)
         chosen, decision = found[mode]
-        if chosen.entry.state is EntryState.EVICTED:  # by its owner
+        if chosen.is_released:  # by its owner
             self.drop(chosen)
             return self.choose(key, policy, modes)
         return chosen, decision
-
-    def _is_kept(self, found: Registered) -> bool:
-        return found.entry.state is not EntryState.EVICTED and self.cache.get(found.place) is found.entry
-
-    def _leave_cache(self, found: Registered) -> list[Victim]:
-        """Take a graph out of the cache; what is to be released then."""
-        if found.is_captured:
-            return self.cache.retire(found.entry, EvictionReason.DROPPED)
-        self.cache.remove(found.place)
-        return []
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self.graphs)} graphs>"
