@@ -6,14 +6,14 @@ the graph that was captured for fewer requests.
 
 Note [decisions on demand]
     A table of a thousand sizes and eight variants has some hundred thousand decisions, and traffic needs a few
-    hundred of them. Each is made by bisection at its first lookup, and kept. So making a table costs no more than to
-    sort its keys, and every later decision, hit or miss, is a lookup.
+    hundred of them. Each is made at its first lookup, by a search from the first size that is large enough, and kept.
+    So making a table costs no more than to sort its keys, and every later decision, hit or miss, is a lookup.
 """
 
 import sys
 import warnings
 from bisect import bisect_left
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from functools import partial
 from itertools import chain, islice, product
 from operator import attrgetter
@@ -38,9 +38,9 @@ RUNTIME_MODES = frozenset((NONE, PIECEWISE, FULL))
 
 _Answer = tuple[CUDAGraphMode, BatchDescriptor | None]
 _Keys = Mapping[CUDAGraphMode, frozenset[BatchDescriptor]]
+_Kind = tuple[int, int | None, Hashable]
+"""What decides, besides its tokens, which graphs may serve a batch: requests, query length and variant."""
 _Batch = tuple[int | None, Hashable, frozenset[CUDAGraphMode], int | None, int]
-_Kind = tuple[CUDAGraphMode, int | None, Hashable]
-"""What a graph serves besides its size: a mode, the query length of uniform batches (None: any batch), a variant."""
 
 
 def request_limit(key: BatchDescriptor) -> int:
@@ -77,34 +77,24 @@ class KeyTable(MadeAnew):
         self.keys: _Keys = MappingProxyType({graph: frozenset(keys.get(graph, ())) for graph in (PIECEWISE, FULL)})
         """All keys, by runtime mode."""
         self.mode, self.query_len, self.max_num_reqs = mode, query_len, max_num_reqs
-        self._kinds = self._keys_by_kind() if mode is not None else {}
-        variants = {variant for _, _, variant in self._kinds}
-        self._counts = sorted(variant for variant in variants if isinstance(variant, int))
-        """The variants that others are rounded up to."""
-        self.variants = (*sorted(variants.difference(self._counts), key=repr), *self._counts)
+        lengths = {key: query_len_of(key, query_len) for key in self.keys[FULL] if key.is_uniform_decode}
+        self._ranked: dict[CUDAGraphMode, list[BatchDescriptor]] = {}
+        """By mode, FULL first, the keys that can serve a batch, in order of preference."""
+        for graph in (FULL, PIECEWISE) if mode is not None else ():
+            usable = (key for key in self.keys[graph] if not key.is_uniform_decode or (graph is FULL and lengths[key]))
+            self._ranked[graph] = sorted(usable, key=_rank)
+        every = list(chain.from_iterable(self._ranked.values()))
+        self.variants = tuple(sorted({key.variant for key in every}, key=repr))
         """The variants that have graphs."""
-        self.query_lens = tuple(sorted({length for _, length, _ in self._kinds if length is not None}))
+        self.query_lens = tuple(sorted({length for length in lengths.values() if length}))
         """The uniform query lengths that have graphs of their own."""
-        self._free = min(map(request_limit, chain.from_iterable(self._kinds.values())), default=sys.maxsize)
+        self._free = min(map(request_limit, every), default=sys.maxsize)
         """The number of requests that every graph has room for."""
         self._decisions = Memo[_Batch, Decision](self._decide)
         self.answers = Memo[BatchDescriptor, _Answer](partial(self._answer, (FULL, PIECEWISE)))
         """What a descriptor is dispatched to: the exact full graph, a general full one, a general piecewise one."""
         self.piecewise_answers = Memo[BatchDescriptor, _Answer](partial(self._answer, (PIECEWISE,)))
         """What a descriptor is dispatched to without full graphs."""
-
-    def _keys_by_kind(self) -> dict[_Kind, list[BatchDescriptor]]:
-        """The keys by kind, without those that can serve no batch: smaller sizes first, then fewer requests."""
-        found: dict[_Kind, list[BatchDescriptor]] = {}
-        for mode, keys in self.keys.items():
-            for key in keys:
-                length = query_len_of(key, self.query_len) if key.is_uniform_decode and mode is FULL else None
-                if length is not None or not key.is_uniform_decode:
-                    found.setdefault((mode, length, key.variant), []).append(key)
-        for alike in found.values():
-            # No two keys compare equal, so that every process decides alike, whatever order its sets have.
-            alike.sort(key=lambda key: (key.num_tokens, request_limit(key), key.num_reqs or 0))
-        return found
 
     def decide(
         self,
@@ -136,10 +126,11 @@ class KeyTable(MadeAnew):
         if num_reqs is None:
             most = num_tokens // (query_len or 1)
             num_reqs = most if self.max_num_reqs is None else min(most, self.max_num_reqs)
-        for mode, key in self._find(query_len, variant, num_tokens, num_reqs).items():
-            if mode in allowed:
+        for graph in self._ranked if num_tokens else ():
+            key = self._first(graph, num_tokens, (num_reqs, query_len, variant)) if graph in allowed else None
+            if key is not None:
                 reason = Reason.EXACT if key.num_tokens == num_tokens else Reason.PADDED
-                return Decision(mode, key, key.num_tokens, reason, num_tokens)
+                return Decision(graph, key, key.num_tokens, reason, num_tokens)
         decision = self._miss(query_len, variant, allowed, num_tokens)
         if NONE not in allowed and num_tokens:
             raise FallbackError(
@@ -149,45 +140,39 @@ class KeyTable(MadeAnew):
             )
         return decision
 
-    def _find(
-        self, query_len: int | None, variant: Hashable, num_tokens: int, num_reqs: int
-    ) -> dict[CUDAGraphMode, BatchDescriptor]:
-        """The best key of each mode with room for a batch, FULL first."""
-        found = {}
-        for graph in (FULL, PIECEWISE) if num_tokens else ():
-            keys = [_first_with_room(keys, num_tokens, num_reqs) for keys in self._lists_for(graph, query_len, variant)]
-            best = min((key for key in keys if key is not None), key=_tokens, default=None)
-            if best is not None:
-                found[graph] = best
-        return found
+    def _first(self, graph: CUDAGraphMode, num_tokens: int, kind: _Kind) -> BatchDescriptor | None:
+        """The best key of one mode with room for a batch."""
+        keys = self._ranked[graph]
+        larger = islice(keys, bisect_left(keys, num_tokens, key=_tokens), None)
+        return next((key for key in larger if self._serves(key, kind)), None)
 
-    def _lists_for(self, graph: CUDAGraphMode, query_len: int | None, variant: Hashable) -> list[list[BatchDescriptor]]:
-        """The key lists of one mode that a batch may use: the nearest variant first, uniform graphs before general."""
-        lengths = (query_len, None) if query_len in self.query_lens else (None,)
-        kinds = ((graph, length, captured) for captured in self._serving(variant) for length in lengths)
-        return [self._kinds[kind] for kind in kinds if kind in self._kinds]
-
-    def _serving(self, variant: Hashable) -> Sequence[Hashable]:
-        """The captured variants whose graphs may serve this one, the nearest first."""
-        if isinstance(variant, int):
-            return self._counts[bisect_left(self._counts, variant) :]
-        return (variant,) if variant in self.variants else ()
+    def _serves(self, key: BatchDescriptor, kind: _Kind) -> bool:
+        """Whether the graph of a key serves batches of a kind, whatever their tokens."""
+        num_reqs, query_len, variant = kind
+        if not _takes(key.variant, variant):
+            return False
+        if key.is_uniform_decode:
+            return query_len is not None and query_len_of(key, self.query_len) == query_len
+        return num_reqs <= request_limit(key)
 
     def _miss(
         self, query_len: int | None, variant: Hashable, allowed: frozenset[CUDAGraphMode], num_tokens: int
     ) -> Decision:
         """The eager decision for a batch that no graph serves, with the reason."""
-        lists = [each for graph in (FULL, PIECEWISE) for each in self._lists_for(graph, query_len, variant)]
-        largest = max((keys[-1].num_tokens for keys in lists), default=0)
-        roomy = self._find(query_len, variant, num_tokens, 0)
+        kind = 0, query_len, variant
+        last = (
+            next((key for key in reversed(keys) if self._serves(key, kind)), None) for keys in self._ranked.values()
+        )
+        largest = max((key.num_tokens for key in last if key is not None), default=0)
+        roomy = {graph for graph in self._ranked if self._first(graph, num_tokens, kind) is not None}
         reason, detail = Reason.NOT_CAPTURED, ""
         if not num_tokens:
             reason = Reason.NO_ROWS
         elif self.mode is None:
             reason = Reason.NOT_INITIALIZED
-        elif not self._kinds:
+        elif not any(self._ranked.values()):
             reason = Reason.DISABLED if self.mode is NONE else Reason.NOT_CAPTURED
-        elif not self._serving(variant):
+        elif not any(_takes(captured, variant) for captured in self.variants):
             reason = Reason.VARIANT_NOT_CAPTURED
             detail = f"{reason.text} (asked: {variant!r}, captured: {_names(self.variants)})"
         elif roomy:
@@ -224,9 +209,18 @@ class KeyTable(MadeAnew):
 _tokens = attrgetter("num_tokens")
 
 
-def _first_with_room(keys: Sequence[BatchDescriptor], num_tokens: int, num_reqs: int) -> BatchDescriptor | None:
-    start = bisect_left(keys, num_tokens, key=_tokens)
-    return next((key for key in islice(keys, start, None) if num_reqs <= request_limit(key)), None)
+def _rank(key: BatchDescriptor) -> tuple[int, int, bool, int, int]:
+    """What orders the keys of a mode. No two that serve the same batch are equal, so that every process decides alike,
+    whatever order its sets have."""
+    count = key.variant if isinstance(key.variant, int) else 0
+    return key.num_tokens, count, not key.is_uniform_decode, request_limit(key), key.num_reqs or 0
+
+
+def _takes(captured: Hashable, asked: Hashable) -> bool:
+    """Whether a graph of one variant serves a step of another: a number is rounded up, anything else is equal."""
+    if isinstance(captured, int) and isinstance(asked, int):
+        return captured >= asked
+    return captured == asked
 
 
 def _check_batch(num_tokens: int, query_len: int | None, allowed: frozenset[CUDAGraphMode]) -> None:
