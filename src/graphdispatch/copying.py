@@ -77,7 +77,7 @@ class Unlocked:
 def _refuse(self: object, *_: object) -> NoReturn:
     raise CopyError(
         f"a {type(self).__name__} cannot be copied or pickled, since its memory is the device's; copy what serves by "
-        "it (Graphed, CUDAGraphWrapper, CUDAGraphManager), which captures anew, or pickle its config"
+        "it (Graphed, CUDAGraphWrapper, CUDAGraphManager, a dispatcher), which captures anew, or pickle its config"
     )
 
 

@@ -91,6 +91,30 @@ def test_options_are_kept(copied: Callable[[Any], Any]) -> None:
     assert isinstance(other(torch.randn(3, 3)), gd.OutputView)
 
 
+def test_dispatchers_keep_what_they_were_told(copied: Callable[[Any], Any]) -> None:
+    """Policy and forbidden modes, as they are now; the graphs stay where they are."""
+    dispatcher = gd.CudagraphDispatcher(torch.nn.Linear(3, 3).eval(), max_cached_graphs=7)
+    dispatcher.policy = gd.DefaultDispatchPolicy(3, 9)
+    dispatcher.disable_mode(DispatchMode.PIECEWISE)
+    dispatcher.register_graph(DispatchKey(3, 3), gd.MockCUDAGraph())
+    other = copied(dispatcher)
+    assert isinstance(other.policy, gd.DefaultDispatchPolicy)
+    assert other.policy.min_tokens_for_graph == 3
+    assert DispatchMode.PIECEWISE not in other.enabled_modes
+    assert (other.max_cached_graphs, other.num_graphs) == (7, 0)
+
+
+def test_a_composite_has_its_members(cloned: Callable[[Any], Any]) -> None:
+    """Copied, and in the same order."""
+    composite = gd.CompositeDispatcher()
+    composite.add_dispatcher("a", gd.CudagraphDispatcher(torch.nn.Linear(3, 3).eval()))
+    composite.add_dispatcher("b", gd.CudagraphDispatcher(torch.nn.Linear(3, 3).eval()), priority=1)
+    other = cloned(composite)
+    assert list(other.members) == ["b", "a"]
+    assert other.dispatch(DispatchKey(3, 3), torch.ones(3, 3)).shape == (3, 3)
+    assert composite.stats.total == 0
+
+
 def test_counters_are_a_snapshot(copied: Callable[[Any], Any]) -> None:
     """What counts keeps its figures, and counts by itself from then on."""
     stats, dispatched = gd.CUDAGraphStats(), gd.DispatchStats()
@@ -150,7 +174,7 @@ def test_graphs_and_memory_are_not_copied(copied: Callable[[Any], Any]) -> None:
     entry = step.entries[0]
     streams = gd.StreamDispatcher(torch.nn.Linear(3, 3).eval(), 1)
     result = streams.submit(DispatchKey(3, 3), torch.ones(3, 3))
-    for thing in (entry, entry.graph, result, streams, streams.workers[0], streams.workers[0].stream):
+    for thing in (entry, entry.graph, result, streams.workers[0], streams.workers[0].stream):
         with pytest.raises(gd.errors.CopyError, match=type(thing).__name__) as caught:
             copied(thing)
         assert "\n" not in str(caught.value)

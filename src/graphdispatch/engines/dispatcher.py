@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..backends import get_backend
 from ..backends.base import Timer
 from ..backends.tracing import untraced
-from ..copying import NotCopied
+from ..copying import MadeAnew
 from ..decide.decision import Decision
 from ..descriptors import DispatchKey, create_dispatch_key
 from ..errors import CaptureError, ConfigError, ReplayError, check_callable, check_count, check_type, shown
@@ -42,7 +42,7 @@ class Chosen(NamedTuple):
     spent: int
 
 
-class CudagraphDispatcher(NotCopied):
+class CudagraphDispatcher(MadeAnew):
     """Runs a key by a registered graph where the policy and the enabled modes allow it, and eagerly elsewhere.
 
     A graph that cannot be replayed is dropped, and the call runs eagerly. ``EAGER`` cannot be disabled: it serves
@@ -86,6 +86,10 @@ class CudagraphDispatcher(NotCopied):
         """Calls by mode, and the reason for every eager one."""
         self.workers: Sequence[Worker] = (Worker(eager_runner, max_cached_graphs),)
         """Where the graphs are registered and served."""
+
+    def _recipe(self) -> Any:
+        make, args, kwargs, _ = super()._recipe()
+        return make, args, kwargs, {"policy": self.policy, "enabled_modes": self.enabled_modes}
 
     def register_graph(
         self,
@@ -407,11 +411,11 @@ class CudagraphDispatcher(NotCopied):
         return f"<CudagraphDispatcher {self.num_graphs} of {self.max_cached_graphs} graphs, {self.stats!r}>"
 
 
-_Member = tuple[int, Any, Callable[[DispatchKey], bool]]
-"""A member's priority, the dispatcher, and whether a key is its own."""
+_Member = tuple[int, Any, Callable[[DispatchKey], bool] | None]
+"""A member's priority, the dispatcher, and whether a key is its own; None: every key is."""
 
 
-class CompositeDispatcher(NotCopied):
+class CompositeDispatcher(MadeAnew):
     """Dispatches over members by priority: the first graph for a key serves, else the first member's runner.
 
     The member that was chosen runs the call: if the arguments do not fit its graph, or that fails before it has changed
@@ -423,6 +427,10 @@ class CompositeDispatcher(NotCopied):
         self._members: dict[str, _Member] = {}
         """By name, in the order in which they are tried; replaced whole."""
         self._lock = make_lock()
+
+    def _recipe(self) -> Any:
+        make, args, kwargs, _ = super()._recipe()
+        return make, args, kwargs, {"_members": self._members}
 
     def add_dispatcher(
         self,
@@ -452,7 +460,7 @@ class CompositeDispatcher(NotCopied):
         with self._lock:
             if name in self._members:
                 raise ConfigError(f"name {name!r} is taken; names are {list(self.members)}")
-            members = {**self._members, name: (priority, dispatcher, accepts or (lambda key: True))}
+            members = {**self._members, name: (priority, dispatcher, accepts)}
             self._members = dict(sorted(members.items(), key=lambda item: -item[1][0]))
 
     @untraced
@@ -486,7 +494,7 @@ class CompositeDispatcher(NotCopied):
         """
         first: Chosen | None = None
         for _, dispatcher, accepts in self._members.values():
-            chosen: Chosen | None = dispatcher.choose(key) if accepts(key) else None
+            chosen: Chosen | None = dispatcher.choose(key) if accepts is None or accepts(key) else None
             if chosen is not None and chosen.found is not None:
                 return chosen
             first = first or chosen
