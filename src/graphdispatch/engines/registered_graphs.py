@@ -186,10 +186,13 @@ class Registered:
 
 
 _Served = tuple[Registered, Decision]
+Candidates = tuple[Mapping[DispatchMode, _Served], tuple[DispatchMode, ...], Decision]
+"""By mode, the better first, the graph that may serve a key and its decision; these modes and EAGER; and why eager
+serves, if there is no graph."""
 
 
 class RegisteredGraphs:
-    """Registered graphs; ``candidates[key]`` is what they decide for a key. Immutable.
+    """Registered graphs; ``candidates[key, modes]`` is what they decide for a key. Immutable.
 
     A graph serves its own key. One that pads serves smaller batches, too, by a ``KeyTable`` for decode or one for
     prefill: batches with sequences of at most the same length (those of unknown length, if its own is). A decode key
@@ -198,9 +201,8 @@ class RegisteredGraphs:
 
     def __init__(self, graphs: Mapping[Slot, Registered]) -> None:
         self.graphs = MappingProxyType(dict(graphs))
-        self.candidates = Memo[DispatchKey, tuple[Mapping[DispatchMode, _Served], Decision]](self._find, _MOST_KEPT)
-        """By key: by mode, the better first, the graph that may serve it and its decision; and why eager does, if none
-        may. The first lookup of a key goes to the tables, later ones to a dictionary."""
+        self.candidates = Memo[tuple[DispatchKey, frozenset[DispatchMode]], Candidates](self._find, _MOST_KEPT)
+        """What may serve a key in some modes: the first lookup goes to the tables, later ones to a dictionary."""
         self._tables = {is_prefill: self._table(is_prefill) for is_prefill in (False, True)}
 
     def _table(self, is_prefill: bool) -> KeyTable:
@@ -212,15 +214,15 @@ class RegisteredGraphs:
                 keys[GRAPH_MODES[mode]].append(descriptor)
         return KeyTable(keys, mode=CUDAGraphMode.FULL_AND_PIECEWISE)
 
-    def _find(self, key: DispatchKey) -> tuple[Mapping[DispatchMode, _Served], Decision]:
+    def _find(self, asked: tuple[DispatchKey, frozenset[DispatchMode]]) -> Candidates:
+        key, modes = asked
         check_type("key", key, DispatchKey, "a DispatchKey, as create_dispatch_key() makes one")
         found = {mode: best for mode in GRAPH_MODES if (best := self._best(key, mode)) is not None}
-        if found:
-            return found, Decision.eager(Reason.DISABLED, key.num_tokens)
-        decision = self._decide(key, None)
-        if decision.reason is Reason.VARIANT_NOT_CAPTURED:
-            decision = Decision.eager(Reason.NOT_CAPTURED, key.num_tokens)
-        return {}, decision
+        eager = Decision.eager(Reason.DISABLED, key.num_tokens) if found else self._decide(key, None)
+        if eager.reason is Reason.VARIANT_NOT_CAPTURED:
+            eager = Decision.eager(Reason.NOT_CAPTURED, key.num_tokens)
+        enabled = {mode: best for mode, best in found.items() if mode in modes}
+        return enabled, (*enabled, DispatchMode.EAGER), eager
 
     def _best(self, key: DispatchKey, mode: DispatchMode) -> _Served | None:
         runtime = GRAPH_MODES[mode]
@@ -363,29 +365,27 @@ class Worker(NotCopied):
         self.drop(*self.graphs.values())
 
     def choose(
-        self, key: DispatchKey, policy: DispatchPolicy, modes: Collection[DispatchMode]
+        self, key: DispatchKey, policy: DispatchPolicy, modes: frozenset[DispatchMode]
     ) -> tuple[Registered | None, Decision]:
         """The graph that shall serve a key in one of ``modes`` and its decision, or None and why eager does. Takes no
         lock, unless a graph's owner has released it."""
         try:
-            candidates, eager = self._graphs.candidates[key]
+            found, offered, eager = self._graphs.candidates[key, modes]
         except TypeError:
             check_key(key)
             raise
-        found = {mode: one for mode, one in candidates.items() if mode in modes}
         if not found:
             return None, eager
-        mode = next(iter(found))
-        is_wanted = policy.should_use_graph(key, True)
-        if is_wanted and DispatchMode.HYBRID in modes:
-            mode = policy.select_mode(key, (*found, DispatchMode.EAGER))
-        if not is_wanted or mode not in found:
+        if not policy.should_use_graph(key, True):
             return None, Decision.eager(Reason.POLICY, key.num_tokens)
-        chosen, decision = found[mode]
-        if chosen.is_released:  # by its owner
-            self.drop(chosen)
+        mode = policy.select_mode(key, offered) if DispatchMode.HYBRID in modes else offered[0]
+        if mode not in found:
+            return None, Decision.eager(Reason.POLICY, key.num_tokens)
+        chosen = found[mode]
+        if chosen[0].is_released:  # by its owner
+            self.drop(chosen[0])
             return self.choose(key, policy, modes)
-        return chosen, decision
+        return chosen
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self.graphs)} graphs>"
