@@ -22,7 +22,7 @@ __all__ = ["TITLE", "rows"]
 TITLE = "a decision, compared with plain-Python transcriptions of vLLM's dispatchers (0.11.1, 0.33, Model Runner V2)"
 NONE, PIECEWISE, FULL = Mode.NONE, Mode.PIECEWISE, Mode.FULL
 RUNTIME_MODES = frozenset((NONE, PIECEWISE, FULL))
-MAX_REQS, MAX_TOKENS, COUNTS = 256, 8192, (0, 1, 2, 4, 5)
+MAX_REQS, COUNTS = 256, (0, 1, 2, 4, 5)
 SIZES = named_sizes("vllm", 512)
 
 
@@ -201,9 +201,7 @@ class Case(NamedTuple):
 
 def cases() -> list[Case]:
     """The batches of a decoding engine: hits, padded hits, adapters, excluded modes, and misses."""
-    plan = CudagraphKeyDispatcher(
-        capture_sizes=SIZES, max_num_reqs=MAX_REQS, max_num_tokens=MAX_TOKENS, variants=(None, *COUNTS)
-    )
+    plan = CudagraphKeyDispatcher(capture_sizes=SIZES, max_num_reqs=MAX_REQS, variants=(None, *COUNTS))
     plan.initialize_cudagraph_keys(Mode.FULL_AND_PIECEWISE)
     old, new, runner = OldContract(), NewContract(), RunnerContract()
     decode, mixed, miss = BatchDescriptor(24, None, True), BatchDescriptor(24), BatchDescriptor(25)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from graphdispatch.demo.trace import generate_trace
 from graphdispatch.engines import named_sizes
-from graphdispatch.engines.external_graphs import entry_around
+from graphdispatch.engines.registered_graphs import entry_around
 from graphdispatch.memory.admission import Admission
 from graphdispatch.memory.cache import GraphCache
 from graphdispatch.testing import MockCUDAGraph

@@ -8,7 +8,7 @@ ON_DEVICE := tests/gpu tests/backends/test_conformance_capture.py tests/backends
 ON_ANY_DEVICE := tests/property/test_piecewise.py tests/property/test_sequences.py
 
 QUICK := tests/behaviour tests/call tests/decide tests/plan tests/vocabulary --front-ends graphed \
-	tests/engines/test_policies.py tests/engines/test_config.py tests/engines/test_key_dispatcher.py \
+	tests/engines/test_policies.py tests/engines/test_key_dispatcher.py \
 	--ignore-glob='*/test_faults_*' --ignore tests/call/test_caches.py
 
 # Style, and which package may import which.

@@ -36,7 +36,7 @@ _FOOTGUNS = "tests/behaviour/test_footguns_{}.py"
 TABLE: dict[str, list[str]] = {
     "decide/decision": ["tests/decide", "tests/vocabulary"],
     "decide/size_table": ["tests/decide", "tests/vocabulary"],
-    "engines/key_table": ["tests/engines/test_key_dispatcher.py", "tests/property/test_tables.py"],
+    "engines/keys": ["tests/engines/test_key_dispatcher.py", "tests/property/test_tables.py"],
     "call/signature": [
         *("tests/call", "tests/serve/test_refused_calls.py", "tests/api"),
         *(_FOOTGUNS.format("arguments"), _FOOTGUNS.format("ambient")),

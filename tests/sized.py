@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from graphdispatch.backends import Graph, Pool
 from graphdispatch.engines import CUDAGraphEntry
-from graphdispatch.engines.external_graphs import entry_around
+from graphdispatch.engines.registered_graphs import entry_around
 from graphdispatch.memory.cache import GraphCache, Victim
 from graphdispatch.testing import MockCUDAGraph
 

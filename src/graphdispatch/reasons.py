@@ -62,7 +62,7 @@ class Reason(Explained):
     VARIANT_NOT_CAPTURED = "variant_not_captured", "no graph is captured for this variant or a larger one"
     QUERY_LEN_NOT_CAPTURED = (
         "query_len_not_captured",
-        "no graph is captured for uniform decode of this query length; add it to query_lens",
+        "no graph is captured for uniform decode of this query length; capture one, and add its key",
     )
     MIXED_BATCH = "mixed_batch", "the batch is mixed, and only uniform decode batches have graphs"
     TOO_MANY_REQUESTS = "too_many_requests", "the graphs that are large enough were captured for fewer requests"

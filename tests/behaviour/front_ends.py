@@ -322,9 +322,6 @@ class StreamsEntryFrontEnd(DispatcherFrontEnd):
     def _made(self) -> Any:
         return gd.StreamDispatcher(self.fn, 2, policy=self.policy)
 
-    def _publish(self, size: int, entry: gd.CUDAGraphEntry) -> None:
-        self.dispatcher.register_graph(gd.DispatchKey(size, size), entry, worker=0)  # they all share a pool
-
     def close(self) -> None:
         self.dispatcher.close()
         super().close()
@@ -336,14 +333,14 @@ class StreamsFrontEnd(StreamsEntryFrontEnd):
     name = "streams"
 
     def _made(self) -> Any:
-        return gd.StreamDispatcher(self.fn, 2, policy=self.policy, options=self.options)
+        return gd.StreamDispatcher(self.fn, 1, policy=self.policy, options=self.options)
 
     def size(self, rows: int) -> int:
         return rows
 
     def _capture(self, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> gd.CUDAGraphEntry | None:
         key = gd.DispatchKey(rows, rows)
-        self.dispatcher.capture(key, args, kwargs, workers=[0])
+        self.dispatcher.capture(key, args, kwargs)
         return self.dispatcher.get_entry(key)
 
     def _publish(self, size: int, entry: gd.CUDAGraphEntry) -> None:

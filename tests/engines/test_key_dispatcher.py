@@ -67,7 +67,6 @@ RULES_0_11_1: dict[str, list[tuple[Callable[[], Any], Any]]] = {
     "1 a key without its kind": [(lambda: desc(8, True, 2, 4).non_uniform, desc(8, False, 2, 4))],
     "2 nothing before the keys are initialised": [
         (lambda: plan(None, 1, (FULL, desc(8))).dispatch(desc(8)), NO_GRAPH),
-        (lambda: plan(None).get_capture_descs(), []),
         (lambda: plan(None).keys_initialized, False),
     ],
     "3 exact in FULL, else the general key in FULL": [
@@ -130,20 +129,12 @@ RULES_0_33: dict[str, list[tuple[Callable[[], Any], Any]]] = {
         (lambda: padded(plan(FULL), 7, 7, query_len=1), (FULL, desc(8))),
     ],
     "6 a uniform graph has its tokens over the query length as requests": [
-        (lambda: padded(plan(DECODE_ONLY, 4, query_lens=[4]), 12, 3, query_len=4), (FULL, desc(16, True, reqs=4))),
-        (lambda: plan(query_len=3, query_lens=[3]).dispatch(desc(18, True)), (FULL, desc(18, True, reqs=6))),
-        (lambda: {key[:2] for key in plan(DECODE_ONLY, 3, query_lens=[3], max_num_reqs=7).cudagraph_keys[FULL]},
-         {(3, 1), (9, 3), (18, 6), (21, 7)}),
+        (lambda: padded(plan(PIECEWISE, 4, (FULL, desc(16, True, reqs=4))), 12, 3, query_len=4),
+         (FULL, desc(16, True, reqs=4))),
     ],
     "6 defect: a size that the query length does not divide stops the engine": [
         (lambda: padded(plan(query_len=3), 15, 5, query_len=3), (FULL, desc(24, True))),
         (lambda: padded(plan(query_len=5, max_num_reqs=4), 10, 2, query_len=5), (PIECEWISE, desc(16))),
-    ],
-    "7 capture goes from large to small, PIECEWISE first": [
-        (lambda: [(mode, [key.num_tokens for key in keys]) for mode, keys in plan().get_capture_descs()],
-         [(PIECEWISE, [24, 16, 8, 1]), (FULL, [16, 8, 1])]),
-        (lambda: [key.variant for key in plan(FULL, capture_sizes=[8], variants=(0, 2, 1)).get_capture_descs()[0][1]],
-         [2, 1, 0]),
     ],
     "9 limit: only one size is tried": [
         (lambda: padded(plan(PIECEWISE, 1, (FULL, desc(24))), 7), (FULL, desc(24))),
@@ -157,7 +148,8 @@ RULES_MRV2: dict[str, list[tuple[Callable[[], Any], Any]]] = {
          (FULL, desc(18, True, reqs=3))),
     ],
     "an exact match is not padded further": [
-        (lambda: padded(plan(DECODE_ONLY, 6, query_lens=[6]), 12, 2, query_len=6), (FULL, desc(12, True, reqs=2))),
+        (lambda: padded(full(desc(12, True, reqs=2), desc(18, True, reqs=3)), 12, 2, query_len=6),
+         (FULL, desc(12, True, reqs=2))),
     ],
     "a uniform graph goes before a general one of its size": [
         (lambda: padded(full(desc(8, True), desc(8)), 8, 8, query_len=1), (FULL, desc(8, True))),
@@ -165,7 +157,7 @@ RULES_MRV2: dict[str, list[tuple[Callable[[], Any], Any]]] = {
     ],
     "a mixed batch never gets a uniform graph, and still gets one": [
         (lambda: padded(plan(PIECEWISE, 1, (FULL, desc(12, True))), 12, 5), (PIECEWISE, desc(16))),
-        *[(lambda batch=batch: padded(plan(query_len=2, query_lens=[2]), *batch, query_len=2), (PIECEWISE, desc(8)))
+        *[(lambda batch=batch: padded(plan(query_len=2), *batch, query_len=2), (PIECEWISE, desc(8)))
           for batch in ((7, None), (7, 3), (8, 5), (6, 6))],
     ],
     "uniform decode beyond the sizes falls back": [
@@ -173,8 +165,9 @@ RULES_MRV2: dict[str, list[tuple[Callable[[], Any], Any]]] = {
         (lambda: padded(plan(DECODE_ONLY), 17, 17, query_len=1), NO_GRAPH),
     ],
     "query lengths that share a token count keep their graphs": [
-        (lambda: padded(plan(DECODE_ONLY, 2, query_lens=[4]), 8, 2, query_len=4), (FULL, desc(8, True, reqs=2))),
-        (lambda: padded(plan(DECODE_ONLY, 2, query_lens=[4]), 8, 4, query_len=2), (FULL, desc(8, True, reqs=4))),
+        *[(lambda reqs=reqs: padded(full(desc(8, True, reqs=2), desc(8, True, reqs=4)), 8, reqs, query_len=8 // reqs),
+           (FULL, desc(8, True, reqs=reqs)))
+          for reqs in (2, 4)],
         (lambda: padded(full(desc(12, True, reqs=6), desc(12, True, reqs=4)), 12, 12, query_len=1), NO_GRAPH),
     ],
     "enough requests, and an unknown number counts as the most possible": [
@@ -240,8 +233,6 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "negative tokens": (lambda: plan().decide(-1), ConfigError, "num_tokens must be >= 0 and query_len >= 1"),
     "no query": (lambda: plan().decide(4, query_len=0), ConfigError, "num_tokens must be >= 0 and query_len >= 1"),
     "no requests": (lambda: plan(max_num_reqs=0), ConfigError, "max_num_reqs must be"),
-    "no tokens": (lambda: plan(max_num_tokens=0), ConfigError, "max_num_tokens must be"),
-    "query_lens": (lambda: plan(query_lens=[0]), ConfigError, "query_lens must be"),
     "a size": (lambda: plan(capture_sizes=[0, 8]), ConfigError, r"capture_sizes\[0\] must be"),
     "sizes": (lambda: plan(capture_sizes="nobody"), ConfigError, "capture sizes must be one of"),
     "a configuration in pieces": (

@@ -341,7 +341,6 @@ def test_memory_depends_on_the_sizes_alone(
     for costs in policy._costs.values():
         assert set(costs) <= BUCKETS | set(sizes or ())
         assert all(cost.count <= history_size for cost in costs.values())
-    assert len(policy._trials) <= len(policy._buckets)
 
 
 @given(histories, st.integers(1, 50), st.integers(0, 5000))

@@ -110,14 +110,27 @@ def test_steps_of_one_worker_keep_their_inputs(workers: StreamDispatcher, gate: 
     assert all(one.is_done for one in queued)
 
 
-def test_the_least_busy_worker_is_chosen(workers: StreamDispatcher, gate: threading.Event) -> None:
-    """With a step under way on one worker the next goes to the other, and so on in turn."""
+def test_workers_take_turns(workers: StreamDispatcher, gate: threading.Event) -> None:
+    """Steps that are under way on all of them go to each in turn."""
     assert sorted(workers.submit(KEY, batch(1.0)).worker for _ in range(2)) == [0, 1]
-    assert [worker.busy for worker in workers.workers] == [1, 1]
+    assert [worker.is_free for worker in workers.workers] == [False, False]
+    assert sorted(workers.submit(KEY, batch(1.0)).worker for _ in range(4)) == [0, 0, 1, 1]
     gate.set()
     workers.synchronize()
-    assert [worker.busy for worker in workers.workers] == [0, 0]
+    assert [worker.is_free for worker in workers.workers] == [True, True]
     assert "2 workers, 2 graphs" in repr(workers)
+
+
+def test_a_free_worker_goes_before_a_busy_one(workers: StreamDispatcher, gate: threading.Event) -> None:
+    """Whoever's turn it is."""
+    workers.register_graph(OTHER, scripted("short"))
+    workers.register_graph(OTHER, scripted("short"))
+    busy = workers.submit(KEY, batch(1.0)).worker
+    for _ in range(4):
+        short = workers.submit(OTHER)
+        assert (short.result(), short.worker) == ("short", 1 - busy)
+        workers.workers[1 - busy].stream.synchronize()
+    gate.set()
 
 
 def test_a_worker_waits_for_the_callers_stream(workers: StreamDispatcher) -> None:
@@ -190,27 +203,27 @@ def test_workers_that_write_one_state_are_refused() -> None:
 
 
 def test_a_wrappers_entry_serves_on_its_worker(workers: StreamDispatcher) -> None:
-    """A wrapper on a worker's pool makes entries for that worker; those of another worker's pool are refused."""
+    """A wrapper on a worker's pool makes entries for that worker."""
     descriptor = BatchDescriptor(4)
     wrapper = CUDAGraphWrapper(model, options=TRUST, backend=workers.backend, pool=workers.workers[1].pool)
     wrapper(batch(1.0, 4), batch_descriptor=descriptor, cudagraph_runtime_mode=CUDAGraphMode.FULL)
     entry = wrapper.get_entry(descriptor)
-    with pytest.raises(ConfigError, match=r"in the same pool as one of worker 1"):
-        workers.register_graph(OTHER, entry, worker=0)
-    workers.register_graph(OTHER, entry, worker=1)
+    workers.register_graph(OTHER, entry)
     pending = workers.submit(OTHER, batch(2.0, 4))
     assert torch.equal(pending.result(), batch(6.0, 4))
     assert pending.worker == 1
 
 
-def test_input_addresses_choose_the_worker(workers: StreamDispatcher) -> None:
-    """Foreign graphs of one key are told apart by the addresses that they read."""
-    buffers = [batch(0.0, 4), batch(1.0, 4)]
-    for index, buffer in enumerate(buffers):
-        workers.register_graph(OTHER, scripted(f"worker {index}"), [buffer.data_ptr()], worker=index)
-    assert [workers.dispatch(OTHER, buffer) for buffer in buffers] == ["worker 0", "worker 1"]
-    assert torch.equal(workers.dispatch(OTHER, batch(1.0, 4)), batch(4.0, 4))
-    assert workers.stats.reasons == {Reason.ADDRESS_CHANGED: 1}
+def test_graphs_of_one_key_go_to_several_workers_unless_they_share_a_pool(workers: StreamDispatcher) -> None:
+    """Foreign graphs of one key are spread, so that they may overlap; entries of one pool never could."""
+    for index in range(2):
+        workers.register_graph(OTHER, scripted(f"graph {index}"))
+    assert {workers.dispatch(OTHER) for _ in range(2)} == {"graph 0", "graph 1"}
+    wrapper = CUDAGraphWrapper(model, options=TRUST, backend=workers.backend, pool=workers.backend.make_pool())
+    for rows in (5, 6, 7):
+        wrapper(batch(1.0, rows), batch_descriptor=BatchDescriptor(rows), cudagraph_runtime_mode=CUDAGraphMode.FULL)
+        workers.register_graph(DispatchKey(rows, rows), wrapper.get_entry(BatchDescriptor(rows)))
+    assert sorted(len(worker.graphs) for worker in workers.workers) == [2, 5]
 
 
 def test_modes_and_policies_hold_on_all_workers(workers: StreamDispatcher) -> None:
@@ -325,7 +338,7 @@ def test_a_worker_closed_after_it_was_chosen_leaves_the_call_to_the_runner() -> 
     dispatcher.close()
 
 
-def test_a_worker_is_busy_while_its_step_runs_and_takes_none_when_closed() -> None:
+def test_a_worker_is_not_free_while_its_step_runs_and_takes_none_when_closed() -> None:
     """Also where the stream has no queue, so that the step runs on the thread that brings it."""
     dispatcher = StreamDispatcher(lambda x: x * 2, 2, backend=get_backend("cpu"))
     worker, begun, may_end = dispatcher.workers[0], threading.Event(), threading.Event()
@@ -337,10 +350,10 @@ def test_a_worker_is_busy_while_its_step_runs_and_takes_none_when_closed() -> No
     thread = threading.Thread(target=lambda: worker.launch(step, ()), daemon=True)
     thread.start()
     assert begun.wait(TIMEOUT_S)
-    assert (worker.busy, dispatcher.workers[1].busy) == (1, 0)
+    assert [one.is_free for one in dispatcher.workers] == [False, True]
     may_end.set()
     thread.join(TIMEOUT_S)
-    assert worker.busy == 0
+    assert worker.is_free
     dispatcher.close()
     with pytest.raises(BackendError, match="this worker takes no more steps"):
         worker.launch(step, ())

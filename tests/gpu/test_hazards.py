@@ -268,12 +268,13 @@ def test_workers_overlap(cuda: Backend) -> None:
     options = gd.CUDAGraphOptions(verify=False)
     workers = gd.StreamDispatcher(model, 2, backend=cuda, options=options)
     x, y = torch.zeros(4, device=cuda.device), torch.zeros(2, device=cuda.device)
-    workers.capture(long, (x, 500_000_000), workers=[0])
-    workers.capture(short, (y, 1), workers=[1])
+    workers.capture(long, (x, 500_000_000))
+    workers.capture(short, (y, 1))
     torch.cuda.synchronize()
     slow = workers.submit(long, x, 500_000_000)
     fast = workers.submit(short, y, 1)
-    workers.workers[1].stream.synchronize()
+    assert {slow.worker, fast.worker} == {0, 1}
+    workers.workers[fast.worker].stream.synchronize()
     was_running = not slow.is_done
     assert (fast.result().tolist(), slow.result().tolist()) == ([1.0] * 2, [1.0] * 4)
     assert was_running

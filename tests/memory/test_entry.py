@@ -14,7 +14,7 @@ from graphdispatch.engines import (
     DispatchKey,
     EntryState,
 )
-from graphdispatch.engines.external_graphs import entry_around
+from graphdispatch.engines.registered_graphs import entry_around
 from graphdispatch.errors import GuardError, ReplayError
 from graphdispatch.testing import MockCUDAGraph
 

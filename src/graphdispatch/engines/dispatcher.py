@@ -1,4 +1,7 @@
-"""``CudagraphDispatcher``: runs each key by a registered graph or by the eager runner, and counts why."""
+"""``CudagraphDispatcher``: runs each key by a registered graph or by the eager runner, and counts why.
+
+``CompositeDispatcher`` is one front for several of them, such as an encoder's, a draft model's and a decoder's.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,13 +20,12 @@ from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..serve.prewarm import arguments_of
-from .external_graphs import Replayable
 from .keys import DispatchMode, create_dispatch_key
 from .policies import DefaultDispatchPolicy, DispatchPolicy
-from .registered_graphs import GRAPH_MODES, Registered, Worker, check_key
+from .registered_graphs import GRAPH_MODES, Registered, Replayable, Worker, check_key
 from .stats import DispatchStats
 
-__all__ = ["Chosen", "CudagraphDispatcher", "checked_example"]
+__all__ = ["Chosen", "CompositeDispatcher", "CudagraphDispatcher"]
 
 
 _MOST_PENDING = 64  # steps whose time the device has not reported yet; while there are as many, no more are timed
@@ -31,12 +33,13 @@ _POLLS = 4  # of them polled at once, in turn: however far the device is behind,
 
 
 class Chosen(NamedTuple):
-    """What shall serve a call: a dispatcher's worker, its graph (None: the eager runner), and the decision."""
+    """What shall serve a call: a dispatcher's graph (None: its eager runner), the decision, and the nanoseconds that it
+    took."""
 
     dispatcher: "CudagraphDispatcher"
-    worker: Worker
     found: Registered | None
     decision: Decision
+    spent: int
 
 
 class CudagraphDispatcher(MadeAnew):
@@ -68,30 +71,21 @@ class CudagraphDispatcher(MadeAnew):
     ) -> None:
         check_callable("eager_runner", eager_runner)
         check_count("max_cached_graphs", max_cached_graphs)
+        if policy is not None and not isinstance(policy, DispatchPolicy):
+            raise ConfigError(f"policy must be a DispatchPolicy or None, got {shown(policy)}")
         self.eager_runner = eager_runner
-        self.policy = policy
+        self.policy = policy or DefaultDispatchPolicy()
+        """What decides, among the graphs of a key, whether and how to use them; may be replaced at any time."""
         self.max_cached_graphs = max_cached_graphs
+        self.enabled_modes = frozenset(DispatchMode)
+        """The modes that are allowed now."""
         self._lock = make_lock()
+        self._meter = _LatencyMeter()
         self._dummy_fn: Callable[[DispatchKey], Any] | None = None
         self.stats = DispatchStats()
         """Calls by mode, and the reason for every eager one."""
-        self.workers: Sequence[Worker] = self._make_workers()
+        self.workers: Sequence[Worker] = (Worker(eager_runner, max_cached_graphs),)
         """Where the graphs are registered and served."""
-
-    def _make_workers(self) -> Sequence[Worker]:
-        return (Worker(self.eager_runner, self.max_cached_graphs),)
-
-    @property
-    def policy(self) -> DispatchPolicy:
-        """What decides, among the graphs of a key, whether and how to use them; may be replaced at any time."""
-        return self._policy
-
-    @policy.setter
-    def policy(self, policy: DispatchPolicy | None) -> None:
-        if policy is not None and not isinstance(policy, DispatchPolicy):
-            raise ConfigError(f"policy must be a DispatchPolicy or None, got {shown(policy)}")
-        self._policy = policy or DefaultDispatchPolicy()
-        self._meter = _LatencyMeter(self._policy) if self._policy.learns else None
 
     def _recipe(self) -> Any:
         make, args, kwargs, _ = super()._recipe()
@@ -105,27 +99,46 @@ class CudagraphDispatcher(MadeAnew):
         *,
         outputs: Any = None,
         mode: DispatchMode = DispatchMode.CUDAGRAPH,
-        idempotent: bool = False,
     ) -> None:
         """Serve ``key`` by ``graph`` from now on, replacing an older one of the same mode.
 
         Args:
             key: The key.
             graph: A ``CUDAGraphEntry``, which brings its inputs and outputs, or any object with ``replay()``. It stays
-                its owner's, who releases it.
+                its owner's, who releases it. What another graph than an entry wrote before it failed cannot be known:
+                ``dispatch`` raises ``ReplayError`` then, unless the graph raises one that says that it had no effects.
             input_ptrs: The addresses of the tensors that a graph other than an entry reads, in the order of a call's
                 arguments: a call with others runs eagerly. None: the caller answers for what the graph reads.
             outputs: What a replay returns. None: ``graph.outputs``.
             mode: ``CUDAGRAPH`` or ``PIECEWISE``. A ``PIECEWISE`` entry is always the latter.
-            idempotent: Whether a step may be run again, eagerly, after a graph other than an entry failed. What such a
-                graph wrote before cannot be known, so that ``dispatch`` raises ``ReplayError`` otherwise.
 
         Raises:
             ConfigError: An argument is wrong, or the graph was released.
         """
-        worker = self.workers[0]
-        found = worker.wrap(key, graph, input_ptrs, outputs=outputs, mode=mode, idempotent=idempotent)
-        worker.let_go(worker.publish(found))
+        self._publish([self._home(key, graph).wrap(key, graph, input_ptrs, outputs=outputs, mode=mode)])
+
+    def _home(self, key: DispatchKey, graph: Any) -> Worker:
+        """Where a graph is registered: with the others of its pool, since these never run at the same time, or else
+        where the key has no graph, and where the fewest are."""
+        pool = graph.pool if isinstance(graph, CUDAGraphEntry) else None
+
+        def order(worker: Worker) -> tuple[bool, bool, int]:
+            pools = {worker.server.graphs.pool, *(found.entry.pool for found in worker.graphs.values())}
+            has_key = any(known == key for known, _ in worker.graphs)
+            return pool is None or pool not in pools, has_key, len(worker.graphs)
+
+        return min(self.workers, key=order)
+
+    def _publish(self, made: Sequence[Registered]) -> None:
+        """Serve by these graphs from now on; by none of them if one must not run beside another worker's."""
+        with self._lock:
+            self._check_apart(made)
+            leaving = [(found.worker, found.worker.publish(found)) for found in made]
+        for worker, gone in leaving:
+            worker.let_go(gone)
+
+    def _check_apart(self, made: Sequence[Registered]) -> None:
+        """Raise ``ConfigError`` if new graphs must not run at the same time as those of other workers."""
 
     def has_graph(self, key: DispatchKey) -> bool:
         """Whether a graph of any mode is registered for a key now.
@@ -133,7 +146,7 @@ class CudagraphDispatcher(MadeAnew):
         Args:
             key: The key; a graph that would serve it padded does not count.
         """
-        return self.get_graph(key) is not None
+        return self._registered(key) is not None
 
     def get_graph(self, key: DispatchKey) -> Replayable | CUDAGraphEntry | None:
         """The graph registered for a key, as it was given; a full one before a piecewise one.
@@ -144,25 +157,30 @@ class CudagraphDispatcher(MadeAnew):
         Returns:
             The graph, or None.
         """
-        found = _first_registered(self.workers, key)
+        found = self._registered(key)
         return found.graph if found is not None else None
 
-    def get_entry(self, key: DispatchKey, mode: DispatchMode = DispatchMode.CUDAGRAPH) -> CUDAGraphEntry | None:
-        """The entry of a registered graph: its replay count, last use and outputs.
+    def get_entry(self, key: DispatchKey) -> CUDAGraphEntry | None:
+        """The entry of that graph: its replay count, last use and outputs.
 
         Args:
             key: The key.
-            mode: The mode that it was registered in.
 
         Returns:
             The entry, or None.
         """
-        found = _first_registered(self.workers, key, (mode,))
+        found = self._registered(key)
         return found.entry if found is not None else None
+
+    def _registered(self, key: DispatchKey) -> Registered | None:
+        """The graph of a key on the first worker that has one, or None."""
+        check_key(key)
+        found = (worker.graphs.get((key, mode)) for worker in self.workers for mode in GRAPH_MODES)
+        return next((one for one in found if one is not None), None)
 
     @untraced
     def capture(self, key: DispatchKey, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
-        """Capture ``eager_runner(*args, **kwargs)``, and serve ``key`` by it from now on.
+        """Capture ``eager_runner(*args, **kwargs)``, once on each stream, and serve ``key`` by it from now on.
 
         The runs leave no effects. The graph serves calls that pass their arguments as the example does, with the same
         shapes, dtypes and constants, while the runner's weights stay as they are now.
@@ -173,11 +191,21 @@ class CudagraphDispatcher(MadeAnew):
             kwargs: The keyword arguments of the example.
 
         Raises:
-            ConfigError: The key or the example is wrong.
+            ConfigError: The key or the example is wrong, or streams would write the same memory.
             CaptureError: There can be no graph.
         """
-        call, worker = checked_example(key, args, kwargs), self.workers[0]
-        worker.let_go(worker.publish(worker.capture(key, *call)))
+        check_key(key)
+        check_type("args", args, (tuple, list), "a tuple of positional arguments, as (x,)")
+        check_type("kwargs", {} if kwargs is None else kwargs, Mapping, "a mapping from names to arguments, or None")
+        made: list[Registered] = []
+        try:
+            for worker in self.workers:
+                made.append(worker.capture(key, tuple(args), dict(kwargs or {})))
+            self._publish(made)
+        except BaseException:
+            for found in made:
+                found.worker.drop(found)
+            raise
 
     @untraced
     def prewarm(self, keys: Iterable[DispatchKey], dummy_fn: Callable[[DispatchKey], Any]) -> list[DispatchKey]:
@@ -249,89 +277,74 @@ class CudagraphDispatcher(MadeAnew):
         Raises:
             ReplayError: The replay stopped half-way and has changed memory outside of the graph.
         """
-        start = perf_counter_ns()
-        chosen = self._first_choice(key, args, kwargs)
-        return self.serve(key, chosen, perf_counter_ns() - start, args, kwargs)
+        return self.serve(key, self.choose(key), args, kwargs)
 
-    def _first_choice(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Chosen:
-        """What ``dispatch`` tries first. Of a single worker that is its graph for the key: serving it finds out whether
-        the arguments fit."""
-        worker = self.workers[0]
-        return Chosen(self, worker, *worker.choose(key, self._policy))
+    def choose(self, key: DispatchKey) -> Chosen:
+        """What shall serve a call: the first worker's graph for its key, or the runner. Nothing is run.
 
-    def choose(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Chosen:
-        """What shall serve a call: a graph that can serve it as things are now, or the runner. Nothing is run.
+        Whether the arguments fit the graph shows when it is served; if they do not, the runner serves the call.
 
         Args:
             key: What the batch is.
-            args: The positional arguments.
-            kwargs: The keyword arguments.
 
         Returns:
             The choice, for ``serve``.
         """
-        answer: Chosen | None = None
+        start = perf_counter_ns()
+        answer: Decision | None = None
         for worker in self._in_order():
-            found, decision = worker.choose(key, self._policy)
-            if found is not None:
-                decision = worker.server.preview(found.route, args, kwargs).decision
-                if decision.reason.is_graph or decision.reason is Reason.VERIFIED_NOW:
-                    return Chosen(self, worker, found, decision)
-                if found.is_gone:
-                    worker.drop(found)
-            elif decision.reason is Reason.POLICY:
-                return Chosen(self, worker, None, decision)
+            found, decision = worker.choose(key, self.policy, self.enabled_modes)
+            if found is not None or decision.reason is Reason.POLICY:
+                return Chosen(self, found, decision, perf_counter_ns() - start)
             if answer is None or decision.reason is not Reason.NOT_CAPTURED:
-                answer = Chosen(self, worker, None, decision._replace(rows=decision.rows or key.num_tokens))
+                answer = decision
         assert answer is not None
-        return answer
+        return Chosen(self, None, answer, perf_counter_ns() - start)
 
     def _in_order(self) -> Sequence[Worker]:
         """The workers in the order in which they are asked."""
         return self.workers
 
-    def serve(self, key: DispatchKey, chosen: Chosen, spent: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def serve(self, key: DispatchKey, chosen: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call as chosen, count it, and tell the policy how long it took.
 
         Args:
             key: What the batch is.
             chosen: What shall serve it.
-            spent: The time that this decision took, in nanoseconds.
             args: The positional arguments.
             kwargs: The keyword arguments.
 
         Returns:
             The outputs.
         """
-        (_, worker, found, decision), meter = chosen, self._meter
-        server = worker.server
-        timer = meter.start() if meter is not None else None
+        found, policy = chosen.found, self.policy
+        server = (found.worker if found is not None else self.workers[0]).server
+        timer = self._meter.start() if policy.learns else None
         server.local.decision = None
         try:
             if found is None:
-                result = server.run_eagerly(decision, args, kwargs)
+                result = server.run_eagerly(chosen.decision, args, kwargs)
             else:
                 result = server.serve(found.route, args, kwargs)
         except BaseException as error:
             reason = Reason.REPLAY_FAILED if isinstance(error, ReplayError) else Reason.CALL_RAISED
-            self._count(chosen, server.decision or Decision.eager(reason, key.num_tokens), spent)
+            self._count(chosen, server.decision or Decision.eager(reason, key.num_tokens))
             raise
         decision = server.local.decision
-        mode = self._count(chosen, decision, spent)
+        mode = self._count(chosen, decision)
         # A comparison, or a replay that failed first, takes longer than either way of running the step.
-        if meter is not None and decision.reason is not Reason.VERIFIED_NOW and (found is None or not found.is_gone):
-            meter.stop(timer, key, mode)
+        if timer is not None and decision.reason is not Reason.VERIFIED_NOW and (found is None or not found.is_gone):
+            self._meter.stop(timer, policy, key, mode)
         return result
 
-    def _count(self, chosen: Chosen, decision: Decision, spent: int) -> DispatchMode:
+    def _count(self, chosen: Chosen, decision: Decision) -> DispatchMode:
         """Count a call that ran as ``decision`` says, and forget its graph if that is gone; the mode that it ran in."""
-        _, worker, found, _ = chosen
-        mode = DispatchMode.EAGER
+        found, mode = chosen.found, DispatchMode.EAGER
         if found is not None and decision.mode is not CUDAGraphMode.NONE:
             mode = found.mode
         elif found is not None and found.is_gone:
-            worker.drop(found)
-        self.stats.record(mode, decision.reason, spent)
+            found.worker.drop(found)
+        self.stats.record(mode, decision.reason, chosen.spent)
         return mode
 
     def enable_mode(self, mode: DispatchMode) -> None:
@@ -363,16 +376,6 @@ class CudagraphDispatcher(MadeAnew):
             self.enabled_modes -= {mode}
 
     @property
-    def enabled_modes(self) -> frozenset[DispatchMode]:
-        """The modes that are allowed now."""
-        return self.workers[0].modes
-
-    @enabled_modes.setter
-    def enabled_modes(self, modes: frozenset[DispatchMode]) -> None:
-        for worker in self.workers:
-            worker.allow(modes)
-
-    @property
     def num_graphs(self) -> int:
         """How many graphs are registered."""
         return sum(len(worker.graphs) for worker in self.workers)
@@ -399,40 +402,156 @@ class CudagraphDispatcher(MadeAnew):
         Returns:
             One line for people.
         """
-        _, worker, found, decision = self.choose(key, args, kwargs)
-        return decision.explain() if found is None else worker.server.explain(found.route, args, kwargs, key.num_tokens)
+        _, found, decision, _ = self.choose(key)
+        if found is None:
+            return decision.explain()
+        return found.worker.server.explain(found.route, args, kwargs, key.num_tokens)
 
     def __repr__(self) -> str:
         return f"<CudagraphDispatcher {self.num_graphs} of {self.max_cached_graphs} graphs, {self.stats!r}>"
 
 
+_Member = tuple[int, Any, Callable[[DispatchKey], bool] | None]
+"""A member's priority, the dispatcher, and whether a key is its own; None: every key is."""
+
+
+class CompositeDispatcher(MadeAnew):
+    """Dispatches over members by priority: the first graph for a key serves, else the first member's runner.
+
+    The member that was chosen runs the call: if the arguments do not fit its graph, or that fails before it has changed
+    anything, its own runner does. An error that the runner raises passes through, and nothing runs twice. ``stats``
+    sums up all members. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._members: dict[str, _Member] = {}
+        """By name, in the order in which they are tried; replaced whole."""
+        self._lock = make_lock()
+
+    def _recipe(self) -> Any:
+        make, args, kwargs, _ = super()._recipe()
+        return make, args, kwargs, {"_members": self._members}
+
+    def add_dispatcher(
+        self,
+        name: str,
+        dispatcher: "CudagraphDispatcher | CompositeDispatcher",
+        priority: int = 0,
+        *,
+        accepts: Callable[[DispatchKey], bool] | None = None,
+    ) -> None:
+        """Add a member.
+
+        Args:
+            name: Its name, which no other member has.
+            dispatcher: The dispatcher; another composite will do.
+            priority: Higher priorities come first, and among equal ones those added first.
+            accepts: Whether a key is the member's at all, for members that do different work. None: every key is.
+
+        Raises:
+            ConfigError: The name is taken, or an argument is wrong.
+        """
+        for what, value, kind in (("name", name, str), ("priority", priority, int)):
+            check_type(what, value, kind, f"of type {kind.__name__}")
+        if accepts is not None:
+            check_callable("accepts", accepts, "a function of a key, or None")
+        if not isinstance(dispatcher, (CudagraphDispatcher, CompositeDispatcher)) or dispatcher is self:
+            raise ConfigError(f"dispatcher must be another dispatcher, got {shown(dispatcher)}")
+        with self._lock:
+            if name in self._members:
+                raise ConfigError(f"name {name!r} is taken; names are {list(self.members)}")
+            members = {**self._members, name: (priority, dispatcher, accepts)}
+            self._members = dict(sorted(members.items(), key=lambda item: -item[1][0]))
+
+    @untraced
+    def dispatch(self, key: DispatchKey, *args: Any, **kwargs: Any) -> Any:
+        """Run one call. What the graph or the runner raises passes through.
+
+        Args:
+            key: What the batch is.
+            *args: The positional arguments.
+            **kwargs: The keyword arguments.
+
+        Returns:
+            The outputs.
+
+        Raises:
+            ConfigError: No member accepts the key.
+        """
+        chosen = self.choose(key)
+        if chosen is None:
+            raise ConfigError(f"no member accepts {key}; members are {list(self.members)}")
+        return chosen.dispatcher.serve(key, chosen, args, kwargs)
+
+    def choose(self, key: DispatchKey) -> Chosen | None:
+        """What shall serve a call: the first member's graph for its key, or the runner of the first. Runs nothing.
+
+        Args:
+            key: What the batch is.
+
+        Returns:
+            The choice of one of the members; None if none accepts the key.
+        """
+        first: Chosen | None = None
+        for _, dispatcher, accepts in self._members.values():
+            chosen: Chosen | None = dispatcher.choose(key) if accepts is None or accepts(key) else None
+            if chosen is not None and chosen.found is not None:
+                return chosen
+            first = first or chosen
+        return first
+
+    def has_graph(self, key: DispatchKey) -> bool:
+        """Whether a member has a graph for a key now.
+
+        Args:
+            key: The key.
+        """
+        return any(dispatcher.has_graph(key) for _, dispatcher, _ in self._members.values())
+
+    @property
+    def stats(self) -> DispatchStats:
+        """The counters of all members together, as they are now; calls made to a member directly count too."""
+        total = DispatchStats()
+        for _, dispatcher, _ in self._members.values():
+            one = dispatcher.stats
+            for name in ("eager", "graph", "piecewise", "fallbacks", "dispatch_time_ns"):
+                setattr(total, name, getattr(total, name) + getattr(one, name))
+            total.reasons.update(one.reasons)
+        return total
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The names of the members, in the order in which they are tried."""
+        return tuple(self._members)
+
+    def __repr__(self) -> str:
+        return f"<CompositeDispatcher {', '.join(self.members) or 'empty'}: {self.stats!r}>"
+
+
 class _LatencyMeter:
-    """Times steps on the backend's timer and hands each time to ``policy.record`` once the device has it.
+    """Times steps on the backend's timer and hands each time to the policy's ``record`` once the device has it.
 
     On the CPU backend times are wall time, on CUDA events that a later step polls. A step that raises is not recorded.
     Thread-safe; steps of several threads may be recorded out of order.
     """
 
-    def __init__(self, policy: DispatchPolicy) -> None:
-        self._policy = policy
-        self._backend = get_backend("auto")
-        self._pending: deque[tuple[DispatchKey, DispatchMode, Timer]] = deque()
+    def __init__(self) -> None:
+        self._pending: deque[tuple[DispatchPolicy, DispatchKey, DispatchMode, Timer]] = deque()
 
     def start(self) -> Timer | None:
         """Begin to time a step; None while too many are outstanding."""
         self._collect()
         if len(self._pending) >= _MOST_PENDING:
             return None
-        timer = self._backend.make_timer()
+        timer = get_backend("auto").make_timer()
         timer.start()
         return timer
 
-    def stop(self, timer: Timer | None, key: DispatchKey, mode: DispatchMode) -> None:
+    def stop(self, timer: Timer, policy: DispatchPolicy, key: DispatchKey, mode: DispatchMode) -> None:
         """End a step that ran in ``mode``."""
-        if timer is not None:
-            timer.stop()
-            self._pending.append((key, mode, timer))
-            self._collect()
+        timer.stop()
+        self._pending.append((policy, key, mode, timer))
+        self._collect()
 
     def _collect(self) -> None:
         """Record what is known by now."""
@@ -441,30 +560,9 @@ class _LatencyMeter:
                 oldest = self._pending.popleft()
             except IndexError:  # another thread took it
                 return
-            key, mode, timer = oldest
+            policy, key, mode, timer = oldest
             elapsed = timer.elapsed_ms()
             if elapsed is None:
                 self._pending.append(oldest)
             else:
-                self._policy.record(key, mode, elapsed)
-
-
-def _first_registered(
-    workers: Sequence[Worker], key: DispatchKey, modes: Sequence[DispatchMode] = tuple(GRAPH_MODES)
-) -> Registered | None:
-    """The graph of a key on the first worker that has it in one of these modes, or None."""
-    check_key(key)
-    for mode in modes:
-        check_type("mode", mode, DispatchMode, "a DispatchMode")
-    found = (worker.graphs.get((key, mode)) for worker in workers for mode in modes)
-    return next((one for one in found if one is not None), None)
-
-
-def checked_example(
-    key: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of an example call. Raises ``ConfigError`` for what is no key, and for what are no arguments."""
-    check_key(key)
-    check_type("args", args, (tuple, list), "a tuple of positional arguments, as (x,)")
-    check_type("kwargs", {} if kwargs is None else kwargs, Mapping, "a mapping from names to arguments, or None")
-    return tuple(args), dict(kwargs or {})
+                policy.record(key, mode, elapsed)

@@ -1,5 +1,7 @@
 """The graphs that are registered with a dispatcher, and the worker that runs them on its server.
 
+Some of them somebody else captured: they own the memory, and this library keeps the statistics.
+
 What they decide for every key is one immutable thing, swapped whole, so that a dispatch takes no lock to choose.
 
 Note [locks of a worker]
@@ -8,34 +10,39 @@ Note [locks of a worker]
     published under those locks, and what it displaces is released after.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Protocol, runtime_checkable
 
-from ..backends import Backend, Pool
+from torch.utils._pytree import tree_leaves
+
+from ..backends import Backend, get_backend
+from ..backends.base import Graph, Pool
 from ..call.rules import ArgumentRules
+from ..call.signature import ForeignSignature
+from ..call.spec import is_tensor
 from ..config import CUDAGraphOptions
 from ..copying import NotCopied, make_lock
 from ..decide.decision import Decision
 from ..decide.size_table import Memo, SizeTable
 from ..descriptors import BatchDescriptor, DispatchKey
-from ..errors import ConfigError, shown
-from ..memory.cache import GraphCache, Victim
+from ..errors import ConfigError, ReplayError, check_type, shown
+from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
+from ..memory.inputs import StaticInputs
+from ..memory.outputs import OutputRule, Outputs
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..serve.group import Route
 from ..serve.prewarm import capture_example
 from ..serve.server import Server
 from ..stats import EvictionReason
-from .external_graphs import Replayable, entry_around
-from .key_table import KeyTable
-from .keys import DispatchMode
+from .keys import DispatchMode, KeyTable
 from .policies import DispatchPolicy
 
-__all__ = ["GRAPH_MODES", "Registered", "Slot", "Worker", "check_key"]
+__all__ = ["GRAPH_MODES", "Registered", "Replayable", "Slot", "Worker", "check_key", "entry_around"]
 
 GRAPH_MODES = {DispatchMode.CUDAGRAPH: CUDAGraphMode.FULL, DispatchMode.PIECEWISE: CUDAGraphMode.PIECEWISE}
 """The modes that a graph can be registered in, the better first, and the runtime mode of each."""
@@ -44,14 +51,108 @@ Slot = tuple[DispatchKey, DispatchMode]
 _MOST_KEPT = 16384  # keys
 
 
+@runtime_checkable
+class Replayable(Protocol):
+    """Anything that can be replayed: ``torch.cuda.CUDAGraph``, a graph of this library, ``MockCUDAGraph``."""
+
+    def replay(self) -> Any:
+        """Run it on the caller's current stream."""
+
+
+class _ForeignGraph(Graph):
+    def __init__(self, graph: Replayable, pool: Pool) -> None:
+        self._graph: Replayable | None = graph
+        self._pool = pool
+
+    def replay(self) -> None:
+        if self._graph is None:
+            raise ReplayError("this graph was released; register it again")
+        self._pool.generation += 1
+        try:
+            self._graph.replay()
+        except ReplayError:  # a graph that raises it says itself whether it had effects
+            raise
+        except Exception as error:
+            failure = ReplayError(
+                f"the registered graph failed to replay: {type(error).__name__}: {error}; what it wrote before cannot "
+                "be known, so that the step was not run again"
+            )
+            failure.had_effects = True
+            raise failure from error
+
+    def reset(self) -> None:
+        self._graph = None
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+
+class _ForeignPool(Pool):
+    """Memory that this library does not see; it orders the graph's users, and nothing else."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are known of: none."""
+        return 0
+
+    def order_after_last_use(self) -> None:
+        """The graph's owner orders its streams."""
+
+    def close(self) -> None:
+        """The memory is not ours to release."""
+
+
+def entry_around(
+    graph: Replayable,
+    key: Hashable,
+    outputs: Any = None,
+    *,
+    mode: CUDAGraphMode = CUDAGraphMode.FULL,
+    addresses: tuple[int, ...] | None = None,
+) -> CUDAGraphEntry:
+    """An entry around a graph that somebody else captured.
+
+    The graph's inputs are its owner's to fill. Releasing the entry only drops the reference to the graph.
+
+    Args:
+        graph: The graph.
+        key: The front end's name for it.
+        outputs: The tensors that it writes, or any nest of them, which are returned themselves.
+        mode: ``PIECEWISE`` if it consists of graphs between eager breaks.
+        addresses: The addresses of the tensors that it reads; None: not known.
+
+    Returns:
+        The entry.
+    """
+    pool = _ForeignPool()
+    tensors = sum(is_tensor(leaf) for leaf in tree_leaves(outputs))
+    rows = key.num_tokens if isinstance(key, (DispatchKey, BatchDescriptor)) else 1
+    return CUDAGraphEntry(
+        descriptor=key if isinstance(key, BatchDescriptor) else BatchDescriptor(rows),
+        mode=mode,
+        key=key,
+        size=rows,
+        graph=_ForeignGraph(graph, pool),
+        pool=pool,
+        backend=get_backend("auto"),
+        inputs=StaticInputs((), 0),
+        outputs=Outputs(outputs, OutputRule(((),) * tensors), [False] * tensors, "static", pool),
+        state=EntryState.VERIFIED,
+        knows_effects=False,
+        signature=ForeignSignature(addresses),
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Registered:
-    """A graph as it was registered, its entry, and the route by which the server serves it.
+    """A graph as it was registered, its worker, its entry, and the route by which the worker's server serves it.
 
     Registering a graph again makes another one, with a route of its own: what is done to the older one, by a call that
     chose it before, does not touch the newer one.
     """
 
+    worker: "Worker"
     key: DispatchKey
     mode: DispatchMode
     graph: Replayable | CUDAGraphEntry
@@ -69,71 +170,70 @@ class Registered:
         return self.route.entry is None
 
     @property
-    def place(self) -> Hashable:
-        """Its key in the worker's cache."""
-        return self.entry.place if self.is_captured else self.route.key
+    def is_released(self) -> bool:
+        """Whether the graph was released, by its owner or for others."""
+        return self.entry.state is EntryState.EVICTED
 
     @property
     def is_gone(self) -> bool:
         """Whether the graph was released, or failed when it was last replayed or compared."""
-        return self.entry.state in (EntryState.EVICTED, EntryState.FAILED)
+        return self.is_released or self.entry.state is EntryState.FAILED
 
 
-class Candidates(NamedTuple):
-    """What may serve a key: by mode, the better first, the graph and its decision; and why eager does, without one."""
-
-    graphs: Mapping[DispatchMode, tuple[Registered, Decision]]
-    modes: tuple[DispatchMode, ...]
-    eager: Decision
+_Served = tuple[Registered, Decision]
+Candidates = tuple[Mapping[DispatchMode, _Served], tuple[DispatchMode, ...], Decision]
+"""By mode, the better first, the graph that may serve a key and its decision; these modes and EAGER; and why eager
+serves, if there is no graph."""
 
 
 class RegisteredGraphs:
-    """Registered graphs and the enabled modes; ``candidates[key]`` is what they decide for a key. Immutable.
+    """Registered graphs; ``candidates[key, modes]`` is what they decide for a key. Immutable.
 
-    The keys of graphs are those of two ``KeyTable``, for decode and for prefill, which never serve each other. A decode
-    key whose tokens are a multiple of its requests is uniform decode. A graph that pads serves smaller batches with
-    sequences of at most the same length (those of unknown length, if its own is); any other graph is a variant of its
-    own, which only its key selects.
+    A graph serves its own key. One that pads serves smaller batches, too, by a ``KeyTable`` for decode or one for
+    prefill: batches with sequences of at most the same length (those of unknown length, if its own is). A decode key
+    whose tokens are a multiple of its requests is uniform decode.
     """
 
-    def __init__(self, graphs: Mapping[Slot, Registered], modes: frozenset[DispatchMode]) -> None:
+    def __init__(self, graphs: Mapping[Slot, Registered]) -> None:
         self.graphs = MappingProxyType(dict(graphs))
-        self.modes = modes
-        self.candidates = Memo[DispatchKey, Candidates](self._find, _MOST_KEPT)
-        """For each key what may serve it; the first lookup of a key goes to the tables, later ones to a dictionary."""
-        self._by_descriptor = {_place(found): found for found in self.graphs.values()}
+        self.candidates = Memo[tuple[DispatchKey, frozenset[DispatchMode]], Candidates](self._find, _MOST_KEPT)
+        """What may serve a key in some modes: the first lookup goes to the tables, later ones to a dictionary."""
         self._tables = {is_prefill: self._table(is_prefill) for is_prefill in (False, True)}
 
     def _table(self, is_prefill: bool) -> KeyTable:
         keys: dict[CUDAGraphMode, list[BatchDescriptor]] = {mode: [] for mode in GRAPH_MODES.values()}
-        for kind, mode, descriptor in self._by_descriptor:
-            if kind is is_prefill:
-                keys[mode].append(descriptor)
+        for (key, mode), found in self.graphs.items():
+            if found.entry.inputs.has_rows and key.is_prefill == is_prefill:
+                is_uniform = mode is DispatchMode.CUDAGRAPH and _query_len(key) is not None
+                descriptor = BatchDescriptor(key.num_tokens, key.num_reqs, is_uniform, key.max_seq_len or None)
+                keys[GRAPH_MODES[mode]].append(descriptor)
         return KeyTable(keys, mode=CUDAGraphMode.FULL_AND_PIECEWISE)
 
-    def _find(self, key: DispatchKey) -> Candidates:
-        if not isinstance(key, DispatchKey):
-            raise ConfigError(f"key must be a DispatchKey, got {shown(key)}; create_dispatch_key() makes one")
+    def _find(self, asked: tuple[DispatchKey, frozenset[DispatchMode]]) -> Candidates:
+        key, modes = asked
+        check_type("key", key, DispatchKey, "a DispatchKey, as create_dispatch_key() makes one")
         found = {mode: best for mode in GRAPH_MODES if (best := self._best(key, mode)) is not None}
-        enabled = {mode: best for mode, best in found.items() if mode in self.modes}
-        eager = Decision.eager(Reason.DISABLED, key.num_tokens) if found else self._why_none(key)
-        return Candidates(enabled, (*enabled, DispatchMode.EAGER), eager)
+        eager = Decision.eager(Reason.DISABLED, key.num_tokens) if found else self._decide(key, None)
+        if eager.reason is Reason.VARIANT_NOT_CAPTURED:
+            eager = Decision.eager(Reason.NOT_CAPTURED, key.num_tokens)
+        enabled = {mode: best for mode, best in found.items() if mode in modes}
+        return enabled, (*enabled, DispatchMode.EAGER), eager
 
-    def _best(self, key: DispatchKey, mode: DispatchMode) -> tuple[Registered, Decision] | None:
-        for variant in (key, key.max_seq_len or None):
-            decision = self._decide(key, variant, frozenset((CUDAGraphMode.NONE, GRAPH_MODES[mode])))
-            if decision.descriptor is not None:
-                return self._by_descriptor[key.is_prefill, decision.mode, decision.descriptor], decision
-        return None
+    def _best(self, key: DispatchKey, mode: DispatchMode) -> _Served | None:
+        runtime = GRAPH_MODES[mode]
+        own = self.graphs.get((key, mode))
+        if own is not None:
+            return own, Decision(runtime, own.entry.descriptor, key.num_tokens, Reason.EXACT, key.num_tokens)
+        decision = self._decide(key, frozenset((CUDAGraphMode.NONE, runtime)))
+        if decision.descriptor is None:
+            return None
+        tokens, reqs, _, seq_len = decision.descriptor
+        other: Any = DispatchKey(tokens, reqs or 0, 0 if seq_len is None else seq_len, key.is_prefill)  # type: ignore[arg-type]
+        return self.graphs[other, mode], decision
 
-    def _why_none(self, key: DispatchKey) -> Decision:
-        decision = self._decide(key, key.max_seq_len or None, None)
-        if decision.reason is Reason.VARIANT_NOT_CAPTURED:
-            return Decision.eager(Reason.NOT_CAPTURED, key.num_tokens)
-        return decision
-
-    def _decide(self, key: DispatchKey, variant: Any, allowed: frozenset[CUDAGraphMode] | None) -> Decision:
-        return self._tables[key.is_prefill].decide(key.num_tokens, key.num_reqs, _query_len(key), variant, allowed)
+    def _decide(self, key: DispatchKey, allowed: frozenset[CUDAGraphMode] | None) -> Decision:
+        table, seq_len = self._tables[key.is_prefill], key.max_seq_len or None
+        return table.decide(key.num_tokens, key.num_reqs, _query_len(key), seq_len, allowed)
 
 
 def _query_len(key: DispatchKey) -> int | None:
@@ -143,26 +243,11 @@ def _query_len(key: DispatchKey) -> int | None:
     return key.num_tokens // key.num_reqs
 
 
-def _place(found: Registered) -> tuple[bool, CUDAGraphMode, BatchDescriptor]:
-    """The table, mode and descriptor of a registered graph; each has its own."""
-    key, mode = found.key, GRAPH_MODES[found.mode]
-    is_uniform = mode is CUDAGraphMode.FULL and _query_len(key) is not None
-    variant = (key.max_seq_len or None) if found.entry.inputs.has_rows else key
-    return key.is_prefill, mode, BatchDescriptor(key.num_tokens, key.num_reqs, is_uniform, variant)
-
-
-class Leaving(NamedTuple):
-    """Graphs that serve no key any more: those that left the cache and are to be released, and all to be forgotten."""
-
-    victims: list[Victim]
-    graphs: list[Registered]
-
-
 class Worker(NotCopied):
     """The graphs that are registered in one place, and the server that serves them. Thread-safe.
 
-    At most ``max_cached_graphs`` are kept; the least recently used goes. Graphs, modes and decisions are one immutable
-    thing, swapped whole, so that choosing takes no lock.
+    At most ``max_cached_graphs`` are kept; the least recently used goes. Graphs and decisions are one immutable thing,
+    swapped whole, so that choosing takes no lock.
     """
 
     def __init__(
@@ -175,8 +260,10 @@ class Worker(NotCopied):
         pool: Pool | None = None,
     ) -> None:
         self.cache = GraphCache(max_cached_graphs)
+        """What was captured here. A graph of somebody else is not in it, since nobody here releases it."""
+        self._most = max_cached_graphs
         self.server = Server(eager_runner, options or CUDAGraphOptions(), self.cache, backend=backend, pool=pool)
-        self._graphs = RegisteredGraphs({}, frozenset(DispatchMode))
+        self._graphs = RegisteredGraphs({})
         self._numbers = count()
         self._lock = make_lock()
 
@@ -184,16 +271,6 @@ class Worker(NotCopied):
     def graphs(self) -> Mapping[Slot, Registered]:
         """All graphs, by key and mode."""
         return self._graphs.graphs
-
-    @property
-    def modes(self) -> frozenset[DispatchMode]:
-        """The modes that are allowed now."""
-        return self._graphs.modes
-
-    def allow(self, modes: frozenset[DispatchMode]) -> None:
-        """Allow these modes alone from now on; the graphs stay."""
-        with self._lock:
-            self._graphs = RegisteredGraphs(self.graphs, modes)
 
     def wrap(
         self,
@@ -203,7 +280,6 @@ class Worker(NotCopied):
         *,
         outputs: Any = None,
         mode: DispatchMode = DispatchMode.CUDAGRAPH,
-        idempotent: bool = False,
     ) -> Registered:
         """What ``CudagraphDispatcher.register_graph`` was given, checked and ready for ``publish``."""
         check_key(key)
@@ -217,8 +293,7 @@ class Worker(NotCopied):
         elif isinstance(graph, Replayable):
             outputs = outputs if outputs is not None else getattr(graph, "outputs", None)
             addresses = None if input_ptrs is None else _checked_addresses(input_ptrs)
-            piecewise = mode is DispatchMode.PIECEWISE
-            entry = entry_around(graph, key, outputs, piecewise=piecewise, idempotent=idempotent, addresses=addresses)
+            entry = entry_around(graph, key, outputs, mode=GRAPH_MODES[mode], addresses=addresses)
         else:
             raise ConfigError(f"graph must have a replay() method, got {shown(graph)}")
         route = Route(
@@ -227,7 +302,7 @@ class Worker(NotCopied):
             entry=entry,
             without_sizes=Reason.NOT_CAPTURED,
         )
-        return Registered(key, mode, graph, entry, route)
+        return Registered(self, key, mode, graph, entry, route)
 
     def capture(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Registered:
         """Capture the runner on these example arguments; ``publish`` serves the graph, ``drop`` releases it."""
@@ -249,72 +324,63 @@ class Worker(NotCopied):
             self.drop()  # a capture makes room before it can fail
             raise
         assert entry is not None
-        return Registered(key, DispatchMode.CUDAGRAPH, entry, entry, route)
+        return Registered(self, key, DispatchMode.CUDAGRAPH, entry, entry, route)
 
-    def publish(self, found: Registered) -> Leaving:
-        """Serve a key by ``found`` from now on, in the place of an older graph.
+    def publish(self, *new: Registered, without: Collection[Registered] = ()) -> Collection[Registered]:
+        """Serve keys by ``new`` graphs from now on, in the place of older ones, and no longer by those of ``without``.
 
-        The caller gives what has to go to ``let_go``, with no lock held that a runner could want: see Note [locks of a
-        worker].
+        Those that were released meanwhile, or had to go for others, leave as well. The caller gives what has to go to
+        ``let_go``, with no lock held that a runner could want: see Note [locks of a worker].
         """
         with self._lock:
-            graphs = dict(self.graphs)
-            older = graphs.get(found.slot)
-            victims = self._leave_cache(older) if older is not None else []
-            if not found.is_captured:
-                victims += self.cache.add(found.place, found.entry, owns=False)
-            graphs[found.slot] = found
-            kept = {slot: one for slot, one in graphs.items() if self._is_kept(one)}
-            self._graphs = RegisteredGraphs(kept, self.modes)
-            known = {*graphs.values(), *([older] if older is not None else [])}
-            return Leaving(victims, [one for one in known if kept.get(one.slot) is not one])
+            kept = {slot: one for slot, one in self.graphs.items() if one not in without and not one.is_released}
+            kept |= {found.slot: found for found in new if not found.is_released}
+            oldest = sorted(set(kept.values()).difference(new), key=lambda found: found.entry.last_used)
+            for found in oldest[: max(len(kept) - self._most, 0)]:
+                del kept[found.slot]
+            known = {*self.graphs.values(), *new, *without}
+            self._graphs = RegisteredGraphs(kept)
+            return known.difference(kept.values())
 
-    def let_go(self, leaving: Leaving) -> None:
-        """Release what was captured here and has left, and serve no call by any of it; waits for calls in flight."""
+    def let_go(self, leaving: Collection[Registered]) -> None:
+        """Serve no call by these graphs any more, and release those that were captured here; waits for calls in
+        flight."""
         with self.server.lock:
-            victims = list(leaving.victims)
-            for found in leaving.graphs:
+            for found in leaving:
                 self.server.drop(found.route)
-                victims += self._leave_cache(found)
-            self.server.graphs.release(victims)
-
-    def choose(self, key: DispatchKey, policy: DispatchPolicy) -> tuple[Registered | None, Decision]:
-        """The graph that shall serve a key and its decision, or None and why eager does. Takes no lock."""
-        graphs = self._graphs
-        try:
-            candidates = graphs.candidates[key]
-        except TypeError:
-            check_key(key)
-            raise
-        if not candidates.graphs:
-            return None, candidates.eager
-        if not policy.should_use_graph(key, True):
-            return None, Decision.eager(Reason.POLICY, key.num_tokens)
-        mode = policy.select_mode(key, candidates.modes) if DispatchMode.HYBRID in graphs.modes else candidates.modes[0]
-        return candidates.graphs.get(mode) or (None, Decision.eager(Reason.POLICY, key.num_tokens))
+                if found.is_captured:
+                    self.server.graphs.release(self.cache.retire(found.entry, EvictionReason.DROPPED))
 
     def drop(self, *dropped: Registered) -> None:
-        """Forget these graphs, not others that have taken their places, and what was released or had to go for others;
-        release those that were captured here."""
-        with self._lock:
-            known = set(self.graphs.values())
-            kept = {slot: one for slot, one in self.graphs.items() if one not in dropped and self._is_kept(one)}
-            self._graphs = RegisteredGraphs(kept, self.modes)
-        self.let_go(Leaving([], [*known.union(dropped).difference(kept.values())]))
+        """Forget these graphs, not others that have taken their places; release those that were captured here."""
+        self.let_go(self.publish(without=dropped))
 
     def clear(self) -> None:
         """Forget all graphs."""
         self.drop(*self.graphs.values())
 
-    def _is_kept(self, found: Registered) -> bool:
-        return found.entry.state is not EntryState.EVICTED and self.cache.get(found.place) is found.entry
-
-    def _leave_cache(self, found: Registered) -> list[Victim]:
-        """Take a graph out of the cache; what is to be released then."""
-        if found.is_captured:
-            return self.cache.retire(found.entry, EvictionReason.DROPPED)
-        self.cache.remove(found.place)
-        return []
+    def choose(
+        self, key: DispatchKey, policy: DispatchPolicy, modes: frozenset[DispatchMode]
+    ) -> tuple[Registered | None, Decision]:
+        """The graph that shall serve a key in one of ``modes`` and its decision, or None and why eager does. Takes no
+        lock, unless a graph's owner has released it."""
+        try:
+            found, offered, eager = self._graphs.candidates[key, modes]
+        except TypeError:
+            check_key(key)
+            raise
+        if not found:
+            return None, eager
+        if not policy.should_use_graph(key, True):
+            return None, Decision.eager(Reason.POLICY, key.num_tokens)
+        mode = policy.select_mode(key, offered) if DispatchMode.HYBRID in modes else offered[0]
+        if mode not in found:
+            return None, Decision.eager(Reason.POLICY, key.num_tokens)
+        chosen = found[mode]
+        if chosen[0].is_released:  # by its owner
+            self.drop(chosen[0])
+            return self.choose(key, policy, modes)
+        return chosen
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self.graphs)} graphs>"

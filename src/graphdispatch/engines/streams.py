@@ -7,11 +7,9 @@ Note [a step on a worker's stream]
     waits for the worker before it sees the outputs. Failures stay in the step's ``StreamResult``: a worker never fails.
 """
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
-from time import perf_counter_ns
+from itertools import count, product
 from typing import Any, Literal, cast
 
 from torch.utils._pytree import tree_leaves
@@ -21,14 +19,13 @@ from ..backends.base import Event, Stream
 from ..backends.tracing import untraced
 from ..call.spec import is_tensor
 from ..config import CUDAGraphOptions
-from ..copying import NotCopied, make_lock, renew_in_child
+from ..copying import NotCopied, renew_in_child
 from ..decide.decision import Decision
 from ..descriptors import DispatchKey
-from ..errors import BackendError, ConfigError, check_count, check_type, shown
+from ..errors import BackendError, ConfigError, check_count, shown
 from ..memory.entry import CUDAGraphEntry
 from ..reasons import Reason
-from .dispatcher import Chosen, CudagraphDispatcher, checked_example
-from .external_graphs import Replayable
+from .dispatcher import Chosen, CudagraphDispatcher
 from .policies import DispatchPolicy
 from .registered_graphs import Registered, Worker
 
@@ -95,45 +92,37 @@ class StreamResult(NotCopied):
 class StreamWorker(Worker):
     """A worker with a stream and a pool of its own; made by ``StreamDispatcher``. Thread-safe.
 
-    ``pool`` is for captures that are registered on this worker alone, for example
-    ``CUDAGraphWrapper(fn, backend=dispatcher.backend, pool=worker.pool)``.
+    What is captured in its ``pool``, for example by ``CUDAGraphWrapper(fn, backend=dispatcher.backend,
+    pool=worker.pool)``, is registered with it.
     """
 
-    def __init__(
-        self,
-        index: int,
-        backend: Backend,
-        eager_runner: Callable[..., Any],
-        max_cached_graphs: int,
-        options: CUDAGraphOptions,
-    ) -> None:
+    def __init__(self, index: int, dispatcher: "StreamDispatcher") -> None:
         self.index = index
-        self.backend = backend
+        self.backend = backend = dispatcher.backend
         self.stream = backend.make_stream()
         self.pool = backend.make_pool()
-        super().__init__(eager_runner, max_cached_graphs, options, backend=backend, pool=self.pool)
+        runner, most = dispatcher.eager_runner, dispatcher.max_cached_graphs
+        super().__init__(runner, most, dispatcher.options, backend=backend, pool=self.pool)
         self.is_closed = False
         """Whether it takes no more steps."""
-        self.last_turn = 0
-        """The number of its latest step among those of all workers."""
-        self._counts = make_lock()
-        self._marks: deque[Event] = deque()
-        self._under_way = 0
+        self._latest: Event | None = backend.make_event()
+        """The end of its latest step; None while that is being put on the queue."""
         renew_in_child(self)
 
     def after_fork(self) -> None:
         """Take no more steps, so that they run eagerly: see Note [after a fork] in ``copying.py``."""
         self.is_closed = True
-        self._marks.clear()
-        self._under_way = 0
 
     @property
-    def busy(self) -> int:
-        """Steps that are not finished."""
-        with self._counts:
-            while self._marks and self._marks[0].query():
-                self._marks.popleft()
-            return len(self._marks) + self._under_way
+    def is_free(self) -> bool:
+        """Whether its latest step is finished, as far as is known. Never blocks."""
+        latest = self._latest
+        return latest is not None and latest.query()
+
+    def capture(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Registered:
+        """The same, on the worker's stream."""
+        step = self.launch(partial(super().capture, key, args, kwargs), (args, kwargs))
+        return cast(Registered, step.result())
 
     def launch(self, step: Callable[[], Any], arguments: Any) -> StreamResult:
         """Put a step on the worker's queue: see Note [a step on a worker's stream]. Raises ``BackendError`` after
@@ -150,15 +139,12 @@ class StreamWorker(Worker):
             arrived.wait()
             return step()
 
-        with self._counts:
-            self._under_way += 1
+        self._latest = None
         try:
             self.stream.submit(lambda: outcome.fill(after_caller))
             done.record(self.stream)
         finally:
-            with self._counts:
-                self._under_way -= 1
-                self._marks.append(done)
+            self._latest = done
         return outcome
 
     def close(self) -> None:
@@ -170,16 +156,17 @@ class StreamWorker(Worker):
         self.pool.close()
 
     def __repr__(self) -> str:
-        return f"<StreamWorker {self.index}: {len(self.graphs)} graphs, {self.busy} steps under way>"
+        return f"<StreamWorker {self.index}: {len(self.graphs)} graphs, {'free' if self.is_free else 'busy'}>"
 
 
 class StreamDispatcher(CudagraphDispatcher):
     """A ``CudagraphDispatcher`` over several workers, each with a stream of its own, whose graphs run at the same time.
 
-    A call goes to the worker with the fewest unfinished steps among those that have a graph for its key. ``submit``
-    starts a call and returns at once; ``dispatch`` waits (on CUDA: lets the caller's stream wait) for its outputs.
-    Calls overlap if they come from several streams or threads, or were all submitted before the first ``result``. On
-    the CPU, whose streams have no queues, only those of several threads do.
+    Workers take turns among those that have a graph for the key, the free ones first: those whose latest step is
+    finished. A graph of somebody else is registered with one worker: that of its pool, else one without a graph for the
+    key. ``submit`` starts a call and returns at once; ``dispatch`` waits (on CUDA: lets the caller's stream wait) for
+    its outputs. Calls overlap if they come from several streams or threads, or were all submitted before the first
+    ``result``. On the CPU, whose streams have no queues, only those of several threads do.
     Graphs of two workers must not share memory that one of them writes. Thread-safe.
 
     Args:
@@ -216,97 +203,17 @@ class StreamDispatcher(CudagraphDispatcher):
         self.backend = backend or get_backend("auto")
         self.options = CUDAGraphOptions.or_default(options, "options")
         self.options.refuse(_NOT_HONOURED, "StreamDispatcher", "it keeps max_cached_graphs= graphs for each worker")
-        self._num_streams = num_streams
         super().__init__(eager_runner, policy, max_cached_graphs)
+        self.workers = tuple(StreamWorker(index, self) for index in range(num_streams))
         self._allows_shared_writes = shared_writes == "allow"
-        self._turns = count(1)
-
-    def _make_workers(self) -> Sequence[StreamWorker]:
-        return tuple(
-            StreamWorker(index, self.backend, self.eager_runner, self.max_cached_graphs, self.options)
-            for index in range(self._num_streams)
-        )
-
-    def register_graph(
-        self,
-        key: DispatchKey,
-        graph: Replayable | CUDAGraphEntry,
-        input_ptrs: Sequence[int] | None = None,
-        *,
-        worker: int | None = None,
-        **options: Any,
-    ) -> None:
-        """Serve ``key`` on one worker by ``graph``.
-
-        Args:
-            key: The key.
-            graph: A ``CUDAGraphEntry``, or any object with ``replay()``; it stays its owner's.
-            input_ptrs: The addresses of the tensors that a graph other than an entry reads.
-            worker: The index of the worker. None: one that has no graph for the key, with the fewest graphs.
-            **options: ``outputs``, ``mode`` and ``idempotent``, as ``CudagraphDispatcher.register_graph`` takes them.
-
-        Raises:
-            ConfigError: An argument is wrong, or an entry shares a pool, or memory that is written, with a graph of
-                another worker.
-        """
-        with self._lock:
-            chosen = self._worker(worker) if worker is not None else self._emptiest(key)
-            if isinstance(graph, CUDAGraphEntry):
-                self._check_apart(graph, chosen)
-            leaving = chosen.publish(chosen.wrap(key, graph, input_ptrs, **options))
-        chosen.let_go(leaving)
-
-    @untraced
-    def capture(
-        self,
-        key: DispatchKey,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        workers: Sequence[int] | None = None,
-    ) -> None:
-        """Capture ``eager_runner(*args, **kwargs)`` once on each worker, and serve ``key`` by it from now on.
-
-        The runs leave no effects. The graphs serve calls that pass their arguments as the example does, with the same
-        shapes, dtypes and constants, while the runner's weights stay as they are now. After an error no worker has the
-        graph.
-
-        Args:
-            key: The key.
-            args: The positional arguments of the example.
-            kwargs: The keyword arguments of the example.
-            workers: The indices of the workers. None: all.
-
-        Raises:
-            ConfigError: An argument is wrong, or workers would write the same memory.
-            CaptureError: There can be no graph.
-        """
-        call = checked_example(key, args, kwargs)
-        check_type("workers", () if workers is None else workers, Sequence, "several numbers of workers, or None")
-        chosen = [self._worker(index) for index in workers] if workers is not None else list(self.workers)
-        made: list[tuple[StreamWorker, Registered]] = []
-        try:
-            for worker in chosen:
-                step = worker.launch(lambda worker=worker: worker.capture(key, *call), call)  # type: ignore[misc]
-                made.append((worker, step.result()))
-            with self._lock:
-                for worker, found in made:
-                    self._check_apart(found.entry, worker, made)
-                leaving = [worker.publish(found) for worker, found in made]
-        except BaseException:
-            for worker, found in made:
-                worker.drop(found)
-            raise
-        for (worker, _), gone in zip(made, leaving, strict=True):
-            worker.let_go(gone)
+        self._turns = count()
 
     @untraced
     def submit(self, key: DispatchKey, *args: Any, **kwargs: Any) -> StreamResult:
         """Start one call on a worker. Never raises what the call raises.
 
         A call without a graph runs here and now, on the caller's stream: a runner may write state of its own, and would
-        do so on two streams at once. The method may wait while a worker that has a graph for the key captures or
-        compares another one.
+        do so on two streams at once.
 
         Args:
             key: What the batch is.
@@ -316,41 +223,32 @@ class StreamDispatcher(CudagraphDispatcher):
         Returns:
             A handle, whose ``result()`` gives the outputs or raises what the call raised.
         """
-        start = perf_counter_ns()
-        chosen = self.choose(key, args, kwargs)
-        return self._start(key, chosen, perf_counter_ns() - start, args, kwargs)
+        return self._start(key, self.choose(key), args, kwargs)
 
-    def serve(self, key: DispatchKey, chosen: Chosen, spent: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def serve(self, key: DispatchKey, chosen: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call as chosen, and make the caller's stream wait for its outputs.
 
         Args:
             key: What the batch is.
             chosen: What shall serve it.
-            spent: The time that this decision took, in nanoseconds.
             args: The positional arguments.
             kwargs: The keyword arguments.
 
         Returns:
             The outputs.
         """
-        return self._start(key, chosen, spent, args, kwargs).result()
+        return self._start(key, chosen, args, kwargs).result()
 
-    def _start(
-        self, key: DispatchKey, chosen: Chosen, spent: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> StreamResult:
+    def _start(self, key: DispatchKey, chosen: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StreamResult:
         """Give a step to its worker; or run it here and now, without a graph or if the worker was closed meanwhile."""
-        serve = super().serve
-        if chosen.found is not None:
-            worker = cast(StreamWorker, chosen.worker)
-            worker.last_turn = next(self._turns)
-            try:
-                return worker.launch(partial(serve, key, chosen, spent, args, kwargs), (args, kwargs))
-            except BackendError:
-                if not worker.is_closed:
-                    raise
+        serve, found = super().serve, chosen.found
+        worker = cast(StreamWorker, found.worker) if found is not None else None
+        if worker is not None and not worker.is_closed:
+            return worker.launch(partial(serve, key, chosen, args, kwargs), (args, kwargs))
+        if worker is not None:
             chosen = chosen._replace(found=None, decision=Decision.eager(Reason.NOT_CAPTURED, key.num_tokens))
         done = StreamResult(self.backend)
-        done.fill(partial(serve, key, chosen, spent, args, kwargs))
+        done.fill(partial(serve, key, chosen, args, kwargs))
         return done
 
     def synchronize(self) -> None:
@@ -366,47 +264,28 @@ class StreamDispatcher(CudagraphDispatcher):
     def __repr__(self) -> str:
         return f"<StreamDispatcher {len(self.workers)} workers, {self.num_graphs} graphs, {self.stats!r}>"
 
-    def _worker(self, index: int) -> StreamWorker:
-        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(self.workers):
-            raise ConfigError(f"worker must be an integer from 0 to {len(self.workers) - 1}, got {shown(index)}")
-        return self.workers[index]
-
-    def _emptiest(self, key: DispatchKey) -> StreamWorker:
-        def order(worker: StreamWorker) -> tuple[bool, int, int]:
-            return any(known == key for known, _ in worker.graphs), len(worker.graphs), worker.index
-
-        return min(self.workers, key=order)
-
-    def _check_apart(
-        self, entry: CUDAGraphEntry, worker: StreamWorker, more: Sequence[tuple[StreamWorker, Registered]] = ()
-    ) -> None:
-        """Raise ``ConfigError`` if ``entry`` must not run at the same time as a graph of another worker, registered or
-        among ``more``."""
-        registered = [(other, found) for other in self.workers for found in other.graphs.values()]
-        for other, found in (*registered, *more):
-            theirs = found.entry
-            if other is worker:
-                continue
-            if entry.pool is theirs.pool or entry.pool is other.pool:
+    def _check_apart(self, made: Sequence[Registered]) -> None:
+        every = {*made, *(found for worker in self.workers for found in worker.graphs.values())}
+        for one, other in () if self._allows_shared_writes else product(made, every):
+            if one.worker is not other.worker and _do_share_writes(one.entry, other.entry):
+                workers = sorted(cast(StreamWorker, found.worker).index for found in (one, other))
                 raise ConfigError(
-                    f"graph for worker {worker.index} is in the same pool as one of worker {other.index}, so that they "
-                    f"could never overlap; capture it with pool=dispatcher.workers[{worker.index}].pool"
+                    f"graphs for workers {workers[0]} and {workers[1]} share memory that one of them writes, and would "
+                    "run at the same time; give each worker its own state, or shared_writes='allow' if steps under way "
+                    "at once write to different rows"
                 )
-            if not self._allows_shared_writes and (_writes_to(entry, theirs) or _writes_to(theirs, entry)):
-                raise ConfigError(
-                    f"graphs for workers {worker.index} and {other.index} share memory that one of them writes, and "
-                    "would run at the same time; give each worker its own state, or shared_writes='allow' if steps "
-                    "under way at once write to different rows"
-                )
-
-    _first_choice = CudagraphDispatcher.choose
 
     def _in_order(self) -> list[StreamWorker]:
-        return sorted(self.workers, key=lambda worker: (worker.busy, worker.last_turn))
+        turn = next(self._turns) % len(self.workers)
+        return sorted((*self.workers[turn:], *self.workers[:turn]), key=lambda worker: not worker.is_free)
 
 
-def _writes_to(one: CUDAGraphEntry, other: CUDAGraphEntry) -> bool:
-    return one.written is not None and any(one.written.overlaps(tensor) for tensor in other.held)
+def _do_share_writes(*entries: CUDAGraphEntry) -> bool:
+    """Whether one of two graphs writes memory that the other one reads or writes."""
+    return any(
+        one.written is not None and any(one.written.overlaps(tensor) for tensor in other.held)
+        for one, other in (entries, entries[::-1])
+    )
 
 
 def _hold(tree: Any, stream: Stream) -> None:

@@ -1,10 +1,9 @@
-"""All that the plug-in takes from graphdispatch: its public names, and three modules that are internal to it."""
+"""All that the plug-in takes from graphdispatch: its public names, and two modules that are internal to it."""
 
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Decision, Reason
 from graphdispatch.backends import get_backend
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
-from graphdispatch.engines.config import mode_of
-from graphdispatch.engines.key_table import KeyTable
+from graphdispatch.engines.keys import KeyTable, mode_of
 from graphdispatch.errors import ConfigError, FallbackError
 
 __all__ = [
