@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from graphdispatch import CUDAGraphMode, Decision, Reason
 from graphdispatch.axes import Extents, axes_of
-from graphdispatch.decide.size_table import SizeTable
+from graphdispatch.decide.decision import SizeTable
 from graphdispatch.engines import BatchDescriptor
 
 FULL, NONE = CUDAGraphMode.FULL, CUDAGraphMode.NONE

@@ -12,7 +12,7 @@ from graphdispatch.backends import Pool, get_backend
 from graphdispatch.backends.cpu.graph import CPUPool
 from graphdispatch.call.rules import make_rules
 from graphdispatch.call.spec import CallSpec
-from graphdispatch.decide.size_table import SizeTable
+from graphdispatch.decide.decision import SizeTable
 from graphdispatch.demo.decoder import PRESETS, Decoder
 from graphdispatch.engines import named_sizes
 from graphdispatch.errors import CaptureError, ConfigError

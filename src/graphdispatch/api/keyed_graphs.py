@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from ..backends import get_backend
 from ..call.rules import ArgumentRules
 from ..config import CUDAGraphConfig
-from ..decide.size_table import SizeTable
+from ..decide.decision import SizeTable
 from ..descriptors import BatchDescriptor
 from ..forking import make_lock
 from ..memory.accounting import MemoryReport, memory_report

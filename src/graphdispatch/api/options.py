@@ -7,7 +7,7 @@ from typing import Any
 from ..call.padding import as_pad
 from ..call.rules import ArgumentRules, Grid, make_rules, read_grid
 from ..config import CUDAGraphConfig, CUDAGraphOptions, resized, roomy_config
-from ..decide.size_table import SizeTable
+from ..decide.decision import SizeTable
 from ..errors import ConfigError, check_callable
 from ..modes import CUDAGraphMode
 from ..serve.group import Route

@@ -18,7 +18,7 @@ from ..call.signature import Refusal
 from ..call.spec import declared_names, takes_any_name
 from ..capture.collector import swept_collector
 from ..config import CUDAGraphOptions, parse_mode
-from ..decide.size_table import SizeTable
+from ..decide.decision import SizeTable
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, check_callable, check_count, check_type, shown
 from ..memory.admission import Admission

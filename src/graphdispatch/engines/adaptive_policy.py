@@ -7,7 +7,7 @@ from math import hypot, inf, sqrt
 from typing import ClassVar
 
 from ..copying import Unlocked
-from ..decide.size_table import Memo
+from ..decide.decision import Memo
 from ..descriptors import DispatchKey
 from ..errors import ConfigError, check_count, shown
 from ..forking import make_lock

@@ -19,8 +19,7 @@ from operator import attrgetter
 from types import MappingProxyType
 
 from ..copying import MadeAnew
-from ..decide.decision import Decision
-from ..decide.size_table import Memo
+from ..decide.decision import Decision, Memo
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, FallbackError, shown
 from ..modes import CUDAGraphMode

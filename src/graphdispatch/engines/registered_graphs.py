@@ -18,8 +18,7 @@ from ..backends import Backend, Pool
 from ..call.rules import ArgumentRules
 from ..config import CUDAGraphOptions
 from ..copying import NotCopied
-from ..decide.decision import Decision
-from ..decide.size_table import Memo, SizeTable
+from ..decide.decision import Decision, Memo, SizeTable
 from ..descriptors import BatchDescriptor, DispatchKey
 from ..errors import ConfigError, shown
 from ..forking import make_lock

@@ -13,8 +13,7 @@ from ..axes import Extents
 from ..call.rules import ArgumentRules
 from ..call.signature import Signature
 from ..call.spec import CallSpec, FlatCall
-from ..decide.decision import Decision
-from ..decide.size_table import SizeTable, descriptor_of
+from ..decide.decision import Decision, SizeTable, descriptor_of
 from ..descriptors import BatchDescriptor
 from ..memory.admission import Backoff, Failure, Quarantine
 from ..memory.entry import CUDAGraphEntry

@@ -20,8 +20,7 @@ from ..call.signature import PLAIN_TENSORS, Refusal
 from ..call.spec import VALUES, CallSpec, leaves_of
 from ..capture.request import CaptureResult
 from ..config import CUDAGraphOptions
-from ..decide.decision import Decision
-from ..decide.size_table import SizeTable
+from ..decide.decision import Decision, SizeTable
 from ..errors import ConfigError, FallbackError, ReplayError
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
