@@ -28,7 +28,7 @@ from ..serve.group import Route
 from ..serve.prewarm import CaptureBatch, Limits, PrewarmReport, capture_size, captured_sizes, estimate
 from ..serve.server import Server
 from .lifecycle import Lifecycle
-from .options import make_table, other_sizes, read_kind, read_options, read_rules, read_sizes
+from .options import make_table, read_kind, read_options, read_rules, read_sizes
 
 __all__ = ["Graphed", "graphed"]
 
@@ -271,7 +271,7 @@ class Graphed(Lifecycle, Generic[P, R]):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The capture sizes that calls are padded to now."""
+        """The capture sizes that calls are padded to."""
         return self._decode.table.points or self._mixed.table.points
 
     @property
@@ -279,22 +279,6 @@ class Graphed(Lifecycle, Generic[P, R]):
         """The routes that have sizes, or the first one if none has: one, or two where the mode tells uniform decode
         from other batches."""
         return [r for r in dict.fromkeys((self._decode, self._mixed)) if r.table.sizes] or [self._decode]
-
-    def use_sizes(self, sizes: str | Sequence[int] | SizePlan) -> None:
-        """Pad calls to other capture sizes from now on.
-
-        Graphs of sizes that stay serve on; the others are released, and all of them if the largest size grows.
-
-        Args:
-            sizes: As for ``graphed``: the sizes, a name, or a plan.
-
-        Raises:
-            ConfigError: The sizes cannot be; nothing has changed then.
-        """
-        with self._server.lock:
-            routes = {route: route is not self._decode for route in self._routes}
-            self._config, self._rules, tables = other_sizes(self._config, self._rules, sizes, routes)
-            self._server.use_tables(tables)
 
     def keep_examples(self) -> None:
         """Keep two rows of a call of each signature for ``capture_size``; tensors without a batch dimension whole."""
@@ -307,17 +291,17 @@ class Graphed(Lifecycle, Generic[P, R]):
         It leaves no effect, and an example that the callable refuses is left out.
 
         Args:
-            size: One of the sizes, or one that ``use_sizes`` brings in later, up to the largest size now.
+            size: One of the sizes.
 
         Returns:
             Whether there is a graph of it then.
 
         Raises:
-            ConfigError: The size is too large.
+            ConfigError: There is no such size.
             FallbackError: It cannot be captured, and the callable is ``strict``.
         """
         with torch.no_grad(), self._server.lock:
-            return capture_size(self._server, self._routes, self._routes[0].table.number_of(size))
+            return capture_size(self._server, self._routes, size)
 
     def clear(self) -> None:
         """Release all graphs and their memory; calls capture anew. The statistics stay."""
@@ -333,7 +317,7 @@ class Graphed(Lifecycle, Generic[P, R]):
     def captured_sizes(self) -> tuple[int, ...]:
         """The sizes that have a graph for every signature seen so far, increasing."""
         with self._server.lock:
-            return tuple(getattr(size, "lengths", size) for size in captured_sizes(self._routes))
+            return captured_sizes(self._routes)
 
     @property
     def breaks(self) -> list[BreakFigures]:

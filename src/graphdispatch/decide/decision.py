@@ -192,7 +192,7 @@ class SizeTable:
         return tuple(map(self.number_of, given))
 
     def min_batch_of(self, size: int) -> int:
-        """The smallest batch that a graph of ``size`` serves, or would serve if it were among the sizes.
+        """The smallest batch that a graph of ``size`` serves.
 
         With several axes, a batch that needs it along each of them, by a little.
         """
@@ -203,10 +203,6 @@ class SizeTable:
         return pack(
             self.axes, [1 + max((other for other in column if other < own), default=0) for own, column in below]
         )
-
-    def exceeds(self, other: "SizeTable") -> bool:
-        """Whether a batch may be longer, along some axis, than any that ``other`` serves."""
-        return self.axes != other.axes or not self._covers(other.largest, self.largest)
 
     def _lengths(self, number: int) -> tuple[int, ...]:
         return lengths_of(self.axes, number)

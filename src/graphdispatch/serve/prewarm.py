@@ -78,30 +78,32 @@ def estimate(
     return estimate_memory(server.graphs, group, leaves, wanted)
 
 
-def capture_size(server: Server, routes: Sequence[Route], size: int) -> bool:
+def capture_size(server: Server, routes: Sequence[Route], size: Any) -> bool:
     """See ``Graphed.capture_size``. Called with the server's lock held."""
-    largest = max((route.table.largest for route in routes), default=0)
-    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= largest:
-        raise ConfigError(f"size must be an integer from 1 to {largest}, the largest size, got {shown(size)}")
+    sizes = sorted({point for route in routes for point in route.table.points})
+    if size not in sizes:
+        raise ConfigError(f"size must be one of {tuple(sizes)}, got {shown(size)}")
     graphs = server.graphs
     if server.closed(routes[0]) is not None or graphs.is_frozen:
         return False
     for group in _groups(routes):
         table = group.route.table
-        fits = size <= table.largest and group.example and group.blocked(size) is None
-        if fits and graphs.current(group, size) is None:
+        if size not in table.points or not group.example:
+            continue
+        number = table.number_of(size)
+        if group.blocked(number) is None and graphs.current(group, number) is None:
             try:
-                capture_checked(server, group, group.example, table.min_batch_of(size), size, compares_all=True)
+                capture_checked(server, group, group.example, table.min_batch_of(number), number, compares_all=True)
             except GraphDispatchError:
                 raise
             except Exception as error:  # of the callable, which refused the example when it was a call, too
-                group.quarantine(size, Reason.CALL_RAISED, f"{type(error).__name__}: {error}")
+                group.quarantine(number, Reason.CALL_RAISED, f"{type(error).__name__}: {error}")
     return size in captured_sizes(routes)
 
 
-def captured_sizes(routes: Sequence[Route]) -> tuple[int, ...]:
+def captured_sizes(routes: Sequence[Route]) -> tuple[Any, ...]:
     """See ``Graphed.captured_sizes``. Called with the server's lock held."""
-    return common_sizes(sizes_of_groups(routes))
+    return tuple(getattr(size, "lengths", size) for size in common_sizes(sizes_of_groups(routes)))
 
 
 def sizes_of_groups(routes: Sequence[Route]) -> list[set[int]]:

@@ -6,7 +6,7 @@ A front end translates its caller's terms into a ``Route`` and passes the call o
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -333,24 +333,6 @@ class Server(HitPath):
                     del group.route.spellings[key]
                 elif spelling.latest[0] is group:  # a hit that still reads it there finds that it serves nothing
                     spelling.use(spelling.groups[-1])
-
-    def use_tables(self, tables: Mapping[Route, SizeTable]) -> None:
-        """Decide by other sizes from now on; called with the lock held. Graphs of sizes that stay, stay.
-
-        The others are released, and all of them if a largest size grows, since they share buffers of that size.
-        """
-        grows = any(table.exceeds(route.table) for route, table in tables.items())
-        for route, table in tables.items():
-            route.table = table
-        if grows:
-            self.clear(*tables)
-            return
-        for route in tables:
-            for group in (group for group in route.groups if group.signature.has_rows):
-                gone = [entry for entry in group.all_entries if entry.size not in route.table.sizes]
-                for entry in gone:
-                    self.graphs.release(self.graphs.cache.retire(entry, EvictionReason.DROPPED))
-                group.hits.clear()
 
     def keep_examples(self) -> None:
         """Keep an example of each signature from now on; called with the lock held."""
