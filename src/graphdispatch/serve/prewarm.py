@@ -103,17 +103,8 @@ def capture_size(server: Server, routes: Sequence[Route], size: Any) -> bool:
 
 def captured_sizes(routes: Sequence[Route]) -> tuple[Any, ...]:
     """See ``Graphed.captured_sizes``. Called with the server's lock held."""
-    return tuple(getattr(size, "lengths", size) for size in common_sizes(sizes_of_groups(routes)))
-
-
-def sizes_of_groups(routes: Sequence[Route]) -> list[set[int]]:
-    """The sizes that have a graph, for each group that has a batch dimension. Called with the server's lock held."""
-    return [set(group.entries) for group in _groups(routes)]
-
-
-def common_sizes(groups: Sequence[set[int]]) -> tuple[int, ...]:
-    """The sizes that are in all groups, increasing; none without a group."""
-    return tuple(sorted(set.intersection(*groups))) if groups else ()
+    groups = [set(group.entries) for group in _groups(routes)]
+    return tuple(getattr(size, "lengths", size) for size in sorted(set.intersection(*groups))) if groups else ()
 
 
 def _groups(routes: Sequence[Route]) -> list[GraphGroup]:
