@@ -22,10 +22,9 @@ from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
 from ..native.bound import CORE
 from ..reasons import Reason
-from ..serve.estimate import MemoryEstimate
 from ..serve.graphs import GraphSet
 from ..serve.group import Route
-from ..serve.prewarm import CaptureBatch, Limits, PrewarmReport, capture_size, captured_sizes, estimate
+from ..serve.prewarm import MemoryEstimate, PrewarmReport, capture_size, captured_sizes, estimate, prewarm
 from ..serve.server import Server
 from .lifecycle import Lifecycle
 from .options import make_table, read_kind, read_options, read_rules, read_sizes
@@ -246,10 +245,8 @@ class Graphed(Lifecycle, Generic[P, R]):
             FallbackError: A size cannot be captured, and the callable is ``strict``.
         """
         with torch.no_grad(), self._server.lock:
-            batch = CaptureBatch(
-                self._server, self._config, Limits(max_seconds, max_bytes), progress=progress, compare=compare
-            )
-            return batch.run(self._routes, args, kwargs, sizes)
+            calls = [(route, args, kwargs) for route in self._routes]
+            return prewarm(self._server, calls, sizes, max_seconds, max_bytes, progress=progress, compare=compare)
 
     @untraced
     def estimate_memory(self, /, *args: Any, sizes: Sequence[int] | None = None, **kwargs: Any) -> MemoryEstimate:
