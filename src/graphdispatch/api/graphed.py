@@ -1,14 +1,19 @@
 """``graphed()``: any callable with a changing batch size, served by captured graphs, right every time.
 
+``attach`` serves the calls of a module in place, as ``module.compile()`` compiles it in place.
+
 The front end for every callable. It makes two routes, for uniform decode and for other batches, which are one unless
 the mode separates them; the server does the rest.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, wraps
 from os import PathLike
+from types import MethodType
 from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar
 
 import torch
+from torch import nn
 
 from ..backends import get_backend
 from ..backends.tracing import compiler_at_work, untraced
@@ -16,7 +21,7 @@ from ..call.rules import ArgumentRules, callable_name
 from ..capture.piecewise import BreakFigures, break_figures
 from ..config import CUDAGraphConfig, CUDAGraphOptions, parse_mode
 from ..decide.decision import Decision
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
@@ -29,7 +34,7 @@ from ..serve.server import Server
 from .lifecycle import Lifecycle
 from .options import make_table, read_kind, read_options, read_rules, read_sizes
 
-__all__ = ["Graphed", "graphed"]
+__all__ = ["Graphed", "attach", "graphed"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -358,6 +363,79 @@ class Graphed(Lifecycle, Generic[P, R]):
             f"{self._decode.table.largest} rows, "
             f"{100 * self.stats.graph_ratio:.1f} % of {self.stats.calls} calls served>"
         )
+
+
+def attach(
+    module: nn.Module, *, dynamic: Mapping[str, Any], method: str | None = None, **settings: Any
+) -> Graphed[..., Any]:
+    """Serve the calls of a module by graphs, wherever the module is held: in a pipeline, a parent, a trainer.
+
+    The module stays what it is: its class, its attributes, hooks and state dict, ``to``, saving, and deep copies, which
+    are not attached. Weights that move or change their type end the graphs, as with ``graphed``. A shallow copy
+    (``copy.copy``, a replica of ``nn.DataParallel``) holds what serves the original, and calls that: detach first.
+
+    Args:
+        module: The module. It may not be compiled or attached already.
+        dynamic: The batch dimension of each argument of its ``forward`` that has one, as ``graphed`` takes it.
+        method: The method to serve instead, as ``"decode"``, for owners that do not call the module itself. With
+            ``"forward"``, direct calls of that are served as well as those of the module, whose hooks then run eagerly
+            around the graph.
+        **settings: Everything else that ``graphed`` takes.
+
+    Returns:
+        What ``graphed`` returns: ``stats``, ``explain``, ``prewarm``; and ``detach()``, which undoes this.
+
+    Raises:
+        ConfigError: An argument cannot be.
+    """
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"module must be a torch.nn.Module, got {shown(module)}; graphed() wraps any callable")
+    if method is not None:
+        return _attach_method(module, method, dynamic, settings)
+    if module._compiled_call_impl is not None:
+        raise ConfigError(
+            f"module must be neither compiled nor attached, got a {type(module).__name__} that is; detach() what "
+            "attach() returned, or attach to a part that is not compiled"
+        )
+    handle = graphed(module._call_impl, dynamic=dynamic, **settings)
+    handle._undo = partial(_uncompile, module, handle)
+    module._compiled_call_impl = handle
+    if module._compiled_call_impl is not handle:  # a traced module keeps no attribute of its own
+        raise ConfigError(
+            f"module must be served in place, which a {type(module).__name__} does not allow; use graphed()"
+        )
+    return handle
+
+
+def _attach_method(
+    module: nn.Module, method: str, dynamic: Mapping[str, Any], settings: Mapping[str, Any]
+) -> Graphed[..., Any]:
+    plain = getattr(module, method, None) if isinstance(method, str) else None
+    if not isinstance(plain, MethodType) or plain.__self__ is not module or method in vars(module):
+        raise ConfigError(
+            f"method must name a method of the module's class that nobody has replaced, got {shown(method)}, which is "
+            f"{shown(plain)} there; without method=, attach() serves the calls of the module itself"
+        )
+    function = plain.__func__
+    handle = graphed(plain, dynamic=dynamic, **settings)
+
+    @wraps(function)
+    def served(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return handle(*args, **kwargs) if self is module else function(self, *args, **kwargs)
+
+    setattr(module, method, MethodType(served, module))  # a method, so that a deep copy calls the copy
+    handle._undo = partial(_take_back, module, method, served)
+    return handle
+
+
+def _uncompile(module: nn.Module, handle: Graphed[..., Any]) -> None:
+    if module._compiled_call_impl is handle:
+        module._compiled_call_impl = None
+
+
+def _take_back(module: nn.Module, method: str, served: Callable[..., Any]) -> None:
+    if getattr(vars(module).get(method), "__func__", None) is served:
+        delattr(module, method)
 
 
 if CORE is not None:

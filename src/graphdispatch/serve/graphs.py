@@ -3,9 +3,9 @@
 import itertools
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..backends import Backend, Pool, get_backend
 from ..call.rules import ArgumentRules, callable_name
@@ -32,7 +32,6 @@ from ..showing import count, percent
 from ..state.guards import StateGuard
 from ..stats import CUDAGraphStats, EvictionReason
 from .group import RETRY, GraphGroup, Route
-from .share import TimeShare
 
 _log = logging.getLogger("graphdispatch")
 
@@ -41,6 +40,7 @@ FIRST_CALLS = 1000
 FIRST_CAPTURES = 32
 """After so many captures it says once if half of the graphs are gone."""
 _MOST_CAUSES = 3
+T = TypeVar("T", bound=CaptureResult | None)
 
 
 class Health(NamedTuple):
@@ -75,6 +75,73 @@ class Health(NamedTuple):
         causes = "".join(f"; {reason}, {count(number)} times: {reason.text}" for reason, number in self.causes)
         lost = f", and {count(self.lost)} of {count(self.captures)} graphs are gone" if self.lost else ""
         return f"graphs serve {percent(self.share)} of {count(self.calls)} calls{lost}{causes}"
+
+
+class TimeShare:
+    """Says whether there is time for work on graphs that a call would pay for: a capture, or a comparison.
+
+    All of it may take at most ``share`` of the time that eager would take for the calls served so far: eager calls and
+    replays, each as long as an eager call on average. Work counts beyond the eager run that answers its call, which
+    takes as long as one on average unless the work says how long it took: the first of a shape takes longer. It is
+    expected to take as long as the latest of its kind. The first of each kind is done whatever it takes, and does
+    not count, so that the first graph comes soon.
+
+    Used with the server's lock held, but for ``note_eager``, which may lose a call of another thread.
+
+    Args:
+        share: The largest share; None: no limit.
+        entries: Gives the graphs whose replays count.
+    """
+
+    clock = staticmethod(time.perf_counter)
+    """The time in seconds."""
+
+    def __init__(self, share: float | None, entries: Callable[[], Iterable[CUDAGraphEntry]]) -> None:
+        self.share = share
+        self._entries = entries
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was done."""
+        self._spent_s = self._eager_s = 0.0
+        self._eager_calls = self._gone_replays = 0
+        self._latest_s: dict[Hashable, float] = {}
+
+    def allows(self, kind: Hashable) -> bool:
+        """Whether there is time for work of this kind now."""
+        if self.share is None or kind not in self._latest_s:
+            return True
+        return self._spent_s + self._latest_s[kind] <= self.share * self._served_s
+
+    def pay(self, kind: Hashable, work: Callable[[], T]) -> T:
+        """``work()``, which counts as work of this kind."""
+        started, done = self.clock(), None
+        try:
+            done = work()
+            return done
+        finally:
+            answer_s = max(done.answer_s if done is not None else 0.0, self._usual_s)
+            taken_s = max(self.clock() - started - answer_s, 0.0)
+            self._spent_s += taken_s if kind in self._latest_s else 0.0
+            self._latest_s[kind] = taken_s
+
+    def note_eager(self, seconds: float) -> None:
+        """Note a call that ran eagerly. Needs no lock."""
+        self._eager_s += seconds
+        self._eager_calls += 1
+
+    def note_gone(self, entry: CUDAGraphEntry) -> None:
+        """Keep the replays of a graph that goes."""
+        self._gone_replays += entry.replay_count
+
+    @property
+    def _served_s(self) -> float:
+        replays = self._gone_replays + sum(entry.replay_count for entry in self._entries())
+        return self._eager_s + replays * self._usual_s
+
+    @property
+    def _usual_s(self) -> float:
+        return self._eager_s / self._eager_calls if self._eager_calls else 0.0
 
 
 class GraphSet:

@@ -1,6 +1,11 @@
-"""The one server behind every front end: everything that happens to a call that is no hit.
+"""The one server behind every front end: what happens to a call.
 
 A front end translates its caller's terms into a ``Route`` and passes the call on; it guarantees nothing of its own.
+
+A hit, which a graph serves and that needs nothing else, matches the call, checks the guards, and executes a plan that
+was made before. Where there is a native core, its ``serve`` (``native/core/hit.cpp``) takes the place of
+``serve_in_python``, which stays the reference. While a profiler of torch is on in the thread, the core leaves the call
+to ``serve_in_range``. Everything else is for ``step``.
 """
 
 import itertools
@@ -14,7 +19,15 @@ import torch
 from torch.autograd import forward_ad
 
 from ..backends import Backend, Pool
-from ..backends.modes import function_modes, is_transformed, trace, transform
+from ..backends.modes import (
+    dispatch_modes,
+    function_modes,
+    is_profiled,
+    is_transformed,
+    profiler_range,
+    trace,
+    transform,
+)
 from ..call.rules import callable_name
 from ..call.signature import PLAIN_TENSORS, Refusal
 from ..call.spec import VALUES, CallSpec, leaves_of
@@ -27,12 +40,13 @@ from ..memory.entry import CUDAGraphEntry
 from ..memory.replay import next_use
 from ..memory.verification import MOST_ALIKE
 from ..memory.windows import WINDOWS, storages_of
+from ..modes import EntryState
+from ..native.bound import CORE
 from ..reasons import Reason
 from ..state.guards import StateGuard, wants_gradient
 from ..stats import EvictionReason
 from .graphs import FIRST_CALLS, GraphSet, Health
 from .group import GraphGroup, Route, Spelling
-from .hit import HitPath
 from .other_batches import compare, settle
 
 _log = logging.getLogger("graphdispatch")
@@ -66,7 +80,7 @@ class Choice(NamedTuple):
         return "; ".join(filter(None, parts))
 
 
-class Server(HitPath):
+class Server:
     """Serves the calls of ``fn`` by its graphs, and eagerly what no graph can serve; each call with a reason.
 
     At most ``max_groups`` signatures are kept, unless the options have another number; the least recently used one
@@ -74,6 +88,8 @@ class Server(HitPath):
     ``strict`` raises ``FallbackError`` instead of an eager step. Thread-safe: a hit takes no lock but its pool's;
     ``choose`` and what it calls are called with ``lock`` held.
     """
+
+    __slots__ = ("__dict__", "__weakref__", "graphs", "local", "observes", "stats")
 
     def __init__(
         self,
@@ -99,9 +115,11 @@ class Server(HitPath):
         self.max_groups = options.max_signatures or max_groups
         self.keeps_examples = False
         """Whether an example of each signature is kept, by which further sizes can be captured when none is served."""
-        self.times_replays = times_replays
-        self.logs_replays = options.debug_log_enable
+        self._times_replays = times_replays
+        """Whether entries collect the device time of their replays (``avg_replay_time_ms``)."""
+        self._logs_replays = options.debug_log_enable
         self.observes = times_replays or options.debug_log_enable
+        """Whether a replay is timed or logged."""
         self._eager_captures = eager_captures
         self._numbers = itertools.count()
         self._eager_calls = 0
@@ -109,6 +127,66 @@ class Server(HitPath):
         """The key of the group beyond the limit that waits for its second call."""
         self._has_fitted = False
         """Whether the rules have fitted a call; from then on, one that they do not fit is an odd call."""
+
+    def serve_in_python(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve one call, by a graph where one fits and eagerly elsewhere. Raises what the callable raises."""
+        gradients = torch.is_grad_enabled()
+        spelling = route.spellings.get((len(args), *kwargs)) if trace() is None else None
+        if spelling is not None:
+            group, is_flat, order = spelling.latest
+            values = [*args, *kwargs.values()]
+            if order is not None:
+                values = [values[place] for place in order]
+            leaves = values if is_flat else group.call.flatten(values)
+            hit = group.hits[group.signature.match(leaves)] if leaves is not None else None
+            if hit is not None and leaves is not None:
+                entry, plan, decision, guard = hit
+                backend = entry.backend
+                if (
+                    entry.replay_count < entry.verify_at
+                    and forward_ad._current_level < 0
+                    and not (backend.watch.depth or backend.is_capturing())
+                    and not ((entry.default_device or function_modes() or dispatch_modes()) and not entry.fits_modes())
+                    and (guard is None or guard.holds())
+                    and (entry.workspaces is None or entry.workspaces.holds())
+                    and (not entry.writes_outside or plan.clash(leaves) is None)
+                    and not (entry.bare and entry.carries(leaves))
+                    and (entry.metadata is None or entry.metadata.knows(leaves))
+                    and not (entry.state is EntryState.CAPTURED and entry.differs(leaves))
+                    and not (gradients and self.may_need_gradients(leaves, guard))
+                ):
+                    torch._C._set_grad_enabled(False)
+                    try:
+                        result = (
+                            self.observed(hit.entry, plan.rows, leaves)
+                            if self.observes
+                            else plan.run(leaves, self.stats)
+                        )
+                    except ReplayError as error:
+                        group.hits.pop(plan.rows, None)
+                        if error.had_effects:
+                            raise
+                    else:
+                        self.local.decision = decision
+                        return result
+                    finally:
+                        torch._C._set_grad_enabled(gradients)
+        return self.step(route, args, kwargs)
+
+    def serve_in_range(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same while torch's profiler is on: the call is a range of it, with its parts within."""
+        with profiler_range("serve", callable_name(self.fn)):
+            return self.serve_in_python(route, args, kwargs)
+
+    def serve(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve one call, where there is no native core."""
+        return (self.serve_in_range if is_profiled() else self.serve_in_python)(route, args, kwargs)
+
+    def observed(self, entry: CUDAGraphEntry, rows: int, leaves: Sequence[Any]) -> Any:
+        """A replay that is timed or logged."""
+        if self._logs_replays:
+            _log.debug("replaying %r for %d rows", entry, rows)
+        return (entry.serve_timed if self._times_replays else entry.serve)(leaves, rows, self.stats)
 
     def step(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that is no hit (yet). Raises what the callable raises, and ``FallbackError`` with ``strict``."""
@@ -458,3 +536,10 @@ class Server(HitPath):
 
     def _reach(self) -> set[int]:
         return storages_of(self.graphs.guard._tensors)
+
+
+if CORE is not None:
+    Server.serve = CORE.serve_method(  # type: ignore[method-assign]
+        Server,
+        {"forward_ad": forward_ad, "replay_error": ReplayError},
+    )
