@@ -169,14 +169,11 @@ class SizeTable:
         return pack(self.axes, list(map(max, zip(*lengths, strict=True)))) if self.sizes else 0
 
     def number_of(self, size: Any) -> int:
-        """The number of a size that the user named. Raises ``ConfigError`` for lengths that are not captured here."""
-        if not self._has_axes:
-            number: int = size
-            return number
-        given = size.lengths if isinstance(size, Extents) else size
-        if not isinstance(given, tuple) or given not in self.points:
+        """The number of a size that the user named. Raises ``ConfigError`` for one that is not captured here."""
+        given = getattr(size, "lengths", size)
+        if isinstance(given, (bool, float)) or given not in self.points:
             raise ConfigError(f"sizes must be among the capture sizes {self.points}, got {shown(size)}")
-        return pack(self.axes, given)
+        return self.sizes[self.points.index(given)]
 
     def checked(self, sizes: Sequence[Any] | None) -> tuple[int, ...]:
         """The numbers of ``sizes``, or of all. Raises ``ConfigError`` for one that is not captured here."""
@@ -185,11 +182,7 @@ class SizeTable:
         if isinstance(sizes, (str, bytes, Mapping)) or not isinstance(sizes, Iterable):
             example = "" if self._has_axes else ", as [8, 16]"
             raise ConfigError(f"sizes must be several of the capture sizes {self.points}{example}, got {shown(sizes)}")
-        given = tuple(sizes)
-        for size in given:
-            if not self._has_axes and (type(size) is not int or size not in self.sizes):
-                raise ConfigError(f"sizes must be among the capture sizes {self.points}, got {shown(size)}")
-        return tuple(map(self.number_of, given))
+        return tuple(map(self.number_of, sizes))
 
     def min_batch_of(self, size: int) -> int:
         """The smallest batch that a graph of ``size`` serves.
