@@ -233,9 +233,9 @@ def test_combinations_are_captured_ahead() -> None:
     """``sizes``, ``prewarm`` and ``capture_size`` take combinations of lengths."""
     step = served(lambda x: x * 2, "x", sizes=[(2, 4), (4, 6), (8, 8)])
     assert step.sizes == ((2, 4), (4, 6), (8, 8))
-    step.keep_examples()
     for _ in range(4):
         step(torch.randn(2, 3))
+    step.prewarm(torch.randn(2, 3), sizes=())
     assert step.captured_sizes == ((2, 4),)
     assert step.capture_size((4, 6))  # type: ignore[arg-type]
     x = torch.randn(3, 6)

@@ -121,12 +121,11 @@ def test_the_progress_bar_shows_bytes(model: torch.nn.Module, capsys: pytest.Cap
 
 
 def test_one_size_in_a_pause(model: torch.nn.Module) -> None:
-    """An example is kept when asked for; a size is then captured without a call of it."""
+    """The example of a prewarm is kept; a size is then captured without a call of it."""
     step = make(model)
     serves(step, model, 4)
     assert not step.capture_size(8)  # there is no example
-    step.keep_examples()
-    serves(step, model, 2)
+    step.prewarm(torch.randn(2, 8), sizes=())
     calls = step.stats.calls
     assert step.capture_size(8)
     assert step.capture_size(8)

@@ -116,25 +116,7 @@ def graphed(
     config, rules = read_rules(
         fn, (dynamic, {} if pad is None else pad, static), (read_sizes(sizes), max_size), settings
     )
-    return _made(fn, config, rules, read_kind(uniform_decode, config))
-
-
-def _made(
-    fn: Callable[P, R],
-    config: CUDAGraphConfig,
-    rules: ArgumentRules,
-    uniform_decode: Callable[..., bool] | None,
-) -> "Graphed[P, R]":
-    server = Server(
-        fn,
-        config.options,
-        make_cache(config.options, config.max_cached_graphs),
-        backend=get_backend(config.backend) if config.backend != "auto" else None,
-        strict=config.strict,
-        max_groups=_MOST_SIGNATURES,
-        judges_gain=config.options.verify and not config.strict,
-    )
-    return Graphed(server, config, rules, uniform_decode)
+    return Graphed(fn, config, rules, read_kind(uniform_decode, config))
 
 
 class Graphed(Lifecycle, Generic[P, R]):
@@ -160,13 +142,22 @@ class Graphed(Lifecycle, Generic[P, R]):
 
     def __init__(
         self,
-        server: Server,
+        fn: Callable[P, R],
         config: CUDAGraphConfig,
         rules: ArgumentRules,
         uniform_decode: Callable[..., bool] | None,
     ) -> None:
-        self._server = server
-        self._graphs = server.graphs
+        options = config.options
+        self._server = Server(
+            fn,
+            options,
+            make_cache(options, config.max_cached_graphs),
+            backend=get_backend(config.backend) if config.backend != "auto" else None,
+            strict=config.strict,
+            max_groups=_MOST_SIGNATURES,
+            judges_gain=options.verify and not config.strict,
+        )
+        self._graphs = self._server.graphs
         self._config = config
         self._uniform_decode = uniform_decode
         self._decode = self._mixed = Route(0, make_table(config, rules, config.mode.decode_mode()), rules)
@@ -176,13 +167,13 @@ class Graphed(Lifecycle, Generic[P, R]):
         self._rules = rules
         self._undo: Callable[[], None] | None = None
         """Gives a module back what ``attach`` replaced; None if that did not make this."""
-        self.stats = server.stats
+        self.stats = self._server.stats
 
     def _note_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Not these: they hold the server, which a copy makes anew."""
 
     def _recipe(self) -> Any:
-        return _made, (self._server.fn, self._config, self._rules, self._uniform_decode), {}, {}
+        return Graphed, (self._server.fn, self._config, self._rules, self._uniform_decode), {}, {}
 
     @untraced
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -282,15 +273,12 @@ class Graphed(Lifecycle, Generic[P, R]):
         from other batches."""
         return [r for r in dict.fromkeys((self._decode, self._mixed)) if r.table.sizes] or [self._decode]
 
-    def keep_examples(self) -> None:
-        """Keep two rows of a call of each signature for ``capture_size``; tensors without a batch dimension whole."""
-        with self._server.lock:
-            self._server.keep_examples()
-
     def capture_size(self, size: int) -> bool:
-        """Capture one size now, while nothing is to be served, for every signature of which an example is kept.
+        """Capture one size now, while nothing is to be served, for every signature of which there was a ``prewarm``
+        that left sizes out (``sizes=()``: all).
 
-        It leaves no effect, and an example that the callable refuses is left out.
+        Two rows of its example are kept for this, and tensors without a batch dimension whole. It leaves no effect, and
+        an example that the callable refuses is left out.
 
         Args:
             size: One of the sizes.

@@ -182,8 +182,6 @@ class GraphGroup:
     """The values of a call of two rows; empty if none is kept."""
     missed_at: int = 0
     """When the latest call took the slow path, in uses (``next_use``)."""
-    wants_example: bool = False
-    """Whether the next call must take the slow path, which keeps an example."""
     hits: Hits = field(init=False)
 
     def __post_init__(self) -> None:
@@ -220,7 +218,7 @@ class GraphGroup:
 
     def make_hit(self, rows: int) -> Hit | None:
         """The hit of calls of ``rows`` rows, if a graph may serve them by hits; needs no lock."""
-        if rows < 0 or self.wants_example:
+        if rows < 0:
             return None
         decision = self.decide(rows)
         entries = self.of_size(decision.size) if decision.mode.has_graphs() else ()
@@ -294,9 +292,7 @@ class GraphGroup:
 
     def keep_example(self, values: Sequence[Any]) -> None:
         """Keep two rows of a call, so that further sizes can be captured when none is under way."""
-        self.wants_example = False
-        if not self.example:
-            self.example = self.resized(values, self.signature.rows_of_example(values))
+        self.example = self.resized(values, self.signature.rows_of_example(values))
 
     def resized(self, values: Sequence[Any], rows: int, *, shift: int = 0) -> list[Any]:
         """The example's rows repeated, from row ``shift`` on, until there are ``rows`` of them."""

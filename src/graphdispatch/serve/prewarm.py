@@ -193,6 +193,8 @@ def prewarm(
         for route, args, kwargs in calls:
             group, leaves = _example(server, route, args, kwargs)
             wanted = route.table.checked(sizes) if group.signature.has_rows else (1,)
+            if group.signature.has_rows and len(wanted) < len(route.table.sizes):
+                group.keep_example(leaves)
             todo = [
                 (group, leaves, size) for size in sorted(wanted, reverse=True) if graphs.current(group, size) is None
             ]
@@ -302,8 +304,6 @@ def _example(
     group, leaves, rows = found
     if not all(lengths_of(group.inputs.axes, rows)):
         raise ConfigError(f"prewarm cannot capture from this example: {group.decide(rows).explain()}")
-    if server.keeps_examples:
-        group.keep_example(leaves)
     return group, leaves
 
 

@@ -113,8 +113,6 @@ class Server:
         self.local = threading.local()
         self.strict = strict
         self.max_groups = options.max_signatures or max_groups
-        self.keeps_examples = False
-        """Whether an example of each signature is kept, by which further sizes can be captured when none is served."""
         self._times_replays = times_replays
         """Whether entries collect the device time of their replays (``avg_replay_time_ms``)."""
         self._logs_replays = options.debug_log_enable
@@ -289,8 +287,6 @@ class Server:
         if not size:
             return
         group.misses[size] += 1
-        if self.keeps_examples:
-            group.keep_example(choice.leaves)
         if choice.entry is None and choice.decision.reason is not Reason.CAPTURED_NOW:
             self.graphs.cache.admission.count_miss((group.key, size))
 
@@ -411,13 +407,6 @@ class Server:
                     del group.route.spellings[key]
                 elif spelling.latest[0] is group:  # a hit that still reads it there finds that it serves nothing
                     spelling.use(spelling.groups[-1])
-
-    def keep_examples(self) -> None:
-        """Keep an example of each signature from now on; called with the lock held."""
-        self.keeps_examples = True
-        for group in self.graphs.groups.values():
-            group.wants_example = not group.example
-            group.hits.clear()
 
     def clear(self, *routes: Route) -> None:
         """Release all graphs, and forget the forms and signatures of calls of ``routes``; called with the lock held."""
