@@ -296,7 +296,7 @@ class Graphed(Lifecycle, Generic[P, R]):
     def clear(self) -> None:
         """Release all graphs and their memory; calls capture anew. The statistics stay."""
         with self._server.lock:
-            self._server.clear(self._decode, self._mixed)
+            self._graphs.clear()
 
     @property
     def entries(self) -> list[CUDAGraphEntry]:

@@ -309,7 +309,7 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
                 check_open(self._server, self._routes[descriptor], "prewarm")
             missing = [descriptor for descriptor in largest_first if self.get_entry(descriptor) is None]
             calls = [(self._routes[descriptor], *arguments_of(dummy_fn(descriptor))) for descriptor in missing]
-            calls = [call for call in calls if not isinstance(self._server.find(*call), Refusal)]
+            calls = [call for call in calls if not isinstance(self._graphs.find(*call), Refusal)]
             if calls:
                 prewarm(self._server, calls)
         return [descriptor for descriptor in largest_first if self.get_entry(descriptor) is not None]

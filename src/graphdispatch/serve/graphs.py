@@ -17,7 +17,7 @@ from ..capture.pipeline import capture_entry, verify_entry
 from ..capture.request import CaptureRequest, CaptureResult
 from ..config import CUDAGraphOptions
 from ..descriptors import size_text
-from ..errors import BackendError, GraphDispatchError
+from ..errors import BackendError, ConfigError, GraphDispatchError
 from ..forking import make_rlock
 from ..memory.accounting import MemoryReport, bytes_of, memory_report
 from ..memory.admission import Quarantine
@@ -31,7 +31,7 @@ from ..reasons import Reason
 from ..showing import count, percent
 from ..state.guards import StateGuard
 from ..stats import CUDAGraphStats, EvictionReason
-from .group import RETRY, GraphGroup, Route
+from .group import RETRY, GraphGroup, Route, Spelling
 
 _log = logging.getLogger("graphdispatch")
 
@@ -39,7 +39,6 @@ FIRST_CALLS = 1000
 """After so many calls the log says once if graphs serve fewer than half."""
 FIRST_CAPTURES = 32
 """After so many captures it says once if half of the graphs are gone."""
-_MOST_CAUSES = 3
 T = TypeVar("T", bound=CaptureResult | None)
 
 
@@ -63,7 +62,7 @@ class Health(NamedTuple):
     @classmethod
     def of(cls, stats: CUDAGraphStats) -> "Health":
         """What the counters tell now."""
-        causes = stats.reasons.copy().most_common(_MOST_CAUSES)
+        causes = stats.reasons.copy().most_common(3)
         return cls(stats.calls, stats.graph_ratio, stats.captures, stats.evictions, tuple(causes))
 
     @property
@@ -145,8 +144,12 @@ class TimeShare:
 
 
 class GraphSet:
-    """Captures, verifies and releases the graphs of ``fn``. Its methods are called with ``lock`` held, unless they
-    say otherwise; ``cache`` and ``pool`` may be shared with other sets."""
+    """Finds the group of a call, and captures, verifies and releases the graphs of ``fn``.
+
+    At most ``max_groups`` signatures are kept, unless the options have another number; the least recently used one
+    gives way to a new one. Methods are called with ``lock`` held, unless they say otherwise; ``cache`` and ``pool`` may
+    be shared with other sets.
+    """
 
     def __init__(
         self,
@@ -156,9 +159,11 @@ class GraphSet:
         *,
         backend: Backend | None = None,
         pool: Pool | None = None,
+        max_groups: int = 1024,
     ) -> None:
         self.fn = fn
         self.options = options
+        self.max_groups = options.max_signatures or max_groups
         self._returns_handles = options.returns_handles
         self.cache = cache
         self.backend = backend
@@ -180,7 +185,11 @@ class GraphSet:
         self._guard: StateGuard | None = None
         self.latest_change = ""
         """What has changed of the callable's state when its graphs last stopped fitting, in words."""
-        self._states = itertools.count(1)
+        self._states, self._numbers = itertools.count(1), itertools.count()
+        self._waiting: Hashable = None
+        """The key of the group beyond the limit that waits for its second call."""
+        self._has_fitted = False
+        """Whether the rules have fitted a call."""
 
     @property
     def guard(self) -> StateGuard:
@@ -188,6 +197,87 @@ class GraphSet:
         if self._guard is None or not self._guard.holds():
             self._guard = StateGuard(self.fn)
         return self._guard
+
+    def find(
+        self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_call: bool = False
+    ) -> tuple[GraphGroup, Sequence[Any], int] | Refusal:
+        """The group, leaves and rows of a call; makes the group if the call can have one.
+
+        With ``is_call`` no group with graphs gives way to it yet: one does when it is captured. Raises ``ConfigError``
+        for rules that fit no call yet; later such a call is an odd one.
+        """
+        if not route.table.sizes:
+            return Refusal(route.without_sizes, "")
+        key = (len(args), *kwargs)
+        spelling = route.spellings.get(key)
+        found = spelling.find(args, kwargs) if spelling is not None else None
+        if spelling is not None and found is not None:
+            if not is_call:
+                self.give_way(found[0])
+            spelling.use(found[0])
+            return found
+        captured = route.entry.call if route.entry is not None else None
+        if spelling is not None:
+            spec = spelling.spec
+        else:
+            spec = CallSpec(self.fn if captured is None else captured.fn, len(args), tuple(kwargs))
+        if (captured is not None and spec.names != captured.names) or (route.is_single and route.spellings):
+            return Refusal(Reason.ARGUMENTS_CHANGED, f"the arguments are not those of the graph for {route.key}")
+        place = route.key if route.is_single else (route.key, next(self._numbers))
+        try:
+            made = self.make_group(place, route, spec, spec.values(args, kwargs))
+        except ConfigError as error:
+            if not self._has_fitted:
+                raise
+            return Refusal(Reason.ARGUMENTS_CHANGED, str(error))
+        if isinstance(made, Refusal):
+            return made
+        self._has_fitted = True
+        group, leaves = made
+        self.give_way(group, only_idle=is_call)
+        spelling = route.spellings.get(key)  # which may have gone with its last group
+        if spelling is None:
+            route.spellings[key] = Spelling(spec, group)
+        else:
+            spelling.groups.append(group)
+            spelling.use(group)
+        return group, leaves, group.signature.match(leaves)
+
+    def give_way(self, newcomer: GraphGroup, *, only_idle: bool = False) -> None:
+        """Forget groups beyond the limit: first the one that waits, then the least recently used, an idle one if any.
+
+        One group more than the limit may wait for its second call, which captures; it is the first to go. So in a cycle
+        over more signatures than the limit, those beyond it make each other give way before they come again: they run
+        eagerly, and are not captured. A group whose captures failed is not idle, so such a cycle does not try them
+        again and again either. If each signature comes a few times and then no more, graphs are captured for all of
+        them. Groups around graphs of others (``Route.entry``) stay.
+        """
+        if newcomer.route.entry is not None:
+            return
+        while self.num_groups > self.max_groups + only_idle:
+            owned = (group for group in self.groups.values() if group.route.entry is None)
+            others = [group for group in owned if group is not newcomer]
+            waiting = next((group for group in others if group.key == self._waiting and group.is_idle), None)
+            self._forget(waiting or min(others, key=lambda group: (not group.is_idle, group.last_used)))
+        self._waiting = newcomer.key if self.num_groups > self.max_groups else None
+
+    @property
+    def num_groups(self) -> int:
+        """The groups that count for ``max_groups``; one more while a new one waits for its second call."""
+        return sum(group.route.entry is None for group in self.groups.values())
+
+    def _forget(self, group: GraphGroup) -> None:
+        """Let go of a group, with its graphs and static inputs, and of its form of call if it was the only one."""
+        for entry in group.all_entries:
+            self.release(self.cache.retire(entry, EvictionReason.DROPPED))
+        self.groups.pop(group.key, None)
+        for key, spelling in list(group.route.spellings.items()):
+            if group in spelling.groups:
+                spelling.groups.remove(group)
+                if not spelling.groups:
+                    del group.route.spellings[key]
+                elif spelling.latest[0] is group:  # a hit that still reads it there finds that it serves nothing
+                    spelling.use(spelling.groups[-1])
 
     def make_group(
         self, key: Hashable, route: Route, spec: CallSpec, values: Sequence[Any]
@@ -440,6 +530,8 @@ class GraphSet:
 
     def clear(self) -> None:
         """Release everything and forget all signatures and misses; a pool of its own is closed, and another made."""
+        for group in self.groups.values():
+            group.route.spellings.clear()
         victims = [entry for entry in self.entries() if self.cache.remove(entry.place)]
         self.cache.admission.clear()
         self.share.clear()

@@ -297,7 +297,7 @@ def check_open(server: Server, route: Route, what: str) -> None:
 def _example(
     server: Server, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[GraphGroup, Sequence[Any]]:
-    found = server.find(route, args, kwargs)
+    found = server.graphs.find(route, args, kwargs)
     if isinstance(found, Refusal):
         why = Decision.eager(found.reason, detail=found.detail)
         raise ConfigError(f"prewarm cannot capture from this example: {why.explain()}")
@@ -347,7 +347,7 @@ def capture_example(
     effect. Raises ``CaptureError`` if there can be no graph."""
     with torch.no_grad(), server.lock:
         server.graphs.refresh()
-        found = server.find(route, *call)
+        found = server.graphs.find(route, *call)
         if isinstance(found, Refusal):
             raise CaptureError(f"no graph for {name}: {found.detail}", found.reason)
         group, leaves, _ = found
