@@ -128,16 +128,7 @@ class Graphed(Lifecycle, Generic[P, R]):
 
     _graphs: GraphSet
     __slots__ = (
-        "__weakref__",
-        "_config",
-        "_decode",
-        "_graphs",
-        "_mixed",
-        "_rules",
-        "_server",
-        "_undo",
-        "_uniform_decode",
-        "stats",
+        *("__weakref__", "_decode", "_graphs", "_made_with", "_mixed", "_server", "_undo", "_uniform_decode", "stats"),
     )
 
     def __init__(
@@ -158,22 +149,20 @@ class Graphed(Lifecycle, Generic[P, R]):
             judges_gain=options.verify and not config.strict,
         )
         self._graphs = self._server.graphs
-        self._config = config
         self._uniform_decode = uniform_decode
         self._decode = self._mixed = Route(0, make_table(config, rules, config.mode.decode_mode()), rules)
         if uniform_decode is not None:
             table = make_table(config, rules, config.mode.mixed_mode(), mixed=True)
             self._mixed = Route(1, table, rules, without_sizes=Reason.MODE_MISMATCH)
-        self._rules = rules
         self._undo: Callable[[], None] | None = None
         """Gives a module back what ``attach`` replaced; None if that did not make this."""
         self.stats = self._server.stats
 
     def _note_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Not these: they hold the server, which a copy makes anew."""
+        self._made_with = args, kwargs
 
     def _recipe(self) -> Any:
-        return Graphed, (self._server.fn, self._config, self._rules, self._uniform_decode), {}, {}
+        return Graphed, *self._made_with, {}
 
     @untraced
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -3,7 +3,7 @@
 The front ends for engines that work with batch size and sequence length rather than with descriptors.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain, count
 from typing import Any, NamedTuple
@@ -15,7 +15,6 @@ from ..backends.tracing import untraced
 from ..call.rules import ArgumentRules
 from ..config import CUDAGraphConfig, parse_mode
 from ..decide.decision import Decision, SizeTable
-from ..descriptors import BatchDescriptor
 from ..errors import CaptureError, ConfigError, GuardError, ReplayError, check_callable, check_count, shown
 from ..forking import make_lock
 from ..memory.accounting import MemoryReport, memory_report
@@ -30,42 +29,18 @@ from ..serve.server import Choice, Server
 from ..state.objects import same_callable
 from ..stats import CUDAGraphStats
 from .lifecycle import Lifecycle
-from .named_inputs import (
-    Shapes,
-    as_arrays,
-    as_tensors,
-    batch_dims,
-    check_input_shapes,
-    check_output_shapes,
-    make_example,
-)
+from .named_inputs import Shapes, as_arrays, as_tensors, batch_dims, check_inputs, check_outputs, make_example
 
 __all__ = ["CUDAGraphManager", "CUDAGraphRegistry"]
 
 _MOST_WAITING = 8  # callables that have no graph
 
 
-class KeyedRoute(Route):
-    """The route of batches of one sequence length."""
-
-    def __init__(self, key: Hashable, table: SizeTable, rules: ArgumentRules, seq_len: int) -> None:
-        super().__init__(key, table, rules)
-        self.seq_len = seq_len
-
-    def descriptor_of(self, size: int) -> BatchDescriptor:
-        """``size`` requests of ``seq_len`` tokens each."""
-        return BatchDescriptor(size * max(self.seq_len, 1), size, self.seq_len == 1)
-
-    def name_of(self, size: int) -> tuple[int, int]:
-        """Batch size and sequence length."""
-        return size, self.seq_len
-
-
 class KeyedCallable(NamedTuple):
     """One callable with its server, and its routes by sequence length, mode and batch dimensions."""
 
     server: Server
-    routes: Routes[KeyedRoute]
+    routes: Routes
 
     def groups_of(self, size: int, seq_len: int) -> list[GraphGroup]:
         """The groups whose calls of this sequence length the graph of ``size`` would serve."""
@@ -134,15 +109,16 @@ class KeyedGraphs:
 
     def route(
         self, one: KeyedCallable, size: int, seq_len: int, mode: CUDAGraphMode, dynamic: Mapping[str, int]
-    ) -> KeyedRoute:
+    ) -> Route:
         """The route of batches that graphs of one size serve; sizes of the configuration share one."""
         own = 0 if size in self.tables[mode].sizes else size
         return one.routes[seq_len, mode, own, tuple(dynamic.items())]
 
-    def _make_route(self, number: int, key: tuple[int, CUDAGraphMode, int, tuple[tuple[str, int], ...]]) -> KeyedRoute:
+    def _make_route(self, number: int, key: tuple[int, CUDAGraphMode, int, tuple[tuple[str, int], ...]]) -> Route:
         seq_len, mode, own, dims = key
         table = SizeTable.of_one(own, mode, pads=True) if own else self.tables[mode]
-        return KeyedRoute((number, seq_len, mode, own), table, ArgumentRules(dict(dims), {}, frozenset()), seq_len)
+        rules = ArgumentRules(dict(dims), {}, frozenset())
+        return Route((number, seq_len, mode, own), table, rules, seq_len=seq_len)
 
     def holder(self, size: int, seq_len: int) -> tuple[Server, GraphGroup, CUDAGraphEntry] | None:
         """The entry of a key, with its server and group; if several callables have one, the one that was used last."""
@@ -281,7 +257,7 @@ class CUDAGraphRegistry(Lifecycle):
         if inputs is None:
             inputs = make_example(input_shapes, dtypes, graphs.device)
         else:
-            check_input_shapes(inputs, input_shapes)
+            check_inputs(inputs, input_shapes)
         size = batch_size if size is None else size
         check_count("size", size, batch_size)
         check_count("seq_len", seq_len, 0)
@@ -293,7 +269,7 @@ class CUDAGraphRegistry(Lifecycle):
         name = f"batch_size={batch_size}, seq_len={seq_len}"
         result = capture_example(one.server, route, ((), dict(inputs)), batch_size, size, name)
         try:
-            check_output_shapes(result.answer, output_shapes)
+            check_outputs(result.answer, output_shapes)
         except ConfigError:
             self.remove(size, seq_len)
             raise
@@ -566,7 +542,7 @@ class CUDAGraphManager(CUDAGraphRegistry):
         """
         check_callable("execute_fn", execute_fn)
         inputs, are_arrays = as_tensors(inputs, self._graphs.device)
-        check_input_shapes(inputs, input_shapes)
+        check_inputs(inputs, input_shapes)
         mode = self.get_mode_for_batch(batch_size, seq_len)
         one = self._graphs.find(execute_fn)
         if not mode.has_graphs():
@@ -576,7 +552,7 @@ class CUDAGraphManager(CUDAGraphRegistry):
             dims = batch_dims(inputs, batch_size, dynamic)
             result = one.server.serve(self._graphs.route(one, size, seq_len, mode, dims), (), dict(inputs))
         if output_shapes:
-            check_output_shapes(result.get() if isinstance(result, OutputView) else result, output_shapes)
+            check_outputs(result.get() if isinstance(result, OutputView) else result, output_shapes)
         return as_arrays(result) if are_arrays else result
 
     def reset(self) -> None:

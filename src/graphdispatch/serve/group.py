@@ -5,7 +5,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,6 @@ from ..state.guards import StateGuard
 _log = logging.getLogger("graphdispatch")
 _MOST_HITS = 8192
 _MOST_STATES = 8
-R = TypeVar("R", bound="Route")
 RETRY = Backoff(first=16, factor=4)
 """The misses of a size between a failed capture and the next try."""
 
@@ -49,6 +48,8 @@ class Route:
     _: KW_ONLY
     descriptor: BatchDescriptor | None = None
     """What its graphs serve, where the front end names them; None: by their sizes."""
+    seq_len: int | None = None
+    """The tokens of each request, where the front end names graphs by batch size and sequence length."""
     entry: CUDAGraphEntry | None = None
     """The only graph of the route, where somebody else captured it; None where the server captures."""
     is_single: bool = False
@@ -65,10 +66,14 @@ class Route:
 
     def descriptor_of(self, size: int) -> BatchDescriptor:
         """What the graph of ``size`` serves."""
+        if self.seq_len is not None:
+            return BatchDescriptor(size * max(self.seq_len, 1), size, self.seq_len == 1)
         return self.descriptor or descriptor_of(size)
 
     def name_of(self, size: int) -> Hashable:
         """The front end's name for the graph of ``size``, the ``key`` of its entry: a descriptor, rows, or lengths."""
+        if self.seq_len is not None:
+            return size, self.seq_len
         return self.descriptor or (size.lengths if isinstance(size, Extents) else size)
 
     @property
@@ -77,7 +82,7 @@ class Route:
         return [group for spelling in self.spellings.values() for group in spelling.groups]
 
 
-class Routes(dict[Hashable, R], Generic[R]):
+class Routes(dict[Hashable, Route]):
     """The routes of a front end by its own keys; ``routes[key]`` makes one that is new.
 
     Not thread-safe: used with the server's lock held, but for lookups with ``get``.
@@ -89,12 +94,12 @@ class Routes(dict[Hashable, R], Generic[R]):
 
     __slots__ = ("_make", "_most")
 
-    def __init__(self, make: Callable[..., R], most: int = 1024) -> None:
+    def __init__(self, make: Callable[[Any], Route], most: int = 1024) -> None:
         super().__init__()
         self._make = make
         self._most = most
 
-    def __missing__(self, key: Hashable) -> R:
+    def __missing__(self, key: Hashable) -> Route:
         if len(self) >= self._most:
             for known, route in list(self.items()):
                 if not route.spellings:

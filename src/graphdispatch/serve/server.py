@@ -28,8 +28,8 @@ from ..backends.modes import (
     transform,
 )
 from ..call.rules import callable_name
-from ..call.signature import PLAIN_TENSORS, Refusal
-from ..call.spec import VALUES, leaves_of
+from ..call.signature import Refusal
+from ..call.spec import leaves_of
 from ..capture.request import CaptureResult
 from ..config import CUDAGraphOptions
 from ..decide.decision import Decision, SizeTable
@@ -345,15 +345,7 @@ class Server:
 
     def needs_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call with gradients on may have to be differentiated. Needs no lock."""
-        values = [*args, *kwargs.values()]
-        for value in values:
-            kind = type(value)
-            if kind in PLAIN_TENSORS:
-                if value.requires_grad:
-                    return True
-            elif kind not in VALUES:
-                return self.may_need_gradients(leaves_of(values), None)
-        return self.graphs.guard.trainable
+        return self.may_need_gradients(leaves_of([*args, *kwargs.values()]), None)
 
     def may_need_gradients(self, leaves: Sequence[Any], guard: StateGuard | None) -> bool:
         """Whether a call with these values may have to be differentiated, by a guard that holds (None: a new one)."""
