@@ -267,7 +267,7 @@ class Graphed(Lifecycle, Generic[P, R]):
         that left sizes out (``sizes=()``: all).
 
         Two rows of its example are kept for this, and tensors without a batch dimension whole. It leaves no effect, and
-        an example that the callable refuses is left out.
+        what the callable raises passes through.
 
         Args:
             size: One of the sizes.

@@ -267,7 +267,8 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         """
         check_count("top_k", top_k)
         with self._server.lock:
-            calls = {group.route.descriptor: group.num_calls for group in self._graphs.groups.values()}
+            groups = self._graphs.groups.values()
+            calls = {group.route.descriptor: group.misses.total() + group.num_replays for group in groups}
         ranked = sorted(calls.items(), key=lambda item: -item[1])
         return [(shape, count) for shape, count in ranked if shape is not None and count][:top_k]
 

@@ -3,7 +3,7 @@
 import itertools
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -89,21 +89,20 @@ class TimeShare:
 
     Args:
         share: The largest share; None: no limit.
-        entries: Gives the graphs whose replays count.
+        count_replays: Gives the number of replays so far, those of graphs that are gone, too.
     """
 
     clock = staticmethod(time.perf_counter)
     """The time in seconds."""
 
-    def __init__(self, share: float | None, entries: Callable[[], Iterable[CUDAGraphEntry]]) -> None:
+    def __init__(self, share: float | None, count_replays: Callable[[], int]) -> None:
         self.share = share
-        self._entries = entries
+        self._count_replays = count_replays
         self.clear()
 
     def clear(self) -> None:
         """Forget what was done."""
-        self._spent_s = self._eager_s = 0.0
-        self._eager_calls = self._gone_replays = 0
+        self._spent_s, self._eager_s, self._eager_calls = 0.0, 0.0, 0
         self._latest_s: dict[Hashable, float] = {}
 
     def allows(self, kind: Hashable) -> bool:
@@ -129,14 +128,9 @@ class TimeShare:
         self._eager_s += seconds
         self._eager_calls += 1
 
-    def note_gone(self, entry: CUDAGraphEntry) -> None:
-        """Keep the replays of a graph that goes."""
-        self._gone_replays += entry.replay_count
-
     @property
     def _served_s(self) -> float:
-        replays = self._gone_replays + sum(entry.replay_count for entry in self._entries())
-        return self._eager_s + replays * self._usual_s
+        return self._eager_s + self._count_replays() * self._usual_s
 
     @property
     def _usual_s(self) -> float:
@@ -180,7 +174,7 @@ class GraphSet:
         """Whether graphs that replay slower than eager are given up."""
         self.clock = time.perf_counter
         """Of captures, in seconds."""
-        self.share = TimeShare(options.capture_share, self.entries)
+        self.share = TimeShare(options.capture_share, lambda: sum(group.num_replays for group in self.groups.values()))
         self.lock = make_rlock()
         self._guard: StateGuard | None = None
         self.latest_change = ""
@@ -439,8 +433,6 @@ class GraphSet:
             for victim in victims:
                 for group in self.groups.values():
                     group.drop(victim.entry)
-                if victim.entry.stats is self.stats:
-                    self.share.note_gone(victim.entry)
                 victim.release()
             if victims or self.is_asleep:
                 # The static inputs of a graph that somebody else captured are not ours to free.

@@ -212,10 +212,9 @@ class GraphGroup:
         return self.entries.get(size, ())
 
     @property
-    def num_calls(self) -> int:
-        """Calls of all sizes, with or without a graph."""
-        replays = sum(entry.replay_count for entry in self.all_entries)
-        return self.misses.total() + self.past_replays.total() + replays
+    def num_replays(self) -> int:
+        """Calls of all sizes that a graph served."""
+        return self.past_replays.total() + sum(entry.replay_count for entry in self.all_entries)
 
     def decide(self, rows: int) -> Decision:
         """The decision for a call of ``rows`` rows that fits the signature."""

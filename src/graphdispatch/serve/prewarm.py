@@ -14,7 +14,7 @@ from ..call.signature import Refusal
 from ..capture.collector import swept_collector
 from ..capture.request import CaptureResult
 from ..decide.decision import Decision
-from ..errors import CaptureError, ConfigError, FallbackError, GraphDispatchError, shown
+from ..errors import CaptureError, ConfigError, FallbackError, shown
 from ..memory.accounting import MemoryReport
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
@@ -140,18 +140,10 @@ def capture_size(server: Server, routes: Sequence[Route], size: Any) -> bool:
     graphs = server.graphs
     if server.closed(routes[0]) is not None or graphs.is_frozen:
         return False
-    for group in _groups(routes):
-        table = group.route.table
-        if size not in table.points or not group.example:
-            continue
-        number = table.number_of(size)
-        if group.blocked(number) is None and graphs.current(group, number) is None:
-            try:
-                capture_checked(server, group, group.example, table.min_batch_of(number), number, compares_all=True)
-            except GraphDispatchError:
-                raise
-            except Exception as error:  # of the callable, which refused the example when it was a call, too
-                group.quarantine(number, Reason.CALL_RAISED, f"{type(error).__name__}: {error}")
+    fitting = [(group, group.route.table) for group in _groups(routes) if group.example]
+    todo = [(group, group.example, table.number_of(size)) for group, table in fitting if size in table.points]
+    todo = [one for one in todo if one[0].blocked(one[2]) is None and graphs.current(one[0], one[2]) is None]
+    _Prewarm(server, None, None, compares_all=True, progress=False).capture(todo)
     return size in captured_sizes(routes)
 
 
