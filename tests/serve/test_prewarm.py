@@ -292,6 +292,16 @@ def test_capturing_stops_before_the_budget() -> None:
     assert 0.8 * budget < held <= budget
 
 
+def test_a_graph_that_takes_more_than_was_expected_goes_again() -> None:
+    """What is held stays within the budget, though the graph before it took far less."""
+    *_, enough = prewarmed(surprise, (8, 4), None)
+    step = graphed(surprise, dynamic={"x": 0}, sizes=(4, 8), backend="cpu")
+    done = step.prewarm(x=torch.randn(8, 8), max_bytes=enough - 2**14)
+    assert done.captured == {CUDAGraphMode.FULL: (8,)}
+    assert "does not fit" in done.left_out[CUDAGraphMode.FULL, 4]
+    assert step.memory_bytes <= enough - 2**14
+
+
 @pytest.mark.parametrize("fn", [surprise, needs_large])
 def test_captures_correct_what_is_expected(fn: Callable[..., Any]) -> None:
     """After a size that took far more than was expected, or without an estimate, the next one must have room for as

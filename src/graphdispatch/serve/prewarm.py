@@ -22,6 +22,7 @@ from ..memory.inputs import StaticInputs
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..showing import html_table
+from ..stats import EvictionReason
 from .graphs import GraphSet
 from .group import GraphGroup, Route
 from .other_batches import difference_on, stretched, varied
@@ -249,6 +250,9 @@ class _Prewarm:
             else:  # the first one brings the pool and the inputs, too
                 grown = graphs.memory_bytes - held if self._growth is not None else result.entry.nbytes
                 self._growth = max(grown, 0)
+                if self._max_bytes is not None and graphs.memory_bytes > self._max_bytes:  # it took more than expected
+                    graphs.release(graphs.cache.retire(result.entry, EvictionReason.BYTES))
+                    self.left_out[key] = f"it does not fit into {self._max_bytes} bytes"
 
     def _over_limit(self, now: float, held: int, group: GraphGroup, leaves: Sequence[Any], size: int) -> str:
         """Why there is no time or memory for one more graph, in words; empty if there is.

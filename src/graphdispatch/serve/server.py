@@ -69,14 +69,6 @@ class Choice(NamedTuple):
             return self.decision.reason
         return self.decision.reason, entry.state, entry.proof is None and self.decision.rows != entry.size
 
-    def explain(self) -> str:
-        """One line for a person: the decision, what the graph gains, and what it consists of where that is more than
-        one launch."""
-        parts = [self.decision.explain()]
-        if self.entry is not None and self.decision.mode.has_graphs():
-            parts += [f"{self.entry.gain}" if self.entry.gain is not None else "", self.entry.graph.describe()]
-        return "; ".join(filter(None, parts))
-
 
 class Server:
     """Serves the calls of ``fn`` by its graphs, and eagerly what no graph can serve; each call with a reason.
@@ -306,10 +298,14 @@ class Server:
         route.spellings.clear()
 
     def explain(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int = 0) -> str:
-        """How such a call, of ``rows`` rows if nothing else tells, would be served now, in one line."""
+        """How such a call, of ``rows`` rows if nothing else tells, would be served now: in one line the decision, what
+        the graph gains, and what it consists of where that is more than one launch."""
         choice = self.preview(route, args, kwargs)
-        decision = choice.decision
-        return choice._replace(decision=decision._replace(rows=decision.rows or rows)).explain()
+        entry, decision = choice.entry, choice.decision._replace(rows=choice.decision.rows or rows)
+        parts = [decision.explain()]
+        if entry is not None and decision.mode.has_graphs():
+            parts += [f"{entry.gain}" if entry.gain is not None else "", entry.graph.describe()]
+        return "; ".join(filter(None, parts))
 
     def preview(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         """What would be done with such a call now. Nothing is run or counted, but what is stale is released."""
