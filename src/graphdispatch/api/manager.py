@@ -249,10 +249,9 @@ class CUDAGraphRegistry(Lifecycle):
         """
         check_callable("capture_fn", capture_fn)
         graphs = self._graphs
-        if graphs.is_frozen:
-            raise CaptureError(f"no capture: {Reason.FROZEN.text}", Reason.FROZEN)
-        if graphs.is_asleep:
-            raise CaptureError(f"no capture: {Reason.ASLEEP.text}", Reason.ASLEEP)
+        if graphs.is_frozen or graphs.is_asleep:
+            closed = Reason.FROZEN if graphs.is_frozen else Reason.ASLEEP
+            raise CaptureError(f"no capture: {closed.text}", closed)
         check_count("batch_size", batch_size)
         if inputs is None:
             inputs = make_example(input_shapes, dtypes, graphs.device)

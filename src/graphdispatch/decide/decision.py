@@ -56,17 +56,6 @@ class Decision(NamedTuple):
         """
         return cls(CUDAGraphMode.NONE, None, rows, reason, rows, detail)
 
-    def as_mode(self, mode: CUDAGraphMode) -> "Decision":
-        """The same decision, served by a graph of another mode.
-
-        Args:
-            mode: The runtime mode.
-
-        Returns:
-            The decision.
-        """
-        return self if mode is self.mode else self._replace(mode=mode)
-
     def explain(self) -> str:
         """One line for a person."""
         counted = f"{self.rows} row{'s' * (self.rows != 1)}"

@@ -229,7 +229,7 @@ class GraphGroup:
         if not entries or not entries[0].may_hit(decision.rows):
             return None
         entry = entries[0]
-        return Hit(entry, entry.plan(decision.rows), decision.as_mode(entry.mode), entry.guard)
+        return Hit(entry, entry.plan(decision.rows), decision._replace(mode=entry.mode), entry.guard)
 
     def current(self, size: int) -> CUDAGraphEntry | None:
         """The entry of ``size`` whose state is the present one, if there is one; it is the first choice from now on.

@@ -198,7 +198,7 @@ class Server:
         reason, detail = self._eager_reason(group, leaves, rows, size, entry)
         if reason is None:
             assert entry is not None
-            return Choice(decision.as_mode(entry.mode), group, leaves, rows, size, entry)
+            return Choice(decision._replace(mode=entry.mode), group, leaves, rows, size, entry)
         choice = Choice(Decision.eager(reason, rows, detail), group, leaves, rows, size, entry)
         if reason in (Reason.CAPTURED_NOW, Reason.VERIFIED_NOW) and self._has_to_wait(choice):
             return choice._replace(decision=Decision.eager(Reason.CAPTURE_WAITS, rows))
