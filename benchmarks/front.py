@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from graphdispatch import CUDAGraphOptions, Graphed, graphed
 from graphdispatch.memory.replay import ReplayPlan
 from graphdispatch.native.bound import CORE
-from graphdispatch.serve.hit import HitPath
+from graphdispatch.serve.server import Server
 
 from .timing import Effort, Row, compared, interleaved
 
@@ -90,7 +90,7 @@ def _settled(inputs: int, count: int, fn: Callable[..., Tensor]) -> tuple[Graphe
 def _use_python(step: Graphed[..., Tensor]) -> None:
     """Serve all further calls in Python, as where there is no core."""
     server, entry = step._server, step.entries[0]
-    vars(server)["serve"] = partial(HitPath.serve_in_python, server)
+    vars(server)["serve"] = partial(Server.serve_in_python, server)
     for plan in entry._plans.values():
         plan.__class__ = _PythonPlan
     if entry.guard is not None:

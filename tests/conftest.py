@@ -119,7 +119,7 @@ def no_gain_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def time_for_all_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """No real clock decides whether a capture has to wait: it shows no time. Clocks that tests give are asked."""
-    monkeypatch.setattr("graphdispatch.serve.share.perf_counter", float)
+    monkeypatch.setattr("graphdispatch.serve.graphs.TimeShare.clock", staticmethod(float))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -15,7 +15,7 @@ from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
 from graphdispatch.backends import Pool, get_backend
 from graphdispatch.backends.base import CAPTURE_LOCK
 from graphdispatch.memory.replay import ReplayPlan
-from graphdispatch.serve.hit import HitPath
+from graphdispatch.serve.server import Server
 from graphdispatch.testing import MockCUDAGraph
 
 AT_ONCE = CUDAGraphOptions(capture_after=1)
@@ -98,7 +98,7 @@ def run_python(*arguments: str) -> str:
 
 def serve_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve hits in Python, as where there is no core."""
-    monkeypatch.setattr(HitPath, "serve", HitPath.serve_in_python)
+    monkeypatch.setattr(Server, "serve", Server.serve_in_python)
     monkeypatch.setattr(ReplayPlan, "run", ReplayPlan.run_in_python)
 
 

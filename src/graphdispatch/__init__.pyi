@@ -4,8 +4,8 @@ from . import engines as engines
 from . import errors as errors
 from . import metrics as metrics
 from . import plan as plan
-from .api.attach import attach as attach
 from .api.graphed import Graphed as Graphed
+from .api.graphed import attach as attach
 from .api.graphed import graphed as graphed
 from .auditing.audit import audit as audit
 from .auditing.result import Audit as Audit

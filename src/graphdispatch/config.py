@@ -17,7 +17,7 @@ from .errors import ConfigError, shown
 from .modes import CUDAGraphMode
 from .sizes import NAMED_SIZES, are_min_batches, check_sizes, resolve_sizes
 
-__all__ = ["CUDAGraphConfig", "CUDAGraphOptions", "ResolvedConfig", "parse_mode", "resized", "roomy_config"]
+__all__ = ["CUDAGraphConfig", "CUDAGraphOptions", "ResolvedConfig", "parse_mode", "roomy_config"]
 
 # The lookup table has an entry for each batch size, so that a mistyped limit would otherwise fill the memory.
 _LARGEST_BATCH = 2**20
@@ -494,13 +494,3 @@ def roomy_config(sizes: object, max_size: int | None, settings: Mapping[str, Any
     if max_size is not None:
         settings["max_batch_size"] = max_size
     return CUDAGraphConfig.model_validate({"capture_sizes": sizes, **settings})
-
-
-def resized(config: CUDAGraphConfig, sizes: object) -> CUDAGraphConfig:
-    """``config`` with other capture sizes, and with the largest of them as the largest batch if it is larger than that
-    was. Raises ``ConfigError``."""
-    all_sizes = _parse_capture_sizes(sizes)
-    largest = 0 if isinstance(all_sizes, str) else max(all_sizes, default=0)
-    most = max(config.max_batch_size, largest)
-    brought = ("mixed_capture_sizes", "eager_below", "mixed_eager_below")
-    return config.replace(**dict.fromkeys(brought), capture_sizes=sizes, max_batch_size=most)

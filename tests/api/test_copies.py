@@ -82,8 +82,7 @@ def test_options_are_kept(copied: Callable[[Any], Any]) -> None:
     wrapper = copied(gd.AdaptiveCUDAGraphWrapper(model, min_replays_to_keep=5))
     wrapper(torch.ones(3, 3), batch_descriptor=BatchDescriptor(3), cudagraph_runtime_mode=CUDAGraphMode.FULL)
     assert len(wrapper.get_cached_descriptors()) == 1
-    step = gd.graphed(model, dynamic={"input": 0}, pad={"input": 7}, sizes=(2, 4), outputs="view")
-    step.use_sizes((3, 5))
+    step = gd.graphed(model, dynamic={"input": 0}, pad={"input": 7}, sizes=(3, 5), outputs="view")
     other = copied(step)
     assert other.sizes == (3, 5)
     assert other.entries == []

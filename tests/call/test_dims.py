@@ -229,25 +229,19 @@ def test_prewarm_serves_at_once() -> None:
     assert step.stats.hits >= 112
 
 
-def test_other_sizes_later() -> None:
-    """``use_sizes`` takes combinations, or sizes of the first dimension; ``prewarm`` and ``capture_size`` take them."""
-    step = served(lambda x: x * 2, "x", sizes=[(2, 4), (8, 8)])
-    assert step.sizes == ((2, 4), (8, 8))
+def test_combinations_are_captured_ahead() -> None:
+    """``sizes``, ``prewarm`` and ``capture_size`` take combinations of lengths."""
+    step = served(lambda x: x * 2, "x", sizes=[(2, 4), (4, 6), (8, 8)])
+    assert step.sizes == ((2, 4), (4, 6), (8, 8))
     for _ in range(4):
         step(torch.randn(2, 3))
-        step(torch.randn(2, 5))
-    assert step.captured_sizes == ((2, 4), (8, 8))
-    step.use_sizes([(2, 4), (4, 6)])
+    step.prewarm(torch.randn(2, 3), sizes=())
     assert step.captured_sizes == ((2, 4),)
-    step.keep_examples()
-    step(torch.randn(2, 3))
     assert step.capture_size((4, 6))  # type: ignore[arg-type]
     x = torch.randn(3, 6)
     assert torch.equal(step(x), x * 2)
-    step.use_sizes([4])
-    assert step.sizes == ((4, 8), (4, 16))
-    step.prewarm(torch.randn(2, 3), sizes=[(4, 8)])  # type: ignore[list-item]
-    assert step.captured_sizes == ((4, 8),)
+    step.prewarm(torch.randn(2, 3), sizes=[(8, 8)])  # type: ignore[list-item]
+    assert step.captured_sizes == ((2, 4), (4, 6), (8, 8))
     with pytest.raises(ConfigError, match=r"sizes must be among the capture sizes .*, got \(4, 9\)"):
         step.prewarm(torch.randn(2, 3), sizes=[(4, 9)])  # type: ignore[list-item]
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphdispatch import CUDAGraphMode, Decision, Reason
-from graphdispatch.decide.size_table import SizeTable
+from graphdispatch.decide.decision import SizeTable
 from graphdispatch.engines import BatchDescriptor
 from graphdispatch.sizes import Extents, axes_of, pack
 
@@ -138,13 +138,3 @@ def test_the_smallest_batch_that_needs_a_size() -> None:
         pack(AXES, (1, 1)),
     ]
     assert table(()).min_batch_of(4) == 1
-
-
-def test_a_table_exceeds_another_along_some_axis() -> None:
-    """Or if it has other axes."""
-    longer = SizeTable([(2, 32)], FULL, axes=AXES)
-    assert longer.exceeds(PAIRS)
-    assert PAIRS.exceeds(longer)
-    assert PAIRS.exceeds(table((2, 4)))
-    assert not PAIRS.exceeds(SizeTable([(4, 16)], FULL, axes=AXES))
-    assert not table((2, 4)).exceeds(table((4,)))

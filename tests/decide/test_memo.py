@@ -2,7 +2,7 @@
 
 import pytest
 
-from graphdispatch.decide.size_table import Memo
+from graphdispatch.decide.decision import Memo
 
 
 def test_an_answer_is_made_once() -> None:

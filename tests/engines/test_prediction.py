@@ -196,29 +196,6 @@ def test_a_dispatcher_s_failed_capture_says_why() -> None:
     assert dispatcher.num_graphs == 0
 
 
-def test_a_manager_has_the_graph_before_the_batch() -> None:
-    """It captures what is forecast for every kind of batch that it has seen; the first batch of a size is a hit."""
-    clock = Clock()
-    manager = gd.CUDAGraphManager(gd.CUDAGraphConfig(capture_sizes=FEW, max_batch_size=8))
-    prewarmer = forecasts(clock)
-    manager.keep_examples()
-    manager.execute_or_capture(8, 1, double, {"x": torch.randn(8, 3)})
-    manager.execute_or_capture(8, 7, double, {"x": torch.randn(8, 3)})
-    clock.now += 10.0
-    assert manager.captured_sizes == ()
-    assert prewarmer.capture_one(manager) == 2
-    assert manager.captured_sizes == (2,)
-    for seq_len in (1, 7):
-        x = torch.randn(2, 3)
-        assert torch.equal(manager.execute_or_capture(2, seq_len, double, {"x": x}), x * 2)
-        assert manager.has(2, seq_len)
-    assert manager.stats.hits == 2
-    with pytest.raises(gd.ConfigError, match=r"size must be one of \(1, 2, 4, 8\), got 3"):
-        manager.capture_size(3)
-    manager.mode = gd.CUDAGraphMode.NONE
-    assert not manager.capture_size(4)
-
-
 def test_an_adaptive_wrapper_captures_what_is_forecast() -> None:
     """Once ``prewarm`` has told it how to make arguments; compared ahead, so that the first batch is a hit."""
     clock, wrapper = Clock(), gd.AdaptiveCUDAGraphWrapper(double)

@@ -16,7 +16,7 @@ from graphdispatch.backends.tracing import compiler_at_work
 from graphdispatch.engines import EntryState
 from graphdispatch.memory.replay import ReplayPlan
 from graphdispatch.native.bound import ASKED, CORE
-from graphdispatch.serve.hit import HitPath
+from graphdispatch.serve.server import Server
 
 from ..helpers import AT_ONCE, check_rows, frames_of, in_threads, serve_in_python, with_options
 
@@ -164,7 +164,7 @@ def test_wrong_inputs_to_the_core_are_refused() -> None:
     assert CORE is not None
     start, spans = (1, False, 0, "cpu", None), ((0, 0, -1),)
     with pytest.raises(TypeError):
-        HitPath.serve(object(), None, (), {})
+        Server.serve(object(), None, (), {})
     with pytest.raises((TypeError, ValueError)):
         CORE.Signature(*start, ((5, torch.ones(2), (0,), (0,), spans, True, True),), (), (), (), 0)
     with pytest.raises(ValueError, match="dimension"):

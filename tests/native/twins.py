@@ -17,7 +17,7 @@ import pytest
 from graphdispatch.backends.tracing import is_profiled
 from graphdispatch.call.signature import Signature
 from graphdispatch.memory.replay import ReplayPlan
-from graphdispatch.serve.hit import HitPath
+from graphdispatch.serve.server import Server
 from graphdispatch.state.guards import StateGuard
 
 _holds, _match = StateGuard.holds, Signature.match
@@ -58,7 +58,7 @@ def both_match(signature: Signature, values: Sequence[Any]) -> int:
     return rows
 
 
-def serve(server: HitPath, *call: Any) -> Any:
+def serve(server: Server, *call: Any) -> Any:
     """Serve a call in Python, as where there is no native core."""
     return (server.serve_in_range if is_profiled() else server.serve_in_python)(*call)
 
@@ -91,10 +91,10 @@ TALLY = Tally()
 
 def pytest_configure(config: pytest.Config) -> None:
     """Put both in the place of one, as code of the package: no capture is to look into it."""
-    for own, theirs in ((both_hold, _holds), (both_match, _match), (serve, HitPath.serve_in_python)):
+    for own, theirs in ((both_hold, _holds), (both_match, _match), (serve, Server.serve_in_python)):
         own.__code__ = own.__code__.replace(co_filename=theirs.__code__.co_filename)
     StateGuard.holds, Signature.match = both_hold, both_match  # type: ignore[method-assign]
-    HitPath.serve, ReplayPlan.run = serve, ReplayPlan.run_in_python  # type: ignore[method-assign]
+    Server.serve, ReplayPlan.run = serve, ReplayPlan.run_in_python  # type: ignore[method-assign]
     config.pluginmanager.register(TALLY)
 
 

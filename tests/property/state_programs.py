@@ -49,7 +49,6 @@ MANAGED = (
     ("wake()",),
     ("clear()",),
     ("invalidate('for a test')",),
-    ("use_sizes((1, 3, 4))",),
     ("sleep()",),
 )
 """What may be said to ``graphed`` between calls."""

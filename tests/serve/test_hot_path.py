@@ -81,7 +81,7 @@ BOUNDS = {
 
 
 IN_CORE = {
-    "HitPath.serve_in_python",
+    "Server.serve_in_python",
     "ReplayPlan.run_in_python",
     "Server.may_need_gradients",
     "Signature.match",

@@ -92,11 +92,11 @@ def call_wrapper(wrapper: CUDAGraphWrapper, rows: int) -> None:
 def test_a_wrapper_remembers_so_many_descriptors() -> None:
     """Those without a graph make way; the graphs stay, and serve."""
     wrapper = CUDAGraphWrapper(twice, max_cached_graphs=4)
-    server, routes = wrapper._server, wrapper._routes
-    server.max_groups = routes._most = 8
+    graphs, routes = wrapper._graphs, wrapper._routes
+    graphs.max_groups = routes._most = 8
     for rows in range(1, 30):
         call_wrapper(wrapper, rows)
-    assert len(server.graphs.groups) <= 8 + 1
+    assert len(graphs.groups) <= 8 + 1
     assert len(routes) <= 8 + 2
     kept = wrapper.get_cached_descriptors()
     assert len(kept) == 4
@@ -114,7 +114,7 @@ def test_a_manager_remembers_so_many_lengths() -> None:
     x = torch.randn(4, 3)
     manager.execute_or_capture(4, 1, twice, {"x": x})
     latest = manager._graphs.latest
-    latest.server.max_groups = latest.routes._most = 16
+    latest.server.graphs.max_groups = latest.routes._most = 16
     for seq_len in range(1, 60):
         manager.execute_or_capture(4, seq_len, twice, {"x": x})
     assert len(latest.server.graphs.groups) <= 16 + 1

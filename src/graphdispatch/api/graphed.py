@@ -1,14 +1,19 @@
 """``graphed()``: any callable with a changing batch size, served by captured graphs, right every time.
 
+``attach`` serves the calls of a module in place, as ``module.compile()`` compiles it in place.
+
 The front end for every callable. It makes two routes, for uniform decode and for other batches, which are one unless
 the mode separates them; the server does the rest.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, wraps
 from os import PathLike
+from types import MethodType
 from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar
 
 import torch
+from torch import nn
 
 from ..backends import get_backend
 from ..backends.tracing import compiler_at_work, untraced
@@ -16,21 +21,20 @@ from ..call.rules import ArgumentRules, callable_name
 from ..capture.piecewise import BreakFigures, break_figures
 from ..config import CUDAGraphConfig, CUDAGraphOptions, parse_mode
 from ..decide.decision import Decision
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
 from ..native.bound import CORE
 from ..reasons import Reason
-from ..serve.estimate import MemoryEstimate
 from ..serve.graphs import GraphSet
 from ..serve.group import Route
-from ..serve.prewarm import CaptureBatch, Limits, PrewarmReport, capture_size, captured_sizes, estimate
+from ..serve.prewarm import MemoryEstimate, PrewarmReport, capture_size, captured_sizes, estimate, prewarm
 from ..serve.server import Server
 from .lifecycle import Lifecycle
-from .options import make_table, other_sizes, read_kind, read_options, read_rules, read_sizes
+from .options import make_table, read_kind, read_options, read_rules, read_sizes
 
-__all__ = ["Graphed", "graphed"]
+__all__ = ["Graphed", "attach", "graphed"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -112,25 +116,7 @@ def graphed(
     config, rules = read_rules(
         fn, (dynamic, {} if pad is None else pad, static), (read_sizes(sizes), max_size), settings
     )
-    return _made(fn, config, rules, read_kind(uniform_decode, config))
-
-
-def _made(
-    fn: Callable[P, R],
-    config: CUDAGraphConfig,
-    rules: ArgumentRules,
-    uniform_decode: Callable[..., bool] | None,
-) -> "Graphed[P, R]":
-    server = Server(
-        fn,
-        config.options,
-        make_cache(config.options, config.max_cached_graphs),
-        backend=get_backend(config.backend) if config.backend != "auto" else None,
-        strict=config.strict,
-        max_groups=_MOST_SIGNATURES,
-        judges_gain=config.options.verify and not config.strict,
-    )
-    return Graphed(server, config, rules, uniform_decode)
+    return Graphed(fn, config, rules, read_kind(uniform_decode, config))
 
 
 class Graphed(Lifecycle, Generic[P, R]):
@@ -142,43 +128,41 @@ class Graphed(Lifecycle, Generic[P, R]):
 
     _graphs: GraphSet
     __slots__ = (
-        "__weakref__",
-        "_config",
-        "_decode",
-        "_graphs",
-        "_mixed",
-        "_rules",
-        "_server",
-        "_undo",
-        "_uniform_decode",
-        "stats",
+        *("__weakref__", "_decode", "_graphs", "_made_with", "_mixed", "_server", "_undo", "_uniform_decode", "stats"),
     )
 
     def __init__(
         self,
-        server: Server,
+        fn: Callable[P, R],
         config: CUDAGraphConfig,
         rules: ArgumentRules,
         uniform_decode: Callable[..., bool] | None,
     ) -> None:
-        self._server = server
-        self._graphs = server.graphs
-        self._config = config
+        options = config.options
+        self._server = Server(
+            fn,
+            options,
+            make_cache(options, config.max_cached_graphs),
+            backend=get_backend(config.backend) if config.backend != "auto" else None,
+            strict=config.strict,
+            max_groups=_MOST_SIGNATURES,
+            judges_gain=options.verify and not config.strict,
+        )
+        self._graphs = self._server.graphs
         self._uniform_decode = uniform_decode
         self._decode = self._mixed = Route(0, make_table(config, rules, config.mode.decode_mode()), rules)
         if uniform_decode is not None:
             table = make_table(config, rules, config.mode.mixed_mode(), mixed=True)
             self._mixed = Route(1, table, rules, without_sizes=Reason.MODE_MISMATCH)
-        self._rules = rules
         self._undo: Callable[[], None] | None = None
         """Gives a module back what ``attach`` replaced; None if that did not make this."""
-        self.stats = server.stats
+        self.stats = self._server.stats
 
     def _note_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Not these: they hold the server, which a copy makes anew."""
+        self._made_with = args, kwargs
 
     def _recipe(self) -> Any:
-        return _made, (self._server.fn, self._config, self._rules, self._uniform_decode), {}, {}
+        return Graphed, *self._made_with, {}
 
     @untraced
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -246,10 +230,8 @@ class Graphed(Lifecycle, Generic[P, R]):
             FallbackError: A size cannot be captured, and the callable is ``strict``.
         """
         with torch.no_grad(), self._server.lock:
-            batch = CaptureBatch(
-                self._server, self._config, Limits(max_seconds, max_bytes), progress=progress, compare=compare
-            )
-            return batch.run(self._routes, args, kwargs, sizes)
+            calls = [(route, args, kwargs) for route in self._routes]
+            return prewarm(self._server, calls, sizes, max_seconds, max_bytes, progress=progress, compare=compare)
 
     @untraced
     def estimate_memory(self, /, *args: Any, sizes: Sequence[int] | None = None, **kwargs: Any) -> MemoryEstimate:
@@ -271,7 +253,7 @@ class Graphed(Lifecycle, Generic[P, R]):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The capture sizes that calls are padded to now."""
+        """The capture sizes that calls are padded to."""
         return self._decode.table.points or self._mixed.table.points
 
     @property
@@ -280,49 +262,30 @@ class Graphed(Lifecycle, Generic[P, R]):
         from other batches."""
         return [r for r in dict.fromkeys((self._decode, self._mixed)) if r.table.sizes] or [self._decode]
 
-    def use_sizes(self, sizes: str | Sequence[int] | SizePlan) -> None:
-        """Pad calls to other capture sizes from now on.
-
-        Graphs of sizes that stay serve on; the others are released, and all of them if the largest size grows.
-
-        Args:
-            sizes: As for ``graphed``: the sizes, a name, or a plan.
-
-        Raises:
-            ConfigError: The sizes cannot be; nothing has changed then.
-        """
-        with self._server.lock:
-            routes = {route: route is not self._decode for route in self._routes}
-            self._config, self._rules, tables = other_sizes(self._config, self._rules, sizes, routes)
-            self._server.use_tables(tables)
-
-    def keep_examples(self) -> None:
-        """Keep two rows of a call of each signature for ``capture_size``; tensors without a batch dimension whole."""
-        with self._server.lock:
-            self._server.keep_examples()
-
     def capture_size(self, size: int) -> bool:
-        """Capture one size now, while nothing is to be served, for every signature of which an example is kept.
+        """Capture one size now, while nothing is to be served, for every signature of which there was a ``prewarm``
+        that left sizes out (``sizes=()``: all).
 
-        It leaves no effect, and an example that the callable refuses is left out.
+        Two rows of its example are kept for this, and tensors without a batch dimension whole. It leaves no effect, and
+        what the callable raises passes through.
 
         Args:
-            size: One of the sizes, or one that ``use_sizes`` brings in later, up to the largest size now.
+            size: One of the sizes.
 
         Returns:
             Whether there is a graph of it then.
 
         Raises:
-            ConfigError: The size is too large.
+            ConfigError: There is no such size.
             FallbackError: It cannot be captured, and the callable is ``strict``.
         """
         with torch.no_grad(), self._server.lock:
-            return capture_size(self._server, self._routes, self._routes[0].table.number_of(size))
+            return capture_size(self._server, self._routes, size)
 
     def clear(self) -> None:
         """Release all graphs and their memory; calls capture anew. The statistics stay."""
         with self._server.lock:
-            self._server.clear(self._decode, self._mixed)
+            self._graphs.clear()
 
     @property
     def entries(self) -> list[CUDAGraphEntry]:
@@ -333,7 +296,7 @@ class Graphed(Lifecycle, Generic[P, R]):
     def captured_sizes(self) -> tuple[int, ...]:
         """The sizes that have a graph for every signature seen so far, increasing."""
         with self._server.lock:
-            return tuple(getattr(size, "lengths", size) for size in captured_sizes(self._routes))
+            return captured_sizes(self._routes)
 
     @property
     def breaks(self) -> list[BreakFigures]:
@@ -377,6 +340,79 @@ class Graphed(Lifecycle, Generic[P, R]):
             f"{self._decode.table.largest} rows, "
             f"{100 * self.stats.graph_ratio:.1f} % of {self.stats.calls} calls served>"
         )
+
+
+def attach(
+    module: nn.Module, *, dynamic: Mapping[str, Any], method: str | None = None, **settings: Any
+) -> Graphed[..., Any]:
+    """Serve the calls of a module by graphs, wherever the module is held: in a pipeline, a parent, a trainer.
+
+    The module stays what it is: its class, its attributes, hooks and state dict, ``to``, saving, and deep copies, which
+    are not attached. Weights that move or change their type end the graphs, as with ``graphed``. A shallow copy
+    (``copy.copy``, a replica of ``nn.DataParallel``) holds what serves the original, and calls that: detach first.
+
+    Args:
+        module: The module. It may not be compiled or attached already.
+        dynamic: The batch dimension of each argument of its ``forward`` that has one, as ``graphed`` takes it.
+        method: The method to serve instead, as ``"decode"``, for owners that do not call the module itself. With
+            ``"forward"``, direct calls of that are served as well as those of the module, whose hooks then run eagerly
+            around the graph.
+        **settings: Everything else that ``graphed`` takes.
+
+    Returns:
+        What ``graphed`` returns: ``stats``, ``explain``, ``prewarm``; and ``detach()``, which undoes this.
+
+    Raises:
+        ConfigError: An argument cannot be.
+    """
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"module must be a torch.nn.Module, got {shown(module)}; graphed() wraps any callable")
+    if method is not None:
+        return _attach_method(module, method, dynamic, settings)
+    if module._compiled_call_impl is not None:
+        raise ConfigError(
+            f"module must be neither compiled nor attached, got a {type(module).__name__} that is; detach() what "
+            "attach() returned, or attach to a part that is not compiled"
+        )
+    handle = graphed(module._call_impl, dynamic=dynamic, **settings)
+    handle._undo = partial(_uncompile, module, handle)
+    module._compiled_call_impl = handle
+    if module._compiled_call_impl is not handle:  # a traced module keeps no attribute of its own
+        raise ConfigError(
+            f"module must be served in place, which a {type(module).__name__} does not allow; use graphed()"
+        )
+    return handle
+
+
+def _attach_method(
+    module: nn.Module, method: str, dynamic: Mapping[str, Any], settings: Mapping[str, Any]
+) -> Graphed[..., Any]:
+    plain = getattr(module, method, None) if isinstance(method, str) else None
+    if not isinstance(plain, MethodType) or plain.__self__ is not module or method in vars(module):
+        raise ConfigError(
+            f"method must name a method of the module's class that nobody has replaced, got {shown(method)}, which is "
+            f"{shown(plain)} there; without method=, attach() serves the calls of the module itself"
+        )
+    function = plain.__func__
+    handle = graphed(plain, dynamic=dynamic, **settings)
+
+    @wraps(function)
+    def served(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return handle(*args, **kwargs) if self is module else function(self, *args, **kwargs)
+
+    setattr(module, method, MethodType(served, module))  # a method, so that a deep copy calls the copy
+    handle._undo = partial(_take_back, module, method, served)
+    return handle
+
+
+def _uncompile(module: nn.Module, handle: Graphed[..., Any]) -> None:
+    if module._compiled_call_impl is handle:
+        module._compiled_call_impl = None
+
+
+def _take_back(module: nn.Module, method: str, served: Callable[..., Any]) -> None:
+    if getattr(vars(module).get(method), "__func__", None) is served:
+        delattr(module, method)
 
 
 if CORE is not None:

@@ -10,7 +10,7 @@ from ..serve.graphs import GraphSet, Health
 
 if TYPE_CHECKING:
     from ..report import GraphTable, Report
-    from .keyed_graphs import KeyedGraphs
+    from .manager import KeyedGraphs
 
 __all__ = ["Lifecycle"]
 
@@ -90,7 +90,7 @@ class Lifecycle(MadeAnew):
         if isinstance(graphs, GraphSet):
             name, sets = callable_name(graphs.fn), [graphs]
         else:
-            name, sets = type(self).__name__, [server.graphs for server, _ in graphs.by_sizes()]
+            name, sets = type(self).__name__, [one.server.graphs for one in graphs.callables]
         groups = [group for one in sets for group in list(one.groups.values())]
         return make_report(name, graphs.stats, list(graphs.cache), groups, graphs.memory_report().total)
 

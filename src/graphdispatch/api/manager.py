@@ -4,33 +4,183 @@ The front ends for engines that work with batch size and sequence length rather 
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from itertools import chain, count
+from typing import Any, NamedTuple
 
 import torch
 
+from ..backends import get_backend
 from ..backends.tracing import untraced
+from ..call.rules import ArgumentRules
 from ..config import CUDAGraphConfig, parse_mode
-from ..decide.decision import Decision
+from ..copying import make_lock
+from ..decide.decision import Decision, SizeTable
 from ..errors import CaptureError, ConfigError, GuardError, ReplayError, check_callable, check_count, shown
+from ..memory.accounting import MemoryReport, memory_report
+from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import OutputView
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
-from ..serve.prewarm import capture_example, capture_size, common_sizes, sizes_of_groups
-from ..serve.server import Choice
-from .keyed_graphs import KeyedGraphs
+from ..serve.group import GraphGroup, Route, Routes
+from ..serve.prewarm import capture_example
+from ..serve.server import Choice, Server
+from ..state.objects import same_callable
+from ..stats import CUDAGraphStats
 from .lifecycle import Lifecycle
-from .named_inputs import (
-    Shapes,
-    as_arrays,
-    as_tensors,
-    batch_dims,
-    check_input_shapes,
-    check_output_shapes,
-    make_example,
-)
+from .named_inputs import Shapes, as_arrays, as_tensors, batch_dims, check_inputs, check_outputs, make_example
 
 __all__ = ["CUDAGraphManager", "CUDAGraphRegistry"]
+
+_MOST_WAITING = 8  # callables that have no graph
+
+
+class KeyedCallable(NamedTuple):
+    """One callable with its server, and its routes by sequence length, mode and batch dimensions."""
+
+    server: Server
+    routes: Routes
+
+    def groups_of(self, size: int, seq_len: int) -> list[GraphGroup]:
+        """The groups whose calls of this sequence length the graph of ``size`` would serve."""
+        routes = [route for route in list(self.routes.values()) if route.seq_len == seq_len]
+        return [group for route in routes for group in route.groups if size in route.table.sizes]
+
+
+class KeyedGraphs:
+    """Graphs of several callables, which share one pool, one cache and one set of statistics. Thread-safe.
+
+    Of the callables without a graph, the ``_MOST_WAITING`` that were used last are remembered.
+    """
+
+    def __init__(self, config: CUDAGraphConfig) -> None:
+        self._config = config
+        self._backend = get_backend(config.backend)
+        self.device = self._backend.device
+        self._pool = self._backend.make_pool()
+        self.stats = CUDAGraphStats()
+        self.cache = make_cache(config.options, config.max_cached_graphs, stats=self.stats)
+        self.callables: list[KeyedCallable] = []
+        """Those that are remembered; the one that was used last comes last."""
+        self._numbers = count(1)
+        self.is_asleep = False
+        self.is_frozen = False
+        """Whether nothing is captured or compared now."""
+        self._lock = make_lock()
+        resolved = config.replace(mode=CUDAGraphMode.FULL).resolve()
+        self.tables = {mode: SizeTable.of(resolved, mode) for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)}
+        """The sizes of the configuration by runtime mode."""
+
+    def find(self, fn: Callable[..., Any]) -> KeyedCallable:
+        """The server and routes of a callable, made if it is new."""
+        latest = self.latest
+        if latest is not None and latest.server.fn is fn:
+            return latest
+        with self._lock:
+            same = (one for one in self.callables if one.server.fn is fn)
+            alike = (one for one in self.callables if same_callable(one.server.fn, fn))
+            known = next(chain(same, alike), None) or self._make(fn)
+            self.callables = [*(one for one in self.callables if one is not known), known]
+            return known
+
+    def _make(self, fn: Callable[..., Any]) -> KeyedCallable:
+        """A server for a callable that is new; room is made by forgetting one that has no graph."""
+        waiting = [one for one in self.callables if not one.server.graphs.has_graphs]
+        gone = waiting[: len(waiting) - _MOST_WAITING + 1] if len(waiting) >= _MOST_WAITING else []
+        self.callables = [one for one in self.callables if one not in gone]
+        server = Server(
+            fn,
+            self._config.options,
+            self.cache,
+            backend=self._backend,
+            pool=self._pool,
+            strict=self._config.strict,
+            times_replays=True,
+        )
+        server.graphs.is_frozen, server.graphs.is_asleep = self.is_frozen, self.is_asleep
+        return KeyedCallable(server, Routes(partial(self._make_route, next(self._numbers))))
+
+    @property
+    def latest(self) -> KeyedCallable | None:
+        """The callable that was used last, or None."""
+        callables = self.callables
+        return callables[-1] if callables else None
+
+    def route(
+        self, one: KeyedCallable, size: int, seq_len: int, mode: CUDAGraphMode, dynamic: Mapping[str, int]
+    ) -> Route:
+        """The route of batches that graphs of one size serve; sizes of the configuration share one."""
+        own = 0 if size in self.tables[mode].sizes else size
+        return one.routes[seq_len, mode, own, tuple(dynamic.items())]
+
+    def _make_route(self, number: int, key: tuple[int, CUDAGraphMode, int, tuple[tuple[str, int], ...]]) -> Route:
+        seq_len, mode, own, dims = key
+        table = SizeTable.of_one(own, mode, pads=True) if own else self.tables[mode]
+        rules = ArgumentRules(dict(dims), {}, frozenset())
+        return Route((number, seq_len, mode, own), table, rules, seq_len=seq_len)
+
+    def holder(self, size: int, seq_len: int) -> tuple[Server, GraphGroup, CUDAGraphEntry] | None:
+        """The entry of a key, with its server and group; if several callables have one, the one that was used last."""
+        found = [
+            (one.server, group, entry)
+            for one in self.callables
+            for group in one.groups_of(size, seq_len)
+            if (entry := one.server.graphs.current(group, size)) is not None
+        ]
+        return max(found, key=lambda held: held[2].last_used, default=None)
+
+    def drop(self, size: int, seq_len: int, *, but: KeyedCallable | None = None) -> bool:
+        """Release the graphs of a key, and forget failures there; whether there was a graph."""
+        groups = [group for one in self.callables if one is not but for group in one.groups_of(size, seq_len)]
+        found = [(group, entry) for group in groups for entry in group.of_size(size)]
+        for group, entry in found:
+            self.cache.remove(entry.place)
+            group.drop(entry)
+            entry.release()
+        return bool(found)
+
+    def invalidate(self, tag: str) -> None:
+        """Release all graphs, since the user says that they are wrong."""
+        for one in self.callables:
+            one.server.graphs.invalidate(tag)
+
+    def sleep(self, tag: str) -> None:
+        """Release all graphs, their buffers and the pool; no graph is made until ``wake``."""
+        self.is_asleep = True
+        self._forget_callables(tag)
+
+    def wake(self) -> None:
+        """End ``sleep()``. Harmless when awake."""
+        self.is_asleep = False
+        for one in self.callables:
+            one.server.graphs.wake()
+
+    def freeze(self, is_frozen: bool) -> None:
+        """Allow no capture and no comparison from now on; or allow them again."""
+        self.is_frozen = is_frozen
+        for one in self.callables:
+            one.server.graphs.freeze(is_frozen)
+
+    def clear(self) -> None:
+        """Release all graphs. The statistics stay."""
+        for entry in self.cache.clear():
+            entry.release()
+        self._forget_callables()
+        self.cache.admission.clear()
+
+    def memory_report(self) -> MemoryReport:
+        """The bytes held by the pool, the graphs, and their static inputs and output buffers."""
+        return memory_report(self.cache, [self._pool])
+
+    def _forget_callables(self, tag: str = "") -> None:
+        """Forget all callables, and renew the pool; a call that still has one of their servers runs eagerly."""
+        with self._lock:
+            known, self.callables = self.callables, []
+        for one in known:
+            one.server.graphs.sleep(tag)
+        self._pool.close()
+        self._pool = self._backend.make_pool()
 
 
 class CUDAGraphRegistry(Lifecycle):
@@ -99,15 +249,14 @@ class CUDAGraphRegistry(Lifecycle):
         """
         check_callable("capture_fn", capture_fn)
         graphs = self._graphs
-        if graphs.is_frozen:
-            raise CaptureError(f"no capture: {Reason.FROZEN.text}", Reason.FROZEN)
-        if graphs.is_asleep:
-            raise CaptureError(f"no capture: {Reason.ASLEEP.text}", Reason.ASLEEP)
+        if graphs.is_frozen or graphs.is_asleep:
+            closed = Reason.FROZEN if graphs.is_frozen else Reason.ASLEEP
+            raise CaptureError(f"no capture: {closed.text}", closed)
         check_count("batch_size", batch_size)
         if inputs is None:
             inputs = make_example(input_shapes, dtypes, graphs.device)
         else:
-            check_input_shapes(inputs, input_shapes)
+            check_inputs(inputs, input_shapes)
         size = batch_size if size is None else size
         check_count("size", size, batch_size)
         check_count("seq_len", seq_len, 0)
@@ -119,7 +268,7 @@ class CUDAGraphRegistry(Lifecycle):
         name = f"batch_size={batch_size}, seq_len={seq_len}"
         result = capture_example(one.server, route, ((), dict(inputs)), batch_size, size, name)
         try:
-            check_output_shapes(result.answer, output_shapes)
+            check_outputs(result.answer, output_shapes)
         except ConfigError:
             self.remove(size, seq_len)
             raise
@@ -137,7 +286,7 @@ class CUDAGraphRegistry(Lifecycle):
             The entry, or None.
         """
         found = self._graphs.holder(batch_size, seq_len)
-        return found.entry if found is not None else None
+        return found[2] if found is not None else None
 
     def has(self, batch_size: int, seq_len: int) -> bool:
         """Whether there is a graph for exactly this key now.
@@ -188,8 +337,6 @@ class CUDAGraphManager(CUDAGraphRegistry):
     Inputs may be NumPy arrays. The function gets tensors in any case; on the CPU they share the arrays' memory. If all
     inputs are arrays, the outputs are arrays, too; handles (``options.outputs``) and dtypes that NumPy lacks stay.
 
-    ``Prewarmer.capture_one`` can drive a manager after ``keep_examples()``: ``captured_sizes`` are batch sizes.
-
     Args:
         config: What to capture, how, and within which limits. None: ``CUDAGraphConfig()``.
 
@@ -234,7 +381,8 @@ class CUDAGraphManager(CUDAGraphRegistry):
         Returns:
             ``FULL``, ``PIECEWISE`` or ``NONE``.
         """
-        if not self.is_enabled or not self._sizes.should_use_cudagraph(batch_size, seq_len):
+        is_within = self._sizes.should_use_cudagraph(batch_size, seq_len)
+        if not (self.is_enabled and is_within):
             return CUDAGraphMode.NONE
         return self._mode.decode_mode() if seq_len == 1 else self._mode.mixed_mode()
 
@@ -339,14 +487,12 @@ class CUDAGraphManager(CUDAGraphRegistry):
             raise ReplayError(f"no graph serves batch_size={batch_size}, seq_len={seq_len}; capture_graph() it first")
         server, group, entry = found
         closed = server.closed(group.route) or (None if entry.fits_modes() else Reason.MODE_ACTIVE)
+        if closed is None and torch.is_grad_enabled() and server.needs_gradients((), {}):
+            closed = Reason.NEEDS_GRADIENTS
         if closed is not None:
             raise ReplayError(f"no graph may replay now: {closed.text}")
-        if not entry.is_current():
-            raise ReplayError("weights or captured variables moved since the capture; capture_graph() again")
         inputs, are_arrays = as_tensors(inputs, self._graphs.device)
         values, rows = entry.check(inputs)
-        if torch.is_grad_enabled() and server.needs_gradients((), {}):
-            raise ReplayError(f"no graph may replay now: {Reason.NEEDS_GRADIENTS.text}")
         if rows != batch_size and group.signature.has_rows:
             raise GuardError(f"inputs must have batch_size={batch_size} rows, got {rows}")
         reason, detail = entry.objection(values, rows, is_frozen=self.is_frozen)
@@ -395,57 +541,18 @@ class CUDAGraphManager(CUDAGraphRegistry):
         """
         check_callable("execute_fn", execute_fn)
         inputs, are_arrays = as_tensors(inputs, self._graphs.device)
-        check_input_shapes(inputs, input_shapes)
+        check_inputs(inputs, input_shapes)
         mode = self.get_mode_for_batch(batch_size, seq_len)
-        may_serve = mode.has_graphs() and not self._graphs.is_asleep
-        reason = None if may_serve else self._eager_reason(batch_size, seq_len)
         one = self._graphs.find(execute_fn)
-        if reason is not None:
-            result = one.server.run_eagerly(Decision.eager(reason, batch_size), (), dict(inputs))
+        if not mode.has_graphs():
+            result = one.server.run_eagerly(self._why_eager(batch_size, seq_len), (), dict(inputs))
         else:
             size = self._sizes.get_padded_batch_size(batch_size)
             dims = batch_dims(inputs, batch_size, dynamic)
             result = one.server.serve(self._graphs.route(one, size, seq_len, mode, dims), (), dict(inputs))
         if output_shapes:
-            check_output_shapes(result.get() if isinstance(result, OutputView) else result, output_shapes)
+            check_outputs(result.get() if isinstance(result, OutputView) else result, output_shapes)
         return as_arrays(result) if are_arrays else result
-
-    def keep_examples(self) -> None:
-        """Keep two rows of one batch of each signature from now on, as examples for ``capture_size``."""
-        self._graphs.keep_examples()
-
-    @property
-    def captured_sizes(self) -> tuple[int, ...]:
-        """The batch sizes that have a graph for every signature seen so far (function, sequence length, shapes)."""
-        found: list[set[int]] = []
-        for server, routes in self._graphs.by_sizes():
-            with server.lock:
-                found += sizes_of_groups(routes)
-        return common_sizes(found)
-
-    @untraced
-    def capture_size(self, size: int) -> bool:
-        """Capture a batch size now, while nothing is to be served, for every signature of which an example is kept.
-
-        It leaves no effect.
-
-        Args:
-            size: One of the configuration's sizes.
-
-        Returns:
-            Whether each signature has a graph of it then.
-
-        Raises:
-            ConfigError: The configuration has no such size.
-            FallbackError: The configuration is ``strict`` and there can be no graph.
-        """
-        if size not in self._sizes.resolve().sizes:
-            raise ConfigError(f"size must be one of {self._sizes.resolve().sizes}, got {shown(size)}")
-        for server, routes in self._graphs.by_sizes():
-            with torch.no_grad(), server.lock:
-                if routes and self.is_enabled:
-                    capture_size(server, routes, size)
-        return size in self.captured_sizes
 
     def reset(self) -> None:
         """Release all graphs and forget what was seen and counted."""
@@ -455,15 +562,12 @@ class CUDAGraphManager(CUDAGraphRegistry):
     def __repr__(self) -> str:
         return f"<CUDAGraphManager {self._mode.name}: {self.num_graphs} graphs, {self.stats!r}>"
 
-    def _eager_reason(self, batch_size: int, seq_len: int) -> Reason:
-        """Why no graph may serve this batch, whatever is captured. Raises ``ConfigError`` for no integers."""
-        is_within = self._sizes.should_use_cudagraph(batch_size, seq_len)
+    def _why_eager(self, batch_size: int, seq_len: int) -> Decision:
+        """Why no graph may serve this batch, whatever is captured."""
         if not self.is_enabled:
-            return Reason.DISABLED
-        if self._graphs.is_asleep:
-            return Reason.ASLEEP
-        if batch_size < 1:
-            return Reason.NO_ROWS
-        if not is_within:
-            return Reason.ABOVE_LARGEST_SIZE if batch_size > self._sizes.resolve().largest else Reason.NOT_CAPTURED
-        return Reason.MODE_MISMATCH
+            return Decision.eager(Reason.DISABLED, batch_size)
+        decision = self._graphs.tables[CUDAGraphMode.FULL].decide(batch_size)
+        if not decision.mode.has_graphs():
+            return decision
+        is_long = seq_len > self.config.max_seq_len
+        return Decision.eager(Reason.NOT_CAPTURED if is_long else Reason.MODE_MISMATCH, batch_size)

@@ -12,7 +12,7 @@ from ..call.spec import is_tensor
 from ..errors import ConfigError, check_type, shown
 
 __all__ = [
-    "Shapes", "as_arrays", "as_tensors", "batch_dims", "check_input_shapes", "check_output_shapes", "make_example",
+    "Shapes", "as_arrays", "as_tensors", "batch_dims", "check_inputs", "check_outputs", "make_example",
 ]  # fmt: skip
 
 Shapes = Mapping[str, Sequence[int]]
@@ -73,7 +73,7 @@ def make_example(
     }
 
 
-def check_input_shapes(inputs: Mapping[str, torch.Tensor], shapes: Shapes | None) -> None:
+def check_inputs(inputs: Mapping[str, torch.Tensor], shapes: Shapes | None) -> None:
     """Raise ``ConfigError`` if ``inputs`` are no mapping of tensors, or not what ``shapes`` says."""
     if not isinstance(inputs, Mapping):
         raise ConfigError(f"inputs must be a mapping from name to tensor, got a {type(inputs).__name__}")
@@ -91,7 +91,7 @@ def check_input_shapes(inputs: Mapping[str, torch.Tensor], shapes: Shapes | None
             )
 
 
-def check_output_shapes(outputs: Any, shapes: Shapes | None) -> None:
+def check_outputs(outputs: Any, shapes: Shapes | None) -> None:
     """Raise ``ConfigError`` if ``outputs`` are not what ``shapes`` says: by key for a mapping, else in order."""
     if not shapes:
         return

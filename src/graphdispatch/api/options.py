@@ -6,13 +6,12 @@ from typing import Any
 
 from ..call.padding import as_pad
 from ..call.rules import ArgumentRules, Grid, make_rules, read_grid
-from ..config import CUDAGraphConfig, CUDAGraphOptions, resized, roomy_config
-from ..decide.size_table import SizeTable
+from ..config import CUDAGraphConfig, CUDAGraphOptions, roomy_config
+from ..decide.decision import SizeTable
 from ..errors import ConfigError, check_callable
 from ..modes import CUDAGraphMode
-from ..serve.group import Route
 
-__all__ = ["make_table", "other_sizes", "read_kind", "read_options", "read_rules", "read_sizes"]
+__all__ = ["make_table", "read_kind", "read_options", "read_rules", "read_sizes"]
 
 
 def read_options(options: CUDAGraphOptions | None, outputs: str | None) -> CUDAGraphOptions:
@@ -107,24 +106,6 @@ def make_table(config: CUDAGraphConfig, rules: ArgumentRules, mode: CUDAGraphMod
         return table
     points = (rules.grid.chosen or rules.grid.points(table.sizes)) if table.sizes else ()
     return SizeTable(points, mode, axes=rules.grid.axes, pad_batches=table.pads)
-
-
-def other_sizes(
-    config: CUDAGraphConfig, rules: ArgumentRules, sizes: Any, routes: Mapping[Route, bool]
-) -> tuple[CUDAGraphConfig, ArgumentRules, Mapping[Route, SizeTable]]:
-    """What changes when calls are padded to other sizes: combinations of them, or sizes of the first dimension.
-
-    ``routes`` tells of each whether its calls are mixed ones. Raises ``ConfigError``.
-    """
-    points = tuple(rules.grid.checked_points(sizes)) if rules.grid is not None and _are_points(sizes) else ()
-    try:
-        config = resized(config, sorted({point[0] for point in points}) if points else sizes)
-    except ConfigError as error:
-        raise _in_short_names(error) from None
-    if rules.grid is not None:
-        rules = rules._replace(grid=rules.grid._replace(chosen=points))
-    tables = {route: make_table(config, rules, route.table.mode, mixed=mixed) for route, mixed in routes.items()}
-    return config, rules, tables
 
 
 def _are_points(sizes: Any) -> bool:

@@ -5,7 +5,7 @@ that the arguments are what that graph was captured with. ``AdaptiveCUDAGraphWra
 descriptors than there is room for.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,19 +16,17 @@ from ..call.context import current_context, real_rows
 from ..call.rules import ArgumentRules
 from ..call.signature import Refusal
 from ..call.spec import declared_names, takes_any_name
-from ..capture.collector import swept_collector
 from ..config import CUDAGraphOptions, parse_mode
-from ..decide.size_table import SizeTable
+from ..decide.decision import SizeTable
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, check_callable, check_count, check_type, shown
 from ..memory.admission import Admission
 from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
-from ..reasons import Reason
 from ..serve.graphs import GraphSet
-from ..serve.group import GraphGroup, Route, Routes
-from ..serve.prewarm import arguments_of, capture_checked
+from ..serve.group import Route, Routes
+from ..serve.prewarm import arguments_of, check_open, prewarm
 from ..serve.server import Server
 from ..stats import CUDAGraphStats
 from .graphed import Graphed
@@ -269,7 +267,8 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         """
         check_count("top_k", top_k)
         with self._server.lock:
-            calls = {group.route.descriptor: group.num_calls for group in self._graphs.groups.values()}
+            groups = self._graphs.groups.values()
+            calls = {group.route.descriptor: group.misses.total() + group.num_replays for group in groups}
         ranked = sorted(calls.items(), key=lambda item: -item[1])
         return [(shape, count) for shape, count in ranked if shape is not None and count][:top_k]
 
@@ -305,19 +304,15 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
                 f"prewarm of {len(wanted)} shapes needs max_cached_graphs >= {len(wanted)}, got {most}; "
                 "raise it, or name fewer in shapes"
             )
-        if self._graphs.is_asleep:
-            raise ConfigError(f"prewarm cannot capture now: {Reason.ASLEEP.text}")
-        if self._graphs.is_frozen:
-            raise ConfigError(f"prewarm cannot capture now: {Reason.FROZEN.text}")
         largest_first = sorted(wanted, key=lambda descriptor: -descriptor.num_tokens)
-        with torch.no_grad(), self._server.lock, swept_collector(self.options.gc_disable):
-            self._graphs.refresh()
-            found = [self._prepared(d, dummy_fn(d)) for d in largest_first if self.get_entry(d) is None]
-            todo = [call for call in found if call is not None]
-            for group, leaves in todo:
-                self._graphs.warm_up(group, leaves, 1)
-            for group, leaves in todo:
-                capture_checked(self._server, group, leaves, 1, 1)
+        with torch.no_grad(), self._server.lock:
+            for descriptor in largest_first[:1]:
+                check_open(self._server, self._routes[descriptor], "prewarm")
+            missing = [descriptor for descriptor in largest_first if self.get_entry(descriptor) is None]
+            calls = [(self._routes[descriptor], *arguments_of(dummy_fn(descriptor))) for descriptor in missing]
+            calls = [call for call in calls if not isinstance(self._graphs.find(*call), Refusal)]
+            if calls:
+                prewarm(self._server, calls)
         return [descriptor for descriptor in largest_first if self.get_entry(descriptor) is not None]
 
     @property
@@ -341,11 +336,6 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         if self._dummy_fn is None:
             raise ConfigError("capture_size needs a dummy_fn for its arguments; call prewarm(shapes, dummy_fn) first")
         return bool(self.prewarm([size], self._dummy_fn))
-
-    def _prepared(self, descriptor: BatchDescriptor, dummy: Any) -> tuple[GraphGroup, Sequence[Any]] | None:
-        args, kwargs = arguments_of(dummy)
-        found = self._server.find(self._routes[descriptor], args, dict(kwargs))
-        return None if isinstance(found, Refusal) else found[:2]
 
 
 def _takes_rows(runnable: Any) -> bool:

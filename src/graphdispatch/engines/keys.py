@@ -22,8 +22,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..copying import MadeAnew, Unlocked, make_lock
-from ..decide.decision import Decision
-from ..decide.size_table import Memo
+from ..decide.decision import Decision, Memo
 from ..descriptors import BatchDescriptor, DispatchKey
 from ..errors import ConfigError, FallbackError, check_count, shown
 from ..modes import CUDAGraphMode

@@ -142,8 +142,8 @@ class Prewarmer:
         A size that cannot be captured costs its time, and the next one is tried while the budget lasts.
 
         Args:
-            target: What captures: a callable made by ``graphed``, a manager, a dispatcher or an adaptive wrapper. It
-                has ``captured_sizes`` and ``capture_size(size)``.
+            target: What captures: a callable made by ``graphed``, a dispatcher or an adaptive wrapper. It has
+                ``captured_sizes`` and ``capture_size(size)``.
 
         Returns:
             The size that was captured, or None.

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..backends import Backend, Pool, get_backend
 from ..call.rules import ArgumentRules, callable_name
@@ -18,7 +18,7 @@ from ..capture.request import CaptureRequest, CaptureResult
 from ..config import CUDAGraphOptions
 from ..copying import make_rlock
 from ..descriptors import size_text
-from ..errors import BackendError, GraphDispatchError
+from ..errors import BackendError, ConfigError, GraphDispatchError
 from ..memory.accounting import MemoryReport, bytes_of, memory_report
 from ..memory.admission import Quarantine
 from ..memory.cache import GraphCache, StateKey, Victim
@@ -31,8 +31,7 @@ from ..reasons import Reason
 from ..showing import count, percent
 from ..state.guards import StateGuard
 from ..stats import CUDAGraphStats, EvictionReason
-from .group import RETRY, GraphGroup, Route
-from .share import TimeShare
+from .group import RETRY, GraphGroup, Route, Spelling
 
 _log = logging.getLogger("graphdispatch")
 
@@ -40,7 +39,7 @@ FIRST_CALLS = 1000
 """After so many calls the log says once if graphs serve fewer than half."""
 FIRST_CAPTURES = 32
 """After so many captures it says once if half of the graphs are gone."""
-_MOST_CAUSES = 3
+T = TypeVar("T", bound=CaptureResult | None)
 
 
 class Health(NamedTuple):
@@ -63,7 +62,7 @@ class Health(NamedTuple):
     @classmethod
     def of(cls, stats: CUDAGraphStats) -> "Health":
         """What the counters tell now."""
-        causes = stats.reasons.copy().most_common(_MOST_CAUSES)
+        causes = stats.reasons.copy().most_common(3)
         return cls(stats.calls, stats.graph_ratio, stats.captures, stats.evictions, tuple(causes))
 
     @property
@@ -77,9 +76,74 @@ class Health(NamedTuple):
         return f"graphs serve {percent(self.share)} of {count(self.calls)} calls{lost}{causes}"
 
 
+class TimeShare:
+    """Says whether there is time for work on graphs that a call would pay for: a capture, or a comparison.
+
+    All of it may take at most ``share`` of the time that eager would take for the calls served so far: eager calls and
+    replays, each as long as an eager call on average. Work counts beyond the eager run that answers its call, which
+    takes as long as one on average unless the work says how long it took: the first of a shape takes longer. It is
+    expected to take as long as the latest of its kind. The first of each kind is done whatever it takes, and does
+    not count, so that the first graph comes soon.
+
+    Used with the server's lock held, but for ``note_eager``, which may lose a call of another thread.
+
+    Args:
+        share: The largest share; None: no limit.
+        count_replays: Gives the number of replays so far, those of graphs that are gone, too.
+    """
+
+    clock = staticmethod(time.perf_counter)
+    """The time in seconds."""
+
+    def __init__(self, share: float | None, count_replays: Callable[[], int]) -> None:
+        self.share = share
+        self._count_replays = count_replays
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was done."""
+        self._spent_s, self._eager_s, self._eager_calls = 0.0, 0.0, 0
+        self._latest_s: dict[Hashable, float] = {}
+
+    def allows(self, kind: Hashable) -> bool:
+        """Whether there is time for work of this kind now."""
+        if self.share is None or kind not in self._latest_s:
+            return True
+        return self._spent_s + self._latest_s[kind] <= self.share * self._served_s
+
+    def pay(self, kind: Hashable, work: Callable[[], T]) -> T:
+        """``work()``, which counts as work of this kind."""
+        started, done = self.clock(), None
+        try:
+            done = work()
+            return done
+        finally:
+            answer_s = max(done.answer_s if done is not None else 0.0, self._usual_s)
+            taken_s = max(self.clock() - started - answer_s, 0.0)
+            self._spent_s += taken_s if kind in self._latest_s else 0.0
+            self._latest_s[kind] = taken_s
+
+    def note_eager(self, seconds: float) -> None:
+        """Note a call that ran eagerly. Needs no lock."""
+        self._eager_s += seconds
+        self._eager_calls += 1
+
+    @property
+    def _served_s(self) -> float:
+        return self._eager_s + self._count_replays() * self._usual_s
+
+    @property
+    def _usual_s(self) -> float:
+        return self._eager_s / self._eager_calls if self._eager_calls else 0.0
+
+
 class GraphSet:
-    """Captures, verifies and releases the graphs of ``fn``. Its methods are called with ``lock`` held, unless they
-    say otherwise; ``cache`` and ``pool`` may be shared with other sets."""
+    """Finds the group of a call, and captures, verifies and releases the graphs of ``fn``.
+
+    At most ``max_groups`` signatures are kept, unless the options have another number; the least recently used one
+    gives way to a new one. Methods are called with ``lock`` held, unless they say otherwise; ``cache`` and ``pool`` may
+    be shared with other sets.
+    """
 
     def __init__(
         self,
@@ -89,9 +153,11 @@ class GraphSet:
         *,
         backend: Backend | None = None,
         pool: Pool | None = None,
+        max_groups: int = 1024,
     ) -> None:
         self.fn = fn
         self.options = options
+        self.max_groups = options.max_signatures or max_groups
         self._returns_handles = options.returns_handles
         self.cache = cache
         self.backend = backend
@@ -108,12 +174,16 @@ class GraphSet:
         """Whether graphs that replay slower than eager are given up."""
         self.clock = time.perf_counter
         """Of captures, in seconds."""
-        self.share = TimeShare(options.capture_share, self.entries)
+        self.share = TimeShare(options.capture_share, lambda: sum(group.num_replays for group in self.groups.values()))
         self.lock = make_rlock()
         self._guard: StateGuard | None = None
         self.latest_change = ""
         """What has changed of the callable's state when its graphs last stopped fitting, in words."""
-        self._states = itertools.count(1)
+        self._states, self._numbers = itertools.count(1), itertools.count()
+        self._waiting: Hashable = None
+        """The key of the group beyond the limit that waits for its second call."""
+        self._has_fitted = False
+        """Whether the rules have fitted a call."""
 
     @property
     def guard(self) -> StateGuard:
@@ -121,6 +191,87 @@ class GraphSet:
         if self._guard is None or not self._guard.holds():
             self._guard = StateGuard(self.fn)
         return self._guard
+
+    def find(
+        self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_call: bool = False
+    ) -> tuple[GraphGroup, Sequence[Any], int] | Refusal:
+        """The group, leaves and rows of a call; makes the group if the call can have one.
+
+        With ``is_call`` no group with graphs gives way to it yet: one does when it is captured. Raises ``ConfigError``
+        for rules that fit no call yet; later such a call is an odd one.
+        """
+        if not route.table.sizes:
+            return Refusal(route.without_sizes, "")
+        key = (len(args), *kwargs)
+        spelling = route.spellings.get(key)
+        found = spelling.find(args, kwargs) if spelling is not None else None
+        if spelling is not None and found is not None:
+            if not is_call:
+                self.give_way(found[0])
+            spelling.use(found[0])
+            return found
+        captured = route.entry.call if route.entry is not None else None
+        if spelling is not None:
+            spec = spelling.spec
+        else:
+            spec = CallSpec(self.fn if captured is None else captured.fn, len(args), tuple(kwargs))
+        if (captured is not None and spec.names != captured.names) or (route.is_single and route.spellings):
+            return Refusal(Reason.ARGUMENTS_CHANGED, f"the arguments are not those of the graph for {route.key}")
+        place = route.key if route.is_single else (route.key, next(self._numbers))
+        try:
+            made = self.make_group(place, route, spec, spec.values(args, kwargs))
+        except ConfigError as error:
+            if not self._has_fitted:
+                raise
+            return Refusal(Reason.ARGUMENTS_CHANGED, str(error))
+        if isinstance(made, Refusal):
+            return made
+        self._has_fitted = True
+        group, leaves = made
+        self.give_way(group, only_idle=is_call)
+        spelling = route.spellings.get(key)  # which may have gone with its last group
+        if spelling is None:
+            route.spellings[key] = Spelling(spec, group)
+        else:
+            spelling.groups.append(group)
+            spelling.use(group)
+        return group, leaves, group.signature.match(leaves)
+
+    def give_way(self, newcomer: GraphGroup, *, only_idle: bool = False) -> None:
+        """Forget groups beyond the limit: first the one that waits, then the least recently used, an idle one if any.
+
+        One group more than the limit may wait for its second call, which captures; it is the first to go. So in a cycle
+        over more signatures than the limit, those beyond it make each other give way before they come again: they run
+        eagerly, and are not captured. A group whose captures failed is not idle, so such a cycle does not try them
+        again and again either. If each signature comes a few times and then no more, graphs are captured for all of
+        them. Groups around graphs of others (``Route.entry``) stay.
+        """
+        if newcomer.route.entry is not None:
+            return
+        while self.num_groups > self.max_groups + only_idle:
+            owned = (group for group in self.groups.values() if group.route.entry is None)
+            others = [group for group in owned if group is not newcomer]
+            waiting = next((group for group in others if group.key == self._waiting and group.is_idle), None)
+            self._forget(waiting or min(others, key=lambda group: (not group.is_idle, group.last_used)))
+        self._waiting = newcomer.key if self.num_groups > self.max_groups else None
+
+    @property
+    def num_groups(self) -> int:
+        """The groups that count for ``max_groups``; one more while a new one waits for its second call."""
+        return sum(group.route.entry is None for group in self.groups.values())
+
+    def _forget(self, group: GraphGroup) -> None:
+        """Let go of a group, with its graphs and static inputs, and of its form of call if it was the only one."""
+        for entry in group.all_entries:
+            self.release(self.cache.retire(entry, EvictionReason.DROPPED))
+        self.groups.pop(group.key, None)
+        for key, spelling in list(group.route.spellings.items()):
+            if group in spelling.groups:
+                spelling.groups.remove(group)
+                if not spelling.groups:
+                    del group.route.spellings[key]
+                elif spelling.latest[0] is group:  # a hit that still reads it there finds that it serves nothing
+                    spelling.use(spelling.groups[-1])
 
     def make_group(
         self, key: Hashable, route: Route, spec: CallSpec, values: Sequence[Any]
@@ -282,8 +433,6 @@ class GraphSet:
             for victim in victims:
                 for group in self.groups.values():
                     group.drop(victim.entry)
-                if victim.entry.stats is self.stats:
-                    self.share.note_gone(victim.entry)
                 victim.release()
             if victims or self.is_asleep:
                 # The static inputs of a graph that somebody else captured are not ours to free.
@@ -373,6 +522,8 @@ class GraphSet:
 
     def clear(self) -> None:
         """Release everything and forget all signatures and misses; a pool of its own is closed, and another made."""
+        for group in self.groups.values():
+            group.route.spellings.clear()
         victims = [entry for entry in self.entries() if self.cache.remove(entry.place)]
         self.cache.admission.clear()
         self.share.clear()

@@ -5,15 +5,14 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from ..call.rules import ArgumentRules
 from ..call.signature import Signature
 from ..call.spec import CallSpec, FlatCall
-from ..decide.decision import Decision
-from ..decide.size_table import SizeTable, descriptor_of
+from ..decide.decision import Decision, SizeTable, descriptor_of
 from ..descriptors import BatchDescriptor
 from ..memory.admission import Backoff, Failure, Quarantine
 from ..memory.entry import CUDAGraphEntry
@@ -28,7 +27,6 @@ from ..state.guards import StateGuard
 _log = logging.getLogger("graphdispatch")
 _MOST_HITS = 8192
 _MOST_STATES = 8
-R = TypeVar("R", bound="Route")
 RETRY = Backoff(first=16, factor=4)
 """The misses of a size between a failed capture and the next try."""
 
@@ -50,6 +48,8 @@ class Route:
     _: KW_ONLY
     descriptor: BatchDescriptor | None = None
     """What its graphs serve, where the front end names them; None: by their sizes."""
+    seq_len: int | None = None
+    """The tokens of each request, where the front end names graphs by batch size and sequence length."""
     entry: CUDAGraphEntry | None = None
     """The only graph of the route, where somebody else captured it; None where the server captures."""
     is_single: bool = False
@@ -66,10 +66,14 @@ class Route:
 
     def descriptor_of(self, size: int) -> BatchDescriptor:
         """What the graph of ``size`` serves."""
+        if self.seq_len is not None:
+            return BatchDescriptor(size * max(self.seq_len, 1), size, self.seq_len == 1)
         return self.descriptor or descriptor_of(size)
 
     def name_of(self, size: int) -> Hashable:
         """The front end's name for the graph of ``size``, the ``key`` of its entry: a descriptor, rows, or lengths."""
+        if self.seq_len is not None:
+            return size, self.seq_len
         return self.descriptor or (size.lengths if isinstance(size, Extents) else size)
 
     @property
@@ -78,7 +82,7 @@ class Route:
         return [group for spelling in self.spellings.values() for group in spelling.groups]
 
 
-class Routes(dict[Hashable, R], Generic[R]):
+class Routes(dict[Hashable, Route]):
     """The routes of a front end by its own keys; ``routes[key]`` makes one that is new.
 
     Not thread-safe: used with the server's lock held, but for lookups with ``get``.
@@ -90,12 +94,12 @@ class Routes(dict[Hashable, R], Generic[R]):
 
     __slots__ = ("_make", "_most")
 
-    def __init__(self, make: Callable[..., R], most: int = 1024) -> None:
+    def __init__(self, make: Callable[[Any], Route], most: int = 1024) -> None:
         super().__init__()
         self._make = make
         self._most = most
 
-    def __missing__(self, key: Hashable) -> R:
+    def __missing__(self, key: Hashable) -> Route:
         if len(self) >= self._most:
             for known, route in list(self.items()):
                 if not route.spellings:
@@ -183,8 +187,6 @@ class GraphGroup:
     """The values of a call of two rows; empty if none is kept."""
     missed_at: int = 0
     """When the latest call took the slow path, in uses (``next_use``)."""
-    wants_example: bool = False
-    """Whether the next call must take the slow path, which keeps an example."""
     hits: Hits = field(init=False)
 
     def __post_init__(self) -> None:
@@ -210,10 +212,9 @@ class GraphGroup:
         return self.entries.get(size, ())
 
     @property
-    def num_calls(self) -> int:
-        """Calls of all sizes, with or without a graph."""
-        replays = sum(entry.replay_count for entry in self.all_entries)
-        return self.misses.total() + self.past_replays.total() + replays
+    def num_replays(self) -> int:
+        """Calls of all sizes that a graph served."""
+        return self.past_replays.total() + sum(entry.replay_count for entry in self.all_entries)
 
     def decide(self, rows: int) -> Decision:
         """The decision for a call of ``rows`` rows that fits the signature."""
@@ -221,14 +222,14 @@ class GraphGroup:
 
     def make_hit(self, rows: int) -> Hit | None:
         """The hit of calls of ``rows`` rows, if a graph may serve them by hits; needs no lock."""
-        if rows < 0 or self.wants_example:
+        if rows < 0:
             return None
         decision = self.decide(rows)
         entries = self.of_size(decision.size) if decision.mode.has_graphs() else ()
         if not entries or not entries[0].may_hit(decision.rows):
             return None
         entry = entries[0]
-        return Hit(entry, entry.plan(decision.rows), decision.as_mode(entry.mode), entry.guard)
+        return Hit(entry, entry.plan(decision.rows), decision._replace(mode=entry.mode), entry.guard)
 
     def current(self, size: int) -> CUDAGraphEntry | None:
         """The entry of ``size`` whose state is the present one, if there is one; it is the first choice from now on.
@@ -295,9 +296,7 @@ class GraphGroup:
 
     def keep_example(self, values: Sequence[Any]) -> None:
         """Keep two rows of a call, so that further sizes can be captured when none is under way."""
-        self.wants_example = False
-        if not self.example:
-            self.example = self.resized(values, self.signature.rows_of_example(values))
+        self.example = self.resized(values, self.signature.rows_of_example(values))
 
     def resized(self, values: Sequence[Any], rows: int, *, shift: int = 0) -> list[Any]:
         """The example's rows repeated, from row ``shift`` on, until there are ``rows`` of them."""

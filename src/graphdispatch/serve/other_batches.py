@@ -9,7 +9,7 @@ Note [rows that a rule hides]
 """
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,23 +38,35 @@ def difference_on(
     return result if result.entry is None else None
 
 
-def settle(
-    graphs: GraphSet, group: GraphGroup, values: Sequence[Any], rows: int, entry: CUDAGraphEntry
+def _difference_on_made(
+    graphs: GraphSet,
+    group: GraphGroup,
+    make: Callable[[], Sequence[Any] | None],
+    rows: int,
+    entry: CUDAGraphEntry,
+    name: str,
 ) -> CaptureResult | None:
-    """The same with another batch made of one: all calls were alike, or this one cannot tell.
-
-    Nothing is compared where no other batch can be made, or the callable raises for it.
-    """
-    if graphs.is_frozen:
-        return None
+    """The same on a batch that is made: nothing is compared where none can be, or the callable raises for it."""
     try:
-        other = varied(group, values, rows)
-        return difference_on(graphs, group, other, rows, entry) if entry.differs(other) else None
+        batch = make()
+        return difference_on(graphs, group, batch, rows, entry) if batch is not None else None
     except GraphDispatchError:
         raise
     except Exception as error:
-        _log.debug("%r was not compared on another batch: %s", entry, error)
+        _log.debug("%r was not compared on %s: %s", entry, name, error)
         return None
+
+
+def settle(
+    graphs: GraphSet, group: GraphGroup, values: Sequence[Any], rows: int, entry: CUDAGraphEntry
+) -> CaptureResult | None:
+    """The same with another batch made of one: all calls were alike, or this one cannot tell."""
+
+    def other() -> Sequence[Any] | None:
+        batch = varied(group, values, rows)
+        return batch if entry.differs(batch) else None
+
+    return None if graphs.is_frozen else _difference_on_made(graphs, group, other, rows, entry, "another batch")
 
 
 def compare(
@@ -77,8 +89,8 @@ def compare(
 def stretched(
     graphs: GraphSet, group: GraphGroup, values: Sequence[Any], rows: int, entry: CUDAGraphEntry
 ) -> CaptureResult | None:
-    """What other rows show where no proof may replace the padding, for as many batches as proofs ask; else None: see
-    Note [rows that a rule hides]."""
+    """What other rows, made of a padded batch, show where no proof may replace the padding, for as many batches as
+    proofs ask; else None: see Note [rows that a rule hides]."""
     proof, specs, may_write = entry.proof, group.inputs.specs, graphs.options.padding_writes
     if rows == entry.size or entry.program.is_stretched or proof is None or proof.untested:
         return None
@@ -87,24 +99,6 @@ def stretched(
     entry.program.is_stretched = proof.is_complete and group.inputs.cells(rows) > 1
     if not kept and not proof.kept:
         return None
-    return _stretch(graphs, group, values, rows, entry, kept)
-
-
-def _stretch(
-    graphs: GraphSet,
-    group: GraphGroup,
-    values: Sequence[Any],
-    rows: int,
-    entry: CUDAGraphEntry,
-    kept: Collection[int],
-) -> CaptureResult | None:
-    """Compare a graph with eager on other rows made of a padded batch; the result that found a difference, or None.
-
-    ``kept`` are the arguments (by index) whose padding follows a rule in all proofs, beside those that the entry's
-    proof kept. Leaves no effects. Nothing happens where the callable raises for such rows.
-    """
-    proof = entry.proof
-    assert proof is not None
     axes = group.inputs.axes
     lengths = zip(lengths_of(axes, rows), lengths_of(axes, entry.size), strict=True)
     rows = pack(axes, [own - (1 < own == full) for own, full in lengths])  # padding along each
@@ -113,17 +107,11 @@ def _stretch(
     except Exception as error:
         _log.debug("%r was not compared on other rows: %s", entry, error)
         return None
-    for name, make in kinds:
-        try:
-            found = difference_on(graphs, group, _batch(group, values, rows, make), rows, entry)
-        except GraphDispatchError:
-            raise
-        except Exception as error:
-            _log.debug("%r was not compared on %s: %s", entry, name, error)
-            continue
-        if found is not None:
-            return found
-    return None
+    tried = (
+        _difference_on_made(graphs, group, partial(_batch, group, values, rows, make), rows, entry, name)
+        for name, make in kinds
+    )
+    return next((found for found in tried if found is not None), None)
 
 
 def _kinds(
@@ -131,6 +119,7 @@ def _kinds(
 ) -> Iterator[tuple[str, Make]]:
     """Kinds of real rows that may show what a rule hides, in words, and how each argument is made so.
 
+    ``kept`` are the arguments (by index) whose padding follows a rule in all proofs, beside those that ``proof`` kept.
     Rules of floating-point numbers get numbers of other kinds, or the edges of the batch if the callable limits what it
     takes. For all other rules one row of the batch takes the place of all.
     """

@@ -1,45 +1,35 @@
 """Captures made on purpose, before batches need them: all sizes at the start, or one while nothing is to be served."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import asdict, dataclass, field
+from sys import maxsize
+from typing import Any
 
 import torch
 
 from ..call.signature import Refusal
 from ..capture.collector import swept_collector
 from ..capture.request import CaptureResult
-from ..config import CUDAGraphConfig
 from ..decide.decision import Decision
-from ..errors import CaptureError, ConfigError, FallbackError, GraphDispatchError, shown
+from ..errors import CaptureError, ConfigError, FallbackError, shown
+from ..memory.accounting import MemoryReport
+from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
+from ..memory.inputs import StaticInputs
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..showing import html_table
 from ..sizes import lengths_of
-from .estimate import MemoryEstimate, estimate_memory
+from ..stats import EvictionReason
 from .graphs import GraphSet
 from .group import GraphGroup, Route
 from .other_batches import difference_on, stretched, varied
 from .server import Server
 
-T = TypeVar("T")
-
-
-class Limits(NamedTuple):
-    """What a prewarm may take: seconds, and bytes held in the end; None for no limit of its own."""
-
-    max_seconds: float | None = None
-    max_bytes: int | None = None
-
-    def checked(self) -> "Limits":
-        """Itself. Raises ``ConfigError`` for what is no amount."""
-        for name, value in self._asdict().items():
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
-                raise ConfigError(f"{name} must be a number above 0 or None, got {shown(value)}")
-        return self
+Todo = tuple[GraphGroup, Sequence[Any], int]
+"""A size to capture: its group, an example of its calls, and the size."""
 
 
 @dataclass(frozen=True)
@@ -68,50 +58,100 @@ class PrewarmReport:
         return html_table(title, ("size", "mode", "what became of it"), rows)
 
 
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes that graphs of ``per_size``, captured largest first, will hold; ``total`` is comparable with
+    ``MemoryReport.total``. The two largest sizes are measured, the others follow from them."""
+
+    fixed_bytes: int
+    """Static inputs, which are made for the largest number of rows whichever sizes are captured."""
+    pool_bytes: int
+    """The pool with the largest size alone in it."""
+    per_size: Mapping[int, int]
+    """What each size is expected to add to that, from the largest to the smallest."""
+
+    @property
+    def total(self) -> int:
+        """What is expected for all sizes."""
+        return self.fixed_bytes + self.pool_bytes + sum(self.per_size.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that JSON can hold."""
+        return {"total": self.total, **asdict(self)}
+
+
 def estimate(
     server: Server, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sequence[int] | None
 ) -> MemoryEstimate:
     """See ``Graphed.estimate_memory``. Called with the server's lock held."""
-    _check_open(server, route, "estimate_memory")
+    check_open(server, route, "estimate_memory")
     group, leaves = _example(server, route, args, kwargs)
     wanted = route.table.checked(sizes) if group.signature.has_rows else (1,)
     return estimate_memory(server.graphs, group, leaves, wanted)
 
 
-def capture_size(server: Server, routes: Sequence[Route], size: int) -> bool:
+def estimate_memory(graphs: GraphSet, group: GraphGroup, values: Sequence[Any], sizes: Sequence[int]) -> MemoryEstimate:
+    """Capture the two largest of ``sizes`` on trial, from an example call's values, and throw them away.
+
+    The set of the trial has a pool, a cache and statistics of its own. What the runs write is put back, the pool is
+    released, and nothing is counted or cached: all that stays is what the callable's first run leaves in any case (lazy
+    initialisation). Call it with ``graphs.lock`` held.
+
+    Raises ``ConfigError`` without sizes, and ``CaptureError`` with its reason for a size that cannot be captured.
+    """
+    ordered = sorted(set(sizes), reverse=True)
+    if not ordered or ordered[-1] < 1:
+        raise ConfigError(f"sizes must be one or more sizes of at least 1 row, got {list(sizes)}")
+    trial = GraphSet(graphs.fn, graphs.options, GraphCache(maxsize), backend=graphs.backend)
+    inputs = StaticInputs(group.signature.inputs, group.inputs.capacity, group.inputs.axes)
+    twin = trial.add_group(group.key, group.route, group.call, group.signature, inputs)
+    reports: list[MemoryReport] = []
+    try:
+        for size in ordered[:2]:
+            example = group.resized(values, size)
+            outcome = trial.capture(twin, example, size, size, keep_effects=False)
+            if outcome.entry is None:
+                raise CaptureError(f"no graph of {size} rows, so no estimate: {outcome.detail}", outcome.reason)
+            reports.append(trial.memory_report())
+    finally:
+        trial.clear()
+    return _extrapolate(ordered, reports)
+
+
+def _extrapolate(sizes: list[int], reports: list[MemoryReport]) -> MemoryEstimate:
+    """What the sizes below the two that were measured add: of its own each holds what lies on the line through both;
+    what the pool grows by follows the rows; the driver takes as much as for the second, since the first of all pays for
+    what the driver does once."""
+    first, last = reports[0], reports[-1]
+    largest, second, growth = last.entries[-1], last.entries[0], last.pool_bytes - first.pool_bytes
+    per_size = {sizes[0]: largest.own + largest.driver}
+    for size in sizes[1:]:
+        slope = (largest.own - second.own) / (largest.size - second.size)
+        line = max(second.own + slope * (size - second.size), 0)
+        grown = growth if size == second.size else max(growth, 0) * size / second.size
+        per_size[size] = round(line + grown + second.driver)
+    return MemoryEstimate(first.input_bytes, first.pool_bytes, per_size)
+
+
+def capture_size(server: Server, routes: Sequence[Route], size: Any) -> bool:
     """See ``Graphed.capture_size``. Called with the server's lock held."""
-    largest = max((route.table.largest for route in routes), default=0)
-    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= largest:
-        raise ConfigError(f"size must be an integer from 1 to {largest}, the largest size, got {shown(size)}")
+    sizes = sorted({point for route in routes for point in route.table.points})
+    if size not in sizes:
+        raise ConfigError(f"size must be one of {tuple(sizes)}, got {shown(size)}")
     graphs = server.graphs
     if server.closed(routes[0]) is not None or graphs.is_frozen:
         return False
-    for group in _groups(routes):
-        table = group.route.table
-        fits = size <= table.largest and group.example and group.blocked(size) is None
-        if fits and graphs.current(group, size) is None:
-            try:
-                capture_checked(server, group, group.example, table.min_batch_of(size), size, compares_all=True)
-            except GraphDispatchError:
-                raise
-            except Exception as error:  # of the callable, which refused the example when it was a call, too
-                group.quarantine(size, Reason.CALL_RAISED, f"{type(error).__name__}: {error}")
+    fitting = [(group, group.route.table) for group in _groups(routes) if group.example]
+    todo = [(group, group.example, table.number_of(size)) for group, table in fitting if size in table.points]
+    todo = [one for one in todo if one[0].blocked(one[2]) is None and graphs.current(one[0], one[2]) is None]
+    _Prewarm(server, None, None, compares_all=True, progress=False).capture(todo)
     return size in captured_sizes(routes)
 
 
-def captured_sizes(routes: Sequence[Route]) -> tuple[int, ...]:
+def captured_sizes(routes: Sequence[Route]) -> tuple[Any, ...]:
     """See ``Graphed.captured_sizes``. Called with the server's lock held."""
-    return common_sizes(sizes_of_groups(routes))
-
-
-def sizes_of_groups(routes: Sequence[Route]) -> list[set[int]]:
-    """The sizes that have a graph, for each group that has a batch dimension. Called with the server's lock held."""
-    return [set(group.entries) for group in _groups(routes)]
-
-
-def common_sizes(groups: Sequence[set[int]]) -> tuple[int, ...]:
-    """The sizes that are in all groups, increasing; none without a group."""
-    return tuple(sorted(set.intersection(*groups))) if groups else ()
+    groups = [set(group.entries) for group in _groups(routes)]
+    return tuple(getattr(size, "lengths", size) for size in sorted(set.intersection(*groups))) if groups else ()
 
 
 def _groups(routes: Sequence[Route]) -> list[GraphGroup]:
@@ -119,127 +159,131 @@ def _groups(routes: Sequence[Route]) -> list[GraphGroup]:
     return [group for route in routes for group in route.groups if group.signature.has_rows]
 
 
-class CaptureBatch:
-    """The captures of one prewarm, over all routes. Used with the server's lock held."""
-
-    def __init__(
-        self, server: Server, config: CUDAGraphConfig, limits: Limits, *, progress: bool = False, compare: str = "ends"
-    ) -> None:
-        if compare not in ("ends", "all"):
-            raise ConfigError(f"compare must be 'ends' or 'all', got {shown(compare)}")
-        self._compares_all = compare == "all"
-        self._server = server
-        self._config = config
-        self._limits = limits.checked()
-        self._progress = progress
-        self._captured: dict[CUDAGraphMode, list[int]] = {}
-        self._left_out: dict[tuple[CUDAGraphMode, int], str] = {}
-        self._reasons: dict[tuple[CUDAGraphMode, int], Reason] = {}
-        self._started = time.perf_counter()
-
-    def run(
-        self, routes: Sequence[Route], args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sequence[int] | None
-    ) -> PrewarmReport:
-        """Capture the sizes that have no graph yet, from an example call. See ``Graphed.prewarm``."""
-        _check_open(self._server, routes[0], "prewarm")
-        self._server.graphs.refresh()
-        with swept_collector(self._config.options.gc_disable):
-            for route in routes:
-                self._capture(route, args, kwargs, sizes)
-        captured = {mode: tuple(done) for mode, done in self._captured.items()}
-        seconds = time.perf_counter() - self._started
-        held = self._server.graphs.memory_bytes
-        return PrewarmReport(captured, self._left_out, seconds, held, self._reasons)
-
-    def _capture(
-        self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sequence[int] | None
-    ) -> None:
-        """Capture the sizes of one route."""
-        graphs, mode = self._server.graphs, route.table.mode
-        most = graphs.cache.limit.max_cached_graphs
-        group, leaves = _example(self._server, route, args, kwargs)
-        wanted = route.table.checked(sizes) if group.signature.has_rows else (1,)
-        todo = [size for size in sorted(wanted, reverse=True) if graphs.current(group, size) is None]
-        if most is not None and len(todo) > most:
-            raise ConfigError(
-                f"prewarm of {len(todo)} sizes needs max_cached_graphs >= {len(todo)}, got {most}; raise it, or name "
-                "fewer in sizes="
-            )
-        self._capture_all(group, leaves, todo)
-        if Reason.STATE_REBOUND in {self._reasons.get((mode, size)) for size in todo}:
+def prewarm(
+    server: Server,
+    calls: Sequence[tuple[Route, tuple[Any, ...], dict[str, Any]]],
+    sizes: Sequence[int] | None = None,
+    max_seconds: float | None = None,
+    max_bytes: int | None = None,
+    *,
+    progress: bool = False,
+    compare: str = "ends",
+) -> PrewarmReport:
+    """Capture the sizes of each call's route that have no graph yet, from that call. See ``Graphed.prewarm``. Called
+    with the server's lock held."""
+    for name, value in (("max_seconds", max_seconds), ("max_bytes", max_bytes)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
+            raise ConfigError(f"{name} must be a number above 0 or None, got {shown(value)}")
+    if compare not in ("ends", "all"):
+        raise ConfigError(f"compare must be 'ends' or 'all', got {shown(compare)}")
+    check_open(server, calls[0][0], "prewarm")
+    graphs = server.graphs
+    most, limit = graphs.cache.limit.max_cached_graphs, max_bytes or graphs.options.memory_budget_bytes
+    run = _Prewarm(server, max_seconds, limit, compares_all=compare == "all", progress=progress)
+    graphs.refresh()
+    with swept_collector(graphs.options.gc_disable):
+        every: list[Todo] = []
+        for route, args, kwargs in calls:
+            group, leaves = _example(server, route, args, kwargs)
+            wanted = route.table.checked(sizes) if group.signature.has_rows else (1,)
+            if group.signature.has_rows and len(wanted) < len(route.table.sizes):
+                group.keep_example(leaves)
+            todo = [
+                (group, leaves, size) for size in sorted(wanted, reverse=True) if graphs.current(group, size) is None
+            ]
+            if most is not None and len(todo) > most:
+                raise ConfigError(
+                    f"prewarm of {len(todo)} sizes needs max_cached_graphs >= {len(todo)}, got {most}; raise it, or "
+                    "name fewer in sizes="
+                )
+            run.capture(todo)
+            every += todo
+        if run.is_rebound:
             # The first run of a size may make state, such as a table of its length, which ends graphs made before it.
-            for size in todo:
+            for group, leaves, size in every:
                 graphs.warm_up(group, group.resized(leaves, size), size)
             graphs.refresh()
-            self._capture_all(group, leaves, [size for size in todo if graphs.current(group, size) is None])
-        self._captured.setdefault(mode, []).extend(size for size in todo if graphs.current(group, size) is not None)
+            run.capture([one for one in every if graphs.current(one[0], one[2]) is None])
+    captured: dict[CUDAGraphMode, tuple[int, ...]] = {route.table.mode: () for route, *_ in calls}
+    for group, _, size in every:
+        if graphs.current(group, size) is not None:
+            captured[group.route.table.mode] += (size,)
+    return PrewarmReport(captured, run.left_out, time.perf_counter() - run.started, graphs.memory_bytes, run.reasons)
 
-    def _capture_all(self, group: GraphGroup, leaves: Sequence[Any], todo: list[int]) -> None:
-        """Capture sizes of a group, and note why each of the others has no graph."""
-        table = group.route.table
-        within = self._within_budget(group, leaves, todo)
-        title = f"capturing {table.mode.name}"
-        for size in _progress_bar(within, title, enabled=self._progress, total=len(todo), status=self._held):
+
+class _Prewarm:
+    """The captures of one prewarm, within its limits."""
+
+    def __init__(
+        self, server: Server, max_seconds: float | None, max_bytes: int | None, *, compares_all: bool, progress: bool
+    ) -> None:
+        self._server, self._compares_all, self._progress = server, compares_all, progress
+        self._max_seconds, self._max_bytes = max_seconds, max_bytes
+        self.left_out: dict[tuple[CUDAGraphMode, int], str] = {}
+        self.reasons: dict[tuple[CUDAGraphMode, int], Reason] = {}
+        self.is_rebound = False
+        """Whether a run has rebound state of the callable."""
+        self.started = time.perf_counter()
+        self._latest_s = 0.0
+        self._growth: int | None = None
+        """The bytes that the latest graph took, beside pool and inputs; None before the first."""
+
+    def capture(self, todo: Sequence[Todo]) -> None:
+        """Capture these sizes, and note why each of the others has no graph."""
+        graphs = self._server.graphs
+        for group, leaves, size in _progress_bar(todo, graphs) if self._progress else todo:
+            table = group.route.table
+            key = table.mode, size
+            begun, held = time.perf_counter(), graphs.memory_bytes
+            why = self._over_limit(begun, held, group, leaves, size)
+            if why:
+                self.left_out[key] = why
+                continue
             rows = table.min_batch_of(size) if group.signature.has_rows else 1
             result = capture_checked(self._server, group, leaves, rows, size, compares_all=self._compares_all)
-            key = table.mode, size
-            self._left_out.pop(key, None)
-            self._reasons.pop(key, None)
+            self.left_out.pop(key, None)
+            self.reasons.pop(key, None)
+            self._latest_s = time.perf_counter() - begun
             if result.entry is None:
-                self._left_out[key], self._reasons[key] = result.detail, result.reason
+                self.left_out[key], self.reasons[key] = result.detail, result.reason
+                self.is_rebound |= result.reason is Reason.STATE_REBOUND
+            else:  # the first one brings the pool and the inputs, too
+                grown = graphs.memory_bytes - held if self._growth is not None else result.entry.nbytes
+                self._growth = max(grown, 0)
+                if self._max_bytes is not None and graphs.memory_bytes > self._max_bytes:  # it took more than expected
+                    graphs.release(graphs.cache.retire(result.entry, EvictionReason.BYTES))
+                    self.left_out[key] = f"it does not fit into {self._max_bytes} bytes"
 
-    def _held(self) -> str:
-        return f"{self._server.graphs.memory_bytes / 2**20:.1f} MiB"
+    def _over_limit(self, now: float, held: int, group: GraphGroup, leaves: Sequence[Any], size: int) -> str:
+        """Why there is no time or memory for one more graph, in words; empty if there is.
 
-    def _within_budget(self, group: GraphGroup, leaves: Sequence[Any], todo: list[int]) -> Iterator[int]:
-        """The sizes for which there are time and memory, each given when the one before it is done.
-
-        What a capture took beyond the estimate is expected of the next one too.
+        It is expected to take as much as the one before it. The first one is captured on trial.
         """
-        graphs, mode, latest, beyond, is_first = self._server.graphs, group.route.table.mode, 0.0, 0, True
-        seconds, limit = self._limits.max_seconds, self._limits.max_bytes or self._config.options.memory_budget_bytes
-        known = None
-        if limit is not None and todo:
-            with suppress(CaptureError):  # the captures themselves will tell
-                known = estimate_memory(graphs, group, leaves, todo)
-        for size in todo:
-            begun, held = time.perf_counter(), graphs.memory_bytes
-            guess = known.per_size[size] if known is not None else 0
-            # The first one brings the pool and the inputs, as far as they are not there already.
-            needed = max(known.alone(size) - held, 0) if known is not None and is_first else guess + beyond
-            if seconds is not None and begun - self._started + latest > seconds:
-                self._left_out[mode, size] = f"max_seconds={seconds} are used up"
-            elif limit is not None and held + needed > limit:
-                self._left_out[mode, size] = f"it would not fit into {limit} bytes"
-            else:
-                yield size
-                latest = time.perf_counter() - begun
-                beyond = 0 if is_first else max(graphs.memory_bytes - held - guess, 0)
-                is_first = False
+        if self._max_seconds is not None and now - self.started + self._latest_s > self._max_seconds:
+            return f"max_seconds={self._max_seconds} are used up"
+        if self._max_bytes is None:
+            return ""
+        growth = self._growth
+        if growth is None:
+            growth = 0
+            with suppress(CaptureError):  # the capture itself will tell
+                growth = max(estimate_memory(self._server.graphs, group, leaves, [size]).total - held, 0)
+        return f"it would not fit into {self._max_bytes} bytes" if held + growth > self._max_bytes else ""
 
 
-def _progress_bar(
-    items: Iterable[T], description: str, *, enabled: bool, total: int, status: Callable[[], str]
-) -> Iterator[T]:
-    """``items`` one by one, behind a bar on standard error if ``enabled``, which shows ``status()`` after each.
-
-    Needs the extra ``progress``. Items that are left out of ``total`` leave the bar short.
-    """
-    if not enabled:
-        yield from items
-        return
+def _progress_bar(todo: Sequence[Todo], graphs: GraphSet) -> Iterator[Todo]:
+    """``todo`` one by one, behind a bar that shows the memory held. Needs the extra ``progress``."""
     try:
         from tqdm import tqdm  # type: ignore[import-untyped]
     except ImportError as error:
         raise ConfigError("progress=True needs tqdm: pip install 'graphdispatch[progress]'") from error
-    with tqdm(desc=description, unit="graph", total=total) as bar:
-        for item in items:
-            yield item
-            bar.set_postfix_str(status(), refresh=False)
-            bar.update()
+    with tqdm(todo, desc="capturing", unit="graph") as bar:
+        for one in bar:
+            yield one
+            bar.set_postfix_str(f"{graphs.memory_bytes / 2**20:.1f} MiB", refresh=False)
 
 
-def _check_open(server: Server, route: Route, what: str) -> None:
+def check_open(server: Server, route: Route, what: str) -> None:
     """Raise ``ConfigError`` if nothing may be captured now, such as between ``sleep()`` and ``wake()``, or frozen."""
     closed = server.closed(route) or (Reason.FROZEN if server.graphs.is_frozen else None)
     if closed is not None:
@@ -249,15 +293,13 @@ def _check_open(server: Server, route: Route, what: str) -> None:
 def _example(
     server: Server, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[GraphGroup, Sequence[Any]]:
-    found = server.find(route, args, kwargs)
+    found = server.graphs.find(route, args, kwargs)
     if isinstance(found, Refusal):
         why = Decision.eager(found.reason, detail=found.detail)
         raise ConfigError(f"prewarm cannot capture from this example: {why.explain()}")
     group, leaves, rows = found
     if not all(lengths_of(group.inputs.axes, rows)):
         raise ConfigError(f"prewarm cannot capture from this example: {group.decide(rows).explain()}")
-    if server.keeps_examples:
-        group.keep_example(leaves)
     return group, leaves
 
 
@@ -301,7 +343,7 @@ def capture_example(
     effect. Raises ``CaptureError`` if there can be no graph."""
     with torch.no_grad(), server.lock:
         server.graphs.refresh()
-        found = server.find(route, *call)
+        found = server.graphs.find(route, *call)
         if isinstance(found, Refusal):
             raise CaptureError(f"no graph for {name}: {found.detail}", found.reason)
         group, leaves, _ = found
@@ -343,12 +385,12 @@ def _tells(group: GraphGroup, batch: Sequence[Any], rows: int) -> bool:
     return group.signature.match(batch) == rows
 
 
-def arguments_of(dummy: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+def arguments_of(dummy: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and keyword arguments that a ``dummy_fn`` returned in one of four ways."""
     if isinstance(dummy, Mapping):
-        return (), dummy
+        return (), dict(dummy)
     if not isinstance(dummy, tuple):
         return (dummy,), {}
     if len(dummy) == 2 and isinstance(dummy[0], tuple) and isinstance(dummy[1], Mapping):
-        return dummy
+        return dummy[0], dict(dummy[1])
     return dummy, {}

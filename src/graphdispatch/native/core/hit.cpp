@@ -20,7 +20,7 @@ Slot groups_of{names.groups}, call_of{names.call};
 Slot native_of_signature{names.native}, native_of_plan{names.native}, native_of_guard{names.native};
 Slot observes_of{names.observes}, stats_of{names.stats}, local_of{names.local};
 
-// A call under way: what HitPath.serve was given, and what it finds.
+// A call under way: what Server.serve was given, and what it finds.
 struct Call {
   PyObject *server, *route, *args, *kwargs;
   Ref spelling, group, hit;

@@ -1,4 +1,4 @@
-// HitPath.serve of serve/hit.py.
+// Server.serve of serve/server.py.
 #pragma once
 
 #include "plan.h"
