@@ -16,8 +16,7 @@ from graphdispatch.decide.size_table import SizeTable
 from graphdispatch.demo.decoder import PRESETS, Decoder
 from graphdispatch.engines import named_sizes
 from graphdispatch.errors import CaptureError, ConfigError
-from graphdispatch.memory.accounting import EntryMemory, MemoryReport
-from graphdispatch.memory.cache import GraphCache
+from graphdispatch.memory.cache import EntryMemory, GraphCache, MemoryReport
 from graphdispatch.plan import Plan
 from graphdispatch.serve.estimate import _extrapolate, estimate_memory
 from graphdispatch.serve.graphs import GraphSet

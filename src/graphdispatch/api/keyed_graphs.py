@@ -10,8 +10,7 @@ from ..config import CUDAGraphConfig
 from ..decide.size_table import SizeTable
 from ..descriptors import BatchDescriptor
 from ..forking import make_lock
-from ..memory.accounting import MemoryReport, memory_report
-from ..memory.cache import make_cache
+from ..memory.cache import MemoryReport, make_cache, memory_report
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
 from ..serve.group import GraphGroup, Route, Routes

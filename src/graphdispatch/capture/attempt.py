@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from ..errors import CaptureError, DeviceLostError, ReplayError
 from ..memory.entry import CUDAGraphEntry
-from ..memory.program import Labels
+from ..memory.proof import Labels
 from ..modes import CUDAGraphMode
 from .eager_run import EagerRun, uncached_casts
 from .effects import EffectRecorder, redo, retry_once, undo

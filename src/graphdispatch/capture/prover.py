@@ -29,8 +29,8 @@ from ..memory.proof import RowProof
 from ..reasons import Reason
 from . import probes
 from .attempt import CaptureAttempt
+from .effects import Region
 from .probes import BY_RULE, Make, Padding
-from .regions import Region
 from .state_probes import difference_apart, writes_more_with_fewer_rows
 from .verify import difference, tolerance_for
 

@@ -25,8 +25,8 @@ from ..state.guards import StateGuard, WorkspaceGuard
 from ..stats import CUDAGraphStats, Gain
 from .inputs import StaticInputs
 from .outputs import OutputRule, Outputs
+from .proof import Verification
 from .replay import ReplayPlan, ReplayStage, next_use
-from .verification import Verification
 from .windows import WINDOWS
 
 __all__ = ["CUDAGraphEntry", "GraphEntry", "WrittenSpans"]

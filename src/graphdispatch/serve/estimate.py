@@ -11,8 +11,7 @@ from sys import maxsize
 from typing import Any
 
 from ..errors import CaptureError, ConfigError
-from ..memory.accounting import EntryMemory, MemoryReport
-from ..memory.cache import GraphCache
+from ..memory.cache import EntryMemory, GraphCache, MemoryReport
 from ..memory.inputs import StaticInputs
 from .graphs import GraphSet
 from .group import GraphGroup

@@ -19,9 +19,8 @@ from ..config import CUDAGraphOptions
 from ..descriptors import size_text
 from ..errors import BackendError, GraphDispatchError
 from ..forking import make_rlock
-from ..memory.accounting import MemoryReport, bytes_of, memory_report
 from ..memory.admission import Quarantine
-from ..memory.cache import GraphCache, StateKey, Victim
+from ..memory.cache import GraphCache, MemoryReport, StateKey, Victim, bytes_of, memory_report
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..memory.outputs import OutputView

@@ -25,8 +25,8 @@ from ..decide.size_table import SizeTable
 from ..errors import ConfigError, FallbackError, ReplayError
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
+from ..memory.proof import MOST_ALIKE
 from ..memory.replay import next_use
-from ..memory.verification import MOST_ALIKE
 from ..memory.windows import WINDOWS, storages_of
 from ..reasons import Reason
 from ..state.guards import StateGuard, wants_gradient
