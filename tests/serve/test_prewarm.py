@@ -67,6 +67,42 @@ def test_one_size_ahead_is_proven_with_enough_batches(fn: Callable[..., Any], ki
     assert step.last_decision.reason is Reason.PADDED
 
 
+class Lazy(torch.nn.Module):
+    """Makes a table at the first call of each size; with ``keeps`` it keeps its input, too."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.keeps, self.kept, self.made = keeps, None, 0
+        self.tables: dict[int, torch.Tensor] = {}
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The input, scaled."""
+        if self.keeps:
+            self.kept = input
+        if len(input) not in self.tables:
+            self.tables[len(input)] = torch.full((8,), 2.0)
+            self.made += 1
+        return input * self.tables[len(input)]
+
+
+def test_what_the_first_run_alone_makes_stays() -> None:
+    """Tables of each size are made once; graphs that were made before a later table was there are captured anew."""
+    model = Lazy(keeps=False)
+    step = graphed(model, dynamic={"input": 0}, sizes=(1, 2))
+    assert step.prewarm(torch.randn(2, 8)).captured == {CUDAGraphMode.FULL: (2, 1)}
+    assert model.made == 2
+    assert [serves(step, model, rows) for rows in (2, 1, 2)] == [Reason.EXACT] * 3
+
+
+def test_what_every_run_changes_is_put_back() -> None:
+    """An input that is kept is another one in each run."""
+    model = Lazy(keeps=True)
+    step = graphed(model, dynamic={"input": 0}, sizes=(1, 2))
+    report = step.prewarm(torch.randn(2, 8))
+    assert set(report.reasons.values()) == {Reason.STATE_REBOUND}
+    assert (model.kept, model.made, model.tables) == (None, 0, {})
+
+
 def test_a_budget_of_time_leaves_sizes_for_later(model: torch.nn.Module) -> None:
     """Nothing is begun after the time is up; what was left out is captured as it comes."""
     step = make(model, options=CUDAGraphOptions(capture_after=1))

@@ -315,9 +315,12 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
             found = [self._prepared(d, dummy_fn(d)) for d in largest_first if self.get_entry(d) is None]
             todo = [call for call in found if call is not None]
             for group, leaves in todo:
-                self._graphs.warm_up(group, leaves, 1)
-            for group, leaves in todo:
                 capture_checked(self._server, group, leaves, 1, 1)
+            # The first run of a shape may make state, which ends graphs made before it.
+            if stale := [(group, leaves) for group, leaves in todo if self._graphs.is_stale(group, 1)]:
+                self._graphs.refresh()
+                for group, leaves in stale:
+                    capture_checked(self._server, group, leaves, 1, 1)
         return [descriptor for descriptor in largest_first if self.get_entry(descriptor) is not None]
 
     @property

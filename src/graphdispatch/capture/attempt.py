@@ -128,7 +128,8 @@ class CaptureAttempt:
 
     def _put_back(self) -> None:
         self.start_over("putting back what was written")
-        if self.eager.changed is None and self.eager.unseen is None:  # else no run followed that could have done more
+        # After a call that changed something itself, no run followed that could have done more.
+        if not self.request.keep_effects or (self.eager.changed is None and self.eager.unseen is None):
             walk = self.eager.trace.walk
             walk.restore(names=self.eager.trace.touched, generators=walk.drew() is not None)
         if self.request.keep_effects:

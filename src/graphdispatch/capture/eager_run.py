@@ -1,7 +1,5 @@
 """The eager run that every capture and verification begins with; it also shows what no graph can hold.
 
-``warm_up`` runs a call before its capture, for what the first run alone does.
-
 Note [autocast inside a capture]
     Autocast keeps cast copies of weights until the outermost region ends, in one cache for all threads. A graph that
     reads such a copy would go on reading it after the weights were written in place, and after the copy was freed. A
@@ -21,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType, FrameType
 from typing import Any
 
@@ -30,16 +28,13 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
 from ..backends.insight import reveal_operators
-from ..backends.modes import profiler_range
 from ..backends.operators import bits_equal, is_strided, tensors_in
-from ..call.rules import graph_name
 from ..call.signature import PLAIN_TENSORS
 from ..call.spec import VALUES, FlatCall, Leaves, is_tensor
 from ..errors import CaptureError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import Opener
 from ..memory.proof import ArgumentMetadata, Labels
-from ..memory.windows import WINDOWS
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard
@@ -103,10 +98,10 @@ class EagerRun:
 def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> EagerRun | CaptureResult:
     """Run the call on the real rows, and watch what it writes.
 
-    With ``on_static_inputs`` it runs on these, which hold a full batch; so it is a warm-up, too.
+    With ``on_static_inputs`` it runs on these, after loading a full batch; so it is a warm-up, too.
     An error of the callable passes through. If the request does not want the effects, they are undone on every way out
-    by an error. A ``CaptureResult`` says why there can be no graph: what the run overwrites could not be saved, or what
-    it did could not be noted (no memory left).
+    by an error. A ``CaptureResult`` says why there can be no graph: the batch could not be loaded, what the run
+    overwrites could not be saved, or what it did could not be noted (no memory left).
     """
     before = request.backend.rng_state()
     walk = StateWalk(*request.roots)
@@ -124,8 +119,12 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
     within: Callable[..., Any] = _call if request.keep_effects else copy_context().run
     values, arguments, labels = request.values, request.arguments(), None
     if on_static_inputs:
-        values, arguments = request.static_values(), list(request.inputs.views(request.size))
-        labels = Labels.of_arguments(arguments)
+        try:
+            request.inputs.load(request.values, request.rows, request.size)
+        except Exception as error:
+            return failed_result(request, None, error, "copying the batch into the static inputs")
+        arguments = [view.detach() for view in request.inputs.views(request.size)]
+        values, labels = request.values_with(arguments), Labels.of_arguments(arguments)
     effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects, labels=labels)
     answer, has_run = None, False
     open_outputs = opener(walk)
@@ -153,22 +152,11 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
     pads_by_code = request.is_padded and any(pad.runs_code for spec in request.inputs.specs for pad in spec.pads)
     may_draw = effects.runs_custom or trace.sets_generator
     draws = effects.uses_rng or pads_by_code or (may_draw and not torch.equal(before, after))
-    if not request.keep_effects and (changed or drew):
-        walk.restore(generators=True)
     trace.spares = True
     return EagerRun(
         *(answer, arguments, opened, open_outputs, effects, outputs, written),
         *(before, after, draws, trace, changed, drew, on_static_inputs and _ASKS not in trace.codes),
     )
-
-
-def load_static_inputs(request: CaptureRequest) -> CaptureResult | None:
-    """Copy the batch into the static inputs. Returns a result if that fails: there may be no memory for them."""
-    try:
-        request.inputs.load(request.values, request.rows, request.size)
-    except Exception as error:
-        return failed_result(request, None, error, "copying the batch into the static inputs")
-    return None
 
 
 @contextmanager
@@ -322,60 +310,31 @@ def _check_python_state(changed: str | None) -> None:
         )
 
 
-def warm_up(request: CaptureRequest) -> None:
-    """Run the call on the static inputs and put everything back; for warming all sizes before capturing any.
+def run_for_graph(request: CaptureRequest, *, on_static_inputs: bool) -> EagerRun | CaptureResult:
+    """``run_eagerly`` for a graph that no call waits for, where Python state that the first run alone changes stays.
 
-    Python state that the first run alone changes (a table that the callable makes when it is first called) stays. State
-    that every run changes is put back. An error of the callable is only logged here: ``capture_entry`` reports it.
+    Such is a table that the callable makes when it is first called. State that every run changes is put back, by
+    whoever gets the run.
     """
-    window = WINDOWS.capturing(request.reach, request.pool)
-    with window as is_alone, request.pool.lock, request.backend.watched():
-        if not is_alone:
-            return
-        request.pool.order_after_last_use()
-        with profiler_range("warm-up", graph_name(request.call.fn, request.key)):
-            copy_context().run(_run_twice, request)  # nobody could unset a context variable
-
-
-def _run_twice(request: CaptureRequest) -> None:
-    """Run the call on the static inputs, and once more if that changes Python state; put that back unless the second
-    run shows that only a first one changes it."""
-    first = _run_once(request)
-    if first is None or (first.drew() is None and first.change() is None):
-        return
-    if first.drew() is None:
-        if first.unrestorable is not None:
-            return
-        second = _run_once(request)
-        if second is not None and second.change() is None:
-            return
-    first.restore(generators=True)
-
-
-def _run_once(request: CaptureRequest) -> StateWalk | None:
-    """Run the call once on the static inputs, if that can be undone, and put back what it writes; the Python state as
-    it was before. None if it fails, after which all is as before."""
-    rng_before = request.backend.rng_state()
-    walk = StateWalk(*request.roots)
-    trace = CodeTrace(walk, within=FlatCall.__call__.__code__, spares=True)
-    if trace.refusal() is not None:
-        return None
-    reveal_operators()
-    effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
+    first = run_eagerly(request, on_static_inputs=on_static_inputs)
+    if isinstance(first, CaptureResult) or first.changed is None or first.unseen is not None:
+        return first
+    undo_run(request, first.effects, first.rng_before)
+    # Other views: state that keeps one of them is not the same after another run.
+    others = replace(request, values=request.values_with(value.detach() for value in request.arguments()))
     try:
-        # Other views each time: state that keeps one of them is not the same after a second run.
-        values = request.values_with(view.detach() for view in request.inputs.views(request.size))
-        request.inputs.load(request.values, request.rows, request.size)
-        with request.backend.rehearsing(), trace, effects.guarding():
-            request.call(values)
-    except Exception as error:
+        again = run_eagerly(others, on_static_inputs=on_static_inputs)
+    except BaseException as error:
         request.backend.raise_if_lost(error)
-        _log.debug("warming up %s failed: %s", request.key, error)
-        walk.restore(generators=True)
-        return None
-    finally:
-        undo_run(request, effects, rng_before)
-    return walk
+        if isinstance(error, Exception):
+            return first
+        first.trace.walk.restore(generators=True)
+        raise
+    if isinstance(again, EagerRun):
+        if again.changed is None:
+            return again
+        undo_run(request, again.effects, again.rng_before, again.trace.walk)
+    return first
 
 
 _UNCOUNTED = ("data", "set_", "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage")

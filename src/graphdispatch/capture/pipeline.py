@@ -28,7 +28,7 @@ from ..reasons import Reason
 from ..stats import Gain
 from .attempt import CaptureAttempt
 from .collector import paused_collector
-from .eager_run import EagerRun, check_may_capture, is_known, load_static_inputs, run_eagerly, run_known
+from .eager_run import EagerRun, check_may_capture, is_known, run_eagerly, run_for_graph, run_known
 from .make_entry import grow_guard, make_entry
 from .probes import BY_RULE
 from .prover import RowProver
@@ -119,9 +119,9 @@ def _run_eagerly(request: CaptureRequest, known: CUDAGraphEntry | None) -> tuple
             return run, seconds
         reason, detail = (Reason.CAPTURE_WAITS, _UNLIKE) if known is None else (Reason.VERIFIED_NOW, "")
         return CaptureResult(answer, known, reason, detail, answer_s=seconds), seconds
-    in_place = known is None and not request.keep_effects and not request.is_padded
-    failed = load_static_inputs(request) if in_place else None
-    eager = failed or run_eagerly(request, on_static_inputs=in_place)
+    if known is None and not request.keep_effects:
+        return run_for_graph(request, on_static_inputs=not request.is_padded), 0.0
+    eager = run_eagerly(request)
     if known is not None:
         known.is_known = True
     return eager, 0.0

@@ -11,7 +11,6 @@ from ..backends import Backend, Pool, get_backend
 from ..call.rules import ArgumentRules, callable_name
 from ..call.signature import ForeignSignature, Refusal, Signature, device_of, no_tensors, refusal
 from ..call.spec import CallSpec, FlatCall
-from ..capture.eager_run import warm_up
 from ..capture.piecewise import automatic_breaks
 from ..capture.pipeline import capture_entry, verify_entry
 from ..capture.request import CaptureRequest, CaptureResult
@@ -186,10 +185,6 @@ class GraphSet:
         fitting = (one for one in every if one.specs == tuple(signature.inputs) and one.capacity == capacity)
         return next(fitting, None) or StaticInputs(signature.inputs, capacity, signature.axes)
 
-    def warm_up(self, group: GraphGroup, values: Sequence[Any], size: int) -> None:
-        """Run one size without capturing, and put everything back."""
-        warm_up(self._request(group, values, size, size, group.route.table.mode, True))
-
     def current(self, group: GraphGroup, size: int) -> CUDAGraphEntry | None:
         """The entry of ``size`` that was captured when the callable's state was as it is now, if there is one.
 
@@ -201,6 +196,10 @@ class GraphSet:
             self.release(self.cache.retire(entry, EvictionReason.STALE))
             return None
         return entry
+
+    def is_stale(self, group: GraphGroup, size: int) -> bool:
+        """Whether there are graphs of ``size``, and all of them are of another state of the callable."""
+        return bool(group.of_size(size)) and self.current(group, size) is None
 
     def capture(
         self, group: GraphGroup, values: Sequence[Any], rows: int, size: int, *, keep_effects: bool = True

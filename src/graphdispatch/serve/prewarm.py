@@ -166,12 +166,12 @@ class CaptureBatch:
                 "fewer in sizes="
             )
         self._capture_all(group, leaves, todo)
-        if Reason.STATE_REBOUND in {self._reasons.get((mode, size)) for size in todo}:
-            # The first run of a size may make state, such as a table of its length, which ends graphs made before it.
-            for size in todo:
-                graphs.warm_up(group, group.resized(leaves, size), size)
+        # The first run of a size may make state, such as a table of its length: it ends graphs made before, and runs of
+        # other sizes need it.
+        again = (size for size in todo if self._reasons.get((mode, size)) is Reason.STATE_REBOUND)
+        if unfit := [*again, *(size for size in todo if graphs.is_stale(group, size))]:
             graphs.refresh()
-            self._capture_all(group, leaves, [size for size in todo if graphs.current(group, size) is None])
+            self._capture_all(group, leaves, unfit)
         self._captured.setdefault(mode, []).extend(size for size in todo if graphs.current(group, size) is not None)
 
     def _capture_all(self, group: GraphGroup, leaves: Sequence[Any], todo: list[int]) -> None:
@@ -305,7 +305,6 @@ def capture_example(
         if isinstance(found, Refusal):
             raise CaptureError(f"no graph for {name}: {found.detail}", found.reason)
         group, leaves, _ = found
-        server.graphs.warm_up(group, group.resized(leaves, size), size)
         result = server.graphs.capture(group, leaves, rows, size, keep_effects=False)
         if result.entry is not None and rows < size:
             result = _compare_numbers(server.graphs, group, leaves, rows, result.entry) or result
