@@ -29,7 +29,7 @@ from ..reasons import Reason
 from ..showing import count, percent
 from ..state.guards import StateGuard
 from ..stats import CUDAGraphStats, EvictionReason
-from .group import RETRY, GraphGroup, Route
+from .group import GraphGroup, Route
 from .share import TimeShare
 
 _log = logging.getLogger("graphdispatch")
@@ -171,7 +171,7 @@ class GraphSet:
         self, key: Hashable, route: Route, call: FlatCall, signature: Any, inputs: StaticInputs
     ) -> GraphGroup:
         """A new group without graphs, on ``inputs``."""
-        failures = Quarantine[int](RETRY, self.options.max_failures)
+        failures = Quarantine(self.options.max_failures)
         group = self.groups[key] = GraphGroup(key, route, call, signature, inputs, failures)
         return group
 
