@@ -25,12 +25,11 @@ from typing import Any
 
 import torch
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_leaves
 
 from ..backends.insight import reveal_operators
 from ..backends.operators import bits_equal, is_strided, tensors_in
 from ..call.signature import PLAIN_TENSORS
-from ..call.spec import VALUES, FlatCall, Leaves, is_tensor
+from ..call.spec import FlatCall, Leaves
 from ..errors import CaptureError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import Opener
@@ -127,7 +126,7 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
         values, labels = request.values_with(arguments), Labels.of_arguments(arguments)
     effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects, labels=labels)
     answer, has_run = None, False
-    open_outputs = opener(walk)
+    open_outputs = Opener(walk.knows).open
     try:
         with uncached_casts() if on_static_inputs else nullcontext(), trace, effects.guarding():
             answer = within(request.call, values)
@@ -174,21 +173,6 @@ def uncached_casts() -> Iterator[None]:
 
 def _call(fn: Callable[..., Any], *args: Any) -> Any:
     return fn(*args)
-
-
-def opener(walk: StateWalk) -> Callable[[Any], Any]:
-    """What opens the outputs of one call's runs; ``walk`` has met what was there before them."""
-    made: list[Any] = []
-
-    def open_outputs(output: Any) -> Any:
-        leaves = tree_leaves(output, is_leaf=lambda node: type(node) is torch.Size)
-        if all(is_tensor(leaf) or (type(leaf) in VALUES and type(leaf) is not torch.Size) for leaf in leaves):
-            return output
-        if not made:
-            made.append(Opener(walk.knows))
-        return made[0].open(output)
-
-    return open_outputs
 
 
 def undo_run(request: CaptureRequest, effects: EffectRecorder, rng_before: Any, walk: StateWalk | None = None) -> None:
@@ -399,7 +383,7 @@ def run_known(
     )
     if not is_pure or walk.overflow is not None or walk.change() is not None or walk.drew() is not None:
         return answer, seconds, None
-    open_outputs = opener(walk)
+    open_outputs = Opener(walk.knows).open
     opened = open_outputs(answer)
     outputs = [tensor.detach().clone() for tensor in tensors_in(opened)]
     effects = EffectRecorder(request.options.state_limit_bytes)

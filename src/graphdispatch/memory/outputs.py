@@ -173,7 +173,7 @@ class Outputs:
         self._mode = mode
         self._pool = pool
         self._build = _builder(leaves, spec)
-        self._has_objects = has_objects(tree)
+        self._has_objects = any(map(_is_opened, tree_leaves(tree, is_leaf=_is_opened)))
         if self._has_objects:
             build = self._build
             self._build = lambda tensors: closed(build(tensors))
@@ -227,7 +227,8 @@ class Outputs:
         if self._mode != "static":
             return answer
         if self._has_objects:
-            answer = opened_like(answer, self.tree)
+            kept = set(map(id, tree_leaves(self.tree)))  # objects that were there before the call
+            answer = Opener(lambda value: id(value) in kept).open(answer)
         cut = self.peek(rows)
         for target, source, own in zip(cut, _tensors(answer), self._is_own, strict=True):
             if own:
@@ -353,37 +354,25 @@ _ADAPTERS: dict[type, Adapter] = {
 """By the class that an object's class takes its ``__new__`` from. Attributes are opened besides."""
 
 
+@dataclass(eq=False, slots=True)
 class Opened:
     """An object that the call made, as a node of its outputs: what an object of class ``kind``
     contains, then its attributes in the order of ``names``."""
 
-    __slots__ = ("kind", "names", "values")
-
-    def __init__(self, kind: type, names: tuple[str, ...], values: list[Any]) -> None:
-        self.kind = kind
-        self.names = names
-        self.values = values
-
-
-def _make_opened(values: Any, context: Any) -> Opened:
-    kind, names = context
-    return Opened(kind, names, list(values))
+    kind: type
+    names: tuple[str, ...]
+    values: list[Any]
 
 
 register_pytree_node(
     Opened,
     lambda node: (node.values, (node.kind, node.names)),
-    _make_opened,
+    lambda values, context: Opened(*context, list(values)),
     serialized_type_name="graphdispatch.Opened",
 )
 
 
-def is_shape(node: Any) -> bool:
-    """Whether a value is a ``torch.Size``, which torch takes apart and makes a tuple of."""
-    return type(node) is torch.Size
-
-
-def is_opened(node: Any) -> bool:
+def _is_opened(node: Any) -> bool:
     """Whether a node of outputs stands for an object."""
     return type(node) is Opened
 
@@ -417,7 +406,8 @@ class Opener:
         return result
 
     def _open(self, tree: Any, made: dict[int, Any]) -> Any:
-        leaves, spec = tree_flatten(tree, is_leaf=is_shape)
+        # Torch takes a shape apart and makes a tuple of it.
+        leaves, spec = tree_flatten(tree, is_leaf=lambda node: type(node) is torch.Size)
         opened = [self._open_leaf(leaf, made) for leaf in leaves]
         return tree if all(map(is_, opened, leaves)) else tree_unflatten(opened, spec)
 
@@ -467,14 +457,9 @@ def _slots(value: Any) -> dict[str, Any]:
     return held
 
 
-def has_objects(tree: Any) -> bool:
-    """Whether an object was opened among these outputs."""
-    return any(map(is_opened, tree_leaves(tree, is_leaf=is_opened)))
-
-
 def closed(tree: Any) -> Any:
     """The tree with an object in the place of each node that was opened."""
-    return tree_map(lambda node: _close(node) if type(node) is Opened else node, tree, is_leaf=is_opened)
+    return tree_map(lambda node: _close(node) if _is_opened(node) else node, tree, is_leaf=_is_opened)
 
 
 def _close(node: Opened) -> Any:
@@ -487,19 +472,3 @@ def _close(node: Opened) -> Any:
         else:
             object.__setattr__(made, name, value)
     return made
-
-
-def opened_like(output: Any, like: Any) -> Any:
-    """An output opened where the same output of another run, ``like``, was opened."""
-    _, spec = tree_flatten(like, is_leaf=is_opened)
-    nodes = spec.flatten_up_to(like)
-    values = spec.flatten_up_to(output)
-    return tree_unflatten([_open_like(value, node) for value, node in zip(values, nodes, strict=True)], spec)
-
-
-def _open_like(value: Any, node: Any) -> Any:
-    if type(node) is not Opened:
-        return value
-    attributes = {**(attribute_table(value) or {}), **_slots(value)}
-    parts = [_adapter(node.kind).open(value), *(attributes[name] for name in node.names)]
-    return Opened(node.kind, node.names, [opened_like(part, old) for part, old in zip(parts, node.values, strict=True)])
