@@ -8,10 +8,10 @@ Note [exactly once]
     written part is saved (for an indexed write, the indexed rows), so a large cache costs what a step writes to it.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from math import prod
 from typing import Any, Self
 
@@ -44,32 +44,48 @@ from ..reasons import Reason
 
 @dataclass(eq=False)
 class Region:
-    """A written part of memory: how to read it, how to write it, and what it held before."""
+    """A written part of memory, or the state of a random generator that the call was given; and what it held before."""
 
     target: torch.Tensor
-    read: Callable[[], torch.Tensor]
-    write: Callable[[torch.Tensor], Any]
     before: torch.Tensor
     indices: Sequence[torch.Tensor | None] = ()
     """For each dimension of ``target``, in order, the indices that it takes; None, or none left, takes all."""
+    generator: torch.Generator | None = None
     after: torch.Tensor | None = None
     """What it held after the run; None until a caller that may ``redo`` the run sets it."""
-    is_generator: bool = False
-    """Whether it is the state of a random generator that the call was given, rather than memory of a tensor."""
+
+    @property
+    def is_generator(self) -> bool:
+        """Whether it is the state of a random generator, rather than memory of a tensor."""
+        return self.generator is not None
+
+    def read(self) -> torch.Tensor:
+        """What it holds now; memory itself, where that is a whole tensor."""
+        if self.generator is not None:
+            return self.generator.get_state()
+        return _elements(self.target, self.indices) if self.indices else self.target
+
+    def write(self, value: torch.Tensor) -> None:
+        """Have it hold this."""
+        if self.generator is not None:
+            self.generator.set_state(value)
+        elif self.indices:
+            torch.ops.aten.index_put_.default(self.target, self.indices, value)
+        else:
+            self.target.copy_(value)
 
 
-def indexed_region(func: OpOverload, args: tuple[Any, ...]) -> Region | None:
+_elements = torch.ops.aten.index.Tensor
+
+
+def _indexed_region(func: OpOverload, args: tuple[Any, ...]) -> Region | None:
     """What an indexed write touches, or None if the operator writes the whole tensor.
 
     The indices are copied: their memory may hold other values by the time the region is put back.
     """
     given = _written_places(func._schema.name.removeprefix("aten::"), args) if args[0].dim() else []
-    if not given:
-        return None
-    target = args[0].detach()
     indices = [None if i is None else i.clone() for i in given]
-    read = partial(torch.ops.aten.index.Tensor, target, indices)
-    return Region(target, read, partial(torch.ops.aten.index_put_.default, target, indices), read(), indices)
+    return Region(args[0].detach(), _elements(args[0].detach(), indices), indices) if indices else None
 
 
 def _written_places(name: str, args: tuple[Any, ...]) -> Sequence[torch.Tensor | None]:
@@ -94,56 +110,15 @@ def _written_places(name: str, args: tuple[Any, ...]) -> Sequence[torch.Tensor |
     return []
 
 
-def save_exposed(
-    run: "EffectRecorder", name: str, value: Any, views: set[tuple[Any, ...]], made: Collection[int], room: int
-) -> int:
-    """Save memory of a tensor or storage that the host's code gets hold of by ``name``, where it may write to it
-    unseen; without a name, forget what was only read. Returns how many bytes it saved.
-
-    ``views`` are those that are saved already; of storages that the run ``made`` nothing is saved. If there is no
-    ``room`` for so many bytes, the run is given up.
-    """
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
-        if not name:
-            for held in run.exposed:
-                if bits_equal(held.read(), held.before):
-                    run.regions.remove(held)
-            run.exposed.clear()
-            return 0
-        region = _exposed_region(value)
-    if region is None:
-        return 0
-    key = storage_key(region.target)
-    view = (key, *view_key(region.target))
-    # A storage may belong to others, though the run has made a tensor on it.
-    if view in views or (key in made and isinstance(value, torch.Tensor)):
-        return 0
-    if region.before.nbytes > room:
-        run.give_up(
-            CaptureError(
-                f"{name} gives {region.before.nbytes} bytes to the host's code, which may write there; saving them "
-                f"takes {region.before.nbytes - room} more than state_limit_bytes; raise the limit",
-                Reason.STATE_TOO_LARGE,
-            )
-        )
-        return 0
-    views.add(view)
-    run.exposed.append(region)
-    run.regions.append(region)
-    return region.before.nbytes
-
-
-def _exposed_region(value: Any) -> Region | None:
+def _exposed_memory(value: Any) -> torch.Tensor | None:
     """The memory that the host's code gets hold of with a tensor or storage: of one on the CPU, with values."""
     is_storage = isinstance(value, torch.UntypedStorage)
     is_plain = isinstance(value, torch.Tensor) and type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     if not (is_storage or (is_plain and is_strided(value))) or value.device.type != "cpu":
         return None
     if is_storage or torch._debug_has_internal_overlap(value) == 1:  # nothing can be written to such a tensor
-        target = torch.empty(0, dtype=torch.uint8).set_(value if is_storage else value.untyped_storage())
-    else:
-        target = value.detach()
-    return Region(target, lambda: target, target.copy_, target.clone())
+        return torch.empty(0, dtype=torch.uint8).set_(value if is_storage else value.untyped_storage())
+    return value.detach()
 
 
 def first_uncovered(regions: list[Region], allowed: list[Region]) -> Region | None:
@@ -281,11 +256,11 @@ class EffectRecorder(OperatorMode):
         self._made: dict[int, StorageWeakRef] = {}
         self._saved_views: set[tuple[Any, ...]] = set()
         self._generators: dict[int, torch.Generator] = {}
-        self.exposed: list[Region] = []
+        self._exposed: list[Region] = []
 
     @contextmanager
     def guarding(self) -> Iterator[Self]:
-        """Enter it, and save what the host's code gets hold of (``regions.save_exposed``)."""
+        """Enter it, and save what the host's code gets hold of."""
         try:
             with Listening(self._save_exposed, EXPOSED), self:
                 yield self
@@ -424,34 +399,59 @@ class EffectRecorder(OperatorMode):
 
     def _save_written(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in written_tensors(func, args, kwargs):
+            if storage_key(tensor) in self._made or tensor.numel() == 0:
+                continue
             try:
-                self._save(func, tensor, args)
+                what = f"{func} writes to a tensor of shape {tuple(tensor.shape)} that the call does not own"
+                self._save(tensor, what, _indexed_region(func, args) if tensor is args[0] else None)
             except Exception as error:
                 self.unsaved = self.unsaved or error
                 if self._strict:
                     raise
 
-    def _save(self, func: OpOverload, tensor: torch.Tensor, args: tuple[Any, ...]) -> None:
+    def _save(self, tensor: torch.Tensor, what: str, region: Region | None = None) -> Region | None:
+        """Save a tensor, or the part ``region`` of it, unless all of it is saved already. Raises ``CaptureError``, whose
+        text begins with ``what``, if that is too much."""
         view = (storage_key(tensor), *view_key(tensor))
-        if storage_key(tensor) in self._made or tensor.numel() == 0 or view in self._saved_views:
-            return
-        region = indexed_region(func, args) if tensor is args[0] else None
+        if view in self._saved_views:
+            return None
         size = tensor.nbytes if region is None else region.before.nbytes
         if self._saved + size > self._limit:
             raise CaptureError(
-                f"{func} writes to a tensor of shape {tuple(tensor.shape)} that the call does not own; saving it "
-                f"takes {self._saved + size} bytes in all, above state_limit_bytes={self._limit}; raise the limit",
+                f"{what}; saving it takes {self._saved + size} bytes in all, above state_limit_bytes={self._limit}; "
+                "raise the limit",
                 Reason.STATE_TOO_LARGE,
             )
-        target = tensor.detach()
-        self.regions.append(region or Region(target, lambda: target, target.copy_, target.clone()))
-        self._saved += size
         if region is None:
             self._saved_views.add(view)
+            region = Region(tensor.detach(), tensor.detach().clone())
+        self._saved += size
+        self.regions.append(region)
+        return region
 
     def _save_exposed(self, name: str, value: Any) -> None:
-        if name or self.exposed:
-            self._saved += save_exposed(self, name, value, self._saved_views, self._made, self._limit - self._saved)
+        """Save memory of a tensor or storage that the host's code gets hold of by ``name``, where it may write to it
+        unseen; without a name, forget what was only read."""
+        if not name and not self._exposed:
+            return
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+            if not name:
+                for held in self._exposed:
+                    if bits_equal(held.read(), held.before):
+                        self.regions.remove(held)
+                self._exposed.clear()
+                return
+            target = _exposed_memory(value)
+            # A storage may belong to others, though the run has made a tensor on it.
+            if target is None or (storage_key(target) in self._made and isinstance(value, torch.Tensor)):
+                return
+            try:
+                region = self._save(target, f"{name} gives memory to the host's code, which may write there")
+            except CaptureError as error:
+                self.give_up(error)
+                return
+        if region is not None:
+            self._exposed.append(region)
 
     def _save_generators(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A generator of the model's own is state, and saved here. Whoever runs the call puts the default one back."""
@@ -459,7 +459,7 @@ class EffectRecorder(OperatorMode):
             if isinstance(value, torch.Generator) and id(value) not in self._generators:
                 self._generators[id(value)] = value
                 state = value.get_state()
-                self.regions.append(Region(state, value.get_state, value.set_state, state, is_generator=True))
+                self.regions.append(Region(state, state, generator=value))
 
 
 _COMPUTES = (OperatorKind.PURE, OperatorKind.VIEW)
