@@ -17,8 +17,9 @@ Note [one capture at a time]
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import CodeType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -29,6 +30,7 @@ from ..errors import BackendError, DeviceLostError, ReplayError
 from ..forking import make_rlock, renew_in_child
 from ..reasons import Reason
 from .insight import OperatorMode, run_kernel
+from .standins import ASKS
 
 __all__ = ["CAPTURE_LOCK", "Backend", "Capture", "Event", "Graph", "Pool", "Stream", "Timer"]
 
@@ -401,6 +403,14 @@ class Backend(Shared, ABC):
     def rehearsing(self) -> AbstractContextManager[object]:
         """A block in which code that queries whether anyone captures gets the same answer as while recording."""
         return nullcontext()
+
+    def is_asked(self, codes: Collection[CodeType]) -> bool:
+        """Whether code among these asks if anyone captures, so that it may do something else in a capture.
+
+        Args:
+            codes: The code that a run executed.
+        """
+        return ASKS in codes
 
     def is_watched(self) -> bool:
         """Whether the calling thread is in a ``watched`` block, or anyone is capturing its work."""

@@ -17,7 +17,7 @@ import torch
 
 from ..forking import make_lock, renew_in_child
 
-__all__ = ["COPIES", "EXPOSED", "HostReads", "Listening", "SaysCapturing", "StandIns"]
+__all__ = ["ASKS", "COPIES", "EXPOSED", "HostReads", "Listening", "SaysCapturing", "StandIns"]
 
 _LENGTHS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "_pad_packed_sequence", "tensor_split")
 """Functions in C++ that read lengths from a tensor, if they get one, to choose the operators that they call."""
@@ -165,6 +165,8 @@ _READS = StandIns(
 )
 COPIES = StandIns([(torch.Tensor, name) for name in ("cpu", "pin_memory", "to")], _tell_of_copy)
 """Copies to the host, which do nothing on a CPU."""
+ASKS = torch.cuda.graphs.is_current_stream_capturing.__code__
+"""The function of torch by which code asks whether anyone captures."""
 # What the function of torch.cuda calls: so everyone is told who has imported that function by its name.
 _CAPTURES = StandIns([(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing")], _tell_of_capture)
 

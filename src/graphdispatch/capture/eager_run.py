@@ -46,9 +46,6 @@ from .request import CaptureRequest, CaptureResult, failed_result
 
 _log = logging.getLogger("graphdispatch")
 
-_ASKS = torch.cuda.graphs.is_current_stream_capturing.__code__
-"""Code that calls it may do something else while somebody captures."""
-
 
 @dataclass
 class EagerRun:
@@ -154,7 +151,7 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
     trace.spares = True
     return EagerRun(
         *(answer, arguments, opened, open_outputs, effects, outputs, written),
-        *(before, after, draws, trace, changed, drew, on_static_inputs and _ASKS not in trace.codes),
+        *(before, after, draws, trace, changed, drew, on_static_inputs and not request.backend.is_asked(trace.codes)),
     )
 
 

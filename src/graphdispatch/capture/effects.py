@@ -116,9 +116,12 @@ def _exposed_memory(value: Any) -> torch.Tensor | None:
     is_plain = isinstance(value, torch.Tensor) and type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     if not (is_storage or (is_plain and is_strided(value))) or value.device.type != "cpu":
         return None
+    memory: torch.Tensor
     if is_storage or torch._debug_has_internal_overlap(value) == 1:  # nothing can be written to such a tensor
-        return torch.empty(0, dtype=torch.uint8).set_(value if is_storage else value.untyped_storage())
-    return value.detach()
+        memory = torch.empty(0, dtype=torch.uint8).set_(value if is_storage else value.untyped_storage())
+    else:
+        memory = value.detach()
+    return memory
 
 
 def first_uncovered(regions: list[Region], allowed: list[Region]) -> Region | None:
@@ -301,7 +304,8 @@ class EffectRecorder(OperatorMode):
         before = torch.get_rng_state()
         with PythonCalls(python_kernel) as inside:
             result = super().watch_region(region, args)
-        is_hidden = args[1].is_cuda if len(args) > 1 and isinstance(args[1], torch.Tensor) else False
+        # What it draws on a device, and which data it checks there, nobody sees.
+        is_hidden = len(args) > 1 and isinstance(args[1], torch.Tensor) and not args[1].is_cpu
         self.uses_rng |= is_hidden
         self.limits_values |= is_hidden
         self.uses_rng |= not torch.equal(before, torch.get_rng_state())
@@ -410,8 +414,10 @@ class EffectRecorder(OperatorMode):
                     raise
 
     def _save(self, tensor: torch.Tensor, what: str, region: Region | None = None) -> Region | None:
-        """Save a tensor, or the part ``region`` of it, unless all of it is saved already. Raises ``CaptureError``, whose
-        text begins with ``what``, if that is too much."""
+        """Save a tensor, or the part ``region`` of it, unless all of it is saved already.
+
+        Raises ``CaptureError``, whose text begins with ``what``, if that is too much.
+        """
         view = (storage_key(tensor), *view_key(tensor))
         if view in self._saved_views:
             return None

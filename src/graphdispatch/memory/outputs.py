@@ -367,7 +367,7 @@ class Opened:
 register_pytree_node(
     Opened,
     lambda node: (node.values, (node.kind, node.names)),
-    lambda values, context: Opened(*context, list(values)),
+    lambda values, context: Opened(context[0], context[1], list(values)),
     serialized_type_name="graphdispatch.Opened",
 )
 
