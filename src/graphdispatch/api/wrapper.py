@@ -16,7 +16,7 @@ from ..call.context import current_context, real_rows
 from ..call.rules import ArgumentRules
 from ..call.signature import Refusal
 from ..call.spec import declared_names, takes_any_name
-from ..capture.collector import swept_collector
+from ..capture.collector import paused_collector
 from ..config import CUDAGraphOptions, parse_mode
 from ..decide.size_table import SizeTable
 from ..descriptors import BatchDescriptor
@@ -310,7 +310,7 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         if self._graphs.is_frozen:
             raise ConfigError(f"prewarm cannot capture now: {Reason.FROZEN.text}")
         largest_first = sorted(wanted, key=lambda descriptor: -descriptor.num_tokens)
-        with torch.no_grad(), self._server.lock, swept_collector(self.options.gc_disable):
+        with torch.no_grad(), self._server.lock, paused_collector(self.options.gc_disable, sweeps=True):
             self._graphs.refresh()
             found = [self._prepared(d, dummy_fn(d)) for d in largest_first if self.get_entry(d) is None]
             todo = [call for call in found if call is not None]

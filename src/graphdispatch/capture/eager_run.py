@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import CodeType, FrameType
 from typing import Any
 
@@ -54,27 +54,34 @@ class EagerRun:
     answer: Any
     arguments: list[torch.Tensor]
     """The tensors that it was given, in the order of the request's input specs: the caller's, or the static inputs."""
-    opened: Any
-    """The answer as ``open_outputs`` gives it."""
-    open_outputs: Callable[[Any], Any]
-    """Opens the objects among the outputs of a run that this run did not meet: see Note [objects among outputs]."""
     effects: EffectRecorder
-    outputs: list[torch.Tensor]
-    """Copies of the output tensors, in order."""
-    written_inputs: dict[int, torch.Tensor]
-    """Copies of the arguments that the run wrote to, by index in the request's input specs."""
     rng_before: Any
     rng_after: Any
     draws: bool
     """Whether it drew from the device's default generator, or may have; else nobody touches that generator."""
     trace: CodeTrace
     """The code that the run executed, and the Python state as it was before."""
-    changed: str | None
+    changed: str | None = None
     """What Python state the run changed, in words, or None."""
-    unseen: str | None
+    unseen: str | None = None
     """What state it advanced that cannot be put back, in words, or None."""
     warms_up: bool = False
     """Whether it ran on the static inputs, as the recording will."""
+    open_outputs: Callable[[Any], Any] = field(init=False)
+    """Opens the objects among the outputs of a run that this run did not meet: see Note [objects among outputs]."""
+    opened: Any = field(init=False)
+    """The answer as ``open_outputs`` gives it."""
+    outputs: list[torch.Tensor] = field(init=False)
+    """Copies of the output tensors, in order."""
+    written_inputs: dict[int, torch.Tensor] = field(init=False)
+    """Copies of the arguments that the run wrote to, by index in the request's input specs."""
+
+    def __post_init__(self) -> None:
+        self.open_outputs = Opener(self.trace.walk.knows).open
+        self.opened = self.open_outputs(self.answer)
+        self.outputs = [tensor.detach().clone() for tensor in tensors_in(self.opened)]
+        written = ((i, value) for i, value in enumerate(self.arguments) if self.effects.writes_to(value))
+        self.written_inputs = {i: value.detach().clone() for i, value in written}
 
     def check_state(self) -> None:
         """Raise ``CaptureError`` if a run since then changed Python state, or drew where no graph draws."""
@@ -123,7 +130,7 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
         values, labels = request.values_with(arguments), Labels.of_arguments(arguments)
     effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects, labels=labels)
     answer, has_run = None, False
-    open_outputs = Opener(walk.knows).open
+    pads_by_code = request.is_padded and any(pad.runs_code for spec in request.inputs.specs for pad in spec.pads)
     try:
         with uncached_casts() if on_static_inputs else nullcontext(), trace, effects.guarding():
             answer = within(request.call, values)
@@ -132,9 +139,10 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
         changed, drew = within(walk.change, trace.touched), walk.drew()
         for region in effects.regions:
             region.after = region.read().clone()
-        opened = open_outputs(answer)
-        outputs = [tensor.detach().clone() for tensor in tensors_in(opened)]
-        written = {i: t.detach().clone() for i, t in enumerate(arguments) if effects.writes_to(t)}
+        may_draw = effects.runs_custom or trace.sets_generator
+        draws = effects.uses_rng or pads_by_code or (may_draw and not torch.equal(before, after))
+        warms_up = on_static_inputs and not request.backend.is_asked(trace.codes)
+        run = EagerRun(answer, arguments, effects, before, after, draws, trace, changed, drew, warms_up)
     except BaseException as error:
         if not request.keep_effects:
             undo_run(request, effects, before, walk)
@@ -145,14 +153,8 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
         if isinstance(error, Exception) and not request.keep_effects and effects.unsaved is not None:
             return failed_result(request, None, error, "saving what it overwrites")
         raise
-    pads_by_code = request.is_padded and any(pad.runs_code for spec in request.inputs.specs for pad in spec.pads)
-    may_draw = effects.runs_custom or trace.sets_generator
-    draws = effects.uses_rng or pads_by_code or (may_draw and not torch.equal(before, after))
     trace.spares = True
-    return EagerRun(
-        *(answer, arguments, opened, open_outputs, effects, outputs, written),
-        *(before, after, draws, trace, changed, drew, on_static_inputs and not request.backend.is_asked(trace.codes)),
-    )
+    return run
 
 
 @contextmanager
@@ -380,13 +382,9 @@ def run_known(
     )
     if not is_pure or walk.overflow is not None or walk.change() is not None or walk.drew() is not None:
         return answer, seconds, None
-    open_outputs = Opener(walk.knows).open
-    opened = open_outputs(answer)
-    outputs = [tensor.detach().clone() for tensor in tensors_in(opened)]
     effects = EffectRecorder(request.options.state_limit_bytes)
     trace = CodeTrace(walk, within=FlatCall.__call__.__code__)
-    run = EagerRun(answer, arguments, opened, open_outputs, effects, outputs, {}, rng, rng, False, trace, None, None)
-    return answer, seconds, run
+    return answer, seconds, EagerRun(answer, arguments, effects, rng, rng, False, trace)
 
 
 def _is_unwritten(value: torch.Tensor, before: torch.Tensor | int) -> bool:

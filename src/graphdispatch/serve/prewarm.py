@@ -10,7 +10,7 @@ import torch
 
 from ..axes import lengths_of
 from ..call.signature import Refusal
-from ..capture.collector import swept_collector
+from ..capture.collector import paused_collector
 from ..capture.request import CaptureResult
 from ..config import CUDAGraphConfig
 from ..decide.decision import Decision
@@ -143,7 +143,7 @@ class CaptureBatch:
         """Capture the sizes that have no graph yet, from an example call. See ``Graphed.prewarm``."""
         _check_open(self._server, routes[0], "prewarm")
         self._server.graphs.refresh()
-        with swept_collector(self._config.options.gc_disable):
+        with paused_collector(self._config.options.gc_disable, sweeps=True):
             for route in routes:
                 self._capture(route, args, kwargs, sizes)
         captured = {mode: tuple(done) for mode, done in self._captured.items()}
