@@ -412,6 +412,11 @@ class Backend(Shared, ABC):
         """
         return ASKS in codes
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether replays take as long as they will; not so while something is compiled for them."""
+        return True
+
     def is_watched(self) -> bool:
         """Whether the calling thread is in a ``watched`` block, or anyone is capturing its work."""
         return self.watch.depth > 0 or self.is_capturing()

@@ -128,10 +128,11 @@ class CaptureAttempt:
 
     def _put_back(self) -> None:
         self.start_over("putting back what was written")
-        # After a call that changed something itself, no run followed that could have done more.
-        if not self.request.keep_effects or (self.eager.changed is None and self.eager.unseen is None):
-            walk = self.eager.trace.walk
+        walk = self.eager.trace.walk
+        if self.eager.changed is None and self.eager.unseen is None:
             walk.restore(names=self.eager.trace.touched, generators=walk.drew() is not None)
+        elif not self.request.keep_effects:  # else it is the caller's, and no run followed that could have done more
+            walk.restore(generators=True)
         if self.request.keep_effects:
             redo(self.eager.effects.regions)
             if self.eager.draws:

@@ -23,7 +23,6 @@ from ..memory.outputs import check_values
 from ..memory.proof import RowProof
 from ..memory.windows import WINDOWS
 from ..modes import CUDAGraphMode, EntryState
-from ..native.tape import TAPE
 from ..reasons import Reason
 from ..stats import Gain
 from .attempt import CaptureAttempt
@@ -258,13 +257,9 @@ def measure_gain(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
 
 
 def _may_be_timed(request: CaptureRequest, eager: EagerRun, entry: CUDAGraphEntry) -> bool:
-    """Whether the call can be run once more for nothing but its time: it writes nothing of others and draws no numbers.
-
-    While the CPU tape is being compiled, replays take longer than they will.
-    """
-    is_settled = request.backend.device_type != "cpu" or TAPE.is_settled
+    """Whether the call can be run once more for its time alone: it writes nothing of others and draws no numbers."""
     leaves_effects = eager.effects.regions or eager.draws or entry.writes_outside
-    return is_settled and entry.mode is CUDAGraphMode.FULL and not leaves_effects
+    return request.backend.is_settled and entry.mode is CUDAGraphMode.FULL and not leaves_effects
 
 
 def seconds_of(request: CaptureRequest, run: Callable[[], object]) -> float:

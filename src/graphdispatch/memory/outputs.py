@@ -100,15 +100,10 @@ class OutputRule:
                     at, to = extents_text(axes, rows), extents_text(axes, size)
                     raise CaptureError(
                         f"output {index} has shape {tuple(real.shape)} for a batch of {at} and {tuple(full.shape)} for "
-                        f"{to}, where only dimensions {[dim for dim, *_ in dims]} follow the batch; {_REMEDY}",
+                        f"{to}; a graph can be cut only along dimensions that are a fixed multiple of the rows (of one "
+                        "dynamic dimension, where there are several)",
                         Reason.OUTPUT_ROWS_UNKNOWN,
                     )
-
-
-_REMEDY = (
-    "a graph can be cut only along dimensions that are a fixed multiple of the rows (of one dynamic dimension, where "
-    "there are several)"
-)
 
 
 def learn_output_rule(
@@ -119,25 +114,16 @@ def learn_output_rule(
 
     Raises ``CaptureError`` if an output follows the batch in a way that cannot be cut to the real rows.
     """
-    found = [(axis, number, _tensors(other)) for axis, number, other in others]
-    follows = []
-    for index, tensor in enumerate(_tensors(tree)):
-        dims: dict[int, tuple[int, int, Axis]] = {}
-        for axis, number, outputs in found:
-            other, m, n = outputs[index], axis.of(rows), axis.of(number)
-            pairs = list(enumerate(zip(tensor.shape, other.shape, strict=False)))
-            changed = {dim: (a, b) for dim, (a, b) in pairs if a != b}
-            if tensor.dim() != other.dim() or any(
-                dim in dims or a % m or b % n or a // m != b // n for dim, (a, b) in changed.items()
-            ):
-                raise CaptureError(
-                    f"output {index} has shape {tuple(tensor.shape)} for a batch of {extents_text(axes, rows)} and "
-                    f"{tuple(other.shape)} for {extents_text(axes, number)}; {_REMEDY}",
-                    Reason.OUTPUT_ROWS_UNKNOWN,
-                )
-            dims |= {dim: (dim, a // m, axis) for dim, (a, _) in changed.items()}
-        follows.append(tuple(dims[dim] for dim in sorted(dims)))
-    return OutputRule(tuple(follows))
+    tensors = _tensors(tree)
+    found: list[dict[int, tuple[int, int, Axis]]] = [{} for _ in tensors]
+    for axis, _, other in others:
+        for dims, own, theirs in zip(found, tensors, _tensors(other), strict=True):
+            changed = ((dim, a) for dim, (a, b) in enumerate(zip(own.shape, theirs.shape, strict=False)) if a != b)
+            dims |= {dim: (dim, extent // axis.of(rows), axis) for dim, extent in changed}
+    rule = OutputRule(tuple(tuple(dims[dim] for dim in sorted(dims)) for dims in found))
+    for _, number, other in others:
+        rule.check(axes, tree, rows, other, number)
+    return rule
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -220,7 +206,7 @@ class Outputs:
         return tuple(self.peek(rows)), self._is_own, self._build is tuple
 
     def with_values(self, answer: Any, rows: int) -> Any:
-        """Eager's answer for ``rows`` rows, in the tensors that a replay would return. Hold the pool's lock.
+        """Eager's answer for ``rows`` rows, in the tensors that a replay would return. Takes the pool's lock.
 
         With ``outputs="static"`` they are the graph's own, so that their addresses hold from the first call on.
         """
@@ -229,12 +215,13 @@ class Outputs:
         if self._has_objects:
             kept = set(map(id, tree_leaves(self.tree)))  # objects that were there before the call
             answer = Opener(lambda value: id(value) in kept).open(answer)
-        cut = self.peek(rows)
-        for target, source, own in zip(cut, _tensors(answer), self._is_own, strict=True):
-            if own:
-                apart = tuple(slice(1 if stride == 0 else None) for stride in target.stride())
-                target[apart].copy_(source[apart])  # along an expanded dimension all elements are one in memory
-        return self._build(cut)
+        with self._pool.lock:
+            cut = self.peek(rows)
+            for target, source, own in zip(cut, _tensors(answer), self._is_own, strict=True):
+                if own:
+                    apart = tuple(slice(1 if stride == 0 else None) for stride in target.stride())
+                    target[apart].copy_(source[apart])  # along an expanded dimension all elements are one in memory
+            return self._build(cut)
 
     def peek(self, rows: int) -> list[torch.Tensor]:
         """The output tensors in graph memory, cut to ``rows`` rows, in order."""

@@ -158,7 +158,6 @@ class GraphSet:
         self, key: Hashable, route: Route, entry: CUDAGraphEntry, call: FlatCall, leaves: list[Any]
     ) -> tuple[GraphGroup, list[Any]] | Refusal:
         """A group around the graph of somebody else, for calls that fit it."""
-        assert entry.signature is not None
         if entry.signature.match(leaves) < 0:
             if isinstance(entry.signature, ForeignSignature):
                 return Refusal(Reason.ADDRESS_CHANGED, "")

@@ -405,7 +405,7 @@ class Server(HitPath):
         self.count_eager(decision, result.error)
         answer = result.take_answer()
         if result.entry is not None:
-            answer = result.entry.with_values(answer, choice.rows)
+            answer = result.entry.outputs.with_values(answer, choice.rows)
         return self.graphs.give(answer)
 
     @property

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import (
 
 from ...errors import BackendError, CaptureError
 from ...native import known_to_core
+from ...native.tape import TAPE
 from ...reasons import Reason
 from ..base import CAPTURE_LOCK, Backend, Capture, Graph, Pool
 from ..insight import OperatorMode, reveal_operators
@@ -67,6 +68,11 @@ class CPUBackend(CPUStreams, Backend):
     def rehearsing(self) -> AbstractContextManager[object]:
         """Within the block, code that asks torch whether anyone captures is told so, as it is while recording."""
         return SaysCapturing()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the loop that replays graphs is compiled, or will not be."""
+        return TAPE.is_settled
 
     def synchronize(self) -> None:
         """Block until the calling thread's current stream is done."""
