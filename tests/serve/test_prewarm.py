@@ -94,6 +94,31 @@ def test_what_the_first_run_alone_makes_stays() -> None:
     assert [serves(step, model, rows) for rows in (2, 1, 2)] == [Reason.EXACT] * 3
 
 
+class Norm(torch.nn.Module):
+    """Takes its offset from the first batch that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.zeros(8))
+        self.is_ready = False
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The input, less the offset."""
+        if not self.is_ready:
+            self.offset.add_(input[0])  # type: ignore[operator]
+            self.is_ready = True
+        return input - self.offset
+
+
+def test_a_buffer_that_the_first_run_fills_is_put_back_with_what_says_so() -> None:
+    """Else the first call would find it empty, and take it for filled."""
+    model, x = Norm(), torch.randn(2, 8)
+    step = graphed(model, dynamic={"input": 0}, sizes=(2,))
+    step.prewarm(torch.randn(2, 8))
+    assert (model.is_ready, bool(model.offset.any())) == (False, False)
+    assert torch.equal(step(x), x - x[0])
+
+
 def test_what_every_run_changes_is_put_back() -> None:
     """An input that is kept is another one in each run."""
     model = Lazy(keeps=True)

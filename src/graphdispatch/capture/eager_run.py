@@ -297,7 +297,8 @@ def run_for_graph(request: CaptureRequest, *, on_static_inputs: bool) -> EagerRu
     """``run_eagerly`` for a graph that no call waits for, where Python state that the first run alone changes stays.
 
     Such is a table that the callable makes when it is first called. State that every run changes is put back, by
-    whoever gets the run.
+    whoever gets the run. So is all of it if the first run has written to memory what a second one does not write there:
+    it may have initialised a buffer.
     """
     first = run_eagerly(request, on_static_inputs=on_static_inputs)
     if isinstance(first, CaptureResult) or first.changed is None or first.unseen is not None:
@@ -314,7 +315,8 @@ def run_for_graph(request: CaptureRequest, *, on_static_inputs: bool) -> EagerRu
         first.trace.walk.restore(generators=True)
         raise
     if isinstance(again, EagerRun):
-        if again.changed is None:
+        written = ((region.read(), region.after) for region in first.effects.regions)
+        if again.changed is None and all(after is not None and bits_equal(now, after) for now, after in written):
             return again
         undo_run(request, again.effects, again.rng_before, again.trace.walk)
     return first
