@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, register_random, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
-from graphdispatch.capture import gain, pipeline
+from graphdispatch.capture import pipeline
 from graphdispatch.native import tape
 
 LONGEST_ID = 60
@@ -104,7 +104,7 @@ def same_log_level() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_gain_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
     """No real clock decides whether graphs pay: a tiny callable's may not. Clocks that tests give are asked."""
-    measure = gain.seconds_of
+    measure = pipeline.seconds_of
 
     def seconds(request: Any, run: Any) -> float:
         if request.clock is not perf_counter:
@@ -112,7 +112,6 @@ def no_gain_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
         run()
         return 0.0
 
-    monkeypatch.setattr(gain, "seconds_of", seconds)
     monkeypatch.setattr(pipeline, "seconds_of", seconds)
 
 

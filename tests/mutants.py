@@ -46,7 +46,7 @@ TABLE: dict[str, list[str]] = {
         *("tests/memory", _FOOTGUNS.format("outputs")),
         "tests/behaviour/test_surroundings.py::test_static_outputs_stay_where_they_are",
     ],
-    "memory/argument_metadata": ["tests/call", _FOOTGUNS.format("arguments")],
+    "memory/proof": ["tests/call", _FOOTGUNS.format("arguments")],
     "capture/verify": ["tests/capture", "tests/serve"],
     "capture/effects": ["tests/capture", "tests/behaviour/test_effects.py", "tests/backends"],
     "state/guards": ["tests/behaviour/test_python_state.py", "tests/state", _FOOTGUNS.format("state")],

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from .engines.stats import DispatchStats
 from .errors import ConfigError, shown
-from .memory.accounting import MemoryReport, memory_report
+from .memory.cache import MemoryReport, memory_report
 from .stats import CUDAGraphStats
 
 if TYPE_CHECKING:

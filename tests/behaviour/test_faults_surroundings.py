@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graphdispatch import Reason, eager_break, graphed
 from graphdispatch.backends import get_backend
-from graphdispatch.capture.collector import paused_collector, swept_collector
+from graphdispatch.capture.collector import paused_collector
 
 from ..helpers import AT_ONCE, check_rows, in_threads
 from ..thread_streams import ThreadBackend
@@ -189,7 +189,7 @@ def test_a_batch_of_captures_leaves_the_collector_as_it_was(frozen: bool) -> Non
     try:
         gc.collect()  # some versions of Python freeze objects of their own in each collection
         before = gc.get_freeze_count()
-        with suppress(KeyboardInterrupt), swept_collector():
+        with suppress(KeyboardInterrupt), paused_collector(sweeps=True):
             assert not gc.isenabled()
             raise KeyboardInterrupt
         assert gc.isenabled()

@@ -418,8 +418,8 @@ def test_the_default_generator_is_left_alone(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_warm_up_that_fails_leaves_nothing() -> None:
-    """The first of two runs before a prewarm changes a counter, and the second one fails for it."""
+def test_a_second_run_that_fails_leaves_nothing() -> None:
+    """The first of two runs in a prewarm changes a counter, and the second one fails for it."""
     model = Box(count=0)
 
     def fn(x: torch.Tensor) -> torch.Tensor:

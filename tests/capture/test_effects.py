@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from graphdispatch import Reason
-from graphdispatch.capture.effects import EffectRecorder, redo, undo
-from graphdispatch.capture.regions import element_offsets, first_uncovered
+from graphdispatch.capture.effects import EffectRecorder, element_offsets, first_uncovered, redo, undo
 from graphdispatch.errors import CaptureError
 
 LIMIT = 1 << 20

@@ -12,7 +12,7 @@ from torch import nn
 from graphdispatch import CUDAGraphOptions, Graphed, eager_break, graphed
 from graphdispatch.backends import get_backend
 from graphdispatch.engines import named_sizes
-from graphdispatch.memory.accounting import bytes_of
+from graphdispatch.memory.cache import bytes_of
 
 from ..helpers import AT_ONCE, check_rows
 

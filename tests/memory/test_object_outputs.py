@@ -73,7 +73,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("outputs", ["clone", "view"])
+@pytest.mark.parametrize("outputs", ["clone", "view", "static"])
 def test_objects_are_made_anew(kind: str, outputs: str) -> None:
     """A hit gives an object of the same class, whose tensors are this call's, in every way to hand out outputs."""
     make = MAKERS[kind]

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 
 from graphdispatch import Reason
-from graphdispatch.memory.proof import RowProof
-from graphdispatch.memory.verification import MOST_ALIKE, Verification
+from graphdispatch.memory.proof import MOST_ALIKE, RowProof, Verification
 
 SIZE = 4
 FIRST, OTHER = [torch.zeros(SIZE, 2)], [torch.ones(SIZE, 2)]

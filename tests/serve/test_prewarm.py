@@ -16,8 +16,7 @@ from graphdispatch.decide.decision import SizeTable
 from graphdispatch.demo.decoder import PRESETS, Decoder
 from graphdispatch.engines import named_sizes
 from graphdispatch.errors import CaptureError, ConfigError
-from graphdispatch.memory.accounting import EntryMemory, MemoryReport
-from graphdispatch.memory.cache import GraphCache
+from graphdispatch.memory.cache import EntryMemory, GraphCache, MemoryReport
 from graphdispatch.plan import Plan
 from graphdispatch.serve.graphs import GraphSet
 from graphdispatch.serve.group import GraphGroup, Route
@@ -66,6 +65,67 @@ def test_one_size_ahead_is_proven_with_enough_batches(fn: Callable[..., Any], ki
     x = (torch.rand(1, 3) * 9).to(kind)
     assert torch.equal(step(x), fn(x))
     assert step.last_decision.reason is Reason.PADDED
+
+
+class Lazy(torch.nn.Module):
+    """Makes a table at the first call of each size; with ``keeps`` it keeps its input, too."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.keeps, self.kept, self.made = keeps, None, 0
+        self.tables: dict[int, torch.Tensor] = {}
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The input, scaled."""
+        if self.keeps:
+            self.kept = input
+        if len(input) not in self.tables:
+            self.tables[len(input)] = torch.full((8,), 2.0)
+            self.made += 1
+        return input * self.tables[len(input)]
+
+
+def test_what_the_first_run_alone_makes_stays() -> None:
+    """Tables of each size are made once; graphs that were made before a later table was there are captured anew."""
+    model = Lazy(keeps=False)
+    step = graphed(model, dynamic={"input": 0}, sizes=(1, 2))
+    assert step.prewarm(torch.randn(2, 8)).captured == {CUDAGraphMode.FULL: (2, 1)}
+    assert model.made == 2
+    assert [serves(step, model, rows) for rows in (2, 1, 2)] == [Reason.EXACT] * 3
+
+
+class Norm(torch.nn.Module):
+    """Takes its offset from the first batch that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.zeros(8))
+        self.is_ready = False
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The input, less the offset."""
+        if not self.is_ready:
+            self.offset.add_(input[0])  # type: ignore[operator]
+            self.is_ready = True
+        return input - self.offset
+
+
+def test_a_buffer_that_the_first_run_fills_is_put_back_with_what_says_so() -> None:
+    """Else the first call would find it empty, and take it for filled."""
+    model, x = Norm(), torch.randn(2, 8)
+    step = graphed(model, dynamic={"input": 0}, sizes=(2,))
+    step.prewarm(torch.randn(2, 8))
+    assert (model.is_ready, bool(model.offset.any())) == (False, False)
+    assert torch.equal(step(x), x - x[0])
+
+
+def test_what_every_run_changes_is_put_back() -> None:
+    """An input that is kept is another one in each run."""
+    model = Lazy(keeps=True)
+    step = graphed(model, dynamic={"input": 0}, sizes=(1, 2))
+    report = step.prewarm(torch.randn(2, 8))
+    assert set(report.reasons.values()) == {Reason.STATE_REBOUND}
+    assert (model.kept, model.made, model.tables) == (None, 0, {})
 
 
 def test_a_budget_of_time_leaves_sizes_for_later(model: torch.nn.Module) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from ..call.rules import callable_name
 from ..copying import MadeAnew
 from ..errors import check_type
-from ..memory.accounting import MemoryReport
+from ..memory.cache import MemoryReport
 from ..serve.graphs import GraphSet, Health
 
 if TYPE_CHECKING:

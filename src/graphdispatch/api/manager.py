@@ -17,8 +17,7 @@ from ..config import CUDAGraphConfig, parse_mode
 from ..copying import make_lock
 from ..decide.decision import Decision, SizeTable
 from ..errors import CaptureError, ConfigError, GuardError, ReplayError, check_callable, check_count, shown
-from ..memory.accounting import MemoryReport, memory_report
-from ..memory.cache import make_cache
+from ..memory.cache import MemoryReport, make_cache, memory_report
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import OutputView
 from ..modes import CUDAGraphMode

@@ -17,8 +17,9 @@ Note [one capture at a time]
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import CodeType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -28,6 +29,7 @@ from ..copying import NotCopied, Shared, make_rlock, renew_in_child
 from ..errors import DeviceLostError, ReplayError
 from ..reasons import Reason
 from .insight import OperatorMode, run_kernel
+from .standins import ASKS
 
 CAPTURE_LOCK = make_rlock()
 
@@ -387,6 +389,19 @@ class Backend(Shared, ABC):
     def rehearsing(self) -> AbstractContextManager[object]:
         """A block in which code that queries whether anyone captures gets the same answer as while recording."""
         return nullcontext()
+
+    def is_asked(self, codes: Collection[CodeType]) -> bool:
+        """Whether code among these asks if anyone captures, so that it may do something else in a capture.
+
+        Args:
+            codes: The code that a run executed.
+        """
+        return not ASKS.isdisjoint(codes)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether replays take as long as they will; not so while something is compiled for them."""
+        return True
 
     def is_watched(self) -> bool:
         """Whether the calling thread is in a ``watched`` block, or anyone is capturing its work."""

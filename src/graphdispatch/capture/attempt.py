@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from ..errors import CaptureError, DeviceLostError, ReplayError
 from ..memory.entry import CUDAGraphEntry
-from ..memory.program import Labels
+from ..memory.proof import Labels
 from ..modes import CUDAGraphMode
 from .eager_run import EagerRun, uncached_casts
 from .effects import EffectRecorder, redo, retry_once, undo
@@ -128,9 +128,11 @@ class CaptureAttempt:
 
     def _put_back(self) -> None:
         self.start_over("putting back what was written")
-        if self.eager.changed is None and self.eager.unseen is None:  # else no run followed that could have done more
-            walk = self.eager.trace.walk
+        walk = self.eager.trace.walk
+        if self.eager.changed is None and self.eager.unseen is None:
             walk.restore(names=self.eager.trace.touched, generators=walk.drew() is not None)
+        elif not self.request.keep_effects:  # else it is the caller's, and no run followed that could have done more
+            walk.restore(generators=True)
         if self.request.keep_effects:
             redo(self.eager.effects.regions)
             if self.eager.draws:

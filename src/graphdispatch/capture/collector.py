@@ -7,7 +7,7 @@ batch collects once, after the last.
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from ..copying import make_lock, renew_in_child
 
@@ -21,14 +21,14 @@ class _Pauses:
         self._was_enabled = False
         renew_in_child(self)
 
-    def begin(self) -> None:
+    def __enter__(self) -> None:
         with self._lock:
             if not self._number:
                 self._was_enabled = gc.isenabled()
                 gc.disable()
             self._number += 1
 
-    def end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             self._number = max(self._number - 1, 0)
             if not self._number and self._was_enabled:
@@ -45,26 +45,14 @@ _PAUSES = _Pauses()
 
 
 @contextmanager
-def paused_collector(enabled: bool = True) -> Iterator[None]:
-    """Pause the collector within the block. Its former state comes back when the last of all threads' blocks ends."""
-    if not enabled:
-        yield
-        return
-    _PAUSES.begin()
-    try:
-        yield
-    finally:
-        _PAUSES.end()
+def paused_collector(enabled: bool = True, *, sweeps: bool = False) -> Iterator[None]:
+    """Pause the collector within the block. Its former state comes back when the last of all threads' blocks ends.
 
-
-@contextmanager
-def swept_collector(enabled: bool = True) -> Iterator[None]:
-    """For a batch of captures: collect once after the block, and not within it."""
-    if not enabled:
-        yield
-        return
+    ``sweeps`` is for a batch of captures: it collects once, after the block.
+    """
     try:
-        with paused_collector():
+        with _PAUSES if enabled else nullcontext():
             yield
     finally:
-        gc.collect()
+        if enabled and sweeps:
+            gc.collect()

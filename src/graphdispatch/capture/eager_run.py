@@ -1,12 +1,17 @@
-"""The watched eager run that every capture and verification begins with; it also shows what no graph can hold.
-
-``warm_up`` runs a call before its capture, for what the first run alone does.
+"""The eager run that every capture and verification begins with; it also shows what no graph can hold.
 
 Note [autocast inside a capture]
     Autocast keeps cast copies of weights until the outermost region ends, in one cache for all threads. A graph that
     reads such a copy would go on reading it after the weights were written in place, and after the copy was freed. A
     copy that a capture makes lies in the graph's memory, and eager code of the same region would read it. So the cache
     is off while a call is warmed up and recorded: the graph casts the weights itself in each replay.
+
+Note [a run that is not watched again]
+    A watched run takes several times as long as a plain one, and each number of rows would take one. Where the captured
+    run did nothing but compute, a plain run is enough, if no code ran that did not run then, and if it left all as it
+    was: the versions of the tensors within reach, the random generator, and Python state, which is looked at where the
+    code spells anything that changes it. The graph's outputs are compared as ever. Any other run is the caller's answer
+    and proves nothing: the next batch of so many rows is watched.
 """
 
 import logging
@@ -14,30 +19,26 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
-from dataclasses import dataclass
-from types import CodeType
+from dataclasses import dataclass, field, replace
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch.nn.utils import parametrize
-from torch.utils._pytree import tree_leaves
 
 from ..backends.insight import reveal_operators
-from ..backends.operators import is_strided, tensors_in
-from ..backends.standins import ASKS
-from ..backends.tracing import profiler_range
-from ..call.rules import graph_name
+from ..backends.operators import bits_equal, is_strided, tensors_in
 from ..call.signature import PLAIN_TENSORS
-from ..call.spec import VALUES, FlatCall, Leaves, is_tensor
+from ..call.spec import FlatCall, Leaves
 from ..errors import CaptureError
-from ..memory.argument_metadata import ArgumentMetadata
-from ..memory.object_outputs import Opener
-from ..memory.program import Labels
-from ..memory.windows import WINDOWS
+from ..memory.entry import CUDAGraphEntry
+from ..memory.outputs import Opener
+from ..memory.proof import ArgumentMetadata, Labels
+from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard
 from ..state.metadata import metadata_names
-from ..state.objects import attribute_table
+from ..state.objects import attribute_table, same_callable
 from ..state.trace import CodeTrace
 from ..state.walk import StateWalk
 from .effects import EffectRecorder, retry_once, undo
@@ -53,27 +54,34 @@ class EagerRun:
     answer: Any
     arguments: list[torch.Tensor]
     """The tensors that it was given, in the order of the request's input specs: the caller's, or the static inputs."""
-    opened: Any
-    """The answer as ``open_outputs`` gives it."""
-    open_outputs: Callable[[Any], Any]
-    """Opens the objects among the outputs of a run that this run did not meet: see ``memory/object_outputs.py``."""
     effects: EffectRecorder
-    outputs: list[torch.Tensor]
-    """Copies of the output tensors, in order."""
-    written_inputs: dict[int, torch.Tensor]
-    """Copies of the arguments that the run wrote to, by index in the request's input specs."""
     rng_before: Any
     rng_after: Any
     draws: bool
     """Whether it drew from the device's default generator, or may have; else nobody touches that generator."""
     trace: CodeTrace
     """The code that the run executed, and the Python state as it was before."""
-    changed: str | None
+    changed: str | None = None
     """What Python state the run changed, in words, or None."""
-    unseen: str | None
+    unseen: str | None = None
     """What state it advanced that cannot be put back, in words, or None."""
     warms_up: bool = False
     """Whether it ran on the static inputs, as the recording will."""
+    open_outputs: Callable[[Any], Any] = field(init=False)
+    """Opens the objects among the outputs of a run that this run did not meet: see Note [objects among outputs]."""
+    opened: Any = field(init=False)
+    """The answer as ``open_outputs`` gives it."""
+    outputs: list[torch.Tensor] = field(init=False)
+    """Copies of the output tensors, in order."""
+    written_inputs: dict[int, torch.Tensor] = field(init=False)
+    """Copies of the arguments that the run wrote to, by index in the request's input specs."""
+
+    def __post_init__(self) -> None:
+        self.open_outputs = Opener(self.trace.walk.knows).open
+        self.opened = self.open_outputs(self.answer)
+        self.outputs = [tensor.detach().clone() for tensor in tensors_in(self.opened)]
+        written = ((i, value) for i, value in enumerate(self.arguments) if self.effects.writes_to(value))
+        self.written_inputs = {i: value.detach().clone() for i, value in written}
 
     def check_state(self) -> None:
         """Raise ``CaptureError`` if a run since then changed Python state, or drew where no graph draws."""
@@ -93,10 +101,10 @@ class EagerRun:
 def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> EagerRun | CaptureResult:
     """Run the call on the real rows, and watch what it writes.
 
-    With ``on_static_inputs`` it runs on these, which hold a full batch; so it is a warm-up, too.
+    With ``on_static_inputs`` it runs on these, after loading a full batch; so it is a warm-up, too.
     An error of the callable passes through. If the request does not want the effects, they are undone on every way out
-    by an error. A ``CaptureResult`` says why there can be no graph: what the run overwrites could not be saved, or what
-    it did could not be noted (no memory left).
+    by an error. A ``CaptureResult`` says why there can be no graph: the batch could not be loaded, what the run
+    overwrites could not be saved, or what it did could not be noted (no memory left).
     """
     before = request.backend.rng_state()
     walk = StateWalk(*request.roots)
@@ -114,11 +122,15 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
     within: Callable[..., Any] = _call if request.keep_effects else copy_context().run
     values, arguments, labels = request.values, request.arguments(), None
     if on_static_inputs:
-        values, arguments = request.static_values(), list(request.inputs.views(request.size))
-        labels = Labels.of_arguments(arguments)
+        try:
+            request.inputs.load(request.values, request.rows, request.size)
+        except Exception as error:
+            return failed_result(request, None, error, "copying the batch into the static inputs")
+        arguments = [view.detach() for view in request.inputs.views(request.size)]
+        values, labels = request.values_with(arguments), Labels.of_arguments(arguments)
     effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects, labels=labels)
     answer, has_run = None, False
-    open_outputs = opener(walk)
+    pads_by_code = request.is_padded and any(pad.runs_code for spec in request.inputs.specs for pad in spec.pads)
     try:
         with uncached_casts() if on_static_inputs else nullcontext(), trace, effects.guarding():
             answer = within(request.call, values)
@@ -127,9 +139,10 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
         changed, drew = within(walk.change, trace.touched), walk.drew()
         for region in effects.regions:
             region.after = region.read().clone()
-        opened = open_outputs(answer)
-        outputs = [tensor.detach().clone() for tensor in tensors_in(opened)]
-        written = {i: t.detach().clone() for i, t in enumerate(arguments) if effects.writes_to(t)}
+        may_draw = effects.runs_custom or trace.sets_generator
+        draws = effects.uses_rng or pads_by_code or (may_draw and not torch.equal(before, after))
+        warms_up = on_static_inputs and not request.backend.is_asked(trace.codes)
+        run = EagerRun(answer, arguments, effects, before, after, draws, trace, changed, drew, warms_up)
     except BaseException as error:
         if not request.keep_effects:
             undo_run(request, effects, before, walk)
@@ -140,25 +153,8 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
         if isinstance(error, Exception) and not request.keep_effects and effects.unsaved is not None:
             return failed_result(request, None, error, "saving what it overwrites")
         raise
-    pads_by_code = request.is_padded and any(pad.runs_code for spec in request.inputs.specs for pad in spec.pads)
-    may_draw = effects.runs_custom or trace.sets_generator
-    draws = effects.uses_rng or pads_by_code or (may_draw and not torch.equal(before, after))
-    if not request.keep_effects and (changed or drew):
-        walk.restore(generators=True)
     trace.spares = True
-    return EagerRun(
-        *(answer, arguments, opened, open_outputs, effects, outputs, written),
-        *(before, after, draws, trace, changed, drew, on_static_inputs and ASKS.isdisjoint(trace.codes)),
-    )
-
-
-def load_static_inputs(request: CaptureRequest) -> CaptureResult | None:
-    """Copy the batch into the static inputs. Returns a result if that fails: there may be no memory for them."""
-    try:
-        request.inputs.load(request.values, request.rows, request.size)
-    except Exception as error:
-        return failed_result(request, None, error, "copying the batch into the static inputs")
-    return None
+    return run
 
 
 @contextmanager
@@ -176,21 +172,6 @@ def uncached_casts() -> Iterator[None]:
 
 def _call(fn: Callable[..., Any], *args: Any) -> Any:
     return fn(*args)
-
-
-def opener(walk: StateWalk) -> Callable[[Any], Any]:
-    """What opens the outputs of one call's runs; ``walk`` has met what was there before them."""
-    made: list[Any] = []
-
-    def open_outputs(output: Any) -> Any:
-        leaves = tree_leaves(output, is_leaf=lambda node: type(node) is torch.Size)
-        if all(is_tensor(leaf) or (type(leaf) in VALUES and type(leaf) is not torch.Size) for leaf in leaves):
-            return output
-        if not made:
-            made.append(Opener(walk.knows))
-        return made[0].open(output)
-
-    return open_outputs
 
 
 def undo_run(request: CaptureRequest, effects: EffectRecorder, rng_before: Any, walk: StateWalk | None = None) -> None:
@@ -312,57 +293,109 @@ def _check_python_state(changed: str | None) -> None:
         )
 
 
-def warm_up(request: CaptureRequest) -> None:
-    """Run the call on the static inputs and put everything back; for warming all sizes before capturing any.
+def run_for_graph(request: CaptureRequest, *, on_static_inputs: bool) -> EagerRun | CaptureResult:
+    """``run_eagerly`` for a graph that no call waits for, where Python state that the first run alone changes stays.
 
-    Python state that the first run alone changes (a table that the callable makes when it is first called) stays. State
-    that every run changes is put back. An error of the callable is only logged here: ``capture_entry`` reports it.
+    Such is a table that the callable makes when it is first called. State that every run changes is put back, by
+    whoever gets the run. So is all of it if the first run has written to memory what a second one does not write there:
+    it may have initialised a buffer.
     """
-    window = WINDOWS.capturing(request.reach, request.pool)
-    with window as is_alone, request.pool.lock, request.backend.watched():
-        if not is_alone:
-            return
-        request.pool.order_after_last_use()
-        with profiler_range("warm-up", graph_name(request.call.fn, request.key)):
-            copy_context().run(_run_twice, request)  # nobody could unset a context variable
-
-
-def _run_twice(request: CaptureRequest) -> None:
-    """Run the call on the static inputs, and once more if that changes Python state; put that back unless the second
-    run shows that only a first one changes it."""
-    first = _run_once(request)
-    if first is None or (first.drew() is None and first.change() is None):
-        return
-    if first.drew() is None:
-        if first.unrestorable is not None:
-            return
-        second = _run_once(request)
-        if second is not None and second.change() is None:
-            return
-    first.restore(generators=True)
-
-
-def _run_once(request: CaptureRequest) -> StateWalk | None:
-    """Run the call once on the static inputs, if that can be undone, and put back what it writes; the Python state as
-    it was before. None if it fails, after which all is as before."""
-    rng_before = request.backend.rng_state()
-    walk = StateWalk(*request.roots)
-    trace = CodeTrace(walk, within=FlatCall.__call__.__code__, spares=True)
-    if trace.refusal() is not None:
-        return None
-    reveal_operators(request.backend.device)
-    effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
+    first = run_eagerly(request, on_static_inputs=on_static_inputs)
+    if isinstance(first, CaptureResult) or first.changed is None or first.unseen is not None:
+        return first
+    undo_run(request, first.effects, first.rng_before)
+    # Other views: state that keeps one of them is not the same after another run.
+    others = replace(request, values=request.values_with(value.detach() for value in request.arguments()))
     try:
-        # Other views each time: state that keeps one of them is not the same after a second run.
-        values = request.values_with(view.detach() for view in request.inputs.views(request.size))
-        request.inputs.load(request.values, request.rows, request.size)
-        with request.backend.rehearsing(), trace, effects.guarding():
-            request.call(values)
-    except Exception as error:
+        again = run_eagerly(others, on_static_inputs=on_static_inputs)
+    except BaseException as error:
         request.backend.raise_if_lost(error)
-        _log.debug("warming up %s failed: %s", request.key, error)
-        walk.restore(generators=True)
-        return None
+        if isinstance(error, Exception):
+            return first
+        first.trace.walk.restore(generators=True)
+        raise
+    if isinstance(again, EagerRun):
+        written = ((region.read(), region.after) for region in first.effects.regions)
+        if again.changed is None and all(after is not None and bits_equal(now, after) for now, after in written):
+            return again
+        undo_run(request, again.effects, again.rng_before, again.trace.walk)
+    return first
+
+
+_UNCOUNTED = ("data", "set_", "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage")
+"""Attributes of a tensor by which code can write to its memory while no version counts that."""
+
+
+def is_known(request: CaptureRequest, entry: CUDAGraphEntry) -> bool:
+    """Whether the call's run need not be watched: it is a caller's own, and that of the ``entry``, of any size, was
+    free of effects."""
+    guard = entry.guard
+    return (
+        request.keep_effects
+        and entry.is_known
+        and entry.call is not None
+        and same_callable(entry.call.fn, request.call.fn)  # a dispatcher may run something else than what was captured
+        and entry.state is not EntryState.FAILED
+        and entry.mode is CUDAGraphMode.FULL
+        and guard is not None
+        and not (guard.notes.is_blind or entry.uses_rng or entry.writes_outside or entry.metadata)
+        and guard.notes.names.isdisjoint(_UNCOUNTED)
+        and entry.program.computes
+        and sys.getprofile() is None
+    )
+
+
+def run_known(
+    request: CaptureRequest, entry: CUDAGraphEntry, *, captures: bool = False
+) -> tuple[Any, float, EagerRun | None]:
+    """The answer of a plain run and how long it took; and what a watched run would have told, or None if it did
+    something else.
+
+    An error of the callable passes through. With ``captures``, which needs all Python state as it was, the ``entry`` is
+    one of another size.
+    """
+    assert entry.guard is not None
+    new_code = list[CodeType]()
+    known = set(map(id, (*entry.guard.notes.codes, FlatCall.__call__.__code__)))  # their hash takes long
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and id(frame.f_code) not in known:
+            new_code.append(frame.f_code)
+
+    rng, arguments = request.backend.rng_state(), request.arguments()
+    walk = StateWalk(*(request.roots if captures or entry.guard.notes.may_change_state() else ()))
+    for table, names in entry.guard.notes.variables.values():
+        walk.visit_variables(table, iter(names), str(table.get("__name__", "")))
+    tensors = [*request.tensors, *walk.tensors]
+    versions = _versions(tensors)
+    copies = [value.clone() if value.is_inference() else value._version for value in arguments]
+    started = request.clock()
+    sys.setprofile(note)
+    try:
+        answer = request.call(request.values)
     finally:
-        undo_run(request, effects, rng_before)
-    return walk
+        sys.setprofile(None)
+    seconds = request.clock() - started
+    is_pure = (
+        not new_code
+        and (versions is not None and versions == _versions(tensors))
+        and all(map(_is_unwritten, arguments, copies))
+        and torch.equal(rng, request.backend.rng_state())
+    )
+    if not is_pure or walk.overflow is not None or walk.change() is not None or walk.drew() is not None:
+        return answer, seconds, None
+    effects = EffectRecorder(request.options.state_limit_bytes)
+    trace = CodeTrace(walk, within=FlatCall.__call__.__code__)
+    return answer, seconds, EagerRun(answer, arguments, effects, rng, rng, False, trace)
+
+
+def _is_unwritten(value: torch.Tensor, before: torch.Tensor | int) -> bool:
+    """Whether an argument is as it was, by its version or else by its bits."""
+    return bits_equal(value, before) if isinstance(before, torch.Tensor) else value._version == before
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int] | None:
+    """How often each tensor was written; None if one does not count that."""
+    if any(tensor.is_inference() for tensor in tensors):
+        return None
+    return [tensor._version for tensor in tensors]

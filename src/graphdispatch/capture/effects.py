@@ -8,19 +8,23 @@ Note [exactly once]
     written part is saved (for an indexed write, the indexed rows), so a large cache costs what a step writes to it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import Any, Self
 
 import torch
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..backends.base import Backend
 from ..backends.insight import CompiledRegion, OperatorMode, PythonCalls, run_kernel
 from ..backends.operators import (
     OperatorKind,
+    bits_equal,
     check_geometry,
     draws,
     geometry,
@@ -33,9 +37,152 @@ from ..backends.operators import (
 )
 from ..backends.standins import EXPOSED, HostReads, Listening
 from ..errors import CaptureError
-from ..memory.program import Labels, Operator
+from ..memory.proof import Labels, Operator
 from ..reasons import Reason
-from .regions import Region, indexed_region, save_exposed
+
+
+@dataclass(eq=False)
+class Region:
+    """A written part of memory, or the state of a random generator that the call was given; and what it held before."""
+
+    target: torch.Tensor
+    before: torch.Tensor
+    indices: Sequence[torch.Tensor | None] = ()
+    """For each dimension of ``target``, in order, the indices that it takes; None, or none left, takes all."""
+    generator: torch.Generator | None = None
+    after: torch.Tensor | None = None
+    """What it held after the run; None until a caller that may ``redo`` the run sets it."""
+
+    @property
+    def is_generator(self) -> bool:
+        """Whether it is the state of a random generator, rather than memory of a tensor."""
+        return self.generator is not None
+
+    def read(self) -> torch.Tensor:
+        """What it holds now; memory itself, where that is a whole tensor."""
+        if self.generator is not None:
+            return self.generator.get_state()
+        return _elements(self.target, self.indices) if self.indices else self.target
+
+    def write(self, value: torch.Tensor) -> None:
+        """Have it hold this."""
+        if self.generator is not None:
+            self.generator.set_state(value)
+        elif self.indices:
+            torch.ops.aten.index_put_.default(self.target, self.indices, value)
+        else:
+            self.target.copy_(value)
+
+
+_elements = torch.ops.aten.index.Tensor
+
+
+def _indexed_region(func: OpOverload, args: tuple[Any, ...]) -> Region | None:
+    """What an indexed write touches, or None if the operator writes the whole tensor.
+
+    The indices are copied: their memory may hold other values by the time the region is put back.
+    """
+    given = _written_places(func._schema.name.removeprefix("aten::"), args) if args[0].dim() else []
+    indices = [None if i is None else i.clone() for i in given]
+    return Region(args[0].detach(), _elements(args[0].detach(), indices), indices) if indices else None
+
+
+def _written_places(name: str, args: tuple[Any, ...]) -> Sequence[torch.Tensor | None]:
+    """The indices at which an operator writes to its first argument; empty if that is all of it."""
+    target = args[0]
+    if name in ("index_put_", "_index_put_impl_"):
+        given: Sequence[torch.Tensor | None] = args[1]
+        return given
+    if name == "embedding_renorm_":
+        return [args[1]]
+    if name in ("masked_fill_", "masked_scatter_"):
+        return [args[1].expand(target.shape)]
+    if name == "put_":
+        return [args[1] // prod(target.shape[dim + 1 :]) % extent for dim, extent in enumerate(target.shape)]
+    if name in ("index_copy_", "index_add_", "index_fill_", "index_reduce_"):
+        return [*[None] * (args[1] % target.dim()), args[2]]
+    if name in ("scatter_", "scatter_add_", "scatter_reduce_"):
+        index, places = args[2], range(target.dim())
+        every = [torch.arange(index.shape[dim], device=index.device) for dim in places]
+        apart = [one.view([-1 if dim == place else 1 for dim in places]) for place, one in enumerate(every)]
+        return [index if place == args[1] % target.dim() else one for place, one in enumerate(apart)]
+    return []
+
+
+def _exposed_memory(value: Any) -> torch.Tensor | None:
+    """The memory that the host's code gets hold of with a tensor or storage: of one on the CPU, with values."""
+    is_storage = isinstance(value, torch.UntypedStorage)
+    is_plain = isinstance(value, torch.Tensor) and type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    if not (is_storage or (is_plain and is_strided(value))) or value.device.type != "cpu":
+        return None
+    memory: torch.Tensor
+    if is_storage or torch._debug_has_internal_overlap(value) == 1:  # nothing can be written to such a tensor
+        memory = torch.empty(0, dtype=torch.uint8).set_(value if is_storage else value.untyped_storage())
+    else:
+        memory = value.detach()
+    return memory
+
+
+def first_uncovered(regions: list[Region], allowed: list[Region]) -> Region | None:
+    """The first region with an element that no region of ``allowed`` covers, or None.
+
+    Compares where the regions lie, not what they hold. Reads a result back to the host.
+    """
+    for region in (region for region in regions if not region.is_generator):
+        target = region.target
+        near = [r for r in allowed if storage_key(r.target) == storage_key(target) and r.target.dtype is target.dtype]
+        if any(not r.indices and view_key(r.target) == view_key(target) for r in near):
+            continue
+        covered = [element_offsets(other) for other in near]
+        if not covered or not bool(torch.isin(element_offsets(region), torch.cat(covered)).all()):
+            return region
+    return None
+
+
+def first_uncovered_within(
+    buffer: torch.Tensor, regions: list[Region], argument: torch.Tensor, allowed: list[Region]
+) -> Region | None:
+    """The first of the ``regions`` of a buffer with an element that no region of ``allowed`` covers in the argument
+    that was copied there, or None. They may lie in memory in different ways. Reads a result back to the host."""
+    near = [region for region in allowed if storage_key(region.target) == storage_key(argument)]
+    if any(not region.indices and region.target.numel() == argument.numel() for region in near):
+        return None
+    covered = [_places(region, argument) for region in near if region.target.dtype is argument.dtype]
+    for region in (region for region in regions if storage_key(region.target) == storage_key(buffer)):
+        is_told = covered and region.target.dtype is buffer.dtype
+        if not is_told or not bool(torch.isin(_places(region, buffer), torch.cat(covered)).all()):
+            return region
+    return None
+
+
+def _places(region: Region, whole: torch.Tensor) -> torch.Tensor:
+    """Which elements of a tensor without overlaps a region covers, counted by its dimensions in order."""
+    rest = element_offsets(region) - int(whole.storage_offset())
+    places = torch.zeros_like(rest)
+    for dim in sorted(range(whole.dim()), key=lambda dim: whole.stride(dim), reverse=True):
+        if whole.shape[dim] > 1:
+            steps = rest // whole.stride(dim)
+            places, rest = places + steps * prod(whole.shape[dim + 1 :]), rest - steps * whole.stride(dim)
+    return places
+
+
+def element_offsets(region: Region) -> torch.Tensor:
+    """Where its elements lie in the storage: offsets in elements, in no particular order."""
+    wanted: list[torch.Tensor | None] = []
+    for index in region.indices:
+        is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+        wanted += index.nonzero().unbind(1) if index is not None and is_mask else [index]
+    target = region.target
+    whole = torch.zeros(1, dtype=torch.int64, device=target.device)
+    picked = torch.full_like(whole, int(target.storage_offset()))
+    for dim, (extent, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
+        index = wanted[dim] if dim < len(wanted) else None
+        if index is None:
+            steps = torch.arange(extent, device=target.device) * stride
+            whole = (whole[:, None] + steps).reshape(-1)
+        else:
+            picked = torch.add(picked, index % extent, alpha=stride)
+    return (whole[:, None] + picked.reshape(-1)).reshape(-1)
 
 
 def undo(regions: list[Region]) -> None:
@@ -111,11 +258,11 @@ class EffectRecorder(OperatorMode):
         self._made: dict[int, StorageWeakRef] = {}
         self._saved_views: set[tuple[Any, ...]] = set()
         self._generators: dict[int, torch.Generator] = {}
-        self.exposed: list[Region] = []
+        self._exposed: list[Region] = []
 
     @contextmanager
     def guarding(self) -> Iterator[Self]:
-        """Enter it, and save what the host's code gets hold of (``regions.save_exposed``)."""
+        """Enter it, and save what the host's code gets hold of."""
         try:
             with Listening(self._save_exposed, EXPOSED), self:
                 yield self
@@ -156,7 +303,8 @@ class EffectRecorder(OperatorMode):
         before = torch.get_rng_state()
         with PythonCalls() as inside:
             result = super().watch_region(region, args)
-        is_hidden = any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in args[1:2])
+        # What it draws on a device, and which data it checks there, nobody sees.
+        is_hidden = len(args) > 1 and isinstance(args[1], torch.Tensor) and not args[1].is_cpu
         self.uses_rng |= is_hidden
         self.limits_values |= is_hidden
         self.uses_rng |= not torch.equal(before, torch.get_rng_state())
@@ -254,34 +402,61 @@ class EffectRecorder(OperatorMode):
 
     def _save_written(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in written_tensors(func, args, kwargs):
+            if storage_key(tensor) in self._made or tensor.numel() == 0:
+                continue
             try:
-                self._save(func, tensor, args)
+                what = f"{func} writes to a tensor of shape {tuple(tensor.shape)} that the call does not own"
+                self._save(tensor, what, _indexed_region(func, args) if tensor is args[0] else None)
             except Exception as error:
                 self.unsaved = self.unsaved or error
                 if self._strict:
                     raise
 
-    def _save(self, func: OpOverload, tensor: torch.Tensor, args: tuple[Any, ...]) -> None:
+    def _save(self, tensor: torch.Tensor, what: str, region: Region | None = None) -> Region | None:
+        """Save a tensor, or the part ``region`` of it, unless all of it is saved already.
+
+        Raises ``CaptureError``, whose text begins with ``what``, if that is too much.
+        """
         view = (storage_key(tensor), *view_key(tensor))
-        if storage_key(tensor) in self._made or tensor.numel() == 0 or view in self._saved_views:
-            return
-        region = indexed_region(func, args) if tensor is args[0] else None
+        if view in self._saved_views:
+            return None
         size = tensor.nbytes if region is None else region.before.nbytes
         if self._saved + size > self._limit:
             raise CaptureError(
-                f"{func} writes to a tensor of shape {tuple(tensor.shape)} that the call does not own; saving it "
-                f"takes {self._saved + size} bytes in all, above state_limit_bytes={self._limit}; raise the limit",
+                f"{what}; saving it takes {self._saved + size} bytes in all, above state_limit_bytes={self._limit}; "
+                "raise the limit",
                 Reason.STATE_TOO_LARGE,
             )
-        target = tensor.detach()
-        self.regions.append(region or Region(target, lambda: target, target.copy_, target.clone()))
-        self._saved += size
         if region is None:
             self._saved_views.add(view)
+            region = Region(tensor.detach(), tensor.detach().clone())
+        self._saved += size
+        self.regions.append(region)
+        return region
 
     def _save_exposed(self, name: str, value: Any) -> None:
-        if name or self.exposed:
-            self._saved += save_exposed(self, name, value, self._saved_views, self._made, self._limit - self._saved)
+        """Save memory of a tensor or storage that the host's code gets hold of by ``name``, where it may write to it
+        unseen; without a name, forget what was only read."""
+        if not name and not self._exposed:
+            return
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+            if not name:
+                for held in self._exposed:
+                    if bits_equal(held.read(), held.before):
+                        self.regions.remove(held)
+                self._exposed.clear()
+                return
+            target = _exposed_memory(value)
+            # A storage may belong to others, though the run has made a tensor on it.
+            if target is None or (storage_key(target) in self._made and isinstance(value, torch.Tensor)):
+                return
+            try:
+                region = self._save(target, f"{name} gives memory to the host's code, which may write there")
+            except CaptureError as error:
+                self.give_up(error)
+                return
+        if region is not None:
+            self._exposed.append(region)
 
     def _save_generators(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A generator of the model's own is state, and saved here. Whoever runs the call puts the default one back."""
@@ -289,7 +464,7 @@ class EffectRecorder(OperatorMode):
             if isinstance(value, torch.Generator) and id(value) not in self._generators:
                 self._generators[id(value)] = value
                 state = value.get_state()
-                self.regions.append(Region(state, value.get_state, value.set_state, state, is_generator=True))
+                self.regions.append(Region(state, state, generator=value))
 
 
 _COMPUTES = (OperatorKind.PURE, OperatorKind.VIEW)

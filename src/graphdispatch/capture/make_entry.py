@@ -13,8 +13,7 @@ from ..call.spec import is_tensor
 from ..errors import CaptureError
 from ..memory.entry import CUDAGraphEntry, WrittenSpans
 from ..memory.outputs import OutputRule, Outputs, check_values, learn_output_rule
-from ..memory.program import Program
-from ..memory.proof import Compared
+from ..memory.proof import Compared, Program
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..sizes import Axis, pack

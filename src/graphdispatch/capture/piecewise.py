@@ -19,26 +19,26 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import getattr_static
 from pathlib import PurePath
 from threading import get_ident
+from traceback import walk_tb
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten
 
-from ..backends.base import Capture, Graph, Pool
-from ..backends.operators import is_expanded, is_strided, storage_key, tensors_in, user_line
-from ..call.breaks import ACTIVE, eager_break, is_marked, remove_eager_break
+from ..backends.base import Graph, Pool
+from ..backends.operators import is_strided, storage_key, tensors_in
+from ..call.breaks import eager_break, is_marked, remove_eager_break
 from ..call.spec import describe, is_tensor
 from ..config import CUDAGraphOptions
 from ..errors import CaptureError, ReplayError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import is_same_value
 from ..reasons import Reason
-from .advice import places_within
-from .request import CaptureRequest
-from .watch import CaptureWatch
 
 
 class BreakFigures(NamedTuple):
@@ -273,82 +273,6 @@ def _sharing(leaves: list[Any]) -> list[int]:
     return [keys.index(key) for key in keys]
 
 
-@dataclass(eq=False)
-class Breaking:
-    """Within its block, each break ends a graph of the capture, runs eagerly and begins the next graph.
-
-    Enter it within ``capture``, and ``watch`` within it. ``parts`` get the graphs and breaks, but for the last graph.
-    """
-
-    request: CaptureRequest
-    capture: Capture
-    watch: CaptureWatch
-    parts: list[Graph | EagerPart]
-    _failed: str | None = None
-    """The break that raised, if one did; nothing has been recorded since."""
-
-    def __enter__(self) -> None:
-        self.watch.on_break = self.run_break
-        self._token = ACTIVE.set(self.run_break)
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        ACTIVE.reset(self._token)
-        if kind is None and self._failed is not None:
-            raise CaptureError(
-                f"break {self._failed!r} raised and the callable went on; no graph can hold that",
-                Reason.CAPTURE_UNSAFE,
-            )
-
-    def run_break(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """End the current graph, run ``fn`` eagerly, begin the next graph. An inner break runs inside the outer one."""
-        if self.watch.is_paused or self._failed is not None:
-            return fn(*args, **kwargs)
-        self.watch.check_returned(args, kwargs)
-        graph = self.capture.pause()
-        self.parts.append(graph)
-        if not self.request.backend.capture_executes:
-            graph.replay()  # so that the break sees values, rather than memory that nothing has written yet
-        before, operators = self.watch.storages(), self.watch.operators
-        self.watch.next_part()
-        self.watch.is_paused = True
-        try:
-            leaves, spec = tree_flatten(fn(*args, **kwargs))
-            leaves, made = self._checked_results(name, leaves, before)
-        except BaseException:
-            self._failed = name
-            raise
-        finally:
-            self.watch.is_paused = False
-        operators = self.watch.operators - operators
-        self.watch.next_part(leaves)
-        part = EagerPart(name, user_line(), fn, args, kwargs, leaves, spec, made, self.request.clock, operators)
-        self.parts.append(part)
-        self.capture.resume()
-        return tree_unflatten(leaves, spec)
-
-    def _checked_results(self, name: str, leaves: list[Any], before: set[int]) -> tuple[list[Any], list[bool]]:
-        """The results of a break, and for each whether the break made it; ``before`` are the storages seen before it.
-
-        Replays write to what the break made. So a copy replaces a tensor that no operator made (numpy, compiled code)
-        and an expanded one, whose elements share memory. Raises ``CaptureError`` for tensors that are not dense.
-        """
-        results, made = [], []
-        for leaf in leaves:
-            is_made = False
-            if is_tensor(leaf):
-                if type(leaf) is not torch.Tensor or not is_strided(leaf):
-                    what = f"{type(leaf).__name__} with layout {leaf.layout}"
-                    raise CaptureError(f"break {name!r} returned a {what}; return dense tensors", Reason.CAPTURE_UNSAFE)
-                is_made = storage_key(leaf) not in before
-                if is_made and (is_expanded(leaf) or not self.watch.has_seen(leaf)):
-                    leaf = leaf.clone(memory_format=torch.contiguous_format)
-            results.append(leaf)
-            made.append(is_made)
-        returned = {storage_key(tensor) for tensor in tensors_in(results)}
-        self.watch.unreturned |= dict.fromkeys(self.watch.storages() - before - returned, name)
-        return results, made
-
-
 class AutoBreaks:
     """The modules of a callable that no graph can hold, with the reasons; at most ``max_breaks``.
 
@@ -407,3 +331,18 @@ def automatic_breaks(fn: Callable[..., Any], options: CUDAGraphOptions) -> AutoB
     if options.breaks != "auto":
         return None
     return AutoBreaks(fn, options.max_breaks, options.max_eager_share)
+
+
+def places_within(error: BaseException) -> Iterator[tuple[nn.Module, str]]:
+    """The methods of modules that an error came through, from the innermost; ``"forward"`` for a whole module."""
+    cause = error.__cause__ if isinstance(error, CaptureError) and error.__cause__ is not None else error
+    for frame, _ in reversed(list(walk_tb(cause.__traceback__))):
+        code = frame.f_code
+        module, name = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None, code.co_name
+        if isinstance(module, nn.Module) and (found := getattr_static(type(module), name, None)) is not None:
+            is_method = isinstance(found, FunctionType) and name not in _OF_ANY_CALL
+            yield module, name if is_method else "forward"
+
+
+_OF_ANY_CALL = frozenset(name for name in vars(nn.Module) if callable(getattr(nn.Module, name)))
+"""What every module has: marking these would mark no part of a model."""

@@ -30,9 +30,8 @@ from ..reasons import Reason
 from ..sizes import Axis, lengths_of, pack
 from . import probes
 from .attempt import CaptureAttempt
-from .effects import EffectRecorder
+from .effects import EffectRecorder, Region
 from .probes import BY_RULE, Make, Padding
-from .regions import Region
 from .state_probes import difference_apart, run_apart, writes_more_with_fewer_rows
 from .verify import difference, tolerance_for
 

@@ -1,18 +1,228 @@
-"""Records a call on its static inputs: one graph, or in PIECEWISE mode graphs between breaks."""
+"""Records a call on its static inputs: one graph, or in PIECEWISE mode graphs between breaks.
 
-from contextlib import nullcontext
+The operators are watched, on any backend: an error names the line, and tensors of unknown origin are refused. Torch's
+dispatcher does not see some work (a compiled kernel, ctypes, numpy). Such work leaves tensors that no operator made and
+that did not exist in the warm-up. A graph would read their first value for ever.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from typing import Any, NamedTuple
 
-from ..backends.base import Graph
-from ..backends.operators import storage_key, tensors_in
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..backends.base import Capture, Graph
+from ..backends.insight import OperatorMode
+from ..backends.operators import forbidden, is_expanded, is_strided, is_unsafe, storage_key, tensors_in, user_line
+from ..call.breaks import ACTIVE, BREAKS
 from ..call.spec import is_tensor
 from ..errors import CaptureError
 from ..modes import CUDAGraphMode
+from ..reasons import Reason
 from .attempt import CaptureAttempt
 from .eager_run import uncached_casts
-from .piecewise import Breaking, EagerPart, PiecewiseGraph
-from .watch import CaptureWatch
+from .piecewise import EagerPart, PiecewiseGraph
+from .request import CaptureRequest
+
+
+class CaptureWatch(OperatorMode):
+    """Watches one recording, and where it ``breaks`` runs breaks eagerly: each ends a graph and begins the next one.
+
+    Enter ``recording`` around the callable. ``existing`` are the keys of the storages that existed before; the call may
+    read these and what it makes itself.
+    """
+
+    def __init__(self, request: CaptureRequest, existing: set[int], *, breaks: bool) -> None:
+        super().__init__()
+        self._request = request
+        self._capture: Capture | None = None
+        self._existing = existing
+        self._breaks = breaks
+        self.parts: list[Graph | EagerPart] = []
+        """The graphs and breaks so far."""
+        self._made: dict[int, StorageWeakRef] = {}
+        self._part = 0
+        self._part_of: dict[int, int] = {}
+        self._is_paused = False
+        """True while a break runs: what it makes is noted, and nothing is refused."""
+        self._failed: str | None = None
+        """The break that raised, if one did; nothing has been recorded since."""
+        self.crossing: list[torch.Tensor] = []
+        """Tensors that one part made and a later one used."""
+        self._unreturned: dict[int, str] = {}
+        """Storages that a break made and did not return, and its name; later parts must not use them."""
+        self.operators = 0
+        """How many operators ran, in graphs and in breaks."""
+        self.latest: object = "nothing"
+        """The operator that ran last."""
+
+    @contextmanager
+    def recording(self, capture: Capture) -> Iterator[None]:
+        """Watch what the block does, to be entered within this capture."""
+        self._capture = capture
+        token = ACTIVE.set(self.run_break) if self._breaks else None
+        try:
+            with self:
+                yield
+        finally:
+            if token is not None:
+                ACTIVE.reset(token)
+        if self._failed is not None:
+            raise CaptureError(
+                f"break {self._failed!r} raised and the callable went on; no graph can hold that",
+                Reason.CAPTURE_UNSAFE,
+            )
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operator as a break, if it is one, or watch it."""
+        if isinstance(func, HigherOrderOperator):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        is_break = func._schema.name in BREAKS or is_unsafe(func)
+        if is_break and self._breaks and not self._is_paused:
+            return self.run_break(str(func), func, args, kwargs or {})
+        if is_break and is_unsafe(func) and not self._is_paused:
+            raise CaptureError(
+                f"{func} is tagged cudagraph_unsafe; capture in PIECEWISE mode, where it is a break; at {user_line()}",
+                Reason.CAPTURE_UNSAFE,
+            )
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def run_break(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """End the current graph, run ``fn`` eagerly, begin the next graph. An inner break runs inside the outer one."""
+        if self._is_paused or self._failed is not None:
+            return fn(*args, **kwargs)
+        self._check_returned(args, kwargs)
+        assert self._capture is not None
+        graph = self._capture.pause()
+        self.parts.append(graph)
+        if not self._request.backend.capture_executes:
+            graph.replay()  # so that the break sees values, rather than memory that nothing has written yet
+        before, operators = self._existing | set(self._made), self.operators
+        self._next_part()
+        self._is_paused = True
+        try:
+            leaves, spec = tree_flatten(fn(*args, **kwargs))
+            leaves, made = self._checked_results(name, leaves, before)
+        except BaseException:
+            self._failed = name
+            raise
+        finally:
+            self._is_paused = False
+        operators = self.operators - operators
+        self._next_part(leaves)
+        part = EagerPart(name, user_line(), fn, args, kwargs, leaves, spec, made, self._request.clock, operators)
+        self.parts.append(part)
+        self._capture.resume()
+        return tree_unflatten(leaves, spec)
+
+    def _checked_results(self, name: str, leaves: list[Any], before: set[int]) -> tuple[list[Any], list[bool]]:
+        """The results of a break, and for each whether the break made it; ``before`` are the storages seen before it.
+
+        Replays write to what the break made. So a copy replaces a tensor that no operator made (numpy, compiled code)
+        and an expanded one, whose elements share memory. Raises ``CaptureError`` for tensors that are not dense.
+        """
+        results, made = [], []
+        for leaf in leaves:
+            is_made = False
+            if is_tensor(leaf):
+                if type(leaf) is not torch.Tensor or not is_strided(leaf):
+                    what = f"{type(leaf).__name__} with layout {leaf.layout}"
+                    raise CaptureError(f"break {name!r} returned a {what}; return dense tensors", Reason.CAPTURE_UNSAFE)
+                is_made = storage_key(leaf) not in before
+                if is_made and (is_expanded(leaf) or not self._has_seen(leaf)):
+                    leaf = leaf.clone(memory_format=torch.contiguous_format)
+            results.append(leaf)
+            made.append(is_made)
+        unreturned = self._made.keys() - before - set(map(storage_key, tensors_in(results)))
+        self._unreturned |= dict.fromkeys(unreturned, name)
+        return results, made
+
+    def look_inside(self, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Watch what an operator's Python kernel runs, and refuse a result of unknown origin."""
+        self.latest = func
+        assert self._capture is not None
+        result = self._capture.look_inside(self, func, key, args, kwargs)
+        for tensor in tensors_in(result):
+            if not self._is_paused and is_strided(tensor) and not self._has_seen(tensor):
+                name = func._schema.name
+                raise CaptureError(
+                    f"{func} gives back a tensor of shape {tuple(tensor.shape)} that no operator inside it made, at "
+                    f"{user_line()}; break there in PIECEWISE mode with eager_break({name!r}), or register it in C++",
+                    Reason.CAPTURE_UNSAFE,
+                )
+            self._note(tensor)
+        return result
+
+    def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Check one operator's arguments, then run it."""
+        self.latest = func
+        self.operators += 1
+        if func is torch.ops.aten.lift_fresh.default:
+            self._note(args[0])
+        self._note_crossing(args, kwargs)
+        if not self._is_paused:
+            self._check(func, args, kwargs)
+        result = func(*args, **kwargs)
+        for tensor in tensors_in(result):
+            self._note(tensor)
+        return result
+
+    def _check(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._check_returned(args, kwargs)
+        tensors = tensors_in(args, kwargs)
+        why = forbidden(func, args, kwargs, tensors)
+        if why is not None:
+            raise CaptureError(f"{func} {why}; at {user_line()}", Reason.CAPTURE_UNSAFE)
+        for tensor in tensors:
+            if is_strided(tensor) and not self._has_seen(tensor):
+                raise CaptureError(
+                    f"{func} is given a tensor of shape {tuple(tensor.shape)} that no operator of the call made "
+                    f"and that did not exist before, at {user_line()}; work outside of torch's dispatcher "
+                    "(numpy, ctypes, a compiler) must be a break of a PIECEWISE capture, or an operator in C++",
+                    Reason.CAPTURE_UNSAFE,
+                )
+
+    def _check_returned(self, *trees: Any) -> None:
+        """Raise ``CaptureError`` if a break made one of the tensors and did not return it: later parts would go on
+        reading what the break made at the capture."""
+        for tensor in tensors_in(*trees) if self._unreturned else ():
+            name = self._unreturned.get(storage_key(tensor)) if is_strided(tensor) else None
+            if name is not None:
+                raise CaptureError(
+                    f"a tensor of shape {tuple(tensor.shape)} that break {name!r} made is used at {user_line()}, but "
+                    "the break did not return it; return it from the break",
+                    Reason.CAPTURE_UNSAFE,
+                )
+
+    def _next_part(self, given: Any = None) -> None:
+        """Begin the next part of a PIECEWISE capture. ``given`` are tensors that the part so far hands over to it."""
+        for tensor in tensors_in(given):
+            self._note(tensor)
+        self._part += 1
+
+    def _note_crossing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._part:
+            for tensor in tensors_in(args, kwargs):
+                if is_strided(tensor) and self._part_of.get(storage_key(tensor), self._part) != self._part:
+                    self.crossing.append(tensor.detach())
+                    self._part_of[storage_key(tensor)] = self._part
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether the captured call made the memory of ``tensor``."""
+        return storage_key(tensor) in self._made
+
+    def _has_seen(self, tensor: torch.Tensor) -> bool:
+        """Whether the call made the memory of ``tensor``, or it existed before."""
+        key = storage_key(tensor)
+        return key in self._made or key in self._existing
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        if is_strided(tensor) and (key := storage_key(tensor)) not in self._existing and key not in self._made:
+            self._made[key], self._part_of[key] = StorageWeakRef(tensor.untyped_storage()), self._part
 
 
 class Recording(NamedTuple):
@@ -50,15 +260,11 @@ def _record_once(attempt: CaptureAttempt, mode: CUDAGraphMode) -> Recording:
     request, eager = attempt.request, attempt.eager
     attempt.start_over(f"capturing {request.size} rows")
     values, buffers = request.static_values(), request.buffer_storages()
-    watch = CaptureWatch(attempt.existing | {storage_key(value) for value in values if is_tensor(value)})
-    parts: list[Graph | EagerPart] = []
     is_piecewise = mode is CUDAGraphMode.PIECEWISE
+    existing = attempt.existing | {storage_key(value) for value in values if is_tensor(value)}
+    watch = CaptureWatch(request, existing, breaks=is_piecewise)
     try:
-        with (
-            request.backend.begin_capture(request.pool) as capture,
-            Breaking(request, capture, watch, parts) if is_piecewise else nullcontext(),
-            watch.within(capture),
-        ):
+        with request.backend.begin_capture(request.pool) as capture, watch.recording(capture):
             with eager.trace:  # here, since the end of a capture runs much Python that reads nothing
                 output = copy_context().run(request.call, values)  # nobody could unset a context variable
             output = eager.open_outputs(output)
@@ -69,15 +275,15 @@ def _record_once(attempt: CaptureAttempt, mode: CUDAGraphMode) -> Recording:
             given = list(map(positions.get, places))
             capture.set_outputs(output, shared=request.options.shares_outputs)
             del output  # so that only the capture holds the outputs
-        parts.append(capture.graph)
+        watch.parts.append(capture.graph)
         graph = capture.graph
         if is_piecewise:
-            graph = PiecewiseGraph(parts, watch.crossing, request.pool, request.clock, watch.operators)
+            graph = PiecewiseGraph(watch.parts, watch.crossing, request.pool, request.clock, watch.operators)
             if request.auto_breaks:
                 request.auto_breaks.check_share(graph.eager_share)
         return Recording(graph, capture.outputs, is_own, firsts, given, mode)
     except BaseException as error:
-        for part in parts:
+        for part in watch.parts:
             if isinstance(part, Graph):
                 part.reset()
         if isinstance(error, CaptureError) or not isinstance(error, Exception):

@@ -1,12 +1,13 @@
-"""What a capture or a verification is given, and what it gives back."""
+"""What a capture or a verification is given, and what it gives back: with a remedy where it failed."""
 
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from ..backends.base import Backend, Pool
 from ..backends.operators import storage_key
@@ -23,11 +24,7 @@ from ..memory.windows import storages_of
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..state.objects import CONSTANTS
-from .advice import advice
-
-if TYPE_CHECKING:
-    from .piecewise import AutoBreaks
-
+from .piecewise import AutoBreaks, places_within
 
 _log = logging.getLogger("graphdispatch")
 
@@ -53,7 +50,7 @@ class CaptureRequest:
     """How outputs follow the batch, if an earlier capture of the same signature learnt it."""
     peers: Sequence[CUDAGraphEntry] = ()
     """The graphs of other sizes of the same signature, in the present state of the callable."""
-    auto_breaks: "AutoBreaks | None" = None
+    auto_breaks: AutoBreaks | None = None
     """The modules to break at; a failed capture adds to them. None if the user's marks are the only breaks."""
     tensors: Sequence[torch.Tensor] = ()
     """The tensors that the callable reaches."""
@@ -158,3 +155,63 @@ def failed_result(request: CaptureRequest, answer: Any, error: Exception, stage:
     detail += advice(request, error, reason)
     _log.debug("no graph for %s: %s", request.key, detail)
     return CaptureResult(answer, None, reason, detail, error)
+
+
+_OF_A_MISSING_ENTRY = (
+    Reason.CAPTURE_FAILED,
+    Reason.OUTPUT_ROWS_UNKNOWN,
+    Reason.REPLAY_FAILED,
+    Reason.VERIFICATION_FAILED,
+)
+
+
+def advice(request: CaptureRequest, error: Exception, reason: Reason) -> str:
+    """A remedy, to be added to a refusal; empty if there is none to give."""
+    if reason is Reason.CAPTURE_UNSAFE:
+        return _nearest_break(request, error)
+    parts = [_missing_entries(request)] if reason in _OF_A_MISSING_ENTRY else []
+    if reason is Reason.VERIFICATION_FAILED:
+        parts.append(_same_tensors(request))
+    return "".join(parts)
+
+
+def _nearest_break(request: CaptureRequest, error: Exception) -> str:
+    """The smallest method or module around what no graph can hold, under its name in the served one."""
+    fn: Any = request.call.fn
+    within = list(places_within(error))
+    outermost = within[-1][0] if within else None  # where a plain function calls the model
+    root = next((one for one in (fn, getattr(fn, "__self__", None), outermost) if isinstance(one, nn.Module)), None)
+    if root is None:
+        return ""
+    found = {module: name for name, module in root.named_modules()}
+    served = {"forward", getattr(fn, "__name__", "forward")}
+    place = next(((m, method) for m, method in within if m in found and (found[m] or method not in served)), None)
+    if place is None:
+        return ""
+    module, method = place
+    model = "model" if root is not outermost or root is fn else type(root).__name__
+    part = f"{model}.get_submodule({found[module]!r})" if found[module] else model
+    part += f", {method!r}" if method != "forward" else ""
+    mode = "" if request.is_piecewise else " with mode='PIECEWISE'"
+    return f"; or break there: eager_break({part}){mode}"
+
+
+def _missing_entries(request: CaptureRequest) -> str:
+    """Which tensors seem to follow the batch though ``dynamic`` does not name them."""
+    specs, rows = request.inputs.specs, request.rows
+    found = {s.name: s.shape.index(rows) for s in specs if not s.spans and rows > 1 and rows in s.shape}
+    if not found or not any(spec.spans for spec in specs):
+        return ""
+    entries = ", ".join(f"{name!r}: {dim}" for name, dim in found.items())
+    return f"; dynamic= may lack {entries}, since {', '.join(found)} had as many rows as the batch, {rows}"
+
+
+def _same_tensors(request: CaptureRequest) -> str:
+    """Which arguments are one tensor: the callable may tell that, and a graph gets copies."""
+    groups: dict[int, list[str]] = {}
+    for spec in request.inputs.specs:
+        groups.setdefault(id(request.values[spec.position]), []).append(spec.name)
+    same = next((names for names in groups.values() if len(names) > 1), None)
+    if same is None:
+        return ""
+    return f"; {', '.join(same)} are one tensor, and the graph has a copy for each: wrap a function that takes it once"

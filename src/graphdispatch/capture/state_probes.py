@@ -34,7 +34,7 @@ from .verify import difference, find_padding_writes, tolerance_for
 
 if TYPE_CHECKING:
     from .attempt import CaptureAttempt
-    from .regions import Region
+    from .effects import Region
 
 
 _MOST_BYTES = 64 << 20

@@ -16,7 +16,7 @@ from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import first_rows
 from ..reasons import Reason
 from .eager_run import EagerRun
-from .regions import Region, first_uncovered, first_uncovered_within
+from .effects import Region, first_uncovered, first_uncovered_within
 from .request import CaptureRequest
 
 

@@ -1,16 +1,15 @@
 """When a key gets a graph: at its n-th miss within a window, and how long it waits after failures."""
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
 from math import inf
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
-from ..errors import ConfigError, check_count
+from ..errors import check_count
 from ..reasons import Reason
 from .replay import next_use
 
-K = TypeVar("K", bound=Hashable)
+_FIRST_WAIT, _LONGER = 16, 4
 
 
 class Admission:
@@ -72,33 +71,11 @@ class Admission:
         return f"<Admission after {self.capture_after} misses within {self.window} uses, {self.num_keys} keys missed>"
 
 
-@dataclass(frozen=True)
-class Backoff:
-    """Waits that grow with each failure in a row: ``first``, then ``factor`` times as long each time, up to ``most``.
-
-    The unit is the caller's: misses of a key, seconds, steps. Raises ``ConfigError`` for waits that could shrink.
-    """
-
-    first: float
-    factor: float
-    most: float = inf
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.first <= self.most and self.factor >= 1):
-            raise ConfigError(f"waits must be 0 <= first <= most with factor >= 1, got {self!r}")
-
-    def wait(self, times: int) -> float:
-        """The wait after the ``times``-th failure in a row; 0 before the first."""
-        if times <= 0:
-            return 0
-        try:
-            return min(self.first * self.factor ** (times - 1), self.most)
-        except OverflowError:
-            return self.most
-
-
 class Failure(NamedTuple):
-    """Why a key is kept out: its failures in a row, the time of the next try (``inf``: never), and the last of them."""
+    """Why a size is kept out: its failures in a row, the time of the next try (``inf``: never), and the last of them.
+
+    Time is counted in the misses of the size.
+    """
 
     times: int
     retry_at: float
@@ -106,68 +83,31 @@ class Failure(NamedTuple):
     detail: str
 
 
-class Quarantine(Generic[K]):
-    """Keys that failed, each kept out for as long as ``backoff`` says, and for good at its ``max_failures``-th failure.
+class Quarantine(dict[int, Failure]):
+    """Sizes whose captures failed, each with its latest failure; taking one out forgives it.
 
-    The caller reads the clock and passes ``now``, which must not decrease for a key. Called with the owner's lock held,
-    except for ``blocked`` and ``get``, which need none.
+    A size is tried again after 16 further misses, then after 64, and so on, and never after ``max_failures`` failures
+    in a row. Changed with the owner's lock held; ``blocked`` needs none.
     """
 
-    def __init__(self, backoff: Backoff, max_failures: int | None = None) -> None:
-        self.backoff = backoff
-        self.max_failures = max_failures
-        self._failures: dict[K, Failure] = {}
+    def __init__(self, max_failures: int) -> None:
+        super().__init__()
+        self._max_failures = max_failures
 
-    def fail(
-        self,
-        key: K,
-        now: float,
-        reason: Reason,
-        detail: str,
-        *,
-        is_final: bool = False,
-        is_passing: bool = False,
-    ) -> Failure:
-        """Note that ``key`` failed again, and how long it is kept out for that.
+    def fail(self, size: int, now: int, reason: Reason, detail: str, *, is_final: bool = False) -> None:
+        """Note that ``size`` failed again at ``now``; if that ``is_final`` it is not tried again.
 
-        ``is_final``: it is not tried again. ``is_passing``: the cause may end unseen (a callable that rebinds its own
-        state does so in its first call, perhaps in no other). Then the first retry comes at once, each later one a
-        failure earlier than otherwise, and none is the last.
+        A callable that rebinds its own state may do so in its first call alone, so it is tried again at once. After
+        that it is tried ever more rarely but never given up, since no guard tells when it no longer rebinds.
         """
-        before = self._failures.pop(key, None)
-        times = before.times + 1 if before is not None else 1
-        is_last = not is_passing and self.max_failures is not None and times >= self.max_failures
-        retry_at = inf if is_final or is_last else now + self.backoff.wait(times - is_passing)
-        self._failures[key] = Failure(times, retry_at, reason, detail)
-        return self._failures[key]
+        is_passing = reason is Reason.STATE_REBOUND
+        times = self[size].times + 1 if size in self else 1
+        waits = times - is_passing
+        is_last = is_final or (times >= self._max_failures and not is_passing)
+        retry_at = inf if is_last else now + (_FIRST_WAIT * _LONGER ** (waits - 1) if waits else 0)
+        self[size] = Failure(times, retry_at, reason, detail)
 
-    def blocked(self, key: K, now: float) -> Failure | None:
-        """The failure that keeps ``key`` out at ``now``, or None if it may be tried."""
-        failure = self._failures.get(key)
+    def blocked(self, size: int, now: int) -> Failure | None:
+        """The failure that keeps ``size`` out at ``now``, or None if it may be tried."""
+        failure = self.get(size)
         return failure if failure is not None and now < failure.retry_at else None
-
-    def get(self, key: K) -> Failure | None:
-        """The last failure of ``key``, be it kept out or not."""
-        return self._failures.get(key)
-
-    def forgive(self, key: K) -> None:
-        """Forget the failures of ``key``, since it went well or is to be tried now."""
-        self._failures.pop(key, None)
-
-    def clear(self) -> None:
-        """Forget all failures."""
-        self._failures.clear()
-
-    @property
-    def reasons(self) -> set[Reason]:
-        """The reasons of the failures that are remembered."""
-        return {failure.reason for failure in self}
-
-    def __iter__(self) -> Iterator[Failure]:
-        return iter(list(self._failures.values()))
-
-    def __len__(self) -> int:
-        return len(self._failures)
-
-    def __repr__(self) -> str:
-        return f"<Quarantine of {len(self)} keys, {self.backoff}>"

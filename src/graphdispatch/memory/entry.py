@@ -24,8 +24,8 @@ from ..state.guards import StateGuard, WorkspaceGuard
 from ..stats import CUDAGraphStats, Gain
 from .inputs import StaticInputs
 from .outputs import OutputRule, Outputs
+from .proof import Verification
 from .replay import ReplayPlan, ReplayStage, next_use
-from .verification import Verification
 from .windows import WINDOWS
 
 __all__ = ["CUDAGraphEntry", "GraphEntry", "WrittenSpans"]
@@ -94,8 +94,8 @@ class CUDAGraphEntry(Verification, NotCopied):
     some that they may have. See ``carries``."""
     writes_outside: bool = field(init=False)
     """Whether it writes to arguments or to memory of others, so that a call's arguments must be compared with them."""
-    signature: Signature | None = None
-    """What a call must look like; None for a graph that was made by hand."""
+    signature: Signature
+    """What a call must look like."""
     call: FlatCall | None = None
     """How the captured callable is called."""
     example: Sequence[Any] = ()
@@ -166,16 +166,6 @@ class CUDAGraphEntry(Verification, NotCopied):
         if WINDOWS.open:
             WINDOWS.wait_for(self)
         return self.plan(rows).run(values, stats)
-
-    def with_values(self, answer: Any, rows: int) -> Any:
-        """Eager's answer where a replay would put it; see ``Outputs.with_values``.
-
-        Args:
-            answer: Eager's outputs.
-            rows: The number of real rows.
-        """
-        with self.pool.lock:
-            return self.outputs.with_values(answer, rows)
 
     def fail(self, error: BaseException, before: Any, stage: ReplayStage) -> None:
         """Raise ``ReplayError`` for a replay that stopped half-way.
@@ -292,7 +282,7 @@ class CUDAGraphEntry(Verification, NotCopied):
             raise GuardError("an input carries attributes that the captured code may read; pass them as arguments")
         if self.metadata is not None and not self.metadata.knows(values):
             raise GuardError(f"{self.metadata.text}, and capture with a call like this one")
-        if self.signature is not None and not self.signature.fits(values):
+        if not self.signature.fits(values):
             raise GuardError(
                 "the call differs from the captured one: in autocast, a constant, the address of a static tensor, or "
                 "the memory layout of an input; capture again for such calls"

@@ -6,16 +6,23 @@
 
 Which dimension of an output follows the batch is learnt by comparing a run of the real rows with a run of another
 number of rows, never from a dimension that merely equals the number of rows.
+
+Note [objects among outputs]
+    An object that the call makes (a cache, a batch encoding) is a node like a dict: its attributes are outputs. A hit
+    makes a new object of the same class around the graph's results, without calling code of the class. An object that
+    was there before the call is returned itself.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
-from typing import Any
+from operator import is_, itemgetter
+from types import AsyncGeneratorType, CoroutineType, GeneratorType, MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch import nn
+from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ..backends.base import Pool
 from ..backends.tracing import untraced
@@ -23,18 +30,7 @@ from ..call.spec import VALUES, describe, is_tensor
 from ..errors import CaptureError, StaleOutputError
 from ..reasons import Reason
 from ..sizes import Axis, extents_text
-from .object_outputs import closed, has_objects, opened_like
-
-__all__ = [
-    "OutputRule",
-    "OutputView",
-    "Outputs",
-    "check_values",
-    "extents_of",
-    "first_rows",
-    "is_same_value",
-    "learn_output_rule",
-]
+from ..state.objects import attribute_table, slots_of
 
 
 class OutputView:
@@ -104,15 +100,10 @@ class OutputRule:
                     at, to = extents_text(axes, rows), extents_text(axes, size)
                     raise CaptureError(
                         f"output {index} has shape {tuple(real.shape)} for a batch of {at} and {tuple(full.shape)} for "
-                        f"{to}, where only dimensions {[dim for dim, *_ in dims]} follow the batch; {_REMEDY}",
+                        f"{to}; a graph can be cut only along dimensions that are a fixed multiple of the rows (of one "
+                        "dynamic dimension, where there are several)",
                         Reason.OUTPUT_ROWS_UNKNOWN,
                     )
-
-
-_REMEDY = (
-    "a graph can be cut only along dimensions that are a fixed multiple of the rows (of one dynamic dimension, where "
-    "there are several)"
-)
 
 
 def learn_output_rule(
@@ -123,25 +114,16 @@ def learn_output_rule(
 
     Raises ``CaptureError`` if an output follows the batch in a way that cannot be cut to the real rows.
     """
-    found = [(axis, number, _tensors(other)) for axis, number, other in others]
-    follows = []
-    for index, tensor in enumerate(_tensors(tree)):
-        dims: dict[int, tuple[int, int, Axis]] = {}
-        for axis, number, outputs in found:
-            other, m, n = outputs[index], axis.of(rows), axis.of(number)
-            pairs = list(enumerate(zip(tensor.shape, other.shape, strict=False)))
-            changed = {dim: (a, b) for dim, (a, b) in pairs if a != b}
-            if tensor.dim() != other.dim() or any(
-                dim in dims or a % m or b % n or a // m != b // n for dim, (a, b) in changed.items()
-            ):
-                raise CaptureError(
-                    f"output {index} has shape {tuple(tensor.shape)} for a batch of {extents_text(axes, rows)} and "
-                    f"{tuple(other.shape)} for {extents_text(axes, number)}; {_REMEDY}",
-                    Reason.OUTPUT_ROWS_UNKNOWN,
-                )
-            dims |= {dim: (dim, a // m, axis) for dim, (a, _) in changed.items()}
-        follows.append(tuple(dims[dim] for dim in sorted(dims)))
-    return OutputRule(tuple(follows))
+    tensors = _tensors(tree)
+    found: list[dict[int, tuple[int, int, Axis]]] = [{} for _ in tensors]
+    for axis, _, other in others:
+        for dims, own, theirs in zip(found, tensors, _tensors(other), strict=True):
+            changed = ((dim, a) for dim, (a, b) in enumerate(zip(own.shape, theirs.shape, strict=False)) if a != b)
+            dims |= {dim: (dim, extent // axis.of(rows), axis) for dim, extent in changed}
+    rule = OutputRule(tuple(tuple(dims[dim] for dim in sorted(dims)) for dims in found))
+    for _, number, other in others:
+        rule.check(axes, tree, rows, other, number)
+    return rule
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -177,7 +159,7 @@ class Outputs:
         self._mode = mode
         self._pool = pool
         self._build = _builder(leaves, spec)
-        self._has_objects = has_objects(tree)
+        self._has_objects = any(map(_is_opened, tree_leaves(tree, is_leaf=_is_opened)))
         if self._has_objects:
             build = self._build
             self._build = lambda tensors: closed(build(tensors))
@@ -224,20 +206,22 @@ class Outputs:
         return tuple(self.peek(rows)), self._is_own, self._build is tuple
 
     def with_values(self, answer: Any, rows: int) -> Any:
-        """Eager's answer for ``rows`` rows, in the tensors that a replay would return. Hold the pool's lock.
+        """Eager's answer for ``rows`` rows, in the tensors that a replay would return. Takes the pool's lock.
 
         With ``outputs="static"`` they are the graph's own, so that their addresses hold from the first call on.
         """
         if self._mode != "static":
             return answer
         if self._has_objects:
-            answer = opened_like(answer, self.tree)
-        cut = self.peek(rows)
-        for target, source, own in zip(cut, _tensors(answer), self._is_own, strict=True):
-            if own:
-                apart = tuple(slice(1 if stride == 0 else None) for stride in target.stride())
-                target[apart].copy_(source[apart])  # along an expanded dimension all elements are one in memory
-        return self._build(cut)
+            kept = set(map(id, tree_leaves(self.tree)))  # objects that were there before the call
+            answer = Opener(lambda value: id(value) in kept).open(answer)
+        with self._pool.lock:
+            cut = self.peek(rows)
+            for target, source, own in zip(cut, _tensors(answer), self._is_own, strict=True):
+                if own:
+                    apart = tuple(slice(1 if stride == 0 else None) for stride in target.stride())
+                    target[apart].copy_(source[apart])  # along an expanded dimension all elements are one in memory
+            return self._build(cut)
 
     def peek(self, rows: int) -> list[torch.Tensor]:
         """The output tensors in graph memory, cut to ``rows`` rows, in order."""
@@ -321,3 +305,157 @@ def check_values(eager: Any, graph: Any) -> None:
                 "others hold; use_cache=False keeps a model's cache out)",
                 Reason.OUTPUT_UNSUPPORTED,
             )
+
+
+_MOST_OBJECTS = 4096
+
+
+class Adapter(NamedTuple):
+    """How the objects of a class are opened into a tuple, list or dict, and made of one again."""
+
+    open: Callable[[Any], Any]
+    close: Callable[[type, Any], Any]
+
+
+def _dict_of(kind: type, content: Any) -> Any:
+    made: Any = dict.__new__(kind)
+    dict.update(made, content)
+    return made
+
+
+def _list_of(kind: type, content: Any) -> Any:
+    made: Any = list.__new__(kind)
+    list.extend(made, content)
+    return made
+
+
+_ADAPTERS: dict[type, Adapter] = {
+    dict: Adapter(lambda value: dict(dict.items(value)), _dict_of),
+    list: Adapter(lambda value: list(list.__iter__(value)), _list_of),
+    tuple: Adapter(lambda value: tuple(tuple.__iter__(value)), tuple.__new__),
+    MappingProxyType: Adapter(dict, lambda kind, content: kind(content)),
+    SimpleNamespace: Adapter(lambda value: None, lambda kind, content: kind()),
+    torch.Size: Adapter(list, lambda kind, content: torch.Size(content)),
+    object: Adapter(lambda value: None, lambda kind, content: object.__new__(kind)),
+}
+"""By the class that an object's class takes its ``__new__`` from. Attributes are opened besides."""
+
+
+@dataclass(eq=False, slots=True)
+class Opened:
+    """An object that the call made, as a node of its outputs: what an object of class ``kind``
+    contains, then its attributes in the order of ``names``."""
+
+    kind: type
+    names: tuple[str, ...]
+    values: list[Any]
+
+
+register_pytree_node(
+    Opened,
+    lambda node: (node.values, (node.kind, node.names)),
+    lambda values, context: Opened(context[0], context[1], list(values)),
+    serialized_type_name="graphdispatch.Opened",
+)
+
+
+def _is_opened(node: Any) -> bool:
+    """Whether a node of outputs stands for an object."""
+    return type(node) is Opened
+
+
+_LATER = (CoroutineType, GeneratorType, AsyncGeneratorType)
+
+
+class Opener:
+    """Opens the outputs of the runs of one call. ``knows`` tells whether a value was there before the first of them."""
+
+    def __init__(self, knows: Callable[[Any], bool]) -> None:
+        self._knows = knows
+        self._runs: list[dict[int, Any]] = []
+
+    def open(self, output: Any) -> Any:
+        """An output with its new objects opened; the output itself if there are none.
+
+        Raises ``CaptureError`` for an object that an earlier run has returned, too, and that nobody knew before; and
+        for a coroutine or generator.
+        """
+        made: dict[int, Any] = {}
+        result = self._open(output, made)
+        for value in made.values():
+            if any(id(value) in run for run in self._runs):
+                raise CaptureError(
+                    f"an output is the same {type(value).__qualname__} in each run, and the callable does not reach it "
+                    "otherwise; return tensors and constants",
+                    Reason.OUTPUT_UNSUPPORTED,
+                )
+        self._runs.append(made)  # held, so that no other object gets the same id
+        return result
+
+    def _open(self, tree: Any, made: dict[int, Any]) -> Any:
+        # Torch takes a shape apart and makes a tuple of it.
+        leaves, spec = tree_flatten(tree, is_leaf=lambda node: type(node) is torch.Size)
+        opened = [self._open_leaf(leaf, made) for leaf in leaves]
+        return tree if all(map(is_, opened, leaves)) else tree_unflatten(opened, spec)
+
+    def _open_leaf(self, value: Any, made: dict[int, Any]) -> Any:
+        kind = type(value)
+        if kind is torch.Size:
+            return Opened(kind, (), [list(value)])
+        if issubclass(kind, _LATER):
+            raise CaptureError(
+                f"an output ({kind.__name__}) runs code after the call, outside of any graph; graph a function without "
+                "await and yield, and call it from there",
+                Reason.OUTPUT_UNSUPPORTED,
+            )
+        if not _can_open(kind) or id(value) in made or len(made) >= _MOST_OBJECTS or self._knows(value):
+            return value
+        made[id(value)] = value
+        attributes = {**(attribute_table(value) or {}), **_slots(value)}
+        content = _adapter(kind).open(value)
+        parts = [content, *attributes.values()]
+        return Opened(kind, tuple(attributes), [self._open(part, made) for part in parts])
+
+
+def _can_open(kind: type) -> bool:
+    """Whether objects of a class can be made anew of what they hold."""
+    if kind in VALUES or issubclass(kind, (torch.Tensor, nn.Module, type, BaseException)) or hasattr(kind, "__del__"):
+        return False
+    new: Any = kind.__new__
+    is_plain = bool(kind.__flags__ & _HEAP) or kind in _ADAPTERS
+    return is_plain and kind is not object and any(new is base.__new__ for base in _ADAPTERS)
+
+
+_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a class statement
+
+
+def _adapter(kind: Any) -> Adapter:
+    new: Any = kind.__new__
+    return next(adapter for base, adapter in _ADAPTERS.items() if new is base.__new__)
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    held = {}
+    for label, slot in slots_of(type(value)).items():
+        try:
+            held[label.removeprefix(".")] = slot.__get__(value)
+        except AttributeError:  # not set
+            continue
+    return held
+
+
+def closed(tree: Any) -> Any:
+    """The tree with an object in the place of each node that was opened."""
+    return tree_map(lambda node: _close(node) if _is_opened(node) else node, tree, is_leaf=_is_opened)
+
+
+def _close(node: Opened) -> Any:
+    content, *values = [closed(value) for value in node.values]
+    made = _adapter(node.kind).close(node.kind, content)
+    table = attribute_table(made)
+    for name, value in zip(node.names, values, strict=True):
+        if table is not None and name not in slots_of(node.kind):
+            table[name] = value
+        else:
+            object.__setattr__(made, name, value)
+    return made

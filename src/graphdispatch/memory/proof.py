@@ -1,14 +1,30 @@
-"""``RowProof``: what replays with other padding have shown of one graph's rows."""
+"""What comparisons with eager have shown of a graph, and which batches it may serve by that.
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
-from typing import Any
+RowProof           what replays with other padding have shown of its rows
+Compared           which numbers of rows, and lengths, were compared
+ArgumentMetadata   what its code reads of arguments besides their values
+Program            its operators, by which graphs of several sizes share what was proven of one of them
+Verification       all of it for one graph, and the one policy: what it may serve, and what is compared before
+"""
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import combinations, product, starmap
+from math import prod
+from typing import Any, Self
 
 import torch
+from torch._ops import OpOverload
 
+from ..backends.operators import OperatorKind, bits_equal, is_strided, kind_of, storage_key
+from ..call.spec import is_tensor
+from ..modes import EntryState
 from ..reasons import Reason
 from ..sizes import ROWS, Axis, lengths_of, pack
+from ..state.metadata import IDENTITY, TENSOR_READERS
 
 MOST_COMPARED = 64
 """The largest size of which each number of rows, or each length, is compared with eager by itself."""
@@ -169,3 +185,355 @@ class Compared:
         same = [*self._others.get(first, ()), *([tuple(full)] if first == most else [])]
         has_less = any(all(a <= b for a, b in zip(other, now, strict=True)) for other in same)
         return has_less and any(all(a >= b for a, b in zip(other, now, strict=True)) for other in same)
+
+
+_MOST_KNOWN = 8
+
+
+class ArgumentMetadata:
+    """What the code of a graph reads of its arguments' metadata, in the calls that were compared with eager.
+
+    A graph reads its own buffers, so a call that differs here may take another branch. Calls are noted under the lock
+    of whoever compares; any thread may ask. ``state`` are the tensors that an argument may be; it holds them.
+    """
+
+    def __init__(self, names: Sequence[str], values: Sequence[Any], state: Sequence[torch.Tensor]) -> None:
+        self.names = names
+        self._readers = [TENSOR_READERS[name] for name in names if name != IDENTITY]
+        self._positions = [place for place, value in enumerate(values) if is_tensor(value)]
+        self._state = {id(tensor): (tensor, -1 - place) for place, tensor in enumerate(state)}
+        self._known: list[list[Any]] = []
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many different calls were compared that others run eagerly."""
+        return len(self._known) >= _MOST_KNOWN
+
+    @property
+    def text(self) -> str:
+        """Why a call that differs runs eagerly."""
+        spelled = ", ".join(name if name == IDENTITY else f".{name}" for name in self.names)
+        return f"the code may read {spelled} of an argument, and each call differs there; pass that as an argument"
+
+    def note(self, values: Sequence[Any]) -> None:
+        """Note a call that was compared with eager."""
+        if not self.knows(values):
+            self._known.append(self._read(values))
+
+    def knows(self, values: Sequence[Any]) -> bool:
+        """Whether a call is like one that was compared."""
+        now = self._read(values)
+        return any(all(map(_same, now, known)) for known in self._known)
+
+    def _read(self, values: Sequence[Any]) -> list[Any]:
+        read = [reader(values[place]) for place in self._positions for reader in self._readers]
+        return read + self._identities(values) if IDENTITY in self.names else read
+
+    def _identities(self, values: Sequence[Any]) -> list[int]:
+        """For each tensor the place of the first that is the same, or a number of its own for one of the state."""
+        firsts: dict[int, int] = {}
+        for place in self._positions:
+            key = id(values[place])
+            firsts.setdefault(key, self._state[key][1] if key in self._state else place)
+        return [firsts[id(values[place])] for place in self._positions]
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is int and type(b) is int and a == b)
+
+
+Operator = tuple[OpOverload, tuple[Any, ...]]
+"""An operator with its arguments; in place of each tensor stands the label of its memory."""
+
+_LENGTHS = frozenset(
+    (
+        *("size", "start", "end", "length", "split_size", "split_sizes", "repeats", "output_size"),
+        *("stride", "storage_offset"),
+    )
+)
+"""Names of the arguments, of any operator, that may be longer for a longer batch."""
+_LEAST = 4
+_CONSTANTS = frozenset({int, float, bool, type(None), torch.dtype})
+
+
+class Program:
+    """The operators that a run of one size dispatched, in order, and what is proven of the rows of all such runs.
+
+    Whether padding can change a real row depends on the operators, not on how many rows they run on. So a graph whose
+    operators and constants are those of a proven one, but for the lengths that follow the batch, needs no proof of its
+    own. Fewer than two real rows and two of padding prove too little for others.
+
+    Args:
+        operators: The operators of a run on the static inputs.
+        size: The rows of the run, padding included.
+        axes: The dynamic dimensions of the batch.
+        limits_values: Whether they may fail for numbers unlike those of the batch.
+        groups_rows: Whether they multiply groups of rows whose sizes are data.
+    """
+
+    def __init__(
+        self,
+        operators: Sequence[Operator] = (),
+        size: int = 0,
+        axes: Sequence[Axis] = (ROWS,),
+        *,
+        limits_values: bool = False,
+        groups_rows: bool = False,
+    ) -> None:
+        self._operators = operators
+        self._is_apart = False
+        self.limits_values = limits_values
+        self.groups_rows = groups_rows
+        self._lengths = [axis.of(size) for axis in axes]
+        kinds = {kind_of(func) for func in {func for func, _ in operators}}
+        self.computes = bool(operators) and kinds <= {OperatorKind.PURE, OperatorKind.VIEW, OperatorKind.RANDOM}
+        """Whether all that it does is to make tensors of others and views of them, and perhaps to draw numbers."""
+        self.proof: RowProof | None = None
+        """Whether real rows are independent of padding; None until a comparison has tested that."""
+        self.is_stretched = False
+        """Whether it was compared with eager on rows of other magnitudes, where a rule of the user pads them."""
+
+    def apart(self) -> "Program":
+        """The same program for one graph, of which a proof by few rows holds for no graph of another size."""
+        other = copy(self)
+        other._is_apart = True
+        return other
+
+    def is_like(self, other: "Program") -> bool:
+        """Whether the other program is this one for another size, and what is proven of this one holds for it."""
+        if self._is_apart or len(self._operators) != len(other._operators) or min(self._lengths) < _LEAST:
+            return False
+        places = range(len(self._lengths))
+        chosen = [some for count in range(1, len(places) + 1) for some in combinations(places, count)]
+        ratios = [(prod(self._lengths[i] for i in some), prod(other._lengths[i] for i in some)) for some in chosen]
+        return all(
+            mine[0] is theirs[0] and _alike(mine[1], theirs[1], _follows_batch(mine[0]), ratios)
+            for mine, theirs in zip(self._operators, other._operators, strict=True)
+        )
+
+
+class Labels(dict[int, str]):
+    """Names the memory of tensors, by the keys of their storages: by the order in which a run meets it or makes it. So
+    equal operators on other tensors are another program."""
+
+    _count = 0
+
+    @classmethod
+    def of_arguments(cls, tensors: Iterable[torch.Tensor]) -> Self:
+        """Labels in which the arguments of a call have names already."""
+        return cls({storage_key(tensor): f"argument {index}" for index, tensor in enumerate(tensors)})
+
+    def operator(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operator:
+        """An operator that is about to run."""
+        named = ((name, self._of(value)) for name, value in kwargs.items())
+        return func, (*map(self._of, args), *named)
+
+    def note_made(self, tensors: Iterable[torch.Tensor], used: Collection[int]) -> None:
+        """Name what it made: memory that it did not use may lie where other memory was before."""
+        for key in {storage_key(tensor): None for tensor in tensors if is_strided(tensor)}:
+            if key not in used:
+                self[key] = self._next()
+
+    def _of(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _CONSTANTS:
+            return value
+        if kind in (list, tuple, torch.Size):
+            return tuple([self._of(part) for part in value])
+        if not is_tensor(value):
+            return value
+        if not is_strided(value):
+            return None
+        key = storage_key(value)
+        if (label := self.get(key)) is None:
+            label = self[key] = self._next()
+        return label
+
+    def _next(self) -> str:
+        self._count += 1
+        return f"#{self._count}"
+
+
+@cache
+def _follows_batch(func: OpOverload) -> tuple[bool, ...]:
+    """For each argument in its place whether it may follow the batch."""
+    return tuple(argument.name in _LENGTHS for argument in func._schema.arguments)
+
+
+def _alike(
+    mine: Sequence[Any], theirs: Sequence[Any], follows: Sequence[bool], ratios: Sequence[tuple[int, int]]
+) -> bool:
+    return len(mine) == len(theirs) and all(
+        _is_same(a, b, ratios if place < len(follows) and follows[place] else ())
+        for place, (a, b) in enumerate(zip(mine, theirs, strict=True))
+    )
+
+
+def _is_same(a: Any, b: Any, ratios: Sequence[tuple[int, int]]) -> bool:
+    """Whether two constants are the same, or each is as many times the length of its batch."""
+    if type(a) is not type(b):
+        return False
+    if type(a) is tuple:
+        return len(a) == len(b) and all(_is_same(x, y, ratios) for x, y in zip(a, b, strict=True))
+    if type(a) is int:
+        return a == b or any(a * n == b * m for m, n in ratios)
+    return bool(a == b) or (a != a and b != b)
+
+
+MOST_ALIKE = 8
+"""Calls with the first batch that a graph serves before it is compared on one made of it."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Verification:
+    """What comparisons with eager have shown of a graph of ``size`` rows, and when the next one is due.
+
+    Compared are the batch of the capture; the second, different batch; a padded one of each number of rows (above
+    ``MOST_COMPARED`` rows: of one smaller than all before); one after a replay that failed; and one in every
+    ``verify_every``. What a graph of somebody else does to memory is not known, so it is not compared.
+    """
+
+    size: int
+    state: EntryState = EntryState.CAPTURED
+    replay_count: int = 0
+    warm_batch: tuple[Any, ...] = ()
+    """The first batch, until a different one has been verified."""
+    program: Program = field(default_factory=Program)
+    """The operators of the graph, which it may share with graphs of other sizes, and what is proven of their rows."""
+    compared: Compared = field(default_factory=Compared)
+    metadata: ArgumentMetadata | None = None
+    """What the code reads of its arguments besides their values, in the calls that were compared; None: nothing."""
+    is_known: bool = True
+    """Whether a further eager run need not be watched if the captured one only computed; not after one that did
+    something else."""
+    knows_effects: bool = True
+    """Whether the graph's effects are known, so that it can be compared; not so if somebody else captured it."""
+    verify_at: float = math.inf
+    """The number of replays from which on the next batch is compared with eager."""
+    verify_every: int | None = None
+    """After how many replays a comparison is due again; None: never."""
+
+    @property
+    def proof(self) -> RowProof | None:
+        """Whether its real rows are independent of padding; None until a comparison has tested that."""
+        return self.program.proof
+
+    def due(self, values: Sequence[Any], rows: int) -> bool:
+        """Whether this batch must be compared with eager before the graph serves it.
+
+        Args:
+            values: The flat values of the call.
+            rows: The number of real rows.
+        """
+        if not self.knows_effects:
+            return False
+        if rows != self.size and self.proof is not None and not self.proof.holds_for(values):
+            return True
+        if self.metadata is not None and not self.metadata.knows(values):
+            return True
+        if self.compares(rows) or self.is_due_again:
+            return True
+        return self.state is EntryState.FAILED or (self.state is EntryState.CAPTURED and self.differs(values))
+
+    def objection(self, values: Sequence[Any], rows: int, *, is_frozen: bool) -> tuple[Reason | None, str]:
+        """Why the graph may not serve this batch now, in a word and in detail; None and nothing if it may.
+
+        Args:
+            values: The flat values of the call.
+            rows: The number of real rows.
+            is_frozen: Whether no comparison is allowed now.
+        """
+        if self.proof is not None and self.depends_on_padding(rows):
+            return self.proof.reason, self.proof.text
+        if self.metadata is not None and self.metadata.is_full and not self.metadata.knows(values):
+            return Reason.STATE_UNSEEN, self.metadata.text
+        if not self.due(values, rows):
+            return None, ""
+        return (Reason.FROZEN if is_frozen else Reason.VERIFIED_NOW), ""
+
+    def may_hit(self, rows: int) -> bool:
+        """Whether hits may serve batches of so many rows: if it was compared on two batches, or if all its calls were
+        alike.
+
+        Args:
+            rows: The number of real rows.
+        """
+        if not self.may_pad(rows):
+            return False
+        if rows != self.size and self.proof is not None and self.proof.assumed:
+            return False  # the slow path looks at the values
+        return self.state is EntryState.VERIFIED or (self.serves_one_batch and rows == self.size)
+
+    def passed(self) -> None:
+        """Note that the graph agreed with eager on another batch than that of its capture."""
+        self.state, self.warm_batch = EntryState.VERIFIED, ()
+
+    def failed(self) -> None:
+        """Note that it did not agree with eager, or that a replay failed: it serves nothing until it is compared."""
+        self.state = EntryState.FAILED
+
+    def trust(self) -> None:
+        """Serve all batches without any comparison."""
+        self.state = EntryState.VERIFIED
+        self.program.proof = RowProof(True)
+        self.program.is_stretched = True
+        self.metadata = None
+        self.compared.trust()
+
+    def schedule_check(self, *, rests: bool = False) -> None:
+        """Have a batch compared with eager after ``verify_every`` further replays, or none while it ``rests``.
+
+        Args:
+            rests: Whether no comparison is allowed now.
+        """
+        is_wanted = self.verify_every is not None and not rests
+        self.verify_at = self.replay_count + (self.verify_every or 0) if is_wanted else math.inf
+
+    @property
+    def is_due_again(self) -> bool:
+        """Whether ``verify_every`` wants the next batch compared."""
+        return self.replay_count >= self.verify_at
+
+    @property
+    def serves_one_batch(self) -> bool:
+        """Whether all its calls were alike, and so many that it was to be compared on a batch made of theirs. Where
+        none can be made, it serves calls of that batch alone."""
+        return self.state is EntryState.CAPTURED and self.replay_count >= MOST_ALIKE
+
+    def differs(self, values: Sequence[Any]) -> bool:
+        """Whether a batch is another one than that with which it was captured (yes, if that was not kept).
+
+        Args:
+            values: The flat values of the call.
+        """
+        pairs = [pair for pair in zip(values, self.warm_batch, strict=False) if is_tensor(pair[1])]
+        return not pairs or not all(starmap(bits_equal, pairs))
+
+    def may_pad(self, rows: int) -> bool:
+        """Whether comparisons with eager allow a batch: a full one, or a padded one if rows are proven independent.
+
+        Args:
+            rows: The number of real rows; so many must have been compared.
+        """
+        if rows == self.size:
+            return True
+        proof = self.proof
+        if proof is None or proof.untested or proof.needs_batches or not proof.allows(rows, self.size):
+            return False
+        return self.compared.covers(rows, self.size)
+
+    def compares(self, rows: int) -> bool:
+        """Whether a batch would be padded, and has to be compared with eager before.
+
+        Args:
+            rows: The number of real rows.
+        """
+        return rows != self.size and not self.may_pad(rows) and not self.depends_on_padding(rows)
+
+    def depends_on_padding(self, rows: int) -> bool:
+        """Whether a batch would be padded although rows are known to depend on padding.
+
+        Args:
+            rows: The number of real rows.
+        """
+        return self.proof is not None and not self.proof.allows(rows, self.size)

@@ -95,7 +95,7 @@ def _padding(entry: "CUDAGraphEntry", hits: Mapping[int, int], sizes: Sequence[i
 
 
 def _reason_rows(stats: CUDAGraphStats, groups: Iterable["GraphGroup"]) -> Iterable[ReasonRow]:
-    failures = {(failure.reason, failure.detail): None for group in groups for failure in group.failures}
+    failures = {(failure.reason, failure.detail): None for group in groups for failure in list(group.failures.values())}
     counted = stats.reasons.copy().most_common()
     for reason, number in sorted(counted, key=lambda one: one[0].leads_to_graph):
         told = (detail for why, detail in failures if why is reason and detail and detail != reason.text)

@@ -11,7 +11,6 @@ from ..backends import Backend, Pool, get_backend
 from ..call.rules import ArgumentRules, callable_name
 from ..call.signature import ForeignSignature, Refusal, Signature, device_of, no_tensors, refusal
 from ..call.spec import CallSpec, FlatCall
-from ..capture.eager_run import warm_up
 from ..capture.piecewise import automatic_breaks
 from ..capture.pipeline import capture_entry, verify_entry
 from ..capture.request import CaptureRequest, CaptureResult
@@ -19,9 +18,8 @@ from ..config import CUDAGraphOptions
 from ..copying import make_rlock
 from ..descriptors import size_text
 from ..errors import BackendError, ConfigError, GraphDispatchError
-from ..memory.accounting import MemoryReport, bytes_of, memory_report
 from ..memory.admission import Quarantine
-from ..memory.cache import GraphCache, StateKey, Victim
+from ..memory.cache import GraphCache, MemoryReport, StateKey, Victim, bytes_of, memory_report
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..memory.outputs import OutputView
@@ -31,7 +29,7 @@ from ..reasons import Reason
 from ..showing import count, percent
 from ..state.guards import StateGuard
 from ..stats import CUDAGraphStats, EvictionReason
-from .group import RETRY, GraphGroup, Route, Spelling
+from .group import GraphGroup, Route, Spelling
 
 _log = logging.getLogger("graphdispatch")
 
@@ -311,7 +309,6 @@ class GraphSet:
         self, key: Hashable, route: Route, entry: CUDAGraphEntry, call: FlatCall, leaves: list[Any]
     ) -> tuple[GraphGroup, list[Any]] | Refusal:
         """A group around the graph of somebody else, for calls that fit it."""
-        assert entry.signature is not None
         if entry.signature.match(leaves) < 0:
             if isinstance(entry.signature, ForeignSignature):
                 return Refusal(Reason.ADDRESS_CHANGED, "")
@@ -324,7 +321,7 @@ class GraphSet:
         self, key: Hashable, route: Route, call: FlatCall, signature: Any, inputs: StaticInputs
     ) -> GraphGroup:
         """A new group without graphs, on ``inputs``."""
-        failures = Quarantine[int](RETRY, self.options.max_failures)
+        failures = Quarantine(self.options.max_failures)
         group = self.groups[key] = GraphGroup(key, route, call, signature, inputs, failures)
         return group
 
@@ -338,10 +335,6 @@ class GraphSet:
         fitting = (one for one in every if one.specs == tuple(signature.inputs) and one.capacity == capacity)
         return next(fitting, None) or StaticInputs(signature.inputs, capacity, signature.axes)
 
-    def warm_up(self, group: GraphGroup, values: Sequence[Any], size: int) -> None:
-        """Run one size without capturing, and put everything back."""
-        warm_up(self._request(group, values, size, size, group.route.table.mode, True))
-
     def current(self, group: GraphGroup, size: int) -> CUDAGraphEntry | None:
         """The entry of ``size`` that was captured when the callable's state was as it is now, if there is one.
 
@@ -353,6 +346,10 @@ class GraphSet:
             self.release(self.cache.retire(entry, EvictionReason.STALE))
             return None
         return entry
+
+    def is_stale(self, group: GraphGroup, size: int) -> bool:
+        """Whether there are graphs of ``size``, and all of them are of another state of the callable."""
+        return bool(group.of_size(size)) and self.current(group, size) is None
 
     def capture(
         self, group: GraphGroup, values: Sequence[Any], rows: int, size: int, *, keep_effects: bool = True

@@ -14,7 +14,7 @@ from ..call.signature import Signature
 from ..call.spec import CallSpec, FlatCall
 from ..decide.decision import Decision, SizeTable, descriptor_of
 from ..descriptors import BatchDescriptor
-from ..memory.admission import Backoff, Failure, Quarantine
+from ..memory.admission import Failure, Quarantine
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..memory.outputs import OutputRule
@@ -27,8 +27,6 @@ from ..state.guards import StateGuard
 _log = logging.getLogger("graphdispatch")
 _MOST_HITS = 8192
 _MOST_STATES = 8
-RETRY = Backoff(first=16, factor=4)
-"""The misses of a size between a failed capture and the next try."""
 
 
 @dataclass(eq=False, slots=True)
@@ -175,7 +173,7 @@ class GraphGroup:
     call: FlatCall
     signature: Signature
     inputs: StaticInputs
-    failures: Quarantine[int]
+    failures: Quarantine
     entries: dict[int, tuple[CUDAGraphEntry, ...]] = field(default_factory=dict)
     """By size, the entries of all states of the callable: first the one that served last, or was captured last."""
     misses: Counter[int] = field(default_factory=Counter)
@@ -250,7 +248,7 @@ class GraphGroup:
         """Serve by ``entry`` from now on, as soon as it is verified. Returns what is one too many of its size."""
         self._put_first(entry)
         self.rule = entry.outputs.rule
-        self.failures.forgive(entry.size)
+        self.failures.pop(entry.size, None)
         self.hits.clear()
         return self.of_size(entry.size)[_MOST_STATES:]
 
@@ -271,13 +269,8 @@ class GraphGroup:
             self.hits.clear()
 
     def quarantine(self, size: int, reason: Reason, detail: str, *, is_final: bool = False) -> None:
-        """Note a failed capture: the size stays eager for a while, and for good after ``max_failures``.
-
-        A callable that rebinds its own state may do so in its first call alone, so it is tried again at once. After
-        that it is tried ever more rarely but never given up, since no guard tells when it no longer rebinds.
-        """
-        is_passing = reason is Reason.STATE_REBOUND
-        self.failures.fail(size, self.misses[size], reason, detail, is_final=is_final, is_passing=is_passing)
+        """Note a failed capture: the size stays eager for a while, or for good."""
+        self.failures.fail(size, self.misses[size], reason, detail, is_final=is_final)
         self.hits.clear()
 
     def forgive(self) -> None:

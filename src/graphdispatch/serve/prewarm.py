@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from ..call.signature import Refusal
-from ..capture.collector import swept_collector
+from ..capture.collector import paused_collector
 from ..capture.request import CaptureResult
 from ..decide.decision import Decision
 from ..errors import CaptureError, ConfigError, FallbackError, shown
-from ..memory.accounting import MemoryReport
-from ..memory.cache import GraphCache
+from ..memory.cache import GraphCache, MemoryReport
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..modes import CUDAGraphMode, EntryState
@@ -181,7 +180,7 @@ def prewarm(
     most, limit = graphs.cache.limit.max_cached_graphs, max_bytes or graphs.options.memory_budget_bytes
     run = _Prewarm(server, max_seconds, limit, compares_all=compare == "all", progress=progress)
     graphs.refresh()
-    with swept_collector(graphs.options.gc_disable):
+    with paused_collector(graphs.options.gc_disable, sweeps=True):
         every: list[Todo] = []
         for route, args, kwargs in calls:
             group, leaves = _example(server, route, args, kwargs)
@@ -198,12 +197,11 @@ def prewarm(
                 )
             run.capture(todo)
             every += todo
-        if run.is_rebound:
-            # The first run of a size may make state, such as a table of its length, which ends graphs made before it.
-            for group, leaves, size in every:
-                graphs.warm_up(group, group.resized(leaves, size), size)
+        # The first run of a size may make state, such as a table of its length: it ends graphs made before, and runs of
+        # other sizes need it.
+        if unfit := [one for one in every if run.was_rebound(one) or graphs.is_stale(one[0], one[2])]:
             graphs.refresh()
-            run.capture([one for one in every if graphs.current(one[0], one[2]) is None])
+            run.capture(unfit)
     captured: dict[CUDAGraphMode, tuple[int, ...]] = {route.table.mode: () for route, *_ in calls}
     for group, _, size in every:
         if graphs.current(group, size) is not None:
@@ -221,8 +219,6 @@ class _Prewarm:
         self._max_seconds, self._max_bytes = max_seconds, max_bytes
         self.left_out: dict[tuple[CUDAGraphMode, int], str] = {}
         self.reasons: dict[tuple[CUDAGraphMode, int], Reason] = {}
-        self.is_rebound = False
-        """Whether a run has rebound state of the callable."""
         self.started = time.perf_counter()
         self._latest_s = 0.0
         self._growth: int | None = None
@@ -246,13 +242,17 @@ class _Prewarm:
             self._latest_s = time.perf_counter() - begun
             if result.entry is None:
                 self.left_out[key], self.reasons[key] = result.detail, result.reason
-                self.is_rebound |= result.reason is Reason.STATE_REBOUND
             else:  # the first one brings the pool and the inputs, too
                 grown = graphs.memory_bytes - held if self._growth is not None else result.entry.nbytes
                 self._growth = max(grown, 0)
                 if self._max_bytes is not None and graphs.memory_bytes > self._max_bytes:  # it took more than expected
                     graphs.release(graphs.cache.retire(result.entry, EvictionReason.BYTES))
                     self.left_out[key] = f"it does not fit into {self._max_bytes} bytes"
+
+    def was_rebound(self, one: Todo) -> bool:
+        """Whether the size has no graph since its run changed Python state."""
+        group, _, size = one
+        return self.reasons.get((group.route.table.mode, size)) is Reason.STATE_REBOUND
 
     def _over_limit(self, now: float, held: int, group: GraphGroup, leaves: Sequence[Any], size: int) -> str:
         """Why there is no time or memory for one more graph, in words; empty if there is.
@@ -347,7 +347,6 @@ def capture_example(
         if isinstance(found, Refusal):
             raise CaptureError(f"no graph for {name}: {found.detail}", found.reason)
         group, leaves, _ = found
-        server.graphs.warm_up(group, group.resized(leaves, size), size)
         result = server.graphs.capture(group, leaves, rows, size, keep_effects=False)
         if result.entry is not None and rows < size:
             result = _compare_numbers(server.graphs, group, leaves, rows, result.entry) or result

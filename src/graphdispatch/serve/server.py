@@ -36,8 +36,8 @@ from ..decide.decision import Decision, SizeTable
 from ..errors import FallbackError, ReplayError
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
+from ..memory.proof import MOST_ALIKE
 from ..memory.replay import next_use
-from ..memory.verification import MOST_ALIKE
 from ..memory.windows import WINDOWS, storages_of
 from ..modes import EntryState
 from ..native.bound import CORE
@@ -331,7 +331,7 @@ class Server:
         self.count_eager(decision, result.error)
         answer = result.take_answer()
         if result.entry is not None:
-            answer = result.entry.with_values(answer, choice.rows)
+            answer = result.entry.outputs.with_values(answer, choice.rows)
         return self.graphs.give(answer)
 
     @property

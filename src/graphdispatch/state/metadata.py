@@ -1,6 +1,6 @@
 """What code can ask of a tensor besides its values and its form: the names, and how each is read.
 
-A guard compares these of the callable's own tensors, and ``memory/argument_metadata.py`` those of arguments.
+A guard compares these of the callable's own tensors, and ``memory/proof.py`` those of arguments.
 """
 
 import types

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import (
 from ...copying import make_rlock
 from ...errors import BackendError, CaptureError
 from ...native import known_to_core
+from ...native.tape import TAPE
 from ...reasons import Reason
 from ..base import CAPTURE_LOCK, Backend, Capture, Event, Graph, Pool, Stream
 from ..insight import OperatorMode, reveal_operators
@@ -160,6 +161,11 @@ class CPUBackend(Backend):
     def make_event(self, *, timing: bool = False) -> Event:
         """A new event."""
         return _CPUEvent(self)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the loop that replays graphs is compiled, or will not be."""
+        return TAPE.is_settled
 
     def synchronize(self) -> None:
         """Block until the calling thread's current stream is done."""

@@ -15,7 +15,7 @@ from transformers.generation import GenerationMode
 
 from ...config import CUDAGraphOptions
 from ...errors import ConfigError, check_count, shown
-from ...memory.accounting import MemoryReport, memory_report
+from ...memory.cache import MemoryReport, memory_report
 from .caches import KeptCache, take_out
 from .hooks import Hooks, hooked_class
 from .slots import CACHE_NAMES, Slot, SlotKey, SlotPool
