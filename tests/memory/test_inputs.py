@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from graphdispatch import Pad
 from graphdispatch.axes import ROWS
-from graphdispatch.call.padding import as_pad
+from graphdispatch.call.rules import as_pad
 from graphdispatch.call.signature import InputSpec
 from graphdispatch.errors import ConfigError
 from graphdispatch.memory.inputs import StaticInputs

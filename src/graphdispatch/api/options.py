@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
-from ..call.padding import as_pad
-from ..call.rules import ArgumentRules, Grid, make_rules, read_grid
+from ..call.rules import ArgumentRules, Grid, as_pad, make_rules, read_grid
 from ..config import CUDAGraphConfig, CUDAGraphOptions, resized, roomy_config
 from ..decide.size_table import SizeTable
 from ..errors import ConfigError, check_callable

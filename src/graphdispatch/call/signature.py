@@ -16,25 +16,8 @@ import torch
 from ..axes import HIDDEN, ROWS, Axis, lengths_of, pack
 from ..native.bound import CORE
 from ..reasons import Reason
-from .padding import Pad
-from .rules import ArgumentRules
+from .rules import ArgumentRules, Pad
 from .spec import Leaf, describe, is_tensor
-
-__all__ = [
-    "NO_MATCH",
-    "PLAIN_TENSORS",
-    "ForeignSignature",
-    "InputSpec",
-    "Refusal",
-    "Signature",
-    "advice_for",
-    "device_of",
-    "has_odd",
-    "is_cache",
-    "is_hidden",
-    "no_tensors",
-    "refusal",
-]
 
 NO_MATCH = -1
 _MOST_SHAPES = 4096  # per tensor; more are compared each time

@@ -35,8 +35,8 @@ from ..memory.program import Labels
 from ..memory.windows import WINDOWS
 from ..reasons import Reason
 from ..state.guards import StateGuard
-from ..state.metadata import metadata_names
 from ..state.objects import attribute_table
+from ..state.reads import metadata_names
 from ..state.trace import CodeTrace
 from ..state.walk import StateWalk
 from .effects import EffectRecorder, retry_once, undo

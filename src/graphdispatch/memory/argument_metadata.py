@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..call.spec import is_tensor
-from ..state.metadata import IDENTITY, TENSOR_READERS
+from ..state.reads import IDENTITY, TENSOR_READERS
 
 __all__ = ["ArgumentMetadata"]
 

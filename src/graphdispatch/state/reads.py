@@ -1,4 +1,4 @@
-"""Collects what a guard compares: the state that traced code reads, as far as the callable reaches it.
+"""What code reads: notes of the code that ran, and the state that it reads, as far as the callable reaches it.
 
 The code tells names, and not whose attributes they are. So every object within reach is compared under all these names:
 too much now and then, and never too little.
@@ -11,21 +11,162 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextvars import ContextVar
 from functools import partial, partialmethod
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..call.breaks import is_break
 from . import objects
-from .metadata import tensor_readers
-from .notes import CodeNotes
-from .objects import ABSENT, CONTAINERS, Reader
+from .bytecode import code_reads, may_change_state
+from .objects import ABSENT, CONTAINERS, Reader, is_library_code, is_own_code
 from .snapshot import FORM, OF_LOGGERS, random_holder
+
+Names = dict[int, tuple[dict[str, Any], set[str]]]
+"""For each namespace, by its ``id``: the namespace, and names in it."""
+_SETS = ("names", "asked", "library_names", "whole_types")
+_FLAGS = ("is_blind", "reads_environment", "reads_whole")
+
+
+class CodeNotes:
+    """Notes of the code that ran; those of several runs add up. A guard compares what they name."""
+
+    def __init__(self) -> None:
+        self.codes: set[types.CodeType] = set()
+        self.names: set[str] = set()
+        """Names of attributes that code of the user reads."""
+        self.asked: set[str] = set()
+        """Names that code of the user asks for by ``getattr`` or ``hasattr``, so that they need not exist."""
+        self.library_names: set[str] = set()
+        """Those that code of libraries reads."""
+        self.whole_types: set[type] = set()
+        """Classes whose objects are read under names that are not spelled in the code."""
+        self.reads_whole: str = ""
+        """The code that reads objects of any class so; empty if none does."""
+        self.variables: Names = {}
+        """The global variables that code of the user uses."""
+        self.absent: Names = {}
+        """Names under which that code finds nothing there: a builtin serves, or a default."""
+        self.whole_tables: Names = {}
+        """The namespaces that code gets hold of by ``globals()``."""
+        self.functions: list[types.FunctionType] = []
+        """Functions that ran and that nothing within reach holds, but for the interpreter."""
+        self.reads_environment = False
+        """Whether code of the user names the environment variables."""
+        self.is_blind = False
+        """Whether something ran unseen; then everything within reach counts as read."""
+
+    def may_change_state(self) -> bool:
+        """Whether code of the user that ran may change Python state, be it in lines that did not run."""
+        return self.is_blind or any(may_change_state(c) for c in self.codes if not is_library_code(c.co_filename))
+
+    def lacks(self, other: "CodeNotes") -> bool:
+        """Whether ``other`` notes code of the user, or what any code reads, that these notes do not have."""
+        if any(getattr(other, kind) - getattr(self, kind) for kind in _SETS):
+            return True
+        if any(getattr(other, flag) and not getattr(self, flag) for flag in _FLAGS):
+            return True
+        if not other.whole_tables.keys() <= self.whole_tables.keys():
+            return True
+        tables = ((self.variables, other.variables), (self.absent, other.absent))
+        if any(names - own.get(key, (table, set()))[1] for own, new in tables for key, (table, names) in new.items()):
+            return True
+        known = set(map(id, self.functions))
+        return any(id(fn) not in known for fn in other.functions) or any(
+            not is_library_code(code.co_filename) for code in other.codes - self.codes
+        )
+
+    def absorb(self, other: "CodeNotes") -> None:
+        """Note all that ``other`` notes."""
+        self.codes |= other.codes
+        for kind in _SETS:
+            getattr(self, kind).update(getattr(other, kind))
+        tables = ((self.variables, other.variables), (self.absent, other.absent))
+        for own, new in (*tables, (self.whole_tables, other.whole_tables)):
+            for table, names in new.values():
+                keep(own, table, names)
+        known = set(map(id, self.functions))
+        self.functions += [fn for fn in other.functions if id(fn) not in known]
+        self.reads_whole = self.reads_whole or other.reads_whole
+        self.reads_environment |= other.reads_environment
+        self.is_blind |= other.is_blind
+
+
+def keep(notes: Names, table: dict[str, Any], names: Iterable[str]) -> None:
+    """Note names of a namespace."""
+    notes.setdefault(id(table), (table, set()))[1].update(names)
+
+
+IDENTITY = "is"
+"""Stands among the names for code that compares objects."""
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has an address to compare: not a lazy parameter, or one of a class that computes in its own way.
+    Of these the identity is compared, and what they hold."""
+    is_own = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return is_own and not is_lazy(tensor) and tensor.layout is torch.strided
+
+
+def _bytes_beside(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes() - tensor.nbytes
+
+
+def _grad(tensor: torch.Tensor) -> Any:
+    return tensor.grad if tensor.is_leaf else None  # of others torch warns
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version  # those of inference mode have none
+
+
+TENSOR_READERS: dict[str, Callable[[Any], Any]] = {
+    **{name: attrgetter(name) for name in ("_backward_hooks", "grad_fn", "is_leaf", "output_nr")},
+    **{name: attrgetter(name) for name in ("requires_grad", "retains_grad")},
+    **{
+        name: methodcaller(name)
+        for name in ("_is_view", "is_conj", "is_inference", "is_neg", "is_shared", "storage_offset")
+    },
+    **dict.fromkeys(("storage", "typed_storage", "untyped_storage", "_typed_storage"), _bytes_beside),
+    **dict.fromkeys(("grad", "_grad"), _grad),
+    "_base": methodcaller("_is_view"),
+    "_version": _version,
+}
+"""How each of them is read, by its name."""
+
+
+def tensor_readers(tensor: torch.Tensor, names: Collection[str]) -> list[Reader]:
+    """What to compare of a tensor besides its address and form: what code asks for under ``names``, and whether numbers
+    are conjugated."""
+    if not has_memory(tensor):
+        return [partial(getattr, tensor, "requires_grad")] if "requires_grad" in names else []
+    asked = TENSOR_READERS.keys() & ({"is_conj", *names} if tensor.dtype.is_complex else names)
+    return [partial(TENSOR_READERS[name], tensor) for name in sorted(asked)]
+
+
+def metadata_names(codes: Iterable[types.CodeType]) -> list[str]:
+    """What of ``TENSOR_READERS`` all this code of the user reads, of whatever tensors; and ``IDENTITY`` where any code
+    compares objects."""
+    others = [code for code in codes if not is_own_code(code.co_filename)]
+    theirs = [code for code in others if not is_library_code(code.co_filename)]
+    # Torch's attention compares the query with the key.
+    compares = any(code_reads(code).compared for code in theirs) or any(
+        not code_reads(code).compared.isdisjoint(code.co_varnames) for code in others
+    )
+    return sorted(TENSOR_READERS.keys() & set().union(*map(_spelled, theirs))) + [IDENTITY] * compares
+
+
+def _spelled(code: types.CodeType) -> frozenset[str]:
+    reads = code_reads(code)
+    asks = not reads.variables.isdisjoint(("getattr", "hasattr"))
+    return reads.attributes | reads.texts if asks else reads.attributes
+
 
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")

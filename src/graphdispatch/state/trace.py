@@ -27,8 +27,7 @@ from ..errors import CaptureError
 from ..reasons import Reason
 from . import objects
 from .bytecode import CodeReads, changed_by, code_reads
-from .notes import CodeNotes, keep
-from .reads import StateReads
+from .reads import CodeNotes, StateReads, keep
 from .walk import StateWalk
 
 _log = logging.getLogger("graphdispatch")
