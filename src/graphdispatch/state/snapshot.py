@@ -11,8 +11,7 @@ import random
 import re
 import threading
 import types
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter, is_
@@ -110,10 +109,7 @@ def way_of_slots(slots: dict[str, Any]) -> Way:
 
 def _read_slots(slots: dict[str, Any], value: Any) -> dict[str, Any]:
     """The slots of an object by label; ``ABSENT`` for an empty one. ``slots`` are their descriptors."""
-    try:
-        return dict(zip(slots, [member.__get__(value) for member in slots.values()], strict=True))
-    except AttributeError:
-        return {label: objects.slot_value(member, value) for label, member in slots.items()}
+    return {label: objects.slot_value(member, value) for label, member in slots.items()}
 
 
 def _write_slots(slots: dict[str, Any], value: Any, before: dict[str, Any]) -> None:
@@ -285,23 +281,19 @@ def _write_tensor(tensor: torch.Tensor, before: dict[str, Any]) -> None:
     tensor.requires_grad_(before[".requires_grad"])
 
 
-def setting_holders() -> list[Holder]:
+def _read_settings(_: Any) -> dict[str, Any]:
     """Of the settings of the process that operators read: the default dtype, and determinism."""
-    ways = {
-        "the default dtype": Way(lambda _: torch.get_default_dtype(), lambda _, dtype: torch.set_default_dtype(dtype)),
-        "determinism": Way(_read_determinism, _write_determinism),
-    }
-    return [Holder(((), name), None, way, way.read(None)) for name, way in ways.items()]
+    is_on, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return {"the default dtype": torch.get_default_dtype(), "determinism": (is_on, warns)}
 
 
-def _read_determinism(_: Any) -> tuple[bool, bool]:
-    """Whether determinism is on, and only warns."""
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+def _write_settings(_: Any, before: dict[str, Any]) -> None:
+    """Set the default dtype, and turn determinism on or off."""
+    torch.set_default_dtype(before["the default dtype"])
+    torch.use_deterministic_algorithms(before["determinism"][0], warn_only=before["determinism"][1])
 
 
-def _write_determinism(_: Any, before: tuple[bool, bool]) -> None:
-    """Turn it on or off."""
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+SETTINGS = Way(_read_settings, _write_settings)
 
 
 def random_holder(path: Any, generator: Any) -> Holder:
@@ -343,34 +335,6 @@ def _write_function(fn: types.FunctionType, before: dict[str, Any]) -> None:
 
 
 FUNCTION = Way(_read_function, _write_function)
-
-
-class Bulk:
-    """What a walk meets in large numbers and seldom finds changed: empty containers, most of them for hooks, and
-    functions, most of them methods. Holds all of them, each with its path."""
-
-    def __init__(self) -> None:
-        self._empty: list[tuple[Any, Any]] = []
-        self._functions: list[tuple[types.FunctionType, Any, tuple[Any, ...]]] = []
-
-    def add_empty(self, container: Any, path: Any) -> None:
-        """Note an empty container of a class of Python's own, without attributes."""
-        self._empty.append((container, path))
-
-    def add_function(self, fn: types.FunctionType, path: Any) -> None:
-        """Note the code, the defaults, the name and the text of a function."""
-        self._functions.append((fn, path, _parts_of_function(fn)))
-
-    def suspects(self) -> Iterator[Holder]:
-        """Holders of all that is not as it was."""
-        for container, path in self._empty:
-            if container:
-                yield Holder(path, container, ENTRIES, [])
-            if type(container) is OrderedDict and container.__dict__:
-                yield Holder(path, container, ATTRIBUTES, {})
-        for fn, path, parts in self._functions:
-            if not all(map(is_, _parts_of_function(fn), parts)):
-                yield Holder(path, fn, FUNCTION, dict(zip(_LABELS_OF_FUNCTIONS, parts, strict=True)))
 
 
 MEMBER = "\0"
