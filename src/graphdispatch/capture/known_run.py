@@ -68,7 +68,7 @@ def run_known(
 
     rng, arguments = request.backend.rng_state(), request.arguments()
     walk = StateWalk(*(request.roots if captures or entry.guard.notes.may_change_state() else ()))
-    for table, names in entry.guard.notes.variables.values():
+    for table, names in entry.guard.notes.by_table(entry.guard.notes.variables):
         walk.visit_variables(table, iter(names), str(table.get("__name__", "")))
     tensors = [*request.tensors, *walk.tensors]
     versions = _versions(tensors)

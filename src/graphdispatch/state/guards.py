@@ -8,10 +8,8 @@ would go on using the old memory and the old path, without an error.
 import gc
 import reprlib
 import types
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextvars import ContextVar
 from functools import partial
 from itertools import chain, repeat, takewhile
 from operator import attrgetter, call, is_
@@ -27,12 +25,12 @@ from ..backends.operators import storage_key
 from ..call.spec import VALUES, describe
 from ..native.guards import GUARD
 from . import objects
-from .objects import ABSENT, cell_value, equal_content, is_compiled_member, same_objects, slot_value
-from .reads import CodeNotes, StateReads, has_memory, keeps_results
+from .objects import ABSENT, equal_content, same_objects
+from .reads import CodeNotes, Reader, StateReads, has_memory
 
 _END = object()
 """Stands after the entries of each container, so that none can move from one to the next unseen."""
-_SETTINGS = (torch.get_default_dtype, torch._C._get_deterministic_algorithms)
+_SETTINGS: tuple[Callable[[], Any], ...] = (torch.get_default_dtype, torch._C._get_deterministic_algorithms)
 """Settings of the process that operators read when they are called, and that a graph freezes."""
 _DEVICE = [(vars(torch.utils._device), [name]) for name in ("CURRENT_DEVICE",) if hasattr(torch.utils._device, name)]
 """The setting that torch keeps in a variable."""
@@ -66,6 +64,8 @@ class StateGuard:
     """
 
     __slots__ = ("__dict__", "__weakref__", "native")
+    is_apart = False
+    """Whether it was found to be of another state than the present one; for whoever keeps graphs of several."""
 
     def __init__(
         self,
@@ -80,7 +80,8 @@ class StateGuard:
         if trace is not None:
             self.notes.absorb(trace)
         with torch._C.DisableTorchFunction():  # nothing of the user's is called
-            reads = StateReads((fn, *extra), trace)
+            self._roots = (fn, *extra)
+            reads = StateReads(self._roots, trace)
         self.unguarded = reads.unguarded
         """What the code reads and nobody can compare, so that no graph may be made; empty if there is nothing."""
         self.missing = reads.missing
@@ -93,8 +94,9 @@ class StateGuard:
         self._named = [*_DEVICE, *reads.attributes]
         self._list()
         self._homes = tuple(filter(_has_own_table, reads.objects))
-        others = [partial(objects.attribute_table, home) for home in reads.objects if not _has_own_table(home)]
-        self._readers: list[Callable[[], Any]] = [*_SETTINGS, *others, *reads.readers]
+        others = (partial(objects.attribute_table, home) for home in reads.objects if not _has_own_table(home))
+        self._readers = [*map(Reader, _SETTINGS), *map(Reader, others), *reads.readers]
+        self._calls = [reader.call for reader in self._readers]
         with torch._C.DisableTorchFunction():
             tensors = list(filter(has_memory, reads.tensors))
             self._tensors = tuple(t for t in tensors if used is None or storage_key(t) in used)
@@ -111,8 +113,6 @@ class StateGuard:
         self.native: Any = None
         """The native guard, or None: before ``holds`` was first true, without the core, or where only Python can tell.
         Racing threads may make two; either serves."""
-        self.is_apart = False
-        """Whether it was found to be of another state than the present one; for whoever keeps graphs of several."""
         self._wait = 1
         self._due = 0 if GUARD is None else 1  # checks that hold until the next native guard is made; 0: never
 
@@ -159,7 +159,7 @@ class StateGuard:
         return chain(
             chain.from_iterable(self._contents),
             chain.from_iterable(map(map, self._getters, self._names)),
-            map(call, self._readers),
+            map(call, self._calls),
             map(type, self._objects),
             map(_code, self._functions),
             map(_table, self._homes),
@@ -220,27 +220,16 @@ class StateGuard:
         self._getters = [table.__getitem__ for table, _ in self._named]
         self._names = [names for _, names in self._named]
 
-    @property
-    def _figures(self) -> tuple[Any, ...]:
-        """What is compared by value."""
-        return self._addresses, self._forms, self._keys, [held for _, held in self._arrays]
-
     def has_forms(self) -> bool:
         """Whether the tensors have the forms that they had."""
         return self._places()[1] == self._forms
 
     def reads_like(self, other: "StateGuard") -> bool:
-        """Whether another guard compares the same objects, and was made when they held the same."""
-        absent = ([(id(table), names) for table, names in g._absent] for g in (self, other))
-        partials = ([r for r in g._readers if type(r) is partial] for g in (self, other))
-        results = ([r.args[1] for r in readers if r.func is keeps_results] for readers in partials)
-        if next(absent) != next(absent) or next(results) != next(results):
-            return False
-        parts = (
-            (*g.tensors, *g._objects, *g._functions, *g._homes, *g._tables, *(a for a, _ in g._arrays))
-            for g in (self, other)
-        )
-        return self._figures == other._figures and same_objects(*parts) and same_objects(self._held, other._held)
+        """Whether another guard was made for code that reads the same of the same objects, and both hold now."""
+        ours, theirs = self.notes, other.notes
+        is_like = ours.codes >= theirs.codes and not ours.lacks(theirs) and not theirs.lacks(ours)
+        is_of_same = same_objects(self._roots, other._roots) and self.storages == other.storages
+        return is_like and is_of_same and self.holds() and other.holds()
 
     def _no_new_hooks(self) -> bool:
         """Whether hooks were registered meanwhile only elsewhere in the process, and none on the callable's modules."""
@@ -321,7 +310,7 @@ def compile_guard(guard: StateGuard) -> Any:
     contents, sequences = _contents(guard, held)
     try:
         tables = _tables(guard, held)
-        readers = [_reader(reader, next(held)) for reader in guard._readers]
+        readers = [reader.expecting(next(held)) for reader in guard._readers]
         native = GUARD(
             absent=ABSENT,
             handles=_raw(vars(RemovableHandle)),
@@ -388,28 +377,6 @@ def _tables(guard: StateGuard, held: Iterator[Any]) -> tuple[tuple[Any, ...], ..
         for name in names:
             known += (name, next(held))
     return tuple((table, keys, tuple(entries), none) for table, keys, none, *entries in found.values())
-
-
-def _reader(reader: Any, expected: Any) -> tuple[str, Any, Any, Any]:
-    """A reader in the core's terms; as a call where it has no better ones."""
-    if type(reader) in (weakref.ref, weakref.KeyedRef):
-        return "reference", reader, None, expected
-    if type(reader) is partial:
-        function, args = reader.func, reader.args
-        if function is cell_value or (function is getattr and args[1:] == ("cell_contents",)):
-            return "cell", args[0], None, expected
-        if function is getattr and type(args[0]) is types.FunctionType:
-            return args[1], args[0], None, expected
-        if function is getattr and args[1:] == ("__mro__",):
-            return args[1], args[0], None, expected
-        if function is slot_value and is_compiled_member(args[0]):
-            return "call", partial(args[0].__get__, args[1]), None, expected
-        if function is slot_value:
-            return "slot", args[1], args[0], expected
-        owner = getattr(function, "__self__", None)
-        if type(owner) is ContextVar and function == owner.get and args == (ABSENT,):
-            return "context", owner, None, expected
-    return "call", reader, None, expected
 
 
 def _has_own_table(value: Any) -> bool:

@@ -18,7 +18,7 @@ import types
 import weakref
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
+from collections.abc import Hashable, Iterator, MutableMapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
 from operator import is_
@@ -30,8 +30,6 @@ from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 
 from .bytecode import stored_by
-
-Reader = Callable[[], Any]
 
 ABSENT = object()
 """Stands for an attribute or variable that is not there."""
