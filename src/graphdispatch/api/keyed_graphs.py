@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Mapping
 from itertools import chain, count
 from typing import Any, NamedTuple
 
+from ..axes import ROWS
 from ..backends import get_backend
 from ..call.rules import ArgumentRules
 from ..config import CUDAGraphConfig
@@ -132,7 +133,12 @@ class KeyedGraphs:
         self, number: int, seq_len: int, mode: CUDAGraphMode, own: int, dims: tuple[tuple[str, int], ...]
     ) -> KeyedRoute:
         table = SizeTable.of_one(own, mode, pads=True) if own else self.tables[mode]
-        return KeyedRoute((number, seq_len, mode, own), table, ArgumentRules(dict(dims), {}, frozenset()), seq_len)
+        return KeyedRoute(
+            (number, seq_len, mode, own),
+            table,
+            ArgumentRules({name: {dim: ROWS} for name, dim in dims}, {}, frozenset()),
+            seq_len,
+        )
 
     def holder(self, size: int, seq_len: int) -> HeldGraph | None:
         """The entry of a key; if several callables have one, the one that was used last."""

@@ -1,10 +1,11 @@
 """What the arguments of ``graphed`` say: options, sizes, and rules for one dynamic dimension or several."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
-from ..call.rules import ArgumentRules, Grid, as_pad, make_rules, read_grid
+from ..axes import ROWS
+from ..call.rules import ArgumentRules, Grid, make_rules
 from ..config import CUDAGraphConfig, CUDAGraphOptions, resized, roomy_config
 from ..decide.size_table import SizeTable
 from ..errors import ConfigError, check_callable
@@ -54,28 +55,22 @@ def read_rules(
     fn: Callable[..., Any], arguments: tuple[Any, Any, Any], sizes: tuple[Any, int | None], settings: Mapping[str, Any]
 ) -> tuple[CUDAGraphConfig, ArgumentRules]:
     """The configuration and the rules that follow from the arguments of ``graphed``."""
-    dynamic = arguments[0]
     try:
-        if isinstance(dynamic, Mapping) and any(isinstance(places, Mapping) for places in dynamic.values()):
-            return _grid_config(fn, arguments, sizes, settings)
-        return roomy_config(*sizes, settings), make_rules(fn, *arguments)
+        rules = make_rules(fn, *arguments)
+        if rules.grid is not None:
+            return _grid_config(rules, rules.grid, sizes, settings)
+        return roomy_config(*sizes, settings), rules
     except ConfigError as error:
         raise _in_short_names(error) from None
 
 
 def _grid_config(
-    fn: Callable[..., Any],
-    arguments: tuple[Mapping[str, Any], Mapping[str, Any], Iterable[str]],
-    sizes: tuple[Any, int | None],
-    settings: Mapping[str, Any],
+    rules: ArgumentRules, grid: Grid, sizes: tuple[Any, int | None], settings: Mapping[str, Any]
 ) -> tuple[CUDAGraphConfig, ArgumentRules]:
-    """The configuration and the rules from ``(dynamic, pad, static)`` and ``(sizes, max_size)``.
+    """The configuration and the rules for dimensions with names, from ``(sizes, max_size)``.
 
     A single dimension, one of each argument, is what its number would be. Raises ``ConfigError``.
     """
-    dynamic, pad, static = arguments
-    grid = read_grid(dynamic)
-    rules = make_rules(fn, grid.first, pad, static)
     chosen, max_size = sizes
     if _are_points(chosen):
         grid = grid._replace(chosen=tuple(grid.checked_points(chosen)))
@@ -86,8 +81,9 @@ def _grid_config(
     if len(grid.axes) == 1 and all(len(places) == 1 for places in grid.places.values()):
         given = {name: grid.rule_of(grid.axes[0], name, name) for name in grid.places}
         pads = {name: rule for name, rule in given.items() if rule is not None}
-        return config, rules._replace(pad={**rules.pad, **pads})
-    rules = rules._replace(grid=grid, pad={name: as_pad(name, rule) for name, rule in pad.items()})
+        rows = {name: dict.fromkeys(places, ROWS) for name, places in grid.places.items()}
+        return config, rules._replace(dynamic=rows, pad={**rules.pad, **pads}, grid=None)
+    rules = rules._replace(grid=grid)
     if config.options.max_cached_graphs is None:
         most = max(config.max_cached_graphs, len(make_table(config, rules, config.mode).sizes))
         config = config.replace(options=config.options.replace(max_cached_graphs=most))

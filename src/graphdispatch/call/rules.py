@@ -190,11 +190,6 @@ class Grid(NamedTuple):
     chosen: tuple[tuple[int, ...], ...] = ()
     """The combinations of sizes, where the user gave these; else all of the sizes of each."""
 
-    @property
-    def first(self) -> dict[str, int]:
-        """One dynamic dimension of each argument."""
-        return {name: next(iter(places)) for name, places in self.places.items()}
-
     def rule_of(self, axis: Axis, leaf: str, argument: str) -> Pad | None:
         """The pad rule of an argument along one axis, if the user gave one for that axis."""
         rule = self.dims[self.axes.index(axis)].pad
@@ -229,13 +224,13 @@ class Grid(NamedTuple):
 class ArgumentRules(NamedTuple):
     """What the user said of the arguments, by top-level name or by path (``batch['ids']``).
 
-    ``dynamic``: the batch dimension of each argument that has one. ``pad``: the pad rules other than zeros. ``static``:
-    tensors whose address never changes, and objects that are the same on each call; they are not copied.
-    ``check_addresses``: whether each call compares the addresses of static tensors. ``grid``: the dimensions of all
-    arguments where several change; ``dynamic`` has the first one of each argument then.
+    ``dynamic``: the dynamic dimensions of each argument that has any, each with its axis. ``pad``: the pad rules other
+    than zeros. ``static``: tensors whose address never changes, and objects that are the same on each call; they are
+    not copied. ``check_addresses``: whether each call compares the addresses of static tensors. ``grid``: what the user
+    said of dimensions with names.
     """
 
-    dynamic: Mapping[str, int]
+    dynamic: Mapping[str, Mapping[int, Axis]]
     pad: Mapping[str, Pad]
     static: frozenset[str]
     check_addresses: bool = True
@@ -248,13 +243,8 @@ class ArgumentRules(NamedTuple):
         """
         if self.is_static(leaf):
             return ()
-        if self.grid is not None:
-            places = self.grid.places.get(leaf.path, self.grid.places.get(leaf.argument, {}))
-        else:
-            given = self.dynamic.get(leaf.path, self.dynamic.get(leaf.argument))
-            places = {} if given is None else {given: ROWS}
         found: dict[int, Axis] = {}
-        for dim, axis in places.items():
+        for dim, axis in self.dynamic.get(leaf.path, self.dynamic.get(leaf.argument, {})).items():
             named = f"dynamic[{leaf.path!r}]" + (f" = {dim}" if self.grid is None else f"[{dim}] = {axis.name!r}")
             if not tensor.dim():
                 raise ConfigError(f"{named}, but the tensor has no dimensions; leave it out of dynamic=")
@@ -298,18 +288,13 @@ class ArgumentRules(NamedTuple):
 
 
 def make_rules(
-    fn: Callable[..., Any], dynamic: Mapping[str, int], pad: Mapping[str, Any], static: Iterable[str]
+    fn: Callable[..., Any], dynamic: Mapping[str, Any], pad: Mapping[str, Any], static: Iterable[str]
 ) -> ArgumentRules:
     """The rules from a user's options. Raises ``ConfigError`` for mistakes that can be seen before any call."""
     check_callable("fn", fn)
     if not isinstance(dynamic, Mapping):
         raise ConfigError(f"dynamic must map argument names to dimensions, as {{'input': 0}}, got {shown(dynamic)}")
-    for name, dim in dynamic.items():
-        if isinstance(dim, bool) or not isinstance(dim, int):
-            raise ConfigError(
-                f"dynamic[{name!r}] must be the number of a dimension, or as {{0: 'batch', 1: 'length'}}, "
-                f"got {shown(dim)}"
-            )
+    grid = _read_grid(dynamic)
     if not isinstance(pad, Mapping):
         raise ConfigError(f"pad must map argument names to pad rules, as {{'ids': 0}}, got {shown(pad)}")
     if not isinstance(static, Iterable):
@@ -331,11 +316,12 @@ def make_rules(
             raise ConfigError(f"pad names {name!r}, which dynamic does not; only arguments with a batch dimension pad")
     if both := names & set(dynamic):
         raise ConfigError(f"{sorted(both)} are in both dynamic and static; a static tensor keeps its shape")
-    return ArgumentRules(dict(dynamic), {name: as_pad(name, rule) for name, rule in pad.items()}, names)
+    pads = {name: as_pad(name, rule) for name, rule in pad.items()}
+    return ArgumentRules(grid.places, pads, names, grid=grid if grid.dims else None)
 
 
-def read_grid(dynamic: Mapping[str, Any]) -> Grid:
-    """What ``dynamic`` says, if it names dimensions. An int stands for the first dimension that it names.
+def _read_grid(dynamic: Mapping[str, Any]) -> Grid:
+    """What ``dynamic`` says. An int stands for the first dimension that it names, and for the rows if it names none.
 
     Raises ``ConfigError`` that names the argument.
     """
@@ -348,12 +334,12 @@ def read_grid(dynamic: Mapping[str, Any]) -> Grid:
                 raise ConfigError(f"dynamic[{name!r}] names no dimension, as {{0: 'batch'}}; leave it out of dynamic")
         elif isinstance(places, bool) or not isinstance(places, int):
             raise ConfigError(
-                f"dynamic[{name!r}] must be the number of a dimension, or map such numbers to names, as "
-                f"{{0: 'batch', 1: 'seq'}}, got {shown(places)}"
+                f"dynamic[{name!r}] must be the number of a dimension, or as {{0: 'batch', 1: 'length'}}, "
+                f"got {shown(places)}"
             )
     if len(dims) > MOST_AXES:
         raise ConfigError(f"dynamic must name at most {MOST_AXES} different dimensions, got {list(dims)}")
-    axes = {axis.name: axis for axis in axes_of(list(dims))}
+    axes = {axis.name: axis for axis in axes_of(list(dims))} if dims else {ROWS.name: ROWS}
     first = next(iter(axes))
     for name, places in dynamic.items():
         if isinstance(places, int):
@@ -381,7 +367,7 @@ def _read_dim(name: str, dim: Any, one: Any, dims: dict[str, Dim]) -> str:
 
 
 def _check_pads(grid: Grid) -> None:
-    for dim, axis in zip(grid.dims, grid.axes, strict=True):
+    for dim, axis in zip(grid.dims, grid.axes, strict=False):  # there is no Dim of rows without a name
         rules = dim.pad if isinstance(dim.pad, Mapping) else {}
         for name in rules:
             if axis not in grid.places.get(name, {}).values():

@@ -39,6 +39,7 @@ _EXACT: dict[type, Callable[[Any], Any]] = {
         lambda value: (value.dtype, value.tobytes()),
     ),
 }
+_PLAIN = frozenset((*_EXACT, *_CONSTANTS))
 _CORE_CONSTANTS = frozenset((float, complex, *_CONSTANTS))
 """Those that the core compares as exactly."""
 # Compared by identity: the code and state of a function are followed as those of the callable itself.
@@ -150,10 +151,8 @@ class Signature:
         for position, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
             if is_tensor(value):
                 self._add_tensor(position, leaf, value, rules)
-            elif type(value) in _EXACT:
-                self._constants.append((position, type(value), value, _EXACT[type(value)](value)))
-            elif type(value) in _CONSTANTS:
-                self._constants.append((position, type(value), value, value))
+            elif type(value) in _PLAIN:
+                self._constants.append((position, *_exactly(value), value))
             else:
                 self._objects.append((position, value))
         found = {axis for form in self._forms.values() for _, axis in form.spans}
@@ -190,7 +189,7 @@ class Signature:
             spans = tuple((dim, axis.shift, axis.mask) for dim, axis in form.spans)
             held = values[check.position]
             tensors.append((check.position, held, form.shape, form.order, spans, check.contiguous, form.is_dense))
-        constants = tuple((position, kind, value) for position, kind, value, _ in self._constants)
+        constants = tuple((position, kind, value) for position, kind, _, value in self._constants)
         others = tuple(self._objects), tuple(self._addresses)
         number = getattr(torch._C._autograd.DeviceType, self._device_type.upper(), None)
         device = -1 if number is None else number.value  # without a number the core asks by name
@@ -217,7 +216,7 @@ class Signature:
             and _autocast_dtype(self._device_type) is not self._autocast
         ):
             return NO_MATCH
-        for position, kind, value, exact in self._constants:
+        for position, kind, exact, value in self._constants:
             given = values[position]
             if given is not value and (
                 type(given) is not kind or (_EXACT[kind](given) if kind in _EXACT else given) != exact
@@ -367,18 +366,13 @@ def no_tensors(leaves: Sequence[Leaf], values: Sequence[Any]) -> Refusal:
 
 def _is_plain(value: Any) -> bool:
     kind = type(value)
-    if kind is slice:
-        return all(map(_is_plain_part, (value.start, value.stop, value.step)))
-    if kind is frozenset:
-        return all(map(_is_plain_part, value))
-    return kind in _EXACT or kind in _CONSTANTS or issubclass(kind, (torch.Tensor, Enum, *_BY_IDENTITY))
+    if kind in (slice, frozenset):
+        parts = (value.start, value.stop, value.step) if kind is slice else value
+        return all(type(part) in _PLAIN for part in parts)
+    return kind in _PLAIN or issubclass(kind, (torch.Tensor, Enum, *_BY_IDENTITY))
 
 
-def _is_plain_part(value: Any) -> bool:
-    return type(value) in _EXACT or type(value) in _CONSTANTS
-
-
-def _exactly(value: Any) -> Any:
+def _exactly(value: Any) -> tuple[type, Any]:
     """A constant as something that is equal exactly where a callable cannot tell it apart."""
     return type(value), _EXACT[type(value)](value) if type(value) in _EXACT else value
 
