@@ -157,8 +157,8 @@ class StateGuard:
     def _now(self) -> Iterator[Any]:
         """Everything that is compared by identity, as it is now."""
         return chain(
-            chain.from_iterable(self._contents),
             chain.from_iterable(map(map, self._getters, self._names)),
+            chain.from_iterable(self._contents),
             map(call, self._calls),
             map(type, self._objects),
             map(_code, self._functions),
@@ -220,10 +220,6 @@ class StateGuard:
         self._getters = [table.__getitem__ for table, _ in self._named]
         self._names = [names for _, names in self._named]
 
-    def has_forms(self) -> bool:
-        """Whether the tensors have the forms that they had."""
-        return self._places()[1] == self._forms
-
     def reads_like(self, other: "StateGuard") -> bool:
         """Whether another guard was made for code that reads the same of the same objects, and both hold now."""
         ours, theirs = self.notes, other.notes
@@ -272,8 +268,7 @@ class StateGuard:
 
     def _held_attributes(self) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
         """Each attribute and variable that is compared: its table, its name, and what it held."""
-        last = sum(map(len, (self._readers, self._objects, self._functions, self._homes)))
-        values = iter(self._held[len(self._held) - last - sum(map(len, self._names)) :])
+        values = iter(self._held)
         for table, names in self._named:
             yield from ((table, name, next(values)) for name in names)
 
@@ -291,9 +286,6 @@ class StateGuard:
         """The keys of the storages whose address ``holds`` compares."""
         return set(map(storage_key, self._tensors))
 
-    def __len__(self) -> int:
-        return len(self._tensors)
-
 
 def compile_guard(guard: StateGuard) -> Any:
     """A native guard that expects what ``guard`` does; None if there is no core, or the guard compares something that
@@ -307,9 +299,9 @@ def compile_guard(guard: StateGuard) -> Any:
         return None
     held = iter(guard._held)
     addresses = chain(guard._addresses, repeat(None))  # of a tensor that no run used, the extent alone counts
-    contents, sequences = _contents(guard, held)
     try:
         tables = _tables(guard, held)
+        contents, sequences = _contents(guard, held)
         readers = [reader.expecting(next(held)) for reader in guard._readers]
         native = GUARD(
             absent=ABSENT,
@@ -327,7 +319,8 @@ def compile_guard(guard: StateGuard) -> Any:
             arrays=tuple(guard._arrays),
             hooks=tuple(guard._hooks),
         )
-        return native if guard.has_forms() else None  # the core reads dtypes, which have no names there
+        # The core reads dtypes, which have no names there.
+        return native if guard._places()[1] == guard._forms else None
     except TypeError:
         return None
 
