@@ -5,7 +5,7 @@ from os import PathLike
 from typing import Any
 
 from ..axes import ROWS
-from ..call.rules import ArgumentRules, Grid, make_rules
+from ..call.rules import ArgumentRules, Dim, make_rules
 from ..config import CUDAGraphConfig, CUDAGraphOptions, resized, roomy_config
 from ..decide.size_table import SizeTable
 from ..errors import ConfigError, check_callable
@@ -57,15 +57,15 @@ def read_rules(
     """The configuration and the rules that follow from the arguments of ``graphed``."""
     try:
         rules = make_rules(fn, *arguments)
-        if rules.grid is not None:
-            return _grid_config(rules, rules.grid, sizes, settings)
+        if rules.dims:
+            return _named_config(rules, sizes, settings)
         return roomy_config(*sizes, settings), rules
     except ConfigError as error:
         raise _in_short_names(error) from None
 
 
-def _grid_config(
-    rules: ArgumentRules, grid: Grid, sizes: tuple[Any, int | None], settings: Mapping[str, Any]
+def _named_config(
+    rules: ArgumentRules, sizes: tuple[Any, int | None], settings: Mapping[str, Any]
 ) -> tuple[CUDAGraphConfig, ArgumentRules]:
     """The configuration and the rules for dimensions with names, from ``(sizes, max_size)``.
 
@@ -73,17 +73,16 @@ def _grid_config(
     """
     chosen, max_size = sizes
     if _are_points(chosen):
-        grid = grid._replace(chosen=tuple(grid.checked_points(chosen)))
-        chosen, max_size = sorted({point[0] for point in grid.chosen}), None
+        rules = rules._replace(chosen=tuple(rules.checked_points(chosen)))
+        chosen, max_size = sorted({point[0] for point in rules.chosen}), None
     else:
-        chosen, max_size = _of_first(grid, chosen, max_size)
+        chosen, max_size = _of_first(rules.dims[0], chosen, max_size)
     config = roomy_config(chosen, max_size, settings)
-    if len(grid.axes) == 1 and all(len(places) == 1 for places in grid.places.values()):
-        given = {name: grid.rule_of(grid.axes[0], name, name) for name in grid.places}
+    if len(rules.axes) == 1 and all(len(places) == 1 for places in rules.dynamic.values()):
+        given = {name: rules.rule_along(rules.axes[0], name, name) for name in rules.dynamic}
         pads = {name: rule for name, rule in given.items() if rule is not None}
-        rows = {name: dict.fromkeys(places, ROWS) for name, places in grid.places.items()}
-        return config, rules._replace(dynamic=rows, pad={**rules.pad, **pads}, grid=None)
-    rules = rules._replace(grid=grid)
+        rows = {name: dict.fromkeys(places, ROWS) for name, places in rules.dynamic.items()}
+        return config, ArgumentRules(rows, {**rules.pad, **pads}, rules.static)
     if config.options.max_cached_graphs is None:
         most = max(config.max_cached_graphs, len(make_table(config, rules, config.mode).sizes))
         config = config.replace(options=config.options.replace(max_cached_graphs=most))
@@ -98,10 +97,10 @@ def _in_short_names(error: ConfigError) -> ConfigError:
 def make_table(config: CUDAGraphConfig, rules: ArgumentRules, mode: CUDAGraphMode, *, mixed: bool = False) -> SizeTable:
     """The sizes of a configuration for one runtime mode; with several dynamic dimensions, combinations of them."""
     table = SizeTable.of(config.resolve(mixed=mixed), mode)
-    if rules.grid is None:
+    if not rules.dims:
         return table
-    points = (rules.grid.chosen or rules.grid.points(table.sizes)) if table.sizes else ()
-    return SizeTable(points, mode, axes=rules.grid.axes, pad_batches=table.pads)
+    points = (rules.chosen or rules.points(table.sizes)) if table.sizes else ()
+    return SizeTable(points, mode, axes=rules.axes, pad_batches=table.pads)
 
 
 def other_sizes(
@@ -111,13 +110,12 @@ def other_sizes(
 
     ``routes`` tells of each whether its calls are mixed ones. Raises ``ConfigError``.
     """
-    points = tuple(rules.grid.checked_points(sizes)) if rules.grid is not None and _are_points(sizes) else ()
+    points = tuple(rules.checked_points(sizes)) if rules.dims and _are_points(sizes) else ()
     try:
         config = resized(config, sorted({point[0] for point in points}) if points else sizes)
     except ConfigError as error:
         raise _in_short_names(error) from None
-    if rules.grid is not None:
-        rules = rules._replace(grid=rules.grid._replace(chosen=points))
+    rules = rules._replace(chosen=points)
     tables = {route: make_table(config, rules, route.table.mode, mixed=mixed) for route, mixed in routes.items()}
     return config, rules, tables
 
@@ -128,9 +126,8 @@ def _are_points(sizes: Any) -> bool:
     return isinstance(sizes, Sequence) and any(isinstance(one, (tuple, list)) for one in sizes)
 
 
-def _of_first(grid: Grid, sizes: Any, max_size: int | None) -> tuple[Any, int | None]:
+def _of_first(first: Dim, sizes: Any, max_size: int | None) -> tuple[Any, int | None]:
     """The sizes of the first dimension, from its ``Dim`` or from the options of ``graphed``."""
-    first = grid.dims[0]
     if first.sizes is None and first.max_size is None:
         return sizes, max_size
     if not (isinstance(sizes, str) and sizes == "auto" and max_size is None):

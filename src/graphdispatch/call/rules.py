@@ -179,23 +179,59 @@ class Dim:
         return self.sizes is None and self.max_size is None and self.pad is None
 
 
-class Grid(NamedTuple):
-    """The dynamic dimensions of a callable's arguments: where each argument has which, and what they are padded to."""
+class ArgumentRules(NamedTuple):
+    """What the user said of the arguments, by top-level name or by path (``batch['ids']``).
 
-    dims: tuple[Dim, ...]
-    """In the order in which the user named them; the first one is the batch."""
-    axes: tuple[Axis, ...]
-    places: Mapping[str, Mapping[int, Axis]]
-    """By argument (name or path), the axis of each dynamic dimension."""
+    ``dynamic``: the dynamic dimensions of each argument that has any, each with its axis. ``pad``: the pad rules other
+    than zeros. ``static``: tensors whose address never changes, and objects that are the same on each call; they are
+    not copied. ``check_addresses``: whether each call compares the addresses of static tensors. ``axes``: the dynamic
+    dimensions of a batch; the first one is the batch. ``dims``: what the user said of each, if they have names.
+    ``chosen``: the combinations of sizes, where the user gave these; else all of the sizes of each.
+    """
+
+    dynamic: Mapping[str, Mapping[int, Axis]]
+    pad: Mapping[str, Pad]
+    static: frozenset[str]
+    check_addresses: bool = True
+    axes: tuple[Axis, ...] = (ROWS,)
+    dims: tuple[Dim, ...] = ()
     chosen: tuple[tuple[int, ...], ...] = ()
-    """The combinations of sizes, where the user gave these; else all of the sizes of each."""
 
-    def rule_of(self, axis: Axis, leaf: str, argument: str) -> Pad | None:
+    def axes_of(self, leaf: Leaf, tensor: torch.Tensor) -> Sequence[tuple[int, Axis]]:
+        """The dynamic dimensions of a tensor, counted from the front, each with its axis; none of a static tensor.
+
+        Raises ``ConfigError`` if the user named a dimension that the tensor does not have, or one dimension twice.
+        """
+        if self.is_static(leaf):
+            return ()
+        found: dict[int, Axis] = {}
+        for dim, axis in self.dynamic.get(leaf.path, self.dynamic.get(leaf.argument, {})).items():
+            named = f"dynamic[{leaf.path!r}]" + (f"[{dim}] = {axis.name!r}" if self.dims else f" = {dim}")
+            if not tensor.dim():
+                raise ConfigError(f"{named}, but the tensor has no dimensions; leave it out of dynamic=")
+            if not -tensor.dim() <= dim < tensor.dim():
+                raise ConfigError(
+                    f"{named} is out of range: the tensor has shape {tuple(tensor.shape)}; "
+                    f"give a dimension from {-tensor.dim()} to {tensor.dim() - 1}"
+                )
+            if found.setdefault(dim % tensor.dim(), axis) is not axis:
+                raise ConfigError(
+                    f"dynamic[{leaf.path!r}] names dimension {dim % tensor.dim()} of the tensor twice, as "
+                    f"{found[dim % tensor.dim()].name!r} and {axis.name!r}; name it once"
+                )
+        return sorted(found.items())
+
+    def rule_along(self, axis: Axis, leaf: str, argument: str) -> Pad | None:
         """The pad rule of an argument along one axis, if the user gave one for that axis."""
-        rule = self.dims[self.axes.index(axis)].pad
+        rule = self.dims[self.axes.index(axis)].pad if self.dims else None
         if isinstance(rule, Mapping):
             rule = rule.get(leaf, rule.get(argument))
         return None if rule is None else as_pad(argument, rule)
+
+    def pad_of(self, leaf: Leaf, axis: Axis) -> Pad | None:
+        """The user's pad rule of an argument along one axis, if there is one."""
+        along = self.rule_along(axis, leaf.path, leaf.argument)
+        return along or self.pad.get(leaf.path, self.pad.get(leaf.argument))
 
     def points(self, rows: Sequence[int]) -> list[tuple[int, ...]]:
         """All combinations of the sizes, with ``rows`` for the first dimension."""
@@ -219,56 +255,6 @@ class Grid(NamedTuple):
         if not points or len(set(points)) < len(points):
             raise ConfigError(f"sizes must hold at least one combination, and each once, got {shown(sizes)}")
         return points
-
-
-class ArgumentRules(NamedTuple):
-    """What the user said of the arguments, by top-level name or by path (``batch['ids']``).
-
-    ``dynamic``: the dynamic dimensions of each argument that has any, each with its axis. ``pad``: the pad rules other
-    than zeros. ``static``: tensors whose address never changes, and objects that are the same on each call; they are
-    not copied. ``check_addresses``: whether each call compares the addresses of static tensors. ``grid``: what the user
-    said of dimensions with names.
-    """
-
-    dynamic: Mapping[str, Mapping[int, Axis]]
-    pad: Mapping[str, Pad]
-    static: frozenset[str]
-    check_addresses: bool = True
-    grid: Grid | None = None
-
-    def axes_of(self, leaf: Leaf, tensor: torch.Tensor) -> Sequence[tuple[int, Axis]]:
-        """The dynamic dimensions of a tensor, counted from the front, each with its axis; none of a static tensor.
-
-        Raises ``ConfigError`` if the user named a dimension that the tensor does not have, or one dimension twice.
-        """
-        if self.is_static(leaf):
-            return ()
-        found: dict[int, Axis] = {}
-        for dim, axis in self.dynamic.get(leaf.path, self.dynamic.get(leaf.argument, {})).items():
-            named = f"dynamic[{leaf.path!r}]" + (f" = {dim}" if self.grid is None else f"[{dim}] = {axis.name!r}")
-            if not tensor.dim():
-                raise ConfigError(f"{named}, but the tensor has no dimensions; leave it out of dynamic=")
-            if not -tensor.dim() <= dim < tensor.dim():
-                raise ConfigError(
-                    f"{named} is out of range: the tensor has shape {tuple(tensor.shape)}; "
-                    f"give a dimension from {-tensor.dim()} to {tensor.dim() - 1}"
-                )
-            if found.setdefault(dim % tensor.dim(), axis) is not axis:
-                raise ConfigError(
-                    f"dynamic[{leaf.path!r}] names dimension {dim % tensor.dim()} of the tensor twice, as "
-                    f"{found[dim % tensor.dim()].name!r} and {axis.name!r}; name it once"
-                )
-        return sorted(found.items())
-
-    @property
-    def axes(self) -> tuple[Axis, ...]:
-        """The dynamic dimensions of a batch."""
-        return self.grid.axes if self.grid is not None else (ROWS,)
-
-    def pad_of(self, leaf: Leaf, axis: Axis) -> Pad | None:
-        """The user's pad rule of an argument along one axis, if there is one."""
-        along = self.grid.rule_of(axis, leaf.path, leaf.argument) if self.grid is not None else None
-        return along or self.pad.get(leaf.path, self.pad.get(leaf.argument))
 
     def is_static(self, leaf: Leaf) -> bool:
         """Whether the user declared an argument static."""
@@ -294,7 +280,7 @@ def make_rules(
     check_callable("fn", fn)
     if not isinstance(dynamic, Mapping):
         raise ConfigError(f"dynamic must map argument names to dimensions, as {{'input': 0}}, got {shown(dynamic)}")
-    grid = _read_grid(dynamic)
+    rules = _read_dynamic(dynamic)
     if not isinstance(pad, Mapping):
         raise ConfigError(f"pad must map argument names to pad rules, as {{'ids': 0}}, got {shown(pad)}")
     if not isinstance(static, Iterable):
@@ -317,10 +303,10 @@ def make_rules(
     if both := names & set(dynamic):
         raise ConfigError(f"{sorted(both)} are in both dynamic and static; a static tensor keeps its shape")
     pads = {name: as_pad(name, rule) for name, rule in pad.items()}
-    return ArgumentRules(grid.places, pads, names, grid=grid if grid.dims else None)
+    return rules._replace(pad=pads, static=names)
 
 
-def _read_grid(dynamic: Mapping[str, Any]) -> Grid:
+def _read_dynamic(dynamic: Mapping[str, Any]) -> ArgumentRules:
     """What ``dynamic`` says. An int stands for the first dimension that it names, and for the rows if it names none.
 
     Raises ``ConfigError`` that names the argument.
@@ -345,9 +331,9 @@ def _read_grid(dynamic: Mapping[str, Any]) -> Grid:
         if isinstance(places, int):
             named[name] = {places: first}
     every = {name: {dim: axes[one] for dim, one in named[name].items()} for name in dynamic}
-    grid = Grid(tuple(dims.values()), tuple(axes.values()), every)
-    _check_pads(grid)
-    return grid
+    rules = ArgumentRules(every, {}, frozenset(), axes=tuple(axes.values()), dims=tuple(dims.values()))
+    _check_pads(rules)
+    return rules
 
 
 def _read_dim(name: str, dim: Any, one: Any, dims: dict[str, Dim]) -> str:
@@ -366,14 +352,13 @@ def _read_dim(name: str, dim: Any, one: Any, dims: dict[str, Dim]) -> str:
     return one.name
 
 
-def _check_pads(grid: Grid) -> None:
-    for dim, axis in zip(grid.dims, grid.axes, strict=False):  # there is no Dim of rows without a name
-        rules = dim.pad if isinstance(dim.pad, Mapping) else {}
-        for name in rules:
-            if axis not in grid.places.get(name, {}).values():
+def _check_pads(rules: ArgumentRules) -> None:
+    for dim, axis in zip(rules.dims, rules.axes, strict=False):  # there is no Dim of rows without a name
+        for name in dim.pad if isinstance(dim.pad, Mapping) else ():
+            if axis not in rules.dynamic.get(name, {}).values():
                 raise ConfigError(f"pad of Dim({dim.name!r}) names {name!r}, which has no such dimension in dynamic")
-        for name in grid.places if dim.pad is not None else ():
-            grid.rule_of(axis, name, name)
+        for name in rules.dynamic if dim.pad is not None else ():
+            rules.rule_along(axis, name, name)
 
 
 def graph_name(fn: Callable[..., Any], key: Hashable) -> str:

@@ -238,7 +238,10 @@ class Signature:
                         return NO_MATCH
         except RuntimeError:  # a sparse tensor has no strides to compare
             return NO_MATCH
-        if not self._has_rest(values):
+        for position, address in self._addresses:
+            if values[position].data_ptr() != address:
+                return NO_MATCH
+        if not all(values[position] is held for position, held in self._objects):
             return NO_MATCH
         if self._masks and any(is_hidden(values[place], dim) for place, dim in self._masks):
             rows |= HIDDEN
@@ -253,13 +256,6 @@ class Signature:
         """Whether a call fits, be the thread in inference mode or not: a replay gives the same values in both."""
         with torch.inference_mode(self._inference):
             return self.match(values) >= 0
-
-    def _has_rest(self, values: Sequence[Any]) -> bool:
-        """Whether static tensors lie where they did, and other objects are the same."""
-        for position, address in self._addresses:
-            if values[position].data_ptr() != address:
-                return False
-        return all(values[position] is held for position, held in self._objects)
 
     def _learn(
         self, position: int, shape: torch.Size, shapes: dict[torch.Size, tuple[int, int]]

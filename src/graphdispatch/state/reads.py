@@ -445,13 +445,15 @@ class StateReads:
     def _named(self, kind: type) -> frozenset[str]:
         """The names to compare of the objects of a class: those of the user's code, where libraries wrote some of the
         class of their code, too; all, if code reads them without spelling their names."""
-        if issubclass(kind, logging.Filterer) and not objects.user_classes(kind):
+        users = objects.user_classes(kind)
+        if issubclass(kind, logging.Filterer) and not users:
             return self._names - OF_LOGGERS  # else handlers, and the streams behind them, would count
-        if self._all or kind in self._notes.whole_types or _has_own_access(kind):
+        has_own_access = any({"__getattr__", "__getattribute__"} & vars(base).keys() for base in users)
+        if self._all or kind in self._notes.whole_types or has_own_access:
             return _ALL
         if issubclass(kind, np.ndarray):  # numpy and others read attributes of its subclasses
             return self._library_names
-        is_library = not {nn.Module, *objects.user_classes(kind)}.issuperset(objects.written_classes(kind))
+        is_library = not {nn.Module, *users}.issuperset(objects.written_classes(kind))
         return self._library_names if is_library else self._names
 
     def _compare(self, table: Mapping[str, Any] | None, names: Iterable[str]) -> None:
@@ -492,11 +494,6 @@ class _All(frozenset[str]):
 
 
 _ALL = _All()
-
-
-def _has_own_access(kind: type) -> bool:
-    """Whether a class of the user finds attributes by code of its own."""
-    return any({"__getattr__", "__getattribute__"} & vars(base).keys() for base in objects.user_classes(kind))
 
 
 def _form_of(array: np.ndarray[Any, Any]) -> str:
