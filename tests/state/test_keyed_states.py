@@ -119,3 +119,21 @@ def test_a_state_that_is_gone_for_good_frees_its_weights() -> None:
     del entry
     gc.collect()
     assert first() is None
+
+
+def test_graphs_that_read_the_same_share_a_guard() -> None:
+    """Graphs of two sizes are compared once; those of two objects in ``static=`` each have a guard of their own."""
+    model = nn.Linear(3, 3).eval()
+    step = graphed(lambda x, config: model(x) * config.factor, dynamic={"x": 0}, sizes=(2, 4), static=["config"])
+    one, other = Box(factor=2.0), Box(factor=3.0)
+    for rows in (2, 4):
+        for config in (one, other):
+            step.prewarm(torch.ones(rows, 3), config)
+    guards = [entry.guard for entry in step.entries]
+    assert len(guards) == 4
+    assert len(set(guards)) == 2
+    other.factor = 5.0
+    for rows in (2, 4):
+        x = torch.randn(rows, 3)
+        assert torch.equal(step(x, one), model(x) * 2.0)
+        assert torch.equal(step(x, other), model(x) * 5.0)
