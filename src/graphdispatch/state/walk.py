@@ -31,17 +31,18 @@ _MEMBERS = ("_parameters", "_buffers", "_modules")
 _PLAIN_CONTAINERS = frozenset(CONTAINERS)
 _SHARED = (*CONTAINERS, np.ndarray)
 """What code changes without the name of an attribute, once it has got hold of it."""
+_MOST_FOLLOWED = 250_000
 Edges = Iterator[tuple[str, Any]]
 
 
 class StateWalk:
     """What the ``roots`` and the code that runs reach, as it was when the walk met it. Holds all of it.
 
-    ``most`` bounds the objects that are followed; ``overflow`` names the one at which the walk stopped. Meant for one
-    thread, and for as long as a capture lasts.
+    ``overflow`` names the object at which the walk stopped, if there are too many. Meant for one thread, and for as
+    long as a capture lasts.
     """
 
-    def __init__(self, *roots: Any, most: int = 250_000) -> None:
+    def __init__(self, *roots: Any) -> None:
         self.modules: list[nn.Module] = []
         self.tensors: list[torch.Tensor] = []
         """Tensors wherever they are held, parameters and buffers included."""
@@ -56,7 +57,6 @@ class StateWalk:
         self.unrestorable: str | None = None
         """Where it met such a thing that belongs to the callable alone: a run may change it for good."""
         self.overflow: str | None = None
-        self._most = most
         self._seen: dict[int, Any] = {}
         self._kinds = objects.Kinds()
         self._holders: list[Holder] = []
@@ -86,7 +86,7 @@ class StateWalk:
                 continue
             if kinds[type(value)].role == "leaf":
                 continue
-            if len(seen) >= self._most:
+            if len(seen) >= _MOST_FOLLOWED:
                 self.overflow = self.overflow or told(path)
                 return
             seen[id(value)] = value
