@@ -31,7 +31,8 @@ from .snapshot import FORM, OF_LOGGERS, random_holder
 
 
 class Reader(NamedTuple):
-    """How to read one thing that is compared: by a call, and in the native guard's terms."""
+    """How to read one thing that is compared: by a call, and in the native guard's terms. ``further`` is a slot's
+    descriptor, or what of a cache a call compares."""
 
     call: Callable[[], Any]
     kind: str = "call"
@@ -332,7 +333,8 @@ class StateReads:
                 is_cached = issubclass(kind, objects.CACHES) and issubclass(type(inner), CONTAINERS)
                 self._pending += objects.content(inner) if is_cached else [inner]
         if self._is_traced and issubclass(kind, objects.CACHES):
-            self.readers.append(Reader(partial(_keeps_results, value, _results_in(value))))
+            results = _results_in(value)
+            self.readers.append(Reader(partial(_keeps_results, value, results), further=results))
         self._pending.append(kind)
 
     def _visit_members(self, module: nn.Module, table: dict[str, Any]) -> frozenset[str]:
