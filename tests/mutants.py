@@ -40,7 +40,7 @@ TABLE: dict[str, list[str]] = {
         *("tests/call", "tests/serve/test_refused_calls.py", "tests/api"),
         *(_FOOTGUNS.format("arguments"), _FOOTGUNS.format("ambient")),
     ],
-    "call/padding": ["tests/memory", _FOOTGUNS.format("rows"), "tests/api"],
+    "call/rules": ["tests/memory", _FOOTGUNS.format("rows"), "tests/api"],
     "memory/inputs": ["tests/memory", "tests/property/test_dims.py"],
     "memory/outputs": [
         *("tests/memory", _FOOTGUNS.format("outputs")),

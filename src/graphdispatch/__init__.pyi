@@ -11,8 +11,8 @@ from .auditing.audit import audit as audit
 from .auditing.result import Audit as Audit
 from .call.breaks import eager_break as eager_break
 from .call.breaks import remove_eager_break as remove_eager_break
-from .call.padding import Pad as Pad
 from .call.rules import Dim as Dim
+from .call.rules import Pad as Pad
 from .config import CUDAGraphOptions as CUDAGraphOptions
 from .decide.decision import Decision as Decision
 from .engines import *  # noqa: F403

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphdispatch import Pad
-from graphdispatch.call.padding import as_pad
+from graphdispatch.call.rules import as_pad
 from graphdispatch.call.signature import InputSpec
 from graphdispatch.errors import ConfigError
 from graphdispatch.memory.inputs import StaticInputs

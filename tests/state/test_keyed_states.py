@@ -1,5 +1,6 @@
 """Graphs belong to a state of the callable: one that comes back is served, one that nothing reads ends no graph."""
 
+import functools
 import gc
 import weakref
 from typing import Any
@@ -119,3 +120,39 @@ def test_a_state_that_is_gone_for_good_frees_its_weights() -> None:
     del entry
     gc.collect()
     assert first() is None
+
+
+def test_graphs_that_read_the_same_share_a_guard() -> None:
+    """Graphs of two sizes are compared once; those of two objects in ``static=`` each have a guard of their own."""
+    model = nn.Linear(3, 3).eval()
+    step = graphed(lambda x, config: model(x) * config.factor, dynamic={"x": 0}, sizes=(2, 4), static=["config"])
+    one, other = Box(factor=2.0), Box(factor=3.0)
+    for rows in (2, 4):
+        for config in (one, other):
+            step.prewarm(torch.ones(rows, 3), config)
+    guards = [entry.guard for entry in step.entries]
+    assert len(guards) == 4
+    assert len(set(guards)) == 2
+    other.factor = 5.0
+    for rows in (2, 4):
+        x = torch.randn(rows, 3)
+        assert torch.equal(step(x, one), model(x) * 2.0)
+        assert torch.equal(step(x, other), model(x) * 5.0)
+
+
+def test_graphs_that_used_other_results_of_a_cache_share_no_guard() -> None:
+    """A cache is emptied, and only the result that one of two graphs used comes back as it was."""
+    factors = {"one": 2.0, "other": 4.0}
+    factor = functools.cache(lambda key: factors[key])
+    step = served(lambda x, key: x * factor(key), options=AT_ONCE)
+    for key, expected in factors.items():
+        factor(key)  # so that no watched run calls what is cached
+        for _ in range(4):
+            x = torch.randn(4, 3)
+            assert torch.equal(step(x, key), x * expected)
+    assert step.stats.captures == 2, step.last_decision
+    factors["other"] = 5.0
+    factor.cache_clear()
+    factor("one")
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x, "other"), x * 5.0)

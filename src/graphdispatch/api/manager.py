@@ -25,6 +25,7 @@ from ..reasons import Reason
 from ..serve.group import GraphGroup, Route, Routes
 from ..serve.prewarm import capture_example
 from ..serve.server import Choice, Server
+from ..sizes import ROWS
 from ..state.objects import same_callable
 from ..stats import CUDAGraphStats
 from .lifecycle import Lifecycle
@@ -116,7 +117,7 @@ class KeyedGraphs:
     def _make_route(self, number: int, key: tuple[int, CUDAGraphMode, int, tuple[tuple[str, int], ...]]) -> Route:
         seq_len, mode, own, dims = key
         table = SizeTable.of_one(own, mode, pads=True) if own else self.tables[mode]
-        rules = ArgumentRules(dict(dims), {}, frozenset())
+        rules = ArgumentRules({name: {dim: ROWS} for name, dim in dims}, {}, frozenset())
         return Route((number, seq_len, mode, own), table, rules, seq_len=seq_len)
 
     def holder(self, size: int, seq_len: int) -> tuple[Server, GraphGroup, CUDAGraphEntry] | None:

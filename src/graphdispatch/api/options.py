@@ -1,15 +1,15 @@
 """What the arguments of ``graphed`` say: options, sizes, and rules for one dynamic dimension or several."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
-from ..call.padding import as_pad
-from ..call.rules import ArgumentRules, Grid, make_rules, read_grid
+from ..call.rules import ArgumentRules, Dim, make_rules
 from ..config import CUDAGraphConfig, CUDAGraphOptions, roomy_config
 from ..decide.decision import SizeTable
 from ..errors import ConfigError, check_callable
 from ..modes import CUDAGraphMode
+from ..sizes import ROWS
 
 __all__ = ["make_table", "read_kind", "read_options", "read_rules", "read_sizes"]
 
@@ -54,40 +54,34 @@ def read_rules(
     fn: Callable[..., Any], arguments: tuple[Any, Any, Any], sizes: tuple[Any, int | None], settings: Mapping[str, Any]
 ) -> tuple[CUDAGraphConfig, ArgumentRules]:
     """The configuration and the rules that follow from the arguments of ``graphed``."""
-    dynamic = arguments[0]
     try:
-        if isinstance(dynamic, Mapping) and any(isinstance(places, Mapping) for places in dynamic.values()):
-            return _grid_config(fn, arguments, sizes, settings)
-        return roomy_config(*sizes, settings), make_rules(fn, *arguments)
+        rules = make_rules(fn, *arguments)
+        if rules.dims:
+            return _named_config(rules, sizes, settings)
+        return roomy_config(*sizes, settings), rules
     except ConfigError as error:
         raise _in_short_names(error) from None
 
 
-def _grid_config(
-    fn: Callable[..., Any],
-    arguments: tuple[Mapping[str, Any], Mapping[str, Any], Iterable[str]],
-    sizes: tuple[Any, int | None],
-    settings: Mapping[str, Any],
+def _named_config(
+    rules: ArgumentRules, sizes: tuple[Any, int | None], settings: Mapping[str, Any]
 ) -> tuple[CUDAGraphConfig, ArgumentRules]:
-    """The configuration and the rules from ``(dynamic, pad, static)`` and ``(sizes, max_size)``.
+    """The configuration and the rules for dimensions with names, from ``(sizes, max_size)``.
 
     A single dimension, one of each argument, is what its number would be. Raises ``ConfigError``.
     """
-    dynamic, pad, static = arguments
-    grid = read_grid(dynamic)
-    rules = make_rules(fn, grid.first, pad, static)
     chosen, max_size = sizes
     if _are_points(chosen):
-        grid = grid._replace(chosen=tuple(grid.checked_points(chosen)))
-        chosen, max_size = sorted({point[0] for point in grid.chosen}), None
+        rules = rules._replace(chosen=tuple(rules.checked_points(chosen)))
+        chosen, max_size = sorted({point[0] for point in rules.chosen}), None
     else:
-        chosen, max_size = _of_first(grid, chosen, max_size)
+        chosen, max_size = _of_first(rules.dims[0], chosen, max_size)
     config = roomy_config(chosen, max_size, settings)
-    if len(grid.axes) == 1 and all(len(places) == 1 for places in grid.places.values()):
-        given = {name: grid.rule_of(grid.axes[0], name, name) for name in grid.places}
+    if len(rules.axes) == 1 and all(len(places) == 1 for places in rules.dynamic.values()):
+        given = {name: rules.rule_along(rules.axes[0], name, name) for name in rules.dynamic}
         pads = {name: rule for name, rule in given.items() if rule is not None}
-        return config, rules._replace(pad={**rules.pad, **pads})
-    rules = rules._replace(grid=grid, pad={name: as_pad(name, rule) for name, rule in pad.items()})
+        rows = {name: dict.fromkeys(places, ROWS) for name, places in rules.dynamic.items()}
+        return config, ArgumentRules(rows, {**rules.pad, **pads}, rules.static)
     if config.options.max_cached_graphs is None:
         most = max(config.max_cached_graphs, len(make_table(config, rules, config.mode).sizes))
         config = config.replace(options=config.options.replace(max_cached_graphs=most))
@@ -102,10 +96,10 @@ def _in_short_names(error: ConfigError) -> ConfigError:
 def make_table(config: CUDAGraphConfig, rules: ArgumentRules, mode: CUDAGraphMode, *, mixed: bool = False) -> SizeTable:
     """The sizes of a configuration for one runtime mode; with several dynamic dimensions, combinations of them."""
     table = SizeTable.of(config.resolve(mixed=mixed), mode)
-    if rules.grid is None:
+    if not rules.dims:
         return table
-    points = (rules.grid.chosen or rules.grid.points(table.sizes)) if table.sizes else ()
-    return SizeTable(points, mode, axes=rules.grid.axes, pad_batches=table.pads)
+    points = (rules.chosen or rules.points(table.sizes)) if table.sizes else ()
+    return SizeTable(points, mode, axes=rules.axes, pad_batches=table.pads)
 
 
 def _are_points(sizes: Any) -> bool:
@@ -114,9 +108,8 @@ def _are_points(sizes: Any) -> bool:
     return isinstance(sizes, Sequence) and any(isinstance(one, (tuple, list)) for one in sizes)
 
 
-def _of_first(grid: Grid, sizes: Any, max_size: int | None) -> tuple[Any, int | None]:
+def _of_first(first: Dim, sizes: Any, max_size: int | None) -> tuple[Any, int | None]:
     """The sizes of the first dimension, from its ``Dim`` or from the options of ``graphed``."""
-    first = grid.dims[0]
     if first.sizes is None and first.max_size is None:
         return sizes, max_size
     if not (isinstance(sizes, str) and sizes == "auto" and max_size is None):

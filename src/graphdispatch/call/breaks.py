@@ -16,19 +16,6 @@ from torch import nn
 from ..errors import ConfigError, shown
 from .rules import callable_name
 
-__all__ = [
-    "ACTIVE",
-    "BREAKS",
-    "BREAK_CODE",
-    "ORIGINAL",
-    "BreakRunner",
-    "as_break",
-    "eager_break",
-    "is_break",
-    "is_marked",
-    "remove_eager_break",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 M = TypeVar("M", bound=nn.Module)
 

@@ -8,8 +8,6 @@ from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, shown
 from ..modes import CUDAGraphMode
 
-__all__ = ["REAL_ROWS", "cudagraph_context", "current_context", "real_rows"]
-
 # A context variable, so that each thread and each asyncio task has its own value.
 _CURRENT: ContextVar[tuple[CUDAGraphMode, BatchDescriptor | None] | None] = ContextVar(
     "cudagraph_context", default=None

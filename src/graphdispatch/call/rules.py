@@ -1,21 +1,130 @@
-"""The user's rules for arguments: which dimensions are dynamic, how to pad them, which arguments are static."""
+"""The user's rules for arguments: which dimensions are dynamic, how to pad them, which arguments are static.
+
+A padding row runs through the model like any other row. If it points at a cache slot in use, it overwrites that slot.
+So each argument has its own pad rule, and the library does not guess one.
+"""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from ..descriptors import size_text
 from ..errors import ConfigError, check_callable, check_count, shown
 from ..sizes import LONGEST, MOST_AXES, ROWS, Axis, axes_of, check_sizes
-from .padding import Pad, as_pad
 from .spec import FlatCall, Leaf, declared_names, describe, parameter_names
 
-__all__ = ["ArgumentRules", "Dim", "Grid", "callable_name", "graph_name", "make_rules", "read_grid"]
-
 _SHORTEST, _LONGEST = 16, 512
+_PadFunction = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
+@dataclass(frozen=True)
+class Pad:
+    """How the padding rows of one argument are filled: a rule for ``pad`` of ``graphed``.
+
+    Make one with ``zero``, ``value``, ``repeat_last``, ``leave`` or ``function``. Frozen.
+
+    Args:
+        kind: The rule.
+        fill: The value that ``kind="value"`` fills in.
+        call: The function that ``kind="function"`` calls.
+    """
+
+    kind: Literal["value", "repeat_last", "leave", "function"]
+    fill: float | int | bool | complex = 0
+    call: _PadFunction | None = None
+
+    @classmethod
+    def zero(cls) -> "Pad":
+        """Fill with zeros (the default)."""
+        return cls("value", 0)
+
+    @classmethod
+    def value(cls, fill: float | int | bool | complex) -> "Pad":
+        """Fill with one value, for example the index of a scratch slot.
+
+        Args:
+            fill: The value, of a type that the argument's dtype can hold.
+        """
+        return cls("value", fill)
+
+    @classmethod
+    def repeat_last(cls) -> "Pad":
+        """Repeat the last real row."""
+        return cls("repeat_last")
+
+    @classmethod
+    def leave(cls) -> "Pad":
+        """Leave what earlier, larger batches put there; only for arguments whose padding rows are never used."""
+        return cls("leave")
+
+    @classmethod
+    def function(cls, call: _PadFunction) -> "Pad":
+        """Let a function fill the padding rows on every padded call.
+
+        Args:
+            call: ``call(padding, real)`` writes the view ``padding`` in place, and may read the view ``real``. Both are
+                views of one buffer of the graph, valid during the call alone; ``real`` has at least one row.
+        """
+        return cls("function", call=call)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether padding rows hold whatever was there before, which nobody knows."""
+        return self.kind == "leave"
+
+    @property
+    def runs_code(self) -> bool:
+        """Whether the user's function fills padding rows, which may do anything besides."""
+        return self.kind == "function"
+
+    @property
+    def follows_data(self) -> bool:
+        """Whether padding rows depend on the real rows, and so must be filled anew on each call."""
+        return self.kind in ("repeat_last", "function")
+
+    def filler(self, padding: torch.Tensor, real: torch.Tensor, dim: int) -> Callable[[], Any] | None:
+        """What fills ``padding`` from what ``real`` holds at the time of each call.
+
+        Args:
+            padding: The view of the padding rows.
+            real: The view of the real rows, of the same buffer; at least one row.
+            dim: The dimension along which the buffer is cut.
+
+        Returns:
+            A function without arguments; None to leave the padding as it is.
+        """
+        if self.is_left:
+            return None
+        call = self.call
+        if call is not None:
+            return lambda: call(padding.view_as(padding), real.view_as(real))
+        if self.kind == "repeat_last":
+            return partial(padding.copy_, real.narrow(dim, real.shape[dim] - 1, 1).expand_as(padding))
+        return partial(padding.fill_, self.fill)
+
+
+def as_pad(name: str, rule: Any) -> Pad:
+    """``rule`` as a ``Pad``. It may be a ``Pad``, a number, ``"zero"``, ``"repeat_last"``, ``"leave"`` or a function.
+
+    Raises ``ConfigError`` for anything else.
+    """
+    if isinstance(rule, Pad):
+        return rule
+    if isinstance(rule, (bool, int, float, complex)):
+        return Pad.value(rule)
+    named: Mapping[str, Callable[[], Pad]] = {"zero": Pad.zero, "repeat_last": Pad.repeat_last, "leave": Pad.leave}
+    if isinstance(rule, str) and rule in named:
+        return named[rule]()
+    if callable(rule):
+        return Pad.function(rule)
+    raise ConfigError(
+        f"pad[{name!r}] must be a Pad, a number, one of {', '.join(map(repr, named))}, or a function "
+        f"(padding, real) -> None, got {shown(rule)}"
+    )
 
 
 @dataclass(frozen=True)
@@ -69,28 +178,59 @@ class Dim:
         return self.sizes is None and self.max_size is None and self.pad is None
 
 
-class Grid(NamedTuple):
-    """The dynamic dimensions of a callable's arguments: where each argument has which, and what they are padded to."""
+class ArgumentRules(NamedTuple):
+    """What the user said of the arguments, by top-level name or by path (``batch['ids']``).
 
-    dims: tuple[Dim, ...]
-    """In the order in which the user named them; the first one is the batch."""
-    axes: tuple[Axis, ...]
-    places: Mapping[str, Mapping[int, Axis]]
-    """By argument (name or path), the axis of each dynamic dimension."""
+    ``dynamic``: the dynamic dimensions of each argument that has any, each with its axis. ``pad``: the pad rules other
+    than zeros. ``static``: tensors whose address never changes, and objects that are the same on each call; they are
+    not copied. ``check_addresses``: whether each call compares the addresses of static tensors. ``axes``: the dynamic
+    dimensions of a batch; the first one is the batch. ``dims``: what the user said of each, if they have names.
+    ``chosen``: the combinations of sizes, where the user gave these; else all of the sizes of each.
+    """
+
+    dynamic: Mapping[str, Mapping[int, Axis]]
+    pad: Mapping[str, Pad]
+    static: frozenset[str]
+    check_addresses: bool = True
+    axes: tuple[Axis, ...] = (ROWS,)
+    dims: tuple[Dim, ...] = ()
     chosen: tuple[tuple[int, ...], ...] = ()
-    """The combinations of sizes, where the user gave these; else all of the sizes of each."""
 
-    @property
-    def first(self) -> dict[str, int]:
-        """One dynamic dimension of each argument."""
-        return {name: next(iter(places)) for name, places in self.places.items()}
+    def axes_of(self, leaf: Leaf, tensor: torch.Tensor) -> Sequence[tuple[int, Axis]]:
+        """The dynamic dimensions of a tensor, counted from the front, each with its axis; none of a static tensor.
 
-    def rule_of(self, axis: Axis, leaf: str, argument: str) -> Pad | None:
+        Raises ``ConfigError`` if the user named a dimension that the tensor does not have, or one dimension twice.
+        """
+        if self.is_static(leaf):
+            return ()
+        found: dict[int, Axis] = {}
+        for dim, axis in self.dynamic.get(leaf.path, self.dynamic.get(leaf.argument, {})).items():
+            named = f"dynamic[{leaf.path!r}]" + (f"[{dim}] = {axis.name!r}" if self.dims else f" = {dim}")
+            if not tensor.dim():
+                raise ConfigError(f"{named}, but the tensor has no dimensions; leave it out of dynamic=")
+            if not -tensor.dim() <= dim < tensor.dim():
+                raise ConfigError(
+                    f"{named} is out of range: the tensor has shape {tuple(tensor.shape)}; "
+                    f"give a dimension from {-tensor.dim()} to {tensor.dim() - 1}"
+                )
+            if found.setdefault(dim % tensor.dim(), axis) is not axis:
+                raise ConfigError(
+                    f"dynamic[{leaf.path!r}] names dimension {dim % tensor.dim()} of the tensor twice, as "
+                    f"{found[dim % tensor.dim()].name!r} and {axis.name!r}; name it once"
+                )
+        return sorted(found.items())
+
+    def rule_along(self, axis: Axis, leaf: str, argument: str) -> Pad | None:
         """The pad rule of an argument along one axis, if the user gave one for that axis."""
-        rule = self.dims[self.axes.index(axis)].pad
+        rule = self.dims[self.axes.index(axis)].pad if self.dims else None
         if isinstance(rule, Mapping):
             rule = rule.get(leaf, rule.get(argument))
         return None if rule is None else as_pad(argument, rule)
+
+    def pad_of(self, leaf: Leaf, axis: Axis) -> Pad | None:
+        """The user's pad rule of an argument along one axis, if there is one."""
+        along = self.rule_along(axis, leaf.path, leaf.argument)
+        return along or self.pad.get(leaf.path, self.pad.get(leaf.argument))
 
     def points(self, rows: Sequence[int]) -> list[tuple[int, ...]]:
         """All combinations of the sizes, with ``rows`` for the first dimension."""
@@ -115,61 +255,6 @@ class Grid(NamedTuple):
             raise ConfigError(f"sizes must hold at least one combination, and each once, got {shown(sizes)}")
         return points
 
-
-class ArgumentRules(NamedTuple):
-    """What the user said of the arguments, by top-level name or by path (``batch['ids']``).
-
-    ``dynamic``: the batch dimension of each argument that has one. ``pad``: the pad rules other than zeros. ``static``:
-    tensors whose address never changes, and objects that are the same on each call; they are not copied.
-    ``check_addresses``: whether each call compares the addresses of static tensors. ``grid``: the dimensions of all
-    arguments where several change; ``dynamic`` has the first one of each argument then.
-    """
-
-    dynamic: Mapping[str, int]
-    pad: Mapping[str, Pad]
-    static: frozenset[str]
-    check_addresses: bool = True
-    grid: Grid | None = None
-
-    def axes_of(self, leaf: Leaf, tensor: torch.Tensor) -> Sequence[tuple[int, Axis]]:
-        """The dynamic dimensions of a tensor, counted from the front, each with its axis; none of a static tensor.
-
-        Raises ``ConfigError`` if the user named a dimension that the tensor does not have, or one dimension twice.
-        """
-        if self.is_static(leaf):
-            return ()
-        if self.grid is not None:
-            places = self.grid.places.get(leaf.path, self.grid.places.get(leaf.argument, {}))
-        else:
-            given = self.dynamic.get(leaf.path, self.dynamic.get(leaf.argument))
-            places = {} if given is None else {given: ROWS}
-        found: dict[int, Axis] = {}
-        for dim, axis in places.items():
-            named = f"dynamic[{leaf.path!r}]" + (f" = {dim}" if self.grid is None else f"[{dim}] = {axis.name!r}")
-            if not tensor.dim():
-                raise ConfigError(f"{named}, but the tensor has no dimensions; leave it out of dynamic=")
-            if not -tensor.dim() <= dim < tensor.dim():
-                raise ConfigError(
-                    f"{named} is out of range: the tensor has shape {tuple(tensor.shape)}; "
-                    f"give a dimension from {-tensor.dim()} to {tensor.dim() - 1}"
-                )
-            if found.setdefault(dim % tensor.dim(), axis) is not axis:
-                raise ConfigError(
-                    f"dynamic[{leaf.path!r}] names dimension {dim % tensor.dim()} of the tensor twice, as "
-                    f"{found[dim % tensor.dim()].name!r} and {axis.name!r}; name it once"
-                )
-        return sorted(found.items())
-
-    @property
-    def axes(self) -> tuple[Axis, ...]:
-        """The dynamic dimensions of a batch."""
-        return self.grid.axes if self.grid is not None else (ROWS,)
-
-    def pad_of(self, leaf: Leaf, axis: Axis) -> Pad | None:
-        """The user's pad rule of an argument along one axis, if there is one."""
-        along = self.grid.rule_of(axis, leaf.path, leaf.argument) if self.grid is not None else None
-        return along or self.pad.get(leaf.path, self.pad.get(leaf.argument))
-
     def is_static(self, leaf: Leaf) -> bool:
         """Whether the user declared an argument static."""
         return leaf.path in self.static or leaf.argument in self.static
@@ -188,18 +273,13 @@ class ArgumentRules(NamedTuple):
 
 
 def make_rules(
-    fn: Callable[..., Any], dynamic: Mapping[str, int], pad: Mapping[str, Any], static: Iterable[str]
+    fn: Callable[..., Any], dynamic: Mapping[str, Any], pad: Mapping[str, Any], static: Iterable[str]
 ) -> ArgumentRules:
     """The rules from a user's options. Raises ``ConfigError`` for mistakes that can be seen before any call."""
     check_callable("fn", fn)
     if not isinstance(dynamic, Mapping):
         raise ConfigError(f"dynamic must map argument names to dimensions, as {{'input': 0}}, got {shown(dynamic)}")
-    for name, dim in dynamic.items():
-        if isinstance(dim, bool) or not isinstance(dim, int):
-            raise ConfigError(
-                f"dynamic[{name!r}] must be the number of a dimension, or as {{0: 'batch', 1: 'length'}}, "
-                f"got {shown(dim)}"
-            )
+    rules = _read_dynamic(dynamic)
     if not isinstance(pad, Mapping):
         raise ConfigError(f"pad must map argument names to pad rules, as {{'ids': 0}}, got {shown(pad)}")
     if not isinstance(static, Iterable):
@@ -221,11 +301,12 @@ def make_rules(
             raise ConfigError(f"pad names {name!r}, which dynamic does not; only arguments with a batch dimension pad")
     if both := names & set(dynamic):
         raise ConfigError(f"{sorted(both)} are in both dynamic and static; a static tensor keeps its shape")
-    return ArgumentRules(dict(dynamic), {name: as_pad(name, rule) for name, rule in pad.items()}, names)
+    pads = {name: as_pad(name, rule) for name, rule in pad.items()}
+    return rules._replace(pad=pads, static=names)
 
 
-def read_grid(dynamic: Mapping[str, Any]) -> Grid:
-    """What ``dynamic`` says, if it names dimensions. An int stands for the first dimension that it names.
+def _read_dynamic(dynamic: Mapping[str, Any]) -> ArgumentRules:
+    """What ``dynamic`` says. An int stands for the first dimension that it names, and for the rows if it names none.
 
     Raises ``ConfigError`` that names the argument.
     """
@@ -238,20 +319,20 @@ def read_grid(dynamic: Mapping[str, Any]) -> Grid:
                 raise ConfigError(f"dynamic[{name!r}] names no dimension, as {{0: 'batch'}}; leave it out of dynamic")
         elif isinstance(places, bool) or not isinstance(places, int):
             raise ConfigError(
-                f"dynamic[{name!r}] must be the number of a dimension, or map such numbers to names, as "
-                f"{{0: 'batch', 1: 'seq'}}, got {shown(places)}"
+                f"dynamic[{name!r}] must be the number of a dimension, or as {{0: 'batch', 1: 'length'}}, "
+                f"got {shown(places)}"
             )
     if len(dims) > MOST_AXES:
         raise ConfigError(f"dynamic must name at most {MOST_AXES} different dimensions, got {list(dims)}")
-    axes = {axis.name: axis for axis in axes_of(list(dims))}
+    axes = {axis.name: axis for axis in axes_of(list(dims))} if dims else {ROWS.name: ROWS}
     first = next(iter(axes))
     for name, places in dynamic.items():
         if isinstance(places, int):
             named[name] = {places: first}
     every = {name: {dim: axes[one] for dim, one in named[name].items()} for name in dynamic}
-    grid = Grid(tuple(dims.values()), tuple(axes.values()), every)
-    _check_pads(grid)
-    return grid
+    rules = ArgumentRules(every, {}, frozenset(), axes=tuple(axes.values()), dims=tuple(dims.values()))
+    _check_pads(rules)
+    return rules
 
 
 def _read_dim(name: str, dim: Any, one: Any, dims: dict[str, Dim]) -> str:
@@ -270,14 +351,13 @@ def _read_dim(name: str, dim: Any, one: Any, dims: dict[str, Dim]) -> str:
     return one.name
 
 
-def _check_pads(grid: Grid) -> None:
-    for dim, axis in zip(grid.dims, grid.axes, strict=True):
-        rules = dim.pad if isinstance(dim.pad, Mapping) else {}
-        for name in rules:
-            if axis not in grid.places.get(name, {}).values():
+def _check_pads(rules: ArgumentRules) -> None:
+    for dim, axis in zip(rules.dims, rules.axes, strict=False):  # there is no Dim of rows without a name
+        for name in dim.pad if isinstance(dim.pad, Mapping) else ():
+            if axis not in rules.dynamic.get(name, {}).values():
                 raise ConfigError(f"pad of Dim({dim.name!r}) names {name!r}, which has no such dimension in dynamic")
-        for name in grid.places if dim.pad is not None else ():
-            grid.rule_of(axis, name, name)
+        for name in rules.dynamic if dim.pad is not None else ():
+            rules.rule_along(axis, name, name)
 
 
 def graph_name(fn: Callable[..., Any], key: Hashable) -> str:

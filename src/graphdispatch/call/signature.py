@@ -16,25 +16,8 @@ import torch
 from ..native.bound import CORE
 from ..reasons import Reason
 from ..sizes import HIDDEN, ROWS, Axis, lengths_of, pack
-from .padding import Pad
-from .rules import ArgumentRules
+from .rules import ArgumentRules, Pad
 from .spec import Leaf, describe, is_tensor
-
-__all__ = [
-    "NO_MATCH",
-    "PLAIN_TENSORS",
-    "ForeignSignature",
-    "InputSpec",
-    "Refusal",
-    "Signature",
-    "advice_for",
-    "device_of",
-    "has_odd",
-    "is_cache",
-    "is_hidden",
-    "no_tensors",
-    "refusal",
-]
 
 NO_MATCH = -1
 _MOST_SHAPES = 4096  # per tensor; more are compared each time
@@ -56,6 +39,7 @@ _EXACT: dict[type, Callable[[Any], Any]] = {
         lambda value: (value.dtype, value.tobytes()),
     ),
 }
+_PLAIN = frozenset((*_EXACT, *_CONSTANTS))
 _CORE_CONSTANTS = frozenset((float, complex, *_CONSTANTS))
 """Those that the core compares as exactly."""
 # Compared by identity: the code and state of a function are followed as those of the callable itself.
@@ -167,10 +151,8 @@ class Signature:
         for position, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
             if is_tensor(value):
                 self._add_tensor(position, leaf, value, rules)
-            elif type(value) in _EXACT:
-                self._constants.append((position, type(value), value, _EXACT[type(value)](value)))
-            elif type(value) in _CONSTANTS:
-                self._constants.append((position, type(value), value, value))
+            elif type(value) in _PLAIN:
+                self._constants.append((position, *_exactly(value), value))
             else:
                 self._objects.append((position, value))
         found = {axis for form in self._forms.values() for _, axis in form.spans}
@@ -207,7 +189,7 @@ class Signature:
             spans = tuple((dim, axis.shift, axis.mask) for dim, axis in form.spans)
             held = values[check.position]
             tensors.append((check.position, held, form.shape, form.order, spans, check.contiguous, form.is_dense))
-        constants = tuple((position, kind, value) for position, kind, value, _ in self._constants)
+        constants = tuple((position, kind, value) for position, kind, _, value in self._constants)
         others = tuple(self._objects), tuple(self._addresses)
         number = getattr(torch._C._autograd.DeviceType, self._device_type.upper(), None)
         device = -1 if number is None else number.value  # without a number the core asks by name
@@ -234,7 +216,7 @@ class Signature:
             and _autocast_dtype(self._device_type) is not self._autocast
         ):
             return NO_MATCH
-        for position, kind, value, exact in self._constants:
+        for position, kind, exact, value in self._constants:
             given = values[position]
             if given is not value and (
                 type(given) is not kind or (_EXACT[kind](given) if kind in _EXACT else given) != exact
@@ -256,7 +238,10 @@ class Signature:
                         return NO_MATCH
         except RuntimeError:  # a sparse tensor has no strides to compare
             return NO_MATCH
-        if not self._has_rest(values):
+        for position, address in self._addresses:
+            if values[position].data_ptr() != address:
+                return NO_MATCH
+        if not all(values[position] is held for position, held in self._objects):
             return NO_MATCH
         if self._masks and any(is_hidden(values[place], dim) for place, dim in self._masks):
             rows |= HIDDEN
@@ -271,13 +256,6 @@ class Signature:
         """Whether a call fits, be the thread in inference mode or not: a replay gives the same values in both."""
         with torch.inference_mode(self._inference):
             return self.match(values) >= 0
-
-    def _has_rest(self, values: Sequence[Any]) -> bool:
-        """Whether static tensors lie where they did, and other objects are the same."""
-        for position, address in self._addresses:
-            if values[position].data_ptr() != address:
-                return False
-        return all(values[position] is held for position, held in self._objects)
 
     def _learn(
         self, position: int, shape: torch.Size, shapes: dict[torch.Size, tuple[int, int]]
@@ -384,18 +362,13 @@ def no_tensors(leaves: Sequence[Leaf], values: Sequence[Any]) -> Refusal:
 
 def _is_plain(value: Any) -> bool:
     kind = type(value)
-    if kind is slice:
-        return all(map(_is_plain_part, (value.start, value.stop, value.step)))
-    if kind is frozenset:
-        return all(map(_is_plain_part, value))
-    return kind in _EXACT or kind in _CONSTANTS or issubclass(kind, (torch.Tensor, Enum, *_BY_IDENTITY))
+    if kind in (slice, frozenset):
+        parts = (value.start, value.stop, value.step) if kind is slice else value
+        return all(type(part) in _PLAIN for part in parts)
+    return kind in _PLAIN or issubclass(kind, (torch.Tensor, Enum, *_BY_IDENTITY))
 
 
-def _is_plain_part(value: Any) -> bool:
-    return type(value) in _EXACT or type(value) in _CONSTANTS
-
-
-def _exactly(value: Any) -> Any:
+def _exactly(value: Any) -> tuple[type, Any]:
     """A constant as something that is equal exactly where a callable cannot tell it apart."""
     return type(value), _EXACT[type(value)](value) if type(value) in _EXACT else value
 

@@ -37,8 +37,8 @@ from ..memory.proof import ArgumentMetadata, Labels
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard
-from ..state.metadata import metadata_names
 from ..state.objects import attribute_table, same_callable
+from ..state.reads import metadata_names
 from ..state.trace import CodeTrace
 from ..state.walk import StateWalk
 from .effects import EffectRecorder, retry_once, undo
@@ -364,7 +364,7 @@ def run_known(
 
     rng, arguments = request.backend.rng_state(), request.arguments()
     walk = StateWalk(*(request.roots if captures or entry.guard.notes.may_change_state() else ()))
-    for table, names in entry.guard.notes.variables.values():
+    for table, names in entry.guard.notes.by_table(entry.guard.notes.variables):
         walk.visit_variables(table, iter(names), str(table.get("__name__", "")))
     tensors = [*request.tensors, *walk.tensors]
     versions = _versions(tensors)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..api.graphed import graphed
 from ..backends import get_backend
-from ..call.padding import Pad
+from ..call.rules import Pad
 from ..config import CUDAGraphOptions
 from ..errors import ConfigError
 from ..reasons import Reason

@@ -24,7 +24,7 @@ from ..call.spec import is_tensor
 from ..modes import EntryState
 from ..reasons import Reason
 from ..sizes import ROWS, Axis, lengths_of, pack
-from ..state.metadata import IDENTITY, TENSOR_READERS
+from ..state.reads import IDENTITY, TENSOR_READERS
 
 MOST_COMPARED = 64
 """The largest size of which each number of rows, or each length, is compared with eager by itself."""

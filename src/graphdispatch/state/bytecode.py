@@ -86,7 +86,8 @@ def code_reads(code: CodeType) -> CodeReads:
             of_self, of_others = of_self or is_own, of_others or not is_own
     texts = frozenset(text for text in code.co_consts if isinstance(text, str) and len(text) < 200)
     # Dotted ones too: operator.attrgetter("config.scale").
-    attributes.update(part for text in texts for parts in [text.split(".")] if _are_names(parts) for part in parts)
+    dotted = (text.split(".") for text in texts)
+    attributes.update(part for parts in dotted if all(map(str.isidentifier, parts)) for part in parts)
     matches = [instruction.arg for instruction in instructions if instruction.opname == "MATCH_CLASS"]
     if matches:
         attributes.update(text for names in code.co_consts if isinstance(names, tuple) for text in map(str, names))
@@ -146,10 +147,6 @@ def _gives_type(before: Sequence[dis.Instruction]) -> bool:
     if last is None or not last.opname.startswith("CALL"):
         return last is not None and last.opname == "LOAD_ATTR" and last.argval in _TYPES
     return any(i.argval == "type" for i in before[-_LONGEST_CALL:])
-
-
-def _are_names(parts: Sequence[str]) -> bool:
-    return all(map(str.isidentifier, parts))
 
 
 def _loads(instruction: dis.Instruction, variable: str | None, at: int = 0) -> bool:

@@ -5,12 +5,13 @@ Python chose. Without a guard, the graphs of a module that was moved, reloaded b
 would go on using the old memory and the old path, without an error.
 """
 
+import gc
 import reprlib
 import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat, takewhile
 from operator import attrgetter, call, is_
 from typing import Any
 
@@ -24,14 +25,12 @@ from ..backends.operators import storage_key
 from ..call.spec import VALUES, describe
 from ..native.bound import GUARD
 from . import objects
-from .compiled import END, compile_guard
-from .metadata import has_memory
-from .notes import CodeNotes
-from .objects import equal_content, same_objects
-from .reads import StateReads, keeps_results
+from .objects import ABSENT, equal_content, same_objects
+from .reads import CodeNotes, Reader, StateReads, has_memory
 
-_END = (END,)
-_SETTINGS = (torch.get_default_dtype, torch._C._get_deterministic_algorithms)
+_END = object()
+"""Stands after the entries of each container, so that none can move from one to the next unseen."""
+_SETTINGS: tuple[Callable[[], Any], ...] = (torch.get_default_dtype, torch._C._get_deterministic_algorithms)
 """Settings of the process that operators read when they are called, and that a graph freezes."""
 _DEVICE = [(vars(torch.utils._device), [name]) for name in ("CURRENT_DEVICE",) if hasattr(torch.utils._device, name)]
 """The setting that torch keeps in a variable."""
@@ -43,6 +42,8 @@ _code, _table = attrgetter("__code__"), attrgetter("__dict__")
 _address, _shape, _strides = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
 _dtype = attrgetter("dtype")
 _FORMS: tuple[Callable[[torch.Tensor], Any], ...] = (_shape, _strides, _dtype)
+_EMPTY: dict[Any, Any] = {}
+_KEYS, _VALUES = type(_EMPTY.keys()), type(_EMPTY.values())
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -63,6 +64,8 @@ class StateGuard:
     """
 
     __slots__ = ("__dict__", "__weakref__", "native")
+    is_apart = False
+    """Whether it was found to be of another state than the present one; for whoever keeps graphs of several."""
 
     def __init__(
         self,
@@ -77,7 +80,8 @@ class StateGuard:
         if trace is not None:
             self.notes.absorb(trace)
         with torch._C.DisableTorchFunction():  # nothing of the user's is called
-            reads = StateReads((fn, *extra), trace)
+            self._roots = (fn, *extra)
+            reads = StateReads(self._roots, trace)
         self.unguarded = reads.unguarded
         """What the code reads and nobody can compare, so that no graph may be made; empty if there is nothing."""
         self.missing = reads.missing
@@ -90,8 +94,9 @@ class StateGuard:
         self._named = [*_DEVICE, *reads.attributes]
         self._list()
         self._homes = tuple(filter(_has_own_table, reads.objects))
-        others = [partial(objects.attribute_table, home) for home in reads.objects if not _has_own_table(home)]
-        self._readers: list[Callable[[], Any]] = [*_SETTINGS, *others, *reads.readers]
+        others = (partial(objects.attribute_table, home) for home in reads.objects if not _has_own_table(home))
+        self._readers = [*map(Reader, _SETTINGS), *map(Reader, others), *reads.readers]
+        self._calls = [reader.call for reader in self._readers]
         with torch._C.DisableTorchFunction():
             tensors = list(filter(has_memory, reads.tensors))
             self._tensors = tuple(t for t in tensors if used is None or storage_key(t) in used)
@@ -108,8 +113,6 @@ class StateGuard:
         self.native: Any = None
         """The native guard, or None: before ``holds`` was first true, without the core, or where only Python can tell.
         Racing threads may make two; either serves."""
-        self.is_apart = False
-        """Whether it was found to be of another state than the present one; for whoever keeps graphs of several."""
         self._wait = 1
         self._due = 0 if GUARD is None else 1  # checks that hold until the next native guard is made; 0: never
 
@@ -154,9 +157,9 @@ class StateGuard:
     def _now(self) -> Iterator[Any]:
         """Everything that is compared by identity, as it is now."""
         return chain(
-            chain.from_iterable(self._contents),
             chain.from_iterable(map(map, self._getters, self._names)),
-            map(call, self._readers),
+            chain.from_iterable(self._contents),
+            map(call, self._calls),
             map(type, self._objects),
             map(_code, self._functions),
             map(_table, self._homes),
@@ -213,31 +216,18 @@ class StateGuard:
         """List what is compared by identity: in containers and under names."""
         parts = (part for container in self._watched for part in _parts(container))
         # A mark after each container, so that an entry cannot move from one container to the next unseen.
-        self._contents = tuple(part for values in (*self._members, *parts) for part in (values, _END))
+        self._contents = tuple(part for values in (*self._members, *parts) for part in (values, (_END,)))
         self._getters = [table.__getitem__ for table, _ in self._named]
         self._names = [names for _, names in self._named]
 
-    @property
-    def _figures(self) -> tuple[Any, ...]:
-        """What is compared by value."""
-        return self._addresses, self._forms, self._keys, [held for _, held in self._arrays]
-
-    def has_forms(self) -> bool:
-        """Whether the tensors have the forms that they had."""
-        return self._places()[1] == self._forms
-
     def reads_like(self, other: "StateGuard") -> bool:
-        """Whether another guard compares the same objects, and was made when they held the same."""
-        absent = ([(id(table), names) for table, names in g._absent] for g in (self, other))
-        partials = ([r for r in g._readers if type(r) is partial] for g in (self, other))
-        results = ([r.args[1] for r in readers if r.func is keeps_results] for readers in partials)
-        if next(absent) != next(absent) or next(results) != next(results):
-            return False
-        parts = (
-            (*g.tensors, *g._objects, *g._functions, *g._homes, *g._tables, *(a for a, _ in g._arrays))
-            for g in (self, other)
-        )
-        return self._figures == other._figures and same_objects(*parts) and same_objects(self._held, other._held)
+        """Whether another guard was made for code that reads the same of the same objects, and both hold now."""
+        ours, theirs = self.notes, other.notes
+        is_like = ours.codes >= theirs.codes and not ours.lacks(theirs) and not theirs.lacks(ours)
+        is_of_same = same_objects(self._roots, other._roots) and self.storages == other.storages
+        # A cache that holds more than it held is as it was, so that two guards may both hold and not be alike.
+        results = ([one.further for one in guard._readers if one.kind == "call"] for guard in (self, other))
+        return is_like and is_of_same and next(results) == next(results) and self.holds() and other.holds()
 
     def _no_new_hooks(self) -> bool:
         """Whether hooks were registered meanwhile only elsewhere in the process, and none on the callable's modules."""
@@ -280,8 +270,7 @@ class StateGuard:
 
     def _held_attributes(self) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
         """Each attribute and variable that is compared: its table, its name, and what it held."""
-        last = sum(map(len, (self._readers, self._objects, self._functions, self._homes)))
-        values = iter(self._held[len(self._held) - last - sum(map(len, self._names)) :])
+        values = iter(self._held)
         for table, names in self._named:
             yield from ((table, name, next(values)) for name in names)
 
@@ -299,8 +288,90 @@ class StateGuard:
         """The keys of the storages whose address ``holds`` compares."""
         return set(map(storage_key, self._tensors))
 
-    def __len__(self) -> int:
-        return len(self._tensors)
+
+def compile_guard(guard: StateGuard) -> Any:
+    """A native guard that expects what ``guard`` does; None if there is no core, or the guard compares something that
+    only Python can.
+
+    It takes what is expected from ``guard``, and reads nothing anew but what it then compares with that: another thread
+    may be changing it.
+    """
+    latest = guard._latest_hook
+    if GUARD is None or any(number >= latest for table in guard._hooks for number in table):
+        return None
+    held = iter(guard._held)
+    addresses = chain(guard._addresses, repeat(None))  # of a tensor that no run used, the extent alone counts
+    try:
+        tables = _tables(guard, held)
+        contents, sequences = _contents(guard, held)
+        readers = [reader.expecting(next(held)) for reader in guard._readers]
+        native = GUARD(
+            absent=ABSENT,
+            handles=_raw(vars(RemovableHandle)),
+            latest=latest,
+            trains=-1 if guard._trains is None else int(guard._trains),
+            tables=tables,
+            contents=contents,
+            sequences=sequences,
+            readers=tuple(readers),
+            types=tuple((value, next(held)) for value in guard._objects),
+            codes=tuple((value, next(held)) for value in guard._functions),
+            homes=tuple((value, _raw(next(held))) for value in guard._homes),
+            tensors=tuple(zip(guard.tensors, addresses, *guard._forms[:2], strict=False)),
+            arrays=tuple(guard._arrays),
+            hooks=tuple(guard._hooks),
+        )
+        # The core reads dtypes, which have no names there.
+        return native if guard._places()[1] == guard._forms else None
+    except TypeError:
+        return None
+
+
+def _raw(table: Any) -> dict[str, Any]:
+    """The dict behind the attributes of a class; a dict itself. Raises ``TypeError`` for a subclass of dict."""
+    if type(table) is types.MappingProxyType:
+        (table,) = gc.get_referents(table)
+    if type(table) is not dict:
+        raise TypeError("a subclass of dict may find its entries in another way")
+    return table
+
+
+def _until_end(held: Iterator[Any]) -> tuple[Any, ...]:
+    return tuple(takewhile(lambda value: value is not _END, held))
+
+
+def _contents(guard: StateGuard, held: Iterator[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Dicts with their keys and values, and other containers with their entries."""
+    contents, sequences = [], []
+    parts = iter(guard._contents[::2])  # a mark stands after each
+    for part in parts:
+        entries = _until_end(held)
+        if type(part) is _KEYS:
+            next(parts)  # their values
+            contents.append((*gc.get_referents(part), entries, _until_end(held)))
+        elif type(part) is _VALUES:
+            contents.append((*gc.get_referents(part), None, entries))
+        else:
+            sequences.append((part, entries))
+    return tuple(contents), tuple(sequences)
+
+
+def _tables(guard: StateGuard, held: Iterator[Any]) -> tuple[tuple[Any, ...], ...]:
+    """Tables with all their keys in order, or None where these are not compared, with names and values, and with names
+    that are not there."""
+    found: dict[int, list[Any]] = {}
+    for table, keys in zip(guard._tables, guard._keys, strict=True):
+        raw = _raw(table)
+        found[id(raw)] = [raw, tuple(keys), ()]
+    for table, absent in guard._absent:
+        raw = _raw(table)
+        found.setdefault(id(raw), [raw, None, ()])[2] = tuple(absent)
+    for table, names in guard._named:
+        raw = _raw(table)
+        known = found.setdefault(id(raw), [raw, None, ()])
+        for name in names:
+            known += (name, next(held))
+    return tuple((table, keys, tuple(entries), none) for table, keys, none, *entries in found.values())
 
 
 def _has_own_table(value: Any) -> bool:

@@ -18,7 +18,7 @@ import types
 import weakref
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
+from collections.abc import Hashable, Iterator, MutableMapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
 from operator import is_
@@ -30,8 +30,6 @@ from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 
 from .bytecode import stored_by
-
-Reader = Callable[[], Any]
 
 ABSENT = object()
 """Stands for an attribute or variable that is not there."""
@@ -113,12 +111,6 @@ def is_leaf(kind: type) -> bool:
     """Whether nothing is looked for in objects of a class: constants, parts of the interpreter or of torch. A class of
     the user that inherits from one of these may hold more."""
     return issubclass(kind, _NOTHING_IN) and not user_classes(kind)
-
-
-def is_opaque(kind: type) -> bool:
-    """Whether nobody can compare objects of a class, so that no graph may depend on one: iterators, memory of compiled
-    code, what each thread sees otherwise, what threads and processes share."""
-    return is_machine(kind) or issubclass(kind, _OPAQUE) or _iterates(kind)
 
 
 def home_of(kind: type) -> str:
@@ -329,16 +321,17 @@ _ROLES: dict[str, tuple[Any, ...]] = {
 def role_of(kind: type) -> str:
     """What the objects of a class are to whoever goes through a callable's state: the first that fits.
 
-    Besides those of ``_ROLES``: "leaf", in which nothing is looked for; "opaque", on which no graph may depend;
-    "generator" of random numbers; "instance", a container or another object with entries, attributes and slots;
-    "front_end", a callable with graphs; and "trusted", an object of the libraries' own.
+    Besides those of ``_ROLES``: "leaf", in which nothing is looked for; "opaque", which nobody can compare, so that no
+    graph may depend on one: iterators, memory of compiled code, what each thread sees otherwise, what threads and
+    processes share; "generator" of random numbers; "instance", a container or another object with entries, attributes
+    and slots; "front_end", a callable with graphs; and "trusted", an object of the libraries' own.
     """
     if is_leaf(kind):
         return "leaf"
     for role, classes in _ROLES.items():
         if issubclass(kind, classes):
             return role
-    if is_opaque(kind):
+    if is_machine(kind) or issubclass(kind, _OPAQUE) or _iterates(kind):
         return "opaque"
     if issubclass(kind, _GENERATORS):
         return "generator"
@@ -461,8 +454,7 @@ def _held_by(fn: types.FunctionType) -> tuple[Any, ...]:
 @lru_cache(maxsize=1024)
 def _assigns_outer(code: types.CodeType) -> bool:
     """Whether code assigns variables of the functions around it."""
-    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return not stored_by(code).isdisjoint(code.co_freevars) or any(map(_assigns_outer, inner))
+    return any(not stored_by(nested).isdisjoint(nested.co_freevars) for nested in _nested_codes(code))
 
 
 def referent(reference: Any) -> Any:

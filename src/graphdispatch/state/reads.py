@@ -1,4 +1,4 @@
-"""Collects what a guard compares: the state that traced code reads, as far as the callable reaches it.
+"""What code reads: notes of the code that ran, and the state that it reads, as far as the callable reaches it.
 
 The code tells names, and not whose attributes they are. So every object within reach is compared under all these names:
 too much now and then, and never too little.
@@ -11,21 +11,173 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial, partialmethod
-from typing import Any
+from operator import attrgetter, methodcaller
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..call.breaks import is_break
 from . import objects
-from .metadata import tensor_readers
-from .notes import CodeNotes
-from .objects import ABSENT, CONTAINERS, Reader
+from .bytecode import code_reads, may_change_state
+from .objects import ABSENT, CONTAINERS, is_library_code, is_own_code
 from .snapshot import FORM, OF_LOGGERS, random_holder
+
+
+class Reader(NamedTuple):
+    """How to read one thing that is compared: by a call, and in the native guard's terms. ``further`` is a slot's
+    descriptor, or what of a cache a call compares."""
+
+    call: Callable[[], Any]
+    kind: str = "call"
+    subject: Any = None
+    further: Any = None
+
+    def expecting(self, value: Any) -> tuple[str, Any, Any, Any]:
+        """What the native guard takes: the reader, and what it must read."""
+        return self.kind, self.call if self.kind == "call" else self.subject, self.further, value
+
+
+_SETS = (
+    *("codes", "names", "asked", "library_names", "whole_types", "functions"),
+    *("variables", "absent", "whole_tables"),
+)
+_FLAGS = ("is_blind", "reads_environment", "reads_whole")
+
+
+class CodeNotes:
+    """Notes of the code that ran: the names that it holds, its variables, and the code itself. Those of several runs
+    add up. A guard compares what they name."""
+
+    def __init__(self) -> None:
+        self.codes: set[types.CodeType] = set()
+        self.names: set[str] = set()
+        """Names of attributes that code of the user reads."""
+        self.asked: set[str] = set()
+        """Names that code of the user asks for by ``getattr`` or ``hasattr``, so that they need not exist."""
+        self.library_names: set[str] = set()
+        """Those that code of libraries reads."""
+        self.whole_types: set[type] = set()
+        """Classes whose objects are read under names that are not spelled in the code."""
+        self.functions: set[types.FunctionType] = set()
+        """Functions that ran and that nothing within reach holds, but for the interpreter."""
+        self.tables: dict[int, dict[str, Any]] = {}
+        """The namespaces that code of the user uses, by their ``id``."""
+        self.variables: set[tuple[int, str]] = set()
+        """The variables that it uses there, each by the ``id`` of its namespace and its name."""
+        self.absent: set[tuple[int, str]] = set()
+        """Those that it does not find there: a builtin serves, or a default."""
+        self.whole_tables: set[int] = set()
+        """The namespaces that it gets hold of by ``globals()``."""
+        self.reads_whole = False
+        """Whether code reads objects of any class under names that it does not spell."""
+        self.reads_environment = False
+        """Whether code of the user names the environment variables."""
+        self.is_blind = False
+        """Whether something ran unseen; then everything within reach counts as read."""
+
+    def may_change_state(self) -> bool:
+        """Whether code of the user that ran may change Python state, be it in lines that did not run."""
+        return self.is_blind or any(may_change_state(c) for c in self.codes if not is_library_code(c.co_filename))
+
+    def lacks(self, other: "CodeNotes") -> bool:
+        """Whether ``other`` notes code of the user, or what any code reads, that these notes do not have."""
+        further = {kind: getattr(other, kind) - getattr(self, kind) for kind in _SETS}
+        further["codes"] = {code for code in further["codes"] if not is_library_code(code.co_filename)}
+        return any(further.values()) or any(getattr(other, flag) and not getattr(self, flag) for flag in _FLAGS)
+
+    def absorb(self, other: "CodeNotes") -> None:
+        """Note all that ``other`` notes."""
+        self.tables |= other.tables
+        for kind in _SETS:
+            getattr(self, kind).update(getattr(other, kind))
+        for flag in _FLAGS:
+            setattr(self, flag, getattr(self, flag) or getattr(other, flag))
+
+    def note_variables(self, table: dict[str, Any], names: Iterable[str], *, absent: Iterable[str] = ()) -> None:
+        """Note that code uses variables of a namespace, and those that it does not find there."""
+        self.tables[id(table)] = table
+        self.variables.update((id(table), name) for name in names)
+        self.absent.update((id(table), name) for name in absent)
+
+    def by_table(self, variables: Iterable[tuple[int, str]]) -> Iterator[tuple[dict[str, Any], list[str]]]:
+        """Each namespace with the names of its variables."""
+        found: defaultdict[int, list[str]] = defaultdict(list)
+        for key, name in variables:
+            found[key].append(name)
+        return ((self.tables[key], names) for key, names in found.items())
+
+
+IDENTITY = "is"
+"""Stands among the names for code that compares objects."""
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has an address to compare: not a lazy parameter, or one of a class that computes in its own way.
+    Of these the identity is compared, and what they hold."""
+    is_own = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return is_own and not is_lazy(tensor) and tensor.layout is torch.strided
+
+
+def _bytes_beside(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes() - tensor.nbytes
+
+
+def _grad(tensor: torch.Tensor) -> Any:
+    return tensor.grad if tensor.is_leaf else None  # of others torch warns
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version  # those of inference mode have none
+
+
+TENSOR_READERS: dict[str, Callable[[Any], Any]] = {
+    **{name: attrgetter(name) for name in ("_backward_hooks", "grad_fn", "is_leaf", "output_nr")},
+    **{name: attrgetter(name) for name in ("requires_grad", "retains_grad")},
+    **{
+        name: methodcaller(name)
+        for name in ("_is_view", "is_conj", "is_inference", "is_neg", "is_shared", "storage_offset")
+    },
+    **dict.fromkeys(("storage", "typed_storage", "untyped_storage", "_typed_storage"), _bytes_beside),
+    **dict.fromkeys(("grad", "_grad"), _grad),
+    "_base": methodcaller("_is_view"),
+    "_version": _version,
+}
+"""How each of them is read, by its name."""
+
+
+def _tensor_readers(tensor: torch.Tensor, names: Collection[str]) -> list[Reader]:
+    """What to compare of a tensor besides its address and form: what code asks for under ``names``, and whether numbers
+    are conjugated."""
+    if not has_memory(tensor):
+        return [Reader(partial(getattr, tensor, "requires_grad"))] if "requires_grad" in names else []
+    asked = TENSOR_READERS.keys() & ({"is_conj", *names} if tensor.dtype.is_complex else names)
+    return [Reader(partial(TENSOR_READERS[name], tensor)) for name in sorted(asked)]
+
+
+def metadata_names(codes: Iterable[types.CodeType]) -> list[str]:
+    """What of ``TENSOR_READERS`` all this code of the user reads, of whatever tensors; and ``IDENTITY`` where any code
+    compares objects."""
+    others = [code for code in codes if not is_own_code(code.co_filename)]
+    theirs = [code for code in others if not is_library_code(code.co_filename)]
+    # Torch's attention compares the query with the key.
+    compares = any(code_reads(code).compared for code in theirs) or any(
+        not code_reads(code).compared.isdisjoint(code.co_varnames) for code in others
+    )
+    return sorted(TENSOR_READERS.keys() & set().union(*map(_spelled, theirs))) + [IDENTITY] * compares
+
+
+def _spelled(code: types.CodeType) -> frozenset[str]:
+    reads = code_reads(code)
+    asks = not reads.variables.isdisjoint(("getattr", "hasattr"))
+    return reads.attributes | reads.texts if asks else reads.attributes
+
 
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -75,7 +227,7 @@ class StateReads:
         self._with_breaks = with_breaks
         self._names = frozenset(notes.names)
         self._library_names = self._names | notes.library_names
-        self._all = notes.is_blind or bool(notes.reads_whole)
+        self._all = notes.is_blind or notes.reads_whole
         self._seen: dict[int, Any] = {}
         self._kinds = objects.Kinds()
         self._compared = 0
@@ -98,7 +250,7 @@ class StateReads:
         if table or self._notes.asked:
             self.objects.append(tensor)
             self._compare(table, self._names)
-        self.readers += tensor_readers(tensor, self._names)
+        self.readers += _tensor_readers(tensor, self._names)
 
     def _visit_method(self, method: Any) -> None:
         self._pending += objects.stands_for(method)
@@ -111,21 +263,26 @@ class StateReads:
     def _visit_generator(self, generator: Any) -> None:
         self._visit_instance(generator)
         if any(issubclass(type(generator), home) and name in self._names for home, name in _STATES.items()):
-            self.readers.append(partial(random_holder((), generator).way.read, None))
+            self.readers.append(Reader(partial(random_holder((), generator).way.read, None)))
 
     def _visit_module(self, module: types.ModuleType) -> None:
-        if id(vars(module)) not in self._notes.variables:
+        if id(vars(module)) not in self._notes.tables:
             self._compare_variables(vars(module), self._names)
 
     def _visit_cell(self, cell: types.CellType) -> None:
         held = objects.cell_value(cell)
         # Without a call of Python where that can be.
         read = partial(objects.cell_value, cell) if held is ABSENT else partial(getattr, cell, "cell_contents")
-        self.readers.append(read)
+        self.readers.append(Reader(read, "cell", cell))
         self._pending.append(held)
 
     def _visit_reference(self, reference: Any) -> None:
-        self.readers.append(_direct(reference))
+        if type(reference) in (weakref.ref, weakref.KeyedRef):
+            self.readers.append(Reader(reference, "reference", reference))
+        elif type(reference) is ContextVar:
+            self.readers.append(Reader(partial(reference.get, ABSENT), "context", reference))
+        else:
+            self.readers.append(Reader(partial(objects.referent, reference)))
         self._pending.append(objects.referent(reference))
 
     def _visit_opaque(self, value: Any) -> None:
@@ -165,15 +322,19 @@ class StateReads:
             self.objects.append(value)
             self._compare(table, names)
         for name, member in slots.items():
-            if not self._is_traced or self._all or name in names or objects.is_compiled_member(member):
-                self.readers.append(partial(objects.slot_value, member, value))
-                self._pending.append(self.readers[-1]())
+            is_compiled = objects.is_compiled_member(member)
+            if not self._is_traced or self._all or name in names or is_compiled:
+                # One of compiled code is always there, and only its own descriptor can read it.
+                read = partial(member.__get__, value) if is_compiled else partial(objects.slot_value, member, value)
+                self.readers.append(Reader(read, *(() if is_compiled else ("slot", value, member))))
+                self._pending.append(read())
         if not slots and not issubclass(kind, (tuple, frozenset, *CONTAINERS)):
             for inner in objects.referents(value):
                 is_cached = issubclass(kind, objects.CACHES) and issubclass(type(inner), CONTAINERS)
                 self._pending += objects.content(inner) if is_cached else [inner]
         if self._is_traced and issubclass(kind, objects.CACHES):
-            self.readers.append(partial(keeps_results, value, _results_in(value)))
+            results = _results_in(value)
+            self.readers.append(Reader(partial(_keeps_results, value, results), further=results))
         self._pending.append(kind)
 
     def _visit_members(self, module: nn.Module, table: dict[str, Any]) -> frozenset[str]:
@@ -199,12 +360,12 @@ class StateReads:
         if kind is np.ndarray:
             self.arrays.append(array)
         else:
-            self.readers.append(partial(np.ndarray.tobytes, array))
+            self.readers.append(Reader(partial(np.ndarray.tobytes, array)))
         self._count(array.nbytes // 8, array)
         if array.dtype.hasobject:
             self.contents.append(array)
             self._pending += objects.content(array)
-        self.readers.append(partial(_form_of, array))
+        self.readers.append(Reader(partial(_form_of, array)))
         if kind is not np.ndarray and not issubclass(kind, np.memmap):  # whose attributes lead to all of a file
             self.objects.append(array)
             self._compare(objects.attribute_table(array), self._named(kind))
@@ -218,7 +379,7 @@ class StateReads:
             return
         table = vars(kind)
         if kind in users:
-            self.readers.append(partial(getattr, kind, "__mro__"))
+            self.readers.append(Reader(partial(getattr, kind, "__mro__"), "__mro__", kind))
             self._compare(table, [name for name, member in table.items() if self._is_read(name, member)])
             self._pending += (type(kind), *dict.values(table.get("_member_map_", {})))
         elif issubclass(kind, nn.Module):
@@ -259,7 +420,7 @@ class StateReads:
         self.functions.append(fn)
         self._pending += fn.__closure__ or ()
         defaults = [name for name in ("__defaults__", "__kwdefaults__") if getattr(fn, name)]
-        self.readers += (partial(getattr, fn, name) for name in defaults)
+        self.readers += (Reader(partial(getattr, fn, name), name, fn) for name in defaults)
         self._pending += (getattr(fn, name) for name in defaults)
         if "__wrapped__" in fn.__dict__:
             self._pending.append(fn.__dict__["__wrapped__"])
@@ -270,12 +431,12 @@ class StateReads:
         self._pending += notes.functions
         if notes.reads_environment:
             self.contents.append(vars(os.environ)["_data"])
-        for table, names in notes.variables.values():
+        for table, names in notes.by_table(notes.variables):
             self._compare_variables(table, names)
-        self.tables += (table for table, _ in notes.whole_tables.values())
-        for table, names in notes.absent.values():
+        self.tables += map(notes.tables.__getitem__, notes.whole_tables)
+        for table, names in notes.by_table(notes.absent):
             self._compare_variables(table, names)  # those that are there by now
-            self.absent.append((table, frozenset(names - table.keys())))
+            self.absent.append((table, frozenset(names) - table.keys()))
 
     def _compare_variables(self, table: dict[str, Any], names: Iterable[str]) -> None:
         known = [name for name in names if name in table]
@@ -286,13 +447,15 @@ class StateReads:
     def _named(self, kind: type) -> frozenset[str]:
         """The names to compare of the objects of a class: those of the user's code, where libraries wrote some of the
         class of their code, too; all, if code reads them without spelling their names."""
-        if issubclass(kind, logging.Filterer) and not objects.user_classes(kind):
+        users = objects.user_classes(kind)
+        if issubclass(kind, logging.Filterer) and not users:
             return self._names - OF_LOGGERS  # else handlers, and the streams behind them, would count
-        if self._all or kind in self._notes.whole_types or _has_own_access(kind):
+        has_own_access = any({"__getattr__", "__getattribute__"} & vars(base).keys() for base in users)
+        if self._all or kind in self._notes.whole_types or has_own_access:
             return _ALL
         if issubclass(kind, np.ndarray):  # numpy and others read attributes of its subclasses
             return self._library_names
-        is_library = not {nn.Module, *objects.user_classes(kind)}.issuperset(objects.written_classes(kind))
+        is_library = not {nn.Module, *users}.issuperset(objects.written_classes(kind))
         return self._library_names if is_library else self._names
 
     def _compare(self, table: Mapping[str, Any] | None, names: Iterable[str]) -> None:
@@ -335,17 +498,12 @@ class _All(frozenset[str]):
 _ALL = _All()
 
 
-def _has_own_access(kind: type) -> bool:
-    """Whether a class of the user finds attributes by code of its own."""
-    return any({"__getattr__", "__getattribute__"} & vars(base).keys() for base in objects.user_classes(kind))
-
-
 def _form_of(array: np.ndarray[Any, Any]) -> str:
     """How an array takes its memory, as a constant."""
     return repr(FORM.read(array))
 
 
-def keeps_results(cache: Any, before: set[Any]) -> bool:
+def _keeps_results(cache: Any, before: set[Any]) -> bool:
     """Whether a ``functools.lru_cache`` holds all that it held; it may hold more."""
     return before <= _results_in(cache)
 
@@ -355,14 +513,6 @@ def _results_in(cache: Any) -> set[Any]:
     outer = [inner for held in objects.referents(cache) for inner in (objects.content(held) or [held])]
     every = [*outer, *(inner for held in outer for inner in objects.referents(held))]
     return {(type(v), repr(v)) if issubclass(type(v), objects.CONSTANTS) else id(v) for v in every}
-
-
-def _direct(value: Any) -> Reader:
-    """What reads a weak reference or a context variable, without a call of Python where that can be."""
-    if type(value) in (weakref.ref, weakref.KeyedRef):
-        reader: Reader = value
-        return reader
-    return partial(value.get, ABSENT) if type(value) is ContextVar else partial(objects.referent, value)
 
 
 def _matters(value: Any, depth: int = 3) -> bool:

@@ -5,17 +5,14 @@ that back.
 """
 
 import logging
-import os
+import operator
 import pickle
 import random
 import re
 import threading
-import types
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable, Collection
 from functools import partial
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,44 +98,76 @@ def _write_attributes(value: Any, before: dict[str, Any]) -> None:
 ATTRIBUTES = Way(_read_attributes, _write_attributes, is_by_name=True)
 
 
+Read = Callable[[Any], dict[str, Any]]
+
+
+def _way_of_members(
+    read: Read, put: Callable[[Any, str, Any], Any], drop: Callable[[Any, str], Any], *, is_by_name: bool = False
+) -> Way:
+    """The way of what holds values by label (``ABSENT`` for none), each of which is put or dropped by itself."""
+
+    def write(value: Any, before: dict[str, Any]) -> None:
+        now = read(value)
+        for label in {**now, **before}:
+            held = before.get(label, ABSENT)
+            if held is ABSENT and now.get(label, ABSENT) is not ABSENT:
+                drop(value, label)
+            elif held is not now.get(label, ABSENT):
+                put(value, label, held)
+
+    return Way(read, write, is_by_name)
+
+
+CLASS = _way_of_members(lambda kind: dict(vars(kind)), type.__setattr__, type.__delattr__, is_by_name=True)
+CELL = _way_of_members(
+    lambda cell: {"": objects.cell_value(cell)},
+    lambda cell, _, held: setattr(cell, "cell_contents", held),
+    lambda cell, _: delattr(cell, "cell_contents"),
+)
+CONTEXT = _way_of_members(
+    lambda variable: {".get()": variable.get(ABSENT)},
+    lambda variable, _, held: variable.set(held),
+    lambda *_: None,  # one that had no value keeps the one that it got
+)
+ENVIRONMENT = _way_of_members(dict, operator.setitem, operator.delitem)
+_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__name__", "__doc__")
+FUNCTION = _way_of_members(
+    lambda fn: {f".{name}": getattr(fn, name) for name in _OF_FUNCTIONS},
+    lambda fn, label, held: setattr(fn, label[1:], held),
+    lambda *_: None,  # they are always there
+)
+
+
+def way_of_variables(names: dict[str, Any]) -> Way:
+    """The way of the variables of a module under some names, of which there may be more later."""
+
+    def read(table: dict[str, Any]) -> dict[str, Any]:
+        return {name: table.get(name, ABSENT) for name in names}
+
+    return _way_of_members(read, dict.__setitem__, dict.__delitem__)
+
+
 def way_of_slots(slots: dict[str, Any]) -> Way:
     """The way of objects with slots, by the slots' descriptors."""
     by_label = {f".{name}": member for name, member in slots.items()}
     is_by_name = not any(map(objects.is_compiled_member, slots.values()))  # which are set by other names than theirs
-    return Way(partial(_read_slots, by_label), partial(_write_slots, by_label), is_by_name)
 
+    def read(value: Any) -> dict[str, Any]:
+        return {label: objects.slot_value(member, value) for label, member in by_label.items()}
 
-def _read_slots(slots: dict[str, Any], value: Any) -> dict[str, Any]:
-    """The slots of an object by label; ``ABSENT`` for an empty one. ``slots`` are their descriptors."""
-    try:
-        return dict(zip(slots, [member.__get__(value) for member in slots.values()], strict=True))
-    except AttributeError:
-        return {label: objects.slot_value(member, value) for label, member in slots.items()}
+    way = _way_of_members(
+        read,
+        lambda value, label, held: by_label[label].__set__(value, held),
+        lambda value, label: by_label[label].__delete__(value),
+        is_by_name=is_by_name,
+    )
 
+    def write(value: Any, before: dict[str, Any]) -> None:
+        if issubclass(type(value), partial):  # whose members cannot be assigned one by one
+            value.__setstate__((*(before[f".{name}"] for name in ("func", "args", "keywords")), value.__dict__ or None))
+        way.write(value, before)
 
-def _write_slots(slots: dict[str, Any], value: Any, before: dict[str, Any]) -> None:
-    """Fill and empty the slots of an object."""
-    if issubclass(type(value), partial):  # whose members cannot be assigned one by one
-        value.__setstate__((*(before[f".{name}"] for name in ("func", "args", "keywords")), value.__dict__ or None))
-    for label, member in slots.items():
-        held, now = before[label], objects.slot_value(member, value)
-        if held is ABSENT and now is not ABSENT:
-            member.__delete__(value)
-        elif held is not now:
-            member.__set__(value, held)
-
-
-def _write_class(kind: type, before: dict[str, Any]) -> None:
-    """Make these the attributes of a class."""
-    now = dict(vars(kind))
-    for name in now.keys() - before.keys():
-        type.__delattr__(kind, name)
-    for name, value in before.items():
-        if now.get(name, ABSENT) is not value:
-            type.__setattr__(kind, name, value)
-
-
-CLASS = Way(lambda kind: dict(vars(kind)), _write_class, is_by_name=True)
+    return way._replace(write=write)
 
 
 def _write_container(value: Any, before: list[Any]) -> None:
@@ -178,55 +207,6 @@ def labelled(container: Any, entries: list[Any]) -> dict[str, Any]:
 def _label(key: Any) -> str:
     """A key of a container as it is spelled, or by identity, so that no code of the user is called."""
     return f"[{key!r}]" if type(key) in objects.CONSTANTS else f"[key {id(key)}]"
-
-
-def _write_cell(cell: types.CellType, before: dict[str, Any]) -> None:
-    """Assign or delete a closure's variable."""
-    if before[""] is ABSENT:
-        del cell.cell_contents
-    else:
-        cell.cell_contents = before[""]
-
-
-CELL = Way(lambda cell: {"": objects.cell_value(cell)}, _write_cell)
-
-
-def _write_context(variable: ContextVar[Any], before: dict[str, Any]) -> None:
-    """Set a context variable of the running context; one that had no value keeps the one that it got."""
-    if before[".get()"] is not ABSENT:
-        variable.set(before[".get()"])
-
-
-CONTEXT = Way(lambda variable: {".get()": variable.get(ABSENT)}, _write_context)
-
-
-def way_of_variables(names: dict[str, Any]) -> Way:
-    """The way of the variables of a module under some names, of which there may be more later."""
-    return Way(partial(_read_names, names), _write_names)
-
-
-def _read_names(names: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
-    """The variables of a module under some names; ``ABSENT`` for one that is not there."""
-    return {name: table.get(name, ABSENT) for name in names}
-
-
-def _write_names(table: dict[str, Any], before: dict[str, Any]) -> None:
-    """Assign or delete variables of a module."""
-    for name, value in before.items():
-        if value is ABSENT:
-            table.pop(name, None)
-        else:
-            table[name] = value
-
-
-def _write_environment(_: Any, before: dict[str, str]) -> None:
-    """Set and unset environment variables."""
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update(before)
-
-
-ENVIRONMENT = Way(dict, _write_environment)
 
 
 _FORM = tuple(vars(np.ndarray)[name] for name in ("dtype", "shape", "strides"))
@@ -285,23 +265,19 @@ def _write_tensor(tensor: torch.Tensor, before: dict[str, Any]) -> None:
     tensor.requires_grad_(before[".requires_grad"])
 
 
-def setting_holders() -> list[Holder]:
+def _read_settings(_: Any) -> dict[str, Any]:
     """Of the settings of the process that operators read: the default dtype, and determinism."""
-    ways = {
-        "the default dtype": Way(lambda _: torch.get_default_dtype(), lambda _, dtype: torch.set_default_dtype(dtype)),
-        "determinism": Way(_read_determinism, _write_determinism),
-    }
-    return [Holder(((), name), None, way, way.read(None)) for name, way in ways.items()]
+    is_on, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    return {"the default dtype": torch.get_default_dtype(), "determinism": (is_on, warns)}
 
 
-def _read_determinism(_: Any) -> tuple[bool, bool]:
-    """Whether determinism is on, and only warns."""
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+def _write_settings(_: Any, before: dict[str, Any]) -> None:
+    """Set the default dtype, and turn determinism on or off."""
+    torch.set_default_dtype(before["the default dtype"])
+    torch.use_deterministic_algorithms(before["determinism"][0], warn_only=before["determinism"][1])
 
 
-def _write_determinism(_: Any, before: tuple[bool, bool]) -> None:
-    """Turn it on or off."""
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+SETTINGS = Way(_read_settings, _write_settings)
 
 
 def random_holder(path: Any, generator: Any) -> Holder:
@@ -324,53 +300,6 @@ def random_holder(path: Any, generator: Any) -> Holder:
     except Exception:  # of a subclass of the user
         return Holder(path, generator, Way(lambda _: object(), lambda *_: None), None)
     return Holder(path, generator, Way(lambda _: pickle.dumps(read()), lambda *_: write(saved)), before)
-
-
-_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__name__", "__doc__")
-_LABELS_OF_FUNCTIONS = [f".{name}" for name in _OF_FUNCTIONS]
-_parts_of_function = attrgetter(*_OF_FUNCTIONS)
-
-
-def _read_function(fn: types.FunctionType) -> dict[str, Any]:
-    """The code, the defaults, the name and the text of a function."""
-    return dict(zip(_LABELS_OF_FUNCTIONS, _parts_of_function(fn), strict=True))
-
-
-def _write_function(fn: types.FunctionType, before: dict[str, Any]) -> None:
-    """Give a function its code, defaults, name and text back."""
-    for name, value in zip(_OF_FUNCTIONS, before.values(), strict=True):
-        setattr(fn, name, value)
-
-
-FUNCTION = Way(_read_function, _write_function)
-
-
-class Bulk:
-    """What a walk meets in large numbers and seldom finds changed: empty containers, most of them for hooks, and
-    functions, most of them methods. Holds all of them, each with its path."""
-
-    def __init__(self) -> None:
-        self._empty: list[tuple[Any, Any]] = []
-        self._functions: list[tuple[types.FunctionType, Any, tuple[Any, ...]]] = []
-
-    def add_empty(self, container: Any, path: Any) -> None:
-        """Note an empty container of a class of Python's own, without attributes."""
-        self._empty.append((container, path))
-
-    def add_function(self, fn: types.FunctionType, path: Any) -> None:
-        """Note the code, the defaults, the name and the text of a function."""
-        self._functions.append((fn, path, _parts_of_function(fn)))
-
-    def suspects(self) -> Iterator[Holder]:
-        """Holders of all that is not as it was."""
-        for container, path in self._empty:
-            if container:
-                yield Holder(path, container, ENTRIES, [])
-            if type(container) is OrderedDict and container.__dict__:
-                yield Holder(path, container, ATTRIBUTES, {})
-        for fn, path, parts in self._functions:
-            if not all(map(is_, _parts_of_function(fn), parts)):
-                yield Holder(path, fn, FUNCTION, dict(zip(_LABELS_OF_FUNCTIONS, parts, strict=True)))
 
 
 MEMBER = "\0"

@@ -27,8 +27,7 @@ from ..errors import CaptureError
 from ..reasons import Reason
 from . import objects
 from .bytecode import CodeReads, changed_by, code_reads
-from .notes import CodeNotes, keep
-from .reads import StateReads
+from .reads import CodeNotes, StateReads
 from .walk import StateWalk
 
 _log = logging.getLogger("graphdispatch")
@@ -121,7 +120,7 @@ class CodeTrace(CodeNotes):
 
     def shares_with_breaks(self) -> bool:
         """Whether the user's code in breaks may change what the other code reads: it has a name in common with that."""
-        read = self.names.union(*(names for _, names in self.variables.values()), *(c.co_freevars for c in self.codes))
+        read = self.names.union((name for _, name in self.variables), *(c.co_freevars for c in self.codes))
         users = (code for code in self.of_breaks.codes if not objects.is_library_code(code.co_filename))
         return any(not changed_by(code).isdisjoint(read) for code in users)
 
@@ -268,16 +267,13 @@ class CodeTrace(CodeNotes):
             if code is _IMPORT_MODULE:
                 self._each_time.add(code)
                 self._note_import(notes, frame)
-            if is_users and path.endswith(_READ_WHOLE) and not notes.reads_whole:
-                notes.reads_whole = f"{path}:{code.co_firstlineno} ({code.co_name})"
+            notes.reads_whole |= is_users and path.endswith(_READ_WHOLE)
             return
         notes.names |= reads.attributes
         self._note_asked(reads)
-        if any(name.startswith("__compiled_fn") for name in reads.variables):
-            notes.reads_whole = notes.reads_whole or f"{path}:{code.co_firstlineno} ({code.co_name}, compiled)"
+        notes.reads_whole |= any(name.startswith("__compiled_fn") for name in reads.variables)
         # What a class reads to find its attributes is compared anyway: all of its objects' attributes are.
-        if reads.whole and not notes.reads_whole and code.co_name not in ("__getattr__", "__getattribute__"):
-            notes.reads_whole = f"{path}:{code.co_firstlineno} ({code.co_name})"
+        notes.reads_whole |= reads.whole and code.co_name not in ("__getattr__", "__getattribute__")
         if reads.whole_self:
             self._each_time.add(code)
             notes.whole_types.add(type(frame.f_locals.get(code.co_varnames[0])))
@@ -290,7 +286,7 @@ class CodeTrace(CodeNotes):
             # Nobody within reach holds the function: a hook of the whole process, a registered operator.
             for fn in gc.get_referrers(code):
                 if isinstance(fn, types.FunctionType) and fn.__globals__ is frame.f_globals:
-                    notes.functions.append(fn)
+                    notes.functions.add(fn)
                     self.walk.visit(fn, ((), fn.__qualname__))
         self._nested.update(inner for inner in code.co_consts if isinstance(inner, types.CodeType))
 
@@ -307,7 +303,7 @@ class CodeTrace(CodeNotes):
         for name in names:
             module = sys.modules.get(name)
             if objects.is_settings(module):
-                keep(notes.variables, sys.modules, [name])
+                notes.note_variables(sys.modules, [name])
                 self.walk.visit_variables(vars(module), (each for each in attributes if each in vars(module)), name)
 
     def _note_asked(self, reads: CodeReads) -> None:
@@ -318,15 +314,15 @@ class CodeTrace(CodeNotes):
         """The variables that code is about to use: of its own module, and of the modules of the user that it names."""
         used = {name for name in reads.variables if name in table}
         built_in = vars(builtins)
-        keep(notes.variables, built_in, [name for name in reads.variables - used if name in built_in])
+        notes.note_variables(built_in, [name for name in reads.variables - used if name in built_in])
         named = reads.variables | reads.attributes if "globals" in reads.variables else reads.variables
-        keep(notes.absent, table, named - used)
+        notes.note_variables(table, (), absent=named - used)
         if "globals" in reads.variables:  # globals()["scale"], or under any other name
             used.update(name for name in (*table, *reads.texts) if not name.startswith("__"))
-            keep(notes.whole_tables, table, ())
+            notes.whole_tables.add(id(table))
         self._use(notes, table, list(used), table.get("__name__", ""))
         package = table.get("__package__") or ""
-        keep(notes.variables, sys.modules, [name for name in reads.imports if name in sys.modules])
+        notes.note_variables(sys.modules, [name for name in reads.imports if name in sys.modules])
         if "__import__" in reads.variables or ("modules" in reads.attributes and "sys" in reads.variables):
             # It may find any module by a name that it computes: those that have an attribute that it spells count.
             spelled = {name for name in reads.attributes if not name.startswith("__")}
@@ -343,12 +339,12 @@ class CodeTrace(CodeNotes):
                 seen.add(id(module))
                 names = [name for name in reads.attributes if name in vars(module)]
                 if objects.is_settings(module):  # of a library, whether somebody replaced what the code calls
-                    keep(notes.absent, vars(module), reads.attributes.difference(names))
+                    notes.note_variables(vars(module), (), absent=reads.attributes.difference(names))
                 self._use(notes, vars(module), names, module.__name__)
                 modules += (vars(module)[name] for name in names)
 
     def _use(self, notes: CodeNotes, table: dict[str, Any], names: list[str], where: str) -> None:
-        keep(notes.variables, table, names)
+        notes.note_variables(table, names)
         self.walk.visit_variables(table, iter(names), where)
 
 

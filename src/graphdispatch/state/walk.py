@@ -24,24 +24,25 @@ from ..call.breaks import is_break
 from ..call.signature import advice_for
 from . import objects, snapshot
 from .objects import ABSENT, CONTAINERS
-from .snapshot import MEMBER, Bulk, Holder, Way, told
+from .snapshot import MEMBER, Holder, Way, told
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 _PLAIN_CONTAINERS = frozenset(CONTAINERS)
 _SHARED = (*CONTAINERS, np.ndarray)
 """What code changes without the name of an attribute, once it has got hold of it."""
+_MOST_FOLLOWED = 250_000
 Edges = Iterator[tuple[str, Any]]
 
 
 class StateWalk:
     """What the ``roots`` and the code that runs reach, as it was when the walk met it. Holds all of it.
 
-    ``most`` bounds the objects that are followed; ``overflow`` names the one at which the walk stopped. Meant for one
-    thread, and for as long as a capture lasts.
+    ``overflow`` names the object at which the walk stopped, if there are too many. Meant for one thread, and for as
+    long as a capture lasts.
     """
 
-    def __init__(self, *roots: Any, most: int = 250_000) -> None:
+    def __init__(self, *roots: Any) -> None:
         self.modules: list[nn.Module] = []
         self.tensors: list[torch.Tensor] = []
         """Tensors wherever they are held, parameters and buffers included."""
@@ -56,13 +57,13 @@ class StateWalk:
         self.unrestorable: str | None = None
         """Where it met such a thing that belongs to the callable alone: a run may change it for good."""
         self.overflow: str | None = None
-        self._most = most
         self._seen: dict[int, Any] = {}
         self._kinds = objects.Kinds()
         self._holders: list[Holder] = []
         self._variables: dict[int, dict[str, Any]] = {}
         self._generators: list[Holder] = []
-        self._bulk = Bulk()
+        self._empty: list[tuple[Any, Any]] = []
+        """Empty containers of classes of Python's own, most of them for hooks, each with its path."""
         self._slots: dict[type, Way | None] = {}
         self._again: list[tuple[Any, Any]] = []
         """Containers that it met once more, with the other path."""
@@ -70,7 +71,7 @@ class StateWalk:
             self.visit(root, ((), objects.name_of(root)))
         for hooks in objects.GLOBAL_HOOKS:
             self.visit(hooks, ((), "hooks of all modules"))
-        self._holders += snapshot.setting_holders()
+        self._hold(((), ""), None, snapshot.SETTINGS)
         for path, generator in ((((), "random"), random), (((), "numpy.random"), np.random)):
             self._generators.append(snapshot.random_holder(path, generator))
 
@@ -85,13 +86,13 @@ class StateWalk:
                 continue
             if kinds[type(value)].role == "leaf":
                 continue
-            if len(seen) >= self._most:
+            if len(seen) >= _MOST_FOLLOWED:
                 self.overflow = self.overflow or told(path)
                 return
             seen[id(value)] = value
             kind = type(value)
             if not value if kind in _PLAIN_CONTAINERS else kind is OrderedDict and not (value or value.__dict__):
-                self._bulk.add_empty(value, path)
+                self._empty.append((value, path))
                 continue
             pending += [(i, (path, label)) for label, i in self._edges(value, path) if kinds[type(i)].role != "leaf"]
 
@@ -128,11 +129,19 @@ class StateWalk:
     def changes(self, names: Collection[str] | None = None) -> Iterator[str]:
         """What is not as it was met, each in words (``Model.cache.layers[1].k was rebound``). Random generators are not
         asked (see ``drew``). With ``names``, attributes of threads count by these names alone: threads set theirs."""
-        for holder in (*self._holders, *self._bulk.suspects()):
+        for holder in (*self._holders, *self._filled()):
             is_thread = issubclass(type(holder.value), threading.Thread) and holder.way.is_by_name
             how = holder.change(names if is_thread else None)
             if how is not None:
                 yield told((holder.path, how))
+
+    def _filled(self) -> Iterator[Holder]:
+        """The containers that are no longer empty."""
+        for container, path in self._empty:
+            if container:
+                yield Holder(path, container, snapshot.ENTRIES, [])
+            if type(container) is OrderedDict and container.__dict__:
+                yield Holder(path, container, snapshot.ATTRIBUTES, {})
 
     def drew(self) -> str | None:
         """Which random generator of Python or NumPy is not as it was met, or None. Other threads may have drawn."""
@@ -146,7 +155,7 @@ class StateWalk:
         cannot be put back, once all else is.
         """
         failed: Exception | None = None
-        for holder in (*self._holders, *self._bulk.suspects(), *(self._generators if generators else ())):
+        for holder in (*self._holders, *self._filled(), *(self._generators if generators else ())):
             try:
                 is_shared = names is not None and issubclass(type(holder.value), _SHARED) and not holder.way.is_by_name
                 if holder.change() is not None and (not is_shared or self._is_reached(holder, names or (), set())):
@@ -297,7 +306,7 @@ class StateWalk:
             )
             if with_globals:
                 self.visit_variables(fn.__globals__, objects.variables_of(fn), fn.__module__ or "")
-        self._bulk.add_function(fn, path)
+        self._hold(path, fn, snapshot.FUNCTION)
         yield from (("", held) for held in (fn.__defaults__, fn.__kwdefaults__, fn.__dict__) if held)
 
     def _class_edges(self, kind: type, path: Any) -> Edges:
