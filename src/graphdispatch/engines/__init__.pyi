@@ -9,6 +9,8 @@ from ..config import CUDAGraphConfig as CUDAGraphConfig
 from ..config import CUDAGraphOptions as CUDAGraphOptions
 from ..descriptors import BatchDescriptor as BatchDescriptor
 from ..descriptors import DispatchKey as DispatchKey
+from ..descriptors import create_dispatch_key as create_dispatch_key
+from ..descriptors import get_padded_key as get_padded_key
 from ..memory.entry import CUDAGraphEntry as CUDAGraphEntry
 from ..memory.entry import GraphEntry as GraphEntry
 from ..memory.outputs import OutputView as OutputView
@@ -23,12 +25,10 @@ from ..testing.mock import MockCUDAGraph as MockCUDAGraph
 from .dispatcher import CompositeDispatcher as CompositeDispatcher
 from .dispatcher import CudagraphDispatcher as CudagraphDispatcher
 from .keys import CudagraphKeyDispatcher as CudagraphKeyDispatcher
-from .keys import DispatchMode as DispatchMode
-from .keys import create_dispatch_key as create_dispatch_key
 from .keys import get_cudagraph_sizes as get_cudagraph_sizes
-from .keys import get_padded_key as get_padded_key
 from .policies import AdaptiveDispatchPolicy as AdaptiveDispatchPolicy
 from .policies import DefaultDispatchPolicy as DefaultDispatchPolicy
+from .policies import DispatchMode as DispatchMode
 from .policies import DispatchPolicy as DispatchPolicy
 from .prediction import Prewarmer as Prewarmer
 from .prediction import SizePredictor as SizePredictor

@@ -14,14 +14,13 @@ from ..backends.base import Timer
 from ..backends.tracing import untraced
 from ..copying import MadeAnew, make_lock
 from ..decide.decision import Decision
-from ..descriptors import DispatchKey
+from ..descriptors import DispatchKey, create_dispatch_key
 from ..errors import CaptureError, ConfigError, ReplayError, check_callable, check_count, check_type, shown
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..serve.prewarm import arguments_of
-from .keys import DispatchMode, create_dispatch_key
-from .policies import DefaultDispatchPolicy, DispatchPolicy
+from .policies import DefaultDispatchPolicy, DispatchMode, DispatchPolicy
 from .registered_graphs import GRAPH_MODES, Registered, Replayable, Worker, check_key
 from .stats import DispatchStats
 

@@ -1,4 +1,4 @@
-"""Policies: whether a graph should serve a key, and in which mode. Pure decisions over plain data.
+"""How a dispatcher serves a key, and policies: whether a graph should, and in which mode. They decide over plain data.
 
 ``AdaptiveDispatchPolicy`` learns from measured latencies which mode serves which size best.
 """
@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from math import hypot, inf, sqrt
 from typing import ClassVar
 
@@ -15,9 +16,28 @@ from ..copying import Unlocked, make_lock
 from ..descriptors import DispatchKey
 from ..errors import ConfigError, check_count, shown
 from ..sizes import check_sizes
-from .keys import DispatchMode
 
-__all__ = ["AdaptiveDispatchPolicy", "DefaultDispatchPolicy", "DispatchPolicy"]
+__all__ = ["AdaptiveDispatchPolicy", "DefaultDispatchPolicy", "DispatchMode", "DispatchPolicy"]
+
+
+class DispatchMode(Enum):
+    """What a dispatcher did with one call.
+
+    Attributes:
+        EAGER: It ran the eager runner.
+        CUDAGRAPH: A full graph served it.
+        PIECEWISE: Graphs between eager breaks served it.
+        HYBRID: No call's mode; while it is enabled, the policy chooses at each call.
+    """
+
+    EAGER = "eager"
+    CUDAGRAPH = "cudagraph"
+    PIECEWISE = "piecewise"
+    HYBRID = "hybrid"
+
+    # Members are compared by identity. Enum's own hash would cost a Python call at every look-up.
+    __hash__ = object.__hash__
+
 
 _EAGER, _FULL, _PIECEWISE = DispatchMode.EAGER, DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE
 

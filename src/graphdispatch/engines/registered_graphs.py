@@ -38,8 +38,8 @@ from ..serve.group import Route
 from ..serve.prewarm import capture_example
 from ..serve.server import Server
 from ..stats import EvictionReason
-from .keys import DispatchMode, KeyTable
-from .policies import DispatchPolicy
+from .keys import KeyTable
+from .policies import DispatchMode, DispatchPolicy
 
 __all__ = ["GRAPH_MODES", "Registered", "Replayable", "Slot", "Worker", "check_key", "entry_around"]
 

@@ -6,7 +6,7 @@ from typing import Any
 from ..copying import Unlocked, make_lock
 from ..reasons import Reason
 from ..showing import html_table
-from .keys import DispatchMode
+from .policies import DispatchMode
 
 __all__ = ["DispatchStats"]
 
