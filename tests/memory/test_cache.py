@@ -1,4 +1,4 @@
-"""``GraphCache``: what ``test_cache_model.py`` does not model: replays, borrowed graphs, pools, records, integrity."""
+"""``GraphCache``: what ``test_cache_model.py`` does not model: replays, pools, records, integrity."""
 
 from collections.abc import Callable
 from threading import get_ident
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from graphdispatch import MemoryBudget
-from graphdispatch.engines import EntryState, EvictionReason
+from graphdispatch.engines import EvictionReason
 from graphdispatch.errors import ConfigError, IntegrityError
 from graphdispatch.memory.cache import GraphCache
 
@@ -72,14 +72,13 @@ def test_an_entry_in_a_replay_of_this_thread_stays() -> None:
 
 
 def test_out_of_memory_costs_the_least_recently_used() -> None:
-    """``evict_one`` drops one graph though the limits hold: not one in a replay of this thread, nor a borrowed one."""
+    """``evict_one`` drops one graph though the limits hold, and not one in a replay of this thread."""
     cache = GraphCache(10)
     assert cache.evict_one(EvictionReason.OUT_OF_MEMORY) == []
-    cache.add("borrowed", entry(), owns=False)
     inside, oldest, _ = filled(cache, 0, 0, 0)
     inside.pool.replaying_on = get_ident()
     (victim,) = cache.evict_one(EvictionReason.OUT_OF_MEMORY)
-    assert (victim.entry, victim.reason, len(cache)) == (oldest, EvictionReason.OUT_OF_MEMORY, 3)
+    assert (victim.entry, victim.reason, len(cache)) == (oldest, EvictionReason.OUT_OF_MEMORY, 2)
 
 
 def test_what_was_hardly_replayed_goes_first() -> None:
@@ -92,41 +91,6 @@ def test_what_was_hardly_replayed_goes_first() -> None:
     theirs.add("other", other)
     ours.add("new", new)
     assert [gone(theirs.add(key, entry())) for key in range(3)] == [[new], [settled], [other]]
-
-
-@pytest.mark.parametrize("how", ["replaced", "evicted", "refused", "retired"])
-def test_a_borrowed_graph_is_forgotten_and_never_released(how: str) -> None:
-    """Whoever captured it goes on using it; the eviction is counted, and freed nothing."""
-    cache = GraphCache(1, max_bytes=100)
-    borrowed = entry(500 if how == "refused" else 70, key="key")
-    victims = cache.add("key", borrowed, owns=False)
-    if how == "replaced":
-        victims = cache.add("key", entry())
-    elif how == "evicted":
-        victims = cache.make_room()
-    elif how == "retired":
-        victims = cache.retire(borrowed, EvictionReason.STALE)
-    (victim,) = victims
-    assert (victim.entry, victim.release().freed_bytes) == (borrowed, 0)
-    assert borrowed.state is not EntryState.EVICTED
-    assert (cache.stats.evictions, cache.stats.evicted_bytes) == (1, 0)
-
-
-def test_a_key_is_borrowed_no_longer_than_its_entry_stands() -> None:
-    """Its owner may release it meanwhile; it is forgotten by ``clear``, and an entry of the cache's own replaces it."""
-    cache = GraphCache(4)
-    borrowed, own = entry(), entry(70)
-    cache.add("key", borrowed, owns=False)
-    cache.add("again", borrowed, owns=False)
-    borrowed.release()
-    cache.check_integrity()
-    cache.remove("key")
-    cache.add("key", own)
-    assert cache.clear() == [own]
-    assert len(cache) == 0
-    cache.add("key", own)
-    (victim,) = cache.evict_one(EvictionReason.OUT_OF_MEMORY)
-    assert victim.release().freed_bytes == 70
 
 
 def test_a_release_is_reported_as_it_was() -> None:

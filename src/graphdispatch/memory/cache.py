@@ -136,8 +136,6 @@ class Victim(NamedTuple):
     entry: CUDAGraphEntry
     reason: EvictionReason
     tag: str = ""
-    owns: bool = True
-    """Whether the graph is the cache's own to release; else somebody else captured it and goes on using it."""
 
     @property
     def rank(self) -> tuple[bool, int]:
@@ -145,16 +143,15 @@ class Victim(NamedTuple):
         return self.entry.replay_count >= self.owner.min_replays, self.entry.last_used
 
     def release(self) -> Eviction:
-        """Release the entry, if it is the cache's own, and tell the cache what that freed; waits for calls that use it.
+        """Release the entry, and tell the cache what that freed; waits for calls that use it.
 
         The freed bytes are the backend's figures before and after: of a pool that others use, nothing comes back.
         """
-        entry, freed = self.entry, 0
-        if self.owns:
-            with entry.pool.lock:
-                before = entry.nbytes + entry.pool.nbytes
-                entry.release()
-                freed = before - entry.nbytes - entry.pool.nbytes
+        entry = self.entry
+        with entry.pool.lock:
+            before = entry.nbytes + entry.pool.nbytes
+            entry.release()
+            freed = before - entry.nbytes - entry.pool.nbytes
         eviction = Eviction(
             self.key, entry.descriptor, entry.replay_count, entry.capture_time_ms, freed, self.reason, self.tag
         )
@@ -235,20 +232,18 @@ class MemoryBudget(Shared):
         # fewer entries might not fit where more do, and no search for the fewest victims would be right.
         average = sum(victim.entry.nbytes for victim in held) // max(len(held), 1)
         reason = EvictionReason.COUNT if self._is_many(len(held) + 1) else EvictionReason.BYTES
-        places: dict[CUDAGraphEntry, list[Victim]] = {}  # one entry may be in several caches, and goes from all of them
-        for victim in held:
-            places.setdefault(victim.entry, []).append(victim._replace(reason=reason))
+        victims = {victim.entry: victim._replace(reason=reason) for victim in held}
 
         def is_enough(leaving: Collection[CUDAGraphEntry]) -> bool:
-            kept = set(places).difference(leaving)
+            kept = set(victims).difference(leaving)
             if self._is_many(len(kept) + 1):
                 return False
             return self._is_small(kept, average) if newcomer is None else self._is_small(kept | {newcomer})
 
         # A break that makes this call runs on a thread that is half-way through a replay of its own.
-        free = [entry for entry in places if not entry.pool.is_inside_replay()]
+        free = [entry for entry in victims if not entry.pool.is_inside_replay()]
         ranked = [entry for entry in free if since is None or entry.last_used < since]
-        ranked.sort(key=lambda entry: places[entry][0].rank)
+        ranked.sort(key=lambda entry: victims[entry].rank)
         leaving, is_possible = ranked, is_enough(ranked)
         if is_possible:
             leaving = next((ranked[:count] for count in range(len(ranked)) if is_enough(ranked[:count])), ranked)
@@ -256,7 +251,7 @@ class MemoryBudget(Shared):
                 fewer = [other for other in leaving if other is not entry]
                 if is_enough(fewer):
                     leaving = fewer
-        return Choice([victim for entry in leaving for victim in places[entry]], is_possible)
+        return Choice([victims[entry] for entry in leaving], is_possible)
 
     def candidates(self) -> list[Victim]:
         """What the members keep, as it would be evicted for its bytes. Called with ``lock`` held."""
@@ -309,13 +304,6 @@ def _dropped(victims: Iterable[Victim]) -> list[Victim]:
     return [victim for victim in victims if victim.owner.drop(victim)]
 
 
-class _Kept(NamedTuple):
-    """What stands under a key of a cache; without ``owns`` somebody else captured it."""
-
-    entry: CUDAGraphEntry
-    owns: bool
-
-
 class GraphCache:
     """Entries by key, at most ``max_graphs`` of them and ``max_bytes`` bytes, and within ``budget``. Thread-safe.
 
@@ -346,7 +334,7 @@ class GraphCache:
         """Says which keys are captured."""
         self.min_replays = 0
         """Entries with fewer replays go before all others."""
-        self._entries: dict[Hashable, _Kept] = {}  # read anywhere, changed with the lock held
+        self._entries: dict[Hashable, CUDAGraphEntry] = {}  # read anywhere, changed with the lock held
         self._budgets = (self.limit,) if budget is None else (self.limit, budget)
         self._lock = self._budgets[-1].lock
         for each in self._budgets:
@@ -354,8 +342,7 @@ class GraphCache:
 
     def get(self, key: Hashable) -> CUDAGraphEntry | None:
         """The entry of ``key``, or None."""
-        kept = self._entries.get(key)
-        return None if kept is None else kept.entry
+        return self._entries.get(key)
 
     def has_room(self, since: int | None = None) -> bool:
         """Whether there is room for one more entry, or would be without entries whose last use was before ``since``."""
@@ -382,33 +369,29 @@ class GraphCache:
         with self._lock:
             return _dropped(self._choose(since=since).victims)
 
-    def add(self, key: Hashable, entry: CUDAGraphEntry, *, owns: bool = True) -> list[Victim]:
+    def add(self, key: Hashable, entry: CUDAGraphEntry) -> list[Victim]:
         """Keep a complete entry; returns what it displaces (an entry of the same key, others if over a limit).
 
         If there is no room for it even without all others, the entry is not kept: it is the first of what is returned,
         and displaces nothing. Others of its pool go with it only if its capture made the pool grow over a limit, since
         a pool keeps its memory as long as it has a graph.
-
-        ``owns=False`` is for a graph that somebody else captured and keeps using: when it has to go it is forgotten
-        here, and never released.
         """
         with self._lock:
             old = self.get(key)
             choice = self._choose(entry, leaving=[] if old is None else [old])
             if not choice.is_enough:
-                refused = Victim(self, key, entry, EvictionReason.BYTES, owns=owns)
-                return [refused, *self._drop_over_limit(entry.pool)]
+                return [Victim(self, key, entry, EvictionReason.BYTES), *self._drop_over_limit(entry.pool)]
             displaced = self._take(key, EvictionReason.REPLACED)
-            self._entries[key] = _Kept(entry, owns)
+            self._entries[key] = entry
             return displaced + _dropped(choice.victims)
 
     def evict_one(self, reason: EvictionReason) -> list[Victim]:
-        """Drop the least recently used entry that is the cache's own and in no replay of this thread, if there is one.
+        """Drop the least recently used entry that is in no replay of this thread, if there is one.
 
         For a capture that ran out of memory although the limits hold.
         """
         with self._lock:
-            free = [v for v in self.candidates() if v.owns and not v.entry.pool.is_inside_replay()]
+            free = [v for v in self.candidates() if not v.entry.pool.is_inside_replay()]
             oldest = min(free, key=lambda victim: victim.rank, default=None)
             return [] if oldest is None else self._take(oldest.key, reason)
 
@@ -419,10 +402,9 @@ class GraphCache:
         return min(given, default=None)
 
     def remove(self, key: Hashable) -> CUDAGraphEntry | None:
-        """Drop one entry and return it, for release by whoever captured it; or None."""
+        """Drop one entry and return it for release; or None."""
         with self._lock:
-            kept = self._entries.pop(key, None)
-            return None if kept is None else kept.entry
+            return self._entries.pop(key, None)
 
     def retire(self, entry: CUDAGraphEntry, reason: EvictionReason, tag: str = "") -> list[Victim]:
         """Drop this entry, if it is still what its key stands for, so that its release counts as an eviction."""
@@ -430,16 +412,15 @@ class GraphCache:
             return self._take(entry.place, reason, tag) if self.get(entry.place) is entry else []
 
     def clear(self) -> list[CUDAGraphEntry]:
-        """Drop all entries and return the cache's own for release."""
+        """Drop all entries and return them for release."""
         with self._lock:
-            dropped = [kept.entry for kept in self._entries.values() if kept.owns]
+            dropped = list(self._entries.values())
             self._entries.clear()
             return dropped
 
     def candidates(self) -> list[Victim]:
         """Every entry, as it would be evicted for its bytes."""
-        found = list(self._entries.items())
-        return [Victim(self, key, kept.entry, EvictionReason.BYTES, owns=kept.owns) for key, kept in found]
+        return [Victim(self, key, entry, EvictionReason.BYTES) for key, entry in list(self._entries.items())]
 
     def drop(self, victim: Victim) -> bool:
         """Forget the entry of a victim; False if it is no longer what its key stands for."""
@@ -453,8 +434,8 @@ class GraphCache:
         _log.info("evicted tokens=%d cause=%s replays=%d freed_bytes=%d", *told)
 
     def _take(self, key: Hashable, reason: EvictionReason, tag: str = "") -> list[Victim]:
-        kept = self._entries.pop(key, None)
-        return [] if kept is None else [Victim(self, key, kept.entry, reason, tag, kept.owns)]
+        entry = self._entries.pop(key, None)
+        return [] if entry is None else [Victim(self, key, entry, reason, tag)]
 
     def _choose(
         self, newcomer: CUDAGraphEntry | None = None, since: int | None = None, leaving: Sequence[CUDAGraphEntry] = ()
@@ -485,7 +466,7 @@ class GraphCache:
         for budget in self._budgets:
             budget.check_integrity()
         with self._lock:
-            entries = [victim.entry for victim in self.candidates() if victim.owns]
+            entries = list(self)
         if len(set(entries)) != len(entries):
             raise IntegrityError("an entry stands under two keys")
         for entry in entries:
@@ -493,7 +474,7 @@ class GraphCache:
                 raise IntegrityError(f"{entry!r} was released and is still in the cache")
 
     def __iter__(self) -> Iterator[CUDAGraphEntry]:
-        return iter([kept.entry for kept in list(self._entries.values())])
+        return iter(list(self._entries.values()))
 
     def __len__(self) -> int:
         return len(self._entries)
