@@ -1,5 +1,6 @@
-"""Every snippet of README and docs runs, every make target in them exists, and every link leads somewhere."""
+"""Every snippet of README and docs runs, as do the notebooks; make targets in them exist, links lead somewhere."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 
 def _name(path: Path) -> str:
@@ -47,6 +49,7 @@ def test_documents_have_snippets_and_links() -> None:
     """The search did not silently find nothing."""
     assert len(blocks("python")) >= 2
     assert "demo" in targets()
+    assert NOTEBOOKS
     assert len(links()) >= 8
 
 
@@ -71,6 +74,13 @@ def test_python_snippet_runs(code: str, capsys: pytest.CaptureFixture[str]) -> N
     printed = capsys.readouterr().out
     for promise in re.findall(r"print\(.*\)\s+# (.+)", code):
         assert promise.removesuffix("...").strip(" ;") in printed
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=_name)
+def test_notebook_runs(path: Path) -> None:
+    """Its cells, in order, in one namespace."""
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    exec(compile("\n".join("".join(cell["source"]) for cell in cells), path.name, "exec"), {"__name__": "notebook"})
 
 
 @pytest.mark.parametrize("target", targets())
