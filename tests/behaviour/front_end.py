@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason
 
+from ..helpers import assert_same
+
 __all__ = ["Batch", "FrontEnd", "one_tensor"]
 
 Batch = Callable[[int], tuple[Any, ...]]
@@ -107,11 +109,14 @@ class FrontEnd(ABC):
         """Whether a graph served the latest call."""
         return self._was_hit
 
-    def check_rows(self, *rows: int, fn: Callable[[torch.Tensor], Any] | None = None) -> None:
-        """Call it with a random batch of each number of rows: the answers are those of ``fn``, or of its callable."""
-        for count in rows:
-            x = torch.randn(count, 3)
-            assert torch.equal(self(x), (fn or self.fn)(x))
+    def check_calls(self, *batches: Any, fn: Callable[..., Any] | None = None) -> None:
+        """Call it with each batch: its answers are those of ``fn``, or of its callable.
+
+        A batch is a tuple of arguments, the only argument, or a number of rows for a random tensor.
+        """
+        for batch in batches:
+            args = one_tensor(batch) if isinstance(batch, int) else batch if isinstance(batch, tuple) else (batch,)
+            assert_same(self(*args), (fn or self.fn)(*args), f"{self.name}: {self.reason()}")
 
     def check(self, expected: Reason, *, everywhere: bool = True) -> None:
         """The latest call was served by a graph if ``expected`` says so, and else it was not.

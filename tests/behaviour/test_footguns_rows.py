@@ -13,6 +13,13 @@ from .features import needs
 from .front_end import FrontEnd
 
 Settle = Callable[..., FrontEnd]
+
+
+def positive(rows: int) -> tuple[torch.Tensor]:
+    """A batch of numbers above one."""
+    return (torch.rand(rows, 3) + 1,)
+
+
 MIXERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean": lambda x: x - x.mean(0),
     "softmax": lambda x: x.softmax(0),
@@ -28,12 +35,9 @@ def test_rows_mixed(opened: Settle, mixer: Callable[[torch.Tensor], torch.Tensor
     """A model that mixes rows is found when it is captured; padded batches run eagerly, also after full ones."""
     step = opened(mixer)
     step.prepare(torch.randn(first, 3))
-    for rows in (first, first, first, 3, 3):
-        x = torch.randn(rows, 3)
-        assert torch.equal(step(x), mixer(x))
+    step.check_calls(first, first, first, 3, 3)
     step.check(Reason.VERIFICATION_FAILED)
-    x = torch.randn(4, 3)
-    assert torch.equal(step(x), mixer(x))
+    step.check_calls(4)
 
 
 def test_rows_mixed_instead(opened: Settle) -> None:
@@ -41,9 +45,7 @@ def test_rows_mixed_instead(opened: Settle) -> None:
     step = opened(MIXERS["mean"], sizes=(1, 2, 3, 4))
     for rows in (3, 4):
         step.prepare(torch.randn(rows, 3))
-    for rows in (3, 3, 3, 4, 4, 4):
-        x = torch.randn(rows, 3)
-        assert torch.equal(step(x), MIXERS["mean"](x))
+    step.check_calls(3, 3, 3, 4, 4, 4)
     assert step.hits >= 2 if step.captures_ahead else step.hits == 2
 
 
@@ -66,11 +68,9 @@ def test_rows_mixed_for_some_data(opened: Settle, fn: Callable[[torch.Tensor], t
     """Zero padding changes no row of the first batches, and would change rows of later ones."""
     step = opened(fn)
     step.prepare(torch.rand(first, 3) + 1)
-    for rows in (first, first, 4, 3, 3, 2):
-        x = torch.rand(rows, 3) + 1
-        assert torch.equal(step(x), fn(x))
+    step.check_calls(*(torch.rand(rows, 3) + 1 for rows in (first, first, 4, 3, 3, 2)))
     for x in (-torch.rand(3, 3) - 1, torch.randn(3, 3) * 200):
-        assert torch.equal(step(x), fn(x))
+        step.check_calls(x)
         step.check(Reason.VERIFICATION_FAILED)
 
 
@@ -89,55 +89,35 @@ def test_rows_mixed_unseen(opened: Settle, fn: Callable[[torch.Tensor], torch.Te
     step = opened(fn)
     place = torch.tensor([[0.01], [1.0], [1.0], [1.0]])
     step.prepare((torch.rand(4, 3) * 7 * place)[:first])
-    for rows in (first, first, 4, 3, 3, 2):
-        x = (torch.rand(4, 3) * 7 * place)[:rows]
-        assert torch.equal(step(x), fn(x))
+    step.check_calls(*((torch.rand(4, 3) * 7 * place)[:rows] for rows in (first, first, 4, 3, 3, 2)))
     for rows in (3, 2, 3):
-        x = torch.rand(rows, 3) * 7 + 2
-        assert torch.equal(step(x), fn(x))
+        step.check_calls(torch.rand(rows, 3) * 7 + 2)
         step.check(Reason.VERIFICATION_FAILED)
 
 
 @needs("padding", "pad_rules")
 def test_rows_mixed_for_some_data_instead(settled: Settle) -> None:
     """The pad rule ``repeat_last`` keeps padding within the data, so a maximum over the rows is right."""
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        return x + x.amax(0)
-
-    step = settled(fn, lambda rows: (torch.rand(rows, 3) + 1,), pad={"x": "repeat_last"})
-    x = -torch.rand(3, 3) - 1
-    assert torch.equal(step(x), fn(x))
+    step = settled(lambda x: x + x.amax(0), positive, pad={"x": "repeat_last"})
+    step.check_calls(-torch.rand(3, 3) - 1)
 
 
 @needs("padding", "pad_rules")
 @pytest.mark.parametrize("pad", [7.0, 0.0])
 def test_pad_rule_not_neutral(opened: Settle, pad: float) -> None:
     """A rule of the user's is kept, so that other rows show what it does to later data."""
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        return x + x.amax(0).clamp(max=0.3)
-
-    step = opened(fn, pad={"x": pad})
-    step.prepare(torch.rand(3, 3) + 1)
-    for _ in range(4):
-        x = torch.rand(3, 3) + 1
-        assert torch.equal(step(x), fn(x))
+    step = opened(lambda x: x + x.amax(0).clamp(max=0.3), pad={"x": pad})
+    step.prepare(*positive(3))
+    step.check_calls(*(positive(3) for _ in range(4)))
     step.check(Reason.VERIFICATION_FAILED)
-    x = -torch.rand(3, 3) - 1
-    assert torch.equal(step(x), fn(x))
+    step.check_calls(-torch.rand(3, 3) - 1)
 
 
 @needs("padding", "pad_rules")
 def test_pad_rule_not_neutral_instead(settled: Settle) -> None:
     """A rule that is neutral for a maximum."""
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        return x + x.amax(0).clamp(max=0.3)
-
-    step = settled(fn, lambda rows: (torch.rand(rows, 3) + 1,), pad={"x": -math.inf})
-    x = -torch.rand(3, 3) - 1
-    assert torch.equal(step(x), fn(x))
+    step = settled(lambda x: x + x.amax(0).clamp(max=0.3), positive, pad={"x": -math.inf})
+    step.check_calls(-torch.rand(3, 3) - 1)
 
 
 @needs("padding")
@@ -146,9 +126,7 @@ def test_batch_norm_training(opened: Settle) -> None:
     model, eager = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
     step = opened(model, dynamic={"input": 0})
     step.prepare(torch.randn(4, 3))
-    for rows in (4, 4, 4, 3):
-        x = torch.randn(rows, 3)
-        assert torch.equal(step(x), eager(x))
+    step.check_calls(4, 4, 4, 3, fn=eager)
     assert torch.equal(model.running_var, eager.running_var)
     assert int(model.num_batches_tracked) == step.calls
     step.check(Reason.VERIFICATION_FAILED)
@@ -173,8 +151,7 @@ def test_padding_writes_cache(opened: Settle) -> None:
     step = opened(model, dynamic={"x": 0, "slot": 0})
     step.prepare(torch.randn(3, 3), torch.tensor([5, 6, 7]))
     for slots in ([5, 6, 7], [6, 7, 8], [5, 6, 8], [0, 1, 2, 3], [5, 6, 7]):
-        x, slot = torch.randn(len(slots), 3), torch.tensor(slots)
-        assert torch.equal(step(x, slot), eager(x, slot))
+        step.check_calls((torch.randn(len(slots), 3), torch.tensor(slots)), fn=eager)
         assert torch.equal(model.slots, eager.slots)
     step.check(Reason.PADDING_WRITES_STATE)
 
@@ -206,8 +183,7 @@ def test_padding_writes_cache_instead(opened: Settle) -> None:
     options = CUDAGraphOptions(padding_writes="allow")
     step = opened(model, dynamic={"x": 0, "slot": 0}, pad={"slot": 9}, options=options)
     for slots in ([5, 6, 7], [6, 7, 8], [0, 1, 2, 3], [5, 6, 7]):
-        x, slot = torch.randn(len(slots), 3), torch.tensor(slots)
-        assert torch.equal(step(x, slot), eager(x, slot))
+        step.check_calls((torch.randn(len(slots), 3), torch.tensor(slots)), fn=eager)
         assert torch.equal(model.slots[:9], eager.slots[:9])
     step.check(Reason.PADDED)
 
@@ -242,14 +218,10 @@ def test_rows_mixed_later(opened: Settle, first: int) -> None:
     gate = torch.zeros(3)
     step = opened(lambda x: _gated(x, gate))
     step.prepare(torch.randn(first, 3))
-    for rows in (first, first, first, 3, 3):
-        x = torch.randn(rows, 3)
-        assert torch.equal(step(x), x)
+    step.check_calls(first, first, first, 3, 3)
     step.check(Reason.VERIFICATION_FAILED)
     gate.fill_(1)
-    for rows in (3, 4, 3):
-        x = torch.randn(rows, 3)
-        assert torch.equal(step(x), _gated(x, gate))
+    step.check_calls(3, 4, 3)
 
 
 @needs("padding")
@@ -258,13 +230,9 @@ def test_rows_mixed_by_argument(opened: Settle, first: int) -> None:
     """So is an argument without rows that is zero in the first calls."""
     step = opened(_gated)
     step.prepare(torch.randn(first, 3), torch.tensor(0.0))
-    for rows in (first, first, first, 3, 3):
-        x = torch.randn(rows, 3)
-        assert torch.equal(step(x, torch.tensor(0.0)), x)
+    step.check_calls(*((torch.randn(rows, 3), torch.tensor(0.0)) for rows in (first, first, first, 3, 3)))
     step.check(Reason.VERIFICATION_FAILED)
-    for rows in (3, 4, 3):
-        x = torch.randn(rows, 3)
-        assert torch.equal(step(x, torch.tensor(1.0)), _gated(x, torch.tensor(1.0)))
+    step.check_calls(*((torch.randn(rows, 3), torch.tensor(1.0)) for rows in (3, 4, 3)))
 
 
 @needs("padding")
@@ -276,11 +244,11 @@ def test_padding_renormalises(opened: Settle, first: int) -> None:
         one.weight.fill_(0.01)
     step = opened(model, dynamic={"input": 0})
     step.prepare(torch.tensor([1, 2, 3, 4][:first]))
-    for ids in ([1, 2, 3, 4][:first], [3, 1, 2, 4][:first], [4, 5, 6], [5, 4, 3]):
-        assert torch.equal(step(torch.tensor(ids)), eager(torch.tensor(ids)))
+    batches = ([1, 2, 3, 4][:first], [3, 1, 2, 4][:first], [4, 5, 6], [5, 4, 3])
+    step.check_calls(*map(torch.tensor, batches), fn=eager)
     for one in (model, eager):
         one.weight.fill_(9.0)
     for ids in ([1, 2, 3], [1, 3, 4]):
-        assert torch.equal(step(torch.tensor(ids)), eager(torch.tensor(ids)))
+        step.check_calls(torch.tensor(ids), fn=eager)
         assert torch.equal(model.weight, eager.weight)
         step.check(Reason.PADDING_WRITES_STATE)

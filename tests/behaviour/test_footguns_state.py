@@ -81,8 +81,7 @@ def test_check_without_result(settled: Settle) -> None:
     step = settled(fn)
     with pytest.raises(RuntimeError, match="Expected Tensor with single nonzero value, but got zero"):
         step(torch.full((4, 3), 200.0))
-    x = torch.randn(4, 3)
-    assert torch.equal(step(x), x + 1)
+    step.check_calls(4)
 
 
 def test_weight_cut_in_place(settled: Settle) -> None:
@@ -90,8 +89,7 @@ def test_weight_cut_in_place(settled: Settle) -> None:
     model = nn.Linear(3, 3).eval().requires_grad_(False)
     step = settled(model, **INPUT)
     model.weight.data, model.bias.data = model.weight.data[:2], model.bias.data[:2]
-    x = torch.randn(4, 3)
-    assert torch.equal(step(x), model(x))
+    step.check_calls(4)
 
 
 def test_weight_reshaped_in_place(settled: Settle) -> None:
@@ -107,8 +105,7 @@ def test_weights_converted(settled: Settle) -> None:
     model = nn.Linear(3, 3).eval()
     step = settled(model, **INPUT)
     model.double()
-    x = torch.randn(4, 3, dtype=torch.float64)
-    assert torch.equal(step(x), model(x))
+    step.check_calls(torch.randn(4, 3, dtype=torch.float64))
     step.check(Reason.CAPTURED_NOW)
 
 

@@ -35,7 +35,7 @@ def test_comparison_repeats(settled: Open) -> None:
     step = settled(lambda x: x * 2, options=CUDAGraphOptions(verify_every=2))
     compared = 0
     for _ in range(12):
-        step.check_rows(4)
+        step.check_calls(4)
         compared += not step.was_hit()
     assert 3 <= compared <= 6
 
@@ -61,10 +61,10 @@ def test_invalidated(settled: Open) -> None:
     array[0] = 5.0
     step.forget("another scale")
     for _ in range(2):
-        step.check_rows(4)
+        step.check_calls(4)
         assert not step.was_hit()
     step.renew(*one_tensor(4))
-    step.check_rows(4, 4, 4, 4)
+    step.check_calls(4, 4, 4, 4)
     assert step.was_hit()
 
 
@@ -81,7 +81,7 @@ def test_frozen(tried: Open) -> None:
     step.freeze(True)
     captures, calls = step.captures, step.calls
     for _ in range(4):
-        step.check_rows(4, fn=lambda x: x * 2)
+        step.check_calls(4, fn=lambda x: x * 2)
         assert step.was_hit()
     for _ in range(4):
         x = torch.randn(2, 5)
@@ -91,7 +91,7 @@ def test_frozen(tried: Open) -> None:
     assert int(count) == calls + 8
     step.freeze(False)
     step.renew(*one_tensor(4))
-    step.check_rows(4, 4, 4, 4)
+    step.check_calls(4, 4, 4, 4)
 
 
 def test_eager_has_a_reason(settled: Open) -> None:
@@ -111,8 +111,8 @@ def test_weight_moved_and_back(settled: Open) -> None:
     step = settled(model, dynamic={"input": 0})
     for _ in range(2):
         model.weight.data = torch.randn(3, 3)
-        step.check_rows(4)
+        step.check_calls(4)
         step.check(Reason.CAPTURED_NOW)
     step.renew(*one_tensor(4))
-    step.check_rows(4, 4, 4)
+    step.check_calls(4, 4, 4)
     assert step.was_hit()

@@ -111,7 +111,7 @@ def test_fork_while_a_thread_captures(opened: Open) -> None:
         assert gc.isenabled()
         with contextlib.suppress(gd.errors.BackendError):  # a stream's thread stayed in the parent
             step.settle(one_tensor)
-        step.check_rows(3, fn=lambda x: x * 2)
+        step.check_calls(3, fn=lambda x: x * 2)
 
     def fork() -> None:
         assert inside.wait(60)
