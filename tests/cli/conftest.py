@@ -2,11 +2,30 @@
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from graphdispatch.cli import main
+
+MODELS = """
+import torch
+
+def fine():
+    return torch.nn.Linear(4, 2).eval(), {"input": torch.randn(4, 4)}
+
+def unsafe():
+    return lambda x: x * float(x.sum()), {"x": torch.ones(4)}, {"dynamic": {"x": 0}}
+
+def failing():
+    raise ValueError("no\\nweights")
+
+def wrong():
+    return torch.nn.Linear(4, 2)
+
+needs = lambda size: None
+"""
 
 
 class Outcome(NamedTuple):
@@ -27,3 +46,12 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         return Outcome(exit_.value.code or 0, *capsys.readouterr())
 
     return command
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a module of models and a trace: steps of 3 and 7 tokens in turn, then of 5 and 7."""
+    (tmp_path / "audited.py").write_text(MODELS)
+    (tmp_path / "steps.csv").write_text("num_tokens\n" + "3\n7\n" * 50 + "5\n7\n" * 50)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

@@ -3,19 +3,60 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ..helpers import run_python
 
+OF_THE_COMMANDS = [
+    (
+        "audit nowhere.model:build",
+        "'nowhere.model:build' cannot be loaded: ModuleNotFoundError: No module named 'nowhere'",
+    ),
+    ("audit audited:nothing", "has no attribute 'nothing'; expected a function without parameters"),
+    ("audit audited:failing", "ValueError: no weights"),
+    ("audit audited:needs", "missing 1 required positional argument: 'size'"),
+    ("audit audited:wrong", "must return a callable, the keyword arguments of one call as a dict"),
+    ("audit audited:fine --mode half", "mode must be"),
+    ("audit audited:fine --sizes 0", "must be an integer >= 1, got 0"),
+    ("demo --preset huge", "preset must be one of tiny, small, 1b, got 'huge'"),
+    ("demo --device tpu", "backend 'tpu' is unknown; expected one of 'auto', 'cpu'"),
+    ("plan nowhere.csv", "nowhere.csv cannot be read"),
+    ("plan steps.csv --cost nowhere.json", "nowhere.json cannot be read"),
+    ("plan steps.csv --memory 1KiB", "memory"),
+    ("plan steps.csv --mode half", "mode must be"),
+    ("plan steps.csv --save-cost cost.json", "--save-cost needs --measure"),
+    ("plan steps.csv --cost a --measure b:c", "--cost and --measure contradict each other"),
+    ("plan steps.csv --measure nowhere:build", "--measure 'nowhere:build' cannot be loaded"),
+]
+OF_TYPER = [
+    ("nosuch", "nosuch"),
+    ("demo --bogus", "--bogus"),
+    ("demo --steps 0", "--steps"),
+    ("demo --max-size many", "--max-size"),
+    ("audit audited:fine --sizes 1,x", "expected sizes such as 1,8,64, got '1,x'"),
+    ("plan --memory 2GX", "expected a size such as 2GiB or 500MB, got '2GX'"),
+    ("plan --max-graphs 0", "--max-graphs"),
+    ("plan --capture-time -1", "--capture-time"),
+]
 
-@pytest.mark.parametrize("words", [["nosuch"], ["demo", "--bogus"]])
-def test_what_does_not_exist_is_named(words: list[str], run: Callable[..., Any]) -> None:
-    """An unknown command or option ends with code 2, its name on stderr, and nothing on stdout."""
-    code, out, err = run(*words)
+
+@pytest.mark.parametrize(("words", "named"), OF_THE_COMMANDS + OF_TYPER)
+def test_a_mistake_is_named(words: str, named: str, folder: Path, run: Callable[..., Any]) -> None:
+    """On stderr, with exit code 2 and nothing on stdout; what the commands find themselves is one line."""
+    code, out, err = run(*words.split())
     assert (code, out) == (2, "")
-    assert words[-1] in err
+    assert named in err
+    assert err.count("\n") == 1 or (words, named) in OF_TYPER
+
+
+def test_a_plan_that_cannot_be_written_is_named(folder: Path, run: Callable[..., Any]) -> None:
+    """After it was printed."""
+    code, _, err = run("plan", "steps.csv", "--output", "nowhere/plan.json")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--output nowhere/plan.json cannot be written: No such file" in err
 
 
 def test_without_a_command_help_is_shown(run: Callable[..., Any]) -> None:

@@ -64,19 +64,3 @@ def test_a_difference_is_exit_code_1(run: Callable[..., Any], monkeypatch: pytes
     monkeypatch.setattr("graphdispatch.demo.run._TOLERANCES", {torch.float32: -1.0})
     code, out, _ = run("demo", "--steps", 2, "--max-size", 1, "--device", "cpu")
     assert (code, out.splitlines()[-1]) == (1, "WRONG: 2 of 2 steps differ from eager")
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["--preset", "huge"], "preset must be one of tiny, small, 1b, got 'huge'"),
-        (["--device", "tpu"], "backend 'tpu' is unknown; expected one of 'auto', 'cpu'"),
-        (["--steps", "0"], "--steps"),
-        (["--max-size", "many"], "--max-size"),
-    ],
-)
-def test_a_bad_value_is_named(words: list[str], named: str, run: Callable[..., Any]) -> None:
-    """Exit code 2, and nothing is run."""
-    code, out, err = run("demo", *words)
-    assert (code, out) == (2, "")
-    assert named in err
