@@ -316,38 +316,30 @@ def test_closing_gives_the_memory_back_at_once(driver: ScriptedCUDA, backend: Ba
     assert len(driver.log) == said
 
 
+TEXTS = {
+    Reason.CAPTURE_UNSAFE: {
+        "CUDA error: operation not permitted when stream is capturing": "item",
+        "CUDA error: operation failed due to a previous error during capture": "swallowed",
+        "cudaStreamCaptureStatusInvalidated INTERNAL ASSERT FAILED. Invalid stream capture status": "swallowed",
+        "CUDA error: capturing stream has unjoined work": "side stream",
+        "CUDA error: operation would make the legacy stream depend on a capturing blocking stream": "legacy default",
+        "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned.": "pin it",
+        "Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture": "refuses to be captured",
+        "Offset increment outside graph capture encountered unexpectedly.": "generator",
+    },
+    Reason.OUT_OF_MEMORY: {
+        "CUDA error: out of memory": "fewer or smaller",
+        "CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)": "fewer or smaller",
+    },
+    Reason.CAPTURE_FAILED: {
+        "CUDA error: an illegal memory access was encountered": "restart",
+        "the sizes of two tensors differ": "original error",
+    },
+}
+
+
 @pytest.mark.parametrize(
-    ("text", "reason", "remedy"),
-    [
-        ("CUDA error: operation not permitted when stream is capturing", Reason.CAPTURE_UNSAFE, "item"),
-        ("CUDA error: operation failed due to a previous error during capture", Reason.CAPTURE_UNSAFE, "swallowed"),
-        (
-            "info.status != cudaStreamCaptureStatusInvalidated INTERNAL ASSERT FAILED. Invalid stream capture status",
-            Reason.CAPTURE_UNSAFE,
-            "swallowed",
-        ),
-        ("CUDA error: capturing stream has unjoined work", Reason.CAPTURE_UNSAFE, "side stream"),
-        (
-            "CUDA error: operation would make the legacy stream depend on a capturing blocking stream",
-            Reason.CAPTURE_UNSAFE,
-            "legacy default stream",
-        ),
-        (
-            "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned.",
-            Reason.CAPTURE_UNSAFE,
-            "pin it",
-        ),
-        (
-            "Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture",
-            Reason.CAPTURE_UNSAFE,
-            "refuses to be captured",
-        ),
-        ("Offset increment outside graph capture encountered unexpectedly.", Reason.CAPTURE_UNSAFE, "generator"),
-        ("CUDA error: out of memory", Reason.OUT_OF_MEMORY, "fewer or smaller"),
-        ("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)", Reason.OUT_OF_MEMORY, "fewer or smaller"),
-        ("CUDA error: an illegal memory access was encountered", Reason.CAPTURE_FAILED, "restart"),
-        ("the sizes of two tensors differ", Reason.CAPTURE_FAILED, "original error"),
-    ],
+    ("text", "reason", "remedy"), [(text, reason, said[text]) for reason, said in TEXTS.items() for text in said]
 )
 def test_an_error_text_names_the_reason_and_the_remedy(
     backend: Backend, driver: ScriptedCUDA, pool: Pool, text: str, reason: Reason, remedy: str
