@@ -35,6 +35,11 @@ def exported(collector: Any) -> dict[tuple[str, ...], float]:
     return found
 
 
+def values(found: dict[tuple[str, ...], float], metric: str, name: str) -> dict[tuple[str, ...], float]:
+    """The samples of a metric and a callable, by their other labels."""
+    return {key[2:]: value for key, value in found.items() if key[:2] == (f"graphdispatch_{metric}", name)}
+
+
 def test_every_counter_is_exported_as_it_is() -> None:
     """Calls, reasons, rows, captures, evictions, bytes and graphs are those of ``stats`` and ``memory_report``."""
     serve = served()
@@ -46,14 +51,11 @@ def test_every_counter_is_exported_as_it_is() -> None:
     assert (one["real_rows_total"], one["padding_rows_total"]) == (stats.real_rows, stats.padded_rows - stats.real_rows)
     assert one["capture_seconds_total"] == pytest.approx(stats.capture_time_ms / 1e3)
     assert one["capture_failures_total"] == 0
-    reasons = {key[2]: value for key, value in found.items() if key[0] == "graphdispatch_eager_steps_total"}
-    assert reasons == {reason.value: number for reason, number in stats.reasons.items()}
+    assert values(found, "eager_steps_total", "decoder") == {(reason.value,): n for reason, n in stats.reasons.items()}
     assert found["graphdispatch_eager_steps_total", "decoder", "above_largest_size"] == 1
     assert found["graphdispatch_evictions_total", "decoder", "count"] == stats.evictions == 1
-    assert sum(v for k, v in found.items() if k[0] == "graphdispatch_bytes") == memory.total
-    assert {k[2]: v for k, v in found.items() if k[0] == "graphdispatch_graphs"} == {
-        str(entry.size): 1 for entry in memory.entries
-    }
+    assert sum(values(found, "bytes", "decoder").values()) == memory.total
+    assert values(found, "graphs", "decoder") == {(str(entry.size), "FULL"): 1 for entry in memory.entries}
 
 
 def test_every_front_end_is_exported() -> None:
@@ -76,8 +78,8 @@ def test_every_front_end_is_exported() -> None:
         ("dispatcher",): dispatcher.stats.graph,
     }
     for name in ("wrapper", "manager", "dispatcher"):
-        assert sum(value for key, value in found.items() if key[:2] == ("graphdispatch_bytes", name)) > 0
-        assert sum(value for key, value in found.items() if key[:2] == ("graphdispatch_graphs", name)) == 1
+        assert sum(values(found, "bytes", name).values()) > 0
+        assert sum(values(found, "graphs", name).values()) == 1
 
 
 def test_a_served_model_of_transformers_is_exported() -> None:
@@ -98,10 +100,9 @@ def test_a_served_model_of_transformers_is_exported() -> None:
     assert found["graphdispatch_hits_total", "llama"] == stats.hits > 0
     assert found["graphdispatch_captures_total", "llama"] == stats.captures == 1
     assert found["graphdispatch_capture_seconds_total", "llama"] == stats.capture_seconds > 0
-    assert sum(value for key, value in found.items() if key[0] == "graphdispatch_bytes") == memory.total > 0
-    assert sum(value for key, value in found.items() if key[0] == "graphdispatch_graphs") == 1
-    eager = {key[2]: value for key, value in found.items() if key[0] == "graphdispatch_eager_steps_total"}
-    assert eager == {reason.value: number for reason, number in stats.reasons.items()}
+    assert sum(values(found, "bytes", "llama").values()) == memory.total > 0
+    assert sum(values(found, "graphs", "llama").values()) == 1
+    assert values(found, "eager_steps_total", "llama") == {(reason.value,): n for reason, n in stats.reasons.items()}
 
 
 def test_a_registry_exports_each_metric_once() -> None:

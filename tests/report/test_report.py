@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -18,40 +18,17 @@ from ..helpers import run_python
 HOSTILE = "</td><script>alert(1)</script><b>\"'&{{ 7 * 7 }}"
 
 
-class Page(HTMLParser):
-    """HTML read back strictly: its text, its tags and attributes, and the cells of its tables."""
+class Page:
+    """HTML read back strictly, as XML: its text, its tags and attributes, and the cells of its tables."""
 
     def __init__(self, html: str) -> None:
-        super().__init__()
-        self.text, self.tags, self.names = "", [], set()
-        self.rows: list[list[str]] = []
-        self._open: list[str] = []
-        self.feed(html)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.names.update(name for name, _ in attrs)
-        if tag not in ("meta", "line", "rect"):  # which have no end tag, or end themselves
-            self._open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-        elif tag in ("td", "th"):
-            self.rows[-1].append("")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "style" in self._open:
-            return
-        self.text += data
-        if self._open and self._open[-1] in ("td", "th"):
-            self.rows[-1][-1] += data
+        root = ElementTree.fromstring(re.sub(r"(<meta [^>]*)>", r"\1/>", f"<page>{html}</page>"))
+        for style in root.iter("style"):
+            style.text = ""
+        self.text = "".join(root.itertext())
+        self.tags = [part.tag for part in root.iter()]
+        self.names = {name for part in root.iter() for name in part.attrib}
+        self.rows = [["".join(cell.itertext()) for cell in row] for row in root.iter("tr")]
 
 
 def served(**options: Any) -> gd.Graphed[..., Any]:
