@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
-from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
+from graphdispatch import CUDAGraphOptions, Graphed, Reason, forking, graphed
 from graphdispatch.backends import Pool, get_backend
 from graphdispatch.backends.base import CAPTURE_LOCK
 from graphdispatch.memory.replay import ReplayPlan
@@ -172,6 +172,11 @@ def are_free(*locks: Any) -> bool:
         return is_taken
 
     return all(in_threads(lambda: [take(lock) for lock in locks])[0])
+
+
+def library_locks() -> list[Any]:
+    """Every lock that the library has made and still holds on to."""
+    return list(copying._LOCKS)
 
 
 def may_capture() -> bool:

@@ -151,22 +151,8 @@ def _run(path: Path, code: Any, tests: list[str]) -> None:
     import pytest
 
     os.chdir(ROOT)
-    status = pytest.main(
-        [
-            "-x",
-            "-q",
-            "-W",
-            "ignore::pytest.PytestAssertRewriteWarning",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            "--no-header",
-            "--front-ends",
-            "graphed",
-            *tests,
-        ]
-    )
+    quietly = "-x -q --no-header -p no:cacheprovider -p no:xdist -W ignore::pytest.PytestAssertRewriteWarning"
+    status = pytest.main([*quietly.split(), "--front-ends", "graphed", *tests])
     os._exit(0 if status == 0 else 1)
 
 

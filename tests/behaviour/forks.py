@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from graphdispatch import copying
+from ..helpers import library_locks
 
 __all__ = ["all_locks_held", "in_child"]
 
@@ -46,7 +46,7 @@ def all_locks_held() -> Iterator[None]:
     held, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        locks = list(copying._LOCKS)
+        locks = library_locks()
         for lock in locks:
             lock.acquire()
         held.set()

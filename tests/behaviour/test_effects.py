@@ -1,7 +1,6 @@
 """Effects and failures behind every front end: each call happens once, and what fails leaves nothing behind."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -130,10 +129,7 @@ def test_refused_before_anything_runs(settled: Open) -> None:
         log[: len(x), : x.shape[1]].add_(x)
         return x * 2
 
-    def batch(rows: int) -> tuple[Any, ...]:
-        return (torch.zeros(4, 3),)
-
-    step = settled(fn, batch)
+    step = settled(fn, lambda _: (torch.zeros(4, 3),))
     log.zero_()
     for columns in (5, 3, 5):
         kept = log.clone()

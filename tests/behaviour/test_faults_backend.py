@@ -46,6 +46,15 @@ def agrees(model: Model, step: Graphed[..., Any], number: int, rows: int = 3) ->
     return step.last_decision.reason
 
 
+def settled(kind: str, rows: int = 3) -> tuple[Model, Graphed[..., Any]]:
+    """A model, and what serves it by a graph from the next call on."""
+    model = Model(kind)
+    step = serve(model)
+    for number in range(3):
+        agrees(model, step, number, rows)
+    return model, step
+
+
 @pytest.mark.parametrize("kind", ["pure", "stateful", "broken"])
 @pytest.mark.parametrize("point", ["begin", "end", "arena", "replay"])
 def test_a_capture_that_fails_is_contained(faults: Faults, point: str, kind: str) -> None:
@@ -60,11 +69,8 @@ def test_a_capture_that_fails_is_contained(faults: Faults, point: str, kind: str
     assert step.entries == []
     assert step.memory_bytes == next(iter(step._graphs.groups.values())).inputs.nbytes
     assert agrees(model, step, 1) is reason
-    assert [agrees(model, step, n, rows=5) for n in (2, 3, 4)] == [
-        Reason.CAPTURED_NOW,
-        Reason.VERIFIED_NOW,
-        Reason.EXACT,
-    ]
+    reasons = [agrees(model, step, n, rows=5) for n in (2, 3, 4)]
+    assert reasons == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
 
 
 def test_a_quarantine_outlives_the_weights(faults: Faults) -> None:
@@ -97,10 +103,7 @@ def test_strict_raises_with_the_cause(faults: Faults) -> None:
 @pytest.mark.parametrize("point", ["begin", "end", "arena"])
 def test_out_of_memory_evicts_and_tries_once_more(faults: Faults, point: str, error: Any) -> None:
     """The least recently used graph goes, the second try succeeds, and the call happens once."""
-    model = Model("stateful")
-    step = serve(model)
-    for number in range(3):
-        agrees(model, step, number, rows=5)
+    model, step = settled("stateful", rows=5)
     faults.set(point, 1, error=error)
     assert agrees(model, step, 3) is Reason.CAPTURED_NOW
     assert [entry.size for entry in step.entries] == [3]
@@ -149,10 +152,7 @@ def test_a_second_try_whose_call_raises_is_not_the_callers(faults: Faults) -> No
 @pytest.mark.parametrize("error", [ArithmeticError, MemoryError, ReplayError], ids=["error", "memory", "replay"])
 def test_a_later_replay_that_fails_runs_eagerly(faults: Faults, error: type[Exception], visit: int) -> None:
     """Random numbers that it drew are given back, the entry is compared with eager, and serves again."""
-    model = Model("pure")
-    step = serve(model)
-    for number in range(3):
-        agrees(model, step, number)
+    model, step = settled("pure")
     faults.set("replay", visit, error=error)
     reasons = [agrees(model, step, number) for number in range(3, 12)]
     assert reasons == [Reason.EXACT] * (visit - 1) + [Reason.VERIFIED_NOW] + [Reason.EXACT] * (9 - visit)
@@ -160,10 +160,7 @@ def test_a_later_replay_that_fails_runs_eagerly(faults: Faults, error: type[Exce
 
 def test_a_replay_that_fails_twice_is_given_up(faults: Faults) -> None:
     """Its comparison with eager fails as well: the graph is released, and the size quarantined."""
-    model = Model("pure")
-    step = serve(model)
-    for number in range(3):
-        agrees(model, step, number)
+    model, step = settled("pure")
     faults.set("replay", 1, 2)
     assert [agrees(model, step, number) for number in (3, 4)] == [Reason.REPLAY_FAILED] * 2
     assert step.entries == []

@@ -15,7 +15,7 @@ from graphdispatch import Reason, eager_break, graphed
 from graphdispatch.backends import get_backend
 from graphdispatch.capture.collector import paused_collector
 
-from ..helpers import AT_ONCE, check_rows, in_threads
+from ..helpers import AT_ONCE, check_rows, in_threads, make
 from ..thread_streams import ThreadBackend
 from .forks import in_child
 from .inject import FailAt, nothing_left_behind
@@ -31,14 +31,7 @@ def test_a_call_on_a_stream_is_done_when_it_returns(mode: str) -> None:
     """The calling thread copies in and out itself: it waits for what the stream has, and for the replay."""
     weight = torch.randn(256, 256)
     middle = eager_break(lambda h: h * 2) if mode == "PIECEWISE" else lambda h: h * 2
-    step = graphed(
-        lambda x: middle(x @ weight) @ weight,
-        dynamic={"x": 0},
-        sizes=(64,),
-        options=AT_ONCE,
-        backend=ThreadBackend.name,
-        mode=mode,
-    )
+    step = make(lambda x: middle(x @ weight) @ weight, sizes=(64,), backend=ThreadBackend.name, mode=mode)
     for _ in range(3):
         step(torch.randn(64, 256))
     stream = get_backend(ThreadBackend.name).make_stream()
@@ -58,7 +51,7 @@ def test_a_call_on_a_stream_is_done_when_it_returns(mode: str) -> None:
 def test_a_stream_that_ended_badly_does_not_hold_others_up(ended: str) -> None:
     """Its failure is told to who synchronizes it; the next calls of the graph, elsewhere, are served."""
     backend = get_backend(ThreadBackend.name)
-    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE, backend=ThreadBackend.name)
+    step = make(backend=ThreadBackend.name)
     check_rows(step, 4, 4, 4)
     stream = backend.make_stream()
     with backend.use_stream(stream):
@@ -79,7 +72,7 @@ def test_a_stream_that_ended_badly_does_not_hold_others_up(ended: str) -> None:
 def test_a_failed_stream_tells_its_own_next_call() -> None:
     """A call on a stream whose earlier work failed gets that failure, once; nothing was copied or counted."""
     backend = get_backend(ThreadBackend.name)
-    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE, backend=ThreadBackend.name)
+    step = make(backend=ThreadBackend.name)
     check_rows(step, 4, 4, 4)
     hits = step.stats.hits
     stream = backend.make_stream()
@@ -120,7 +113,7 @@ def test_captures_that_fail_beside_calls_that_are_served() -> None:
     def model(x: Tensor) -> Tensor:
         return (x @ weight).relu() + x
 
-    step = graphed(model, dynamic={"x": 0}, sizes=(2, 4), options=AT_ONCE)
+    step = make(model)
     check_rows(step, 4, 4, 4)
     done = threading.Event()
 

@@ -76,22 +76,14 @@ def test_output_is_view_of_argument(settled: Settle) -> None:
 def test_output_is_state(settled: Settle) -> None:
     """State that is returned is the state itself, as in eager, and no copy."""
     cache = torch.zeros(3)
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        return cache.add_(1)
-
-    step = settled(fn)
+    step = settled(lambda x: cache.add_(1))
     assert step(torch.randn(4, 3)).data_ptr() == cache.data_ptr()
 
 
 def test_output_is_container_of_state(settled: Settle) -> None:
     """A list of the callable's own that it returns comes as a copy, which holds what the list holds now."""
     factors = [2.0, 3.0]
-
-    def fn(x: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
-        return x * factors[0], factors
-
-    step = settled(fn)
+    step = settled(lambda x: (x * factors[0], factors))
     returned = step(torch.randn(4, 3))[1]
     assert returned == factors
     assert returned is not factors
