@@ -1,4 +1,4 @@
-"""What all commands share."""
+"""What all commands share, and ``audit``; what that finds is tested where the audit is."""
 
 import subprocess
 import sys
@@ -57,6 +57,16 @@ def test_a_plan_that_cannot_be_written_is_named(folder: Path, run: Callable[...,
     code, _, err = run("plan", "steps.csv", "--output", "nowhere/plan.json")
     assert (code, err.count("\n")) == (2, 1)
     assert "--output nowhere/plan.json cannot be written: No such file" in err
+
+
+def test_the_exit_code_of_an_audit_says_whether_graphs_can_hold_it(folder: Path, run: Callable[..., Any]) -> None:
+    """0 and the sizes that were captured, or 1 and why not."""
+    code, out, _ = run("audit", "audited:fine", "--sizes", "2,4")
+    assert code == 0
+    assert "capturable: FULL graphs of 2, 4 rows" in out
+    code, out, _ = run("audit", "audited:unsafe", "--mode", "piecewise")
+    assert code == 1
+    assert "NOT capturable" in out
 
 
 def test_without_a_command_help_is_shown(run: Callable[..., Any]) -> None:
