@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
-from graphdispatch import CUDAGraphOptions, Graphed, Reason, forking, graphed
+from graphdispatch import CUDAGraphOptions, Graphed, Reason, copying, graphed
 from graphdispatch.backends import Pool, get_backend
 from graphdispatch.backends.base import CAPTURE_LOCK
 from graphdispatch.memory.replay import ReplayPlan

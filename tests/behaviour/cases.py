@@ -13,7 +13,7 @@ import torch
 
 from graphdispatch import Reason
 
-__all__ = ["KEPT", "PATCH", "READS", "WRITES", "Box", "Case", "Read", "Slotted", "Write", "put_back", "row_of"]
+__all__ = ["KEPT", "PATCH", "READS", "WRITES", "Box", "Case", "Read", "Slotted", "Write", "put_back"]
 
 Fn = Callable[[torch.Tensor], Any]
 Made = tuple[Any, Callable[[], Any]]
@@ -60,11 +60,6 @@ KEPT: dict[str, Read] = {}
 WRITES: dict[str, Write] = {}
 PATCH = pytest.MonkeyPatch()
 """What changes the process; ``put_back`` undoes it."""
-
-
-def row_of(name: str) -> str:
-    """The row of ``docs/footguns.md`` that a case belongs to."""
-    return name.partition(":")[0].removesuffix("_instead")
 
 
 class Box:
