@@ -624,10 +624,10 @@ class Numbered(property):
 
 
 def with_property() -> Any:
-    """An object with such a property, and the property."""
+    """An object of a class with such a property, which nothing else holds."""
     made = Numbered(lambda self: 1)
     made.number = 2
-    return type("Own", (), {"__module__": __name__, "k": made})(), made
+    return type("Own", (), {"__module__": __name__, "k": made})()
 
 
 def put_last(table: Any) -> None:
@@ -644,7 +644,7 @@ read("__getitem__")(Operand, lambda h: h[0], put(k=5))
 read("__len__")(Operand, len, put(k=5))
 read("__float__")(Operand, float, put(k=5))
 read("property")(Operand, lambda h: h.number, put(k=5))
-read("property of a class of its own")(with_property, lambda h: h[0].k, lambda h: to(h[1], number=5))
+read("property of a class of its own")(with_property, lambda h: h.k, lambda h: to(vars(type(h))["k"], number=5))
 run("__call__")(Operand, lambda h, x: h(x), put(k=5))
 read("cached_property")(lambda: (h := Lazy(), h.config)[0], lambda h: h.config.k, lambda h: to(h.config, k=5.0))
 read("class of an object")(lambda: Box(k=2.0), lambda h: h.limit, put(__class__=type("Other", (Box,), {"limit": 5.0})))

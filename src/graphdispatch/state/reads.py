@@ -400,7 +400,7 @@ class StateReads:
 
         Data under names with two underscores tells of the class itself: its fields, its annotations.
         """
-        if not objects.is_code(member):
+        if not objects.is_code(member) or objects.user_classes(type(member)):
             wraps = issubclass(type(member), (property, staticmethod, classmethod, partial, partialmethod))
             return wraps or name in self._names or (self._all and not name.startswith("__"))
         is_named = self._notes.is_blind and name in self._names
