@@ -10,7 +10,7 @@ import torch
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
 from ..base import Backend, Capture, Event, Pool, Stream
-from .errors import LOST, MEMORY, diagnose
+from ..diagnosis import LOST, MEMORY, diagnose
 from .graph import CUDACapture
 from .pool import CUDAPool
 from .streams import CUDAEvent, CUDAStream, native

@@ -33,7 +33,7 @@ import torch
 from ...errors import CaptureError, GraphDispatchError, ReplayError
 from ...reasons import Reason
 from ..base import CAPTURE_LOCK, Capture, Graph
-from .errors import diagnose
+from ..diagnosis import diagnose
 from .pool import CUDAPool, begin_recording, may_be_empty
 
 __all__ = ["CUDACapture", "RecordedCUDAGraph", "raise_classified"]
