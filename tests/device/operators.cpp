@@ -341,8 +341,13 @@ API void queued_delay(uint64_t seed, int most) { queued::set_delays(seed, most);
 API void queued_hold() { queued::hold(); }
 API void queued_let_go() { queued::let_go(); }
 API void queued_limit(size_t bytes) { queued::limit_memory(bytes); }
-API size_t queued_pool_bytes(unsigned long long first, unsigned long long second) {
-  auto pools = queued::memory_use().pools;
-  auto found = pools.find({first, second});
-  return found == pools.end() ? 0 : found->second;
+// Fills ``numbers`` with three numbers for each pool that has memory, the pool's two and its bytes; at most so many pools.
+API size_t queued_pools(uint64_t* numbers, size_t most) {
+  size_t count = 0;
+  for (auto& [pool, bytes] : queued::memory_use().pools) {
+    if (count == most) break;
+    uint64_t* at = numbers + 3 * count++;
+    at[0] = pool.first, at[1] = pool.second, at[2] = bytes;
+  }
+  return count;
 }

@@ -22,6 +22,7 @@ HERE = Path(__file__).resolve().parent
 SOURCES = [HERE / name for name in ("runtime.cpp", "memory.cpp", "device.cpp", "operators.cpp")]
 FAULTS = ("allocation", "launch", "kernel")
 NAME = "queued"
+MOST_POOLS = 1000
 
 
 def build(*flags: str, folder: str = "device") -> Path:
@@ -45,14 +46,14 @@ def register() -> ctypes.CDLL:
     """Load the library and tell torch the device's name and its module in Python."""
     torch.utils.rename_privateuse1_backend(NAME)
     library = ctypes.CDLL(str(build()))
-    for function in ("queued_seed_now", "queued_offset_now", "queued_pool_bytes"):
+    for function in ("queued_seed_now", "queued_offset_now", "queued_pools"):
         getattr(library, function).restype = ctypes.c_uint64
     library.queued_seed.restype = ctypes.c_bool
     library.queued_seed.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
     library.queued_fail_after.argtypes = [ctypes.c_int, ctypes.c_long]
     library.queued_delay.argtypes = [ctypes.c_uint64, ctypes.c_int]
     library.queued_limit.argtypes = [ctypes.c_size_t]
-    library.queued_pool_bytes.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
+    library.queued_pools.argtypes = [ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t]
     torch._register_device_module(NAME, device_module())
     torch.utils.generate_methods_for_privateuse1_backend()
     return library
@@ -68,6 +69,7 @@ def device_module() -> ModuleType:
     module.manual_seed_all = module.manual_seed = lambda seed: set_state(seed % 2**64, 0)
     module.get_rng_state = get_rng_state
     module.set_rng_state = set_rng_state
+    module.memory_snapshot = memory_snapshot
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     return module
 
@@ -127,9 +129,17 @@ def limit_memory(nbytes: int = 1 << 30) -> None:
     LIBRARY.queued_limit(nbytes)
 
 
+def memory_snapshot() -> list[dict[str, Any]]:
+    """Which pools have memory, as torch's allocators say it."""
+    numbers = (ctypes.c_uint64 * (3 * MOST_POOLS))()
+    count = LIBRARY.queued_pools(numbers, MOST_POOLS)
+    pools = [numbers[3 * i : 3 * i + 3] for i in range(count)]
+    return [{"device": 0, "segment_pool_id": (one, two), "total_size": nbytes} for one, two, nbytes in pools]
+
+
 def pool_bytes(handle: tuple[int, int]) -> int:
     """The bytes of a pool."""
-    return int(LIBRARY.queued_pool_bytes(*handle))
+    return sum(each["total_size"] for each in memory_snapshot() if each["segment_pool_id"] == handle)
 
 
 LIBRARY = register()

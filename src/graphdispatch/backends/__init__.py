@@ -17,6 +17,7 @@ _LOCK = make_lock()
 _FACTORIES: dict[str, Callable[[], type[Backend]]] = {
     "cpu": lambda: import_module(".cpu", __name__).CPUBackend,
     "cuda": lambda: import_module(".cuda", __name__).CUDABackend,
+    "xpu": lambda: import_module(".accelerator", __name__).backend_of("xpu"),
 }
 # One object per device, since a device has one capture stream (Note [one capture at a time] in base.py).
 _INSTANCES: dict[tuple[str, int | None], Backend] = {}

@@ -1,4 +1,4 @@
-"""What a CUDA error during a capture means, from its code if torch provides one, else from its text."""
+"""What an error of a device during a capture means, from its code if torch provides one, else from its text: CUDA's."""
 
 from typing import NamedTuple
 

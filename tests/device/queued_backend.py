@@ -1,0 +1,16 @@
+"""A plug-in of pytest: the library serves the test device, too, as it would another vendor's.
+
+``GRAPHDISPATCH_TEST_DEVICE=queued`` has tests make their tensors there, as if they had named the device.
+"""
+
+import os
+
+import queued_device
+import torch
+
+from graphdispatch.backends import register_backend
+from graphdispatch.backends.accelerator import backend_of
+
+register_backend(queued_device.NAME, lambda: backend_of(queued_device.NAME))
+if os.environ.get("GRAPHDISPATCH_TEST_DEVICE") == queued_device.NAME:
+    torch.set_default_device(queued_device.DEVICE)
