@@ -5,6 +5,8 @@
 //   are allocated, and the CPU's kernel is submitted with CPU tensors over the device's bytes. These own nothing: memory
 //   that is released too early is read as somebody else's. Where the meta device cannot tell the shape, or the result
 //   is no tensor, the host has to see values: it waits for the stream, which no capture can hold.
+#include <Python.h>
+
 #include <ATen/EmptyTensor.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -104,8 +106,27 @@ void call(const c10::OperatorHandle& op, Stack& stack, int generator, const Draw
   op.callBoxed(stack);
 }
 
+// While it lives, a profiler of Python sees nothing: some kernels of the meta device are written in Python, and a device's
+// kernels are not.
+struct Unprofiled {
+  PyGILState_STATE lock = PyGILState_Ensure();
+  PyThreadState* thread = PyThreadState_Get();
+  Py_tracefunc function = thread->c_profilefunc;
+  PyObject* object = thread->c_profileobj;
+  Unprofiled() {
+    Py_XINCREF(object);
+    if (function) PyEval_SetProfile(nullptr, nullptr);
+  }
+  ~Unprofiled() {
+    if (function) PyEval_SetProfile(function, object);
+    Py_XDECREF(object);
+    PyGILState_Release(lock);
+  }
+};
+
 // Shapes and types of the results, and what is wrong with the arguments; false if only the values can tell.
 bool rehearse(const c10::OperatorHandle& op, Stack& stack) {
+  Unprofiled unseen;
   try {
     c10::InferenceMode inference;
     op.callBoxed(stack);

@@ -5,6 +5,7 @@ as a plug-in of pytest (``make device-test``), or by ``import queued_device`` in
 """
 
 import ctypes
+import fcntl
 import os
 import sys
 from collections.abc import Iterator
@@ -31,14 +32,17 @@ def build(*flags: str, folder: str = "device") -> Path:
     where.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("MAX_JOBS", "2")
     os.environ["PATH"] += f"{os.pathsep}{Path(sys.executable).parent}"  # where ninja is, if it came by pip
-    cpp_extension.load(
-        f"{NAME}_device",
-        [str(source) for source in SOURCES],
-        extra_cflags=["-O1", "-g0", "-w", *flags],
-        extra_ldflags=list(flags),
-        build_directory=str(where),
-        is_python_module=False,
-    )
+    with (where / "turn").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        (where / "lock").unlink(missing_ok=True)  # torch's own, which a build that was interrupted leaves
+        cpp_extension.load(
+            f"{NAME}_device",
+            [str(source) for source in SOURCES],
+            extra_cflags=["-O1", "-g0", "-w", *flags],
+            extra_ldflags=list(flags),
+            build_directory=str(where),
+            is_python_module=False,
+        )
     return where / f"{NAME}_device.so"
 
 
