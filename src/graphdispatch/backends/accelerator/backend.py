@@ -79,7 +79,7 @@ class AcceleratorBackend(Backend):
         except (RuntimeError, AssertionError):  # a device that is lost
             return False
 
-    def current_stream(self) -> DeviceStream:
+    def current_stream(self) -> Stream:
         """The device's current stream on the calling thread."""
         return DeviceStream(torch.accelerator.current_stream(self.device))
 

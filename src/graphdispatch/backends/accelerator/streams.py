@@ -19,10 +19,10 @@ class DeviceStream(Stream):
     def __init__(self, stream: Any) -> None:
         self.native = stream
 
-    @classmethod
-    def native_of(cls, stream: Stream) -> Any:
-        """The torch stream behind ``stream``; raises ``BackendError`` for one of another backend."""
-        if not isinstance(stream, cls):
+    @staticmethod
+    def native_of(stream: Stream) -> Any:
+        """The torch stream behind ``stream``; raises ``BackendError`` for one that is no stream of a device."""
+        if not isinstance(stream, DeviceStream):
             raise BackendError(f"stream must come from this backend, got {stream!r}; make one with its make_stream()")
         return stream.native
 
@@ -65,7 +65,7 @@ class DeviceEvent(Event):
         current: Returns the device's current stream.
     """
 
-    def __init__(self, event: Any, current: Callable[[], DeviceStream]) -> None:
+    def __init__(self, event: Any, current: Callable[[], Stream]) -> None:
         self._native = event
         self._current = current
 
@@ -101,5 +101,4 @@ class DeviceEvent(Event):
             ) from error
 
     def _target(self, stream: Stream | None) -> Any:
-        current = self._current()
-        return current.native if stream is None else current.native_of(stream)
+        return DeviceStream.native_of(self._current() if stream is None else stream)

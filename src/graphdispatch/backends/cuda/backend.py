@@ -9,11 +9,12 @@ import torch
 
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
+from ..accelerator.streams import DeviceEvent
 from ..base import Backend, Capture, Event, Pool, Stream
 from ..diagnosis import LOST, MEMORY, diagnose
 from .graph import CUDACapture
 from .pool import CUDAPool
-from .streams import CUDAEvent, CUDAStream, native
+from .streams import CUDAStream
 
 __all__ = ["CUDABackend"]
 
@@ -79,12 +80,12 @@ class CUDABackend(Backend):
     @contextlib.contextmanager
     def use_stream(self, stream: Stream) -> Iterator[Stream]:
         """Make ``stream`` current within a ``with`` block."""
-        with torch.cuda.stream(native(stream)):
+        with torch.cuda.stream(CUDAStream.native_of(stream)):
             yield stream
 
     def make_event(self, *, timing: bool = False) -> Event:
         """A new event; ``timing`` allows ``elapsed_ms``."""
-        return CUDAEvent(self.device, timing=timing)
+        return DeviceEvent(torch.cuda.Event(enable_timing=timing), self.current_stream)
 
     def synchronize(self) -> None:
         """Block until all work on the device is done."""

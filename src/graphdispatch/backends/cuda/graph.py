@@ -26,43 +26,22 @@ Note [why not torch.cuda.graph]
 """
 
 import contextlib
-from typing import NoReturn
 
 import torch
 
-from ...errors import CaptureError, GraphDispatchError, ReplayError
+from ...errors import CaptureError
 from ...reasons import Reason
+from ..accelerator.graph import RecordedGraph, raise_classified
 from ..base import CAPTURE_LOCK, Capture, Graph
-from ..diagnosis import diagnose
 from .pool import CUDAPool, begin_recording, may_be_empty
 
-__all__ = ["CUDACapture", "RecordedCUDAGraph", "raise_classified"]
+__all__ = ["CUDACapture", "RecordedCUDAGraph"]
 
 
-class RecordedCUDAGraph(Graph):
-    """A captured CUDA graph. Any thread that holds its pool's lock may replay it."""
+class RecordedCUDAGraph(RecordedGraph):
+    """A captured CUDA graph."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, pool: CUDAPool, nbytes: int) -> None:
-        self._graph: torch.cuda.CUDAGraph | None = graph
-        self._pool = pool
-        self._nbytes = nbytes
-
-    def replay(self) -> None:
-        """Launch the graph on the current stream of its device.
-
-        Raises ``ReplayError`` after ``reset``, and if CUDA refuses the launch; CUDA's error is then its cause.
-        """
-        graph = self._graph
-        if graph is None:
-            raise ReplayError("the graph was released and cannot be replayed; capture it again")
-        # Counted before the launch, because even a failed launch may have written to the outputs.
-        self._pool.generation += 1
-        try:
-            graph.replay()
-        except RuntimeError as error:
-            self._replay_again(graph, error)
-
-    def _replay_again(self, graph: torch.cuda.CUDAGraph, error: RuntimeError) -> None:
+    def replay_again(self, graph: torch.cuda.CUDAGraph, error: RuntimeError) -> None:
         """Replay again if only a capture prevented the replay: see Note [random numbers during a capture]."""
         if "outside graph capture" in str(error):
             try:
@@ -71,38 +50,7 @@ class RecordedCUDAGraph(Graph):
                 return
             except RuntimeError as second:
                 error = second
-        raise ReplayError(f"CUDA refused to replay the graph: {_first_line(error)}") from error
-
-    def reset(self) -> None:
-        """Wait for replays in flight and release the graph; idempotent.
-
-        Blocks while another thread captures. Never call it inside a capture of the same thread: it would make that
-        capture invalid.
-        """
-        with CAPTURE_LOCK:
-            graph, self._graph = self._graph, None
-            if graph is not None:
-                self._pool.wait_until_idle()
-                graph.reset()
-                del graph  # only now does torch free what it keeps outside of the pool
-                self._pool.release_graph()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the driver took for the graph itself; memory of the pool is not counted.
-
-        It is the part of the fall in free memory during the capture that the allocator does not explain. If another
-        process allocates at the same moment, the figure is wrong by that amount.
-        """
-        return 0 if self._graph is None else self._nbytes
-
-    @property
-    def driver_nbytes(self) -> int:
-        """Equal to ``nbytes``: everything that the allocator counts is in the pool."""
-        return self.nbytes
-
-    def __repr__(self) -> str:
-        return f"<RecordedCUDAGraph {self._pool.device} {'released' if self._graph is None else 'ready'}>"
+        super().replay_again(graph, error)
 
 
 class CUDACapture(Capture):
@@ -208,14 +156,6 @@ class CUDACapture(Capture):
             CAPTURE_LOCK.release()
 
 
-def raise_classified(error: BaseException, device: torch.device) -> NoReturn:
-    """Raise a ``CaptureError`` with its reason if the error is CUDA's, else the error itself."""
-    if not isinstance(error, RuntimeError) or isinstance(error, GraphDispatchError):
-        raise error
-    reason, remedy = diagnose(error)
-    raise CaptureError(f"the capture on {device} failed: {_first_line(error)}; {remedy}", reason) from error
-
-
 def _make_room(device: torch.device) -> None:
     """Return cached memory to the driver if most of the memory that this process may still use is cached.
 
@@ -232,7 +172,3 @@ def _unaccounted_bytes(device: torch.device) -> int:
     """Bytes that are in use on the device but not held by the caching allocator."""
     free, total = torch.cuda.mem_get_info(device)
     return int(total - free - torch.cuda.memory_reserved(device))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

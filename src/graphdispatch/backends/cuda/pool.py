@@ -34,7 +34,6 @@ Note [all segments are asked for]
 
 import contextlib
 import ctypes
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -43,7 +42,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 import torch
 
 from ...errors import BackendError
-from ..base import CAPTURE_LOCK, Pool
+from ..accelerator.pool import DevicePool
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
 __all__ = ["CUDAPool", "begin_recording", "may_be_empty"]
 
 _Handle: TypeAlias = "_POOL_HANDLE"  # a pair of integers
-_ANSWER_S = 200e-6  # how long an idle device may take to say that it has reached an event
 
 
 class _Hold(NamedTuple):
@@ -61,27 +59,16 @@ class _Hold(NamedTuple):
     placeholder: torch.cuda.CUDAGraph
 
 
-class CUDAPool(Pool):
-    """A private pool of the caching allocator. All its captures run on ``capture_stream``.
-
-    The allocator reuses a block only on the stream that the block was allocated for. Graphs therefore share memory
-    only if they were captured on the same stream. All methods are called with ``lock`` held.
-    """
+class CUDAPool(DevicePool):
+    """A private pool of CUDA's caching allocator."""
 
     def __init__(self, device: torch.device, capture_stream: Callable[[], torch.cuda.Stream]) -> None:
-        super().__init__()
-        self.device = device
-        self.capture_stream = capture_stream
+        super().__init__(device, capture_stream)
         self._hold: _Hold | None = None
         self._abandoned: list[_Handle] = []
-        self._graphs = 0
-        self._closed = False
         self._index = int(device.index)
         self._raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # only with CUDA
         self._last_raw: int | None = None
-        self._last: torch.cuda.Stream | None = None
-        self._mark: torch.cuda.Event | None = None
-        self._mark_generation = -1
 
     def after_fork(self) -> None:
         """CUDA cannot be used in a forked child, and every use of the pool says so."""
@@ -89,21 +76,14 @@ class CUDAPool(Pool):
         self._raw_stream = _refuse_forked
 
     def handle(self) -> _Handle:
-        """The handle to capture into, made on first use.
-
-        Call it with ``CAPTURE_LOCK`` held and no capture in progress. Raises ``BackendError`` after ``close``.
-        """
-        if self._closed:
-            raise BackendError("the pool is closed; make another with make_pool()")
+        """The handle to capture into, made on first use."""
+        self.check_open()
         if self._hold is None:
             self._hold = _new_hold(self.device, self.capture_stream())
         return self._hold.handle
 
     def give_up_handle(self) -> None:
-        """Leave the current handle to its graphs: see Note [after a failed capture]. Never raises.
-
-        Call it with ``CAPTURE_LOCK`` held, after the capture has ended with an error.
-        """
+        """Leave the current handle to its graphs: see Note [after a failed capture]. Never raises."""
         hold, self._hold = self._hold, None
         if hold is not None:
             self._forget_empty()
@@ -114,20 +94,10 @@ class CUDAPool(Pool):
         with contextlib.suppress(RuntimeError, BackendError):  # the next capture tries again, and reports
             self.handle()
 
-    def hold_graph(self) -> None:
-        """Note that a graph was captured into the pool. Call it with ``CAPTURE_LOCK`` held."""
-        self._graphs += 1
-
-    def release_graph(self) -> None:
-        """Note that a graph was released; free the memory with the last one. Call it with ``CAPTURE_LOCK`` held."""
-        self._graphs -= 1
-        if not self._graphs:
-            self._let_go()
-
     def used_on(self, stream: torch.cuda.Stream) -> None:
         """Note that work on the pool's memory ends on ``stream``."""
-        self._last, self._last_raw = stream, int(stream.cuda_stream)
-        self._mark = None
+        super().used_on(stream)
+        self._last_raw = int(stream.cuda_stream)
 
     def order_after_last_use(self) -> None:
         """Make the current stream wait for the stream that last used the pool; if they are one, only compare them."""
@@ -138,30 +108,9 @@ class CUDAPool(Pool):
             current.wait_stream(self._last)
         self.used_on(current)
 
-    def is_idle(self) -> bool:
-        """Whether no replay of the pool is in flight. False if CUDA cannot be asked, as inside a capture.
-
-        The first call after a replay may wait for a moment, since even an idle device needs some time to answer.
-        """
-        if self._last is None:
-            return True
-        try:
-            if torch.cuda.is_current_stream_capturing():
-                return False
-            deadline = 0.0
-            if self._mark is None or self._mark_generation != self.generation:
-                self._mark, self._mark_generation = self._last.record_event(), self.generation
-                deadline = time.perf_counter() + _ANSWER_S
-            while not (is_reached := self._mark.query()) and time.perf_counter() < deadline:
-                pass
-            return bool(is_reached)
-        except RuntimeError:  # the stream is being captured by someone else
-            return False
-
-    def wait_until_idle(self) -> None:
-        """Block until everything that used the pool's memory is done."""
-        if self._last is not None:
-            self._last.record_event().synchronize()
+    def is_capturing(self) -> bool:
+        """Whether anyone captures the current stream."""
+        return bool(torch.cuda.is_current_stream_capturing())
 
     @property
     def nbytes(self) -> int:
@@ -170,18 +119,8 @@ class CUDAPool(Pool):
         known = _bytes_by_handle(self._index)
         return sum(known[handle] for handle in handles)
 
-    def close(self) -> None:
-        """Release the memory; idempotent. Never call it inside a capture of the same thread.
-
-        Memory that no graph and no tensor uses goes back to the driver now, together with the rest of the allocator's
-        cache, because torch gives the memory of a finished pool to nobody else. Memory that is still in use goes back
-        when the allocator next empties its cache.
-        """
-        with CAPTURE_LOCK:
-            self._closed = True
-            self._let_go()
-
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """Give the handle and its memory back."""
         hold, self._hold = self._hold, None
         if hold is not None:
             self._abandoned.append(hold.handle)
