@@ -4,12 +4,24 @@
 """
 
 import os
+from collections.abc import Iterator
 
+import pytest
 import queued_device
 import torch
 
 from graphdispatch.backends import register_backend
 from graphdispatch.backends.accelerator import backend_of
+
+
+@pytest.fixture(autouse=True)
+def whole_device() -> Iterator[None]:
+    """No fault, delay or limit outlasts a test, and no failed kernel."""
+    yield
+    queued_device.recover()
+    queued_device.delays(0, 0)
+    queued_device.limit_memory()
+
 
 register_backend(queued_device.NAME, lambda: backend_of(queued_device.NAME))
 if os.environ.get("GRAPHDISPATCH_TEST_DEVICE") == queued_device.NAME:

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from queued_device import DEVICE, delays, fail_after, held, lose, pool_bytes, recover
+from queued_device import DEVICE, delays, fail_after, held, lose, memory_snapshot, pool_bytes, recover
 
 from graphdispatch import CUDAGraphOptions, Reason, graphed
 from graphdispatch.backends import Backend, get_backend
@@ -15,6 +15,8 @@ from graphdispatch.errors import BackendError, CaptureError, DeviceLostError, Re
 from ..helpers import assert_served, may_capture
 
 AT_ONCE = CUDAGraphOptions(capture_after=1)
+TRUST = CUDAGraphOptions(verify=False)
+MIB = 1 << 20
 
 
 @pytest.fixture
@@ -25,7 +27,7 @@ def backend() -> Backend:
 
 def x_of(value: float, rows: int = 4) -> torch.Tensor:
     """A batch."""
-    return torch.full((rows, 3), value, device=DEVICE)
+    return torch.full((rows, 3), float(value), device=DEVICE)
 
 
 def test_outputs_of_one_graph_survive_another() -> None:
@@ -187,6 +189,16 @@ def test_a_pools_bytes_are_the_allocators(backend: Backend) -> None:
         capture.graph.replay()
     capture.graph.replay()
     assert out.cpu()[0, 0] == 2
+
+
+def test_static_outputs_of_a_released_graph_keep_no_memory() -> None:
+    """They go before the graph does: its pool can only give back what nobody holds."""
+    options = CUDAGraphOptions(memory_budget_bytes=100_000)
+    step = graphed(lambda x: x.repeat(1, 100), dynamic={"x": 0}, sizes=(4,), options=options, outputs="static")
+    for value in range(4):
+        step(x_of(value))
+    assert (step.stats.captures, step.memory_bytes, step.entries) == (1, 0, [])
+    assert [each for each in memory_snapshot() if each["segment_pool_id"] != (0, 0)] == []
 
 
 def test_a_weak_reference_keeps_nothing(backend: Backend) -> None:
