@@ -3,16 +3,19 @@
 import subprocess
 import sys
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
 from queued_device import DEVICE, delays, fail_after, held, lose, memory_snapshot, pool_bytes, recover
+from torch._ops import OpOverload
 
 from graphdispatch import CUDAGraphOptions, Reason, graphed
 from graphdispatch.backends import Backend, get_backend
+from graphdispatch.backends.insight import OperatorMode, reveal_operators
 from graphdispatch.errors import BackendError, CaptureError, DeviceLostError, ReplayError
 
-from ..helpers import assert_served, may_capture
+from ..helpers import assert_served, compiled_operator, may_capture
 
 AT_ONCE = CUDAGraphOptions(capture_after=1)
 TRUST = CUDAGraphOptions(verify=False)
@@ -199,6 +202,32 @@ def test_static_outputs_of_a_released_graph_keep_no_memory() -> None:
         step(x_of(value))
     assert (step.stats.captures, step.memory_bytes, step.entries) == (1, 0, [])
     assert [each for each in memory_snapshot() if each["segment_pool_id"] != (0, 0)] == []
+
+
+class Seen(OperatorMode):
+    """What a mode sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def watch(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        self.names.append(func.name())
+        return func(*args, **kwargs)
+
+
+def test_a_compiled_operator_without_a_key_is_seen() -> None:
+    """As on the CPU and CUDA: its work on raw memory would be seen by nobody."""
+
+    def bump(x: torch.Tensor) -> None:
+        x.add_(1)
+
+    with compiled_operator("bump(Tensor(a!) x) -> ()", bump, "CompositeImplicitAutograd") as operator:
+        reveal_operators()
+        seen, x = Seen(), x_of(1)
+        with seen:
+            operator(x)
+    assert seen.names == ["graphdispatch_compiled::bump"]
 
 
 def test_a_weak_reference_keeps_nothing(backend: Backend) -> None:

@@ -109,7 +109,7 @@ def reveal_operators() -> None:
         with _reveal_lock:
             if full not in _revealed and not _has_kernel(full, "AutogradCPU"):
                 library = torch.library.Library(namespace, "IMPL")
-                for key in ("AutogradCPU", "AutogradCUDA"):
+                for key in ("AutogradCPU", "AutogradCUDA", "AutogradXPU", "AutogradPrivateUse1"):
                     library.impl(name, torch.library.fallthrough_kernel, key)
                 _revealed[full] = library
 
