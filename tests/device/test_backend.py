@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -10,9 +10,10 @@ import torch
 from queued_device import DEVICE, delays, fail_after, held, lose, memory_snapshot, pool_bytes, recover
 from torch._ops import OpOverload
 
-from graphdispatch import CUDAGraphOptions, Reason, graphed
+from graphdispatch import CUDAGraphOptions, DispatchKey, Reason, graphed
 from graphdispatch.backends import Backend, get_backend
 from graphdispatch.backends.insight import OperatorMode, reveal_operators
+from graphdispatch.engines import StreamDispatcher
 from graphdispatch.errors import BackendError, CaptureError, DeviceLostError, ReplayError
 
 from ..helpers import assert_served, compiled_operator, may_capture
@@ -228,6 +229,24 @@ def test_a_compiled_operator_without_a_key_is_seen() -> None:
         with seen:
             operator(x)
     assert seen.names == ["graphdispatch_compiled::bump"]
+
+
+def test_a_step_of_a_dispatcher_keeps_the_callers_memory() -> None:
+    """The caller's stream allocated it, and may have it back before the worker's stream has read it."""
+    dispatcher = StreamDispatcher(lambda x: x * 2, 2, backend=get_backend("queued"), options=TRUST)
+    key = DispatchKey(4, 4)
+    dispatcher.capture(key, (x_of(0),))
+    torch.accelerator.synchronize()
+    with ExitStack() as stack:
+        for worker in dispatcher.workers:
+            stack.enter_context(held(worker.stream.native))
+        x = x_of(3)
+        result, address = dispatcher.submit(key, x), x.data_ptr()
+        del x
+        other = x_of(50)
+        assert other.data_ptr() != address
+    assert result.result().cpu()[0, 0] == 6
+    dispatcher.close()
 
 
 def test_a_weak_reference_keeps_nothing(backend: Backend) -> None:
