@@ -157,7 +157,7 @@ class EffectRecorder(OperatorMode):
         before = torch.get_rng_state()
         with PythonCalls(python_kernel) as inside:
             result = super().watch_region(region, args)
-        is_hidden = args[1].is_cuda if len(args) > 1 and isinstance(args[1], torch.Tensor) else False
+        is_hidden = len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].device.type != "cpu"
         self.uses_rng |= is_hidden
         self.limits_values |= is_hidden
         self.uses_rng |= not torch.equal(before, torch.get_rng_state())
