@@ -155,12 +155,24 @@ void compute_now(const c10::OperatorHandle& op, Stack& kernel, Stack* stack) {
     }));
 }
 
+// Refuse tensors of the host beside the device's, as devices do: but numbers, and what an index may be made of.
+void refuse_two_devices(const c10::OperatorHandle& op, const Stack& arguments) {
+  if (op.schema().name().find("index") != std::string::npos) return;
+  for (const auto& argument : arguments)
+    changed(argument, [](const at::Tensor& tensor) {
+      TORCH_CHECK(!tensor.defined() || !tensor.is_cpu() || !tensor.dim(),
+                  "Expected all tensors to be on the same device, but found at least two devices, queued:0 and cpu!");
+      return tensor;
+    });
+}
+
 void run_operator(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
   size_t count = schema.arguments().size();
   Stack arguments(stack->end() - count, stack->end());
   stack->erase(stack->end() - count, stack->end());
 
+  refuse_two_devices(op, arguments);
   std::vector<at::Tensor> written;
   int generator = -1;
   bool draws = false;
@@ -222,7 +234,8 @@ void run_operator(const c10::OperatorHandle& op, Stack* stack) {
         if (!is_written(op.schema().returns()[i]))
           changed(values[i], [&](const at::Tensor& value) {
             auto target = targets[at++];
-            if (target.defined() && target.numel()) target.copy_(value);
+            // The CPU leaves out what it does not need, as the saved mean of a batch norm that learns nothing.
+            if (target.defined() && target.numel() && value.numel()) target.copy_(value);
             return value;
           });
   };

@@ -57,7 +57,8 @@ def test_a_module_runs_and_learns() -> None:
     [
         (lambda x: x @ x[:2], "shapes|size"),
         (lambda x: x.expand(2, 4, 4).add_(1), "more than one element"),
-        (lambda x: x + x.cpu(), "device"),
+        (lambda x: x + x.cpu(), "two devices"),
+        (lambda x: torch.nn.functional.linear(x, x.cpu(), x.cpu()[0]), "two devices"),
         (lambda x: x.view(5), "invalid"),
     ],
 )
