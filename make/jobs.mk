@@ -55,7 +55,8 @@ ON_QUEUED := $(ON_ANY_DEVICE) tests/behaviour/test_surroundings.py \
 device-test: export PYTHONPATH := $(CURDIR)/tests/device
 device-test: $(VENV)/.native
 	@$(BIN)/python -m pytest -p queued_backend tests/device $(filter tests/backends/%,$(ON_DEVICE)) $(ARGS)
-	@GRAPHDISPATCH_TEST_DEVICE=queued $(BIN)/python -m pytest -p queued_backend $(ON_QUEUED) $(ARGS)
+	@GRAPHDISPATCH_TEST_DEVICE=queued GRAPHDISPATCH_TEST_DELAYS=50 \
+		$(BIN)/python -m pytest -p queued_backend $(ON_QUEUED) $(ARGS)
 
 # What graphs are worth on a GPU, beside their peers.
 gpu-bench:

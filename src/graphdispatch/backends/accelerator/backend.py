@@ -12,7 +12,7 @@ from ...reasons import Reason
 from ..base import Backend, Capture, Event, Pool, Stream
 from ..diagnosis import LOST, MEMORY, diagnose
 from .graph import AcceleratorCapture
-from .pool import AcceleratorPool, Handle
+from .pool import AcceleratorPool, Handle, current_stream
 from .streams import DeviceEvent, DeviceStream
 
 __all__ = ["AcceleratorBackend", "backend_of"]
@@ -75,13 +75,13 @@ class AcceleratorBackend(Backend):
     def is_capturing(self) -> bool:
         """Whether anyone is capturing the calling thread's current stream. Never raises."""
         try:
-            return bool(torch.accelerator.current_stream(self.device).is_capturing())
+            return bool(current_stream(self.device.index).is_capturing())
         except (RuntimeError, AssertionError):  # a device that is lost
             return False
 
     def current_stream(self) -> Stream:
         """The device's current stream on the calling thread."""
-        return DeviceStream(torch.accelerator.current_stream(self.device))
+        return DeviceStream(current_stream(self.device.index))
 
     def make_stream(self) -> Stream:
         """A new stream of the device."""

@@ -19,7 +19,10 @@ import torch
 from ...errors import BackendError
 from ..base import CAPTURE_LOCK, Pool
 
-__all__ = ["AcceleratorPool", "DevicePool", "begin_recording"]
+__all__ = ["AcceleratorPool", "DevicePool", "begin_recording", "current_stream"]
+
+current_stream = torch._C._accelerator_getStream
+"""A device's current stream, by the device's index; ``torch.accelerator.current_stream`` takes ten times as long."""
 
 Handle: TypeAlias = tuple[int, int]
 _ANSWER_S = 200e-6  # how long an idle device may take to say that it has reached an event
@@ -77,7 +80,7 @@ class DevicePool(Pool):
 
     def order_after_last_use(self) -> None:
         """Make the current stream wait for the stream that last used the pool; if they are one, only compare them."""
-        current = torch.accelerator.current_stream(self.device)
+        current = current_stream(self.device.index)
         if self._last is None or current != self._last:
             if self._last is not None:
                 current.wait_stream(self._last)
@@ -105,7 +108,7 @@ class DevicePool(Pool):
 
     def is_capturing(self) -> bool:
         """Whether anyone captures the current stream."""
-        return bool(torch.accelerator.current_stream(self.device).is_capturing())
+        return bool(current_stream(self.device.index).is_capturing())
 
     def wait_until_idle(self) -> None:
         """Block until everything that used the pool's memory is done."""
