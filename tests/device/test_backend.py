@@ -133,10 +133,11 @@ def test_a_fault_of_a_capture_is_contained(fault: str, calls: int) -> None:
     assert_served(step, x)
 
 
-def test_a_lost_device_is_said(backend: Backend) -> None:
-    """A hit says so, and the backend remembers nothing of it afterwards."""
+@pytest.mark.parametrize("calls", [1, 2, 4])
+def test_a_lost_device_is_said(calls: int) -> None:
+    """By a hit, by a comparison, and where batches are looked at before one; nobody remembers it afterwards."""
     step = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
-    for value in range(4):
+    for value in range(calls):
         x = x_of(value)
         step(x)
     lose()
