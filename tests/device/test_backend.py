@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from queued_device import DEVICE, delays, fail_after, held, lose, memory_snapshot, pool_bytes, recover
+from queued_device import DEVICE, delays, fail_after, held, limit_memory, lose, memory_snapshot, pool_bytes, recover
 from torch._ops import OpOverload
 
 from graphdispatch import CUDAGraphOptions, DispatchKey, Reason, graphed
@@ -145,6 +145,46 @@ def test_a_lost_device_is_said(calls: int) -> None:
         step(x)
     recover()
     assert may_capture()
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_captures_and_comparisons_draw_and_write_nothing(reads: bool) -> None:
+    """The calls see eager's numbers and leave eager's state and generator, also where the capture fails."""
+
+    def counting(count: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        factor = float(x.sum()) if reads else 1.0
+        return x * count.add_(1) * factor + torch.rand_like(x)
+
+    ours, eager = (torch.zeros(1, device=DEVICE) for _ in range(2))
+    options = CUDAGraphOptions(capture_after=1, verify_every=2)
+    step = graphed(lambda x: counting(ours, x), dynamic={"x": 0}, sizes=(4,), options=options)
+    module = torch.get_device_module(DEVICE)
+    before = module.get_rng_state()
+    got = [step(x_of(value)) for value in range(8)]
+    after = module.get_rng_state()
+    module.set_rng_state(before)
+    for value, answer in enumerate(got):
+        assert torch.equal(answer, counting(eager, x_of(value)))
+    assert torch.equal(ours, eager)
+    assert torch.equal(module.get_rng_state(), after)
+    assert (step.stats.hits > 0) is not reads
+
+
+def test_a_capture_without_memory_is_given_up() -> None:
+    """The calls run eagerly, with the reason, and the memory is whole; with memory they are captured."""
+    step = graphed(lambda x: (x.repeat(1, 40_000) * 2)[:, :3], dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    x = torch.randn(4, 3, device=DEVICE)
+    expected = (x * 2).cpu()
+    torch.testing.assert_close(step.unwrap()(x).cpu(), expected)
+    torch.accelerator.empty_cache()
+    limit_memory(torch.accelerator.memory_reserved() + 6 * MIB)
+    torch.testing.assert_close(step(x).cpu(), expected)
+    assert step.last_decision.reason is Reason.OUT_OF_MEMORY, step.explain(x)
+    limit_memory()
+    for _ in range(40):
+        x = torch.randn(4, 3, device=DEVICE)
+        torch.testing.assert_close(step(x).cpu(), (x * 2).cpu())
+    assert step.last_decision.reason.is_graph, step.explain(x)
 
 
 def test_what_cannot_be_captured_runs_eagerly() -> None:
