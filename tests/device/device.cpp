@@ -1,6 +1,7 @@
 // Registers the device with torch: guard, allocators, generator, hooks and graphs.
 #include "device.h"
 
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/GraphImplInterface.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -121,8 +122,7 @@ struct Random final : c10::GeneratorImpl {
 
   Random() : GeneratorImpl(DEVICE, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)) {}
   static void refuse() {
-    TORCH_CHECK(!anyone_captures() || !capture_of(current_stream()),
-                "a generator's state cannot be set during graph capture");
+    TORCH_CHECK(!capture_of(current_stream()), "a generator's state cannot be set during graph capture");
   }
   void set_current_seed(uint64_t seed) override { refuse(), state = {seed, 0}; }
   void set_offset(uint64_t offset) override { refuse(), state.offset = offset; }
@@ -220,7 +220,6 @@ struct Graph final : at::GraphImplInterface {
 }  // namespace
 
 c10::DeviceAllocator* allocator() { return &device_memory; }
-at::HostAllocator* host_allocator() { return &host_memory; }
 const at::Generator& default_generator() { return generator; }
 
 void submit_drawing(const std::optional<at::Generator>& given, Work work) {

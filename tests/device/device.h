@@ -1,7 +1,6 @@
 // The device as torch sees it: what the operators (operators.cpp) need of its registration (device.cpp).
 #pragma once
 #include <ATen/ATen.h>
-#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/Generator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 
@@ -10,7 +9,6 @@
 namespace queued {
 
 c10::DeviceAllocator* allocator();
-at::HostAllocator* host_allocator();
 const at::Generator& default_generator();
 
 // Submit work that draws random numbers of ``generator``, or of the default one.

@@ -264,8 +264,7 @@ void synchronize_device() {
 }
 
 void wait_for_everything() {
-  for (int i = 0; i < STREAMS; i++)
-    if (streams[i].has_thread) streams[i].finish();
+  for (int i = 0; i < STREAMS; i++) streams[i].finish();
 }
 
 // ---- events
