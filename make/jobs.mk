@@ -1,7 +1,7 @@
 # Rarer jobs. CONTRIBUTING.md says when to run them.
 
 .PHONY: lint types sweep fuzz generate-test vllm-test drift gpu-emulated gpu-bench native-check native-twins docs-serve package
-.PHONY: mutants count
+.PHONY: mutants count device-test
 
 # What runs on a device, and what runs on whichever device GRAPHDISPATCH_TEST_DEVICE names.
 ON_DEVICE := tests/gpu tests/backends/test_conformance_capture.py tests/backends/test_conformance_device.py
@@ -46,6 +46,17 @@ gpu-emulated:
 	@tests/emulator/build.sh $(GPU_PYTHON) $(EMULATOR)
 	@LD_PRELOAD=$(EMULATOR)/libcudart.so.13 LD_LIBRARY_PATH=$(EMULATOR) GRAPHDISPATCH_TEST_DEVICE=cuda \
 		$(GPU_PYTHON) -m pytest -p emulated_cuda $(ON_DEVICE) $(ON_ANY_DEVICE) $(ARGS)
+
+# The library on a device whose streams are threads, on torch for the CPU. Needs g++, which compiles it once. A process that
+# has used it cannot fork.
+ON_QUEUED := $(ON_ANY_DEVICE) tests/behaviour/test_surroundings.py \
+	$(addprefix tests/behaviour/test_footguns_,rows.py breaks.py dims.py table.py) \
+	--front-ends graphed -k "not pickle and not fork"
+device-test: export PYTHONPATH := $(CURDIR)/tests/device
+device-test: $(VENV)/.native
+	@$(BIN)/python -m pytest -p queued_backend tests/device $(filter tests/backends/%,$(ON_DEVICE)) $(ARGS)
+	@GRAPHDISPATCH_TEST_DEVICE=queued GRAPHDISPATCH_TEST_DELAYS=50 \
+		$(BIN)/python -m pytest -p queued_backend $(ON_QUEUED) $(ARGS)
 
 # What graphs are worth on a GPU, beside their peers.
 gpu-bench:

@@ -12,6 +12,8 @@ import graphdispatch
 from graphdispatch.native import EXTENSION
 from graphdispatch.native.build import CompileError, compile_core, fingerprint
 
+from ..helpers import run_python
+
 PACKAGE = Path(graphdispatch.__file__).parent
 ASK = "from graphdispatch.native import EXTENSION, WHY_NO_EXTENSION; print(EXTENSION is not None, WHY_NO_EXTENSION)"
 
@@ -69,3 +71,17 @@ def test_a_core_keeps_the_hash_of_its_sources() -> None:
     if EXTENSION is None:
         pytest.skip("the native core is not compiled, or turned off")
     assert fingerprint() == EXTENSION.SOURCES
+
+
+UNDER_A_DEFAULT = """
+import torch
+torch.set_default_device("meta")
+from graphdispatch.native.bound import ASKED, CORE
+assert CORE is None or not ASKED, ASKED
+assert torch.zeros(2).is_meta
+"""
+
+
+def test_a_default_device_is_not_used_at_the_import() -> None:
+    """The core's self-test makes its tensors on the CPU, whatever device the importing thread makes them on."""
+    run_python("-c", UNDER_A_DEFAULT)

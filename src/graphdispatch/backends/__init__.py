@@ -1,4 +1,4 @@
-"""Backends by name: one for each folder here, and those that other packages give to ``register_backend``."""
+"""Backends by name: one for each folder here, those of further accelerators, and what ``register_backend`` is given."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +14,8 @@ from .base import Backend, Capture, Graph, Pool, Timer
 __all__ = ["Backend", "Capture", "Graph", "Pool", "Timer", "available_backends", "get_backend", "register_backend"]
 
 _LOCK = make_lock()
+_COMMON = "accelerator"
+"""The folder of the backend of every accelerator that torch has graphs for."""
 
 
 def _class_in(folder: str) -> type[Backend]:
@@ -22,8 +24,9 @@ def _class_in(folder: str) -> type[Backend]:
 
 
 _FACTORIES: dict[str, Callable[[], type[Backend]]] = {
-    name: partial(_class_in, name) for _, name, is_folder in iter_modules(__path__) if is_folder
+    name: partial(_class_in, name) for _, name, is_folder in iter_modules(__path__) if is_folder and name != _COMMON
 }
+_FACTORIES["xpu"] = lambda: import_module(f".{_COMMON}", __name__).backend_of("xpu")
 # One object per device, since a device has one capture stream (Note [one capture at a time] in base.py).
 _INSTANCES: dict[tuple[str, int | None], Backend] = {}
 

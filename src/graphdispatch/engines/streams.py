@@ -296,5 +296,5 @@ def _hold(tree: Any, stream: Stream) -> None:
     native = getattr(stream, "native", None)
     if native is not None:
         for leaf in tree_leaves(tree):
-            if is_tensor(leaf) and leaf.is_cuda:
+            if is_tensor(leaf) and leaf.device.type != "cpu":
                 leaf.record_stream(native)

@@ -398,11 +398,12 @@ class CUDAGraphEntry(Verification, NotCopied):
         with self.pool.lock:
             if self.state is not EntryState.EVICTED:
                 self.state = EntryState.EVICTED
-                self.graph.reset()
+                # Outputs in the pool go first: a pool that is released gives back only what nobody holds.
                 self.held = ()
                 self.outputs = Outputs(None, OutputRule(()), (), "static", self.pool)
                 self._plans = {}
                 self.workspaces = self.guard = None
+                self.graph.reset()
 
     def __repr__(self) -> str:
         return (

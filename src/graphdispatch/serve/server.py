@@ -231,7 +231,11 @@ class Server:
             return Reason.STATE_UNSEEN, "an argument carries attributes that the code may read; pass them as arguments"
         if (clash := entry.plan(rows).clash(leaves)) is not None:
             return Reason.ALIASED_ARGUMENTS, clash
-        objection = entry.objection(leaves, rows, is_frozen=self.graphs.is_frozen)
+        try:
+            objection = entry.objection(leaves, rows, is_frozen=self.graphs.is_frozen)
+        except RuntimeError as error:  # it may look at batches on the device
+            entry.backend.raise_if_lost(error)
+            raise
         return objection if objection[0] is not None or entry.fits_modes() else (Reason.MODE_ACTIVE, "")
 
     def admit(self, group: GraphGroup, size: int) -> tuple[Reason, str]:

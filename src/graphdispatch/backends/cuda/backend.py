@@ -1,7 +1,7 @@
-"""The CUDA backend of one device, and its streams and events: thin wrappers of torch's."""
+"""The CUDA backend of one device, and its streams."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -9,74 +9,24 @@ import torch
 
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
+from ..accelerator.streams import DeviceEvent, DeviceStream
 from ..base import Backend, Capture, Event, Pool, Stream
-from .errors import LOST, MEMORY, diagnose
-from .graph import CUDACapture, CUDAPool
+from ..diagnosis import LOST, MEMORY, diagnose
+from .graph import CUDACapture
+from .pool import CUDAPool
+
+__all__ = ["CUDABackend"]
 
 
-class CUDAStream(Stream):
-    """A CUDA stream.
+class CUDAStream(DeviceStream):
+    """A CUDA stream."""
 
-    CUDA may report an error of work on the device in any later call, not only in ``synchronize``.
-    """
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.native = stream
-
-    def submit(self, work: Callable[[], None]) -> None:
-        """Call ``work`` now, with this stream current. What it launches is queued."""
-        with torch.cuda.stream(self.native):
-            work()
-
-    def wait_stream(self, other: Stream) -> None:
-        """Make later work of this stream begin after all work given to ``other`` so far."""
-        self.native.wait_stream(native(other))
-
-    def synchronize(self) -> None:
-        """Block until the queue is empty."""
-        self.native.synchronize()
+    def entered(self) -> contextlib.AbstractContextManager[object]:
+        """A block in which this stream is current."""
+        return torch.cuda.stream(self.native)
 
     def __repr__(self) -> str:
         return f"<CUDAStream {self.native.device} {self.native.cuda_stream:#x}>"
-
-
-class CUDAEvent(Event):
-    """A CUDA event of one device."""
-
-    def __init__(self, device: torch.device, *, timing: bool = False) -> None:
-        self._device = device
-        self._native = torch.cuda.Event(enable_timing=timing)
-
-    def record(self, stream: Stream | None = None) -> None:
-        """Mark the end of all work given to ``stream`` (default: the device's current one) so far."""
-        self._native.record(self._target(stream))
-
-    def wait(self, stream: Stream | None = None) -> None:
-        """Make later work of ``stream`` (default: the device's current one) begin after the mark."""
-        self._native.wait(self._target(stream))
-
-    def query(self) -> bool:
-        """Whether the work before the mark is done. True for an event that was never recorded."""
-        return bool(self._native.query())
-
-    def synchronize(self) -> None:
-        """Block the calling thread until the work before the mark is done."""
-        self._native.synchronize()
-
-    def elapsed_ms(self, end: Event) -> float:
-        """Milliseconds of device time from this mark to ``end``. Both were made with ``timing=True``, and are done."""
-        assert isinstance(end, CUDAEvent)
-        return float(self._native.elapsed_time(end._native))
-
-    def _target(self, stream: Stream | None) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device) if stream is None else native(stream)
-
-
-def native(stream: Stream) -> torch.cuda.Stream:
-    """The torch stream behind ``stream``; raises ``BackendError`` for one of another backend."""
-    if not isinstance(stream, CUDAStream):
-        raise BackendError(f"stream must come from the CUDA backend, got {stream!r}; make one with its make_stream()")
-    return stream.native
 
 
 class CUDABackend(Backend):
@@ -140,12 +90,12 @@ class CUDABackend(Backend):
     @contextlib.contextmanager
     def use_stream(self, stream: Stream) -> Iterator[Stream]:
         """Make ``stream`` current within a ``with`` block."""
-        with torch.cuda.stream(native(stream)):
+        with torch.cuda.stream(CUDAStream.native_of(stream)):
             yield stream
 
     def make_event(self, *, timing: bool = False) -> Event:
         """A new event; ``timing`` allows ``elapsed_ms``."""
-        return CUDAEvent(self.device, timing=timing)
+        return DeviceEvent(torch.cuda.Event(enable_timing=timing), self.current_stream)
 
     def synchronize(self) -> None:
         """Block until all work on the device is done."""

@@ -1,4 +1,4 @@
-"""Captures, the graphs that come out of them, and the memory that the graphs of one pool share.
+"""Captures and the graphs that come out of them.
 
 Note [cuBLAS workspaces]
     cuBLAS calls use a scratch buffer that torch keeps for each handle and stream. A graph holds its raw address.
@@ -23,268 +23,25 @@ Note [random numbers during a capture]
 Note [why not torch.cuda.graph]
     Its ``__exit__`` first ends the capture and then leaves the stream context. When ``capture_end`` raises, the thread
     stays on the capture stream, and the user's own exception survives only as the context of the other one.
-
-Note [a pool lives by its placeholder]
-    The allocator counts the graphs of a pool handle and takes the memory back when the last one is gone. A handle whose
-    count fell to zero must not be used again. We therefore capture an empty graph, the placeholder, into each handle.
-    It keeps the count above zero between captures. When the last of the pool's own graphs is released, we release the
-    placeholder and the memory too, and the next capture gets a new handle. The reason: torch gives the memory of a
-    pool to nobody else. Keeping it for a capture that may never come would break the promise of a memory budget.
-
-Note [torch's own operators at the beginning]
-    ``capture_begin`` writes the generator's seed and offset to the device with ordinary operators. After a break, a
-    recording begins while the capturer is watching operators, and it would take these for the callable's. They are
-    hidden from it.
-
-Note [a graph that could not begin is never destroyed]
-    ``capture_begin`` first registers the graph with the random generator. This can fail if there is no memory left or
-    the device is lost. The destructor of the graph then finds that it is not registered, throws, and ends the process.
-    We cannot see how far ``capture_begin`` came, so we keep every graph that could not begin: some hundred bytes each.
-
-Note [after a failed capture]
-    ``capture_end`` throws before it tells the allocators that the recording is over. The device allocator would then
-    refuse the handle forever ("already recording to mempool_id"), delay the release of blocks that other streams used,
-    and never free the pool. We end that recording ourselves and give back the count that the capture took. The
-    allocator of pinned host memory keeps its own list, which Python cannot reach, so we give up the handle itself.
-    Graphs captured before keep it, and its memory, until they are released; later graphs get a new handle. We record
-    the placeholder of the new handle at once, because a regular capture also repairs the random generator: torch
-    versions with one generator state for all captures leave it in capture mode.
-
-Note [all segments are asked for]
-    ``memory_snapshot(mempool_id=...)`` of torch drops references to the handle's numbers that it never took
-    (https://github.com/pytorch/pytorch/pull/196366). A number above 256 is then freed while it is in use, and the
-    process crashes at some later allocation. We ask for the segments of all pools and choose ours.
 """
 
 import contextlib
-import ctypes
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, cast
 
 import torch
 
-from ...errors import BackendError, CaptureError, GraphDispatchError, ReplayError
+from ...errors import CaptureError
 from ...reasons import Reason
-from ..base import CAPTURE_LOCK, Capture, Graph, Pool
-from .errors import diagnose
+from ..accelerator.graph import RecordedGraph, raise_classified
+from ..base import CAPTURE_LOCK, Capture, Graph
+from .pool import CUDAPool, begin_recording, may_be_empty
 
-if TYPE_CHECKING:
-    from torch.cuda import _POOL_HANDLE
-
-_Handle: TypeAlias = "_POOL_HANDLE"  # a pair of integers
+__all__ = ["CUDACapture", "RecordedCUDAGraph"]
 
 
-class _Hold(NamedTuple):
-    """A pool handle and the empty graph that keeps it: see Note [a pool lives by its placeholder]."""
+class RecordedCUDAGraph(RecordedGraph):
+    """A captured CUDA graph."""
 
-    handle: _Handle
-    placeholder: torch.cuda.CUDAGraph
-
-
-class CUDAPool(Pool):
-    """A private pool of the caching allocator. All its captures run on ``capture_stream``.
-
-    The allocator reuses a block only on the stream that the block was allocated for. Graphs therefore share memory
-    only if they were captured on the same stream. All methods are called with ``lock`` held.
-    """
-
-    def __init__(self, device: torch.device, capture_stream: Callable[[], torch.cuda.Stream]) -> None:
-        super().__init__()
-        self.device = device
-        self.capture_stream = capture_stream
-        self._hold: _Hold | None = None
-        self._abandoned: list[_Handle] = []
-        self._graphs = 0
-        self._closed = False
-        self._index = int(device.index)
-        self._raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # only with CUDA
-        self._last_raw: int | None = None
-        self._last: torch.cuda.Stream | None = None
-
-    def after_fork(self) -> None:
-        """CUDA cannot be used in a forked child, and every use of the pool says so."""
-        super().after_fork()
-        self._raw_stream = _refuse_forked
-
-    def handle(self) -> _Handle:
-        """The handle to capture into, made on first use.
-
-        Call it with ``CAPTURE_LOCK`` held and no capture in progress. Raises ``BackendError`` after ``close``.
-        """
-        if self._closed:
-            raise BackendError("the pool is closed; make another with make_pool()")
-        if self._hold is None:
-            self._hold = _new_hold(self.device, self.capture_stream())
-        return self._hold.handle
-
-    def give_up_handle(self) -> None:
-        """Leave the current handle to its graphs: see Note [after a failed capture]. Never raises.
-
-        Call it with ``CAPTURE_LOCK`` held, after the capture has ended with an error.
-        """
-        hold, self._hold = self._hold, None
-        if hold is not None:
-            self._forget_empty()
-            self._abandoned.append(hold.handle)
-            _end_recording(self._index, hold.handle)
-            with contextlib.suppress(RuntimeError):
-                hold.placeholder.reset()
-        with contextlib.suppress(RuntimeError, BackendError):  # the next capture tries again, and reports
-            self.handle()
-
-    def hold_graph(self) -> None:
-        """Note that a graph was captured into the pool. Call it with ``CAPTURE_LOCK`` held."""
-        self._graphs += 1
-
-    def release_graph(self) -> None:
-        """Note that a graph was released; free the memory with the last one. Call it with ``CAPTURE_LOCK`` held."""
-        self._graphs -= 1
-        if not self._graphs:
-            self._let_go()
-
-    def used_on(self, stream: torch.cuda.Stream) -> None:
-        """Note that work on the pool's memory ends on ``stream``."""
-        self._last, self._last_raw = stream, int(stream.cuda_stream)
-
-    def order_after_last_use(self) -> None:
-        """Make the current stream wait for the stream that last used the pool; if they are one, only compare them."""
-        if self._raw_stream(self._index) == self._last_raw:
-            return
-        current = torch.cuda.current_stream(self.device)
-        if self._last is not None:
-            current.wait_stream(self._last)
-        self.used_on(current)
-
-    def wait_until_idle(self) -> None:
-        """Block until everything that used the pool's memory is done."""
-        if self._last is not None:
-            self._last.record_event().synchronize()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the allocator's segments that belong to the pool; 0 if the allocator cannot tell."""
-        handles = [*self._abandoned, *([] if self._hold is None else [self._hold.handle])]
-        known = _bytes_by_handle(self._index)
-        return sum(known[handle] for handle in handles)
-
-    def close(self) -> None:
-        """Release the memory; idempotent. Never call it inside a capture of the same thread.
-
-        Memory that no graph and no tensor uses goes back to the driver now, together with the rest of the allocator's
-        cache, because torch gives the memory of a finished pool to nobody else. Memory that is still in use goes back
-        when the allocator next empties its cache.
-        """
-        with CAPTURE_LOCK:
-            self._closed = True
-            self._let_go()
-
-    def _let_go(self) -> None:
-        hold, self._hold = self._hold, None
-        if hold is not None:
-            self._abandoned.append(hold.handle)
-            hold.placeholder.reset()
-        del hold  # only now does torch free what it keeps for a graph outside of the pool
-        if self._abandoned:
-            torch.cuda.empty_cache()
-            self._forget_empty()
-
-    def _forget_empty(self) -> None:
-        """Drop the handles whose memory is gone: they never get memory again."""
-        known = _bytes_by_handle(self._index)
-        self._abandoned = [handle for handle in self._abandoned if known[handle]]
-
-    def __repr__(self) -> str:
-        condition = "closed" if self._closed else "open" if self._hold is not None else "empty"
-        return f"<CUDAPool {self.device} {condition} generation={self.generation}>"
-
-
-def _refuse_forked(index: int) -> int:
-    raise BackendError(
-        f"cuda:{index} cannot be used in a process that was forked after CUDA was; start it with the method 'spawn' "
-        "(multiprocessing.set_start_method), and make its graphs there"
-    )
-
-
-def begin_recording(graph: torch.cuda.CUDAGraph, handle: _Handle) -> None:
-    """Begin to record the current stream's work into ``graph``, with memory of ``handle``.
-
-    Raises what torch raises. See Notes [torch's own operators at the beginning] and
-    [a graph that could not begin is never destroyed].
-    """
-    try:
-        with torch._C._DisableTorchDispatch():
-            graph.capture_begin(pool=handle, capture_error_mode="thread_local")
-    except BaseException:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
-        raise
-
-
-@contextlib.contextmanager
-def may_be_empty() -> Iterator[None]:
-    """Suppress the warning about an empty graph within a ``with`` block, where a graph may be empty."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*The CUDA Graph is empty")
-        yield
-
-
-def _new_hold(device: torch.device, stream: torch.cuda.Stream) -> _Hold:
-    """A fresh handle with an empty graph in it."""
-    graph = torch.cuda.CUDAGraph()
-    handle = torch.cuda.graph_pool_handle()
-    with torch.cuda.device(device), torch.cuda.stream(stream), may_be_empty():
-        try:
-            begin_recording(graph, handle)
-            graph.capture_end()
-        except RuntimeError:
-            _end_recording(int(device.index), handle)
-            raise
-    return _Hold(handle, graph)
-
-
-def _end_recording(index: int, handle: _Handle) -> None:
-    """If a failed capture left a recording open in the allocator, end it and give back its count."""
-    with contextlib.suppress(RuntimeError):
-        torch._C._cuda_endAllocateToPool(index, handle)
-        # Reached only if the recording was open. Otherwise the graph gives back its count itself.
-        torch._C._cuda_releasePool(index, handle)
-
-
-def _bytes_by_handle(index: int) -> Counter[_Handle]:
-    """Bytes of the segments of each handle on one device; see Note [all segments are asked for]."""
-    known: Counter[_Handle] = Counter()
-    with contextlib.suppress(RuntimeError):  # cudaMallocAsync has no snapshot
-        for segment in torch.cuda.memory_snapshot(include_traces=False):
-            if segment["device"] == index:
-                known[cast("_Handle", tuple(segment["segment_pool_id"]))] += int(segment["total_size"])
-    return known
-
-
-class RecordedCUDAGraph(Graph):
-    """A captured CUDA graph. Any thread that holds its pool's lock may replay it."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, pool: CUDAPool, nbytes: int) -> None:
-        self._graph: torch.cuda.CUDAGraph | None = graph
-        self._pool = pool
-        self._nbytes = nbytes
-
-    def replay(self) -> None:
-        """Launch the graph on the current stream of its device.
-
-        Raises ``ReplayError`` after ``reset``, and if CUDA refuses the launch; CUDA's error is then its cause.
-        """
-        graph = self._graph
-        if graph is None:
-            raise ReplayError("the graph was released and cannot be replayed; capture it again")
-        # Counted before the launch, because even a failed launch may have written to the outputs.
-        self._pool.generation += 1
-        try:
-            graph.replay()
-        except RuntimeError as error:
-            self._replay_again(graph, error)
-
-    def _replay_again(self, graph: torch.cuda.CUDAGraph, error: RuntimeError) -> None:
+    def replay_again(self, graph: torch.cuda.CUDAGraph, error: RuntimeError) -> None:
         """Replay again if only a capture prevented the replay: see Note [random numbers during a capture]."""
         if "outside graph capture" in str(error):
             try:
@@ -293,38 +50,7 @@ class RecordedCUDAGraph(Graph):
                 return
             except RuntimeError as second:
                 error = second
-        raise ReplayError(f"CUDA refused to replay the graph: {_first_line(error)}") from error
-
-    def reset(self) -> None:
-        """Wait for replays in flight and release the graph; idempotent.
-
-        Blocks while another thread captures. Never call it inside a capture of the same thread: it would make that
-        capture invalid.
-        """
-        with CAPTURE_LOCK:
-            graph, self._graph = self._graph, None
-            if graph is not None:
-                self._pool.wait_until_idle()
-                graph.reset()
-                del graph  # only now does torch free what it keeps outside of the pool
-                self._pool.release_graph()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the driver took for the graph itself; memory of the pool is not counted.
-
-        It is the part of the fall in free memory during the capture that the allocator does not explain. If another
-        process allocates at the same moment, the figure is wrong by that amount.
-        """
-        return 0 if self._graph is None else self._nbytes
-
-    @property
-    def driver_nbytes(self) -> int:
-        """Equal to ``nbytes``: everything that the allocator counts is in the pool."""
-        return self.nbytes
-
-    def __repr__(self) -> str:
-        return f"<RecordedCUDAGraph {self._pool.device} {'released' if self._graph is None else 'ready'}>"
+        super().replay_again(graph, error)
 
 
 class CUDACapture(Capture):
@@ -430,14 +156,6 @@ class CUDACapture(Capture):
             CAPTURE_LOCK.release()
 
 
-def raise_classified(error: BaseException, device: torch.device) -> NoReturn:
-    """Raise a ``CaptureError`` with its reason if the error is CUDA's, else the error itself."""
-    if not isinstance(error, RuntimeError) or isinstance(error, GraphDispatchError):
-        raise error
-    reason, remedy = diagnose(error)
-    raise CaptureError(f"the capture on {device} failed: {_first_line(error)}; {remedy}", reason) from error
-
-
 def _make_room(device: torch.device) -> None:
     """Return cached memory to the driver if most of the memory that this process may still use is cached.
 
@@ -454,7 +172,3 @@ def _unaccounted_bytes(device: torch.device) -> int:
     """Bytes that are in use on the device but not held by the caching allocator."""
     free, total = torch.cuda.mem_get_info(device)
     return int(total - free - torch.cuda.memory_reserved(device))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

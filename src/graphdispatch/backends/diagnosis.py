@@ -1,10 +1,10 @@
-"""What a CUDA error during a capture means, from its code if torch provides one, else from its text."""
+"""What an error of a device during a capture means, from its code if torch provides one, else from its text: CUDA's."""
 
 from typing import NamedTuple
 
 import torch
 
-from ...reasons import Reason
+from ..reasons import Reason
 
 
 class Diagnosis(NamedTuple):

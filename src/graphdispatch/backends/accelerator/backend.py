@@ -1,0 +1,162 @@
+"""The backend of one accelerator."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, cached_property
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import torch
+
+from ...errors import BackendError, CaptureError
+from ...reasons import Reason
+from ..base import Backend, Capture, Event, Pool, Stream
+from ..diagnosis import LOST, MEMORY, diagnose
+from .graph import AcceleratorCapture
+from .pool import AcceleratorPool, Handle, current_stream
+from .streams import DeviceEvent, DeviceStream
+
+__all__ = ["AcceleratorBackend", "backend_of"]
+
+CaptureMode: TypeAlias = Literal["default", "global", "thread_local", "relaxed"]
+_CAPTURE_MODES: dict[str, CaptureMode] = {
+    "xpu": "default",  # it warns of others, and ignores them
+}
+"""Whom a capture forbids to wait for the device, by device type. Elsewhere: the capture's own thread, as on CUDA.
+
+A capture on XPU does not follow events to side streams (https://github.com/pytorch/pytorch/pull/196490). What a side
+stream does is then missing in the graph, and the comparison with eager gives that graph up.
+"""
+
+
+class AcceleratorBackend(Backend):
+    """Graphs on one device of the process's accelerator, by torch's common interface to it.
+
+    All captures of a device run on one stream, made on first use. Nothing touches the device before it is needed.
+    """
+
+    name: ClassVar[str]
+    device_type: ClassVar[str]
+    capture_executes = False
+    is_bit_exact = False
+
+    def __init__(self, device: torch.device) -> None:
+        if device.index is None:
+            raise BackendError(f"device must have an index, got {device}; write '{device.type}:0'")
+        super().__init__(device)
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """Whether the device is this process's accelerator, and can be used. Never raises."""
+        try:
+            current = torch.accelerator.current_accelerator(check_available=True)
+            return current is not None and current.type == cls.device_type
+        except (RuntimeError, AssertionError, Warning):  # an old driver warns, and warnings may be errors
+            return False
+
+    @classmethod
+    def default_index(cls) -> int | None:
+        """The index of the calling thread's current device."""
+        return int(torch.accelerator.current_device_index())
+
+    def make_pool(self) -> Pool:
+        """A new, empty pool; it takes no memory before the first capture."""
+        return AcceleratorPool(self.device, lambda: self._capture_stream, self._make_graph)
+
+    def begin_capture(self, pool: Pool) -> Capture:
+        """Start to record the calling thread's work into ``pool``.
+
+        Blocks while another thread captures. Raises ``CaptureError`` inside a capture and where torch has no graphs for
+        the device, and ``BackendError`` for a pool of another device.
+        """
+        if not isinstance(pool, AcceleratorPool) or pool.device != self.device:
+            raise BackendError(f"pool must come from the backend of {self.device}, got {pool!r}; use its make_pool()")
+        return AcceleratorCapture(pool)
+
+    def is_capturing(self) -> bool:
+        """Whether anyone is capturing the calling thread's current stream. Never raises."""
+        try:
+            return bool(current_stream(self.device.index).is_capturing())
+        except (RuntimeError, AssertionError):  # a device that is lost
+            return False
+
+    def current_stream(self) -> Stream:
+        """The device's current stream on the calling thread."""
+        return DeviceStream(current_stream(self.device.index))
+
+    def make_stream(self) -> Stream:
+        """A new stream of the device."""
+        return DeviceStream(torch.Stream(self.device))
+
+    @contextmanager
+    def use_stream(self, stream: Stream) -> Iterator[Stream]:
+        """Make ``stream`` current within a ``with`` block."""
+        with DeviceStream.native_of(stream):
+            yield stream
+
+    def make_event(self, *, timing: bool = False) -> Event:
+        """A new event; ``timing`` allows ``elapsed_ms``."""
+        return DeviceEvent(torch.Event(self.device, enable_timing=timing), self.current_stream)
+
+    def synchronize(self) -> None:
+        """Block until all work on the device is done."""
+        torch.accelerator.synchronize(self.device)
+
+    def rng_state(self) -> Any:
+        """The state of the device's default generator, as a tensor on the host."""
+        return torch.get_device_module(self.device).get_rng_state(self.device)
+
+    def set_rng_state(self, state: Any) -> None:
+        """Put a state from ``rng_state`` back."""
+        torch.get_device_module(self.device).set_rng_state(state, self.device)
+
+    def classify_error(self, error: BaseException) -> Reason:
+        """The reason of a capture that failed with ``error``."""
+        return error.reason if isinstance(error, CaptureError) else diagnose(error).reason
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether ``error`` says that the device has no memory left."""
+        return diagnose(error) is MEMORY
+
+    def is_lost(self, error: BaseException) -> bool:
+        """Whether ``error`` says that the device's context is corrupt."""
+        return diagnose(error) is LOST
+
+    def weak_reference(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor on the same memory that does not keep it: for an output whose memory the pool may use again.
+
+        The memory stays mapped while the pool lives, so reading it never faults. Its content is whatever was last
+        written there. If such a tensor cannot be made, the result is ``tensor`` itself.
+        """
+        storage = tensor.untyped_storage()
+        is_plain = type(tensor) is torch.Tensor and tensor.device == self.device and tensor.layout is torch.strided
+        if not is_plain or tensor.is_conj() or tensor.is_neg() or storage.data_ptr() == 0:
+            return tensor
+        try:
+            alias = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+            made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            return made.set_(alias, tensor.storage_offset(), tensor.shape, tensor.stride())
+        except (RuntimeError, NotImplementedError):
+            return tensor
+
+    @cached_property
+    def _capture_stream(self) -> torch.Stream:
+        return torch.Stream(self.device)  # first asked for with CAPTURE_LOCK held
+
+    def _make_graph(self, handle: Handle | None) -> Any:
+        """An empty graph that captures into a pool, or into a new one."""
+        mode = _CAPTURE_MODES.get(self.device.type, "thread_local")
+        try:
+            return torch.accelerator.Graph(pool=handle, capture_error_mode=mode)
+        except (RuntimeError, AttributeError) as error:
+            raise CaptureError(
+                f"torch {torch.__version__} has no graphs for {self.device.type!r} devices; install a newer one, or "
+                "the vendor's package that registers them with torch (REGISTER_GRAPH_IMPL)",
+                Reason.CAPTURE_FAILED,
+            ) from error
+
+
+@cache
+def backend_of(device_type: str) -> type[AcceleratorBackend]:
+    """The backend's class for a type of device, which is its name, too."""
+    own = {"name": device_type, "device_type": device_type}
+    return type(f"{device_type.capitalize()}Backend", (AcceleratorBackend,), own)

@@ -1,0 +1,191 @@
+"""Captures and the graphs that come out of them."""
+
+import contextlib
+from typing import Any, NoReturn
+
+import torch
+
+from ...errors import CaptureError, GraphDispatchError, ReplayError
+from ...reasons import Reason
+from ..base import CAPTURE_LOCK, Capture, Graph
+from ..diagnosis import diagnose
+from .pool import AcceleratorPool, DevicePool, begin_recording
+
+__all__ = ["AcceleratorCapture", "RecordedGraph", "first_line", "raise_classified"]
+
+
+class RecordedGraph(Graph):
+    """A captured graph. Any thread that holds its pool's lock may replay it."""
+
+    def __init__(self, graph: Any, pool: DevicePool, nbytes: int) -> None:
+        self._graph: Any = graph
+        self._pool = pool
+        self._nbytes = nbytes
+
+    def replay(self) -> None:
+        """Launch the graph on the current stream of its device.
+
+        Raises ``ReplayError`` after ``reset``, and if the device refuses the launch; its error is then the cause.
+        """
+        graph = self._graph
+        if graph is None:
+            raise ReplayError("the graph was released and cannot be replayed; capture it again")
+        # Counted before the launch, because even a failed launch may have written to the outputs.
+        self._pool.generation += 1
+        try:
+            graph.replay()
+        except RuntimeError as error:
+            self.replay_again(graph, error)
+
+    def replay_again(self, graph: Any, error: RuntimeError) -> None:
+        """After a refused replay: raise ``ReplayError``, or replay."""
+        raise ReplayError(f"{self._pool.device} refused to replay the graph: {first_line(error)}") from error
+
+    def reset(self) -> None:
+        """Wait for replays in flight and release the graph; idempotent.
+
+        Blocks while another thread captures. Never call it inside a capture of the same thread: it would make that
+        capture invalid.
+        """
+        with CAPTURE_LOCK:
+            graph, self._graph = self._graph, None
+            if graph is not None:
+                self._pool.wait_until_idle()
+                graph.reset()
+                del graph  # only now does torch free what it keeps outside of the pool
+                self._pool.release_graph()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the driver took for the graph itself; memory of the pool is not counted.
+
+        It is the part of the fall in free memory during the capture that the allocator does not explain. If another
+        process allocates at the same moment, the figure is wrong by that amount.
+        """
+        return 0 if self._graph is None else self._nbytes
+
+    @property
+    def driver_nbytes(self) -> int:
+        """Equal to ``nbytes``: everything that the allocator counts is in the pool."""
+        return self.nbytes
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._pool.device} {'released' if self._graph is None else 'ready'}>"
+
+
+class AcceleratorCapture(Capture):
+    """A capture on the device's capture stream, which is current, with ``CAPTURE_LOCK`` held, while it records.
+
+    One thread makes all calls.
+    """
+
+    def __init__(self, pool: AcceleratorPool) -> None:
+        self._pool = pool
+        self.resume()
+
+    def resume(self) -> None:
+        """Begin a recording. On failure, restore everything and raise ``CaptureError``, caused by its error."""
+        device = self._pool.device
+        CAPTURE_LOCK.acquire()
+        try:
+            if self._pool.is_capturing():
+                raise CaptureError("a capture is already under way on this thread; end it first", Reason.INSIDE_CAPTURE)
+            self._stream = self._pool.capture_stream()
+            self._native = self._pool.make_graph(self._pool.handle())
+            self._caller_device = torch.accelerator.current_device_index()
+            self._caller_stream = torch.accelerator.current_stream(device)
+        except BaseException as error:
+            CAPTURE_LOCK.release()
+            raise_classified(error, device)
+        self.is_open = True
+        recording = False
+        try:
+            # The warm-up's work on side streams may still use blocks that the capture would get.
+            torch.accelerator.synchronize(device)
+            self._before = _unaccounted_bytes(device)
+            self._stream.wait_stream(self._caller_stream)
+            torch.accelerator.set_stream(self._stream)
+            recording = True
+            begin_recording(self._native)
+        except BaseException as error:
+            if recording:  # the allocator may have begun although the stream did not
+                self._throw_away()
+            self._leave()
+            raise_classified(error, device)
+
+    def pause(self) -> Graph:
+        """Finish this recording. The lock is free until ``resume``."""
+        return self.end()
+
+    def end(self) -> Graph:
+        """Finish the recording. On failure, restore everything and raise ``CaptureError``."""
+        if not self.is_open:
+            raise CaptureError("the capture has ended already; begin another with begin_capture()")
+        try:
+            torch.accelerator.set_stream(self._stream)  # the user's code may have left another stream current
+            self._native.capture_end()
+            self._pool.hold_graph()
+        except BaseException as error:
+            self._throw_away()
+            raise_classified(error, self._pool.device)
+        finally:
+            self._leave()
+        nbytes = max(0, _unaccounted_bytes(self._pool.device) - self._before)
+        self.graph = RecordedGraph(self._native, self._pool, nbytes)
+        del self._native  # torch keeps some bytes for this object as long as anybody holds it
+        return self.graph
+
+    def abort(self) -> None:
+        """Discard the recording and restore everything. Idempotent; never raises."""
+        if not self.is_open:
+            return
+        try:
+            torch.accelerator.set_stream(self._stream)
+            self._native.capture_end()
+            self._native.reset()
+        except RuntimeError:  # an invalid capture is being aborted; its own error is already being raised
+            self._throw_away()
+        finally:
+            self._leave()
+
+    def _throw_away(self) -> None:
+        """Discard a recording that the device did not end properly."""
+        with contextlib.suppress(RuntimeError):
+            self._native.reset()
+        self._pool.give_up_handle()
+
+    def _leave(self) -> None:
+        """Restore the caller's device and stream, and release the lock. Never raises."""
+        self.is_open = False
+        try:
+            with contextlib.suppress(RuntimeError):
+                torch.accelerator.set_stream(self._caller_stream)
+            with contextlib.suppress(RuntimeError):
+                torch.accelerator.set_device_index(self._caller_device)
+            with contextlib.suppress(RuntimeError):
+                self._caller_stream.wait_stream(self._stream)
+                self._pool.used_on(self._caller_stream)
+        finally:
+            CAPTURE_LOCK.release()
+
+
+def raise_classified(error: BaseException, device: torch.device) -> NoReturn:
+    """Raise a ``CaptureError`` with its reason if the error is the device's, else the error itself."""
+    if not isinstance(error, RuntimeError) or isinstance(error, GraphDispatchError):
+        raise error
+    reason, remedy = diagnose(error)
+    raise CaptureError(f"the capture on {device} failed: {first_line(error)}; {remedy}", reason) from error
+
+
+def _unaccounted_bytes(device: torch.device) -> int:
+    """Bytes that are in use on the device but not held by the caching allocator; 0 if the device cannot tell."""
+    try:
+        free, total = torch.accelerator.get_memory_info(device)
+    except RuntimeError:
+        return 0
+    return int(total - free - torch.accelerator.memory_reserved(device))
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first, without its full stop."""
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,345 @@
+"""The backend over ``torch.accelerator`` on the test device: the hazards are harmless, and what fails is said."""
+
+import subprocess
+import sys
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import pytest
+import torch
+from queued_device import DEVICE, delays, fail_after, held, limit_memory, lose, memory_snapshot, pool_bytes, recover
+from torch._ops import OpOverload
+
+from graphdispatch import CUDAGraphOptions, DispatchKey, Reason, graphed
+from graphdispatch.backends import Backend, get_backend
+from graphdispatch.backends.insight import OperatorMode, reveal_operators
+from graphdispatch.engines import StreamDispatcher
+from graphdispatch.errors import BackendError, CaptureError, DeviceLostError, ReplayError
+
+from ..helpers import assert_served, compiled_operator, may_capture
+
+AT_ONCE = CUDAGraphOptions(capture_after=1)
+TRUST = CUDAGraphOptions(verify=False)
+MIB = 1 << 20
+
+
+@pytest.fixture
+def backend() -> Backend:
+    """The device's."""
+    return get_backend("queued")
+
+
+def x_of(value: float, rows: int = 4) -> torch.Tensor:
+    """A batch."""
+    return torch.full((rows, 3), float(value), device=DEVICE)
+
+
+def test_outputs_of_one_graph_survive_another() -> None:
+    """The hazard of a dropped output's block: each answer stays what it was."""
+    step = graphed(lambda x: (x * 2).cumsum(0), dynamic={"x": 0}, sizes=(2, 4, 8), options=AT_ONCE)
+    answers = []
+    for turn in range(4):
+        for rows in (8, 2, 4, 3):
+            x = torch.randn(rows, 3, device=DEVICE)
+            answers.append((step(x), (x * 2).cumsum(0), turn))
+    for answer, expected, turn in answers:
+        torch.testing.assert_close(answer, expected, msg=str(turn))
+
+
+def test_a_freed_input_harms_no_graph() -> None:
+    """The hazard of a freed input: the library reads its own copy."""
+    step = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    for value in range(4):
+        x = x_of(value)
+        out = step(x)
+        del x
+        x_of(99)
+        assert out.cpu()[0, 0] == value + 1
+
+
+def test_a_weight_that_moved_is_noticed() -> None:
+    """The graph holds the old address, which somebody else has now."""
+    module = torch.nn.Linear(3, 3).to(DEVICE)
+    step = graphed(module, dynamic={"input": 0}, sizes=(4,), options=AT_ONCE)
+    for _ in range(3):
+        assert_served_or_captured(step)
+    module.weight = torch.nn.Parameter(torch.randn(3, 3, device=DEVICE))
+    for _ in range(3):
+        assert_served_or_captured(step)
+
+
+def assert_served_or_captured(step: object) -> None:
+    """Whatever serves, the answer is eager's."""
+    x = torch.randn(4, 3, device=DEVICE)
+    torch.testing.assert_close(step(x), step.unwrap()(x))  # type: ignore[attr-defined, operator]
+
+
+def test_a_caller_on_another_stream_waits() -> None:
+    """The hazard of a missing wait: the pool's last use is waited for, however long it takes."""
+    step = graphed(lambda x: (x * 2).cumsum(0), dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    for _ in range(4):
+        step(torch.randn(4, 3, device=DEVICE))
+    one, other = torch.Stream(DEVICE), torch.Stream(DEVICE)
+    batches = [torch.randn(4, 3, device=DEVICE) for _ in range(2)]
+    torch.accelerator.synchronize()
+    with held(one):
+        with one:
+            first = step(batches[0])
+        with other:
+            second = step(batches[1])
+        assert not other.query()
+    one.synchronize()
+    other.synchronize()
+    assert step.last_decision.reason.is_graph
+    for batch, answer in zip(batches, (first, second), strict=True):
+        torch.testing.assert_close(answer, (batch * 2).cumsum(0))
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_delays_change_no_answer(seed: int) -> None:
+    """On several streams, with batches of several sizes."""
+    step = graphed(lambda x: (x * 2).softmax(-1) + x, dynamic={"x": 0}, sizes=(2, 4), options=AT_ONCE)
+    streams = [torch.Stream(DEVICE) for _ in range(3)]
+    delays(seed, 200)
+    torch.manual_seed(seed)
+    for turn in range(12):
+        stream = streams[turn % 3]
+        with stream:
+            x = torch.randn(turn % 4 + 1, 3, device=DEVICE)
+            torch.testing.assert_close(step(x).cpu(), (x * 2).softmax(-1).cpu() + x.cpu())
+
+
+@pytest.mark.parametrize("calls", range(12))
+@pytest.mark.parametrize("fault", ["allocation", "launch"])
+def test_a_fault_of_a_capture_is_contained(fault: str, calls: int) -> None:
+    """Whichever allocation or launch of the first calls fails: eager's error, or eager's answer; then it serves."""
+    step = graphed(lambda x: (x * 2).cumsum(0), dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    x = torch.randn(4, 3, device=DEVICE)
+    expected = (x * 2).cumsum(0).cpu()
+    fail_after(fault, calls)
+    for _ in range(2):
+        try:
+            answer = step(x)
+        except (RuntimeError, torch.OutOfMemoryError) as error:
+            assert "injected" in str(error) or "out of memory" in str(error)  # noqa: PT017
+        else:
+            fail_after(fault, -1)
+            torch.testing.assert_close(answer.cpu(), expected)
+    recover()
+    assert may_capture()
+    assert torch.accelerator.current_stream().stream_id == 0
+    for _ in range(70):
+        torch.testing.assert_close(step(x).cpu(), expected)
+    assert_served(step, x)
+
+
+@pytest.mark.parametrize("calls", [1, 2, 4])
+def test_a_lost_device_is_said(calls: int) -> None:
+    """By a hit, by a comparison, and where batches are looked at before one; nobody remembers it afterwards."""
+    step = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    for value in range(calls):
+        x = x_of(value)
+        step(x)
+    lose()
+    with pytest.raises(DeviceLostError, match="restart the process"):
+        step(x)
+    recover()
+    assert may_capture()
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_captures_and_comparisons_draw_and_write_nothing(reads: bool) -> None:
+    """The calls see eager's numbers and leave eager's state and generator, also where the capture fails."""
+
+    def counting(count: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        factor = float(x.sum()) if reads else 1.0
+        return x * count.add_(1) * factor + torch.rand_like(x)
+
+    ours, eager = (torch.zeros(1, device=DEVICE) for _ in range(2))
+    options = CUDAGraphOptions(capture_after=1, verify_every=2)
+    step = graphed(lambda x: counting(ours, x), dynamic={"x": 0}, sizes=(4,), options=options)
+    module = torch.get_device_module(DEVICE)
+    before = module.get_rng_state()
+    got = [step(x_of(value)) for value in range(8)]
+    after = module.get_rng_state()
+    module.set_rng_state(before)
+    for value, answer in enumerate(got):
+        assert torch.equal(answer, counting(eager, x_of(value)))
+    assert torch.equal(ours, eager)
+    assert torch.equal(module.get_rng_state(), after)
+    assert (step.stats.hits > 0) is not reads
+
+
+def test_a_capture_without_memory_is_given_up() -> None:
+    """The calls run eagerly, with the reason, and the memory is whole; with memory they are captured."""
+    step = graphed(lambda x: (x.repeat(1, 40_000) * 2)[:, :3], dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    x = torch.randn(4, 3, device=DEVICE)
+    expected = (x * 2).cpu()
+    torch.testing.assert_close(step.unwrap()(x).cpu(), expected)
+    torch.accelerator.empty_cache()
+    limit_memory(torch.accelerator.memory_reserved() + 6 * MIB)
+    torch.testing.assert_close(step(x).cpu(), expected)
+    assert step.last_decision.reason is Reason.OUT_OF_MEMORY, step.explain(x)
+    limit_memory()
+    for _ in range(40):
+        x = torch.randn(4, 3, device=DEVICE)
+        torch.testing.assert_close(step(x).cpu(), (x * 2).cpu())
+    assert step.last_decision.reason.is_graph, step.explain(x)
+
+
+def test_what_cannot_be_captured_runs_eagerly() -> None:
+    """With the reason, and the next callable is captured."""
+
+    def reads(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x.sum().item() > 0 else x - 1
+
+    step = graphed(reads, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    for value in (1, -1):
+        assert step(x_of(value)).cpu()[0, 0] == value * 2
+    assert step.last_decision.reason is Reason.CAPTURE_UNSAFE or not step.last_decision.reason.is_graph
+
+
+def test_a_poisoned_capture_gives_its_handle_up(backend: Backend) -> None:
+    """A graph of before keeps its memory; the next capture gets new memory, and works."""
+    pool, x = backend.make_pool(), x_of(1)
+    with backend.begin_capture(pool) as first:
+        out = x + 1
+    with (
+        pytest.raises(CaptureError, match="previous error during capture") as caught,
+        backend.begin_capture(pool),
+        suppress(RuntimeError),
+    ):
+        x.sum().item()
+    assert caught.value.reason is Reason.CAPTURE_UNSAFE
+    with backend.begin_capture(pool) as second:
+        other = x + 2
+    first.graph.replay()
+    second.graph.replay()
+    assert (out.cpu()[0, 0], other.cpu()[0, 0]) == (2, 3)
+    del out, other
+    first.graph.reset()
+    second.graph.reset()
+    pool.close()
+    assert pool.nbytes == 0
+
+
+def test_a_pools_bytes_are_the_allocators(backend: Backend) -> None:
+    """And one replay that fails is told."""
+    pool, x = backend.make_pool(), x_of(1)
+    with backend.begin_capture(pool) as capture:
+        out = x + 1
+    assert pool.nbytes == pool_bytes(pool.handle()) > 0
+    fail_after("launch", 0)
+    with pytest.raises(ReplayError, match="invalid configuration"):
+        capture.graph.replay()
+    capture.graph.replay()
+    assert out.cpu()[0, 0] == 2
+
+
+def pools() -> set[tuple[int, int]]:
+    """The private pools that have memory."""
+    return {each["segment_pool_id"] for each in memory_snapshot()} - {(0, 0)}
+
+
+def test_static_outputs_of_a_released_graph_keep_no_memory() -> None:
+    """They go before the graph does: its pool can only give back what nobody holds."""
+    options = CUDAGraphOptions(memory_budget_bytes=100_000)
+    step = graphed(lambda x: x.repeat(1, 100), dynamic={"x": 0}, sizes=(4,), options=options, outputs="static")
+    before = pools()
+    for value in range(4):
+        step(x_of(value))
+    assert (step.stats.captures, step.memory_bytes, step.entries) == (1, 0, [])
+    assert pools() <= before
+
+
+class Seen(OperatorMode):
+    """What a mode sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def watch(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        self.names.append(func.name())
+        return func(*args, **kwargs)
+
+
+def test_a_compiled_operator_without_a_key_is_seen() -> None:
+    """As on the CPU and CUDA: its work on raw memory would be seen by nobody."""
+
+    def bump(x: torch.Tensor) -> None:
+        x.add_(1)
+
+    with compiled_operator("bump(Tensor(a!) x) -> ()", bump, "CompositeImplicitAutograd") as operator:
+        reveal_operators()
+        seen, x = Seen(), x_of(1)
+        with seen:
+            operator(x)
+    assert seen.names == ["graphdispatch_compiled::bump"]
+
+
+def test_a_step_of_a_dispatcher_keeps_the_callers_memory() -> None:
+    """The caller's stream allocated it, and may have it back before the worker's stream has read it."""
+    dispatcher = StreamDispatcher(lambda x: x * 2, 2, backend=get_backend("queued"), options=TRUST)
+    key = DispatchKey(4, 4)
+    dispatcher.capture(key, (x_of(0),))
+    torch.accelerator.synchronize()
+    with ExitStack() as stack:
+        for worker in dispatcher.workers:
+            stack.enter_context(held(worker.stream.native))
+        x = x_of(3)
+        result, address = dispatcher.submit(key, x), x.data_ptr()
+        del x
+        other = x_of(50)
+        assert other.data_ptr() != address
+    assert result.result().cpu()[0, 0] == 6
+    dispatcher.close()
+
+
+def test_a_weak_reference_keeps_nothing(backend: Backend) -> None:
+    """Its memory is handed out again."""
+    x = x_of(1)
+    weak, address = backend.weak_reference(x), x.data_ptr()
+    del x
+    other = x_of(7)
+    assert other.data_ptr() == address
+    assert weak.cpu()[0, 0] == 7
+
+
+def test_streams_and_pools_of_others_are_refused(backend: Backend) -> None:
+    """By name."""
+    cpu = get_backend("cpu")
+    with pytest.raises(BackendError, match="use its make_pool"):
+        backend.begin_capture(cpu.make_pool())
+    with pytest.raises(BackendError, match="make one with its make_stream"):
+        backend.make_event().record(cpu.make_stream())
+
+
+NOT_LOADED = """
+import sys, graphdispatch, torch
+graphdispatch.graphed(lambda x: x, dynamic={"x": 0})(torch.ones(2))
+assert not [name for name in sys.modules if "backends.accelerator" in name], sys.modules
+"""
+
+
+def test_nobody_loads_it_unasked() -> None:
+    """The import of the library, and a call on the CPU, leave it where it is."""
+    subprocess.run([sys.executable, "-c", NOT_LOADED], check=True, timeout=120)
+
+
+NO_GRAPHS = """
+import torch
+from graphdispatch.backends.accelerator import backend_of
+from graphdispatch.errors import CaptureError
+backend = backend_of("foo")(torch.device("cuda", 0))
+try:
+    backend._make_graph(None)
+except CaptureError as error:
+    print(error)
+"""
+
+
+def test_a_device_without_graphs_is_refused_in_words() -> None:
+    """With what to install."""
+    done = subprocess.run([sys.executable, "-c", NO_GRAPHS], check=True, timeout=120, capture_output=True, text=True)
+    assert "has no graphs for 'cuda' devices; install a newer one" in done.stdout

@@ -1,0 +1,204 @@
+"""What ``torch.accelerator.Graph`` captures on the device, and what it refuses, as CUDA does."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from queued_device import DEVICE, delays
+
+Graph = torch.accelerator.Graph
+
+
+def captured(fn: Callable[[], Any], stream: torch.Stream | None = None, **options: Any) -> tuple[Graph, Any]:
+    """A graph of one call, and its outputs."""
+    torch.accelerator.synchronize()
+    graph = Graph(**options)
+    try:
+        with stream or torch.Stream(DEVICE), graph:
+            out = fn()
+    except BaseException:
+        graph.reset()
+        raise
+    return graph, out
+
+
+def x_of(value: float = 1.0) -> torch.Tensor:
+    """A small tensor that is there."""
+    made = torch.full((8,), float(value), device=DEVICE)
+    torch.accelerator.synchronize()
+    return made
+
+
+def test_a_replay_is_eager() -> None:
+    """Nothing runs at the capture; a replay reads and writes the same memory."""
+    x, count = x_of(), x_of(0)
+    graph, out = captured(lambda: (count.add_(1), x * 2 + 1)[1])
+    assert count.cpu()[0] == 0
+    for value in (3.0, 5.0):
+        x.fill_(value)
+        graph.replay()
+        assert torch.equal(out.cpu(), x.cpu() * 2 + 1)
+    assert count.cpu()[0] == 2
+
+
+def test_a_fork_that_is_joined_is_captured() -> None:
+    """By events, on a side stream, with the memory of one pool."""
+    x, side, stream = x_of(), torch.Stream(DEVICE), torch.Stream(DEVICE)
+
+    def fork() -> torch.Tensor:
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            there = x * 2
+        here = x + 1
+        torch.accelerator.current_stream().wait_stream(side)
+        return here + there
+
+    graph, out = captured(fork, stream)
+    delays(1, 300)
+    for value in (2.0, 7.0):
+        x.fill_(value)
+        graph.replay()
+        assert out.cpu()[0] == value * 3 + 1
+
+
+def test_random_numbers_of_a_replay() -> None:
+    """New ones each time, and those that eager would draw from the same state."""
+    module = torch.get_device_module(DEVICE)
+    graph, out = captured(lambda: torch.rand(4, device=DEVICE) + torch.randn(4, device=DEVICE))
+    state = module.get_rng_state()
+    graph.replay()
+    one = out.cpu()
+    graph.replay()
+    other, after = out.cpu(), module.get_rng_state()
+    assert not torch.equal(one, other)
+    module.set_rng_state(state)
+    for expected in (one, other):
+        assert torch.equal((torch.rand(4, device=DEVICE) + torch.randn(4, device=DEVICE)).cpu(), expected)
+    assert torch.equal(module.get_rng_state(), after)
+
+
+def unjoined(x: torch.Tensor) -> None:
+    """Leave work on a side stream."""
+    side = torch.Stream(DEVICE)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        x * 2
+
+
+def wait_for_outside(x: torch.Tensor) -> None:
+    """Wait for work that no capture has."""
+    event = torch.Event(DEVICE)
+    event.record(torch.Stream(DEVICE))
+    torch.accelerator.current_stream().wait_event(event)
+
+
+def ask_for_event(x: torch.Tensor) -> None:
+    """Wait on the host for an event."""
+    event = torch.Event(DEVICE)
+    event.record(torch.accelerator.current_stream())
+    event.synchronize()
+
+
+def end_elsewhere(x: torch.Tensor) -> None:
+    """Leave another stream current."""
+    torch.accelerator.set_stream(torch.Stream(DEVICE))
+
+
+def swallow(x: torch.Tensor) -> None:
+    """Do what is refused, and go on."""
+    try:
+        x.sum().item()
+    except RuntimeError:
+        x + 1
+
+
+REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "item": (lambda x: x.sum().item(), "not permitted when stream is capturing"),
+    "nonzero": (lambda x: x.nonzero(), "not permitted when stream is capturing"),
+    "truth": (lambda x: bool((x > 0).all()), "not permitted when stream is capturing"),
+    "synchronize": (lambda x: torch.accelerator.synchronize(), "not permitted when stream is capturing"),
+    "stream": (lambda x: torch.accelerator.current_stream().synchronize(), "not permitted when stream is capturing"),
+    "query": (lambda x: torch.Stream(DEVICE).query(), "not permitted when stream is capturing"),
+    "to the host": (lambda x: x.cpu(), "unless the CPU tensor is pinned"),
+    "from the host": (lambda x: x.copy_(torch.ones(8)), "unless the CPU tensor is pinned"),
+    "pinned, but waits": (
+        lambda x: torch.empty(8, pin_memory=True).copy_(x),
+        "not permitted when stream is capturing",
+    ),
+    "unjoined": (unjoined, "unjoined work"),
+    "work outside": (wait_for_outside, "uncaptured work in another stream"),
+    "event": (ask_for_event, "not permitted when stream is capturing"),
+    "another capture": (lambda x: Graph().capture_begin(), "not permitted when stream is capturing"),
+    "another stream at the end": (end_elsewhere, "must end on the stream"),
+    "swallowed": (swallow, "previous error during capture"),
+    "another generator": (
+        lambda x: torch.rand(3, device=DEVICE, generator=torch.Generator(DEVICE)),
+        "outside graph capture",
+    ),
+    "seed": (lambda x: torch.get_device_module(DEVICE).manual_seed(1), "state cannot be set"),
+}
+
+
+@pytest.mark.parametrize(("fn", "words"), REFUSED.values(), ids=REFUSED.keys())
+@pytest.mark.parametrize("mode", ["global", "thread_local"])
+def test_what_cuda_refuses_is_refused(fn: Callable[[torch.Tensor], Any], words: str, mode: Any) -> None:
+    """In CUDA's words, and the next capture works."""
+    x, default = x_of(), torch.accelerator.current_stream()
+    with pytest.raises(RuntimeError) as caught:
+        captured(lambda: fn(x), capture_error_mode=mode)
+    assert words in f"{caught.value} {caught.value.__context__}"
+    torch.accelerator.set_stream(default)
+    graph, out = captured(lambda: x + 1)
+    graph.replay()
+    assert out.cpu()[0] == 2
+
+
+def test_the_default_stream_is_not_captured() -> None:
+    """As on CUDA."""
+    with pytest.raises(RuntimeError, match="non-default stream"):
+        Graph().capture_begin()
+
+
+def test_a_replay_in_a_capture_is_refused() -> None:
+    """One graph holds no other one."""
+    x = x_of()
+    inner, _ = captured(lambda: x + 1)
+    with pytest.raises(RuntimeError, match="previous error"):
+        captured(inner.replay)
+
+
+@pytest.mark.parametrize(("mode", "is_refused"), [("global", True), ("thread_local", False)])
+def test_the_mode_says_whom_a_capture_forbids_to_wait(mode: Any, is_refused: bool) -> None:
+    """In the global mode nobody may, and the capture is lost; else only the capture's thread."""
+    x, errors = x_of(), []
+
+    def wait() -> None:
+        try:
+            torch.accelerator.synchronize()
+        except RuntimeError as error:
+            errors.append(error)
+
+    def fn() -> None:
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+        x + 1
+
+    if is_refused:
+        with pytest.raises(RuntimeError, match="previous error"):
+            captured(fn, capture_error_mode=mode)
+    else:
+        captured(fn, capture_error_mode=mode)
+    assert len(errors) == is_refused
+
+
+def test_an_empty_graph_is_one() -> None:
+    """It has a pool, and does nothing."""
+    graph, _ = captured(lambda: None)
+    assert graph.pool() != (0, 0)
+    graph.replay()
+    graph.reset()
+    with pytest.raises(RuntimeError, match="holds no capture"):
+        graph.replay()

@@ -1,0 +1,113 @@
+"""Faults that are injected, and memory that runs out."""
+
+import pytest
+import torch
+from queued_device import DEVICE, fail_after, limit_memory, lose, pool_bytes, recover
+
+from .test_captures import captured, x_of
+
+LOST = "unspecified launch failure"
+MIB = 1 << 20
+
+
+def test_a_failed_allocation_fails_once() -> None:
+    """It is torch's error, and the next one works."""
+    fail_after("allocation", 1)
+    torch.empty(3, device=DEVICE)
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        torch.empty(3, device=DEVICE)
+    assert x_of().cpu()[0] == 1
+
+
+def test_a_failed_launch_fails_once() -> None:
+    """The host learns it at once."""
+    x = x_of()
+    fail_after("launch", 0)
+    with pytest.raises(RuntimeError, match="invalid configuration"):
+        x + 1
+    assert x.cpu()[0] == 1
+
+
+def test_a_failed_kernel_loses_the_device() -> None:
+    """The host learns it later, and from then on always, until the device is made whole."""
+    x = x_of()
+    fail_after("kernel", 0)
+    x + 1
+    with pytest.raises(RuntimeError, match=LOST):
+        torch.accelerator.synchronize()
+    for call in (lambda: x + 1, lambda: torch.empty(1, device=DEVICE), torch.accelerator.synchronize, x.cpu):
+        with pytest.raises(RuntimeError, match=LOST):
+            call()
+    recover()
+    assert x.cpu()[0] == 1
+
+
+def test_an_index_out_of_range_is_an_assert_of_the_device() -> None:
+    """Only the kernel sees it."""
+    x = x_of()
+    x[torch.tensor([99], device=DEVICE)]
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        torch.accelerator.synchronize()
+
+
+def test_a_replay_of_a_lost_device_fails() -> None:
+    """As a capture does."""
+    x = x_of()
+    graph, _ = captured(lambda: x + 1)
+    lose()
+    with pytest.raises(RuntimeError, match=LOST):
+        graph.replay()
+    recover()
+    graph.replay()
+
+
+def test_a_device_that_is_lost_in_a_capture() -> None:
+    """The capture ends with that error, and leaves the stream."""
+    x, stream = x_of(), torch.Stream(DEVICE)
+    with pytest.raises(RuntimeError, match=LOST):
+        captured(lose, stream)
+    recover()
+    captured(lambda: x + 1, stream)
+
+
+def test_memory_runs_out_and_the_cache_is_emptied_first() -> None:
+    """What is cached is given back before an allocation fails."""
+    torch.accelerator.empty_cache()
+    limit_memory(torch.accelerator.memory_reserved() + 4 * MIB)
+    x = torch.empty(3 * MIB, dtype=torch.uint8, device=DEVICE)
+    del x
+    with torch.Stream(DEVICE):
+        x = torch.empty(3 * MIB, dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(torch.OutOfMemoryError):
+        captured(lambda: torch.empty(3 * MIB, dtype=torch.uint8, device=DEVICE))
+    del x
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(5 * MIB, dtype=torch.uint8, device=DEVICE)
+
+
+def test_blocks_are_split_and_joined() -> None:
+    """Released blocks of a stream make room for a larger one."""
+    stream = torch.Stream(DEVICE)
+    torch.accelerator.empty_cache()
+    before = torch.accelerator.memory_reserved()
+    with stream:
+        parts = [torch.empty(MIB // 4, dtype=torch.uint8, device=DEVICE) for _ in range(4)]
+        whole = parts[0].data_ptr()
+        del parts
+        assert torch.empty(MIB, dtype=torch.uint8, device=DEVICE).data_ptr() == whole
+    assert torch.accelerator.memory_reserved() - before == MIB
+
+
+def test_a_pool_keeps_its_memory_until_its_last_graph() -> None:
+    """Then it goes with the cache."""
+    x, stream = x_of(), torch.Stream(DEVICE)
+    one, _ = captured(lambda: x + 1, stream)
+    handle = one.pool()
+    other, _ = captured(lambda: x + 2, stream, pool=handle)
+    del _
+    one.reset()
+    torch.accelerator.empty_cache()
+    assert pool_bytes(handle) == MIB
+    other.reset()
+    torch.accelerator.empty_cache()
+    assert pool_bytes(handle) == 0
