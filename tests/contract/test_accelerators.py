@@ -15,6 +15,7 @@ CORE = sorted(
     for path in ROOT.rglob("*.py")
     if path.relative_to(ROOT).parts[0].removesuffix(".py") not in COMPANIONS
     and ROOT / "backends" / "cuda" not in path.parents
+    and path != ROOT / "backends" / "accelerator" / "diagnosis.py"  # it knows what torch says of errors
 )
 ACCELERATOR = re.compile(r"cuda(?!_?graph)", re.IGNORECASE)
 """The device's name; graphs are called CUDA graphs everywhere, also those of the CPU."""

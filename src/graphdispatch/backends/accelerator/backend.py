@@ -10,7 +10,7 @@ import torch
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
 from ..base import Backend, Capture, Event, Pool, Stream
-from ..diagnosis import LOST, MEMORY, diagnose
+from .diagnosis import LOST, MEMORY, diagnose
 from .graph import AcceleratorCapture
 from .pool import AcceleratorPool, Handle, current_stream
 from .streams import DeviceEvent, DeviceStream

@@ -8,7 +8,7 @@ import torch
 from ...errors import CaptureError, GraphDispatchError, ReplayError
 from ...reasons import Reason
 from ..base import CAPTURE_LOCK, Capture, Graph
-from ..diagnosis import diagnose
+from .diagnosis import diagnose
 from .pool import AcceleratorPool, DevicePool, begin_recording
 
 __all__ = ["AcceleratorCapture", "RecordedGraph", "first_line", "raise_classified"]

@@ -9,9 +9,9 @@ import torch
 
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
+from ..accelerator.diagnosis import LOST, MEMORY, diagnose
 from ..accelerator.streams import DeviceEvent, DeviceStream
 from ..base import Backend, Capture, Event, Pool, Stream
-from ..diagnosis import LOST, MEMORY, diagnose
 from .graph import CUDACapture
 from .pool import CUDAPool
 
