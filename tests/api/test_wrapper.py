@@ -209,3 +209,20 @@ def test_rows_are_the_wrappers_where_the_runnable_has_no_signature() -> None:
             assert torch.equal(
                 wrapper(x, batch_descriptor=BatchDescriptor(4), cudagraph_runtime_mode=FULL, rows=2)[:2], x.relu()[:2]
             )
+
+
+def test_a_shape_that_rebinds_state_ends_no_other_graph() -> None:
+    """In an adaptive prewarm only that shape is tried again."""
+
+    class Rebinds(torch.nn.Module):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) == 2:
+                self.calls += 1
+            return x * 2
+
+    wrapper = AdaptiveCUDAGraphWrapper(Rebinds())
+    done = wrapper.prewarm([8, 4, 2], lambda descriptor: torch.ones(descriptor.num_tokens, 3))
+    assert [descriptor.num_tokens for descriptor in done] == [8, 4]
+    assert (wrapper.get_stats().captures, wrapper.get_stats().evictions) == (2, 0)

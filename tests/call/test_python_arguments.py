@@ -169,3 +169,17 @@ def test_one_class_without_keys_takes_no_names_from_the_others() -> None:
         batch = {"ids": torch.randn(rows, 2), "box": Unkeyed(torch.randn(rows, 2))}
         assert torch.equal(step(batch), fn(batch))
     assert step.stats.hits >= 1
+
+
+def test_mappings_within_lists() -> None:
+    """As tokenizers give them: a mapping of a class of its own, wherever it stands."""
+
+    class Encoding(UserDict[str, torch.Tensor]):
+        pass
+
+    step = graphed(lambda parts: parts[0]["a"] * 2 + parts[1]["deep"]["a"], dynamic={"parts": 0}, sizes=(2,))
+    for _ in range(5):
+        a, b = torch.randn(2, 3), torch.randn(2, 1)
+        parts = [Encoding(a=a, b=b), Encoding(deep=Encoding(a=b, b=a))]
+        assert torch.equal(step(parts), a * 2 + b)
+    assert step.last_decision.reason.is_graph

@@ -23,6 +23,7 @@ from graphdispatch.engines import (
     DispatchMode,
     DispatchPolicy,
     EntryState,
+    create_dispatch_key,
 )
 from graphdispatch.errors import ConfigError
 from graphdispatch.testing import MockCUDAGraph
@@ -514,3 +515,15 @@ def test_an_entry_of_another_function_is_compared_with_the_runner() -> None:
         x = torch.randn(4, 3)
         assert torch.equal(dispatcher.dispatch(DispatchKey(4, 4), x), x * 2 + 1)
     assert dispatcher.stats.reasons[Reason.VERIFICATION_FAILED]
+
+
+def test_policies_and_modes_are_replaced_at_any_time() -> None:
+    """None is the default policy, and a set of modes serves."""
+    dispatcher = CudagraphDispatcher(double, policy=DefaultDispatchPolicy(min_tokens_for_graph=4))
+    dispatcher.policy = None  # type: ignore[assignment]
+    assert isinstance(dispatcher.policy, DefaultDispatchPolicy)
+    with pytest.raises(ConfigError, match="policy must be"):
+        dispatcher.policy = "fast"  # type: ignore[assignment]
+    dispatcher.enabled_modes = {DispatchMode.EAGER}  # type: ignore[assignment]
+    key, x = create_dispatch_key(4, 4), torch.ones(4, 2)
+    assert torch.equal(dispatcher.dispatch(key, x), x * 2)

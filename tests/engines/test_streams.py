@@ -6,6 +6,7 @@ Overlap and order are shown with barriers and gates inside custom operators.
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from graphdispatch.engines import (
     DispatchKey,
     DispatchMode,
     StreamDispatcher,
+    create_dispatch_key,
 )
 from graphdispatch.errors import BackendError, ConfigError
 
@@ -357,3 +359,19 @@ def test_a_worker_is_not_free_while_its_step_runs_and_takes_none_when_closed() -
     dispatcher.close()
     with pytest.raises(BackendError, match="this worker takes no more steps"):
         worker.launch(step, ())
+
+
+def test_a_worker_that_closes_as_a_step_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step runs eagerly, as those behind it."""
+    dispatcher = StreamDispatcher(lambda x: x * 2, num_streams=1)
+    key, x = create_dispatch_key(4, 4), torch.ones(4, 2)
+    dispatcher.capture(key, (x,))
+    (worker,) = dispatcher.workers
+    launch = worker.launch
+
+    def closing(*step: Any) -> Any:
+        worker.close()
+        return launch(*step)
+
+    monkeypatch.setattr(worker, "launch", closing)
+    assert torch.equal(dispatcher.submit(key, x).result(), x * 2)

@@ -207,7 +207,7 @@ def test_a_front_end_whose_graph_another_evicted_captures_anew(name: str) -> Non
     steps: list[Any] = [FRONT_ENDS[one](double, dynamic={"x": 0}, options=options) for one in (name, "graphed")]
     for turn in (1, 2, 3):
         for step in steps:
-            step.check_rows(4, 4, 4, 4)
+            step.check_calls(4, 4, 4, 4)
             assert (step.captures, step.hits) == (turn, 2 * turn)
             assert budget.num_graphs == 1
     budget.check_integrity()

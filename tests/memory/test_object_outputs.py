@@ -1,10 +1,10 @@
 """Objects among outputs: made anew around a graph's results, or handed out themselves where they were there before."""
 
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -199,3 +199,61 @@ def test_attributes_of_an_output_are_no_result() -> None:
     for _ in range(5):
         assert kept(torch.randn(4, 2)).scale == 3
     assert kept.stats.hits == 3
+
+
+class Ordered(OrderedDict[str, Any]):
+    """An ordered dict of a class of its own."""
+
+
+def last_first(x: torch.Tensor) -> Ordered:
+    """Two entries, whose order was changed."""
+    made = Ordered(a=x + 1, b=x * 2)
+    made.move_to_end("a")
+    return made
+
+
+def test_an_ordered_dict_keeps_its_order() -> None:
+    """It lists its keys itself, beside those of the dict that it is."""
+    step, x = graphed(last_first, dynamic={"x": 0}, sizes=[2], options=AT_ONCE), torch.randn(2, 3)
+    for _ in range(5):
+        got = step(x)
+        assert type(got) is Ordered
+        assert list(got) == ["b", "a"]
+        assert torch.equal(got["a"], x + 1)
+    assert step.last_decision.reason.is_graph
+
+
+class Pair(NamedTuple):
+    """A named tuple."""
+
+    y: torch.Tensor
+
+
+class Noted(Pair):
+    """One that takes attributes."""
+
+
+@pytest.mark.parametrize("kind", [Noted, OrderedDict])
+def test_attributes_that_torch_would_leave_out_are_refused(kind: Any) -> None:
+    """They would be gone in a hit."""
+
+    def fn(x: torch.Tensor) -> Any:
+        made = kind(y=x * 2)
+        made.extra = x + 1
+        return made
+
+    step, x = graphed(fn, dynamic={"x": 0}, sizes=[2], options=AT_ONCE), torch.randn(2, 3)
+    for _ in range(5):
+        assert torch.equal(step(x).extra, x + 1)
+    assert "extra" in step.explain(x)
+
+
+def test_outputs_whose_number_follows_the_batch() -> None:
+    """A graph of one row serves that row; larger ones are refused in words."""
+    step = graphed(lambda x: x.unbind(0), dynamic={"x": 0}, sizes=[1, 4], options=AT_ONCE)
+    for rows in (1, 4):
+        for _ in range(5):
+            x = torch.randn(rows, 3)
+            assert all(map(torch.equal, step(x), x))
+        assert step.last_decision.reason.is_graph is (rows == 1), step.last_decision.explain()
+    assert "return one tensor for all rows" in step.explain(torch.randn(4, 3))

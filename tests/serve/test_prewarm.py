@@ -374,3 +374,69 @@ def test_captures_correct_what_is_expected(fn: Callable[..., Any]) -> None:
     assert captured[-2:] == (4, 2)
     assert left_out == [1]
     assert held == without_last
+
+
+def test_hits_go_on_behind_an_estimate(model: torch.nn.Module) -> None:
+    """A trial captures on graphs of its own, and calls find those that there are."""
+    step = make(model)
+    step.prewarm(torch.randn(16, 8), max_bytes=10**9, compare="all")
+    step.estimate_memory(torch.randn(16, 8))
+    assert [serves(step, model, rows) for rows in SIZES] == [Reason.EXACT] * len(SIZES)
+    assert len(step.entries) == len(SIZES)
+
+
+class Late(torch.nn.Module):
+    """Makes state in its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class LateCount(Late):
+    """Counts its calls in a tensor that the first one makes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.state is None:
+            self.state = torch.zeros(1)
+        self.state += 1
+        return x + self.state
+
+
+class LateBatch(Late):
+    """Keeps the batch of its first call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.state is None:
+            self.state = x
+        return x + self.state[:1]
+
+
+@pytest.mark.parametrize("kind", [LateCount, LateBatch])
+def test_an_example_leaves_nothing_in_state_that_it_made(kind: type[Late]) -> None:
+    """Neither a count nor the example itself: the calls behind a prewarm give what they give without one."""
+    step, eager = graphed(kind(), dynamic={"x": 0}, sizes=(2, 4)), kind()
+    with torch.no_grad():
+        step.prewarm(torch.ones(4, 1))
+        for rows in (3, 4, 4, 2, 3, 4, 4):
+            x = torch.randn(rows, 1)
+            assert torch.equal(step(x), eager(x)), step.last_decision.explain()
+
+
+def test_a_dict_that_the_callable_changes_is_the_callers(model: torch.nn.Module) -> None:
+    """No graph is made of such a callable, and the example is left as it is."""
+
+    def fn(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        batch["y"] = batch["x"] * 2
+        return batch["x"] + 1
+
+    step, example = graphed(fn, dynamic={"batch": 0}, sizes=(4,)), {"x": torch.ones(4, 2)}
+    report = step.prewarm(example)
+    assert report.reasons == {(CUDAGraphMode.FULL, 4): Reason.STATE_REBOUND}
+    assert list(example) == ["x"]
+    batch = {"x": torch.randn(4, 2)}
+    assert torch.equal(step(batch), batch["x"] + 1)
+    assert torch.equal(batch["y"], batch["x"] * 2)

@@ -2,11 +2,14 @@
 
 import functools
 import gc
+import types
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor_config
 
 from graphdispatch import CUDAGraphOptions, eager_break, graphed
 from graphdispatch.engines import EntryState
@@ -156,3 +159,63 @@ def test_graphs_that_used_other_results_of_a_cache_share_no_guard() -> None:
     factor("one")
     x = torch.randn(4, 3)
     assert torch.equal(step(x, "other"), x * 5.0)
+
+
+@pytest.mark.parametrize("what", ["buffer", "parameter", "module"])
+def test_the_first_member_of_a_module_is_seen(what: str) -> None:
+    """Also where the module had none of its kind before."""
+
+    class Late(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            extra = getattr(self, "extra", None)
+            return x if extra is None else extra(x) if callable(extra) else x * extra
+
+    model = Late().eval()
+    step = graphed(model, dynamic={"x": 0}, sizes=(2,), options=AT_ONCE)
+    made = {
+        "buffer": lambda: model.register_buffer("extra", torch.full((3,), 5.0)),
+        "parameter": lambda: setattr(model, "extra", nn.Parameter(torch.full((3,), 5.0))),
+        "module": lambda: setattr(model, "extra", nn.Linear(3, 3)),
+    }
+    with torch.no_grad():
+        for turn in range(8):
+            if turn == 4:
+                made[what]()
+            x = torch.randn(2, 3)
+            assert torch.equal(step(x), model(x)), step.last_decision.explain()
+
+
+def test_a_guard_that_watches_less_is_not_shared() -> None:
+    """A variable of a module came between two captures; only the later guard watches it."""
+    settings = types.ModuleType("settings")
+    settings.factor = 2.0
+    box = Box(settings=settings)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x * box.settings.factor * (getattr(box.settings, "further", 1.0) if len(x) > 2 else 1.0)
+
+    for _ in range(2):  # the second time torch's own code is known
+        vars(settings).pop("further", None)
+        step = graphed(fn, dynamic={"x": 0}, sizes=(2, 4), options=AT_ONCE)
+        for rows, further in ((2, None), (4, 3.0), (4, 4.0), (2, 4.0)):
+            if further is not None:
+                settings.further = further
+            for _ in range(4):
+                x = torch.randn(rows, 3)
+                assert torch.equal(step(x), fn(x)), step.last_decision.explain()
+
+
+def test_determinism_of_the_compiler_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A callable that changes the default dtype has that put back, and nothing else."""
+    monkeypatch.setattr(inductor_config, "deterministic", True)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        torch.set_default_dtype(torch.float64 if torch.get_default_dtype() is torch.float32 else torch.float32)
+        return x * 2
+
+    try:
+        graphed(fn, dynamic={"x": 0}, sizes=(2,)).prewarm(torch.ones(2, 3))
+        assert torch.get_default_dtype() is torch.float32
+        assert inductor_config.deterministic
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -117,7 +117,11 @@ def _wrapped(values: Any) -> Any:
 
 def _paths_of(value: Any) -> list[str]:
     """The paths of the leaves of one argument: ``['ids']``, ``[0].weight``; empty for a leaf."""
-    value = _wrapped(value)
+    return _paths_within(_wrapped(value))
+
+
+def _paths_within(value: Any) -> list[str]:
+    """Those of a nest whose mappings are wrapped."""
     node = pytree.SUPPORTED_NODES.get(pytree._get_node_type(value))
     if node is None:
         return [""]
@@ -126,7 +130,7 @@ def _paths_of(value: Any) -> list[str]:
         keyed = list(node.flatten_with_keys_fn(value)[0])
     else:
         keyed = [(pytree.SequenceKey(place), inner) for place, inner in enumerate(node.flatten_fn(value)[0])]
-    return [_shown(key, place) + path for place, (key, inner) in enumerate(keyed) for path in _paths_of(inner)]
+    return [_shown(key, place) + path for place, (key, inner) in enumerate(keyed) for path in _paths_within(inner)]
 
 
 def _shown(key: Any, place: int) -> str:
@@ -302,6 +306,10 @@ class FlatCall:
                 return None
             leaves += flat
         return Leaves(leaves, values)
+
+    def in_new_containers(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves of a call, with dicts and lists of their own around them."""
+        return list(leaves) if self.is_flat else Leaves(leaves, self._unflatten(leaves))
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """Call the callable with these leaves: with the caller's own dicts and lists where they are ``Leaves``, which

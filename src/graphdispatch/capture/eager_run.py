@@ -27,7 +27,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from ..backends.insight import reveal_operators
-from ..backends.operators import bits_equal, is_strided, tensors_in
+from ..backends.operators import bits_equal, is_strided, storage_key, tensors_in
 from ..call.signature import PLAIN_TENSORS
 from ..call.spec import FlatCall, Leaves
 from ..errors import CaptureError
@@ -52,6 +52,8 @@ class EagerRun:
     """One watched run on the real rows: its answer, what it wrote, and the random generator before and after."""
 
     answer: Any
+    values: Sequence[Any]
+    """The leaves of the call; ``Leaves`` where it had dicts or lists, which it may have changed."""
     arguments: list[torch.Tensor]
     """The tensors that it was given, in the order of the request's input specs: the caller's, or the static inputs."""
     effects: EffectRecorder
@@ -120,14 +122,17 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
     reveal_operators(request.backend.device)
     # Context variables that a run made only for the graph sets are set in a copy, since nobody could unset them.
     within: Callable[..., Any] = _call if request.keep_effects else copy_context().run
-    values, arguments, labels = request.values, request.arguments(), None
+    # The dicts and lists of a run made only for the graph are its own: an example is left as it is.
+    values = request.values if request.keep_effects else request.call.in_new_containers(request.values)
+    arguments, labels = request.arguments(), None
     if on_static_inputs:
         try:
             request.inputs.load(request.values, request.rows, request.size)
         except Exception as error:
             return failed_result(request, None, error, "copying the batch into the static inputs")
         arguments = [view.detach() for view in request.inputs.views(request.size)]
-        values, labels = request.values_with(arguments), Labels.of_arguments(arguments)
+        values = request.call.in_new_containers(request.values_with(arguments))
+        labels = Labels.of_arguments(arguments)
     effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects, labels=labels)
     answer, has_run = None, False
     pads_by_code = request.is_padded and any(pad.runs_code for spec in request.inputs.specs for pad in spec.pads)
@@ -142,7 +147,7 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
         may_draw = effects.runs_custom or trace.sets_generator
         draws = effects.uses_rng or pads_by_code or (may_draw and not torch.equal(before, after))
         warms_up = on_static_inputs and not request.backend.is_asked(trace.codes)
-        run = EagerRun(answer, arguments, effects, before, after, draws, trace, changed, drew, warms_up)
+        run = EagerRun(answer, values, arguments, effects, before, after, draws, trace, changed, drew, warms_up)
     except BaseException as error:
         if not request.keep_effects:
             undo_run(request, effects, before, walk)
@@ -213,7 +218,7 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
             "cached values; capture outside that block, for example with prewarm()",
             Reason.CAPTURE_UNSAFE,
         )
-    if isinstance(request.values, Leaves) and not request.values.still_fit():
+    if isinstance(eager.values, Leaves) and not eager.values.still_fit():
         raise CaptureError(
             "the call changes a dict or list that it was given (d[...] = ..., list.append), which a replay would leave "
             "as it is; return the new values instead",
@@ -297,8 +302,9 @@ def run_for_graph(request: CaptureRequest, *, on_static_inputs: bool) -> EagerRu
     """``run_eagerly`` for a graph that no call waits for, where Python state that the first run alone changes stays.
 
     Such is a table that the callable makes when it is first called. State that every run changes is put back, by
-    whoever gets the run. So is all of it if the first run has written to memory what a second one does not write there:
-    it may have initialised a buffer.
+    whoever gets the run. So is all of it if the first run has written to memory what a second one does not write there
+    (it may have initialised a buffer), if the second one writes to memory that the first one made (a count, a cache),
+    and if what stays holds the arguments' memory.
     """
     first = run_eagerly(request, on_static_inputs=on_static_inputs)
     if isinstance(first, CaptureResult) or first.changed is None or first.unseen is not None:
@@ -315,8 +321,12 @@ def run_for_graph(request: CaptureRequest, *, on_static_inputs: bool) -> EagerRu
         first.trace.walk.restore(generators=True)
         raise
     if isinstance(again, EagerRun):
+        made, given = first.effects.made_storages(), set(map(storage_key, first.arguments))
+        keeps_given = not given.isdisjoint(map(storage_key, again.trace.walk.tensors))
+        counts = any(storage_key(region.target) in made for region in again.effects.regions if not region.is_generator)
         written = ((region.read(), region.after) for region in first.effects.regions)
-        if again.changed is None and all(after is not None and bits_equal(now, after) for now, after in written):
+        is_settled = again.changed is None and not (keeps_given or counts)
+        if is_settled and all(after is not None and bits_equal(now, after) for now, after in written):
             return again
         undo_run(request, again.effects, again.rng_before, again.trace.walk)
     return first
@@ -386,7 +396,7 @@ def run_known(
         return answer, seconds, None
     effects = EffectRecorder(request.options.state_limit_bytes)
     trace = CodeTrace(walk, within=FlatCall.__call__.__code__)
-    return answer, seconds, EagerRun(answer, arguments, effects, rng, rng, False, trace)
+    return answer, seconds, EagerRun(answer, request.values, arguments, effects, rng, rng, False, trace)
 
 
 def _is_unwritten(value: torch.Tensor, before: torch.Tensor | int) -> bool:

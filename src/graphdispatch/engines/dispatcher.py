@@ -4,7 +4,7 @@
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from time import perf_counter_ns
 from typing import Any, NamedTuple
@@ -70,14 +70,10 @@ class CudagraphDispatcher(MadeAnew):
     ) -> None:
         check_callable("eager_runner", eager_runner)
         check_count("max_cached_graphs", max_cached_graphs)
-        if policy is not None and not isinstance(policy, DispatchPolicy):
-            raise ConfigError(f"policy must be a DispatchPolicy or None, got {shown(policy)}")
         self.eager_runner = eager_runner
-        self.policy = policy or DefaultDispatchPolicy()
-        """What decides, among the graphs of a key, whether and how to use them; may be replaced at any time."""
+        self.policy = policy
         self.max_cached_graphs = max_cached_graphs
         self.enabled_modes = frozenset(DispatchMode)
-        """The modes that are allowed now."""
         self._lock = make_lock()
         self._meter = _LatencyMeter()
         self._dummy_fn: Callable[[DispatchKey], Any] | None = None
@@ -85,6 +81,27 @@ class CudagraphDispatcher(MadeAnew):
         """Calls by mode, and the reason for every eager one."""
         self.workers: Sequence[Worker] = (Worker(eager_runner, max_cached_graphs),)
         """Where the graphs are registered and served."""
+
+    @property
+    def policy(self) -> DispatchPolicy:
+        """What decides, among the graphs of a key, whether and how to use them. It may be replaced at any time, by None
+        with the default one."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: DispatchPolicy | None) -> None:
+        if policy is not None and not isinstance(policy, DispatchPolicy):
+            raise ConfigError(f"policy must be a DispatchPolicy or None, got {shown(policy)}")
+        self._policy = policy or DefaultDispatchPolicy()
+
+    @property
+    def enabled_modes(self) -> frozenset[DispatchMode]:
+        """The modes that are allowed now."""
+        return self._enabled_modes
+
+    @enabled_modes.setter
+    def enabled_modes(self, modes: Collection[DispatchMode]) -> None:
+        self._enabled_modes = frozenset(modes)
 
     def _recipe(self) -> Any:
         make, args, kwargs, _ = super()._recipe()

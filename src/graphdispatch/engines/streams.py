@@ -244,7 +244,11 @@ class StreamDispatcher(CudagraphDispatcher):
         serve, found = super().serve, chosen.found
         worker = cast(StreamWorker, found.worker) if found is not None else None
         if worker is not None and not worker.is_closed:
-            return worker.launch(partial(serve, key, chosen, args, kwargs), (args, kwargs))
+            try:
+                return worker.launch(partial(serve, key, chosen, args, kwargs), (args, kwargs))
+            except BackendError:
+                if not worker.is_closed:
+                    raise
         if worker is not None:
             chosen = chosen._replace(found=None, decision=Decision.eager(Reason.NOT_CAPTURED, key.num_tokens))
         done = StreamResult(self.backend)

@@ -400,7 +400,7 @@ class CUDAGraphEntry(Verification, NotCopied):
                 self.state = EntryState.EVICTED
                 # Outputs in the pool go first: a pool that is released gives back only what nobody holds.
                 self.held = ()
-                self.outputs = Outputs(None, OutputRule(()), (), "static", self.pool)
+                self.outputs = Outputs(None, OutputRule(()), (), "clone", self.pool)
                 self._plans = {}
                 self.workspaces = self.guard = None
                 self.graph.reset()

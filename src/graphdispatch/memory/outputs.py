@@ -13,6 +13,7 @@ Note [objects among outputs]
     was there before the call is returned itself.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    is_namedtuple_instance,
+    register_pytree_node,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 from ..backends.base import Pool
 from ..backends.tracing import untraced
@@ -93,7 +102,14 @@ class OutputRule:
 
     def check(self, axes: Sequence[Axis], tree: Any, rows: int, wider: Any, size: int) -> None:
         """Raise ``CaptureError`` unless outputs of ``rows`` and of ``size`` differ in shape as the rule says."""
-        for index, (dims, real, full) in enumerate(zip(self.follows, _tensors(tree), _tensors(wider), strict=True)):
+        own, theirs = _tensors(tree), _tensors(wider)
+        if len(own) != len(self.follows) or len(theirs) < len(own):
+            raise CaptureError(
+                f"the number of outputs follows the batch ({len(own)} for {extents_text(axes, rows)}, {len(theirs)} for "
+                f"{extents_text(axes, size)}); return one tensor for all rows",
+                Reason.OUTPUT_ROWS_UNKNOWN,
+            )
+        for index, (dims, real, full) in enumerate(zip(self.follows, own, theirs, strict=False)):
             for tensor, number in ((real, rows), (full, size)):
                 expected = {**dict(enumerate(full.shape)), **extents_of(dims, number)}
                 if tuple(tensor.shape) != tuple(expected.values()):
@@ -117,7 +133,7 @@ def learn_output_rule(
     tensors = _tensors(tree)
     found: list[dict[int, tuple[int, int, Axis]]] = [{} for _ in tensors]
     for axis, _, other in others:
-        for dims, own, theirs in zip(found, tensors, _tensors(other), strict=True):
+        for dims, own, theirs in zip(found, tensors, _tensors(other), strict=False):
             changed = ((dim, a) for dim, (a, b) in enumerate(zip(own.shape, theirs.shape, strict=False)) if a != b)
             dims |= {dim: (dim, extent // axis.of(rows), axis) for dim, extent in changed}
     rule = OutputRule(tuple(tuple(dims[dim] for dim in sorted(dims)) for dims in found))
@@ -317,9 +333,16 @@ class Adapter(NamedTuple):
     close: Callable[[type, Any], Any]
 
 
+def _entries_of(value: Any) -> dict[Any, Any]:
+    """Those of a dict in its order, which an ordered one keeps itself."""
+    return dict((OrderedDict if isinstance(value, OrderedDict) else dict).items(value))
+
+
 def _dict_of(kind: type, content: Any) -> Any:
     made: Any = dict.__new__(kind)
-    dict.update(made, content)
+    put = (OrderedDict if isinstance(made, OrderedDict) else dict).__setitem__
+    for key, value in content.items():
+        put(made, key, value)
     return made
 
 
@@ -330,7 +353,7 @@ def _list_of(kind: type, content: Any) -> Any:
 
 
 _ADAPTERS: dict[type, Adapter] = {
-    dict: Adapter(lambda value: dict(dict.items(value)), _dict_of),
+    dict: Adapter(_entries_of, _dict_of),
     list: Adapter(lambda value: list(list.__iter__(value)), _list_of),
     tuple: Adapter(lambda value: tuple(tuple.__iter__(value)), tuple.__new__),
     MappingProxyType: Adapter(dict, lambda kind, content: kind(content)),
@@ -367,6 +390,18 @@ def _is_opened(node: Any) -> bool:
 _LATER = (CoroutineType, GeneratorType, AsyncGeneratorType)
 
 
+def _is_whole(node: Any) -> bool:
+    """Whether a node among outputs is not for torch to take apart. Raises ``CaptureError`` for an ordered dict or named
+    tuple with attributes, which torch would leave out."""
+    if (type(node) is OrderedDict or is_namedtuple_instance(node)) and attribute_table(node):
+        raise CaptureError(
+            f"an output ({type(node).__qualname__}) carries the attributes {', '.join(attribute_table(node) or ())}; "
+            "return their values beside it",
+            Reason.OUTPUT_UNSUPPORTED,
+        )
+    return type(node) is torch.Size
+
+
 class Opener:
     """Opens the outputs of the runs of one call. ``knows`` tells whether a value was there before the first of them."""
 
@@ -394,7 +429,7 @@ class Opener:
 
     def _open(self, tree: Any, made: dict[int, Any]) -> Any:
         # Torch takes a shape apart and makes a tuple of it.
-        leaves, spec = tree_flatten(tree, is_leaf=lambda node: type(node) is torch.Size)
+        leaves, spec = tree_flatten(tree, is_leaf=_is_whole)
         opened = [self._open_leaf(leaf, made) for leaf in leaves]
         return tree if all(map(is_, opened, leaves)) else tree_unflatten(opened, spec)
 

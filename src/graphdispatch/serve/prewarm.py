@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from sys import maxsize
 from typing import Any
 
@@ -103,7 +103,8 @@ def estimate_memory(graphs: GraphSet, group: GraphGroup, values: Sequence[Any], 
         raise ConfigError(f"sizes must be one or more sizes of at least 1 row, got {list(sizes)}")
     trial = GraphSet(graphs.fn, graphs.options, GraphCache(maxsize), backend=graphs.backend)
     inputs = StaticInputs(group.signature.inputs, group.inputs.capacity, group.inputs.axes)
-    twin = trial.add_group(group.key, group.route, group.call, group.signature, inputs)
+    route = replace(group.route)  # with spellings of its own, which are cleared with the trial
+    twin = trial.add_group(group.key, route, group.call, group.signature, inputs)
     reports: list[MemoryReport] = []
     try:
         for size in ordered[:2]:
@@ -135,7 +136,7 @@ def _extrapolate(sizes: list[int], reports: list[MemoryReport]) -> MemoryEstimat
 def capture_size(server: Server, routes: Sequence[Route], size: Any) -> bool:
     """See ``Graphed.capture_size``. Called with the server's lock held."""
     sizes = sorted({point for route in routes for point in route.table.points})
-    if size not in sizes:
+    if not isinstance(size, int | tuple) or isinstance(size, bool) or size not in sizes:
         raise ConfigError(f"size must be one of {tuple(sizes)}, got {shown(size)}")
     graphs = server.graphs
     if server.closed(routes[0]) is not None or graphs.is_frozen:
@@ -182,11 +183,10 @@ def prewarm(
     graphs.refresh()
     with paused_collector(graphs.options.gc_disable, sweeps=True):
         every: list[Todo] = []
+        examples: list[tuple[GraphGroup, Sequence[Any]]] = []
         for route, args, kwargs in calls:
             group, leaves = _example(server, route, args, kwargs)
             wanted = route.table.checked(sizes) if group.signature.has_rows else (1,)
-            if group.signature.has_rows and len(wanted) < len(route.table.sizes):
-                group.keep_example(leaves)
             todo = [
                 (group, leaves, size) for size in sorted(wanted, reverse=True) if graphs.current(group, size) is None
             ]
@@ -197,11 +197,16 @@ def prewarm(
                 )
             run.capture(todo)
             every += todo
+            if group.signature.has_rows:
+                examples.append((group, leaves))
         # The first run of a size may make state, such as a table of its length: it ends graphs made before, and runs of
         # other sizes need it.
         if unfit := [one for one in every if run.was_rebound(one) or graphs.is_stale(one[0], one[2])]:
             graphs.refresh()
             run.capture(unfit)
+        for group, leaves in examples:
+            if any(graphs.current(group, size) is None for size in group.route.table.sizes):
+                group.keep_example(leaves)
     captured: dict[CUDAGraphMode, tuple[int, ...]] = {route.table.mode: () for route, *_ in calls}
     for group, _, size in every:
         if graphs.current(group, size) is not None:
@@ -219,6 +224,8 @@ class _Prewarm:
         self._max_seconds, self._max_bytes = max_seconds, max_bytes
         self.left_out: dict[tuple[CUDAGraphMode, int], str] = {}
         self.reasons: dict[tuple[CUDAGraphMode, int], Reason] = {}
+        self._rebound: set[tuple[int, int]] = set()
+        """Groups, by id, and sizes whose run changed Python state."""
         self.started = time.perf_counter()
         self._latest_s = 0.0
         self._growth: int | None = None
@@ -239,9 +246,12 @@ class _Prewarm:
             result = capture_checked(self._server, group, leaves, rows, size, compares_all=self._compares_all)
             self.left_out.pop(key, None)
             self.reasons.pop(key, None)
+            self._rebound.discard((id(group), size))
             self._latest_s = time.perf_counter() - begun
             if result.entry is None:
                 self.left_out[key], self.reasons[key] = result.detail, result.reason
+                if result.reason is Reason.STATE_REBOUND:
+                    self._rebound.add((id(group), size))
             else:  # the first one brings the pool and the inputs, too
                 grown = graphs.memory_bytes - held if self._growth is not None else result.entry.nbytes
                 self._growth = max(grown, 0)
@@ -251,23 +261,24 @@ class _Prewarm:
 
     def was_rebound(self, one: Todo) -> bool:
         """Whether the size has no graph since its run changed Python state."""
-        group, _, size = one
-        return self.reasons.get((group.route.table.mode, size)) is Reason.STATE_REBOUND
+        return (id(one[0]), one[2]) in self._rebound
 
     def _over_limit(self, now: float, held: int, group: GraphGroup, leaves: Sequence[Any], size: int) -> str:
         """Why there is no time or memory for one more graph, in words; empty if there is.
 
-        It is expected to take as much as the one before it. The first one is captured on trial.
+        It is expected to take as much as the one before it. The first one, and one that would then be too large, is
+        captured on trial.
         """
         if self._max_seconds is not None and now - self.started + self._latest_s > self._max_seconds:
             return f"max_seconds={self._max_seconds} are used up"
         if self._max_bytes is None:
             return ""
         growth = self._growth
-        if growth is None:
-            growth = 0
+        if growth is None or held + growth > self._max_bytes:
+            is_first, growth = growth is None, 0
             with suppress(CaptureError):  # the capture itself will tell
-                growth = max(estimate_memory(self._server.graphs, group, leaves, [size]).total - held, 0)
+                found = estimate_memory(self._server.graphs, group, leaves, [size])
+                growth = max(found.total - held, 0) if is_first else found.per_size[size]
         return f"it would not fit into {self._max_bytes} bytes" if held + growth > self._max_bytes else ""
 
 

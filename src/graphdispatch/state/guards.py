@@ -47,6 +47,11 @@ _KEYS, _VALUES = type(_EMPTY.keys()), type(_EMPTY.values())
 _requires_grad = attrgetter("requires_grad")
 
 
+def _dict_of(table: Any) -> int:
+    """The dict that a table is, or that a class shows as one: by its id."""
+    return id(gc.get_referents(table)[0] if type(table) is types.MappingProxyType else table)
+
+
 class StateGuard:
     """Fingerprint of what a callable reads besides its arguments; ``holds()`` tells whether it still fits.
 
@@ -227,7 +232,15 @@ class StateGuard:
         is_of_same = same_objects(self._roots, other._roots) and self.storages == other.storages
         # A cache that holds more than it held is as it was, so that two guards may both hold and not be alike.
         results = ([one.further for one in guard._readers if one.kind == "call"] for guard in (self, other))
-        return is_like and is_of_same and next(results) == next(results) and self.holds() and other.holds()
+        is_as_wide = is_like and is_of_same and next(results) == next(results) and self._subjects() >= other._subjects()
+        return is_as_wide and self.holds() and other.holds()
+
+    def _subjects(self) -> set[Any]:
+        """What is watched, whatever it holds. What was not there when a guard was made it may not watch."""
+        named = ((_dict_of(table), name) for table, names in (*self._named, *self._absent) for name in names)
+        others = (*self._watched, *self._objects, *self._functions, *(array for array, _ in self._arrays))
+        readers = ((one.kind, id(one.subject)) for one in self._readers)
+        return {*named, *map(_dict_of, self._tables), *map(id, others), *readers}
 
     def _no_new_hooks(self) -> bool:
         """Whether hooks were registered meanwhile only elsewhere in the process, and none on the callable's modules."""

@@ -268,6 +268,7 @@ class StateReads:
     def _visit_module(self, module: types.ModuleType) -> None:
         if id(vars(module)) not in self._notes.tables:
             self._compare_variables(vars(module), self._names)
+        self.absent.append((vars(module), frozenset(self._notes.asked - vars(module).keys())))
 
     def _visit_cell(self, cell: types.CellType) -> None:
         held = objects.cell_value(cell)
@@ -342,7 +343,8 @@ class StateReads:
         self.modules.append(module)
         for name in _MEMBERS:
             members = table.get(name)
-            if members and issubclass(type(members), dict):  # a scripted module keeps its members elsewhere
+            # Also one that is empty and may get its first. A scripted module keeps its members elsewhere.
+            if members is not None and issubclass(type(members), dict):
                 self.members.append(members.values())
                 self._pending += members.values()
         for name in _HOOKS:

@@ -268,13 +268,16 @@ def _write_tensor(tensor: torch.Tensor, before: dict[str, Any]) -> None:
 def _read_settings(_: Any) -> dict[str, Any]:
     """Of the settings of the process that operators read: the default dtype, and determinism."""
     is_on, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    return {"the default dtype": torch.get_default_dtype(), "determinism": (is_on, warns)}
+    return {"the default dtype": torch.get_default_dtype(), "the setting of determinism": (is_on, warns)}
 
 
 def _write_settings(_: Any, before: dict[str, Any]) -> None:
     """Set the default dtype, and turn determinism on or off."""
-    torch.set_default_dtype(before["the default dtype"])
-    torch.use_deterministic_algorithms(before["determinism"][0], warn_only=before["determinism"][1])
+    now, dtype, determinism = _read_settings(None), "the default dtype", "the setting of determinism"
+    if now[dtype] is not before[dtype]:
+        torch.set_default_dtype(before[dtype])
+    if now[determinism] != before[determinism]:  # torch sets its compiler's determinism to the same
+        torch.use_deterministic_algorithms(before[determinism][0], warn_only=before[determinism][1])
 
 
 SETTINGS = Way(_read_settings, _write_settings)
