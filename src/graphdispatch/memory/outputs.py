@@ -105,8 +105,8 @@ class OutputRule:
         own, theirs = _tensors(tree), _tensors(wider)
         if len(own) != len(self.follows) or len(theirs) < len(own):
             raise CaptureError(
-                f"the number of outputs follows the batch ({len(own)} for {extents_text(axes, rows)}, {len(theirs)} for "
-                f"{extents_text(axes, size)}); return one tensor for all rows",
+                f"the number of outputs follows the batch ({len(own)} for {extents_text(axes, rows)} and {len(theirs)} "
+                f"for {extents_text(axes, size)}); return one tensor for all rows",
                 Reason.OUTPUT_ROWS_UNKNOWN,
             )
         for index, (dims, real, full) in enumerate(zip(self.follows, own, theirs, strict=False)):

@@ -52,6 +52,15 @@ def _dict_of(table: Any) -> int:
     return id(gc.get_referents(table)[0] if type(table) is types.MappingProxyType else table)
 
 
+def _subject_of(reader: Reader) -> tuple[Any, ...]:
+    """What a reader reads, by ids."""
+    if reader.kind != "call":
+        return reader.kind, id(reader.subject), id(reader.further)
+    call, args = (reader.call.func, reader.call.args) if isinstance(reader.call, partial) else (reader.call, ())
+    given = args if reader.further is None else args[:1]  # what a cache held is compared by itself
+    return "call", id(getattr(call, "__self__", None) or call), *map(id, given)
+
+
 class StateGuard:
     """Fingerprint of what a callable reads besides its arguments; ``holds()`` tells whether it still fits.
 
@@ -226,21 +235,20 @@ class StateGuard:
         self._names = [names for _, names in self._named]
 
     def reads_like(self, other: "StateGuard") -> bool:
-        """Whether another guard was made for code that reads the same of the same objects, and both hold now."""
+        """Whether another guard watches the same, for code that this one was made for, too, and both hold now."""
         ours, theirs = self.notes, other.notes
-        is_like = ours.codes >= theirs.codes and not ours.lacks(theirs) and not theirs.lacks(ours)
+        is_known = ours.codes >= theirs.codes and not ours.lacks(theirs)
         is_of_same = same_objects(self._roots, other._roots) and self.storages == other.storages
         # A cache that holds more than it held is as it was, so that two guards may both hold and not be alike.
         results = ([one.further for one in guard._readers if one.kind == "call"] for guard in (self, other))
-        is_as_wide = is_like and is_of_same and next(results) == next(results) and self._subjects() >= other._subjects()
-        return is_as_wide and self.holds() and other.holds()
+        is_alike = is_known and is_of_same and next(results) == next(results) and self._subjects() == other._subjects()
+        return is_alike and self.holds() and other.holds()
 
     def _subjects(self) -> set[Any]:
-        """What is watched, whatever it holds. What was not there when a guard was made it may not watch."""
+        """What is watched, whatever it holds."""
         named = ((_dict_of(table), name) for table, names in (*self._named, *self._absent) for name in names)
         others = (*self._watched, *self._objects, *self._functions, *(array for array, _ in self._arrays))
-        readers = ((one.kind, id(one.subject)) for one in self._readers)
-        return {*named, *map(_dict_of, self._tables), *map(id, others), *readers}
+        return {*named, *map(_dict_of, self._tables), *map(id, others), *map(_subject_of, self._readers)}
 
     def _no_new_hooks(self) -> bool:
         """Whether hooks were registered meanwhile only elsewhere in the process, and none on the callable's modules."""
