@@ -154,3 +154,61 @@ def test_weakly_held_object_instead() -> None:
     gc.collect()
     for _ in range(4):
         assert not step(torch.randn(4, 3)).any()
+
+
+class Scales(nn.Module):
+    """Scales by the largest number of its first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.scale is None:
+            self.scale = x.amax()
+        return x / self.scale
+
+
+def test_first_run_scales() -> None:
+    """LIMIT: what a first run makes stays, and in a prewarm it is made of the example."""
+    step, x = graphed(Scales(), dynamic={"x": 0}, sizes=(4,)), torch.full((4, 3), 8.0)
+    step.prewarm(torch.full((4, 3), 2.0))
+    assert torch.equal(step(x), x / 2.0)
+
+
+def test_first_run_scales_instead() -> None:
+    """A call with real data before makes it of these."""
+    step, x = graphed(Scales(), dynamic={"x": 0}, sizes=(4,)), torch.full((4, 3), 8.0)
+    step(x)
+    step.prewarm(torch.full((4, 3), 2.0))
+    assert torch.equal(step(x), x / 8.0)
+
+
+def factor_of(fn: Callable[..., object]) -> float:
+    """Its attribute, or 2.0."""
+    try:
+        return fn.factor  # type: ignore[attr-defined, no-any-return]
+    except AttributeError:
+        return 2.0
+
+
+def test_attribute_tried_for(settled: Settle) -> None:
+    """LIMIT: an attribute that a function gets later, where code tries for it."""
+
+    def noted() -> None: ...
+
+    step, x = settled(lambda x: x * factor_of(noted)), torch.randn(4, 3)
+    noted.factor = 5.0  # type: ignore[attr-defined]
+    assert torch.equal(step(x), x * 2.0)
+
+
+def test_attribute_tried_for_instead() -> None:
+    """``getattr`` with a default says that it may come."""
+
+    def noted() -> None: ...
+
+    step, x = graphed(lambda x: x * getattr(noted, "factor", 2.0), dynamic={"x": 0}, sizes=(4,)), torch.randn(4, 3)
+    for _ in range(4):
+        assert torch.equal(step(x), x * 2.0)
+    noted.factor = 5.0  # type: ignore[attr-defined]
+    assert torch.equal(step(x), x * 5.0)
