@@ -90,6 +90,8 @@ def run_kernel(func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _device_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    if torch.accelerator.current_accelerator() is None:
+        return "CPU"
     kinds = (tensor.device.type for tensor in tensors_in(args, kwargs))
     return str(torch._C._dispatch_key_for_device(next((kind for kind in kinds if kind != "cpu"), "cpu")))
 
