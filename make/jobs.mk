@@ -50,7 +50,7 @@ gpu-emulated:
 # The library on a device whose streams are threads, on torch for the CPU. Needs g++, which compiles it once. A process that
 # has used it cannot fork.
 ON_QUEUED := $(ON_ANY_DEVICE) tests/behaviour/test_surroundings.py \
-	$(addprefix tests/behaviour/test_footguns_,rows.py breaks.py dims.py table.py) \
+	$(addprefix tests/behaviour/test_footguns_,rows.py breaks.py dims.py) \
 	--front-ends graphed -k "not pickle and not fork"
 device-test: export PYTHONPATH := $(CURDIR)/tests/device
 device-test: $(VENV)/.native

@@ -207,10 +207,12 @@ class Graphed(Lifecycle, Generic[P, R]):
 
         The example's rows are repeated to fill each size; whatever the runs write is put back, so that the call leaves
         no effect, but for Python state that only a first run makes, as a table. If it makes that of the example's
-        values, such as a scale, call it once with real data before. Each graph is compared with eager on a full batch, and on one of the fewest rows that it serves; the
-        first call of any other number of rows is compared when it comes. Where the example's rows are all alike that
-        proves nothing of padding, and serving compares the first padded batches. A size that cannot be captured stays
-        eager, with its reason in ``explain``.
+        values, such as a scale, call it once with real data before.
+
+        Each graph is compared with eager on a full batch, and on one of the fewest rows that it serves; the first call
+        of any other number of rows is compared when it comes. Where the example's rows are all alike that proves
+        nothing of padding, and serving compares the first padded batches. A size that cannot be captured stays eager,
+        with its reason in ``explain``.
 
         Args:
             *args: The positional arguments of the example call.
