@@ -271,8 +271,8 @@ def test_a_compiled_operator_without_a_key_is_seen() -> None:
         x.add_(1)
 
     with compiled_operator("bump(Tensor(a!) x) -> ()", bump, "CompositeImplicitAutograd") as operator:
-        reveal_operators()
         seen, x = Seen(), x_of(1)
+        reveal_operators(x.device)
         with seen:
             operator(x)
     assert seen.names == ["graphdispatch_compiled::bump"]
