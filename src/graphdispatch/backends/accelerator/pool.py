@@ -24,7 +24,6 @@ current_stream = torch._C._accelerator_getStream
 """A device's current stream, by the device's index; ``torch.accelerator.current_stream`` takes ten times as long."""
 
 Handle: TypeAlias = tuple[int, int]
-_ANSWER_S = 200e-6  # how long an idle device may take to say that it has reached an event
 
 
 class DevicePool(Pool):
