@@ -47,7 +47,7 @@ TABLE: dict[str, list[str]] = {
         "tests/behaviour/test_surroundings.py::test_static_outputs_stay_where_they_are",
     ],
     "memory/proof": ["tests/call", _FOOTGUNS.format("arguments")],
-    "capture/verify": ["tests/capture", "tests/serve"],
+    "capture/compare": ["tests/capture", "tests/serve"],
     "capture/effects": ["tests/capture", "tests/behaviour/test_effects.py", "tests/backends"],
     "state/guards": ["tests/behaviour/test_python_state.py", "tests/state", _FOOTGUNS.format("state")],
     "state/reads": ["tests/behaviour/test_python_state.py", "tests/state"],

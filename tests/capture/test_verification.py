@@ -11,7 +11,7 @@ from torch import nn
 
 import graphdispatch as gd
 from graphdispatch import CUDAGraphOptions, Dim, Graphed, Reason, graphed
-from graphdispatch.capture.verify import Tolerance, difference, tolerance_for
+from graphdispatch.capture.compare import Tolerance, difference, tolerance_for
 from graphdispatch.engines import EntryState
 from graphdispatch.errors import ConfigError
 

@@ -26,7 +26,6 @@ def _class_in(folder: str) -> type[Backend]:
 _FACTORIES: dict[str, Callable[[], type[Backend]]] = {
     name: partial(_class_in, name) for _, name, is_folder in iter_modules(__path__) if is_folder and name != _COMMON
 }
-_FACTORIES["xpu"] = lambda: import_module(f".{_COMMON}", __name__).backend_of("xpu")
 # One object per device, since a device has one capture stream (Note [one capture at a time] in base.py).
 _INSTANCES: dict[tuple[str, int | None], Backend] = {}
 
@@ -46,6 +45,10 @@ def register_backend(name: str, factory: Callable[[], type[Backend]]) -> None:
         if name in _FACTORIES:
             raise BackendError(f"backend {name!r} is registered already; choose another name")
         _FACTORIES[name] = factory
+
+
+for _name in ("xpu",):  # accelerators that torch has graphs for
+    register_backend(_name, lambda name=_name: import_module(f".{_COMMON}", __name__).backend_of(name))  # type: ignore[misc]
 
 
 def available_backends() -> tuple[str, ...]:

@@ -7,11 +7,11 @@ from ..errors import CaptureError, DeviceLostError, ReplayError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.proof import Labels
 from ..modes import CUDAGraphMode
+from .compare import check_padding_writes
 from .eager_run import EagerRun, uncached_casts
 from .effects import EffectRecorder, redo, retry_once, undo
 from .probes import Padding
 from .request import CaptureRequest
-from .verify import check_padding_writes
 
 
 @dataclass

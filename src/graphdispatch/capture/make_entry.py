@@ -19,11 +19,11 @@ from ..reasons import Reason
 from ..sizes import Axis, pack
 from ..state.guards import StateGuard, WorkspaceGuard
 from .attempt import CaptureAttempt
+from .compare import check_aliases
 from .eager_run import check_may_capture, undo_run
 from .effects import EffectRecorder
 from .recording import Recording
 from .request import CaptureRequest
-from .verify import check_aliases
 
 _SMALL_BYTES = 1 << 20
 _FEWEST = 2  # rows of a batch that may be too few for a callable if there is one less

@@ -27,13 +27,13 @@ from ..reasons import Reason
 from ..stats import Gain
 from .attempt import CaptureAttempt
 from .collector import paused_collector
+from .compare import check_padding_writes, check_replay
 from .eager_run import EagerRun, check_may_capture, is_known, run_eagerly, run_for_graph, run_known
 from .make_entry import grow_guard, make_entry
 from .probes import BY_RULE
 from .prover import RowProver
 from .recording import record
 from .request import CaptureRequest, CaptureResult, failed_result
-from .verify import check_padding_writes, check_replay
 
 _UNLIKE = "the call did something that calls of other sizes did not do; the next one is watched"
 

@@ -30,10 +30,10 @@ from ..reasons import Reason
 from ..sizes import Axis, lengths_of, pack
 from . import probes
 from .attempt import CaptureAttempt
+from .compare import difference, tolerance_for
 from .effects import EffectRecorder, Region
 from .probes import BY_RULE, Make, Padding
 from .state_probes import difference_apart, run_apart, writes_more_with_fewer_rows
-from .verify import difference, tolerance_for
 
 _FEW = 2
 _OTHER_ROWS = "other real rows"

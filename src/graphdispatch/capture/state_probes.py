@@ -26,11 +26,11 @@ from ..call.spec import is_tensor
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import first_rows
 from ..sizes import lengths_of, pack
+from .compare import difference, find_padding_writes, tolerance_for
 from .eager_run import check_draws, uncached_casts, undo_run
 from .effects import EffectRecorder
 from .probes import Padding
 from .request import CaptureRequest
-from .verify import difference, find_padding_writes, tolerance_for
 
 if TYPE_CHECKING:
     from .attempt import CaptureAttempt

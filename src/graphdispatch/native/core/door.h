@@ -1,7 +1,7 @@
 // Graphed.__call__ of api/graphed.py.
 #pragma once
 
-#include "facts.h"
+#include "names.h"
 
 namespace gd {
 

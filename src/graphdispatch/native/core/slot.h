@@ -1,7 +1,7 @@
 // Attributes that a hit reads where they lie: slots of a class, and what a threading.local holds for the thread.
 #pragma once
 
-#include "facts.h"
+#include "names.h"
 
 namespace gd {
 

@@ -1,4 +1,4 @@
-#include "facts.h"
+#include "names.h"
 
 namespace gd {
 
