@@ -74,3 +74,14 @@ def test_a_graph_of_somebody_else_is_never_compared() -> None:
     known = captured()
     known.trust()
     assert (known.due(OTHER, SIZE - 1), known.may_hit(SIZE - 1)) == (False, True)
+
+
+def test_the_batch_that_leaves_less_untested_counts() -> None:
+    """A later one that hides more takes nothing away; two that each hide something show nothing together."""
+    constant = ((1, torch.zeros(1)),)
+    known = RowProof(True, assumed=constant)
+    worse = RowProof(True, untested=("ids",), assumed=constant)
+    assert worse.after(known).untested == ()
+    assert known.after(worse).untested == ()
+    other = RowProof(True, untested=("mask",))
+    assert other.after(worse).untested == ("mask",)

@@ -99,7 +99,8 @@ class RowProof:
         batches = max(earlier.batches, self.batches) + 1 if earlier.batches or self.batches else 0
         if earlier.is_whole:
             return replace(self, untested=(), assumed=(), batches=batches)
-        return replace(self, batches=batches)
+        # Two batches that each leave something untested show nothing together: the one that leaves less counts.
+        return replace(earlier if {*earlier.untested} < {*self.untested} else self, batches=batches)
 
     @property
     def text(self) -> str:
