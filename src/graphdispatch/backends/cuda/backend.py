@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from ...errors import BackendError, CaptureError
-from ...reasons import Reason
-from ..accelerator.diagnosis import LOST, MEMORY, diagnose
+from ...errors import BackendError
+from ..accelerator.backend import AcceleratorBackend
 from ..accelerator.streams import DeviceEvent, DeviceStream
-from ..base import Backend, Capture, Event, Pool, Stream
+from ..base import Capture, Event, Pool, Stream
 from .graph import CUDACapture
 from .pool import CUDAPool
 
@@ -29,7 +28,7 @@ class CUDAStream(DeviceStream):
         return f"<CUDAStream {self.native.device} {self.native.cuda_stream:#x}>"
 
 
-class CUDABackend(Backend):
+class CUDABackend(AcceleratorBackend):
     """CUDA graphs on one GPU.
 
     All captures of a device run on one stream, made on first use. Nothing touches CUDA before it is needed.
@@ -37,13 +36,6 @@ class CUDABackend(Backend):
 
     name = "cuda"
     device_type = "cuda"
-    capture_executes = False
-    is_bit_exact = False
-
-    def __init__(self, device: torch.device) -> None:
-        if device.index is None:
-            raise BackendError(f"device must have an index, got {device}; write 'cuda:0'")
-        super().__init__(device)
 
     @classmethod
     def is_available(cls) -> bool:
@@ -108,18 +100,6 @@ class CUDABackend(Backend):
     def set_rng_state(self, state: Any) -> None:
         """Put a state from ``rng_state`` back."""
         torch.cuda.set_rng_state(state, self.device)
-
-    def classify_error(self, error: BaseException) -> Reason:
-        """The reason of a capture that failed with ``error``."""
-        return error.reason if isinstance(error, CaptureError) else diagnose(error).reason
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether ``error`` says that the device has no memory left."""
-        return diagnose(error) is MEMORY
-
-    def is_lost(self, error: BaseException) -> bool:
-        """Whether ``error`` says that the device's context is corrupt."""
-        return diagnose(error) is LOST
 
     def weak_reference(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor on the same memory that does not keep it: for an output whose memory the pool may use again.
