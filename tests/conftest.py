@@ -41,6 +41,9 @@ settings.register_profile(
 )
 settings.load_profile("default")
 
+if "GRAPHDISPATCH_TEST_DEVICE" in os.environ:  # as if each test named it where it makes a tensor
+    torch.set_default_device(os.environ["GRAPHDISPATCH_TEST_DEVICE"])
+
 
 class TorchRandom:
     """Torch's random numbers as hypothesis wants them, so that an example draws the same wherever it runs."""

@@ -1,7 +1,7 @@
 """A plug-in of pytest: the library serves the test device, too, as it would another vendor's.
 
-``GRAPHDISPATCH_TEST_DEVICE=queued`` has tests make their tensors there, as if they had named the device, and
-``GRAPHDISPATCH_TEST_DELAYS`` has each stream sleep before each piece of work, at most so many microseconds.
+``GRAPHDISPATCH_TEST_DEVICE=queued`` has tests make their tensors there, and ``GRAPHDISPATCH_TEST_DELAYS`` has each stream
+sleep before each piece of work, at most so many microseconds.
 """
 
 import os
@@ -26,5 +26,3 @@ def whole_device() -> Iterator[None]:
 
 
 register_backend(queued_device.NAME, lambda: backend_of(queued_device.NAME))
-if os.environ.get("GRAPHDISPATCH_TEST_DEVICE") == queued_device.NAME:
-    torch.set_default_device(queued_device.DEVICE)

@@ -117,7 +117,7 @@ def _exposed_memory(value: Any) -> torch.Tensor | None:
         return None
     memory: torch.Tensor
     if is_storage or torch._debug_has_internal_overlap(value) == 1:  # nothing can be written to such a tensor
-        memory = torch.empty(0, dtype=torch.uint8).set_(value if is_storage else value.untyped_storage())
+        memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(value if is_storage else value.untyped_storage())
     else:
         memory = value.detach()
     return memory

@@ -117,12 +117,12 @@ def far(sign: int, spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Ten
 
     They are the same for all arguments of one shape but for a factor, so that all of one argument lies above another.
     """
-    return _large(torch.tensor([sign]), spec, value, rows, torch.Generator().manual_seed(0))
+    return _large(torch.tensor([sign], device="cpu"), spec, value, rows, torch.Generator().manual_seed(0))
 
 
 def signed(first: int, spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
     """Such numbers of both signs in turns along the last dynamic dimension, the ``first`` one before the other."""
-    return _large(first * torch.tensor([1, -1]), spec, value, rows, _generator(spec))
+    return _large(first * torch.tensor([1, -1], device="cpu"), spec, value, rows, _generator(spec))
 
 
 def edge(sign: int, spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
@@ -149,25 +149,30 @@ def _large(
 ) -> torch.Tensor:
     """Numbers several times as large as those of the real rows, with these signs in turns."""
     shape, dim = torch.Size(spec.sized(rows)), spec.spans[-1][0]
-    turns = signs[torch.arange(shape[dim]) % len(signs)]
+    turns = signs[torch.arange(shape[dim], device="cpu") % len(signs)]
     turns = turns.view([-1 if d == dim else 1 for d in range(len(shape))]).to(value.device)
     if value.dtype is torch.bool:
         return (turns > 0).expand(shape)
     magnitude = (value if value.is_complex() else value.to(torch.float64)).detach().abs()
     largest = magnitude.where(magnitude.isfinite(), 0.0).amax() if value.numel() else 0.0
-    numbers = (torch.rand(shape, generator=generator, dtype=torch.float64) + 1).to(value.device)
+    numbers = (_drawn(shape, generator) + 1).to(value.device)
     return _as_finite(numbers * turns * (4 * largest + 4), value.dtype)
 
 
 def wide(spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
     """Numbers of both signs from tiny to large, such that squares of them are finite."""
     shape, generator = torch.Size(spec.sized(rows)), _generator(spec)
-    signs = torch.randint(2, shape, generator=generator) * 2 - 1
+    signs = torch.randint(2, shape, generator=generator, device="cpu") * 2 - 1
     if value.dtype is torch.bool:
         return (signs > 0).to(value.device)
     exponent = min(_WIDEST, math.log2(torch.finfo(value.dtype).max) / 2)
-    numbers = torch.rand(shape, generator=generator, dtype=torch.float64)
+    numbers = _drawn(shape, generator)
     return _as_finite((signs * 2 ** ((2 * numbers - 1) * exponent)).to(value.device), value.dtype)
+
+
+def _drawn(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """Numbers below one, on the host: whatever new tensors are made on by default, they are the generator's."""
+    return torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
 def _generator(spec: InputSpec) -> torch.Generator:

@@ -240,9 +240,9 @@ class RowProver:
         index: dict[Axis, torch.Tensor] = {}
         for axis in self._axes:
             own, real, full = axis.of(request.rows), axis.of(self.rows), axis.of(request.size)
-            rest = (own - 1 - torch.arange(full - real)) % own
-            chosen = rest if backwards else torch.randint(own, (full - real,), generator=generator)
-            index[axis] = torch.cat([torch.arange(real), chosen])
+            rest = (own - 1 - torch.arange(full - real, device="cpu")) % own
+            chosen = rest if backwards else torch.randint(own, (full - real,), generator=generator, device="cpu")
+            index[axis] = torch.cat([torch.arange(real, device="cpu"), chosen])
         rows: list[torch.Tensor | None] = []
         for place, (spec, value) in enumerate(zip(request.inputs.specs, request.arguments(), strict=True)):
             whole = value.detach()

@@ -124,7 +124,7 @@ class _StandIns(EffectRecorder):
             elif _is_integer(tensor):
                 stand_in.fill_(1)
             else:
-                stand_in.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
+                stand_in.copy_(torch.rand(tensor.shape, generator=generator, device="cpu") + 0.5)
 
     def swap(self, leaf: Any) -> Any:
         """The same view of the copy, if there is one; else what came."""

@@ -155,7 +155,7 @@ def varied(group: GraphGroup, leaves: Sequence[Any], rows: int) -> list[Any]:
     batch = group.resized(leaves, rows, shift=1)
     for spec in group.inputs.specs:
         if spec.dtype.is_floating_point and spec.dtype.itemsize > 1:
-            factor = 0.75 + torch.rand(spec.sized(rows), generator=generator) / 2
+            factor = 0.75 + torch.rand(spec.sized(rows), generator=generator, device="cpu") / 2
             value = batch[spec.position] if spec.spans else batch[spec.position].clone()
             factor = factor.to(spec.device, spec.dtype)
             batch[spec.position] = value.mul_(factor) if bool(value.any()) else factor - 1

@@ -243,7 +243,7 @@ class CPUPool(Pool):
         fitting = [arena for arena in self._arenas.values() if arena.nbytes >= nbytes]
         if fitting:
             return min(fitting, key=lambda arena: arena.nbytes)
-        arena = torch.empty(nbytes, dtype=torch.uint8)
+        arena = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._arenas[id(arena)] = arena
         return arena
 
@@ -321,7 +321,7 @@ class _Binder:
         once, each = prune(recording.program, recording.literals, pinned)
         constant = {slot for i in once for slot in i.reads | i.writes}
         for slot in (constant | literals) - set(self._storages):
-            self._storages[slot] = torch.empty(slot.nbytes, dtype=torch.uint8).untyped_storage()
+            self._storages[slot] = torch.empty(slot.nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
         self._offsets, nbytes = lay_out(each, set(self._storages), shared)
         self.arena = pool.take_arena(nbytes) if nbytes else None
         if self.arena is not None:
@@ -343,7 +343,7 @@ class _Binder:
     def _tensor(self, ref: TensorRef) -> torch.Tensor:
         if ref not in self._tensors:
             offset = self._offsets.get(ref.slot, 0) // ref.dtype.itemsize + ref.offset
-            tensor = torch.empty(0, dtype=ref.dtype).set_(self._storages[ref.slot], offset, ref.size, ref.stride)
+            tensor = torch.empty(0, dtype=ref.dtype, device="cpu").set_(self._storages[ref.slot], offset, ref.size, ref.stride)
             if ref.conj:
                 tensor = tensor.conj()
             if ref.neg:
