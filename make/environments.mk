@@ -24,10 +24,10 @@ NATIVE := src/graphdispatch/native
 NATIVE_SOURCES := $(NATIVE)/build.py $(wildcard $(NATIVE)/core/* $(NATIVE)/tape/*)
 
 ifdef GPU_PYTHON
-gpu-test gpu-bench: export PYTHONPATH := $(CURDIR)/src
+gpu-test gpu-bench gpu-all: export PYTHONPATH := $(CURDIR)/src:$(PYTHONPATH)
 else
-gpu-test gpu-bench: GPU_PYTHON := $(BIN)/python
-gpu-test gpu-bench: $(VENV)/.native
+gpu-test gpu-bench gpu-all: GPU_PYTHON := $(BIN)/python
+gpu-test gpu-bench gpu-all: $(VENV)/.native
 gpu-emulated: GPU_PYTHON := $(CUDA_VENV)/bin/python
 gpu-emulated: $(CUDA_VENV)/.test
 endif

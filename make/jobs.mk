@@ -1,6 +1,6 @@
 # Rarer jobs. CONTRIBUTING.md says when to run them.
 
-.PHONY: lint types sweep fuzz generate-test vllm-test drift gpu-emulated gpu-bench native-check native-twins docs-serve package
+.PHONY: lint types sweep fuzz generate-test vllm-test drift gpu-emulated gpu-bench gpu-all native-check native-twins docs-serve package
 .PHONY: mutants count device-test
 
 # What runs on a device, and what runs on whichever device GRAPHDISPATCH_TEST_DEVICE names.
@@ -57,6 +57,11 @@ device-test: $(VENV)/.native
 	@$(BIN)/python -m pytest -p queued_backend tests/device $(filter tests/backends/%,$(ON_DEVICE)) $(ARGS)
 	@GRAPHDISPATCH_TEST_DEVICE=queued GRAPHDISPATCH_TEST_DELAYS=50 \
 		$(BIN)/python -m pytest -p queued_backend $(ON_QUEUED) $(ARGS)
+
+# Everything that only a GPU can show, the most important first; GPU_PYTHON=python3 OUT=folder. Takes some nine minutes.
+gpu-all:
+	@$(GPU_PYTHON) $(NATIVE)/build.py || true
+	@$(GPU_PYTHON) make/gpu_all.py --out $(OUT) $(ARGS)
 
 # What graphs are worth on a GPU, beside their peers.
 gpu-bench:

@@ -41,8 +41,8 @@ class Plan:
         x = x.t() if model.spec.batch_dim == 1 else x
         named: dict[str, Any] = {
             "x": x,
-            "ids": torch.randint(0, SLOTS, (self.rows,), generator=generator).to(DEVICE),
-            "slots": torch.randperm(SLOTS, generator=generator)[: self.rows].to(DEVICE),
+            "ids": torch.randint(0, SLOTS, (self.rows,), generator=generator, device="cpu").to(DEVICE),
+            "slots": torch.randperm(SLOTS, generator=generator, device="cpu")[: self.rows].to(DEVICE),
         }
         if self.aliased:
             named["ids"] = named["slots"]
@@ -64,7 +64,7 @@ CONTEXTS: dict[str, Callable[[], Any]] = {
 
 
 def _laid_out(layout: str, rows: int, generator: torch.Generator) -> Tensor:
-    big = torch.randn(2 * SLOTS + 2, 2 * WIDTH, generator=generator).to(DEVICE)
+    big = torch.randn(2 * SLOTS + 2, 2 * WIDTH, generator=generator, device="cpu").to(DEVICE)
     if layout == "strided":
         return big[: 2 * rows : 2, ::2]
     if layout == "transposed":

@@ -36,7 +36,7 @@ class Node(nn.Module):
         super().__init__()
         self.kind = tree.kind
         self.children_ = nn.ModuleList(Node(child, generator) for child in tree.children)
-        self.register_buffer("weight", torch.randn(WIDTH, WIDTH, generator=generator) * 0.5)
+        self.register_buffer("weight", torch.randn(WIDTH, WIDTH, generator=generator, device="cpu") * 0.5)
         self.register_buffer("steps", torch.zeros(1))
         self.register_buffer("kept", torch.zeros(WIDTH))
         if tree.is_break:
@@ -151,7 +151,7 @@ def test_pieces_give_eager_s_answer(root: Tree, rows: list[int], seed: int) -> N
     twin = copy.deepcopy(model)
     served = graphed(lambda x: model(x.clone()), dynamic={"x": 0}, sizes=SIZES, mode="PIECEWISE", options=AT_ONCE)
     for count in (*rows, 3) * 3:
-        x = torch.randn(count, WIDTH, generator=generator).to(DEVICE)
+        x = torch.randn(count, WIDTH, generator=generator, device="cpu").to(DEVICE)
         torch.testing.assert_close(served(x), twin(x.clone()), rtol=1e-5, atol=1e-5)
         for ours, theirs in zip(model.buffers(), twin.buffers(), strict=True):
             assert torch.equal(ours, theirs)

@@ -14,13 +14,16 @@ Note [compiled code]
     them. The call of a compiled graph can be seen instead: its arguments are all that it reads, it says which of them
     it writes, and what it returns is new. So it stands in a recording as one call, and a replay runs the compiled
     kernels.
+
+    So does a Triton kernel that the model launches itself. Its tensors are all that it reads and may write: what it
+    wrote, only a comparison with what they held before can tell.
 """
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -40,6 +43,10 @@ _MADE_OF_OTHERS = frozenset({"aten", "inductor"})
 _COMPILED = (".cpp", ".cc", ".cxx", ".c", ".cu", ".cuh", ".h", ".hpp", ".hip", ".mm", ".sycl")
 COMPILER = "torch._inductor.output_code"
 """The module of torch whose compiled code runs kernels that no mode sees, unless it is revealed."""
+LAUNCHER = "triton.runtime.jit"
+"""The module of Triton whose kernels no mode sees, unless they are revealed."""
+_OPEN = ("flex_attention", "triton_kernel_wrapper_mutation", "triton_kernel_wrapper_functional")
+"""Operators that take functions of which all is seen."""
 _COMPOSITE = "CompositeImplicitAutograd"
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
@@ -121,19 +128,21 @@ def reveal_operators(device: torch.device) -> None:
                 library.impl(name, torch.library.fallthrough_kernel, key)
 
 
-_compiled: list[type] = []
-"""The class of compiled graphs, once its calls are shown to modes. There is one, as torch has one compiler."""
+_shown: set[type] = set()
+"""The classes whose calls are shown to modes: that of compiled graphs and that of Triton kernels."""
 
 
 @dataclass(frozen=True)
 class CompiledRegion:
-    """Looks like an operator to those that watch: ``region(graph, *inputs)`` runs a compiled graph.
+    """Looks like an operator to those that watch: ``region(run, *inputs)`` runs compiled code.
 
-    ``mutated`` are the inputs, by position, that it writes.
+    ``mutated`` are the inputs, by position, that it writes; where ``is_guess``, that it may write.
     """
 
     size: int
     mutated: tuple[int, ...]
+    what: str = "compiled code"
+    is_guess: bool = False
     namespace = "inductor_compiled"
     tags: tuple[torch.Tag, ...] = ()
 
@@ -143,12 +152,26 @@ class CompiledRegion:
         arguments = [SimpleNamespace(name=f"input_{i}", alias_info=info) for i, info in enumerate(writes)]
         return SimpleNamespace(name=f"{self.namespace}::region", arguments=arguments, returns=())
 
-    def __call__(self, graph: Any, *inputs: Any) -> Any:
-        """Run the graph, which empties the list that it is given."""
-        return graph(list(inputs))
+    def __call__(self, run: Any, *inputs: Any) -> Any:
+        """Run the code, which empties the list that it is given."""
+        return run(list(inputs))
 
     def __str__(self) -> str:
-        return "compiled code"
+        return self.what
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """Launches a Triton kernel with ``[*positional, *named]``, of which the last have these names."""
+
+    kernel: Any
+    grid: Any
+    names: tuple[str, ...]
+
+    def __call__(self, inputs: list[Any]) -> None:
+        split = len(inputs) - len(self.names)
+        named = dict(zip(self.names, inputs[split:], strict=True))
+        self.kernel.run(*inputs[:split], grid=self.grid, warmup=False, **named)
 
 
 class PythonCalls(UntracedMode):
@@ -177,9 +200,9 @@ class OperatorMode(UntracedMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        compiler = sys.modules.get(COMPILER)
-        if compiler is not None:
-            _reveal_compiled(compiler)
+        for module, reveal in ((COMPILER, _reveal_compiled), (LAUNCHER, _reveal_launches)):
+            if module in sys.modules:
+                reveal(sys.modules[module])
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -191,12 +214,7 @@ class OperatorMode(UntracedMode):
         kwargs = kwargs or {}
         if type(func) is not OpOverload and isinstance(func, HigherOrderOperator):
             return self.watch_higher_order(func, args, kwargs)
-        # A trace of the interpreter shall see the callable's Python, and not what watches it, which is much more. The
-        # parts of an operator run none of it. A profiler in compiled code cannot be put back by its name.
-        trace = sys.getprofile()
-        is_traced = type(trace) in (MethodType, FunctionType)
-        if is_traced:
-            sys.setprofile(None)
+        trace = _pause_trace()
         try:
             if is_composite(func, args, kwargs):
                 with self:
@@ -206,7 +224,7 @@ class OperatorMode(UntracedMode):
                 with torch._C.DisableTorchFunction():
                     return self.watch(func, args, kwargs)
         finally:
-            if is_traced:
+            if trace is not None:
                 sys.setprofile(trace)
         return self.look_inside(func, key, args, kwargs)
 
@@ -216,9 +234,9 @@ class OperatorMode(UntracedMode):
             return run_kernel(func, key, args, kwargs)
 
     def watch_higher_order(self, func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator that takes functions: ``flex_attention`` within the mode, any other below all modes."""
+        """Run an operator that takes functions: those of ``_OPEN`` within the mode, any other below all modes."""
         kernel = func.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
-        if func.name() == "flex_attention" and kernel is not None:
+        if func.name() in _OPEN and kernel is not None:
             with self:
                 return kernel(*args, **kwargs)
         self.give_up(
@@ -236,7 +254,7 @@ class OperatorMode(UntracedMode):
         raise error
 
     def watch_region(self, region: CompiledRegion, args: tuple[Any, ...]) -> Any:
-        """Show the call of a compiled graph to ``watch``."""
+        """Show the call of compiled code to ``watch``."""
         with torch._C.DisableTorchFunction():
             return self.watch(cast(OpOverload, region), args, {})
 
@@ -245,30 +263,67 @@ class OperatorMode(UntracedMode):
         raise NotImplementedError
 
 
+def _pause_trace() -> Any:
+    """End a trace of the interpreter for now, and return it: it shall see the callable's Python, and not what watches
+    that, which is much more. The parts of an operator run none of it. None where there is none, or where a profiler in
+    compiled code is on, which cannot be put back by its name."""
+    trace = sys.getprofile()
+    if type(trace) not in (MethodType, FunctionType):
+        return None
+    sys.setprofile(None)
+    return trace
+
+
 def _reveal_compiled(compiler: ModuleType) -> None:
     """Show calls of compiled graphs to entered modes, by ``watch_region``. Costs such calls 0.1 us.
 
     ``compiler`` is the module that has their class. Does nothing if it is not the one known here: the memory of
     compiled code is then of unknown origin, and a capture refuses it.
     """
-    graphs = getattr(compiler, "CompiledFxGraph", None)
+    graphs: Any = getattr(compiler, "CompiledFxGraph", None)
     with _reveal_lock:
-        if not _compiled and "mutated_input_idxs" in getattr(graphs, "__annotations__", {}):
-            _reveal(graphs)
+        if graphs in _shown or "mutated_input_idxs" not in getattr(graphs, "__annotations__", {}):
+            return
+        plain = graphs.__call__
 
-
-def _reveal(graphs: Any) -> None:
-    plain = graphs.__call__
-    depth = torch._C._len_torch_dispatch_stack
-
-    def call(self: Any, inputs: Sequence[Any]) -> Any:
-        if not any(isinstance(torch._C._get_dispatch_stack_at(i), OperatorMode) for i in range(depth())):
-            return plain(self, inputs)
-        with _pop_mode_temporarily() as mode:
-            if not isinstance(mode, OperatorMode):
-                return call(self, inputs)
+        def call(self: Any, inputs: Sequence[Any]) -> Any:
             region = CompiledRegion(len(inputs), tuple(sorted(self.mutated_input_idxs)))
-            return mode.watch_region(region, (self, *inputs))
+            return _shown_to_modes(partial(plain, self, inputs), lambda: (region, (self, *inputs)))
 
-    graphs.__call__ = call
-    _compiled.append(graphs)
+        graphs.__call__ = call
+        _shown.add(graphs)
+
+
+def _reveal_launches(launcher: ModuleType) -> None:
+    """Show Triton kernels that the model launches to entered modes. Costs a launch 0.1 us elsewhere."""
+    kernels: Any = getattr(launcher, "JITFunction", None)
+    with _reveal_lock:
+        if kernels is None or kernels in _shown:
+            return
+        plain = kernels.run
+
+        def run(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+            def shown() -> tuple[CompiledRegion, tuple[Any, ...]]:
+                inputs, what = (*args, *named.values()), f"the Triton kernel {self.__name__!r}"
+                tensors = tuple(i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor))
+                launch = _Launch(self, grid, tuple(named))
+                return CompiledRegion(len(inputs), tensors, what, is_guess=True), (launch, *inputs)
+
+            direct, trace = partial(plain, self, *args, grid=grid, warmup=warmup, **named), _pause_trace()
+            try:
+                return direct() if warmup else _shown_to_modes(direct, shown)
+            finally:
+                if trace is not None:
+                    sys.setprofile(trace)
+
+        kernels.run = run
+        _shown.add(kernels)
+
+
+def _shown_to_modes(plain: Callable[[], Any], region: Callable[[], tuple[CompiledRegion, tuple[Any, ...]]]) -> Any:
+    """Run compiled code within the innermost mode that watches operators, as a call that it sees; else plainly."""
+    depth = torch._C._len_torch_dispatch_stack()
+    if not any(isinstance(torch._C._get_dispatch_stack_at(i), OperatorMode) for i in range(depth)):
+        return plain()
+    with _pop_mode_temporarily() as mode:
+        return mode.watch_region(*region()) if isinstance(mode, OperatorMode) else _shown_to_modes(plain, region)

@@ -259,6 +259,8 @@ class EffectRecorder(OperatorMode):
         self._saved_views: set[tuple[Any, ...]] = set()
         self._generators: dict[int, torch.Generator] = {}
         self._exposed: list[Region] = []
+        self._is_inside = False
+        """Whether an operator's Python kernel is running."""
 
     @contextmanager
     def guarding(self) -> Iterator[Self]:
@@ -277,6 +279,7 @@ class EffectRecorder(OperatorMode):
         """
         start, saved, views = len(self.regions), self._saved, set(self._saved_views)
         hidden: list[str] = []
+        was_inside, self._is_inside = self._is_inside, True
         self._save_written(func, args, kwargs)
         marked, self.regions[start:] = self.regions[start:], []
         self._saved_views = views
@@ -287,6 +290,7 @@ class EffectRecorder(OperatorMode):
             hidden.append("")
             raise
         finally:
+            self._is_inside = was_inside
             seen = {storage_key(region.target) for region in self.regions[start:]}
             self.regions[start:start] = [
                 region
@@ -305,7 +309,7 @@ class EffectRecorder(OperatorMode):
             result = super().watch_region(region, args)
         # What it draws on a device, and which data it checks there, nobody sees.
         is_hidden = len(args) > 1 and isinstance(args[1], torch.Tensor) and not args[1].is_cpu
-        self.uses_rng |= is_hidden
+        self.uses_rng |= is_hidden and not region.is_guess  # a Triton kernel draws by the seed that it is given
         self.limits_values |= is_hidden
         self.uses_rng |= not torch.equal(before, torch.get_rng_state())
         if inside.names:
@@ -404,9 +408,15 @@ class EffectRecorder(OperatorMode):
         for tensor in written_tensors(func, args, kwargs):
             if storage_key(tensor) in self._made or tensor.numel() == 0:
                 continue
+            is_guess = getattr(func, "is_guess", False)
+            if is_guess and self._is_inside:
+                continue  # the operator around it says what it writes
             try:
-                what = f"{func} writes to a tensor of shape {tuple(tensor.shape)} that the call does not own"
-                self._save(tensor, what, _indexed_region(func, args) if tensor is args[0] else None)
+                writes = "may write" if is_guess else "writes"
+                what = f"{func} {writes} to a tensor of shape {tuple(tensor.shape)} that the call does not own"
+                saved = self._save(tensor, what, _indexed_region(func, args) if tensor is args[0] else None)
+                if is_guess and saved is not None:
+                    self._exposed.append(saved)
             except Exception as error:
                 self.unsaved = self.unsaved or error
                 if self._strict:

@@ -81,7 +81,7 @@ _TORCH_STATE = (
 _TORCH_NEEDS = ("sympy", "mpmath", "networkx", "jinja2", "fsspec", "filelock")
 """Packages that torch's compiler is made of."""
 _MACHINES = ("threading", "asyncio", "multiprocessing", "subprocess")
-_MACHINERY = (*_TORCH_NEEDS, *_MACHINES, "importlib", "inspect", "logging")
+_MACHINERY = (*_TORCH_NEEDS, "triton", *_MACHINES, "importlib", "inspect", "logging")
 _CTYPES = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union, ctypes._Pointer)
 _OPAQUE = (
     array,
@@ -120,7 +120,7 @@ def home_of(kind: type) -> str:
 
 def is_followed(kind: type) -> bool:
     """Whether the objects of a class are a part of the callable's state: not those of this package (but for its demo),
-    and no machinery of torch or of the standard library. Modules are, loggers, and threads of a class of the user."""
+    and no machinery of torch, Triton or the standard library. Modules are, loggers, and the user's kinds of threads."""
     module = home_of(kind)
     root = module.partition(".")[0] if not module.startswith(f"{_PACKAGE}.demo") else "demo"
     if root == _PACKAGE:
@@ -140,10 +140,16 @@ def is_machine(kind: type) -> bool:
 
 @lru_cache(maxsize=8192)
 def is_library_code(path: str) -> bool:
-    """Whether a file of code belongs to torch, to the standard library or to this package (but for its demo)."""
+    """Whether a file of code belongs to torch, Triton, the standard library or this package (but for its demo)."""
     is_stdlib = path.startswith((_STDLIB, "<frozen")) and not path.startswith(_SITE)
     is_stdlib = is_stdlib or any(f"{os.sep}{name}{os.sep}" in path for name in _TORCH_NEEDS)
-    return is_stdlib or path.startswith(_TORCH) or is_own_code(path)
+    return is_stdlib or path.startswith((_TORCH, _triton_path())) or is_own_code(path)
+
+
+def _triton_path() -> str:
+    """Where Triton is, if it is loaded. Kernels lie in folders of that name, too."""
+    path = getattr(sys.modules.get("triton"), "__file__", None)
+    return os.path.join(os.path.dirname(path), "") if path else _TORCH
 
 
 def is_own_code(path: str) -> bool:

@@ -343,7 +343,9 @@ class _Binder:
     def _tensor(self, ref: TensorRef) -> torch.Tensor:
         if ref not in self._tensors:
             offset = self._offsets.get(ref.slot, 0) // ref.dtype.itemsize + ref.offset
-            tensor = torch.empty(0, dtype=ref.dtype, device="cpu").set_(self._storages[ref.slot], offset, ref.size, ref.stride)
+            tensor = torch.empty(0, dtype=ref.dtype, device="cpu").set_(
+                self._storages[ref.slot], offset, ref.size, ref.stride
+            )
             if ref.conj:
                 tensor = tensor.conj()
             if ref.neg:

@@ -1,0 +1,146 @@
+"""Triton kernels that the model launches itself, on a stand-in for Triton's launcher: torch sees nothing of them."""
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphdispatch as gd
+from graphdispatch import Reason
+from graphdispatch.backends import insight
+
+from ..helpers import AT_ONCE
+
+
+class Kernel:
+    """What ``triton.jit`` makes of a function, as far as its launches show: ``kernel[grid](*args)``."""
+
+    def __init__(self, fn: Callable[..., None]) -> None:
+        self.fn = fn
+        self.__name__ = fn.__name__
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return lambda *args, **named: self.run(*args, grid=grid, warmup=False, **named)
+
+    def run(self, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        """Run it for each place of the grid, out of torch's sight."""
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            for place in range(grid[0]):
+                self.fn(place, *args, **named)
+
+
+@pytest.fixture(autouse=True)
+def _launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    plain, module = Kernel.run, ModuleType(insight.LAUNCHER)
+    module.JITFunction = Kernel  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, insight.LAUNCHER, module)
+    yield
+    Kernel.run = plain  # type: ignore[method-assign]
+    insight._shown.discard(Kernel)
+
+
+def copy_row(to: Tensor, at: int, row: Tensor) -> None:
+    """By address: neither torch's modes nor the versions of tensors tell."""
+    ctypes.memmove(to.data_ptr() + at * row.nbytes, row.data_ptr(), row.nbytes)
+
+
+@Kernel
+def double(place: int, source: Tensor, target: Tensor) -> None:
+    """A row for each place."""
+    copy_row(target, place, source[place] * 2)
+
+
+@Kernel
+def write_slot(place: int, cache: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Each row into its slot."""
+    copy_row(cache, int(slots[place]), rows[place])
+
+
+@Kernel
+def add_rows(place: int, source: Tensor, target: Tensor) -> None:
+    """The sum of all rows."""
+    copy_row(target, 0, source.sum(0))
+
+
+class Cached(nn.Module):
+    """Adds what each slot held before, and keeps the row there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(12, 4))
+
+    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+        """``x`` of (rows, 4), ``slots`` of (rows,)."""
+        before = self.cache[slots]
+        write_slot[(len(slots),)](self.cache, slots, x.contiguous())
+        return x + before
+
+
+def batches() -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows in slots from 1 on."""
+    for rows in (3, 3, 3, 4, 3, 4, 3, 4, 4, 2, 3):
+        yield torch.randn(rows, 4), torch.randperm(11)[:rows] + 1
+
+
+def test_an_answer_that_a_launched_kernel_writes() -> None:
+    """New memory that only the kernel fills is the answer, and it is served."""
+
+    def doubled(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        double[(len(x),)](x, out)
+        return out + 1
+
+    step = gd.graphed(doubled, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    for rows in (3, 3, 4, 3, 2, 2):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(step(x), x * 2 + 1)
+    assert step.last_decision.reason is Reason.PADDED, step.explain(x)
+
+
+def test_padding_that_a_launched_kernel_would_write() -> None:
+    """It is state, which padding must not write; so such a model is served where no row is padded."""
+    model, twin = Cached(), Cached()
+    step = gd.graphed(model, dynamic={"x": 0, "slots": 0}, sizes=(4,), options=AT_ONCE)
+    for x, slots in batches():
+        torch.testing.assert_close(step(x, slots), twin(x, slots))
+        torch.testing.assert_close(model.cache, twin.cache)
+    assert step.stats.reasons[Reason.PADDING_WRITES_STATE] > 0, step.stats.reasons
+    assert step.stats.reasons[Reason.EXACT] > 0, step.stats.reasons
+
+
+def test_what_a_launched_kernel_only_reads_is_no_state() -> None:
+    """Of all its tensors those count as written that change."""
+    weight = torch.randn(1, 4)
+
+    def scaled(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        double[(len(x),)](x, out)
+        add_rows[(1,)](weight, kept := torch.empty(1, 4))
+        return out * kept
+
+    options = gd.CUDAGraphOptions(capture_after=1, state_limit_bytes=1000)
+    step = gd.graphed(scaled, dynamic={"x": 0}, sizes=(4,), options=options)
+    for rows in (3, 3, 3, 3):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(step(x), x * 2 * weight)
+    assert step.last_decision.reason is Reason.PADDED, step.explain(x)
+
+
+def test_rows_mixed_by_a_launched_kernel() -> None:
+    """It is found as any other mixing is."""
+
+    def summed(x: Tensor) -> Tensor:
+        total = torch.empty(1, 4)
+        add_rows[(1,)](x, total)
+        return x + total
+
+    step = gd.graphed(summed, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    for rows in (3, 3, 3, 3):
+        x = torch.randn(rows, 4)
+        torch.testing.assert_close(step(x), x + x.sum(0))
+    assert step.last_decision.reason is Reason.VERIFICATION_FAILED, step.explain(x)

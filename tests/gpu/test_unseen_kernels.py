@@ -1,0 +1,186 @@
+"""Kernels that no operator of torch launches: of compiled models, and of Triton called by the model itself."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphdispatch as gd
+from graphdispatch import Reason
+from graphdispatch.backends import Backend
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("emulated_cuda" in sys.modules, reason="the emulated device runs no compiled kernels"),
+]
+WIDTH = 16
+
+
+@triton.jit
+def _double_kernel(source: Any, target: Any, count: Any, block: tl.constexpr) -> None:
+    places = tl.program_id(0) * block + tl.arange(0, block)
+    tl.store(target + places, tl.load(source + places, mask=places < count) * 2, mask=places < count)
+
+
+@triton.jit
+def _write_slots_kernel(cache: Any, slots: Any, rows: Any, width: tl.constexpr) -> None:
+    row, columns = tl.program_id(0), tl.arange(0, width)
+    slot = tl.load(slots + row)
+    tl.store(cache + slot * width + columns, tl.load(rows + row * width + columns))
+
+
+@triton.jit
+def _add_one_kernel(count: Any) -> None:
+    tl.store(count, tl.load(count) + 1)
+
+
+def double(x: Tensor) -> Tensor:
+    """Twice ``x``, by a kernel that torch does not see."""
+    out = torch.empty_like(x)
+    _double_kernel[(triton.cdiv(x.numel(), 64),)](x, out, x.numel(), 64)
+    return out
+
+
+def write_slots(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Write each row into its slot."""
+    _write_slots_kernel[(len(rows),)](cache, slots, rows, WIDTH)
+
+
+@torch.library.custom_op("graphdispatch_gpu_tests::double", mutates_args=())
+def double_op(x: Tensor) -> Tensor:
+    """The same as an operator."""
+    return double(x)
+
+
+@torch.library.custom_op("graphdispatch_gpu_tests::write_slots", mutates_args=("cache",))
+def write_slots_op(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """The same as an operator that says what it writes."""
+    write_slots(cache, slots, rows)
+
+
+@double_op.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@write_slots_op.register_fake
+def _(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
+    return None
+
+
+class Cached(nn.Module):
+    """Adds what each slot held before, and keeps the row there."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor, Tensor], object] | None) -> None:
+        super().__init__()
+        self.write = write
+        self.register_buffer("cache", torch.zeros(12, WIDTH))
+
+    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+        """``x`` of (rows, 16), ``slots`` of (rows,)."""
+        before = self.cache[slots]
+        if self.write is None:
+            self.cache[slots] = x
+        else:
+            self.write(self.cache, slots, x.contiguous())
+        return x + before
+
+
+def serve_beside_eager(
+    fn: Callable[[Tensor, Tensor], Tensor], model: Cached, twin: Cached, **how: Any
+) -> gd.Graphed[..., Tensor]:
+    """Serve ``fn``, which writes the cache of ``model``: answers and slots, but for the scratch slot 0, are eager's."""
+    step = gd.graphed(fn, dynamic={"x": 0, "slots": 0}, sizes=(4,), **how)
+    generator, device, first = torch.Generator().manual_seed(0), twin.cache.device, int("pad" in how)
+    for rows in (3, 3, 3, 4, 3, 4, 3, 2, 2, 3):
+        x = torch.randn(rows, WIDTH, generator=generator).to(device)
+        slots = (torch.randperm(11, generator=generator)[:rows] + 1).to(device)
+        wanted, why = twin(x, slots), f"{rows} rows: {step.explain(x, slots)}"
+        torch.testing.assert_close(step(x, slots), wanted, msg=f"answers of {why}")
+        torch.testing.assert_close(model.cache[first:], twin.cache[first:], msg=f"slots after {why}")
+    return step
+
+
+def test_a_compiled_model_is_served(cuda: Backend) -> None:
+    """Inductor's kernels are replayed."""
+    torch.manual_seed(0)
+    model = (
+        nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, WIDTH)).to(cuda.device).eval()
+    )
+    compiled = torch.compile(model, dynamic=True)
+    step = gd.graphed(compiled, dynamic={"input": 0}, sizes=(4, 8))
+    for rows in (3, 3, 3, 4, 7, 7, 7, 8):
+        x = torch.randn(rows, WIDTH, device=cuda.device)
+        torch.testing.assert_close(step(x), model(x), rtol=1e-4, atol=1e-5)
+    assert step.stats.hits > 0, (step.explain(x), step.stats.reasons)
+
+
+def test_a_compiled_model_that_writes_its_cache(cuda: Backend) -> None:
+    """Padding rows write to no live slot, and each call's write is done once."""
+    model, twin = (Cached(None).to(cuda.device) for _ in range(2))
+    serve_beside_eager(torch.compile(model, dynamic=True), model, twin)  # type: ignore[arg-type]
+
+
+def test_a_compiled_model_with_a_scratch_slot(cuda: Backend) -> None:
+    """Where padding may write, such a model is served."""
+    model, twin = (Cached(None).to(cuda.device) for _ in range(2))
+    options = gd.CUDAGraphOptions(padding_writes="allow")
+    step = serve_beside_eager(
+        torch.compile(model, dynamic=True),
+        model,
+        twin,
+        pad={"slots": gd.Pad.value(0)},
+        options=options,  # type: ignore[arg-type]
+    )
+    assert step.stats.hits > 0, step.stats.reasons
+
+
+def test_a_kernel_in_a_custom_operator_is_served(cuda: Backend) -> None:
+    """Nothing is hidden there."""
+    step = gd.graphed(lambda x: double_op(x) + 1, dynamic={"x": 0}, sizes=(4,))
+    for rows in (3, 3, 3, 4, 3):
+        x = torch.randn(rows, WIDTH, device=cuda.device)
+        torch.testing.assert_close(step(x), x * 2 + 1)
+    assert step.last_decision.reason is Reason.PADDED, step.explain(x)
+
+
+def test_a_kernel_launched_by_the_model_answers_as_eager(cuda: Backend) -> None:
+    """Served or not."""
+    step = gd.graphed(lambda x: double(x) + 1, dynamic={"x": 0}, sizes=(4,))
+    for rows in (3, 3, 3, 4, 3):
+        x = torch.randn(rows, WIDTH, device=cuda.device)
+        torch.testing.assert_close(step(x), x * 2 + 1)
+    print("pure kernel:", step.explain(x))
+
+
+def test_a_custom_operator_that_writes_the_cache(cuda: Backend) -> None:
+    """Its schema says so."""
+    model, twin = Cached(write_slots_op).to(cuda.device), Cached(None).to(cuda.device)
+    step = serve_beside_eager(model, model, twin)
+    assert step.stats.reasons[Reason.PADDING_WRITES_STATE] > 0, step.stats.reasons
+
+
+def test_a_launched_kernel_that_writes_the_cache(cuda: Backend) -> None:
+    """Nothing says so."""
+    model, twin = Cached(write_slots).to(cuda.device), Cached(None).to(cuda.device)
+    serve_beside_eager(model, model, twin)
+
+
+def test_a_launched_kernel_that_counts_calls(cuda: Backend) -> None:
+    """Each call counts once, whatever is run beside it."""
+    count = torch.zeros(1, device=cuda.device)
+
+    def counting(x: Tensor) -> Tensor:
+        _add_one_kernel[(1,)](count)
+        return x + count
+
+    step = gd.graphed(counting, dynamic={"x": 0}, sizes=(4,))
+    for number, rows in enumerate((3, 3, 3, 4, 3, 2, 2), 1):
+        x = torch.randn(rows, WIDTH, device=cuda.device)
+        torch.testing.assert_close(step(x), x + number, msg=step.explain(x))
