@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-PYTEST = (sys.executable, "-m", "pytest", "-ra", "--durations=5")
+PYTEST = (sys.executable, "-m", "pytest", "-p", "no:benchmark", "-ra", "--durations=5")
 GPU_ALONE = ("tests/gpu", "--ignore", "tests/gpu/test_unseen_kernels.py", "--ignore", "tests/gpu/test_benchmarks.py")
 CONFORMANCE = ("tests/backends/test_conformance_capture.py", "tests/backends/test_conformance_device.py")
 ANY_DEVICE = (

@@ -160,10 +160,10 @@ def test_padding_writes_cache(opened: Settle) -> None:
 @pytest.mark.parametrize("first", [3, 4], ids=["padded-first", "full-first"])
 def test_padding_writes_used_slot(opened: Settle, first: int) -> None:
     """While each batch names slot 0, padding of zeros does no harm; that it will is found at the capture."""
-    seen, wanted = torch.zeros(6), torch.zeros(6)
+    seen, wanted, one = torch.zeros(6), torch.zeros(6), torch.ones(())
 
     def fn(x: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-        seen[slot] = 1.0
+        seen[slot] = one  # a Python number would be copied to the device, which a capture refuses
         return x * 2
 
     step = opened(fn, dynamic={"x": 0, "slot": 0})
