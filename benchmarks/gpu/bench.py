@@ -87,6 +87,13 @@ class Bench:
         """Wait for the device."""
         self.backend.synchronize()
 
+    def empty_cache(self) -> None:
+        """Give what is no longer used back to the device, cycles of objects included."""
+        gc.collect()
+        self.synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
 
 class Timing(NamedTuple):
     """Microseconds of a call: on the calling thread, from start to end on the device, and the quartiles of the latter.
