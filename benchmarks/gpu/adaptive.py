@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from graphdispatch import Graphed, graphed
+from graphdispatch import CUDAGraphOptions, Graphed, graphed
 from graphdispatch.backends import Timer
 from graphdispatch.engines import AdaptiveDispatchPolicy, DispatchKey, DispatchMode
 
@@ -33,7 +33,7 @@ def run(bench: Bench) -> None:
     sizes = _SIZES[:3] if bench.quick else _SIZES
     width, layers = (64, 2) if bench.device.type == "cpu" else (4096, 12)
     model = _model(width, layers).to(bench.device, bench.dtype).eval().requires_grad_(False)
-    step = graphed(model, dynamic={"input": 0}, sizes=sizes)
+    step = graphed(model, dynamic={"input": 0}, sizes=sizes, options=CUDAGraphOptions(capture_share=None))
     step.prewarm(torch.randn(sizes[-1], width, device=bench.device, dtype=bench.dtype))
     rng = random.Random(0)
     rows = [1 << rng.randrange(sizes[-1].bit_length()) for _ in range(60 if bench.quick else 1500)]

@@ -70,9 +70,12 @@ class Bench:
             self.emit(Row(case, side, {"error": f"{type(error).__name__}: {text[:200]}"}))
             return None
 
-    def has_time(self, seconds: float = 0.0) -> bool:
-        """Whether ``seconds`` are left before the section's end."""
-        return time.monotonic() + seconds < self.deadline
+    def has_time(self, seconds: float = 0.0, case: str = "") -> bool:
+        """Whether ``seconds`` are left before the section's end; if not, a row says that the case is left out."""
+        is_left = time.monotonic() + seconds < self.deadline
+        if case and not is_left:
+            self.emit(Row(case, "all", {"left_out": "no time"}))
+        return is_left
 
     def requests(self, count: int) -> list[int]:
         """How many requests each step has: steps of the trace that was given, or of a generated one, from all of it."""

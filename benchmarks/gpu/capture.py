@@ -15,7 +15,7 @@ from graphdispatch.engines import named_sizes
 
 from .bench import Bench, Figures, Row
 from .decode import Inputs, make_decoder, prewarmed
-from .peers import compiled, mark_step, new_pool, raw_graph
+from .peers import compiled, new_pool, raw_graph
 
 __all__ = ["TITLE", "run"]
 
@@ -48,7 +48,7 @@ def run(bench: Bench) -> None:
         sides["reduce-overhead, compilation included"] = lambda: _compiled(decoder, sizes, example)
     found: dict[str, Figures] = {}
     for side, make in sides.items():
-        if bench.has_time(_COMPILE_SECONDS if side.startswith("reduce") else 10):
+        if bench.has_time(_COMPILE_SECONDS if side.startswith("reduce") else 10, f"{case}, {side}"):
             figures = bench.attempt(case, side, partial(_cost, bench, make, example))
             if figures is not None:
                 found[side] = figures
@@ -117,7 +117,6 @@ def _compiled(decoder: Decoder, sizes: Sequence[int], example: Inputs) -> Callab
     step = compiled(decoder, dynamic=True)
     for size in reversed(sizes):
         for _ in range(2):  # once to warm up, once to record
-            mark_step()
             step(*(x[:size] for x in example))
     return step
 

@@ -11,7 +11,7 @@ from graphdispatch.demo import PRESETS, Decoder, DecoderConfig
 from graphdispatch.engines import named_sizes
 
 from .bench import Bench, Call, Figures, Row, difference, latencies, percentile
-from .peers import PaddedRawGraphs, compiled, mark_step
+from .peers import PaddedRawGraphs, compiled
 
 __all__ = ["MODELS", "TITLE", "Inputs", "batches", "make_decoder", "prewarmed", "run"]
 
@@ -44,7 +44,7 @@ def run(bench: Bench) -> None:
     """Each model while there is time; last of all, beside ``torch.compile``."""
     is_small = bench.quick or bench.device.type == "cpu"
     for name in ("tiny",) if is_small else ("1B", "8B", "0.1B"):
-        if not bench.has_time(_SECONDS.get(name, 10.0)):
+        if not bench.has_time(_SECONDS.get(name, 10.0), name):
             continue
         decoder = make_decoder(bench, name)
         count = 12 if bench.quick else _STEPS.get(name, 200)
@@ -83,7 +83,7 @@ def batches(bench: Bench, config: DecoderConfig, requests: Sequence[int]) -> lis
 def prewarmed(
     decoder: Decoder, sizes: Sequence[int], example: Inputs, mode: str = "FULL"
 ) -> Graphed[[Tensor, Tensor, Tensor], Tensor]:
-    """The decoder behind ``graphed``, every size captured. Comparisons that are due later do not wait for their time."""
+    """The decoder behind ``graphed``, every size captured. Comparisons that are still due never wait."""
     step = graphed(
         decoder,
         dynamic={"token_ids": 0, "slots": 0, "positions": 0},
@@ -120,16 +120,16 @@ def _measure(bench: Bench, name: str, decoder: Decoder, steps: list[Inputs]) -> 
 
 def _measure_compiled(bench: Bench, name: str, decoder: Decoder, steps: list[Inputs]) -> None:
     """Beside ``torch.compile``, padded by hand and not."""
-    if not bench.has_time(_SIDE_SECONDS):
+    if not bench.has_time(_SIDE_SECONDS, f"{name}, beside torch.compile"):
         return
     sizes, _ = _sizes_and_example(steps)
-    step = partial(_marked, compiled(decoder, dynamic=True))
+    step = compiled(decoder, dynamic=True)
     padded: _Makers = {
         "eager, again": (lambda: decoder, decoder),
         "reduce-overhead, padded": (lambda: _Padded(step, sizes, decoder.scratch_slot), decoder),
     }
     _emit(bench, name, steps, padded)
-    if bench.has_time(_SIDE_SECONDS):
+    if bench.has_time(_SIDE_SECONDS, f"{name}, reduce-overhead, not padded"):
         _emit(bench, name, steps, {"reduce-overhead, not padded": (lambda: step, decoder)})
     torch._dynamo.reset()
 
@@ -146,7 +146,7 @@ def _case(name: str, steps: list[Inputs]) -> str:
 
 
 def _emit(bench: Bench, name: str, steps: list[Inputs], makers: _Makers) -> dict[str, float]:
-    """Make each side and run it over all steps twice, check it, then time all; a row for each. Their tokens a second."""
+    """Make each side and run it over all steps twice, check it, then time all; a row each. Their tokens a second."""
     case, speeds = _case(name, steps), {}
     made = {side: bench.attempt(case, side, partial(_ready, make, steps)) for side, (make, _) in makers.items()}
     sides = {side: fn for side, fn in made.items() if fn is not None}
@@ -192,11 +192,6 @@ def _skips(side: str) -> dict[str, float]:
         return {}
     counters = torch._dynamo.utils.counters["inductor"]
     return {"cudagraph_skips": float(counters["cudagraph_skips"])}
-
-
-def _marked(step: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    mark_step()
-    return step(*inputs)
 
 
 class _Padded:

@@ -46,3 +46,5 @@ def test_a_side_that_fails_does_not_stop_the_others() -> None:
     assert bench.attempt("case", "side", broken) is None
     assert rows == [Row("case", "side", {"error": "ValueError: first line"})]
     assert not bench.has_time()
+    assert not bench.has_time(1.0, "next")
+    assert rows[1:] == [Row("next", "all", {"left_out": "no time"})]
