@@ -60,9 +60,8 @@ def run(bench: Bench) -> None:
 def _measure(bench: Bench, case: str, ways: dict[str, _Way], generated: int) -> None:
     """Each way twice untimed, then in turns; and the share of the static cache's tokens that it gives, too."""
     made = {side: bench.attempt(case, side, lambda way=way: (way(), way())[1]) for side, way in ways.items()}
-    taken = latencies(
-        bench, {side: [ways[side]] * (2 if bench.quick else 3) for side, got in made.items() if got is not None}
-    )
+    turns = 2 if bench.quick else 3
+    taken = latencies(bench, {side: [ways[side]] * turns for side, got in made.items() if got is not None})
     speeds = {side: generated / percentile(times, 50) for side, times in taken.items()}
     for side, speed in speeds.items():
         figures: Figures = {"tokens_per_s": speed}

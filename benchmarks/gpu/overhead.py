@@ -21,10 +21,8 @@ _CASES = ((4, 300), (1, 20), (4, 2000), (16, 300))
 """Inputs and parameters."""
 _BARE, _GRAPHED, _STATIC = "bare replay", "graphed()", "CUDAGraphWrapper, static"
 _TENSORDICT, _COMPILED = "tensordict CudaGraphModule", "torch.compile reduce-overhead"
-_MOST_US = {_STATIC: 2.0, _GRAPHED: 5.0}
-"""What a call may take on the host beyond a bare replay; of ``_GRAPHED`` with 4 inputs and 300 parameters."""
-_LEAST_TIMES = {_TENSORDICT: 3.0, _COMPILED: 3.0}
-"""How many times what ``_GRAPHED`` takes beyond it a peer is to take."""
+_MOST_US = {_STATIC: 2.0, _GRAPHED: 5.0}  # beyond a bare replay; the latter with 4 inputs and 300 parameters
+_LEAST_TIMES = {_TENSORDICT: 3.0, _COMPILED: 3.0}  # of what graphed() takes beyond it
 _COMPILE_SECONDS = 20
 
 
