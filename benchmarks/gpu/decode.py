@@ -30,12 +30,9 @@ Step = Callable[..., Tensor]
 _Makers = dict[str, tuple[Callable[[], Step], Decoder]]
 """For each side, how to make it, and the decoder whose cache it writes."""
 _SIDE_SECONDS = 60.0  # left out when less time than this remains: a compilation takes about as long
-_STEPS = {"8B": 60}
-"""Of the others 200."""
-_SECONDS = {"8B": 40.0, "1B": 20.0}
-"""About how long a model takes, its weights and captures included."""
-_ALONE = ("8B", "tiny")
-"""Models that are measured at batch 1, too."""
+_STEPS = {"8B": 60}  # of the others 200
+_SECONDS = {"8B": 40.0, "1B": 20.0}  # about how long a model takes, its weights and captures included
+_ALONE = ("8B", "tiny")  # measured at batch 1, too
 _EAGER, _RAW, _FULL = "eager", "raw graphs by hand", "graphed() FULL"
 
 
