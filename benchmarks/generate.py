@@ -13,7 +13,7 @@ import torch
 
 from .timing import Effort, Row, compared, interleaved
 
-__all__ = ["TITLE", "rows"]
+__all__ = ["TITLE", "make_model", "rows"]
 
 TITLE = "generate() by graphs over transformers, microseconds per token (a Llama of 4 layers x 256)"
 _TOKENS = 48
@@ -29,7 +29,7 @@ def rows(effort: Effort) -> list[Row]:
 
     from graphdispatch.integrations.transformers import graphed_generation
 
-    plain, twin = (_model(transformers) for _ in range(2))
+    plain, twin = (make_model(transformers) for _ in range(2))
     graphed_generation(twin, cache_lengths=(64,))
     found = []
     for count in (1, 4):
@@ -51,19 +51,19 @@ def rows(effort: Effort) -> list[Row]:
     return found
 
 
-def _model(transformers: Any) -> Any:
+def make_model(transformers: Any, dtype: torch.dtype = torch.float32, **sizes: int) -> Any:
+    """A Llama of random weights on the default device; small, but for other ``sizes``. It never ends by itself."""
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=1024,
-        pad_token_id=1,
-        eos_token_id=None,
-    )
-    model = transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
+    small = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 1024,
+    }
+    config = transformers.LlamaConfig(**{**small, **sizes}, pad_token_id=1, eos_token_id=None)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
     model.generation_config.eos_token_id = None
     return model
 

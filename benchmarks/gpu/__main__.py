@@ -1,6 +1,7 @@
 """Measures what graphs are worth on a GPU, each figure beside its peers, and writes ``gpu.json`` and ``gpu.md``.
 
     python -m benchmarks.gpu [--only SECTION ...] [--quick] [--device cuda] [--trace FILE] [--out FOLDER]
+                            [--no-compile [SECTION ...]]
 
 Each section runs in a process of its own, with a time limit; a row is kept as soon as it is measured, so that a section
 that is cut off, or that takes the device down with it, costs neither its own rows so far nor the other sections.
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from . import adaptive, capture, decode, fields, overhead
+from . import adaptive, capture, decode, fields, generate, overhead
 from .bench import Bench, Row
 from .report import earlier, save, table, where
 
@@ -25,10 +26,19 @@ _SECTIONS: dict[str, Any] = {
     "decode": decode,
     "capture": capture,
     "fields": fields,
+    "generate": generate,
     "adaptive": adaptive,
 }
-_LIMITS_S = {"overhead": 150, "decode": 480, "capture": 240, "fields": 180, "adaptive": 90}
-_GRACE_S = 30.0  # a section looks at the clock only between measurements
+_LIMITS_S = {
+    "overhead": (30, 60),
+    "decode": (110, 300),
+    "capture": (45, 120),
+    "fields": (35, 150),
+    "generate": (60, 200),
+    "adaptive": (40, 0),
+}
+"""Seconds for each section, and what ``torch.compile`` may take beyond that."""
+_GRACE_S = 20.0  # a section looks at the clock only between measurements
 
 
 def main() -> None:
@@ -55,12 +65,20 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="small models and few turns: to see that it works")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--trace", type=Path, help="batch sizes from this file (default: a generated trace)")
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument(
+        "--no-compile",
+        nargs="*",
+        choices=list(_SECTIONS),
+        metavar="SECTION",
+        help="leave torch.compile out of these sections; of all, if none is named",
+    )
     parser.add_argument("--limit", type=float, help="seconds for each section (default: by section)")
     parser.add_argument("--commit", help="what to write as the commit where there is no repository")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.no_compile = list(_SECTIONS) if options.no_compile == [] else options.no_compile or []
+    return options
 
 
 def _measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -68,12 +86,13 @@ def _measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     options.out.mkdir(parents=True, exist_ok=True)
     rows = options.out / f"gpu-{name}.rows"
     rows.unlink(missing_ok=True)
-    limit = options.limit or _LIMITS_S[name]
+    alone, compiling = _LIMITS_S[name]
+    limit = options.limit or alone + compiling * (name not in options.no_compile)
     command = [sys.executable, "-m", "benchmarks.gpu", "--only", name, "--rows", str(rows), "--limit", str(limit)]
     command += ["--device", options.device]
     command += ["--trace", str(options.trace)] if options.trace is not None else []
     command += ["--quick"] if options.quick else []
-    command += ["--no-compile"] if options.no_compile else []
+    command += ["--no-compile"] if name in options.no_compile else []
     start = time.monotonic()
     try:
         code = subprocess.run(command, timeout=limit + _GRACE_S, check=False).returncode
@@ -94,7 +113,7 @@ def _run_section(options: argparse.Namespace) -> None:
         bench = Bench(
             device=device,
             quick=options.quick,
-            compiles=not options.no_compile,
+            compiles=options.only[0] not in options.no_compile,
             trace=options.trace,
             deadline=time.monotonic() + options.limit,
             emit=lambda row: print(json.dumps(row), file=file),

@@ -22,7 +22,9 @@ Call = Callable[[], object]
 Figures = dict[str, float | str]
 T = TypeVar("T")
 _TURN_SECONDS = 0.002
-_MOST_CALLS = 50  # far fewer than a stream queues before a launch blocks
+_MOST_CALLS = 20
+"""A stream queues about a thousand kernels before a launch waits for the device, and so many calls of few kernels are
+below that: the graphs' own kernels count as well."""
 
 
 class Row(NamedTuple):
@@ -68,9 +70,12 @@ class Bench:
             self.emit(Row(case, side, {"error": f"{type(error).__name__}: {text[:200]}"}))
             return None
 
-    def has_time(self, seconds: float = 0.0) -> bool:
-        """Whether ``seconds`` are left before the section's end."""
-        return time.monotonic() + seconds < self.deadline
+    def has_time(self, seconds: float = 0.0, case: str = "") -> bool:
+        """Whether ``seconds`` are left before the section's end; if not, a row says that the case is left out."""
+        is_left = time.monotonic() + seconds < self.deadline
+        if case and not is_left:
+            self.emit(Row(case, "all", {"left_out": "no time"}))
+        return is_left
 
     def requests(self, count: int) -> list[int]:
         """How many requests each step has: steps of the trace that was given, or of a generated one, from all of it."""
@@ -84,6 +89,13 @@ class Bench:
     def synchronize(self) -> None:
         """Wait for the device."""
         self.backend.synchronize()
+
+    def empty_cache(self) -> None:
+        """Give what is no longer used back to the device, cycles of objects included."""
+        gc.collect()
+        self.synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 class Timing(NamedTuple):

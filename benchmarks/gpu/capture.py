@@ -9,17 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphdispatch import Graphed
 from graphdispatch.demo import Decoder
 from graphdispatch.engines import named_sizes
 
 from .bench import Bench, Figures, Row
 from .decode import Inputs, make_decoder, prewarmed
-from .peers import compiled, mark_step, new_pool, raw_graph
+from .peers import compiled, new_pool, raw_graph
 
 __all__ = ["TITLE", "run"]
 
 TITLE = "Capture of vLLM's sizes (bytes: what the device lost, and what of it the allocator reserved)"
 _COMPILE_SECONDS = 90.0
+_PREWARM, _LOOP = "graphed().prewarm", "torch.cuda.graph in a loop"
+_LARGEST = ", the largest alone"
 
 
 def run(bench: Bench) -> None:
@@ -28,24 +31,44 @@ def run(bench: Bench) -> None:
     decoder = make_decoder(bench, name)
     sizes = named_sizes("vllm", 16 if bench.quick else 512)
     example = _example(bench, decoder, sizes[-1])
-    decoder(*example)
+    for size in sizes:  # what is loaded on first use is nobody's cost
+        decoder(*(x[:size] for x in example))
+    prewarmed(decoder, sizes[:1], example).clear()
     case = f"{name}, {len(sizes)} sizes to {sizes[-1]}"
     sides: dict[str, Callable[[], Any]] = {
-        "graphed().prewarm": lambda: prewarmed(decoder, sizes, example),
-        "torch.cuda.graph in a loop": lambda: _loop(bench, decoder, sizes, example, collects=False),
-        "torch.cuda.graph in a loop, gc each": lambda: _loop(bench, decoder, sizes, example, collects=True),
+        _LOOP: lambda: _loop(bench, decoder, sizes, example, collects=False),
+        _PREWARM: lambda: prewarmed(decoder, sizes, example),
+        _PREWARM + _LARGEST: lambda: prewarmed(decoder, sizes[-1:], example),
+        _LOOP + _LARGEST: lambda: _loop(bench, decoder, sizes[-1:], example, collects=False),
+        f"{_LOOP}, gc each": lambda: _loop(bench, decoder, sizes, example, collects=True),
     }
-    prewarmed(decoder, sizes[:1], example).clear()  # what is loaded on first use is nobody's cost
     if bench.compiles:
         sides["reduce-overhead, compilation included"] = lambda: _compiled(decoder, sizes, example)
+    found: dict[str, Figures] = {}
     for side, make in sides.items():
-        if bench.has_time(_COMPILE_SECONDS if side.startswith("reduce") else 10):
-            figures = bench.attempt(case, side, partial(_cost, bench, make))
+        if bench.has_time(_COMPILE_SECONDS if side.startswith("reduce") else 10, f"{case}, {side}"):
+            figures = bench.attempt(case, side, partial(_cost, bench, make, example))
             if figures is not None:
+                found[side] = figures
                 bench.emit(Row(case, side, figures))
+                _compare(bench, case, found, side)
 
 
-def _cost(bench: Bench, make: Callable[[], Any]) -> Figures:
+def _compare(bench: Bench, case: str, found: dict[str, Figures], latest: str) -> None:
+    """The rows of ratios that the latest side completes."""
+    ratios: tuple[tuple[str, str, str, Figures], ...] = (
+        (_PREWARM, _LOOP, "seconds", {"at_most": 2.0}),
+        (_PREWARM, _PREWARM + _LARGEST, "device_MiB", {"at_most": 1.25}),
+        (_PREWARM, _PREWARM + _LARGEST, "reserved_MiB", {"at_most": 1.25}),
+        (_LOOP, _LOOP + _LARGEST, "device_MiB", {}),
+    )
+    for one, other, figure, asked in ratios:
+        upper, lower = (float(found.get(side, {}).get(figure, 0)) for side in (one, other))
+        if latest in (one, other) and upper and lower:
+            bench.emit(Row(case, f"{one} over {other}", {f"{figure}_ratio": upper / lower, **asked}))
+
+
+def _cost(bench: Bench, make: Callable[[], Any], example: Inputs) -> Figures:
     """Seconds to make the graphs, and the memory that is gone while they are kept."""
     free, reserved = _settled(bench)
     start = time.perf_counter()
@@ -59,8 +82,11 @@ def _cost(bench: Bench, make: Callable[[], Any]) -> Figures:
             "device_MiB": (free - free_after) / 2**20,
             "reserved_MiB": (reserved_after - reserved) / 2**20,
         }
-    if hasattr(kept, "memory_bytes"):
+    if isinstance(kept, Graphed):
         figures["accounted_MiB"] = kept.memory_bytes / 2**20
+        kept(*(x[:-1] for x in example))  # padded: whether a proof is still due
+        assert kept.last_decision is not None
+        figures["first_call"] = str(kept.last_decision.reason)
         kept.clear()
     del kept
     torch._dynamo.reset()
@@ -70,11 +96,9 @@ def _cost(bench: Bench, make: Callable[[], Any]) -> Figures:
 
 def _settled(bench: Bench) -> tuple[int, int]:
     """Bytes that the device has free, and that torch holds there; 0 where there is no such device."""
-    gc.collect()
-    bench.synchronize()
+    bench.empty_cache()
     if bench.device.type != "cuda":
         return 0, 0
-    torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(bench.device)[0], torch.cuda.memory_reserved(bench.device)
 
 
@@ -91,7 +115,6 @@ def _compiled(decoder: Decoder, sizes: Sequence[int], example: Inputs) -> Callab
     step = compiled(decoder, dynamic=True)
     for size in reversed(sizes):
         for _ in range(2):  # once to warm up, once to record
-            mark_step()
             step(*(x[:size] for x in example))
     return step
 

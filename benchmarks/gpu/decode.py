@@ -11,7 +11,7 @@ from graphdispatch.demo import PRESETS, Decoder, DecoderConfig
 from graphdispatch.engines import named_sizes
 
 from .bench import Bench, Call, Figures, Row, difference, latencies, percentile
-from .peers import PaddedRawGraphs, compiled, mark_step
+from .peers import PaddedRawGraphs, compiled
 
 __all__ = ["MODELS", "TITLE", "Inputs", "batches", "make_decoder", "prewarmed", "run"]
 
@@ -30,18 +30,28 @@ Step = Callable[..., Tensor]
 _Makers = dict[str, tuple[Callable[[], Step], Decoder]]
 """For each side, how to make it, and the decoder whose cache it writes."""
 _SIDE_SECONDS = 60.0  # left out when less time than this remains: a compilation takes about as long
+_STEPS = {"8B": 60}  # of the others 200
+_SECONDS = {"8B": 40.0, "1B": 20.0}  # about how long a model takes, its weights and captures included
+_ALONE = ("8B", "tiny")  # measured at batch 1, too
+_EAGER, _RAW, _FULL = "eager", "raw graphs by hand", "graphed() FULL"
 
 
 def run(bench: Bench) -> None:
-    """Each model while there is time, the larger ones last."""
-    for name in ("tiny",) if bench.quick or bench.device.type == "cpu" else ("0.1B", "1B", "8B"):
-        if not bench.has_time(30):
-            return
+    """Each model while there is time; last of all, beside ``torch.compile``."""
+    is_small = bench.quick or bench.device.type == "cpu"
+    for name in ("tiny",) if is_small else ("1B", "8B", "0.1B"):
+        if not bench.has_time(_SECONDS.get(name, 10.0), name):
+            continue
         decoder = make_decoder(bench, name)
-        steps = batches(bench, decoder.config, 12 if bench.quick else 200)
+        count = 12 if bench.quick else _STEPS.get(name, 200)
+        if name in _ALONE:
+            _measure(bench, f"{name}, batch 1", decoder, batches(bench, decoder.config, [1] * count))
+        steps = batches(bench, decoder.config, bench.requests(count))
         _measure(bench, name, decoder, steps)
+        if bench.compiles and name in ("tiny", "0.1B"):
+            _measure_compiled(bench, name, decoder, steps)
         del decoder, steps
-        bench.backend.synchronize()
+        bench.empty_cache()
 
 
 def make_decoder(bench: Bench, name: str) -> Decoder:
@@ -50,12 +60,12 @@ def make_decoder(bench: Bench, name: str) -> Decoder:
     return Decoder(MODELS[name], slots, device=bench.device, dtype=bench.dtype)
 
 
-def batches(bench: Bench, config: DecoderConfig, count: int) -> list[Inputs]:
-    """The decode batches of the trace's steps, on the device: a row for each request, each in its own slot."""
+def batches(bench: Bench, config: DecoderConfig, requests: Sequence[int]) -> list[Inputs]:
+    """Decode batches of so many requests, on the device: a row for each request, each in its own slot."""
     generator = torch.Generator().manual_seed(0)
     slots = max(bench.requests(1_000_000))
     made = []
-    for rows in bench.requests(count):
+    for rows in requests:
         made.append(
             (
                 torch.randint(config.vocab, (rows,), generator=generator).to(bench.device),
@@ -69,62 +79,90 @@ def batches(bench: Bench, config: DecoderConfig, count: int) -> list[Inputs]:
 def prewarmed(
     decoder: Decoder, sizes: Sequence[int], example: Inputs, mode: str = "FULL"
 ) -> Graphed[[Tensor, Tensor, Tensor], Tensor]:
-    """The decoder behind ``graphed``, every size captured."""
+    """The decoder behind ``graphed``, every size captured. Comparisons that are still due never wait."""
     step = graphed(
         decoder,
         dynamic={"token_ids": 0, "slots": 0, "positions": 0},
         pad={"slots": Pad.value(decoder.scratch_slot)},
         sizes=sizes,
         mode=mode,
-        options=CUDAGraphOptions(padding_writes="allow"),
+        options=CUDAGraphOptions(padding_writes="allow", capture_share=None),
     )
     step.prewarm(*example)
     return step
 
 
 def _measure(bench: Bench, name: str, decoder: Decoder, steps: list[Inputs]) -> None:
-    largest = max(len(ids) for ids, _, _ in steps)
-    sizes = sorted({*named_sizes("vllm", largest), largest})
-    example = next(step for step in steps if len(step[0]) == largest)
-    pieces = decoder.twin()
-    for layer in pieces.layers:
-        eager_break(layer.get_submodule("attention"))
+    sizes, example = _sizes_and_example(steps)
     hand = (0, decoder.scratch_slot, 0)
-    by_graphs: _Makers = {
-        "eager": (lambda: decoder, decoder),
-        "raw graphs by hand": (lambda: PaddedRawGraphs(bench, decoder, example, hand, sizes), decoder),
-        "graphed() FULL": (lambda: prewarmed(decoder, sizes, example), decoder),
-        "graphed() PIECEWISE": (lambda: prewarmed(pieces, sizes, example, "PIECEWISE"), pieces),
+    makers: _Makers = {
+        _EAGER: (lambda: decoder, decoder),
+        _RAW: (lambda: PaddedRawGraphs(bench, decoder, example, hand, sizes), decoder),
+        _FULL: (lambda: prewarmed(decoder, sizes, example), decoder),
     }
-    _emit(bench, name, steps, by_graphs)
-    if bench.compiles and bench.has_time(_SIDE_SECONDS):
-        step = partial(_marked, compiled(decoder, dynamic=True))
-        padded: _Makers = {
-            "eager, again": (lambda: decoder, decoder),
-            "reduce-overhead, padded": (lambda: _Padded(step, sizes, decoder.scratch_slot), decoder),
-        }
-        _emit(bench, name, steps, padded)
-        if bench.has_time(_SIDE_SECONDS):
-            _emit(bench, name, steps, {"reduce-overhead, not padded": (lambda: step, decoder)})
-        torch._dynamo.reset()
+    if len(sizes) > 1:
+        pieces = decoder.twin()
+        for layer in pieces.layers:
+            eager_break(layer.get_submodule("attention"))
+        makers["graphed() PIECEWISE"] = (lambda: prewarmed(pieces, sizes, example, "PIECEWISE"), pieces)
+    speeds = _emit(bench, name, steps, makers)
+    for peer, least in ((_RAW, 0.97), (_EAGER, 1.25)):
+        if {_FULL, peer} <= speeds.keys():
+            figures: Figures = {"tokens_per_s_ratio": speeds[_FULL] / speeds[peer]}
+            if peer == _RAW or name == "8B, batch 1":
+                figures["at_least"] = least
+            bench.emit(Row(_case(name, steps), f"{_FULL} over {peer}", figures))
 
 
-def _emit(bench: Bench, name: str, steps: list[Inputs], makers: _Makers) -> None:
-    """Make each side and run it over all steps twice, check it, then time all of them; a row for each side."""
-    case = f"{name}, {len(steps)} steps"
+def _measure_compiled(bench: Bench, name: str, decoder: Decoder, steps: list[Inputs]) -> None:
+    """Beside ``torch.compile``, padded by hand and not."""
+    if not bench.has_time(_SIDE_SECONDS, f"{name}, beside torch.compile"):
+        return
+    sizes, _ = _sizes_and_example(steps)
+    step = compiled(decoder, dynamic=True)
+    padded: _Makers = {
+        "eager, again": (lambda: decoder, decoder),
+        "reduce-overhead, padded": (lambda: _Padded(step, sizes, decoder.scratch_slot), decoder),
+    }
+    _emit(bench, name, steps, padded)
+    if bench.has_time(_SIDE_SECONDS, f"{name}, reduce-overhead, not padded"):
+        _emit(bench, name, steps, {"reduce-overhead, not padded": (lambda: step, decoder)})
+    torch._dynamo.reset()
+
+
+def _sizes_and_example(steps: list[Inputs]) -> tuple[list[int], Inputs]:
+    """vLLM's sizes up to the largest batch, and that batch."""
+    example = max(steps, key=lambda inputs: len(inputs[0]))
+    largest = len(example[0])
+    return sorted({*named_sizes("vllm", largest), largest}), example
+
+
+def _case(name: str, steps: list[Inputs]) -> str:
+    return f"{name}, {len(steps)} steps"
+
+
+def _emit(bench: Bench, name: str, steps: list[Inputs], makers: _Makers) -> dict[str, float]:
+    """Make each side and run it over all steps twice, check it, then time all; a row each. Their tokens a second."""
+    case, speeds = _case(name, steps), {}
     made = {side: bench.attempt(case, side, partial(_ready, make, steps)) for side, (make, _) in makers.items()}
     sides = {side: fn for side, fn in made.items() if fn is not None}
     errors = {side: _error(fn, makers[side][1], steps[len(steps) // 2]) for side, fn in sides.items()}
     calls: dict[str, list[Call]] = {side: [partial(fn, *inputs) for inputs in steps] for side, fn in sides.items()}
     tokens = sum(len(inputs[0]) for inputs in steps)
+    hits = {side: fn.stats.hits for side, fn in sides.items() if isinstance(fn, Graphed)}
     for side, taken in latencies(bench, calls).items():
+        speeds[side] = tokens / sum(taken)
         figures: Figures = {
-            "tokens_per_s": tokens / sum(taken),
+            "tokens_per_s": speeds[side],
             "p50_ms": 1e3 * percentile(taken, 50),
             "p99_ms": 1e3 * percentile(taken, 99),
             "difference": errors[side],
         }
+        step = sides[side]
+        if isinstance(step, Graphed):
+            figures["by_graphs"] = (step.stats.hits - hits[side]) / len(steps)
         bench.emit(Row(case, side, {**figures, **_skips(side)}))
+    return speeds
 
 
 def _ready(make: Callable[[], Step], steps: list[Inputs]) -> Step:
@@ -150,11 +188,6 @@ def _skips(side: str) -> dict[str, float]:
         return {}
     counters = torch._dynamo.utils.counters["inductor"]
     return {"cudagraph_skips": float(counters["cudagraph_skips"])}
-
-
-def _marked(step: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    mark_step()
-    return step(*inputs)
 
 
 class _Padded:

@@ -1,5 +1,6 @@
 """Other fields than language models: a diffusion transformer, a recommender, a policy of reinforcement learning."""
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -8,15 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from graphdispatch import graphed
+from graphdispatch import CUDAGraphOptions, graphed
+from graphdispatch.plan import CostModel, Workload, plan_sizes
 
-from .bench import Bench, Call, Row, difference, interleaved
-from .peers import compiled, mark_step, raw_graph
+from .bench import Bench, Call, Figures, Row, difference, interleaved
+from .peers import compiled, raw_graph
 
 __all__ = ["TITLE", "run"]
 
 TITLE = "Other fields (graphed() with a row of padding where there is more than one row)"
 _SETS = 3
+_ROWS_EACH = 16
+"""What a request of the trace brings: candidates to rank."""
+_MEASURED = (16, 64, 256, 1024)
+_AT_ONCE = CUDAGraphOptions(capture_share=None)
 
 
 class _Block(nn.Module):
@@ -107,12 +113,52 @@ def run(bench: Bench) -> None:
     """Each field at three batch sizes; in a quick run the smallest of the last."""
     for name in ("policy",) if bench.quick else _FIELDS:
         field = _FIELDS[name]
-        torch.manual_seed(0)
-        model = field.make().to(bench.device, bench.dtype).eval().requires_grad_(False)
+        model = _made(bench, field)
         for rows in field.rows[:1] if bench.quick else field.rows:
-            if not bench.has_time(20):
+            if not bench.has_time(20 if bench.compiles else 5, f"{name}, {rows} rows, and what follows"):
                 return
             _measure(bench, f"{name}, {rows} rows", field, model, rows)
+    name = "policy" if bench.quick else "recommender"
+    if bench.has_time(10, f"{name}, a plan"):
+        bench.attempt(f"{name}, a plan", "all", lambda: _measure_plan(bench, name))
+
+
+def _measure_plan(bench: Bench, name: str) -> None:
+    """What a plan by measured costs expects of steps of a trace that it has not seen, and what they really take."""
+    field, steps = _FIELDS[name], [_ROWS_EACH * requests for requests in bench.requests(40 if bench.quick else 400)]
+    seen, unseen = (Workload.from_steps(half) for half in (steps[::2], steps[1::2]))
+    model = _made(bench, field)
+    example = dict(zip(field.names, _to(bench, field.inputs(max(steps))), strict=True))
+    batches = [[x[:rows] for x in example.values()] for rows in steps[1::2]]
+    cost = CostModel.measure(model, example, _MEASURED, seconds=0.01 if bench.quick else 0.2)
+    for graphs in (2, 8):
+        plan = plan_sizes(seen, cost, max_graphs=graphs)
+        step = graphed(model, dynamic=dict.fromkeys(field.names, 0), sizes=plan, options=_AT_ONCE)
+        step.prewarm(**example)
+        expected = plan.evaluate(unseen, cost)
+        for side, fn, step_ms in (("eager", model, expected.eager_ms), ("graphed()", step, expected.step_ms)):
+            taken_ms = min(_mean_ms(bench, fn, batches) for _ in range(4))
+            figures: Figures = {"expected_ms": step_ms, "taken_ms": taken_ms, "expected_over_taken": step_ms / taken_ms}
+            if fn is step:
+                figures |= {"padding": expected.padding, "sizes": " ".join(map(str, plan.sizes))}
+            bench.emit(Row(f"{name}, a plan of {graphs} graphs, {len(batches)} steps", side, figures))
+
+
+def _made(bench: Bench, field: _Field) -> nn.Module:
+    """The field's model, drawn on the device."""
+    torch.manual_seed(0)
+    with bench.device:
+        return field.make().to(bench.dtype).eval().requires_grad_(False)
+
+
+def _mean_ms(bench: Bench, fn: Callable[..., Tensor], batches: list[list[Tensor]]) -> float:
+    """Milliseconds of a step, one after the other without a wait between them, as costs are measured."""
+    bench.synchronize()
+    start = time.perf_counter()
+    for inputs in batches:
+        fn(*inputs)
+    bench.synchronize()
+    return 1e3 * (time.perf_counter() - start) / len(batches)
 
 
 def _measure(bench: Bench, case: str, field: _Field, model: nn.Module, rows: int) -> None:
@@ -120,17 +166,11 @@ def _measure(bench: Bench, case: str, field: _Field, model: nn.Module, rows: int
     sets = [_to(bench, field.inputs(real)) for _ in range(_SETS)]
     full = _to(bench, field.inputs(rows))
     graph, _ = raw_graph(bench, model, full)
-    step = graphed(model, dynamic=dict.fromkeys(field.names, 0), sizes=(rows,))
+    step = graphed(model, dynamic=dict.fromkeys(field.names, 0), sizes=(rows,), options=_AT_ONCE)
     step.prewarm(*full)
     sides: dict[str, Callable[..., Tensor]] = {"eager": model, "graphed()": step}
     if bench.compiles:
-        fast = compiled(model)
-
-        def marked(*inputs: Tensor) -> Tensor:
-            mark_step()
-            return fast(*inputs)
-
-        sides["reduce-overhead, not padded"] = marked
+        sides["reduce-overhead, not padded"] = compiled(model)
 
     def error_of(fn: Callable[..., Tensor]) -> float:
         for inputs in (*sets, *sets):

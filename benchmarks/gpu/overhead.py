@@ -1,6 +1,6 @@
-"""What a call costs when the work is next to nothing: bare replays, front doors and peers, by number of inputs."""
+"""What a call costs when the work is next to nothing: bare replays, front doors and peers, by inputs and parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,96 +10,153 @@ from torch import Tensor, nn
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, graphed
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 
-from .bench import Bench, Call, Row, interleaved
-from .peers import compiled, cuda_peers, mark_step, raw_graph
+from .bench import Bench, Call, Figures, Row, Timing, interleaved
+from .peers import compiled, cuda_peers, raw_graph
 
-__all__ = ["TITLE", "run"]
+__all__ = ["TITLE", "Sum", "run"]
 
-TITLE = "Overhead of a call (8 rows of 64 columns; host: until the call returns; device: from first to last kernel)"
-_ROWS, _WIDTH, _SETS = 8, 64, 4
+TITLE = "Overhead of a call (a row of 64 columns; host: until the call returns; device: from first to last kernel)"
+_WIDTH, _SETS = 64, 4
+_CASES = ((4, 300), (1, 20), (4, 2000), (16, 300))
+"""Inputs and parameters."""
+_BARE, _GRAPHED, _STATIC = "bare replay", "graphed()", "CUDAGraphWrapper, static"
+_TENSORDICT, _COMPILED = "tensordict CudaGraphModule", "torch.compile reduce-overhead"
+_MOST_US = {_STATIC: 2.0, _GRAPHED: 5.0}  # beyond a bare replay; the latter with 4 inputs and 300 parameters
+_LEAST_TIMES = {_TENSORDICT: 3.0, _COMPILED: 3.0}  # of what graphed() takes beyond it
+_COMPILE_SECONDS = 20
 
 
 class Sum(nn.Module):
-    """Adds its inputs up: one small kernel for each."""
+    """Adds its inputs up, one small kernel for each. All its parameters are of one storage, which the first reads."""
+
+    flat: Tensor
+
+    def __init__(self, parameters: int, device: torch.device) -> None:
+        super().__init__()
+        self.register_buffer("flat", torch.randn(max(parameters, _WIDTH), device=device))
+        self.layers = nn.ModuleList(nn.Linear(1, 1, device=device) for _ in range(parameters // 2))
+        parts = self.flat.split(1)
+        for layer, weight, bias in zip(self.layers, parts[::2], parts[1::2], strict=False):
+            layer.weight = nn.Parameter(weight.view(1, 1), requires_grad=False)
+            layer.bias = nn.Parameter(bias, requires_grad=False)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """``[rows, 64]`` each -> ``[rows, 64]``."""
-        total = inputs[0] * 2
+        total = inputs[0] * self.flat[:_WIDTH]
         for x in inputs[1:]:
             total = total + x
         return total
 
 
+class _Case:
+    """A model and inputs for it, and how to make each side's calls; each call is made once, so that it works."""
+
+    def __init__(self, bench: Bench, inputs: int, parameters: int) -> None:
+        self.name = f"{inputs} inputs, {parameters} parameters"
+        self.is_judged = (inputs, parameters) == (4, 300)
+        self._bench, self._parameters = bench, parameters
+        self._model = Sum(parameters, bench.device).eval()
+        self._sets = [tuple(torch.randn(1, _WIDTH, device=bench.device) for _ in range(inputs)) for _ in range(_SETS)]
+        self._static = tuple(x.clone() for x in self._sets[0])
+        self._graph, self._output = raw_graph(bench, self._model, self._static)
+
+    def sides(self) -> dict[str, list[Call]]:
+        """All sides but the compiled one."""
+        model, sets = self._model, self._sets
+        makers: dict[str, Callable[[], list[Call]]] = {
+            "eager": lambda: [partial(model, *args) for args in sets],
+            _BARE: lambda: [self._graph.replay],
+            "bare replay, copies in and out": lambda: [partial(self._by_hand, *args) for args in sets],
+            _STATIC: lambda: _wrapper(
+                model, [tuple(x.clone() for x in sets[0])], CUDAGraphOptions(inputs="static", outputs="static")
+            ),
+            "CUDAGraphWrapper, copies": lambda: _wrapper(model, sets, CUDAGraphOptions()),
+            _GRAPHED: lambda: self._graphed(1),
+            "graphed(), a row of padding": lambda: self._graphed(2),
+        }
+        if self._bench.device.type == "cuda":
+            for name, make in cuda_peers(model, tuple(x.clone() for x in sets[0])).items():
+                makers[name] = lambda make=make: self._called(make())
+        return self._made(makers)
+
+    def compiled_sides(self) -> dict[str, list[Call]]:
+        """The compiled side, and those that it is compared with."""
+        return self._made(
+            {
+                _BARE: lambda: [self._graph.replay],
+                _GRAPHED: lambda: self._graphed(1),
+                _COMPILED: lambda: self._called(compiled(self._model)),
+            }
+        )
+
+    def _made(self, makers: Mapping[str, Callable[[], list[Call]]]) -> dict[str, list[Call]]:
+        made = {side: self._bench.attempt(self.name, side, make) for side, make in makers.items()}
+        return {side: calls for side, calls in made.items() if calls is not None}
+
+    def _called(self, fn: Callable[..., Any]) -> list[Call]:
+        for args in (*self._sets, *self._sets):
+            expected, got = self._model(*args), fn(*args)
+            torch.testing.assert_close(got, expected)
+        return [partial(fn, *args) for args in self._sets]
+
+    def _by_hand(self, *args: Tensor) -> Tensor:
+        torch._foreach_copy_(self._static, args)
+        self._graph.replay()
+        return self._output.clone()
+
+    def _graphed(self, size: int) -> list[Call]:
+        names = [f"inputs[{number}]" for number in range(len(self._static))]
+        step = graphed(self._model, dynamic=dict.fromkeys(names, 0), sizes=(size,))
+        step.prewarm(*(x.expand(size, -1).contiguous() for x in self._static))
+        calls = self._called(step)
+        assert step.last_decision is not None
+        assert step.last_decision.reason.is_graph, step.last_decision
+        (entry,) = step._graphs.entries()
+        assert entry.guard is not None
+        addresses = {tensor.data_ptr() for tensor in entry.guard._tensors}
+        assert len(addresses) >= self._parameters, f"{len(addresses)} addresses are guarded"
+        return calls
+
+
 def run(bench: Bench) -> None:
-    """1, 4 and 16 inputs."""
-    for inputs in (1, 4) if bench.quick else (1, 4, 16):
-        sets = [tuple(torch.randn(_ROWS, _WIDTH, device=bench.device) for _ in range(inputs)) for _ in range(_SETS)]
-        case = f"{inputs} inputs"
-        made = {side: bench.attempt(case, side, make) for side, make in _sides(bench, sets).items()}
-        sides = {side: calls for side, calls in made.items() if calls is not None}
-        for side, timing in interleaved(bench, sides).items():
-            bench.emit(Row(case, side, timing.figures()))
+    """Each case without ``torch.compile``; then, while there is time, beside it."""
+    cases = [_Case(bench, *sizes) for sizes in (_CASES[:2] if bench.quick else _CASES)]
+    for case in cases:
+        if bench.has_time(5, case.name):
+            _measure(bench, case, case.sides())
+    for case in cases if bench.compiles else []:
+        if bench.has_time(_COMPILE_SECONDS, f"{case.name}, beside torch.compile"):
+            _measure(bench, case, case.compiled_sides())
 
 
-def _sides(bench: Bench, sets: list[tuple[Tensor, ...]]) -> dict[str, Callable[[], list[Call]]]:
-    """How to make the calls of each side; each call is made once, so that it works."""
-    model = Sum()
-    static = tuple(x.clone() for x in sets[0])
-    graph, output = raw_graph(bench, model, static)
-    sides: dict[str, Callable[[], list[Call]]] = {
-        "eager": lambda: [partial(model, *args) for args in sets],
-        "bare replay": lambda: [graph.replay],
-        "bare replay, copies in and out": lambda: [partial(_by_hand, graph, static, output, args) for args in sets],
-        "CUDAGraphWrapper, static": lambda: _wrapper(
-            model, [static], CUDAGraphOptions(inputs="static", outputs="static")
-        ),
-        "CUDAGraphWrapper, copies": lambda: _wrapper(model, sets, CUDAGraphOptions()),
-        "graphed()": lambda: _graphed(sets),
-        "graphed(), a row of padding": lambda: _graphed([tuple(x[1:] for x in args) for args in sets]),
-    }
-    if bench.device.type == "cuda":
-        for name, make in cuda_peers(model, static).items():
-            sides[name] = lambda make=make: _called(make(), sets)
-    if bench.compiles:
-        sides["torch.compile reduce-overhead"] = lambda: _called(partial(_marked, compiled(model)), sets)
-    return sides
+def _measure(bench: Bench, case: _Case, sides: Mapping[str, list[Call]]) -> None:
+    timings = interleaved(bench, sides)
+    beside = ", beside torch.compile" if _COMPILED in sides else ""
+    for side, timing in timings.items():
+        bench.emit(Row(case.name + beside, side, timing.figures()))
+    for side in timings:
+        if side not in ("eager", _BARE):
+            bench.emit(Row(case.name + beside, f"{side}, over bare replay", _extra(case, side, timings)))
 
 
-def _called(fn: Callable[..., Any], sets: list[tuple[Tensor, ...]]) -> list[Call]:
-    for args in (*sets, *sets):
-        fn(*args)
-    return [partial(fn, *args) for args in sets]
-
-
-def _by_hand(graph: Any, static: tuple[Tensor, ...], output: Tensor, args: tuple[Tensor, ...]) -> Tensor:
-    torch._foreach_copy_(static, args)
-    graph.replay()
-    return output.clone()
-
-
-def _marked(step: Callable[..., Any], *args: Tensor) -> Any:
-    mark_step()
-    return step(*args)
+def _extra(case: _Case, side: str, timings: Mapping[str, Timing]) -> Figures:
+    """The host time beyond a bare replay's; of peers also how many times that of ``graphed()``; and what is asked."""
+    extra = timings[side].host_us - timings[_BARE].host_us
+    figures: Figures = {"extra_host_us": extra}
+    if side == _STATIC or (side == _GRAPHED and case.is_judged):
+        figures["at_most"] = _MOST_US[side]
+    if side in _LEAST_TIMES and _GRAPHED in timings:
+        figures["over_graphed"] = extra / (timings[_GRAPHED].host_us - timings[_BARE].host_us)
+        figures["at_least"] = _LEAST_TIMES[side]
+    return figures
 
 
 def _wrapper(model: nn.Module, sets: list[tuple[Tensor, ...]], options: CUDAGraphOptions) -> list[Call]:
     wrapper = CUDAGraphWrapper(model, CUDAGraphMode.FULL, options)
-    how = {"batch_descriptor": BatchDescriptor(_ROWS), "cudagraph_runtime_mode": CUDAGraphMode.FULL}
+    how = {"batch_descriptor": BatchDescriptor(1), "cudagraph_runtime_mode": CUDAGraphMode.FULL}
     for number in range(4):
         for x in sets[0]:  # a graph is checked on two batches that differ
             x.add_(number)
         wrapper(*sets[number % len(sets)], **how)
     assert wrapper.get_stats().hits, wrapper.get_stats()
     return [partial(wrapper, *args, **how) for args in sets]
-
-
-def _graphed(sets: list[tuple[Tensor, ...]]) -> list[Call]:
-    model = Sum()
-    named = [{f"x{number}": x for number, x in enumerate(args)} for args in sets]
-    step = graphed(lambda **inputs: model(*inputs.values()), dynamic=dict.fromkeys(named[0], 0), sizes=(_ROWS,))
-    step.prewarm(**named[0])
-    for inputs in named:
-        step(**inputs)
-    assert step.last_decision is not None
-    assert step.last_decision.reason.is_graph, step.last_decision
-    return [partial(step, **inputs) for inputs in named]

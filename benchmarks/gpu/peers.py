@@ -13,7 +13,7 @@ from graphdispatch.backends import Graph, Pool
 
 from .bench import Bench
 
-__all__ = ["PaddedRawGraphs", "compiled", "cuda_peers", "mark_step", "raw_graph"]
+__all__ = ["PaddedRawGraphs", "compiled", "cuda_peers", "raw_graph"]
 
 
 @contextmanager
@@ -85,16 +85,17 @@ class PaddedRawGraphs:
 
 
 def compiled(fn: Callable[..., Any], **how: Any) -> Callable[..., Any]:
-    """``torch.compile`` with ``mode="reduce-overhead"``, from a clean slate."""
+    """``torch.compile`` with ``mode="reduce-overhead"``, from a clean slate; a call ends the former call's outputs."""
     torch._dynamo.reset()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch.compile(fn, mode="reduce-overhead", **how)
+        step = torch.compile(fn, mode="reduce-overhead", **how)
 
+    def marked(*args: Any) -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return step(*args)
 
-def mark_step() -> None:
-    """Tell ``torch.compile``'s graphs that the outputs of the former call are no longer needed."""
-    torch.compiler.cudagraph_mark_step_begin()
+    return marked
 
 
 def cuda_peers(model: nn.Module, args: tuple[Tensor, ...]) -> dict[str, Callable[[], Callable[..., Any]]]:

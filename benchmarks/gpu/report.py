@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from graphdispatch.native.bound import GUARD
+
 from .bench import Row
 
 __all__ = ["earlier", "save", "table", "where"]
@@ -23,6 +25,7 @@ def where(device: torch.device, commit: str | None) -> dict[str, str]:
         "cuda": str(torch.version.cuda),
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "native core": "no" if GUARD is None else "yes",
         "commit": commit or _output("git", "describe", "--always", "--dirty"),
     }
 
