@@ -99,6 +99,7 @@ struct Stream {
   std::condition_variable c;
   std::deque<Fn> q;
   bool busy = false, started = false, destroyed = false;
+  unsigned long long pushed = 0, finished = 0;
   void push(Fn f) {
     std::lock_guard<std::mutex> l(m);
     if (!started) {
@@ -106,6 +107,7 @@ struct Stream {
       std::thread([this] { loop(); }).detach();
     }
     q.push_back(std::move(f));
+    ++pushed;
     c.notify_all();
   }
   void loop() {
@@ -122,6 +124,7 @@ struct Stream {
       f = nullptr;
       l.lock();
       busy = false;
+      ++finished;
       c.notify_all();
     }
     started = false;
@@ -136,10 +139,10 @@ struct Stream {
     std::lock_guard<std::mutex> l(m);
     return q.empty() && !busy;
   }
+  // Until what is in the stream now is done: if nothing comes behind it, the stream is idle then.
   void wait() {
-    auto k = std::make_shared<Mark>();
-    push([k] { k->set(); });
-    k->wait();
+    std::unique_lock<std::mutex> l(m);
+    c.wait(l, [this, until = pushed] { return finished >= until; });
   }
 };
 struct Event {

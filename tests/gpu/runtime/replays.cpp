@@ -59,7 +59,10 @@ std::string reads_memory(bool pinned) {
   cudaGraphExec_t exec = rig.record(stream, [&] { cudaMemcpyAsync(to, from, 8, cudaMemcpyDefault, stream); });
   int seen[3];
   for (int i = 0; i < 3; i++) {
-    cudaMemset(from, 10 + i, 8);
+    if (pinned)
+      memset(from, 10 + i, 8);
+    else
+      cudaMemset(from, 10 + i, 8);
     cudaDeviceSynchronize();
     cudaGraphLaunch(exec, stream);
     seen[i] = byte_at(to);
@@ -236,6 +239,119 @@ std::string timed_too_early() {
                 << (passed >= 0 ? ", a time" : ", no time");
 }
 
+struct Scene {
+  Rig rig;
+  cudaStream_t busy = rig.stream(), other = rig.stream(), blocking = rig.stream(cudaStreamDefault);
+  cudaEvent_t event = rig.event();
+  unsigned char *x = rig.device(), *y = rig.device(), *pinned = rig.pinned();
+  std::vector<unsigned char> pageable = std::vector<unsigned char>(MANY);
+  unsigned char* large = rig.device(MANY);
+  cudaGraphExec_t exec = rig.record(other, [this] { cudaMemsetAsync(y, 1, BYTES, other); });
+  Gate gate;
+};
+
+struct Wait {
+  const char* name;
+  std::function<Status(Scene&)> call;
+  bool blocking = false;  // the stream that waits
+};
+
+Status legacy_work(Scene& s) {
+  cudaMemsetAsync(s.x, 1, 8, nullptr);
+  return cudaStreamSynchronize(nullptr);
+}
+
+const std::vector<Wait> WAITS = {
+    {"cudaMalloc", [](Scene& s) { return s.rig.device(8) ? cudaSuccess : cudaErrorUnknown; }},
+    {"cudaFree",
+     [](Scene& s) {
+       s.rig.drop(s.x);
+       return cudaFree(s.x);
+     }},
+    {"cudaHostAlloc", [](Scene& s) { return s.rig.pinned() ? cudaSuccess : cudaErrorUnknown; }},
+    {"cudaFreeHost",
+     [](Scene& s) {
+       s.rig.drop(s.pinned);
+       return cudaFreeHost(s.pinned);
+     }},
+    {"cudaMemcpy from pageable",
+     [](Scene& s) { return cudaMemcpy(s.x, s.pageable.data(), 8, cudaMemcpyHostToDevice); }},
+    {"cudaMemcpyAsync from pinned in it",
+     [](Scene& s) { return cudaMemcpyAsync(s.x, s.pinned, 8, cudaMemcpyDefault, s.busy); }},
+    {"cudaMemcpyAsync from little pageable in it",
+     [](Scene& s) { return cudaMemcpyAsync(s.x, s.pageable.data(), 8, cudaMemcpyDefault, s.busy); }},
+    {"cudaMemcpyAsync from much pageable in it",
+     [](Scene& s) { return cudaMemcpyAsync(s.large, s.pageable.data(), MANY, cudaMemcpyDefault, s.busy); }},
+    {"cudaMemcpyAsync to pageable in it",
+     [](Scene& s) { return cudaMemcpyAsync(s.pageable.data(), s.x, 8, cudaMemcpyDefault, s.busy); }},
+    {"cudaMallocAsync and cudaFreeAsync in another",
+     [](Scene& s) {
+       void* made = nullptr;
+       Status error = cudaMallocAsync(&made, BYTES, s.other);
+       return error ? error : cudaFreeAsync(made, s.other);
+     }},
+    {"cudaMallocAsync and cudaFreeAsync in it",
+     [](Scene& s) {
+       void* made = nullptr;
+       Status error = cudaMallocAsync(&made, BYTES, s.busy);
+       return error ? error : cudaFreeAsync(made, s.busy);
+     }},
+    {"cudaMemGetInfo",
+     [](Scene&) {
+       size_t left, total;
+       return cudaMemGetInfo(&left, &total);
+     }},
+    {"cudaDeviceSynchronize", [](Scene&) { return cudaDeviceSynchronize(); }},
+    {"cudaStreamSynchronize of it", [](Scene& s) { return cudaStreamSynchronize(s.busy); }},
+    {"cudaStreamSynchronize of another", [](Scene& s) { return cudaStreamSynchronize(s.other); }},
+    {"cudaStreamQuery", [](Scene& s) { return cudaStreamQuery(s.busy); }},
+    {"cudaEventQuery", [](Scene& s) { return cudaEventQuery(s.event); }},
+    {"cudaEventSynchronize", [](Scene& s) { return cudaEventSynchronize(s.event); }},
+    {"cudaEventDestroy",
+     [](Scene& s) {
+       s.rig.drop(s.event);
+       return cudaEventDestroy(s.event);
+     }},
+    {"cudaStreamCreate", [](Scene& s) { return s.rig.stream() ? cudaSuccess : cudaErrorUnknown; }},
+    {"cudaStreamDestroy of it",
+     [](Scene& s) {
+       s.rig.drop(s.busy);
+       return cudaStreamDestroy(s.busy);
+     }},
+    {"a whole capture with its graph",
+     [](Scene& s) {
+       return s.rig.record(s.other, [&] { cudaMemsetAsync(s.y, 2, BYTES, s.other); }) ? cudaSuccess : cudaErrorUnknown;
+     }},
+    {"a launch in it", [](Scene& s) { return cudaGraphLaunch(s.exec, s.busy); }},
+    {"a launch in it, then in another, which is synchronized",
+     [](Scene& s) {
+       cudaGraphLaunch(s.exec, s.busy);
+       cudaGraphLaunch(s.exec, s.other);
+       return cudaStreamSynchronize(s.other);
+     }},
+    {"a graph that waits for it by an external event",
+     [](Scene& s) {
+       auto wait = [&s] { cudaStreamWaitEvent(s.other, s.event, cudaEventWaitExternal); };
+       Status launched = cudaGraphLaunch(s.rig.record(s.other, wait), s.other);
+       return launched ? launched : cudaStreamSynchronize(s.other);
+     }},
+    {"cudaGraphExecDestroy of another graph",
+     [](Scene& s) {
+       s.rig.drop(s.exec);
+       return cudaGraphExecDestroy(s.exec);
+     }},
+    {"work of the legacy stream", legacy_work},
+    {"work of the legacy stream", legacy_work, true},
+    {"work of a blocking stream behind the legacy stream",
+     [](Scene& s) {
+       cudaStream_t next = s.rig.stream(cudaStreamDefault);
+       cudaMemsetAsync(s.x, 1, 8, nullptr);
+       cudaMemsetAsync(s.y, 1, 8, next);
+       return cudaStreamSynchronize(next);
+     },
+     true},
+};
+
 }  // namespace
 
 void replays(Cases& cases) {
@@ -264,106 +380,14 @@ void replays(Cases& cases) {
 
 // Each call is made while a stream waits for the host.
 void who_waits(Cases& cases) {
-  struct Scene {
-    Rig rig;
-    cudaStream_t busy = rig.stream(), other = rig.stream(), blocking = rig.stream(cudaStreamDefault);
-    cudaEvent_t event = rig.event();
-    unsigned char *x = rig.device(), *y = rig.device(), *pinned = rig.pinned();
-    std::vector<unsigned char> pageable = std::vector<unsigned char>(MANY);
-    unsigned char* large = rig.device(MANY);
-    cudaGraphExec_t exec = rig.record(other, [this] { cudaMemsetAsync(y, 1, BYTES, other); });
-    Gate gate;
-  };
-  auto add = [&](const char* name, std::function<Status(Scene&)> call, bool blocking = false) {
-    cases.push_back({std::string("while a ") + (blocking ? "blocking " : "") + "stream waits, " + name, [=] {
+  for (const Wait& one : WAITS)
+    cases.push_back({std::string("while a ") + (one.blocking ? "blocking " : "") + "stream waits, " + one.name, [one] {
                        Scene scene;
-                       scene.gate.put(blocking ? scene.blocking : scene.busy);
-                       cudaEventRecord(scene.event, blocking ? scene.blocking : scene.busy);
-                       return waits(scene.gate, [&] { return call(scene); });
+                       cudaStream_t busy = one.blocking ? scene.blocking : scene.busy;
+                       scene.gate.put(busy);
+                       cudaEventRecord(scene.event, busy);
+                       return waits(scene.gate, [&] { return one.call(scene); });
                      }});
-  };
-  add("cudaMalloc", [](Scene& s) { return s.rig.device(8) ? cudaSuccess : cudaErrorUnknown; });
-  add("cudaFree", [](Scene& s) {
-    s.rig.drop(s.x);
-    return cudaFree(s.x);
-  });
-  add("cudaHostAlloc", [](Scene& s) { return s.rig.pinned() ? cudaSuccess : cudaErrorUnknown; });
-  add("cudaFreeHost", [](Scene& s) {
-    s.rig.drop(s.pinned);
-    return cudaFreeHost(s.pinned);
-  });
-  add("cudaMemcpy from pageable",
-      [](Scene& s) { return cudaMemcpy(s.x, s.pageable.data(), 8, cudaMemcpyHostToDevice); });
-  add("cudaMemcpyAsync from pinned in it",
-      [](Scene& s) { return cudaMemcpyAsync(s.x, s.pinned, 8, cudaMemcpyDefault, s.busy); });
-  add("cudaMemcpyAsync from little pageable in it",
-      [](Scene& s) { return cudaMemcpyAsync(s.x, s.pageable.data(), 8, cudaMemcpyDefault, s.busy); });
-  add("cudaMemcpyAsync from much pageable in it",
-      [](Scene& s) { return cudaMemcpyAsync(s.large, s.pageable.data(), MANY, cudaMemcpyDefault, s.busy); });
-  add("cudaMemcpyAsync to pageable in it",
-      [](Scene& s) { return cudaMemcpyAsync(s.pageable.data(), s.x, 8, cudaMemcpyDefault, s.busy); });
-  add("cudaMallocAsync and cudaFreeAsync in another", [](Scene& s) {
-    void* made = nullptr;
-    Status error = cudaMallocAsync(&made, BYTES, s.other);
-    return error ? error : cudaFreeAsync(made, s.other);
-  });
-  add("cudaMallocAsync and cudaFreeAsync in it", [](Scene& s) {
-    void* made = nullptr;
-    Status error = cudaMallocAsync(&made, BYTES, s.busy);
-    return error ? error : cudaFreeAsync(made, s.busy);
-  });
-  add("cudaMemGetInfo", [](Scene&) {
-    size_t left, total;
-    return cudaMemGetInfo(&left, &total);
-  });
-  add("cudaDeviceSynchronize", [](Scene&) { return cudaDeviceSynchronize(); });
-  add("cudaStreamSynchronize of it", [](Scene& s) { return cudaStreamSynchronize(s.busy); });
-  add("cudaStreamSynchronize of another", [](Scene& s) { return cudaStreamSynchronize(s.other); });
-  add("cudaStreamQuery", [](Scene& s) { return cudaStreamQuery(s.busy); });
-  add("cudaEventQuery", [](Scene& s) { return cudaEventQuery(s.event); });
-  add("cudaEventSynchronize", [](Scene& s) { return cudaEventSynchronize(s.event); });
-  add("cudaEventDestroy", [](Scene& s) {
-    s.rig.drop(s.event);
-    return cudaEventDestroy(s.event);
-  });
-  add("cudaStreamCreate", [](Scene& s) { return s.rig.stream() ? cudaSuccess : cudaErrorUnknown; });
-  add("cudaStreamDestroy of it", [](Scene& s) {
-    s.rig.drop(s.busy);
-    return cudaStreamDestroy(s.busy);
-  });
-  add("a whole capture with its graph", [](Scene& s) {
-    return s.rig.record(s.other, [&] { cudaMemsetAsync(s.y, 2, BYTES, s.other); }) ? cudaSuccess : cudaErrorUnknown;
-  });
-  add("a launch in it", [](Scene& s) { return cudaGraphLaunch(s.exec, s.busy); });
-  add("a launch in it, then in another, which is synchronized", [](Scene& s) {
-    cudaGraphLaunch(s.exec, s.busy);
-    cudaGraphLaunch(s.exec, s.other);
-    return cudaStreamSynchronize(s.other);
-  });
-  add("a graph that waits for it by an external event", [](Scene& s) {
-    cudaGraphExec_t exec = s.rig.record(s.other, [&] { cudaStreamWaitEvent(s.other, s.event, cudaEventWaitExternal); });
-    Status launched = cudaGraphLaunch(exec, s.other);
-    return launched ? launched : cudaStreamSynchronize(s.other);
-  });
-  add("cudaGraphExecDestroy of another graph", [](Scene& s) {
-    s.rig.drop(s.exec);
-    return cudaGraphExecDestroy(s.exec);
-  });
-  auto legacy = [](Scene& s) {
-    cudaMemsetAsync(s.x, 1, 8, nullptr);
-    return cudaStreamSynchronize(nullptr);
-  };
-  add("work of the legacy stream", legacy);
-  add("work of the legacy stream", legacy, true);
-  add(
-      "work of a blocking stream behind the legacy stream",
-      [](Scene& s) {
-        cudaStream_t next = s.rig.stream(cudaStreamDefault);
-        cudaMemsetAsync(s.x, 1, 8, nullptr);
-        cudaMemsetAsync(s.y, 1, 8, next);
-        return cudaStreamSynchronize(next);
-      },
-      true);
 }
 
 void errors(Cases& cases) {

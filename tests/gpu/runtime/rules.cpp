@@ -15,7 +15,7 @@
 #include <chrono>
 #include <future>
 
-constexpr int SECONDS = 20;  // for one case
+constexpr int SECONDS = 10;  // for one case
 constexpr int UNHEALTHY = 3;
 
 std::string name(Status error) { return cudaGetErrorName(error); }

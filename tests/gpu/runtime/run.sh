@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
-# run.sh PYTHON FOLDER [TEXT]: compile the rules in FOLDER and print what the CUDA runtime does. Headers and runtime are
-# those that came with that python's torch, or else CUDA_HOME's; where LD_PRELOAD names an emulated runtime, it is that one
-# which runs. TEXT: only the cases that have it in their names. On a machine with a GPU, what it prints is golden.txt.
+# run.sh PYTHON FOLDER [TEXT]: compile the rules in FOLDER and print what the CUDA runtime does; on a machine with a GPU,
+# that is golden.txt. Headers and runtime are those that came with that python's torch, or else CUDA_HOME's; where
+# LD_PRELOAD names an emulated runtime, it is that one which runs. TEXT: only the cases that have it in their names.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 preloaded="${LD_PRELOAD:-}"
 unset LD_PRELOAD
-site="$("$1" -c 'import importlib.util, pathlib; found = importlib.util.find_spec("torch"); print(found and pathlib.Path(found.origin).parents[1])')"
+find='import importlib.util, pathlib
+torch = importlib.util.find_spec("torch")
+print(torch and pathlib.Path(torch.origin).parents[1])'
+site="$("$1" -c "$find")"
 toolkit="${CUDA_HOME:-/usr/local/cuda}"
 for lib in "$site/nvidia/cu13/lib" "$toolkit/lib64" ""; do
 	if [[ -f "$lib/libcudart.so.13" ]]; then break; fi
