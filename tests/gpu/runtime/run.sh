@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# run.sh PYTHON FOLDER [TEXT]: compile the rules in FOLDER and print what the CUDA runtime does; on a machine with a GPU,
-# that is golden.txt. Headers and runtime are those that came with that python's torch, or else CUDA_HOME's; where
+# run.sh PYTHON FOLDER [TEXT]: compile the rules in FOLDER and print what the CUDA runtime does; with a GPU, that is
+# golden.txt. Headers and runtime are those that came with that python's torch, or else CUDA_HOME's; where
 # LD_PRELOAD names an emulated runtime, it is that one which runs. TEXT: only the cases that have it in their names.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
