@@ -78,6 +78,7 @@ struct Graph {
 struct Exec {
   std::vector<Fn> work;
   size_t bytes;
+  std::shared_ptr<Mark> last;  // the end of its last launch
 };
 struct Stream;
 struct Capture {
@@ -93,11 +94,12 @@ struct Stream {
   std::shared_ptr<Capture> cap;
   std::vector<Node*> tails;
   int priority = 0;
-  bool legacy = false;
+  bool legacy = false, blocking = false;
   std::mutex m;
   std::condition_variable c;
   std::deque<Fn> q;
-  bool busy = false, started = false;
+  bool busy = false, started = false, destroyed = false;
+  unsigned long long pushed = 0, finished = 0;
   void push(Fn f) {
     std::lock_guard<std::mutex> l(m);
     if (!started) {
@@ -105,12 +107,14 @@ struct Stream {
       std::thread([this] { loop(); }).detach();
     }
     q.push_back(std::move(f));
+    ++pushed;
     c.notify_all();
   }
   void loop() {
     std::unique_lock<std::mutex> l(m);
     for (;;) {
-      c.wait(l, [&] { return !q.empty(); });
+      c.wait(l, [&] { return !q.empty() || destroyed; });
+      if (q.empty()) break;
       Fn f = std::move(q.front());
       q.pop_front();
       busy = true;
@@ -120,17 +124,25 @@ struct Stream {
       f = nullptr;
       l.lock();
       busy = false;
+      ++finished;
       c.notify_all();
     }
+    started = false;
+  }
+  // The thread ends behind the work. The object stays, for whoever is about to wait for the device.
+  void destroy() {
+    std::lock_guard<std::mutex> l(m);
+    destroyed = true;
+    c.notify_all();
   }
   bool idle() {
     std::lock_guard<std::mutex> l(m);
     return q.empty() && !busy;
   }
+  // Until what is in the stream now is done: if nothing comes behind it, the stream is idle then.
   void wait() {
-    auto k = std::make_shared<Mark>();
-    push([k] { k->set(); });
-    k->wait();
+    std::unique_lock<std::mutex> l(m);
+    c.wait(l, [this, until = pushed] { return finished >= until; });
   }
 };
 struct Event {
@@ -176,9 +188,35 @@ static Status unsafe() {
   }
   return cudaSuccess;
 }
+// The legacy stream waits for all blocking streams: while one of those is captured, it cannot be used.
+static bool unusable(Stream* s) {
+  if (s->legacy)
+    for (auto* c : captures())
+      for (auto* o : c->streams)
+        if (o->blocking) return true;
+  return false;
+}
+static Status implicit(Stream* s) {
+  if (!unusable(s)) return cudaSuccess;
+  for (auto* c : captures())
+    for (auto* o : c->streams)
+      if (o->blocking) c->bad = true;
+  return cudaErrorStreamCaptureImplicit;
+}
+// What comes next in the legacy stream is behind all blocking streams, and the other way round.
+static void order(Stream* s) {
+  if (!s->legacy && !s->blocking) return;
+  for (auto* o : streams())
+    if (o != s && !o->cap && (s->legacy ? o->blocking : o->legacy) && !o->idle()) {
+      auto k = std::make_shared<Mark>();
+      o->push([k] { k->set(); });
+      s->push([k] { k->wait(); });
+    }
+}
 static Status submit(Stream* s, const char* kind, Fn f) {
   if (lost) return (Status)(int)lost;
   std::unique_lock<std::recursive_mutex> l(books);
+  if (Status e = implicit(s)) return e;
   if (s->cap) {
     if (s->cap->bad) return cudaErrorStreamCaptureInvalidated;
     auto n = std::make_shared<Node>();
@@ -189,7 +227,7 @@ static Status submit(Stream* s, const char* kind, Fn f) {
     s->tails = {n.get()};
     return cudaSuccess;
   }
-  l.unlock();
+  order(s);
   s->push(std::move(f));
   return cudaSuccess;
 }
@@ -224,9 +262,7 @@ static void syncAll() {
   }
   for (auto* s : all) s->wait();
 }
-static Status give(void* p) {
-  if (!p) return cudaSuccess;
-  syncAll();
+static Status release(void* p) {
   Lock l(books);
   auto it = allocs().find((char*)p);
   if (it == allocs().end()) return cudaErrorInvalidValue;
@@ -235,6 +271,11 @@ static Status give(void* p) {
   mmap(p, it->second.size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   allocs().erase(it);
   return cudaSuccess;
+}
+static Status give(void* p) {
+  if (!p) return cudaSuccess;
+  syncAll();
+  return release(p);
 }
 static Alloc* owner(const void* p) {
   auto& m = allocs();
@@ -253,8 +294,23 @@ API Status cudaFree(void* p) {
     if (Status e = unsafe()) return ret(e);
   return ret(give(p));
 }
-API Status cudaMallocAsync(void** p, size_t n, cudaStream_t) { return ret(take(p, n, false)); }
-API Status cudaFreeAsync(void* p, cudaStream_t s) { return ret(give(p)); }
+API Status cudaMallocAsync(void** p, size_t n, cudaStream_t s) {
+  Lock l(books);
+  if (Status e = take(p, n, false)) return ret(e);
+  Status e = submit(S(s), "allocate", [] {});
+  if (e) release(*p);
+  return ret(e);
+}
+// What was allocated in a capture is the graph's, which may be replayed: it is never given back.
+API Status cudaFreeAsync(void* p, cudaStream_t s) {
+  Lock l(books);
+  if (!p) return ret(cudaSuccess);
+  if (!allocs().count((char*)p)) return ret(cudaErrorInvalidValue);
+  bool captured = S(s)->cap != nullptr;
+  return ret(submit(S(s), "free", [p, captured] {
+    if (!captured) release(p);
+  }));
+}
 API Status cudaHostAlloc(void** p, size_t n, unsigned) {
   if (Status e = unsafe()) return ret(e);
   return ret(take(p, n, true));
@@ -421,7 +477,9 @@ static Text texts[] = {
     {0, "cudaSuccess", "no error"},
     {1, "cudaErrorInvalidValue", "invalid argument"},
     {2, "cudaErrorMemoryAllocation", "out of memory"},
+    {100, "cudaErrorNoDevice", "no CUDA-capable device is detected"},
     {101, "cudaErrorInvalidDevice", "invalid device ordinal"},
+    {400, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
     {401, "cudaErrorIllegalState", "the operation cannot be performed in the present state"},
     {600, "cudaErrorNotReady", "device not ready"},
     {700, "cudaErrorIllegalAddress", "an illegal memory access was encountered"},
@@ -450,9 +508,10 @@ API const char* cudaGetErrorString(Status e) {
 }
 
 // ---- streams
-API Status cudaStreamCreateWithPriority(cudaStream_t* s, unsigned, int p) {
+API Status cudaStreamCreateWithPriority(cudaStream_t* s, unsigned flags, int p) {
   Lock l(books);
   auto* x = new Stream();
+  x->blocking = !(flags & cudaStreamNonBlocking);
   x->priority = p;
   streams().insert(x);
   *s = (cudaStream_t)x;
@@ -460,7 +519,10 @@ API Status cudaStreamCreateWithPriority(cudaStream_t* s, unsigned, int p) {
 }
 API Status cudaStreamCreate(cudaStream_t* s) { return cudaStreamCreateWithPriority(s, 0, 0); }
 API Status cudaStreamDestroy(cudaStream_t s) {
-  S(s)->wait();
+  Lock l(books);
+  auto* x = S(s);
+  if (x->legacy || !streams().erase(x)) return ret(cudaErrorInvalidResourceHandle);
+  x->destroy();
   return ret(cudaSuccess);
 }
 API Status cudaStreamGetPriority(cudaStream_t s, int* p) {
@@ -474,7 +536,9 @@ API Status cudaStreamQuery(cudaStream_t s) {
     x->cap->bad = true;
     return ret(cudaErrorStreamCaptureUnsupported);
   }
+  if (Status e = implicit(x)) return ret(e);
   if (Status e = unsafe()) return ret(e);
+  order(x);
   return ret(x->idle() ? cudaSuccess : cudaErrorNotReady);
 }
 API Status cudaStreamSynchronize(cudaStream_t s) {
@@ -485,8 +549,10 @@ API Status cudaStreamSynchronize(cudaStream_t s) {
       x->cap->bad = true;
       return ret(cudaErrorStreamCaptureUnsupported);
     }
+    if (Status e = implicit(x)) return ret(e);
+    if (Status e = unsafe()) return ret(e);
+    order(x);
   }
-  if (Status e = unsafe()) return ret(e);
   x->wait();
   return ret(cudaSuccess);
 }
@@ -513,6 +579,7 @@ API Status cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned flag
   auto* v = (Event*)e;
   auto* x = S(s);
   Lock l(books);
+  if (Status e = implicit(x)) return ret(e);
   if (x->cap) {
     if (x->cap->bad) return ret(cudaErrorStreamCaptureInvalidated);
     if (flags & cudaEventRecordExternal) {
@@ -520,8 +587,9 @@ API Status cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned flag
       v->mark = *holder;
       return ret(submit(x, "event", [v] {
         auto m = std::make_shared<Mark>();
-        v->mark = m;
         m->set();
+        Lock l(books);
+        v->mark = m;
       }));
     }
     v->cap = x->cap;
@@ -529,10 +597,12 @@ API Status cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned flag
     v->mark = nullptr;
     return ret(cudaSuccess);
   }
+  if (flags & cudaEventRecordExternal) return ret(cudaErrorInvalidValue);
   v->cap = nullptr;
   auto m = std::make_shared<Mark>();
   v->mark = m;
   if (lost) return ret((Status)(int)lost);
+  order(x);
   x->push([m] { m->set(); });
   return ret(cudaSuccess);
 }
@@ -565,10 +635,21 @@ API Status cudaEventElapsedTime(float* ms, cudaEvent_t a, cudaEvent_t b) {
   *ms = (float)(y->mark->t - x->mark->t);
   return ret(cudaSuccess);
 }
-API Status cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) {
+API Status cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned flags) {
   auto* x = S(s);
   auto* v = (Event*)e;
   Lock l(books);
+  if (Status r = implicit(x)) return ret(r);
+  if (x->cap && (flags & cudaEventWaitExternal))
+    return ret(submit(x, "wait", [v] {
+      std::shared_ptr<Mark> m;
+      {
+        Lock l(books);
+        m = v->mark;
+      }
+      if (m) m->wait();
+    }));
+  if (flags & cudaEventWaitExternal) return ret(cudaErrorInvalidValue);
   if (v->cap) {
     if (v->cap->bad) return ret(cudaErrorStreamCaptureInvalidated);
     if (!captures().count(v->cap.get())) {
@@ -655,6 +736,7 @@ API Status cudaStreamEndCapture(cudaStream_t s, cudaGraph_t* g) {
 API Status cudaStreamIsCapturing(cudaStream_t s, cudaStreamCaptureStatus* st) {
   Lock l(books);
   auto* x = S(s);
+  if (unusable(x)) return ret(cudaErrorStreamCaptureImplicit);
   *st = !x->cap       ? cudaStreamCaptureStatusNone
         : x->cap->bad ? cudaStreamCaptureStatusInvalidated
                       : cudaStreamCaptureStatusActive;
@@ -664,10 +746,10 @@ API Status cudaStreamGetCaptureInfo(cudaStream_t s, cudaStreamCaptureStatus* st,
                                     const cudaGraphNode_t** deps, const cudaGraphEdgeData** edges, size_t* n) {
   Lock l(books);
   auto* x = S(s);
-  cudaStreamIsCapturing(s, st);
+  if (Status e = cudaStreamIsCapturing(s, st)) return e;
   if (x->cap) {
     if (id) *id = x->cap->id;
-    if (g) *g = (cudaGraph_t)1;
+    if (g) *g = (cudaGraph_t)&x->cap->graph;
     if (deps) *deps = (const cudaGraphNode_t*)x->tails.data();
     if (n) *n = x->tails.size();
   }
@@ -681,10 +763,6 @@ API Status cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* m) {
 static std::shared_ptr<Graph>& GI(cudaGraph_t g) { return *(std::shared_ptr<Graph>*)g; }
 API Status cudaGraphGetNodes(cudaGraph_t g, cudaGraphNode_t* out, size_t* n) {
   Lock l(books);
-  if (g == (cudaGraph_t)1) {
-    *n = 0;
-    return ret(cudaSuccess);
-  }
   auto& v = GI(g)->nodes;
   if (out)
     for (size_t i = 0; i < *n && i < v.size(); i++) out[i] = (cudaGraphNode_t)v[i].get();
@@ -722,9 +800,20 @@ API Status cudaGraphExecDestroy(cudaGraphExec_t e) {
 API Status cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t s) {
   auto* x = (Exec*)e;
   auto work = x->work;
-  return ret(submit(S(s), "graph", [work] {
+  Lock l(books);
+  if (S(s)->cap)
+    return ret(submit(S(s), "graph", [work] {
+      for (auto& f : work) f();
+    }));
+  // Each launch is behind the launch before it, in whichever stream that was.
+  auto before = x->last, done = std::make_shared<Mark>();
+  Status launched = submit(S(s), "graph", [work, before, done] {
+    if (before) before->wait();
     for (auto& f : work) f();
-  }));
+    done->set();
+  });
+  if (!launched) x->last = done;
+  return ret(launched);
 }
 API Status cudaGraphDebugDotPrint(cudaGraph_t, const char*, unsigned) { return ret(cudaSuccess); }
 
