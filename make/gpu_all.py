@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
     limit_s: float
     command: tuple[str, ...]
-    environment: dict[str, str] = {}  # never written to
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 def bench(section: str, limit_s: float, *more: str) -> Part:
@@ -49,7 +49,7 @@ PARTS = {
     "tests": Part(90, (*PYTEST, *GPU_ALONE)),
     "rules": Part(60, ("tests/gpu/runtime/run.sh", sys.executable, "build/rules")),
     "parallel": Part(100, (*PYTEST, "-n", "6", *CONFORMANCE, "tests/gpu/test_unseen_kernels.py")),
-    "anywhere": Part(120, (*PYTEST, "-n", "8", *ANY_DEVICE), {"GRAPHDISPATCH_TEST_DEVICE": "cuda"}),
+    "anywhere": Part(120, (*PYTEST, "-n", "8", *ANY_DEVICE), (("GRAPHDISPATCH_TEST_DEVICE", "cuda"),)),
     "overhead": bench("overhead", 90),
     "decode": bench("decode", 130, "--no-compile"),
     "capture": bench("capture", 45, "--no-compile"),
@@ -79,7 +79,7 @@ def run(name: str, options: argparse.Namespace) -> bool:
     if "benchmarks.gpu" in command:
         command += ["--out", str(options.out), "--commit", options.commit]
     paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, **part.environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment = {**os.environ, **dict(part.environment), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     with log.open("ab") as file:
         file.write(f"\n==== {name}: {' '.join(command)}\n".encode())
         file.flush()

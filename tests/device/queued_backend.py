@@ -1,7 +1,7 @@
 """A plug-in of pytest: the library serves the test device, too, as it would another vendor's.
 
-``GRAPHDISPATCH_TEST_DEVICE=queued`` has tests make their tensors there. ``GRAPHDISPATCH_TEST_DELAYS`` has each stream sleep
-before each piece of work, at most so many microseconds.
+``GRAPHDISPATCH_TEST_DEVICE=queued`` has tests make their tensors there. ``GRAPHDISPATCH_TEST_DELAYS`` has each stream
+sleep before each piece of work, at most so many microseconds.
 """
 
 import os
