@@ -145,7 +145,7 @@ def test_a_compiled_model_with_a_scratch_slot(cuda: Backend) -> None:
 def test_a_kernel_in_a_custom_operator_is_served(cuda: Backend) -> None:
     """Nothing is hidden there."""
     step = gd.graphed(lambda x: double_op(x) + 1, dynamic={"x": 0}, sizes=(4,))
-    for rows in (3, 3, 3, 4, 3):
+    for rows in (3, 3, 3, 4, 3, 3):
         x = torch.randn(rows, WIDTH, device=cuda.device)
         torch.testing.assert_close(step(x), x * 2 + 1)
     assert step.last_decision.reason is Reason.PADDED, step.explain(x)
