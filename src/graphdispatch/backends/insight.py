@@ -23,9 +23,9 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import product
-from types import FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -35,7 +35,8 @@ from torch.utils._python_dispatch import _disable_current_modes, _pop_mode_tempo
 
 from ..errors import CaptureError
 from ..reasons import Reason
-from .operators import tensors_in, user_line
+from .code_events import pause, resume
+from .operators import per_operator, tensors_in, user_line
 from .tracing import UntracedMode
 
 _MADE_OF_OTHERS = frozenset({"aten", "inductor"})
@@ -51,7 +52,7 @@ _COMPOSITE = "CompositeImplicitAutograd"
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
-@cache
+@per_operator
 def _has_parts(func: OpOverload) -> bool:
     return func.namespace in _MADE_OF_OTHERS and _has_kernel(func.name(), _COMPOSITE)
 
@@ -68,10 +69,10 @@ def is_composite(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def python_kernel(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """The device's dispatch key, if the kernel that the call reaches is a Python function; else None."""
+    of_torch = _replacement(func)
+    if of_torch:  # an accelerator's that somebody replaced launches kernels, and a graph holds those
+        return "CPU" if of_torch in torch.library._impls and _device_key(args, kwargs) == "CPU" else None
     name = func.name()
-    if func.namespace == "aten":  # an accelerator's that somebody replaced launches kernels, and a graph holds those
-        is_replaced = f"aten/{name.removeprefix('aten::')}/CPU" in torch.library._impls
-        return "CPU" if is_replaced and _device_key(args, kwargs) == "CPU" else None
     device = _device_key(args, kwargs)
     if func.namespace == "_c10d_functional":  # its Python only wraps a tensor that is still on its way
         return None
@@ -79,6 +80,12 @@ def python_kernel(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
         if _has_kernel(name, key):
             return device if _is_python(name, key) else None
     return None
+
+
+@per_operator
+def _replacement(func: OpOverload) -> str:
+    """Under which name torch keeps what somebody put in the place of an operator's kernel; empty for others' own."""
+    return f"aten/{func.name().removeprefix('aten::')}/CPU" if func.namespace == "aten" else ""
 
 
 def _is_python(name: str, key: str) -> bool:
@@ -214,7 +221,8 @@ class OperatorMode(UntracedMode):
         kwargs = kwargs or {}
         if type(func) is not OpOverload and isinstance(func, HigherOrderOperator):
             return self.watch_higher_order(func, args, kwargs)
-        trace = _pause_trace()
+        # Who listens shall hear of the callable's Python, and not of what watches that, which is much more.
+        paused = pause()
         try:
             if is_composite(func, args, kwargs):
                 with self:
@@ -224,8 +232,7 @@ class OperatorMode(UntracedMode):
                 with torch._C.DisableTorchFunction():
                     return self.watch(func, args, kwargs)
         finally:
-            if trace is not None:
-                sys.setprofile(trace)
+            resume(paused)
         return self.look_inside(func, key, args, kwargs)
 
     def look_inside(self, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -263,17 +270,6 @@ class OperatorMode(UntracedMode):
         raise NotImplementedError
 
 
-def _pause_trace() -> Any:
-    """End a trace of the interpreter for now, and return it: it shall see the callable's Python, and not what watches
-    that, which is much more. The parts of an operator run none of it. None where there is none, or where a profiler in
-    compiled code is on, which cannot be put back by its name."""
-    trace = sys.getprofile()
-    if type(trace) not in (MethodType, FunctionType):
-        return None
-    sys.setprofile(None)
-    return trace
-
-
 def _reveal_compiled(compiler: ModuleType) -> None:
     """Show calls of compiled graphs to entered modes, by ``watch_region``. Costs such calls 0.1 us.
 
@@ -309,12 +305,11 @@ def _reveal_launches(launcher: ModuleType) -> None:
                 launch = _Launch(self, grid, tuple(named))
                 return CompiledRegion(len(inputs), tensors, what, is_guess=True), (launch, *inputs)
 
-            direct, trace = partial(plain, self, *args, grid=grid, warmup=warmup, **named), _pause_trace()
+            direct, paused = partial(plain, self, *args, grid=grid, warmup=warmup, **named), pause()
             try:
                 return direct() if warmup else _shown_to_modes(direct, shown)
             finally:
-                if trace is not None:
-                    sys.setprofile(trace)
+                resume(paused)
 
         kernels.run = run
         _shown.add(kernels)

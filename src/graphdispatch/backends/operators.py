@@ -10,9 +10,9 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from functools import cache
+from functools import wraps
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._ops import OpOverload
@@ -22,6 +22,24 @@ from ..errors import CaptureError
 from ..reasons import Reason
 
 _aten = torch.ops.aten
+T = TypeVar("T")
+
+
+def per_operator(fn: Callable[[OpOverload], T]) -> Callable[[OpOverload], T]:
+    """``fn``, asked once for each operator. It goes by the object: torch's hash of an operator takes longer."""
+    known: dict[int, tuple[OpOverload, T]] = {}
+
+    @wraps(fn)
+    def look_up(func: OpOverload) -> T:
+        found = known.get(id(func))
+        if found is not None:
+            return found[1]
+        value = fn(func)
+        if type(func) is OpOverload:  # compiled code only looks like one, and comes and goes
+            known[id(func)] = func, value
+        return value
+
+    return look_up
 
 
 class OperatorKind(Enum):
@@ -65,7 +83,7 @@ _TOTAL_TAGS = frozenset({torch.Tag.pointwise, torch.Tag.reduction, torch.Tag.vie
 _DIVIDE_INTEGERS = frozenset({"div", "floor_divide", "fmod", "remainder"})
 
 
-@cache
+@per_operator
 def is_total(func: OpOverload) -> bool:
     """Whether a graph may leave the operator out where nobody needs what it writes.
 
@@ -78,7 +96,7 @@ def is_total(func: OpOverload) -> bool:
     return name in _TOTAL.split() or not _TOTAL_TAGS.isdisjoint(func.tags)
 
 
-@cache
+@per_operator
 def is_seeded(func: OpOverload) -> bool:
     """Whether the operator draws from a random generator, by its tags."""
     return torch.Tag.nondeterministic_seeded in func.tags
@@ -93,24 +111,24 @@ def draws(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     return place is None or (args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)) != 0.0
 
 
-@cache
+@per_operator
 def _dropout_place(func: OpOverload) -> int | None:
     return next((place for place, arg in enumerate(func._schema.arguments) if arg.name == "dropout_p"), None)
 
 
-@cache
+@per_operator
 def is_unsafe(func: OpOverload) -> bool:
     """Whether somebody tagged the operator as one that no graph may hold."""
     return torch.Tag.cudagraph_unsafe in func.tags
 
 
-@cache
+@per_operator
 def changes_view(func: OpOverload) -> bool:
     """Whether the operator has a tensor look at memory in another way, and writes nothing to that memory."""
     return torch.Tag.inplace_view in func.tags
 
 
-@cache
+@per_operator
 def has_fixed_shapes(func: OpOverload) -> bool:
     """Whether the shapes of the arguments alone give the shapes of the results, as a kernel for meta tensors shows."""
     has_kernel, name = torch._C._dispatch_has_kernel_for_dispatch_key, func.name()
@@ -128,7 +146,7 @@ def view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
 
 
-@cache
+@per_operator
 def kind_of(func: OpOverload) -> OperatorKind:
     """The kind of an operator, from its schema and tags alone."""
     schema = func._schema
@@ -234,7 +252,7 @@ def forbidden(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], ten
 _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
 
 
-@cache
+@per_operator
 def _always_forbidden(func: OpOverload) -> str | None:
     """Why no graph can hold any call of the operator, or None."""
     if func is _aten._linalg_check_errors.default:

@@ -16,7 +16,7 @@ Note [a run that is not watched again]
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.nn.utils import parametrize
 
+from ..backends.code_events import CodeListener, is_profiled_by_others
 from ..backends.insight import reveal_operators
 from ..backends.operators import bits_equal, is_strided, storage_key, tensors_in
 from ..call.signature import PLAIN_TENSORS
@@ -351,8 +352,22 @@ def is_known(request: CaptureRequest, entry: CUDAGraphEntry) -> bool:
         and not (guard.notes.is_blind or entry.uses_rng or entry.writes_outside or entry.metadata)
         and guard.notes.names.isdisjoint(_UNCOUNTED)
         and entry.program.computes
-        and sys.getprofile() is None
+        and not is_profiled_by_others()
     )
+
+
+class _NewCode(CodeListener):
+    """Notes whether a run calls code that is not known."""
+
+    def __init__(self, known: Iterable[CodeType]) -> None:
+        super().__init__()
+        self.plain.update((id(code), code) for code in known)  # their hash takes long
+        self.found = False
+
+    def on_call(self, frame: FrameType) -> None:
+        """Any code that comes here is new."""
+        self.found = True
+        self.plain[id(frame.f_code)] = frame.f_code
 
 
 def run_known(
@@ -365,13 +380,7 @@ def run_known(
     one of another size.
     """
     assert entry.guard is not None
-    new_code = list[CodeType]()
-    known = set(map(id, (*entry.guard.notes.codes, FlatCall.__call__.__code__)))  # their hash takes long
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and id(frame.f_code) not in known:
-            new_code.append(frame.f_code)
-
+    new_code = _NewCode((*entry.guard.notes.codes, FlatCall.__call__.__code__))
     rng, arguments = request.backend.rng_state(), request.arguments()
     walk = StateWalk(*(request.roots if captures or entry.guard.notes.may_change_state() else ()))
     for table, names in entry.guard.notes.by_table(entry.guard.notes.variables):
@@ -380,14 +389,15 @@ def run_known(
     versions = _versions(tensors)
     copies = [value.clone() if value.is_inference() else value._version for value in arguments]
     started = request.clock()
-    sys.setprofile(note)
+    listens = new_code.begin()
     try:
         answer = request.call(request.values)
     finally:
-        sys.setprofile(None)
+        new_code.end()
     seconds = request.clock() - started
     is_pure = (
-        not new_code
+        listens
+        and not new_code.found
         and (versions is not None and versions == _versions(tensors))
         and all(map(_is_unwritten, arguments, copies))
         and torch.equal(rng, request.backend.rng_state())

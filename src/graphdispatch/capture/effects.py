@@ -11,7 +11,6 @@ Note [exactly once]
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from typing import Any, Self
 
@@ -30,6 +29,7 @@ from ..backends.operators import (
     geometry,
     is_strided,
     kind_of,
+    per_operator,
     storage_key,
     tensors_in,
     view_key,
@@ -325,16 +325,16 @@ class EffectRecorder(OperatorMode):
     def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Save what the operator is about to overwrite, then run it."""
         kind, made, outside = kind_of(func), self._made, self.outside
-        used = set[int]()
+        keys = dict[int, int]()
         for tensor in tensors_in(*args, *kwargs.values()):
             if is_strided(tensor):
-                used.add(key := storage_key(tensor))
+                keys[id(tensor)] = key = storage_key(tensor)
                 if key not in made and key not in outside:
                     outside[key] = tensor.detach()
         if kind not in _COMPUTES:
             self.runs_custom = self.runs_custom or func.namespace not in ("aten", "prims")
         if self._labels is not None:
-            self.operators.append(self._labels.operator(func, args, kwargs))
+            self.operators.append(self._labels.operator(func, args, kwargs, keys))
         shapes = []
         if kind is OperatorKind.WRITE:
             written = written_tensors(func, args, kwargs)
@@ -358,11 +358,9 @@ class EffectRecorder(OperatorMode):
             self.reserves_memory = True
         if func is _LIFT:  # its argument is what Python values were made into
             outside.pop(storage_key(args[0]), None)
-        made_tensors = tensors_in(result)
+        results = [self._note_made(tensor) for tensor in tensors_in(result)]
         if self._labels is not None:
-            self._labels.note_made(made_tensors, used)
-        for tensor in made_tensors:
-            self._note_made(tensor)
+            self._labels.note_made(results, keys.values())
         return result
 
     def give_up(self, error: CaptureError) -> None:
@@ -371,9 +369,14 @@ class EffectRecorder(OperatorMode):
         if self._strict:
             raise error
 
-    def _note_made(self, tensor: torch.Tensor) -> None:
-        if is_strided(tensor) and (key := storage_key(tensor)) not in self._made and key not in self.outside:
+    def _note_made(self, tensor: torch.Tensor) -> int | None:
+        """The key of a result's storage, which the run has made unless it was there before."""
+        if not is_strided(tensor):
+            return None
+        key = storage_key(tensor)
+        if key not in self._made and key not in self.outside:
             self._made[key] = StorageWeakRef(tensor.untyped_storage())
+        return key
 
     def unwritten(self, value: torch.Tensor) -> torch.Tensor | None:
         """Which elements of a value that the run left hold what ``torch.empty`` gave, as nothing wrote them; or None.
@@ -398,6 +401,10 @@ class EffectRecorder(OperatorMode):
     def made_storages(self) -> set[int]:
         """The keys of the storages that the run made and that something still holds."""
         return {key for key, weak in self._made.items() if not weak.expired()}
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether the run made the memory of a tensor that it gave back."""
+        return is_strided(tensor) and storage_key(tensor) in self._made
 
     def writes_to(self, tensor: torch.Tensor) -> bool:
         """Whether the run wrote to the memory of ``tensor``."""
@@ -487,7 +494,7 @@ _GROUPING = frozenset(("aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_
 """Those that multiply groups of rows whose sizes are data."""
 
 
-@cache
+@per_operator
 def _is_particular(func: OpOverload) -> bool:
     return func._schema.name in _CHECKING | _CONVERTING | _GROUPING
 

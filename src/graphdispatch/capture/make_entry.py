@@ -29,8 +29,8 @@ _SMALL_BYTES = 1 << 20
 _FEWEST = 2  # rows of a batch that may be too few for a callable if there is one less
 
 
-def make_entry(attempt: CaptureAttempt, recording: Recording) -> CUDAGraphEntry:
-    """The entry around a recorded graph. Raises ``CaptureError`` if nobody could serve by it."""
+def make_entry(attempt: CaptureAttempt, recording: Recording, program: Program) -> CUDAGraphEntry:
+    """The entry around a recorded graph of this program. Raises ``CaptureError`` if nobody could serve by it."""
     request, eager, warm_run, output = attempt.request, attempt.eager, attempt.warm_run, recording.outputs
     check_values(eager.opened, output)
     rule = _find_output_rule(attempt, output)
@@ -65,7 +65,7 @@ def make_entry(attempt: CaptureAttempt, recording: Recording) -> CUDAGraphEntry:
         guard=guard if request.options.guard_weights else None,
         bare=request.inputs.positions if guard.missing else (),
         compared=Compared(request.inputs.axes, [peer.compared for peer in request.peers]),
-        program=_find_program(attempt),
+        program=program,
         uses_rng=warm_run.uses_rng,
         signature=request.signature,
         call=request.call,
@@ -93,8 +93,8 @@ def grow_guard(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
     entry.compared.part()
 
 
-def _find_program(attempt: CaptureAttempt) -> Program:
-    """The operators of the run on the static inputs, shared with a graph of another size that has the same."""
+def find_program(attempt: CaptureAttempt) -> Program:
+    """The operators of the run on the static inputs: the very program of a graph of another size that has the same."""
     request, run = attempt.request, attempt.warm_run
     made = Program(
         run.operators,

@@ -29,7 +29,7 @@ from .attempt import CaptureAttempt
 from .collector import paused_collector
 from .compare import check_padding_writes, check_replay
 from .eager_run import EagerRun, check_may_capture, is_known, run_eagerly, run_for_graph, run_known
-from .make_entry import grow_guard, make_entry
+from .make_entry import find_program, grow_guard, make_entry
 from .probes import BY_RULE
 from .prover import RowProver
 from .recording import record
@@ -137,10 +137,11 @@ def _capture(attempt: CaptureAttempt) -> CUDAGraphEntry:
     started = request.clock()
     for _ in range(request.options.warmup_iterations - eager.warms_up):
         attempt.warm_up()
-    recording = record(attempt)
+    program = find_program(attempt)
+    recording = record(attempt, is_known=any(peer.program is program for peer in request.peers))
     entry = None
     try:
-        entry = make_entry(attempt, recording)
+        entry = make_entry(attempt, recording, program)
         entry.capture_time_ms = (request.clock() - started) * 1e3
         if request.options.verify:
             # A caller's call leaves the proof to the first padded one behind it.

@@ -61,8 +61,11 @@ class CaptureWatch(OperatorMode):
         """The operator that ran last."""
 
     @contextmanager
-    def recording(self, capture: Capture) -> Iterator[None]:
-        """Watch what the block does, to be entered within this capture."""
+    def recording(self, capture: Capture, *, watches: bool = True) -> Iterator[None]:
+        """Watch what the block does, to be entered within this capture; with ``watches`` off, do nothing."""
+        if not watches:
+            yield
+            return
         self._capture = capture
         token = ACTIVE.set(self.run_break) if self._breaks else None
         try:
@@ -239,42 +242,44 @@ class Recording(NamedTuple):
     mode: CUDAGraphMode
 
 
-def record(attempt: CaptureAttempt) -> Recording:
+def record(attempt: CaptureAttempt, *, is_known: bool = False) -> Recording:
     """Record the call. If that fails inside a module and breaks are automatic, break at the module and record again.
 
-    Each try begins where the eager run began, whose trace notes the code that the call runs. Raises ``CaptureError``
-    with the operator that ran last.
+    Operators are not watched where the eager run on the same inputs was the warm-up and ran a program that is known:
+    then the outputs lie where eager's did. Each try begins where the eager run began, whose trace notes the code that
+    the call runs. Raises ``CaptureError`` with the operator that ran last.
     """
     request, breaks = attempt.request, attempt.request.auto_breaks
     while True:
         mode = CUDAGraphMode.PIECEWISE if breaks else request.mode
         try:
             with uncached_casts(), breaks.marked() if breaks is not None else nullcontext():
-                return _record_once(attempt, mode)
+                return _record_once(attempt, mode, watches=not (is_known and attempt.eager.warms_up))
         except CaptureError as error:
             if breaks is None or not breaks.add(error):
                 raise
 
 
-def _record_once(attempt: CaptureAttempt, mode: CUDAGraphMode) -> Recording:
+def _record_once(attempt: CaptureAttempt, mode: CUDAGraphMode, *, watches: bool) -> Recording:
     request, eager = attempt.request, attempt.eager
     attempt.start_over(f"capturing {request.size} rows")
     values, buffers = request.static_values(), request.buffer_storages()
     is_piecewise = mode is CUDAGraphMode.PIECEWISE
     existing = attempt.existing | {storage_key(value) for value in values if is_tensor(value)}
-    watch = CaptureWatch(request, existing, breaks=is_piecewise)
+    watch, watches = CaptureWatch(request, existing, breaks=is_piecewise), watches or is_piecewise
     try:
-        with request.backend.begin_capture(request.pool) as capture, watch.recording(capture):
+        with request.backend.begin_capture(request.pool) as capture, watch.recording(capture, watches=watches):
             with eager.trace:  # here, since the end of a capture runs much Python that reads nothing
                 output = copy_context().run(request.call, values)  # nobody could unset a context variable
             output = eager.open_outputs(output)
-            is_own = [watch.made(tensor) or storage_key(tensor) in buffers for tensor in tensors_in(output)]
+            made, source = (watch.made, output) if watches else (eager.effects.made, eager.opened)
+            is_own = [made(tensor) or storage_key(tensor) in buffers for tensor in tensors_in(source)]
             places = list(map(id, tensors_in(output)))
             firsts = list(map(places.index, places))
             positions = {id(value): position for position, value in enumerate(values)}
             given = list(map(positions.get, places))
             capture.set_outputs(output, shared=request.options.shares_outputs)
-            del output  # so that only the capture holds the outputs
+            del output, source  # so that only the capture holds the outputs
         watch.parts.append(capture.graph)
         graph = capture.graph
         if is_piecewise:

@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 from torch._ops import OpOverload
 
-from ..backends.operators import OperatorKind, bits_equal, is_strided, kind_of, storage_key
+from ..backends.operators import OperatorKind, bits_equal, kind_of, storage_key
 from ..call.spec import is_tensor
 from ..modes import EntryState
 from ..reasons import Reason
@@ -324,28 +324,29 @@ class Labels(dict[int, str]):
         """Labels in which the arguments of a call have names already."""
         return cls({storage_key(tensor): f"argument {index}" for index, tensor in enumerate(tensors)})
 
-    def operator(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operator:
-        """An operator that is about to run."""
-        named = ((name, self._of(value)) for name, value in kwargs.items())
-        return func, (*map(self._of, args), *named)
+    def operator(
+        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], keys: Mapping[int, int]
+    ) -> Operator:
+        """An operator that is about to run. ``keys`` has those of its tensors' storages, by the tensors' ``id``."""
+        values = [self._of(value, keys) for value in args]
+        values += [(name, self._of(value, keys)) for name, value in kwargs.items()]
+        return func, tuple(values)
 
-    def note_made(self, tensors: Iterable[torch.Tensor], used: Collection[int]) -> None:
-        """Name what it made: memory that it did not use may lie where other memory was before."""
-        for key in {storage_key(tensor): None for tensor in tensors if is_strided(tensor)}:
-            if key not in used:
+    def note_made(self, results: Iterable[int | None], used: Collection[int]) -> None:
+        """Name what it made, by the keys: memory that it did not use may lie where other memory was before."""
+        for key in dict.fromkeys(results):
+            if key is not None and key not in used:
                 self[key] = self._next()
 
-    def _of(self, value: Any) -> Any:
+    def _of(self, value: Any, keys: Mapping[int, int]) -> Any:
         kind = type(value)
         if kind in _CONSTANTS:
             return value
-        if kind in (list, tuple, torch.Size):
-            return tuple([self._of(part) for part in value])
-        if not is_tensor(value):
-            return value
-        if not is_strided(value):
-            return None
-        key = storage_key(value)
+        key = keys.get(id(value))
+        if key is None:
+            if kind in (list, tuple, torch.Size):
+                return tuple([self._of(part, keys) for part in value])
+            return None if is_tensor(value) else value
         if (label := self.get(key)) is None:
             label = self[key] = self._next()
         return label

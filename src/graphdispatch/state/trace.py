@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..backends.tracing import untraced
+from ..backends.code_events import CodeListener
 from ..call.breaks import BREAK_CODE
 from ..errors import CaptureError
 from ..reasons import Reason
@@ -62,7 +62,7 @@ class _SparedError(BaseException):
     it."""
 
 
-class CodeTrace(CodeNotes):
+class CodeTrace(CodeNotes, CodeListener):
     """Enter it around runs of a callable, on the thread that makes them; several runs add up.
 
     What code is about to use of its module's variables goes to ``walk`` before the code runs. Code of torch and of the
@@ -83,7 +83,8 @@ class CodeTrace(CodeNotes):
         within: types.CodeType | None = None,
         spares: bool = False,
     ) -> None:
-        super().__init__()
+        CodeNotes.__init__(self)
+        CodeListener.__init__(self)
         self.walk = walk
         self.of_breaks = CodeNotes()
         """What the code reads that runs inside of breaks, at each replay."""
@@ -97,12 +98,9 @@ class CodeTrace(CodeNotes):
         self.seeds: str | None = None
         """Which random generator of its own the callable set, in words."""
         self._within = within
-        self._outer: Any = None
         self._unseen_call: str | None = None
         self._locks: dict[int, tuple[Any, str]] = {}
         """Locks that it took or gave back, and how they were before."""
-        self._plain: dict[int, types.CodeType] = {}
-        """Code of which nothing more is to be noted, by its ``id``: what most calls run."""
         self._run_beside = set[types.CodeType]()
         """Code that ran in first imports, compilations and hooks of the collector: once in the process, as a rule."""
         self._nested, self._each_time = (set[types.CodeType]() for _ in range(2))
@@ -125,22 +123,17 @@ class CodeTrace(CodeNotes):
         return any(not changed_by(code).isdisjoint(read) for code in users)
 
     def __enter__(self) -> "CodeTrace":
-        self._outer = sys.getprofile()
         self._depth = self._beside = 0
         self._inside = int(self._within is None)
         self._skipped |= {hook.__code__ for hook in gc.callbacks if isinstance(hook, types.FunctionType)}
         for code in self._skipped:
-            self._plain.pop(id(code), None)
-        if self._outer is None or isinstance(self._outer, (types.FunctionType, types.MethodType)):
-            sys.setprofile(self._note if self._outer is None else self._note_both)
-        else:
-            self.is_blind = True
+            self.plain.pop(id(code), None)
+        self.is_blind |= not self.begin()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self.names |= self.walk.getter_names
-        if self.spared is not None or sys.getprofile() in (self._note, self._note_both):
-            sys.setprofile(self._outer)  # Python takes away a profiler that raises
+        self.end()
         refusal = self.refusal()
         if refusal is not None and (error is None or isinstance(error, (Exception, _SparedError))):
             raise refusal from None
@@ -159,29 +152,27 @@ class CodeTrace(CodeNotes):
             Reason.STATE_UNSEEN,
         )
 
-    @untraced
-    def _note_both(self, frame: types.FrameType, event: str, arg: Any) -> None:
-        self._outer(frame, event, arg)
-        self._note(frame, event, arg)
+    def follows(self, code: types.CodeType) -> bool:
+        """Whether its ends tell what is inside of the callable, or beside it."""
+        return code is self._within or (self._depth > 0 and self._inside > 0 and code in self._skipped)
 
-    @untraced
-    def _note(self, frame: types.FrameType, event: str, arg: Any) -> None:
-        if event == "call":
-            if id(frame.f_code) not in self._plain:
-                self._note_call(frame)
-        elif event == "return":
-            if frame.f_code is self._within:
-                self._inside -= 1
-            elif self._depth and self._inside and frame.f_code in self._skipped:
-                self._depth -= 1
-                self._beside -= frame.f_code is not BREAK_CODE
-        elif event == "c_call" and self._inside:
-            owner = getattr(arg, "__self__", None)
-            if type(owner) is str:
-                if arg.__name__ in ("format", "format_map"):  # "{0.scale}".format(config)
-                    self.names |= set(_FIELDS.findall(owner))
-            elif type(owner) not in objects.SEEN_THROUGH:
-                self._note_method(frame, owner, arg.__name__)
+    def on_return(self, code: types.CodeType) -> None:
+        """The end of the callable, of a break, or of what runs beside it."""
+        if code is self._within:
+            self._inside -= 1
+        else:
+            self._depth -= 1
+            self._beside -= code is not BREAK_CODE
+
+    def on_c_call(self, frame: types.FrameType, owner: Any, name: str) -> None:
+        """A method of compiled code may read or change what no guard would see."""
+        if not self._inside:
+            return
+        if type(owner) is str:
+            if name in ("format", "format_map"):  # "{0.scale}".format(config)
+                self.names |= set(_FIELDS.findall(owner))
+        elif type(owner) not in objects.SEEN_THROUGH:
+            self._note_method(frame, owner, name)
 
     def _note_method(self, frame: types.FrameType, owner: Any, method: str) -> None:
         """A method of compiled code is about to run; in a break, too, which a capture runs more than once."""
@@ -218,7 +209,8 @@ class CodeTrace(CodeNotes):
         notes.absorb(self.of_breaks)
         return StateReads(roots, notes, with_breaks=True).unguarded or None
 
-    def _note_call(self, frame: types.FrameType) -> None:
+    def on_call(self, frame: types.FrameType) -> None:
+        """Note what a function reads, unless it runs outside of the callable, or beside it."""
         code = frame.f_code
         if code is self._within:
             self._inside += 1
@@ -242,7 +234,7 @@ class CodeTrace(CodeNotes):
                     self.is_blind = True
                     _log.debug("cannot tell what %s reads: %r", code.co_name, error)
             if not self._depth and code not in self._each_time:
-                self._plain[id(code)] = code
+                self.plain[id(code)] = code
             # A method of a lock, event or thread that somebody else holds: nothing could put back what it does.
             first = frame.f_locals.get(code.co_varnames[0]) if is_new and self.spares and code.co_argcount else None
             if objects.is_machine(type(first)) and self.walk.knows(first):

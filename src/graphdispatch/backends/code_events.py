@@ -1,0 +1,232 @@
+"""Tells which Python code a thread runs: by ``sys.monitoring``, or before Python 3.12 by ``sys.setprofile``.
+
+Note [a profiler of Python 3.12 is not taken away for an operator]
+    What watches operators runs much Python of its own, of which nothing shall be told. Before 3.12 the profiler is
+    taken away for that long. Since 3.12 each ``sys.setprofile`` has the interpreter change all code once more, which
+    took a third of a capture's time. ``sys.monitoring`` has a switch for each place in the code instead: once something
+    is told that is told only once, it costs nothing until somebody begins to listen.
+"""
+
+import os
+import sys
+from threading import get_ident
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodDescriptorType, MethodType
+from typing import Any
+
+from .tracing import untraced
+
+__all__ = ["CodeListener", "is_profiled_by_others", "pause", "resume"]
+
+
+class CodeListener:
+    """Hears of the code that one thread runs from ``begin`` to ``end``, on that thread. They may be nested.
+
+    ``plain`` is the code, by its ``id``, of which nothing more is told.
+    """
+
+    def __init__(self) -> None:
+        ends = CodeListener.end.__code__, _end.__code__
+        self.plain: dict[int, CodeType] = {id(code): code for code in ends}
+        self.is_paused = False
+        self.outer: Any = None
+
+    def on_call(self, frame: FrameType) -> None:
+        """A function begins whose code is not plain."""
+
+    def follows(self, code: CodeType) -> bool:
+        """Whether ``on_return`` shall hear of the ends of this code."""
+        return False
+
+    def on_return(self, code: CodeType) -> None:
+        """A function that ``follows`` ends."""
+
+    def on_c_call(self, frame: FrameType, owner: Any, name: str) -> None:
+        """A compiled function is about to run; ``owner`` is the object of a method, else the module or None."""
+
+    @untraced
+    def profile(self, frame: FrameType, event: str, arg: Any) -> None:
+        """Hear of one event of ``sys.setprofile``."""
+        if event == "call":
+            if id(frame.f_code) not in self.plain:
+                self.on_call(frame)
+        elif event == "return":
+            if self.follows(frame.f_code):
+                self.on_return(frame.f_code)
+        elif event == "c_call":
+            self.on_c_call(frame, getattr(arg, "__self__", None), arg.__name__)
+
+    @untraced
+    def profile_both(self, frame: FrameType, event: str, arg: Any) -> None:
+        """Hear of it after who listened before."""
+        self.outer(frame, event, arg)
+        self.profile(frame, event, arg)
+
+    def begin(self) -> bool:
+        """Listen; whether that was possible."""
+        return _begin(self)
+
+    def end(self) -> None:
+        """Listen no more. Harmless where nobody listens."""
+        _end(self)
+
+
+if sys.version_info >= (3, 12):
+    _events = sys.monitoring.events
+    _DISABLE = sys.monitoring.DISABLE
+    _listeners: dict[int, CodeListener] = {}
+    """By thread, who began to listen last."""
+    _taken: list[int] = []
+    """The number under which this process listens, once it does."""
+    _NAME = __name__.partition(".")[0]
+    _PATH = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+    _DEMO = os.path.join(_PATH, "demo", "")
+
+    def _begin(listener: CodeListener) -> bool:
+        tool = _take_tool()
+        if tool is None:
+            return False
+        listener.outer, listener.is_paused = _listeners.get(get_ident()), False
+        _listeners[get_ident()] = listener
+        wanted = _events.PY_START | _events.PY_RETURN | _events.PY_UNWIND | _events.CALL
+        sys.monitoring.set_events(tool, wanted)
+        sys.monitoring.restart_events()
+        return True
+
+    def _end(listener: CodeListener) -> None:
+        if _listeners.get(get_ident()) is not listener:
+            return
+        if listener.outer is None:
+            del _listeners[get_ident()]
+        else:
+            _listeners[get_ident()] = listener.outer
+        if not _listeners:
+            sys.monitoring.set_events(_taken[0], 0)
+
+    def pause() -> CodeListener | None:
+        """Tell the calling thread's listeners nothing for now; what ``resume`` takes, or None if nobody listens."""
+        listener = _listeners.get(get_ident())
+        if listener is None or listener.is_paused:
+            return None
+        listener.is_paused = True
+        return listener
+
+    def resume(paused: Any) -> None:
+        """End a pause."""
+        if paused is not None:
+            paused.is_paused = False
+
+    def is_profiled_by_others() -> bool:
+        """Whether a profiler is on that nobody could listen beside. There is none."""
+        return False
+
+    def _take_tool() -> int | None:
+        """The number under which this process listens; None if others have taken all."""
+        if not _taken:
+            free = next((number for number in (4, 3) if sys.monitoring.get_tool(number) is None), None)
+            if free is None:
+                return None
+            sys.monitoring.use_tool_id(free, _NAME)
+            for event, callback in (
+                (_events.PY_START, _on_start),
+                (_events.PY_RETURN, _on_return),
+                (_events.PY_UNWIND, _on_unwind),
+                (_events.CALL, _on_call),
+            ):
+                sys.monitoring.register_callback(free, event, callback)
+            _taken.append(free)
+        return _taken[0]
+
+    def _is_own(code: CodeType, listener: CodeListener | None) -> bool:
+        """Whether code is this package's, in which nothing is to be heard of, and nobody follows it."""
+        path = code.co_filename
+        return path.startswith(_PATH) and not (
+            path.startswith(_DEMO) or (listener is not None and listener.follows(code))
+        )
+
+    @untraced
+    def _on_start(code: CodeType, offset: int) -> Any:
+        listener = _listeners.get(get_ident())
+        if listener is None or listener.is_paused:
+            return _DISABLE if _is_own(code, listener) else None
+        is_done = len(_listeners) == 1
+        each: CodeListener | None = listener
+        while each is not None:
+            if id(code) not in each.plain:
+                each.on_call(sys._getframe(1))
+                is_done = is_done and id(code) in each.plain
+            each = each.outer
+        return _DISABLE if is_done else None
+
+    @untraced
+    def _on_return(code: CodeType, offset: int, value: object) -> Any:
+        listener = _listeners.get(get_ident())
+        if listener is None or listener.is_paused:
+            return _DISABLE if _is_own(code, listener) else None
+        is_followed = _end_of(code, listener)
+        return None if is_followed or len(_listeners) > 1 else _DISABLE
+
+    @untraced
+    def _on_unwind(code: CodeType, offset: int, error: BaseException) -> None:
+        listener = _listeners.get(get_ident())
+        if listener is not None and not listener.is_paused:
+            _end_of(code, listener)
+
+    def _end_of(code: CodeType, listener: CodeListener | None) -> bool:
+        is_followed = False
+        while listener is not None:
+            if listener.follows(code):
+                is_followed = True
+                listener.on_return(code)
+            listener = listener.outer
+        return is_followed
+
+    @untraced
+    def _on_call(code: CodeType, offset: int, function: Any, first: Any) -> Any:
+        listener, kind = _listeners.get(get_ident()), type(function)
+        if listener is None or listener.is_paused:
+            return _DISABLE if _is_own(code, None) else None
+        if kind is BuiltinFunctionType:
+            owner = function.__self__
+        elif kind is MethodDescriptorType:
+            owner = first
+        else:
+            return None
+        each: CodeListener | None = listener
+        while each is not None:
+            each.on_c_call(sys._getframe(1), owner, function.__name__)
+            each = each.outer
+        return None
+
+else:
+
+    def _begin(listener: CodeListener) -> bool:
+        listener.outer = sys.getprofile()
+        if listener.outer is not None and type(listener.outer) not in (FunctionType, MethodType):
+            return False
+        sys.setprofile(listener.profile if listener.outer is None else listener.profile_both)
+        return True
+
+    def _end(listener: CodeListener) -> None:
+        # Python takes away a profiler that raises.
+        if sys.getprofile() in (None, listener.profile, listener.profile_both):
+            sys.setprofile(listener.outer)
+
+    def pause() -> Any:
+        """Tell nobody of the calling thread's code for now; what ``resume`` takes, or None if nobody listens.
+
+        A profiler in compiled code goes on: it cannot be put back by its name.
+        """
+        profiler = sys.getprofile()
+        if type(profiler) not in (MethodType, FunctionType):
+            return None
+        sys.setprofile(None)
+        return profiler
+
+    def resume(paused: Any) -> None:
+        """End a pause."""
+        if paused is not None:
+            sys.setprofile(paused)
+
+    def is_profiled_by_others() -> bool:
+        """Whether a profiler is on that nobody could listen beside."""
+        return sys.getprofile() is not None
