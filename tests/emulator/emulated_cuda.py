@@ -41,15 +41,23 @@ PAGEABLE = (
     "Please use tensor.pin_memory() or allocate the tensor with pin_memory=True."
 )
 TWO_DEVICES = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+INDICES = "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
 MASKS = (torch.bool, torch.uint8)
 # Operators that copy what is on the host to the device, where others take a number of 0 dimensions as it is.
 COPYING = ("index", "_index_put_impl_", "where", "_foreach_copy_")
 # Arguments that may not even be numbers on the host, of operators that take those elsewhere.
 NEVER_ON_HOST = {
-    **{"addcmul": ("tensor1",), "addcmul_": ("tensor1",), "lerp": ("end",), "lerp_": ("end",)},
-    **{"addcdiv": ("tensor1", "tensor2"), "addcdiv_": ("tensor1", "tensor2"), "clamp": ("min", "max")},
-    **{"mse_loss": ("target",), "smooth_l1_loss": ("target",), "binary_cross_entropy": ("target",)},
+    "addcdiv": ("tensor1", "tensor2"),
+    "addcdiv_": ("tensor1", "tensor2"),
+    "addcmul": ("tensor1",),
+    "addcmul_": ("tensor1",),
+    "binary_cross_entropy": ("target",),
+    "clamp": ("min", "max"),
+    "lerp": ("end",),
+    "lerp_": ("end",),
     "masked_fill_": ("mask",),
+    "mse_loss": ("target",),
+    "smooth_l1_loss": ("target",),
 }
 # Operators with one of these in their name stay torch's: they launch nothing, draw random numbers, or are not emulated.
 KEPT = (
@@ -224,9 +232,7 @@ class Emulated:
         if self.name in COPYING:
             if "indices" in given:
                 if on_host(given["self"]):
-                    raise RuntimeError(
-                        "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
-                    )
+                    raise RuntimeError(INDICES)
                 if "values" in given and fills_mask(given):
                     return
                 # A mask of the host's is looked at there, and goes to the device by pinned memory.

@@ -20,22 +20,27 @@ ROWS = torch.tensor([0, 2])
 
 
 def set_number(x: Tensor, rows: Tensor, mask: Tensor) -> None:
+    """A number of Python at some rows."""
     x[rows] = 1.0
 
 
 def set_element(x: Tensor, rows: Tensor, mask: Tensor) -> None:
+    """A number of Python at one place."""
     x[1, 1] = 1.0
 
 
 def set_masked(x: Tensor, rows: Tensor, mask: Tensor) -> None:
+    """A number of Python where the mask is true."""
     x[mask] = 1.0
 
 
 def set_on_device(x: Tensor, rows: Tensor, mask: Tensor) -> None:
+    """A number on the device at some rows."""
     x[rows] = torch.ones((), device=x.device)
 
 
 def set_rows_of_the_host(x: Tensor, rows: Tensor, mask: Tensor) -> None:
+    """Rows whose indices are on the host."""
     x[ROWS] = x[:2].clone()
 
 
@@ -120,6 +125,6 @@ def test_numbers_that_need_no_copy_are_captured(cuda: Backend, record: Record, w
 @pytest.mark.parametrize("work", MIXED.values(), ids=MIXED)
 def test_tensors_of_two_devices_are_refused_at_once(cuda: Backend, work: Work) -> None:
     """By torch itself: no operator computes with them."""
-    with pytest.raises(RuntimeError, match="same device|too many CPU scalars"):
+    with pytest.raises(RuntimeError, match=r"same device|too many CPU scalars"):
         work(*inputs(cuda))
     torch.cuda.synchronize()
