@@ -242,11 +242,12 @@ class Emulated:
             copy_from_host([one for _, one in here])
         elif self.is_checked:
             first = tensors[0][1].device
-            name, other = next((name, one) for name, one in tensors if one.device != first)
-            raise RuntimeError(
-                f"Expected all tensors to be on the same device, but got {name} is on {other.device}, different from "
-                f"other tensors on {first} (when checking argument in method wrapper_CUDA_{self.name})"
-            )
+            for name, one in tensors:
+                if one.device != first:
+                    raise RuntimeError(
+                        f"Expected all tensors to be on the same device, but got {name} is on {one.device}, different "
+                        f"from other tensors on {first} (when checking argument in method wrapper_CUDA_{self.name})"
+                    )
         elif not self.name.startswith(("_foreach", "_fused")):
             never = (*self.writes, *NEVER_ON_HOST.get(self.name, ()))
             if any(one.dim() or name in never for name, one in here):
