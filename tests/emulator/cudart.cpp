@@ -46,7 +46,7 @@ static thread_local Status last = cudaSuccess;
 static std::atomic<int> lost{0};
 static Status ret(Status e) {
   if (lost && e == cudaSuccess) e = (Status)(int)lost;
-  if (e != cudaSuccess) last = e;
+  if (e != cudaSuccess && e != cudaErrorNotReady) last = e;
   return e;
 }
 
@@ -87,7 +87,7 @@ struct Capture {
   cudaStreamCaptureMode mode;
   std::thread::id owner;
   Stream* origin;
-  bool bad = false;
+  bool bad = false, ended = false;
   std::set<Stream*> streams;
 };
 struct Stream {
@@ -213,6 +213,17 @@ static void order(Stream* s) {
       s->push([k] { k->wait(); });
     }
 }
+// Work that no capture takes: tried in a captured stream, it spoils the capture.
+static Status uncapturable(Stream* s) {
+  if (!s->cap) return cudaSuccess;
+  s->cap->bad = true;
+  return cudaErrorStreamCaptureUnsupported;
+}
+// A set or a copy of no bytes: no node in a graph.
+static bool leavesNothing(Stream* s, size_t n) {
+  Lock l(books);
+  return !n && s->cap && !s->cap->bad;
+}
 static Status submit(Stream* s, const char* kind, Fn f) {
   if (lost) return (Status)(int)lost;
   std::unique_lock<std::recursive_mutex> l(books);
@@ -290,12 +301,13 @@ API Status cudaMalloc(void** p, size_t n) {
   return ret(take(p, n, false));
 }
 API Status cudaFree(void* p) {
-  if (p)
-    if (Status e = unsafe()) return ret(e);
+  if (Status e = unsafe()) return ret(e);
   return ret(give(p));
 }
 API Status cudaMallocAsync(void** p, size_t n, cudaStream_t s) {
   Lock l(books);
+  if (!S(s)->cap)
+    if (Status e = unsafe()) return ret(e);
   if (Status e = take(p, n, false)) return ret(e);
   Status e = submit(S(s), "allocate", [] {});
   if (e) release(*p);
@@ -319,7 +331,7 @@ API Status cudaFreeHost(void* p) {
   if (Status e = unsafe()) return ret(e);
   return ret(give(p));
 }
-API Status cudaHostRegister(void*, size_t, unsigned) { return ret(cudaSuccess); }
+API Status cudaHostRegister(void*, size_t, unsigned) { return ret(unsafe()); }
 API Status cudaHostUnregister(void*) { return ret(cudaSuccess); }
 API Status cudaMemGetInfo(size_t* f, size_t* t) {
   Lock l(books);
@@ -341,15 +353,21 @@ static bool pageable(const void* p) {
   Lock l(books);
   return owner(p) == nullptr;
 }
+// So much of pageable memory is copied at once, to memory of the driver's that the device reads later.
+constexpr size_t STAGED = 64 << 10;
 API Status cudaMemcpyAsync(void* d, const void* s, size_t n, cudaMemcpyKind, cudaStream_t st) {
   Stream* x = S(st);
+  if (leavesNothing(x, n)) return ret(cudaSuccess);
+  if (!x->cap && n <= STAGED && pageable(s) && !pageable(d)) {
+    auto staged = std::make_shared<std::vector<char>>((const char*)s, (const char*)s + n);
+    return ret(submit(x, "memcpy", [=] { memcpy(d, staged->data(), n); }));
+  }
   bool slow = pageable(d) || pageable(s);
   Status e = submit(x, "memcpy", [=] { memmove(d, s, n); });
   if (!e && slow && !x->cap) x->wait();
   return ret(e);
 }
 API Status cudaMemcpy(void* d, const void* s, size_t n, cudaMemcpyKind k) {
-  if (Status e = unsafe()) return ret(e);
   Status e = cudaMemcpyAsync(d, s, n, k, nullptr);
   legacy()->wait();
   return ret(e);
@@ -369,6 +387,7 @@ API Status cudaMemset(void* p, int v, size_t n) {
   return ret(e);
 }
 API Status cudaMemsetAsync(void* p, int v, size_t n, cudaStream_t s) {
+  if (leavesNothing(S(s), n)) return ret(cudaSuccess);
   return ret(submit(S(s), "memset", [=] { memset(p, v, n); }));
 }
 API Status cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind) { return ret(cudaSuccess); }
@@ -508,6 +527,14 @@ API const char* cudaGetErrorString(Status e) {
 }
 
 // ---- streams
+static void finish(std::shared_ptr<Capture> c) {
+  for (auto* o : c->streams) {
+    o->cap = nullptr;
+    o->tails = {};
+  }
+  c->ended = true;
+  captures().erase(c.get());
+}
 API Status cudaStreamCreateWithPriority(cudaStream_t* s, unsigned flags, int p) {
   Lock l(books);
   auto* x = new Stream();
@@ -522,6 +549,7 @@ API Status cudaStreamDestroy(cudaStream_t s) {
   Lock l(books);
   auto* x = S(s);
   if (x->legacy || !streams().erase(x)) return ret(cudaErrorInvalidResourceHandle);
+  if (x->cap && x->cap->origin == x) finish(x->cap);
   x->destroy();
   return ret(cudaSuccess);
 }
@@ -532,10 +560,7 @@ API Status cudaStreamGetPriority(cudaStream_t s, int* p) {
 API Status cudaStreamQuery(cudaStream_t s) {
   Lock l(books);
   auto* x = S(s);
-  if (x->cap) {
-    x->cap->bad = true;
-    return ret(cudaErrorStreamCaptureUnsupported);
-  }
+  if (Status e = uncapturable(x)) return ret(e);
   if (Status e = implicit(x)) return ret(e);
   if (Status e = unsafe()) return ret(e);
   order(x);
@@ -545,10 +570,7 @@ API Status cudaStreamSynchronize(cudaStream_t s) {
   auto* x = S(s);
   {
     Lock l(books);
-    if (x->cap) {
-      x->cap->bad = true;
-      return ret(cudaErrorStreamCaptureUnsupported);
-    }
+    if (Status e = uncapturable(x)) return ret(e);
     if (Status e = implicit(x)) return ret(e);
     if (Status e = unsafe()) return ret(e);
     order(x);
@@ -557,6 +579,8 @@ API Status cudaStreamSynchronize(cudaStream_t s) {
   return ret(cudaSuccess);
 }
 API Status cudaStreamAddCallback(cudaStream_t s, cudaStreamCallback_t f, void* u, unsigned) {
+  Lock l(books);
+  if (Status e = uncapturable(S(s))) return ret(e);
   return ret(submit(S(s), "callback", [=] { f(s, cudaSuccess, u); }));
 }
 API Status cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t f, void* u) {
@@ -583,8 +607,6 @@ API Status cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned flag
   if (x->cap) {
     if (x->cap->bad) return ret(cudaErrorStreamCaptureInvalidated);
     if (flags & cudaEventRecordExternal) {
-      auto holder = std::make_shared<std::shared_ptr<Mark>>(std::make_shared<Mark>());
-      v->mark = *holder;
       return ret(submit(x, "event", [v] {
         auto m = std::make_shared<Mark>();
         m->set();
@@ -597,7 +619,7 @@ API Status cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned flag
     v->mark = nullptr;
     return ret(cudaSuccess);
   }
-  if (flags & cudaEventRecordExternal) return ret(cudaErrorInvalidValue);
+  if (flags & cudaEventRecordExternal) return ret(cudaErrorIllegalState);
   v->cap = nullptr;
   auto m = std::make_shared<Mark>();
   v->mark = m;
@@ -607,10 +629,17 @@ API Status cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned flag
   return ret(cudaSuccess);
 }
 API Status cudaEventRecord(cudaEvent_t e, cudaStream_t s) { return cudaEventRecordWithFlags(e, s, 0); }
+// The host can tell nothing of an event that was last recorded in a capture, and spoils the capture if it asks.
+static Status untold(Event* v) {
+  if (!v->cap) return cudaSuccess;
+  if (v->cap->bad || v->cap->ended) return cudaErrorInvalidValue;
+  v->cap->bad = true;
+  return cudaErrorCapturedEvent;
+}
 API Status cudaEventQuery(cudaEvent_t e) {
   auto* v = (Event*)e;
   Lock l(books);
-  if (v->cap) return ret(cudaErrorCapturedEvent);
+  if (Status r = untold(v)) return ret(r);
   if (Status r = unsafe()) return ret(r);
   if (!v->mark) return ret(cudaSuccess);
   std::lock_guard<std::mutex> k(v->mark->m);
@@ -621,7 +650,7 @@ API Status cudaEventSynchronize(cudaEvent_t e) {
   std::shared_ptr<Mark> m;
   {
     Lock l(books);
-    if (v->cap) return ret(cudaErrorCapturedEvent);
+    if (Status r = untold(v)) return ret(r);
     if (Status r = unsafe()) return ret(r);
     m = v->mark;
   }
@@ -630,6 +659,9 @@ API Status cudaEventSynchronize(cudaEvent_t e) {
 }
 API Status cudaEventElapsedTime(float* ms, cudaEvent_t a, cudaEvent_t b) {
   auto *x = (Event*)a, *y = (Event*)b;
+  Lock l(books);
+  for (auto* v : {x, y})
+    if (Status r = untold(v)) return ret(r);
   if (!x->mark || !y->mark || !x->timing || !y->timing) return ret(cudaErrorInvalidResourceHandle);
   if (!x->mark->done || !y->mark->done) return ret(cudaErrorNotReady);
   *ms = (float)(y->mark->t - x->mark->t);
@@ -640,6 +672,7 @@ API Status cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned flags) {
   auto* v = (Event*)e;
   Lock l(books);
   if (Status r = implicit(x)) return ret(r);
+  if (x->cap && x->cap->bad) return ret(cudaErrorStreamCaptureInvalidated);
   if (x->cap && (flags & cudaEventWaitExternal))
     return ret(submit(x, "wait", [v] {
       std::shared_ptr<Mark> m;
@@ -649,11 +682,11 @@ API Status cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned flags) {
       }
       if (m) m->wait();
     }));
-  if (flags & cudaEventWaitExternal) return ret(cudaErrorInvalidValue);
+  if (flags & cudaEventWaitExternal) return ret(cudaErrorIllegalState);
   if (v->cap) {
-    if (v->cap->bad) return ret(cudaErrorStreamCaptureInvalidated);
-    if (!captures().count(v->cap.get())) {
-      return ret(x->cap ? cudaErrorStreamCaptureIsolation : cudaSuccess);
+    if (v->cap->bad || v->cap->ended) {
+      if (x->cap) x->cap->bad = true;
+      return ret(cudaErrorInvalidValue);
     }
     if (x->cap && x->cap != v->cap) {
       x->cap->bad = v->cap->bad = true;
@@ -703,14 +736,13 @@ API Status cudaStreamEndCapture(cudaStream_t s, cudaGraph_t* g) {
   Lock l(books);
   auto* x = S(s);
   auto c = x->cap;
+  bool elsewhere = c && c->mode != cudaStreamCaptureModeRelaxed && c->owner != std::this_thread::get_id();
   if (g) *g = nullptr;
   if (!c) return ret(cudaErrorIllegalState);
   if (c->origin != x) {
     c->bad = true;
     return ret(cudaErrorStreamCaptureUnmatched);
   }
-  if (c->mode != cudaStreamCaptureModeRelaxed && c->owner != std::this_thread::get_id())
-    return ret(cudaErrorStreamCaptureWrongThread);
   std::set<Node*> reach;
   std::vector<Node*> todo = x->tails;
   while (!todo.empty()) {
@@ -723,11 +755,8 @@ API Status cudaStreamEndCapture(cudaStream_t s, cudaGraph_t* g) {
   for (auto* o : c->streams) {
     for (auto* n : o->tails) unjoined |= !reach.count(n);
   }
-  for (auto* o : c->streams) {
-    o->cap = nullptr;
-    o->tails = {};
-  }
-  captures().erase(c.get());
+  finish(c);
+  if (elsewhere) return ret(cudaErrorStreamCaptureWrongThread);
   if (c->bad) return ret(cudaErrorStreamCaptureInvalidated);
   if (unjoined) return ret(cudaErrorStreamCaptureUnjoined);
   *g = (cudaGraph_t) new std::shared_ptr<Graph>(c->graph);
@@ -792,6 +821,7 @@ API Status cudaGraphDestroy(cudaGraph_t g) {
 }
 API Status cudaGraphExecDestroy(cudaGraphExec_t e) {
   Lock l(books);
+  if (Status r = unsafe()) return ret(r);
   auto* x = (Exec*)e;
   driverUsed -= x->bytes;
   delete x;
@@ -801,10 +831,7 @@ API Status cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t s) {
   auto* x = (Exec*)e;
   auto work = x->work;
   Lock l(books);
-  if (S(s)->cap)
-    return ret(submit(S(s), "graph", [work] {
-      for (auto& f : work) f();
-    }));
+  if (Status r = uncapturable(S(s))) return ret(r);
   // Each launch is behind the launch before it, in whichever stream that was.
   auto before = x->last, done = std::make_shared<Mark>();
   Status launched = submit(S(s), "graph", [work, before, done] {

@@ -10,14 +10,17 @@ import ctypes
 import functools
 import itertools
 import os
+import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any, cast
 
 import torch
+import torchgen
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -37,6 +40,25 @@ PAGEABLE = (
     "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned. "
     "Please use tensor.pin_memory() or allocate the tensor with pin_memory=True."
 )
+TWO_DEVICES = "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+INDICES = "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
+MASKS = (torch.bool, torch.uint8)
+# Operators that copy what is on the host to the device, where others take a number of 0 dimensions as it is.
+COPYING = ("index", "_index_put_impl_", "where", "_foreach_copy_")
+# Arguments that may not even be numbers on the host, of operators that take those elsewhere.
+NEVER_ON_HOST = {
+    "addcdiv": ("tensor1", "tensor2"),
+    "addcdiv_": ("tensor1", "tensor2"),
+    "addcmul": ("tensor1",),
+    "addcmul_": ("tensor1",),
+    "binary_cross_entropy": ("target",),
+    "clamp": ("min", "max"),
+    "lerp": ("end",),
+    "lerp_": ("end",),
+    "masked_fill_": ("mask",),
+    "mse_loss": ("target",),
+    "smooth_l1_loss": ("target",),
+}
 # Operators with one of these in their name stay torch's: they launch nothing, draw random numbers, or are not emulated.
 KEPT = (
     *("rand", "normal", "uniform", "bernoulli", "dropout", "exponential", "cauchy", "geometric", "poisson"),
@@ -148,6 +170,40 @@ def is_pinned(tensor: Tensor) -> bool:
     return attributes[0] == 1
 
 
+def is_capturing() -> bool:
+    """Whether the current stream is being captured."""
+    return bool(RUNTIME.emulator_is_capturing(torch.cuda.current_stream().cuda_stream))
+
+
+@functools.cache
+def unchecked() -> frozenset[str]:
+    """Names of the operators that torch lets have tensors of several devices: their kernels look for themselves."""
+    text = (Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml").read_text()
+    operators = re.split(r"^- func: ", text, flags=re.MULTILINE)
+    return frozenset(one.partition("(")[0] for one in operators if "\n  device_check: NoCheck" in one)
+
+
+def on_host(value: Any) -> bool:
+    """Whether a value is a CPU tensor."""
+    return isinstance(value, Tensor) and value.device.type == "cpu"
+
+
+def copy_from_host(values: list[Tensor]) -> None:
+    """What a capture says to a copy that the host waits for."""
+    values = [value for value in values if value.numel()]
+    if values and is_capturing():
+        if not all(is_pinned(value) for value in values):
+            raise RuntimeError(PAGEABLE)
+        synchronize()
+
+
+def fills_mask(given: dict[str, Any]) -> bool:
+    """Whether a write by indices is one of a number where one mask is true, which torch fills."""
+    indices = [index for index in given["indices"] if index is not None]
+    is_number = on_host(given["values"]) and given["values"].numel() == 1 and not given.get("accumulate")
+    return is_number and len(indices) == 1 and indices[0].is_cuda and indices[0].dtype in MASKS
+
+
 class Emulated:
     """The CUDA kernel of one operator."""
 
@@ -159,11 +215,45 @@ class Emulated:
         self.writes = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         self.tensors = [i for i, argument in enumerate(schema.arguments) if str(argument.type) == "Tensor"]
         self.gives_tensors = all("Tensor" in str(result.type) for result in schema.returns)
+        self.name = schema.name.removeprefix("aten::")
+        self.is_checked = f"{self.name}.{schema.overload_name}".rstrip(".") not in unchecked()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if any(i < len(args) and isinstance(args[i], (int, float, complex)) for i in self.tensors):
             return by_number(self.schema.name, self.schema.overload_name)(*args, **kwargs)
+        if any(on_host(one) for value in (*args, *kwargs.values()) for one in each(value)):
+            self.refuse_host(dict(zip(self.names, args, strict=False)) | kwargs)
         return self.write(args, kwargs) if self.writes else self.compute(args, kwargs)
+
+    def refuse_host(self, given: dict[str, Any]) -> None:
+        """Raise what torch raises of CPU tensors among the arguments of a CUDA kernel."""
+        tensors = [(name, one) for name, value in given.items() for one in each(value) if isinstance(one, Tensor)]
+        here = [(name, one) for name, one in tensors if on_host(one)]
+        if self.name in COPYING:
+            if "indices" in given:
+                if on_host(given["self"]):
+                    raise RuntimeError(INDICES)
+                if "values" in given and fills_mask(given):
+                    return
+                # A mask of the host's is looked at there, and goes to the device by pinned memory.
+                here = [(name, one) for name, one in here if one.dtype not in MASKS or name != "indices"]
+            if any(one.dim() for name, one in here if self.name == "where" or name == "values"):
+                raise RuntimeError(TWO_DEVICES)
+            copy_from_host([one for _, one in here])
+        elif self.is_checked:
+            first = tensors[0][1].device
+            for name, one in tensors:
+                if one.device != first:
+                    raise RuntimeError(
+                        f"Expected all tensors to be on the same device, but got {name} is on {one.device}, different "
+                        f"from other tensors on {first} (when checking argument in method wrapper_CUDA_{self.name})"
+                    )
+        elif not self.name.startswith(("_foreach", "_fused")):
+            never = (*self.writes, *NEVER_ON_HOST.get(self.name, ()))
+            if any(one.dim() or name in never for name, one in here):
+                raise RuntimeError(TWO_DEVICES)
+            if len(here) > 1:
+                raise RuntimeError("Trying to pass too many CPU scalars to non-CPU kernel!")
 
     def write(self, args: Any, kwargs: Any) -> Any:
         """In place, or into the tensors of ``out``."""
@@ -240,6 +330,14 @@ class Emulated:
         _rehearsed.add(key)
 
 
+def each(value: Any) -> Iterator[Any]:
+    """A value, or the members of a list of them."""
+    if isinstance(value, (list, tuple)):
+        yield from value
+    else:
+        yield value
+
+
 @functools.cache
 def by_number(name: str, overload: str) -> Emulated:
     """The operator for a number where it takes a tensor, which torch makes of numbers in Python."""
@@ -267,7 +365,7 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         return target
     other = source if target.is_cuda else target
     pinned = is_pinned(other)
-    if not pinned and other.numel() and RUNTIME.emulator_is_capturing(torch.cuda.current_stream().cuda_stream):
+    if not pinned and other.numel() and is_capturing():
         raise RuntimeError(PAGEABLE)
     there = host(target) if target.is_cuda else target
     here = host(source) if source.is_cuda else source if pinned else source.detach().clone()

@@ -236,6 +236,22 @@ def test_a_comparison_during_a_capture_elsewhere(cuda: Backend) -> None:
     capture.graph.reset()
 
 
+def test_graphs_go_to_sleep_during_a_capture_elsewhere(cuda: Backend) -> None:
+    """They wait for its end: to wait for the device before would make it invalid."""
+    served = gd.graphed(lambda x: x.sin() + 1, dynamic={"x": 0}, sizes=(4,))
+    served.prewarm(torch.randn(4, 8, device=cuda.device))
+    count, thread = torch.zeros(1, device=cuda.device), threading.Thread(target=served.sleep)
+    with cuda.begin_capture(cuda.make_pool()) as capture:
+        count.add_(1)
+        thread.start()
+        thread.join(0.2)
+    thread.join()
+    assert served.entries == []
+    capture.graph.replay()
+    assert count.item() == 1
+    capture.graph.reset()
+
+
 def test_a_side_stream_that_is_joined_is_part_of_the_graph(cuda: Backend) -> None:
     """Forked and joined inside the call, on a stream made once."""
     side = torch.cuda.Stream()

@@ -364,7 +364,7 @@ void replays(Cases& cases) {
        {"a replay copies what pageable memory holds then", reads_pageable},
        {"a host function runs in each replay", host_function},
        {"a forked graph is in the order of its events", forked_graph},
-       {"a launch during a capture is part of it", graph_in_graph},
+       {"a launch during a capture", graph_in_graph},
        {"an empty graph", empty_graph},
        {"a capture of nothing to set and nothing to copy", nothing_to_do},
        {"an executable graph without its graph, on another thread", exec_alone},

@@ -9,7 +9,7 @@ import torch
 
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
-from ..base import Backend, Capture, Event, Pool, Stream
+from ..base import CAPTURE_LOCK, Backend, Capture, Event, Pool, Stream
 from .diagnosis import LOST, MEMORY, diagnose
 from .graph import AcceleratorCapture
 from .pool import AcceleratorPool, Handle, current_stream
@@ -98,8 +98,12 @@ class AcceleratorBackend(Backend):
         return DeviceEvent(torch.Event(self.device, enable_timing=timing), self.current_stream)
 
     def synchronize(self) -> None:
-        """Block until all work on the device is done."""
-        torch.accelerator.synchronize(self.device)
+        """Block until all work on the device is done, and while another thread captures.
+
+        To wait for a device of which some stream is being captured is an error, and makes the capture invalid.
+        """
+        with CAPTURE_LOCK:
+            torch.accelerator.synchronize(self.device)
 
     def rng_state(self) -> Any:
         """The state of the device's default generator, as a tensor on the host."""

@@ -10,7 +10,7 @@ import torch
 from ...errors import BackendError
 from ..accelerator.backend import AcceleratorBackend
 from ..accelerator.streams import DeviceEvent, DeviceStream
-from ..base import Capture, Event, Pool, Stream
+from ..base import CAPTURE_LOCK, Capture, Event, Pool, Stream
 from .graph import CUDACapture
 from .pool import CUDAPool
 
@@ -90,8 +90,9 @@ class CUDABackend(AcceleratorBackend):
         return DeviceEvent(torch.cuda.Event(enable_timing=timing), self.current_stream)
 
     def synchronize(self) -> None:
-        """Block until all work on the device is done."""
-        torch.cuda.synchronize(self.device)
+        """Block until all work on the device is done, and while another thread captures: see the accelerators'."""
+        with CAPTURE_LOCK:
+            torch.cuda.synchronize(self.device)
 
     def rng_state(self) -> Any:
         """The state of the device's default generator, as a tensor on the host."""
