@@ -101,10 +101,13 @@ class EagerRun:
         return ArgumentMetadata(names, values, guard.tensors)
 
 
-def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> EagerRun | CaptureResult:
+def run_eagerly(
+    request: CaptureRequest, *, on_static_inputs: bool = False, is_labelled: bool = False
+) -> EagerRun | CaptureResult:
     """Run the call on the real rows, and watch what it writes.
 
-    With ``on_static_inputs`` it runs on these, after loading a full batch; so it is a warm-up, too.
+    With ``on_static_inputs`` it runs on these, after loading a full batch; so it is a warm-up, too. Then, and if it
+    ``is_labelled``, its operators are kept.
     An error of the callable passes through. If the request does not want the effects, they are undone on every way out
     by an error. A ``CaptureResult`` says why there can be no graph: the batch could not be loaded, what the run
     overwrites could not be saved, or what it did could not be noted (no memory left).
@@ -125,7 +128,7 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
     within: Callable[..., Any] = _call if request.keep_effects else copy_context().run
     # The dicts and lists of a run made only for the graph are its own: an example is left as it is.
     values = request.values if request.keep_effects else request.call.in_new_containers(request.values)
-    arguments, labels = request.arguments(), None
+    arguments = request.arguments()
     if on_static_inputs:
         try:
             request.inputs.load(request.values, request.rows, request.size)
@@ -133,7 +136,7 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
             return failed_result(request, None, error, "copying the batch into the static inputs")
         arguments = [view.detach() for view in request.inputs.views(request.size)]
         values = request.call.in_new_containers(request.values_with(arguments))
-        labels = Labels.of_arguments(arguments)
+    labels = Labels.of_arguments(arguments) if on_static_inputs or is_labelled else None
     effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects, labels=labels)
     answer, has_run = None, False
     pads_by_code = request.is_padded and any(pad.runs_code for spec in request.inputs.specs for pad in spec.pads)

@@ -291,6 +291,8 @@ class Program:
         """Whether all that it does is to make tensors of others and views of them, and perhaps to draw numbers."""
         self.proof: RowProof | None = None
         """Whether real rows are independent of padding; None until a comparison has tested that."""
+        self.was_padded = False
+        """Whether one of its graphs agreed with eager on a padded batch, of more than one row."""
         self.is_stretched = False
         """Whether it was compared with eager on rows of other magnitudes, where a rule of the user pads them."""
 
@@ -302,7 +304,11 @@ class Program:
 
     def is_like(self, other: "Program") -> bool:
         """Whether the other program is this one for another size, and what is proven of this one holds for it."""
-        if self._is_apart or len(self._operators) != len(other._operators) or min(self._lengths) < _LEAST:
+        return not self._is_apart and min(self._lengths) >= _LEAST and self.runs_as(other)
+
+    def runs_as(self, other: "Program") -> bool:
+        """Whether the other program is this one for another number of rows."""
+        if len(self._operators) != len(other._operators):
             return False
         places = range(len(self._lengths))
         chosen = [some for count in range(1, len(places) + 1) for some in combinations(places, count)]
@@ -329,6 +335,8 @@ class Labels(dict[int, str]):
     ) -> Operator:
         """An operator that is about to run. ``keys`` has those of its tensors' storages, by the tensors' ``id``."""
         values = [self._of(value, keys) for value in args]
+        if func is _LIFT:
+            values.append(_numbers(args[0]))
         values += [(name, self._of(value, keys)) for name, value in kwargs.items()]
         return func, tuple(values)
 
@@ -354,6 +362,15 @@ class Labels(dict[int, str]):
     def _next(self) -> str:
         self._count += 1
         return f"#{self._count}"
+
+
+_LIFT = torch.ops.aten.lift_fresh.default
+_MOST_NUMBERS = 64
+
+
+def _numbers(made: torch.Tensor) -> object:
+    """The numbers of Python that were made into a tensor; if there are many, what equals nothing."""
+    return tuple(made.flatten().tolist()) if made.numel() <= _MOST_NUMBERS else object()
 
 
 @cache
