@@ -47,7 +47,8 @@ PyObject* Handed::copy_of(PyObject* tensor) {
   for (Made& made : made_) {
     PyObject* copy = made.tensor.get();
     if (!copy || Py_REFCNT(copy) != 1) continue;
-    if (!is_marked(copy) && made.holding.is_of(copy) && (is_inference_ || !ambient.version(handle_of(copy)))) {
+    if (!is_marked(copy) && is_plain_host(copy) && made.holding.is_of(copy) &&
+        (is_inference_ || !ambient.version(handle_of(copy)))) {
       std::memcpy(made.data, from_, nbytes_);
       return Py_NewRef(copy);
     }

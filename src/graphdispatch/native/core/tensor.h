@@ -62,7 +62,8 @@ struct Layout {
 
 extern Layout layout;
 
-constexpr int kExtents = 14;  // words of a TensorImpl from the number of dimensions on, dtype and device among them
+// Words of a TensorImpl from the number of dimensions on, dtype and device among them; its dispatch keys come next.
+constexpr int kExtents = 14;
 
 // The memory that tells a tensor's address, dtype, shape and strides, and maybe more: while it is as it was, they are.
 struct Imprint {
