@@ -188,21 +188,34 @@ bool tensor_matches(const TensorPlace& place, const int64_t* expected) {
   return std::equal(shape, shape + dim, expected) && std::equal(strides, strides + dim, expected + dim);
 }
 
+// Take the imprint of a tensor. What layers have alike they refer to in one place, which then lies in the cache. To
+// write to a place makes at most others that refer to it compare anew.
+void take_imprint(Parts& parts, size_t i) {
+  constexpr size_t kLooked = 256;
+  Imprint& imprint = parts.imprints[i];
+  Form found{};
+  imprint = imprint_of(imprint.handle, parts.tensors[i].is_used, found);
+  size_t place = i > kLooked ? i - kLooked : 0;
+  while (place < i && std::memcmp(&parts.forms[place], &found, sizeof found) != 0) ++place;
+  parts.forms[place] = found;
+  imprint.form = &parts.forms[place];
+}
+
 bool tensors_match(Guard* self) {
   const Layout at = layout;
-  Imprint* const imprints = self->parts.imprints.data();
+  const Imprint* const imprints = self->parts.imprints.data();
   const size_t count = self->parts.imprints.size(), ahead = steps_ahead(count);
   for (size_t i = 0; i < count; ++i) {
     if (i + ahead < count) {
       const Imprint& later = imprints[i + ahead];
       __builtin_prefetch(later.handle);
-      __builtin_prefetch(later.storage);
-      for (size_t line = 0; line < 3; ++line) __builtin_prefetch(later.impl + line * 64);
+      __builtin_prefetch(later.storage + at.data);
+      for (size_t line = 0; line < 3; ++line) __builtin_prefetch(later.impl + at.storage + line * 64);
     }
     if (is_as(imprints[i], at)) continue;
     const TensorPlace& place = self->parts.tensors[i];
     if (!tensor_matches(place, self->parts.extents.data() + place.extents)) return false;
-    imprints[i] = imprint_of(handle_of(place.tensor), place.is_used);
+    take_imprint(self->parts, i);
   }
   return true;
 }

@@ -78,6 +78,7 @@ struct Parts {
   std::vector<Reader> readers;
   std::vector<TensorPlace> tensors;
   std::vector<Imprint> imprints;  // of each tensor when it last was as expected
+  std::vector<Form> forms;      // one for each tensor, to which that and later ones alike may refer
   std::vector<int64_t> extents;
   Slots hooks;  // tables of hooks by the ids of their handles
 };

@@ -203,7 +203,8 @@ bool add_tensor(Guard* self, PyObject* item) {
   shim.dtype(handle_of(tensor), &place.dtype);
   place.tensor = Py_NewRef(tensor);
   self->parts.tensors.push_back(place);
-  self->parts.imprints.push_back({handle_of(tensor)});
+  self->parts.imprints.push_back({handle_of(tensor), nullptr, nullptr, {}, nullptr});
+  self->parts.forms.emplace_back();
   return true;
 }
 

@@ -151,7 +151,7 @@ void find_layout(PyObject* samples) {
 
 }  // namespace
 
-Imprint imprint_of(void* handle, bool counts) {
+Imprint imprint_of(void* handle, bool counts, Form& form) {
   Imprint imprint{};
   imprint.handle = handle;
   const char* impl = *static_cast<const char**>(handle);
@@ -163,7 +163,8 @@ Imprint imprint_of(void* handle, bool counts) {
     if (!imprint.storage) return imprint;
     std::memcpy(imprint.data, imprint.storage + layout.data, sizeof imprint.data);
   }
-  std::memcpy(imprint.extents, impl + layout.extents, sizeof imprint.extents);
+  std::memcpy(form.words, impl + layout.extents, sizeof form.words);
+  imprint.form = &form;
   imprint.impl = impl;
   return imprint;
 }
