@@ -112,12 +112,14 @@ _CHANGES = """
     owner.__dict__["first"] = value
     setattr(owner, f"new_{value % 4}", value)
     owner.passing = value; del owner.passing; owner.first = value
+    delattr(owner, "passing") if value % 2 else setattr(owner, "passing", value)
     table["a"] = value
     table.update(a=value)
     table |= {"d": value}
     table.pop("a", None) if value % 2 else table.setdefault("a", value)
     table.popitem() if value % 2 else table.update(c=value)
     table.clear() if value % 2 else table.update(b=value, first=0)
+    table.clear() if value % 2 else table.update({"b": value, "first": 0})
 """
 """Ways to change an object's attributes, or the dict that holds them."""
 
@@ -181,3 +183,5 @@ GUARD: Any = CORE.Guard if CORE is not None else None
 """The class of native guards, or None."""
 USES_VERSIONS: bool = CORE is not None and CORE.use_versions(versions_tell(CORE.dict_version))
 """Whether native guards skip dicts whose version is as it was; else they compare every entry."""
+USES_CHANGES: bool = CORE is not None and CORE.use_changes(versions_tell(CORE.dict_changes))
+"""Whether native guards skip all dicts while the interpreter tells of no change to one that is watched."""

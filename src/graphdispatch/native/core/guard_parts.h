@@ -86,6 +86,8 @@ struct Parts {
 struct Guard {
   PyObject_HEAD bool is_dead;  // its references were cleared
   bool has_held;               // since it was made
+  bool watches;                // all of its dicts
+  uint64_t known_changes;      // to watched dicts, when all of these were as expected; 0: not known
   int trains;                  // whether one of the modules is in training mode; -1: not known
   PyObject* absent;
   PyObject* handles;  // the variables of torch's class of hook handles
@@ -94,6 +96,7 @@ struct Guard {
 };
 
 extern bool uses_versions;  // whether dicts whose version is as it was are skipped
+extern bool uses_changes;   // whether all are skipped while no watched dict is changed
 extern PyObject* next_id;   // the name of the number in ``handles``
 
 }  // namespace gd

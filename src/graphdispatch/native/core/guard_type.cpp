@@ -14,6 +14,14 @@ namespace gd {
 namespace {
 
 PyTypeObject* guard_type = nullptr;
+int watcher = -1;  // CPython's number for who is told of changes
+
+#if PY_VERSION_HEX >= 0x030C0000
+int count_change(PyDict_WatchEvent event, PyObject*, PyObject*, PyObject*) {
+  changes += event != PyDict_EVENT_DEALLOCATED;  // no guard has such a dict
+  return 0;
+}
+#endif
 
 // Give ``visit`` every reference of a guard. It may set them to null.
 template <typename Visit>
@@ -70,6 +78,12 @@ Range keep(Guard* self, PyObject* tuple) {
   return range;
 }
 
+void keep_dict(Guard* self, PyObject* dict, const Bindings& wanted) {
+  self->parts.bindings.push_back(wanted);
+  self->parts.dicts.push_back({Py_NewRef(dict), 0});
+  self->watches &= uses_changes && watch(dict);
+}
+
 bool add_table(Guard* self, PyObject* item) {
   PyObject *dict, *keys, *names, *absent;
   Bindings wanted;
@@ -81,8 +95,7 @@ bool add_table(Guard* self, PyObject* item) {
   if (wanted.has_keys) wanted.keys = keep(self, keys);
   wanted.names = keep(self, names);
   wanted.names.count /= 2;
-  self->parts.bindings.push_back(wanted);
-  self->parts.dicts.push_back({Py_NewRef(dict), 0});
+  keep_dict(self, dict, wanted);
   return true;
 }
 
@@ -94,8 +107,7 @@ bool add_content(Guard* self, PyObject* item) {
   wanted.has_keys = PyTuple_Check(keys) && PyTuple_GET_SIZE(keys) == PyTuple_GET_SIZE(values);
   if (wanted.has_keys) wanted.keys = keep(self, keys);
   wanted.values = keep(self, values);
-  self->parts.bindings.push_back(wanted);
-  self->parts.dicts.push_back({Py_NewRef(dict), 0});
+  keep_dict(self, dict, wanted);
   return true;
 }
 
@@ -255,6 +267,7 @@ PyObject* guard_new(PyTypeObject* type, PyObject* args, PyObject* named) {
   self->handles = Py_NewRef(handles);
   self->latest = Py_NewRef(latest);
   self->trains = trains;
+  self->watches = true;
   bool (*const adders[])(Guard*, PyObject*) = {add_table, add_content, add_sequence, add_type,  add_code,
                                                add_home,  add_reader,  add_tensor,   add_array, add_hooks};
   for (int i = 0; i < 10; ++i) {
@@ -283,12 +296,21 @@ PyObject* use_versions(PyObject*, PyObject* wanted) {
   return PyBool_FromLong(uses_versions);
 }
 
+PyObject* use_changes(PyObject*, PyObject* wanted) {
+  const int use = PyObject_IsTrue(wanted);
+  if (use < 0) return nullptr;
+  uses_changes = use && watcher >= 0;
+  return PyBool_FromLong(uses_changes);
+}
+
 PyObject* dict_version(PyObject*, PyObject* dict) {
-  if (!PyDict_Check(dict)) {
-    PyErr_SetString(PyExc_TypeError, "only a dict has a version");
-    return nullptr;
-  }
+  if (!PyDict_Check(dict)) return PyErr_Format(PyExc_TypeError, "only a dict has a version");
   return PyLong_FromUnsignedLongLong(version_of(dict));
+}
+
+PyObject* dict_changes(PyObject*, PyObject* dict) {
+  if (!PyDict_Check(dict)) return PyErr_Format(PyExc_TypeError, "only a dict can be watched");
+  return PyLong_FromUnsignedLongLong(watch(dict) ? changes : 0);
 }
 
 PyMethodDef guard_methods[] = {
@@ -329,14 +351,32 @@ PyMethodDef functions[] = {
      "use_versions(wanted)\n--\n\nLet guards skip dicts whose version is as it was, or not; whether they now do."},
     {"dict_version", dict_version, METH_O,
      "dict_version(dict)\n--\n\nA number that is another after each change of the dict; 0 where Python has none."},
+    {"use_changes", use_changes, METH_O,
+     "use_changes(wanted)\n--\n\nLet guards skip all dicts while no watched one is changed, or not; whether they do."},
+    {"dict_changes", dict_changes, METH_O,
+     "dict_changes(dict)\n--\n\nThe same as dict_version for a dict that is watched from now on."},
     {nullptr, nullptr, 0, nullptr},
 };
 
 }  // namespace
 
+uint64_t changes = 1;
+
+bool watch([[maybe_unused]] PyObject* dict) {
+#if PY_VERSION_HEX >= 0x030C0000
+  if (watcher >= 0 && PyDict_Watch(watcher, dict) == 0) return true;
+  PyErr_Clear();
+#endif
+  return false;
+}
+
 bool is_guard(PyObject* object) { return Py_TYPE(object) == guard_type; }
 
 bool add_guard(PyObject* module) {
+#if PY_VERSION_HEX >= 0x030C0000
+  watcher = PyDict_AddWatcher(count_change);
+  PyErr_Clear();  // CPython has no more of them
+#endif
   next_id = PyUnicode_InternFromString("next_id");
   guard_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&guard_spec));
   if (!next_id || !guard_type) return false;
