@@ -205,18 +205,24 @@ void take_imprint(Parts& parts, size_t i) {
   imprint.form = &parts.forms[place];
 }
 
+// The first tensor that is not as its imprint says, from one on; the end if all are. Alone, it is compiled to a loop that
+// keeps all it needs in registers.
+__attribute__((noinline)) const Imprint* next_other(const Imprint* from, const Imprint* end, const Layout at) {
+  const Py_ssize_t ahead = steps_ahead(end - from);
+  for (; end - from > ahead; ++from) {
+    __builtin_prefetch(from[ahead].handle);
+    __builtin_prefetch(from[ahead].storage + at.data);
+    for (size_t line = 0; line < 3; ++line) __builtin_prefetch(from[ahead].impl + at.storage + line * 64);
+    if (__builtin_expect(!is_as(*from, at), false)) return from;
+  }
+  while (from != end && __builtin_expect(is_as(*from, at), true)) ++from;
+  return from;
+}
+
 bool tensors_match(Guard* self) {
-  const Layout at = layout;
-  const Imprint* const imprints = self->parts.imprints.data();
-  const size_t count = self->parts.imprints.size(), ahead = steps_ahead(count);
-  for (size_t i = 0; i < count; ++i) {
-    if (i + ahead < count) {
-      const Imprint& later = imprints[i + ahead];
-      __builtin_prefetch(later.handle);
-      __builtin_prefetch(later.storage + at.data);
-      for (size_t line = 0; line < 3; ++line) __builtin_prefetch(later.impl + at.storage + line * 64);
-    }
-    if (is_as(imprints[i], at)) continue;
+  const Imprint *const imprints = self->parts.imprints.data(), *const end = imprints + self->parts.imprints.size();
+  for (const Imprint* at = next_other(imprints, end, layout); at != end; at = next_other(at + 1, end, layout)) {
+    const size_t i = at - imprints;
     const TensorPlace& place = self->parts.tensors[i];
     if (!tensor_matches(place, self->parts.extents.data() + place.extents)) return false;
     take_imprint(self->parts, i);

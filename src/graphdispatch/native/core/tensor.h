@@ -66,7 +66,7 @@ extern Layout layout;
 constexpr int kExtents = 14;
 
 // Words of memory that tell a tensor's dtype, shape and strides, and maybe more; alike in many tensors of a model.
-struct Form {
+struct alignas(16) Form {
   uint64_t words[kExtents];
 };
 
@@ -84,9 +84,10 @@ Imprint imprint_of(void* handle, bool counts, Form& form);
 
 // Whether the words at an address are of a form.
 inline bool has_form(const char* memory, const Form& form) {
-  using Two = uint64_t __attribute__((vector_size(16), aligned(8), may_alias));
+  using Two = uint64_t __attribute__((vector_size(16), may_alias));
+  using Loose = uint64_t __attribute__((vector_size(16), aligned(8), may_alias));
   const Two* then = reinterpret_cast<const Two*>(form.words);
-  const Two* now = reinterpret_cast<const Two*>(memory);
+  const Loose* now = reinterpret_cast<const Loose*>(memory);
   Two difference = then[0] ^ now[0];
 #pragma GCC unroll 8
   for (int i = 1; i < kExtents / 2; ++i) difference |= then[i] ^ now[i];
