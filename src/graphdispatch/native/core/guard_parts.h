@@ -32,7 +32,7 @@ struct Sequence {
   Range entries;
 };
 
-enum class Kind { kCall, kCell, kReference, kContext, kSlot, kDefaults, kKeywordDefaults, kBases };
+enum class Kind { kCall, kCell, kReference, kContext, kSlot, kCode, kDefaults, kKeywordDefaults, kBases };
 
 struct Reader {
   Kind kind;
@@ -53,11 +53,6 @@ struct Home {
   PyObject** place;  // where the object keeps it, whatever happens to the object; null if nowhere
 };
 
-struct Array {
-  PyObject* array;
-  PyObject* bytes;
-};
-
 struct TensorPlace {
   PyObject* tensor;
   bool is_used;  // else its address does not count
@@ -72,9 +67,8 @@ struct Parts {
   std::vector<Bindings> bindings;  // of each dict
   Slots slots;
   std::vector<Sequence> sequences;
-  std::vector<Pair> types, codes;
+  std::vector<Pair> types;
   std::vector<Home> homes;
-  std::vector<Array> arrays;
   std::vector<Reader> readers;
   std::vector<TensorPlace> tensors;
   std::vector<Imprint> imprints;  // of each tensor when it last was as expected

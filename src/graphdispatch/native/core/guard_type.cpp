@@ -30,9 +30,6 @@ int each_reference(Guard* self, Visit visit) {
   auto one = [&](PyObject*& reference) {
     if (!stop && reference) stop = visit(reference);
   };
-  auto pairs = [&](std::vector<Pair>& list) {
-    for (Pair& entry : list) one(entry.subject), one(entry.expected);
-  };
   one(self->absent), one(self->handles), one(self->latest);
   for (Dict& entry : self->parts.dicts) one(entry.dict);
   for (PyObject*& slot : self->parts.slots) one(slot);
@@ -40,9 +37,8 @@ int each_reference(Guard* self, Visit visit) {
   for (Reader& entry : self->parts.readers) one(entry.subject), one(entry.expected);
   for (TensorPlace& entry : self->parts.tensors) one(entry.tensor);
   for (PyObject*& table : self->parts.hooks) one(table);
-  for (Array& entry : self->parts.arrays) one(entry.array), one(entry.bytes);
   for (Home& entry : self->parts.homes) one(entry.object), one(entry.dict);
-  pairs(self->parts.types), pairs(self->parts.codes);
+  for (Pair& entry : self->parts.types) one(entry.subject), one(entry.expected);
   return stop;
 }
 
@@ -126,13 +122,6 @@ bool add_type(Guard* self, PyObject* item) {
   return true;
 }
 
-bool add_code(Guard* self, PyObject* item) {
-  PyObject *function, *code;
-  if (!PyArg_ParseTuple(item, "O!O", &PyFunction_Type, &function, &code)) return false;
-  self->parts.codes.push_back({Py_NewRef(function), Py_NewRef(code)});
-  return true;
-}
-
 bool add_home(Guard* self, PyObject* item) {
   PyObject *object, *dict;
   if (!PyArg_ParseTuple(item, "OO!", &object, &PyDict_Type, &dict)) return false;
@@ -161,6 +150,7 @@ bool add_reader(Guard* self, PyObject* item) {
       {"reference", Kind::kReference},
       {"context", Kind::kContext},
       {"slot", Kind::kSlot},
+      {"__code__", Kind::kCode},
       {"__defaults__", Kind::kDefaults},
       {"__kwdefaults__", Kind::kKeywordDefaults},
       {"__mro__", Kind::kBases},
@@ -170,7 +160,8 @@ bool add_reader(Guard* self, PyObject* item) {
   for (const auto& kind : kinds) {
     if (std::strcmp(name, kind.first) == 0) reader.kind = kind.second, known = true;
   }
-  const bool is_function = reader.kind == Kind::kDefaults || reader.kind == Kind::kKeywordDefaults;
+  const bool is_function = reader.kind == Kind::kCode || reader.kind == Kind::kDefaults ||
+                           reader.kind == Kind::kKeywordDefaults;
   if (!known || (reader.kind == Kind::kCell && !PyCell_Check(subject)) ||
       (reader.kind == Kind::kReference && !PyWeakref_CheckRef(subject)) ||
       (reader.kind == Kind::kContext && !PyContextVar_CheckExact(subject)) ||
@@ -220,13 +211,6 @@ bool add_tensor(Guard* self, PyObject* item) {
   return true;
 }
 
-bool add_array(Guard* self, PyObject* item) {
-  PyObject *array, *bytes;
-  if (!PyArg_ParseTuple(item, "OO!", &array, &PyBytes_Type, &bytes)) return false;
-  self->parts.arrays.push_back({Py_NewRef(array), Py_NewRef(bytes)});
-  return true;
-}
-
 bool add_hooks(Guard* self, PyObject* item) {
   if (!PyDict_Check(item)) {
     PyErr_SetString(PyExc_TypeError, "hooks are in dicts");
@@ -249,15 +233,15 @@ bool add_each(Guard* self, PyObject* items, bool (*add)(Guard*, PyObject*)) {
 }
 
 PyObject* guard_new(PyTypeObject* type, PyObject* args, PyObject* named) {
-  static const char* names[] = {"absent", "handles", "latest",  "trains",  "tables", "contents", "sequences", "types",
-                                "codes",  "homes",   "readers", "tensors", "arrays", "hooks",    nullptr};
-  PyObject *absent, *handles, *latest, *parts[10];
+  static const char* names[] = {"absent", "handles", "latest", "trains",  "tables",  "contents", "sequences",
+                                "types",  "homes",   "readers", "tensors", "hooks",  nullptr};
+  PyObject *absent, *handles, *latest, *parts[8];
   int trains;
-  if (!PyArg_ParseTupleAndKeywords(args, named, "$OO!O!iO!O!O!O!O!O!O!O!O!O!", const_cast<char**>(names), &absent,
+  if (!PyArg_ParseTupleAndKeywords(args, named, "$OO!O!iO!O!O!O!O!O!O!O!", const_cast<char**>(names), &absent,
                                    &PyDict_Type, &handles, &PyLong_Type, &latest, &trains, &PyTuple_Type, &parts[0],
                                    &PyTuple_Type, &parts[1], &PyTuple_Type, &parts[2], &PyTuple_Type, &parts[3],
                                    &PyTuple_Type, &parts[4], &PyTuple_Type, &parts[5], &PyTuple_Type, &parts[6],
-                                   &PyTuple_Type, &parts[7], &PyTuple_Type, &parts[8], &PyTuple_Type, &parts[9])) {
+                                   &PyTuple_Type, &parts[7])) {
     return nullptr;
   }
   Guard* self = reinterpret_cast<Guard*>(type->tp_alloc(type, 0));
@@ -268,9 +252,9 @@ PyObject* guard_new(PyTypeObject* type, PyObject* args, PyObject* named) {
   self->latest = Py_NewRef(latest);
   self->trains = trains;
   self->watches = true;
-  bool (*const adders[])(Guard*, PyObject*) = {add_table, add_content, add_sequence, add_type,  add_code,
-                                               add_home,  add_reader,  add_tensor,   add_array, add_hooks};
-  for (int i = 0; i < 10; ++i) {
+  bool (*const adders[])(Guard*, PyObject*) = {add_table, add_content, add_sequence, add_type,
+                                               add_home,  add_reader,  add_tensor,   add_hooks};
+  for (int i = 0; i < 8; ++i) {
     if (!add_each(self, parts[i], adders[i])) {
       Py_DECREF(self);
       return nullptr;
@@ -289,18 +273,12 @@ PyObject* trainable(PyObject* self, PyObject*) {
 
 PyObject* has_held(PyObject* self, void*) { return PyBool_FromLong(reinterpret_cast<Guard*>(self)->has_held); }
 
-PyObject* use_versions(PyObject*, PyObject* wanted) {
-  const int use = PyObject_IsTrue(wanted);
-  if (use < 0) return nullptr;
-  uses_versions = use && kHasVersions;
-  return PyBool_FromLong(uses_versions);
-}
-
-PyObject* use_changes(PyObject*, PyObject* wanted) {
-  const int use = PyObject_IsTrue(wanted);
-  if (use < 0) return nullptr;
-  uses_changes = use && watcher >= 0;
-  return PyBool_FromLong(uses_changes);
+PyObject* skip_dicts(PyObject*, PyObject* args) {
+  int versions, news;
+  if (!PyArg_ParseTuple(args, "pp", &versions, &news)) return nullptr;
+  uses_versions = versions && kHasVersions;
+  uses_changes = news && watcher >= 0;
+  Py_RETURN_NONE;
 }
 
 PyObject* dict_version(PyObject*, PyObject* dict) {
@@ -347,12 +325,11 @@ PyType_Spec guard_spec = {
 };
 
 PyMethodDef functions[] = {
-    {"use_versions", use_versions, METH_O,
-     "use_versions(wanted)\n--\n\nLet guards skip dicts whose version is as it was, or not; whether they now do."},
+    {"skip_dicts", skip_dicts, METH_VARARGS,
+     "skip_dicts(versions, changes)\n--\n\nWhether guards skip dicts whose version is as it was, and all dicts while "
+     "no watched one is changed."},
     {"dict_version", dict_version, METH_O,
      "dict_version(dict)\n--\n\nA number that is another after each change of the dict; 0 where Python has none."},
-    {"use_changes", use_changes, METH_O,
-     "use_changes(wanted)\n--\n\nLet guards skip all dicts while no watched one is changed, or not; whether they do."},
     {"dict_changes", dict_changes, METH_O,
      "dict_changes(dict)\n--\n\nThe same as dict_version for a dict that is watched from now on."},
     {nullptr, nullptr, 0, nullptr},

@@ -141,7 +141,7 @@ void find_layout(PyObject* samples) {
   layout.extents = reinterpret_cast<char*>(sizes - 1) - impl;
   layout.storage = offset_of(impl, storage);
   layout.data = offset_of(reinterpret_cast<char*>(storage), data);
-  const bool is_inside = layout.extents > 0 && layout.extents <= kMostWords * kWord;
+  const bool is_inside = layout.extents > 0 && layout.extents < 2 * kMostWords * kWord;
   bool is_known = is_inside && layout.storage && layout.data;
   for (Py_ssize_t i = 0; is_known && i < PyTuple_GET_SIZE(samples); ++i) {
     is_known = has_layout(PyTuple_GET_ITEM(samples, i));
