@@ -85,9 +85,8 @@ PyObject* find_ambient(PyObject*, PyObject* args) {
   }
   find_clone(library, bindings);
   int found = 0;
-  constexpr Py_ssize_t word = sizeof(void*);
-  const Py_ssize_t end = layout.is_known ? layout.extents + word * (kExtents + 1) : kMostBytes;
-  for (Py_ssize_t offset = word; offset < end; offset += word) {
+  const Py_ssize_t end = layout.is_known ? layout.extents + (kExtents + 1) * Py_ssize_t(sizeof(void*)) : kMostBytes;
+  for (Py_ssize_t offset = sizeof(void*); offset < end; offset += sizeof(void*)) {
     if (!tells_keys(offset, plain, negative, conjugate, inference)) continue;
     ambient.keys = offset;
     ambient.plain = word_of(PyTuple_GET_ITEM(plain, 0), offset);

@@ -10,8 +10,7 @@
 
 namespace gd {
 
-bool uses_versions = false;
-bool uses_changes = false;
+bool uses_versions = false, uses_changes = false;
 PyObject* next_id = nullptr;
 
 namespace {
@@ -197,10 +196,13 @@ void take_imprint(Parts& parts, size_t i) {
 // compiled to a loop in registers.
 __attribute__((noinline)) const Imprint* next_other(const Imprint* from, const Imprint* end, const Layout at) {
   const Py_ssize_t ahead = steps_ahead(end - from);
+  auto fetch = [](const char* base, size_t offset) {  // of what may be nowhere
+    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(base) + offset));
+  };
   for (; end - from > ahead; ++from) {
     __builtin_prefetch(from[ahead].handle);
-    __builtin_prefetch(from[ahead].storage + at.data);
-    for (size_t line = 0; line < 3; ++line) __builtin_prefetch(from[ahead].impl + at.storage + line * 64);
+    fetch(from[ahead].storage, at.data);
+    for (size_t line = 0; line < 3; ++line) fetch(from[ahead].impl, at.storage + line * 64);
     if (__builtin_expect(!is_as(*from, at), false)) return from;
   }
   while (from != end && __builtin_expect(is_as(*from, at), true)) ++from;

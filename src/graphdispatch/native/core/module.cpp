@@ -19,8 +19,7 @@ PyObject* bind(PyObject*, PyObject* args) {
 PyMethodDef methods[] = {
     {"bind", bind, METH_VARARGS,
      "bind(library, Tensor, Parameter, samples)\n--\n\nFind the shim in a loaded libtorch, and test it on sample "
-     "tensors. Whether tensors are compared where they lie in memory. Raises ImportError; then nothing else of this "
-     "module may be used."},
+     "tensors; whether their memory can be read. Raises ImportError; then nothing else of this module may be used."},
     {nullptr, nullptr, 0, nullptr},
 };
 
