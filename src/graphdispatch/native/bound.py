@@ -16,6 +16,7 @@ import torch
 from . import EXTENSION, WHY_NO_EXTENSION
 
 _FACTS = ("inference mode", "autocast", "requires_grad", "lazy views", "a profiler", "clones")
+_EXTENTS = "the extents of tensors"
 _CPU = 0  # the number of the device type
 
 
@@ -81,10 +82,10 @@ def _bind() -> tuple[ModuleType | None, str, tuple[str, ...]]:
         shapes = (grid, grid.t(), grid[1:, 1:], torch.zeros(()), torch.nn.Parameter(grid.clone()), torch.zeros(0, 4))
         kinds = grid.double(), grid.half(), grid.long(), grid.bool(), torch.frombuffer(bytearray(8), dtype=torch.int8)
     try:
-        EXTENSION.bind(str(library), torch.Tensor, torch.nn.Parameter, (*shapes, *kinds))
+        reads_tensors = EXTENSION.bind(str(library), torch.Tensor, torch.nn.Parameter, (*shapes, *kinds))
     except ImportError as error:
         return None, str(error), ()
-    return EXTENSION, "", _find_ambient(EXTENSION, str(library))
+    return EXTENSION, "", (*(() if reads_tensors else (_EXTENTS,)), *_find_ambient(EXTENSION, str(library)))
 
 
 def _bind_without_modes() -> tuple[ModuleType | None, str, tuple[str, ...]]:
@@ -103,7 +104,7 @@ CORE: ModuleType | None = _bound[0]
 WHY_NO_CORE: str = _bound[1]
 """Why there is none; empty if there is one."""
 ASKED: tuple[str, ...] = _bound[2]
-"""What the core asks of Python on each call, since its own way did not pass its test."""
+"""What the core asks of torch or Python on each call, since its own way did not pass its test."""
 
 _WARM = 32  # an interpreter has found its fastest way for a line that ran so often
 _CHANGES = """
@@ -112,12 +113,14 @@ _CHANGES = """
     owner.__dict__["first"] = value
     setattr(owner, f"new_{value % 4}", value)
     owner.passing = value; del owner.passing; owner.first = value
+    delattr(owner, "passing") if value % 2 else setattr(owner, "passing", value)
     table["a"] = value
     table.update(a=value)
     table |= {"d": value}
     table.pop("a", None) if value % 2 else table.setdefault("a", value)
     table.popitem() if value % 2 else table.update(c=value)
     table.clear() if value % 2 else table.update(b=value, first=0)
+    table.clear() if value % 2 else table.update({"b": value, "first": 0})
 """
 """Ways to change an object's attributes, or the dict that holds them."""
 
@@ -179,5 +182,9 @@ def _tells(version_of: Callable[[dict[str, Any]], int], line: str, owner: Any, t
 
 GUARD: Any = CORE.Guard if CORE is not None else None
 """The class of native guards, or None."""
-USES_VERSIONS: bool = CORE is not None and CORE.use_versions(versions_tell(CORE.dict_version))
+USES_VERSIONS: bool = CORE is not None and versions_tell(CORE.dict_version)
 """Whether native guards skip dicts whose version is as it was; else they compare every entry."""
+USES_CHANGES: bool = CORE is not None and versions_tell(CORE.dict_changes)
+"""Whether native guards skip all dicts while the interpreter tells of no change to one that is watched."""
+if CORE is not None:
+    CORE.skip_dicts(USES_VERSIONS, USES_CHANGES)

@@ -334,12 +334,14 @@ def compile_guard(guard: StateGuard) -> Any:
             tables=tables,
             contents=contents,
             sequences=sequences,
-            readers=tuple(readers),
             types=tuple((value, next(held)) for value in guard._objects),
-            codes=tuple((value, next(held)) for value in guard._functions),
+            readers=(
+                *readers,
+                *(("__code__", value, None, next(held)) for value in guard._functions),
+                *(("call", array.tobytes, None, content) for array, content in guard._arrays),
+            ),
             homes=tuple((value, _raw(next(held))) for value in guard._homes),
             tensors=tuple(zip(guard.tensors, addresses, *guard._forms[:2], strict=False)),
-            arrays=tuple(guard._arrays),
             hooks=tuple(guard._hooks),
         )
         # The core reads dtypes, which have no names there.

@@ -12,7 +12,7 @@ Ambient ambient;
 
 namespace {
 
-constexpr Py_ssize_t kMostBytes = 176;  // of a TensorImpl that are looked at: the size of the smallest known
+constexpr Py_ssize_t kMostBytes = 176;  // of a TensorImpl of unknown layout: the size of the smallest known
 
 PyObject *ask_inference_mode, *ask_autocast, *ask_autocast_dtype, *ask_profiler, *requires_grad_name;
 
@@ -85,7 +85,8 @@ PyObject* find_ambient(PyObject*, PyObject* args) {
   }
   find_clone(library, bindings);
   int found = 0;
-  for (Py_ssize_t offset = sizeof(void*); offset < kMostBytes; offset += sizeof(void*)) {
+  const Py_ssize_t end = layout.is_known ? layout.extents + (kExtents + 1) * Py_ssize_t(sizeof(void*)) : kMostBytes;
+  for (Py_ssize_t offset = sizeof(void*); offset < end; offset += sizeof(void*)) {
     if (!tells_keys(offset, plain, negative, conjugate, inference)) continue;
     ambient.keys = offset;
     ambient.plain = word_of(PyTuple_GET_ITEM(plain, 0), offset);

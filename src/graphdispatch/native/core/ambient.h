@@ -80,19 +80,18 @@ class Look {
   // Whether a plain tensor looks so; false before one was taken.
   bool is_of(PyObject* tensor) const {
     if (!keys_ || keys_of(tensor) != keys_) return false;
-    return are_same(extents_, static_cast<const char*>(impl_of(tensor)) + layout.extents);
+    return has_form(static_cast<const char*>(impl_of(tensor)) + layout.extents, form_);
   }
 
   // Take the look of a plain tensor, if it can be told.
   void take(PyObject* tensor) {
-    const Imprint imprint = imprint_of(handle_of(tensor), false);
+    const Imprint imprint = imprint_of(handle_of(tensor), false, form_);
     keys_ = imprint.impl && is_plain_host(tensor) ? keys_of(tensor) : 0;
-    std::memcpy(extents_, imprint.extents, sizeof extents_);
   }
 
  private:
   uint64_t keys_ = 0;
-  uint64_t extents_[kExtents];
+  Form form_;
 };
 
 // Functions of the module: ``find_ambient``, ``read_ambient`` and ``forget_ambient``.

@@ -10,7 +10,7 @@
 
 namespace gd {
 
-bool uses_versions = false;
+bool uses_versions = false, uses_changes = false;
 PyObject* next_id = nullptr;
 
 namespace {
@@ -73,6 +73,8 @@ constexpr size_t kFew = 64;
 size_t steps_ahead(size_t count) { return count > kFew ? 8 : count; }
 
 bool dicts_match(Guard* self) {
+  const uint64_t now = changes;  // first: CPython tells of a change before it is made
+  if (uses_changes && self->known_changes == now) return true;
   Dict* const dicts = self->parts.dicts.data();
   const size_t count = self->parts.dicts.size(), ahead = steps_ahead(count);
   const bool versions = uses_versions;
@@ -81,19 +83,8 @@ bool dicts_match(Guard* self) {
     if (versions && version_of(dicts[i].dict) == dicts[i].version) continue;
     if (!dict_matches(self, dicts[i], self->parts.bindings[i])) return false;
   }
+  if (self->watches) self->known_changes = now;
   return true;
-}
-
-bool set_matches(PyObject** slots, uint32_t count, PyObject* container) {
-  const PySetObject* set = reinterpret_cast<PySetObject*>(container);
-  uint32_t i = 0;
-  for (Py_ssize_t place = 0; place <= set->mask; ++place) {
-    const setentry& entry = set->table[place];
-    if (!entry.key || entry.hash == -1) continue;  // free, or was removed
-    if (i >= count || !matches(slots[i], entry.key)) return false;
-    ++i;
-  }
-  return i == count;
 }
 
 bool iterable_matches(PyObject** slots, uint32_t count, PyObject* container) {
@@ -119,8 +110,6 @@ bool sequences_match(Guard* self) {
       for (uint32_t i = 0; i < count; ++i) {
         if (!matches(slots[i], PyList_GET_ITEM(entry.container, i))) return false;
       }
-    } else if (PyAnySet_Check(entry.container)) {
-      if (!set_matches(slots, count, entry.container)) return false;
     } else if (!iterable_matches(slots, count, entry.container)) {
       return false;
     }
@@ -150,6 +139,8 @@ PyObject* read(Guard* self, const Reader& reader) {
     case Kind::kSlot:
       value = *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(reader.subject) + reader.offset);
       return Py_NewRef(value ? value : self->absent);
+    case Kind::kCode:
+      return Py_NewRef(PyFunction_GET_CODE(reader.subject));
     case Kind::kDefaults:
       value = PyFunction_GET_DEFAULTS(reader.subject);
       return Py_NewRef(value ? value : Py_None);
@@ -188,43 +179,43 @@ bool tensor_matches(const TensorPlace& place, const int64_t* expected) {
   return std::equal(shape, shape + dim, expected) && std::equal(strides, strides + dim, expected + dim);
 }
 
+// Take the imprint of a tensor. What layers have alike they refer to in one place, which then lies in the cache. To
+// write to a place makes at most others that refer to it compare anew.
+void take_imprint(Parts& parts, size_t i) {
+  constexpr size_t kLooked = 256;
+  Imprint& imprint = parts.imprints[i];
+  Form found{};
+  imprint = imprint_of(imprint.handle, parts.tensors[i].is_used, found);
+  size_t place = i > kLooked ? i - kLooked : 0;
+  while (place < i && std::memcmp(&parts.forms[place], &found, sizeof found) != 0) ++place;
+  parts.forms[place] = found;
+  imprint.form = &parts.forms[place];
+}
+
+// The first tensor from one on that is not as its imprint says; the end if all are. As a function of its own it is
+// compiled to a loop in registers.
+__attribute__((noinline)) const Imprint* next_other(const Imprint* from, const Imprint* end, const Layout at) {
+  const Py_ssize_t ahead = steps_ahead(end - from);
+  auto fetch = [](const char* base, size_t offset) {  // of what may be nowhere
+    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(base) + offset));
+  };
+  for (; end - from > ahead; ++from) {
+    __builtin_prefetch(from[ahead].handle);
+    fetch(from[ahead].storage, at.data);
+    for (size_t line = 0; line < 3; ++line) fetch(from[ahead].impl, at.storage + line * 64);
+    if (__builtin_expect(!is_as(*from, at), false)) return from;
+  }
+  while (from != end && __builtin_expect(is_as(*from, at), true)) ++from;
+  return from;
+}
+
 bool tensors_match(Guard* self) {
-  const Layout at = layout;
-  Imprint* const imprints = self->parts.imprints.data();
-  const size_t count = self->parts.imprints.size(), ahead = steps_ahead(count);
-  for (size_t i = 0; i < count; ++i) {
-    if (i + ahead < count) {
-      const Imprint& later = imprints[i + ahead];
-      __builtin_prefetch(later.handle);
-      __builtin_prefetch(later.storage);
-      for (size_t line = 0; line < 3; ++line) __builtin_prefetch(later.impl + line * 64);
-    }
-    if (is_as(imprints[i], at)) continue;
+  const Imprint *const imprints = self->parts.imprints.data(), *const end = imprints + self->parts.imprints.size();
+  for (const Imprint* at = next_other(imprints, end, layout); at != end; at = next_other(at + 1, end, layout)) {
+    const size_t i = at - imprints;
     const TensorPlace& place = self->parts.tensors[i];
     if (!tensor_matches(place, self->parts.extents.data() + place.extents)) return false;
-    imprints[i] = imprint_of(handle_of(place.tensor), place.is_used);
-  }
-  return true;
-}
-
-bool is_same(const char* data, Py_ssize_t size, PyObject* bytes) {
-  return size == PyBytes_GET_SIZE(bytes) && std::memcmp(data, PyBytes_AS_STRING(bytes), size) == 0;
-}
-
-bool arrays_match(const Guard* self) {
-  for (const Array& entry : self->parts.arrays) {
-    Py_buffer view;
-    if (PyObject_GetBuffer(entry.array, &view, PyBUF_SIMPLE) == 0) {
-      const bool same = is_same(static_cast<const char*>(view.buf), view.len, entry.bytes);
-      PyBuffer_Release(&view);
-      if (!same) return false;
-      continue;
-    }
-    PyErr_Clear();  // it has gaps, or numbers that no buffer can describe
-    PyObject* now = PyObject_CallMethod(entry.array, "tobytes", nullptr);
-    const bool same = now && PyBytes_Check(now) && is_same(PyBytes_AS_STRING(now), PyBytes_GET_SIZE(now), entry.bytes);
-    Py_XDECREF(now);
-    if (!same) return false;
+    take_imprint(self->parts, i);
   }
   return true;
 }
@@ -251,13 +242,10 @@ bool all_match(Guard* self) {
   for (const Pair& entry : self->parts.types) {
     if (reinterpret_cast<PyObject*>(Py_TYPE(entry.subject)) != entry.expected) return false;
   }
-  for (const Pair& entry : self->parts.codes) {
-    if (PyFunction_GET_CODE(entry.subject) != entry.expected) return false;
-  }
   for (const Home& entry : self->parts.homes) {
     if (!entry.place || *entry.place != entry.dict) return false;
   }
-  return readers_match(self) && tensors_match(self) && arrays_match(self);
+  return readers_match(self) && tensors_match(self);
 }
 
 }  // namespace

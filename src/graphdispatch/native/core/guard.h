@@ -13,8 +13,8 @@ bool add_guard(PyObject* module);
 
 bool is_guard(PyObject* object);
 
-// Whether a Guard holds. Wants the GIL and a reference to the guard; leaves no Python error. It allocates nothing,
-// unless a reader of the guard does; only such a reader may run Python code.
+// Whether a Guard holds. Wants the GIL and a reference to the guard; leaves no Python error. Only a reader of
+// the guard may run Python code.
 bool guard_holds(PyObject* guard);
 
 // Whether a call may have to be differentiated by a Guard that has just been found to hold: 1 or 0; -1 says that only

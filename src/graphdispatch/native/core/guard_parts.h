@@ -32,7 +32,7 @@ struct Sequence {
   Range entries;
 };
 
-enum class Kind { kCall, kCell, kReference, kContext, kSlot, kDefaults, kKeywordDefaults, kBases };
+enum class Kind { kCall, kCell, kReference, kContext, kSlot, kCode, kDefaults, kKeywordDefaults, kBases };
 
 struct Reader {
   Kind kind;
@@ -53,11 +53,6 @@ struct Home {
   PyObject** place;  // where the object keeps it, whatever happens to the object; null if nowhere
 };
 
-struct Array {
-  PyObject* array;
-  PyObject* bytes;
-};
-
 struct TensorPlace {
   PyObject* tensor;
   bool is_used;  // else its address does not count
@@ -72,12 +67,12 @@ struct Parts {
   std::vector<Bindings> bindings;  // of each dict
   Slots slots;
   std::vector<Sequence> sequences;
-  std::vector<Pair> types, codes;
+  std::vector<Pair> types;
   std::vector<Home> homes;
-  std::vector<Array> arrays;
   std::vector<Reader> readers;
   std::vector<TensorPlace> tensors;
   std::vector<Imprint> imprints;  // of each tensor when it last was as expected
+  std::vector<Form> forms;      // one for each tensor, to which that and later ones alike may refer
   std::vector<int64_t> extents;
   Slots hooks;  // tables of hooks by the ids of their handles
 };
@@ -85,6 +80,8 @@ struct Parts {
 struct Guard {
   PyObject_HEAD bool is_dead;  // its references were cleared
   bool has_held;               // since it was made
+  bool watches;                // all of its dicts
+  uint64_t known_changes;      // to watched dicts, when all of these were as expected; 0: not known
   int trains;                  // whether one of the modules is in training mode; -1: not known
   PyObject* absent;
   PyObject* handles;  // the variables of torch's class of hook handles
@@ -93,6 +90,7 @@ struct Guard {
 };
 
 extern bool uses_versions;  // whether dicts whose version is as it was are skipped
+extern bool uses_changes;   // whether all are skipped while no watched dict is changed
 extern PyObject* next_id;   // the name of the number in ``handles``
 
 }  // namespace gd

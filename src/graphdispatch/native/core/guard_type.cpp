@@ -14,6 +14,14 @@ namespace gd {
 namespace {
 
 PyTypeObject* guard_type = nullptr;
+int watcher = -1;  // CPython's number for who is told of changes
+
+#if PY_VERSION_HEX >= 0x030C0000
+int count_change(PyDict_WatchEvent event, PyObject*, PyObject*, PyObject*) {
+  changes += event != PyDict_EVENT_DEALLOCATED;  // no guard has such a dict
+  return 0;
+}
+#endif
 
 // Give ``visit`` every reference of a guard. It may set them to null.
 template <typename Visit>
@@ -22,9 +30,6 @@ int each_reference(Guard* self, Visit visit) {
   auto one = [&](PyObject*& reference) {
     if (!stop && reference) stop = visit(reference);
   };
-  auto pairs = [&](std::vector<Pair>& list) {
-    for (Pair& entry : list) one(entry.subject), one(entry.expected);
-  };
   one(self->absent), one(self->handles), one(self->latest);
   for (Dict& entry : self->parts.dicts) one(entry.dict);
   for (PyObject*& slot : self->parts.slots) one(slot);
@@ -32,9 +37,8 @@ int each_reference(Guard* self, Visit visit) {
   for (Reader& entry : self->parts.readers) one(entry.subject), one(entry.expected);
   for (TensorPlace& entry : self->parts.tensors) one(entry.tensor);
   for (PyObject*& table : self->parts.hooks) one(table);
-  for (Array& entry : self->parts.arrays) one(entry.array), one(entry.bytes);
   for (Home& entry : self->parts.homes) one(entry.object), one(entry.dict);
-  pairs(self->parts.types), pairs(self->parts.codes);
+  for (Pair& entry : self->parts.types) one(entry.subject), one(entry.expected);
   return stop;
 }
 
@@ -70,6 +74,12 @@ Range keep(Guard* self, PyObject* tuple) {
   return range;
 }
 
+void keep_dict(Guard* self, PyObject* dict, const Bindings& wanted) {
+  self->parts.bindings.push_back(wanted);
+  self->parts.dicts.push_back({Py_NewRef(dict), 0});
+  self->watches &= uses_changes && watch(dict);
+}
+
 bool add_table(Guard* self, PyObject* item) {
   PyObject *dict, *keys, *names, *absent;
   Bindings wanted;
@@ -81,8 +91,7 @@ bool add_table(Guard* self, PyObject* item) {
   if (wanted.has_keys) wanted.keys = keep(self, keys);
   wanted.names = keep(self, names);
   wanted.names.count /= 2;
-  self->parts.bindings.push_back(wanted);
-  self->parts.dicts.push_back({Py_NewRef(dict), 0});
+  keep_dict(self, dict, wanted);
   return true;
 }
 
@@ -94,8 +103,7 @@ bool add_content(Guard* self, PyObject* item) {
   wanted.has_keys = PyTuple_Check(keys) && PyTuple_GET_SIZE(keys) == PyTuple_GET_SIZE(values);
   if (wanted.has_keys) wanted.keys = keep(self, keys);
   wanted.values = keep(self, values);
-  self->parts.bindings.push_back(wanted);
-  self->parts.dicts.push_back({Py_NewRef(dict), 0});
+  keep_dict(self, dict, wanted);
   return true;
 }
 
@@ -111,13 +119,6 @@ bool add_type(Guard* self, PyObject* item) {
   PyObject *object, *type;
   if (!PyArg_ParseTuple(item, "OO", &object, &type)) return false;
   self->parts.types.push_back({Py_NewRef(object), Py_NewRef(type)});
-  return true;
-}
-
-bool add_code(Guard* self, PyObject* item) {
-  PyObject *function, *code;
-  if (!PyArg_ParseTuple(item, "O!O", &PyFunction_Type, &function, &code)) return false;
-  self->parts.codes.push_back({Py_NewRef(function), Py_NewRef(code)});
   return true;
 }
 
@@ -149,6 +150,7 @@ bool add_reader(Guard* self, PyObject* item) {
       {"reference", Kind::kReference},
       {"context", Kind::kContext},
       {"slot", Kind::kSlot},
+      {"__code__", Kind::kCode},
       {"__defaults__", Kind::kDefaults},
       {"__kwdefaults__", Kind::kKeywordDefaults},
       {"__mro__", Kind::kBases},
@@ -158,7 +160,8 @@ bool add_reader(Guard* self, PyObject* item) {
   for (const auto& kind : kinds) {
     if (std::strcmp(name, kind.first) == 0) reader.kind = kind.second, known = true;
   }
-  const bool is_function = reader.kind == Kind::kDefaults || reader.kind == Kind::kKeywordDefaults;
+  const bool is_function = reader.kind == Kind::kCode || reader.kind == Kind::kDefaults ||
+                           reader.kind == Kind::kKeywordDefaults;
   if (!known || (reader.kind == Kind::kCell && !PyCell_Check(subject)) ||
       (reader.kind == Kind::kReference && !PyWeakref_CheckRef(subject)) ||
       (reader.kind == Kind::kContext && !PyContextVar_CheckExact(subject)) ||
@@ -203,14 +206,8 @@ bool add_tensor(Guard* self, PyObject* item) {
   shim.dtype(handle_of(tensor), &place.dtype);
   place.tensor = Py_NewRef(tensor);
   self->parts.tensors.push_back(place);
-  self->parts.imprints.push_back({handle_of(tensor)});
-  return true;
-}
-
-bool add_array(Guard* self, PyObject* item) {
-  PyObject *array, *bytes;
-  if (!PyArg_ParseTuple(item, "OO!", &array, &PyBytes_Type, &bytes)) return false;
-  self->parts.arrays.push_back({Py_NewRef(array), Py_NewRef(bytes)});
+  self->parts.imprints.push_back({handle_of(tensor), nullptr, nullptr, {}, nullptr});
+  self->parts.forms.emplace_back();
   return true;
 }
 
@@ -236,15 +233,15 @@ bool add_each(Guard* self, PyObject* items, bool (*add)(Guard*, PyObject*)) {
 }
 
 PyObject* guard_new(PyTypeObject* type, PyObject* args, PyObject* named) {
-  static const char* names[] = {"absent", "handles", "latest",  "trains",  "tables", "contents", "sequences", "types",
-                                "codes",  "homes",   "readers", "tensors", "arrays", "hooks",    nullptr};
-  PyObject *absent, *handles, *latest, *parts[10];
+  static const char* names[] = {"absent", "handles", "latest", "trains",  "tables",  "contents", "sequences",
+                                "types",  "homes",   "readers", "tensors", "hooks",  nullptr};
+  PyObject *absent, *handles, *latest, *parts[8];
   int trains;
-  if (!PyArg_ParseTupleAndKeywords(args, named, "$OO!O!iO!O!O!O!O!O!O!O!O!O!", const_cast<char**>(names), &absent,
+  if (!PyArg_ParseTupleAndKeywords(args, named, "$OO!O!iO!O!O!O!O!O!O!O!", const_cast<char**>(names), &absent,
                                    &PyDict_Type, &handles, &PyLong_Type, &latest, &trains, &PyTuple_Type, &parts[0],
                                    &PyTuple_Type, &parts[1], &PyTuple_Type, &parts[2], &PyTuple_Type, &parts[3],
                                    &PyTuple_Type, &parts[4], &PyTuple_Type, &parts[5], &PyTuple_Type, &parts[6],
-                                   &PyTuple_Type, &parts[7], &PyTuple_Type, &parts[8], &PyTuple_Type, &parts[9])) {
+                                   &PyTuple_Type, &parts[7])) {
     return nullptr;
   }
   Guard* self = reinterpret_cast<Guard*>(type->tp_alloc(type, 0));
@@ -254,9 +251,10 @@ PyObject* guard_new(PyTypeObject* type, PyObject* args, PyObject* named) {
   self->handles = Py_NewRef(handles);
   self->latest = Py_NewRef(latest);
   self->trains = trains;
-  bool (*const adders[])(Guard*, PyObject*) = {add_table, add_content, add_sequence, add_type,  add_code,
-                                               add_home,  add_reader,  add_tensor,   add_array, add_hooks};
-  for (int i = 0; i < 10; ++i) {
+  self->watches = true;
+  bool (*const adders[])(Guard*, PyObject*) = {add_table, add_content, add_sequence, add_type,
+                                               add_home,  add_reader,  add_tensor,   add_hooks};
+  for (int i = 0; i < 8; ++i) {
     if (!add_each(self, parts[i], adders[i])) {
       Py_DECREF(self);
       return nullptr;
@@ -275,19 +273,22 @@ PyObject* trainable(PyObject* self, PyObject*) {
 
 PyObject* has_held(PyObject* self, void*) { return PyBool_FromLong(reinterpret_cast<Guard*>(self)->has_held); }
 
-PyObject* use_versions(PyObject*, PyObject* wanted) {
-  const int use = PyObject_IsTrue(wanted);
-  if (use < 0) return nullptr;
-  uses_versions = use && kHasVersions;
-  return PyBool_FromLong(uses_versions);
+PyObject* skip_dicts(PyObject*, PyObject* args) {
+  int versions, news;
+  if (!PyArg_ParseTuple(args, "pp", &versions, &news)) return nullptr;
+  uses_versions = versions && kHasVersions;
+  uses_changes = news && watcher >= 0;
+  Py_RETURN_NONE;
 }
 
 PyObject* dict_version(PyObject*, PyObject* dict) {
-  if (!PyDict_Check(dict)) {
-    PyErr_SetString(PyExc_TypeError, "only a dict has a version");
-    return nullptr;
-  }
+  if (!PyDict_Check(dict)) return PyErr_Format(PyExc_TypeError, "only a dict has a version");
   return PyLong_FromUnsignedLongLong(version_of(dict));
+}
+
+PyObject* dict_changes(PyObject*, PyObject* dict) {
+  if (!PyDict_Check(dict)) return PyErr_Format(PyExc_TypeError, "only a dict can be watched");
+  return PyLong_FromUnsignedLongLong(watch(dict) ? changes : 0);
 }
 
 PyMethodDef guard_methods[] = {
@@ -324,18 +325,35 @@ PyType_Spec guard_spec = {
 };
 
 PyMethodDef functions[] = {
-    {"use_versions", use_versions, METH_O,
-     "use_versions(wanted)\n--\n\nLet guards skip dicts whose version is as it was, or not; whether they now do."},
+    {"skip_dicts", skip_dicts, METH_VARARGS,
+     "skip_dicts(versions, changes)\n--\n\nWhether guards skip dicts whose version is as it was, and all dicts while "
+     "no watched one is changed."},
     {"dict_version", dict_version, METH_O,
      "dict_version(dict)\n--\n\nA number that is another after each change of the dict; 0 where Python has none."},
+    {"dict_changes", dict_changes, METH_O,
+     "dict_changes(dict)\n--\n\nThe same as dict_version for a dict that is watched from now on."},
     {nullptr, nullptr, 0, nullptr},
 };
 
 }  // namespace
 
+uint64_t changes = 1;
+
+bool watch([[maybe_unused]] PyObject* dict) {
+#if PY_VERSION_HEX >= 0x030C0000
+  if (watcher >= 0 && PyDict_Watch(watcher, dict) == 0) return true;
+  PyErr_Clear();
+#endif
+  return false;
+}
+
 bool is_guard(PyObject* object) { return Py_TYPE(object) == guard_type; }
 
 bool add_guard(PyObject* module) {
+#if PY_VERSION_HEX >= 0x030C0000
+  watcher = PyDict_AddWatcher(count_change);
+  PyErr_Clear();  // CPython has no more of them
+#endif
   next_id = PyUnicode_InternFromString("next_id");
   guard_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&guard_spec));
   if (!next_id || !guard_type) return false;

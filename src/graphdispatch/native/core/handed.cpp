@@ -47,7 +47,8 @@ PyObject* Handed::copy_of(PyObject* tensor) {
   for (Made& made : made_) {
     PyObject* copy = made.tensor.get();
     if (!copy || Py_REFCNT(copy) != 1) continue;
-    if (!is_marked(copy) && made.holding.is_of(copy) && (is_inference_ || !ambient.version(handle_of(copy)))) {
+    if (!is_marked(copy) && is_plain_host(copy) && made.holding.is_of(copy) &&
+        (is_inference_ || !ambient.version(handle_of(copy)))) {
       std::memcpy(made.data, from_, nbytes_);
       return Py_NewRef(copy);
     }
@@ -69,7 +70,7 @@ bool Handed::learn(PyObject* tensor) {
   int64_t numel = 0;
   int32_t dtype = 0;
   if (shim.data_ptr(handle, &data) || shim.numel(handle, &numel) || shim.dtype(handle, &dtype)) return false;
-  source_ = imprint_of(handle, true);
+  source_ = imprint_of(handle, true, form_);
   from_ = data;
   nbytes_ = static_cast<size_t>(numel) * ambient.element_size(dtype);
   is_inference_ = ambient.inference_mode();

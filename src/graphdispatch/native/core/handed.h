@@ -49,6 +49,7 @@ class Handed {
 
   bool is_known_ = false, is_kept_ = false;  // whether it was looked at if copies are kept, and are they
   Imprint source_;                           // of the output
+  Form form_;
   const void* from_;
   size_t nbytes_;
   bool is_inference_;  // whether copies are made in inference mode

@@ -285,7 +285,7 @@ PyObject* serve(PyObject* server, PyObject* route, PyObject* args, PyObject* kwa
   PyObject* again[] = {server, route, args, kwargs};
   const int profiled = is_profiled();
   if (profiled) return profiled < 0 ? nullptr : PyObject_VectorcallMethod(names.serve_in_range, again, 4, nullptr);
-  Call call{server, route, args, kwargs};
+  Call call{server, route, args, kwargs, {}, {}, {}};
   const Outcome done = serve_call(call);
   if (done == Outcome::kServed) return call.result;
   if (done == Outcome::kRaised) return nullptr;

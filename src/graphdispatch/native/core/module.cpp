@@ -13,13 +13,13 @@ PyObject* bind(PyObject*, PyObject* args) {
     return nullptr;
   }
   if (!gd::find_torch(library, tensor, parameter, samples)) return nullptr;
-  Py_RETURN_NONE;
+  return PyBool_FromLong(gd::layout.is_known);
 }
 
 PyMethodDef methods[] = {
     {"bind", bind, METH_VARARGS,
      "bind(library, Tensor, Parameter, samples)\n--\n\nFind the shim in a loaded libtorch, and test it on sample "
-     "tensors. Raises ImportError; then nothing else of this module may be used."},
+     "tensors; whether their memory can be read. Raises ImportError; then nothing else of this module may be used."},
     {nullptr, nullptr, 0, nullptr},
 };
 

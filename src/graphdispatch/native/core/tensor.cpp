@@ -141,7 +141,7 @@ void find_layout(PyObject* samples) {
   layout.extents = reinterpret_cast<char*>(sizes - 1) - impl;
   layout.storage = offset_of(impl, storage);
   layout.data = offset_of(reinterpret_cast<char*>(storage), data);
-  const bool is_inside = layout.extents > 0 && layout.extents < kMostWords * kWord;
+  const bool is_inside = layout.extents > 0 && layout.extents < 2 * kMostWords * kWord;
   bool is_known = is_inside && layout.storage && layout.data;
   for (Py_ssize_t i = 0; is_known && i < PyTuple_GET_SIZE(samples); ++i) {
     is_known = has_layout(PyTuple_GET_ITEM(samples, i));
@@ -151,7 +151,7 @@ void find_layout(PyObject* samples) {
 
 }  // namespace
 
-Imprint imprint_of(void* handle, bool counts) {
+Imprint imprint_of(void* handle, bool counts, Form& form) {
   Imprint imprint{};
   imprint.handle = handle;
   const char* impl = *static_cast<const char**>(handle);
@@ -163,7 +163,8 @@ Imprint imprint_of(void* handle, bool counts) {
     if (!imprint.storage) return imprint;
     std::memcpy(imprint.data, imprint.storage + layout.data, sizeof imprint.data);
   }
-  std::memcpy(imprint.extents, impl + layout.extents, sizeof imprint.extents);
+  std::memcpy(form.words, impl + layout.extents, sizeof form.words);
+  imprint.form = &form;
   imprint.impl = impl;
   return imprint;
 }

@@ -62,25 +62,32 @@ struct Layout {
 
 extern Layout layout;
 
-constexpr int kExtents = 14;  // words of a TensorImpl from the number of dimensions on, dtype and device among them
+// Words of a TensorImpl from the number of dimensions on, dtype and device among them; its dispatch keys come next.
+constexpr int kExtents = 14;
 
-// The memory that tells a tensor's address, dtype, shape and strides, and maybe more: while it is as it was, they are.
-struct Imprint {
-  void* handle;
-  const char* impl;     // null: this tensor keeps them elsewhere
-  const char* storage;  // null: its address does not count
-  uint64_t data[3];
-  uint64_t extents[kExtents];
+// Words of memory that tell a tensor's dtype, shape and strides, and maybe more; alike in many tensors of a model.
+struct alignas(16) Form {
+  uint64_t words[kExtents];
 };
 
-// The imprint of a tensor whose address counts, or does not.
-Imprint imprint_of(void* handle, bool counts);
+// The memory that tells a tensor's address, dtype, shape and strides: while it is as it was, they are.
+struct Imprint {
+  void* handle;
+  const char* impl;        // null: this tensor keeps them elsewhere
+  const char* storage;     // null: its address does not count
+  uint64_t data[2];        // the address, and how it is freed: that tells of memory that moves when it is written
+  const Form* form;  // kept by whoever asked for the imprint
+};
 
-// Whether the words that tell a tensor's extents are as they were.
-inline bool are_same(const uint64_t* extents, const char* memory) {
-  using Two = uint64_t __attribute__((vector_size(16), aligned(8), may_alias));
-  const Two* then = reinterpret_cast<const Two*>(extents);
-  const Two* now = reinterpret_cast<const Two*>(memory);
+// The imprint of a tensor whose address counts, or does not; it refers to ``form``, which it fills.
+Imprint imprint_of(void* handle, bool counts, Form& form);
+
+// Whether the words at an address are of a form.
+inline bool has_form(const char* memory, const Form& form) {
+  using Two = uint64_t __attribute__((vector_size(16), may_alias));
+  using Loose = uint64_t __attribute__((vector_size(16), aligned(8), may_alias));
+  const Two* then = reinterpret_cast<const Two*>(form.words);
+  const Loose* now = reinterpret_cast<const Loose*>(memory);
   Two difference = then[0] ^ now[0];
 #pragma GCC unroll 8
   for (int i = 1; i < kExtents / 2; ++i) difference |= then[i] ^ now[i];
@@ -90,12 +97,11 @@ inline bool are_same(const uint64_t* extents, const char* memory) {
 // Whether a tensor is as its imprint says. False tells nothing. ``at`` is the layout.
 inline bool is_as(const Imprint& imprint, const Layout& at) {
   const char* impl = *static_cast<const char**>(imprint.handle);
-  if (impl != imprint.impl || !are_same(imprint.extents, impl + at.extents)) return false;
+  if (impl != imprint.impl || !has_form(impl + at.extents, *imprint.form)) return false;
   if (!imprint.storage) return true;
   const char* storage = *reinterpret_cast<const char* const*>(impl + at.storage);
   const uint64_t* data = reinterpret_cast<const uint64_t*>(storage + at.data);
-  return storage == imprint.storage &&
-         !((data[0] ^ imprint.data[0]) | (data[1] ^ imprint.data[1]) | (data[2] ^ imprint.data[2]));
+  return storage == imprint.storage && !((data[0] ^ imprint.data[0]) | (data[1] ^ imprint.data[1]));
 }
 
 // Fill the tables above from a library's path and torch's classes. False with an ImportError where anything is missing,
