@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import graphdispatch as gd
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 ROWS, WIDTH = 8, 4
 
 
