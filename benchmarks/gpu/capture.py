@@ -96,6 +96,7 @@ def _cost(bench: Bench, make: Callable[[], Any], example: Inputs) -> Figures:
 
 def _settled(bench: Bench) -> tuple[int, int]:
     """Bytes that the device has free, and that torch holds there; 0 where there is no such device."""
+    gc.collect()  # graphs of an earlier side may be part of a circle
     bench.empty_cache()
     if bench.device.type != "cuda":
         return 0, 0

@@ -67,6 +67,12 @@ def add_rows(place: int, source: Tensor, target: Tensor) -> None:
     copy_row(target, 0, source.sum(0))
 
 
+@Kernel
+def mark_slot(place: int, seen: Tensor, slots: Tensor) -> None:
+    """Ones into each slot."""
+    copy_row(seen, int(slots[place]), torch.ones_like(seen[0]))
+
+
 class Cached(nn.Module):
     """Adds what each slot held before, and keeps the row there."""
 
@@ -144,3 +150,22 @@ def test_rows_mixed_by_a_launched_kernel() -> None:
         x = torch.randn(rows, 4)
         torch.testing.assert_close(step(x), x + x.sum(0))
     assert step.last_decision.reason is Reason.VERIFICATION_FAILED, step.explain(x)
+
+
+@pytest.mark.parametrize("order", [[3, 3, 3], [4, 4, 4], [2, 2, 3], [3, 4, 3]], ids=str)
+def test_slots_that_every_early_batch_writes(order: list[int]) -> None:
+    """Padding of zeros writes what the first row writes, too; it must not when later batches leave that alone."""
+    pair = [torch.zeros(6, 2) for _ in range(2)]
+
+    def marked(seen: Tensor, slots: Tensor) -> Tensor:
+        mark_slot[(len(slots),)](seen, slots)
+        return slots * 2
+
+    step = gd.graphed(lambda slots: marked(pair[0], slots), dynamic={"slots": 0}, sizes=(4,), options=AT_ONCE)
+    for rows in [*order, 3, 3]:
+        step(torch.arange(rows))
+    for slots in ([1, 2, 3], [3], [5, 4], [4, 3, 2, 1], [2], [5, 1, 4]):
+        for seen in pair:
+            seen.zero_()
+        assert torch.equal(step(torch.tensor(slots)), marked(pair[1], torch.tensor(slots)))
+        assert torch.equal(*pair), step.last_decision

@@ -242,6 +242,8 @@ class EffectRecorder(OperatorMode):
         """Whether the run made memory that it did not write at once; see ``unwritten``."""
         self.runs_custom = False
         """Whether it ran an operator of somebody else's, which may draw without saying so."""
+        self.opaque: dict[int, torch.Tensor] = {}
+        """What operators of somebody else's, or kernels, may have written, by its storage's key: anywhere in it."""
         self.limits_values = False
         """Whether it may fail for numbers unlike those of the batch: it checks data, or made integers or probabilities
         of floating-point numbers. On a GPU such a failure ends the process's use of the device."""
@@ -416,6 +418,8 @@ class EffectRecorder(OperatorMode):
             if storage_key(tensor) in self._made or tensor.numel() == 0:
                 continue
             is_guess = getattr(func, "is_guess", False)
+            if func.namespace not in ("aten", "prims"):
+                self.opaque[storage_key(tensor)] = tensor
             if is_guess and self._is_inside:
                 continue  # the operator around it says what it writes
             try:

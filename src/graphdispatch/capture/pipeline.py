@@ -167,6 +167,7 @@ def _verify(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
         _note_batch(attempt, entry)
         return
     writes = entry.written is not None or any(not entry.inputs.specs[i].spans for i in entry.mutated)
+    writes = writes or bool(eager.effects.opaque)
     if writes or entry.mode is not CUDAGraphMode.FULL:  # else it writes its rows at most
         attempt.warm_up()
     check_values(eager.opened, entry.output)

@@ -309,7 +309,8 @@ class RowProver:
         whole = (view for spec, view in zip(specs, views, strict=True) if not spec.spans)
         tensors = [] if earlier else [*self._entry.held, *whole]
         hiding, name, what = list(filter(_may_hide, tensors)), BY_RULE.name, None
-        is_indexed = any(region.indices and storage_key(region.target) not in rows for region in run.regions)
+        indexed = {storage_key(region.target) for region in run.regions if region.indices}
+        is_indexed = any(key not in rows for key in (*indexed, *run.opaque))
         if hiding:
             name, paddings = "large numbers", self._far_apart()
             what = difference_apart(self._attempt, self._entry, hiding, self._state, self.rows, paddings)

@@ -13,6 +13,8 @@ Note [slots from zero on]
     Padding of zeros writes to slot 0. Nobody sees that while some real row writes there, too, as in early batches. So
     where a call writes by indices, the batch without its first row is run, alone and padded: padding must not write
     more. A rule that repeats a real row follows the batch. A batch of one row cannot tell, and a later one is tested.
+    Where an operator of somebody else's writes, or a kernel, both runs get the same copies of what it writes, with
+    other numbers in them: what changed there was written.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -138,6 +140,10 @@ class _StandIns(EffectRecorder):
         target: torch.Tensor = self.swap(region.target)
         return torch.ops.aten.index.Tensor(target, list(region.indices)) if region.indices else target
 
+    def look_inside(self, func: Any, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator's Python kernel on the copies."""
+        return super().look_inside(func, key, map_leaves(self.swap, args), map_leaves(self.swap, kwargs))
+
     def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operator on the copies."""
         return super().watch(func, map_leaves(self.swap, args), map_leaves(self.swap, kwargs))
@@ -169,7 +175,7 @@ def writes_more_with_fewer_rows(attempt: "CaptureAttempt", rows: int) -> tuple[b
     """Whether more than these ``rows`` rows are needed to tell; and, in words, that padding writes what real rows leave
     alone if the first row is missing: see Note [slots from zero on].
 
-    Costs two eager runs. Raises as ``difference_apart`` does.
+    Costs two eager runs, and two more for what operators of somebody else's write. Raises as ``difference_apart`` does.
     """
     request = attempt.request
     pads = [pad for spec in request.inputs.specs if spec.spans for pad in spec.pads]
@@ -191,7 +197,38 @@ def writes_more_with_fewer_rows(attempt: "CaptureAttempt", rows: int) -> tuple[b
     if run_apart(attempt, padded, request.static_values(), list) is None:
         return False, None
     writes = find_padding_writes(request, alone.regions, padded.regions) is not None
+    writes = writes or _writes_more_of_others(attempt, values, fewer)
     return False, "padding writes where the rows behind the first one leave memory alone" if writes else None
+
+
+def _writes_more_of_others(attempt: "CaptureAttempt", values: Sequence[Any], rows: int) -> bool:
+    """The same of what operators of somebody else's write, by the numbers that change in copies of it."""
+    request, views = attempt.request, attempt.request.inputs.views(attempt.request.size)
+    given = {*map(storage_key, views), *map(storage_key, request.arguments())}
+    found = {key: one for key, one in attempt.warm_run.opaque.items() if key not in given and _takes_numbers(one)}
+    changed = list[list[torch.Tensor]]()
+    for what in ("alone", "with padding") if found else ():
+        attempt.start_over(f"asking what operators of others write for fewer rows, {what}")
+        if what != "alone":
+            request.inputs.load(values, rows, request.size)
+        effects = _StandIns(request.options.state_limit_bytes, found.values())
+        before = [effects.swap(one).clone() for one in found.values()]
+        after = run_apart(
+            attempt,
+            effects,
+            request.static_values() if changed else values,
+            lambda _, effects=effects: [effects.swap(one).clone() for one in found.values()],  # type: ignore[misc]
+        )
+        if after is None:
+            return False
+        changed.append([a != b for a, b in zip(after, before, strict=True)])
+    return any(bool((more & ~fewer).any()) for fewer, more in zip(*changed, strict=True))
+
+
+def _takes_numbers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may hold any numbers: not integers that may be indices, or memory that is written twice."""
+    is_plain = not (is_expanded(tensor) or tensor.is_conj() or tensor.is_neg())
+    return is_plain and (tensor.is_cpu or not _is_integer(tensor) or tensor.dtype.itemsize == 1)
 
 
 def run_apart(
