@@ -314,6 +314,8 @@ class Emulated:
     def rehearse(self, args: Any, kwargs: Any) -> None:
         """Raise at once what the operator says of types and shapes: on a device only values are looked at later."""
         leaves = tree_flatten((args, kwargs))[0]
+        if "index_put" in self.schema.name and any(isinstance(v, Tensor) and v.dtype is torch.bool for v in leaves):
+            return  # how many values fit is the mask's to say
         key = (self.schema.name, *((v.dtype, v.shape) if isinstance(v, Tensor) else repr(v) for v in leaves))
         if key in _rehearsed:
             return

@@ -88,8 +88,8 @@ def _hiding(
 ) -> list[torch.Tensor]:
     """Those that hold nothing but zeros, or one truth value; 64 MiB of them at most.
 
-    An index out of range ends a process's use of a GPU: integers, and numbers of which the call makes any, change on
-    the host alone, and integers never for operators of somebody else's.
+    An index out of range ends a process's use of a GPU: integers change there where no operator could fail, and numbers
+    of which the call makes any integers on the host alone; integers never for operators of somebody else's.
     """
     found, room, effects = [], _MOST_BYTES, attempt.eager.effects
     distributed = torch.distributed
@@ -99,7 +99,7 @@ def _hiding(
         size, is_flag = tensor.untyped_storage().nbytes(), tensor.dtype is torch.bool
         is_safe = is_flag or tensor.is_cpu or not entry.program.limits_values
         if _is_integer(tensor):
-            is_safe = tensor.is_cpu and takes_integers and not effects.runs_custom
+            is_safe = takes_integers and not effects.runs_custom and (tensor.is_cpu or entry.program.takes_any)
         if size > room or not is_safe or is_expanded(tensor) or tensor.is_conj() or tensor.is_neg():
             continue
         if not bool(tensor.any()) or (is_flag and bool(tensor.all())):

@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 from torch._ops import OpOverload
 
-from ..backends.operators import OperatorKind, bits_equal, kind_of, storage_key
+from ..backends.operators import OperatorKind, bits_equal, is_total, kind_of, storage_key
 from ..call.spec import is_tensor
 from ..modes import EntryState
 from ..reasons import Reason
@@ -289,6 +289,8 @@ class Program:
         kinds = {kind_of(func) for func in {func for func, _ in operators}}
         self.computes = bool(operators) and kinds <= {OperatorKind.PURE, OperatorKind.VIEW, OperatorKind.RANDOM}
         """Whether all that it does is to make tensors of others and views of them, and perhaps to draw numbers."""
+        self.takes_any = all(kind_of(func) is OperatorKind.VIEW or is_total(func) for func in {f for f, _ in operators})
+        """Whether no number in a tensor can make it fail, such as an index out of range."""
         self.proof: RowProof | None = None
         """Whether real rows are independent of padding; None until a comparison has tested that."""
         self.was_padded = False
