@@ -327,8 +327,8 @@ class EffectRecorder(OperatorMode):
     def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Save what the operator is about to overwrite, then run it."""
         kind, made, outside = kind_of(func), self._made, self.outside
-        keys = dict[int, int]()
-        for tensor in tensors_in(*args, *kwargs.values()):
+        keys, given = dict[int, int](), tensors_in(*args, *kwargs.values())
+        for tensor in given:
             if is_strided(tensor):
                 keys[id(tensor)] = key = storage_key(tensor)
                 if key not in made and key not in outside:
@@ -351,16 +351,16 @@ class EffectRecorder(OperatorMode):
                 check_geometry(func, shapes)
             except CaptureError as error:
                 self.give_up(error)
-        if _is_particular(func):
-            self.groups_rows |= func._schema.name in _GROUPING
-            self.limits_values = self.limits_values or _limits_values(func, args, result)
+        gives = tensors_in(result)
+        self.groups_rows = self.groups_rows or _groups(func)
+        self.limits_values = self.limits_values or _checks(func) or _makes_integers(func, given, gives)
         # Where torch fills new memory, eager's answer may hold that.
         if kind is OperatorKind.EMPTY and not _fills_new_memory():
             _mark_unwritten(result)
             self.reserves_memory = True
         if func is _LIFT:  # its argument is what Python values were made into
             outside.pop(storage_key(args[0]), None)
-        results = [self._note_made(tensor) for tensor in tensors_in(result)]
+        results = [self._note_made(tensor) for tensor in gives]
         if self._labels is not None:
             self._labels.note_made(results, keys.values())
         return result
@@ -492,25 +492,37 @@ _COMPUTES = (OperatorKind.PURE, OperatorKind.VIEW)
 _LIFT = torch.ops.aten.lift_fresh.default
 _CHECKING = frozenset(("aten::_assert_async", "aten::multinomial", "aten::bernoulli", "aten::binary_cross_entropy"))
 """Operators that check data on the device."""
-_CONVERTING = frozenset(("aten::_to_copy", "aten::copy_", "aten::view"))
-"""Those that may make integers of floating-point numbers."""
+_ORDERING_NAMES = """
+    argmax argmin argsort cummax cummin kthvalue max median min mode nanmedian sort topk max_pool2d_with_indices
+    max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d
+"""
+_ORDERING = frozenset(f"aten::{name}" for name in _ORDERING_NAMES.split())
+"""Operators whose integers are places among the numbers that they are given, whatever these are."""
 _GROUPING = frozenset(("aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2"))
-"""Those that multiply groups of rows whose sizes are data."""
+"""Operators that multiply groups of rows whose sizes are data."""
+_INDICES = (torch.int64, torch.int32)
 
 
 @per_operator
-def _is_particular(func: OpOverload) -> bool:
-    return func._schema.name in _CHECKING | _CONVERTING | _GROUPING
+def _groups(func: OpOverload) -> bool:
+    return func._schema.name in _GROUPING
 
 
-def _limits_values(func: OpOverload, args: tuple[Any, ...], result: Any) -> bool:
-    """Whether an operator checks data on the device, or makes integers of floating-point numbers."""
-    name = func._schema.name
-    if name not in _CONVERTING:
-        return name in _CHECKING
-    if not isinstance(result, torch.Tensor) or result.is_floating_point() or result.is_complex():
-        return False
-    return result.dtype is not torch.bool and args[int(name == "aten::copy_")].is_floating_point()
+@per_operator
+def _checks(func: OpOverload) -> bool:
+    return func._schema.name in _CHECKING
+
+
+@per_operator
+def _orders(func: OpOverload) -> bool:
+    """Whether the integers that it gives are places, or the state of a random generator."""
+    return func._schema.name in _ORDERING or "attention" in func._schema.name
+
+
+def _makes_integers(func: OpOverload, given: Sequence[torch.Tensor], gives: Sequence[torch.Tensor]) -> bool:
+    """Whether an operator made integers of floating-point numbers, which may become indices."""
+    made = any(tensor.dtype in _INDICES for tensor in gives)
+    return made and not _orders(func) and any(tensor.is_floating_point() or tensor.is_complex() for tensor in given)
 
 
 def _fills_new_memory() -> bool:
