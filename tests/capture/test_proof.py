@@ -178,7 +178,9 @@ def test_groups_of_rows_are_compared_within_the_tolerance(mixes: bool) -> None:
         assert not step.entries[0].proof.deterministic
 
 
-EMBEDDINGS = torch.randn(50, 16, generator=torch.Generator().manual_seed(5), device="cpu")
+EMBEDDINGS = torch.randn(50, 16, generator=torch.Generator().manual_seed(5), device="cpu").to(
+    torch.get_default_device()
+)
 BY_IDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "minimum": lambda x, ids: x + ids.amin(),
     "maximum_of_negatives": lambda x, ids: x + (-ids).amax(),
