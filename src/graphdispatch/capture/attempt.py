@@ -74,6 +74,7 @@ class CaptureAttempt:
         self.warm_run = EffectRecorder(request.options.state_limit_bytes, strict=True, labels=labels)
         with uncached_casts(), request.backend.rehearsing(), self.eager.trace, self.warm_run.guarding():
             output = copy_context().run(request.call, request.static_values())
+        self.warm_run.note_outputs(self.eager.open_outputs(output))
         self._note_run(self.warm_run)
         del output
 

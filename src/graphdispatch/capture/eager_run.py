@@ -152,6 +152,7 @@ def run_eagerly(
         draws = effects.uses_rng or pads_by_code or (may_draw and not torch.equal(before, after))
         warms_up = on_static_inputs and not request.backend.is_asked(trace.codes)
         run = EagerRun(answer, values, arguments, effects, before, after, draws, trace, changed, drew, warms_up)
+        effects.note_outputs(run.opened)
     except BaseException as error:
         if not request.keep_effects:
             undo_run(request, effects, before, walk)

@@ -251,6 +251,8 @@ class EffectRecorder(OperatorMode):
         """Whether it multiplied groups of rows whose sizes are data, so that the bits of a row follow its group."""
         self.operators: list[Operator] = []
         """What it ran, if there are labels for its tensors."""
+        self.outputs: tuple[Any, ...] = ()
+        """What it gave back, likewise."""
         self._labels = labels
         self.outside: dict[int, torch.Tensor] = {}
         """One tensor for each storage that the run used and did not make, by the storage's key."""
@@ -336,7 +338,7 @@ class EffectRecorder(OperatorMode):
         if kind not in _COMPUTES:
             self.runs_custom = self.runs_custom or func.namespace not in ("aten", "prims")
         if self._labels is not None:
-            self.operators.append(self._labels.operator(func, args, kwargs, keys))
+            self.operators.append(self._labels.operator(func, args, kwargs, keys, given))
         shapes = []
         if kind is OperatorKind.WRITE:
             written = written_tensors(func, args, kwargs)
@@ -364,6 +366,11 @@ class EffectRecorder(OperatorMode):
         if self._labels is not None:
             self._labels.note_made(results, keys.values())
         return result
+
+    def note_outputs(self, output: Any) -> None:
+        """Note what the run gave back; call it while that is at hand."""
+        if self._labels is not None:
+            self.outputs = self._labels.outputs(tensors_in(output)) or (object(),)
 
     def give_up(self, error: CaptureError) -> None:
         """Note that the run cannot be captured; raise that if the run must be undone."""

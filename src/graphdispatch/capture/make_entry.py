@@ -100,6 +100,7 @@ def find_program(attempt: CaptureAttempt) -> Program:
         run.operators,
         request.size,
         request.inputs.axes,
+        outputs=run.outputs,
         limits_values=run.limits_values,
         groups_rows=run.groups_rows,
     )
@@ -127,7 +128,7 @@ def runs_program_of(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> bool:
         and program.was_padded
         and any(peer.program is program and peer.state is EntryState.VERIFIED for peer in request.peers)
         and list(map(storage_key, entry.held)) == [key for key in effects.outside if key not in given]
-        and program.runs_as(Program(effects.operators, request.rows, axes))
+        and program.runs_as(Program(effects.operators, request.rows, axes, outputs=effects.outputs))
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 from torch._ops import OpOverload
 
-from ..backends.operators import OperatorKind, bits_equal, is_total, kind_of, storage_key
+from ..backends.operators import OperatorKind, bits_equal, is_strided, is_total, kind_of, storage_key
 from ..call.spec import is_tensor
 from ..modes import EntryState
 from ..reasons import Reason
@@ -243,8 +243,9 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is int and type(b) is int and a == b)
 
 
-Operator = tuple[OpOverload, tuple[Any, ...]]
-"""An operator with its arguments; in place of each tensor stands the label of its memory."""
+Operator = tuple[OpOverload, tuple[Any, ...], tuple[Any, ...]]
+"""An operator with its arguments, in which the label of its memory stands for each tensor; and how each of its tensors
+lies there."""
 
 _LENGTHS = frozenset(
     (
@@ -266,6 +267,7 @@ class Program:
 
     Args:
         operators: The operators of a run on the static inputs.
+        outputs: The tensors that it gave back: their labels, and how they lie in their memory.
         size: The rows of the run, padding included.
         axes: The dynamic dimensions of the batch.
         limits_values: Whether they may fail for numbers unlike those of the batch.
@@ -278,18 +280,21 @@ class Program:
         size: int = 0,
         axes: Sequence[Axis] = (ROWS,),
         *,
+        outputs: Sequence[Any] = (),
         limits_values: bool = False,
         groups_rows: bool = False,
     ) -> None:
         self._operators = operators
+        self._outputs = outputs
         self._is_apart = False
         self.limits_values = limits_values
         self.groups_rows = groups_rows
         self._lengths = [axis.of(size) for axis in axes]
-        kinds = {kind_of(func) for func in {func for func, _ in operators}}
+        distinct = {func for func, *_ in operators}
+        kinds = {kind_of(func) for func in distinct}
         self.computes = bool(operators) and kinds <= {OperatorKind.PURE, OperatorKind.VIEW, OperatorKind.RANDOM}
         """Whether all that it does is to make tensors of others and views of them, and perhaps to draw numbers."""
-        self.takes_any = all(kind_of(func) is OperatorKind.VIEW or is_total(func) for func in {f for f, _ in operators})
+        self.takes_any = all(kind_of(func) is OperatorKind.VIEW or is_total(func) for func in distinct)
         """Whether no number in a tensor can make it fail, such as an index out of range."""
         self.proof: RowProof | None = None
         """Whether real rows are independent of padding; None until a comparison has tested that."""
@@ -309,14 +314,16 @@ class Program:
         return not self._is_apart and min(self._lengths) >= _LEAST and self.runs_as(other)
 
     def runs_as(self, other: "Program") -> bool:
-        """Whether the other program is this one for another number of rows."""
+        """Whether the other program is this one for another number of rows, and gives back the same tensors."""
         if len(self._operators) != len(other._operators):
             return False
         places = range(len(self._lengths))
         chosen = [some for count in range(1, len(places) + 1) for some in combinations(places, count)]
         ratios = [(prod(self._lengths[i] for i in some), prod(other._lengths[i] for i in some)) for some in chosen]
-        return all(
-            mine[0] is theirs[0] and _alike(mine[1], theirs[1], _follows_batch(mine[0]), ratios)
+        return _is_same(self._outputs, other._outputs, ratios) and all(
+            mine[0] is theirs[0]
+            and _alike(mine[1], theirs[1], _follows_batch(mine[0]), ratios)
+            and _is_same(mine[2], theirs[2], ratios)
             for mine, theirs in zip(self._operators, other._operators, strict=True)
         )
 
@@ -333,14 +340,24 @@ class Labels(dict[int, str]):
         return cls({storage_key(tensor): f"argument {index}" for index, tensor in enumerate(tensors)})
 
     def operator(
-        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], keys: Mapping[int, int]
+        self,
+        func: OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        keys: Mapping[int, int],
+        tensors: Iterable[torch.Tensor],
     ) -> Operator:
-        """An operator that is about to run. ``keys`` has those of its tensors' storages, by the tensors' ``id``."""
+        """An operator that is about to run. ``keys`` has those of its tensors' storages, by the tensors' ``id``, in the
+        order of the tensors."""
         values = [self._of(value, keys) for value in args]
         if func is _LIFT:
             values.append(_numbers(args[0]))
         values += [(name, self._of(value, keys)) for name, value in kwargs.items()]
-        return func, tuple(values)
+        return func, tuple(values), tuple(map(_layout, tensors))
+
+    def outputs(self, tensors: Iterable[torch.Tensor]) -> tuple[Any, ...]:
+        """What a run gave back."""
+        return tuple((self.get(storage_key(t)), _layout(t)) if is_strided(t) else (object(),) for t in tensors)
 
     def note_made(self, results: Iterable[int | None], used: Collection[int]) -> None:
         """Name what it made, by the keys: memory that it did not use may lie where other memory was before."""
@@ -364,6 +381,11 @@ class Labels(dict[int, str]):
     def _next(self) -> str:
         self._count += 1
         return f"#{self._count}"
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """How a tensor lies in its memory."""
+    return (*tensor.shape, *tensor.stride(), tensor.storage_offset(), tensor.dtype) if is_strided(tensor) else ()
 
 
 _LIFT = torch.ops.aten.lift_fresh.default
@@ -397,7 +419,7 @@ def _is_same(a: Any, b: Any, ratios: Sequence[tuple[int, int]]) -> bool:
     if type(a) is tuple:
         return len(a) == len(b) and all(_is_same(x, y, ratios) for x, y in zip(a, b, strict=True))
     if type(a) is int:
-        return a == b or any(a * n == b * m for m, n in ratios)
+        return a == b or any(a % m == 0 and b == a // m * n for m, n in ratios)
     return bool(a == b) or (a != a and b != b)
 
 
