@@ -68,6 +68,18 @@ def add_rows(place: int, source: Tensor, target: Tensor) -> None:
 
 
 @Kernel
+def clamp_row(place: int, rows: Tensor) -> None:
+    """No number below zero."""
+    copy_row(rows, place, rows[place].clamp(min=0))
+
+
+@Kernel
+def add_to(place: int, totals: tuple[Tensor], rows: Tensor) -> None:
+    """The sum of the rows, into a tensor in a tuple."""
+    copy_row(totals[0], 0, totals[0][0] + rows.sum(0))
+
+
+@Kernel
 def mark_slot(place: int, seen: Tensor, slots: Tensor) -> None:
     """Ones into each slot."""
     copy_row(seen, int(slots[place]), torch.ones_like(seen[0]))
@@ -119,24 +131,6 @@ def test_padding_that_a_launched_kernel_would_write() -> None:
     assert step.stats.hits > 0, step.stats.reasons
 
 
-def test_what_a_launched_kernel_only_reads_is_no_state() -> None:
-    """Of all its tensors those count as written that change."""
-    weight = torch.randn(1, 4)
-
-    def scaled(x: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        double[(len(x),)](x, out)
-        add_rows[(1,)](weight, kept := torch.empty(1, 4))
-        return out * kept
-
-    options = gd.CUDAGraphOptions(capture_after=1, state_limit_bytes=1000)
-    step = gd.graphed(scaled, dynamic={"x": 0}, sizes=(4,), options=options)
-    for rows in (3, 3, 3, 3):
-        x = torch.randn(rows, 4)
-        torch.testing.assert_close(step(x), x * 2 * weight)
-    assert step.last_decision.reason is Reason.PADDED, step.explain(x)
-
-
 def test_rows_mixed_by_a_launched_kernel() -> None:
     """It is found as any other mixing is."""
 
@@ -169,3 +163,56 @@ def test_slots_that_every_early_batch_writes(order: list[int]) -> None:
             seen.zero_()
         assert torch.equal(step(torch.tensor(slots)), marked(pair[1], torch.tensor(slots)))
         assert torch.equal(*pair), step.last_decision
+
+
+def test_an_argument_that_a_kernel_writes_later() -> None:
+    """While the first batches are as the kernel leaves them, nothing changes; later it does."""
+
+    def clamped(x: Tensor) -> Tensor:
+        clamp_row[(len(x),)](x)
+        return x + 1
+
+    step = gd.graphed(clamped, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    for make in (torch.rand, torch.rand, torch.rand, torch.randn, torch.randn, torch.randn):
+        for rows in (4, 3):
+            x = make(rows, 4)
+            wanted = x.clamp(min=0)
+            assert torch.equal(step(x), wanted + 1)
+            assert torch.equal(x, wanted)
+
+
+def test_state_that_a_kernel_writes_with_what_it_holds() -> None:
+    """It is put back after a proof with other numbers."""
+    model = Cached()
+    options = gd.CUDAGraphOptions(padding_writes="allow", capture_after=1)
+    step = gd.graphed(model, dynamic={"x": 0, "slots": 0}, pad={"slots": gd.Pad.value(11)}, sizes=(4,), options=options)
+    for _ in range(4):
+        step(torch.zeros(3, 4), torch.arange(3))
+    assert not model.cache[:11].any(), model.cache
+
+
+def test_tensors_inside_of_other_arguments() -> None:
+    """Nobody sees what such a kernel may write, so no graph is made."""
+    total = torch.zeros(1, 4)
+
+    def added(x: Tensor) -> Tensor:
+        add_to[(1,)]((total,), x)
+        return x + 1
+
+    step = gd.graphed(added, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    wanted = torch.zeros(1, 4)
+    for _ in range(4):
+        x = torch.randn(4, 4)
+        step(x)
+        wanted += x.sum(0)
+    torch.testing.assert_close(total, wanted)
+    assert step.last_decision.reason is Reason.CAPTURE_UNSAFE
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_integers_of_any_width_keep_a_proof_to_the_numbers_of_the_batch(kind: torch.dtype) -> None:
+    """They may become indices."""
+    table = torch.randn(12, 4)
+    step = gd.graphed(lambda x: table[(x[:, 0] * 3).to(kind).long()] + x, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    step(torch.rand(4, 4))
+    assert step.entries[0].program.limits_values

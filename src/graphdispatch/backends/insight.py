@@ -15,8 +15,8 @@ Note [compiled code]
     it writes, and what it returns is new. So it stands in a recording as one call, and a replay runs the compiled
     kernels.
 
-    So does a Triton kernel that the model launches itself. Its tensors are all that it reads and may write: what it
-    wrote, only a comparison with what they held before can tell.
+    So does a Triton kernel that the model launches itself. Its tensors are all that it may write, so each counts as
+    written, also one that it only reads.
 """
 
 import sys
@@ -143,13 +143,15 @@ _shown: set[type] = set()
 class CompiledRegion:
     """Looks like an operator to those that watch: ``region(run, *inputs)`` runs compiled code.
 
-    ``mutated`` are the inputs, by position, that it writes; where ``is_guess``, that it may write.
+    ``mutated`` are the inputs, by position, that it writes; where ``is_guess``, that it may write. It ``hides`` what it
+    may write where tensors are inside of other arguments.
     """
 
     size: int
     mutated: tuple[int, ...]
     what: str = "compiled code"
     is_guess: bool = False
+    hides: bool = False
     namespace = "inductor_compiled"
     tags: tuple[torch.Tag, ...] = ()
 
@@ -262,6 +264,14 @@ class OperatorMode(UntracedMode):
 
     def watch_region(self, region: CompiledRegion, args: tuple[Any, ...]) -> Any:
         """Show the call of compiled code to ``watch``."""
+        if region.hides:
+            self.give_up(
+                CaptureError(
+                    f"{region} gets tensors inside of other arguments, and nobody sees which of them it writes; pass "
+                    f"the tensors themselves, or make it a custom operator; at {user_line()}",
+                    Reason.CAPTURE_UNSAFE,
+                )
+            )
         with torch._C.DisableTorchFunction():
             return self.watch(cast(OpOverload, region), args, {})
 
@@ -301,9 +311,10 @@ def _reveal_launches(launcher: ModuleType) -> None:
         def run(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
             def shown() -> tuple[CompiledRegion, tuple[Any, ...]]:
                 inputs, what = (*args, *named.values()), f"the Triton kernel {self.__name__!r}"
+                hides = any(isinstance(value, (tuple, list)) or hasattr(value, "base") for value in inputs)
                 tensors = tuple(i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor))
                 launch = _Launch(self, grid, tuple(named))
-                return CompiledRegion(len(inputs), tensors, what, is_guess=True), (launch, *inputs)
+                return CompiledRegion(len(inputs), tensors, what, is_guess=True, hides=hides), (launch, *inputs)
 
             direct, paused = partial(plain, self, *args, grid=grid, warmup=warmup, **named), pause()
             try:

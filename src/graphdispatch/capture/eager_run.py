@@ -101,13 +101,10 @@ class EagerRun:
         return ArgumentMetadata(names, values, guard.tensors)
 
 
-def run_eagerly(
-    request: CaptureRequest, *, on_static_inputs: bool = False, is_labelled: bool = False
-) -> EagerRun | CaptureResult:
+def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> EagerRun | CaptureResult:
     """Run the call on the real rows, and watch what it writes.
 
-    With ``on_static_inputs`` it runs on these, after loading a full batch; so it is a warm-up, too. Then, and if it
-    ``is_labelled``, its operators are kept.
+    With ``on_static_inputs`` it runs on these, after loading a full batch; so it is a warm-up, too.
     An error of the callable passes through. If the request does not want the effects, they are undone on every way out
     by an error. A ``CaptureResult`` says why there can be no graph: the batch could not be loaded, what the run
     overwrites could not be saved, or what it did could not be noted (no memory left).
@@ -136,7 +133,7 @@ def run_eagerly(
             return failed_result(request, None, error, "copying the batch into the static inputs")
         arguments = [view.detach() for view in request.inputs.views(request.size)]
         values = request.call.in_new_containers(request.values_with(arguments))
-    labels = Labels.of_arguments(arguments) if on_static_inputs or is_labelled else None
+    labels = Labels.of_arguments(arguments) if on_static_inputs else None
     effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects, labels=labels)
     answer, has_run = None, False
     pads_by_code = request.is_padded and any(pad.runs_code for spec in request.inputs.specs for pad in spec.pads)
@@ -327,7 +324,7 @@ def run_for_graph(request: CaptureRequest, *, on_static_inputs: bool) -> EagerRu
         raise
     if isinstance(again, EagerRun):
         made, given = first.effects.made_storages(), set(map(storage_key, first.arguments))
-        keeps_given = not given.isdisjoint(map(storage_key, again.trace.walk.tensors))
+        keeps_given = not given.isdisjoint(map(storage_key, filter(is_strided, again.trace.walk.tensors)))
         counts = any(storage_key(region.target) in made for region in again.effects.regions if not region.is_generator)
         written = ((region.read(), region.after) for region in first.effects.regions)
         is_settled = again.changed is None and not (keeps_given or counts)

@@ -242,8 +242,8 @@ class EffectRecorder(OperatorMode):
         """Whether the run made memory that it did not write at once; see ``unwritten``."""
         self.runs_custom = False
         """Whether it ran an operator of somebody else's, which may draw without saying so."""
-        self.opaque: dict[int, torch.Tensor] = {}
-        """What operators of somebody else's, or kernels, may have written, by its storage's key: anywhere in it."""
+        self.opaque: dict[tuple[Any, ...], torch.Tensor] = {}
+        """What operators of somebody else's, or kernels, may have written, anywhere in it: views, by their keys."""
         self.limits_values = False
         """Whether it may fail for numbers unlike those of the batch: it checks data, or made integers or probabilities
         of floating-point numbers. On a GPU such a failure ends the process's use of the device."""
@@ -354,6 +354,8 @@ class EffectRecorder(OperatorMode):
             except CaptureError as error:
                 self.give_up(error)
         gives = tensors_in(result)
+        if kind is OperatorKind.WRITE:
+            gives += written
         self.groups_rows = self.groups_rows or _groups(func)
         self.limits_values = self.limits_values or _checks(func) or _makes_integers(func, given, gives)
         # Where torch fills new memory, eager's answer may hold that.
@@ -426,15 +428,13 @@ class EffectRecorder(OperatorMode):
                 continue
             is_guess = getattr(func, "is_guess", False)
             if func.namespace not in ("aten", "prims"):
-                self.opaque[storage_key(tensor)] = tensor
+                self.opaque[storage_key(tensor), *view_key(tensor)] = tensor
             if is_guess and self._is_inside:
                 continue  # the operator around it says what it writes
             try:
                 writes = "may write" if is_guess else "writes"
                 what = f"{func} {writes} to a tensor of shape {tuple(tensor.shape)} that the call does not own"
-                saved = self._save(tensor, what, _indexed_region(func, args) if tensor is args[0] else None)
-                if is_guess and saved is not None:
-                    self._exposed.append(saved)
+                self._save(tensor, what, _indexed_region(func, args) if tensor is args[0] else None)
             except Exception as error:
                 self.unsaved = self.unsaved or error
                 if self._strict:
@@ -507,7 +507,8 @@ _ORDERING = frozenset(f"aten::{name}" for name in _ORDERING_NAMES.split())
 """Operators whose integers are places among the numbers that they are given, whatever these are."""
 _GROUPING = frozenset(("aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2"))
 """Operators that multiply groups of rows whose sizes are data."""
-_INDICES = (torch.int64, torch.int32)
+_KEEPING = ("attention", "rnn", "lstm", "gru", "batch_norm")
+"""Parts of the names of operators whose integers are for themselves: a generator's state, memory for a gradient."""
 
 
 @per_operator
@@ -522,13 +523,12 @@ def _checks(func: OpOverload) -> bool:
 
 @per_operator
 def _orders(func: OpOverload) -> bool:
-    """Whether the integers that it gives are places, or the state of a random generator."""
-    return func._schema.name in _ORDERING or "attention" in func._schema.name
+    return func._schema.name in _ORDERING or any(part in func._schema.name for part in _KEEPING)
 
 
 def _makes_integers(func: OpOverload, given: Sequence[torch.Tensor], gives: Sequence[torch.Tensor]) -> bool:
     """Whether an operator made integers of floating-point numbers, which may become indices."""
-    made = any(tensor.dtype in _INDICES for tensor in gives)
+    made = any(not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool) for t in gives)
     return made and not _orders(func) and any(tensor.is_floating_point() or tensor.is_complex() for tensor in given)
 
 

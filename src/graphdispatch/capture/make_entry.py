@@ -14,9 +14,9 @@ from ..errors import CaptureError
 from ..memory.entry import CUDAGraphEntry, WrittenSpans
 from ..memory.outputs import OutputRule, Outputs, check_values, learn_output_rule
 from ..memory.proof import Compared, Program
-from ..modes import CUDAGraphMode, EntryState
+from ..modes import CUDAGraphMode
 from ..reasons import Reason
-from ..sizes import Axis, lengths_of, pack
+from ..sizes import Axis, pack
 from ..state.guards import StateGuard, WorkspaceGuard
 from .attempt import CaptureAttempt
 from .compare import check_aliases
@@ -105,31 +105,6 @@ def find_program(attempt: CaptureAttempt) -> Program:
         groups_rows=run.groups_rows,
     )
     return next((peer.program for peer in request.peers if peer.program.is_like(made)), made)
-
-
-def runs_program_of(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> bool:
-    """Whether the eager run of a padded batch shows, without a replay, that the graph gives what it gave.
-
-    It dispatched the operators of the graph, with the same constants but for lengths that follow the batch, the same
-    numbers made into tensors, and the same tensors of the callable; and graphs of these operators agreed with eager on
-    two full batches and on a padded one. Left out are an extent of one, which broadcasts and squeezes, and operators of
-    somebody else's, which may do something else for so many rows.
-    """
-    request, effects, program = attempt.request, attempt.eager.effects, entry.program
-    axes, given = request.inputs.axes, set(map(storage_key, attempt.eager.arguments))
-    return (
-        request.is_padded
-        and min(lengths_of(axes, request.rows)) > 1
-        and entry.mode is CUDAGraphMode.FULL
-        and entry.compares(request.rows)
-        and not (entry.is_due_again or entry.uses_rng or effects.uses_rng or effects.runs_custom)
-        and entry.proof is not None
-        and entry.proof.is_complete
-        and program.was_padded
-        and any(peer.program is program and peer.state is EntryState.VERIFIED for peer in request.peers)
-        and list(map(storage_key, entry.held)) == [key for key in effects.outside if key not in given]
-        and program.runs_as(Program(effects.operators, request.rows, axes, outputs=effects.outputs))
-    )
 
 
 def _watch_breaks(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:

@@ -7,8 +7,7 @@
     undo; do eager's writes again; put the generator where eager left it
 
 ``verify_entry`` does the same without the capture, for the next, different batch: a value that the capture froze agrees
-with eager on the first batch only. A further number of rows needs no replay if its eager run dispatched the graph's
-operators, on the same tensors. If anything fails after the eager run, the caller still has eager's answer.
+with eager on the first batch only. If anything fails after the eager run, the caller still has eager's answer.
 
 While torch's profiler is on, each capture and each comparison is a range of it: ``capture`` or ``verify``.
 """
@@ -25,13 +24,12 @@ from ..memory.proof import RowProof
 from ..memory.windows import WINDOWS
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
-from ..sizes import lengths_of
 from ..stats import Gain
 from .attempt import CaptureAttempt
 from .collector import paused_collector
 from .compare import check_padding_writes, check_replay
 from .eager_run import EagerRun, check_may_capture, is_known, run_eagerly, run_for_graph, run_known
-from .make_entry import find_program, grow_guard, make_entry, runs_program_of
+from .make_entry import find_program, grow_guard, make_entry
 from .probes import BY_RULE
 from .prover import RowProver
 from .recording import record
@@ -122,7 +120,7 @@ def _run_eagerly(request: CaptureRequest, known: CUDAGraphEntry | None) -> tuple
         return CaptureResult(answer, known, reason, detail, answer_s=seconds), seconds
     if known is None and not request.keep_effects:
         return run_for_graph(request, on_static_inputs=not request.is_padded), 0.0
-    eager = run_eagerly(request, is_labelled=known is not None)
+    eager = run_eagerly(request)
     if known is not None:
         known.is_known = True
     return eager, 0.0
@@ -162,10 +160,6 @@ def _verify(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
     request, eager = attempt.request, attempt.eager
     eager.draws |= entry.uses_rng  # as the replay will, whatever branch eager took
     check_may_capture(request, eager)
-    if runs_program_of(attempt, entry):
-        check_values(eager.opened, entry.output)
-        _note_batch(attempt, entry)
-        return
     writes = entry.written is not None or any(not entry.inputs.specs[i].spans for i in entry.mutated)
     writes = writes or bool(eager.effects.opaque)
     if writes or entry.mode is not CUDAGraphMode.FULL:  # else it writes its rows at most
@@ -201,12 +195,6 @@ def _compare(attempt: CaptureAttempt, entry: CUDAGraphEntry, *, proves: bool) ->
         if not prover.is_ample:
             entry.program = entry.program.apart()
         entry.program.proof = prover.prove(alike).after(entry.proof)
-    entry.program.was_padded |= request.is_padded and min(lengths_of(request.inputs.axes, request.rows)) > 1
-    _note_batch(attempt, entry)
-
-
-def _note_batch(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
-    request = attempt.request
     if request.tells_numbers():
         grow_guard(attempt, entry)
         entry.compared.note(request.rows, request.size)

@@ -310,7 +310,7 @@ class RowProver:
         tensors = [] if earlier else [*self._entry.held, *whole]
         hiding, name, what = list(filter(_may_hide, tensors)), BY_RULE.name, None
         indexed = {storage_key(region.target) for region in run.regions if region.indices}
-        is_indexed = any(key not in rows for key in (*indexed, *run.opaque))
+        is_indexed = any(key not in rows for key in (*indexed, *map(storage_key, run.opaque.values())))
         if hiding:
             name, paddings = "large numbers", self._far_apart()
             what = difference_apart(self._attempt, self._entry, hiding, self._state, self.rows, paddings)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 
 _MOST_BYTES = 64 << 20
+_UNLIKELY = 77  # what nobody writes into integers
 _MOST_TOLD = 3  # tensors that a message names
 
 
@@ -115,7 +116,7 @@ def _is_integer(tensor: torch.Tensor) -> bool:
 class _StandIns(EffectRecorder):
     """Gives operators copies of some tensors' memory, in which these hold other values; saves all other writes."""
 
-    def __init__(self, limit_bytes: int, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, limit_bytes: int, tensors: Iterable[torch.Tensor], integer: int = 1) -> None:
         super().__init__(limit_bytes, strict=True)
         generator = torch.Generator().manual_seed(0)
         self._copies = {storage_key(tensor): tensor.untyped_storage().clone() for tensor in tensors}
@@ -124,7 +125,7 @@ class _StandIns(EffectRecorder):
             if tensor.dtype is torch.bool:
                 stand_in.logical_not_()
             elif _is_integer(tensor):
-                stand_in.fill_(1)
+                stand_in.fill_(integer)
             else:
                 stand_in.copy_(torch.rand(tensor.shape, generator=generator, device="cpu") + 0.5)
 
@@ -205,19 +206,21 @@ def _writes_more_of_others(attempt: "CaptureAttempt", values: Sequence[Any], row
     """The same of what operators of somebody else's write, by the numbers that change in copies of it."""
     request, views = attempt.request, attempt.request.inputs.views(attempt.request.size)
     given = {*map(storage_key, views), *map(storage_key, request.arguments())}
-    found = {key: one for key, one in attempt.warm_run.opaque.items() if key not in given and _takes_numbers(one)}
+    every = attempt.warm_run.opaque.values()
+    found = [one for one in every if storage_key(one) not in given and _takes_numbers(one)]
+    sizes = {storage_key(one): one.untyped_storage().nbytes() for one in found}
     changed = list[list[torch.Tensor]]()
-    for what in ("alone", "with padding") if found else ():
+    for what in ("alone", "with padding") if found and sum(sizes.values()) <= request.options.state_limit_bytes else ():
         attempt.start_over(f"asking what operators of others write for fewer rows, {what}")
         if what != "alone":
             request.inputs.load(values, rows, request.size)
-        effects = _StandIns(request.options.state_limit_bytes, found.values())
-        before = [effects.swap(one).clone() for one in found.values()]
+        effects = _StandIns(request.options.state_limit_bytes, found, integer=_UNLIKELY)
+        before = [effects.swap(one).clone() for one in found]
         after = run_apart(
             attempt,
             effects,
             request.static_values() if changed else values,
-            lambda _, effects=effects: [effects.swap(one).clone() for one in found.values()],  # type: ignore[misc]
+            lambda _, effects=effects: [effects.swap(one).clone() for one in found],  # type: ignore[misc]
         )
         if after is None:
             return False
@@ -228,7 +231,7 @@ def _writes_more_of_others(attempt: "CaptureAttempt", values: Sequence[Any], row
 def _takes_numbers(tensor: torch.Tensor) -> bool:
     """Whether a tensor may hold any numbers: not integers that may be indices, or memory that is written twice."""
     is_plain = not (is_expanded(tensor) or tensor.is_conj() or tensor.is_neg())
-    return is_plain and (tensor.is_cpu or not _is_integer(tensor) or tensor.dtype.itemsize == 1)
+    return is_plain and is_strided(tensor) and (not _is_integer(tensor) or tensor.dtype.itemsize == 1)
 
 
 def run_apart(

@@ -298,8 +298,6 @@ class Program:
         """Whether no number in a tensor can make it fail, such as an index out of range."""
         self.proof: RowProof | None = None
         """Whether real rows are independent of padding; None until a comparison has tested that."""
-        self.was_padded = False
-        """Whether one of its graphs agreed with eager on a padded batch, of more than one row."""
         self.is_stretched = False
         """Whether it was compared with eager on rows of other magnitudes, where a rule of the user pads them."""
 
@@ -311,11 +309,7 @@ class Program:
 
     def is_like(self, other: "Program") -> bool:
         """Whether the other program is this one for another size, and what is proven of this one holds for it."""
-        return not self._is_apart and min(self._lengths) >= _LEAST and self.runs_as(other)
-
-    def runs_as(self, other: "Program") -> bool:
-        """Whether the other program is this one for another number of rows, and gives back the same tensors."""
-        if len(self._operators) != len(other._operators):
+        if self._is_apart or len(self._operators) != len(other._operators) or min(self._lengths) < _LEAST:
             return False
         places = range(len(self._lengths))
         chosen = [some for count in range(1, len(places) + 1) for some in combinations(places, count)]
@@ -394,7 +388,9 @@ _MOST_NUMBERS = 64
 
 def _numbers(made: torch.Tensor) -> object:
     """The numbers of Python that were made into a tensor; if there are many, what equals nothing."""
-    return tuple(made.flatten().tolist()) if made.numel() <= _MOST_NUMBERS else object()
+    if made.numel() > _MOST_NUMBERS:
+        return object()
+    return (made.dtype, *made.shape, *map(repr, made.flatten().tolist()))
 
 
 @cache
@@ -420,7 +416,7 @@ def _is_same(a: Any, b: Any, ratios: Sequence[tuple[int, int]]) -> bool:
         return len(a) == len(b) and all(_is_same(x, y, ratios) for x, y in zip(a, b, strict=True))
     if type(a) is int:
         return a == b or any(a % m == 0 and b == a // m * n for m, n in ratios)
-    return bool(a == b) or (a != a and b != b)
+    return repr(a) == repr(b) if type(a) is float else bool(a == b)  # -0.0 is another number
 
 
 MOST_ALIKE = 8
