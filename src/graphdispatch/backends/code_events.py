@@ -9,6 +9,7 @@ Note [a profiler of Python 3.12 is not taken away for an operator]
 
 import os
 import sys
+from collections.abc import Iterable
 from threading import get_ident
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodDescriptorType, MethodType
 from typing import Any
@@ -34,8 +35,16 @@ class CodeListener:
         """A function begins whose code is not plain."""
 
     def follows(self, code: CodeType) -> bool:
-        """Whether ``on_return`` shall hear of the ends of this code."""
+        """Whether ``on_return`` shall hear of the ends of this code now."""
         return False
+
+    def may_follow(self, code: CodeType) -> bool:
+        """Whether it may later on, in this run."""
+        return False
+
+    def own(self) -> Iterable[CodeType]:
+        """Code of this package that it may follow."""
+        return ()
 
     def on_return(self, code: CodeType) -> None:
         """A function that ``follows`` ends."""
@@ -75,6 +84,10 @@ if sys.version_info >= (3, 12):
     _DISABLE = sys.monitoring.DISABLE
     _listeners: dict[int, CodeListener] = {}
     """By thread, who began to listen last."""
+    _begun = [0]
+    """How often somebody began to listen: what was told before is told again then."""
+    _kept = set[int]()
+    """Own code, by ``id``, that somebody may follow."""
     _taken: list[int] = []
     """The number under which this process listens, once it does."""
     _NAME = __name__.partition(".")[0]
@@ -86,6 +99,8 @@ if sys.version_info >= (3, 12):
         if tool is None:
             return False
         listener.outer, listener.is_paused = _listeners.get(get_ident()), False
+        _kept.update(map(id, listener.own()))
+        _begun[0] += 1
         _listeners[get_ident()] = listener
         wanted = _events.PY_START | _events.PY_RETURN | _events.PY_UNWIND | _events.CALL
         sys.monitoring.set_events(tool, wanted)
@@ -136,65 +151,61 @@ if sys.version_info >= (3, 12):
             _taken.append(free)
         return _taken[0]
 
-    def _is_own(code: CodeType, listener: CodeListener | None) -> bool:
+    def _is_own(code: CodeType) -> bool:
         """Whether code is this package's, in which nothing is to be heard of, and nobody follows it."""
         path = code.co_filename
-        return path.startswith(_PATH) and not (
-            path.startswith(_DEMO) or (listener is not None and listener.follows(code))
-        )
+        return path.startswith(_PATH) and not path.startswith(_DEMO) and id(code) not in _kept
+
+    def _chain() -> list[CodeListener]:
+        """The calling thread's listeners that are not paused, the innermost first."""
+        each, found = _listeners.get(get_ident()), list[CodeListener]()
+        while each is not None and not each.is_paused:
+            found.append(each)
+            each = each.outer
+        return found
 
     @untraced
     def _on_start(code: CodeType, offset: int) -> Any:
-        listener = _listeners.get(get_ident())
-        if listener is None or listener.is_paused:
-            return _DISABLE if _is_own(code, listener) else None
-        is_done = len(_listeners) == 1
-        each: CodeListener | None = listener
-        while each is not None:
+        begun, listeners = _begun[0], _chain()
+        if not listeners:
+            return _DISABLE if _is_own(code) else None
+        for each in listeners:
             if id(code) not in each.plain:
                 each.on_call(sys._getframe(1))
-                is_done = is_done and id(code) in each.plain
-            each = each.outer
-        return _DISABLE if is_done else None
+        is_done = all(id(code) in each.plain for each in listeners) and len(_listeners) == 1
+        return _DISABLE if is_done and begun == _begun[0] else None
 
     @untraced
     def _on_return(code: CodeType, offset: int, value: object) -> Any:
-        listener = _listeners.get(get_ident())
-        if listener is None or listener.is_paused:
-            return _DISABLE if _is_own(code, listener) else None
-        is_followed = _end_of(code, listener)
-        return None if is_followed or len(_listeners) > 1 else _DISABLE
+        begun, listeners = _begun[0], _chain()
+        if not listeners:
+            return _DISABLE if _is_own(code) else None
+        _tell_end(code, listeners)
+        is_over = len(_listeners) == 1 and not any(each.may_follow(code) for each in listeners)
+        return _DISABLE if is_over and begun == _begun[0] else None
 
     @untraced
     def _on_unwind(code: CodeType, offset: int, error: BaseException) -> None:
-        listener = _listeners.get(get_ident())
-        if listener is not None and not listener.is_paused:
-            _end_of(code, listener)
+        _tell_end(code, _chain())
 
-    def _end_of(code: CodeType, listener: CodeListener | None) -> bool:
-        is_followed = False
-        while listener is not None:
-            if listener.follows(code):
-                is_followed = True
-                listener.on_return(code)
-            listener = listener.outer
-        return is_followed
+    def _tell_end(code: CodeType, listeners: list[CodeListener]) -> None:
+        for each in listeners:
+            if each.follows(code):
+                each.on_return(code)
 
     @untraced
     def _on_call(code: CodeType, offset: int, function: Any, first: Any) -> Any:
-        listener, kind = _listeners.get(get_ident()), type(function)
-        if listener is None or listener.is_paused:
-            return _DISABLE if _is_own(code, None) else None
+        listeners, kind = _chain(), type(function)
+        if not listeners:
+            return _DISABLE if _is_own(code) else None
         if kind is BuiltinFunctionType:
             owner = function.__self__
         elif kind is MethodDescriptorType:
             owner = first
         else:
             return None
-        each: CodeListener | None = listener
-        while each is not None:
+        for each in listeners:
             each.on_c_call(sys._getframe(1), owner, function.__name__)
-            each = each.outer
         return None
 
 else:

@@ -227,6 +227,8 @@ class OperatorMode(UntracedMode):
         paused = pause()
         try:
             if is_composite(func, args, kwargs):
+                resume(paused)  # a part may have a kernel in Python
+                paused = None
                 with self:
                     return func.decompose(*args, **kwargs)
             key = python_kernel(func, args, kwargs)

@@ -254,6 +254,12 @@ def check_draws(drew: str | None) -> None:
 
 def _check_reads(request: CaptureRequest, eager: EagerRun) -> None:
     """Raise ``CaptureError`` if the run used what a replay neither sees nor repeats."""
+    if eager.trace.is_deaf:
+        raise CaptureError(
+            "Python does not tell which code runs inside of a trace or profile function, as at a debugger's prompt; "
+            "call it outside",
+            Reason.STATE_UNSEEN,
+        )
     if eager.trace.seeds is not None:
         raise CaptureError(
             f"the call sets a random generator ({eager.trace.seeds}), which no replay does; seed it before the call",
@@ -357,17 +363,28 @@ def is_known(request: CaptureRequest, entry: CUDAGraphEntry) -> bool:
     )
 
 
+_CALL = FlatCall.__call__.__code__
+
+
 class _NewCode(CodeListener):
     """Notes whether a run calls code that is not known."""
 
     def __init__(self, known: Iterable[CodeType]) -> None:
         super().__init__()
         self.plain.update((id(code), code) for code in known)  # their hash takes long
-        self.found = False
+        self.found = self.is_heard = False
+        self.plain.pop(id(_CALL), None)
+
+    def own(self) -> Iterable[CodeType]:
+        """The code around the callable."""
+        return (_CALL,)
 
     def on_call(self, frame: FrameType) -> None:
-        """Any code that comes here is new."""
-        self.found = True
+        """Any code that comes here is new, but for that around the callable."""
+        if frame.f_code is _CALL:
+            self.is_heard = True
+        else:
+            self.found = True
         self.plain[id(frame.f_code)] = frame.f_code
 
 
@@ -381,7 +398,7 @@ def run_known(
     one of another size.
     """
     assert entry.guard is not None
-    new_code = _NewCode((*entry.guard.notes.codes, FlatCall.__call__.__code__))
+    new_code = _NewCode(entry.guard.notes.codes)
     rng, arguments = request.backend.rng_state(), request.arguments()
     walk = StateWalk(*(request.roots if captures or entry.guard.notes.may_change_state() else ()))
     for table, names in entry.guard.notes.by_table(entry.guard.notes.variables):
@@ -398,6 +415,7 @@ def run_known(
     seconds = request.clock() - started
     is_pure = (
         listens
+        and new_code.is_heard
         and not new_code.found
         and (versions is not None and versions == _versions(tensors))
         and all(map(_is_unwritten, arguments, copies))

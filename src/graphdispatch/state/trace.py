@@ -92,6 +92,8 @@ class CodeTrace(CodeNotes, CodeListener):
         """Whether runs are made only for the graph, so that they must not change what cannot be put back."""
         self.spared = walk.unrestorable if spares else None
         """That before which a run ended, or must not begin."""
+        self.is_deaf = False
+        """Whether a run was not heard of: Python tells of no code inside of somebody's trace or profile function."""
         self.sets_generator = False
         """Whether it called what sets torch's random generators (``manual_seed``, ``fork_rng``)."""
         self._skipped = {_IMPORT_CODE, BREAK_CODE} if skips_breaks else {_IMPORT_CODE}
@@ -124,16 +126,19 @@ class CodeTrace(CodeNotes, CodeListener):
 
     def __enter__(self) -> "CodeTrace":
         self._depth = self._beside = 0
+        self._is_heard = self._within is None
         self._inside = int(self._within is None)
         self._skipped |= {hook.__code__ for hook in gc.callbacks if isinstance(hook, types.FunctionType)}
         for code in self._skipped:
             self.plain.pop(id(code), None)
-        self.is_blind |= not self.begin()
+        if not self.begin():
+            self.is_blind = self._is_heard = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self.names |= self.walk.getter_names
         self.end()
+        self.is_deaf |= not self._is_heard
         refusal = self.refusal()
         if refusal is not None and (error is None or isinstance(error, (Exception, _SparedError))):
             raise refusal from None
@@ -155,6 +160,14 @@ class CodeTrace(CodeNotes, CodeListener):
     def follows(self, code: types.CodeType) -> bool:
         """Whether its ends tell what is inside of the callable, or beside it."""
         return code is self._within or (self._depth > 0 and self._inside > 0 and code in self._skipped)
+
+    def may_follow(self, code: types.CodeType) -> bool:
+        """Whether its ends may tell that, once the callable runs."""
+        return code is self._within or code in self._skipped
+
+    def own(self) -> Iterable[types.CodeType]:
+        """The code around the callable, and around breaks."""
+        return (BREAK_CODE, *([self._within] if self._within is not None else []))
 
     def on_return(self, code: types.CodeType) -> None:
         """The end of the callable, of a break, or of what runs beside it."""
@@ -214,6 +227,7 @@ class CodeTrace(CodeNotes, CodeListener):
         code = frame.f_code
         if code is self._within:
             self._inside += 1
+            self._is_heard = True
         elif self._inside and (code in self._skipped or code.co_filename.endswith(_COMPILER)):
             self._skipped.add(code)
             self._depth += 1
