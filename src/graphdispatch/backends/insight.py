@@ -313,8 +313,9 @@ def _reveal_launches(launcher: ModuleType) -> None:
         def run(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> Any:
             def shown() -> tuple[CompiledRegion, tuple[Any, ...]]:
                 inputs, what = (*args, *named.values()), f"the Triton kernel {self.__name__!r}"
-                hides = any(isinstance(value, (tuple, list)) or hasattr(value, "base") for value in inputs)
                 tensors = tuple(i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor))
+                others = [value for value in inputs if not isinstance(value, torch.Tensor)]
+                hides = bool(tensors_in(others)) or any(hasattr(value, "base") for value in others)
                 launch = _Launch(self, grid, tuple(named))
                 return CompiledRegion(len(inputs), tensors, what, is_guess=True, hides=hides), (launch, *inputs)
 
