@@ -54,7 +54,7 @@ gpu-emulated:
 ON_QUEUED := $(ON_ANY_DEVICE) tests/behaviour/test_surroundings.py \
 	$(addprefix tests/behaviour/test_footguns_,rows.py breaks.py dims.py) \
 	$(addprefix tests/capture/test_,padding_writes.py proof.py) \
-	--front-ends graphed -k "not pickle and not fork and not convolution and not groups_of_rows"
+	--front-ends graphed -k "not pickle and not fork and not groups_of_rows"
 device-test: export PYTHONPATH := $(CURDIR)/tests/device
 device-test: $(VENV)/.native
 	@$(BIN)/python -m pytest -p queued_backend tests/device $(filter tests/backends/%,$(ON_DEVICE)) $(ARGS)
@@ -71,7 +71,7 @@ gpu-bench:
 	@$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
 # The native core under the sanitizers of addresses, undefined behaviour and threads, in copies of the sources, and with
-# freed objects as traps. Needs g++.
+# freed objects as traps; then the test device under the same sanitizers. Needs g++.
 SANITIZED := build/sanitized
 NATIVE_TESTS := tests/native tests/call/test_told_arguments.py
 SANITIZER_LIBRARIES = $(shell for name in $(1) libstdc++; do g++ -print-file-name=$$name.so; done)
@@ -86,6 +86,12 @@ native-check: $(VENV)/.test
 		PYTHONPATH=$(SANITIZED)/threads LD_PRELOAD="$(call SANITIZER_LIBRARIES,libtsan)" \
 		$(BIN)/python tests/native/threads.py
 	@PYTHONPATH=tests/native $(BIN)/python -m pytest -p traps $(NATIVE_TESTS) $(ARGS)
+	@PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:handle_segv=0 LD_PRELOAD="$(call SANITIZER_LIBRARIES,libasan libubsan)" \
+		QUEUED_FLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all" PYTHONPATH=tests/device \
+		$(BIN)/python -m pytest -p queued_backend tests/device $(ARGS)
+	@TSAN_OPTIONS="suppressions=$(CURDIR)/tests/native/threads.supp report_mutex_bugs=0 handle_segv=0" \
+		LD_PRELOAD="$(call SANITIZER_LIBRARIES,libtsan)" QUEUED_FLAGS=-fsanitize=thread PYTHONPATH=tests/device \
+		$(BIN)/python -m pytest -p queued_backend tests/device $(ARGS)
 
 # Each guard is checked and each call matched by the core and by Python, in all the tests; in one process.
 native-twins: $(VENV)/.native

@@ -3,11 +3,14 @@
     python -m benchmarks.gpu [--only SECTION ...] [--quick] [--device cuda] [--trace FILE] [--out FOLDER]
                             [--no-compile [SECTION ...]]
 
+Another accelerator is named by ``--device``, and by ``--import`` the module that makes torch and this library know it.
+
 Each section runs in a process of its own, with a time limit; a row is kept as soon as it is measured, so that a section
 that is cut off, or that takes the device down with it, costs neither its own rows so far nor the other sections.
 """
 
 import argparse
+import importlib
 import json
 import subprocess
 import sys
@@ -47,7 +50,7 @@ def main() -> None:
     if options.rows is not None:
         _run_section(options)
         return
-    place = where(torch.device(options.device), options.commit)
+    place = where(_device(options), options.commit)
     print("  ".join(f"{name}: {value}" for name, value in place.items()), flush=True)
     sections = earlier(options.out, place)
     for name in options.only:
@@ -63,7 +66,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="What graphs are worth on a GPU.")
     parser.add_argument("--only", nargs="+", choices=list(_SECTIONS), default=list(_SECTIONS), metavar="SECTION")
     parser.add_argument("--quick", action="store_true", help="small models and few turns: to see that it works")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--device", default="cuda", help="cpu, cuda or another type of torch's (default %(default)s)")
+    parser.add_argument("--import", dest="plugin", metavar="MODULE", help="import it first: it registers the device")
     parser.add_argument("--trace", type=Path, help="batch sizes from this file (default: a generated trace)")
     parser.add_argument(
         "--no-compile",
@@ -81,6 +85,12 @@ def _options() -> argparse.Namespace:
     return options
 
 
+def _device(options: argparse.Namespace) -> torch.device:
+    if options.plugin is not None:
+        importlib.import_module(options.plugin)
+    return torch.device("cpu") if options.device == "cpu" else torch.device(options.device, 0)
+
+
 def _measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One section in a process of its own: its title, how it ended, its seconds and rows."""
     options.out.mkdir(parents=True, exist_ok=True)
@@ -90,6 +100,7 @@ def _measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     limit = options.limit or alone + compiling * (name not in options.no_compile)
     command = [sys.executable, "-m", "benchmarks.gpu", "--only", name, "--rows", str(rows), "--limit", str(limit)]
     command += ["--device", options.device]
+    command += ["--import", options.plugin] if options.plugin is not None else []
     command += ["--trace", str(options.trace)] if options.trace is not None else []
     command += ["--quick"] if options.quick else []
     command += ["--no-compile"] if name in options.no_compile else []
@@ -108,7 +119,7 @@ def _measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def _run_section(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
+    device = _device(options)
     with options.rows.open("w", encoding="utf-8", buffering=1) as file, torch.no_grad():
         bench = Bench(
             device=device,

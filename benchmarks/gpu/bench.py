@@ -94,8 +94,8 @@ class Bench:
         """Give what is no longer used back to the device, cycles of objects included."""
         gc.collect()
         self.synchronize()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
 
 
 class Timing(NamedTuple):

@@ -21,7 +21,7 @@ __all__ = ["TITLE", "run"]
 
 TITLE = "Capture of vLLM's sizes (bytes: what the device lost, and what of it the allocator reserved)"
 _COMPILE_SECONDS = 90.0
-_PREWARM, _LOOP = "graphed().prewarm", "torch.cuda.graph in a loop"
+_PREWARM, _LOOP = "graphed().prewarm", "torch's graphs in a loop"
 _LARGEST = ", the largest alone"
 
 
@@ -77,7 +77,7 @@ def _cost(bench: Bench, make: Callable[[], Any], example: Inputs) -> Figures:
     seconds = time.perf_counter() - start
     free_after, reserved_after = _settled(bench)
     figures: Figures = {"seconds": seconds}
-    if bench.device.type == "cuda":
+    if bench.device.type != "cpu":
         figures |= {
             "device_MiB": (free - free_after) / 2**20,
             "reserved_MiB": (reserved_after - reserved) / 2**20,
@@ -98,9 +98,9 @@ def _settled(bench: Bench) -> tuple[int, int]:
     """Bytes that the device has free, and that torch holds there; 0 where there is no such device."""
     gc.collect()  # graphs of an earlier side may be part of a circle
     bench.empty_cache()
-    if bench.device.type != "cuda":
+    if bench.device.type == "cpu":
         return 0, 0
-    return torch.cuda.mem_get_info(bench.device)[0], torch.cuda.memory_reserved(bench.device)
+    return torch.accelerator.get_memory_info(bench.device)[0], torch.accelerator.memory_reserved(bench.device)
 
 
 def _loop(bench: Bench, decoder: Decoder, sizes: Sequence[int], example: Inputs, *, collects: bool) -> list[Any]:

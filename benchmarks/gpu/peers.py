@@ -4,6 +4,7 @@ import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,10 +26,21 @@ def _recorded(bench: Bench, pool: Any) -> Iterator[list[Any]]:
         with torch.cuda.graph(graph, pool=pool):
             yield made
         made.append(graph)
+    elif bench.device.type != "cpu":
+        graph = torch.accelerator.Graph(pool=pool.handle())
+        with _capture_stream(bench.device), graph:
+            yield made
+        made.append(graph)
     else:
         with bench.backend.begin_capture(pool) as capture:
             yield made
         made.append(capture.graph)
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.Stream:
+    """One for all graphs, as torch does on CUDA: memory is handed out again on the stream that it was used on."""
+    return torch.Stream(device)
 
 
 def new_pool(bench: Bench) -> Any:
@@ -37,7 +49,7 @@ def new_pool(bench: Bench) -> Any:
 
 
 def raw_graph(bench: Bench, fn: Callable[..., Any], args: Sequence[Tensor], pool: Any = None) -> tuple[Graph, Any]:
-    """A bare graph of ``fn`` on ``args`` themselves, after one warm-up, and its outputs; by ``torch.cuda.graph``."""
+    """A bare graph of ``fn`` on ``args`` themselves, after one warm-up, and its outputs; by torch's own class."""
     stream = bench.backend.make_stream()
     stream.wait_stream(bench.backend.current_stream())
     with bench.backend.use_stream(stream):

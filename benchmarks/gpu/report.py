@@ -20,7 +20,7 @@ def where(device: torch.device, commit: str | None) -> dict[str, str]:
     """The machine and the software: what must stand beside every figure."""
     on_gpu = device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name(device) if on_gpu else f"{device.type} on {platform.machine()}",
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else "none",
         "cuda": str(torch.version.cuda),
         "torch": torch.__version__,

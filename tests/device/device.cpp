@@ -72,7 +72,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t bytes) const override {
-    submit([=](const Draws&) { memcpy(to, from, bytes); });
+    submit([=](const Draws&) { memcpy(bytes_of(to), bytes_of(const_cast<void*>(from)), bytes); });
   }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override { empty_cache(); }
@@ -239,7 +239,7 @@ void submit_drawing(const std::optional<at::Generator>& given, Work work) {
 void resize_storage(c10::StorageImpl* storage, size_t bytes) {
   auto made = device_memory.allocate(bytes);
   void *to = made.get(), *from = storage->mutable_data();
-  if (size_t kept = std::min(bytes, storage->nbytes())) submit([=](const Draws&) { memcpy(to, from, kept); });
+  if (size_t kept = std::min(bytes, storage->nbytes())) submit([=](const Draws&) { memcpy(bytes_of(to), bytes_of(from), kept); });
   storage->set_data_ptr_noswap(std::move(made));
   storage->set_nbytes(bytes);
 }

@@ -5,6 +5,13 @@
 //   work comes later. Another stream's use has to be told (``used_on``); the block then stays out of reach until that
 //   stream has come past it. Memory of a pool is handed out only for the captures into that pool, and lies idle
 //   afterwards, until the last graph of the pool is gone and the cache is emptied.
+//
+// Note [memory that the host cannot read]
+//   A pointer of the device lies in a range of addresses without memory: a read or a write by the host faults. The bytes
+//   lie ``SPAN`` behind it, and only kernels look there (``bytes_of``). No address is given to two segments, so that a
+//   kernel which uses a segment that is gone faults, too.
+
+#include <sys/mman.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -15,7 +22,7 @@
 namespace queued {
 namespace {
 
-constexpr size_t GRAIN = 512, SEGMENT = 1 << 20;
+constexpr size_t GRAIN = 512, SEGMENT = 1 << 20, SPAN = size_t(1) << 37;
 constexpr int GARBAGE = 0xA5;  // what nobody has written, nobody may read: it is a huge or odd number in any type
 
 struct Block;
@@ -44,7 +51,25 @@ struct Waiting {
   std::vector<EventRef> events;
 };
 
+// Addresses for all segments of the process.
+struct Range {
+  char *next = nullptr, *end = nullptr;
+  Range() {
+    void* at = mmap(nullptr, 2 * SPAN, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at != MAP_FAILED) end = (next = static_cast<char*>(at)) + SPAN;
+  }
+  char* take(size_t bytes) {
+    if (size_t(end - next) < bytes || mprotect(next + SPAN, bytes, PROT_READ | PROT_WRITE)) return nullptr;
+    return std::exchange(next, next + bytes);
+  }
+  void give_back(char* at, size_t bytes) {
+    madvise(at + SPAN, bytes, MADV_DONTNEED);
+    mprotect(at + SPAN, bytes, PROT_NONE);
+  }
+};
+
 struct Memory {
+  Range range;
   std::mutex mutex;
   std::map<void*, Block*> used;
   std::map<std::pair<PoolId, int>, std::set<Block*, BySize>> idle;
@@ -112,10 +137,11 @@ struct Memory {
 
   bool grow(size_t bytes, PoolId pool, int stream) {
     bytes = (bytes + SEGMENT - 1) / SEGMENT * SEGMENT;
-    void* base = nullptr;
-    if (reserved + bytes > limit || posix_memalign(&base, GRAIN, bytes)) return false;
-    memset(base, GARBAGE, bytes);
-    auto* segment = new Segment{static_cast<char*>(base), bytes, pool, stream, nullptr};
+    if (reserved + bytes > limit) return false;
+    char* base = range.take(bytes);
+    if (!base) return false;
+    memset(bytes_of(base), GARBAGE, bytes);
+    auto* segment = new Segment{base, bytes, pool, stream, nullptr};
     segment->first = new Block{segment->base, bytes, segment, nullptr, nullptr, false, {}};
     segments.insert(segment);
     idle_of(segment->first).insert(segment->first);
@@ -134,7 +160,7 @@ struct Memory {
       }
       idle_of(segment->first).erase(segment->first);
       reserved -= segment->bytes;
-      free(segment->base);
+      range.give_back(segment->base, segment->bytes);
       delete segment->first;
       delete segment;
       it = segments.erase(it);
@@ -154,6 +180,8 @@ std::map<char*, Pinned>& pinned = *new std::map<char*, Pinned>;
 std::vector<std::pair<char*, std::vector<EventRef>>>& pinned_waiting = *new std::vector<std::pair<char*, std::vector<EventRef>>>;
 
 }  // namespace
+
+char* bytes_of(void* at) { return static_cast<char*>(at) + SPAN; }
 
 void* allocate(size_t bytes, int stream) {
   refuse_if_lost();

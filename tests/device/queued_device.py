@@ -26,9 +26,13 @@ NAME = "queued"
 MOST_POOLS = 1000
 
 
-def build(*flags: str, folder: str = "device") -> Path:
-    """Compile the device if its sources or torch changed, and return the library; 40 seconds the first time."""
-    where = HERE.parents[1] / "build" / f"{folder}-{torch.__version__}"
+def build() -> Path:
+    """Compile the device if its sources or torch changed, and return the library; 40 seconds the first time.
+
+    ``QUEUED_FLAGS`` has further flags of the compiler, as a sanitizer's.
+    """
+    flags = os.environ.get("QUEUED_FLAGS", "").split()
+    where = HERE.parents[1] / "build" / "-".join(["device", torch.__version__, *(flag.strip("-") for flag in flags)])
     where.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("MAX_JOBS", "2")
     os.environ["PATH"] += f"{os.pathsep}{Path(sys.executable).parent}"  # where ninja is, if it came by pip

@@ -96,7 +96,8 @@ void set_delays(uint64_t seed, int most_microseconds);
 void hold();   // the current stream stops here,
 void let_go();  // until this is called
 
-// Memory. A null pointer says that there is none left.
+// Memory. A null pointer says that there is none left. The host cannot read what a pointer names.
+char* bytes_of(void* at);  // where kernels find them
 void* allocate(size_t bytes, int stream);
 void release(void* at);
 void used_on(void* at, int stream);

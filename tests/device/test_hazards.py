@@ -1,6 +1,9 @@
 """What goes wrong on an asynchronous device without anyone's care: the mistakes that the library has to prevent."""
 
 import random
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -47,6 +50,15 @@ def test_a_freed_input_is_read_as_somebody_elses_data() -> None:
     assert other.data_ptr() == address
     graph.replay()
     assert out.cpu()[0] == 100
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_the_host_cannot_use_memory_of_the_device(write: bool) -> None:
+    """It faults."""
+    use = "ctypes.memset(x.data_ptr(), 0, 4)" if write else "ctypes.string_at(x.data_ptr(), 4)"
+    program = f"import ctypes, torch, queued_device; x = torch.ones(8, device='queued'); print(x.sum().item()); {use}"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ran.stdout, ran.returncode) == ("8.0\n", -signal.SIGSEGV)
 
 
 def test_a_missing_wait_reads_what_was_there_before() -> None:

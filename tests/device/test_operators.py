@@ -23,6 +23,7 @@ CASES: dict[str, Callable[[torch.Tensor], Any]] = {
     "new tensors": lambda x: (torch.arange(5, device=x.device), torch.eye(3, device=x.device), torch.full_like(x, 3)),
     "empty": lambda x: (x[:0] + 1, x[:0].sum()),
     "attention": lambda x: torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]),
+    "convolution": lambda x: torch.nn.functional.conv1d(x[None], x[:2, :, None], x[0, :2], padding=1),
     "sorted": lambda x: x.sort(0),
     "on the host": lambda x: x.cpu().mul(2).to(x.device),
 }
