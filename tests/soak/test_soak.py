@@ -20,11 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from graphdispatch import CUDAGraphOptions, Graphed, eager_break, graphed
-from graphdispatch.backends import get_backend
+from graphdispatch.backends import Backend, get_backend
 
 THREADS = 16
 CALLS = int(os.environ.get("GRAPHDISPATCH_SOAK_CALLS", "2400"))
 LARGEST, WIDTH = 12, 8
+DEVICE = torch.get_default_device()
+"""Threads do not take the default over."""
+_BUDGET = (1 if DEVICE.type == "cpu" else 6) << 20  # a device's allocator gives a pool whole MiB
 _SPARE_BYTES = 64 << 20
 """What the resident memory may grow by after the first third: the allocator's own, and statistics with a bound."""
 
@@ -107,7 +110,7 @@ class Soak:
                 sizes=(1, 2, 4, 8),
                 options=CUDAGraphOptions(
                     max_cached_graphs=None if roomy else 5,
-                    memory_budget_bytes=None if roomy else 1 << 20,
+                    memory_budget_bytes=None if roomy else _BUDGET,
                     max_signatures=8,
                 ),
                 mode="PIECEWISE" if index else "FULL",
@@ -127,14 +130,14 @@ class Soak:
     def work(self, seed: int, calls: int) -> None:
         """One thread's calls; raises at the first answer that is not eager's."""
         chance = random.Random(seed)
-        backend = get_backend("cpu")
+        backend = get_backend(DEVICE.type)
         stream = backend.make_stream() if seed % 4 == 0 else None
         made = 0
         while made < calls:
             which, event = chance.randrange(2), chance.random() * (4.0 if self.roomy else 1.0)
             net, step = self.nets[which], self.steps[which]
             if event < 0.002:
-                self.gate.alone(lambda net=net: self._move(net, chance))
+                self.gate.alone(lambda net=net: self._move(net, chance, backend))
                 self.count(moves=1)
             elif event < 0.006:
                 step.clear()
@@ -146,16 +149,18 @@ class Soak:
             stream.close()
         self.count(calls=made)
 
-    def _move(self, net: Net, chance: random.Random) -> None:
+    def _move(self, net: Net, chance: random.Random, backend: Backend) -> None:
         """New values where the old ones are, or a new tensor altogether: both must show in the next answer."""
+        backend.synchronize()  # streams of other threads may still read the old values
         if chance.random() < 0.5:
-            net.first.weight.copy_(torch.randn(16, WIDTH))
+            net.first.weight.copy_(torch.randn(16, WIDTH, device=DEVICE))
         else:
-            net.second.weight = nn.Parameter(torch.randn(WIDTH, 16))
+            net.second.weight = nn.Parameter(torch.randn(WIDTH, 16, device=DEVICE))
+        backend.synchronize()
 
     def _call(self, net: Net, step: Graphed[..., Any], chance: random.Random) -> None:
         rows = min(int(chance.expovariate(0.3)) + 1, LARGEST)
-        x = torch.randn(rows, WIDTH)
+        x = torch.randn(rows, WIDTH, device=DEVICE)
         scale = chance.choice((1.0, 1.0, 1.0, 0.5))
         want = net(x, scale)
         LEFT.set(chance.randrange(3) if not self.roomy and chance.random() < 0.02 else None)
