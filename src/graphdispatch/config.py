@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from .errors import ConfigError, shown
 from .modes import CUDAGraphMode
-from .sizes import NAMED_SIZES, are_min_batches, check_sizes, resolve_sizes
+from .sizes import NAMED_SIZES, check_sizes, resolve_sizes
 
 __all__ = ["CUDAGraphConfig", "CUDAGraphOptions", "ResolvedConfig", "parse_mode", "roomy_config"]
 
@@ -24,7 +24,6 @@ _LARGEST_BATCH = 2**20
 _MOST_GRAPHS = 64
 
 _Count = Annotated[int, Field(ge=1)]
-_MinBatches = Annotated[tuple[_Count, ...] | None, BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
 _Tolerance = Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
 
 
@@ -313,10 +312,6 @@ class CUDAGraphConfig(_Settings):
             ``Plan``; or the sizes themselves, strictly increasing.
         mixed_capture_sizes: The same for batches that are not uniform decode, in a mode that tells them apart. None: as
             ``capture_sizes``. A plan given as ``capture_sizes`` brings both.
-        eager_below: For each of explicit ``capture_sizes``, the smallest batch that its graph serves; smaller ones run
-            eagerly. None: each serves all batches above the next smaller size. A plan brings what it knows to be
-            faster.
-        mixed_eager_below: The same for ``mixed_capture_sizes``.
         max_batch_size: The largest batch that a graph may serve, in rows.
         max_seq_len: The longest sequence that a graph may serve, in tokens.
         pad_batches: Serve a batch by the next larger size; False serves only exact sizes.
@@ -330,8 +325,6 @@ class CUDAGraphConfig(_Settings):
     mixed_capture_sizes: Annotated[
         str | tuple[int, ...] | None, BeforeValidator(lambda v: None if v is None else _parse_capture_sizes(v))
     ] = None
-    eager_below: _MinBatches = None
-    mixed_eager_below: _MinBatches = None
     max_batch_size: Annotated[int, Field(ge=1, le=_LARGEST_BATCH)] = 256
     max_seq_len: _Count = 8192
     pad_batches: bool = True
@@ -355,20 +348,13 @@ class CUDAGraphConfig(_Settings):
         taken: dict[str, Any] = {}
         for prefix, kind in kinds.items():
             taken[f"{prefix}capture_sizes"] = plan.sizes_of(kind) or plan.sizes
-            min_batches = plan.min_batches_of(kind) if hasattr(plan, "min_batches_of") else ()
-            taken[f"{prefix}eager_below"] = tuple(map(min, min_batches, plan.sizes_of(kind))) or None
         return values | taken
 
     @model_validator(mode="after")
     def _sizes_are_reachable(self) -> Self:
         for prefix in ("", "mixed_"):
             name = f"{prefix}capture_sizes"
-            sizes, min_batches = getattr(self, name), getattr(self, f"{prefix}eager_below")
-            if min_batches is not None and not are_min_batches(min_batches, sizes):
-                raise ConfigError(
-                    f"{prefix}eager_below must have a number for each of {name}, above the next smaller size and at "
-                    f"most the size itself, got {min_batches} for {sizes}"
-                )
+            sizes = getattr(self, name)
             if isinstance(sizes, tuple) and sizes[-1] > self.max_batch_size:
                 raise ConfigError(
                     f"{name} must be at most max_batch_size={self.max_batch_size}, got {sizes[-1]}; "
@@ -412,11 +398,10 @@ class CUDAGraphConfig(_Settings):
         """
         if not self.mode.has_graphs():
             return ResolvedConfig((), self)
-        chosen, min_batches = self.capture_sizes, self.eager_below
+        chosen = self.capture_sizes
         if mixed and self.mixed_capture_sizes is not None:
-            chosen, min_batches = self.mixed_capture_sizes, self.mixed_eager_below
-        sizes = resolve_sizes(chosen, self.max_batch_size)
-        return ResolvedConfig(sizes, self, min_batches or tuple(1 + size for size in (0, *sizes[:-1])))
+            chosen = self.mixed_capture_sizes
+        return ResolvedConfig(resolve_sizes(chosen, self.max_batch_size), self)
 
     def should_use_cudagraph(self, batch_size: int, seq_len: int) -> bool:
         """Whether a graph may serve a batch.
@@ -434,8 +419,8 @@ class CUDAGraphConfig(_Settings):
     def get_padded_batch_size(self, batch_size: int) -> int:
         """The number of rows with which a batch runs.
 
-        A batch that no larger graph serves is not padded: below one row, above the largest size, below the first batch
-        of its size (``eager_below``), with ``pad_batches=False``, and in mode ``NONE``.
+        A batch that no larger graph serves is not padded: below one row, above the largest size, with
+        ``pad_batches=False``, and in mode ``NONE``.
 
         Args:
             batch_size: The number of real rows.
@@ -458,15 +443,10 @@ def _whole(name: str, value: int) -> int:
 
 
 class ResolvedConfig(NamedTuple):
-    """A configuration with its sizes made concrete.
-
-    ``sizes`` are strictly increasing, and empty in mode ``NONE``; ``min_batches`` has the smallest batch that each of
-    them serves.
-    """
+    """A configuration with its sizes made concrete: strictly increasing, and none in mode ``NONE``."""
 
     sizes: tuple[int, ...]
     config: CUDAGraphConfig
-    min_batches: tuple[int, ...] = ()
 
     def size_of(self, rows: int) -> int:
         """The size of the graph that serves a batch of ``rows`` rows; 0 if none does."""
@@ -474,7 +454,7 @@ class ResolvedConfig(NamedTuple):
         if rows < 1 or index == len(self.sizes):
             return 0
         size = self.sizes[index]
-        return size if rows == size or (self.config.pad_batches and rows >= self.min_batches[index]) else 0
+        return size if rows == size or self.config.pad_batches else 0
 
     @property
     def largest(self) -> int:

@@ -43,7 +43,7 @@ _MOST_SIGNATURES = 32
 
 
 class SizePlan(Protocol):
-    """What has chosen sizes, such as a ``Plan``; one that has ``min_batches_of`` as well says what runs eagerly."""
+    """What has chosen sizes, such as a ``Plan``."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
