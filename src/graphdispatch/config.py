@@ -309,9 +309,7 @@ class CUDAGraphConfig(_Settings):
         mode: How batches are served, as a mode, its name in any case, or its value; ``NONE`` switches graphs off.
         backend: The name of a backend; ``"auto"`` follows the device of the arguments.
         capture_sizes: ``"auto"`` (vLLM's sizes) or a name of ``named_sizes``, which both end at ``max_batch_size``; a
-            ``Plan``; or the sizes themselves, strictly increasing.
-        mixed_capture_sizes: The same for batches that are not uniform decode, in a mode that tells them apart. None: as
-            ``capture_sizes``. A plan given as ``capture_sizes`` brings both.
+            ``Plan``, of which those of uniform decode are taken; or the sizes themselves, strictly increasing.
         max_batch_size: The largest batch that a graph may serve, in rows.
         max_seq_len: The longest sequence that a graph may serve, in tokens.
         pad_batches: Serve a batch by the next larger size; False serves only exact sizes.
@@ -322,9 +320,6 @@ class CUDAGraphConfig(_Settings):
     mode: Annotated[CUDAGraphMode, BeforeValidator(parse_mode)] = CUDAGraphMode.FULL
     backend: str = "auto"
     capture_sizes: Annotated[str | tuple[int, ...], BeforeValidator(_parse_capture_sizes)] = "auto"
-    mixed_capture_sizes: Annotated[
-        str | tuple[int, ...] | None, BeforeValidator(lambda v: None if v is None else _parse_capture_sizes(v))
-    ] = None
     max_batch_size: Annotated[int, Field(ge=1, le=_LARGEST_BATCH)] = 256
     max_seq_len: _Count = 8192
     pad_batches: bool = True
@@ -342,24 +337,16 @@ class CUDAGraphConfig(_Settings):
         if not hasattr(plan, "sizes_of"):
             return values
         mode = parse_mode(values.get("mode", CUDAGraphMode.FULL))
-        kinds = {"": mode.decode_mode()}
-        if mode.separate_routine():
-            kinds["mixed_"] = mode.mixed_mode()
-        taken: dict[str, Any] = {}
-        for prefix, kind in kinds.items():
-            taken[f"{prefix}capture_sizes"] = plan.sizes_of(kind) or plan.sizes
-        return values | taken
+        return values | {"capture_sizes": plan.sizes_of(mode.decode_mode()) or plan.sizes}
 
     @model_validator(mode="after")
     def _sizes_are_reachable(self) -> Self:
-        for prefix in ("", "mixed_"):
-            name = f"{prefix}capture_sizes"
-            sizes = getattr(self, name)
-            if isinstance(sizes, tuple) and sizes[-1] > self.max_batch_size:
-                raise ConfigError(
-                    f"{name} must be at most max_batch_size={self.max_batch_size}, got {sizes[-1]}; "
-                    "raise max_batch_size or drop the size"
-                )
+        sizes = self.capture_sizes
+        if isinstance(sizes, tuple) and sizes[-1] > self.max_batch_size:
+            raise ConfigError(
+                f"capture_sizes must be at most max_batch_size={self.max_batch_size}, got {sizes[-1]}; "
+                "raise max_batch_size or drop the size"
+            )
         return self
 
     def to_dict(self) -> dict[str, Any]:
@@ -370,11 +357,9 @@ class CUDAGraphConfig(_Settings):
 
     @property
     def max_cached_graphs(self) -> int:
-        """The most graphs kept at once: ``options.max_cached_graphs``, or enough for every capture size."""
-        sizes = len(self.resolve().sizes)
-        if self.mode.separate_routine():
-            sizes += len(self.resolve(mixed=True).sizes)
-        return self.options.max_cached_graphs or max(_MOST_GRAPHS, sizes)
+        """The most graphs kept at once: ``options.max_cached_graphs``, or enough for every capture size and mode."""
+        most = len(self.resolve().sizes) * (1 + self.mode.separate_routine())
+        return self.options.max_cached_graphs or max(_MOST_GRAPHS, most)
 
     @classmethod
     def _remedy(cls, unknown: str) -> str:
@@ -387,21 +372,11 @@ class CUDAGraphConfig(_Settings):
         """A configuration under which everything runs eagerly."""
         return cls(mode=CUDAGraphMode.NONE)
 
-    def resolve(self, *, mixed: bool = False) -> "ResolvedConfig":
-        """The concrete sizes that this configuration stands for. Computed once for equal settings.
-
-        Args:
-            mixed: Whether for batches that are not uniform decode.
-
-        Returns:
-            The configuration with its sizes.
-        """
+    def resolve(self) -> "ResolvedConfig":
+        """The concrete sizes that this configuration stands for. Computed once for equal settings."""
         if not self.mode.has_graphs():
             return ResolvedConfig((), self)
-        chosen = self.capture_sizes
-        if mixed and self.mixed_capture_sizes is not None:
-            chosen = self.mixed_capture_sizes
-        return ResolvedConfig(resolve_sizes(chosen, self.max_batch_size), self)
+        return ResolvedConfig(resolve_sizes(self.capture_sizes, self.max_batch_size), self)
 
     def should_use_cudagraph(self, batch_size: int, seq_len: int) -> bool:
         """Whether a graph may serve a batch.

@@ -259,7 +259,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"options": gd.CUDAGraphOptions(budget=1 << 20)},
         "budget must be a MemoryBudget or None, got 1048576; memory_budget_bytes=",
     ),
-    "uniform_decode": ({"uniform_decode": True}, "uniform_decode must be a function of a call's arguments, got True"),
+    "two modes": ({"mode": "FULL_AND_PIECEWISE"}, "mode must be FULL, PIECEWISE or NONE for graphed"),
     "sizes is a file that is not there": ({"sizes": "none.json"}, "none.json cannot be read"),
 }
 

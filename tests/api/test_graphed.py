@@ -34,7 +34,7 @@ def test_spellings_go_with_their_last_kind() -> None:
         x = torch.ones(4, columns)
         for args, kwargs in ([(x, 1), {}], [(x,), {"y": 1}], [(), {"x": x, "y": 1}])[columns % 3 :]:
             assert torch.equal(step(*args, **kwargs), x * 2)
-            spellings = step._decode.spellings.values()
+            spellings = step._route.spellings.values()
             assert {group for spelling in spellings for group in spelling.groups} == set(step._graphs.groups.values())
             assert all(spelling.latest[0] in spelling.groups for spelling in spellings)
 

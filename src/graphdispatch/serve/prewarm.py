@@ -133,30 +133,29 @@ def _extrapolate(sizes: list[int], reports: list[MemoryReport]) -> MemoryEstimat
     return MemoryEstimate(first.input_bytes, first.pool_bytes, per_size)
 
 
-def capture_size(server: Server, routes: Sequence[Route], size: Any) -> bool:
+def capture_size(server: Server, route: Route, size: Any) -> bool:
     """See ``Graphed.capture_size``. Called with the server's lock held."""
-    sizes = sorted({point for route in routes for point in route.table.points})
+    sizes = route.table.points
     if not isinstance(size, int | tuple) or isinstance(size, bool) or size not in sizes:
-        raise ConfigError(f"size must be one of {tuple(sizes)}, got {shown(size)}")
-    graphs = server.graphs
-    if server.closed(routes[0]) is not None or graphs.is_frozen:
+        raise ConfigError(f"size must be one of {sizes}, got {shown(size)}")
+    graphs, number = server.graphs, route.table.number_of(size)
+    if server.closed(route) is not None or graphs.is_frozen:
         return False
-    fitting = [(group, group.route.table) for group in _groups(routes) if group.example]
-    todo = [(group, group.example, table.number_of(size)) for group, table in fitting if size in table.points]
-    todo = [one for one in todo if one[0].blocked(one[2]) is None and graphs.current(one[0], one[2]) is None]
+    open_groups = [group for group in _groups(route) if group.example and group.blocked(number) is None]
+    todo = [(group, group.example, number) for group in open_groups if graphs.current(group, number) is None]
     _Prewarm(server, None, None, compares_all=True, progress=False).capture(todo)
-    return size in captured_sizes(routes)
+    return size in captured_sizes(route)
 
 
-def captured_sizes(routes: Sequence[Route]) -> tuple[Any, ...]:
+def captured_sizes(route: Route) -> tuple[Any, ...]:
     """See ``Graphed.captured_sizes``. Called with the server's lock held."""
-    groups = [set(group.entries) for group in _groups(routes)]
+    groups = [set(group.entries) for group in _groups(route)]
     return tuple(getattr(size, "lengths", size) for size in sorted(set.intersection(*groups))) if groups else ()
 
 
-def _groups(routes: Sequence[Route]) -> list[GraphGroup]:
+def _groups(route: Route) -> list[GraphGroup]:
     """The groups that have a batch dimension."""
-    return [group for route in routes for group in route.groups if group.signature.has_rows]
+    return [group for group in route.groups if group.signature.has_rows]
 
 
 def prewarm(
