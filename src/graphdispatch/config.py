@@ -223,7 +223,6 @@ class CUDAGraphOptions(_Settings):
             and one for each capture size if those are more.
         memory_budget_bytes: The most bytes that graphs may hold: their pool, static inputs, outputs and what is their
             own. None: no limit.
-        budget: A ``MemoryBudget`` that several front ends share, or None.
     """
 
     debug_log_enable: bool = False
@@ -250,7 +249,6 @@ class CUDAGraphOptions(_Settings):
     max_signatures: _Count | None = None
     max_cached_graphs: _Count | None = None
     memory_budget_bytes: _Count | None = None
-    budget: Any = None  # the configuration knows nothing of memory; the front end checks what it is given
 
     @model_validator(mode="after")
     def _weak_outputs_are_cloned(self) -> Self:
@@ -260,18 +258,6 @@ class CUDAGraphOptions(_Settings):
                 "nothing would keep the returned memory alive"
             )
         return self
-
-    def to_dict(self) -> dict[str, Any]:
-        """All options as plain data that JSON can hold; ``from_dict`` reads it back.
-
-        Raises ``ConfigError`` with a ``budget``, which front ends share as an object.
-        """
-        if self.budget is not None:
-            raise ConfigError(
-                f"budget must be None where options are written as data, got {shown(self.budget)}; write "
-                "options.replace(budget=None), and give the budget again to what reads them"
-            )
-        return super().to_dict()
 
     def refuse(self, names: Sequence[str], front_end: str, remedy: str) -> None:
         """Refuse options that a front end cannot honour.
@@ -348,12 +334,6 @@ class CUDAGraphConfig(_Settings):
                 "raise max_batch_size or drop the size"
             )
         return self
-
-    def to_dict(self) -> dict[str, Any]:
-        """All settings as plain data that JSON can hold; ``from_dict`` reads it back. Raises as
-        ``CUDAGraphOptions.to_dict``."""
-        options = self.options.to_dict()
-        return super().to_dict() | {"options": options}
 
     @property
     def max_cached_graphs(self) -> int:

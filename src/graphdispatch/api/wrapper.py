@@ -298,8 +298,8 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         check_callable("dummy_fn", dummy_fn, "a function from a descriptor to arguments")
         self._dummy_fn = dummy_fn
         wanted = dict.fromkeys(_descriptors(shapes))
-        most = self._graphs.cache.limit.max_cached_graphs
-        if most is not None and len(wanted) > most:
+        most = self._graphs.cache.max_graphs
+        if len(wanted) > most:
             raise ConfigError(
                 f"prewarm of {len(wanted)} shapes needs max_cached_graphs >= {len(wanted)}, got {most}; "
                 "raise it, or name fewer in shapes"

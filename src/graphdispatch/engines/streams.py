@@ -33,7 +33,7 @@ __all__ = ["StreamDispatcher", "StreamResult", "StreamWorker"]
 
 _NOT_HONOURED = (
     *("capture_after", "capture_window", "capture_share", "max_signatures"),
-    *("max_cached_graphs", "memory_budget_bytes", "budget"),
+    *("max_cached_graphs", "memory_budget_bytes"),
 )
 
 

@@ -177,7 +177,7 @@ def prewarm(
         raise ConfigError(f"compare must be 'ends' or 'all', got {shown(compare)}")
     check_open(server, calls[0][0], "prewarm")
     graphs = server.graphs
-    most, limit = graphs.cache.limit.max_cached_graphs, max_bytes or graphs.options.memory_budget_bytes
+    most, limit = graphs.cache.max_graphs, max_bytes or graphs.options.memory_budget_bytes
     run = _Prewarm(server, max_seconds, limit, compares_all=compare == "all", progress=progress)
     graphs.refresh()
     with paused_collector(graphs.options.gc_disable, sweeps=True):
@@ -189,7 +189,7 @@ def prewarm(
             todo = [
                 (group, leaves, size) for size in sorted(wanted, reverse=True) if graphs.current(group, size) is None
             ]
-            if most is not None and len(todo) > most:
+            if len(todo) > most:
                 raise ConfigError(
                     f"prewarm of {len(todo)} sizes needs max_cached_graphs >= {len(todo)}, got {most}; raise it, or "
                     "name fewer in sizes="
