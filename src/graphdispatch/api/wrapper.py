@@ -12,10 +12,9 @@ import torch
 
 from ..backends import Backend, Pool
 from ..backends.tracing import untraced
-from ..call.context import current_context, real_rows
+from ..call.context import current_context
 from ..call.rules import ArgumentRules
 from ..call.signature import Refusal
-from ..call.spec import declared_names, takes_any_name
 from ..config import CUDAGraphOptions, parse_mode
 from ..decide.decision import SizeTable
 from ..descriptors import BatchDescriptor
@@ -29,7 +28,6 @@ from ..serve.group import Route, Routes
 from ..serve.prewarm import arguments_of, check_open, prewarm
 from ..serve.server import Server
 from ..stats import CUDAGraphStats
-from .graphed import Graphed
 from .lifecycle import Lifecycle
 
 __all__ = ["AdaptiveCUDAGraphWrapper", "CUDAGraphWrapper"]
@@ -86,7 +84,6 @@ class CUDAGraphWrapper(Lifecycle):
             check_type("backend", backend, Backend, "a Backend, as get_backend() gives")
             check_type("pool", pool, Pool, "a Pool, as backend.make_pool() gives")
         self.runnable = runnable
-        self._takes_rows = _takes_rows(runnable)
         self.runtime_mode = mode
         self.options = CUDAGraphOptions.or_default(options, "options")
         stats = CUDAGraphStats(knows_rows=False)
@@ -112,9 +109,7 @@ class CUDAGraphWrapper(Lifecycle):
             *args: The positional arguments of the runnable.
             batch_descriptor: What the graph serves. None: as in the ``cudagraph_context``.
             cudagraph_runtime_mode: The runtime mode of the step. None: as in the ``cudagraph_context``.
-            **kwargs: The keyword arguments of the runnable. ``rows=`` says how many rows of a batch that the caller
-                padded are real, as in ``cudagraph_context``. A runnable that has a parameter of that name, or takes any
-                (``**kwargs``), gets it itself instead.
+            **kwargs: The keyword arguments of the runnable.
 
         Returns:
             The runnable's outputs, owned as ``options.outputs`` says.
@@ -122,15 +117,6 @@ class CUDAGraphWrapper(Lifecycle):
         Raises:
             ConfigError: The descriptor or the mode is none.
         """
-        if "rows" in kwargs and not self._takes_rows:
-            rows = kwargs.pop("rows")
-            with real_rows(rows, batch_descriptor or (current_context() or (None, None))[1]):
-                return self(
-                    *args,
-                    batch_descriptor=batch_descriptor,
-                    cudagraph_runtime_mode=cudagraph_runtime_mode,
-                    **kwargs,
-                )
         if cudagraph_runtime_mode is None or batch_descriptor is None:
             mode, descriptor = current_context() or (None, None)
             cudagraph_runtime_mode = cudagraph_runtime_mode if cudagraph_runtime_mode is not None else mode
@@ -336,16 +322,6 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         if self._dummy_fn is None:
             raise ConfigError("capture_size needs a dummy_fn for its arguments; call prewarm(shapes, dummy_fn) first")
         return bool(self.prewarm([size], self._dummy_fn))
-
-
-def _takes_rows(runnable: Any) -> bool:
-    """Whether ``rows=`` of a call is an argument of the runnable, or could be. Without a signature it is not."""
-    if issubclass(type(runnable), CUDAGraphWrapper):
-        takes: bool = runnable._takes_rows
-        return takes
-    if issubclass(type(runnable), Graphed):
-        return _takes_rows(runnable.unwrap())
-    return "rows" in declared_names(runnable) or takes_any_name(runnable)
 
 
 def _descriptors(shapes: Iterable[BatchDescriptor | int]) -> Iterator[BatchDescriptor]:

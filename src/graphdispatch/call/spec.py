@@ -60,14 +60,9 @@ def _shown(key: Any, place: int) -> str:
 def parameter_names(fn: Callable[..., Any]) -> tuple[str, ...] | None:
     """The names that ``fn`` accepts, or None if it has no signature or takes ``**kwargs``."""
     parameters = _parameters(fn)
-    if parameters is None or takes_any_name(fn):
+    if parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
     return tuple(p.name for p in parameters)
-
-
-def takes_any_name(fn: Callable[..., Any]) -> bool:
-    """Whether the signature of ``fn`` has ``**kwargs``."""
-    return any(p.kind is p.VAR_KEYWORD for p in _parameters(fn) or ())
 
 
 def declared_names(fn: Callable[..., Any]) -> tuple[str, ...]:
