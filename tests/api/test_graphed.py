@@ -48,6 +48,7 @@ def test_a_kind_whose_graph_was_evicted_makes_way() -> None:
     del group
     for victim in step._graphs.cache.evict_one(EvictionReason.OUT_OF_MEMORY):
         victim.release()
+    del victim
     assert [reason(step, torch.randn(4, 5)) for _ in range(2)] == [Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW]
     gc.collect()
     assert (len(step._graphs.groups), gone()) == (1, None)
