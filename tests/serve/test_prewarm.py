@@ -170,15 +170,6 @@ def test_bad_limits(model: torch.nn.Module, bad: dict[str, Any]) -> None:
     serves(step, model, 4)
 
 
-def test_the_progress_bar_shows_bytes(model: torch.nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
-    """One bar, which counts the graphs and tells the memory held."""
-    pytest.importorskip("tqdm")
-    make(model).prewarm(torch.randn(4, 8), progress=True)
-    shown = capsys.readouterr().err
-    assert "5/5" in shown
-    assert "MiB" in shown
-
-
 def test_one_size_in_a_pause(model: torch.nn.Module) -> None:
     """The example of a prewarm is kept; a size is then captured without a call of it."""
     step = make(model)

@@ -175,7 +175,6 @@ class Graphed(Lifecycle, Generic[P, R]):
         self,
         *args: Any,
         sizes: Sequence[int] | None = None,
-        progress: bool = False,
         max_seconds: float | None = None,
         max_bytes: int | None = None,
         compare: Literal["ends", "all"] = "ends",
@@ -195,7 +194,6 @@ class Graphed(Lifecycle, Generic[P, R]):
         Args:
             *args: The positional arguments of the example call.
             sizes: The sizes to capture. None: all.
-            progress: Show a bar. Needs the extra ``progress``.
             max_seconds: The time that capturing may take; it stops before it would pass that. None: no limit.
             max_bytes: The bytes that graphs may hold; it stops before they would hold more. None: as
                 ``options.memory_budget_bytes``.
@@ -212,7 +210,7 @@ class Graphed(Lifecycle, Generic[P, R]):
         """
         with torch.no_grad(), self._server.lock:
             calls = [(self._route, args, kwargs)]
-            return prewarm(self._server, calls, sizes, max_seconds, max_bytes, progress=progress, compare=compare)
+            return prewarm(self._server, calls, sizes, max_seconds, max_bytes, compare=compare)
 
     @untraced
     def estimate_memory(self, /, *args: Any, sizes: Sequence[int] | None = None, **kwargs: Any) -> MemoryEstimate:

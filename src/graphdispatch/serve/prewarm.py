@@ -1,7 +1,7 @@
 """Captures made on purpose, before batches need them: all sizes at the start, or one while nothing is to be served."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from sys import maxsize
@@ -136,7 +136,7 @@ def capture_size(server: Server, route: Route, size: Any) -> bool:
         return False
     open_groups = [group for group in _groups(route) if group.example and group.blocked(number) is None]
     todo = [(group, group.example, number) for group in open_groups if graphs.current(group, number) is None]
-    _Prewarm(server, None, None, compares_all=True, progress=False).capture(todo)
+    _Prewarm(server, None, None, compares_all=True).capture(todo)
     return size in captured_sizes(route)
 
 
@@ -158,7 +158,6 @@ def prewarm(
     max_seconds: float | None = None,
     max_bytes: int | None = None,
     *,
-    progress: bool = False,
     compare: str = "ends",
 ) -> PrewarmReport:
     """Capture the sizes of each call's route that have no graph yet, from that call. See ``Graphed.prewarm``. Called
@@ -171,7 +170,7 @@ def prewarm(
     check_open(server, calls[0][0], "prewarm")
     graphs = server.graphs
     most, limit = graphs.cache.max_graphs, max_bytes or graphs.options.memory_budget_bytes
-    run = _Prewarm(server, max_seconds, limit, compares_all=compare == "all", progress=progress)
+    run = _Prewarm(server, max_seconds, limit, compares_all=compare == "all")
     graphs.refresh()
     with paused_collector(graphs.options.gc_disable, sweeps=True):
         every: list[Todo] = []
@@ -209,10 +208,8 @@ def prewarm(
 class _Prewarm:
     """The captures of one prewarm, within its limits."""
 
-    def __init__(
-        self, server: Server, max_seconds: float | None, max_bytes: int | None, *, compares_all: bool, progress: bool
-    ) -> None:
-        self._server, self._compares_all, self._progress = server, compares_all, progress
+    def __init__(self, server: Server, max_seconds: float | None, max_bytes: int | None, *, compares_all: bool) -> None:
+        self._server, self._compares_all = server, compares_all
         self._max_seconds, self._max_bytes = max_seconds, max_bytes
         self.left_out: dict[tuple[CUDAGraphMode, int], str] = {}
         self.reasons: dict[tuple[CUDAGraphMode, int], Reason] = {}
@@ -226,7 +223,7 @@ class _Prewarm:
     def capture(self, todo: Sequence[Todo]) -> None:
         """Capture these sizes, and note why each of the others has no graph."""
         graphs = self._server.graphs
-        for group, leaves, size in _progress_bar(todo, graphs) if self._progress else todo:
+        for group, leaves, size in todo:
             table = group.route.table
             key = table.mode, size
             begun, held = time.perf_counter(), graphs.memory_bytes
@@ -272,18 +269,6 @@ class _Prewarm:
                 found = estimate_memory(self._server.graphs, group, leaves, [size])
                 growth = max(found.total - held, 0) if is_first else found.per_size[size]
         return f"it would not fit into {self._max_bytes} bytes" if held + growth > self._max_bytes else ""
-
-
-def _progress_bar(todo: Sequence[Todo], graphs: GraphSet) -> Iterator[Todo]:
-    """``todo`` one by one, behind a bar that shows the memory held. Needs the extra ``progress``."""
-    try:
-        from tqdm import tqdm  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise ConfigError("progress=True needs tqdm: pip install 'graphdispatch[progress]'") from error
-    with tqdm(todo, desc="capturing", unit="graph") as bar:
-        for one in bar:
-            yield one
-            bar.set_postfix_str(f"{graphs.memory_bytes / 2**20:.1f} MiB", refresh=False)
 
 
 def check_open(server: Server, route: Route, what: str) -> None:
