@@ -205,15 +205,11 @@ class CUDAGraphOptions(_Settings):
             attributes, variables, hooks, settings. False compares none of it; whoever changes anything of it clears the
             graphs.
         breaks: Where PIECEWISE graphs break: ``"marked"``, where the code is marked; ``"auto"``, also wherever a
-            capture fails.
-        max_breaks: The most automatic breaks of one callable.
-        max_eager_share: The largest share of a call's operators that automatic breaks may run, from 0 to 1; with more
-            there is no capture.
+            capture fails, at up to 16 modules that run no more than three quarters of a call's operators.
         max_failures: Failed captures of one key after which it stays eager; one that rebinds its state is tried ever
             more rarely.
-        capture_after: Sightings of a size before it is captured; 1 captures at once.
-            None: 2, and 1 in ``CUDAGraphWrapper``.
-        capture_window: Those sightings count only within so many uses (replays in the process, and sightings).
+        capture_after: Sightings of a size, within 4,096 uses (replays in the process, and sightings), before it is
+            captured; 1 captures at once. None: 2, and 1 in ``CUDAGraphWrapper``.
         capture_share: The largest share of the time of calls that captures and comparisons may take, after the first
             of each kind. A call whose graph has to wait runs eagerly. None, or ``capture_after=1``: no limit.
         max_signatures: The most different kinds of argument lists (dtypes, trailing shapes, constants) that are kept at
@@ -240,11 +236,8 @@ class CUDAGraphOptions(_Settings):
     padding_writes: Literal["refuse", "allow"] = "refuse"
     guard_weights: bool = True
     breaks: Literal["marked", "auto"] = "marked"
-    max_breaks: _Count = 16
-    max_eager_share: Annotated[float, Field(ge=0, le=1)] = 0.75
     max_failures: _Count = 3
     capture_after: _Count | None = None
-    capture_window: _Count = 4096
     capture_share: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 0.1
     max_signatures: _Count | None = None
     max_cached_graphs: _Count | None = None

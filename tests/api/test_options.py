@@ -22,7 +22,6 @@ from ..helpers import AT_ONCE, double
 
 SET: dict[str, Any] = {
     "capture_after": 3,
-    "capture_window": 9,
     "capture_share": 0.5,
     "max_signatures": 9,
     "max_cached_graphs": 9,

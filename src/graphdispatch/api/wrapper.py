@@ -232,7 +232,7 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         super().__init__(runnable, runtime_mode, options, max_cached_graphs, backend=backend, pool=pool)
         remedy = "this wrapper has a rule of its own; CUDAGraphWrapper takes the option"
         self.options.refuse(("capture_after",), "AdaptiveCUDAGraphWrapper", remedy)
-        self._graphs.cache.admission = Admission(window=self.options.capture_window)
+        self._graphs.cache.admission = Admission()
         self._graphs.cache.min_replays = min_replays_to_keep
         self._dummy_fn: Callable[[BatchDescriptor], Any] | None = None
 

@@ -361,5 +361,5 @@ def make_cache(
         max_graphs,
         options.memory_budget_bytes,
         stats=stats,
-        admission=Admission(options.capture_after or capture_after, options.capture_window),
+        admission=Admission(options.capture_after or capture_after),
     )
