@@ -132,9 +132,9 @@ class Graphed(Lifecycle, Generic[P, R]):
             backend=get_backend(config.backend) if config.backend != "auto" else None,
             strict=config.strict,
             max_groups=_MOST_SIGNATURES,
-            judges_gain=options.verify and not config.strict,
         )
         self._graphs = self._server.graphs
+        self._graphs.judges_gain = options.verify and not config.strict
         self._route = Route(0, make_table(config, rules), rules)
         self._undo: Callable[[], None] | None = None
         """Gives a module back what ``attach`` replaced; None if that did not make this."""

@@ -61,8 +61,6 @@ class CUDAGraphWrapper(Lifecycle):
     """
 
     _graphs: GraphSet
-    _captures_at_once = False
-    """Whether a descriptor is captured at its first miss while there is room, though admission would wait."""
 
     def __init__(
         self,
@@ -89,9 +87,7 @@ class CUDAGraphWrapper(Lifecycle):
         stats = CUDAGraphStats(knows_rows=False)
         self.options.refuse(("max_cached_graphs",), "CUDAGraphWrapper", "give max_cached_graphs= to the wrapper itself")
         cache = make_cache(self.options, max_cached_graphs, capture_after=1, stats=stats)
-        self._server = Server(
-            runnable, self.options, cache, backend=backend, pool=pool, eager_captures=self._captures_at_once
-        )
+        self._server = Server(runnable, self.options, cache, backend=backend, pool=pool)
         self._graphs = self._server.graphs
         self._routes = Routes(self._make_route)
 
@@ -215,8 +211,6 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         ConfigError: An argument or an option is wrong.
     """
 
-    _captures_at_once = True
-
     def __init__(
         self,
         runnable: Callable[..., Any],
@@ -232,8 +226,8 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         super().__init__(runnable, runtime_mode, options, max_cached_graphs, backend=backend, pool=pool)
         remedy = "this wrapper has a rule of its own; CUDAGraphWrapper takes the option"
         self.options.refuse(("capture_after",), "AdaptiveCUDAGraphWrapper", remedy)
-        self._graphs.cache.admission = Admission()
-        self._graphs.cache.min_replays = min_replays_to_keep
+        cache = self._graphs.cache
+        cache.admission, cache.min_replays, cache.fills_at_once = Admission(), min_replays_to_keep, True
         self._dummy_fn: Callable[[BatchDescriptor], Any] | None = None
 
     def get_hot_shapes(self, top_k: int = 10) -> list[tuple[BatchDescriptor, int]]:

@@ -176,6 +176,8 @@ class GraphCache:
         """Says which keys are captured."""
         self.min_replays = 0
         """Entries with fewer replays go before all others."""
+        self.fills_at_once = False
+        """Whether a key is captured at its first miss while there is room, though admission would wait."""
         self._entries: dict[Hashable, CUDAGraphEntry] = {}  # read anywhere, changed with the lock held
         self._lock = make_rlock()
 
@@ -235,7 +237,7 @@ class GraphCache:
         """What becomes of a call whose key has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Changes nothing."""
         since = self.admission.since(key)
         if since is None:
-            return Reason.FIRST_SIGHTING
+            return Reason.CAPTURED_NOW if self.fills_at_once and not self.is_full else Reason.FIRST_SIGHTING
         return Reason.CAPTURED_NOW if self.has_room(since) else Reason.CACHE_FULL
 
     @property
