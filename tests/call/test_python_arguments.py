@@ -49,7 +49,7 @@ def test_a_mapping_of_its_own_class_is_refused_with_a_hint() -> None:
     for _ in range(3):
         batch = Tokens(ids=torch.randn(4, 3))
         assert torch.equal(served(batch), batch["ids"] * 2)
-    assert "pass dict() of it" in served.explain(batch)
+    assert "graphs see what a plain dict holds" in served.explain(batch)
     for _ in range(4):
         batch = Tokens(ids=torch.randn(4, 3))
         assert torch.equal(served(dict(batch)), batch["ids"] * 2)

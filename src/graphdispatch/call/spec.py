@@ -115,8 +115,8 @@ def describe(value: Any) -> str:
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")  # numpy has a bool of its own
     hint = " (torch.from_numpy makes a tensor of it)" if name == "numpy.ndarray" else ""
-    if issubclass(kind, Mapping):
-        hint = " (graphs see what a dict holds: pass dict() of it)"
+    if issubclass(kind, Mapping) and kind not in pytree.SUPPORTED_NODES:
+        hint = " (graphs see what a plain dict holds)"
     if is_dataclass(kind):
         hint = f" (torch.utils._pytree.register_dataclass({kind.__qualname__}) lets graphs see its fields)"
     return f"a {name}{hint}"
