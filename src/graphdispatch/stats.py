@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from .copying import Unlocked, make_lock
 from .descriptors import BatchDescriptor
 from .reasons import Reason
-from .showing import milliseconds
+from .showing import html_table, milliseconds
 
 __all__ = ["CUDAGraphStats", "Eviction", "EvictionReason", "Gain"]
 
@@ -257,6 +257,10 @@ class CUDAGraphStats(Unlocked):
                 plain[name] = {reason.value: n for reason, n in plain[name].items()}
             plain["gains"] = {graph: gain._asdict() for graph, gain in self.gains.items()}
         return plain | {name: getattr(self, name) for name in _DERIVED}
+
+    def _repr_html_(self) -> str:
+        rows = [(reason.value, number, reason.text) for reason, number in self.reasons.copy().most_common()]
+        return html_table(repr(self)[1:-1], ("reason of eager calls", "calls", "meaning"), rows)
 
     def __repr__(self) -> str:
         return (

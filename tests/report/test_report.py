@@ -1,6 +1,7 @@
-"""Reports: they say what was measured, need nothing else, and hold no HTML of a user's."""
+"""Reports, and results in notebooks: they say what was measured, need nothing else, and hold no HTML of a user's."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -10,6 +11,7 @@ import torch
 
 import graphdispatch as gd
 from graphdispatch.engines import Gain
+from graphdispatch.plan import Workload, plan_sizes
 
 from ..helpers import run_python
 
@@ -104,6 +106,7 @@ def test_a_gain_that_was_measured_is_shown() -> None:
         entry.gain = Gain(1.0, 1.25)
     assert {row.cells()[4:7] for row in serve.graphs} == {("1.000 ms", "1.250 ms", "-0.250 ms")}
     assert f"{serve.graphs}".count("-0.250 ms") == len(serve.entries)
+    assert serve.graphs._repr_html_().count("-0.250 ms") == len(serve.entries)
     assert "gains -0.250 ms a full batch: 1.250 ms instead of 1.000 ms" in serve.explain(torch.randn(4, 3))
 
 
@@ -195,19 +198,23 @@ def hostile() -> gd.Graphed[..., Any]:
 
 
 def test_a_users_texts_stay_texts() -> None:
-    """The name of a callable and of an argument, and a line of code, on the page."""
+    """The name of a callable and of an argument, and a line of code, on the page and in a notebook."""
     report = hostile().report()
     assert report.name == HOSTILE
     assert any("<script>" in detail for row in report.reasons for detail in row.details)
-    page = Page(report.html().removeprefix("<!doctype html>"))
-    assert HOSTILE in page.text
-    assert not {"script", "b"} & {*page.tags}
+    for html in (report.html().removeprefix("<!doctype html>"), report._repr_html_()):
+        page = Page(html)
+        assert HOSTILE in page.text
+        assert not {"script", "b"} & {*page.tags}
 
 
-def test_a_terminal_and_a_text_show_the_same_rows() -> None:
-    """As tables of rich, and as plain text."""
+def test_a_notebook_and_a_terminal_show_the_same_rows() -> None:
+    """As HTML tables, as tables of rich, and as plain text."""
     console = pytest.importorskip("rich.console")
     report = served().report()
+    shown = Page(report._repr_html_()).rows
+    cells = [list(row.cells()) for row in (*report.graphs, *report.reasons)]
+    assert [row for row in shown if row in cells] == cells
     with (terminal := console.Console(width=400)).capture() as captured:
         terminal.print(report)
     for text in (captured.get(), str(report)):
@@ -237,3 +244,43 @@ def test_reports_need_no_torch_and_load_jinja_when_a_page_is_made() -> None:
     """What imports the library does not pay for reports."""
     code = "import sys; sys.modules['torch'] = None; import graphdispatch.report; "
     run_python("-c", code + "raise SystemExit('jinja2' in sys.modules or 'rich' in sys.modules)")
+
+
+STEPS = Workload.from_steps([1, 2, 3, 5, 8, 40, 8, 8, 3])
+
+
+def dispatched() -> gd.DispatchStats:
+    """What a dispatcher counted."""
+    stats = gd.DispatchStats()
+    stats.record(gd.DispatchMode.EAGER, gd.Reason.ABOVE_LARGEST_SIZE, 1000)
+    return stats
+
+
+def prewarmed() -> Any:
+    """What a prewarm said that had no time for the second size."""
+    serve = gd.graphed(torch.nn.ReLU(), dynamic={"input": 0}, sizes=(2, 4))
+    serve.prewarm(torch.randn(4, 3), sizes=[4])
+    return serve.prewarm(torch.randn(4, 3), max_seconds=1e-9)
+
+
+ABOVE = ["above_largest_size", "1", gd.Reason.ABOVE_LARGEST_SIZE.text]
+MADE: dict[str, tuple[Callable[[], Any], Callable[[Any], list[str]]]] = {
+    "stats": (lambda: served().stats, lambda stats: ABOVE),
+    "decisions": (dispatched, lambda stats: ABOVE),
+    "memory": (lambda: served().memory_report(), lambda memory: ["total", f"{memory.total} B"]),
+    "prewarm": (prewarmed, lambda report: ["2", "FULL", report.left_out[gd.CUDAGraphMode.FULL, 2]]),
+    "plan": (lambda: plan_sizes(STEPS, max_graphs=3), lambda plan: ["FULL", " ".join(map(str, plan.sizes))]),
+    "evaluation": (
+        lambda: plan_sizes(STEPS, max_graphs=3).evaluate(STEPS),
+        lambda result: ["padding", f"{100 * result.padding:.2f} %"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("made", "row"), MADE.values(), ids=MADE)
+def test_a_result_shows_its_figures(made: Callable[[], Any], row: Callable[[Any], list[str]]) -> None:
+    """As one table, which is well-formed."""
+    result = made()
+    page = Page(result._repr_html_())
+    assert page.tags.count("table") == 1
+    assert row(result) in page.rows

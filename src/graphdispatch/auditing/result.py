@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..showing import percent, storage
+from ..showing import html_table, percent, storage
 
 __all__ = ["Audit", "Breaks", "Finding", "Findings", "Memory", "Rows"]
 
@@ -126,6 +126,9 @@ class Audit(Findings):
     def __str__(self) -> str:
         text = "\n".join(_lines(self)).replace(os.getcwd() + os.sep, "")
         return re.sub(r"\S*[/\\](?:site|dist)-packages[/\\]", "", text)
+
+    def _repr_html_(self) -> str:
+        return html_table(repr(self)[1:-1], ("what was found",), ([line] for line in str(self).splitlines()))
 
 
 def _lines(audit: Audit) -> Iterable[str]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from ..copying import Unlocked, make_lock
 from ..reasons import Reason
+from ..showing import html_table
 from .policies import DispatchMode
 
 __all__ = ["DispatchStats"]
@@ -78,6 +79,10 @@ class DispatchStats(Unlocked):
             plain = {k: v for k, v in vars(self).items() if not k.startswith("_")}
             plain["reasons"] = {reason.value: n for reason, n in self.reasons.items()}
         return plain | {"graph_ratio": self.graph_ratio}
+
+    def _repr_html_(self) -> str:
+        rows = [(reason.value, number, reason.text) for reason, number in self.reasons.copy().most_common()]
+        return html_table(repr(self)[1:-1], ("reason of eager calls", "calls", "meaning"), rows)
 
     def __repr__(self) -> str:
         return (

@@ -17,7 +17,7 @@ from ..copying import make_rlock
 from ..errors import IntegrityError, check_count
 from ..modes import EntryState
 from ..reasons import Reason
-from ..showing import storage
+from ..showing import html_table, storage
 from ..stats import CUDAGraphStats, Eviction, EvictionReason
 from .admission import Admission
 from .entry import CUDAGraphEntry
@@ -60,7 +60,7 @@ class MemoryReport:
         plain = asdict(self) | {"total": self.total}
         return plain | {"entries": [entry._asdict() for entry in self.entries]}
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[tuple[str, str]]:
         parts = {
             "pool": self.pool_bytes,
             "static inputs": self.input_bytes,
@@ -68,11 +68,23 @@ class MemoryReport:
             "driver": self.driver_bytes,
             "total": self.total,
         }
-        lines = [f"{name:<14}{storage(amount):>12}" for name, amount in parts.items()]
-        for e in self.entries:
-            held = f"{storage(e.own)} own, {storage(e.driver)} driver, writes {storage(e.outputs)}"
-            lines.append(f"  {e.mode} {e.size} rows: {held}")
-        return "\n".join(lines)
+        return [(name, storage(amount)) for name, amount in parts.items()]
+
+    def _graphs(self) -> list[tuple[str, str]]:
+        return [
+            (
+                f"{e.mode} {e.size} rows",
+                f"{storage(e.own)} own, {storage(e.driver)} driver, writes {storage(e.outputs)}",
+            )
+            for e in self.entries
+        ]
+
+    def __str__(self) -> str:
+        lines = [f"{name:<14}{held:>12}" for name, held in self._parts()]
+        return "\n".join(lines + [f"  {name}: {held}" for name, held in self._graphs()])
+
+    def _repr_html_(self) -> str:
+        return html_table("Memory of graphs", ("part", "held"), self._parts() + self._graphs())
 
 
 def memory_report(

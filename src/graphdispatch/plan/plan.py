@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 from ..config import parse_mode
 from ..errors import ConfigError
 from ..modes import CUDAGraphMode
-from ..showing import milliseconds, percent, storage
+from ..showing import html_table, milliseconds, percent, storage
 from ..sizes import named_sizes
 from .cost import CostModel, Document
 from .workload import LARGEST_SIZE, Floats, Ints, Shape, Workload
@@ -60,6 +60,9 @@ class Evaluation:
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<17}{text}" for name, text in self._rows())
+
+    def _repr_html_(self) -> str:
+        return html_table("A plan on its traffic", ("figure", "value"), self._rows())
 
 
 class Plan(Document):
@@ -174,6 +177,9 @@ class Plan(Document):
 
     def __str__(self) -> str:
         return "\n".join((repr(self), *(f"{mode:<11}{sizes}" for mode, sizes in self._rows())))
+
+    def _repr_html_(self) -> str:
+        return html_table(repr(self)[1:-1], ("mode", "sizes"), self._rows())
 
 
 def weights_by_mode(mode: CUDAGraphMode, workload: Workload) -> dict[CUDAGraphMode, Floats]:

@@ -1,4 +1,4 @@
-"""The report on what a served callable did: one page, or text."""
+"""The report on what a served callable did: one page, a notebook's tables, or text."""
 
 from .page import Bar, GraphRow, GraphTable, ReasonRow, Report
 from .rows import make_report

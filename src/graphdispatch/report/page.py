@@ -1,4 +1,4 @@
-"""``Report``: what a served callable did, as plain data, and as a page or text."""
+"""``Report``: what a served callable did, as plain data, and as a page, a notebook's tables or text."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..showing import count, milliseconds, percent, storage
+from ..showing import count, html_table, milliseconds, percent, storage
 from ..stats import Gain
 
 if TYPE_CHECKING:
@@ -45,12 +45,15 @@ class GraphRow(NamedTuple):
 
 
 class GraphTable(tuple[GraphRow, ...]):
-    """The graphs that are held now, in a tuple whose text is a table."""
+    """The graphs that are held now, in a tuple that shows itself as a table: as text, and in notebooks."""
 
     __slots__ = ()
 
     def __str__(self) -> str:
         return "\n".join(_aligned([GRAPH_COLUMNS, *(row.cells() for row in self)]))
+
+    def _repr_html_(self) -> str:
+        return html_table("Graphs", GRAPH_COLUMNS, [row.cells() for row in self])
 
 
 class ReasonRow(NamedTuple):
@@ -100,7 +103,7 @@ REASON_COLUMNS = ("reason", "calls", "of all", "why", "what to do")
 class Report:
     """What a served callable did until the report was made. Immutable plain data.
 
-    ``str`` gives it as text; where rich is installed, ``rich.print`` shows it as tables.
+    ``str`` gives it as text; a notebook and, where rich is installed, ``rich.print`` show it as tables.
 
     Attributes:
         name: The callable, or the class of its front end.
@@ -197,6 +200,9 @@ class Report:
             yield "Graphs", GRAPH_COLUMNS, [row.cells() for row in self.graphs]
         if self.reasons:
             yield "Why calls ran eagerly", REASON_COLUMNS, [row.cells() for row in self.reasons]
+
+    def _repr_html_(self) -> str:
+        return "".join(html_table(*table) for table in self._tables())
 
     def __rich__(self) -> "Group":
         from rich import box

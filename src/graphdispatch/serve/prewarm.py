@@ -19,6 +19,7 @@ from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
+from ..showing import html_table
 from ..sizes import lengths_of
 from ..stats import EvictionReason
 from .graphs import GraphSet
@@ -48,6 +49,12 @@ class PrewarmReport:
         ]
         lines.append(f"{self.seconds:.2f} s, {self.memory_bytes / 2**20:.1f} MiB held")
         return "\n".join(lines + [f"{mode.name} {size} left out: {why}" for (mode, size), why in self.left_out.items()])
+
+    def _repr_html_(self) -> str:
+        rows = [(size, mode.name, "captured") for mode, sizes in self.captured.items() for size in sizes]
+        rows += [(size, mode.name, why) for (mode, size), why in self.left_out.items()]
+        title = f"{self.seconds:.2f} s, {self.memory_bytes / 2**20:.1f} MiB held"
+        return html_table(title, ("size", "mode", "what became of it"), rows)
 
 
 @dataclass(frozen=True)
