@@ -97,7 +97,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "manager a dtype": (manager, lambda m: m.capture_graph(3, 1, double, {"x": (3, 3)}, dtypes={"x": "f"}), "dtypes"),
     "registry size": (manager, lambda m: m.capture(3, 1, double, inputs={"x": X}, size="3"), "size"),
     "registry seq_len": (manager, lambda m: m.capture(3, None, double, inputs={"x": X}), "seq_len"),
-    "an array": (manager, lambda m: m.execute_or_capture(3, 1, double, {"x": X.numpy()}), "torch.from_numpy"),
     "registry mode": (manager, lambda m: m.capture(3, 1, double, inputs={"x": X}, mode="x"), "mode"),
     "dispatch key": (dispatcher, lambda d: d.dispatch([1], X), "key"),
     "streams args": (streams, lambda s: s.capture(KEY, 3), "args"),

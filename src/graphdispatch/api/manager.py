@@ -29,7 +29,7 @@ from ..sizes import ROWS
 from ..state.objects import same_callable
 from ..stats import CUDAGraphStats
 from .lifecycle import Lifecycle
-from .named_inputs import Shapes, batch_dims, check_inputs, check_outputs, make_example
+from .named_inputs import Shapes, as_arrays, as_tensors, batch_dims, check_inputs, check_outputs, make_example
 
 __all__ = ["CUDAGraphManager", "CUDAGraphRegistry"]
 
@@ -334,6 +334,9 @@ class CUDAGraphManager(CUDAGraphRegistry):
     (``capture_after=1`` in its options: the first). ``replay_graph`` compares a batch first where that is due. A batch
     whose ``seq_len`` is 1 is uniform decode; in mode ``FULL_DECODE_ONLY`` graphs serve only such batches.
 
+    Inputs may be NumPy arrays. The function gets tensors in any case; on the CPU they share the arrays' memory. If all
+    inputs are arrays, the outputs are arrays, too; handles (``options.outputs``) and dtypes that NumPy lacks stay.
+
     Args:
         config: What to capture, how, and within which limits. None: ``CUDAGraphConfig()``.
 
@@ -451,7 +454,7 @@ class CUDAGraphManager(CUDAGraphRegistry):
             capture_fn,
             input_shapes,
             output_shapes,
-            inputs=inputs,
+            inputs=inputs if inputs is None else as_tensors(inputs, self._graphs.device)[0],
             dynamic=dynamic,
             dtypes=dtypes,
             size=self._sizes.get_padded_batch_size(batch_size),
@@ -488,6 +491,7 @@ class CUDAGraphManager(CUDAGraphRegistry):
             closed = Reason.NEEDS_GRADIENTS
         if closed is not None:
             raise ReplayError(f"no graph may replay now: {closed.text}")
+        inputs, are_arrays = as_tensors(inputs, self._graphs.device)
         values, rows = entry.check(inputs)
         if rows != batch_size and group.signature.has_rows:
             raise GuardError(f"inputs must have batch_size={batch_size} rows, got {rows}")
@@ -497,8 +501,10 @@ class CUDAGraphManager(CUDAGraphRegistry):
         if reason is not None:
             choice = Choice(Decision.eager(Reason.VERIFIED_NOW, rows), group, values, rows, size, entry)
             with torch.no_grad(), server.lock:
-                return server.perform(choice)[1]
-        return entry.serve_timed(values, rows, self.stats)
+                result = server.perform(choice)[1]
+        else:
+            result = entry.serve_timed(values, rows, self.stats)
+        return as_arrays(result) if are_arrays else result
 
     @untraced
     def execute_or_capture(
@@ -534,6 +540,7 @@ class CUDAGraphManager(CUDAGraphRegistry):
             FallbackError: The configuration is ``strict`` and the batch would run eagerly.
         """
         check_callable("execute_fn", execute_fn)
+        inputs, are_arrays = as_tensors(inputs, self._graphs.device)
         check_inputs(inputs, input_shapes)
         mode = self.get_mode_for_batch(batch_size, seq_len)
         one = self._graphs.find(execute_fn)
@@ -545,7 +552,7 @@ class CUDAGraphManager(CUDAGraphRegistry):
             result = one.server.serve(self._graphs.route(one, size, seq_len, mode, dims), (), dict(inputs))
         if output_shapes:
             check_outputs(result.get() if isinstance(result, OutputView) else result, output_shapes)
-        return result
+        return as_arrays(result) if are_arrays else result
 
     def reset(self) -> None:
         """Release all graphs and forget what was seen and counted."""

@@ -1,18 +1,61 @@
-"""Inputs that are given by name: their shapes and their batch dimension."""
+"""Inputs that are given by name: their shapes, their batch dimension, and NumPy arrays in the places of tensors."""
 
 from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..call.spec import describe, is_tensor
+from ..call.spec import is_tensor
 from ..errors import ConfigError, check_type, shown
 
-__all__ = ["Shapes", "batch_dims", "check_inputs", "check_outputs", "make_example"]
+__all__ = [
+    "Shapes", "as_arrays", "as_tensors", "batch_dims", "check_inputs", "check_outputs", "make_example",
+]  # fmt: skip
 
 Shapes = Mapping[str, Sequence[int]]
+_ARRAYS = (np.ndarray, np.memmap)  # a masked array would lose its mask
+
+
+def as_tensors(inputs: Any, device: torch.device) -> tuple[Any, bool]:
+    """``inputs`` with tensors on ``device`` in the places of arrays, and whether all of them were arrays.
+
+    On the CPU a tensor shares its array's memory, unless torch cannot: read-only memory, negative strides and foreign
+    byte order are copied. What is no mapping is given back as it is. Raises ``ConfigError`` for an array of a dtype
+    that torch does not have.
+    """
+    arrays = {name: v for name, v in inputs.items() if type(v) in _ARRAYS} if isinstance(inputs, Mapping) else {}
+    if not arrays:
+        return inputs, False
+    tensors = {name: _tensor(name, array).to(device) for name, array in arrays.items()}
+    return {**inputs, **tensors}, len(arrays) == len(inputs)
+
+
+def as_arrays(outputs: Any) -> Any:
+    """``outputs`` with an array in the place of each tensor; one of a dtype that NumPy does not have stays a tensor."""
+    return tree_map_only(torch.Tensor, _array, outputs)
+
+
+def _tensor(name: Any, array: Any) -> torch.Tensor:
+    native = np.require(array, array.dtype.newbyteorder("="), "W")  # a copy of read-only memory or foreign byte order
+    try:
+        try:
+            return torch.from_numpy(native)
+        except ValueError:  # negative strides, or some that are no multiple of the item's size
+            return torch.from_numpy(native.copy())
+    except TypeError:
+        raise ConfigError(
+            f"input {name!r} is an array of dtype {array.dtype}, which torch does not have; convert it with astype()"
+        ) from None
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    try:
+        return tensor.numpy(force=True)
+    except TypeError:  # bfloat16, for example
+        return tensor
 
 
 def make_example(
@@ -38,7 +81,7 @@ def check_inputs(inputs: Mapping[str, torch.Tensor], shapes: Shapes | None) -> N
         if type(name) is not str:
             raise ConfigError(f"the name of an input must be text, got {shown(name)}")
         if not is_tensor(tensor):
-            raise ConfigError(f"input {name!r} must be a tensor, got {describe(tensor)}; bind others to the callable")
+            raise ConfigError(f"input {name!r} must be a tensor, got {shown(tensor)}; bind others to the callable")
     for name, shape in _checked_shapes("input_shapes", shapes or {}).items():
         if name not in inputs:
             raise ConfigError(f"input_shapes names {name!r}, which inputs does not; inputs are {list(inputs)}")
