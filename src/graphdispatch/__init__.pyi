@@ -22,7 +22,6 @@ from .errors import FallbackError as FallbackError
 from .errors import GraphDispatchError as GraphDispatchError
 from .errors import ReplayError as ReplayError
 from .errors import StaleOutputError as StaleOutputError
-from .memory.cache import MemoryBudget as MemoryBudget
 from .modes import CUDAGraphMode as CUDAGraphMode
 from .reasons import Reason as Reason
 

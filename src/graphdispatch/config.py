@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from .errors import ConfigError, shown
 from .modes import CUDAGraphMode
-from .sizes import NAMED_SIZES, are_min_batches, check_sizes, resolve_sizes
+from .sizes import NAMED_SIZES, check_sizes, resolve_sizes
 
 __all__ = ["CUDAGraphConfig", "CUDAGraphOptions", "ResolvedConfig", "parse_mode", "roomy_config"]
 
@@ -24,7 +24,6 @@ _LARGEST_BATCH = 2**20
 _MOST_GRAPHS = 64
 
 _Count = Annotated[int, Field(ge=1)]
-_MinBatches = Annotated[tuple[_Count, ...] | None, BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
 _Tolerance = Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
 
 
@@ -206,15 +205,11 @@ class CUDAGraphOptions(_Settings):
             attributes, variables, hooks, settings. False compares none of it; whoever changes anything of it clears the
             graphs.
         breaks: Where PIECEWISE graphs break: ``"marked"``, where the code is marked; ``"auto"``, also wherever a
-            capture fails.
-        max_breaks: The most automatic breaks of one callable.
-        max_eager_share: The largest share of a call's operators that automatic breaks may run, from 0 to 1; with more
-            there is no capture.
+            capture fails, at up to 16 modules that run no more than three quarters of a call's operators.
         max_failures: Failed captures of one key after which it stays eager; one that rebinds its state is tried ever
             more rarely.
-        capture_after: Sightings of a size before it is captured; 1 captures at once.
-            None: 2, and 1 in ``CUDAGraphWrapper``.
-        capture_window: Those sightings count only within so many uses (replays in the process, and sightings).
+        capture_after: Sightings of a size, within 4,096 uses (replays in the process, and sightings), before it is
+            captured; 1 captures at once. None: 2, and 1 in ``CUDAGraphWrapper``.
         capture_share: The largest share of the time of calls that captures and comparisons may take, after the first
             of each kind. A call whose graph has to wait runs eagerly. None, or ``capture_after=1``: no limit.
         max_signatures: The most different kinds of argument lists (dtypes, trailing shapes, constants) that are kept at
@@ -224,7 +219,6 @@ class CUDAGraphOptions(_Settings):
             and one for each capture size if those are more.
         memory_budget_bytes: The most bytes that graphs may hold: their pool, static inputs, outputs and what is their
             own. None: no limit.
-        budget: A ``MemoryBudget`` that several front ends share, or None.
     """
 
     debug_log_enable: bool = False
@@ -242,16 +236,12 @@ class CUDAGraphOptions(_Settings):
     padding_writes: Literal["refuse", "allow"] = "refuse"
     guard_weights: bool = True
     breaks: Literal["marked", "auto"] = "marked"
-    max_breaks: _Count = 16
-    max_eager_share: Annotated[float, Field(ge=0, le=1)] = 0.75
     max_failures: _Count = 3
     capture_after: _Count | None = None
-    capture_window: _Count = 4096
     capture_share: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 0.1
     max_signatures: _Count | None = None
     max_cached_graphs: _Count | None = None
     memory_budget_bytes: _Count | None = None
-    budget: Any = None  # the configuration knows nothing of memory; the front end checks what it is given
 
     @model_validator(mode="after")
     def _weak_outputs_are_cloned(self) -> Self:
@@ -261,18 +251,6 @@ class CUDAGraphOptions(_Settings):
                 "nothing would keep the returned memory alive"
             )
         return self
-
-    def to_dict(self) -> dict[str, Any]:
-        """All options as plain data that JSON can hold; ``from_dict`` reads it back.
-
-        Raises ``ConfigError`` with a ``budget``, which front ends share as an object.
-        """
-        if self.budget is not None:
-            raise ConfigError(
-                f"budget must be None where options are written as data, got {shown(self.budget)}; write "
-                "options.replace(budget=None), and give the budget again to what reads them"
-            )
-        return super().to_dict()
 
     def refuse(self, names: Sequence[str], front_end: str, remedy: str) -> None:
         """Refuse options that a front end cannot honour.
@@ -310,13 +288,7 @@ class CUDAGraphConfig(_Settings):
         mode: How batches are served, as a mode, its name in any case, or its value; ``NONE`` switches graphs off.
         backend: The name of a backend; ``"auto"`` follows the device of the arguments.
         capture_sizes: ``"auto"`` (vLLM's sizes) or a name of ``named_sizes``, which both end at ``max_batch_size``; a
-            ``Plan``; or the sizes themselves, strictly increasing.
-        mixed_capture_sizes: The same for batches that are not uniform decode, in a mode that tells them apart. None: as
-            ``capture_sizes``. A plan given as ``capture_sizes`` brings both.
-        eager_below: For each of explicit ``capture_sizes``, the smallest batch that its graph serves; smaller ones run
-            eagerly. None: each serves all batches above the next smaller size. A plan brings what it knows to be
-            faster.
-        mixed_eager_below: The same for ``mixed_capture_sizes``.
+            ``Plan``, of which those of uniform decode are taken; or the sizes themselves, strictly increasing.
         max_batch_size: The largest batch that a graph may serve, in rows.
         max_seq_len: The longest sequence that a graph may serve, in tokens.
         pad_batches: Serve a batch by the next larger size; False serves only exact sizes.
@@ -327,11 +299,6 @@ class CUDAGraphConfig(_Settings):
     mode: Annotated[CUDAGraphMode, BeforeValidator(parse_mode)] = CUDAGraphMode.FULL
     backend: str = "auto"
     capture_sizes: Annotated[str | tuple[int, ...], BeforeValidator(_parse_capture_sizes)] = "auto"
-    mixed_capture_sizes: Annotated[
-        str | tuple[int, ...] | None, BeforeValidator(lambda v: None if v is None else _parse_capture_sizes(v))
-    ] = None
-    eager_below: _MinBatches = None
-    mixed_eager_below: _MinBatches = None
     max_batch_size: Annotated[int, Field(ge=1, le=_LARGEST_BATCH)] = 256
     max_seq_len: _Count = 8192
     pad_batches: bool = True
@@ -349,46 +316,23 @@ class CUDAGraphConfig(_Settings):
         if not hasattr(plan, "sizes_of"):
             return values
         mode = parse_mode(values.get("mode", CUDAGraphMode.FULL))
-        kinds = {"": mode.decode_mode()}
-        if mode.separate_routine():
-            kinds["mixed_"] = mode.mixed_mode()
-        taken: dict[str, Any] = {}
-        for prefix, kind in kinds.items():
-            taken[f"{prefix}capture_sizes"] = plan.sizes_of(kind) or plan.sizes
-            min_batches = plan.min_batches_of(kind) if hasattr(plan, "min_batches_of") else ()
-            taken[f"{prefix}eager_below"] = tuple(map(min, min_batches, plan.sizes_of(kind))) or None
-        return values | taken
+        return values | {"capture_sizes": plan.sizes_of(mode.decode_mode()) or plan.sizes}
 
     @model_validator(mode="after")
     def _sizes_are_reachable(self) -> Self:
-        for prefix in ("", "mixed_"):
-            name = f"{prefix}capture_sizes"
-            sizes, min_batches = getattr(self, name), getattr(self, f"{prefix}eager_below")
-            if min_batches is not None and not are_min_batches(min_batches, sizes):
-                raise ConfigError(
-                    f"{prefix}eager_below must have a number for each of {name}, above the next smaller size and at "
-                    f"most the size itself, got {min_batches} for {sizes}"
-                )
-            if isinstance(sizes, tuple) and sizes[-1] > self.max_batch_size:
-                raise ConfigError(
-                    f"{name} must be at most max_batch_size={self.max_batch_size}, got {sizes[-1]}; "
-                    "raise max_batch_size or drop the size"
-                )
+        sizes = self.capture_sizes
+        if isinstance(sizes, tuple) and sizes[-1] > self.max_batch_size:
+            raise ConfigError(
+                f"capture_sizes must be at most max_batch_size={self.max_batch_size}, got {sizes[-1]}; "
+                "raise max_batch_size or drop the size"
+            )
         return self
-
-    def to_dict(self) -> dict[str, Any]:
-        """All settings as plain data that JSON can hold; ``from_dict`` reads it back. Raises as
-        ``CUDAGraphOptions.to_dict``."""
-        options = self.options.to_dict()
-        return super().to_dict() | {"options": options}
 
     @property
     def max_cached_graphs(self) -> int:
-        """The most graphs kept at once: ``options.max_cached_graphs``, or enough for every capture size."""
-        sizes = len(self.resolve().sizes)
-        if self.mode.separate_routine():
-            sizes += len(self.resolve(mixed=True).sizes)
-        return self.options.max_cached_graphs or max(_MOST_GRAPHS, sizes)
+        """The most graphs kept at once: ``options.max_cached_graphs``, or enough for every capture size and mode."""
+        most = len(self.resolve().sizes) * (1 + self.mode.separate_routine())
+        return self.options.max_cached_graphs or max(_MOST_GRAPHS, most)
 
     @classmethod
     def _remedy(cls, unknown: str) -> str:
@@ -401,22 +345,11 @@ class CUDAGraphConfig(_Settings):
         """A configuration under which everything runs eagerly."""
         return cls(mode=CUDAGraphMode.NONE)
 
-    def resolve(self, *, mixed: bool = False) -> "ResolvedConfig":
-        """The concrete sizes that this configuration stands for. Computed once for equal settings.
-
-        Args:
-            mixed: Whether for batches that are not uniform decode.
-
-        Returns:
-            The configuration with its sizes.
-        """
+    def resolve(self) -> "ResolvedConfig":
+        """The concrete sizes that this configuration stands for. Computed once for equal settings."""
         if not self.mode.has_graphs():
             return ResolvedConfig((), self)
-        chosen, min_batches = self.capture_sizes, self.eager_below
-        if mixed and self.mixed_capture_sizes is not None:
-            chosen, min_batches = self.mixed_capture_sizes, self.mixed_eager_below
-        sizes = resolve_sizes(chosen, self.max_batch_size)
-        return ResolvedConfig(sizes, self, min_batches or tuple(1 + size for size in (0, *sizes[:-1])))
+        return ResolvedConfig(resolve_sizes(self.capture_sizes, self.max_batch_size), self)
 
     def should_use_cudagraph(self, batch_size: int, seq_len: int) -> bool:
         """Whether a graph may serve a batch.
@@ -434,8 +367,8 @@ class CUDAGraphConfig(_Settings):
     def get_padded_batch_size(self, batch_size: int) -> int:
         """The number of rows with which a batch runs.
 
-        A batch that no larger graph serves is not padded: below one row, above the largest size, below the first batch
-        of its size (``eager_below``), with ``pad_batches=False``, and in mode ``NONE``.
+        A batch that no larger graph serves is not padded: below one row, above the largest size, with
+        ``pad_batches=False``, and in mode ``NONE``.
 
         Args:
             batch_size: The number of real rows.
@@ -458,15 +391,10 @@ def _whole(name: str, value: int) -> int:
 
 
 class ResolvedConfig(NamedTuple):
-    """A configuration with its sizes made concrete.
-
-    ``sizes`` are strictly increasing, and empty in mode ``NONE``; ``min_batches`` has the smallest batch that each of
-    them serves.
-    """
+    """A configuration with its sizes made concrete: strictly increasing, and none in mode ``NONE``."""
 
     sizes: tuple[int, ...]
     config: CUDAGraphConfig
-    min_batches: tuple[int, ...] = ()
 
     def size_of(self, rows: int) -> int:
         """The size of the graph that serves a batch of ``rows`` rows; 0 if none does."""
@@ -474,7 +402,7 @@ class ResolvedConfig(NamedTuple):
         if rows < 1 or index == len(self.sizes):
             return 0
         size = self.sizes[index]
-        return size if rows == size or (self.config.pad_batches and rows >= self.min_batches[index]) else 0
+        return size if rows == size or self.config.pad_batches else 0
 
     @property
     def largest(self) -> int:

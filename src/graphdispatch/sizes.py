@@ -197,13 +197,6 @@ def check_sizes(sizes: Iterable[int], name: str = "capture_sizes") -> tuple[int,
     return checked
 
 
-def are_min_batches(min_batches: Sequence[int], sizes: object) -> bool:
-    """Whether ``min_batches`` can be the smallest batches that graphs of ``sizes`` serve."""
-    if not isinstance(sizes, tuple) or len(min_batches) != len(sizes):
-        return False
-    return all(below < least <= size for below, least, size in zip((0, *sizes), min_batches, sizes, strict=False))
-
-
 @lru_cache(maxsize=64)
 def resolve_sizes(capture_sizes: str | tuple[int, ...], max_batch_size: int) -> tuple[int, ...]:
     """The sizes that an option stands for. Computed once for equal options."""

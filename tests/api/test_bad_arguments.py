@@ -84,7 +84,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
         "batch_descriptor",
     ),
     "wrapper get_entry": (wrapper, lambda w: w.get_entry([3]), "descriptor"),
-    "wrapper budget": (wrapper, lambda w: gd.CUDAGraphWrapper(double, options=gd.CUDAGraphOptions(budget=3)), "budget"),
     "wrapper backend": (wrapper, lambda w: gd.CUDAGraphWrapper(double, backend="cpu", pool=3), "backend"),
     "manager tag": (manager, lambda m: m.invalidate(3), "tag"),
     "manager names": (manager, lambda m: m.execute_or_capture(3, 1, double, {3: X}), "name of an input"),
@@ -255,11 +254,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "pad is false": ({"pad": 0}, "pad must map argument names to pad rules, .*got 0"),
     "static is no names": ({"static": 5}, "static must name arguments, got 5"),
     "a name is no text": ({"dynamic": {0: 0}}, "dynamic must name arguments by text, got 0"),
-    "budget is bytes": (
-        {"options": gd.CUDAGraphOptions(budget=1 << 20)},
-        "budget must be a MemoryBudget or None, got 1048576; memory_budget_bytes=",
-    ),
-    "uniform_decode": ({"uniform_decode": True}, "uniform_decode must be a function of a call's arguments, got True"),
+    "two modes": ({"mode": "FULL_AND_PIECEWISE"}, "mode must be FULL, PIECEWISE or NONE for graphed"),
     "sizes is a file that is not there": ({"sizes": "none.json"}, "none.json cannot be read"),
 }
 

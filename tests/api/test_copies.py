@@ -141,19 +141,6 @@ def test_policies_keep_what_they_learnt(copied: Callable[[Any], Any]) -> None:
     assert copied(keys).cudagraph_keys == keys.cudagraph_keys
 
 
-def test_a_budget_is_shared_by_copies_and_made_anew_by_a_pickle() -> None:
-    """It bounds what this process holds."""
-    budget = gd.MemoryBudget(2**20, 3)
-    options = AT_ONCE.replace(budget=budget)
-    step = gd.graphed(torch.nn.Linear(3, 3).eval(), dynamic={"input": 0}, sizes=(4,), options=options)
-    other = copy.deepcopy(step)
-    serve(step)
-    serve(other)
-    assert budget.num_graphs == 2
-    there = pickle.loads(pickle.dumps(budget))
-    assert (there.memory_budget_bytes, there.max_cached_graphs, there.num_graphs) == (2**20, 3, 0)
-
-
 def test_views_are_copied_with_their_values() -> None:
     """A copy of a handle has tensors of its own; a stale one cannot be copied."""
     step = gd.graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), outputs="view", options=AT_ONCE)

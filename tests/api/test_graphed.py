@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphdispatch as gd
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions, MemoryBudget, OutputView, Reason
-from graphdispatch.engines import BatchDescriptor, DispatchKey
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, OutputView, Reason
+from graphdispatch.engines import BatchDescriptor, DispatchKey, EvictionReason
 from graphdispatch.errors import ConfigError, FallbackError
 
 from ..helpers import AT_ONCE, batch, in_threads, make, reason
@@ -34,20 +34,21 @@ def test_spellings_go_with_their_last_kind() -> None:
         x = torch.ones(4, columns)
         for args, kwargs in ([(x, 1), {}], [(x,), {"y": 1}], [(), {"x": x, "y": 1}])[columns % 3 :]:
             assert torch.equal(step(*args, **kwargs), x * 2)
-            spellings = step._decode.spellings.values()
+            spellings = step._route.spellings.values()
             assert {group for spelling in spellings for group in spelling.groups} == set(step._graphs.groups.values())
             assert all(spelling.latest[0] in spelling.groups for spelling in spellings)
 
 
 def test_a_kind_whose_graph_was_evicted_makes_way() -> None:
     """It is the graphs that are there which count."""
-    budget = MemoryBudget(max_cached_graphs=1)
-    step, other = (make(max_signatures=1, budget=budget) for _ in range(2))
+    step = make(max_signatures=1)
     step(batch(4))
     (group,) = step._graphs.groups.values()
     gone = weakref.ref(group.inputs)
     del group
-    other(batch(4))
+    for victim in step._graphs.cache.evict_one(EvictionReason.OUT_OF_MEMORY):
+        victim.release()
+    del victim
     assert [reason(step, torch.randn(4, 5)) for _ in range(2)] == [Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW]
     gc.collect()
     assert (len(step._graphs.groups), gone()) == (1, None)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions, MemoryBudget, Reason, graphed
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason, graphed
 from graphdispatch.engines import (
     AdaptiveCUDAGraphWrapper,
     BatchDescriptor,
@@ -22,12 +22,10 @@ from ..helpers import AT_ONCE, double
 
 SET: dict[str, Any] = {
     "capture_after": 3,
-    "capture_window": 9,
     "capture_share": 0.5,
     "max_signatures": 9,
     "max_cached_graphs": 9,
     "memory_budget_bytes": 1 << 20,
-    "budget": MemoryBudget(1 << 20),
 }
 """A value for each limit that is none of the defaults."""
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions, graphed
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions
 from graphdispatch.engines import AdaptiveCUDAGraphWrapper, BatchDescriptor, CUDAGraphWrapper
 
 from ..helpers import double
@@ -174,41 +174,6 @@ def test_prewarm_takes_arguments_in_each_spelling(dummy: Any, args: Any, kwargs:
     out = wrapper(*args, batch_descriptor=BatchDescriptor(4), cudagraph_runtime_mode=FULL, **kwargs)
     assert torch.equal(out, A - B)
     assert wrapper.get_stats().captures == 1
-
-
-class _PassesOn(torch.nn.Module):
-    """A module that hands its arguments on."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """What the inner function gives."""
-        return _times(*args, **kwargs)
-
-
-def _times(x: torch.Tensor, rows: int = 1) -> torch.Tensor:
-    return x * rows
-
-
-@pytest.mark.parametrize(
-    "runnable", [_times, CUDAGraphWrapper(_times, CUDAGraphMode.PIECEWISE), _PassesOn()], ids=["own", "wrapped", "any"]
-)
-def test_rows_of_the_runnable_reach_it(runnable: Any) -> None:
-    """An argument ``rows`` is the runnable's where it has one, behind another wrapper or ``**kwargs``, too."""
-    wrapper = CUDAGraphWrapper(runnable)
-    for _ in range(3):
-        x = torch.randn(4, 3)
-        out = wrapper(x, rows=3, batch_descriptor=BatchDescriptor(4), cudagraph_runtime_mode=CUDAGraphMode.FULL)
-        assert torch.equal(out, x * 3)
-
-
-def test_rows_are_the_wrappers_where_the_runnable_has_no_signature() -> None:
-    """As that of a built-in function; of a served callable, what it wraps decides."""
-    x = torch.randn(4, 3)
-    for runnable in (torch.relu, graphed(lambda x: x.relu(), dynamic={"x": 0}, sizes=(4,))):
-        wrapper = CUDAGraphWrapper(runnable)
-        for _ in range(3):
-            assert torch.equal(
-                wrapper(x, batch_descriptor=BatchDescriptor(4), cudagraph_runtime_mode=FULL, rows=2)[:2], x.relu()[:2]
-            )
 
 
 def test_a_shape_that_rebinds_state_ends_no_other_graph() -> None:

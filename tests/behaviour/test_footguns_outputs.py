@@ -1,7 +1,6 @@
 """What the callable returns: memory that replays share, objects, the argument itself, state."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -185,17 +184,12 @@ def test_rows_padded_by_caller(tried: Settle) -> None:
     step.check(Reason.VERIFICATION_FAILED)
 
 
-@pytest.mark.parametrize("by_context", [True, False])
-def test_rows_padded_by_caller_instead(by_context: bool) -> None:
+def test_rows_padded_by_caller_instead() -> None:
     """Told how many rows are real, the wrapper compares these alone; the runnable does not hear it."""
-    wrapper, real = CUDAGraphWrapper(_with_noise), {"rows": 2}
-    given: dict[str, Any] = {"batch_descriptor": BatchDescriptor(4), "cudagraph_runtime_mode": CUDAGraphMode.FULL}
+    wrapper = CUDAGraphWrapper(_with_noise)
     for _ in range(4):
         x = torch.randn(4, 3)
-        if by_context:
-            with cudagraph_context(CUDAGraphMode.FULL, BatchDescriptor(4), **real):
-                out = wrapper(x)
-        else:
-            out = wrapper(x, **given, **real)
+        with cudagraph_context(CUDAGraphMode.FULL, BatchDescriptor(4), rows=2):
+            out = wrapper(x)
         assert torch.equal(out[:2], x[:2] * 2)
     assert wrapper.get_stats().hits

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, eager_break, graphed, remove_eager_break
 from graphdispatch.call import breaks
 from graphdispatch.call.breaks import is_marked
+from graphdispatch.capture import piecewise
 from graphdispatch.capture.piecewise import PiecewiseGraph
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.errors import ConfigError
@@ -241,9 +242,9 @@ class Model(nn.Module):
         return self.last(self.two(torch.relu(self.one(self.first(x)))))
 
 
-def automatic(model: nn.Module, argument: str = "x", **options: Any) -> Graphed[..., torch.Tensor]:
+def automatic(model: nn.Module, argument: str = "x") -> Graphed[..., torch.Tensor]:
     """The model served with automatic breaks, captured at first sight."""
-    how = CUDAGraphOptions(breaks="auto", capture_after=1, **options)
+    how = CUDAGraphOptions(breaks="auto", capture_after=1)
     return graphed(model, dynamic={argument: 0}, max_size=8, options=how)
 
 
@@ -358,9 +359,10 @@ def test_a_model_that_fails_itself_stays_eager() -> None:
     assert not serve.automatic_breaks
 
 
-def test_breaks_are_bounded() -> None:
-    """With ``max_breaks=1`` a model that needs two stays eager, with its reason."""
-    serve = automatic(Model().eval(), max_breaks=1)
+def test_breaks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one is allowed, a model that needs two stays eager, with its reason."""
+    monkeypatch.setattr(piecewise, "_MOST_BREAKS", 1)
+    serve = automatic(Model().eval())
     serve(torch.randn(2, 4))
     assert len(serve.automatic_breaks) == 1
     assert serve.last_decision.reason is Reason.CAPTURE_UNSAFE
@@ -371,16 +373,17 @@ class _Reading(nn.Module):
         return x * 2 if x.sum().item() < 1e9 else x
 
 
-def test_the_share_of_the_breaks_is_told_and_bounded() -> None:
+def test_the_share_of_the_breaks_is_told_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """What counts is how much of the work runs eagerly, and not how many modules there are."""
     model = nn.Sequential(_Reading(), *(nn.Linear(4, 4) for _ in range(7))).eval()
     x = torch.randn(4, 4)
-    for options, is_served, told in (
-        ({}, True, "(18 % of the operators, "),
-        ({"max_eager_share": 0.2}, True, "(18 % of the operators, "),
-        ({"max_eager_share": 0.15}, False, "run 18 % of the operators, and max_eager_share allows 15 %"),
+    for most, is_served, told in (
+        (0.75, True, "(18 % of the operators, "),
+        (0.2, True, "(18 % of the operators, "),
+        (0.15, False, "run 18 % of the operators, and at most 15 % are allowed"),
     ):
-        served = automatic(model, "input", **options)
+        monkeypatch.setattr(piecewise, "_MOST_EAGER", most)
+        served = automatic(model, "input")
         check_rows(served, 4, 4, 4, width=4)
         assert bool(served.entries) is is_served
         assert told in served.explain(x)

@@ -161,16 +161,6 @@ def test_a_graph_may_be_replayed_in_another_mode(first: Callable[[], Any], secon
     assert not got.requires_grad
 
 
-def test_two_routines_keep_all_their_graphs() -> None:
-    """FULL_AND_PIECEWISE captures every size twice, and by default there is room for all of them."""
-    sizes = tuple(range(1, 34))
-    served = graphed(
-        lambda x: x + 1, dynamic={"x": 0}, sizes=sizes, mode="FULL_AND_PIECEWISE", uniform_decode=lambda x: True
-    )
-    served.prewarm(x=torch.randn(4, 3))
-    assert len(served.entries) == 2 * len(sizes)
-
-
 # What a break must not do.
 
 

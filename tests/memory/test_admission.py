@@ -51,14 +51,10 @@ def test_memory_is_bounded_by_the_window() -> None:
     assert admission.num_keys == 101
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [((0,), "capture_after must be an integer >= 1, got 0"), ((2, 1.5), "capture_window must be an integer >= 1")],
-)
-def test_options_are_checked(options: tuple[int, ...], named: str) -> None:
+def test_options_are_checked() -> None:
     """Counts are whole and positive."""
-    with pytest.raises(ConfigError, match=named):
-        Admission(*options)
+    with pytest.raises(ConfigError, match="capture_after must be an integer >= 1, got 0"):
+        Admission(0)
 
 
 def served(sizes: Iterable[int], **options: object) -> Graphed[..., torch.Tensor]:
@@ -91,7 +87,6 @@ def test_a_scan_of_odd_sizes_evicts_nothing() -> None:
     [
         ([1, 2, 3] * 20 + [7, 8, 9] * 4, {"max_cached_graphs": 3}, [7, 8, 9], 3),
         ([1, 1, 2, 2, 1], {"max_cached_graphs": 1}, [2], 1),  # an evicted size begins anew
-        ([5, *[1] * 30, 5], {"capture_window": 10}, [1], 0),
     ],
 )
 def test_new_habits_displace_old_ones(sizes: list[int], options: Any, kept: list[int], evictions: int) -> None:

@@ -1,6 +1,5 @@
-"""``MemoryBudget``: what it chooses, against all subsets of small sets of entries; and what owners of graphs notice."""
+"""The limits of a cache: what goes, against all subsets of small sets of entries; and what owners of graphs notice."""
 
-import gc
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import combinations
@@ -12,19 +11,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from graphdispatch import CUDAGraphOptions, Graphed, MemoryBudget, Reason, graphed
+from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
 from graphdispatch.backends import Graph
 from graphdispatch.engines import (
     CUDAGraphEntry,
     EntryState,
     EvictionReason,
 )
-from graphdispatch.errors import ConfigError, IntegrityError
 from graphdispatch.memory.cache import GraphCache
 
-from ..behaviour.front_ends import FRONT_ENDS
 from ..helpers import AT_ONCE, check_rows, in_threads
-from ..sized import Sized, Unused, entry, filled
+from ..sized import Sized, Unused, entry
 
 
 class Kind(NamedTuple):
@@ -104,10 +101,10 @@ def test_room_is_made_if_there_can_be(
     """
     kinds = sorted(kinds, key=lambda kind: not kind.may_go)  # those used last may not go
     *entries, new = made([*kinds, newcomer or Kind(0)])
-    cache, budget = GraphCache(10), MemoryBudget(most_bytes, most)
+    cache = GraphCache(10)
     for key, one in enumerate(entries):
         assert cache.add(key, one) == []
-    budget.join(cache)
+    cache.max_bytes, cache.max_graphs = most_bytes, most or 10
     since = next((one.last_used for one, kind in zip(entries, kinds, strict=True) if not kind.may_go), None)
     average = sum(kind.own for kind in kinds) // max(len(kinds), 1)
 
@@ -115,7 +112,7 @@ def test_room_is_made_if_there_can_be(
         held = holds(kept) + average if newcomer is None else holds([*kept, newcomer])
         return (most is None or len(kept) < most) and (most_bytes is None or held <= most_bytes)
 
-    choice = budget.choose(None if newcomer is None else new, since)
+    choice = cache.choose(None if newcomer is None else new, since)
     agrees(kinds, {int(victim.entry.key) for victim in choice.victims}, choice.is_enough, fits)  # type: ignore[call-overload]
     is_count = most is not None and len(kinds) >= most
     reason = EvictionReason.COUNT if is_count else EvictionReason.BYTES
@@ -123,75 +120,23 @@ def test_room_is_made_if_there_can_be(
     assert len(cache) == len(kinds)
 
 
-def members(budget: MemoryBudget, count: int = 2) -> list[GraphCache]:
-    """Caches that share the budget and have room of their own."""
-    return [GraphCache(10, budget=budget) for _ in range(count)]
+def test_threads_add_at_the_same_time() -> None:
+    """Threads that fill a cache never exceed its limits, and every entry is kept or returned."""
+    cache = GraphCache(5, 100)
 
-
-def test_a_member_that_is_gone_does_not_count() -> None:
-    """The budget keeps no cache alive."""
-    budget = MemoryBudget(max_cached_graphs=1)
-    ours, theirs = members(budget)
-    theirs.add(0, entry())
-    del theirs
-    gc.collect()
-    assert ours.make_room() == []
-    assert budget.num_graphs == 0
-
-
-def test_members_add_at_the_same_time() -> None:
-    """Threads that fill several caches never exceed the budget, and every entry is kept or returned."""
-    budget = MemoryBudget(100, 5)
-    caches = members(budget, 4)
-
-    def fill(cache: GraphCache) -> int:
+    def fill(first: int) -> int:
         count = 0
         for key in range(100):
-            for victim in (*cache.make_room(), *cache.add(key % 7, entry(10 + key % 30, replays=key % 3))):
+            for victim in (*cache.make_room(), *cache.add(first + key % 7, entry(10 + key % 30, replays=key % 3))):
                 victim.release()
                 count += 1
-            assert budget.num_graphs <= 5
+            assert len(cache) <= 5
         return count
 
-    returned = in_threads(*(partial(fill, cache) for cache in caches))
-    assert sum(returned) + budget.num_graphs == 400
-    assert sum(cache.stats.evictions for cache in caches) == sum(returned)
-    for cache in caches:
-        cache.check_integrity()
-
-
-@pytest.mark.parametrize(
-    ("limits", "named"),
-    [
-        ((0, None), "memory_budget_bytes must be at least 1 or None, got 0"),
-        ((None, -2), "max_cached_graphs must be at least 1 or None, got -2"),
-        ((1.5, None), "memory_budget_bytes must be at least 1 or None, got 1.5"),
-    ],
-)
-def test_limits_are_checked(limits: tuple[Any, Any], named: str) -> None:
-    """A limit is a positive whole number."""
-    with pytest.raises(ConfigError, match=named):
-        MemoryBudget(*limits)
-
-
-def test_integrity_covers_all_members() -> None:
-    """Too much in one member shows in another."""
-    budget = MemoryBudget(100)
-    ours, theirs = members(budget)
-    (held,) = filled(theirs, 30)
-    filled(ours, 30)
-    held.graph = Sized(90)
-    with pytest.raises(IntegrityError, match="120 bytes, more than memory_budget_bytes=100"):
-        ours.check_integrity()
-
-
-def test_repr_is_a_status_line() -> None:
-    """Graphs, bytes and members."""
-    budget = MemoryBudget(100, 4)
-    ours, _ = members(budget)
-    filled(ours, 30, 20)
-    assert repr(budget) == "<MemoryBudget 2 of 4 graphs, 50 of 100 bytes, 2 caches>"
-    assert repr(MemoryBudget()) == "<MemoryBudget 0 graphs, 0 bytes, 0 caches>"
+    returned = in_threads(*(partial(fill, 10 * number) for number in range(4)))
+    assert sum(returned) + len(cache) == 400
+    assert cache.stats.evictions == sum(returned)
+    cache.check_integrity()
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -199,25 +144,10 @@ def double(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-@pytest.mark.parametrize("name", ["graphed", "wrapper", "execute_or_capture"])
-def test_a_front_end_whose_graph_another_evicted_captures_anew(name: str) -> None:
-    """Two front ends that share room for one graph take turns, and every answer is eager's."""
-    budget = MemoryBudget(max_cached_graphs=1)
-    options = CUDAGraphOptions(budget=budget)
-    steps: list[Any] = [FRONT_ENDS[one](double, dynamic={"x": 0}, options=options) for one in (name, "graphed")]
-    for turn in (1, 2, 3):
-        for step in steps:
-            step.check_calls(4, 4, 4, 4)
-            assert (step.captures, step.hits) == (turn, 2 * turn)
-            assert budget.num_graphs == 1
-    budget.check_integrity()
-    assert [step.counts.evictions for step in steps] == [3, 2]
-
-
 def test_an_evicted_graph_gives_its_memory_back() -> None:
     """Static inputs and outputs go with the last graph that uses them, and are there again for the next."""
     step: Graphed[..., torch.Tensor] = graphed(
-        double, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE.replace(budget=MemoryBudget(max_cached_graphs=1))
+        double, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE.replace(max_cached_graphs=1)
     )
     for width in (10, 5000, 20):
         check_rows(step, *[(4, width)] * 4)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from graphdispatch import MemoryBudget
 from graphdispatch.engines import EvictionReason
 from graphdispatch.errors import ConfigError, IntegrityError
 from graphdispatch.memory.cache import GraphCache
@@ -82,15 +81,13 @@ def test_out_of_memory_costs_the_least_recently_used() -> None:
 
 
 def test_what_was_hardly_replayed_goes_first() -> None:
-    """Entries below ``min_replays`` go before those above, whichever was used last; under a shared budget as well."""
-    budget = MemoryBudget(max_cached_graphs=3)
-    ours, theirs = GraphCache(9, budget=budget), GraphCache(9, budget=budget)
-    ours.min_replays = 3
-    settled, other, new = entry(replays=3), entry(), entry(replays=2)
-    ours.add("settled", settled)
-    theirs.add("other", other)
-    ours.add("new", new)
-    assert [gone(theirs.add(key, entry())) for key in range(3)] == [[new], [settled], [other]]
+    """Entries below ``min_replays`` go before those above, whichever was used last."""
+    cache = GraphCache(3)
+    cache.min_replays = 3
+    settled, other, new = entry(replays=3), entry(replays=4), entry(replays=2)
+    for key, one in (("settled", settled), ("other", other), ("new", new)):
+        cache.add(key, one)
+    assert [gone(cache.add(key, entry(replays=3))) for key in range(3)] == [[new], [settled], [other]]
 
 
 def test_a_release_is_reported_as_it_was() -> None:
@@ -130,7 +127,7 @@ def _grow(cache: GraphCache) -> None:
     [
         (_release, "was released and is still in the cache"),
         (lambda cache: cache.add("other", cache.get(0)), "two keys"),
-        (lambda cache: setattr(cache.limit, "max_cached_graphs", 1), "2 entries, more than max_cached_graphs=1"),
+        (lambda cache: setattr(cache, "max_graphs", 1), "2 entries, more than max_cached_graphs=1"),
         (_grow, "105 bytes, more than memory_budget_bytes=100"),
     ],
     ids=["released", "twice", "many", "large"],

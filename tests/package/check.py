@@ -21,13 +21,12 @@ with torch.no_grad():
     assert torch.equal(serve(torch.randn(4, 4)[:3]).isfinite().all(), torch.tensor(True))
 assert serve.stats.hits == 1, serve.stats
 assert "<svg" in serve.report().html()
-assert "site-packages" in gd.__file__ and len(gd.__all__) == 25
+assert "site-packages" in gd.__file__ and len(gd.__all__) == 24
 """
 """What anyone does first."""
 
 EXTRAS = {
     "cli": "from graphdispatch.cli import main; raise SystemExit(main(['plan', '--max-graphs', '4']))",
-    "progress": SERVE.replace("randn(4, 4))", "randn(4, 4), progress=True)", 1) + "import tqdm",
     "metrics": SERVE + "assert len(list(gd.metrics.PrometheusCollector(serve).collect())) == 12",
     "otel": SERVE + "from opentelemetry.sdk.metrics import MeterProvider; "
     "from opentelemetry.sdk.metrics.export import InMemoryMetricReader; reader = InMemoryMetricReader(); "

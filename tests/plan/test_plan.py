@@ -125,11 +125,11 @@ def test_a_missing_file_and_bad_sizes_are_named(tmp_path: Path) -> None:
         Plan.from_sizes((1, 2)).evaluate(Workload.from_steps([(1, 2)]))
 
 
-def test_a_configuration_takes_the_sizes_of_each_mode() -> None:
-    """``capture_sizes`` are those of decode, ``mixed_capture_sizes`` the others."""
+@pytest.mark.parametrize(("mode", "sizes"), [(BOTH, (2, 6)), (FULL, (2, 6)), (PIECEWISE, (4, 12))])
+def test_a_configuration_takes_the_sizes_of_its_mode(mode: CUDAGraphMode, sizes: tuple[int, ...]) -> None:
+    """Where the mode tells uniform decode from other batches, those of uniform decode."""
     plan = Plan(mode=BOTH, graphs={FULL: (2, 6), PIECEWISE: (4, 12)})
-    config = CUDAGraphConfig(capture_sizes=plan, mode=BOTH, max_batch_size=12)
-    assert (config.capture_sizes, config.mixed_capture_sizes) == ((2, 6), (4, 12))
+    assert CUDAGraphConfig(capture_sizes=plan, mode=mode, max_batch_size=12).capture_sizes == sizes
 
 
 @pytest.mark.parametrize("form", ["plan", "path", "text"])

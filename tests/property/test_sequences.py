@@ -202,7 +202,7 @@ class Sequences(RuleBasedStateMachine):
 
 def _in_python(step: Graphed[..., Any]) -> Callable[..., Any]:
     """What calls ``step`` as if there were no core."""
-    return lambda *args, **kwargs: step._server.serve_in_python(step._decode, args, kwargs)
+    return lambda *args, **kwargs: step._server.serve_in_python(step._route, args, kwargs)
 
 
 def _told(step: Graphed[..., Any]) -> Any:

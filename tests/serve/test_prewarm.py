@@ -17,7 +17,6 @@ from graphdispatch.demo.decoder import PRESETS, Decoder
 from graphdispatch.engines import named_sizes
 from graphdispatch.errors import CaptureError, ConfigError
 from graphdispatch.memory.cache import EntryMemory, GraphCache, MemoryReport
-from graphdispatch.plan import Plan
 from graphdispatch.serve.graphs import GraphSet
 from graphdispatch.serve.group import GraphGroup, Route
 from graphdispatch.serve.prewarm import _extrapolate, estimate_memory
@@ -171,15 +170,6 @@ def test_bad_limits(model: torch.nn.Module, bad: dict[str, Any]) -> None:
     serves(step, model, 4)
 
 
-def test_the_progress_bar_shows_bytes(model: torch.nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
-    """One bar, which counts the graphs and tells the memory held."""
-    pytest.importorskip("tqdm")
-    make(model).prewarm(torch.randn(4, 8), progress=True)
-    shown = capsys.readouterr().err
-    assert "5/5" in shown
-    assert "MiB" in shown
-
-
 def test_one_size_in_a_pause(model: torch.nn.Module) -> None:
     """The example of a prewarm is kept; a size is then captured without a call of it."""
     step = make(model)
@@ -194,32 +184,6 @@ def test_one_size_in_a_pause(model: torch.nn.Module) -> None:
     assert found <= {Reason.PADDED, Reason.EXACT}
     with pytest.raises(ConfigError, match=r"size must be one of \(1, 2, 4, 8, 16\), got 17"):
         step.capture_size(17)
-
-
-def test_a_plan_brings_the_sizes_of_each_mode(model: torch.nn.Module) -> None:
-    """Uniform decode and mixed batches are padded to the sizes that were planned for them."""
-    plan = Plan(
-        mode=CUDAGraphMode.FULL_AND_PIECEWISE,
-        graphs={CUDAGraphMode.FULL: (3, 6), CUDAGraphMode.PIECEWISE: (5, 10, 12)},
-    )
-    is_decode = True
-    step = graphed(
-        model,
-        dynamic={"input": 0},
-        sizes=plan,
-        mode="FULL_AND_PIECEWISE",
-        uniform_decode=lambda *args, **kwargs: is_decode,
-    )
-    report = step.prewarm(torch.randn(4, 8), compare="all")
-    assert report.captured == {CUDAGraphMode.FULL: (6, 3), CUDAGraphMode.PIECEWISE: (12, 10, 5)}
-    full, piecewise, none = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
-    for is_decode, expected in (  # noqa: B007 (the closure reads it)
-        (True, [(full, 3), (full, 6), (full, 6), (none, 7), (none, 11)]),
-        (False, [(piecewise, 5), (piecewise, 5), (piecewise, 10), (piecewise, 10), (piecewise, 12)]),
-    ):
-        for rows, chosen in zip((2, 4, 6, 7, 11), expected, strict=True):
-            serves(step, model, rows)
-            assert (step.last_decision.mode, step.last_decision.size) == chosen
 
 
 LADDER = sorted(named_sizes("vllm", 64), reverse=True)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions, MemoryBudget
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions
 from graphdispatch.engines import CUDAGraphConfig, named_sizes
 from graphdispatch.errors import ConfigError
 
@@ -56,26 +56,6 @@ def test_a_bad_config_value_is_one_error(name: str, value: Any, expected: str) -
         CUDAGraphConfig(**{name: value})
 
 
-@pytest.mark.parametrize(
-    ("sizes", "min_batches"),
-    [("auto", (1,)), ((2, 4), (1,)), ((2, 4), (1, 3, 5)), ((2, 4), (3, 3)), ((2, 4), (1, 2)), ((2, 4), (1, 5))],
-)
-@pytest.mark.parametrize("prefix", ["", "mixed_"])
-def test_the_min_batches_must_fit_the_sizes(prefix: str, sizes: Any, min_batches: tuple[int, ...]) -> None:
-    """One for each explicit size, among the batches that it could serve."""
-    given = {f"{prefix}capture_sizes": sizes, f"{prefix}eager_below": min_batches}
-    with pytest.raises(ConfigError, match=rf"{prefix}eager_below must have a number for each of {prefix}capture_sizes"):
-        CUDAGraphConfig(**given)
-
-
-def test_small_batches_can_be_eager() -> None:
-    """``eager_below`` leaves a gap below a size."""
-    config = CUDAGraphConfig(capture_sizes=(2, 8), eager_below=(1, 6), max_batch_size=8)
-    assert [config.should_use_cudagraph(rows, 1) for rows in range(1, 9)] == [True] * 2 + [False] * 3 + [True] * 3
-    assert [config.get_padded_batch_size(rows) for rows in range(1, 9)] == [2, 2, 3, 4, 5, 8, 8, 8]
-    assert CUDAGraphConfig.from_dict(config.to_dict()) == config
-
-
 @pytest.mark.parametrize(("name", "value", "expected"), BAD_OPTIONS)
 def test_a_bad_option_is_one_error(name: str, value: Any, expected: str) -> None:
     """The error names the option, what was expected and what was given."""
@@ -118,15 +98,6 @@ def test_whichever_way_it_is_made_it_is_checked(name: str) -> None:
     make, told = LOADED[name]
     with pytest.raises(ValueError if name == "assigned" else ConfigError, match=told):
         make()
-
-
-def test_a_shared_budget_is_not_written_as_data() -> None:
-    """It is an object; options that have one refuse ``to_dict``, and so does the configuration around them."""
-    options = CUDAGraphOptions(budget=MemoryBudget(1 << 20))
-    for written in (options, CUDAGraphConfig(options=options)):
-        with pytest.raises(ConfigError, match=r"budget must be None .*replace\(budget=None\)"):
-            written.to_dict()
-    assert CUDAGraphOptions.from_dict(options.replace(budget=None).to_dict()) == CUDAGraphOptions()
 
 
 @pytest.mark.parametrize("value", [CUDAGraphMode.FULL_DECODE_ONLY, "full_decode_only", "FULL_DECODE_ONLY", 3])

@@ -2,8 +2,7 @@
 
 ``attach`` serves the calls of a module in place, as ``module.compile()`` compiles it in place.
 
-The front end for every callable. It makes two routes, for uniform decode and for other batches, which are one unless
-the mode separates them; the server does the rest.
+The front end for every callable. It makes a route, and the server does the rest.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,20 +18,19 @@ from ..backends import get_backend
 from ..backends.tracing import compiler_at_work, untraced
 from ..call.rules import ArgumentRules, callable_name
 from ..capture.piecewise import BreakFigures, break_figures
-from ..config import CUDAGraphConfig, CUDAGraphOptions, parse_mode
+from ..config import CUDAGraphConfig, CUDAGraphOptions
 from ..decide.decision import Decision
 from ..errors import ConfigError, shown
 from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
 from ..native.bound import CORE
-from ..reasons import Reason
 from ..serve.graphs import GraphSet
 from ..serve.group import Route
 from ..serve.prewarm import MemoryEstimate, PrewarmReport, capture_size, captured_sizes, estimate, prewarm
 from ..serve.server import Server
 from .lifecycle import Lifecycle
-from .options import make_table, read_kind, read_options, read_rules, read_sizes
+from .options import make_table, read_mode, read_options, read_rules, read_sizes
 
 __all__ = ["Graphed", "attach", "graphed"]
 
@@ -43,7 +41,7 @@ _MOST_SIGNATURES = 32
 
 
 class SizePlan(Protocol):
-    """What has chosen sizes, such as a ``Plan``; one that has ``min_batches_of`` as well says what runs eagerly."""
+    """What has chosen sizes, such as a ``Plan``."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -65,7 +63,6 @@ def graphed(
     outputs: str | None = None,
     strict: bool = False,
     backend: str = "auto",
-    uniform_decode: Callable[..., bool] | None = None,
     options: CUDAGraphOptions | None = None,
 ) -> "Graphed[P, R]":
     """Serve ``fn`` by graphs of a few sizes, padding each batch to the next; what cannot be served runs eagerly.
@@ -90,14 +87,11 @@ def graphed(
         sizes: The sizes to capture, a name (``"vllm"``), a plan, or the path of a saved plan. With several dimensions,
             those of the first, or combinations such as ``(8, 64)``.
         mode: ``"FULL"`` (one graph for the call), ``"PIECEWISE"`` (graphs between the parts that ``eager_break``
-            marks), ``"NONE"``, or ``"FULL_AND_PIECEWISE"`` or ``"FULL_DECODE_ONLY"``, which serve uniform decode
-            batches by ``FULL`` graphs.
+            marks), or ``"NONE"``.
         outputs: ``"clone"`` returns copies that the caller owns; ``"view"`` a handle (``.get()``) that raises
             ``StaleOutputError`` after the next replay; ``"static"`` the graph's own tensors. None: as in ``options``.
         strict: Raise ``FallbackError`` instead of an eager step.
         backend: The name of a backend; ``"auto"`` follows the device of the arguments.
-        uniform_decode: Called with each call's arguments, in a mode that tells uniform decode batches from others: says
-            whether the call is one.
         options: How graphs are captured, checked and kept: when a size is captured, how many graphs and bytes there may
             be, which graph goes.
 
@@ -108,7 +102,7 @@ def graphed(
         ConfigError: An argument cannot be; raised here where that can be known, and else at the first call.
     """
     settings = {
-        "mode": parse_mode(mode),
+        "mode": read_mode(mode),
         "backend": backend,
         "strict": strict,
         "options": read_options(options, outputs),
@@ -116,7 +110,7 @@ def graphed(
     config, rules = read_rules(
         fn, (dynamic, {} if pad is None else pad, static), (read_sizes(sizes), max_size), settings
     )
-    return Graphed(fn, config, rules, read_kind(uniform_decode, config))
+    return Graphed(fn, config, rules)
 
 
 class Graphed(Lifecycle, Generic[P, R]):
@@ -127,17 +121,9 @@ class Graphed(Lifecycle, Generic[P, R]):
     """
 
     _graphs: GraphSet
-    __slots__ = (
-        *("__weakref__", "_decode", "_graphs", "_made_with", "_mixed", "_server", "_undo", "_uniform_decode", "stats"),
-    )
+    __slots__ = ("__weakref__", "_graphs", "_made_with", "_route", "_server", "_undo", "stats")
 
-    def __init__(
-        self,
-        fn: Callable[P, R],
-        config: CUDAGraphConfig,
-        rules: ArgumentRules,
-        uniform_decode: Callable[..., bool] | None,
-    ) -> None:
+    def __init__(self, fn: Callable[P, R], config: CUDAGraphConfig, rules: ArgumentRules) -> None:
         options = config.options
         self._server = Server(
             fn,
@@ -146,14 +132,10 @@ class Graphed(Lifecycle, Generic[P, R]):
             backend=get_backend(config.backend) if config.backend != "auto" else None,
             strict=config.strict,
             max_groups=_MOST_SIGNATURES,
-            judges_gain=options.verify and not config.strict,
         )
         self._graphs = self._server.graphs
-        self._uniform_decode = uniform_decode
-        self._decode = self._mixed = Route(0, make_table(config, rules, config.mode.decode_mode()), rules)
-        if uniform_decode is not None:
-            table = make_table(config, rules, config.mode.mixed_mode(), mixed=True)
-            self._mixed = Route(1, table, rules, without_sizes=Reason.MODE_MISMATCH)
+        self._graphs.judges_gain = options.verify and not config.strict
+        self._route = Route(0, make_table(config, rules), rules)
         self._undo: Callable[[], None] | None = None
         """Gives a module back what ``attach`` replaced; None if that did not make this."""
         self.stats = self._server.stats
@@ -167,12 +149,8 @@ class Graphed(Lifecycle, Generic[P, R]):
     @untraced
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Serve one call, by a graph where one fits and eagerly elsewhere. Raises what the callable raises."""
-        route = self._decode if self._uniform_decode is None else self._route(args, kwargs)
-        answer: R = self._server.serve(route, args, kwargs)
+        answer: R = self._server.serve(self._route, args, kwargs)
         return answer
-
-    def _route(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Route:
-        return self._decode if self._uniform_decode is None or self._uniform_decode(*args, **kwargs) else self._mixed
 
     @property
     def last_decision(self) -> Decision | None:
@@ -190,14 +168,13 @@ class Graphed(Lifecycle, Generic[P, R]):
         Returns:
             One line for people.
         """
-        return self._server.explain(self._route(args, kwargs), args, kwargs)
+        return self._server.explain(self._route, args, kwargs)
 
     @untraced
     def prewarm(
         self,
         *args: Any,
         sizes: Sequence[int] | None = None,
-        progress: bool = False,
         max_seconds: float | None = None,
         max_bytes: int | None = None,
         compare: Literal["ends", "all"] = "ends",
@@ -217,7 +194,6 @@ class Graphed(Lifecycle, Generic[P, R]):
         Args:
             *args: The positional arguments of the example call.
             sizes: The sizes to capture. None: all.
-            progress: Show a bar. Needs the extra ``progress``.
             max_seconds: The time that capturing may take; it stops before it would pass that. None: no limit.
             max_bytes: The bytes that graphs may hold; it stops before they would hold more. None: as
                 ``options.memory_budget_bytes``.
@@ -233,8 +209,8 @@ class Graphed(Lifecycle, Generic[P, R]):
             FallbackError: A size cannot be captured, and the callable is ``strict``.
         """
         with torch.no_grad(), self._server.lock:
-            calls = [(route, args, kwargs) for route in self._routes]
-            return prewarm(self._server, calls, sizes, max_seconds, max_bytes, progress=progress, compare=compare)
+            calls = [(self._route, args, kwargs)]
+            return prewarm(self._server, calls, sizes, max_seconds, max_bytes, compare=compare)
 
     @untraced
     def estimate_memory(self, /, *args: Any, sizes: Sequence[int] | None = None, **kwargs: Any) -> MemoryEstimate:
@@ -252,18 +228,12 @@ class Graphed(Lifecycle, Generic[P, R]):
             CaptureError: There can be no graph.
         """
         with torch.no_grad(), self._server.lock:
-            return estimate(self._server, self._routes[0], args, kwargs, sizes)
+            return estimate(self._server, self._route, args, kwargs, sizes)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """The capture sizes that calls are padded to."""
-        return self._decode.table.points or self._mixed.table.points
-
-    @property
-    def _routes(self) -> list[Route]:
-        """The routes that have sizes, or the first one if none has: one, or two where the mode tells uniform decode
-        from other batches."""
-        return [r for r in dict.fromkeys((self._decode, self._mixed)) if r.table.sizes] or [self._decode]
+        return self._route.table.points
 
     def capture_size(self, size: int) -> bool:
         """Capture one size now, while nothing is to be served, for every signature of which there was a ``prewarm``
@@ -283,7 +253,7 @@ class Graphed(Lifecycle, Generic[P, R]):
             FallbackError: It cannot be captured, and the callable is ``strict``.
         """
         with torch.no_grad(), self._server.lock:
-            return capture_size(self._server, self._routes, size)
+            return capture_size(self._server, self._route, size)
 
     def clear(self) -> None:
         """Release all graphs and their memory; calls capture anew. The statistics stay."""
@@ -299,7 +269,7 @@ class Graphed(Lifecycle, Generic[P, R]):
     def captured_sizes(self) -> tuple[int, ...]:
         """The sizes that have a graph for every signature seen so far, increasing."""
         with self._server.lock:
-            return captured_sizes(self._routes)
+            return captured_sizes(self._route)
 
     @property
     def breaks(self) -> list[BreakFigures]:
@@ -340,7 +310,7 @@ class Graphed(Lifecycle, Generic[P, R]):
     def __repr__(self) -> str:
         return (
             f"<Graphed {callable_name(self._server.fn)}: {len(self._graphs.cache)} graphs of at most "
-            f"{self._decode.table.largest} rows, "
+            f"{self._route.table.largest} rows, "
             f"{100 * self.stats.graph_ratio:.1f} % of {self.stats.calls} calls served>"
         )
 

@@ -5,13 +5,13 @@ from os import PathLike
 from typing import Any
 
 from ..call.rules import ArgumentRules, Dim, make_rules
-from ..config import CUDAGraphConfig, CUDAGraphOptions, roomy_config
+from ..config import CUDAGraphConfig, CUDAGraphOptions, parse_mode, roomy_config
 from ..decide.decision import SizeTable
-from ..errors import ConfigError, check_callable
+from ..errors import ConfigError
 from ..modes import CUDAGraphMode
 from ..sizes import ROWS
 
-__all__ = ["make_table", "read_kind", "read_options", "read_rules", "read_sizes"]
+__all__ = ["make_table", "read_mode", "read_options", "read_rules", "read_sizes"]
 
 
 def read_options(options: CUDAGraphOptions | None, outputs: str | None) -> CUDAGraphOptions:
@@ -29,16 +29,15 @@ def read_options(options: CUDAGraphOptions | None, outputs: str | None) -> CUDAG
     return chosen.replace(outputs=outputs)
 
 
-def read_kind(uniform_decode: Callable[..., bool] | None, config: CUDAGraphConfig) -> Callable[..., bool] | None:
-    """``uniform_decode``, if the mode of ``config`` needs it. Raises ``ConfigError`` for what cannot be called."""
-    if config.mode.separate_routine() and uniform_decode is None:
+def read_mode(mode: str | CUDAGraphMode) -> CUDAGraphMode:
+    """The runtime mode. Raises ``ConfigError`` for a mode that tells uniform decode batches from others."""
+    chosen = parse_mode(mode)
+    if chosen.separate_routine():
         raise ConfigError(
-            f"uniform_decode must be a function in mode {config.mode.name}, got None; "
-            "it is given a call's arguments and tells uniform decode batches from others"
+            f"mode must be FULL, PIECEWISE or NONE for graphed, got {chosen.name}; make one for each kind of batch, or "
+            "use CUDAGraphManager"
         )
-    if uniform_decode is not None:
-        check_callable("uniform_decode", uniform_decode, "a function of a call's arguments")
-    return uniform_decode if config.mode.separate_routine() else None
+    return chosen
 
 
 def read_sizes(sizes: Any) -> Any:
@@ -83,7 +82,7 @@ def _named_config(
         rows = {name: dict.fromkeys(places, ROWS) for name, places in rules.dynamic.items()}
         return config, ArgumentRules(rows, {**rules.pad, **pads}, rules.static)
     if config.options.max_cached_graphs is None:
-        most = max(config.max_cached_graphs, len(make_table(config, rules, config.mode).sizes))
+        most = max(config.max_cached_graphs, len(make_table(config, rules).sizes))
         config = config.replace(options=config.options.replace(max_cached_graphs=most))
     return config, rules
 
@@ -93,13 +92,13 @@ def _in_short_names(error: ConfigError) -> ConfigError:
     return type(error)(str(error).replace("capture_sizes", "sizes").replace("max_batch_size", "max_size"))
 
 
-def make_table(config: CUDAGraphConfig, rules: ArgumentRules, mode: CUDAGraphMode, *, mixed: bool = False) -> SizeTable:
-    """The sizes of a configuration for one runtime mode; with several dynamic dimensions, combinations of them."""
-    table = SizeTable.of(config.resolve(mixed=mixed), mode)
+def make_table(config: CUDAGraphConfig, rules: ArgumentRules) -> SizeTable:
+    """The sizes of a configuration; with several dynamic dimensions, combinations of them."""
+    table = SizeTable.of(config.resolve(), config.mode)
     if not rules.dims:
         return table
     points = (rules.chosen or rules.points(table.sizes)) if table.sizes else ()
-    return SizeTable(points, mode, axes=rules.axes, pad_batches=table.pads)
+    return SizeTable(points, config.mode, axes=rules.axes, pad_batches=table.pads)
 
 
 def _are_points(sizes: Any) -> bool:

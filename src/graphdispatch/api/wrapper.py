@@ -12,10 +12,9 @@ import torch
 
 from ..backends import Backend, Pool
 from ..backends.tracing import untraced
-from ..call.context import current_context, real_rows
+from ..call.context import current_context
 from ..call.rules import ArgumentRules
 from ..call.signature import Refusal
-from ..call.spec import declared_names, takes_any_name
 from ..config import CUDAGraphOptions, parse_mode
 from ..decide.decision import SizeTable
 from ..descriptors import BatchDescriptor
@@ -29,7 +28,6 @@ from ..serve.group import Route, Routes
 from ..serve.prewarm import arguments_of, check_open, prewarm
 from ..serve.server import Server
 from ..stats import CUDAGraphStats
-from .graphed import Graphed
 from .lifecycle import Lifecycle
 
 __all__ = ["AdaptiveCUDAGraphWrapper", "CUDAGraphWrapper"]
@@ -63,8 +61,6 @@ class CUDAGraphWrapper(Lifecycle):
     """
 
     _graphs: GraphSet
-    _captures_at_once = False
-    """Whether a descriptor is captured at its first miss while there is room, though admission would wait."""
 
     def __init__(
         self,
@@ -86,15 +82,12 @@ class CUDAGraphWrapper(Lifecycle):
             check_type("backend", backend, Backend, "a Backend, as get_backend() gives")
             check_type("pool", pool, Pool, "a Pool, as backend.make_pool() gives")
         self.runnable = runnable
-        self._takes_rows = _takes_rows(runnable)
         self.runtime_mode = mode
         self.options = CUDAGraphOptions.or_default(options, "options")
         stats = CUDAGraphStats(knows_rows=False)
         self.options.refuse(("max_cached_graphs",), "CUDAGraphWrapper", "give max_cached_graphs= to the wrapper itself")
         cache = make_cache(self.options, max_cached_graphs, capture_after=1, stats=stats)
-        self._server = Server(
-            runnable, self.options, cache, backend=backend, pool=pool, eager_captures=self._captures_at_once
-        )
+        self._server = Server(runnable, self.options, cache, backend=backend, pool=pool)
         self._graphs = self._server.graphs
         self._routes = Routes(self._make_route)
 
@@ -112,9 +105,7 @@ class CUDAGraphWrapper(Lifecycle):
             *args: The positional arguments of the runnable.
             batch_descriptor: What the graph serves. None: as in the ``cudagraph_context``.
             cudagraph_runtime_mode: The runtime mode of the step. None: as in the ``cudagraph_context``.
-            **kwargs: The keyword arguments of the runnable. ``rows=`` says how many rows of a batch that the caller
-                padded are real, as in ``cudagraph_context``. A runnable that has a parameter of that name, or takes any
-                (``**kwargs``), gets it itself instead.
+            **kwargs: The keyword arguments of the runnable.
 
         Returns:
             The runnable's outputs, owned as ``options.outputs`` says.
@@ -122,15 +113,6 @@ class CUDAGraphWrapper(Lifecycle):
         Raises:
             ConfigError: The descriptor or the mode is none.
         """
-        if "rows" in kwargs and not self._takes_rows:
-            rows = kwargs.pop("rows")
-            with real_rows(rows, batch_descriptor or (current_context() or (None, None))[1]):
-                return self(
-                    *args,
-                    batch_descriptor=batch_descriptor,
-                    cudagraph_runtime_mode=cudagraph_runtime_mode,
-                    **kwargs,
-                )
         if cudagraph_runtime_mode is None or batch_descriptor is None:
             mode, descriptor = current_context() or (None, None)
             cudagraph_runtime_mode = cudagraph_runtime_mode if cudagraph_runtime_mode is not None else mode
@@ -229,8 +211,6 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         ConfigError: An argument or an option is wrong.
     """
 
-    _captures_at_once = True
-
     def __init__(
         self,
         runnable: Callable[..., Any],
@@ -246,8 +226,8 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         super().__init__(runnable, runtime_mode, options, max_cached_graphs, backend=backend, pool=pool)
         remedy = "this wrapper has a rule of its own; CUDAGraphWrapper takes the option"
         self.options.refuse(("capture_after",), "AdaptiveCUDAGraphWrapper", remedy)
-        self._graphs.cache.admission = Admission(window=self.options.capture_window)
-        self._graphs.cache.min_replays = min_replays_to_keep
+        cache = self._graphs.cache
+        cache.admission, cache.min_replays, cache.fills_at_once = Admission(), min_replays_to_keep, True
         self._dummy_fn: Callable[[BatchDescriptor], Any] | None = None
 
     def get_hot_shapes(self, top_k: int = 10) -> list[tuple[BatchDescriptor, int]]:
@@ -298,8 +278,8 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         check_callable("dummy_fn", dummy_fn, "a function from a descriptor to arguments")
         self._dummy_fn = dummy_fn
         wanted = dict.fromkeys(_descriptors(shapes))
-        most = self._graphs.cache.limit.max_cached_graphs
-        if most is not None and len(wanted) > most:
+        most = self._graphs.cache.max_graphs
+        if len(wanted) > most:
             raise ConfigError(
                 f"prewarm of {len(wanted)} shapes needs max_cached_graphs >= {len(wanted)}, got {most}; "
                 "raise it, or name fewer in shapes"
@@ -336,16 +316,6 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         if self._dummy_fn is None:
             raise ConfigError("capture_size needs a dummy_fn for its arguments; call prewarm(shapes, dummy_fn) first")
         return bool(self.prewarm([size], self._dummy_fn))
-
-
-def _takes_rows(runnable: Any) -> bool:
-    """Whether ``rows=`` of a call is an argument of the runnable, or could be. Without a signature it is not."""
-    if issubclass(type(runnable), CUDAGraphWrapper):
-        takes: bool = runnable._takes_rows
-        return takes
-    if issubclass(type(runnable), Graphed):
-        return _takes_rows(runnable.unwrap())
-    return "rows" in declared_names(runnable) or takes_any_name(runnable)
 
 
 def _descriptors(shapes: Iterable[BatchDescriptor | int]) -> Iterator[BatchDescriptor]:

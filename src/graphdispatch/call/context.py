@@ -40,27 +40,14 @@ def cudagraph_context(
         raise ConfigError(f"mode must be NONE, PIECEWISE or FULL for one step, got {shown(mode)}")
     if mode is not CUDAGraphMode.NONE and not isinstance(descriptor, BatchDescriptor):
         raise ConfigError(f"descriptor must be a BatchDescriptor in mode {mode.name}, got {shown(descriptor)}")
-    token = _CURRENT.set((mode, descriptor))
-    try:
-        with real_rows(rows, descriptor):
-            yield
-    finally:
-        _CURRENT.reset(token)
-
-
-@contextmanager
-def real_rows(rows: int | None, descriptor: BatchDescriptor | None) -> Iterator[None]:
-    """Within the block so many rows of a batch that its caller padded for ``descriptor`` are real; None: all.
-
-    Raises ``ConfigError`` for a number of rows that the descriptor does not have.
-    """
     most = descriptor.num_tokens if descriptor is not None else 0
     if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or not 1 <= rows <= most):
         raise ConfigError(
             f"rows must be how many of the descriptor's {most} tokens are real, from 1 on, or None; got {shown(rows)}"
         )
-    token = REAL_ROWS.set(rows)
+    token, rows_token = _CURRENT.set((mode, descriptor)), REAL_ROWS.set(rows)
     try:
         yield
     finally:
-        REAL_ROWS.reset(token)
+        REAL_ROWS.reset(rows_token)
+        _CURRENT.reset(token)

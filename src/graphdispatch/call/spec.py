@@ -4,12 +4,10 @@ Positional and keyword forms of one call become the same list, in the order of t
 same graphs serve them.
 """
 
-import copy
 import inspect
 import reprlib
-from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from functools import partial
 from operator import is_
 from types import FunctionType, MethodType
@@ -35,93 +33,12 @@ def _is_leaf(value: Any) -> bool:
 
 
 def leaves_of(values: Sequence[Any]) -> Sequence[Any]:
-    """The values of a nest of arguments, those in mappings too."""
-    if all(map(_is_leaf, values)):
-        return values
-    leaves = pytree.tree_leaves(list(values))
-    return pytree.tree_leaves(_wrapped(list(values))) if any(map(_is_mapping, leaves)) else leaves
-
-
-_SHOWN = (type(None), bool, int, str, bytes)
-# What a tokenizer of transformers notes beside the tensors, and its models do not read.
-_NOTES = frozenset({"_encodings", "_n_sequences", "tensor_type", "skip_tensor_conversion"})
-
-
-def _attributes(mapping: Mapping[Any, Any]) -> dict[str, Any]:
-    table = dict(getattr(mapping, "__dict__", {}))
-    if isinstance(mapping, UserDict):
-        table.pop("data", None)
-    return table
-
-
-def _is_mapping(value: Any) -> bool:
-    """Whether a value is a mapping that torch takes for a leaf, that can be rebuilt, and that holds nothing unseen."""
-    kind = type(value)
-    if kind in pytree.SUPPORTED_NODES or not issubclass(kind, (dict, UserDict)):
-        return False
-    return all(name in _NOTES or type(held) in _SHOWN for name, held in _attributes(value).items())
-
-
-@dataclass
-class _Form:
-    """What tells mappings apart but for their values."""
-
-    kind: type
-    keys: list[Any]
-    more: dict[str, Any]
-    """Attributes beside the entries."""
-    empty: Any = field(compare=False)
-    """A copy of the caller's mapping, without its entries."""
-
-    @classmethod
-    def of(cls, mapping: Any) -> "_Form":
-        """The form of one mapping."""
-        keys, empty = list(mapping), copy.copy(mapping)
-        for key in keys:
-            del empty[key]
-        more = {name: held for name, held in _attributes(mapping).items() if name not in _NOTES}
-        return cls(type(mapping), keys, more, empty)
-
-    def filled(self, values: Iterable[Any]) -> Any:
-        """A mapping like the caller's, with these values."""
-        new: Any = copy.copy(self.empty)
-        for key, value in zip(self.keys, values, strict=True):
-            new[key] = value
-        return new
-
-
-class _Wrapped:
-    """A mapping of which torch's pytrees see what it holds. Their table is not added to, since compilers read it."""
-
-    def __init__(self, mapping: Any) -> None:
-        self.form = _Form.of(mapping)
-        self.values = [_wrapped(mapping[key]) for key in self.form.keys]
-
-    def keyed(self) -> tuple[list[tuple[Any, Any]], _Form]:
-        """The values with their keys, and the form."""
-        return list(zip(map(pytree.MappingKey, self.form.keys), self.values, strict=True)), self.form
-
-
-pytree.register_pytree_node(
-    _Wrapped,
-    lambda node: (node.values, node.form),
-    lambda values, form: form.filled(values),
-    flatten_with_keys_fn=_Wrapped.keyed,
-)
-
-
-def _wrapped(values: Any) -> Any:
-    """The same nest, its mappings wrapped so that torch's pytrees see what they hold."""
-    return pytree.tree_map(lambda leaf: _Wrapped(leaf) if _is_mapping(leaf) else leaf, values)
+    """The values of a nest of arguments."""
+    return values if all(map(_is_leaf, values)) else pytree.tree_leaves(list(values))
 
 
 def _paths_of(value: Any) -> list[str]:
     """The paths of the leaves of one argument: ``['ids']``, ``[0].weight``; empty for a leaf."""
-    return _paths_within(_wrapped(value))
-
-
-def _paths_within(value: Any) -> list[str]:
-    """Those of a nest whose mappings are wrapped."""
     node = pytree.SUPPORTED_NODES.get(pytree._get_node_type(value))
     if node is None:
         return [""]
@@ -130,7 +47,7 @@ def _paths_within(value: Any) -> list[str]:
         keyed = list(node.flatten_with_keys_fn(value)[0])
     else:
         keyed = [(pytree.SequenceKey(place), inner) for place, inner in enumerate(node.flatten_fn(value)[0])]
-    return [_shown(key, place) + path for place, (key, inner) in enumerate(keyed) for path in _paths_within(inner)]
+    return [_shown(key, place) + path for place, (key, inner) in enumerate(keyed) for path in _paths_of(inner)]
 
 
 def _shown(key: Any, place: int) -> str:
@@ -143,14 +60,9 @@ def _shown(key: Any, place: int) -> str:
 def parameter_names(fn: Callable[..., Any]) -> tuple[str, ...] | None:
     """The names that ``fn`` accepts, or None if it has no signature or takes ``**kwargs``."""
     parameters = _parameters(fn)
-    if parameters is None or takes_any_name(fn):
+    if parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
     return tuple(p.name for p in parameters)
-
-
-def takes_any_name(fn: Callable[..., Any]) -> bool:
-    """Whether the signature of ``fn`` has ``**kwargs``."""
-    return any(p.kind is p.VAR_KEYWORD for p in _parameters(fn) or ())
 
 
 def declared_names(fn: Callable[..., Any]) -> tuple[str, ...]:
@@ -196,12 +108,15 @@ def _scripted(fn: Any) -> list[inspect.Parameter]:
 
 def describe(value: Any) -> str:
     """A value that is no tensor, in one line of a message: a plain constant itself, and of anything else, which may
-    hold tensors, the type, with what lets graphs see the tensors of a dataclass or the numbers of an array."""
+    hold tensors, the type, with what lets graphs see the tensors of a dataclass or mapping, or the numbers of an
+    array."""
     if type(value) in VALUES:
         return reprlib.repr(value)
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")  # numpy has a bool of its own
     hint = " (torch.from_numpy makes a tensor of it)" if name == "numpy.ndarray" else ""
+    if issubclass(kind, Mapping) and kind not in pytree.SUPPORTED_NODES:
+        hint = " (graphs see what a plain dict holds)"
     if is_dataclass(kind):
         hint = f" (torch.utils._pytree.register_dataclass({kind.__qualname__}) lets graphs see its fields)"
     return f"a {name}{hint}"
@@ -270,13 +185,12 @@ class FlatCall:
     def __init__(self, fn: Callable[..., Any], spec: CallSpec, values: Sequence[Any]) -> None:
         self.fn = fn
         self._spec = spec
-        self._wraps = any(map(_is_mapping, pytree.tree_leaves(list(values))))
         self.leaves: list[Leaf] = []
         self._specs: list[pytree.TreeSpec] = []
         for name, value in zip(spec.names, values, strict=True):
             paths, tree = [""], _LEAF
             if not _is_leaf(value):
-                tree, paths = self._flatten(value)[1], _paths_of(value)
+                tree, paths = pytree.tree_structure(value), _paths_of(value)
             self._specs.append(tree)
             self.leaves += [Leaf(name + path, name.partition("[")[0]) for path in paths]
         self.is_flat = all(spec.is_leaf() for spec in self._specs)
@@ -288,17 +202,13 @@ class FlatCall:
         """The arguments, in the order of the values."""
         return self._spec.names
 
-    def _flatten(self, value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-        """The leaves of one argument, and its structure."""
-        return pytree.tree_flatten(_wrapped(value) if self._wraps else value)
-
     def flatten(self, values: Sequence[Any]) -> list[Any] | None:
         """The leaves of a call, or None if its structure is another one."""
         if self.is_flat:
             return list(values)
         leaves: list[Any] = []
         for value, expected in zip(values, self._specs, strict=True):
-            flat, spec = self._flatten(value)
+            flat, spec = pytree.tree_flatten(value)
             try:
                 if spec != expected:
                     return None

@@ -273,16 +273,17 @@ def _sharing(leaves: list[Any]) -> list[int]:
     return [keys.index(key) for key in keys]
 
 
+_MOST_BREAKS, _MOST_EAGER = 16, 0.75
+
+
 class AutoBreaks:
-    """The modules of a callable that no graph can hold, with the reasons; at most ``max_breaks``.
+    """The modules of a callable that no graph can hold, with the reasons.
 
     Its owner changes it with the lock of its graphs held.
     """
 
-    def __init__(self, fn: Callable[..., Any], max_breaks: int, max_eager_share: float) -> None:
+    def __init__(self, fn: Callable[..., Any]) -> None:
         self._served = (fn, getattr(fn, "__self__", None))
-        self._max_breaks = max_breaks
-        self._max_eager_share = max_eager_share
         self.reasons: dict[nn.Module, str] = {}
         """For each module the error, which names the operator and the line."""
 
@@ -291,7 +292,7 @@ class AutoBreaks:
 
         The served module itself does not count.
         """
-        if error.reason is not Reason.CAPTURE_UNSAFE or len(self.reasons) >= self._max_breaks:
+        if error.reason is not Reason.CAPTURE_UNSAFE or len(self.reasons) >= _MOST_BREAKS:
             return False
         for module, _ in places_within(error):
             if module in (*self._served, *self.reasons) or is_marked(module):
@@ -303,10 +304,10 @@ class AutoBreaks:
     def check_share(self, eager_share: float) -> None:
         """Raise ``CaptureError`` if breaks run more than the allowed share of the operators: graphs of the little that
         is left would not pay."""
-        if eager_share > self._max_eager_share:
+        if eager_share > _MOST_EAGER:
             raise CaptureError(
-                f"breaks would run {100 * eager_share:.0f} % of the operators, and max_eager_share allows "
-                f"{100 * self._max_eager_share:.0f} %; {'; '.join(self.reasons.values())}",
+                f"breaks would run {100 * eager_share:.0f} % of the operators, and at most {100 * _MOST_EAGER:.0f} % "
+                f"are allowed; {'; '.join(self.reasons.values())}",
                 Reason.CAPTURE_UNSAFE,
             )
 
@@ -328,9 +329,7 @@ class AutoBreaks:
 
 def automatic_breaks(fn: Callable[..., Any], options: CUDAGraphOptions) -> AutoBreaks | None:
     """Where a callable breaks by itself, if the options want that."""
-    if options.breaks != "auto":
-        return None
-    return AutoBreaks(fn, options.max_breaks, options.max_eager_share)
+    return AutoBreaks(fn) if options.breaks == "auto" else None
 
 
 def places_within(error: BaseException) -> Iterator[tuple[nn.Module, str]]:

@@ -99,8 +99,7 @@ class SizeTable:
     product. With one dynamic dimension a size is its rows; with several, ``axes`` has them, and ``sizes`` combinations
     of lengths, one for each axis, which need not be all combinations. A table then has their numbers: see ``Extents``.
 
-    ``min_batches`` are the smallest batches that the sizes serve, where there is one dimension (none: all above the
-    next smaller size). With ``pad_batches=False`` only exact sizes are served.
+    With ``pad_batches=False`` only exact sizes are served.
     """
 
     def __init__(
@@ -110,7 +109,6 @@ class SizeTable:
         *,
         axes: Sequence[Axis] = (ROWS,),
         pad_batches: bool = True,
-        min_batches: Sequence[int] = (),
     ) -> None:
         self.axes = tuple(axes)
         self._has_axes = self.axes != (ROWS,)
@@ -123,7 +121,6 @@ class SizeTable:
         """The decision for calls without a batch dimension."""
         self.pads = pad_batches
         """Whether a batch is served by a larger size."""
-        self._min_batches = dict(zip(self.sizes, min_batches, strict=False))
         self._decisions = Memo(self._decide)
 
     @classmethod
@@ -131,7 +128,7 @@ class SizeTable:
         """The table of a configuration for one runtime mode; without sizes in mode NONE."""
         if not mode.has_graphs():
             return cls((), mode)
-        return cls(resolved.sizes, mode, pad_batches=resolved.config.pad_batches, min_batches=resolved.min_batches)
+        return cls(resolved.sizes, mode, pad_batches=resolved.config.pad_batches)
 
     @classmethod
     def of_one(
@@ -178,8 +175,6 @@ class SizeTable:
 
         With several axes, a batch that needs it along each of them, by a little.
         """
-        if size in self._min_batches:
-            return self._min_batches[size]
         columns = zip(*map(self._lengths, self.sizes), strict=True) if self.sizes else [()] * len(self.axes)
         below = zip(self._lengths(size), columns, strict=True)
         return pack(
@@ -207,8 +202,6 @@ class SizeTable:
             return Decision.eager(reason, batch, f"{reason.text} ({largest})")
         if batch != size and not self.pads:
             return Decision.eager(Reason.NOT_CAPTURED, batch)
-        if batch < self._min_batches.get(size, 0):
-            return Decision.eager(Reason.POLICY, batch, f"eager is expected to be faster than {size} padded rows")
         reason = Reason.EXACT if batch == size else Reason.PADDED
         return Decision(self.mode, descriptor_of(size), size, reason, batch)
 

@@ -32,8 +32,8 @@ from .registered_graphs import Registered, Worker
 __all__ = ["StreamDispatcher", "StreamResult", "StreamWorker"]
 
 _NOT_HONOURED = (
-    *("capture_after", "capture_window", "capture_share", "max_signatures"),
-    *("max_cached_graphs", "memory_budget_bytes", "budget"),
+    *("capture_after", "capture_share", "max_signatures"),
+    *("max_cached_graphs", "memory_budget_bytes"),
 )
 
 

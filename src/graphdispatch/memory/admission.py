@@ -25,7 +25,6 @@ class Admission:
 
     def __init__(self, capture_after: int = 2, window: int = 4096, *, clock: Callable[[], int] = next_use) -> None:
         check_count("capture_after", capture_after)
-        check_count("capture_window", window)
         self.capture_after = capture_after
         self.window = window
         self._clock = clock

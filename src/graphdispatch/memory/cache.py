@@ -1,4 +1,4 @@
-"""The one cache of entries, the limits on graphs and bytes that it keeps, and what graphs cost in memory.
+"""The one cache of entries, its limits on graphs and bytes, and what graphs cost in memory.
 
 Note [what shared memory costs]
     Graphs of one pool use the same memory, so that a graph alone has no share of it: what a set of graphs costs is
@@ -7,15 +7,14 @@ Note [what shared memory costs]
 """
 
 import logging
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
-from weakref import ReferenceType, ref
 
 from ..backends.base import Graph, Pool
 from ..config import CUDAGraphOptions
-from ..copying import Shared, make_rlock
-from ..errors import ConfigError, IntegrityError, shown
+from ..copying import make_rlock
+from ..errors import IntegrityError, check_count
 from ..modes import EntryState
 from ..reasons import Reason
 from ..showing import html_table, storage
@@ -129,18 +128,13 @@ class StateKey(NamedTuple):
 
 
 class Victim(NamedTuple):
-    """An entry that has left its cache and is to be released, outside of all locks of caches."""
+    """An entry that has left its cache and is to be released, outside of the cache's lock."""
 
     owner: "GraphCache"
     key: Hashable
     entry: CUDAGraphEntry
     reason: EvictionReason
     tag: str = ""
-
-    @property
-    def rank(self) -> tuple[bool, int]:
-        """The lowest goes first: entries that were hardly used, then by their last use."""
-        return self.entry.replay_count >= self.owner.min_replays, self.entry.last_used
 
     def release(self) -> Eviction:
         """Release the entry, and tell the cache what that freed; waits for calls that use it.
@@ -166,151 +160,12 @@ class Choice(NamedTuple):
     is_enough: bool
 
 
-class MemoryBudget(Shared):
-    """A limit on the graphs and bytes of several callables together.
-
-    Give one budget to several wrappers, ``graphed`` callables or managers (``CUDAGraphOptions(budget=...)``). When it
-    is full, the least recently used graph of all of them goes, and each of them keeps its own limits as well. A graph
-    that another one's capture evicted is captured anew when it comes again. A graph that is larger than the budget by
-    itself is not kept. The budget keeps no callable alive. Thread-safe.
-
-    Args:
-        memory_budget_bytes: The most bytes of pools, static inputs, output buffers and graphs; shared memory counts
-            once. None: no limit.
-        max_cached_graphs: The most graphs. None: no limit.
-
-    Raises:
-        ConfigError: A limit is wrong.
-    """
-
-    def __init__(self, memory_budget_bytes: int | None = None, max_cached_graphs: int | None = None) -> None:
-        for name, value in (("max_cached_graphs", max_cached_graphs), ("memory_budget_bytes", memory_budget_bytes)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} must be at least 1 or None, got {shown(value)}")
-        self.memory_budget_bytes = memory_budget_bytes
-        self.max_cached_graphs = max_cached_graphs
-        self.lock = make_rlock()
-        """Guards the content of the caches that were made with this budget."""
-        self._references: tuple[ReferenceType[GraphCache], ...] = ()
-
-    def join(self, cache: "GraphCache") -> None:
-        """Count the graphs of ``cache`` from now on; nothing is evicted yet.
-
-        A cache that was made with this budget has joined it, and makes room in it before each capture. The budget keeps
-        no cache alive.
-
-        Args:
-            cache: The cache.
-        """
-        with self.lock:
-            self._references = (*(known for known in self._references if known() not in (None, cache)), ref(cache))
-
-    @property
-    def _members(self) -> "list[GraphCache]":
-        return [cache for known in self._references if (cache := known()) is not None]
-
-    def choose(
-        self, newcomer: CUDAGraphEntry | None = None, since: int | None = None, gone: Collection[CUDAGraphEntry] = ()
-    ) -> Choice:
-        """Which graphs have to go to make room for one more. Changes nothing; call it with ``lock`` held.
-
-        The least recently used go first, but an entry stays if it fits beside all others that stay: one whose end frees
-        nothing does not go for its bytes.
-
-        Args:
-            newcomer: The entry that needs room. None: one more graph, as large as those here are on average.
-            since: Only entries whose last use was before this use may go. None: any.
-            gone: Entries that go in any case.
-
-        Returns:
-            The entries that have to go, and whether there is room then. If there cannot be, all that may go.
-        """
-        held = [victim for victim in self.candidates() if victim.entry not in gone]
-        if self.memory_budget_bytes is None and not self._is_many(len(held) + 1):
-            return Choice([], True)
-        # The average is taken before anything goes. That of the entries that stay rises when small ones go, so that
-        # fewer entries might not fit where more do, and no search for the fewest victims would be right.
-        average = sum(victim.entry.nbytes for victim in held) // max(len(held), 1)
-        reason = EvictionReason.COUNT if self._is_many(len(held) + 1) else EvictionReason.BYTES
-        victims = {victim.entry: victim._replace(reason=reason) for victim in held}
-
-        def is_enough(leaving: Collection[CUDAGraphEntry]) -> bool:
-            kept = set(victims).difference(leaving)
-            if self._is_many(len(kept) + 1):
-                return False
-            return self._is_small(kept, average) if newcomer is None else self._is_small(kept | {newcomer})
-
-        # A break that makes this call runs on a thread that is half-way through a replay of its own.
-        free = [entry for entry in victims if not entry.pool.is_inside_replay()]
-        ranked = [entry for entry in free if since is None or entry.last_used < since]
-        ranked.sort(key=lambda entry: victims[entry].rank)
-        leaving, is_possible = ranked, is_enough(ranked)
-        if is_possible:
-            leaving = next((ranked[:count] for count in range(len(ranked)) if is_enough(ranked[:count])), ranked)
-            for entry in leaving[-2::-1]:
-                fewer = [other for other in leaving if other is not entry]
-                if is_enough(fewer):
-                    leaving = fewer
-        return Choice([victims[entry] for entry in leaving], is_possible)
-
-    def candidates(self) -> list[Victim]:
-        """What the members keep, as it would be evicted for its bytes. Called with ``lock`` held."""
-        return [victim for cache in self._members for victim in cache.candidates()]
-
-    def holds(self) -> bool:
-        """Whether the members keep no more bytes than they may. Called with ``lock`` held."""
-        return self._is_small(self._entries())
-
-    def _is_many(self, graphs: int) -> bool:
-        return self.max_cached_graphs is not None and graphs > self.max_cached_graphs
-
-    def _is_small(self, kept: set[CUDAGraphEntry], more: int = 0) -> bool:
-        return self.memory_budget_bytes is None or bytes_of(kept) + more <= self.memory_budget_bytes
-
-    def _entries(self) -> set[CUDAGraphEntry]:
-        return {entry for cache in self._members for entry in cache}
-
-    @property
-    def num_graphs(self) -> int:
-        """How many graphs the members keep."""
-        return len(self._entries())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the members' graphs hold, everything that they share counted once."""
-        return bytes_of(self._entries())
-
-    def check_integrity(self) -> None:
-        """Raise ``IntegrityError`` if the members hold more than the limits allow."""
-        with self.lock:
-            entries = self._entries()
-        if self._is_many(len(entries)):
-            raise IntegrityError(f"{len(entries)} entries, more than max_cached_graphs={self.max_cached_graphs}")
-        if not self._is_small(entries):
-            held = bytes_of(entries)
-            raise IntegrityError(f"{held} bytes, more than memory_budget_bytes={self.memory_budget_bytes}")
-
-    def __reduce__(self) -> Any:
-        return MemoryBudget, (self.memory_budget_bytes, self.max_cached_graphs)
-
-    def __repr__(self) -> str:
-        most = "" if self.max_cached_graphs is None else f" of {self.max_cached_graphs}"
-        limit = "" if self.memory_budget_bytes is None else f" of {self.memory_budget_bytes}"
-        return f"<MemoryBudget {self.num_graphs}{most} graphs, {self.nbytes}{limit} bytes, {len(self._members)} caches>"
-
-
-def _dropped(victims: Iterable[Victim]) -> list[Victim]:
-    """The victims that have left their caches now; another thread may have replaced some of them meanwhile."""
-    return [victim for victim in victims if victim.owner.drop(victim)]
-
-
 class GraphCache:
-    """Entries by key, at most ``max_graphs`` of them and ``max_bytes`` bytes, and within ``budget``. Thread-safe.
+    """Entries by key, at most ``max_graphs`` of them and ``max_bytes`` bytes. Thread-safe.
 
     Methods that make room *return* the victims; the caller releases them (``Victim.release``), outside of the cache's
-    lock, since releasing waits for calls in flight. A lookup takes no lock. The least recently used entry goes; under a
-    shared ``budget`` that may be one of another cache, and counts in its ``stats``. There is intentionally no
-    ``__contains__``: between the question and the use another thread may evict.
+    lock, since releasing waits for calls in flight. A lookup takes no lock. The least recently used entry goes. There
+    is intentionally no ``__contains__``: between the question and the use another thread may evict.
     """
 
     def __init__(
@@ -318,42 +173,83 @@ class GraphCache:
         max_graphs: int,
         max_bytes: int | None = None,
         *,
-        budget: MemoryBudget | None = None,
         stats: CUDAGraphStats | None = None,
         admission: Admission | None = None,
     ) -> None:
-        if budget is not None and not isinstance(budget, MemoryBudget):
-            raise ConfigError(
-                f"budget must be a MemoryBudget or None, got {shown(budget)}; memory_budget_bytes= takes a number of "
-                "bytes, and a MemoryBudget bounds several callables together"
-            )
-        self.limit = MemoryBudget(max_bytes, max_graphs)
+        check_count("max_cached_graphs", max_graphs)
+        if max_bytes is not None:
+            check_count("memory_budget_bytes", max_bytes)
+        self.max_graphs = max_graphs
+        self.max_bytes = max_bytes
+        """The most bytes of pools, static inputs, output buffers and graphs, shared memory once; None: no limit."""
         self.stats = stats or CUDAGraphStats()
         """Where evictions of this cache's entries are recorded."""
         self.admission = admission or Admission(1)
         """Says which keys are captured."""
         self.min_replays = 0
         """Entries with fewer replays go before all others."""
+        self.fills_at_once = False
+        """Whether a key is captured at its first miss while there is room, though admission would wait."""
         self._entries: dict[Hashable, CUDAGraphEntry] = {}  # read anywhere, changed with the lock held
-        self._budgets = (self.limit,) if budget is None else (self.limit, budget)
-        self._lock = self._budgets[-1].lock
-        for each in self._budgets:
-            each.join(self)
+        self._lock = make_rlock()
 
     def get(self, key: Hashable) -> CUDAGraphEntry | None:
         """The entry of ``key``, or None."""
         return self._entries.get(key)
 
+    def choose(
+        self, newcomer: CUDAGraphEntry | None = None, since: int | None = None, gone: CUDAGraphEntry | None = None
+    ) -> Choice:
+        """Which graphs have to go to make room for one more. Changes nothing.
+
+        The least recently used go first, but an entry stays if it fits beside all others that stay: one whose end frees
+        nothing does not go for its bytes.
+
+        Args:
+            newcomer: The entry that needs room. None: one more graph, as large as those here are on average.
+            since: Only entries whose last use was before this use may go. None: any.
+            gone: An entry that goes in any case.
+
+        Returns:
+            The entries that have to go, and whether there is room then. If there cannot be, all that may go.
+        """
+        with self._lock:
+            held = {entry: key for key, entry in self._entries.items() if entry is not gone}
+        is_many = len(held) >= self.max_graphs
+        if self.max_bytes is None and not is_many:
+            return Choice([], True)
+        # The average is taken before anything goes. That of the entries that stay rises when small ones go, so that
+        # fewer entries might not fit where more do, and no search for the fewest victims would be right.
+        average = sum(entry.nbytes for entry in held) // max(len(held), 1)
+
+        def is_enough(leaving: Collection[CUDAGraphEntry]) -> bool:
+            kept = set(held).difference(leaving)
+            if len(kept) >= self.max_graphs:
+                return False
+            return self._is_small(kept, average) if newcomer is None else self._is_small(kept | {newcomer})
+
+        # A break that makes this call runs on a thread that is half-way through a replay of its own.
+        free = [entry for entry in held if not entry.pool.is_inside_replay()]
+        ranked = sorted((e for e in free if since is None or e.last_used < since), key=self._rank)
+        leaving, is_possible = ranked, is_enough(ranked)
+        if is_possible:
+            leaving = next((ranked[:count] for count in range(len(ranked)) if is_enough(ranked[:count])), ranked)
+            for entry in leaving[-2::-1]:
+                fewer = [other for other in leaving if other is not entry]
+                if is_enough(fewer):
+                    leaving = fewer
+        reason = EvictionReason.COUNT if is_many else EvictionReason.BYTES
+        return Choice([Victim(self, held[entry], entry, reason) for entry in leaving], is_possible)
+
     def has_room(self, since: int | None = None) -> bool:
         """Whether there is room for one more entry, or would be without entries whose last use was before ``since``."""
-        with self._lock:
-            return self._choose(since=since).is_enough
+        return self.choose(since=since).is_enough
 
     def admit(self, key: Hashable) -> Reason:
         """What becomes of a call whose key has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Changes nothing."""
         since = self.admission.since(key)
         if since is None:
-            return Reason.FIRST_SIGHTING
+            return Reason.CAPTURED_NOW if self.fills_at_once and not self.is_full else Reason.FIRST_SIGHTING
         return Reason.CAPTURED_NOW if self.has_room(since) else Reason.CACHE_FULL
 
     @property
@@ -367,7 +263,7 @@ class GraphCache:
         What it will hold for itself is not known yet; the average of the entries here is expected.
         """
         with self._lock:
-            return _dropped(self._choose(since=since).victims)
+            return self._drop(self.choose(since=since).victims)
 
     def add(self, key: Hashable, entry: CUDAGraphEntry) -> list[Victim]:
         """Keep a complete entry; returns what it displaces (an entry of the same key, others if over a limit).
@@ -377,13 +273,12 @@ class GraphCache:
         a pool keeps its memory as long as it has a graph.
         """
         with self._lock:
-            old = self.get(key)
-            choice = self._choose(entry, leaving=[] if old is None else [old])
+            choice = self.choose(entry, gone=self.get(key))
             if not choice.is_enough:
                 return [Victim(self, key, entry, EvictionReason.BYTES), *self._drop_over_limit(entry.pool)]
             displaced = self._take(key, EvictionReason.REPLACED)
             self._entries[key] = entry
-            return displaced + _dropped(choice.victims)
+            return displaced + self._drop(choice.victims)
 
     def evict_one(self, reason: EvictionReason) -> list[Victim]:
         """Drop the least recently used entry that is in no replay of this thread, if there is one.
@@ -391,15 +286,8 @@ class GraphCache:
         For a capture that ran out of memory although the limits hold.
         """
         with self._lock:
-            free = [v for v in self.candidates() if not v.entry.pool.is_inside_replay()]
-            oldest = min(free, key=lambda victim: victim.rank, default=None)
-            return [] if oldest is None else self._take(oldest.key, reason)
-
-    @property
-    def max_bytes(self) -> int | None:
-        """The bytes that all limits allow, or None."""
-        given = [b.memory_budget_bytes for b in self._budgets if b.memory_budget_bytes is not None]
-        return min(given, default=None)
+            free = [key for key, entry in self._entries.items() if not entry.pool.is_inside_replay()]
+            return self._take(min(free, key=lambda key: self._rank(self._entries[key])), reason) if free else []
 
     def remove(self, key: Hashable) -> CUDAGraphEntry | None:
         """Drop one entry and return it for release; or None."""
@@ -418,43 +306,33 @@ class GraphCache:
             self._entries.clear()
             return dropped
 
-    def candidates(self) -> list[Victim]:
-        """Every entry, as it would be evicted for its bytes."""
-        return [Victim(self, key, entry, EvictionReason.BYTES) for key, entry in list(self._entries.items())]
-
-    def drop(self, victim: Victim) -> bool:
-        """Forget the entry of a victim; False if it is no longer what its key stands for."""
-        with self._lock:
-            return self.get(victim.key) is victim.entry and bool(self._take(victim.key, victim.reason))
-
     def record(self, eviction: Eviction) -> None:
         """Count a release in ``stats``, and log it."""
         self.stats.record_eviction(eviction)
         told = eviction.descriptor.num_tokens, eviction.reason, eviction.replays, eviction.freed_bytes
         _log.info("evicted tokens=%d cause=%s replays=%d freed_bytes=%d", *told)
 
+    def _rank(self, entry: CUDAGraphEntry) -> tuple[bool, int]:
+        """The lowest goes first: entries that were hardly used, then by their last use."""
+        return entry.replay_count >= self.min_replays, entry.last_used
+
+    def _drop(self, victims: list[Victim]) -> list[Victim]:
+        for victim in victims:
+            del self._entries[victim.key]
+        return victims
+
     def _take(self, key: Hashable, reason: EvictionReason, tag: str = "") -> list[Victim]:
         entry = self._entries.pop(key, None)
         return [] if entry is None else [Victim(self, key, entry, reason, tag)]
 
-    def _choose(
-        self, newcomer: CUDAGraphEntry | None = None, since: int | None = None, leaving: Sequence[CUDAGraphEntry] = ()
-    ) -> Choice:
-        """What has to go by each limit, besides what goes by those before it."""
-        victims: list[Victim] = []
-        is_enough = True
-        for budget in self._budgets:
-            choice = budget.choose(newcomer, since, {*leaving, *(victim.entry for victim in victims)})
-            victims += choice.victims
-            is_enough = is_enough and choice.is_enough
-        return Choice(victims, is_enough)
-
     def _drop_over_limit(self, pool: Pool) -> list[Victim]:
-        victims: list[Victim] = []
-        for budget in self._budgets:
-            if not budget.holds():
-                victims += _dropped(victim for victim in budget.candidates() if victim.entry.pool is pool)
-        return victims
+        if self._is_small(self._entries.values()):
+            return []
+        entries = [(key, entry) for key, entry in self._entries.items() if entry.pool is pool]
+        return self._drop([Victim(self, key, entry, EvictionReason.BYTES) for key, entry in entries])
+
+    def _is_small(self, kept: Iterable[CUDAGraphEntry], more: int = 0) -> bool:
+        return self.max_bytes is None or bytes_of(kept) + more <= self.max_bytes
 
     @property
     def nbytes(self) -> int:
@@ -463,10 +341,12 @@ class GraphCache:
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` if the content breaks what this class promises."""
-        for budget in self._budgets:
-            budget.check_integrity()
         with self._lock:
             entries = list(self)
+        if len(entries) > self.max_graphs:
+            raise IntegrityError(f"{len(entries)} entries, more than max_cached_graphs={self.max_graphs}")
+        if not self._is_small(entries):
+            raise IntegrityError(f"{bytes_of(entries)} bytes, more than memory_budget_bytes={self.max_bytes}")
         if len(set(entries)) != len(entries):
             raise IntegrityError("an entry stands under two keys")
         for entry in entries:
@@ -480,8 +360,8 @@ class GraphCache:
         return len(self._entries)
 
     def __repr__(self) -> str:
-        limit = "" if self.limit.memory_budget_bytes is None else f" of {self.limit.memory_budget_bytes}"
-        return f"<GraphCache {len(self)} of {self.limit.max_cached_graphs} graphs, {self.nbytes}{limit} bytes>"
+        limit = "" if self.max_bytes is None else f" of {self.max_bytes}"
+        return f"<GraphCache {len(self)} of {self.max_graphs} graphs, {self.nbytes}{limit} bytes>"
 
 
 def make_cache(
@@ -494,7 +374,6 @@ def make_cache(
     return GraphCache(
         max_graphs,
         options.memory_budget_bytes,
-        budget=options.budget,
         stats=stats,
-        admission=Admission(options.capture_after or capture_after, options.capture_window),
+        admission=Admission(options.capture_after or capture_after),
     )

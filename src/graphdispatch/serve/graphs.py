@@ -422,7 +422,7 @@ class GraphSet:
         return result
 
     def release(self, victims: Sequence[Victim]) -> None:
-        """Let go of entries that left the cache, or another one of the same budget; waits for calls that use them.
+        """Let go of entries that left the cache; waits for calls that use them.
 
         Entries of another set are found to be evicted when they are wanted again (``GraphGroup.current``).
         """
@@ -542,7 +542,7 @@ class GraphSet:
 
     @property
     def memory_bytes(self) -> int:
-        """The total of ``memory_report``: what a memory budget must bound. Needs no lock."""
+        """The total of ``memory_report``: what ``memory_budget_bytes`` bounds. Needs no lock."""
         return self.memory_report().total
 
     def _capture_with_less(self, request: CaptureRequest, failed: CaptureResult) -> CaptureResult:

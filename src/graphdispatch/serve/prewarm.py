@@ -1,7 +1,7 @@
 """Captures made on purpose, before batches need them: all sizes at the start, or one while nothing is to be served."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from sys import maxsize
@@ -133,30 +133,29 @@ def _extrapolate(sizes: list[int], reports: list[MemoryReport]) -> MemoryEstimat
     return MemoryEstimate(first.input_bytes, first.pool_bytes, per_size)
 
 
-def capture_size(server: Server, routes: Sequence[Route], size: Any) -> bool:
+def capture_size(server: Server, route: Route, size: Any) -> bool:
     """See ``Graphed.capture_size``. Called with the server's lock held."""
-    sizes = sorted({point for route in routes for point in route.table.points})
+    sizes = route.table.points
     if not isinstance(size, int | tuple) or isinstance(size, bool) or size not in sizes:
-        raise ConfigError(f"size must be one of {tuple(sizes)}, got {shown(size)}")
-    graphs = server.graphs
-    if server.closed(routes[0]) is not None or graphs.is_frozen:
+        raise ConfigError(f"size must be one of {sizes}, got {shown(size)}")
+    graphs, number = server.graphs, route.table.number_of(size)
+    if server.closed(route) is not None or graphs.is_frozen:
         return False
-    fitting = [(group, group.route.table) for group in _groups(routes) if group.example]
-    todo = [(group, group.example, table.number_of(size)) for group, table in fitting if size in table.points]
-    todo = [one for one in todo if one[0].blocked(one[2]) is None and graphs.current(one[0], one[2]) is None]
-    _Prewarm(server, None, None, compares_all=True, progress=False).capture(todo)
-    return size in captured_sizes(routes)
+    open_groups = [group for group in _groups(route) if group.example and group.blocked(number) is None]
+    todo = [(group, group.example, number) for group in open_groups if graphs.current(group, number) is None]
+    _Prewarm(server, None, None, compares_all=True).capture(todo)
+    return size in captured_sizes(route)
 
 
-def captured_sizes(routes: Sequence[Route]) -> tuple[Any, ...]:
+def captured_sizes(route: Route) -> tuple[Any, ...]:
     """See ``Graphed.captured_sizes``. Called with the server's lock held."""
-    groups = [set(group.entries) for group in _groups(routes)]
+    groups = [set(group.entries) for group in _groups(route)]
     return tuple(getattr(size, "lengths", size) for size in sorted(set.intersection(*groups))) if groups else ()
 
 
-def _groups(routes: Sequence[Route]) -> list[GraphGroup]:
+def _groups(route: Route) -> list[GraphGroup]:
     """The groups that have a batch dimension."""
-    return [group for route in routes for group in route.groups if group.signature.has_rows]
+    return [group for group in route.groups if group.signature.has_rows]
 
 
 def prewarm(
@@ -166,7 +165,6 @@ def prewarm(
     max_seconds: float | None = None,
     max_bytes: int | None = None,
     *,
-    progress: bool = False,
     compare: str = "ends",
 ) -> PrewarmReport:
     """Capture the sizes of each call's route that have no graph yet, from that call. See ``Graphed.prewarm``. Called
@@ -178,8 +176,8 @@ def prewarm(
         raise ConfigError(f"compare must be 'ends' or 'all', got {shown(compare)}")
     check_open(server, calls[0][0], "prewarm")
     graphs = server.graphs
-    most, limit = graphs.cache.limit.max_cached_graphs, max_bytes or graphs.options.memory_budget_bytes
-    run = _Prewarm(server, max_seconds, limit, compares_all=compare == "all", progress=progress)
+    most, limit = graphs.cache.max_graphs, max_bytes or graphs.options.memory_budget_bytes
+    run = _Prewarm(server, max_seconds, limit, compares_all=compare == "all")
     graphs.refresh()
     with paused_collector(graphs.options.gc_disable, sweeps=True):
         every: list[Todo] = []
@@ -190,7 +188,7 @@ def prewarm(
             todo = [
                 (group, leaves, size) for size in sorted(wanted, reverse=True) if graphs.current(group, size) is None
             ]
-            if most is not None and len(todo) > most:
+            if len(todo) > most:
                 raise ConfigError(
                     f"prewarm of {len(todo)} sizes needs max_cached_graphs >= {len(todo)}, got {most}; raise it, or "
                     "name fewer in sizes="
@@ -217,10 +215,8 @@ def prewarm(
 class _Prewarm:
     """The captures of one prewarm, within its limits."""
 
-    def __init__(
-        self, server: Server, max_seconds: float | None, max_bytes: int | None, *, compares_all: bool, progress: bool
-    ) -> None:
-        self._server, self._compares_all, self._progress = server, compares_all, progress
+    def __init__(self, server: Server, max_seconds: float | None, max_bytes: int | None, *, compares_all: bool) -> None:
+        self._server, self._compares_all = server, compares_all
         self._max_seconds, self._max_bytes = max_seconds, max_bytes
         self.left_out: dict[tuple[CUDAGraphMode, int], str] = {}
         self.reasons: dict[tuple[CUDAGraphMode, int], Reason] = {}
@@ -234,7 +230,7 @@ class _Prewarm:
     def capture(self, todo: Sequence[Todo]) -> None:
         """Capture these sizes, and note why each of the others has no graph."""
         graphs = self._server.graphs
-        for group, leaves, size in _progress_bar(todo, graphs) if self._progress else todo:
+        for group, leaves, size in todo:
             table = group.route.table
             key = table.mode, size
             begun, held = time.perf_counter(), graphs.memory_bytes
@@ -280,18 +276,6 @@ class _Prewarm:
                 found = estimate_memory(self._server.graphs, group, leaves, [size])
                 growth = max(found.total - held, 0) if is_first else found.per_size[size]
         return f"it would not fit into {self._max_bytes} bytes" if held + growth > self._max_bytes else ""
-
-
-def _progress_bar(todo: Sequence[Todo], graphs: GraphSet) -> Iterator[Todo]:
-    """``todo`` one by one, behind a bar that shows the memory held. Needs the extra ``progress``."""
-    try:
-        from tqdm import tqdm  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise ConfigError("progress=True needs tqdm: pip install 'graphdispatch[progress]'") from error
-    with tqdm(todo, desc="capturing", unit="graph") as bar:
-        for one in bar:
-            yield one
-            bar.set_postfix_str(f"{graphs.memory_bytes / 2**20:.1f} MiB", refresh=False)
 
 
 def check_open(server: Server, route: Route, what: str) -> None:

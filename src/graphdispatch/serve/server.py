@@ -73,7 +73,6 @@ class Choice(NamedTuple):
 class Server:
     """Serves the calls of ``fn`` by its graphs, and eagerly what no graph can serve; each call with a reason.
 
-    With ``eager_captures`` a key is captured at its first miss while the cache has room.
     ``strict`` raises ``FallbackError`` instead of an eager step. Thread-safe: a hit takes no lock but its pool's;
     ``choose`` and what it calls are called with ``lock`` held.
     """
@@ -90,13 +89,10 @@ class Server:
         pool: Pool | None = None,
         strict: bool = False,
         max_groups: int = 1024,
-        eager_captures: bool = False,
         times_replays: bool = False,
-        judges_gain: bool = False,
     ) -> None:
         self.fn = fn
         self.graphs = GraphSet(fn, options, cache, backend=backend, pool=pool, max_groups=max_groups)
-        self.graphs.judges_gain = judges_gain
         self.stats = self.graphs.stats
         self.lock = self.graphs.lock
         self.local = threading.local()
@@ -106,7 +102,6 @@ class Server:
         self._logs_replays = options.debug_log_enable
         self.observes = times_replays or options.debug_log_enable
         """Whether a replay is timed or logged."""
-        self._eager_captures = eager_captures
         self._eager_calls = 0
 
     def serve_in_python(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -249,11 +244,7 @@ class Server:
             return Reason.FIRST_SIGHTING, ""
         if self.graphs.is_frozen:
             return Reason.FROZEN, ""
-        key, cache = (group.key, size), self.graphs.cache
-        reason = cache.admit(key)
-        if reason is Reason.FIRST_SIGHTING and self._eager_captures and not cache.is_full:
-            return Reason.CAPTURED_NOW, ""
-        return reason, ""
+        return self.graphs.cache.admit((group.key, size)), ""
 
     def count(self, choice: Choice) -> None:
         """Note a call that took the slow path, for admission."""

@@ -7,7 +7,7 @@ namespace gd {
 namespace {
 
 struct {
-  Slot server{names._server}, decode{names._decode}, uniform_decode{names._uniform_decode};
+  Slot server{names._server}, route{names._route};
 } of_door;
 
 PyObject* compiler_here = nullptr;  // what torch tells the calling thread's compiler with; kept for good
@@ -32,11 +32,9 @@ PyObject* serve_by_class(PyObject* server, PyObject* route, PyObject* args, PyOb
   return PyObject_VectorcallMethod(names.serve, all, 4, nullptr);
 }
 
-// The slot behind __call__. The method in Python serves the calls whose route has to be chosen, too.
+// The slot behind __call__.
 PyObject* call_door(PyObject* door, PyObject* args, PyObject* named) {
-  const Ref chosen = of_door.uniform_decode.of(door);
-  if (!chosen) return nullptr;
-  const int plain = chosen.get() == Py_None ? runs_plainly() : 0;
+  const int plain = runs_plainly();
   if (plain < 0) return nullptr;
   if (!plain) {
     const Ref method = attribute(door, names.__call__);
@@ -45,7 +43,7 @@ PyObject* call_door(PyObject* door, PyObject* args, PyObject* named) {
   if (named && !PyArg_ValidateKeywordArguments(named)) return nullptr;
   // A dict of which nobody else knows is the call's own, as a Python function has one.
   const Ref kwargs(!named ? PyDict_New() : Py_REFCNT(named) == 1 ? Py_NewRef(named) : PyDict_Copy(named));
-  const Ref server = of_door.server.of(door), route = of_door.decode.of(door);
+  const Ref server = of_door.server.of(door), route = of_door.route.of(door);
   if (!kwargs || !server || !route) return nullptr;
   return serve_by_class(server.get(), route.get(), args, kwargs.get());
 }

@@ -18,7 +18,7 @@ namespace gd {
   NAME(observes) NAME(observed) NAME(may_need_gradients) NAME(had_effects) NAME(pop) NAME(trainable) NAME(__dict__) \
   NAME(_current_level) NAME(lock) NAME(pool) NAME(backend) NAME(watch) NAME(here) NAME(low) NAME(high) \
   NAME(spans) NAME(_is_known_to_core) NAME(program) NAME(tape) \
-  NAME(_pool) NAME(generation) NAME(serve) NAME(_server) NAME(_decode) NAME(_uniform_decode) NAME(__call__) \
+  NAME(_pool) NAME(generation) NAME(serve) NAME(_server) NAME(_route) NAME(__call__) \
   NAME(__getattribute__) NAME(groups) NAME(is_flat) NAME(serve_in_range)
 // clang-format on
 
