@@ -4,7 +4,7 @@
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from time import perf_counter_ns
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..serve.prewarm import arguments_of
 from .policies import DefaultDispatchPolicy, DispatchMode, DispatchPolicy
-from .registered_graphs import GRAPH_MODES, Registered, Replayable, Worker, check_key
+from .registered_graphs import GRAPH_MODES, Registered, Replayable, Worker, check_key, entry_of
 from .stats import DispatchStats
 
 __all__ = ["Chosen", "CompositeDispatcher", "CudagraphDispatcher"]
@@ -70,10 +70,14 @@ class CudagraphDispatcher(MadeAnew):
     ) -> None:
         check_callable("eager_runner", eager_runner)
         check_count("max_cached_graphs", max_cached_graphs)
+        if policy is not None and not isinstance(policy, DispatchPolicy):
+            raise ConfigError(f"policy must be a DispatchPolicy or None, got {shown(policy)}")
         self.eager_runner = eager_runner
-        self.policy = policy
+        self.policy = policy or DefaultDispatchPolicy()
+        """What decides, among the graphs of a key, whether and how to use them. It may be replaced at any time."""
         self.max_cached_graphs = max_cached_graphs
         self.enabled_modes = frozenset(DispatchMode)
+        """The modes that are allowed now."""
         self._lock = make_lock()
         self._meter = _LatencyMeter()
         self._dummy_fn: Callable[[DispatchKey], Any] | None = None
@@ -81,27 +85,6 @@ class CudagraphDispatcher(MadeAnew):
         """Calls by mode, and the reason for every eager one."""
         self.workers: Sequence[Worker] = (Worker(eager_runner, max_cached_graphs),)
         """Where the graphs are registered and served."""
-
-    @property
-    def policy(self) -> DispatchPolicy:
-        """What decides, among the graphs of a key, whether and how to use them. It may be replaced at any time, by None
-        with the default one."""
-        return self._policy
-
-    @policy.setter
-    def policy(self, policy: DispatchPolicy | None) -> None:
-        if policy is not None and not isinstance(policy, DispatchPolicy):
-            raise ConfigError(f"policy must be a DispatchPolicy or None, got {shown(policy)}")
-        self._policy = policy or DefaultDispatchPolicy()
-
-    @property
-    def enabled_modes(self) -> frozenset[DispatchMode]:
-        """The modes that are allowed now."""
-        return self._enabled_modes
-
-    @enabled_modes.setter
-    def enabled_modes(self, modes: Collection[DispatchMode]) -> None:
-        self._enabled_modes = frozenset(modes)
 
     def _recipe(self) -> Any:
         make, args, kwargs, _ = super()._recipe()
@@ -131,17 +114,22 @@ class CudagraphDispatcher(MadeAnew):
         Raises:
             ConfigError: An argument is wrong, or the graph was released.
         """
-        self._publish([self._home(key, graph).wrap(key, graph, input_ptrs, outputs=outputs, mode=mode)])
+        check_key(key)
+        if mode not in tuple(GRAPH_MODES):
+            raise ConfigError(f"mode must be CUDAGRAPH or PIECEWISE for a graph, got {shown(mode)}")
+        entry = entry_of(graph, key, input_ptrs, outputs, GRAPH_MODES[mode])
+        if entry.mode is CUDAGraphMode.PIECEWISE:
+            mode = DispatchMode.PIECEWISE
+        self._publish([self._home(key, entry).wrap(key, mode, graph, entry)])
 
-    def _home(self, key: DispatchKey, graph: Any) -> Worker:
+    def _home(self, key: DispatchKey, entry: CUDAGraphEntry) -> Worker:
         """Where a graph is registered: with the others of its pool, since these never run at the same time, or else
         where the key has no graph, and where the fewest are."""
-        pool = graph.pool if isinstance(graph, CUDAGraphEntry) else None
 
         def order(worker: Worker) -> tuple[bool, bool, int]:
             pools = {worker.server.graphs.pool, *(found.entry.pool for found in worker.graphs.values())}
             has_key = any(known == key for known, _ in worker.graphs)
-            return pool is None or pool not in pools, has_key, len(worker.graphs)
+            return entry.pool not in pools, has_key, len(worker.graphs)
 
         return min(self.workers, key=order)
 
@@ -427,21 +415,18 @@ class CudagraphDispatcher(MadeAnew):
         return f"<CudagraphDispatcher {self.num_graphs} of {self.max_cached_graphs} graphs, {self.stats!r}>"
 
 
-_Member = tuple[int, Any, Callable[[DispatchKey], bool] | None]
-"""A member's priority, the dispatcher, and whether a key is its own; None: every key is."""
-
-
 class CompositeDispatcher(MadeAnew):
     """Dispatches over members by priority: the first graph for a key serves, else the first member's runner.
 
+    Any member may get any key, so that all runners must compute the same, each by graphs of its own.
     The member that was chosen runs the call: if the arguments do not fit its graph, or that fails before it has changed
     anything, its own runner does. An error that the runner raises passes through, and nothing runs twice. ``stats``
     sums up all members. Thread-safe.
     """
 
     def __init__(self) -> None:
-        self._members: dict[str, _Member] = {}
-        """By name, in the order in which they are tried; replaced whole."""
+        self._members: dict[str, tuple[int, Any]] = {}
+        """By name the priority and the dispatcher, in the order in which they are tried; replaced whole."""
         self._lock = make_lock()
 
     def _recipe(self) -> Any:
@@ -449,12 +434,7 @@ class CompositeDispatcher(MadeAnew):
         return make, args, kwargs, {"_members": self._members}
 
     def add_dispatcher(
-        self,
-        name: str,
-        dispatcher: "CudagraphDispatcher | CompositeDispatcher",
-        priority: int = 0,
-        *,
-        accepts: Callable[[DispatchKey], bool] | None = None,
+        self, name: str, dispatcher: "CudagraphDispatcher | CompositeDispatcher", priority: int = 0
     ) -> None:
         """Add a member.
 
@@ -462,21 +442,18 @@ class CompositeDispatcher(MadeAnew):
             name: Its name, which no other member has.
             dispatcher: The dispatcher; another composite will do.
             priority: Higher priorities come first, and among equal ones those added first.
-            accepts: Whether a key is the member's at all, for members that do different work. None: every key is.
 
         Raises:
             ConfigError: The name is taken, or an argument is wrong.
         """
         for what, value, kind in (("name", name, str), ("priority", priority, int)):
             check_type(what, value, kind, f"of type {kind.__name__}")
-        if accepts is not None:
-            check_callable("accepts", accepts, "a function of a key, or None")
         if not isinstance(dispatcher, (CudagraphDispatcher, CompositeDispatcher)) or dispatcher is self:
             raise ConfigError(f"dispatcher must be another dispatcher, got {shown(dispatcher)}")
         with self._lock:
             if name in self._members:
                 raise ConfigError(f"name {name!r} is taken; names are {list(self.members)}")
-            members = {**self._members, name: (priority, dispatcher, accepts)}
+            members = {**self._members, name: (priority, dispatcher)}
             self._members = dict(sorted(members.items(), key=lambda item: -item[1][0]))
 
     @untraced
@@ -492,11 +469,11 @@ class CompositeDispatcher(MadeAnew):
             The outputs.
 
         Raises:
-            ConfigError: No member accepts the key.
+            ConfigError: There is no member.
         """
         chosen = self.choose(key)
         if chosen is None:
-            raise ConfigError(f"no member accepts {key}; members are {list(self.members)}")
+            raise ConfigError("there must be a member to dispatch to, got none; add_dispatcher() adds one")
         return chosen.dispatcher.serve(key, chosen, args, kwargs)
 
     def choose(self, key: DispatchKey) -> Chosen | None:
@@ -506,29 +483,21 @@ class CompositeDispatcher(MadeAnew):
             key: What the batch is.
 
         Returns:
-            The choice of one of the members; None if none accepts the key.
+            The choice of one of the members; None if there is none.
         """
         first: Chosen | None = None
-        for _, dispatcher, accepts in self._members.values():
-            chosen: Chosen | None = dispatcher.choose(key) if accepts is None or accepts(key) else None
+        for _, dispatcher in self._members.values():
+            chosen: Chosen | None = dispatcher.choose(key)
             if chosen is not None and chosen.found is not None:
                 return chosen
             first = first or chosen
         return first
 
-    def has_graph(self, key: DispatchKey) -> bool:
-        """Whether a member has a graph for a key now.
-
-        Args:
-            key: The key.
-        """
-        return any(dispatcher.has_graph(key) for _, dispatcher, _ in self._members.values())
-
     @property
     def stats(self) -> DispatchStats:
         """The counters of all members together, as they are now; calls made to a member directly count too."""
         total = DispatchStats()
-        for _, dispatcher, _ in self._members.values():
+        for _, dispatcher in self._members.values():
             one = dispatcher.stats
             for name in ("eager", "graph", "piecewise", "fallbacks", "dispatch_time_ns"):
                 setattr(total, name, getattr(total, name) + getattr(one, name))

@@ -438,20 +438,6 @@ class CudagraphKeyDispatcher(Unlocked):
         with self._lock:
             self._change({runtime_mode: self.table.keys[runtime_mode] | {batch_descriptor}})
 
-    def remove_cudagraph_key(self, runtime_mode: CUDAGraphMode, batch_descriptor: BatchDescriptor) -> None:
-        """Remove the key of a graph that is gone. Builds a new table.
-
-        Args:
-            runtime_mode: ``PIECEWISE`` or ``FULL``.
-            batch_descriptor: The key; one that is not there is ignored.
-
-        Raises:
-            ConfigError: The mode is another one.
-        """
-        _check_runtime_mode(runtime_mode)
-        with self._lock:
-            self._change({runtime_mode: self.table.keys[runtime_mode] - {batch_descriptor}})
-
     def initialize_cudagraph_keys(self, cudagraph_mode: CUDAGraphMode, uniform_decode_query_len: int = 1) -> None:
         """Add the keys of all graphs of a configured mode; keys that are there already stay.
 
