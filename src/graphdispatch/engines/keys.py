@@ -430,7 +430,8 @@ class CudagraphKeyDispatcher(Unlocked):
         Raises:
             ConfigError: The mode is another one, or the key is no descriptor of at least one token.
         """
-        _check_runtime_mode(runtime_mode)
+        if runtime_mode not in (PIECEWISE, FULL):
+            raise ConfigError(f"runtime_mode must be PIECEWISE or FULL for a key, got {shown(runtime_mode)}")
         if not isinstance(batch_descriptor, BatchDescriptor) or batch_descriptor.num_tokens < 1:
             raise ConfigError(
                 f"batch_descriptor must be a BatchDescriptor, num_tokens >= 1, got {shown(batch_descriptor)}"
@@ -533,8 +534,3 @@ class CudagraphKeyDispatcher(Unlocked):
             query_len=query_len or old.query_len,
             max_num_reqs=self.max_num_reqs,
         )
-
-
-def _check_runtime_mode(mode: CUDAGraphMode) -> None:
-    if mode not in (PIECEWISE, FULL):
-        raise ConfigError(f"runtime_mode must be PIECEWISE or FULL for a key, got {shown(mode)}")

@@ -219,15 +219,14 @@ class StreamDispatcher(CudagraphDispatcher):
 
     def _start(self, key: DispatchKey, chosen: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StreamResult:
         """Give a step to its worker; or run it here and now, without a graph or if the worker was closed meanwhile."""
-        serve, found = super().serve, chosen.found
-        worker = cast(StreamWorker, found.worker) if found is not None else None
-        if worker is not None and not worker.is_closed:
+        serve = super().serve
+        if chosen.found is not None:
+            worker = cast(StreamWorker, chosen.found.worker)
             try:
                 return worker.launch(partial(serve, key, chosen, args, kwargs), (args, kwargs))
             except BackendError:
                 if not worker.is_closed:
                     raise
-        if worker is not None:
             chosen = chosen._replace(found=None, decision=Decision.eager(Reason.NOT_CAPTURED, key.num_tokens))
         done = StreamResult(self.backend)
         done.fill(partial(serve, key, chosen, args, kwargs))
