@@ -104,9 +104,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "streams kwargs": (streams, lambda s: s.capture(KEY, (X,), 3), "kwargs"),
     "streams key": (streams, lambda s: s.capture(None, (X,)), "key"),
     "composite key": (composite, lambda c: c.dispatch(3, X), "key"),
+    "composite accepts": (composite, lambda c: c.add_dispatcher("b", dispatcher(), accepts=3), "accepts"),
     "composite name taken": (composite, lambda c: c.add_dispatcher("a", dispatcher()), "name 'a' is taken"),
     "composite itself": (composite, lambda c: c.add_dispatcher("b", c), "dispatcher must be another dispatcher"),
-    "composite empty": (composite, lambda c: gd.CompositeDispatcher().dispatch(KEY), "there must be a member"),
+    "composite empty": (composite, lambda c: gd.CompositeDispatcher().dispatch(KEY), "no member accepts"),
     "streams none": (streams, lambda s: gd.StreamDispatcher(double, 0), "num_streams must be an integer >= 1, got 0"),
     "streams room": (streams, lambda s: gd.StreamDispatcher(double, max_cached_graphs=0), "max_cached_graphs must be"),
     "dispatcher runner": (

@@ -17,12 +17,13 @@ from graphdispatch.engines import (
     DispatchKey,
     StreamDispatcher,
 )
-from graphdispatch.errors import BackendError, GuardError, ReplayError
+from graphdispatch.errors import BackendError, ConfigError, GuardError, ReplayError
 
 from ..helpers import scripted
 
 KEY = DispatchKey(2, 2)
 OTHER = DispatchKey(4, 4)
+PREFILL = DispatchKey(2, 1, is_prefill=True)
 
 
 class Runner:
@@ -89,6 +90,20 @@ def test_without_any_graph_the_first_runner_runs_once(keys: tuple[DispatchKey, .
     assert (runs(first), runs(second)) == (1, 0)
     assert first.stats.reasons == {Reason.REPLAY_FAILED if keys else Reason.NOT_CAPTURED: 1}
     assert second.stats.eager == 0
+
+
+def test_keys_that_a_member_does_not_accept_pass_it_by() -> None:
+    """Members for different work see their own keys only, for graphs and for runners."""
+    composite = CompositeDispatcher()
+    encoder, decoder = member("encoder", KEY), member("decoder", KEY)
+    composite.add_dispatcher("encoder", encoder, priority=9, accepts=lambda key: key.is_prefill)
+    composite.add_dispatcher("decoder", decoder, accepts=lambda key: not key.is_prefill)
+    assert composite.dispatch(KEY) == "decoder graph"
+    assert composite.dispatch(PREFILL) == "encoder eager"
+    alone = CompositeDispatcher()
+    alone.add_dispatcher("decoder", decoder, accepts=lambda key: not key.is_prefill)
+    with pytest.raises(ConfigError, match=r"no member accepts DispatchKey.*decoder"):
+        alone.dispatch(PREFILL)
 
 
 def test_a_graph_that_fails_leaves_the_call_to_its_own_runner() -> None:
@@ -206,3 +221,14 @@ def test_arguments_that_do_not_fit_leave_the_call_to_the_same_member() -> None:
     first.register_graph(KEY, captured(2)[1])
     assert torch.equal(chain(first).dispatch(KEY, torch.ones(2, 3)), torch.full((2, 3), 2.0))
     assert first.stats.reasons == {Reason.ARGUMENTS_CHANGED: 1}
+
+
+def test_a_nested_composite_may_accept_nothing() -> None:
+    """Then the next member serves."""
+    inner, outer = CompositeDispatcher(), CompositeDispatcher()
+    inner.add_dispatcher("never", CudagraphDispatcher(lambda x: x * 3), accepts=lambda _: False)
+    outer.add_dispatcher("inner", inner, 10)
+    outer.add_dispatcher("plain", CudagraphDispatcher(lambda x: x * 2))
+    assert torch.equal(outer.dispatch(KEY, torch.ones(2, 64)), torch.full((2, 64), 2.0))
+    with pytest.raises(ConfigError, match="no member accepts"):
+        inner.dispatch(KEY, torch.ones(2, 64))

@@ -415,18 +415,21 @@ class CudagraphDispatcher(MadeAnew):
         return f"<CudagraphDispatcher {self.num_graphs} of {self.max_cached_graphs} graphs, {self.stats!r}>"
 
 
+_Member = tuple[int, Any, Callable[[DispatchKey], bool] | None]
+"""A member's priority, the dispatcher, and whether a key is its own; None: every key is."""
+
+
 class CompositeDispatcher(MadeAnew):
     """Dispatches over members by priority: the first graph for a key serves, else the first member's runner.
 
-    Any member may get any key, so that all runners must compute the same, each by graphs of its own.
     The member that was chosen runs the call: if the arguments do not fit its graph, or that fails before it has changed
     anything, its own runner does. An error that the runner raises passes through, and nothing runs twice. ``stats``
     sums up all members. Thread-safe.
     """
 
     def __init__(self) -> None:
-        self._members: dict[str, tuple[int, Any]] = {}
-        """By name the priority and the dispatcher, in the order in which they are tried; replaced whole."""
+        self._members: dict[str, _Member] = {}
+        """By name, in the order in which they are tried; replaced whole."""
         self._lock = make_lock()
 
     def _recipe(self) -> Any:
@@ -434,7 +437,12 @@ class CompositeDispatcher(MadeAnew):
         return make, args, kwargs, {"_members": self._members}
 
     def add_dispatcher(
-        self, name: str, dispatcher: "CudagraphDispatcher | CompositeDispatcher", priority: int = 0
+        self,
+        name: str,
+        dispatcher: "CudagraphDispatcher | CompositeDispatcher",
+        priority: int = 0,
+        *,
+        accepts: Callable[[DispatchKey], bool] | None = None,
     ) -> None:
         """Add a member.
 
@@ -442,18 +450,21 @@ class CompositeDispatcher(MadeAnew):
             name: Its name, which no other member has.
             dispatcher: The dispatcher; another composite will do.
             priority: Higher priorities come first, and among equal ones those added first.
+            accepts: Whether a key is the member's at all, for members that do different work. None: every key is.
 
         Raises:
             ConfigError: The name is taken, or an argument is wrong.
         """
         for what, value, kind in (("name", name, str), ("priority", priority, int)):
             check_type(what, value, kind, f"of type {kind.__name__}")
+        if accepts is not None:
+            check_callable("accepts", accepts, "a function of a key, or None")
         if not isinstance(dispatcher, (CudagraphDispatcher, CompositeDispatcher)) or dispatcher is self:
             raise ConfigError(f"dispatcher must be another dispatcher, got {shown(dispatcher)}")
         with self._lock:
             if name in self._members:
                 raise ConfigError(f"name {name!r} is taken; names are {list(self.members)}")
-            members = {**self._members, name: (priority, dispatcher)}
+            members = {**self._members, name: (priority, dispatcher, accepts)}
             self._members = dict(sorted(members.items(), key=lambda item: -item[1][0]))
 
     @untraced
@@ -469,11 +480,11 @@ class CompositeDispatcher(MadeAnew):
             The outputs.
 
         Raises:
-            ConfigError: There is no member.
+            ConfigError: No member accepts the key.
         """
         chosen = self.choose(key)
         if chosen is None:
-            raise ConfigError("there must be a member to dispatch to, got none; add_dispatcher() adds one")
+            raise ConfigError(f"no member accepts {key}; members are {list(self.members)}")
         return chosen.dispatcher.serve(key, chosen, args, kwargs)
 
     def choose(self, key: DispatchKey) -> Chosen | None:
@@ -483,11 +494,11 @@ class CompositeDispatcher(MadeAnew):
             key: What the batch is.
 
         Returns:
-            The choice of one of the members; None if there is none.
+            The choice of one of the members; None if none accepts the key.
         """
         first: Chosen | None = None
-        for _, dispatcher in self._members.values():
-            chosen: Chosen | None = dispatcher.choose(key)
+        for _, dispatcher, accepts in self._members.values():
+            chosen: Chosen | None = dispatcher.choose(key) if accepts is None or accepts(key) else None
             if chosen is not None and chosen.found is not None:
                 return chosen
             first = first or chosen
@@ -497,7 +508,7 @@ class CompositeDispatcher(MadeAnew):
     def stats(self) -> DispatchStats:
         """The counters of all members together, as they are now; calls made to a member directly count too."""
         total = DispatchStats()
-        for _, dispatcher in self._members.values():
+        for _, dispatcher, _ in self._members.values():
             one = dispatcher.stats
             for name in ("eager", "graph", "piecewise", "fallbacks", "dispatch_time_ns"):
                 setattr(total, name, getattr(total, name) + getattr(one, name))
