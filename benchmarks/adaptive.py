@@ -69,7 +69,7 @@ DEVICES = {
 def simulate(keys: list[DispatchKey], device: Device, delay: int) -> Counter[str]:
     """Total milliseconds by policy."""
     rng = random.Random(0)
-    adaptive = AdaptiveDispatchPolicy(sizes=SIZES)
+    adaptive = AdaptiveDispatchPolicy()
     policies: dict[str, DispatchPolicy] = {"adaptive": adaptive, "default": DefaultDispatchPolicy()}
     total = Counter[str]()
     waiting: list[tuple[DispatchKey, DispatchMode, float]] = []
@@ -111,7 +111,7 @@ def rows(effort: Effort) -> list[Row]:
             for way in ("adaptive", "default"):
                 case = f"{trace}{title}, {way} policy"
                 found.append(Row(case, 1000 * total[way] / len(keys), 1000 * total["oracle"] / len(keys)))
-    learnt, fixed = AdaptiveDispatchPolicy(sizes=SIZES), DefaultDispatchPolicy()
+    learnt, fixed = AdaptiveDispatchPolicy(), DefaultDispatchPolicy()
     for key in keys:
         learnt.record(key, learnt.select_mode(key, (GRAPH, EAGER)), 1.0)
     choices = [lambda policy=policy: policy.select_mode(keys[0], (GRAPH, EAGER)) for policy in (learnt, fixed)]

@@ -45,7 +45,7 @@ def run(bench: Bench) -> None:
     for number in range(_ROUNDS):
         if number and not bench.has_time(_ROUND_SECONDS):
             break
-        policy = AdaptiveDispatchPolicy(sizes=sizes)
+        policy = AdaptiveDispatchPolicy()
         ways: dict[str, tuple[_Choice, AdaptiveDispatchPolicy | None]] = {
             "adaptive": (lambda key, policy=policy: policy.select_mode(key, (GRAPH, EAGER)), policy),
             "always graphs": (lambda key: GRAPH, None),

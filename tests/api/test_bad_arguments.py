@@ -108,9 +108,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "composite itself": (composite, lambda c: c.add_dispatcher("b", c), "dispatcher must be another dispatcher"),
     "composite empty": (composite, lambda c: gd.CompositeDispatcher().dispatch(KEY), "no member accepts"),
     "streams none": (streams, lambda s: gd.StreamDispatcher(double, 0), "num_streams must be an integer >= 1, got 0"),
-    "streams writes": (
-        streams, lambda s: gd.StreamDispatcher(double, shared_writes="x"), "shared_writes must be 'refuse'",
-    ),
     "streams room": (streams, lambda s: gd.StreamDispatcher(double, max_cached_graphs=0), "max_cached_graphs must be"),
     "dispatcher runner": (
         dispatcher, lambda d: gd.CudagraphDispatcher(None), "eager_runner must be callable, got None",

@@ -19,7 +19,6 @@ import torch
 import graphdispatch
 from graphdispatch import CUDAGraphMode
 from graphdispatch.engines import (
-    BatchDescriptor,
     CudagraphDispatcher,
     CUDAGraphEntry,
     CudagraphKeyDispatcher,
@@ -125,8 +124,7 @@ def test_a_change_in_the_middle_of_a_decision_is_not_seen(tokens: int) -> None:
 
         def change() -> None:
             dispatcher.capture_sizes = (8, 32)
-            dispatcher.remove_cudagraph_key(FULL, BatchDescriptor(16))
-            dispatcher.initialize_cudagraph_keys(CUDAGraphMode.PIECEWISE)
+            dispatcher.initialize_cudagraph_keys(FULL)
 
         return lambda: dispatcher.decide(tokens, 3), change
 

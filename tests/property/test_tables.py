@@ -135,17 +135,6 @@ def test_the_quick_way_decides_as_the_general_one(keys: set[Key], batch: Batch) 
 
 
 @given(keys=keys_strategy, batch=batches())
-def test_a_removed_key_serves_nothing(keys: set[Key], batch: Batch) -> None:
-    """Removing the key of a decision leaves what the other keys decide."""
-    dispatcher = dispatcher_of(keys)
-    found = decide(dispatcher, batch)
-    if found.descriptor is not None:
-        dispatcher.remove_cudagraph_key(found.mode, found.descriptor)
-        rest = keys - {(found.mode, found.descriptor)}
-        assert decide(dispatcher, batch) == decide(dispatcher_of(rest), batch)
-
-
-@given(keys=keys_strategy, batch=batches())
 def test_dispatch_gives_back_only_keys(keys: set[Key], batch: Batch) -> None:
     """The exact contract never invents a descriptor, and never pads."""
     asked = BatchDescriptor(batch.tokens, batch.reqs, batch.uniform is not None, batch.variant)

@@ -4,7 +4,7 @@
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from time import perf_counter_ns
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..serve.prewarm import arguments_of
 from .policies import DefaultDispatchPolicy, DispatchMode, DispatchPolicy
-from .registered_graphs import GRAPH_MODES, Registered, Replayable, Worker, check_key
+from .registered_graphs import GRAPH_MODES, Registered, Replayable, Worker, check_key, entry_of
 from .stats import DispatchStats
 
 __all__ = ["Chosen", "CompositeDispatcher", "CudagraphDispatcher"]
@@ -70,10 +70,14 @@ class CudagraphDispatcher(MadeAnew):
     ) -> None:
         check_callable("eager_runner", eager_runner)
         check_count("max_cached_graphs", max_cached_graphs)
+        if policy is not None and not isinstance(policy, DispatchPolicy):
+            raise ConfigError(f"policy must be a DispatchPolicy or None, got {shown(policy)}")
         self.eager_runner = eager_runner
-        self.policy = policy
+        self.policy = policy or DefaultDispatchPolicy()
+        """What decides, among the graphs of a key, whether and how to use them. It may be replaced at any time."""
         self.max_cached_graphs = max_cached_graphs
         self.enabled_modes = frozenset(DispatchMode)
+        """The modes that are allowed now."""
         self._lock = make_lock()
         self._meter = _LatencyMeter()
         self._dummy_fn: Callable[[DispatchKey], Any] | None = None
@@ -81,27 +85,6 @@ class CudagraphDispatcher(MadeAnew):
         """Calls by mode, and the reason for every eager one."""
         self.workers: Sequence[Worker] = (Worker(eager_runner, max_cached_graphs),)
         """Where the graphs are registered and served."""
-
-    @property
-    def policy(self) -> DispatchPolicy:
-        """What decides, among the graphs of a key, whether and how to use them. It may be replaced at any time, by None
-        with the default one."""
-        return self._policy
-
-    @policy.setter
-    def policy(self, policy: DispatchPolicy | None) -> None:
-        if policy is not None and not isinstance(policy, DispatchPolicy):
-            raise ConfigError(f"policy must be a DispatchPolicy or None, got {shown(policy)}")
-        self._policy = policy or DefaultDispatchPolicy()
-
-    @property
-    def enabled_modes(self) -> frozenset[DispatchMode]:
-        """The modes that are allowed now."""
-        return self._enabled_modes
-
-    @enabled_modes.setter
-    def enabled_modes(self, modes: Collection[DispatchMode]) -> None:
-        self._enabled_modes = frozenset(modes)
 
     def _recipe(self) -> Any:
         make, args, kwargs, _ = super()._recipe()
@@ -131,17 +114,22 @@ class CudagraphDispatcher(MadeAnew):
         Raises:
             ConfigError: An argument is wrong, or the graph was released.
         """
-        self._publish([self._home(key, graph).wrap(key, graph, input_ptrs, outputs=outputs, mode=mode)])
+        check_key(key)
+        if mode not in tuple(GRAPH_MODES):
+            raise ConfigError(f"mode must be CUDAGRAPH or PIECEWISE for a graph, got {shown(mode)}")
+        entry = entry_of(graph, key, input_ptrs, outputs, GRAPH_MODES[mode])
+        if entry.mode is CUDAGraphMode.PIECEWISE:
+            mode = DispatchMode.PIECEWISE
+        self._publish([self._home(key, entry).wrap(key, mode, graph, entry)])
 
-    def _home(self, key: DispatchKey, graph: Any) -> Worker:
+    def _home(self, key: DispatchKey, entry: CUDAGraphEntry) -> Worker:
         """Where a graph is registered: with the others of its pool, since these never run at the same time, or else
         where the key has no graph, and where the fewest are."""
-        pool = graph.pool if isinstance(graph, CUDAGraphEntry) else None
 
         def order(worker: Worker) -> tuple[bool, bool, int]:
             pools = {worker.server.graphs.pool, *(found.entry.pool for found in worker.graphs.values())}
             has_key = any(known == key for known, _ in worker.graphs)
-            return pool is None or pool not in pools, has_key, len(worker.graphs)
+            return entry.pool not in pools, has_key, len(worker.graphs)
 
         return min(self.workers, key=order)
 
@@ -515,14 +503,6 @@ class CompositeDispatcher(MadeAnew):
                 return chosen
             first = first or chosen
         return first
-
-    def has_graph(self, key: DispatchKey) -> bool:
-        """Whether a member has a graph for a key now.
-
-        Args:
-            key: The key.
-        """
-        return any(dispatcher.has_graph(key) for _, dispatcher, _ in self._members.values())
 
     @property
     def stats(self) -> DispatchStats:

@@ -430,27 +430,14 @@ class CudagraphKeyDispatcher(Unlocked):
         Raises:
             ConfigError: The mode is another one, or the key is no descriptor of at least one token.
         """
-        _check_runtime_mode(runtime_mode)
+        if runtime_mode not in (PIECEWISE, FULL):
+            raise ConfigError(f"runtime_mode must be PIECEWISE or FULL for a key, got {shown(runtime_mode)}")
         if not isinstance(batch_descriptor, BatchDescriptor) or batch_descriptor.num_tokens < 1:
             raise ConfigError(
                 f"batch_descriptor must be a BatchDescriptor, num_tokens >= 1, got {shown(batch_descriptor)}"
             )
         with self._lock:
             self._change({runtime_mode: self.table.keys[runtime_mode] | {batch_descriptor}})
-
-    def remove_cudagraph_key(self, runtime_mode: CUDAGraphMode, batch_descriptor: BatchDescriptor) -> None:
-        """Remove the key of a graph that is gone. Builds a new table.
-
-        Args:
-            runtime_mode: ``PIECEWISE`` or ``FULL``.
-            batch_descriptor: The key; one that is not there is ignored.
-
-        Raises:
-            ConfigError: The mode is another one.
-        """
-        _check_runtime_mode(runtime_mode)
-        with self._lock:
-            self._change({runtime_mode: self.table.keys[runtime_mode] - {batch_descriptor}})
 
     def initialize_cudagraph_keys(self, cudagraph_mode: CUDAGraphMode, uniform_decode_query_len: int = 1) -> None:
         """Add the keys of all graphs of a configured mode; keys that are there already stay.
@@ -547,8 +534,3 @@ class CudagraphKeyDispatcher(Unlocked):
             query_len=query_len or old.query_len,
             max_num_reqs=self.max_num_reqs,
         )
-
-
-def _check_runtime_mode(mode: CUDAGraphMode) -> None:
-    if mode not in (PIECEWISE, FULL):
-        raise ConfigError(f"runtime_mode must be PIECEWISE or FULL for a key, got {shown(mode)}")

@@ -41,7 +41,7 @@ from ..stats import EvictionReason
 from .keys import KeyTable
 from .policies import DispatchMode, DispatchPolicy
 
-__all__ = ["GRAPH_MODES", "Registered", "Replayable", "Slot", "Worker", "check_key", "entry_around"]
+__all__ = ["GRAPH_MODES", "Registered", "Replayable", "Worker", "check_key", "entry_around", "entry_of"]
 
 GRAPH_MODES = {DispatchMode.CUDAGRAPH: CUDAGraphMode.FULL, DispatchMode.PIECEWISE: CUDAGraphMode.PIECEWISE}
 """The modes that a graph can be registered in, the better first, and the runtime mode of each."""
@@ -141,6 +141,21 @@ def entry_around(
         knows_effects=False,
         signature=ForeignSignature(addresses),
     )
+
+
+def entry_of(
+    graph: Any, key: DispatchKey, input_ptrs: Sequence[int] | None, outputs: Any, mode: CUDAGraphMode
+) -> CUDAGraphEntry:
+    """The entry of what ``CudagraphDispatcher.register_graph`` was given; ``ConfigError`` if there can be none."""
+    if isinstance(graph, CUDAGraphEntry):
+        if graph.state is EntryState.EVICTED:
+            raise ConfigError(f"graph must not be released, got {graph!r}; capture it again")
+        return graph
+    if not isinstance(graph, Replayable):
+        raise ConfigError(f"graph must have a replay() method, got {shown(graph)}")
+    outputs = outputs if outputs is not None else getattr(graph, "outputs", None)
+    addresses = None if input_ptrs is None else _checked_addresses(input_ptrs)
+    return entry_around(graph, key, outputs, mode=mode, addresses=addresses)
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,30 +286,8 @@ class Worker(NotCopied):
         """All graphs, by key and mode."""
         return self._graphs.graphs
 
-    def wrap(
-        self,
-        key: DispatchKey,
-        graph: Replayable | CUDAGraphEntry,
-        input_ptrs: Sequence[int] | None = None,
-        *,
-        outputs: Any = None,
-        mode: DispatchMode = DispatchMode.CUDAGRAPH,
-    ) -> Registered:
-        """What ``CudagraphDispatcher.register_graph`` was given, checked and ready for ``publish``."""
-        check_key(key)
-        if not isinstance(mode, DispatchMode) or mode not in GRAPH_MODES:
-            raise ConfigError(f"mode must be CUDAGRAPH or PIECEWISE for a graph, got {shown(mode)}")
-        if isinstance(graph, CUDAGraphEntry):
-            entry = graph
-            mode = DispatchMode.PIECEWISE if entry.mode is CUDAGraphMode.PIECEWISE else mode
-            if entry.state is EntryState.EVICTED:
-                raise ConfigError(f"graph must not be released, got {entry!r}; capture it again")
-        elif isinstance(graph, Replayable):
-            outputs = outputs if outputs is not None else getattr(graph, "outputs", None)
-            addresses = None if input_ptrs is None else _checked_addresses(input_ptrs)
-            entry = entry_around(graph, key, outputs, mode=GRAPH_MODES[mode], addresses=addresses)
-        else:
-            raise ConfigError(f"graph must have a replay() method, got {shown(graph)}")
+    def wrap(self, key: DispatchKey, mode: DispatchMode, graph: Any, entry: CUDAGraphEntry) -> Registered:
+        """A graph of somebody else, ready for ``publish``."""
         route = Route(
             (key, mode, next(self._numbers)),
             SizeTable.of_one(entry.size, entry.mode, entry.descriptor, pads=entry.inputs.has_rows),
@@ -380,9 +373,6 @@ class Worker(NotCopied):
             self.drop(chosen[0])
             return self.choose(key, policy, modes)
         return chosen
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {len(self.graphs)} graphs>"
 
 
 def check_key(key: Any) -> None:

@@ -27,10 +27,6 @@ class DispatchStats(Unlocked):
 
     def __init__(self) -> None:
         self._lock = make_lock()
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything counted so far."""
         self.eager = 0
         self.graph = 0
         self.piecewise = 0

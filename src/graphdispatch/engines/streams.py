@@ -10,7 +10,7 @@ Note [a step on a worker's stream]
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count, product
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from torch.utils._pytree import tree_leaves
 
@@ -22,7 +22,7 @@ from ..config import CUDAGraphOptions
 from ..copying import NotCopied, renew_in_child
 from ..decide.decision import Decision
 from ..descriptors import DispatchKey
-from ..errors import BackendError, ConfigError, check_count, shown
+from ..errors import BackendError, ConfigError, check_count
 from ..memory.entry import CUDAGraphEntry
 from ..reasons import Reason
 from .dispatcher import Chosen, CudagraphDispatcher
@@ -105,19 +105,11 @@ class StreamWorker(Worker):
         super().__init__(runner, most, dispatcher.options, backend=backend, pool=self.pool)
         self.is_closed = False
         """Whether it takes no more steps."""
-        self._latest: Event | None = backend.make_event()
-        """The end of its latest step; None while that is being put on the queue."""
         renew_in_child(self)
 
     def after_fork(self) -> None:
         """Take no more steps, so that they run eagerly: see Note [after a fork] in ``copying.py``."""
         self.is_closed = True
-
-    @property
-    def is_free(self) -> bool:
-        """Whether its latest step is finished, as far as is known. Never blocks."""
-        latest = self._latest
-        return latest is not None and latest.query()
 
     def capture(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Registered:
         """The same, on the worker's stream."""
@@ -139,12 +131,8 @@ class StreamWorker(Worker):
             arrived.wait()
             return step()
 
-        self._latest = None
-        try:
-            self.stream.submit(lambda: outcome.fill(after_caller))
-            done.record(self.stream)
-        finally:
-            self._latest = done
+        self.stream.submit(lambda: outcome.fill(after_caller))
+        done.record(self.stream)
         return outcome
 
     def close(self) -> None:
@@ -155,28 +143,22 @@ class StreamWorker(Worker):
         self.stream.close()
         self.pool.close()
 
-    def __repr__(self) -> str:
-        return f"<StreamWorker {self.index}: {len(self.graphs)} graphs, {'free' if self.is_free else 'busy'}>"
-
 
 class StreamDispatcher(CudagraphDispatcher):
     """A ``CudagraphDispatcher`` over several workers, each with a stream of its own, whose graphs run at the same time.
 
-    Workers take turns among those that have a graph for the key, the free ones first: those whose latest step is
-    finished. A graph of somebody else is registered with one worker: that of its pool, else one without a graph for the
-    key. ``submit`` starts a call and returns at once; ``dispatch`` waits (on CUDA: lets the caller's stream wait) for
-    its outputs. Calls overlap if they come from several streams or threads, or were all submitted before the first
-    ``result``. On the CPU, whose streams have no queues, only those of several threads do.
-    Graphs of two workers must not share memory that one of them writes. Thread-safe.
+    Workers take turns among those that have a graph for the key. A graph of somebody else is registered with one
+    worker: that of its pool, else one without a graph for the key. ``submit`` starts a call and returns at once;
+    ``dispatch`` waits (on CUDA: lets the caller's stream wait) for its outputs. Calls overlap if they come from several
+    streams or threads, or were all submitted before the first ``result``. On the CPU, whose streams have no queues,
+    only those of several threads do. Graphs of two workers must not share memory that one of them writes; it is refused
+    as far as it can be seen (entries of this library). Thread-safe.
 
     Args:
         eager_runner: Called as ``eager_runner(*args, **kwargs)`` wherever no graph serves; its answer is the reference.
         num_streams: The number of workers.
         policy: Decides whether and how to use graphs. None: ``DefaultDispatchPolicy()``.
         max_cached_graphs: The most graphs that each worker keeps; the least recently used goes.
-        shared_writes: ``"refuse"`` raises ``ConfigError`` for memory that two workers would write, as far as it can be
-            seen (entries of this library); ``"allow"`` declares that steps under way at once write different rows of
-            it.
         backend: Where graphs run. None: as ``get_backend("auto")``.
         options: How graphs are captured, checked and replayed.
 
@@ -193,19 +175,15 @@ class StreamDispatcher(CudagraphDispatcher):
         *,
         policy: DispatchPolicy | None = None,
         max_cached_graphs: int = 64,
-        shared_writes: Literal["refuse", "allow"] = "refuse",
         backend: Backend | None = None,
         options: CUDAGraphOptions | None = None,
     ) -> None:
         check_count("num_streams", num_streams)
-        if shared_writes not in ("refuse", "allow"):
-            raise ConfigError(f"shared_writes must be 'refuse' or 'allow', got {shown(shared_writes)}")
         self.backend = backend or get_backend("auto")
         self.options = CUDAGraphOptions.or_default(options, "options")
         self.options.refuse(_NOT_HONOURED, "StreamDispatcher", "it keeps max_cached_graphs= graphs for each worker")
         super().__init__(eager_runner, policy, max_cached_graphs)
         self.workers = tuple(StreamWorker(index, self) for index in range(num_streams))
-        self._allows_shared_writes = shared_writes == "allow"
         self._turns = count()
 
     @untraced
@@ -241,24 +219,18 @@ class StreamDispatcher(CudagraphDispatcher):
 
     def _start(self, key: DispatchKey, chosen: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StreamResult:
         """Give a step to its worker; or run it here and now, without a graph or if the worker was closed meanwhile."""
-        serve, found = super().serve, chosen.found
-        worker = cast(StreamWorker, found.worker) if found is not None else None
-        if worker is not None and not worker.is_closed:
+        serve = super().serve
+        if chosen.found is not None:
+            worker = cast(StreamWorker, chosen.found.worker)
             try:
                 return worker.launch(partial(serve, key, chosen, args, kwargs), (args, kwargs))
             except BackendError:
                 if not worker.is_closed:
                     raise
-        if worker is not None:
             chosen = chosen._replace(found=None, decision=Decision.eager(Reason.NOT_CAPTURED, key.num_tokens))
         done = StreamResult(self.backend)
         done.fill(partial(serve, key, chosen, args, kwargs))
         return done
-
-    def synchronize(self) -> None:
-        """Block until all workers have finished their steps."""
-        for worker in self.workers:
-            worker.stream.synchronize()
 
     def close(self) -> None:
         """Finish all steps, release the workers' graphs and streams; later calls run eagerly. Idempotent."""
@@ -270,18 +242,17 @@ class StreamDispatcher(CudagraphDispatcher):
 
     def _check_apart(self, made: Sequence[Registered]) -> None:
         every = {*made, *(found for worker in self.workers for found in worker.graphs.values())}
-        for one, other in () if self._allows_shared_writes else product(made, every):
+        for one, other in product(made, every):
             if one.worker is not other.worker and _do_share_writes(one.entry, other.entry):
                 workers = sorted(cast(StreamWorker, found.worker).index for found in (one, other))
                 raise ConfigError(
                     f"graphs for workers {workers[0]} and {workers[1]} share memory that one of them writes, and would "
-                    "run at the same time; give each worker its own state, or shared_writes='allow' if steps under way "
-                    "at once write to different rows"
+                    "run at the same time; use num_streams=1, or a CudagraphDispatcher"
                 )
 
-    def _in_order(self) -> list[StreamWorker]:
+    def _in_order(self) -> Sequence[StreamWorker]:
         turn = next(self._turns) % len(self.workers)
-        return sorted((*self.workers[turn:], *self.workers[:turn]), key=lambda worker: not worker.is_free)
+        return (*self.workers[turn:], *self.workers[:turn])
 
 
 def _do_share_writes(*entries: CUDAGraphEntry) -> bool:
