@@ -1,17 +1,21 @@
 """Runs a call again after its watched eager run, each time from where that began: warm-ups, probes and replays."""
 
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from ..errors import CaptureError, DeviceLostError, ReplayError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.proof import Labels
 from ..modes import CUDAGraphMode
 from .compare import check_padding_writes
-from .eager_run import EagerRun, uncached_casts
+from .eager_run import EagerRun, uncached_casts, undo_run
 from .effects import EffectRecorder, redo, retry_once, undo
 from .probes import Padding
 from .request import CaptureRequest
+
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -82,6 +86,22 @@ class CaptureAttempt:
         self.warm_run = run
         self.eager.draws |= run.uses_rng
         self.existing = set(run.outside) | run.made_storages()
+
+    def run_apart(self, effects: EffectRecorder, values: Sequence[Any], read: Callable[[Any], _T]) -> _T:
+        """What ``read`` gives of the output of a run on these values, of which nothing stays.
+
+        Raises what the call raises, and ``CaptureError`` if it changes Python state or draws where no graph draws.
+        """
+        request, eager, has_kept_state = self.request, self.eager, False
+        within = copy_context().run
+        try:
+            with uncached_casts(), request.backend.rehearsing(), eager.trace, effects.guarding():
+                output = within(request.call, values)
+            within(eager.check_state)
+            has_kept_state = True
+            return read(eager.open_outputs(output))
+        finally:
+            undo_run(request, effects, eager.rng_before, None if has_kept_state else eager.trace.walk)
 
     def replay(self, entry: CUDAGraphEntry) -> None:
         """Replay what the static inputs hold. Raises ``ReplayError``, and what says that no memory is left."""

@@ -89,7 +89,7 @@ class EagerRun:
     def check_state(self) -> None:
         """Raise ``CaptureError`` if a run since then changed Python state, or drew where no graph draws."""
         _check_python_state(self.trace.walk.change(self.trace.touched))
-        check_draws(self.trace.walk.drew())
+        _check_draws(self.trace.walk.drew())
 
     def find_metadata(
         self, values: Sequence[Any], guard: StateGuard, known: ArgumentMetadata | None = None
@@ -207,7 +207,7 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
             f"saving what the call overwrites failed: {unsaved}", request.backend.classify_error(unsaved)
         )
     _check_python_state(eager.changed)
-    check_draws(eager.unseen)
+    _check_draws(eager.unseen)
     if eager.trace.walk.overflow is not None:
         raise CaptureError(
             f"the call reaches too many Python objects to watch them all, at {eager.trace.walk.overflow}; keep large "
@@ -243,7 +243,7 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
             )
 
 
-def check_draws(drew: str | None) -> None:
+def _check_draws(drew: str | None) -> None:
     """Raise ``CaptureError`` if a run drew from a generator that no graph draws from; ``drew`` says which."""
     if drew is not None:
         raise CaptureError(

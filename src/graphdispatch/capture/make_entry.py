@@ -1,7 +1,6 @@
 """Makes an entry of a recording: which rows its outputs give, what it reads and writes, and what guards it."""
 
 from collections.abc import Collection
-from contextvars import copy_context
 from itertools import repeat
 from typing import Any
 
@@ -20,7 +19,7 @@ from ..sizes import Axis, pack
 from ..state.guards import StateGuard, WorkspaceGuard
 from .attempt import CaptureAttempt
 from .compare import check_aliases
-from .eager_run import check_may_capture, undo_run
+from .eager_run import check_may_capture
 from .effects import EffectRecorder
 from .recording import Recording
 from .request import CaptureRequest
@@ -171,19 +170,13 @@ def _outputs_of(attempt: CaptureAttempt, rows: int) -> Any:
 
     Raises ``CaptureError`` if the call fails or changes Python state.
     """
-    request, eager = attempt.request, attempt.eager
-    walk, may_have_changed = eager.trace.walk, True
+    request = attempt.request
     attempt.start_over(f"probing the outputs with {rows} rows")
     pairs = zip(request.inputs.specs, request.arguments(), strict=True)
     values = request.values_with(spec.repeated(value, rows) for spec, value in pairs)
     effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
-    within = copy_context().run
     try:
-        with request.backend.rehearsing(), eager.trace, effects.guarding():
-            output = within(request.call, values)
-        within(eager.check_state)
-        may_have_changed = False
-        return eager.open_outputs(output)
+        return attempt.run_apart(effects, values, lambda output: output)
     except CaptureError:
         raise
     except Exception as error:
@@ -192,5 +185,3 @@ def _outputs_of(attempt: CaptureAttempt, rows: int) -> Any:
             f"batch: {error}; if it takes one size alone, declare no batch dimension (dynamic={{}})",
             Reason.OUTPUT_ROWS_UNKNOWN,
         ) from error
-    finally:
-        undo_run(request, effects, eager.rng_before, walk if may_have_changed else None)

@@ -329,7 +329,7 @@ class RowProver:
         rows: list[Make] = [partial(probes.uniform, place) for place in places]
         for make, other in zip(rows, [*rows[1:], *rows[:1]], strict=True):
             # What another row writes is other state.
-            behind = [make] if self._state or self._unseen else [make, other]
+            behind = [make] if other is make or self._state or self._unseen else [make, other]
             yield "one row of the batch (in place of the real rows, too)", make, map(self._padding_made, behind)
         takes = self._takes_any if self._earlier is None or self._is_limited else []
         near: Make = partial(probes.of_kind, takes, probes.small)

@@ -18,8 +18,7 @@ Note [slots from zero on]
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from contextvars import copy_context
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -28,16 +27,11 @@ from ..call.spec import is_tensor
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import first_rows
 from ..sizes import lengths_of, pack
+from .attempt import CaptureAttempt
 from .compare import difference, find_padding_writes, tolerance_for
-from .eager_run import check_draws, uncached_casts, undo_run
-from .effects import EffectRecorder
+from .effects import EffectRecorder, Region
 from .probes import Padding
 from .request import CaptureRequest
-
-if TYPE_CHECKING:
-    from .attempt import CaptureAttempt
-    from .effects import Region
-
 
 _MOST_BYTES = 64 << 20
 _UNLIKELY = 77  # what nobody writes into integers
@@ -45,10 +39,10 @@ _MOST_TOLD = 3  # tensors that a message names
 
 
 def difference_apart(
-    attempt: "CaptureAttempt",
+    attempt: CaptureAttempt,
     entry: CUDAGraphEntry,
     tensors: Iterable[torch.Tensor],
-    state: "Sequence[Region]",
+    state: Sequence[Region],
     rows: int,
     paddings: Sequence[Padding],
 ) -> str | None:
@@ -85,7 +79,7 @@ def _name(request: CaptureRequest, tensor: torch.Tensor) -> str:
 
 
 def _hiding(
-    attempt: "CaptureAttempt", entry: CUDAGraphEntry, tensors: Iterable[torch.Tensor], *, takes_integers: bool
+    attempt: CaptureAttempt, entry: CUDAGraphEntry, tensors: Iterable[torch.Tensor], *, takes_integers: bool
 ) -> list[torch.Tensor]:
     """Those that hold nothing but zeros, or one truth value; 64 MiB of them at most.
 
@@ -136,7 +130,7 @@ class _StandIns(EffectRecorder):
         place = (leaf.storage_offset(), leaf.size(), leaf.stride())
         return torch.empty(0, dtype=leaf.dtype, device=leaf.device).set_(self._copies[storage_key(leaf)], *place)
 
-    def read(self, region: "Region") -> torch.Tensor:
+    def read(self, region: Region) -> torch.Tensor:
         """What a written part of memory, or its copy, holds."""
         target: torch.Tensor = self.swap(region.target)
         return torch.ops.aten.index.Tensor(target, list(region.indices)) if region.indices else target
@@ -151,10 +145,10 @@ class _StandIns(EffectRecorder):
 
 
 def _run(
-    attempt: "CaptureAttempt",
+    attempt: CaptureAttempt,
     entry: CUDAGraphEntry,
     tensors: Sequence[torch.Tensor],
-    state: "Sequence[Region]",
+    state: Sequence[Region],
     rows: int,
     padding: Padding,
 ) -> list[torch.Tensor] | None:
@@ -172,7 +166,7 @@ def _run(
     return run_apart(attempt, effects, attempt.request.static_values(), read)
 
 
-def writes_more_with_fewer_rows(attempt: "CaptureAttempt", rows: int) -> tuple[bool, str | None]:
+def writes_more_with_fewer_rows(attempt: CaptureAttempt, rows: int) -> tuple[bool, str | None]:
     """Whether more than these ``rows`` rows are needed to tell; and, in words, that padding writes what real rows leave
     alone if the first row is missing: see Note [slots from zero on].
 
@@ -202,7 +196,7 @@ def writes_more_with_fewer_rows(attempt: "CaptureAttempt", rows: int) -> tuple[b
     return False, "padding writes where the rows behind the first one leave memory alone" if writes else None
 
 
-def _writes_more_of_others(attempt: "CaptureAttempt", values: Sequence[Any], rows: int) -> bool:
+def _writes_more_of_others(attempt: CaptureAttempt, values: Sequence[Any], rows: int) -> bool:
     """The same of what operators of somebody else's write, by the numbers that change in copies of it."""
     request, views = attempt.request, attempt.request.inputs.views(attempt.request.size)
     given = {*map(storage_key, views), *map(storage_key, request.arguments())}
@@ -235,25 +229,17 @@ def _takes_numbers(tensor: torch.Tensor) -> bool:
 
 
 def run_apart(
-    attempt: "CaptureAttempt",
+    attempt: CaptureAttempt,
     effects: EffectRecorder,
     values: Sequence[Any],
     read: Callable[[list[torch.Tensor]], list[torch.Tensor]],
 ) -> list[torch.Tensor] | None:
-    """What ``read`` gives of the output tensors of a run on ``values``; None if that failed. All is put back."""
-    request, walk, may_have_changed = attempt.request, attempt.eager.trace.walk, True
-    within = copy_context().run
+    """What ``read`` gives of the output tensors of a run on ``values``; None if that failed."""
+    backend = attempt.request.backend
     try:
-        with uncached_casts(), request.backend.rehearsing(), attempt.eager.trace, effects.guarding():
-            output = within(request.call, values)
-        within(attempt.eager.check_state)
-        check_draws(walk.drew())
-        may_have_changed = False
-        return read(tensors_in(attempt.eager.open_outputs(output)))
+        return attempt.run_apart(effects, values, lambda output: read(tensors_in(output)))
     except Exception as error:
-        if request.backend.is_out_of_memory(error):
+        if backend.is_out_of_memory(error):
             raise
-        request.backend.raise_if_lost(error)
+        backend.raise_if_lost(error)
         return None
-    finally:
-        undo_run(request, effects, attempt.eager.rng_before, walk if may_have_changed else None)
