@@ -38,6 +38,10 @@ class AcceleratorBackend(Backend):
     device_type: ClassVar[str]
     capture_executes = False
     is_bit_exact = False
+    api: ClassVar[Any] = torch.accelerator
+    """Where torch has the functions for the device's current stream and its memory."""
+    pool_type: ClassVar[type[AcceleratorPool]] = AcceleratorPool
+    capture_type: ClassVar[type[AcceleratorCapture]] = AcceleratorCapture
 
     def __init__(self, device: torch.device) -> None:
         if device.index is None:
@@ -60,7 +64,7 @@ class AcceleratorBackend(Backend):
 
     def make_pool(self) -> Pool:
         """A new, empty pool; it takes no memory before the first capture."""
-        return AcceleratorPool(self.device, lambda: self._capture_stream, self._make_graph)
+        return self.pool_type(self)
 
     def begin_capture(self, pool: Pool) -> Capture:
         """Start to record the calling thread's work into ``pool``.
@@ -68,9 +72,9 @@ class AcceleratorBackend(Backend):
         Blocks while another thread captures. Raises ``CaptureError`` inside a capture and where torch has no graphs for
         the device, and ``BackendError`` for a pool of another device.
         """
-        if not isinstance(pool, AcceleratorPool) or pool.device != self.device:
+        if not isinstance(pool, self.pool_type) or pool.device != self.device:
             raise BackendError(f"pool must come from the backend of {self.device}, got {pool!r}; use its make_pool()")
-        return AcceleratorCapture(pool)
+        return self.capture_type(pool)
 
     def is_capturing(self) -> bool:
         """Whether anyone is capturing the calling thread's current stream. Never raises."""
@@ -83,14 +87,14 @@ class AcceleratorBackend(Backend):
         """The device's current stream on the calling thread."""
         return DeviceStream(current_stream(self.device.index))
 
-    def make_stream(self) -> Stream:
+    def make_stream(self) -> DeviceStream:
         """A new stream of the device."""
         return DeviceStream(torch.Stream(self.device))
 
     @contextmanager
     def use_stream(self, stream: Stream) -> Iterator[Stream]:
         """Make ``stream`` current within a ``with`` block."""
-        with DeviceStream.native_of(stream):
+        with DeviceStream.checked(stream).entered():
             yield stream
 
     def make_event(self, *, timing: bool = False) -> Event:
@@ -103,7 +107,7 @@ class AcceleratorBackend(Backend):
         To wait for a device of which some stream is being captured is an error, and makes the capture invalid.
         """
         with CAPTURE_LOCK:
-            torch.accelerator.synchronize(self.device)
+            self.api.synchronize(self.device)
 
     def rng_state(self) -> Any:
         """The state of the device's default generator, as a tensor on the host."""
@@ -143,10 +147,11 @@ class AcceleratorBackend(Backend):
             return tensor
 
     @cached_property
-    def _capture_stream(self) -> torch.Stream:
-        return torch.Stream(self.device)  # first asked for with CAPTURE_LOCK held
+    def capture_stream(self) -> DeviceStream:
+        """The stream of all captures. Ask for it with ``CAPTURE_LOCK`` held."""
+        return self.make_stream()
 
-    def _make_graph(self, handle: Handle | None) -> Any:
+    def make_graph(self, handle: Handle | None) -> Any:
         """An empty graph that captures into a pool, or into a new one."""
         mode = _CAPTURE_MODES.get(self.device.type, "thread_local")
         try:
