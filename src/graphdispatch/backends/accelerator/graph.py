@@ -1,7 +1,19 @@
-"""Captures and the graphs that come out of them."""
+"""Captures and the graphs that come out of them.
+
+Note [random numbers during a capture]
+    Older versions of torch keep one state of the default generator for all threads, and a capture puts it into another
+    mode. During that time, torch refuses a replay on another thread if its graph uses random numbers. It refuses
+    before anything is launched, so we replay again after the capture has ended. Eager code on other threads that uses
+    the device's random numbers during a capture gets torch's error. We cannot prevent that: capture before threads
+    serve.
+
+Note [why not torch.cuda.graph]
+    Its ``__exit__`` first ends the capture and then leaves the stream context. When ``capture_end`` raises, the thread
+    stays on the capture stream, and the user's own exception survives only as the context of the other one.
+"""
 
 import contextlib
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -35,10 +47,17 @@ class RecordedGraph(Graph):
         try:
             graph.replay()
         except RuntimeError as error:
-            self.replay_again(graph, error)
+            self._replay_again(graph, error)
 
-    def replay_again(self, graph: Any, error: RuntimeError) -> None:
-        """After a refused replay: raise ``ReplayError``, or replay."""
+    def _replay_again(self, graph: Any, error: RuntimeError) -> None:
+        """Replay again if only a capture prevented it: see Note [random numbers during a capture]. Else raise."""
+        if "outside graph capture" in str(error):
+            try:
+                with CAPTURE_LOCK:
+                    graph.replay()
+                return
+            except RuntimeError as second:
+                error = second
         raise ReplayError(f"{self._pool.device} refused to replay the graph: {first_line(error)}") from error
 
     def reset(self) -> None:
@@ -77,15 +96,7 @@ class AcceleratorCapture(Capture):
     """A capture on the device's capture stream, which is current, with ``CAPTURE_LOCK`` held, while it records.
 
     One thread makes all calls.
-
-    Note [why not torch's own context manager]
-        The ``__exit__`` of ``torch.cuda.graph`` first ends the capture and then leaves the stream context. When
-        ``capture_end`` raises, the thread stays on the capture stream, and the user's own exception survives only as
-        the context of the other one.
     """
-
-    recorded: ClassVar[type[RecordedGraph]] = RecordedGraph
-    """What comes out."""
 
     def __init__(self, pool: AcceleratorPool) -> None:
         self._pool = pool
@@ -146,7 +157,7 @@ class AcceleratorCapture(Capture):
         finally:
             self._leave()
         nbytes = max(0, self._unaccounted_bytes() - self._before)
-        self.graph = self.recorded(self._native, self._pool, nbytes)
+        self.graph = RecordedGraph(self._native, self._pool, nbytes)
         del self._native  # torch keeps some bytes for this object as long as anybody holds it
         return self.graph
 

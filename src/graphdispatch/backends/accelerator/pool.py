@@ -96,7 +96,7 @@ class AcceleratorPool(Pool):
             with contextlib.suppress(RuntimeError):
                 placeholder.reset()
             self._forget_empty()
-        with contextlib.suppress(RuntimeError, BackendError):  # the next capture tries again, and reports
+        with contextlib.suppress(RuntimeError):  # the next capture tries again, and reports
             self.handle()
 
     def begin_recording(self, graph: Any, handle: Handle | None) -> None:

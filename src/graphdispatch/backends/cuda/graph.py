@@ -1,4 +1,4 @@
-"""Captures and the graphs that come out of them.
+"""What a capture on CUDA does more than one on another accelerator.
 
 Note [cuBLAS workspaces]
     cuBLAS calls use a scratch buffer that torch keeps for each handle and stream. A graph holds its raw address.
@@ -12,42 +12,17 @@ Note [cuBLAS workspaces]
     One case remains: torch can only clear the buffers of *all* streams. If somebody else captured a graph after
     warming up on the same stream, its buffer lies outside its pool, and that graph may lose it. The same happens when
     ``torch.compile`` records graphs.
-
-Note [random numbers during a capture]
-    Older versions of torch keep one state of the default generator for all threads, and a capture puts it into another
-    mode. During that time, torch refuses a replay on another thread if its graph uses random numbers. It refuses
-    before anything is launched, so we replay again after the capture has ended. Eager code on other threads that uses
-    the device's random numbers during a capture gets torch's error. We cannot prevent that: capture before threads
-    serve.
 """
 
 import torch
 
-from ..accelerator.graph import AcceleratorCapture, RecordedGraph
-from ..base import CAPTURE_LOCK
+from ..accelerator.graph import AcceleratorCapture
 
-__all__ = ["CUDACapture", "RecordedCUDAGraph"]
-
-
-class RecordedCUDAGraph(RecordedGraph):
-    """A captured CUDA graph."""
-
-    def replay_again(self, graph: torch.cuda.CUDAGraph, error: RuntimeError) -> None:
-        """Replay again if only a capture prevented the replay: see Note [random numbers during a capture]."""
-        if "outside graph capture" in str(error):
-            try:
-                with CAPTURE_LOCK:
-                    graph.replay()
-                return
-            except RuntimeError as second:
-                error = second
-        super().replay_again(graph, error)
+__all__ = ["CUDACapture"]
 
 
 class CUDACapture(AcceleratorCapture):
     """A capture on CUDA."""
-
-    recorded = RecordedCUDAGraph
 
     def prepare(self) -> None:
         """Forget the workspaces, and make room."""
