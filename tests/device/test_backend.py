@@ -333,7 +333,7 @@ from graphdispatch.backends.accelerator import backend_of
 from graphdispatch.errors import CaptureError
 backend = backend_of("foo")(torch.device("cuda", 0))
 try:
-    backend._make_graph(None)
+    backend.make_graph(None)
 except CaptureError as error:
     print(error)
 """

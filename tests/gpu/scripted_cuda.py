@@ -1,4 +1,4 @@
-"""A stand-in for the parts of ``torch.cuda`` that the backend calls, with CUDA's rules about captures and pools.
+"""A stand-in for what the backend calls of ``torch.cuda`` and ``torch.accelerator``, with CUDA's rules about captures.
 
 It keeps the books that matter: which stream captures, which handles the allocator records into, how many graphs hold
 each handle. Faults are scripted; nothing computes.
@@ -177,11 +177,15 @@ class ScriptedCUDA:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
         self.recording.remove(handle)
 
+    def memory(self, device: torch.device | None = None) -> tuple[int, int]:
+        """Free bytes, and all."""
+        return self.free, 2000
+
     def snapshot(self, include_traces: bool) -> list[dict[str, Any]]:
         return self.segments
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        """Take the place of ``torch.cuda`` for one test."""
+        """Take the place of both for one test."""
         graph = type("Graph", (ScriptedGraph,), {"driver": self})
         surface: dict[str, Any] = {
             "CUDAGraph": graph,
@@ -191,10 +195,8 @@ class ScriptedCUDA:
             "set_stream": self.set_stream,
             "stream": self.on_stream,
             "device": self.on_device,
-            "set_device": self.set_device,
-            "current_device": lambda: self.device,
             "synchronize": lambda device=None: self.log.append("synchronize"),
-            "mem_get_info": lambda device=None: (self.free, 2000),
+            "mem_get_info": self.memory,
             "memory_reserved": lambda device=None: self.reserved,
             "memory_allocated": lambda device=None: self.allocated,
             "get_per_process_memory_fraction": lambda device=None: self.fraction,
@@ -204,6 +206,13 @@ class ScriptedCUDA:
         }
         for name, value in surface.items():
             patch.setattr(torch.cuda, name, value)
+        common: dict[str, Any] = {
+            "set_device_index": self.set_device,
+            "current_device_index": lambda: self.device,
+            "get_memory_info": self.memory,
+        }
+        for name, value in common.items():
+            patch.setattr(torch.accelerator, name, value)
         bindings: dict[str, Any] = {
             "_cuda_endAllocateToPool": self.end_allocate,
             "_cuda_releasePool": lambda index, handle: self.release(handle),

@@ -144,7 +144,7 @@ def test_counting_the_bytes_of_a_pool_drops_no_reference(cuda: Backend) -> None:
     pool = cuda.make_pool()
     with cuda.begin_capture(pool) as capture:
         torch.zeros(8, device=cuda.device)
-    number = max(pool._hold.handle)
+    number = max(pool._handles[-1])
     held = sys.getrefcount(number)
     assert (number > 256, pool.nbytes > 0, sys.getrefcount(number)) == (True, True, held)
     capture.graph.reset()

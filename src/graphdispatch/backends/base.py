@@ -17,9 +17,8 @@ Note [one capture at a time]
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import CodeType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -29,7 +28,6 @@ from ..copying import NotCopied, Shared, make_rlock, renew_in_child
 from ..errors import DeviceLostError, ReplayError
 from ..reasons import Reason
 from .insight import OperatorMode, run_kernel
-from .standins import ASKS
 
 CAPTURE_LOCK = make_rlock()
 
@@ -390,14 +388,6 @@ class Backend(Shared, ABC):
         """A block in which code that queries whether anyone captures gets the same answer as while recording."""
         return nullcontext()
 
-    def is_asked(self, codes: Collection[CodeType]) -> bool:
-        """Whether code among these asks if anyone captures, so that it may do something else in a capture.
-
-        Args:
-            codes: The code that a run executed.
-        """
-        return not ASKS.isdisjoint(codes)
-
     @property
     def is_settled(self) -> bool:
         """Whether replays take as long as they will; not so while something is compiled for them."""
@@ -419,12 +409,13 @@ class Backend(Shared, ABC):
         return tensor
 
     def classify_error(self, error: BaseException) -> Reason:
-        """The reason of a failed capture.
+        """The reason of what failed; ``OUT_OF_MEMORY`` if the device has no memory left.
 
         Args:
-            error: What the capture raised.
+            error: What was raised.
         """
-        return Reason.OUT_OF_MEMORY if self.is_out_of_memory(error) else Reason.CAPTURE_FAILED
+        is_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        return Reason.OUT_OF_MEMORY if is_memory else Reason.CAPTURE_FAILED
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether an error says that the device has no memory left.
@@ -432,7 +423,7 @@ class Backend(Shared, ABC):
         Args:
             error: The error.
         """
-        return isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        return self.classify_error(error) is Reason.OUT_OF_MEMORY
 
     def is_lost(self, error: BaseException) -> bool:
         """Whether an error says that every later request to the device will fail.

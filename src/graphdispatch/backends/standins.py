@@ -34,14 +34,15 @@ class StandIns:
         self, places: Iterable[tuple[Any, str]], make: Callable[[str, Any, Callable[[], list[Any]]], Any]
     ) -> None:
         self.places = [(owner, name) for owner, name in places if hasattr(owner, name)]
-        # What it inherits becomes the tensor class's own for good, so that the number of its attributes stays the same.
-        for name in (name for owner, name in self.places if owner is torch.Tensor and name not in vars(owner)):
-            setattr(torch.Tensor, name, getattr(torch.Tensor, name))
+        # What a class inherits becomes its own for good, so that the number of its attributes stays the same.
+        for owner, name in self.places:
+            if name not in vars(owner):
+                setattr(owner, name, getattr(owner, name))
         self._make = make
         self._here = threading.local()
         self._lock = make_lock()
         self._users = 0
-        self._replaced: list[tuple[Any, str, Any, Any, bool]] = []
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
         renew_in_child(self)
 
     def listeners(self) -> list[Any]:
@@ -74,20 +75,16 @@ class StandIns:
 
     def _put_in(self) -> None:
         for owner, name in self.places:
-            original, is_own = getattr(owner, name), name in vars(owner)
-            stand_in = self._make(name, original, self.listeners)
-            self._replaced.append((owner, name, vars(owner).get(name), stand_in, is_own))
+            current = getattr(owner, name)
+            stand_in = self._make(name, current, self.listeners)
+            self._replaced.append((owner, name, vars(owner).get(name, current), stand_in))
             setattr(owner, name, stand_in)
 
     def _take_out(self) -> None:
         while self._replaced:
-            owner, name, original, stand_in, is_own = self._replaced.pop()
-            if vars(owner).get(name) is not stand_in:
-                continue  # somebody has replaced it since, who will put back what was found
-            if is_own:
+            owner, name, original, stand_in = self._replaced.pop()
+            if vars(owner).get(name) is stand_in:  # else somebody has replaced it, who will put back what was found
                 setattr(owner, name, original)
-            else:
-                delattr(owner, name)
 
 
 def _tell(name: str, listeners: list[Any], of: Any) -> None:

@@ -29,6 +29,7 @@ from torch.nn.utils import parametrize
 from ..backends.code_events import CodeListener, is_profiled_by_others
 from ..backends.insight import reveal_operators
 from ..backends.operators import bits_equal, is_strided, storage_key, tensors_in
+from ..backends.standins import ASKS
 from ..call.signature import PLAIN_TENSORS
 from ..call.spec import FlatCall, Leaves
 from ..errors import CaptureError
@@ -147,7 +148,7 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
             region.after = region.read().clone()
         may_draw = effects.runs_custom or trace.sets_generator
         draws = effects.uses_rng or pads_by_code or (may_draw and not torch.equal(before, after))
-        warms_up = on_static_inputs and not request.backend.is_asked(trace.codes)
+        warms_up = on_static_inputs and ASKS.isdisjoint(trace.codes)
         run = EagerRun(answer, values, arguments, effects, before, after, draws, trace, changed, drew, warms_up)
         effects.note_outputs(run.opened)
     except BaseException as error:

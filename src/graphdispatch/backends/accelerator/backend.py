@@ -3,29 +3,19 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, cached_property
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
 from ..base import CAPTURE_LOCK, Backend, Capture, Event, Pool, Stream
-from .diagnosis import LOST, MEMORY, diagnose
+from .diagnosis import LOST, diagnose
 from .graph import AcceleratorCapture
 from .pool import AcceleratorPool, Handle, current_stream
 from .streams import DeviceEvent, DeviceStream
 
 __all__ = ["AcceleratorBackend", "backend_of"]
-
-CaptureMode: TypeAlias = Literal["default", "global", "thread_local", "relaxed"]
-_CAPTURE_MODES: dict[str, CaptureMode] = {
-    "xpu": "default",  # it warns of others, and ignores them
-}
-"""Whom a capture forbids to wait for the device, by device type. Elsewhere: the capture's own thread, as on CUDA.
-
-A capture on XPU does not follow events to side streams (https://github.com/pytorch/pytorch/pull/196490). What a side
-stream does is then missing in the graph, and the comparison with eager gives that graph up.
-"""
 
 
 class AcceleratorBackend(Backend):
@@ -34,10 +24,14 @@ class AcceleratorBackend(Backend):
     All captures of a device run on one stream, made on first use. Nothing touches the device before it is needed.
     """
 
-    name: ClassVar[str]
-    device_type: ClassVar[str]
     capture_executes = False
     is_bit_exact = False
+    capture_mode: ClassVar[Any] = "thread_local"
+    """Whom a capture forbids to wait for the device: its own thread, or who that is by the device's own mode."""
+    api: ClassVar[Any] = torch.accelerator
+    """Where torch has the functions for the device's current stream and its memory."""
+    pool_type: ClassVar[type[AcceleratorPool]] = AcceleratorPool
+    capture_type: ClassVar[type[AcceleratorCapture]] = AcceleratorCapture
 
     def __init__(self, device: torch.device) -> None:
         if device.index is None:
@@ -60,7 +54,7 @@ class AcceleratorBackend(Backend):
 
     def make_pool(self) -> Pool:
         """A new, empty pool; it takes no memory before the first capture."""
-        return AcceleratorPool(self.device, lambda: self._capture_stream, self._make_graph)
+        return self.pool_type(self)
 
     def begin_capture(self, pool: Pool) -> Capture:
         """Start to record the calling thread's work into ``pool``.
@@ -68,9 +62,9 @@ class AcceleratorBackend(Backend):
         Blocks while another thread captures. Raises ``CaptureError`` inside a capture and where torch has no graphs for
         the device, and ``BackendError`` for a pool of another device.
         """
-        if not isinstance(pool, AcceleratorPool) or pool.device != self.device:
+        if not isinstance(pool, self.pool_type) or pool.device != self.device:
             raise BackendError(f"pool must come from the backend of {self.device}, got {pool!r}; use its make_pool()")
-        return AcceleratorCapture(pool)
+        return self.capture_type(pool)
 
     def is_capturing(self) -> bool:
         """Whether anyone is capturing the calling thread's current stream. Never raises."""
@@ -83,14 +77,14 @@ class AcceleratorBackend(Backend):
         """The device's current stream on the calling thread."""
         return DeviceStream(current_stream(self.device.index))
 
-    def make_stream(self) -> Stream:
+    def make_stream(self) -> DeviceStream:
         """A new stream of the device."""
         return DeviceStream(torch.Stream(self.device))
 
     @contextmanager
     def use_stream(self, stream: Stream) -> Iterator[Stream]:
         """Make ``stream`` current within a ``with`` block."""
-        with DeviceStream.native_of(stream):
+        with DeviceStream.checked(stream).entered():
             yield stream
 
     def make_event(self, *, timing: bool = False) -> Event:
@@ -103,7 +97,7 @@ class AcceleratorBackend(Backend):
         To wait for a device of which some stream is being captured is an error, and makes the capture invalid.
         """
         with CAPTURE_LOCK:
-            torch.accelerator.synchronize(self.device)
+            self.api.synchronize(self.device)
 
     def rng_state(self) -> Any:
         """The state of the device's default generator, as a tensor on the host."""
@@ -116,10 +110,6 @@ class AcceleratorBackend(Backend):
     def classify_error(self, error: BaseException) -> Reason:
         """The reason of a capture that failed with ``error``."""
         return error.reason if isinstance(error, CaptureError) else diagnose(error).reason
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether ``error`` says that the device has no memory left."""
-        return diagnose(error) is MEMORY
 
     def is_lost(self, error: BaseException) -> bool:
         """Whether ``error`` says that the device's context is corrupt."""
@@ -143,14 +133,14 @@ class AcceleratorBackend(Backend):
             return tensor
 
     @cached_property
-    def _capture_stream(self) -> torch.Stream:
-        return torch.Stream(self.device)  # first asked for with CAPTURE_LOCK held
+    def capture_stream(self) -> DeviceStream:
+        """The stream of all captures. Ask for it with ``CAPTURE_LOCK`` held."""
+        return self.make_stream()
 
-    def _make_graph(self, handle: Handle | None) -> Any:
+    def make_graph(self, handle: Handle | None) -> Any:
         """An empty graph that captures into a pool, or into a new one."""
-        mode = _CAPTURE_MODES.get(self.device.type, "thread_local")
         try:
-            return torch.accelerator.Graph(pool=handle, capture_error_mode=mode)
+            return torch.accelerator.Graph(pool=handle, capture_error_mode=self.capture_mode)
         except (RuntimeError, AttributeError) as error:
             raise CaptureError(
                 f"torch {torch.__version__} has no graphs for {self.device.type!r} devices; install a newer one, or "
@@ -160,7 +150,17 @@ class AcceleratorBackend(Backend):
 
 
 @cache
-def backend_of(device_type: str) -> type[AcceleratorBackend]:
-    """The backend's class for a type of device, which is its name, too."""
-    own = {"name": device_type, "device_type": device_type}
+def backend_of(device_type: str, capture_mode: str = "thread_local") -> type[AcceleratorBackend]:
+    """The backend's class for a type of device, which is its name, too.
+
+    Args:
+        device_type: The type.
+        capture_mode: Whom a capture forbids to wait for the device, in the words of ``torch.accelerator.Graph``:
+            ``"thread_local"``, which means the capture's own thread, as on CUDA, or the mode of a device that knows no
+            such mode.
+
+    Returns:
+        The class.
+    """
+    own = {"name": device_type, "device_type": device_type, "capture_mode": capture_mode}
     return type(f"{device_type.capitalize()}Backend", (AcceleratorBackend,), own)

@@ -1,4 +1,16 @@
-"""Captures and the graphs that come out of them."""
+"""Captures and the graphs that come out of them.
+
+Note [random numbers during a capture]
+    Older versions of torch keep one state of the default generator for all threads, and a capture puts it into another
+    mode. During that time, torch refuses a replay on another thread if its graph uses random numbers. It refuses
+    before anything is launched, so we replay again after the capture has ended. Eager code on other threads that uses
+    the device's random numbers during a capture gets torch's error. We cannot prevent that: capture before threads
+    serve.
+
+Note [why not torch.cuda.graph]
+    Its ``__exit__`` first ends the capture and then leaves the stream context. When ``capture_end`` raises, the thread
+    stays on the capture stream, and the user's own exception survives only as the context of the other one.
+"""
 
 import contextlib
 from typing import Any, NoReturn
@@ -9,15 +21,15 @@ from ...errors import CaptureError, GraphDispatchError, ReplayError
 from ...reasons import Reason
 from ..base import CAPTURE_LOCK, Capture, Graph
 from .diagnosis import diagnose
-from .pool import AcceleratorPool, DevicePool, begin_recording
+from .pool import AcceleratorPool, end_recording
 
-__all__ = ["AcceleratorCapture", "RecordedGraph", "first_line", "raise_classified"]
+__all__ = ["AcceleratorCapture", "RecordedGraph"]
 
 
 class RecordedGraph(Graph):
     """A captured graph. Any thread that holds its pool's lock may replay it."""
 
-    def __init__(self, graph: Any, pool: DevicePool, nbytes: int) -> None:
+    def __init__(self, graph: Any, pool: AcceleratorPool, nbytes: int) -> None:
         self._graph: Any = graph
         self._pool = pool
         self._nbytes = nbytes
@@ -35,10 +47,17 @@ class RecordedGraph(Graph):
         try:
             graph.replay()
         except RuntimeError as error:
-            self.replay_again(graph, error)
+            self._replay_again(graph, error)
 
-    def replay_again(self, graph: Any, error: RuntimeError) -> None:
-        """After a refused replay: raise ``ReplayError``, or replay."""
+    def _replay_again(self, graph: Any, error: RuntimeError) -> None:
+        """Replay again if only a capture prevented it: see Note [random numbers during a capture]. Else raise."""
+        if "outside graph capture" in str(error):
+            try:
+                with CAPTURE_LOCK:
+                    graph.replay()
+                return
+            except RuntimeError as second:
+                error = second
         raise ReplayError(f"{self._pool.device} refused to replay the graph: {first_line(error)}") from error
 
     def reset(self) -> None:
@@ -83,17 +102,24 @@ class AcceleratorCapture(Capture):
         self._pool = pool
         self.resume()
 
+    def prepare(self) -> None:
+        """What is to be done before a recording, while the device is idle and the caller's stream is current."""
+
+    def clean_up(self) -> None:
+        """What is to be done after a recording, good or bad, when the caller's stream is current again."""
+
     def resume(self) -> None:
         """Begin a recording. On failure, restore everything and raise ``CaptureError``, caused by its error."""
-        device = self._pool.device
+        backend, device = self._pool.backend, self._pool.device
         CAPTURE_LOCK.acquire()
         try:
-            if self._pool.is_capturing():
+            if backend.is_capturing():
                 raise CaptureError("a capture is already under way on this thread; end it first", Reason.INSIDE_CAPTURE)
-            self._stream = self._pool.capture_stream()
-            self._native = self._pool.make_graph(self._pool.handle())
+            self._stream = backend.capture_stream.native
+            handle = self._pool.handle()
+            self._native = backend.make_graph(handle)
             self._caller_device = torch.accelerator.current_device_index()
-            self._caller_stream = torch.accelerator.current_stream(device)
+            self._caller_stream = backend.api.current_stream(device)
         except BaseException as error:
             CAPTURE_LOCK.release()
             raise_classified(error, device)
@@ -101,12 +127,13 @@ class AcceleratorCapture(Capture):
         recording = False
         try:
             # The warm-up's work on side streams may still use blocks that the capture would get.
-            torch.accelerator.synchronize(device)
-            self._before = _unaccounted_bytes(device)
+            backend.api.synchronize(device)
+            self.prepare()
+            self._before = self._unaccounted_bytes()
             self._stream.wait_stream(self._caller_stream)
-            torch.accelerator.set_stream(self._stream)
+            backend.api.set_stream(self._stream)
             recording = True
-            begin_recording(self._native)
+            self._pool.begin_recording(self._native, handle)
         except BaseException as error:
             if recording:  # the allocator may have begun although the stream did not
                 self._throw_away()
@@ -118,19 +145,18 @@ class AcceleratorCapture(Capture):
         return self.end()
 
     def end(self) -> Graph:
-        """Finish the recording. On failure, restore everything and raise ``CaptureError``."""
+        """Finish the recording. On failure, restore everything and raise ``CaptureError``, caused by its error."""
         if not self.is_open:
             raise CaptureError("the capture has ended already; begin another with begin_capture()")
         try:
-            torch.accelerator.set_stream(self._stream)  # the user's code may have left another stream current
-            self._native.capture_end()
+            self._end_on_own_stream()  # work on a wrong stream is found by the comparison
             self._pool.hold_graph()
         except BaseException as error:
             self._throw_away()
             raise_classified(error, self._pool.device)
         finally:
             self._leave()
-        nbytes = max(0, _unaccounted_bytes(self._pool.device) - self._before)
+        nbytes = max(0, self._unaccounted_bytes() - self._before)
         self.graph = RecordedGraph(self._native, self._pool, nbytes)
         del self._native  # torch keeps some bytes for this object as long as anybody holds it
         return self.graph
@@ -140,13 +166,16 @@ class AcceleratorCapture(Capture):
         if not self.is_open:
             return
         try:
-            torch.accelerator.set_stream(self._stream)
-            self._native.capture_end()
+            self._end_on_own_stream()
             self._native.reset()
         except RuntimeError:  # an invalid capture is being aborted; its own error is already being raised
             self._throw_away()
         finally:
             self._leave()
+
+    def _end_on_own_stream(self) -> None:
+        self._pool.backend.api.set_stream(self._stream)  # the user's code may have left another stream current
+        end_recording(self._native)
 
     def _throw_away(self) -> None:
         """Discard a recording that the device did not end properly."""
@@ -159,14 +188,24 @@ class AcceleratorCapture(Capture):
         self.is_open = False
         try:
             with contextlib.suppress(RuntimeError):
-                torch.accelerator.set_stream(self._caller_stream)
+                self._pool.backend.api.set_stream(self._caller_stream)
             with contextlib.suppress(RuntimeError):
                 torch.accelerator.set_device_index(self._caller_device)
             with contextlib.suppress(RuntimeError):
+                self.clean_up()
                 self._caller_stream.wait_stream(self._stream)
                 self._pool.used_on(self._caller_stream)
         finally:
             CAPTURE_LOCK.release()
+
+    def _unaccounted_bytes(self) -> int:
+        """Bytes that are in use on the device but not held by the caching allocator; 0 if the device cannot tell."""
+        device = self._pool.device
+        try:
+            free, total = torch.accelerator.get_memory_info(device)
+        except RuntimeError:
+            return 0
+        return int(total - free - self._pool.backend.api.memory_reserved(device))
 
 
 def raise_classified(error: BaseException, device: torch.device) -> NoReturn:
@@ -175,15 +214,6 @@ def raise_classified(error: BaseException, device: torch.device) -> NoReturn:
         raise error
     reason, remedy = diagnose(error)
     raise CaptureError(f"the capture on {device} failed: {first_line(error)}; {remedy}", reason) from error
-
-
-def _unaccounted_bytes(device: torch.device) -> int:
-    """Bytes that are in use on the device but not held by the caching allocator; 0 if the device cannot tell."""
-    try:
-        free, total = torch.accelerator.get_memory_info(device)
-    except RuntimeError:
-        return 0
-    return int(total - free - torch.accelerator.memory_reserved(device))
 
 
 def first_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""The memory that the graphs of one pool share.
+"""The memory that the graphs of one pool share, and how a recording begins and ends.
 
 Note [a pool lives by its placeholder]
     A device's allocator counts the graphs of a pool handle and takes the memory back when the last one is gone. A
@@ -6,19 +6,39 @@ Note [a pool lives by its placeholder]
     handle. It keeps the count above zero between captures. When the last of the pool's own graphs is released, the
     placeholder and the memory go too, and the next capture gets a new handle: torch gives the memory of a pool to
     nobody else, and keeping it for a capture that may never come would break the promise of a memory budget.
+
+Note [torch's own operators at the beginning]
+    ``capture_begin`` writes the generator's seed and offset to the device with ordinary operators. After a break, a
+    recording begins while the capturer is watching operators, and it would take these for the callable's. They are
+    hidden from it.
+
+Note [a graph that could not begin is never destroyed]
+    ``capture_begin`` first registers the graph with the random generator. This can fail if there is no memory left or
+    the device is lost. The destructor of the graph then finds that it is not registered, throws, and ends the process.
+    We cannot see how far ``capture_begin`` came, so we keep every graph that could not begin: some hundred bytes each.
+
+Note [a handle is given up]
+    A capture that ended with an error may leave its handle where no later capture can use it. Graphs captured before
+    keep it, and its memory, until they are released; later graphs get a new handle. The placeholder of the new one is
+    recorded at once, because a regular capture also repairs the random generator: torch versions with one generator
+    state for all captures leave it in capture mode.
 """
 
 import contextlib
-from abc import abstractmethod
-from collections.abc import Callable
-from typing import Any, TypeAlias
+import ctypes
+import warnings
+from collections import Counter
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from ...errors import BackendError
 from ..base import CAPTURE_LOCK, Pool
 
-__all__ = ["AcceleratorPool", "DevicePool", "begin_recording", "current_stream"]
+if TYPE_CHECKING:
+    from .backend import AcceleratorBackend
+
+__all__ = ["AcceleratorPool", "Handle", "current_stream", "end_recording"]
 
 current_stream = torch._C._accelerator_getStream
 """A device's current stream, by the device's index; ``torch.accelerator.current_stream`` takes ten times as long."""
@@ -26,38 +46,86 @@ current_stream = torch._C._accelerator_getStream
 Handle: TypeAlias = tuple[int, int]
 
 
-class DevicePool(Pool):
-    """A private pool of a caching allocator. All its captures run on ``capture_stream``.
+class AcceleratorPool(Pool):
+    """A private pool of a device's caching allocator. All its captures run on the backend's capture stream.
 
     The allocator reuses a block only on the stream that the block was allocated for. Graphs therefore share memory
     only if they were captured on the same stream. All methods are called with ``lock`` held.
     """
 
-    def __init__(self, device: torch.device, capture_stream: Callable[[], Any]) -> None:
+    def __init__(self, backend: "AcceleratorBackend") -> None:
         super().__init__()
-        self.device = device
-        self.capture_stream = capture_stream
+        self.backend = backend
+        self.device = backend.device
         self._graphs = 0
         self._closed = False
         self._last: Any = None
+        self._placeholder: Any = None
+        self._handles: list[Handle] = []
+        """The handles that may have memory. The last one is the placeholder's, if there is a placeholder."""
 
-    @abstractmethod
     def handle(self) -> Handle:
         """The handle to capture into, made on first use.
 
         Call it with ``CAPTURE_LOCK`` held and no capture in progress. Raises ``BackendError`` after ``close``.
         """
+        if self._closed:
+            raise BackendError("the pool is closed; make another with make_pool()")
+        if self._placeholder is None:
+            new = self.new_handle()
+            graph = self.backend.make_graph(new)
+            with self.backend.capture_stream.entered():
+                try:
+                    self.begin_recording(graph, new)
+                    end_recording(graph)
+                except RuntimeError:
+                    self.break_off(new)
+                    raise
+            self._placeholder = graph
+            self._handles.append(new or graph.pool())
+        return self._handles[-1]
 
-    @abstractmethod
     def give_up_handle(self) -> None:
-        """After a capture that ended with an error: leave the current handle to its graphs. Never raises.
+        """After a capture that ended with an error: see Note [a handle is given up]. Never raises.
 
         Call it with ``CAPTURE_LOCK`` held.
         """
+        placeholder, self._placeholder = self._placeholder, None
+        if placeholder is not None:
+            self.break_off(self._handles[-1])
+            with contextlib.suppress(RuntimeError):
+                placeholder.reset()
+            self._forget_empty()
+        with contextlib.suppress(RuntimeError):  # the next capture tries again, and reports
+            self.handle()
 
-    @abstractmethod
-    def let_go(self) -> None:
-        """Give the handle and its memory back."""
+    def begin_recording(self, graph: Any, handle: Handle | None) -> None:
+        """Begin to record the current stream's work into ``graph``, with memory of ``handle``.
+
+        Raises what torch raises. See Notes [torch's own operators at the beginning] and
+        [a graph that could not begin is never destroyed].
+        """
+        try:
+            with torch._C._DisableTorchDispatch():
+                self.capture_begin(graph, handle)
+        except BaseException:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
+            raise
+
+    def capture_begin(self, graph: Any, handle: Handle | None) -> None:
+        """Ask torch to begin. Here the graph was made for its handle and in its mode."""
+        graph.capture_begin()
+
+    def new_handle(self) -> Handle | None:
+        """A fresh handle, or None if the first graph brings one."""
+        return None
+
+    def break_off(self, handle: Any) -> None:
+        """End what a failed capture left open in the allocator, if torch can do that. Never raises."""
+
+    def segments(self) -> Any:
+        """The allocator's segments, of all devices and pools; none if the device's module in torch has no snapshot."""
+        return getattr(torch.get_device_module(self.device), "memory_snapshot", tuple)()
 
     def hold_graph(self) -> None:
         """Note that a graph was captured into the pool. Call it with ``CAPTURE_LOCK`` held."""
@@ -67,7 +135,7 @@ class DevicePool(Pool):
         """Note that a graph was released; free the memory with the last one. Call it with ``CAPTURE_LOCK`` held."""
         self._graphs -= 1
         if not self._graphs:
-            self.let_go()
+            self._let_go()
 
     def used_on(self, stream: Any) -> None:
         """Note that work on the pool's memory ends on ``stream``."""
@@ -81,14 +149,16 @@ class DevicePool(Pool):
                 current.wait_stream(self._last)
             self.used_on(current)
 
-    def is_capturing(self) -> bool:
-        """Whether anyone captures the current stream."""
-        return bool(current_stream(self.device.index).is_capturing())
-
     def wait_until_idle(self) -> None:
         """Block until everything that used the pool's memory is done."""
         if self._last is not None:
             self._last.record_event().synchronize()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the allocator's segments that belong to the pool; 0 if the allocator cannot tell."""
+        known = self._bytes_by_handle()
+        return sum(known[handle] for handle in self._handles)
 
     def close(self) -> None:
         """Release the memory; idempotent. Never call it inside a capture of the same thread.
@@ -99,76 +169,38 @@ class DevicePool(Pool):
         """
         with CAPTURE_LOCK:
             self._closed = True
-            self.let_go()
+            self._let_go()
 
-    def check_open(self) -> None:
-        """Raise ``BackendError`` after ``close``."""
-        if self._closed:
-            raise BackendError("the pool is closed; make another with make_pool()")
-
-
-class AcceleratorPool(DevicePool):
-    """A private pool of any device's allocator. ``make_graph`` makes an empty graph for a handle, or for a new one."""
-
-    def __init__(
-        self, device: torch.device, capture_stream: Callable[[], Any], make_graph: Callable[[Handle | None], Any]
-    ) -> None:
-        super().__init__(device, capture_stream)
-        self.make_graph = make_graph
-        self._placeholder: Any = None
-        self._handles: list[Handle] = []
-
-    def handle(self) -> Handle:
-        """The handle to capture into, made on first use."""
-        self.check_open()
-        if self._placeholder is None:
-            graph = self.make_graph(None)
-            with self.capture_stream():
-                begin_recording(graph)
-                graph.capture_end()
-            self._placeholder = graph
-            self._handles.append(graph.pool())
-        return self._handles[-1]
-
-    def give_up_handle(self) -> None:
-        """Leave the current handle to its graphs; the next capture gets a new one."""
+    def _let_go(self) -> None:
+        """Give the handle and its memory back."""
         placeholder, self._placeholder = self._placeholder, None
         if placeholder is not None:
-            with contextlib.suppress(RuntimeError):
-                placeholder.reset()
-
-    def let_go(self) -> None:
-        """Give the handle and its memory back."""
+            placeholder.reset()
+        del placeholder  # only now does torch free what it keeps for a graph outside of the pool
         if self._handles:
-            placeholder, self._placeholder = self._placeholder, None
-            if placeholder is not None:
-                placeholder.reset()
-            del placeholder  # only now does torch free what it keeps for a graph outside of the pool
-            torch.accelerator.empty_cache()
-            known = self._bytes_by_handle()
-            self._handles = [handle for handle in self._handles if known.get(handle)]
+            self.backend.api.empty_cache()
+            self._forget_empty()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the allocator's segments that belong to the pool; 0 if the device's module has no snapshot."""
+    def _forget_empty(self) -> None:
+        """Drop the handles whose memory is gone: they never get memory again."""
         known = self._bytes_by_handle()
-        return sum(known.get(handle, 0) for handle in self._handles)
+        self._handles = [handle for handle in self._handles if known[handle]]
 
-    def _bytes_by_handle(self) -> dict[Handle, int]:
-        snapshot = getattr(torch.get_device_module(self.device), "memory_snapshot", None)
-        known: dict[Handle, int] = {}
-        for segment in snapshot() if snapshot is not None else ():
-            if segment["device"] == self.device.index:
-                handle = tuple(segment["segment_pool_id"])
-                known[handle] = known.get(handle, 0) + int(segment["total_size"])
+    def _bytes_by_handle(self) -> Counter[Handle]:
+        known: Counter[Handle] = Counter()
+        with contextlib.suppress(RuntimeError):  # an allocator that has no snapshot
+            for segment in self.segments():
+                if segment["device"] == self.device.index:
+                    known[tuple(segment["segment_pool_id"])] += int(segment["total_size"])
         return known
 
     def __repr__(self) -> str:
         condition = "closed" if self._closed else "open" if self._placeholder is not None else "empty"
-        return f"<AcceleratorPool {self.device} {condition} generation={self.generation}>"
+        return f"<{type(self).__name__} {self.device} {condition} generation={self.generation}>"
 
 
-def begin_recording(graph: Any) -> None:
-    """Begin to record the current stream's work. What torch itself runs there, as for random numbers, no mode sees."""
-    with torch._C._DisableTorchDispatch():
-        graph.capture_begin()
+def end_recording(graph: Any) -> None:
+    """End a recording. It may be empty: a callable may do nothing before its first break, as a placeholder does."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Graph is empty")
+        graph.capture_end()

@@ -20,11 +20,11 @@ class DeviceStream(Stream):
         self.native = stream
 
     @staticmethod
-    def native_of(stream: Stream) -> Any:
-        """The torch stream behind ``stream``; raises ``BackendError`` for one that is no stream of a device."""
+    def checked(stream: Stream) -> "DeviceStream":
+        """The stream itself; raises ``BackendError`` for one that is no stream of a device."""
         if not isinstance(stream, DeviceStream):
             raise BackendError(f"stream must come from this backend, got {stream!r}; make one with its make_stream()")
-        return stream.native
+        return stream
 
     def entered(self) -> AbstractContextManager[object]:
         """A block in which this stream is current."""
@@ -37,14 +37,10 @@ class DeviceStream(Stream):
 
     def wait_stream(self, other: Stream) -> None:
         """Make later work of this stream begin after all work given to ``other`` so far."""
-        self.native.wait_stream(self.native_of(other))
+        self.native.wait_stream(self.checked(other).native)
 
     def synchronize(self) -> None:
         """Block until the queue is empty."""
-        self.native.synchronize()
-
-    def close(self) -> None:
-        """Finish the queue. There is nothing to release, since torch keeps its streams in a pool of its own."""
         self.native.synchronize()
 
     def __eq__(self, other: object) -> bool:
@@ -91,4 +87,4 @@ class DeviceEvent(Event):
         return float(self._native.elapsed_time(end._native))
 
     def _target(self, stream: Stream | None) -> Any:
-        return DeviceStream.native_of(self._current() if stream is None else stream)
+        return DeviceStream.checked(self._current() if stream is None else stream).native

@@ -179,11 +179,11 @@ class CPUBackend(Backend):
         """Put the state of the default CPU generator back."""
         torch.set_rng_state(state)
 
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether an allocation failed. torch's allocator of host memory tells that only in the error's text."""
+    def classify_error(self, error: BaseException) -> Reason:
+        """The reason of what failed. torch's allocator of host memory tells of failures only in the error's text."""
         texts = ("can't allocate memory", "not enough memory")
         is_named = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
-        return is_named or super().is_out_of_memory(error)
+        return Reason.OUT_OF_MEMORY if is_named else super().classify_error(error)
 
 
 class _CPUCapture(Capture):
@@ -223,7 +223,7 @@ class _CPUCapture(Capture):
     def look_inside(
         self, mode: OperatorMode, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        return self._recorder.look_inside_with(mode, func, key, args, kwargs)
+        return self._recorder.look_inside(func, key, args, kwargs, mode)
 
     def set_outputs(self, outputs: Any, *, shared: bool) -> None:
         """Keep the outputs. Shared ones are only described, so that their memory can be reused."""

@@ -149,23 +149,25 @@ class Recorder(OperatorMode):
         self._slots: dict[int, Slot] = {}
         self._outputs = None
 
-    def look_inside(self, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record the operators that the Python kernel runs."""
-        return self.look_inside_with(self, func, key, args, kwargs)
-
-    def look_inside_with(
-        self, mode: OperatorMode, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def look_inside(
+        self,
+        func: OpOverload,
+        key: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        mode: OperatorMode | None = None,
     ) -> Any:
-        """Run an operator's Python kernel within ``mode``, which may be one above this recorder.
+        """Record the operators that the Python kernel runs. A ``mode`` above this recorder sees them, too.
 
         Raises ``CaptureError`` if the kernel did its work where torch's dispatcher does not see it: it reads memory on
         the host, gives back memory that no operator wrote, or writes to no argument that its schema marks.
         """
+        within = mode or self
         if self.is_paused:
-            with mode:
+            with within:
                 return run_kernel(func, key, args, kwargs)
         start = len(self._written)
-        with self.host_reads(func), mode:
+        with self.host_reads(func), within:
             result = run_kernel(func, key, args, kwargs)
         seen = set(self._written[start:])
         marked = (t for t in written_tensors(func, args, kwargs) if storage_key(t) not in seen)
