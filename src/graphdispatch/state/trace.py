@@ -3,6 +3,7 @@
 Only what was run counts. Code that takes the same path again reads the same, and whatever decides the path is read.
 """
 
+import _thread
 import builtins
 import gc
 import importlib._bootstrap
@@ -12,6 +13,7 @@ import re
 import sys
 import threading
 import types
+from _lsprof import Profiler as _Profiler
 from collections.abc import Iterable
 from contextlib import suppress
 from contextvars import Context
@@ -27,6 +29,7 @@ from ..errors import CaptureError
 from ..reasons import Reason
 from . import objects
 from .bytecode import CodeReads, changed_by, code_reads
+from .compiled import UntoldError, compiled_from, with_guards
 from .reads import CodeNotes, StateReads
 from .walk import StateWalk
 
@@ -54,6 +57,12 @@ _SEEN_THROUGH = frozenset(
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _COMPILED = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 _TAKEN = ("acquire", "release")
+_UNHEARD = {
+    **dict.fromkeys(("start_new_thread", "start_new", "start_joinable_thread"), _thread),
+    **({"setprofile": sys} if sys.version_info < (3, 12) else {}),
+}
+"""Functions after which code runs that nobody hears of, with their modules: on another thread, or with a profiler of
+its own, which takes the place of what listens before Python 3.12."""
 _IN_BLOCKS = ("__enter__", "__exit__")  # of a block, which gives back what it takes; the first of them is not seen
 
 
@@ -184,6 +193,9 @@ class CodeTrace(CodeNotes, CodeListener):
         if type(owner) is str:
             if name in ("format", "format_map"):  # "{0.scale}".format(config)
                 self.names |= set(_FIELDS.findall(owner))
+        elif _UNHEARD.get(name, self) is owner:
+            if not self._depth and not objects.is_own_code(frame.f_code.co_filename):
+                self._note_unseen(f"{name}(), which runs code unheard")
         elif type(owner) not in objects.SEEN_THROUGH:
             self._note_method(frame, owner, name)
 
@@ -192,12 +204,18 @@ class CodeTrace(CodeNotes, CodeListener):
         if issubclass(type(owner), torch.Generator):
             if not self._depth and method in _SETS and not _is_library(frame):
                 self.seeds = f"{method}() of a torch.Generator"
-        elif self.walk.knows(owner) and not self._sees_through(owner, method):
-            kind = type(owner)
-            self._unseen_call = self._unseen_call or f"{method}() of a {kind.__module__}.{kind.__qualname__}"
-            if self.spares:
-                self.spared = self._unseen_call
-                raise _SparedError
+            return
+        kind = type(owner)
+        is_profiler = sys.version_info < (3, 12) and method == "enable" and issubclass(kind, _Profiler)
+        if is_profiler or (self.walk.knows(owner) and not self._sees_through(owner, method)):
+            self._note_unseen(f"{method}() of a {kind.__module__}.{kind.__qualname__}")
+
+    def _note_unseen(self, what: str) -> None:
+        """The code is about to do what nobody can compare or put back."""
+        self._unseen_call = self._unseen_call or what
+        if self.spares:
+            self.spared = what
+            raise _SparedError
 
     def _sees_through(self, owner: Any, method: str) -> bool:
         """Whether the walk sees what a compiled method of an object that was there before may change or read."""
@@ -259,13 +277,21 @@ class CodeTrace(CodeNotes, CodeListener):
                 raise _SparedError
 
     def _read(self, notes: CodeNotes, code: types.CodeType, frame: types.FrameType) -> None:
-        reads = code_reads(code)
-        path = code.co_filename
+        reads, path, original = code_reads(code), code.co_filename, None
+        try:
+            original = compiled_from(code)
+            if original is not None:
+                reads, asked = with_guards(reads, original)
+                notes.codes.add(original)
+                notes.reads_whole = True
+                self.asked |= asked
+        except UntoldError:
+            self._note_unseen(f"{code.co_name}(), which torch.compile made and tells nothing of")
         names = reads.attributes | reads.variables
         if not names.isdisjoint(("environ", "getenv")) and not objects.is_torch_code(path):
             notes.reads_environment = True
             self.walk.visit_environment()
-        if _is_library(frame):
+        if original is None and _is_library(frame):
             notes.library_names |= reads.attributes
             self.sets_generator |= path == torch.random.__file__
             caller = frame.f_back
@@ -277,7 +303,6 @@ class CodeTrace(CodeNotes, CodeListener):
             return
         notes.names |= reads.attributes
         self._note_asked(reads)
-        notes.reads_whole |= any(name.startswith("__compiled_fn") for name in reads.variables)
         # What a class reads to find its attributes is compared anyway: all of its objects' attributes are.
         notes.reads_whole |= reads.whole and code.co_name not in ("__getattr__", "__getattribute__")
         if reads.whole_self:

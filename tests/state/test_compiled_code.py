@@ -1,0 +1,132 @@
+"""What ``torch.compile`` made reads globals and attributes of them, and graphs are captured anew when these change."""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphdispatch as gd
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SCALE = 2.0
+CONFIG = SimpleNamespace(scale=2.0, rows=[2.0])
+
+
+@pytest.fixture(autouse=True)
+def _compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(globals(), "SCALE", 2.0)
+    monkeypatch.setattr(CONFIG, "scale", 2.0)
+    monkeypatch.setattr(CONFIG, "rows", [2.0])
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+    torch._dynamo.reset()
+
+
+def by_global(x: Tensor) -> Tensor:
+    """A helper, which the compiler puts inline."""
+    return x * SCALE
+
+
+def by_attribute(x: Tensor) -> Tensor:
+    """Another one."""
+    return x * CONFIG.scale * CONFIG.rows[0]
+
+
+class Model(nn.Module):
+    """It calls helpers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return by_global(x) + by_attribute(x)
+
+
+def broken(x: Tensor) -> Tensor:
+    """Compiled in two pieces."""
+    y = x * 2
+    torch._dynamo.graph_break()
+    return by_global(by_attribute(y))
+
+
+def inside(part: Any) -> Callable[[Tensor], Tensor]:
+    """A callable that calls a compiled one."""
+    return lambda x: part(x) + 1
+
+
+def compiled_in_place(backend: str) -> nn.Module:
+    """A module whose calls are compiled."""
+    model = Model()
+    model.compile(backend=backend)
+    return model
+
+
+MADE: dict[str, Callable[[str], Any]] = {
+    "function": lambda b: torch.compile(lambda x: by_global(x) + by_attribute(x), backend=b),
+    "function inside": lambda b: inside(torch.compile(lambda x: by_global(x) + by_attribute(x), backend=b)),
+    "module": lambda b: torch.compile(Model(), backend=b),
+    "module in place": compiled_in_place,
+    "library's module": lambda b: inside(torch.compile(nn.Sequential(Model()), backend=b)),
+    "pieces": lambda b: torch.compile(broken, backend=b),
+    "no graph": lambda b: (lambda number: lambda x: x * number())(
+        torch.compile(lambda: SCALE * CONFIG.scale, backend=b)
+    ),
+}
+CHANGES: dict[str, Callable[[], Any]] = {
+    "global": lambda: globals().update(SCALE=3.0),
+    "attribute of a global": lambda: setattr(CONFIG, "scale", 3.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", MADE)
+def test_what_compiled_code_reads_is_compared(name: str, change: str) -> None:
+    """Graphs serve, a value changes that the compiler has read, and the next answer is eager's."""
+    fn = MADE[name]("eager")
+    served = gd.graphed(fn, dynamic={"x": 0}, sizes=[4], options=gd.CUDAGraphOptions(gc_disable=False, capture_after=1))
+    for _ in range(5):
+        served(torch.randn(4, 3))
+    assert served.stats.hits
+    CHANGES[change]()
+    x = torch.randn(4, 3)
+    assert torch.equal(served(x), fn(x))
+
+
+def in_a_thread(x: Tensor) -> Tensor:
+    """Code on a thread of its own."""
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(by_global(x)))
+    thread.start()
+    thread.join()
+    return x + 1
+
+
+def under_a_profiler(x: Tensor) -> Tensor:
+    """Code under a profiler of its own."""
+    before = sys.getprofile()
+    sys.setprofile(None)
+    y = by_global(x)
+    sys.setprofile(before)
+    return y
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        in_a_thread,
+        pytest.param(
+            under_a_profiler, marks=pytest.mark.skipif(sys.version_info >= (3, 12), reason="it is heard beside that")
+        ),
+    ],
+)
+def test_code_that_nobody_hears_of_is_refused(fn: Any) -> None:
+    """Code on a thread that the call starts, and under a profiler that takes the place of what listens."""
+    served = gd.graphed(fn, dynamic={"x": 0}, sizes=[4], options=gd.CUDAGraphOptions(gc_disable=False, capture_after=1))
+    for _ in range(4):
+        served(torch.randn(4, 3))
+    assert not served.stats.hits
+    assert served.last_decision.reason is gd.Reason.STATE_UNSEEN
