@@ -15,7 +15,7 @@ import graphdispatch as gd
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SCALE = 2.0
-CONFIG = SimpleNamespace(scale=2.0, rows=[2.0])
+CONFIG = SimpleNamespace(scale=2.0, rows=[2.0], factors={"one": 2.0})
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +23,7 @@ def _compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(globals(), "SCALE", 2.0)
     monkeypatch.setattr(CONFIG, "scale", 2.0)
     monkeypatch.setattr(CONFIG, "rows", [2.0])
+    monkeypatch.setattr(CONFIG, "factors", {"one": 2.0})
     torch._dynamo.reset()
     with torch.no_grad():
         yield
@@ -36,6 +37,8 @@ def by_global(x: Tensor) -> Tensor:
 
 def by_attribute(x: Tensor) -> Tensor:
     """Another one."""
+    for factor in CONFIG.factors.values():
+        x = x * factor
     return x * CONFIG.scale * CONFIG.rows[0]
 
 
@@ -79,6 +82,7 @@ MADE: dict[str, Callable[[str], Any]] = {
 CHANGES: dict[str, Callable[[], Any]] = {
     "global": lambda: globals().update(SCALE=3.0),
     "attribute of a global": lambda: setattr(CONFIG, "scale", 3.0),
+    "entry of a dict": lambda: CONFIG.factors.update(other=3.0),
 }
 
 
@@ -94,6 +98,24 @@ def test_what_compiled_code_reads_is_compared(name: str, change: str) -> None:
     CHANGES[change]()
     x = torch.randn(4, 3)
     assert torch.equal(served(x), fn(x))
+
+
+def asks(x: Tensor, y: Tensor) -> Tensor:
+    """A helper that tells tensors apart by more than their form."""
+    return x * 7 if x is y or x.requires_grad else x + y
+
+
+@pytest.mark.parametrize("by", ["identity", "requires_grad"])
+def test_arguments_are_told_apart_as_functions_put_inline_do(by: str) -> None:
+    """Which tensors are one, and which require a gradient."""
+    fn = torch.compile(lambda x, y: asks(x, y) + 1, backend="eager")
+    served = gd.graphed(fn, dynamic={"x": 0, "y": 0}, sizes=[4], options=gd.CUDAGraphOptions(capture_after=1))
+    for _ in range(5):
+        served(torch.randn(4, 3), torch.randn(4, 3))
+    assert served.stats.hits
+    x = torch.randn(4, 3, requires_grad=by == "requires_grad")
+    y = x if by == "identity" else torch.randn(4, 3)
+    assert torch.equal(served(x, y), fn(x, y))
 
 
 def in_a_thread(x: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ place reads itself, and on what these guards name.
 import re
 import sys
 from types import CodeType
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -20,6 +22,8 @@ _NAMES = re.compile(r"[.']([^\W\d]\w*)")
 _ASKED = re.compile(r"hasattr\(.*, '(\w+)'\)")
 _OF_COMPILER = ("_dynamo_", "__builtins_dict", _MADE)
 """How names begin that the compiler gives. What a compiled graph keeps for itself is torch's."""
+_seen: WeakKeyDictionary[Any, tuple[frozenset[str], ...]] = WeakKeyDictionary()
+"""What guards name: those of a large model take some tenths of a second to print."""
 
 
 class UntoldError(Exception):
@@ -31,10 +35,16 @@ def compiled_from(code: CodeType) -> CodeType | None:
 
     Raises ``UntoldError`` for code that it made and does not know: it was loaded from a file.
     """
-    utils = sys.modules.get("torch._dynamo.utils")
-    original: CodeType | None = None if utils is None else utils.orig_code_map.get(code)
+    original = original_of(code)
     if original is None and any(name.startswith(_MADE) for name in code.co_names):
         raise UntoldError
+    return original
+
+
+def original_of(code: CodeType) -> CodeType | None:
+    """The code in whose place the compiler put this one; None for code that it did not make, or does not know."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    original: CodeType | None = getattr(utils, "orig_code_map", {}).get(code)
     return original
 
 
@@ -45,12 +55,27 @@ def with_guards(reads: CodeReads, original: CodeType) -> tuple[CodeReads, frozen
     All that was compiled of the same function counts: which of it runs is found by these guards. Raises ``UntoldError``
     if there are none.
     """
-    entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(original)
-    text = "\n".join(part for entry in entries for part in entry.guard_manager.code_parts)
-    if not text:
+    try:
+        entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(original)
+        told = [_named_by(entry.guard_manager) for entry in entries]
+    except AttributeError as error:  # another torch
+        raise UntoldError from error
+    if not told:
         raise UntoldError
-    names, variables, asked = (
-        frozenset(name for name in (*own, *pattern.findall(text)) if not name.startswith(_OF_COMPILER))
-        for own, pattern in ((reads.attributes, _NAMES), (reads.variables, _VARIABLES), ((), _ASKED))
-    )
-    return reads._replace(attributes=names, variables=variables), asked
+    names, variables, asked = (frozenset().union(*each) for each in zip(*told, strict=True))
+    attributes = names.union(name for name in reads.attributes if not _is_compilers(name))
+    variables = variables.union(name for name in reads.variables if not _is_compilers(name))
+    return reads._replace(attributes=attributes, variables=variables), asked
+
+
+def _named_by(guards: Any) -> tuple[frozenset[str], ...]:
+    """Attributes, variables, and attributes that need not be there."""
+    if guards not in _seen:
+        text = str(guards)  # guards of dicts stand nowhere else
+        found = (pattern.findall(text) for pattern in (_NAMES, _VARIABLES, _ASKED))
+        _seen[guards] = tuple(frozenset(name for name in each if not _is_compilers(name)) for each in found)
+    return _seen[guards]
+
+
+def _is_compilers(name: str) -> bool:
+    return name.startswith(_OF_COMPILER)

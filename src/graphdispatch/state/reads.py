@@ -26,6 +26,7 @@ from torch.nn.parameter import is_lazy
 from ..call.breaks import is_break
 from . import objects
 from .bytecode import code_reads, may_change_state
+from .compiled import original_of
 from .objects import ABSENT, CONTAINERS, is_library_code, is_own_code
 from .snapshot import FORM, OF_LOGGERS, random_holder
 
@@ -170,7 +171,10 @@ def metadata_names(codes: Iterable[types.CodeType]) -> list[str]:
     compares = any(code_reads(code).compared for code in theirs) or any(
         not code_reads(code).compared.isdisjoint(code.co_varnames) for code in others
     )
-    return sorted(TENSOR_READERS.keys() & set().union(*map(_spelled, theirs))) + [IDENTITY] * compares
+    spelled = set().union(*map(_spelled, theirs))
+    if any(original_of(code) is not None for code in others):  # functions that the compiler put inline may ask, too
+        spelled, compares = {*spelled, "requires_grad"}, True
+    return sorted(TENSOR_READERS.keys() & spelled) + [IDENTITY] * compares
 
 
 def _spelled(code: types.CodeType) -> frozenset[str]:
