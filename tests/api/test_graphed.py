@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graphdispatch as gd
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, MemoryBudget, OutputView, Reason
 from graphdispatch.engines import BatchDescriptor, DispatchKey
-from graphdispatch.errors import ConfigError, FallbackError
+from graphdispatch.errors import ConfigError
 
 from ..helpers import AT_ONCE, batch, in_threads, make, reason
 
@@ -123,16 +123,6 @@ def test_capture_after(after: int) -> None:
     seen = [reason(step, batch(4)) for _ in range(after)]
     assert seen == [Reason.FIRST_SIGHTING] * (after - 1) + [Reason.CAPTURED_NOW]
     assert reason(step, batch(2)) is (Reason.CAPTURED_NOW if after == 1 else Reason.FIRST_SIGHTING)
-
-
-def test_strict_raises_instead_of_eager() -> None:
-    """With ``strict`` a step that no graph can ever serve raises before it runs; those on the way to one do not."""
-    step = make(strict=True)
-    assert reason(step, batch(4)) is Reason.CAPTURED_NOW
-    with pytest.raises(FallbackError, match="larger than the largest graph") as caught:
-        step(batch(5))
-    assert caught.value.reason is Reason.ABOVE_LARGEST_SIZE
-    assert reason(step, batch(4)) is Reason.VERIFIED_NOW
 
 
 class Counting(torch.nn.Module):
@@ -241,24 +231,6 @@ def test_prewarm_finds_mixed_rows() -> None:
     x = batch(4)
     assert torch.equal(step(x), x - x.mean(0))
     assert step.last_decision.reason is Reason.EXACT
-
-
-def test_failure_is_per_size() -> None:
-    """A size that cannot be captured leaves the others alone, and so does a call that the callable does not accept."""
-    step = make(lambda x: x * (x.sum().item() if x.shape[0] == 4 else 2.0))
-    assert reason(step, batch(4)) is Reason.CAPTURE_UNSAFE
-    with pytest.raises(TypeError, match="unexpected keyword argument"):
-        step(batch(4), scale=2)
-    assert reason(step, batch(2)) is Reason.CAPTURED_NOW
-
-
-def test_clear_keeps_the_statistics() -> None:
-    """``clear`` releases graphs; calls capture anew."""
-    step = make()
-    step.prewarm(batch(1))
-    step.clear()
-    assert (step.entries, step.stats.captures) == ([], 2)
-    assert reason(step, batch(4)) is Reason.CAPTURED_NOW
 
 
 def test_outputs_are_those_of_the_options() -> None:

@@ -384,15 +384,6 @@ def test_what_was_written_is_still_compared() -> None:
 FULL = gd.CUDAGraphMode.FULL
 
 
-def test_a_parameter_of_the_runnable_is_its_own() -> None:
-    """A runnable that has a parameter ``rows`` gets it."""
-    wrapper = gd.CUDAGraphWrapper(lambda x, rows: x * rows)
-    x = torch.randn(8, 3)
-    for _ in range(3):
-        out = wrapper(x, rows=3, batch_descriptor=gd.BatchDescriptor(8), cudagraph_runtime_mode=FULL)
-        assert torch.equal(out, x * 3)
-
-
 @pytest.mark.parametrize("rows", [0, 9, True, 1.5])
 def test_rows_are_checked(rows: object) -> None:
     """They are some of the descriptor's."""
