@@ -15,11 +15,14 @@ from graphdispatch import CUDAGraphOptions, Graphed, Reason, copying, graphed
 from graphdispatch.backends import Pool, get_backend
 from graphdispatch.backends.base import CAPTURE_LOCK
 from graphdispatch.memory.replay import ReplayPlan
+from graphdispatch.native.bound import CORE
 from graphdispatch.serve.server import Server
 from graphdispatch.testing import MockCUDAGraph
 
 AT_ONCE = CUDAGraphOptions(capture_after=1)
 """A size is captured when it first comes."""
+HAS_CORE = CORE is not None
+"""Whether hits are served by the native core here."""
 
 
 def with_options(settings: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
