@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphdispatch as gd
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, MemoryBudget, OutputView, Reason
 from graphdispatch.engines import BatchDescriptor, DispatchKey
 from graphdispatch.errors import ConfigError
 
-from ..helpers import AT_ONCE, batch, in_threads, make, reason
+from ..helpers import AT_ONCE, Behind, batch, in_threads, make, reason
 
 
 def takes_two(x: torch.Tensor, y: Any) -> torch.Tensor:
@@ -310,14 +309,6 @@ def sine(**options: Any) -> Any:
     return step
 
 
-class Tripled(TorchDispatchMode):
-    """Triples each sine."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        return result * 3 if func is torch.ops.aten.sin.default else result
-
-
 class Calls(nn.Module):
     """Calls the served method of its layer."""
 
@@ -347,7 +338,7 @@ def test_transforms_over_a_served_callable() -> None:
 def test_a_mode_sees_the_operators() -> None:
     """No graph serves a call within it, which has eager's answer; after it graphs serve again."""
     step, fresh, x = sine(), make(lambda x: x.sin(), sizes=(4,)), batch(4)
-    with Tripled():
+    with Behind(lambda func, result: result * 3 if func is torch.ops.aten.sin.default else result):
         for each in (step, fresh, step, fresh):
             within = each(x)
             assert torch.equal(within, x.sin())
