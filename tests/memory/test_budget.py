@@ -14,16 +14,12 @@ from torch import nn
 
 from graphdispatch import CUDAGraphOptions, Graphed, MemoryBudget, Reason, graphed
 from graphdispatch.backends import Graph
-from graphdispatch.engines import (
-    CUDAGraphEntry,
-    EntryState,
-    EvictionReason,
-)
+from graphdispatch.engines import CUDAGraphEntry, EntryState, EvictionReason
 from graphdispatch.errors import ConfigError, IntegrityError
 from graphdispatch.memory.cache import GraphCache
 
 from ..behaviour.front_ends import FRONT_ENDS
-from ..helpers import AT_ONCE, check_rows, in_threads
+from ..helpers import AT_ONCE, check_rows, double, in_threads
 from ..sized import Sized, Unused, entry, filled
 
 
@@ -192,11 +188,6 @@ def test_repr_is_a_status_line() -> None:
     filled(ours, 30, 20)
     assert repr(budget) == "<MemoryBudget 2 of 4 graphs, 50 of 100 bytes, 2 caches>"
     assert repr(MemoryBudget()) == "<MemoryBudget 0 graphs, 0 bytes, 0 caches>"
-
-
-def double(x: torch.Tensor) -> torch.Tensor:
-    """What all front ends serve."""
-    return x * 2
 
 
 @pytest.mark.parametrize("name", ["graphed", "wrapper", "execute_or_capture"])

@@ -105,7 +105,6 @@ def test_view_is_stale_after_a_replay(pool: Pool) -> None:
     assert (eager.is_stale, eager.get(), repr(eager)) == (False, 3, "<OutputView fresh>")
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("outputs", ["clone", "view", "static"])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_an_expanded_output_is_handed_out(outputs: str, dim: int) -> None:

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.fixture
 def model() -> Any:
     """A Llama of one layer with two adapters."""
-    torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=100
     )

@@ -19,7 +19,6 @@ TEXTS = [["abc def", "hello you", "some words here"], ["x y z"] * 2, ["one two",
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
     """A BERT of two layers and its tokenizer of letters."""
-    torch.manual_seed(0)
     letters = [chr(97 + place) for place in range(26)]
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
     (tmp_path / "vocab.txt").write_text("\n".join(vocabulary))
