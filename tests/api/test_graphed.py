@@ -115,15 +115,6 @@ def test_an_argument_may_have_any_name() -> None:
     assert "graph" in step.explain(self=x, fn=x)
 
 
-@pytest.mark.parametrize("after", [1, 2, 4])
-def test_capture_after(after: int) -> None:
-    """A size is captured at its ``capture_after``-th sighting; other sizes count for themselves."""
-    step = make(capture_after=after)
-    seen = [reason(step, batch(4)) for _ in range(after)]
-    assert seen == [Reason.FIRST_SIGHTING] * (after - 1) + [Reason.CAPTURED_NOW]
-    assert reason(step, batch(2)) is (Reason.CAPTURED_NOW if after == 1 else Reason.FIRST_SIGHTING)
-
-
 class Counting(torch.nn.Module):
     """Counts its calls in Python, as long as it is told to."""
 

@@ -269,6 +269,8 @@ def test_what_cannot_be_captured_has_no_estimate() -> None:
     with pytest.raises(CaptureError, match=r"no graph of 64 rows, so no estimate: .*item") as caught:
         step.estimate_memory(torch.randn(64, 8))
     assert caught.value.reason is Reason.CAPTURE_UNSAFE
+    with pytest.raises(ConfigError, match="sizes must be one or more sizes of at least 1 row"):
+        step.estimate_memory(torch.randn(64, 8), sizes=())
     assert step.stats.capture_failures == 0
 
 
