@@ -18,7 +18,7 @@ from graphdispatch import CUDAGraphMode, CUDAGraphOptions, MemoryBudget, OutputV
 from graphdispatch.engines import BatchDescriptor, DispatchKey
 from graphdispatch.errors import ConfigError
 
-from ..helpers import AT_ONCE, Behind, batch, in_threads, make, reason
+from ..helpers import AT_ONCE, Behind, batch, check_rows, in_threads, make, reason
 
 
 def takes_two(x: torch.Tensor, y: Any) -> torch.Tensor:
@@ -128,21 +128,33 @@ class Counting(torch.nn.Module):
         return x * 2
 
 
+def tries(step: gd.Graphed[..., Any], calls: int) -> list[int]:
+    """The numbers of those of so many calls in which a capture failed; each is answered as eager answers."""
+    failed = []
+    for number in range(calls):
+        before = step.stats.capture_failures
+        check_rows(step, 4)
+        failed += [number] * (step.stats.capture_failures - before)
+    return failed
+
+
 def test_what_rebinds_its_state_is_not_captured_in_vain_at_each_call() -> None:
     """It is tried at once again, after 16, 64, ... sightings, and captured when it no longer does."""
     model = Counting().eval()
     step = make(model, sizes=(4,), capture_after=1, options=CUDAGraphOptions(max_failures=1))
-    for number in range(100):
-        x = batch(4)
-        assert torch.equal(step(x), x * 2)
-        assert step.last_decision.reason is Reason.STATE_REBOUND
-        assert model.calls == number + 1
-    assert step.stats.capture_failures == 4
+    assert tries(step, 100) == [0, 1, 17, 81]
+    assert step.stats.reasons == {Reason.STATE_REBOUND: 100}
+    assert model.calls == 200  # of which eager's answers are half
     model.counts = False
-    for _ in range(260):
-        step(batch(4))
+    assert tries(step, 260) == []
     assert step.last_decision.reason is Reason.EXACT
     assert step.stats.captures == 1
+
+
+def test_what_cannot_be_captured_is_given_up_in_the_end() -> None:
+    """It is tried again after 16 and 64 sightings, and not after the third failure in a row."""
+    step = make(lambda x: x * 2 if x.sum().item() > -1e9 else x, sizes=(4,), options=CUDAGraphOptions(max_failures=3))
+    assert tries(step, 600) == [0, 16, 80]
 
 
 def test_what_is_made_in_the_first_call_alone_is_captured_at_the_second() -> None:
