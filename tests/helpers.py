@@ -1,5 +1,6 @@
 """What tests of all front ends share."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -9,17 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from graphdispatch import CUDAGraphOptions, Graphed, Reason, copying, graphed
 from graphdispatch.backends import Pool, get_backend
 from graphdispatch.backends.base import CAPTURE_LOCK
 from graphdispatch.memory.replay import ReplayPlan
+from graphdispatch.native.bound import CORE
 from graphdispatch.serve.server import Server
 from graphdispatch.testing import MockCUDAGraph
 
 AT_ONCE = CUDAGraphOptions(capture_after=1)
 """A size is captured when it first comes."""
+HAS_CORE = CORE is not None
+"""Whether hits are served by the native core here."""
 
 
 def with_options(settings: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
@@ -89,9 +94,12 @@ def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
         threads.shutdown(wait=False)
 
 
-def run_python(*arguments: str) -> str:
+def run_python(*arguments: str, **environment: str) -> str:
     """What a new interpreter prints, which must end well."""
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    env = os.environ | environment
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False, env=env
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -149,6 +157,17 @@ class Spy(list[Any]):
     """A list that a callable notes things in: it counts as an object of the library, so no guard follows it."""
 
     __module__ = "graphdispatch.spy"
+
+
+class Behind(TorchDispatchMode):
+    """Each operator within it gives what ``change`` makes of the operator and its result."""
+
+    def __init__(self, change: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.change = change
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.change(func, func(*args, **(kwargs or {})))
 
 
 def frames_of(call: Callable[[], Any]) -> list[str]:

@@ -148,8 +148,11 @@ def test_what_is_asked_of_a_frozen_or_sleeping_object_says_so() -> None:
     manager.freeze()
     with pytest.raises(gd.ReplayError, match=r"freeze\(\) forbids"):
         manager.replay_graph(4, 1, {"x": torch.randn(4, 3)})
-    step.sleep()
-    assert "wake()" in step.explain(torch.randn(4, 3))
+    for asleep in (step, unused := make()):
+        asleep.sleep()
+        assert "wake()" in asleep.explain(torch.randn(4, 3))
+    with pytest.raises(gd.ConfigError, match=r"prewarm cannot capture now: .*sleep"):
+        unused.prewarm(torch.randn(4, 3))
 
 
 def _large(least: int) -> list[torch.Tensor]:

@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, OutputView, Reason, eager_break
 from graphdispatch.engines import CUDAGraphConfig, CUDAGraphManager, CUDAGraphRegistry, EntryState
 from graphdispatch.errors import CaptureError, ConfigError, FallbackError, GuardError, ReplayError, StaleOutputError
 
-from ..helpers import Spy, double, with_options
+from ..helpers import Behind, Spy, double, with_options
 
 FULL, NONE, DECODE = CUDAGraphMode.FULL, CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY
 
@@ -43,8 +42,7 @@ def run(
     failed = []
     for number in range(1, times + 1):
         before, x = manager.stats.capture_failures, torch.randn(rows, 3)
-        with torch.no_grad():
-            assert torch.equal(manager.execute_or_capture(rows, seq_len, fn, {"x": x}), fn(x))
+        assert torch.equal(manager.execute_or_capture(rows, seq_len, fn, {"x": x}), fn(x))
         failed += [number] * (manager.stats.capture_failures - before)
     return failed
 
@@ -225,31 +223,12 @@ def test_a_graph_is_captured_and_replayed_by_hand() -> None:
     assert (manager.stats.captures, manager.stats.verifications, manager.stats.hits) == (1, 1, 2)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "named"),
-    [
-        ({"y": torch.ones(4, 3)}, r"inputs must be named \['x'\], got \['y'\]"),
-        ({"x": torch.ones(3, 3)}, "inputs must have batch_size=4 rows, got 3"),
-        ({"x": torch.ones(4, 1)}, r"must have shape \(4, 3\)"),
-    ],
-)
-def test_replaying_refuses_inputs_that_do_not_fit(inputs: dict[str, Any], named: str) -> None:
-    """Before anything is copied: the static input is what it was."""
+def test_replaying_refuses_another_number_of_rows() -> None:
+    """Than was said; whatever else does not fit is refused by the entry."""
     manager = make()
-    entry = manager.capture_graph(4, 1, double, {"x": (4, 3)})
-    before = entry.inputs.views(4)[0].clone()
-    with pytest.raises(GuardError, match=named):
-        manager.replay_graph(4, 1, inputs)
-    assert torch.equal(entry.inputs.views(4)[0], before)
-
-
-def test_a_graph_is_captured_from_shapes_or_an_example(registry: CUDAGraphRegistry) -> None:
-    """An example batch tells shapes and dtypes; either way the graph answers for other values as eager does."""
-    entry = registry.capture(4, 1, double, {"x": (4, 3)}, {"y": (4, 3)})
-    x = torch.randn(4, 3)
-    assert torch.equal(entry.replay({"x": x}), x * 2)
-    entry = registry.capture(4, 1, double, inputs={"x": torch.ones(4, 3, dtype=torch.int64)})
-    assert entry.replay({"x": torch.full((4, 3), 5)}).tolist() == [[10] * 3] * 4
+    manager.capture_graph(4, 1, double, {"x": (4, 3)})
+    with pytest.raises(GuardError, match="inputs must have batch_size=4 rows, got 3"):
+        manager.replay_graph(4, 1, {"x": torch.ones(3, 3)})
 
 
 def test_zeros_have_the_dtypes_given(registry: CUDAGraphRegistry) -> None:
@@ -361,19 +340,11 @@ def test_the_bytes_are_limited() -> None:
         limited(held - 1).capture(4, 1, double, {"x": (4, 3)})
 
 
-class _Adds(TorchDispatchMode):
-    """A mode that changes what a multiplication gives."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        return out + 1 if func is torch.ops.aten.mul.Tensor else out
-
-
 def test_a_replay_that_would_pass_a_mode_by_is_refused() -> None:
     """``replay_graph`` raises inside a mode of torch that sees operators; ``execute_or_capture`` runs eagerly there."""
     manager, x = make(), torch.randn(4, 3)
     run(manager, double, 4, times=3)
-    with torch.no_grad(), _Adds():
+    with Behind(lambda func, result: result + 1 if func is torch.ops.aten.mul.Tensor else result):
         with pytest.raises(ReplayError, match="no graph may replay now: a mode, transform or trace of torch"):
             manager.replay_graph(4, 1, {"x": x})
         assert torch.equal(manager.execute_or_capture(4, 1, double, {"x": x}), double(x))

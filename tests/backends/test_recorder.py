@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from graphdispatch import Reason
-from graphdispatch.backends import get_backend
 from graphdispatch.errors import CaptureError, ReplayError
 
 from ..helpers import compiled_operator, recorded
@@ -173,19 +172,6 @@ def test_tensors_from_outside_keep_their_shape(name: str) -> None:
     with pytest.raises(CaptureError, match=name + r".* another shape or memory") as caught:
         recorded(lambda: FOREIGN[name](x, other))
     assert caught.value.reason is Reason.CAPTURE_UNSAFE
-
-
-def test_sizes_share_one_arena() -> None:
-    """Graphs captured largest first take the arena of the largest, and no more."""
-    pool = get_backend("cpu").make_pool()
-    graphs, held = [], []
-    for rows in (64, 32, 8):
-        x = torch.randn(rows, 128)
-        graph, out = recorded(lambda x=x: ((x + 1).exp() * 2).sum(1), pool)
-        graphs.append(graph)
-        held.append(out)
-        assert pool.nbytes == pytest.approx(2 * 64 * 128 * 4, rel=0.05)
-    graphs[0].replay()
 
 
 FORBIDDEN: dict[str, Callable[[torch.Tensor], Any]] = {

@@ -5,14 +5,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdispatch import Reason, graphed
 from graphdispatch.engines import CudagraphDispatcher, DispatchKey
 from graphdispatch.errors import ReplayError
 from graphdispatch.testing import MockCUDAGraph
 
-from ..helpers import AT_ONCE, check_rows, scripted
+from ..helpers import AT_ONCE, Behind, check_rows, scripted
 from .inject import nothing_left_behind
 
 KEY = DispatchKey(3, 3)
@@ -55,21 +54,18 @@ def test_a_pad_function_that_raises(at: int) -> None:
     assert not step.entries[0].inputs.views(4)[0][3].any()
 
 
-class StopAfterCopy(TorchDispatchMode):
+def stop_behind_copies(operator: Any, result: Any) -> Any:
     """Raises behind the first copy, as an interrupt may."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if "copy_" in str(func):
-            raise KeyboardInterrupt
-        return result
+    if "copy_" in str(operator):
+        raise KeyboardInterrupt
+    return result
 
 
 def test_rows_of_a_copy_that_failed_are_no_padding() -> None:
     """An interrupted batch leaves its rows in the buffer; the next, smaller one is padded over them."""
     step = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(8,), options=AT_ONCE)
     check_rows(step, 3, 8, 3, 8, 2, width=2)
-    with pytest.raises(KeyboardInterrupt), StopAfterCopy():
+    with pytest.raises(KeyboardInterrupt), Behind(stop_behind_copies):
         step.entries[0].serve([torch.full((6, 2), 7.0)], 6)
     assert bool((step.entries[0].inputs.views(8)[0][:6] == 7).all())
     check_rows(step, 2, width=2)

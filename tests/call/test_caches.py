@@ -81,16 +81,15 @@ def check_decoding(model: Any, kind: str, place: Callable[..., tuple[Any, Any]])
     """Decode with one cache eagerly and with another through ``place``; outputs and caches must be equal throughout."""
     plain, served = make_cache(model, kind), make_cache(model, kind)
     serve, step = place(model, served)
-    with torch.no_grad():
-        for index in range(STEPS):
-            ids, places = torch.tensor([[5 + index], [9 + index]]), torch.full((2, 1), index)
-            want = model(input_ids=ids, position_ids=places, past_key_values=plain)
-            got = step(ids, places)
-            assert torch.equal(got.logits, want.logits)
-            assert got.past_key_values is served
-            for (name, key, value), (*_, expected) in zip(content(served), content(plain), strict=True):
-                is_same = torch.equal(value, expected) if isinstance(expected, torch.Tensor) else value == expected
-                assert is_same, (index, name, key)
+    for index in range(STEPS):
+        ids, places = torch.tensor([[5 + index], [9 + index]]), torch.full((2, 1), index)
+        want = model(input_ids=ids, position_ids=places, past_key_values=plain)
+        got = step(ids, places)
+        assert torch.equal(got.logits, want.logits)
+        assert got.past_key_values is served
+        for (name, key, value), (*_, expected) in zip(content(served), content(plain), strict=True):
+            is_same = torch.equal(value, expected) if isinstance(expected, torch.Tensor) else value == expected
+            assert is_same, (index, name, key)
     return serve
 
 

@@ -310,13 +310,6 @@ def test_a_dimension_out_of_range_is_named() -> None:
         step(torch.ones(3, 4))
 
 
-def test_long_dimensions_are_compared_at_their_shortest() -> None:
-    """Of a size above 64 elements each length below all before is compared, and longer ones are served."""
-    step = graphed(lambda x: x * 2, dynamic={"x": {0: "b", 1: Dim("s", [64, 200])}}, sizes=[2], options=AT_ONCE)
-    check_rows(step, *[(2, length) for length in (150, 170, 65, 66, 199, 200, 110)])
-    assert (step.stats.captures, step.stats.verifications) == (1, 2)
-
-
 def test_a_short_branch_of_a_long_dimension_is_found() -> None:
     """Code that takes another branch below some length is found at the capture, whatever came before."""
     step = graphed(MIXERS["short"], dynamic={"x": {0: "b", 1: Dim("s", [200])}}, sizes=[2], options=AT_ONCE)
@@ -365,11 +358,17 @@ def test_masks_with_a_rule_are_not_looked_at() -> None:
     assert step.stats.verifications == 3
 
 
-def test_each_length_is_compared_once() -> None:
-    """Then all batches of it are hits."""
-    step = graphed(lambda x: x * 2, dynamic={"x": {0: "b", 1: Dim("s", [16, 32])}}, sizes=[4], options=AT_ONCE)
-    check_rows(step, *[(4, length) for length in range(32, 16, -1)] * 2)
-    assert (step.stats.captures, step.stats.verifications, step.stats.hits) == (1, 15, 16)
+@pytest.mark.parametrize(
+    ("sizes", "lengths", "counts"),
+    [([16, 32], [*range(32, 16, -1)] * 2, (1, 15, 16)), ([64, 200], [150, 170, 65, 66, 199, 200, 110], (1, 2, 4))],
+    ids=["short", "long"],
+)
+def test_each_length_is_compared_once(sizes: list[int], lengths: list[int], counts: tuple[int, int, int]) -> None:
+    """Then all batches of it are hits. Of a size above 64 elements each length below all before is compared, and
+    longer ones are served."""
+    step = graphed(lambda x: x * 2, dynamic={"x": {0: "b", 1: Dim("s", sizes)}}, sizes=[2], options=AT_ONCE)
+    check_rows(step, *[(2, length) for length in lengths])
+    assert (step.stats.captures, step.stats.verifications, step.stats.hits) == counts
 
 
 def test_padding_that_writes_elsewhere_is_named() -> None:

@@ -112,22 +112,14 @@ def test_the_missing_entry_of_dynamic_is_named() -> None:
     assert "dynamic= may lack 'mask': 0" in str(served.explain(ids, mask))
 
 
-class Unkeyed:
-    """Registered with torch without names for what it holds."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-
 def test_one_class_without_keys_takes_no_names_from_the_others() -> None:
     """Entries beside it keep theirs, and its own are known by place."""
-    pytree.register_pytree_node(Unkeyed, lambda box: ([box.tensor], None), lambda values, _: Unkeyed(*values))
 
     def fn(batch: dict[str, Any]) -> torch.Tensor:
-        return batch["ids"] + batch["box"].tensor
+        return batch["ids"] + batch["pair"].left
 
-    step = graphed(fn, dynamic={"batch['ids']": 0, "batch['box'][0]": 0}, sizes=(4,), options=AT_ONCE)
+    step = graphed(fn, dynamic={"batch['ids']": 0, "batch['pair'][0]": 0}, sizes=(4,), options=AT_ONCE)
     for rows in (3, 3, 4, 3):
-        batch = {"ids": torch.randn(rows, 2), "box": Unkeyed(torch.randn(rows, 2))}
+        batch = {"ids": torch.randn(rows, 2), "pair": Pair(torch.randn(rows, 2), torch.ones(1))}
         assert torch.equal(step(batch), fn(batch))
     assert step.stats.hits >= 1

@@ -14,7 +14,8 @@ import graphdispatch as gd
 from graphdispatch import Reason
 from graphdispatch.backends import insight
 
-from ..helpers import AT_ONCE
+from ..helpers import AT_ONCE, check_rows
+from .test_padding_writes import check_slots
 
 
 class Kernel:
@@ -105,19 +106,26 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
         yield torch.randn(rows, 4), torch.randperm(11)[:rows] + 1
 
 
-def test_an_answer_that_a_launched_kernel_writes() -> None:
-    """New memory that only the kernel fills is the answer, and it is served."""
+def doubled(x: Tensor) -> Tensor:
+    """New memory, which the kernel alone fills."""
+    out = torch.empty_like(x)
+    double[(len(x),)](x, out)
+    return out + 1
 
-    def doubled(x: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        double[(len(x),)](x, out)
-        return out + 1
 
-    step = gd.graphed(doubled, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
-    for rows in (3, 3, 4, 3, 2, 2):
-        x = torch.randn(rows, 4)
-        torch.testing.assert_close(step(x), x * 2 + 1)
-    assert step.last_decision.reason is Reason.PADDED, step.explain(x)
+def summed(x: Tensor) -> Tensor:
+    """Each row with the sum of all, which the kernel makes."""
+    total = torch.empty(1, 4)
+    add_rows[(1,)](x, total)
+    return x + total
+
+
+@pytest.mark.parametrize(("fn", "reason"), [(doubled, Reason.PADDED), (summed, Reason.VERIFICATION_FAILED)])
+def test_an_answer_that_a_launched_kernel_writes(fn: Callable[[Tensor], Tensor], reason: Reason) -> None:
+    """It is served; where the kernel mixes rows, that is found as any other mixing is."""
+    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    check_rows(step, 3, 3, 4, 3, 2, 2, width=4)
+    assert step.last_decision.reason is reason, step.last_decision.explain()
 
 
 def test_padding_that_a_launched_kernel_would_write() -> None:
@@ -131,38 +139,10 @@ def test_padding_that_a_launched_kernel_would_write() -> None:
     assert step.stats.hits > 0, step.stats.reasons
 
 
-def test_rows_mixed_by_a_launched_kernel() -> None:
-    """It is found as any other mixing is."""
-
-    def summed(x: Tensor) -> Tensor:
-        total = torch.empty(1, 4)
-        add_rows[(1,)](x, total)
-        return x + total
-
-    step = gd.graphed(summed, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
-    for rows in (3, 3, 3, 3):
-        x = torch.randn(rows, 4)
-        torch.testing.assert_close(step(x), x + x.sum(0))
-    assert step.last_decision.reason is Reason.VERIFICATION_FAILED, step.explain(x)
-
-
 @pytest.mark.parametrize("order", [[3, 3, 3], [4, 4, 4], [2, 2, 3], [3, 4, 3]], ids=str)
 def test_slots_that_every_early_batch_writes(order: list[int]) -> None:
     """Padding of zeros writes what the first row writes, too; it must not when later batches leave that alone."""
-    pair = [torch.zeros(6, 2) for _ in range(2)]
-
-    def marked(seen: Tensor, slots: Tensor) -> Tensor:
-        mark_slot[(len(slots),)](seen, slots)
-        return slots * 2
-
-    step = gd.graphed(lambda slots: marked(pair[0], slots), dynamic={"slots": 0}, sizes=(4,), options=AT_ONCE)
-    for rows in [*order, 3, 3]:
-        step(torch.arange(rows))
-    for slots in ([1, 2, 3], [3], [5, 4], [4, 3, 2, 1], [2], [5, 1, 4]):
-        for seen in pair:
-            seen.zero_()
-        assert torch.equal(step(torch.tensor(slots)), marked(pair[1], torch.tensor(slots)))
-        assert torch.equal(*pair), step.last_decision
+    check_slots(lambda seen, slots: mark_slot[(len(slots),)](seen, slots), order, options=AT_ONCE)
 
 
 def test_an_argument_that_a_kernel_writes_later() -> None:

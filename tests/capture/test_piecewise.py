@@ -1,6 +1,7 @@
 """PIECEWISE captures: graphs and eager parts in turn give eager's answer, or a clear error, and nothing in between."""
 
 import gc
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -101,6 +102,17 @@ def test_figures_of_breaks_are_those_of_all_graphs() -> None:
     assert found["host_scale"].runs == 2 * found["Identity"].runs > 0
     assert 0 < sum(figures.share for figures in found.values()) < 1
     assert found["Identity"].place.startswith("test_piecewise.py:")
+
+
+def test_breaks_are_timed_by_the_clock_of_their_graphs() -> None:
+    """Each reading is a second later than the last; a replay reads at its ends and around each of its two breaks."""
+    double = eager_break(lambda x: x * 2)
+    served = graphed(lambda x: double(double(x) + 1), dynamic={}, mode="PIECEWISE", options=AT_ONCE)
+    seconds = itertools.count()
+    served._graphs.clock = lambda: float(next(seconds))
+    served(torch.ones(3))
+    (figures,) = break_figures(served.entries)
+    assert (figures.runs, figures.time_ms, figures.share) == (2, 2000.0, 0.4)
 
 
 def test_an_explanation_names_the_breaks() -> None:

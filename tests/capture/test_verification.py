@@ -32,17 +32,6 @@ def reasons(step: Graphed[..., Any], *batches: torch.Tensor) -> list[Reason]:
     return found
 
 
-def test_frozen_value_is_found_on_the_second_batch() -> None:
-    """A value that the capture froze agrees with eager on its own batch, and is found on the next, different one."""
-    hidden = Spy([2.0])  # no guard looks into it
-    step = make(lambda x: x * hidden[0])
-    first, second = torch.randn(2, 4, 3)
-    assert reasons(step, first) == [Reason.CAPTURED_NOW]
-    hidden[0] = 3.0
-    assert torch.equal(step(second), second * 3.0)
-    assert step.last_decision.reason is Reason.VERIFICATION_FAILED
-
-
 def test_identical_batches_stay_pending() -> None:
     """The same batch again is served, but proves nothing: the comparison waits for a different one."""
     step = make(lambda x: x * 2)
@@ -87,17 +76,6 @@ def test_a_batch_with_nan_is_the_same_batch_again() -> None:
     step = make(lambda x: x.nan_to_num())
     x = torch.tensor([[float("nan"), 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]])
     assert reasons(step, x, x, x + 1) == [Reason.CAPTURED_NOW, Reason.EXACT, Reason.VERIFIED_NOW]
-
-
-def test_failed_comparison_releases_the_graph() -> None:
-    """A graph that differs from eager is gone, and its size stays eager."""
-    step = make(lambda x: x * (3 if x.shape[0] == 3 else 2))
-    full, padded = torch.randn(2, 4, 3), torch.randn(3, 3)
-    reasons(step, *full)
-    assert len(step.entries) == 1
-    assert reasons(step, padded, full[0]) == [Reason.VERIFICATION_FAILED] * 2
-    assert step.entries == []
-    step.check_integrity()
 
 
 def test_state_is_compared_too() -> None:
@@ -364,10 +342,10 @@ def test_memory_that_nothing_wrote_is_not_compared(dtype: torch.dtype) -> None:
     assert step.last_decision.reason is Reason.PADDED
 
 
-def test_what_was_written_is_still_compared() -> None:
-    """A frozen value beside memory that nothing wrote is found."""
-
-    hidden = Spy([2.0])
+def test_a_frozen_value_is_found_on_the_second_batch() -> None:
+    """It agrees with eager on its own batch, and not on the next, different one; memory that nothing wrote hides it
+    not."""
+    hidden = Spy([2.0])  # no guard looks into it
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         out = torch.empty(len(x), 6)
@@ -376,21 +354,14 @@ def test_what_was_written_is_still_compared() -> None:
 
     step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     step(torch.randn(4, 3))
+    assert step.last_decision.reason is Reason.CAPTURED_NOW
     hidden[0] = 3.0
-    step(torch.randn(4, 3))
+    x = torch.randn(4, 3)
+    assert torch.equal(step(x)[:, :3], x * 3.0)
     assert step.last_decision.reason is Reason.VERIFICATION_FAILED
 
 
 FULL = gd.CUDAGraphMode.FULL
-
-
-def test_a_parameter_of_the_runnable_is_its_own() -> None:
-    """A runnable that has a parameter ``rows`` gets it."""
-    wrapper = gd.CUDAGraphWrapper(lambda x, rows: x * rows)
-    x = torch.randn(8, 3)
-    for _ in range(3):
-        out = wrapper(x, rows=3, batch_descriptor=gd.BatchDescriptor(8), cudagraph_runtime_mode=FULL)
-        assert torch.equal(out, x * 3)
 
 
 @pytest.mark.parametrize("rows", [0, 9, True, 1.5])

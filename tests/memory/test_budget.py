@@ -13,14 +13,10 @@ from torch import nn
 
 from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
 from graphdispatch.backends import Graph
-from graphdispatch.engines import (
-    CUDAGraphEntry,
-    EntryState,
-    EvictionReason,
-)
+from graphdispatch.engines import CUDAGraphEntry, EntryState, EvictionReason
 from graphdispatch.memory.cache import GraphCache
 
-from ..helpers import AT_ONCE, check_rows, in_threads
+from ..helpers import AT_ONCE, check_rows, double, in_threads
 from ..sized import Sized, Unused, entry
 
 
@@ -137,11 +133,6 @@ def test_threads_add_at_the_same_time() -> None:
     assert sum(returned) + len(cache) == 400
     assert cache.stats.evictions == sum(returned)
     cache.check_integrity()
-
-
-def double(x: torch.Tensor) -> torch.Tensor:
-    """What all front ends serve."""
-    return x * 2
 
 
 def test_an_evicted_graph_gives_its_memory_back() -> None:

@@ -51,14 +51,6 @@ def test_a_pool_that_grew_over_the_budget_is_emptied() -> None:
     cache.check_integrity()
 
 
-def test_what_frees_nothing_stays() -> None:
-    """Where bytes are short, an entry without bytes of its own is no victim, though it was used longest ago."""
-    cache = GraphCache(10, max_bytes=100)
-    empty, large = filled(cache, 0, 90)
-    assert gone(cache.add(2, entry(50))) == [large]
-    assert cache.get(0) is empty
-
-
 def test_an_entry_in_a_replay_of_this_thread_stays() -> None:
     """A break that leads to a capture runs half-way through a replay, whose graph must not go."""
     cache = GraphCache(1)

@@ -12,9 +12,6 @@ from torch import nn
 from graphdispatch import CUDAGraphOptions, Graphed, eager_break, graphed
 from graphdispatch.backends import get_backend
 from graphdispatch.engines import named_sizes
-from graphdispatch.memory.cache import bytes_of
-
-from ..helpers import AT_ONCE, check_rows
 
 QUICK = CUDAGraphOptions(gc_disable=False)  # no collection of the whole process around few captures
 
@@ -128,16 +125,3 @@ def test_a_report_is_plain_and_readable() -> None:
         "FULL 4 rows: 12 B own, 0 B driver, writes 48 B",
     ):
         assert line in str(report)
-
-
-def test_without_the_largest_the_pool_is_smaller() -> None:
-    """What entries cost together counts shared memory once, and only what they keep of it."""
-    step = graphed(lambda x: x.cumsum(0).relu(), dynamic={"x": 0}, sizes=(8, 64), options=AT_ONCE)
-    check_rows(step, 8, 64, width=16)  # ascending: the second needs a larger arena than the first
-    small, large = step.entries
-    arenas = [entry.graph.arena.nbytes for entry in (small, large)]  # type: ignore[attr-defined]
-    inputs = small.inputs.nbytes
-    assert bytes_of([small]) == arenas[0] + inputs
-    assert bytes_of([large]) == arenas[1] + inputs
-    assert bytes_of([small, large]) == sum(arenas) + inputs == step.memory_bytes
-    assert bytes_of([]) == 0

@@ -49,6 +49,8 @@ MAKERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "dict": lambda x: Table(a=x + 2),
     "mapping": lambda x: MappingProxyType({"k": x * 1}),
     "shape": lambda x: (x + 1, x.shape[1:], {"of": x.shape}),
+    "named tuple": lambda x: (Pair(x * 2), 3),
+    "ordered dict": lambda x: OrderedDict(b=x + 1, a="name"),
     "distribution": lambda x: torch.distributions.Normal(x, x.exp(), validate_args=False),
 }
 

@@ -1,30 +1,17 @@
 """Outputs: which dimensions follow the batch, and who owns what is handed out."""
 
-from collections import OrderedDict
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
 from graphdispatch import Reason, graphed
-from graphdispatch.backends import Pool, get_backend
 from graphdispatch.engines import OutputView
 from graphdispatch.errors import CaptureError, StaleOutputError
-from graphdispatch.memory.outputs import OutputRule, Outputs, check_values, learn_output_rule
+from graphdispatch.memory.outputs import OutputRule, check_values, learn_output_rule
 from graphdispatch.sizes import ROWS
 
-from ..helpers import AT_ONCE
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
-
-
-@pytest.fixture
-def pool() -> Pool:
-    """An empty pool of the CPU backend."""
-    return get_backend("cpu").make_pool()
+from ..helpers import AT_ONCE, batch, make
 
 
 @pytest.mark.parametrize(
@@ -53,59 +40,17 @@ def test_unknown_rule_is_refused(first: tuple[int, ...], second: tuple[int, ...]
     assert caught.value.reason is Reason.OUTPUT_ROWS_UNKNOWN
 
 
-def test_rules_of_a_nest() -> None:
-    """Each tensor of a nest has its own rule, in order."""
-    three = {"a": torch.zeros(3), "b": [torch.zeros(7), torch.zeros(6)]}
-    four = {"a": torch.zeros(4), "b": [torch.zeros(7), torch.zeros(8)]}
-    rule = learn_output_rule([ROWS], three, 3, [(ROWS, 4, four)])
-    assert rule == OutputRule((((0, 1, ROWS),), (), ((0, 2, ROWS),)))
-
-
-def _outputs(tree: Any, follows: Any, pool: Pool, mode: Any = "clone") -> Outputs:
-    return Outputs(tree, OutputRule(follows), [True] * len(follows), mode, pool)
-
-
-@pytest.mark.parametrize("mode", ["clone", "static", "foreign"])
-def test_who_owns_what_is_handed_out(pool: Pool, mode: str) -> None:
-    """Every dimension that follows the batch is cut, by its factor; copies are the caller's, a cache is itself."""
-    tensor = torch.arange(32.0).reshape(4, 8)
-    rule = OutputRule((((0, 1, ROWS), (1, 2, ROWS)) if mode != "foreign" else (),))
-    outputs = Outputs(tensor, rule, [mode != "foreign"], "static" if mode == "static" else "clone", pool)
-    taken, expected = outputs.taker(3)(None), tensor if mode == "foreign" else tensor[:3, :6]
-    assert torch.equal(taken, expected)
-    assert (taken.data_ptr() == tensor.data_ptr()) is (mode != "clone")
-
-
-TREES: list[Any] = [
-    (torch.ones(4), torch.zeros(4)),
-    [torch.ones(4), {"a": torch.zeros(4), "b": None}],
-    Pair(torch.ones(4), (torch.zeros(4), 3)),
-    OrderedDict(a=torch.ones(4), b="name"),
-]
-
-
-@pytest.mark.parametrize("tree", TREES, ids=lambda tree: type(tree).__name__)
-def test_structure_is_the_callables(pool: Pool, tree: Any) -> None:
-    """What is handed out has the types, keys and constants of what the callable returned."""
-    count = sum(isinstance(leaf, torch.Tensor) for leaf in torch.utils._pytree.tree_leaves(tree))
-    taken = _outputs(tree, (((0, 1, ROWS),),) * count, pool).taker(4)(None)
-    assert type(taken) is type(tree)
-    assert repr(taken) == repr(tree)
-
-
-def test_view_is_stale_after_a_replay(pool: Pool) -> None:
-    """A handle is good until the pool's next generation."""
-    view = _outputs(torch.ones(4), (((0, 1, ROWS),),), pool, "view").taker(2)(None)
-    assert torch.equal(view.get(), torch.ones(2))
-    pool.generation += 1
+def test_a_view_is_stale_after_a_replay() -> None:
+    """It says so itself, and in the error; what no graph made is good for ever."""
+    step = make(outputs="view")
+    *_, stale, fresh = [step(batch(4)) for _ in range(5)]
     with pytest.raises(StaleOutputError, match="read it before the next call, or use outputs='clone'"):
-        view.get()
-    assert repr(view) == "<OutputView stale>"
-    eager = OutputView(3, None)
-    assert (eager.is_stale, eager.get(), repr(eager)) == (False, 3, "<OutputView fresh>")
+        stale.get()
+    assert (repr(stale), repr(fresh)) == ("<OutputView stale>", "<OutputView fresh>")
+    eager = step(batch(5))
+    assert (eager.is_stale, eager.get().shape, repr(eager)) == (False, (5, 3), "<OutputView fresh>")
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("outputs", ["clone", "view", "static"])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_an_expanded_output_is_handed_out(outputs: str, dim: int) -> None:

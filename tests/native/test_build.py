@@ -1,9 +1,6 @@
 """How the core is found: compiled from the sources that lie beside it, or left out with a reason."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,8 +17,7 @@ ASK = "from graphdispatch.native import EXTENSION, WHY_NO_EXTENSION; print(EXTEN
 
 def asked(root: Path, **environment: str) -> str:
     """What a new interpreter says of the package below ``root``."""
-    env = {**os.environ, "GRAPHDISPATCH_NATIVE": "1", "PYTHONPATH": str(root), **environment}
-    return subprocess.run([sys.executable, "-c", ASK], env=env, capture_output=True, text=True, check=True).stdout
+    return run_python("-c", ASK, **({"GRAPHDISPATCH_NATIVE": "1", "PYTHONPATH": str(root)} | environment))
 
 
 @pytest.fixture

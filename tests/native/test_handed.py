@@ -16,7 +16,7 @@ from graphdispatch import Graphed, graphed
 from graphdispatch.engines import CUDAGraphRegistry
 from graphdispatch.native.bound import ASKED, CORE
 
-from ..helpers import AT_ONCE, check_rows
+from ..helpers import AT_ONCE, check_rows, double
 
 pytestmark = pytest.mark.skipif(CORE is None or "clones" in ASKED, reason="torch makes the copies of outputs")
 ROWS, WIDTH = 4, 3
@@ -29,11 +29,6 @@ def settled(fn: Callable[[Tensor], Any], rows: int = ROWS, width: int = WIDTH) -
     check_rows(step, *[rows] * 6, width=width)
     assert step.stats.hits >= 2
     return step
-
-
-def double(x: Tensor) -> Tensor:
-    """A callable of one operator."""
-    return x * 2
 
 
 def test_a_dropped_output_is_filled_again() -> None:

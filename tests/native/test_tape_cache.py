@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch.backends import get_backend
 from graphdispatch.backends.cpu import graph as graph_module
-from graphdispatch.backends.cpu.graph import CPUGraph
 from graphdispatch.native import tape
 from graphdispatch.native.tape import TapeExtension, cache_folder, fingerprint, torch_flags
+
+from ..helpers import recorded, run_python
 
 pytestmark = pytest.mark.skipif(not tape.TAPE.wait(), reason=repr(tape.TAPE))
 
@@ -163,11 +163,8 @@ def test_python_serves_until_it_is_ready(compiler: Compiler, monkeypatch: pytest
     compiler.block()
     extension = TapeExtension()
     monkeypatch.setattr(graph_module, "TAPE", extension)
-    x, backend = torch.randn(3), get_backend("cpu")
-    with backend.begin_capture(backend.make_pool()) as capture:
-        out = x * 2
-    graph = capture.graph
-    assert isinstance(graph, CPUGraph)
+    x = torch.randn(3)
+    graph, out = recorded(lambda: x * 2)
     for is_ready in (False, True):
         if is_ready:
             compiler.open_gate()
@@ -240,6 +237,5 @@ def test_it_can_be_turned_off() -> None:
     """``GRAPHDISPATCH_NATIVE=0`` starts no thread, and says so."""
     code = "import threading; from graphdispatch.native.tape import TAPE as tape"
     code += "; print(tape.wait(), tape, threading.active_count())"
-    env = {**os.environ, "GRAPHDISPATCH_NATIVE": "0"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60, check=True)
-    assert done.stdout.strip() == "False <CPU tape: Python's loop, since GRAPHDISPATCH_NATIVE=0 turns it off> 1"
+    told = run_python("-c", code, GRAPHDISPATCH_NATIVE="0").strip()
+    assert told == "False <CPU tape: Python's loop, since GRAPHDISPATCH_NATIVE=0 turns it off> 1"

@@ -239,11 +239,6 @@ class Spec:
     writes_argument: bool = False
     seed: int = 0
 
-    @property
-    def mixes_rows(self) -> bool:
-        """Whether a row's result depends on other rows."""
-        return self.output == "summed" or not {"mixes_rows", "flips_rows", "masked"}.isdisjoint(self.parts)
-
     def build(self) -> "RandomModel":
         """The model; equal specs give equal models."""
         return RandomModel(self)

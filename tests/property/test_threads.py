@@ -1,7 +1,7 @@
 """Several threads call one graphed object: each gets eager's answer for its own arguments."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Barrier
 from typing import Any
 
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from graphdispatch import CUDAGraphOptions, graphed
 
+from ..helpers import in_threads
 from .calls import Plan
 from .compare import assert_same_outcome, perform
 from .models import PLAIN, RandomModel, Spec, specs
@@ -33,19 +34,11 @@ _SEQUENCES = st.lists(_SEQUENCE, min_size=THREADS, max_size=THREADS)
 Call = Callable[..., Any]
 
 
-def run_together(model: RandomModel, calls: list[tuple[Call, Plan]], gate: Barrier, *, exact: bool) -> None:
+def run_together(model: RandomModel, call: Call, plans: list[Plan], gate: Barrier) -> None:
     """One thread's calls, each compared with eager."""
     gate.wait()
-    for call, plan in calls:
-        assert_same_outcome(perform(model, model, plan), perform(call, model, plan), exact=exact)
-
-
-def in_threads(model: RandomModel, work: list[list[tuple[Call, Plan]]], *, exact: bool) -> None:
-    """All lists of calls at once; raises what any of them raises."""
-    gate = Barrier(len(work))
-    with ThreadPoolExecutor(len(work)) as pool:
-        for future in [pool.submit(run_together, model, calls, gate, exact=exact) for calls in work]:
-            future.result(timeout=120)
+    for plan in plans:
+        assert_same_outcome(perform(model, model, plan), perform(call, model, plan), exact=False)
 
 
 @given(spec=_STATELESS, sequences=_SEQUENCES, max_graphs=st.sampled_from([1, 2, 8]), clears=st.booleans())
@@ -64,8 +57,7 @@ def test_threads_share_one_graphed(spec: Spec, sequences: list[list[Plan]], max_
         return step(*args, **kwargs)
 
     calls = [step] * (THREADS - 1) + [cleared if clears else step]
-    in_threads(
-        model, [[(call, plan) for plan in plans] for call, plans in zip(calls, sequences, strict=True)], exact=False
-    )
+    gate = Barrier(THREADS)
+    in_threads(*(partial(run_together, model, *work, gate) for work in zip(calls, sequences, strict=True)))
     step.check_integrity()
     assert step.stats.calls == sum(map(len, sequences))

@@ -12,13 +12,13 @@ transformers = pytest.importorskip("transformers")
 sentence_transformers = pytest.importorskip("sentence_transformers")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+NAMES = ("input_ids", "attention_mask", "token_type_ids")
 TEXTS = [["abc def", "hello you", "some words here"], ["x y z"] * 2, ["one two", "three"], ["qwe rty uio", "a b c"]]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
     """A BERT of two layers and its tokenizer of letters."""
-    torch.manual_seed(0)
     letters = [chr(97 + place) for place in range(26)]
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
     (tmp_path / "vocab.txt").write_text("\n".join(vocabulary))
@@ -35,8 +35,7 @@ def test_a_pipeline_of_transformers_is_served(folder: str) -> None:
     pipe = transformers.pipeline("feature-extraction", model=folder, device="cpu")
     expected = [pipe(texts) for texts in TEXTS]
     shape: Any = {0: "batch", 1: gd.Dim("length", [8, 16, 32])}
-    names = ("input_ids", "attention_mask", "token_type_ids")
-    handle = gd.attach(pipe.model, dynamic=dict.fromkeys(names, shape), sizes=(1, 4))
+    handle = gd.attach(pipe.model, dynamic=dict.fromkeys(NAMES, shape), sizes=(1, 4))
     for _ in range(8):
         for texts, features in zip(TEXTS, expected, strict=True):
             for got, wanted in zip(pipe(texts), features, strict=True):
@@ -56,10 +55,9 @@ def test_the_model_of_a_sentence_transformer_is_served(encoder: Any, tmp_path: P
     """Its owner calls ``forward``, which is attached; texts are padded, and the model is saved as before."""
     expected = [encoder.encode(texts, convert_to_tensor=True) for texts in TEXTS]
     shape: Any = {0: "batch", 1: gd.Dim("length", [8, 16, 32])}
-    names = ("input_ids", "attention_mask", "token_type_ids")
     options = gd.CUDAGraphOptions(capture_share=None)
     handle = gd.attach(
-        encoder[0].auto_model, method="forward", dynamic=dict.fromkeys(names, shape), sizes=(1, 4), options=options
+        encoder[0].auto_model, method="forward", dynamic=dict.fromkeys(NAMES, shape), sizes=(1, 4), options=options
     )
     for _ in range(40):  # token types that are all zero are compared sixteen times for each shape
         for texts, embeddings in zip(TEXTS, expected, strict=True):
@@ -76,8 +74,7 @@ def test_the_model_of_a_sentence_transformer_is_served(encoder: Any, tmp_path: P
 def test_a_module_of_a_sentence_transformer_answers_as_before(encoder: Any) -> None:
     """It writes its result into the dict that it is given, which graphs do not do: refused, with that reason."""
     expected = [encoder.encode(texts, convert_to_tensor=True) for texts in TEXTS]
-    names = ("input_ids", "attention_mask", "token_type_ids")
-    handle = gd.attach(encoder[0], dynamic={f"features['{name}']": 0 for name in names}, sizes=(4,))
+    handle = gd.attach(encoder[0], dynamic={f"features['{name}']": 0 for name in NAMES}, sizes=(4,))
     for _ in range(3):
         for texts, embeddings in zip(TEXTS, expected, strict=True):
             torch.testing.assert_close(encoder.encode(texts, convert_to_tensor=True), embeddings)

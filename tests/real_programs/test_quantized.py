@@ -13,7 +13,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
 def test_quantized_weights_are_served(config: str) -> None:
     """Eight-bit weights, and activations that are quantized row by row."""
-    torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64)).eval()
     quantization.quantize_(net, getattr(quantization, config)())
     step = gd.graphed(net, dynamic={"input": 0}, sizes=(4, 8), options=gd.CUDAGraphOptions(capture_share=None))

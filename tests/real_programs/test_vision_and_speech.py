@@ -15,7 +15,6 @@ SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 
 def test_llava_is_served_around_the_method_that_reads_back() -> None:
     """A padded prompt needs as many image tokens as a real one: it repeats the last."""
-    torch.manual_seed(0)
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(**SMALL, image_size=16, patch_size=8),
         text_config=transformers.LlamaConfig(**SMALL, vocab_size=100),
@@ -47,7 +46,6 @@ def test_llava_is_served_around_the_method_that_reads_back() -> None:
 
 def test_whisper_generates_the_same_with_its_encoder_attached() -> None:
     """One line; the decoder's loop is transformers' own."""
-    torch.manual_seed(0)
     layers = {f"{part}_{name}": value for part in ("encoder", "decoder") for name, value in LAYERS.items()}
     config = transformers.WhisperConfig(
         d_model=32, vocab_size=100, num_mel_bins=8, max_source_positions=50, max_target_positions=40, **layers, **TOKENS

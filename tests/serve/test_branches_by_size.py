@@ -209,7 +209,6 @@ class Experts(nn.Module):
 @pytest.mark.parametrize("is_marked", [True, False])
 def test_memory_that_a_break_chooses_is_no_branch(is_marked: bool) -> None:
     """What runs in a break may use other memory for each batch."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), Experts(), nn.Linear(4, 4)).eval()
     plain = copy.deepcopy(model)
     if is_marked:

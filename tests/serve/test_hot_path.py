@@ -13,15 +13,9 @@ import torch
 
 import graphdispatch
 from graphdispatch import CUDAGraphMode, Graphed, graphed
-from graphdispatch.engines import (
-    BatchDescriptor,
-    CUDAGraphConfig,
-    CUDAGraphManager,
-    CUDAGraphWrapper,
-)
-from graphdispatch.native.bound import CORE
+from graphdispatch.engines import BatchDescriptor, CUDAGraphConfig, CUDAGraphManager, CUDAGraphWrapper
 
-from ..helpers import AT_ONCE, serve_in_python
+from ..helpers import AT_ONCE, HAS_CORE, serve_in_python
 
 SIZE = 4
 _PACKAGE = str(Path(graphdispatch.__file__).parent)
@@ -161,6 +155,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[CountedLock]:
     return noted
 
 
+@pytest.mark.skipif(not HAS_CORE, reason="the guards, too, are Python then")
 @pytest.mark.usefixtures("in_python")
 def test_a_hit_is_short(bound: Bound) -> None:
     """Below the call itself, a hit runs at most so many functions of the package, and at most so deep."""
@@ -171,7 +166,7 @@ def test_a_hit_is_short(bound: Bound) -> None:
     assert len(below) <= bound.calls, below
 
 
-@pytest.mark.skipif(CORE is None, reason="there is no core")
+@pytest.mark.skipif(not HAS_CORE, reason="there is no core")
 def test_a_hit_in_the_core_runs_no_python(bound: Bound) -> None:
     """Where there is a core, no front end's hit runs the Python that the core stands for."""
     _, call = bound.make()

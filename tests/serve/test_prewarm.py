@@ -9,17 +9,11 @@ import torch
 
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Pad, Reason, graphed
 from graphdispatch.backends import Pool, get_backend
-from graphdispatch.backends.cpu.graph import CPUPool
-from graphdispatch.call.rules import make_rules
-from graphdispatch.call.spec import CallSpec
-from graphdispatch.decide.decision import SizeTable
 from graphdispatch.demo.decoder import PRESETS, Decoder
 from graphdispatch.engines import named_sizes
 from graphdispatch.errors import CaptureError, ConfigError
-from graphdispatch.memory.cache import EntryMemory, GraphCache, MemoryReport
-from graphdispatch.serve.graphs import GraphSet
-from graphdispatch.serve.group import GraphGroup, Route
-from graphdispatch.serve.prewarm import _extrapolate, estimate_memory
+from graphdispatch.memory.cache import EntryMemory, MemoryReport
+from graphdispatch.serve.prewarm import _extrapolate
 
 SIZES = (1, 2, 4, 8, 16)
 
@@ -27,7 +21,6 @@ SIZES = (1, 2, 4, 8, 16)
 @pytest.fixture
 def model() -> torch.nn.Module:
     """Rows are independent of each other."""
-    torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8)).eval()
 
 
@@ -189,47 +182,31 @@ def test_one_size_in_a_pause(model: torch.nn.Module) -> None:
 LADDER = sorted(named_sizes("vllm", 64), reverse=True)
 
 
-def graphs_of(
-    fn: Callable[..., Any], pad: Any = None, **values: torch.Tensor
-) -> tuple[GraphSet, GraphGroup, list[Any]]:
-    """An empty set on the CPU backend with one group, of calls with these values, whose dimension 0 is the batch."""
-    graphs = GraphSet(fn, CUDAGraphOptions(padding_writes="allow"), GraphCache(64), backend=get_backend("cpu"))
-    rules = make_rules(fn, dict.fromkeys(values, 0), pad or {}, ())
-    route = Route(0, SizeTable.of_one(LADDER[0], CUDAGraphMode.FULL, pads=True), rules)
-    made = graphs.make_group(0, route, CallSpec(fn, 0, tuple(values)), list(values.values()))
-    assert isinstance(made, tuple)
-    return graphs, *made
+def constants(x: torch.Tensor) -> torch.Tensor:
+    """A constant of each size's own, in proportion to it."""
+    return x * torch.arange(len(x) * 8.0).view(-1, 8)
 
 
-def decoder() -> tuple[Decoder, GraphSet, GraphGroup, list[Any]]:
-    """The demo's decoder, and rows in places of their own."""
+def decoder() -> tuple[Decoder, Graphed[..., Any], dict[str, torch.Tensor]]:
+    """The demo's decoder, what serves it, and rows in places of their own."""
     model = Decoder(PRESETS["tiny"], slots=8)
     row = torch.arange(LADDER[0])
-    values = {"token_ids": torch.zeros_like(row), "slots": row // 64, "positions": row % 64}
-    return model, *graphs_of(model, {"slots": Pad.value(model.scratch_slot)}, **values)
+    example = {"token_ids": torch.zeros_like(row), "slots": row // 64, "positions": row % 64}
+    options, pad = CUDAGraphOptions(padding_writes="allow"), {"slots": Pad.value(model.scratch_slot)}
+    step = graphed(model, dynamic=dict.fromkeys(example, 0), pad=pad, sizes=LADDER[::-1], options=options)
+    return model, step, example
 
 
-def capture(graphs: GraphSet, group: GraphGroup, leaves: list[Any], size: int) -> None:
-    """Capture one size and leave nothing else."""
-    outcome = graphs.capture(group, group.resized(leaves, size), size, size, keep_effects=False)
-    assert outcome.entry is not None, outcome.detail
-
-
-@pytest.mark.parametrize("model", ["decoder", "constants", "ascending"])
-def test_an_estimate_is_near_what_is_measured(model: str) -> None:
+@pytest.mark.parametrize("fn", [None, constants, lambda x: x.cumsum(0)], ids=["decoder", "constants", "ascending"])
+def test_an_estimate_is_near_what_is_measured(fn: Callable[..., Any] | None) -> None:
     """From two captures follows, within 15 %, what all sizes hold."""
-    if model == "decoder":
-        _, graphs, group, leaves = decoder()
+    if fn is None:
+        _, step, example = decoder()
     else:
-        fns = {
-            "constants": lambda x: x * torch.arange(len(x) * 8.0).view(-1, 8),  # a constant of each size's own
-            "ascending": lambda x: x.cumsum(0),
-        }
-        graphs, group, leaves = graphs_of(fns[model], x=torch.randn(LADDER[0], 8))
-    estimate = estimate_memory(graphs, group, leaves, LADDER)
-    for size in LADDER:
-        capture(graphs, group, leaves, size)
-    assert estimate.total == pytest.approx(graphs.memory_bytes, rel=0.15)
+        step, example = graphed(fn, dynamic={"x": 0}, sizes=LADDER[::-1]), {"x": torch.randn(LADDER[0], 8)}
+    estimate = step.estimate_memory(**example)
+    step.prewarm(**example)
+    assert estimate.total == pytest.approx(step.memory_bytes, rel=0.15)
     assert list(estimate.per_size) == LADDER
     assert json.loads(json.dumps(estimate.to_dict()))["total"] == estimate.total
 
@@ -238,26 +215,27 @@ def test_an_estimate_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """State, random numbers, statistics, cache and pool are as before; nothing was counted, and the pool of the trial
     was closed, without which a device would not give it back."""
     closed: list[Pool] = []
-    monkeypatch.setattr(CPUPool, "close", lambda pool: closed.append(pool))
-    model, graphs, group, leaves = decoder()
+    monkeypatch.setattr(type(get_backend("cpu").make_pool()), "close", lambda pool: closed.append(pool))
+    model, step, example = decoder()
     cache, rng = model.cache_keys.normal_().clone(), torch.get_rng_state()
-    estimate_memory(graphs, group, leaves, LADDER)
+    step.estimate_memory(**example)
     assert torch.equal(model.cache_keys, cache)
     assert torch.equal(torch.get_rng_state(), rng)
-    assert (graphs.memory_bytes, len(graphs.cache), graphs.stats.captures) == (0, 0, 0)
-    assert [pool is graphs.pool for pool in closed] == [False]
+    assert (step.memory_bytes, step.entries, step.stats.captures, step.stats.calls) == (0, [], 0, 0)
+    assert [pool is step._graphs.pool for pool in closed] == [False]
+    (group,) = step._graphs.groups.values()
     assert (group.entries, len(group.failures), group.rule, group.misses.total()) == ({}, 0, None, 0)
 
 
 def test_what_cannot_be_captured_has_no_estimate() -> None:
     """The error has the reason of the capture, and names the size."""
-    graphs, group, leaves = graphs_of(lambda x: x * x.sum().item(), x=torch.randn(64, 8))
+    step = graphed(lambda x: x * x.sum().item(), dynamic={"x": 0}, sizes=(32, 64))
     with pytest.raises(CaptureError, match=r"no graph of 64 rows, so no estimate: .*item") as caught:
-        estimate_memory(graphs, group, leaves, LADDER)
+        step.estimate_memory(torch.randn(64, 8))
     assert caught.value.reason is Reason.CAPTURE_UNSAFE
     with pytest.raises(ConfigError, match="sizes must be one or more sizes of at least 1 row"):
-        estimate_memory(graphs, group, leaves, [0, 4])
-    assert graphs.stats.capture_failures == 0
+        step.estimate_memory(torch.randn(64, 8), sizes=())
+    assert step.stats.capture_failures == 0
 
 
 def report(*entries: EntryMemory, pool: int) -> MemoryReport:
@@ -279,11 +257,6 @@ def test_a_growing_pool_is_expected_to_follow_the_rows() -> None:
     first, second = EntryMemory(8, "FULL", 80, 0, 8), EntryMemory(4, "FULL", 40, 0, 4)
     estimate = _extrapolate([8, 4, 2], [report(first, pool=1000), report(second, first, pool=1600)])
     assert estimate.per_size == {8: 80, 4: 640, 2: 20 + 300}
-
-
-def constants(x: torch.Tensor) -> torch.Tensor:
-    """A constant of each size's own, in proportion to it."""
-    return x * torch.arange(len(x) * 8.0).view(-1, 8)
 
 
 def surprise(x: torch.Tensor) -> torch.Tensor:
@@ -383,11 +356,10 @@ class LateBatch(Late):
 def test_an_example_leaves_nothing_in_state_that_it_made(kind: type[Late]) -> None:
     """Neither a count nor the example itself: the calls behind a prewarm give what they give without one."""
     step, eager = graphed(kind(), dynamic={"x": 0}, sizes=(2, 4)), kind()
-    with torch.no_grad():
-        step.prewarm(torch.ones(4, 1))
-        for rows in (3, 4, 4, 2, 3, 4, 4):
-            x = torch.randn(rows, 1)
-            assert torch.equal(step(x), eager(x)), step.last_decision.explain()
+    step.prewarm(torch.ones(4, 1))
+    for rows in (3, 4, 4, 2, 3, 4, 4):
+        x = torch.randn(rows, 1)
+        assert torch.equal(step(x), eager(x)), step.last_decision.explain()
 
 
 def test_a_dict_that_the_callable_changes_is_the_callers(model: torch.nn.Module) -> None:

@@ -107,31 +107,6 @@ def test_gradients_are_seen_in_a_refused_call(name: str) -> None:
     assert step.last_decision.reason is Reason.NEEDS_GRADIENTS
 
 
-class Switched(torch.nn.Module):
-    """It reads a value on the host while ``is_unsafe``."""
-
-    is_unsafe = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Twice the input."""
-        return unsafe(x) if self.is_unsafe else x * 2
-
-
-def test_what_ends_a_refusal() -> None:
-    """``invalidate`` ends that of a size that was given up."""
-    model = Switched().eval()
-    step = serve(model)
-    for _ in range(4):
-        step(torch.ones(ROWS, 3))
-    model.is_unsafe = False
-    step(torch.ones(ROWS, 3))
-    assert step.last_decision.reason is Reason.CAPTURE_UNSAFE
-    step.invalidate()
-    for factor in range(4):
-        step(torch.full((ROWS, 3), float(factor)))
-    assert step.stats.hits > 0
-
-
 class Weighted(torch.nn.Linear):
     """A layer that takes something else, too."""
 

@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-import graphdispatch as gd
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, graphed
 from graphdispatch.engines import BatchDescriptor, CUDAGraphConfig, CUDAGraphManager, CUDAGraphWrapper
-from graphdispatch.errors import ConfigError
 
 from ..helpers import AT_ONCE, with_options
 
@@ -133,20 +131,6 @@ def test_a_server_that_was_forgotten_captures_no_more() -> None:
     assert torch.equal(latest.server.serve(route, (), {"x": x}), x * 2)
     assert latest.server.decision.reason is Reason.ASLEEP
     assert (manager.num_graphs, manager.memory_bytes) == (0, 0)
-
-
-def test_nothing_is_prewarmed_while_asleep() -> None:
-    """``sleep`` says that weights are elsewhere, so that a capture would hold their old memory."""
-    step = gd.graphed(twice, dynamic={"x": 0}, sizes=(4,))
-    step.sleep()
-    with pytest.raises(ConfigError, match=r"prewarm cannot capture now: .*sleep"):
-        step.prewarm(torch.randn(2, 3))
-    step.wake()
-    assert step.prewarm(torch.randn(2, 3)).captured == {FULL: (4,)}
-    wrapper = gd.AdaptiveCUDAGraphWrapper(twice)
-    wrapper.sleep()
-    with pytest.raises(ConfigError, match=r"prewarm cannot capture now: .*sleep"):
-        wrapper.prewarm([4], lambda descriptor: torch.randn(descriptor.num_tokens, 3))
 
 
 def test_a_cycle_over_more_signatures_than_the_limit_is_served_in_part() -> None:
