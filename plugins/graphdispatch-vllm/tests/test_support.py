@@ -89,6 +89,7 @@ def test_what_the_tests_run_is_served(monkeypatch: pytest.MonkeyPatch, tmp_path:
         (BERT, {"runner": "pooling"}, "architecture BertModel"),
         (NEOX, {}, "architecture GPTNeoXForCausalLM"),
         (QWEN, {"tensor_parallel_size": 2}, "architecture in parallel Qwen2ForCausalLM"),
+        (LLAMA, {"dtype": "bfloat16", "data_parallel_size": 2}, "dtype of pieces in parallel bfloat16"),
         (LLAMA, {"dtype": "float16"}, "dtype float16"),
         (LLAMA, {"pipeline_parallel_size": 2}, "parallel_config.pipeline_parallel_size=2"),
         (LLAMA, {"speculative_config": DRAFTS}, "speculative_config"),

@@ -25,6 +25,7 @@ SERVED: dict[str, frozenset[Any]] = {
         }
     ),
     "architecture in parallel": frozenset({None, "LlamaForCausalLM", "MistralForCausalLM"}),
+    "dtype of pieces in parallel": frozenset({None, "float32"}),
     "runner": frozenset({"generate"}),
     "attention": frozenset({"decoder"}),
     "dtype": frozenset({"float32", "bfloat16"}),
@@ -81,15 +82,16 @@ def why_not(config: Any) -> str | None:
 def _kinds(config: Any) -> dict[str, Any]:
     model, mode, graphs = config.model_config, config.compilation_config.mode, config.compilation_config.cudagraph_mode
     has_pieces = graphs is None or graphs.has_piecewise_cudagraphs()  # None stands for FULL_AND_PIECEWISE
-    parallel = config.parallel_config
+    dtype, parallel = str(model.dtype).removeprefix("torch."), config.parallel_config
     is_parallel = parallel.tensor_parallel_size > 1 or parallel.data_parallel_size > 1
     compiled = "VLLM_COMPILE" if mode is None else mode.name  # as vLLM has it by default
     return {
         "architecture": model.architecture,
         "architecture in parallel": model.architecture if is_parallel else None,
+        "dtype of pieces in parallel": dtype if is_parallel and has_pieces else None,
         "runner": model.runner_type,
         "attention": "MLA" if model.use_mla else model.attn_type,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype,
         "executor": parallel.distributed_executor_backend,
         "compilation mode": f"{compiled} {'with' if has_pieces else 'without'} pieces",
         "model runner": "V2" if config.use_v2_model_runner else "V1",
