@@ -40,7 +40,7 @@ def test_the_readme_has_the_table_of_the_results() -> None:
     assert table(KEPT) in (ROOT / "README.md").read_text()
 
 
-def test_some_requests_of_one_family_are_right_again() -> None:
+def test_served_again_some_requests_of_one_family_are_right() -> None:
     """The script, and what it counts, as in the kept results."""
     found = compare(["GPT2"], ["FULL"], ["float32"], 20, [8, 64])
     assert is_right(found["GPT2"]["float32"]["FULL"])
