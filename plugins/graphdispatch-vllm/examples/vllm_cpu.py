@@ -63,41 +63,50 @@ def main() -> None:
     parser.add_argument("--no-inductor", action="store_true", help="leave out vLLM with compiled code")
     parser.add_argument("--repeats", type=int, default=3, help="how often each speed is measured; 0: not at all")
     parser.add_argument("--rounds", type=int, default=1, help="how often each engine is started")
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child is not None:
         run_engine(args)
         return
-    kinds = ["eager", *([] if args.no_inductor else ["inductor"]), *args.modes]
-    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:
         (Path(place) / "config.json").write_text(json.dumps(MODEL))
-        for _ in range(args.rounds):
-            for kind in kinds:
-                got = start(kind, place)
-                if kind not in found:
-                    found[kind] = got
-                    report(kind, got, found["eager"])
-                elif got["tokens"] != found[kind]["tokens"]:
-                    sys.exit(f"{kind}: some tokens differ from those of the round before")
-                for count, (forward, rate) in got["speed"].items():
-                    before = found[kind]["speed"][count]
-                    found[kind]["speed"][count] = [min(before[0], forward), max(before[1], rate)]
-    if args.repeats:
-        print("ms a forward, tokens/s, at 1, 4 and 16 requests:")
-        for kind, got in found.items():
-            print(f"{kind:>20}", *(f"{forward:9.3f} {rate:6.0f}" for forward, rate in got["speed"].values()))
+        found = {dtype: run_all(args, dtype, place) for dtype in args.dtypes}
     if args.json is not None:
         args.json.write_text(json.dumps(found))
-    if any(found[kind]["tokens"] != found["eager"]["tokens"] for kind in args.modes):
+    if any(each[kind]["tokens"] != each["eager"]["tokens"] for each in found.values() for kind in args.modes):
         sys.exit("some tokens are not those of eager")
 
 
-def start(kind: str, place: str) -> dict[str, Any]:
+def run_all(args: argparse.Namespace, dtype: str, place: str) -> dict[str, Any]:
+    """Every engine with one dtype; prints a line for each, and the table."""
+    print(f"{dtype}:")
+    found: dict[str, Any] = {}
+    for _ in range(args.rounds):
+        for kind in ["eager", *([] if args.no_inductor else ["inductor"]), *args.modes]:
+            got = start(kind, dtype, place)
+            if kind not in found:
+                found[kind] = got
+                report(kind, got, found["eager"])
+            elif got["tokens"] != found[kind]["tokens"]:
+                sys.exit(f"{kind}: some tokens differ from those of the round before")
+            found[kind]["startup"] = [min(both) for both in zip(got["startup"], found[kind]["startup"], strict=True)]
+            for count, (forward, rate) in got["speed"].items():
+                before = found[kind]["speed"][count]
+                found[kind]["speed"][count] = [min(before[0], forward), max(before[1], rate)]
+    if args.repeats:
+        print("ms a forward, tokens/s, at 1, 4 and 16 requests; seconds of start-up, and of the processor for it:")
+        for kind, got in found.items():
+            speeds = [f"{forward:9.3f} {rate:6.0f}" for forward, rate in got["speed"].values()]
+            print(f"{kind:>20}", *speeds, *(f"{seconds:8.1f}" for seconds in got["startup"]))
+    return found
+
+
+def start(kind: str, dtype: str, place: str) -> dict[str, Any]:
     """One engine in a process of its own."""
     own = {"GRAPHDISPATCH_VLLM": "graphs"} if kind in MODES else {}
-    command = [sys.executable, __file__, *sys.argv[1:], "--child", f"{kind}:{place}"]
+    command = [sys.executable, __file__, *sys.argv[1:], "--child", f"{kind}:{dtype}:{place}"]
     done = subprocess.run(command, env={**os.environ, **SETTINGS, **own}, capture_output=True, text=True, check=False)
     result = Path(place) / f"{kind}.json"
     if not result.exists():
@@ -123,7 +132,7 @@ def report(kind: str, got: dict[str, Any], eager: dict[str, Any]) -> None:
 
 def run_engine(args: argparse.Namespace) -> None:
     """The child: serve the requests, write what came out."""
-    kind, _, place = args.child.partition(":")
+    kind, dtype, place = args.child.split(":", 2)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(args.spawn or args.tensor_parallel > 1))
     import torch
     from vllm import LLM, SamplingParams
@@ -135,11 +144,12 @@ def run_engine(args: argparse.Namespace) -> None:
     elif kind in MODES:
         mode = 3 if "PIECEWISE" in kind else 0
         how = {"compilation_config": {"mode": mode, "cudagraph_mode": kind, "cudagraph_capture_sizes": args.sizes}}
+    began, worked = time.perf_counter(), time.process_time()
     llm = LLM(
         model=place,
         load_format="dummy",
         skip_tokenizer_init=True,
-        dtype="float32",
+        dtype=dtype,
         seed=0,
         max_model_len=256,
         max_num_seqs=16,
@@ -149,6 +159,7 @@ def run_engine(args: argparse.Namespace) -> None:
         tensor_parallel_size=args.tensor_parallel,
         **how,
     )
+    startup = [time.perf_counter() - began, time.process_time() - worked]
     steps = watch_steps(llm) if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" else Steps()
     ours = kind in MODES
     warm = llm.collective_rpc("graph_totals") if ours else []
@@ -164,7 +175,7 @@ def run_engine(args: argparse.Namespace) -> None:
 
     tokens = serve(args.requests, (4, 32))
     totals = llm.collective_rpc("graph_totals") if ours else []
-    result = {"tokens": tokens, "warm": warm, "totals": totals, **steps.figures(), "speed": {}}
+    result = {"tokens": tokens, "warm": warm, "totals": totals, **steps.figures(), "speed": {}, "startup": startup}
     for count in (1, 4, 16) if args.repeats else ():
         serve(count, (8, 8))
         steps.forward.clear()

@@ -5,8 +5,10 @@ import sys
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 COUNT = 48
 """Tokens of each request; more than a sliding window has."""
@@ -15,22 +17,32 @@ WAYS: dict[str, dict[str, Any]] = {
     "penalties": {"temperature": 0, "repetition_penalty": 1.2, "presence_penalty": 0.3},
     "logprobs": {"temperature": 0, "logprobs": 3},
     "sampled": {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 5},
+    "structured": {"temperature": 0, "structured_outputs": StructuredOutputsParams(regex="([0-9a-f]{2} )+")},
     "plain again": {"temperature": 0},
 }
 
 
 def make(place: str) -> None:
-    """A checkpoint of random weights so large that a wrong token of attention changes what comes out."""
+    """A checkpoint of random weights so large that a wrong token of attention changes what comes out.
+
+    Its tokenizer has a token for each byte.
+    """
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place)).float().save_pretrained(place)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: i for i, letter in enumerate(["<s>", "</s>", *letters])}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(place)
 
 
 def serve(kind: str, place: str, dtype: str) -> None:
     """Four requests in each way, one way after the other, by an engine in this process."""
-    graphs = {"mode": 0, "cudagraph_mode": kind, "cudagraph_capture_sizes": [4, 32]}
+    graphs = {"mode": 3 if "PIECEWISE" in kind else 0, "cudagraph_mode": kind, "cudagraph_capture_sizes": [4, 32]}
     llm = LLM(
         model=place,
-        skip_tokenizer_init=True,
         dtype=dtype,
         max_model_len=128,
         max_num_seqs=4,
@@ -42,7 +54,8 @@ def serve(kind: str, place: str, dtype: str) -> None:
     found = {}
     for way, how in WAYS.items():
         params = SamplingParams(max_tokens=COUNT, ignore_eos=True, detokenize=False, **how)
-        tokens = [list(done.outputs[0].token_ids) for done in llm.generate(prompts, params, use_tqdm=False)]
+        outputs = [done.outputs[0] for done in llm.generate(prompts, params, use_tqdm=False)]
+        tokens = [[list(output.token_ids), *map(sorted, output.logprobs or ())] for output in outputs]
         found[way] = {"tokens": tokens, "totals": llm.collective_rpc("graph_totals")[0]}
     print(json.dumps(found))
 

@@ -30,7 +30,7 @@ def serve(place: Path, *options: str, **variables: str) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return dict(json.loads(file.read_text()))
+    return dict(json.loads(file.read_text())["float32"])
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ SMALL = {
 LLAMA = SMALL | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 BERT = SMALL | {"architectures": ["BertModel"], "model_type": "bert"}
 QWEN = SMALL | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+NEOX = SMALL | {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 GRAPHS = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [4, 32]}
 
@@ -64,6 +65,7 @@ def configure(
         {"data_parallel_size": 2},
         {"enable_prefix_caching": False, "max_num_seqs": 8, "max_num_batched_tokens": 256},
         {"load_format": "dummy", "cudagraph_metrics": True, "seed": 1},
+        {"dtype": "bfloat16"},
         {"dtype": "bfloat16", "compilation_config": GRAPHS | {"cudagraph_mode": "FULL", "mode": 0}},
     ],
     ids=str,
@@ -85,8 +87,9 @@ def test_what_the_tests_run_is_served(monkeypatch: pytest.MonkeyPatch, tmp_path:
         (LLAMA, {"enable_lora": True}, "lora_config"),
         (LLAMA, {"runner": "pooling"}, "runner pooling"),
         (BERT, {"runner": "pooling"}, "architecture BertModel"),
-        (QWEN, {}, "architecture Qwen2ForCausalLM"),
-        (LLAMA, {"dtype": "bfloat16"}, "pieces of dtype bfloat16"),
+        (NEOX, {}, "architecture GPTNeoXForCausalLM"),
+        (QWEN, {"tensor_parallel_size": 2}, "architecture in parallel Qwen2ForCausalLM"),
+        (LLAMA, {"dtype": "bfloat16", "data_parallel_size": 2}, "dtype of pieces in parallel bfloat16"),
         (LLAMA, {"dtype": "float16"}, "dtype float16"),
         (LLAMA, {"pipeline_parallel_size": 2}, "parallel_config.pipeline_parallel_size=2"),
         (LLAMA, {"speculative_config": DRAFTS}, "speculative_config"),
@@ -128,7 +131,7 @@ def test_an_engine_without_graphs_is_not_told_of(
 ) -> None:
     """What the user wants to run eagerly needs no line, whatever it is."""
     with caplog.at_level(logging.WARNING):
-        got = configure(monkeypatch, tmp_path, GraphCpuPlatform(), QWEN, enforce_eager=True)
+        got = configure(monkeypatch, tmp_path, GraphCpuPlatform(), NEOX, enforce_eager=True)
     assert got.compilation_config.cudagraph_mode == CUDAGraphMode.NONE
     assert not [record for record in caplog.records if record.name == "vllm.graphdispatch"]
 

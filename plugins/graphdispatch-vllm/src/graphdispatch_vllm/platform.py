@@ -82,5 +82,7 @@ class GraphCpuPlatform(CpuPlatform):
         if graphs.has_piecewise_cudagraphs() and mode == CompilationMode.VLLM_COMPILE:
             compilation.mode, compilation.backend = mode, "eager"
             compilation.ir_enable_torch_wrap = False
+            # vLLM's own kernels, as it runs them eagerly: what it has generators fuse instead rounds in other places.
+            compilation.custom_ops = ["all" if op == "none" else op for op in compilation.custom_ops]
             # Without generated code there is nothing to keep on disk; vLLM would look for it there at each step.
             os.environ["VLLM_USE_AOT_COMPILE"] = "0"

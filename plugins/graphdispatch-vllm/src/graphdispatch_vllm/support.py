@@ -9,11 +9,26 @@ from typing import Any
 __all__ = ["FREE_OPTIONS", "SERVED", "why_not"]
 
 SERVED: dict[str, frozenset[Any]] = {
-    "architecture": frozenset({"LlamaForCausalLM", "MistralForCausalLM"}),
+    "architecture": frozenset(
+        {
+            "GPT2LMHeadModel",
+            "Gemma2ForCausalLM",
+            "Gemma3ForCausalLM",
+            "LlamaForCausalLM",
+            "MistralForCausalLM",
+            "MixtralForCausalLM",
+            "OPTForCausalLM",
+            "Phi3ForCausalLM",
+            "Qwen2ForCausalLM",
+            "Qwen2MoeForCausalLM",
+            "Qwen3ForCausalLM",
+        }
+    ),
+    "architecture in parallel": frozenset({None, "LlamaForCausalLM", "MistralForCausalLM"}),
+    "dtype of pieces in parallel": frozenset({None, "float32"}),
     "runner": frozenset({"generate"}),
     "attention": frozenset({"decoder"}),
     "dtype": frozenset({"float32", "bfloat16"}),
-    "pieces of dtype": frozenset({None, "float32"}),
     "executor": frozenset({None, "uni", "mp"}),
     "compilation mode": frozenset({"VLLM_COMPILE with pieces", "NONE without pieces"}),
     "model runner": frozenset({"V1"}),
@@ -23,12 +38,12 @@ SERVED: dict[str, frozenset[Any]] = {
 FREE_OPTIONS: dict[str, frozenset[str]] = {
     part: frozenset(names.split())
     for part, names in {
-        "model_config": "code_revision config_format dtype enforce_eager generation_config hf_config_path "
-        "hf_overrides hf_token max_logprobs max_model_len model model_weights "
+        "model_config": "code_revision config_format disable_sliding_window dtype enforce_eager generation_config "
+        "hf_config_path hf_overrides hf_token max_logprobs max_model_len model model_weights "
         "override_generation_config revision runner seed served_model_name skip_tokenizer_init tokenizer "
         "tokenizer_mode tokenizer_revision trust_remote_code",
         "cache_config": "_block_size_resolved block_size enable_prefix_caching gpu_memory_utilization "
-        "kv_cache_memory_bytes num_gpu_blocks_override sliding_window",
+        "kv_cache_memory_bytes num_gpu_blocks_override sliding_window user_specified_block_size",
         "parallel_config": "_api_process_count _api_process_rank _coord_store_port _data_parallel_master_port_list "
         "cpu_distributed_timeout_seconds data_parallel_index data_parallel_master_ip "
         "data_parallel_master_port data_parallel_rank data_parallel_rank_local data_parallel_rpc_port "
@@ -66,16 +81,18 @@ def why_not(config: Any) -> str | None:
 
 def _kinds(config: Any) -> dict[str, Any]:
     model, mode, graphs = config.model_config, config.compilation_config.mode, config.compilation_config.cudagraph_mode
-    dtype = str(model.dtype).removeprefix("torch.")
     has_pieces = graphs is None or graphs.has_piecewise_cudagraphs()  # None stands for FULL_AND_PIECEWISE
+    dtype, parallel = str(model.dtype).removeprefix("torch."), config.parallel_config
+    is_parallel = parallel.tensor_parallel_size > 1 or parallel.data_parallel_size > 1
     compiled = "VLLM_COMPILE" if mode is None else mode.name  # as vLLM has it by default
     return {
         "architecture": model.architecture,
+        "architecture in parallel": model.architecture if is_parallel else None,
+        "dtype of pieces in parallel": dtype if is_parallel and has_pieces else None,
         "runner": model.runner_type,
         "attention": "MLA" if model.use_mla else model.attn_type,
         "dtype": dtype,
-        "pieces of dtype": dtype if has_pieces else None,
-        "executor": config.parallel_config.distributed_executor_backend,
+        "executor": parallel.distributed_executor_backend,
         "compilation mode": f"{compiled} {'with' if has_pieces else 'without'} pieces",
         "model runner": "V2" if config.use_v2_model_runner else "V1",
     }

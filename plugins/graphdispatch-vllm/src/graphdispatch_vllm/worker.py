@@ -12,6 +12,7 @@ from vllm.distributed.parallel_state import get_world_group
 from vllm.envs import enable_envs_cache
 from vllm.forward_context import BatchDescriptor
 from vllm.logger import init_logger
+from vllm.model_executor.parameter import BasevLLMParameter
 from vllm.v1.sample.ops.logprobs import batched_count_greater_than
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
@@ -37,8 +38,13 @@ class GraphCpuModelRunner(CPUModelRunner):
     execute_model_state: Any
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model, and put the wrapper for FULL graphs around it."""
+        """Load the model, and put the wrapper for FULL graphs around it.
+
+        Pieces are given parameters as arguments, and graphs take no tensors of other classes than torch's own.
+        """
         super().load_model(*args, **kwargs)
+        if self.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
+            _make_parameters_plain(self.model)
         if self.compilation_config.cudagraph_mode.has_full_cudagraphs():
             self.model = StaticGraphWrapper(self.model, self.vllm_config, CUDAGraphMode.FULL)
 
@@ -122,6 +128,21 @@ class GraphCpuModelRunner(CPUModelRunner):
                 total.failures,
                 reasons or "none",
             )
+
+
+def _make_parameters_plain(model: torch.nn.Module) -> None:
+    """Put parameters of torch's class in the place of those of vLLM's classes, with the same memory.
+
+    vLLM's classes know how a checkpoint is loaded into them, and compute as torch's does. Modules go on sharing what
+    they shared.
+    """
+    plain = dict[torch.nn.Parameter, torch.nn.Parameter]()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if isinstance(parameter, BasevLLMParameter):
+                if parameter not in plain:
+                    plain[parameter] = torch.nn.Parameter(parameter.data, requires_grad=False)
+                setattr(module, name, plain[parameter])
 
 
 def _run_compiler() -> None:
