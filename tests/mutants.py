@@ -27,6 +27,7 @@ os.environ["GRAPHDISPATCH_NATIVE"] = "0"
 os.environ["PYTHONHASHSEED"] = "0"
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))  # the faults are put into this tree, wherever another is installed
 KNOWN = Path(__file__).with_suffix(".json")
 PER_MODULE = 12
 LIMIT_S = 300.0
