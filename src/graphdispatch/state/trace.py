@@ -366,7 +366,13 @@ class CodeTrace(CodeNotes, CodeListener):
         seen = set[int]()
         while modules:
             module = modules.pop()
-            if issubclass(type(module), types.ModuleType) and id(module) not in seen:
+            if type(module) is dict and "__builtins__" in module and id(module) not in seen:
+                # Variables of functions that belong to no module, as a compiler names them.
+                seen.add(id(module))
+                names = [name for name in reads.attributes if name in module]
+                self._use(notes, module, names, "")
+                modules += (module[name] for name in names)
+            elif issubclass(type(module), types.ModuleType) and id(module) not in seen:
                 seen.add(id(module))
                 names = [name for name in reads.attributes if name in vars(module)]
                 if objects.is_settings(module):  # of a library, whether somebody replaced what the code calls
