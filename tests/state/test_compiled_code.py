@@ -202,3 +202,12 @@ def test_code_that_nobody_hears_of_is_refused(fn: Any) -> None:
         served(torch.randn(4, 3))
     assert not served.stats.hits
     assert served.last_decision.reason is gd.Reason.STATE_UNSEEN
+
+
+def test_a_thread_that_prewarm_does_not_start_leaves_nothing() -> None:
+    """Python lists no thread that never lived."""
+    before = threading.enumerate()
+    served = gd.graphed(in_a_thread, dynamic={"x": 0}, sizes=[4])
+    report = served.prewarm(torch.randn(4, 3))
+    assert list(report.reasons.values()) == [gd.Reason.STATE_UNSEEN]
+    assert [thread for thread in threading.enumerate() if thread.name != "graphdispatch-tape"] == before
