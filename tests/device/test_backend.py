@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -304,6 +305,30 @@ def test_a_weak_reference_keeps_nothing(backend: Backend) -> None:
     other = x_of(7)
     assert other.data_ptr() == address
     assert weak.cpu()[0, 0] == 7
+
+
+def test_threads_on_one_stream_go_back_to_their_own(backend: Backend) -> None:
+    """Whoever leaves it first: torch's stream, entered itself, would lead each to where the other one was."""
+    shared, inside, left, after = backend.make_stream(), [threading.Event(), threading.Event()], threading.Event(), []
+
+    def leaves_first() -> None:
+        with backend.use_stream(backend.make_stream()) as own:
+            shared.submit(lambda: (inside[0].set(), inside[1].wait(30)))
+            after.append(backend.current_stream() == own)
+        left.set()
+
+    def leaves_last() -> None:
+        with backend.use_stream(backend.make_stream()) as own:
+            inside[0].wait(30)
+            shared.submit(lambda: (inside[1].set(), left.wait(30)))
+            after.append(backend.current_stream() == own)
+
+    threads = [threading.Thread(target=one) for one in (leaves_first, leaves_last)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert after == [True, True]
 
 
 def test_streams_and_pools_of_others_are_refused(backend: Backend) -> None:

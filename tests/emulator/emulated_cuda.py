@@ -380,7 +380,8 @@ def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 def unseen(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel as one of torch's, of which a profiler written in Python sees nothing."""
     table: dict[str, Any] = {"kernel": kernel, "written": (FunctionType, MethodType), "__file__": torch.__file__}
-    table |= {"getprofile": sys.getprofile, "setprofile": sys.setprofile}
+    # By a partial, of which a profiler hears nothing: code that is heard to take the profiler away gets no graph.
+    table |= {"getprofile": sys.getprofile, "setprofile": functools.partial(sys.setprofile)}
     exec(compile(UNSEEN, "<kernel>", "exec"), table)
     return cast("Callable[..., Any]", table["unseen"])
 

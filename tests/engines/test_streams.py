@@ -4,7 +4,7 @@ Overlap and order are shown with barriers and gates inside custom operators.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -318,6 +318,30 @@ def test_a_worker_closed_after_it_was_chosen_leaves_the_call_to_the_runner() -> 
     assert dispatcher.dispatch(KEY, 1) == "eager"
     assert dispatcher.stats.reasons == {Reason.NOT_CAPTURED: 1}
     dispatcher.close()
+
+
+def test_a_worker_closed_behind_a_step_has_run_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stream takes no mark any more; the step is finished, and not run by the runner again."""
+    count = torch.zeros(())
+
+    def counts(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        return x * 2
+
+    dispatcher = StreamDispatcher(counts, 1, backend=get_backend(ThreadBackend.name), options=TRUST)
+    dispatcher.capture(KEY, (batch(0.0),))
+    stream = dispatcher.workers[0].stream
+    submit = stream.submit
+
+    def closing(work: Callable[[], None]) -> None:
+        submit(work)
+        monkeypatch.undo()
+        dispatcher.close()
+
+    monkeypatch.setattr(stream, "submit", closing)
+    x = torch.randn(2, 3)
+    assert torch.equal(dispatcher.submit(KEY, x).result(), x * 2)
+    assert (count.item(), dispatcher.stats.graph, dispatcher.stats.eager) == (1, 1, 0)
 
 
 def test_a_closed_worker_takes_no_step() -> None:

@@ -1,4 +1,4 @@
-"""A stand-in for what the backend calls of ``torch.cuda`` and ``torch.accelerator``, with CUDA's rules about captures.
+"""A stand-in for the parts of ``torch.cuda`` that the backend calls, with CUDA's rules about captures and pools.
 
 It keeps the books that matter: which stream captures, which handles the allocator records into, how many graphs hold
 each handle. Faults are scripted; nothing computes.
@@ -185,7 +185,7 @@ class ScriptedCUDA:
         return self.segments
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        """Take the place of both for one test."""
+        """Take the place of ``torch.cuda`` for one test."""
         graph = type("Graph", (ScriptedGraph,), {"driver": self})
         surface: dict[str, Any] = {
             "CUDAGraph": graph,
@@ -195,6 +195,8 @@ class ScriptedCUDA:
             "set_stream": self.set_stream,
             "stream": self.on_stream,
             "device": self.on_device,
+            "set_device": self.set_device,
+            "current_device": lambda: self.device,
             "synchronize": lambda device=None: self.log.append("synchronize"),
             "mem_get_info": self.memory,
             "memory_reserved": lambda device=None: self.reserved,
@@ -206,13 +208,6 @@ class ScriptedCUDA:
         }
         for name, value in surface.items():
             patch.setattr(torch.cuda, name, value)
-        common: dict[str, Any] = {
-            "set_device_index": self.set_device,
-            "current_device_index": lambda: self.device,
-            "get_memory_info": self.memory,
-        }
-        for name, value in common.items():
-            patch.setattr(torch.accelerator, name, value)
         bindings: dict[str, Any] = {
             "_cuda_endAllocateToPool": self.end_allocate,
             "_cuda_releasePool": lambda index, handle: self.release(handle),

@@ -73,6 +73,18 @@ def test_what_torch_does_to_begin_is_hidden_from_modes(driver: ScriptedCUDA, bac
     assert len(seen) == 1
 
 
+def test_the_accelerator_of_the_process_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch, driver: ScriptedCUDA, backend: Backend, pool: Pool
+) -> None:
+    """It may be another one, that some package has registered."""
+    monkeypatch.setattr(torch, "accelerator", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    capture(backend, pool).replay()
+    backend.synchronize()
+    assert (type(backend).is_available(), type(backend).default_index()) == (True, 0)
+    assert_restored(driver)
+
+
 def test_a_capture_is_prepared_and_cleaned_up_in_order(driver: ScriptedCUDA, backend: Backend, pool: Pool) -> None:
     """The device is idle and the workspaces are forgotten before; after it they are forgotten again."""
     capture(backend, pool)

@@ -100,6 +100,56 @@ def test_what_compiled_code_reads_is_compared(name: str, change: str) -> None:
     assert torch.equal(served(x), fn(x))
 
 
+def test_a_variable_named_as_a_local_one_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that keeps its batch under the name of the module's parameter."""
+    served = gd.graphed(
+        torch.compile(nn.Linear(3, 3), backend="eager"),
+        dynamic={"input": 0},
+        sizes=[4],
+        options=gd.CUDAGraphOptions(gc_disable=False, capture_after=1),
+    )
+    inside = gd.graphed(
+        torch.compile(Lines(), backend="eager"),
+        dynamic={"x": 0},
+        sizes=[4],
+        options=gd.CUDAGraphOptions(gc_disable=False, capture_after=1),
+    )
+    for _ in range(6):
+        x = torch.randn(4, 3)
+        monkeypatch.setitem(globals(), "x", x)
+        monkeypatch.setitem(globals(), "input", x)
+        served(x)
+        inside(x)
+    assert served.stats.hits
+    assert inside.stats.hits
+
+
+class Lines(nn.Module):
+    """It uses a class of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x)
+
+
+def test_variables_of_functions_of_no_module() -> None:
+    """Functions that ``exec`` made have variables of their own."""
+    variables: dict[str, Any] = {"SCALE": 2.0}
+    exec("def scaled(x): return x * SCALE", variables)
+    scaled = variables["scaled"]
+    fn = torch.compile(lambda x: scaled(x) + 1, backend="eager")
+    served = gd.graphed(fn, dynamic={"x": 0}, sizes=[4], options=gd.CUDAGraphOptions(gc_disable=False, capture_after=1))
+    for _ in range(5):
+        served(torch.randn(4, 3))
+    assert served.stats.hits
+    variables["SCALE"] = 3.0
+    x = torch.randn(4, 3)
+    assert torch.equal(served(x), fn(x))
+
+
 def asks(x: Tensor, y: Tensor) -> Tensor:
     """A helper that tells tensors apart by more than their form."""
     return x * 7 if x is y or x.requires_grad else x + y
@@ -152,3 +202,12 @@ def test_code_that_nobody_hears_of_is_refused(fn: Any) -> None:
         served(torch.randn(4, 3))
     assert not served.stats.hits
     assert served.last_decision.reason is gd.Reason.STATE_UNSEEN
+
+
+def test_a_thread_that_prewarm_does_not_start_leaves_nothing() -> None:
+    """Python lists no thread that never lived."""
+    before = threading.enumerate()
+    served = gd.graphed(in_a_thread, dynamic={"x": 0}, sizes=[4])
+    report = served.prewarm(torch.randn(4, 3))
+    assert list(report.reasons.values()) == [gd.Reason.STATE_UNSEEN]
+    assert [thread for thread in threading.enumerate() if thread.name != "graphdispatch-tape"] == before

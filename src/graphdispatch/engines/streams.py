@@ -119,8 +119,7 @@ class StreamWorker(Worker):
     def launch(self, step: Callable[[], Any], arguments: Any) -> StreamResult:
         """Put a step on the worker's queue: see Note [a step on a worker's stream]. Raises ``BackendError`` after
         ``close``."""
-        if self.is_closed:
-            raise BackendError("this worker takes no more steps: its dispatcher was closed, or the process forked")
+        self._check_open()
         arrived, done = self.backend.make_event(), self.backend.make_event()
         outcome = StreamResult(self.backend, self.index, done)
         arrived.record()
@@ -132,8 +131,17 @@ class StreamWorker(Worker):
             return step()
 
         self.stream.submit(lambda: outcome.fill(after_caller))
-        done.record(self.stream)
+        try:
+            done.record(self.stream)
+        except BackendError:
+            if not self.is_closed:
+                raise
+            self.stream.close()  # another thread closes it: it finishes the step, which must not run again
         return outcome
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise BackendError("this worker takes no more steps: its dispatcher was closed, or the process forked")
 
     def close(self) -> None:
         """Finish all steps, and release the graphs captured here, the pool and the stream. Idempotent."""

@@ -18,7 +18,9 @@ from .bytecode import CodeReads
 _MADE = "__compiled_fn"
 """How the names of compiled graphs begin."""
 _VARIABLES = re.compile(r"(?:\bG|\['__builtins_dict\w*'\])\['(\w+)'\]")
-_NAMES = re.compile(r"[.']([^\W\d]\w*)")
+_NAMES = re.compile(r"(?<!\WL\[)(?<!\(key=)[.']([^\W\d]\w*)")
+"""Not those of local variables, of which a script often has one of the same name."""
+_CLASSES = re.compile(r"<class '[^']*'>")
 _ASKED = re.compile(r"hasattr\(.*, '(\w+)'\)")
 _OF_COMPILER = ("_dynamo_", "__builtins_dict", _MADE)
 """How names begin that the compiler gives. What a compiled graph keeps for itself is torch's."""
@@ -71,7 +73,7 @@ def with_guards(reads: CodeReads, original: CodeType) -> tuple[CodeReads, frozen
 def _named_by(guards: Any) -> tuple[frozenset[str], ...]:
     """Attributes, variables, and attributes that need not be there."""
     if guards not in _seen:
-        text = str(guards)  # guards of dicts stand nowhere else
+        text = _CLASSES.sub("", str(guards))  # guards of dicts stand nowhere else
         found = (pattern.findall(text) for pattern in (_NAMES, _VARIABLES, _ASKED))
         _seen[guards] = tuple(frozenset(name for name in each if not _is_compilers(name)) for each in found)
     return _seen[guards]

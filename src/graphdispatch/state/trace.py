@@ -63,6 +63,8 @@ _UNHEARD = {
 }
 """Functions after which code runs that nobody hears of, with their modules: on another thread, or with a profiler of
 its own, which takes the place of what listens before Python 3.12."""
+_START = threading.Thread.start.__code__
+"""A run has to end before it: it notes the thread as one that lives, until it has begun."""
 _IN_BLOCKS = ("__enter__", "__exit__")  # of a block, which gives back what it takes; the first of them is not seen
 
 
@@ -287,6 +289,8 @@ class CodeTrace(CodeNotes, CodeListener):
                 self.asked |= asked
         except UntoldError:
             self._note_unseen(f"{code.co_name}(), which torch.compile made and tells nothing of")
+        if code is _START and notes is self:
+            self._note_unseen("start() of a thread, which runs code unheard")
         names = reads.attributes | reads.variables
         if not names.isdisjoint(("environ", "getenv")) and not objects.is_torch_code(path):
             notes.reads_environment = True
@@ -366,7 +370,13 @@ class CodeTrace(CodeNotes, CodeListener):
         seen = set[int]()
         while modules:
             module = modules.pop()
-            if issubclass(type(module), types.ModuleType) and id(module) not in seen:
+            if type(module) is dict and "__builtins__" in module and id(module) not in seen:
+                # Variables of functions that belong to no module, as a compiler names them.
+                seen.add(id(module))
+                names = [name for name in reads.attributes if name in module]
+                self._use(notes, module, names, "")
+                modules += (module[name] for name in names)
+            elif issubclass(type(module), types.ModuleType) and id(module) not in seen:
                 seen.add(id(module))
                 names = [name for name in reads.attributes if name in vars(module)]
                 if objects.is_settings(module):  # of a library, whether somebody replaced what the code calls

@@ -48,9 +48,17 @@ class AcceleratorBackend(Backend):
             return False
 
     @classmethod
-    def default_index(cls) -> int | None:
+    def default_index(cls) -> int:
         """The index of the calling thread's current device."""
         return int(torch.accelerator.current_device_index())
+
+    def set_index(self, index: int) -> None:
+        """Make another device current on the calling thread."""
+        torch.accelerator.set_device_index(index)
+
+    def memory_info(self) -> tuple[int, int]:
+        """The device's free bytes, and all; raises ``RuntimeError`` if it cannot tell."""
+        return torch.accelerator.get_memory_info(self.device)
 
     def make_pool(self) -> Pool:
         """A new, empty pool; it takes no memory before the first capture."""

@@ -118,7 +118,7 @@ class AcceleratorCapture(Capture):
             self._stream = backend.capture_stream.native
             handle = self._pool.handle()
             self._native = backend.make_graph(handle)
-            self._caller_device = torch.accelerator.current_device_index()
+            self._caller_device = backend.default_index()
             self._caller_stream = backend.api.current_stream(device)
         except BaseException as error:
             CAPTURE_LOCK.release()
@@ -190,7 +190,7 @@ class AcceleratorCapture(Capture):
             with contextlib.suppress(RuntimeError):
                 self._pool.backend.api.set_stream(self._caller_stream)
             with contextlib.suppress(RuntimeError):
-                torch.accelerator.set_device_index(self._caller_device)
+                self._pool.backend.set_index(self._caller_device)
             with contextlib.suppress(RuntimeError):
                 self.clean_up()
                 self._caller_stream.wait_stream(self._stream)
@@ -200,12 +200,12 @@ class AcceleratorCapture(Capture):
 
     def _unaccounted_bytes(self) -> int:
         """Bytes that are in use on the device but not held by the caching allocator; 0 if the device cannot tell."""
-        device = self._pool.device
+        backend = self._pool.backend
         try:
-            free, total = torch.accelerator.get_memory_info(device)
+            free, total = backend.memory_info()
         except RuntimeError:
             return 0
-        return int(total - free - self._pool.backend.api.memory_reserved(device))
+        return int(total - free - backend.api.memory_reserved(backend.device))
 
 
 def raise_classified(error: BaseException, device: torch.device) -> NoReturn:

@@ -24,7 +24,7 @@ class CUDAStream(DeviceStream):
 
 
 class CUDABackend(AcceleratorBackend):
-    """CUDA graphs on one GPU, where CUDA is the process's accelerator.
+    """CUDA graphs on one GPU, also where some package has registered another accelerator with torch.
 
     All captures of a device run on one stream, made on first use. Nothing touches CUDA before it is needed.
     """
@@ -34,6 +34,27 @@ class CUDABackend(AcceleratorBackend):
     api: ClassVar[Any] = torch.cuda
     pool_type = CUDAPool
     capture_type = CUDACapture
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """Whether torch was built with CUDA and sees a GPU. Never raises."""
+        try:
+            return bool(torch.cuda.is_available())
+        except (RuntimeError, AssertionError, Warning):  # an old driver warns, and warnings may be errors
+            return False
+
+    @classmethod
+    def default_index(cls) -> int:
+        """The index of the calling thread's current device."""
+        return int(torch.cuda.current_device())
+
+    def set_index(self, index: int) -> None:
+        """Make another device current on the calling thread."""
+        torch.cuda.set_device(index)
+
+    def memory_info(self) -> tuple[int, int]:
+        """The device's free bytes, and all."""
+        return torch.cuda.mem_get_info(self.device)
 
     def is_capturing(self) -> bool:
         """Whether anyone is capturing the calling thread's current stream. Never raises."""
