@@ -521,3 +521,13 @@ def test_a_policy_is_one() -> None:
     assert isinstance(CudagraphDispatcher(double).policy, DefaultDispatchPolicy)
     with pytest.raises(ConfigError, match="policy must be"):
         CudagraphDispatcher(double, "fast")  # type: ignore[arg-type]
+
+
+def test_a_policy_is_replaced_at_any_time() -> None:
+    """None is the default one; anything else is refused at once, and nothing changes."""
+    dispatcher = CudagraphDispatcher(double, policy=DefaultDispatchPolicy(min_tokens_for_graph=4))
+    dispatcher.policy = None
+    assert isinstance(dispatcher.policy, DefaultDispatchPolicy)
+    with pytest.raises(ConfigError, match="policy must be"):
+        dispatcher.policy = "fast"
+    assert dispatcher.policy.should_use_graph(DispatchKey(1, 1), graph_available=True)

@@ -70,14 +70,10 @@ class CudagraphDispatcher(MadeAnew):
     ) -> None:
         check_callable("eager_runner", eager_runner)
         check_count("max_cached_graphs", max_cached_graphs)
-        if policy is not None and not isinstance(policy, DispatchPolicy):
-            raise ConfigError(f"policy must be a DispatchPolicy or None, got {shown(policy)}")
         self.eager_runner = eager_runner
-        self.policy = policy or DefaultDispatchPolicy()
-        """What decides, among the graphs of a key, whether and how to use them. It may be replaced at any time."""
+        self.policy = policy
         self.max_cached_graphs = max_cached_graphs
-        self.enabled_modes = frozenset(DispatchMode)
-        """The modes that are allowed now."""
+        self._enabled_modes = frozenset(DispatchMode)
         self._lock = make_lock()
         self._meter = _LatencyMeter()
         self._dummy_fn: Callable[[DispatchKey], Any] | None = None
@@ -86,9 +82,26 @@ class CudagraphDispatcher(MadeAnew):
         self.workers: Sequence[Worker] = (Worker(eager_runner, max_cached_graphs),)
         """Where the graphs are registered and served."""
 
+    @property
+    def policy(self) -> DispatchPolicy:
+        """What decides, among the graphs of a key, whether and how to use them. It may be replaced at any time, by None
+        with the default one."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: DispatchPolicy | None) -> None:
+        if policy is not None and not isinstance(policy, DispatchPolicy):
+            raise ConfigError(f"policy must be a DispatchPolicy or None, got {shown(policy)}")
+        self._policy = policy or DefaultDispatchPolicy()
+
+    @property
+    def enabled_modes(self) -> frozenset[DispatchMode]:
+        """The modes that are allowed now: see ``enable_mode`` and ``disable_mode``."""
+        return self._enabled_modes
+
     def _recipe(self) -> Any:
         make, args, kwargs, _ = super()._recipe()
-        return make, args, kwargs, {"policy": self.policy, "enabled_modes": self.enabled_modes}
+        return make, args, kwargs, {"policy": self.policy, "_enabled_modes": self.enabled_modes}
 
     def register_graph(
         self,
@@ -362,7 +375,7 @@ class CudagraphDispatcher(MadeAnew):
         """
         check_type("mode", mode, DispatchMode, "a DispatchMode, as DispatchMode.PIECEWISE")
         with self._lock:
-            self.enabled_modes |= {mode}
+            self._enabled_modes |= {mode}
 
     def disable_mode(self, mode: DispatchMode) -> None:
         """Forbid a mode; graphs stay registered.
@@ -377,7 +390,7 @@ class CudagraphDispatcher(MadeAnew):
         if mode is DispatchMode.EAGER:
             raise ConfigError("EAGER cannot be disabled: it serves whatever no graph can")
         with self._lock:
-            self.enabled_modes -= {mode}
+            self._enabled_modes -= {mode}
 
     @property
     def num_graphs(self) -> int:
