@@ -72,10 +72,11 @@ def test_the_model_of_a_sentence_transformer_is_served(encoder: Any, tmp_path: P
 
 
 def test_a_module_of_a_sentence_transformer_answers_as_before(encoder: Any) -> None:
-    """It writes its result into the dict that it is given, which graphs do not do: refused, with that reason."""
+    """It is given a mapping of a class that torch does not know, and writes its result into it: refused in words."""
     expected = [encoder.encode(texts, convert_to_tensor=True) for texts in TEXTS]
     handle = gd.attach(encoder[0], dynamic={f"features['{name}']": 0 for name in NAMES}, sizes=(4,))
     for _ in range(3):
         for texts, embeddings in zip(TEXTS, expected, strict=True):
             torch.testing.assert_close(encoder.encode(texts, convert_to_tensor=True), embeddings)
-    assert gd.Reason.STATE_REBOUND in handle.stats.reasons
+    assert set(handle.stats.reasons) == {gd.Reason.NO_TENSORS}
+    assert "BatchEncoding" in handle.last_decision.explain()

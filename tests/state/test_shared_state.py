@@ -178,3 +178,49 @@ def test_what_another_thread_changes_meanwhile_stays() -> None:
     thread.join(60)
     assert not step.stats.captures, step.stats.reasons
     assert vars(engine) == {"queue": [1], "busy": False, "added": 1}
+
+
+class Monitor(threading.Thread):
+    """A thread that notes when it woke, as progress bars have one."""
+
+    woken = 0
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.stop = threading.Event()
+
+    def run(self) -> None:
+        self.stop.wait(20)
+
+
+class Observed:
+    """It reaches a thread, and reads attributes under names that it does not spell."""
+
+    def __init__(self) -> None:
+        self.monitor, self.name, self.scale = Monitor(), "scale", 2.0
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return x * getattr(self, self.name)
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_what_a_thread_notes_of_itself_is_no_change_by_the_call(runs: bool) -> None:
+    """It stays, and the call is captured. What a thread holds that does not run is state like any other."""
+    observed, gate = Observed(), Gate(1)
+    step = served(observed.step)
+
+    def capture() -> None:
+        with torch.no_grad(), gate:
+            step(torch.randn(4, 3))
+
+    if runs:
+        observed.monitor.start()
+    thread = threading.Thread(target=capture)
+    thread.start()
+    assert gate.inside.wait(20)
+    observed.monitor.woken = 5
+    gate.go_on.set()
+    thread.join(60)
+    observed.monitor.stop.set()
+    assert (step.stats.captures, step.stats.reasons[gd.Reason.STATE_REBOUND]) == (runs, not runs)
+    assert observed.monitor.woken == 5

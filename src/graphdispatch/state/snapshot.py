@@ -39,6 +39,13 @@ class Holder(NamedTuple):
     way: Way
     before: Any
 
+    @property
+    def is_set_by_itself(self) -> bool:
+        """Whether these are the attributes of another thread that runs: it sets them at any time."""
+        if not (self.way.is_by_name and issubclass(type(self.value), threading.Thread)):
+            return False
+        return self.value is not threading.current_thread() and any(one is self.value for one in threading.enumerate())
+
     def change(self, names: Collection[str] | None = None) -> str | None:
         """How it differs from before, in words, or None; with ``names``, of attributes those of these names alone."""
         now, before = self.way.read(self.value), self.before
