@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 
 from graphdispatch import CUDAGraphOptions, DispatchKey, Reason, graphed
 from graphdispatch.backends import Backend, get_backend
+from graphdispatch.backends.base import Stream
 from graphdispatch.backends.insight import OperatorMode, reveal_operators
 from graphdispatch.engines import StreamDispatcher
 from graphdispatch.errors import BackendError, CaptureError, DeviceLostError, ReplayError
@@ -329,6 +330,39 @@ def test_threads_on_one_stream_go_back_to_their_own(backend: Backend) -> None:
     for thread in threads:
         thread.join()
     assert after == [True, True]
+
+
+def test_no_made_stream_is_that_of_captures(backend: Backend) -> None:
+    """Although torch hands out the same few in turn."""
+    streams = [backend.make_stream() for _ in range(100)]
+    assert len(set(streams)) > 8
+    assert backend.capture_stream not in streams
+
+
+def test_a_call_that_another_thread_records_is_refused(backend: Backend) -> None:
+    """A thread with torch's own stream, which is that of captures: what it submits is recorded, so its call says so."""
+    step, x, results = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE), x_of(5), list[Any]()
+    step(x), step(x)
+    assert_served(step, x)
+
+    def call(stream: Stream) -> None:
+        try:
+            with backend.use_stream(stream):
+                results.append(step(x).cpu())
+        except BackendError as error:
+            results.append(str(error))
+
+    streams = backend.capture_stream, backend.make_stream()
+    capture = backend.begin_capture(backend.make_pool())
+    try:
+        for stream in streams:
+            thread = threading.Thread(target=call, args=[stream])
+            thread.start()
+            thread.join()
+    finally:
+        capture.abort()
+    assert "another thread is capturing" in results[0]
+    torch.testing.assert_close(results[1], torch.full((4, 3), 6.0))
 
 
 def test_streams_and_pools_of_others_are_refused(backend: Backend) -> None:

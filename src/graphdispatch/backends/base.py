@@ -397,6 +397,9 @@ class Backend(Shared, ABC):
         """Whether the calling thread is in a ``watched`` block, or anyone is capturing its work."""
         return self.watch.depth > 0 or self.is_capturing()
 
+    def refuse_foreign_work(self) -> None:
+        """Raise ``BackendError`` if another thread's capture is recording what the calling thread submits."""
+
     def weak_reference(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor on the same memory that does not own it.
 

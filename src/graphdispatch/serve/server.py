@@ -347,11 +347,12 @@ class Server:
 
         The thread is in a capture, in a break of a replay in this pool, in somebody's mode, or in forward-mode
         differentiation, or the graphs are asleep. Needs no lock, and must be asked before one is taken: a break runs
-        with its pool's lock held.
+        with its pool's lock held. Raises ``BackendError`` if another thread's capture records what this one submits.
         """
         graphs, entry = self.graphs, route.entry
         backend, pool = (graphs.backend, graphs.pool) if entry is None else (entry.backend, entry.pool)
         if backend is not None and (backend.watch.depth or backend.is_capturing()):
+            backend.refuse_foreign_work()
             return Reason.INSIDE_CAPTURE
         if pool is not None and pool.replaying_on is not None and pool.is_inside_replay():
             return Reason.INSIDE_REPLAY

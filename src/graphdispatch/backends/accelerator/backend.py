@@ -1,12 +1,14 @@
 """The backend of one accelerator."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
 
+from ...copying import make_lock
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
 from ..base import CAPTURE_LOCK, Backend, Capture, Event, Pool, Stream
@@ -37,6 +39,10 @@ class AcceleratorBackend(Backend):
         if device.index is None:
             raise BackendError(f"device must have an index, got {device}; write '{device.type}:0'")
         super().__init__(device)
+        self.capturer: int | None = None
+        """The thread that records on the stream of captures now."""
+        self._making = make_lock()
+        self._capture_stream: DeviceStream | None = None
 
     @classmethod
     def is_available(cls) -> bool:
@@ -86,8 +92,26 @@ class AcceleratorBackend(Backend):
         return DeviceStream(current_stream(self.device.index))
 
     def make_stream(self) -> DeviceStream:
-        """A new stream of the device."""
+        """A stream of the device, never that of captures. Torch hands out the same few in turn."""
+        made = self.next_stream()
+        return self.next_stream() if made == self.capture_stream else made
+
+    def next_stream(self) -> DeviceStream:
+        """The stream that torch hands out next."""
         return DeviceStream(torch.Stream(self.device))
+
+    def refuse_foreign_work(self) -> None:
+        """Raise ``BackendError`` if another thread is recording what the calling thread submits to its current stream.
+
+        Threads may get the stream of captures from torch, which hands out the same few streams in turn.
+        """
+        capturer = self.capturer
+        if capturer not in (None, threading.get_ident()) and self.current_stream() == self.capture_stream:
+            raise BackendError(
+                f"another thread is capturing on this thread's current stream of {self.device}: what is submitted here "
+                "is recorded and does not run; use a stream of the backend's make_stream(), or prewarm() before "
+                "threads serve"
+            )
 
     @contextmanager
     def use_stream(self, stream: Stream) -> Iterator[Stream]:
@@ -140,10 +164,13 @@ class AcceleratorBackend(Backend):
         except (RuntimeError, NotImplementedError):
             return tensor
 
-    @cached_property
+    @property
     def capture_stream(self) -> DeviceStream:
-        """The stream of all captures. Ask for it with ``CAPTURE_LOCK`` held."""
-        return self.make_stream()
+        """The stream of all captures, made on first use."""
+        if self._capture_stream is None:
+            with self._making:
+                self._capture_stream = self._capture_stream or self.next_stream()
+        return self._capture_stream
 
     def make_graph(self, handle: Handle | None) -> Any:
         """An empty graph that captures into a pool, or into a new one."""

@@ -13,6 +13,7 @@ Note [why not torch.cuda.graph]
 """
 
 import contextlib
+import threading
 from typing import Any, NoReturn
 
 import torch
@@ -112,15 +113,18 @@ class AcceleratorCapture(Capture):
         """Begin a recording. On failure, restore everything and raise ``CaptureError``, caused by its error."""
         backend, device = self._pool.backend, self._pool.device
         CAPTURE_LOCK.acquire()
+        if backend.is_capturing():
+            CAPTURE_LOCK.release()
+            raise CaptureError("a capture is already under way on this thread; end it first", Reason.INSIDE_CAPTURE)
+        backend.capturer = threading.get_ident()
         try:
-            if backend.is_capturing():
-                raise CaptureError("a capture is already under way on this thread; end it first", Reason.INSIDE_CAPTURE)
             self._stream = backend.capture_stream.native
             handle = self._pool.handle()
             self._native = backend.make_graph(handle)
             self._caller_device = backend.default_index()
             self._caller_stream = backend.api.current_stream(device)
         except BaseException as error:
+            backend.capturer = None
             CAPTURE_LOCK.release()
             raise_classified(error, device)
         self.is_open = True
@@ -186,6 +190,7 @@ class AcceleratorCapture(Capture):
     def _leave(self) -> None:
         """Restore the caller's device and stream, and release the lock. Never raises."""
         self.is_open = False
+        self._pool.backend.capturer = None
         try:
             with contextlib.suppress(RuntimeError):
                 self._pool.backend.api.set_stream(self._caller_stream)

@@ -67,8 +67,8 @@ class CUDABackend(AcceleratorBackend):
         """The device's current stream on the calling thread."""
         return CUDAStream(torch.cuda.current_stream(self.device))
 
-    def make_stream(self) -> DeviceStream:
-        """A new stream of the device."""
+    def next_stream(self) -> DeviceStream:
+        """The stream that torch hands out next."""
         return CUDAStream(torch.cuda.Stream(self.device))
 
     def make_event(self, *, timing: bool = False) -> Event:
