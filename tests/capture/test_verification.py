@@ -322,7 +322,7 @@ def test_zeros_tell_nothing_of_a_number_of_rows(dim: int) -> None:
     check_rows(step, *[shapes[1][0]] * 4, width=shapes[1][1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex128], ids=str)
 def test_memory_that_nothing_wrote_is_not_compared(dtype: torch.dtype) -> None:
     """Half of an output and half of the state come from ``torch.empty``; what was written is compared, and served."""
     state = torch.zeros(4, 6, dtype=dtype)

@@ -5,10 +5,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
 
 import pytest
 
 from graphdispatch.state import objects
+from graphdispatch.state.walk import StateWalk
 
 
 @contextmanager
@@ -47,3 +50,17 @@ def test_a_dict_is_read_as_it_is_at_one_moment(kind: type[dict[int, int]]) -> No
             entries = objects.content(table)
             half = len(entries) // 2
             assert entries[half:] == [-key for key in entries[:half]]
+
+
+def test_what_describes_a_class_is_not_walked() -> None:
+    """Fields and annotations of a dataclass are many objects and no state; its data is state, whatever its name."""
+
+    @dataclass
+    class Settings:
+        width: Annotated[int, object()] = field(default=4, metadata={"unit": "columns"})
+        __registry__: ClassVar[dict[str, int]] = {"calls": 0}
+
+    walk = StateWalk(Settings())
+    assert not walk.knows(Settings.__dataclass_fields__["width"])
+    Settings.__registry__["calls"] = 1
+    assert "__registry__" in str(walk.change())

@@ -396,17 +396,12 @@ class EffectRecorder(OperatorMode):
         """
         if not self.reserves_memory or value.dtype.itemsize == 1 or not is_strided(value):
             return None
-        size = value.dtype.itemsize
-        marked = (
-            value.detach()
-            .resolve_conj()
-            .resolve_neg()
-            .reshape(-1, 1)
-            .clone(memory_format=torch.contiguous_format)
-            .view(torch.uint8)
-            == _UNWRITTEN
-        )
-        found = marked.view(-1, size).all(1).view(value.shape)
+        held = value.detach().resolve_conj().resolve_neg()
+        if is_pair := held.dtype is torch.complex128:
+            held = torch.view_as_real(held)
+        size = held.dtype.itemsize
+        found = held.view(_INTEGERS[size]) == int.from_bytes(bytes([_UNWRITTEN]) * size, "little", signed=True)
+        found = found.all(-1) if is_pair else found
         return found if bool(found.any()) else None
 
     def made_storages(self) -> set[int]:
@@ -537,6 +532,7 @@ def _fills_new_memory() -> bool:
 
 
 _UNWRITTEN = 0x5B
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _mark_unwritten(made: Any) -> None:

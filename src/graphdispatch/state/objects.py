@@ -97,6 +97,12 @@ _OPAQUE = (
 """Compiled classes whose objects code reads and writes without calling a method of theirs."""
 
 
+_DESCRIBES = frozenset(
+    (
+        *("__annotations__", "__match_args__", "__orig_bases__", "__parameters__", "__type_params__", "__signature__"),
+        *("__dataclass_fields__", "__dataclass_params__"),
+    )
+)
 _NOTHING_IN = (*CONSTANTS, *_TRUSTED)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 _COMPILED_MEMBERS: dict[type, tuple[str, ...]] = {
@@ -271,6 +277,12 @@ def _nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _nested_codes(constant)
+
+
+def describes(name: str) -> bool:
+    """Whether a class attribute of this name describes the class to ``typing``, ``dataclasses`` or pydantic. It may be
+    rebound, but what it holds is no state."""
+    return name in _DESCRIBES or name.startswith("__pydantic_")
 
 
 def functions_in(value: Any) -> list[types.FunctionType]:

@@ -138,8 +138,9 @@ CONTEXT = _way_of_members(
 )
 ENVIRONMENT = _way_of_members(dict, operator.setitem, operator.delitem)
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__name__", "__doc__")
+_LABELS, _get_all = tuple(f".{name}" for name in _OF_FUNCTIONS), operator.attrgetter(*_OF_FUNCTIONS)
 FUNCTION = _way_of_members(
-    lambda fn: {f".{name}": getattr(fn, name) for name in _OF_FUNCTIONS},
+    lambda fn: dict(zip(_LABELS, _get_all(fn), strict=True)),
     lambda fn, label, held: setattr(fn, label[1:], held),
     lambda *_: None,  # they are always there
 )

@@ -320,6 +320,8 @@ class StateWalk:
                 yield "", type(kind)
                 held = self._hold(path, kind, snapshot.CLASS)
                 for name, inner in held.items():
+                    if objects.describes(name):
+                        continue
                     functions = objects.functions_in(inner)
                     for fn in functions:
                         if id(fn) not in self._seen:
