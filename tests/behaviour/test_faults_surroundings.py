@@ -175,14 +175,14 @@ def test_in_a_child_the_collector_runs() -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_batch_of_captures_leaves_the_collector_as_it_was(frozen: bool) -> None:
+def test_captures_leave_the_collector_as_it_was(frozen: bool) -> None:
     """Also one that fails: it runs again, and what the process has frozen stays frozen."""
     if frozen:
         gc.freeze()
     try:
         gc.collect()  # some versions of Python freeze objects of their own in each collection
         before = gc.get_freeze_count()
-        with suppress(KeyboardInterrupt), paused_collector(sweeps=True):
+        with suppress(KeyboardInterrupt), paused_collector():
             assert not gc.isenabled()
             raise KeyboardInterrupt
         assert gc.isenabled()

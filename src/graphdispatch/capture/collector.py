@@ -1,13 +1,12 @@
 """Keeps Python's garbage collector out of captures.
 
-A finaliser that runs during a CUDA capture can free a graph or unload a module, which invalidates the capture. A
-collection for each capture would make a batch of captures several times slower (pytorch#158193, sglang#8577), so a
-batch collects once, after the last.
+A finaliser that runs during a CUDA capture can free a graph or unload a module, which invalidates the capture. Nothing
+is collected in place of that: a collection for each capture would make a batch of captures several times slower
+(pytorch#158193, sglang#8577), and what a capture left behind is young, so that the collector finds it once it runs.
 """
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 from ..copying import make_lock, renew_in_child
 
@@ -44,15 +43,6 @@ class _Pauses:
 _PAUSES = _Pauses()
 
 
-@contextmanager
-def paused_collector(enabled: bool = True, *, sweeps: bool = False) -> Iterator[None]:
-    """Pause the collector within the block. Its former state comes back when the last of all threads' blocks ends.
-
-    ``sweeps`` is for a batch of captures: it collects once, after the block.
-    """
-    try:
-        with _PAUSES if enabled else nullcontext():
-            yield
-    finally:
-        if enabled and sweeps:
-            gc.collect()
+def paused_collector(enabled: bool = True) -> AbstractContextManager[object]:
+    """Pause the collector within the block. Its former state comes back when the last of all threads' blocks ends."""
+    return _PAUSES if enabled else nullcontext()

@@ -179,7 +179,7 @@ def prewarm(
     most, limit = graphs.cache.max_graphs, max_bytes or graphs.options.memory_budget_bytes
     run = _Prewarm(server, max_seconds, limit, compares_all=compare == "all")
     graphs.refresh()
-    with paused_collector(graphs.options.gc_disable, sweeps=True):
+    with paused_collector(graphs.options.gc_disable):
         every: list[Todo] = []
         examples: list[tuple[GraphGroup, Sequence[Any]]] = []
         for route, args, kwargs in calls:
