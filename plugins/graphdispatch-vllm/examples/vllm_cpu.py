@@ -9,7 +9,8 @@ graphs in each of the modes. The model is a tiny Llama with random weights, so n
 its own. ``--sizes`` takes other capture sizes, as those of a plan that ``graphdispatch plan`` has made.
 
 Speeds are in time of the processor, so that other work on the machine counts little: the thread's for a forward, the
-process's for tokens. With ``--rounds`` the engines take turns, and the best round of each counts.
+process's for tokens. A start-up includes the imports of torch and vLLM. With ``--rounds`` the engines take turns, and
+the best round of each counts.
 """
 
 import argparse
@@ -95,11 +96,10 @@ def run_all(args: argparse.Namespace, dtype: str, place: str) -> dict[str, Any]:
             for count, (forward, rate) in got["speed"].items():
                 before = found[kind]["speed"][count]
                 found[kind]["speed"][count] = [min(before[0], forward), max(before[1], rate)]
-    if args.repeats:
-        print("ms a forward, tokens/s, at 1, 4 and 16 requests; seconds of start-up, and of the processor for it:")
-        for kind, got in found.items():
-            speeds = [f"{forward:9.3f} {rate:6.0f}" for forward, rate in got["speed"].values()]
-            print(f"{kind:>20}", *speeds, *(f"{seconds:8.1f}" for seconds in got["startup"]))
+    print("ms a forward, tokens/s, at 1, 4 and 16 requests; seconds of start-up, and of the processor for it:")
+    for kind, got in found.items():
+        speeds = [f"{forward:9.3f} {rate:6.0f}" for forward, rate in got["speed"].values()]
+        print(f"{kind:>20}", *speeds, *(f"{seconds:8.1f}" for seconds in got["startup"]))
     return found
 
 
@@ -132,6 +132,7 @@ def report(kind: str, got: dict[str, Any], eager: dict[str, Any]) -> None:
 
 def run_engine(args: argparse.Namespace) -> None:
     """The child: serve the requests, write what came out."""
+    began, worked = time.perf_counter(), time.process_time()
     kind, dtype, place = args.child.split(":", 2)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(args.spawn or args.tensor_parallel > 1))
     import torch
@@ -144,7 +145,6 @@ def run_engine(args: argparse.Namespace) -> None:
     elif kind in MODES:
         mode = 3 if "PIECEWISE" in kind else 0
         how = {"compilation_config": {"mode": mode, "cudagraph_mode": kind, "cudagraph_capture_sizes": args.sizes}}
-    began, worked = time.perf_counter(), time.process_time()
     llm = LLM(
         model=place,
         load_format="dummy",
