@@ -298,14 +298,17 @@ def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     if a.dtype == torch.bool or not (a.dtype.is_floating_point or a.dtype.is_complex):
         return torch.equal(a, b)
-    a, b = a.detach().resolve_conj().resolve_neg(), b.detach().resolve_conj().resolve_neg()
-    return torch.equal(_bytes(a), _bytes(b))
+    return torch.equal(as_integers(a), as_integers(b))
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor. One of a single element counts as contiguous whatever its strides, which no view takes."""
-    whole = tensor.contiguous()
-    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of each number as an integer of its size; as two, in a further dimension, if it has 16 bytes."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = torch.view_as_real(plain) if plain.dtype is torch.complex128 else plain
+    return plain.view(_INTEGERS[plain.dtype.itemsize])
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def storage_key(tensor: torch.Tensor) -> int:

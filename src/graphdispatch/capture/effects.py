@@ -23,6 +23,7 @@ from ..backends.base import Backend
 from ..backends.insight import CompiledRegion, OperatorMode, PythonCalls, run_kernel
 from ..backends.operators import (
     OperatorKind,
+    as_integers,
     bits_equal,
     check_geometry,
     draws,
@@ -396,12 +397,9 @@ class EffectRecorder(OperatorMode):
         """
         if not self.reserves_memory or value.dtype.itemsize == 1 or not is_strided(value):
             return None
-        held = value.detach().resolve_conj().resolve_neg()
-        if is_pair := held.dtype is torch.complex128:
-            held = torch.view_as_real(held)
-        size = held.dtype.itemsize
-        found = held.view(_INTEGERS[size]) == int.from_bytes(bytes([_UNWRITTEN]) * size, "little", signed=True)
-        found = found.all(-1) if is_pair else found
+        held = as_integers(value)
+        found = held == int.from_bytes(bytes([_UNWRITTEN]) * held.dtype.itemsize, "little", signed=True)
+        found = found if held.dim() == value.dim() else found.all(-1)
         return found if bool(found.any()) else None
 
     def made_storages(self) -> set[int]:
@@ -532,7 +530,6 @@ def _fills_new_memory() -> bool:
 
 
 _UNWRITTEN = 0x5B
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _mark_unwritten(made: Any) -> None:
