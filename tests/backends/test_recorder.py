@@ -38,6 +38,13 @@ def test_what_need_not_run_is_not_replayed() -> None:
     assert (graph.num_recorded, graph.num_replayed) == (3, 1)
 
 
+def test_results_share_a_storage() -> None:
+    """As all that a graph makes: an ``out=`` kernel that asks for that, and then goes wrong, is not used."""
+    follows(lambda x: torch.linalg.qr(x)[1], 2, 3, 3)
+    follows(lambda x: torch.cat(torch.linalg.qr(x + 1)), 2, 3, 3)
+    follows(lambda x: torch.cat([one.float() for one in x.max(1)]), 4, 6)
+
+
 def _raising(name: str) -> Callable[[torch.Tensor], Any]:
     table, zero = torch.randn(3, 2), torch.zeros((), dtype=torch.int64)
     return {
