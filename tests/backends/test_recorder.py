@@ -185,9 +185,11 @@ FORBIDDEN: dict[str, Callable[[torch.Tensor], Any]] = {
     "Tensor.numpy": lambda x: x.numpy(),
     "layout": lambda x: x.to_sparse() * 2,
     "meta": lambda x: x.to("meta"),
+    "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8).dequantize(),
 }
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("name", FORBIDDEN)
 def test_forbidden_operator_is_named(name: str) -> None:
     """What no graph can hold raises, naming the operator and the user's own line."""
