@@ -38,6 +38,13 @@ def test_what_need_not_run_is_not_replayed() -> None:
     assert (graph.num_recorded, graph.num_replayed) == (3, 1)
 
 
+def test_results_share_a_storage() -> None:
+    """As all that a graph makes: an ``out=`` kernel that asks for that, and then goes wrong, is not used."""
+    follows(lambda x: torch.linalg.qr(x)[1], 2, 3, 3)
+    follows(lambda x: torch.cat(torch.linalg.qr(x + 1)), 2, 3, 3)
+    follows(lambda x: torch.cat([one.float() for one in x.max(1)]), 4, 6)
+
+
 def _raising(name: str) -> Callable[[torch.Tensor], Any]:
     table, zero = torch.randn(3, 2), torch.zeros((), dtype=torch.int64)
     return {
@@ -178,9 +185,11 @@ FORBIDDEN: dict[str, Callable[[torch.Tensor], Any]] = {
     "Tensor.numpy": lambda x: x.numpy(),
     "layout": lambda x: x.to_sparse() * 2,
     "meta": lambda x: x.to("meta"),
+    "quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8).dequantize(),
 }
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("name", FORBIDDEN)
 def test_forbidden_operator_is_named(name: str) -> None:
     """What no graph can hold raises, naming the operator and the user's own line."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
@@ -119,6 +120,24 @@ def test_generator_put_back_instead(settled: Settle) -> None:
     for _ in range(step.calls):
         torch.rand(3, generator=theirs)
     assert torch.equal(step(torch.randn(4, 3)), torch.rand(3, generator=theirs).expand(4, 3))
+
+
+def _seeds(x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(7)
+    return x * 2
+
+
+@pytest.mark.parametrize("rows", [4, 3], ids=["full", "padded"])
+def test_generator_seeded(tried: Settle, rows: int) -> None:
+    """What is drawn after the call follows the seed that it sets, each time, also where it was padded."""
+    step = tried(_seeds)
+    step.check(Reason.STATE_REBOUND)
+    drawn = []
+    for seed in range(6):
+        torch.manual_seed(seed)
+        step(torch.randn(rows, 3))
+        drawn.append(float(torch.rand(())))
+    assert len(set(drawn)) == 1
 
 
 class Owner:

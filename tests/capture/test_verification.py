@@ -109,6 +109,21 @@ def test_tolerance_is_the_users() -> None:
     assert reasons(loose, torch.randn(3, 3)) == [Reason.CAPTURED_NOW]
 
 
+def test_rounding_has_its_remedy() -> None:
+    """Torch computes more for ``svdvals`` under a mode, and rounds otherwise; the graph of the same rows is to have
+    the same bits. The reason says what to do, which serves them."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.svdvals(x)
+
+    exact, loose = make(fn), make(fn, options=CUDAGraphOptions(rtol=1e-4))
+    for x in torch.randn(8, 4, 3, 3):
+        torch.testing.assert_close(exact(x), fn(x))
+        torch.testing.assert_close(loose(x), fn(x))
+    assert "as rounding makes it; CUDAGraphOptions(rtol=0.0001) serves it" in exact.last_decision.explain()
+    assert loose.last_decision.reason is Reason.EXACT
+
+
 def test_tolerances() -> None:
     """Integers must be equal; so must what promises eager's bits, but for as much as the user allows."""
     for dtype in (torch.int64, torch.bool, torch.uint8):

@@ -139,6 +139,15 @@ def test_inputs_that_share_written_memory_are_refused() -> None:
         entry.replay({"a": memory, "b": memory})
 
 
+def test_the_state_of_a_generator_is_no_memory_that_arguments_share() -> None:
+    """It is read as a copy, whose place a later argument may take; a replay counts as one with effects all the same."""
+    generator = torch.Generator()
+    entry = capture(lambda x: x + torch.rand(x.shape, generator=generator))
+    assert entry.writes_outside
+    assert entry.written is not None
+    assert not entry.written.spans
+
+
 def test_release_is_idempotent(entry: CUDAGraphEntry) -> None:
     """Released once, its bytes are gone and every way to replay raises."""
     held = capture(lambda x: x + torch.arange(3), x=(4, 3))

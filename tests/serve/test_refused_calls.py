@@ -57,6 +57,15 @@ def serve(fn: Callable[..., Any]) -> Graphed[..., Any]:
     return graphed(fn, dynamic={"x": 0}, sizes=(ROWS,), options=options.replace(capture_after=1))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantized_tensor_is_refused() -> None:
+    """Its scale is no part of a signature. Torch warns that such tensors will go."""
+    step, x = serve(lambda x: x.dequantize()), torch.quantize_per_tensor(torch.ones(ROWS), 0.5, 0, torch.qint8)
+    assert torch.equal(step(x), torch.ones(ROWS))
+    assert step.last_decision.reason is Reason.TENSOR_SUBCLASS
+    assert "is a quantized tensor" in step.last_decision.detail
+
+
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("gradients", [False, True])
 def test_a_refused_call_is_remembered(name: str, gradients: bool) -> None:

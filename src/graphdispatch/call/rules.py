@@ -264,8 +264,11 @@ class ArgumentRules(NamedTuple):
 
         Any argument may be left out or be None, also one that only ``**kwargs`` takes, if another one is there."""
         names = {leaf.path for leaf in call.leaves} | {leaf.argument for leaf in call.leaves}
-        unknown = [name for name in self.dynamic if name not in declared_names(fn)]
-        if unknown and names.isdisjoint(self.dynamic):
+        if not names.isdisjoint(self.dynamic):
+            return
+        declared = declared_names(fn)
+        unknown = [name for name in self.dynamic if name not in declared]
+        if unknown:
             raise ConfigError(
                 f"dynamic names {unknown[0]!r}, which is no argument of this call of {callable_name(fn)}; "
                 f"expected one of {sorted(names)}"

@@ -303,6 +303,8 @@ def refusal(
             return Refusal(Reason.TENSOR_SUBCLASS, f"argument {leaf.path!r} is a {what}")
         if tensor.is_conj() or tensor.is_neg():
             return Refusal(Reason.TENSOR_SUBCLASS, f"argument {leaf.path!r} is a lazy conjugate or negative view")
+        if tensor.is_quantized:
+            return Refusal(Reason.TENSOR_SUBCLASS, f"argument {leaf.path!r} is a quantized tensor; dequantize() it")
     if len({tensor.device for _, tensor in tensors}) > 1:
         on = ", ".join(f"{leaf.path!r} on {tensor.device}" for leaf, tensor in tensors)
         return Refusal(Reason.DEVICES_DISAGREE, f"arguments are on different devices: {on}")

@@ -410,7 +410,9 @@ def _alike(
 
 def _is_same(a: Any, b: Any, ratios: Sequence[tuple[int, int]]) -> bool:
     """Whether two constants are the same, or each is as many times the length of its batch."""
-    if type(a) is not type(b):
+    if a is b:
+        return True
+    if type(a) is not type(b) or isinstance(a, torch.ScriptObject):  # one of compiled code may raise when compared
         return False
     if type(a) is tuple:
         return len(a) == len(b) and all(_is_same(x, y, ratios) for x, y in zip(a, b, strict=True))

@@ -110,6 +110,9 @@ class CodeTrace(CodeNotes, CodeListener):
         self._skipped = {_IMPORT_CODE, BREAK_CODE} if skips_breaks else {_IMPORT_CODE}
         self.seeds: str | None = None
         """Which random generator of its own the callable set, in words."""
+        self.seeds_default: str | None = None
+        """What set torch's own generators for good, unless ``forks``: then ``fork_rng`` may have put them back."""
+        self.forks = False
         self._within = within
         self._unseen_call: str | None = None
         self._locks: dict[int, tuple[Any, str]] = {}
@@ -219,6 +222,15 @@ class CodeTrace(CodeNotes, CodeListener):
         if is_profiler or (self.walk.knows(owner) and not self._sees_through(owner, method)):
             self._note_unseen(f"{method}() of a {kind.__module__}.{kind.__qualname__}")
 
+    def _note_generators(self, code: types.CodeType, *, is_in_break: bool) -> None:
+        """A function of a library is about to run, which may be one of ``torch.random``."""
+        if code.co_filename != torch.random.__file__:
+            return
+        self.sets_generator = True
+        self.forks |= code.co_name == "fork_rng"
+        if code.co_name in (*_SETS, "set_rng_state") and not is_in_break:
+            self.seeds_default = f"torch.{code.co_name}()"
+
     def _note_unseen(self, what: str) -> None:
         """The code is about to do what nobody can compare or put back."""
         self._unseen_call = self._unseen_call or what
@@ -304,7 +316,7 @@ class CodeTrace(CodeNotes, CodeListener):
             self.walk.visit_environment()
         if original is None and _is_library(frame):
             notes.library_names |= reads.attributes
-            self.sets_generator |= path == torch.random.__file__
+            self._note_generators(code, is_in_break=notes is not self)
             caller = frame.f_back
             is_users = caller is not None and not objects.is_library_code(caller.f_code.co_filename)
             if code is _IMPORT_MODULE:

@@ -22,10 +22,9 @@ from ...native import known_to_core
 from ...native.tape import TAPE
 from ..base import Graph, Pool
 from ..operators import OperatorKind, is_total, map_leaves, storage_key, tensors_in
-from .kernels import Call, out_names, parts_of
+from .kernels import ALIGNMENT, Call, out_names, parts_of
 from .recorder import Instruction, Literal, Recording, Slot, TensorRef
 
-_ALIGNMENT = 64  # bytes, as in torch's CPU allocator, so that kernels take the same vector path as in eager
 # The recorder saw the operators below autograd. Replaying them there saves the way through autograd.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
@@ -80,7 +79,7 @@ def lay_out(program: list[Instruction], private: set[Slot], outputs: set[Slot]) 
         for slot in sorted(slots, key=lambda s: -s.nbytes):
             if slot in private or slot in offsets:
                 continue
-            size = -(-max(slot.nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
+            size = -(-max(slot.nbytes, 1) // ALIGNMENT) * ALIGNMENT
             offset = _lowest_gap(sorted(alive.values()), size)
             offsets[slot] = offset
             alive[slot] = (offset, offset + size)

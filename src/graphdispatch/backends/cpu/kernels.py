@@ -19,6 +19,9 @@ from torch._ops import OpOverload
 
 from ..operators import bits_equal, has_fixed_shapes
 
+ALIGNMENT = 64
+"""Of each tensor of a graph, in bytes: as in torch's CPU allocator, so that kernels take the same vector path as in
+eager."""
 _aten = torch.ops.aten
 _FLOATS = (torch.float32, torch.float64)  # kernels of 16-bit floats sum in another dtype
 
@@ -30,7 +33,7 @@ def choose_kernel(
     overload = _out_overload(func) if has_fixed_shapes(func) else None
     if overload is None or len(results) != len(overload._schema.returns):
         return None
-    outs = [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device) for t in results]
+    outs = _in_one_storage(results)
     places = [t.data_ptr() for t in outs]
     try:
         overload(*args, **kwargs, **dict(zip(out_names(overload), outs, strict=True)))
@@ -41,6 +44,20 @@ def choose_kernel(
         for new, old, place in zip(outs, results, places, strict=True)
     )
     return overload if is_same else None
+
+
+def _in_one_storage(results: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors like these, one behind another as in a graph's memory. A kernel may ask whether its results share a
+    storage, and then go another way (``linalg_qr``)."""
+    ends = [0]
+    for one in results:
+        nbytes = one.itemsize * (1 + sum((n - 1) * step for n, step in zip(one.shape, one.stride(), strict=True)))
+        ends.append(ends[-1] + (-(-nbytes // ALIGNMENT) * ALIGNMENT if one.numel() else 0))
+    storage = torch.empty(ends[-1], dtype=torch.uint8, device="cpu").untyped_storage()
+    return [
+        torch.empty(0, dtype=one.dtype, device="cpu").set_(storage, start // one.itemsize, one.size(), one.stride())
+        for one, start in zip(results, ends, strict=False)
+    ]
 
 
 @cache

@@ -217,6 +217,12 @@ class Recorder(OperatorMode):
             )
         given = set(map(storage_key, tensors))
         results = [t for t in made if self._slot_of(t) is None and storage_key(t) not in given]
+        if any(tensor.is_quantized for tensor in results):  # a place in memory has no scale
+            raise CaptureError(
+                f"{func} makes a quantized tensor, which no graph of the CPU holds; dequantize() it outside, or use "
+                f"fake_quantize; at {user_line()}",
+                Reason.CAPTURE_UNSAFE,
+            )
         if kind is OperatorKind.VIEW and not results:
             return result
         for tensor in results:
