@@ -127,10 +127,21 @@ def _seeds(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
+def _forks_and_seeds(x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng():
+        noise = torch.rand(3)
+    torch.set_rng_state(SEEDED)
+    return x + noise * 0
+
+
+SEEDED = torch.Generator().manual_seed(7).get_state()
+
+
+@pytest.mark.parametrize("fn", [_seeds, _forks_and_seeds])
 @pytest.mark.parametrize("rows", [4, 3], ids=["full", "padded"])
-def test_generator_seeded(tried: Settle, rows: int) -> None:
+def test_generator_seeded(tried: Settle, rows: int, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """What is drawn after the call follows the seed that it sets, each time, also where it was padded."""
-    step = tried(_seeds)
+    step = tried(fn)
     step.check(Reason.STATE_REBOUND)
     drawn = []
     for seed in range(6):

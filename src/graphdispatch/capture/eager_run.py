@@ -261,9 +261,9 @@ def _check_reads(request: CaptureRequest, eager: EagerRun) -> None:
             "call it outside",
             Reason.STATE_UNSEEN,
         )
-    if (seeds := eager.trace.seeds or (None if eager.trace.forks else eager.trace.seeds_default)) is not None:
+    if eager.trace.seeds is not None:
         raise CaptureError(
-            f"the call sets a random generator ({seeds}), which no replay does; seed it before the call",
+            f"the call sets a random generator ({eager.trace.seeds}), which no replay does; seed it before the call",
             Reason.STATE_REBOUND,
         )
     if request.backend.capture_executes and _package_code() in eager.trace.codes:

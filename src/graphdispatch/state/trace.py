@@ -109,10 +109,7 @@ class CodeTrace(CodeNotes, CodeListener):
         """Whether it called what sets torch's random generators (``manual_seed``, ``fork_rng``)."""
         self._skipped = {_IMPORT_CODE, BREAK_CODE} if skips_breaks else {_IMPORT_CODE}
         self.seeds: str | None = None
-        """Which random generator of its own the callable set, in words."""
-        self.seeds_default: str | None = None
-        """What set torch's own generators for good, unless ``forks``: then ``fork_rng`` may have put them back."""
-        self.forks = False
+        """Which random generator the callable set, in words."""
         self._within = within
         self._unseen_call: str | None = None
         self._locks: dict[int, tuple[Any, str]] = {}
@@ -222,14 +219,14 @@ class CodeTrace(CodeNotes, CodeListener):
         if is_profiler or (self.walk.knows(owner) and not self._sees_through(owner, method)):
             self._note_unseen(f"{method}() of a {kind.__module__}.{kind.__qualname__}")
 
-    def _note_generators(self, code: types.CodeType, *, is_in_break: bool) -> None:
-        """A function of a library is about to run, which may be one of ``torch.random``."""
-        if code.co_filename != torch.random.__file__:
-            return
-        self.sets_generator = True
-        self.forks |= code.co_name == "fork_rng"
-        if code.co_name in (*_SETS, "set_rng_state") and not is_in_break:
-            self.seeds_default = f"torch.{code.co_name}()"
+    def _note_generators(self, code: types.CodeType, *, is_users: bool) -> None:
+        """A function of a library is about to run, which may be one of torch's for its own generators; ``is_users``
+        tells whether code of the user calls it."""
+        if objects.is_torch_code(code.co_filename) and code.co_filename.endswith(f"{os.sep}random.py"):
+            self.sets_generator = True
+            self._each_time.add(code)
+            if is_users and not self._depth and code.co_name.startswith(("set_rng_state", *_SETS)):
+                self.seeds = f"torch's own, by {code.co_name}()"
 
     def _note_unseen(self, what: str) -> None:
         """The code is about to do what nobody can compare or put back."""
@@ -316,9 +313,9 @@ class CodeTrace(CodeNotes, CodeListener):
             self.walk.visit_environment()
         if original is None and _is_library(frame):
             notes.library_names |= reads.attributes
-            self._note_generators(code, is_in_break=notes is not self)
             caller = frame.f_back
             is_users = caller is not None and not objects.is_library_code(caller.f_code.co_filename)
+            self._note_generators(code, is_users=is_users)
             if code is _IMPORT_MODULE:
                 self._each_time.add(code)
                 self._note_import(notes, frame)
