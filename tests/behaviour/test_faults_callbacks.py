@@ -1,5 +1,6 @@
 """Faults of the user's own code: a pad function, a break, a graph that they captured, the model itself."""
 
+import signal
 from typing import Any
 
 import pytest
@@ -32,6 +33,32 @@ class Switch:
     def __call__(self) -> None:
         if self.error is not None:
             raise self.error
+
+
+def test_a_time_limit_passes_through_a_replay() -> None:
+    """What a handler of a signal raises is the caller's, wherever it comes; later calls are served."""
+
+    def out_of_time(number: int, frame: Any) -> None:
+        raise TroubleError
+
+    def pad(padding: Tensor, real: Tensor) -> None:
+        padding.zero_()
+        if alarms:
+            signal.raise_signal(alarms.pop())
+
+    alarms: list[int] = []
+    step = graphed(lambda x: x * 2, dynamic={"x": 0}, pad={"x": pad}, sizes=[4], options=AT_ONCE)
+    check_rows(step, 3, 3, 3, 3)
+    before = signal.signal(signal.SIGUSR1, out_of_time)
+    try:
+        alarms.append(signal.SIGUSR1)
+        with pytest.raises(TroubleError):
+            step(torch.randn(3, 3))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    hits = step.stats.hits
+    check_rows(step, 3, 4, 3)
+    assert step.stats.hits > hits
 
 
 @pytest.mark.parametrize("at", [0, 1, 4], ids=["capture", "verification", "hit"])

@@ -59,6 +59,24 @@ def test_break_on_side_stream(opened: Settle) -> None:
     assert step.hits >= 2 if step.captures_ahead else step.hits == 2
 
 
+def test_break_counts(opened: Settle) -> None:
+    """A break that counts in Python keeps the call eager, though it would run in each replay; it counts once a call."""
+    seen: list[int] = []
+
+    @eager_break
+    def part(x: Tensor) -> Tensor:
+        seen.append(len(x))
+        return x + 1
+
+    step = opened(lambda x: part(x * 2) - 1, mode="PIECEWISE")
+    step.prepare(torch.randn(4, 3))
+    for count in range(1, 5):
+        x = torch.randn(4, 3)
+        assert torch.equal(step(x), x * 2 + 1 - 1)
+        assert len(seen) == count
+    step.check(Reason.STATE_REBOUND)
+
+
 @needs("pieces")
 def test_break_changes_state(opened: Settle) -> None:
     """What a break sets is seen behind it in the same call, which runs eagerly once more."""

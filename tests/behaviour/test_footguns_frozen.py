@@ -31,6 +31,17 @@ def test_scripted_attribute_changed(settled: Settle) -> None:
     step.check_calls(4, fn=lambda x: x * 2.0)
 
 
+def test_scripted_weights_loaded_by_assignment(settled: Settle) -> None:
+    """LIMIT: the same for weights that ``load_state_dict`` puts in place of others."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = torch.jit.script(nn.Linear(3, 3, bias=False).eval())
+    step = settled(model, dynamic={"input": 0})
+    old, new = model.weight.detach().clone(), torch.randn(3, 3)
+    model.load_state_dict({"weight": new}, assign=True)
+    step.check_calls(4, fn=lambda x: x @ old.t())
+
+
 class Scalar(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -1,12 +1,13 @@
 """What the callable returns: memory that replays share, objects, the argument itself, state."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from graphdispatch import CUDAGraphMode, Reason, StaleOutputError
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason, StaleOutputError
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper, cudagraph_context
 
 from .features import needs
@@ -105,6 +106,44 @@ def test_output_returned_twice(opened: Settle, outputs: str) -> None:
         assert y is more["again"]
         assert torch.equal(y, x * 2)
         assert torch.equal(more["other"], x * 2 + 1)
+
+
+def _value(answer: Any) -> Any:
+    return answer.get() if hasattr(answer, "get") else answer
+
+
+@pytest.mark.parametrize("outputs", ["clone", "view", "static"])
+def test_output_fed_back(opened: Settle, outputs: str) -> None:
+    """Outputs are arguments of the next call, also where they are arguments of this one: each answer is eager's, of a
+    graph and of a comparison."""
+    options = CUDAGraphOptions(verify_every=4, outputs=outputs)
+    step = opened(lambda x, before: (x - before, x, before[:, :2]), dynamic={"x": 0, "before": 0}, options=options)
+    step.prepare(torch.randn(4, 3), torch.randn(4, 3))
+    were_hits = set()
+    for rows in (4, 3, 4, 2, 3):
+        before = kept = torch.randn(rows, 3)
+        for _ in range(6):
+            x = torch.randn(rows, 3)
+            change, before, cut = _value(step(x, before))
+            assert torch.equal(change, x - kept)
+            assert torch.equal(cut, kept[:, :2])
+            were_hits.add(step.was_hit())
+            kept = x
+    assert True in were_hits
+
+
+@pytest.mark.parametrize("outputs", ["clone", "view", "static"])
+def test_output_fed_back_and_written(opened: Settle, outputs: str) -> None:
+    """The call writes to the output of the call before it, whose memory a replay would take for its answer."""
+    step = opened(lambda x: torch.relu_(x) - 0.5, outputs=outputs)
+    step.prepare(torch.randn(4, 3))
+    for rows in (4, 3, 4, 2, 3):
+        x = torch.randn(rows, 3)
+        for _ in range(4):
+            want = x.relu()
+            answer = _value(step(x))
+            assert torch.equal(answer, want - 0.5)
+            x = answer
 
 
 def test_outputs_share_memory(settled: Settle) -> None:

@@ -1,6 +1,7 @@
 """Two served callables over the same state, on two threads: no write is lost while one of them is captured."""
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphdispatch as gd
+from graphdispatch.memory.windows import WINDOWS
 
 from ..helpers import AT_ONCE
 
@@ -142,6 +144,51 @@ def test_a_capture_that_would_wait_for_ever_gives_up(monkeypatch: pytest.MonkeyP
     assert first.last_decision.reason is gd.Reason.STATE_SHARED
     gate.go_on.set()
     thread.join(60)
+    assert count.item() == 2
+
+
+@pytest.mark.parametrize("captured", ["outer", "inner"])
+@pytest.mark.parametrize("options", [gd.CUDAGraphOptions(), AT_ONCE])
+def test_a_call_within_a_call_does_not_wait_for_who_waits_for_it(
+    captured: str, options: gd.CUDAGraphOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture waits for the run of another thread, which calls a served callable of the same state before it ends."""
+    monkeypatch.setattr("graphdispatch.memory.windows._CAPTURE_WAITS_S", 10.0)
+    count, gate, x = torch.zeros(1), Gate(1), torch.ones(4, 3)
+
+    def add(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        return x + 1
+
+    inner = gd.graphed(add, dynamic={"x": 0}, options=options)
+    first = served(lambda x: inner(x) * 2) if captured == "outer" else inner
+    second = gd.graphed(lambda x: inner(x * 3), dynamic={"x": 0}, mode="NONE")
+
+    def run() -> None:
+        with torch.no_grad(), gate:
+            second(x)
+
+    def open_gate() -> None:
+        while not WINDOWS.open and capture.is_alive():
+            time.sleep(0.001)
+        gate.go_on.set()
+
+    def call() -> None:
+        with torch.no_grad():
+            first(x)
+            reasons.append(first.last_decision.reason)
+
+    reasons: list[gd.Reason] = []
+    threads = [threading.Thread(target=run), capture := threading.Thread(target=call)]
+    threads[0].start()
+    assert gate.inside.wait(20)
+    began = time.monotonic()
+    capture.start()
+    open_gate()
+    for thread in threads:
+        thread.join(60)
+    assert time.monotonic() - began < 9
+    assert reasons != [gd.Reason.STATE_SHARED]
     assert count.item() == 2
 
 

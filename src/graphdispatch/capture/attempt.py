@@ -11,7 +11,7 @@ from ..memory.proof import Labels
 from ..modes import CUDAGraphMode
 from .compare import check_padding_writes
 from .eager_run import EagerRun, uncached_casts, undo_run
-from .effects import EffectRecorder, redo, retry_once, undo
+from .effects import EffectRecorder, Region, redo, retry_once, undo
 from .probes import Padding
 from .request import CaptureRequest
 
@@ -27,6 +27,8 @@ class CaptureAttempt:
 
     request: CaptureRequest
     eager: EagerRun
+    fed_back: list[Region] = field(default_factory=list)
+    """The graph's own outputs, if arguments lie there: what they held before the eager run, which replays overwrite."""
     stage: str = ""
     """What the attempt is doing, in words; empty before it runs anything."""
     warm_run: EffectRecorder = field(default_factory=lambda: EffectRecorder(0))
@@ -46,6 +48,7 @@ class CaptureAttempt:
         self._ran_again = True
         undo(self.warm_run.regions)
         undo(self.eager.effects.regions)
+        undo(self.fed_back)
         self._reset_generator()
         self.stage = stage
 

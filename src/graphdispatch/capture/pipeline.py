@@ -12,6 +12,7 @@ with eager on the first batch only. If anything fails after the eager run, the c
 While torch's profiler is on, each capture and each comparison is a range of it: ``capture`` or ``verify``.
 """
 
+from ..backends.operators import storage_key
 from ..backends.tracing import profiler_range
 from ..call.rules import graph_name
 from ..errors import CaptureError, GraphDispatchError, VerificationError
@@ -25,6 +26,7 @@ from .attempt import CaptureAttempt
 from .collector import paused_collector
 from .compare import check_padding_writes, check_replay
 from .eager_run import EagerRun, check_may_capture, is_known, run_eagerly, run_for_graph, run_known
+from .effects import Region
 from .gain import measure_gain, seconds_of
 from .make_entry import find_program, grow_guard, make_entry
 from .probes import BY_RULE
@@ -83,10 +85,11 @@ def _in_window(request: CaptureRequest, known: CUDAGraphEntry | None) -> Capture
 
 def _run(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureResult:
     """The eager run; then the capture or the comparison, after which one execution's effects are put back."""
+    fed_back = _fed_back(request, known) if known is not None else []
     eager, seconds = _run_eagerly(request, known)
     if isinstance(eager, CaptureResult):
         return eager
-    attempt = CaptureAttempt(request, eager)
+    attempt = CaptureAttempt(request, eager, fed_back)
     try:
         if known is None:
             return CaptureResult(eager.answer, _capture(attempt), Reason.CAPTURED_NOW, answer_s=seconds)
@@ -100,6 +103,13 @@ def _run(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureResult
         return failed_result(request, eager.answer, error, attempt.stage)
     finally:
         attempt.restore()
+
+
+def _fed_back(request: CaptureRequest, entry: CUDAGraphEntry) -> list[Region]:
+    """What the entry's own outputs hold, if arguments lie there, as where each step is given what the last one gave."""
+    own, given = entry.outputs.lent(request.size), set(map(storage_key, request.arguments()))
+    is_given = any(storage_key(tensor) in given for tensor in own)
+    return [Region(tensor, tensor.clone()) for tensor in own] if is_given else []
 
 
 def _run_eagerly(request: CaptureRequest, known: CUDAGraphEntry | None) -> tuple[EagerRun | CaptureResult, float]:

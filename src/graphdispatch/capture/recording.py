@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ..backends.base import Capture, Graph
 from ..backends.insight import OperatorMode
@@ -278,6 +278,8 @@ def _record_once(attempt: CaptureAttempt, mode: CUDAGraphMode, *, watches: bool)
             firsts = list(map(places.index, places))
             positions = {id(value): position for position, value in enumerate(values)}
             given = list(map(positions.get, places))
+            if request.options.outputs != "clone":
+                output = _apart_from(buffers, output)
             capture.set_outputs(output, shared=request.options.shares_outputs)
             del output, source  # so that only the capture holds the outputs
         watch.parts.append(capture.graph)
@@ -296,3 +298,11 @@ def _record_once(attempt: CaptureAttempt, mode: CUDAGraphMode, *, watches: bool)
         raise CaptureError(
             f"{type(error).__name__} after {watch.latest}: {error}", request.backend.classify_error(error)
         ) from error
+
+
+def _apart_from(buffers: set[int], output: Any) -> Any:
+    """The outputs, with copies of those that lie in static inputs. The caller gets the graph's own tensors and may give
+    one back as another argument, which the copy of the next batch would overwrite before it is read."""
+    inside = {id(tensor): tensor for tensor in tensors_in(output) if storage_key(tensor) in buffers}
+    copies = {key: tensor.clone() for key, tensor in inside.items()}
+    return tree_map_only(torch.Tensor, lambda tensor: copies.get(id(tensor), tensor), output)

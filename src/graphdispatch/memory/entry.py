@@ -1,6 +1,8 @@
 """The entry: one captured graph with everything that belongs to it. There is one class for all front ends."""
 
+import signal
 import time
+import traceback
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -171,7 +173,8 @@ class CUDAGraphEntry(Verification, NotCopied):
         """Raise ``ReplayError`` for a replay that stopped half-way.
 
         After one without effects the caller can run the step eagerly, and the generator is where it was. Returns for an
-        error that is the caller's own, which only the graph itself raises, not the copies before and after it.
+        error that is the caller's own, which only the graph itself raises, not the copies before and after it; and for
+        what a handler of a signal raised.
 
         Args:
             error: What stopped it.
@@ -181,7 +184,7 @@ class CUDAGraphEntry(Verification, NotCopied):
         if self.mutated:
             self.inputs.mark_dirty()
         self.backend.raise_if_lost(error)
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception) or _is_of_signal(error):
             return
         failure = error if isinstance(error, ReplayError) else None
         if failure is None:
@@ -410,6 +413,13 @@ class CUDAGraphEntry(Verification, NotCopied):
             f"<CUDAGraphEntry {self.mode.name} {self.size} rows, {self.state.value}, "
             f"{self.replay_count} replays, {self.nbytes} bytes>"
         )
+
+
+def _is_of_signal(error: BaseException) -> bool:
+    """Whether a handler of a signal raised an error, as that of a time limit: it tells nothing of what it stopped."""
+    handlers = map(signal.getsignal, signal.valid_signals())
+    codes = {getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers} - {None}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _check_input(spec: InputSpec, tensor: Any, told: dict[Axis, int]) -> None:

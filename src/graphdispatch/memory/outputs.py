@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress, repeat
 from operator import is_, itemgetter
 from types import AsyncGeneratorType, CoroutineType, GeneratorType, MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from torch.utils._pytree import (
 )
 
 from ..backends.base import Pool
+from ..backends.operators import storage_key
 from ..backends.tracing import untraced
 from ..call.spec import VALUES, describe, is_tensor
 from ..errors import CaptureError, StaleOutputError
@@ -232,12 +234,30 @@ class Outputs:
             kept = set(map(id, tree_leaves(self.tree)))  # objects that were there before the call
             answer = Opener(lambda value: id(value) in kept).open(answer)
         with self._pool.lock:
-            cut = self.peek(rows)
-            for target, source, own in zip(cut, _tensors(answer), self._is_own, strict=True):
+            cut, given = self.peek(rows), _tensors(answer)
+            lent = {storage_key(target) for target, own in zip(cut, self._is_own, strict=True) if own}
+            given = [source.clone() if storage_key(source) in lent else source for source in given]  # as fed back
+            for target, source, own in zip(cut, given, self._is_own, strict=True):
                 if own:
-                    apart = tuple(slice(1 if stride == 0 else None) for stride in target.stride())
-                    target[apart].copy_(source[apart])  # along an expanded dimension all elements are one in memory
+                    part = _once(target)
+                    part.copy_(source[tuple(map(slice, part.shape))])
             return self._build(cut)
+
+    def lent(self, size: int) -> list[torch.Tensor]:
+        """The graph's own tensors that callers get to hold, of a graph of ``size`` rows: each element once."""
+        pairs = zip(self.peek(size), self._is_own, strict=True)
+        return [_once(tensor) for tensor, own in pairs if own and self._mode != "clone"]
+
+    def covers(self, argument: torch.Tensor, position: int, size: int) -> bool:
+        """Whether an argument lies in what callers get to hold of a graph of ``size`` rows, and not just where the
+        graph returns this very argument."""
+        for tensor, place in zip(self.lent(size), compress(self._given or repeat(None), self._is_own), strict=False):
+            is_itself = place == position and tensor.data_ptr() == argument.data_ptr()
+            if storage_key(tensor) == storage_key(argument) and not (
+                is_itself and tensor.stride() == argument.stride()
+            ):
+                return True
+        return False
 
     def peek(self, rows: int) -> list[torch.Tensor]:
         """The output tensors in graph memory, cut to ``rows`` rows, in order."""
@@ -250,6 +270,11 @@ class Outputs:
     def nbytes(self) -> int:
         """The size of all output tensors, wherever they lie."""
         return sum(tensor.nbytes for _, tensor in self._tensors)
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """Each element of a tensor once: along an expanded dimension all are one in memory."""
+    return tensor[tuple(slice(1 if stride == 0 else None) for stride in tensor.stride())]
 
 
 def first_rows(tensor: torch.Tensor, dims: tuple[tuple[int, int, Axis], ...], rows: int) -> torch.Tensor:

@@ -64,6 +64,9 @@ class ReplayPlan:
             if len(storages) < len(self._watched):
                 names = [spec.name for spec in entry.inputs.specs]
                 return f"arguments {names} share memory, and the call writes to one of them"
+            for spec in (entry.inputs.specs[index] for index in entry.mutated):
+                if entry.outputs.covers(values[spec.position], spec.position, self._size):
+                    return f"the call writes to argument {spec.name!r}, which is an output of the graph itself"
         written = entry.written
         if written is not None:
             low, high = written.low, written.high

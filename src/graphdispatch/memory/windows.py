@@ -7,6 +7,9 @@ Note [windows]
     reaches one of them waits until the window closes, and a replay that writes one is refused before it copies
     anything. The capture first waits for such runs and replays that are under way. All these waits end: a capture gives
     up with a reason, and a run goes on with a warning.
+
+    A served callable may call others, such as an attached module. While a capture waits for the outer run, the inner
+    one must not wait for that capture, nor open a window itself: it goes on, as a part of what is waited for.
 """
 
 import logging
@@ -14,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("graphdispatch")
 _CAPTURE_WAITS_S, _RUN_WAITS_S = 1.0, 10.0
+_LOOKS_AFTER_S = 0.01
 _Reach = Callable[[], set[int]]
 
 
@@ -91,7 +95,8 @@ class Windows:
         """A block with a window over ``storages``; False if others could not be waited for, and there is no window."""
         window = (threading.get_ident(), storages)
         with self._changed:
-            is_open = self._changed.wait_for(lambda: not self._covers(storages), _CAPTURE_WAITS_S)
+            is_free = not self._is_awaited()
+            is_open = is_free and self._changed.wait_for(lambda: not self._covers(storages), _CAPTURE_WAITS_S)
             if is_open:
                 self.open.append(window)
         try:
@@ -105,9 +110,34 @@ class Windows:
     def _covers_writes(self, entry: "CUDAGraphEntry") -> bool:
         return entry.written is not None and self._covers({begin for begin, _ in entry.written.spans})
 
-    def _covers(self, storages: set[int]) -> bool:
+    def may_take(self, lock: Any) -> bool:
+        """Whether the calling thread may wait for a lock that captures are made with: always, unless a run of it is
+        under way. Then it waits here, and may not once a capture, perhaps the one that holds the lock, waits for it."""
         here = threading.get_ident()
-        return any(thread != here and not covered.isdisjoint(storages) for thread, covered in self.open)
+        if all(thread != here for thread, _ in list(self._runs.values())):
+            return True
+        while not self._is_awaited():
+            if lock.acquire(timeout=_LOOKS_AFTER_S):
+                lock.release()
+                return True
+        return False
+
+    def _is_awaited(self) -> bool:
+        """Whether another thread's capture waits for a run of the calling thread: see Note [windows]."""
+        return bool(self.open) and any(self._awaits(covered) for covered in self._others())
+
+    def _covers(self, storages: set[int]) -> bool:
+        return any(not covered.isdisjoint(storages) and not self._awaits(covered) for covered in self._others())
+
+    def _others(self) -> list[set[int]]:
+        """What the windows of other threads cover."""
+        here = threading.get_ident()
+        return [covered for thread, covered in self.open if thread != here]
+
+    def _awaits(self, covered: set[int]) -> bool:
+        """Whether a window waits for a run of the calling thread, which began before it."""
+        here, runs = threading.get_ident(), list(self._runs.values())
+        return any(thread == here and not covered.isdisjoint(reach()) for thread, reach in runs)
 
     def _drained(self, window: tuple[int, set[int]], own: Pool) -> bool:
         """Wait for the runs and replays of other threads that began before the window; whether all have ended."""

@@ -172,6 +172,8 @@ class Server:
             closed = self.closed(route)
             if closed is not None:
                 return self.run_eagerly(Decision.eager(closed), args, kwargs)
+            if not WINDOWS.may_take(self.lock):
+                return self.run_eagerly(Decision.eager(Reason.STATE_SHARED), args, kwargs)
             with self.lock:
                 choice = self.choose(route, args, kwargs)
                 self.count(choice)
