@@ -139,6 +139,14 @@ def test_inputs_that_share_written_memory_are_refused() -> None:
         entry.replay({"a": memory, "b": memory})
 
 
+def test_the_state_of_a_generator_lies_nowhere() -> None:
+    """It is an effect, but none on memory: an argument may come to lie where it was read."""
+    generator = torch.Generator()
+    entry = capture(lambda x: x + torch.rand(x.shape, generator=generator))
+    assert entry.written is not None
+    assert entry.written.spans == ()
+
+
 def test_release_is_idempotent(entry: CUDAGraphEntry) -> None:
     """Released once, its bytes are gone and every way to replay raises."""
     held = capture(lambda x: x + torch.arange(3), x=(4, 3))

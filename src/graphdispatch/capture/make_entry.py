@@ -43,7 +43,9 @@ def make_entry(attempt: CaptureAttempt, recording: Recording, program: Program) 
     arguments = {storage_key(value) for value in request.values if is_tensor(value)}
     guard = _make_guard(attempt, held.keys() | eager.effects.outside.keys())
     workspaces = [held[key] for key in held.keys() - guard.storages - arguments]
-    written = [region.target for region in warm_run.regions if storage_key(region.target) not in buffers]
+    written = [region for region in warm_run.regions if storage_key(region.target) not in buffers]
+    # The state of a generator is read as a tensor that is gone later, whose memory a caller's may have then.
+    spans = WrittenSpans([region.target for region in written if not region.is_generator])
     entry = CUDAGraphEntry(
         descriptor=request.descriptor,
         mode=recording.mode,
@@ -57,7 +59,7 @@ def make_entry(attempt: CaptureAttempt, recording: Recording, program: Program) 
             output, rule, recording.is_own, request.options.outputs, request.pool, recording.firsts, recording.given
         ),
         mutated=mutated,
-        written=WrittenSpans(written) if written else None,
+        written=spans if written else None,
         held=tuple(held.values()),
         metadata=eager.find_metadata(request.values, guard),
         workspaces=WorkspaceGuard(workspaces) if workspaces else None,
