@@ -235,6 +235,33 @@ def test_rows_mixed_by_argument(opened: Settle, first: int) -> None:
     step.check_calls(*((torch.randn(rows, 3), torch.tensor(1.0)) for rows in (3, 4, 3)))
 
 
+def _mean_of_segment(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The mean of each row's segment; rows behind the last end count as the last segment's."""
+    segments = torch.searchsorted(ends[1:], torch.arange(len(x)), right=True).clamp(max=len(ends) - 2)
+    shared = (segments[:, None] == segments).to(x.dtype)
+    return shared @ x / shared.sum(1, keepdim=True)
+
+
+def _mean_of_number(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Such a mean as a bag's: padding counts, whatever it holds."""
+    counts = torch.cat([ends[1:-1].diff(prepend=ends[:1]), len(x) - ends[-2:-1]])
+    segments = torch.searchsorted(ends[1:], torch.arange(len(x)), right=True).clamp(max=len(ends) - 2)
+    return x / counts[segments][:, None]
+
+
+@needs("padding")
+@pytest.mark.parametrize("mean", [_mean_of_segment, _mean_of_number])
+@pytest.mark.parametrize("first", [3, 4], ids=["padded-first", "full-first"])
+def test_rows_mixed_by_offsets(opened: Settle, first: int, mean: Callable[..., torch.Tensor]) -> None:
+    """A last segment that is empty in the first calls hides that padding falls into it."""
+    step = opened(mean)
+    step.prepare(torch.randn(first, 3), torch.tensor([0, 2, first, first]))
+    hiding = ((torch.randn(rows, 3), torch.tensor([0, 2, rows, rows])) for rows in (first, first, first, 3, 3, 3))
+    step.check_calls(*hiding)
+    step.check(Reason.VERIFICATION_FAILED)
+    step.check_calls(*((torch.randn(rows, 3), torch.tensor([0, 1, 2, rows])) for rows in (3, 4, 3)))
+
+
 @needs("padding")
 @pytest.mark.parametrize("first", [3, 4], ids=["padded-first", "full-first"])
 def test_padding_renormalises(opened: Settle, first: int) -> None:

@@ -11,7 +11,7 @@ from graphdispatch.errors import CaptureError, StaleOutputError
 from graphdispatch.memory.outputs import OutputRule, check_values, learn_output_rule
 from graphdispatch.sizes import ROWS
 
-from ..helpers import AT_ONCE, batch, make
+from ..helpers import AT_ONCE, assert_served, batch, make
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,17 @@ def test_unknown_rule_is_refused(first: tuple[int, ...], second: tuple[int, ...]
     with pytest.raises(CaptureError, match="cut only along dimensions that are a fixed multiple") as caught:
         learn_output_rule([ROWS], torch.zeros(first), 3, [(ROWS, 4, torch.zeros(second))])
     assert caught.value.reason is Reason.OUTPUT_ROWS_UNKNOWN
+
+
+@pytest.mark.parametrize("others", [lambda h: (h, h.mean(-1)), lambda h: h.flatten(), lambda h: h.flatten(1).t()])
+def test_a_flag_that_changes_the_outputs(others: Any) -> None:
+    """Each state of the callable has a rule of its own: one output more, or rows along another dimension."""
+    flags = {"others": False}
+    step = make(lambda x: others(x * 2) if flags["others"] else x * 2)
+    for flags["others"] in (False, True, False):
+        for rows in (4, 4, 4, 3, 3):
+            step(batch(rows))
+        assert_served(step, batch(3))
 
 
 def test_a_view_is_stale_after_a_replay() -> None:

@@ -6,6 +6,10 @@ Note [tensors of zeros]
     guard sees writes to values. So where a tensor holds nothing but zeros, or one truth value, the first proof of a
     size asks once more: the callable runs eagerly on other paddings, and its operators get copies that hold other
     numbers. Real rows that then follow the padding will follow it later. An error of such a run tells nothing.
+    Offsets whose last segment is empty (``[0, 2, 3, 3]``) hide that padding falls into that segment, as in the mean of
+    an embedding bag. They get copies in which it holds all that is real, and one run more is of the real rows alone,
+    since what such padding holds may not matter where how much there is does. Only padded batches tell: a full
+    one, of which the second half is padding, has offsets that do not fit its first half.
     Not tested: tensors that hold something else already; integers that may be indices which nobody checks; all of
     it, where several processes work together, of which another may hold other values and would run once less.
 
@@ -30,11 +34,12 @@ from ..sizes import lengths_of, pack
 from .attempt import CaptureAttempt
 from .compare import difference, find_padding_writes, tolerance_for
 from .effects import EffectRecorder, Region
-from .probes import Padding
+from .probes import BY_RULE, Padding
 from .request import CaptureRequest
 
 _MOST_BYTES = 64 << 20
 _UNLIKELY = 77  # what nobody writes into integers
+_FEWEST_OFFSETS = 2  # which are the ends of one segment
 _MOST_TOLD = 3  # tensors that a message names
 
 
@@ -47,10 +52,11 @@ def difference_apart(
     paddings: Sequence[Padding],
 ) -> str | None:
     """How real rows, or the parts ``state`` of memory, differ between paddings when those of ``tensors`` that hold
-    nothing but zeros, or one truth value, hold other values; None if they do not, or nothing can be told.
+    nothing but zeros, or one truth value, or offsets with an empty end, hold other values; None if they do not, or
+    nothing can be told.
 
-    Costs an eager run for each padding, and another one where integers cannot change. Reads values back to the host.
-    Raises what ends a capture: no memory left, or an error of the device itself.
+    Costs an eager run for each padding, one for offsets, and another one where integers cannot change. Reads values
+    back to the host. Raises what ends a capture: no memory left, or an error of the device itself.
     """
     request = attempt.request
     found = _hiding(attempt, entry, tensors, takes_integers=len(request.inputs.axes) == 1)
@@ -60,7 +66,10 @@ def difference_apart(
         base = _run(attempt, entry, chosen, state, rows, paddings[0]) if chosen else None
         if base is None:
             continue
-        for padding in paddings[1:]:
+        others: list[Padding | None] = [*paddings[1:]]
+        if any(map(ends_empty, chosen)) and not attempt.eager.draws:
+            others.append(None)
+        for padding in others:
             got = _run(attempt, entry, chosen, state, rows, padding)
             for name, a, b in zip(names, base, got or (), strict=False):
                 gap = difference(a, b, tolerance_for(a.dtype, exact=False))
@@ -81,7 +90,7 @@ def _name(request: CaptureRequest, tensor: torch.Tensor) -> str:
 def _hiding(
     attempt: CaptureAttempt, entry: CUDAGraphEntry, tensors: Iterable[torch.Tensor], *, takes_integers: bool
 ) -> list[torch.Tensor]:
-    """Those that hold nothing but zeros, or one truth value; 64 MiB of them at most.
+    """Those that hold nothing but zeros, or one truth value, or offsets with an empty end; 64 MiB of them at most.
 
     An index out of range ends a process's use of a GPU: integers change there where no operator could fail, and numbers
     of which the call makes any integers on the host alone; integers never for operators of somebody else's.
@@ -97,7 +106,8 @@ def _hiding(
             is_safe = takes_integers and not effects.runs_custom and (tensor.is_cpu or entry.program.takes_any)
         if size > room or not is_safe or is_expanded(tensor) or tensor.is_conj() or tensor.is_neg():
             continue
-        if not bool(tensor.any()) or (is_flag and bool(tensor.all())):
+        may_be_offsets = attempt.request.is_padded and ends_empty(tensor)
+        if not bool(tensor.any()) or (is_flag and bool(tensor.all())) or may_be_offsets:
             found.append(tensor)
             room -= size
     return found
@@ -105,6 +115,14 @@ def _hiding(
 
 def _is_integer(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+
+
+def ends_empty(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may hold the offsets of segments, of which the last one is empty."""
+    if tensor.dtype not in (torch.int32, torch.int64) or tensor.dim() != 1 or len(tensor) <= _FEWEST_OFFSETS:
+        return False
+    steps = tensor.diff()
+    return bool((steps >= 0).all() & (steps[-1] == 0))
 
 
 class _StandIns(EffectRecorder):
@@ -118,6 +136,8 @@ class _StandIns(EffectRecorder):
             stand_in = self.swap(tensor)
             if tensor.dtype is torch.bool:
                 stand_in.logical_not_()
+            elif ends_empty(tensor) and bool(tensor.any()):
+                stand_in[:-1] = tensor[0]
             elif _is_integer(tensor):
                 stand_in.fill_(integer)
             else:
@@ -150,20 +170,25 @@ def _run(
     tensors: Sequence[torch.Tensor],
     state: Sequence[Region],
     rows: int,
-    padding: Padding,
+    padding: Padding | None,
 ) -> list[torch.Tensor] | None:
     """The real rows of the outputs, and ``state``, after an eager run on the static inputs in which ``tensors`` hold
-    other values; None if it failed. All is put back."""
+    other values, or on the real rows alone; None if it failed. All is put back."""
+    request = attempt.request
     attempt.start_over("asking whether padding matters for other values of what holds zeros")
-    attempt.load(rows, padding)
-    effects = _StandIns(attempt.request.options.state_limit_bytes, tensors)
+    attempt.load(rows, padding or BY_RULE)
+    effects = _StandIns(request.options.state_limit_bytes, tensors)
 
     def read(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         pairs = zip(outputs, entry.outputs.rule.follows, strict=True)
         found = [first_rows(effects.swap(one.detach()), dims, rows).clone() for one, dims in pairs]
         return found + [effects.read(region).clone() for region in state]
 
-    return run_apart(attempt, effects, attempt.request.static_values(), read)
+    values = request.static_values()
+    if padding is None:
+        pairs = zip(request.inputs.specs, request.inputs.views(request.size), strict=True)
+        values = request.values_with([spec.cut(effects.swap(view), rows).clone() for spec, view in pairs])
+    return run_apart(attempt, effects, values, read)
 
 
 def writes_more_with_fewer_rows(attempt: CaptureAttempt, rows: int) -> tuple[bool, str | None]:

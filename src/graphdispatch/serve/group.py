@@ -17,7 +17,6 @@ from ..descriptors import BatchDescriptor
 from ..memory.admission import Failure, Quarantine
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
-from ..memory.outputs import OutputRule
 from ..memory.replay import ReplayPlan
 from ..modes import EntryState
 from ..reasons import Reason
@@ -180,7 +179,6 @@ class GraphGroup:
     """By size, the calls that no graph served; they are the clock of ``failures``. Counted without the lock, too."""
     past_replays: Counter[int] = field(default_factory=Counter)
     """By size, the replays of entries that are gone."""
-    rule: OutputRule | None = None
     example: list[Any] = field(default_factory=list)
     """The values of a call of two rows; empty if none is kept."""
     missed_at: int = 0
@@ -247,7 +245,6 @@ class GraphGroup:
     def keep(self, entry: CUDAGraphEntry) -> tuple[CUDAGraphEntry, ...]:
         """Serve by ``entry`` from now on, as soon as it is verified. Returns what is one too many of its size."""
         self._put_first(entry)
-        self.rule = entry.outputs.rule
         self.failures.pop(entry.size, None)
         self.hits.clear()
         return self.of_size(entry.size)[_MOST_STATES:]
