@@ -148,7 +148,12 @@ def _forks_and_seeds(x: torch.Tensor) -> torch.Tensor:
 SEEDED = torch.Generator().manual_seed(7).get_state()
 
 
-@pytest.mark.parametrize("fn", [_seeds, _forks_and_seeds])
+def _seeds_as_compiled(x: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.disable(torch.manual_seed)(7)  # as torch does with it once it has compiled something
+    return x * 2
+
+
+@pytest.mark.parametrize("fn", [_seeds, _seeds_as_compiled, _forks_and_seeds])
 @pytest.mark.parametrize("rows", [4, 3], ids=["full", "padded"])
 def test_generator_seeded(tried: Settle, rows: int, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """What is drawn after the call follows the seed that it sets, each time, also where it was padded."""

@@ -44,6 +44,8 @@ _IMPORT_MODULE = importlib.import_module.__code__
 
 _COMPILER = os.path.join("torch", "_dynamo", "convert_frame.py")
 """Where torch compiles a function before its first run. What that reads is no part of the run."""
+_UNCOMPILED = tuple(os.path.join("torch", name) for name in ("_compile.py", os.path.join("_dynamo", "eval_frame.py")))
+"""Where torch calls what its compiler is to leave alone, such as ``torch.manual_seed``."""
 
 
 _SEEN_THROUGH = frozenset(
@@ -313,8 +315,7 @@ class CodeTrace(CodeNotes, CodeListener):
             self.walk.visit_environment()
         if original is None and _is_library(frame):
             notes.library_names |= reads.attributes
-            caller = frame.f_back
-            is_users = caller is not None and not objects.is_library_code(caller.f_code.co_filename)
+            is_users = _is_called_by_user(frame)
             self._note_generators(code, is_users=is_users)
             if code is _IMPORT_MODULE:
                 self._each_time.add(code)
@@ -406,6 +407,14 @@ class CodeTrace(CodeNotes, CodeListener):
 
 
 _FIELDS = re.compile(r"\.([^\W\d]\w*)")
+
+
+def _is_called_by_user(frame: types.FrameType) -> bool:
+    """Whether code of the user called a function, perhaps around torch's compiler."""
+    caller = frame.f_back
+    while caller is not None and caller.f_code.co_filename.endswith(_UNCOMPILED):
+        caller = caller.f_back
+    return caller is not None and not objects.is_library_code(caller.f_code.co_filename)
 
 
 def _is_library(frame: types.FrameType) -> bool:
