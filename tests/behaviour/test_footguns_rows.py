@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch import CUDAGraphOptions, Reason
+from graphdispatch import CUDAGraphOptions, Reason, graphed
 
 from .features import needs
 from .front_end import FrontEnd
@@ -249,17 +249,53 @@ def _mean_of_number(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return x / counts[segments][:, None]
 
 
+def _by_starts(x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    return _mean_of_number(x, torch.cat([starts, starts.new_full((1,), 1 << 30)]))
+
+
+def _by_lengths(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    return _mean_of_number(x, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]))
+
+
+def _in_table(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return _mean_of_number(x, ends[0].long())
+
+
+MEANS_BY_OFFSETS: dict[str, tuple[Callable[..., torch.Tensor], Callable[[list[int]], torch.Tensor]]] = {
+    "ends": (_mean_of_segment, torch.tensor),
+    "ends-counted": (_mean_of_number, torch.tensor),
+    "starts": (_by_starts, lambda ends: torch.tensor(ends[:-1])),
+    "lengths": (_by_lengths, lambda ends: torch.tensor(ends).diff()),
+    "table": (_in_table, lambda ends: torch.tensor([ends], dtype=torch.int16)),
+}
+
+
 @needs("padding")
-@pytest.mark.parametrize("mean", [_mean_of_segment, _mean_of_number])
+@pytest.mark.parametrize("form", MEANS_BY_OFFSETS)
 @pytest.mark.parametrize("first", [3, 4], ids=["padded-first", "full-first"])
-def test_rows_mixed_by_offsets(opened: Settle, first: int, mean: Callable[..., torch.Tensor]) -> None:
+def test_rows_mixed_by_offsets(opened: Settle, first: int, form: str) -> None:
     """A last segment that is empty in the first calls hides that padding falls into it."""
+    mean, given = MEANS_BY_OFFSETS[form]
     step = opened(mean)
-    step.prepare(torch.randn(first, 3), torch.tensor([0, 2, first, first]))
-    hiding = ((torch.randn(rows, 3), torch.tensor([0, 2, rows, rows])) for rows in (first, first, first, 3, 3, 3))
+    step.prepare(torch.randn(first, 3), given([0, 2, first, first]))
+    hiding = ((torch.randn(rows, 3), given([0, 2, rows, rows])) for rows in (first, first, first, 3, 3, 3))
     step.check_calls(*hiding)
     step.check(Reason.VERIFICATION_FAILED)
-    step.check_calls(*((torch.randn(rows, 3), torch.tensor([0, 1, 2, rows])) for rows in (3, 4, 3)))
+    step.check_calls(*((torch.randn(rows, 3), given([0, 1, 2, rows])) for rows in (3, 4, 3)))
+
+
+@pytest.mark.parametrize("form", MEANS_BY_OFFSETS)
+@pytest.mark.parametrize("is_state", [False, True], ids=["argument", "state"])
+def test_rows_mixed_by_offsets_ahead(is_state: bool, form: str) -> None:
+    """A full batch is captured ahead; in the first padded one the last segment is empty."""
+    mean, given = MEANS_BY_OFFSETS[form]
+    ends = given([0, 1, 2, 4])
+    serve = graphed((lambda x: mean(x, ends)) if is_state else mean, dynamic={"x": 0}, sizes=[4])
+    serve.prewarm(torch.randn(4, 3), *(() if is_state else (ends,)))
+    for held in ([0, 2, 3, 3], [0, 2, 3, 3], [0, 1, 2, 3]):
+        x, now = torch.randn(3, 3), given(held)
+        ends.copy_(now)
+        torch.testing.assert_close(serve(x, *(() if is_state else (now,))), mean(x, now))
 
 
 @needs("padding")

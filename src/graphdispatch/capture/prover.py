@@ -33,7 +33,7 @@ from .attempt import CaptureAttempt
 from .compare import difference, tolerance_for
 from .effects import EffectRecorder, Region
 from .probes import BY_RULE, Make, Padding
-from .state_probes import difference_apart, ends_empty, run_apart, writes_more_with_fewer_rows
+from .state_probes import difference_apart, may_be_offsets, run_apart, writes_more_with_fewer_rows
 
 _FEW = 2
 _OTHER_ROWS = "other real rows"
@@ -307,8 +307,7 @@ class RowProver:
         views, specs = self._request.inputs.views(self._request.size), self._request.inputs.specs
         rows = {storage_key(view) for spec, view in zip(specs, views, strict=True) if spec.spans}
         whole = [view for spec, view in zip(specs, views, strict=True) if not spec.spans]
-        # Of offsets a full batch has told nothing.
-        hiding = list(filter(ends_empty, whole) if earlier else filter(_may_hide, [*self._entry.held, *whole]))
+        hiding = [] if earlier else list(filter(_may_hide, [*self._entry.held, *whole]))
         name, what = BY_RULE.name, None
         indexed = {storage_key(region.target) for region in run.regions if region.indices}
         is_indexed = any(key not in rows for key in (*indexed, *map(storage_key, run.opaque.values())))
@@ -417,10 +416,7 @@ class RowProver:
         fixed = {i for i, spec in enumerate(specs) if spec.spans and not self._takes_any_value(i)}
         fixed = {i for i in fixed if i in alike or (specs[i].is_pad_given and not request.is_padded)}
         lasting = request.inputs.constants({i: alike[i] for i in fixed if i in alike})
-        names = [specs[i].name for i in sorted(fixed - lasting)]
-        if not request.is_padded:
-            pairs = zip(specs, request.arguments(), strict=True)
-            names += (spec.name for spec, value in pairs if not spec.spans and ends_empty(value))
+        names = (specs[i].name for i in sorted(fixed - lasting))
         assumed = tuple((specs[i].position, alike[i]) for i in sorted(lasting & fixed))
         return (*names, *(["state"] if self._unseen or self._needs_more_rows else [])), assumed
 
@@ -431,11 +427,13 @@ def _overlaid(below: Sequence[_Rows], above: Sequence[torch.Tensor | None]) -> l
 
 
 def _may_hide(tensor: torch.Tensor) -> bool:
-    """Whether a tensor begins with a zero, or holds truth values. Reads the zero back to the host."""
+    """Whether a tensor begins with a zero, holds truth values, or may hold offsets. Reads values back to the host."""
     if not tensor.numel() or tensor.is_quantized or tensor.is_meta or type(tensor) not in PLAIN_TENSORS:
         return False
     is_narrow = tensor.is_floating_point() and tensor.dtype.itemsize == 1
-    return tensor.dtype is torch.bool or (not is_narrow and not bool(tensor[(0,) * tensor.dim()]))
+    if tensor.dtype is torch.bool or (not is_narrow and not bool(tensor[(0,) * tensor.dim()])):
+        return True
+    return may_be_offsets(tensor)
 
 
 def _without(value: torch.Tensor, unwritten: torch.Tensor | None) -> torch.Tensor:

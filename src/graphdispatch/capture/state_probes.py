@@ -6,11 +6,11 @@ Note [tensors of zeros]
     guard sees writes to values. So where a tensor holds nothing but zeros, or one truth value, the first proof of a
     size asks once more: the callable runs eagerly on other paddings, and its operators get copies that hold other
     numbers. Real rows that then follow the padding will follow it later. An error of such a run tells nothing.
-    Offsets whose last segment is empty (``[0, 2, 3, 3]``) hide that padding falls into that segment, as in the mean of
-    an embedding bag. They get copies in which it holds all that is real, and one run more is of the real rows alone,
-    since what such padding holds may not matter where how much there is does. Only padded batches tell: a full
-    one, of which the second half is padding, has offsets that do not fit its first half.
-    Not tested: tensors that hold something else already; integers that may be indices which nobody checks; all of
+    Offsets or lengths of segments, of which the last one may be empty now or later (``[0, 2, 3, 3]``, ``[2, 1, 0]``),
+    hide that padding falls into that segment, as in the mean of an embedding bag. They get copies of zeros that end in
+    a one: whether they are ends, starts or lengths, the last segment then holds a real row. One run more is of the real
+    rows alone, since what such padding holds may not matter where how much there is does.
+    Not tested: other tensors that hold something else already; integers that may be indices which nobody checks; all of
     it, where several processes work together, of which another may hold other values and would run once less.
 
 Note [slots from zero on]
@@ -39,7 +39,7 @@ from .request import CaptureRequest
 
 _MOST_BYTES = 64 << 20
 _UNLIKELY = 77  # what nobody writes into integers
-_FEWEST_OFFSETS = 2  # which are the ends of one segment
+_FEWEST_OFFSETS = 2
 _MOST_TOLD = 3  # tensors that a message names
 
 
@@ -52,22 +52,23 @@ def difference_apart(
     paddings: Sequence[Padding],
 ) -> str | None:
     """How real rows, or the parts ``state`` of memory, differ between paddings when those of ``tensors`` that hold
-    nothing but zeros, or one truth value, or offsets with an empty end, hold other values; None if they do not, or
-    nothing can be told.
+    nothing but zeros, or one truth value, or offsets, hold other values; None if they do not, or nothing can be told.
 
-    Costs an eager run for each padding, one for offsets, and another one where integers cannot change. Reads values
-    back to the host. Raises what ends a capture: no memory left, or an error of the device itself.
+    Costs an eager run for each padding, one for offsets, and up to two where integers cannot change. Reads values back
+    to the host. Raises what ends a capture: no memory left, or an error of the device itself.
     """
     request = attempt.request
     found = _hiding(attempt, entry, tensors, takes_integers=len(request.inputs.axes) == 1)
     names = [f"output {index}" for index in range(len(attempt.eager.outputs))]
     names += [f"state of shape {tuple(region.target.shape)}" for region in state]
-    for chosen in (found, [tensor for tensor in found if not _is_integer(tensor)]):
+    zeros = [tensor for tensor in found if not _is_offsets(tensor)]
+    fewer = (found, zeros, [tensor for tensor in zeros if not _is_integer(tensor)])
+    for chosen in {len(each): each for each in fewer}.values():
         base = _run(attempt, entry, chosen, state, rows, paddings[0]) if chosen else None
         if base is None:
             continue
         others: list[Padding | None] = [*paddings[1:]]
-        if any(map(ends_empty, chosen)) and not attempt.eager.draws:
+        if any(map(_is_offsets, chosen)) and not attempt.eager.draws:
             others.append(None)
         for padding in others:
             got = _run(attempt, entry, chosen, state, rows, padding)
@@ -90,7 +91,7 @@ def _name(request: CaptureRequest, tensor: torch.Tensor) -> str:
 def _hiding(
     attempt: CaptureAttempt, entry: CUDAGraphEntry, tensors: Iterable[torch.Tensor], *, takes_integers: bool
 ) -> list[torch.Tensor]:
-    """Those that hold nothing but zeros, or one truth value, or offsets with an empty end; 64 MiB of them at most.
+    """Those that hold nothing but zeros, or one truth value, or offsets; 64 MiB of them at most.
 
     An index out of range ends a process's use of a GPU: integers change there where no operator could fail, and numbers
     of which the call makes any integers on the host alone; integers never for operators of somebody else's.
@@ -106,8 +107,7 @@ def _hiding(
             is_safe = takes_integers and not effects.runs_custom and (tensor.is_cpu or entry.program.takes_any)
         if size > room or not is_safe or is_expanded(tensor) or tensor.is_conj() or tensor.is_neg():
             continue
-        may_be_offsets = attempt.request.is_padded and ends_empty(tensor)
-        if not bool(tensor.any()) or (is_flag and bool(tensor.all())) or may_be_offsets:
+        if not bool(tensor.any()) or (is_flag and bool(tensor.all())) or may_be_offsets(tensor):
             found.append(tensor)
             room -= size
     return found
@@ -117,18 +117,23 @@ def _is_integer(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
 
 
-def ends_empty(tensor: torch.Tensor) -> bool:
-    """Whether a tensor may hold the offsets of segments, of which the last one is empty."""
-    if tensor.dtype not in (torch.int32, torch.int64) or tensor.dim() != 1 or len(tensor) <= _FEWEST_OFFSETS:
+def may_be_offsets(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may hold offsets or lengths of segments along its last dimension: integers, none of which is
+    negative. Reads values back to the host."""
+    if not _is_integer(tensor) or not tensor.dim() or tensor.shape[-1] < _FEWEST_OFFSETS:
         return False
-    steps = tensor.diff()
-    return bool((steps >= 0).all() & (steps[-1] == 0))
+    return tensor.numel() > 0 and bool((tensor >= 0).all())
+
+
+def _is_offsets(tensor: torch.Tensor) -> bool:
+    """Whether one of the tensors that were chosen was so for its offsets: other integers hold zeros."""
+    return _is_integer(tensor) and bool(tensor.any())
 
 
 class _StandIns(EffectRecorder):
     """Gives operators copies of some tensors' memory, in which these hold other values; saves all other writes."""
 
-    def __init__(self, limit_bytes: int, tensors: Iterable[torch.Tensor], integer: int = 1) -> None:
+    def __init__(self, limit_bytes: int, tensors: Iterable[torch.Tensor], integer: int | None = None) -> None:
         super().__init__(limit_bytes, strict=True)
         generator = torch.Generator().manual_seed(0)
         self._copies = {storage_key(tensor): tensor.untyped_storage().clone() for tensor in tensors}
@@ -136,10 +141,10 @@ class _StandIns(EffectRecorder):
             stand_in = self.swap(tensor)
             if tensor.dtype is torch.bool:
                 stand_in.logical_not_()
-            elif ends_empty(tensor) and bool(tensor.any()):
-                stand_in[:-1] = tensor[0]
             elif _is_integer(tensor):
-                stand_in.fill_(integer)
+                stand_in.fill_(1 if integer is None else integer)
+                if integer is None and _is_offsets(tensor):
+                    stand_in[..., :-1] = 0
             else:
                 stand_in.copy_(torch.rand(tensor.shape, generator=generator, device="cpu") + 0.5)
 
