@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 import pytest
+import torch
 
+import graphdispatch as gd
 from graphdispatch.state import objects
 from graphdispatch.state.walk import StateWalk
 
@@ -64,3 +66,22 @@ def test_what_describes_a_class_is_not_walked() -> None:
     assert not walk.knows(Settings.__dataclass_fields__["width"])
     Settings.__registry__["calls"] = 1
     assert "__registry__" in str(walk.change())
+
+
+def test_what_describes_a_class_counts_where_code_spells_it() -> None:
+    """A call that writes there is refused, and does so once."""
+
+    class Counts:
+        __parameters__: ClassVar[dict[str, int]] = {"calls": 0}
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            self.__parameters__["calls"] += 1
+            return x * 2
+
+    serve = gd.graphed(Counts(), dynamic={"x": 0}, sizes=(4,))
+    serve.prewarm(torch.ones(4, 3))
+    assert Counts.__parameters__["calls"] == 0
+    for call in range(1, 5):
+        serve(torch.ones(4, 3))
+        assert Counts.__parameters__["calls"] == call
+    assert serve.stats.reasons[gd.Reason.STATE_REBOUND]

@@ -281,7 +281,7 @@ def _nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 def describes(name: str) -> bool:
     """Whether a class attribute of this name describes the class to ``typing``, ``dataclasses`` or pydantic. It may be
-    rebound, but what it holds is no state."""
+    rebound, but what it holds is no state, unless code of the user spells the name."""
     return name in _DESCRIBES or name.startswith("__pydantic_")
 
 

@@ -330,6 +330,7 @@ class CodeTrace(CodeNotes, CodeListener):
             self._each_time.add(code)
             notes.whole_types.add(type(frame.f_locals.get(code.co_varnames[0])))
         self._note_variables(notes, code, frame.f_globals, reads)
+        self.walk.visit_descriptions((*reads.attributes, *reads.texts))
         for module in list(self.walk.settings):
             spelled = {*reads.attributes, *filter(str.isidentifier, reads.texts)}
             self.walk.visit_variables(vars(module), iter(spelled), module.__name__)

@@ -10,7 +10,7 @@ import random
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextvars import ContextVar
 from itertools import chain
 from operator import attrgetter
@@ -67,6 +67,10 @@ class StateWalk:
         self._slots: dict[type, Way | None] = {}
         self._again: list[tuple[Any, Any]] = []
         """Containers that it met once more, with the other path."""
+        self._described: list[tuple[str, Any, Any]] = []
+        """What describes classes: the name, the value and its path."""
+        self._spelled = set[str]()
+        """Such names that code spells, which may change what they hold."""
         for root in roots:
             self.visit(root, ((), objects.name_of(root)))
         for hooks in objects.GLOBAL_HOOKS:
@@ -107,6 +111,15 @@ class StateWalk:
             if name not in known:
                 known[name] = value = table.get(name, ABSENT)
                 self.visit(value, ((), f"{where}.{name}"))
+
+    def visit_descriptions(self, names: Iterable[str]) -> None:
+        """Follow what describes classes under ``names``, which code is about to use. Only pydantic spells its own."""
+        new = {name for name in names if objects.describes(name) and "pydantic" not in name} - self._spelled
+        if new:
+            self._spelled |= new
+            for name, value, path in list(self._described):
+                if name in new:
+                    self.visit(value, path)
 
     def visit_environment(self) -> None:
         """Note the environment variables, which code is about to use. Torch sets some of its own, so not before."""
@@ -320,7 +333,8 @@ class StateWalk:
                 yield "", type(kind)
                 held = self._hold(path, kind, snapshot.CLASS)
                 for name, inner in held.items():
-                    if objects.describes(name):
+                    if objects.describes(name) and name not in self._spelled:
+                        self._described.append((name, inner, (path, f".{name}")))
                         continue
                     functions = objects.functions_in(inner)
                     for fn in functions:
