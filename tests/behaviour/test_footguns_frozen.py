@@ -1,5 +1,6 @@
 """Python that a graph cannot see: numbers, counters, hooks, global variables."""
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -153,7 +154,13 @@ def _seeds_as_compiled(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-@pytest.mark.parametrize("fn", [_seeds, _seeds_as_compiled, _forks_and_seeds])
+def _seeds_at_the_end(x: torch.Tensor) -> torch.Tensor:
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.manual_seed, 7)
+        return x * 2
+
+
+@pytest.mark.parametrize("fn", [_seeds, _seeds_as_compiled, _seeds_at_the_end, _forks_and_seeds])
 @pytest.mark.parametrize("rows", [4, 3], ids=["full", "padded"])
 def test_generator_seeded(tried: Settle, rows: int, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """What is drawn after the call follows the seed that it sets, each time, also where it was padded."""

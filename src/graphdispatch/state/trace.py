@@ -221,13 +221,12 @@ class CodeTrace(CodeNotes, CodeListener):
         if is_profiler or (self.walk.knows(owner) and not self._sees_through(owner, method)):
             self._note_unseen(f"{method}() of a {kind.__module__}.{kind.__qualname__}")
 
-    def _note_generators(self, code: types.CodeType, *, is_users: bool) -> None:
-        """A function of a library is about to run, which may be one of torch's for its own generators; ``is_users``
-        tells whether code of the user calls it."""
+    def _note_generators(self, code: types.CodeType, frame: types.FrameType) -> None:
+        """A function of a library is about to run, which may be one of torch's for its own generators."""
         if objects.is_torch_code(code.co_filename) and code.co_filename.endswith(f"{os.sep}random.py"):
             self.sets_generator = True
             self._each_time.add(code)
-            if is_users and not self._depth and code.co_name.startswith(("set_rng_state", *_SETS)):
+            if not self._depth and _is_for_user(frame) and code.co_name.startswith(("set_rng_state", *_SETS)):
                 self.seeds = f"torch's own, by {code.co_name}()"
 
     def _note_unseen(self, what: str) -> None:
@@ -315,12 +314,12 @@ class CodeTrace(CodeNotes, CodeListener):
             self.walk.visit_environment()
         if original is None and _is_library(frame):
             notes.library_names |= reads.attributes
-            is_users = _is_called_by_user(frame)
-            self._note_generators(code, is_users=is_users)
+            self._note_generators(code, frame)
             if code is _IMPORT_MODULE:
                 self._each_time.add(code)
                 self._note_import(notes, frame)
-            notes.reads_whole |= is_users and path.endswith(_READ_WHOLE)
+            if path.endswith(_READ_WHOLE) and frame.f_back is not None:
+                notes.reads_whole |= not objects.is_library_code(frame.f_back.f_code.co_filename)
             return
         notes.names |= reads.attributes
         self._note_asked(reads)
@@ -410,12 +409,17 @@ class CodeTrace(CodeNotes, CodeListener):
 _FIELDS = re.compile(r"\.([^\W\d]\w*)")
 
 
-def _is_called_by_user(frame: types.FrameType) -> bool:
-    """Whether code of the user called a function, perhaps around torch's compiler."""
+def _is_for_user(frame: types.FrameType) -> bool:
+    """Whether code of the user called a function, perhaps around torch's compiler or by way of the standard library."""
     caller = frame.f_back
-    while caller is not None and caller.f_code.co_filename.endswith(_UNCOMPILED):
+    while caller is not None and _passes_on(caller.f_code.co_filename):
         caller = caller.f_back
     return caller is not None and not objects.is_library_code(caller.f_code.co_filename)
+
+
+def _passes_on(path: str) -> bool:
+    is_others = objects.is_torch_code(path) or objects.is_own_code(path)
+    return path.endswith(_UNCOMPILED) or (objects.is_library_code(path) and not is_others)
 
 
 def _is_library(frame: types.FrameType) -> bool:
