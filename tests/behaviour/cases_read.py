@@ -796,6 +796,11 @@ def choice() -> Any:
 
 
 read("attribute of a class")(lambda: own_class(k=2), lambda h: h.k, put(k=5))
+read("attribute of a class by a computed name")(
+    lambda: own_class(k=2, names=("k",), first=lambda self: getattr(self, self.names[0]))(),
+    lambda h: h.first(),
+    lambda h: to(type(h), k=5),
+)
 read("tuple of a class")(lambda: own_class(k=(2, 3)), lambda h: h.k[0], put(k=(5, 3)))
 read("method of a class")(
     lambda: own_class(k=lambda self: 2)(), lambda h: h.k(), lambda h: to(type(h), k=lambda self: 5)

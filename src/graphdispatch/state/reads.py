@@ -386,7 +386,8 @@ class StateReads:
         table = vars(kind)
         if kind in users:
             self.readers.append(Reader(partial(getattr, kind, "__mro__"), "__mro__", kind))
-            self._compare(table, [name for name, member in table.items() if self._is_read(name, member)])
+            is_whole = self._all or any(issubclass(each, kind) for each in self._notes.whole_types)
+            self._compare(table, [name for name, held in table.items() if self._is_read(name, held, is_whole=is_whole)])
             self._pending += (type(kind), *dict.values(table.get("_member_map_", {})))
         elif issubclass(kind, nn.Module):
             self._compare_torch(kind)
@@ -401,14 +402,15 @@ class StateReads:
         if known:
             self.attributes.append((table, known))
 
-    def _is_read(self, name: str, member: Any) -> bool:
-        """Whether code reads a class attribute: a method that ran, or data under a name of the code.
+    def _is_read(self, name: str, member: Any, *, is_whole: bool) -> bool:
+        """Whether code reads a class attribute: a method that ran, or data under a name of the code; under any name if
+        it reads the class as a whole (``getattr(self, self.names[0])``).
 
         Data under names with two underscores tells of the class itself: its fields, its annotations.
         """
         if not objects.is_code(member) or objects.user_classes(type(member)):
             wraps = issubclass(type(member), (property, staticmethod, classmethod, partial, partialmethod))
-            return wraps or name in self._names or (self._all and not name.startswith("__"))
+            return wraps or name in self._names or (is_whole and not name.startswith("__"))
         is_named = self._notes.is_blind and name in self._names
         return is_named or any(fn.__code__ in self._notes.codes for fn in objects.functions_in(member))
 
