@@ -106,9 +106,10 @@ def _run(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureResult
 
 
 def _fed_back(request: CaptureRequest, entry: CUDAGraphEntry) -> list[Region]:
-    """What the entry's own outputs hold, if arguments lie there, as where each step is given what the last one gave."""
+    """What the entry's own outputs hold, if arguments lie there, as where each step is given what the last one gave;
+    or if the batch was made of a call's, whose arguments may lie there."""
     own, given = entry.outputs.lent(request.size), set(map(storage_key, request.arguments()))
-    is_given = any(storage_key(tensor) in given for tensor in own)
+    is_given = not request.keep_effects or any(storage_key(tensor) in given for tensor in own)
     return [Region(tensor, tensor.clone()) for tensor in own] if is_given else []
 
 
