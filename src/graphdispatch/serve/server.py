@@ -172,12 +172,14 @@ class Server:
             closed = self.closed(route)
             if closed is not None:
                 return self.run_eagerly(Decision.eager(closed), args, kwargs)
-            if not WINDOWS.may_take(self.lock):
+            if not WINDOWS.take(self.lock):
                 return self.run_eagerly(Decision.eager(Reason.STATE_SHARED), args, kwargs)
-            with self.lock:
+            try:
                 choice = self.choose(route, args, kwargs)
                 self.count(choice)
                 is_done, answer = self.perform(choice)
+            finally:
+                self.lock.release()
             return answer if is_done else self.run_eagerly(answer.decision, args, kwargs)
 
     def choose(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
