@@ -16,7 +16,7 @@ from ..backends.operators import storage_key
 from ..backends.tracing import profiler_range
 from ..call.rules import graph_name
 from ..errors import CaptureError, GraphDispatchError, VerificationError
-from ..memory.entry import CUDAGraphEntry
+from ..memory.entry import CUDAGraphEntry, error_of_signal
 from ..memory.outputs import check_values
 from ..memory.proof import RowProof
 from ..memory.windows import WINDOWS
@@ -41,8 +41,8 @@ def capture_entry(request: CaptureRequest) -> CaptureResult:
     """Run the call eagerly and capture it; see the module's text. Holds the pool's lock throughout.
 
     An error of the callable on the real rows passes through unchanged. Apart from that only these are raised:
-    ``KeyboardInterrupt`` and its like, after everything was put back; ``DeviceLostError`` if nothing can be served any
-    more; ``CaptureError`` if what was written cannot be put back.
+    ``KeyboardInterrupt`` and its like, and what a handler of a signal raises, after everything was put back;
+    ``DeviceLostError`` if nothing can be served any more; ``CaptureError`` if what was written cannot be put back.
     """
     return _in_window(request, None)
 
@@ -98,6 +98,8 @@ def _run(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureResult
             return CaptureResult(eager.answer, known, known.proof.reason, known.proof.text)
         return CaptureResult(eager.answer, known, Reason.VERIFIED_NOW, answer_s=seconds)
     except Exception as error:
+        if (raised := error_of_signal(error)) is not None:
+            raise raised from raised.__cause__
         if known is not None:
             known.failed()
         return failed_result(request, eager.answer, error, attempt.stage)
