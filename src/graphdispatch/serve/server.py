@@ -334,7 +334,7 @@ class Server:
         answer = result.take_answer()
         if result.entry is not None:
             answer = result.entry.outputs.with_values(answer, choice.rows)
-        return self.graphs.give(answer)
+        return self.graphs.give(answer, *choice.leaves)
 
     @property
     def decision(self) -> Decision | None:
@@ -375,7 +375,7 @@ class Server:
         run, share = WINDOWS.begin(self._reach), self.graphs.share
         started = share.clock()
         try:
-            return self.graphs.give(self.fn(*args, **kwargs))
+            return self.graphs.give(self.fn(*args, **kwargs), args, kwargs)
         finally:
             share.note_eager(share.clock() - started)
             WINDOWS.end(run)
