@@ -1,6 +1,7 @@
 """Faults of the user's own code: a pad function, a break, a graph that they captured, the model itself."""
 
 import signal
+from functools import partial
 from typing import Any
 
 import pytest
@@ -59,6 +60,51 @@ def test_a_time_limit_passes_through_a_replay() -> None:
     hits = step.stats.hits
     check_rows(step, 3, 4, 3)
     assert step.stats.hits > hits
+
+
+class TimeLimit:
+    """A handler of a signal that is an object."""
+
+    def __call__(self, number: int, frame: Any) -> None:
+        raise TroubleError
+
+
+def out_of_time(number: int, frame: Any) -> None:
+    """Another one, that is a function."""
+    raise TroubleError
+
+
+@pytest.mark.parametrize("handler", [out_of_time, TimeLimit(), partial(TimeLimit())], ids=["def", "object", "partial"])
+@pytest.mark.parametrize("at", range(6))
+def test_a_time_limit_passes_through_a_capture(handler: Any, at: int) -> None:
+    """It is the caller's wherever in a capture, a comparison or a replay it comes. The call has counted once, and the
+    next ones are captured and served."""
+    count = torch.zeros(())
+    loads = iter(range(100))
+
+    def pad(padding: Tensor, real: Tensor) -> None:
+        padding.zero_()
+        if next(loads) == at:
+            signal.raise_signal(signal.SIGUSR1)
+
+    def fn(x: Tensor) -> Tensor:
+        count.add_(1)
+        return x * 2
+
+    step = graphed(fn, dynamic={"x": 0}, pad={"x": pad}, sizes=[4], options=AT_ONCE)
+    before = signal.signal(signal.SIGUSR1, handler)
+    raised = 0
+    try:
+        for _ in range(9):
+            x = torch.randn(3, 3)
+            try:
+                assert torch.equal(step(x), x * 2)
+            except TroubleError:
+                raised += 1
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert (raised, count.item()) == (1, 9)
+    assert step.stats.hits
 
 
 @pytest.mark.parametrize("at", [0, 1, 4], ids=["capture", "verification", "hit"])

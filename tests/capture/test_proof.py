@@ -541,10 +541,11 @@ def test_a_size_with_other_tensors_is_proven_by_itself() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_an_operand_of_compiled_code_is_not_compared() -> None:
     """Torch's packed weights of eight bits raise when they are; each size is proven by itself."""
-    model = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(8, 8)), {nn.Linear}, torch.qint8)
+    with torch.device("cpu"):
+        model = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(8, 8)), {nn.Linear}, torch.qint8)
     step = gd.graphed(model, dynamic={"input": 0}, sizes=(8, 16, 32), options=AT_ONCE)
     for rows in (8, 16, 32) * 3:
-        x = torch.randn(rows, 8)
+        x = torch.randn(rows, 8, device="cpu")
         assert torch.equal(step(x), model(x))
     assert step.captured_sizes == (8, 16, 32)
 

@@ -3,14 +3,14 @@
 import logging
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import nn
 
 import graphdispatch as gd
-from graphdispatch import CUDAGraphOptions, Dim, Graphed, Reason, graphed
+from graphdispatch import CUDAGraphOptions, Dim, Graphed, OutputView, Reason, graphed
 from graphdispatch.capture.compare import Tolerance, difference, tolerance_for
 from graphdispatch.engines import EntryState
 from graphdispatch.errors import ConfigError
@@ -40,6 +40,33 @@ def test_identical_batches_stay_pending() -> None:
     assert step.entries[0].state is EntryState.CAPTURED
     assert reasons(step, x + 1, x) == [Reason.VERIFIED_NOW, Reason.EXACT]
     assert step.entries[0].state is EntryState.VERIFIED
+
+
+@pytest.mark.parametrize("outputs", ["view", "static"])
+@pytest.mark.parametrize("feeds_back", [False, True], ids=["the same tensor", "the last answer"])
+def test_a_batch_made_of_a_call_leaves_its_answer(outputs: Literal["view", "static"], feeds_back: bool) -> None:
+    """Where all calls are alike, a graph is compared on a batch that is made; answers in its memory stay right."""
+    step = make(lambda x: x * 1, outputs=outputs)
+    x = batch = torch.randn(4, 3)
+    for _ in range(20):
+        answer = step(batch)
+        got = answer.get() if isinstance(answer, OutputView) else answer
+        assert torch.equal(got, x)
+        batch = got if feeds_back else x
+    assert step.entries[0].state is EntryState.VERIFIED
+
+
+def test_a_batch_made_of_a_call_may_show_a_difference() -> None:
+    """The call of whose batch it is made then runs eagerly, with the reason."""
+    step = make(lambda x: x * torch.get_num_threads())  # which no guard sees
+    x, threads = torch.randn(4, 3), torch.get_num_threads()
+    assert reasons(step, *[x] * 8) == [Reason.CAPTURED_NOW, *[Reason.EXACT] * 7]
+    torch.set_num_threads(threads + 1)
+    try:
+        assert torch.equal(step(x), x * (threads + 1))
+        assert step.last_decision.reason is Reason.VERIFICATION_FAILED
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_first_padded_batch_is_compared() -> None:

@@ -339,16 +339,19 @@ def test_no_made_stream_is_that_of_captures(backend: Backend) -> None:
     assert backend.capture_stream not in streams
 
 
-def test_a_call_that_another_thread_records_is_refused(backend: Backend) -> None:
-    """A thread with torch's own stream, which is that of captures: what it submits is recorded, so its call says so."""
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_call_that_another_thread_records_is_refused(backend: Backend, gradients: bool) -> None:
+    """A thread with torch's own stream, which is that of captures: what it submits is recorded, so its call says so;
+    also one that needs gradients, and that no graph would serve."""
     step, x, results = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE), x_of(5), list[Any]()
     step(x), step(x)
     assert_served(step, x)
+    x.requires_grad_(gradients)
 
     def call(stream: Stream) -> None:
         try:
             with backend.use_stream(stream):
-                results.append(step(x).cpu())
+                results.append(step(x).detach().cpu())
         except BackendError as error:
             results.append(str(error))
 

@@ -62,6 +62,20 @@ def test_a_view_is_stale_after_a_replay() -> None:
     assert (eager.is_stale, eager.get().shape, repr(eager)) == (False, (5, 3), "<OutputView fresh>")
 
 
+def test_a_view_of_an_eager_step_is_stale_where_it_is_an_argument() -> None:
+    """It may lie in a graph's memory, where each step is given what the last one gave."""
+    step = graphed(
+        lambda x, flag=None: x if flag else x * 2, dynamic={"x": 0}, sizes=[4], outputs="view", options=AT_ONCE
+    )
+    fed_back = [step(batch(4)) for _ in range(4)][-1].get()
+    want = fed_back.clone()
+    eager = step(fed_back, flag=object())
+    assert step.last_decision.reason is Reason.UNGUARDED_ARGUMENT
+    assert torch.equal(eager.get(), want)
+    step(batch(4))
+    assert eager.is_stale
+
+
 @pytest.mark.parametrize("outputs", ["clone", "view", "static"])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_an_expanded_output_is_handed_out(outputs: str, dim: int) -> None:

@@ -38,6 +38,7 @@ from ..backends.operators import (
 )
 from ..backends.standins import EXPOSED, HostReads, Listening
 from ..errors import CaptureError
+from ..memory.entry import error_of_signal
 from ..memory.proof import Labels, Operator
 from ..reasons import Reason
 
@@ -215,7 +216,7 @@ def retry_once(put_back: Callable[[], None], backend: Backend) -> None:
         except Exception as error:
             backend.raise_if_lost(error)
             raise
-        if not isinstance(first, Exception):
+        if not isinstance(first, Exception) or error_of_signal(first) is not None:
             raise
 
 

@@ -16,7 +16,7 @@ from ..backends.operators import storage_key
 from ..backends.tracing import profiler_range
 from ..call.rules import graph_name
 from ..errors import CaptureError, GraphDispatchError, VerificationError
-from ..memory.entry import CUDAGraphEntry
+from ..memory.entry import CUDAGraphEntry, error_of_signal
 from ..memory.outputs import check_values
 from ..memory.proof import RowProof
 from ..memory.windows import WINDOWS
@@ -41,8 +41,8 @@ def capture_entry(request: CaptureRequest) -> CaptureResult:
     """Run the call eagerly and capture it; see the module's text. Holds the pool's lock throughout.
 
     An error of the callable on the real rows passes through unchanged. Apart from that only these are raised:
-    ``KeyboardInterrupt`` and its like, after everything was put back; ``DeviceLostError`` if nothing can be served any
-    more; ``CaptureError`` if what was written cannot be put back.
+    ``KeyboardInterrupt`` and its like, and what a handler of a signal raises, after everything was put back;
+    ``DeviceLostError`` if nothing can be served any more; ``CaptureError`` if what was written cannot be put back.
     """
     return _in_window(request, None)
 
@@ -98,6 +98,8 @@ def _run(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureResult
             return CaptureResult(eager.answer, known, known.proof.reason, known.proof.text)
         return CaptureResult(eager.answer, known, Reason.VERIFIED_NOW, answer_s=seconds)
     except Exception as error:
+        if (raised := error_of_signal(error)) is not None:
+            raise raised from raised.__cause__
         if known is not None:
             known.failed()
         return failed_result(request, eager.answer, error, attempt.stage)
@@ -106,9 +108,10 @@ def _run(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureResult
 
 
 def _fed_back(request: CaptureRequest, entry: CUDAGraphEntry) -> list[Region]:
-    """What the entry's own outputs hold, if arguments lie there, as where each step is given what the last one gave."""
+    """What the entry's own outputs hold, if arguments lie there, as where each step is given what the last one gave;
+    or if the batch was made of a call's, whose arguments may lie there."""
     own, given = entry.outputs.lent(request.size), set(map(storage_key, request.arguments()))
-    is_given = any(storage_key(tensor) in given for tensor in own)
+    is_given = not request.keep_effects or any(storage_key(tensor) in given for tensor in own)
     return [Region(tensor, tensor.clone()) for tensor in own] if is_given else []
 
 

@@ -94,7 +94,8 @@ def _hiding(
     """Those that hold nothing but zeros, or one truth value, or offsets; 64 MiB of them at most.
 
     An index out of range ends a process's use of a GPU: integers change there where no operator could fail, and numbers
-    of which the call makes any integers on the host alone; integers never for operators of somebody else's.
+    of which the call makes any integers on the host alone; integers never for operators of somebody else's. Offsets
+    are given none that is larger than theirs.
     """
     found, room, effects = [], _MOST_BYTES, attempt.eager.effects
     distributed = torch.distributed
@@ -103,11 +104,13 @@ def _hiding(
     for tensor in tensors:
         size, is_flag = tensor.untyped_storage().nbytes(), tensor.dtype is torch.bool
         is_safe = is_flag or tensor.is_cpu or not entry.program.limits_values
+        has_offsets = may_be_offsets(tensor) and _is_offsets(tensor)
         if _is_integer(tensor):
-            is_safe = takes_integers and not effects.runs_custom and (tensor.is_cpu or entry.program.takes_any)
+            takes_any = tensor.is_cpu or entry.program.takes_any or has_offsets
+            is_safe = takes_integers and not effects.runs_custom and takes_any
         if size > room or not is_safe or is_expanded(tensor) or tensor.is_conj() or tensor.is_neg():
             continue
-        if not bool(tensor.any()) or (is_flag and bool(tensor.all())) or may_be_offsets(tensor):
+        if not bool(tensor.any()) or (is_flag and bool(tensor.all())) or has_offsets:
             found.append(tensor)
             room -= size
     return found

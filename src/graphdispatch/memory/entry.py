@@ -5,6 +5,9 @@ import time
 import traceback
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from inspect import getattr_static
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -184,7 +187,7 @@ class CUDAGraphEntry(Verification, NotCopied):
         if self.mutated:
             self.inputs.mark_dirty()
         self.backend.raise_if_lost(error)
-        if not isinstance(error, Exception) or _is_of_signal(error):
+        if not isinstance(error, Exception) or error_of_signal(error) is not None:
             return
         failure = error if isinstance(error, ReplayError) else None
         if failure is None:
@@ -415,11 +418,29 @@ class CUDAGraphEntry(Verification, NotCopied):
         )
 
 
-def _is_of_signal(error: BaseException) -> bool:
-    """Whether a handler of a signal raised an error, as that of a time limit: it tells nothing of what it stopped."""
-    handlers = map(signal.getsignal, signal.valid_signals())
-    codes = {getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers} - {None}
-    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+def error_of_signal(error: BaseException | None) -> BaseException | None:
+    """What a handler of a signal raised, as that of a time limit, if it is an error or its cause: it tells nothing of
+    what it stopped.
+
+    Args:
+        error: The error.
+
+    Returns:
+        What the handler raised, or None.
+    """
+    codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    while error is not None and all(frame.f_code not in codes for frame, _ in traceback.walk_tb(error.__traceback__)):
+        error = error.__cause__
+    return error
+
+
+def _code_of(handler: Any) -> Any:
+    """The code that a handler of a signal runs first: that of a function, a method, an object or a partial call."""
+    while isinstance(handler, partial):
+        handler = handler.func
+    if not isinstance(handler, FunctionType | MethodType):
+        handler = getattr_static(type(handler), "__call__", None)
+    return getattr(getattr(handler, "__func__", handler), "__code__", None)
 
 
 def _check_input(spec: InputSpec, tensor: Any, told: dict[Axis, int]) -> None:

@@ -245,8 +245,9 @@ class Outputs:
 
     def lent(self, size: int) -> list[torch.Tensor]:
         """The graph's own tensors that callers get to hold, of a graph of ``size`` rows: each element once."""
-        pairs = zip(self.peek(size), self._is_own, strict=True)
-        return [_once(tensor) for tensor, own in pairs if own and self._mode != "clone"]
+        if self._mode == "clone":
+            return []
+        return [_once(tensor) for tensor, own in zip(self.peek(size), self._is_own, strict=True) if own]
 
     def covers(self, argument: torch.Tensor, position: int, size: int) -> bool:
         """Whether an argument lies in what callers get to hold of a graph of ``size`` rows, and not just where the

@@ -15,7 +15,7 @@ from ..errors import ReplayError
 from ..modes import EntryState
 from ..native.bound import CORE
 from ..stats import CUDAGraphStats
-from .windows import WINDOWS
+from .windows import WINDOWS, storages_of
 
 if TYPE_CHECKING:
     from .entry import CUDAGraphEntry
@@ -33,7 +33,19 @@ across threads."""
 class ReplayPlan:
     """Copy in, replay, copy out: one graph for batches of ``rows`` rows. ``run`` is thread-safe."""
 
-    __slots__ = ("_cells", "_entry", "_graph", "_load", "_pool", "_size", "_take", "_watched", "native", "rows")
+    __slots__ = (
+        "_cells",
+        "_entry",
+        "_graph",
+        "_lent",
+        "_load",
+        "_pool",
+        "_size",
+        "_take",
+        "_watched",
+        "native",
+        "rows",
+    )
 
     def __init__(self, entry: "CUDAGraphEntry", rows: int) -> None:
         self.rows = rows
@@ -45,6 +57,7 @@ class ReplayPlan:
         self._load = entry.inputs.load if entry.inputs.specs else None
         self._take = entry.outputs.taker(rows)
         self._watched = entry.inputs.positions if entry.writes_outside else ()
+        self._lent = storages_of(entry.outputs.lent(entry.size)) if entry.mutated else set()
         inputs = entry.inputs if entry.inputs.specs else None
         self.native: Any = None
         if CORE is not None:
@@ -64,7 +77,8 @@ class ReplayPlan:
             if len(storages) < len(self._watched):
                 names = [spec.name for spec in entry.inputs.specs]
                 return f"arguments {names} share memory, and the call writes to one of them"
-            for spec in (entry.inputs.specs[index] for index in entry.mutated):
+            given = () if self._lent.isdisjoint(storages) else entry.mutated
+            for spec in (entry.inputs.specs[index] for index in given):
                 if entry.outputs.covers(values[spec.position], spec.position, self._size):
                     return f"the call writes to argument {spec.name!r}, which is an output of the graph itself"
         written = entry.written

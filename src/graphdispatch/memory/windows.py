@@ -110,15 +110,14 @@ class Windows:
     def _covers_writes(self, entry: "CUDAGraphEntry") -> bool:
         return entry.written is not None and self._covers({begin for begin, _ in entry.written.spans})
 
-    def may_take(self, lock: Any) -> bool:
-        """Whether the calling thread may wait for a lock that captures are made with: always, unless a run of it is
-        under way. Then it waits here, and may not once a capture, perhaps the one that holds the lock, waits for it."""
+    def take(self, lock: Any) -> bool:
+        """Take a lock that captures are made with, for the caller to release; False if the calling thread may not wait
+        for it: a run of it is under way, for which a capture waits, perhaps the one that holds the lock."""
         here = threading.get_ident()
         if all(thread != here for thread, _ in list(self._runs.values())):
-            return True
+            return bool(lock.acquire())
         while not self._is_awaited():
             if lock.acquire(timeout=_LOOKS_AFTER_S):
-                lock.release()
                 return True
         return False
 

@@ -4,10 +4,12 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from ..backends import Backend, Pool, get_backend
+from ..backends.operators import is_strided, storage_key, tensors_in
 from ..call.rules import ArgumentRules, callable_name
 from ..call.signature import ForeignSignature, Refusal, Signature, device_of, no_tensors, refusal
 from ..call.spec import CallSpec, FlatCall
@@ -325,9 +327,15 @@ class GraphSet:
         group = self.groups[key] = GraphGroup(key, route, call, signature, inputs, failures)
         return group
 
-    def give(self, answer: Any) -> Any:
-        """What an eager step returned, as a hit would hand it out. Needs no lock."""
-        return OutputView(answer, None) if self._returns_handles else answer
+    def give(self, answer: Any, *given: Any) -> Any:
+        """What an eager step returned of what it was given, as a hit would hand it out. Needs no lock.
+
+        An argument may be an output that replays overwrite; so a handle on one is stale after a replay.
+        """
+        if not self._returns_handles:
+            return answer
+        is_new = _storages(answer).isdisjoint(_storages(given))
+        return OutputView(answer, None if is_new else self.pool)
 
     def _shared_inputs(self, signature: Signature, capacity: int) -> StaticInputs:
         """The buffers of another group that takes the same tensors, or new ones: one pool, one user at a time."""
@@ -593,3 +601,12 @@ class GraphSet:
             keep_effects=keep_effects,
             judges_gain=self.judges_gain and keep_effects,
         )
+
+
+def _storages(tree: Any) -> set[int]:
+    """What tells the storages of some tensors apart. Those of transforms of ``torch.func`` have none."""
+    found = set()
+    for tensor in filter(is_strided, tensors_in(tree)):
+        with suppress(RuntimeError):
+            found.add(storage_key(tensor))
+    return found

@@ -19,7 +19,7 @@ import torch
 from ..capture.probes import Make, edge, far, is_discrete, may_replace, of_kind, small, telling_places, uniform
 from ..capture.request import CaptureResult
 from ..errors import GraphDispatchError
-from ..memory.entry import CUDAGraphEntry
+from ..memory.entry import CUDAGraphEntry, error_of_signal
 from ..memory.proof import RowProof
 from ..sizes import lengths_of, pack
 from .graphs import GraphSet
@@ -53,6 +53,8 @@ def _difference_on_made(
     except GraphDispatchError:
         raise
     except Exception as error:
+        if error_of_signal(error) is not None:
+            raise
         _log.debug("%r was not compared on %s: %s", entry, name, error)
         return None
 

@@ -166,18 +166,20 @@ class Server:
 
     def step(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that is no hit (yet). Raises what the callable raises, and ``FallbackError`` with ``strict``."""
+        closed = self.closed(route)
         if torch.is_grad_enabled() and self.needs_gradients(args, kwargs):
             return self.run_eagerly(Decision.eager(Reason.NEEDS_GRADIENTS), args, kwargs)
         with torch.no_grad():
-            closed = self.closed(route)
             if closed is not None:
                 return self.run_eagerly(Decision.eager(closed), args, kwargs)
-            if not WINDOWS.may_take(self.lock):
+            if not WINDOWS.take(self.lock):
                 return self.run_eagerly(Decision.eager(Reason.STATE_SHARED), args, kwargs)
-            with self.lock:
+            try:
                 choice = self.choose(route, args, kwargs)
                 self.count(choice)
                 is_done, answer = self.perform(choice)
+            finally:
+                self.lock.release()
             return answer if is_done else self.run_eagerly(answer.decision, args, kwargs)
 
     def choose(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
@@ -275,14 +277,17 @@ class Server:
         batch = self.graphs, group, choice.leaves, choice.rows, entry
         if reason is Reason.VERIFIED_NOW:
             return True, self.after_eager(choice, partial(compare, *batch))
+        if entry.state is EntryState.CAPTURED and entry.replay_count == MOST_ALIKE - 1:
+            # Before the replay, since the caller may get the graph's own memory as the answer.
+            found = self.graphs.share.pay((Reason.VERIFIED_NOW, entry.state), partial(settle, *batch))
+            if found is not None:
+                return False, choice._replace(decision=Decision.eager(found.reason, choice.rows, found.detail))
         try:
             answer = self.observed(entry, choice.rows, choice.leaves)
         except ReplayError as error:
             if error.had_effects:
                 raise
             return False, choice._replace(decision=Decision.eager(Reason.REPLAY_FAILED, choice.rows, str(error)))
-        if entry.serves_one_batch and entry.replay_count == MOST_ALIKE:
-            self.graphs.share.pay((Reason.VERIFIED_NOW, entry.state), partial(settle, *batch))
         self.local.decision = choice.decision
         return True, answer
 
@@ -329,7 +334,7 @@ class Server:
         answer = result.take_answer()
         if result.entry is not None:
             answer = result.entry.outputs.with_values(answer, choice.rows)
-        return self.graphs.give(answer)
+        return self.graphs.give(answer, *choice.leaves)
 
     @property
     def decision(self) -> Decision | None:
@@ -370,7 +375,7 @@ class Server:
         run, share = WINDOWS.begin(self._reach), self.graphs.share
         started = share.clock()
         try:
-            return self.graphs.give(self.fn(*args, **kwargs))
+            return self.graphs.give(self.fn(*args, **kwargs), args, kwargs)
         finally:
             share.note_eager(share.clock() - started)
             WINDOWS.end(run)
