@@ -102,16 +102,21 @@ class Holder:
 
     def __init__(self) -> None:
         self.scale, self.state = 2.0, 3.0
-        self.event, self.random = threading.Event(), random.Random(0)
+        self.event, self.random, self.thread = threading.Event(), random.Random(0), threading.Thread()
 
 
 @pytest.mark.parametrize(
     "fn",
-    [lambda h, x: x * vars(h)["scale"], lambda h, x: x * copy.copy(h).scale, lambda h, x: x * h.state],
-    ids=["as a whole", "copied", "an attribute that a generator has, too"],
+    [
+        lambda h, x: x * vars(h)["scale"],
+        lambda h, x: x * copy.copy(h).scale,
+        lambda h, x: x * h.state,
+        lambda h, x: x * h.scale * (torch.ops.aten.add.Tensor.name() == "aten::add.Tensor"),
+    ],
+    ids=["as a whole", "copied", "an attribute that a generator has, too", "a private name of torch that threads have"],
 )
 def test_what_is_not_used_is_no_obstacle(fn: Callable[[Holder, torch.Tensor], torch.Tensor]) -> None:
-    """An event and a generator beside what is read: others set the one and draw from the other."""
+    """An event, a generator and a thread beside what is read: others set the one and draw from the other."""
     holder = Holder()
     step = graphed(lambda x: fn(holder, x), dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
     for _ in range(6):

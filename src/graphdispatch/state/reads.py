@@ -300,11 +300,19 @@ class StateReads:
 
     def _may_use(self, machine: Any) -> bool:
         """Whether the code may have read a lock, event or thread: code of its class's file ran, or code spells one of
-        its attributes. So one that lies among what is copied or printed as a whole is not refused."""
+        its attributes. So one that lies among what is copied or printed as a whole is not refused. A private attribute
+        that code of a library spells is that of the library's own objects.
+        """
         table = objects.attribute_table(machine)
+        if table is None or self._notes.is_blind:
+            return True
         file = getattr(sys.modules.get(objects.home_of(type(machine))), "__file__", None)
-        is_named = table is None or not self._library_names.isdisjoint(table)
-        return self._notes.is_blind or is_named or any(code.co_filename == file for code in self._notes.codes)
+        public = {name for name in table if not name.startswith("_")}
+        return not self._library_names.isdisjoint(public) or any(
+            code.co_filename == file
+            or not (objects.is_library_code(code.co_filename) or table.keys().isdisjoint(code.co_names))
+            for code in self._notes.codes
+        )
 
     def _visit_instance(self, value: Any) -> None:
         """An object with attributes, slots or entries."""
