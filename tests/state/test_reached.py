@@ -111,7 +111,7 @@ class Holder:
         lambda h, x: x * vars(h)["scale"],
         lambda h, x: x * copy.copy(h).scale,
         lambda h, x: x * h.state,
-        lambda h, x: x * h.scale * (torch.ops.aten.add.Tensor.name() == "aten::add.Tensor"),
+        lambda h, x: x * vars(h)["scale"] * (torch.ops.aten.add.Tensor.name() == "aten::add.Tensor"),
     ],
     ids=["as a whole", "copied", "an attribute that a generator has, too", "a private name of torch that threads have"],
 )
