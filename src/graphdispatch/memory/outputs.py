@@ -15,6 +15,7 @@ Note [objects among outputs]
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress, repeat
@@ -35,7 +36,7 @@ from torch.utils._pytree import (
 )
 
 from ..backends.base import Pool
-from ..backends.operators import storage_key
+from ..backends.operators import is_strided, storage_key, tensors_in
 from ..backends.tracing import untraced
 from ..call.spec import VALUES, describe, is_tensor
 from ..errors import CaptureError, StaleOutputError
@@ -520,3 +521,14 @@ def _close(node: Opened) -> Any:
         else:
             object.__setattr__(made, name, value)
     return made
+
+
+def share_memory(answer: Any, given: Any) -> bool:
+    """Whether a tensor of the one lies in the storage of a tensor of the other. Those of transforms of ``torch.func``
+    have none."""
+    found: list[set[int]] = [set(), set()]
+    for keys, tree in zip(found, (answer, given), strict=True):
+        for tensor in filter(is_strided, tensors_in(tree)):
+            with suppress(RuntimeError):
+                keys.add(storage_key(tensor))
+    return not found[0].isdisjoint(found[1])

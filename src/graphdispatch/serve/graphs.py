@@ -4,12 +4,10 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from ..backends import Backend, Pool, get_backend
-from ..backends.operators import is_strided, storage_key, tensors_in
 from ..call.rules import ArgumentRules, callable_name
 from ..call.signature import ForeignSignature, Refusal, Signature, device_of, no_tensors, refusal
 from ..call.spec import CallSpec, FlatCall
@@ -24,7 +22,7 @@ from ..memory.admission import Quarantine
 from ..memory.cache import GraphCache, MemoryReport, StateKey, Victim, bytes_of, memory_report
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
-from ..memory.outputs import OutputView
+from ..memory.outputs import OutputView, share_memory
 from ..memory.replay import next_use
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
@@ -334,8 +332,7 @@ class GraphSet:
         """
         if not self._returns_handles:
             return answer
-        is_new = _storages(answer).isdisjoint(_storages(given))
-        return OutputView(answer, None if is_new else self.pool)
+        return OutputView(answer, self.pool if share_memory(answer, given) else None)
 
     def _shared_inputs(self, signature: Signature, capacity: int) -> StaticInputs:
         """The buffers of another group that takes the same tensors, or new ones: one pool, one user at a time."""
@@ -601,12 +598,3 @@ class GraphSet:
             keep_effects=keep_effects,
             judges_gain=self.judges_gain and keep_effects,
         )
-
-
-def _storages(tree: Any) -> set[int]:
-    """What tells the storages of some tensors apart. Those of transforms of ``torch.func`` have none."""
-    found = set()
-    for tensor in filter(is_strided, tensors_in(tree)):
-        with suppress(RuntimeError):
-            found.add(storage_key(tensor))
-    return found
