@@ -1,5 +1,12 @@
 """The errors of this library, by cause. An exception of the user's own model passes through unchanged."""
 
+import signal
+import traceback
+from functools import partial
+from inspect import getattr_static
+from types import FunctionType, MethodType
+from typing import Any
+
 from .reasons import Reason
 
 __all__ = [
@@ -131,3 +138,28 @@ def shown(value: object) -> str:
     except Exception:  # of the user's class
         text = ""
     return text if text and len(text) < 200 and "\n" not in text else f"an object of type {type(value).__qualname__}"
+
+
+def error_of_signal(error: BaseException | None) -> BaseException | None:
+    """What a handler of a signal raised, as that of a time limit, if it is an error or its cause: it tells nothing of
+    what it stopped.
+
+    Args:
+        error: The error.
+
+    Returns:
+        What the handler raised, or None.
+    """
+    codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    while error is not None and all(frame.f_code not in codes for frame, _ in traceback.walk_tb(error.__traceback__)):
+        error = error.__cause__
+    return error
+
+
+def _code_of(handler: Any) -> Any:
+    """The code that a handler of a signal runs first: that of a function, a method, an object or a partial call."""
+    while isinstance(handler, partial):
+        handler = handler.func
+    if not isinstance(handler, FunctionType | MethodType):
+        handler = getattr_static(type(handler), "__call__", None)
+    return getattr(getattr(handler, "__func__", handler), "__code__", None)

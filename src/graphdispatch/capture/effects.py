@@ -37,8 +37,7 @@ from ..backends.operators import (
     written_tensors,
 )
 from ..backends.standins import EXPOSED, HostReads, Listening
-from ..errors import CaptureError
-from ..memory.entry import error_of_signal
+from ..errors import CaptureError, error_of_signal
 from ..memory.proof import Labels, Operator
 from ..reasons import Reason
 

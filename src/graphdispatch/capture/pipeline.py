@@ -15,8 +15,8 @@ While torch's profiler is on, each capture and each comparison is a range of it:
 from ..backends.operators import storage_key
 from ..backends.tracing import profiler_range
 from ..call.rules import graph_name
-from ..errors import CaptureError, GraphDispatchError, VerificationError
-from ..memory.entry import CUDAGraphEntry, error_of_signal
+from ..errors import CaptureError, GraphDispatchError, VerificationError, error_of_signal
+from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import check_values
 from ..memory.proof import RowProof
 from ..memory.windows import WINDOWS

@@ -39,7 +39,7 @@ from .request import CaptureRequest
 
 _MOST_BYTES = 64 << 20
 _UNLIKELY = 77  # what nobody writes into integers
-_FEWEST_OFFSETS = 2
+_FEWEST_OFFSETS = 2  # the ends of one segment
 _MOST_TOLD = 3  # tensors that a message names
 
 

@@ -1,13 +1,8 @@
 """The entry: one captured graph with everything that belongs to it. There is one class for all front ends."""
 
-import signal
 import time
-import traceback
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from inspect import getattr_static
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -21,7 +16,7 @@ from ..call.signature import ForeignSignature, InputSpec, Signature
 from ..call.spec import FlatCall, is_tensor
 from ..copying import NotCopied
 from ..descriptors import BatchDescriptor, size_text
-from ..errors import GuardError, ReplayError
+from ..errors import GuardError, ReplayError, error_of_signal
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..sizes import Axis, lengths_of, pack
@@ -416,31 +411,6 @@ class CUDAGraphEntry(Verification, NotCopied):
             f"<CUDAGraphEntry {self.mode.name} {self.size} rows, {self.state.value}, "
             f"{self.replay_count} replays, {self.nbytes} bytes>"
         )
-
-
-def error_of_signal(error: BaseException | None) -> BaseException | None:
-    """What a handler of a signal raised, as that of a time limit, if it is an error or its cause: it tells nothing of
-    what it stopped.
-
-    Args:
-        error: The error.
-
-    Returns:
-        What the handler raised, or None.
-    """
-    codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
-    while error is not None and all(frame.f_code not in codes for frame, _ in traceback.walk_tb(error.__traceback__)):
-        error = error.__cause__
-    return error
-
-
-def _code_of(handler: Any) -> Any:
-    """The code that a handler of a signal runs first: that of a function, a method, an object or a partial call."""
-    while isinstance(handler, partial):
-        handler = handler.func
-    if not isinstance(handler, FunctionType | MethodType):
-        handler = getattr_static(type(handler), "__call__", None)
-    return getattr(getattr(handler, "__func__", handler), "__code__", None)
 
 
 def _check_input(spec: InputSpec, tensor: Any, told: dict[Axis, int]) -> None:

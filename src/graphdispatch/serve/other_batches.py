@@ -18,8 +18,8 @@ import torch
 
 from ..capture.probes import Make, edge, far, is_discrete, may_replace, of_kind, small, telling_places, uniform
 from ..capture.request import CaptureResult
-from ..errors import GraphDispatchError
-from ..memory.entry import CUDAGraphEntry, error_of_signal
+from ..errors import GraphDispatchError, error_of_signal
+from ..memory.entry import CUDAGraphEntry
 from ..memory.proof import RowProof
 from ..sizes import lengths_of, pack
 from .graphs import GraphSet

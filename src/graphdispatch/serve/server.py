@@ -166,7 +166,7 @@ class Server:
 
     def step(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that is no hit (yet). Raises what the callable raises, and ``FallbackError`` with ``strict``."""
-        closed = self.closed(route)
+        closed = self.closed(route)  # first, since it raises where another thread's capture would record this call
         if torch.is_grad_enabled() and self.needs_gradients(args, kwargs):
             return self.run_eagerly(Decision.eager(Reason.NEEDS_GRADIENTS), args, kwargs)
         with torch.no_grad():
