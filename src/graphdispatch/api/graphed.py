@@ -176,7 +176,6 @@ class Graphed(Lifecycle, Generic[P, R]):
         *args: Any,
         sizes: Sequence[int] | None = None,
         max_seconds: float | None = None,
-        max_bytes: int | None = None,
         compare: Literal["ends", "all"] = "ends",
         **kwargs: Any,
     ) -> PrewarmReport:
@@ -195,8 +194,6 @@ class Graphed(Lifecycle, Generic[P, R]):
             *args: The positional arguments of the example call.
             sizes: The sizes to capture. None: all.
             max_seconds: The time that capturing may take; it stops before it would pass that. None: no limit.
-            max_bytes: The bytes that graphs may hold; it stops before they would hold more. None: as
-                ``options.memory_budget_bytes``.
             compare: ``"all"`` compares every number of rows now, up to 64: for servers that ``freeze()``, or that
                 cannot have a call wait for its comparison.
             **kwargs: The keyword arguments of the example call.
@@ -210,7 +207,7 @@ class Graphed(Lifecycle, Generic[P, R]):
         """
         with torch.no_grad(), self._server.lock:
             calls = [(self._route, args, kwargs)]
-            return prewarm(self._server, calls, sizes, max_seconds, max_bytes, compare=compare)
+            return prewarm(self._server, calls, sizes, max_seconds, compare=compare)
 
     @untraced
     def estimate_memory(self, /, *args: Any, sizes: Sequence[int] | None = None, **kwargs: Any) -> MemoryEstimate:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from sys import maxsize
 from typing import Any
@@ -21,7 +20,6 @@ from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..showing import html_table
 from ..sizes import lengths_of
-from ..stats import EvictionReason
 from .graphs import GraphSet
 from .group import GraphGroup, Route
 from .other_batches import difference_on, stretched, varied
@@ -143,7 +141,7 @@ def capture_size(server: Server, route: Route, size: Any) -> bool:
         return False
     open_groups = [group for group in _groups(route) if group.example and group.blocked(number) is None]
     todo = [(group, group.example, number) for group in open_groups if graphs.current(group, number) is None]
-    _Prewarm(server, None, None, compares_all=True).capture(todo)
+    _Prewarm(server, None, compares_all=True).capture(todo)
     return size in captured_sizes(route)
 
 
@@ -163,21 +161,21 @@ def prewarm(
     calls: Sequence[tuple[Route, tuple[Any, ...], dict[str, Any]]],
     sizes: Sequence[int] | None = None,
     max_seconds: float | None = None,
-    max_bytes: int | None = None,
     *,
     compare: str = "ends",
 ) -> PrewarmReport:
     """Capture the sizes of each call's route that have no graph yet, from that call. See ``Graphed.prewarm``. Called
     with the server's lock held."""
-    for name, value in (("max_seconds", max_seconds), ("max_bytes", max_bytes)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
-            raise ConfigError(f"{name} must be a number above 0 or None, got {shown(value)}")
+    if max_seconds is not None and (
+        isinstance(max_seconds, bool) or not isinstance(max_seconds, int | float) or not max_seconds > 0
+    ):
+        raise ConfigError(f"max_seconds must be a number above 0 or None, got {shown(max_seconds)}")
     if compare not in ("ends", "all"):
         raise ConfigError(f"compare must be 'ends' or 'all', got {shown(compare)}")
     check_open(server, calls[0][0], "prewarm")
     graphs = server.graphs
-    most, limit = graphs.cache.max_graphs, max_bytes or graphs.options.memory_budget_bytes
-    run = _Prewarm(server, max_seconds, limit, compares_all=compare == "all")
+    most = graphs.cache.max_graphs
+    run = _Prewarm(server, max_seconds, compares_all=compare == "all")
     graphs.refresh()
     with paused_collector(graphs.options.gc_disable):
         every: list[Todo] = []
@@ -199,7 +197,7 @@ def prewarm(
                 examples.append((group, leaves))
         # The first run of a size may make state, such as a table of its length: it ends graphs made before, and runs of
         # other sizes need it.
-        if unfit := [one for one in every if run.was_rebound(one) or graphs.is_stale(one[0], one[2])]:
+        if unfit := [one for one in every if (id(one[0]), one[2]) in run.rebound or graphs.is_stale(one[0], one[2])]:
             graphs.refresh()
             run.capture(unfit)
         for group, leaves in examples:
@@ -215,26 +213,23 @@ def prewarm(
 class _Prewarm:
     """The captures of one prewarm, within its limits."""
 
-    def __init__(self, server: Server, max_seconds: float | None, max_bytes: int | None, *, compares_all: bool) -> None:
-        self._server, self._compares_all = server, compares_all
-        self._max_seconds, self._max_bytes = max_seconds, max_bytes
+    def __init__(self, server: Server, max_seconds: float | None, *, compares_all: bool) -> None:
+        self._server, self._max_seconds, self._compares_all = server, max_seconds, compares_all
         self.left_out: dict[tuple[CUDAGraphMode, int], str] = {}
         self.reasons: dict[tuple[CUDAGraphMode, int], Reason] = {}
-        self._rebound: set[tuple[int, int]] = set()
+        self.rebound: set[tuple[int, int]] = set()
         """Groups, by id, and sizes whose run changed Python state."""
         self.started = time.perf_counter()
         self._latest_s = 0.0
-        self._growth: int | None = None
-        """The bytes that the latest graph took, beside pool and inputs; None before the first."""
+        self._latest_bytes = max((entry.nbytes for entry in server.graphs.cache), default=0)
 
     def capture(self, todo: Sequence[Todo]) -> None:
         """Capture these sizes, and note why each of the others has no graph."""
-        graphs = self._server.graphs
         for group, leaves, size in todo:
             table = group.route.table
             key = table.mode, size
-            begun, held = time.perf_counter(), graphs.memory_bytes
-            why = self._over_limit(begun, held, group, leaves, size)
+            begun = time.perf_counter()
+            why = self._over_limit(begun)
             if why:
                 self.left_out[key] = why
                 continue
@@ -242,40 +237,25 @@ class _Prewarm:
             result = capture_checked(self._server, group, leaves, rows, size, compares_all=self._compares_all)
             self.left_out.pop(key, None)
             self.reasons.pop(key, None)
-            self._rebound.discard((id(group), size))
             self._latest_s = time.perf_counter() - begun
             if result.entry is None:
                 self.left_out[key], self.reasons[key] = result.detail, result.reason
                 if result.reason is Reason.STATE_REBOUND:
-                    self._rebound.add((id(group), size))
-            else:  # the first one brings the pool and the inputs, too
-                grown = graphs.memory_bytes - held if self._growth is not None else result.entry.nbytes
-                self._growth = max(grown, 0)
-                if self._max_bytes is not None and graphs.memory_bytes > self._max_bytes:  # it took more than expected
-                    graphs.release(graphs.cache.retire(result.entry, EvictionReason.BYTES))
-                    self.left_out[key] = f"it does not fit into {self._max_bytes} bytes"
+                    self.rebound.add((id(group), size))
+            else:
+                self._latest_bytes = result.entry.nbytes
 
-    def was_rebound(self, one: Todo) -> bool:
-        """Whether the size has no graph since its run changed Python state."""
-        return (id(one[0]), one[2]) in self._rebound
-
-    def _over_limit(self, now: float, held: int, group: GraphGroup, leaves: Sequence[Any], size: int) -> str:
+    def _over_limit(self, now: float) -> str:
         """Why there is no time or memory for one more graph, in words; empty if there is.
 
-        It is expected to take as much as the one before it. The first one, and one that would then be too large, is
-        captured on trial.
+        It is expected to take as much as the one before it.
         """
         if self._max_seconds is not None and now - self.started + self._latest_s > self._max_seconds:
             return f"max_seconds={self._max_seconds} are used up"
-        if self._max_bytes is None:
-            return ""
-        growth = self._growth
-        if growth is None or held + growth > self._max_bytes:
-            is_first, growth = growth is None, 0
-            with suppress(CaptureError):  # the capture itself will tell
-                found = estimate_memory(self._server.graphs, group, leaves, [size])
-                growth = max(found.total - held, 0) if is_first else found.per_size[size]
-        return f"it would not fit into {self._max_bytes} bytes" if held + growth > self._max_bytes else ""
+        cache = self._server.graphs.cache
+        if cache.max_bytes is not None and cache.nbytes + self._latest_bytes > cache.max_bytes:
+            return f"it would not fit into memory_budget_bytes={cache.max_bytes}"
+        return ""
 
 
 def check_open(server: Server, route: Route, what: str) -> None:
