@@ -69,7 +69,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "prewarm sizes a number": (served, lambda s: s.prewarm(X, sizes=3), "sizes"),
     "prewarm sizes text": (served, lambda s: s.prewarm(X, sizes="12"), "sizes must be several"),
     "prewarm sizes true": (served, lambda s: s.prewarm(X, sizes=[True]), "sizes"),
-    "estimate sizes a number": (served, lambda s: s.estimate_memory(X, sizes=3), "sizes"),
     "capture_size text": (served, lambda s: s.capture_size("4"), "size"),
     "invalidate a number": (served, lambda s: s.invalidate(3), "tag"),
     "sleep a list": (served, lambda s: s.sleep(["x"]), "tag"),

@@ -38,7 +38,7 @@ class Served:
         self.ahead: list[Callable[[], Any]]
         if kind == "graphed":
             self.serve = front = gd.graphed(model, dynamic={"input": 0}, sizes=(SIZE,), options=AT_ONCE)
-            self.ahead = [lambda: front.prewarm(x), lambda: front.estimate_memory(x)]
+            self.ahead = [lambda: front.prewarm(x)]
         elif kind == "manager":
             front = gd.CUDAGraphManager(gd.CUDAGraphConfig(capture_sizes=(SIZE,), max_batch_size=SIZE, options=AT_ONCE))
             self.serve = lambda x: front.execute_or_capture(SIZE, 1, model, {"input": x})

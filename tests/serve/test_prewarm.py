@@ -1,19 +1,14 @@
 """Captures made before batches need them: within budgets of time and memory, one at a time in pauses, other sizes."""
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Pad, Reason, graphed
-from graphdispatch.backends import Pool, get_backend
-from graphdispatch.demo.decoder import PRESETS, Decoder
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, graphed
 from graphdispatch.engines import named_sizes
-from graphdispatch.errors import CaptureError, ConfigError
-from graphdispatch.memory.cache import EntryMemory, MemoryReport
-from graphdispatch.serve.prewarm import _extrapolate
+from graphdispatch.errors import ConfigError
 
 SIZES = (1, 2, 4, 8, 16)
 
@@ -185,78 +180,6 @@ def constants(x: torch.Tensor) -> torch.Tensor:
     return x * torch.arange(len(x) * 8.0).view(-1, 8)
 
 
-def decoder() -> tuple[Decoder, Graphed[..., Any], dict[str, torch.Tensor]]:
-    """The demo's decoder, what serves it, and rows in places of their own."""
-    model = Decoder(PRESETS["tiny"], slots=8)
-    row = torch.arange(LADDER[0])
-    example = {"token_ids": torch.zeros_like(row), "slots": row // 64, "positions": row % 64}
-    options, pad = CUDAGraphOptions(padding_writes="allow"), {"slots": Pad.value(model.scratch_slot)}
-    step = graphed(model, dynamic=dict.fromkeys(example, 0), pad=pad, sizes=LADDER[::-1], options=options)
-    return model, step, example
-
-
-@pytest.mark.parametrize("fn", [None, constants, lambda x: x.cumsum(0)], ids=["decoder", "constants", "ascending"])
-def test_an_estimate_is_near_what_is_measured(fn: Callable[..., Any] | None) -> None:
-    """From two captures follows, within 15 %, what all sizes hold."""
-    if fn is None:
-        _, step, example = decoder()
-    else:
-        step, example = graphed(fn, dynamic={"x": 0}, sizes=LADDER[::-1]), {"x": torch.randn(LADDER[0], 8)}
-    estimate = step.estimate_memory(**example)
-    step.prewarm(**example)
-    assert estimate.total == pytest.approx(step.memory_bytes, rel=0.15)
-    assert list(estimate.per_size) == LADDER
-    assert json.loads(json.dumps(estimate.to_dict()))["total"] == estimate.total
-
-
-def test_an_estimate_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """State, random numbers, statistics, cache and pool are as before; nothing was counted, and the pool of the trial
-    was closed, without which a device would not give it back."""
-    closed: list[Pool] = []
-    monkeypatch.setattr(type(get_backend("cpu").make_pool()), "close", lambda pool: closed.append(pool))
-    model, step, example = decoder()
-    cache, rng = model.cache_keys.normal_().clone(), torch.get_rng_state()
-    step.estimate_memory(**example)
-    assert torch.equal(model.cache_keys, cache)
-    assert torch.equal(torch.get_rng_state(), rng)
-    assert (step.memory_bytes, step.entries, step.stats.captures, step.stats.calls) == (0, [], 0, 0)
-    assert [pool is step._graphs.pool for pool in closed] == [False]
-    (group,) = step._graphs.groups.values()
-    assert (group.entries, len(group.failures), group.misses.total()) == ({}, 0, 0)
-
-
-def test_what_cannot_be_captured_has_no_estimate() -> None:
-    """The error has the reason of the capture, and names the size."""
-    step = graphed(lambda x: x * x.sum().item(), dynamic={"x": 0}, sizes=(32, 64))
-    with pytest.raises(CaptureError, match=r"no graph of 64 rows, so no estimate: .*item") as caught:
-        step.estimate_memory(torch.randn(64, 8))
-    assert caught.value.reason is Reason.CAPTURE_UNSAFE
-    with pytest.raises(ConfigError, match="sizes must be one or more sizes of at least 1 row"):
-        step.estimate_memory(torch.randn(64, 8), sizes=())
-    assert step.stats.capture_failures == 0
-
-
-def report(*entries: EntryMemory, pool: int) -> MemoryReport:
-    """What a trial measured, with 100 bytes of static inputs."""
-    own, driver = (sum(getattr(entry, what) for entry in entries) for what in ("own", "driver"))
-    return MemoryReport(entries, pool, 100, own, driver)
-
-
-def test_what_the_driver_does_once_is_not_expected_again() -> None:
-    """A large first share of the driver counts for the first alone."""
-    first, second = EntryMemory(8, "FULL", 0, 900, 8), EntryMemory(4, "FULL", 0, 30, 4)
-    estimate = _extrapolate([8, 4, 2], [report(first, pool=1000), report(second, first, pool=1000)])
-    assert estimate.per_size == {8: 900, 4: 30, 2: 30}
-    assert estimate.total == 100 + 1000 + 900 + 30 + 30
-
-
-def test_a_growing_pool_is_expected_to_follow_the_rows() -> None:
-    """What the second size adds to the pool, smaller ones add in proportion."""
-    first, second = EntryMemory(8, "FULL", 80, 0, 8), EntryMemory(4, "FULL", 40, 0, 4)
-    estimate = _extrapolate([8, 4, 2], [report(first, pool=1000), report(second, first, pool=1600)])
-    assert estimate.per_size == {8: 80, 4: 640, 2: 20 + 300}
-
-
 def surprise(x: torch.Tensor) -> torch.Tensor:
     """For batches below the two largest sizes, a constant that their graphs do not have."""
     return x + (0 * torch.arange(2.0**15)[:8] if len(x) <= 4 else 0)
@@ -299,15 +222,6 @@ def test_captures_correct_what_is_expected(fn: Callable[..., Any]) -> None:
     assert captured[-2:] == (4, 2)
     assert left_out == [1]
     assert held == without_last
-
-
-def test_hits_go_on_behind_an_estimate(model: torch.nn.Module) -> None:
-    """A trial captures on graphs of its own, and calls find those that there are."""
-    step = make(model)
-    step.prewarm(torch.randn(16, 8), compare="all")
-    step.estimate_memory(torch.randn(16, 8))
-    assert [serves(step, model, rows) for rows in SIZES] == [Reason.EXACT] * len(SIZES)
-    assert len(step.entries) == len(SIZES)
 
 
 class Late(torch.nn.Module):

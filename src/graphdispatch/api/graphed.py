@@ -27,7 +27,7 @@ from ..modes import CUDAGraphMode
 from ..native.bound import CORE
 from ..serve.graphs import GraphSet
 from ..serve.group import Route
-from ..serve.prewarm import MemoryEstimate, PrewarmReport, capture_size, captured_sizes, estimate, prewarm
+from ..serve.prewarm import PrewarmReport, capture_size, captured_sizes, prewarm
 from ..serve.server import Server
 from .lifecycle import Lifecycle
 from .options import make_table, read_mode, read_options, read_rules, read_sizes
@@ -208,24 +208,6 @@ class Graphed(Lifecycle, Generic[P, R]):
         with torch.no_grad(), self._server.lock:
             calls = [(self._route, args, kwargs)]
             return prewarm(self._server, calls, sizes, max_seconds, compare=compare)
-
-    @untraced
-    def estimate_memory(self, /, *args: Any, sizes: Sequence[int] | None = None, **kwargs: Any) -> MemoryEstimate:
-        """What graphs of ``sizes`` (default: all) will hold, from an example call, before they are captured.
-
-        The two largest are captured on trial and thrown away; the call leaves no effect.
-
-        Args:
-            *args: The positional arguments of the example call.
-            sizes: The sizes to estimate. None: all.
-            **kwargs: The keyword arguments of the example call.
-
-        Raises:
-            ConfigError: The example or a size cannot be.
-            CaptureError: There can be no graph.
-        """
-        with torch.no_grad(), self._server.lock:
-            return estimate(self._server, self._route, args, kwargs, sizes)
 
     @property
     def sizes(self) -> tuple[int, ...]:

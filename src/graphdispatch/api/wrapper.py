@@ -287,7 +287,7 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         largest_first = sorted(wanted, key=lambda descriptor: -descriptor.num_tokens)
         with torch.no_grad(), self._server.lock:
             for descriptor in largest_first[:1]:
-                check_open(self._server, self._routes[descriptor], "prewarm")
+                check_open(self._server, self._routes[descriptor])
             missing = [descriptor for descriptor in largest_first if self.get_entry(descriptor) is None]
             calls = [(self._routes[descriptor], *arguments_of(dummy_fn(descriptor))) for descriptor in missing]
             calls = [call for call in calls if not isinstance(self._graphs.find(*call), Refusal)]

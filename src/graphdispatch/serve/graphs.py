@@ -287,7 +287,7 @@ class GraphSet:
         if isinstance(signature, Refusal):
             return signature
         capacity = route.table.largest if signature.has_rows else 1
-        return self.add_group(key, route, call, signature, self._shared_inputs(signature, capacity)), leaves
+        return self._add_group(key, route, call, signature, self._shared_inputs(signature, capacity)), leaves
 
     def _learn_signature(self, route: Route, call: FlatCall, leaves: list[Any]) -> Signature | Refusal:
         """The signature of a call, by the rules of its route; chooses the backend if there is none yet."""
@@ -313,11 +313,11 @@ class GraphSet:
             if isinstance(entry.signature, ForeignSignature):
                 return Refusal(Reason.ADDRESS_CHANGED, "")
             return Refusal(Reason.ARGUMENTS_CHANGED, entry.mismatch(leaves))
-        group = self.add_group(key, route, call, entry.signature, entry.inputs)
+        group = self._add_group(key, route, call, entry.signature, entry.inputs)
         group.keep(entry)
         return group, leaves
 
-    def add_group(
+    def _add_group(
         self, key: Hashable, route: Route, call: FlatCall, signature: Any, inputs: StaticInputs
     ) -> GraphGroup:
         """A new group without graphs, on ``inputs``."""

@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from sys import maxsize
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,9 +12,7 @@ from ..capture.collector import paused_collector
 from ..capture.request import CaptureResult
 from ..decide.decision import Decision
 from ..errors import CaptureError, ConfigError, FallbackError, shown
-from ..memory.cache import GraphCache, MemoryReport
 from ..memory.entry import CUDAGraphEntry
-from ..memory.inputs import StaticInputs
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..showing import html_table
@@ -53,82 +50,6 @@ class PrewarmReport:
         rows += [(size, mode.name, why) for (mode, size), why in self.left_out.items()]
         title = f"{self.seconds:.2f} s, {self.memory_bytes / 2**20:.1f} MiB held"
         return html_table(title, ("size", "mode", "what became of it"), rows)
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes that graphs of ``per_size``, captured largest first, will hold; ``total`` is comparable with
-    ``MemoryReport.total``. The two largest sizes are measured, the others follow from them."""
-
-    fixed_bytes: int
-    """Static inputs, which are made for the largest number of rows whichever sizes are captured."""
-    pool_bytes: int
-    """The pool with the largest size alone in it."""
-    per_size: Mapping[int, int]
-    """What each size is expected to add to that, from the largest to the smallest."""
-
-    @property
-    def total(self) -> int:
-        """What is expected for all sizes."""
-        return self.fixed_bytes + self.pool_bytes + sum(self.per_size.values())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data that JSON can hold."""
-        return {"total": self.total, **asdict(self)}
-
-
-def estimate(
-    server: Server, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sequence[int] | None
-) -> MemoryEstimate:
-    """See ``Graphed.estimate_memory``. Called with the server's lock held."""
-    check_open(server, route, "estimate_memory")
-    group, leaves = _example(server, route, args, kwargs)
-    wanted = route.table.checked(sizes) if group.signature.has_rows else (1,)
-    return estimate_memory(server.graphs, group, leaves, wanted)
-
-
-def estimate_memory(graphs: GraphSet, group: GraphGroup, values: Sequence[Any], sizes: Sequence[int]) -> MemoryEstimate:
-    """Capture the two largest of ``sizes`` on trial, from an example call's values, and throw them away.
-
-    The set of the trial has a pool, a cache and statistics of its own. What the runs write is put back, the pool is
-    released, and nothing is counted or cached: all that stays is what the callable's first run leaves in any case (lazy
-    initialisation). Call it with ``graphs.lock`` held.
-
-    Raises ``ConfigError`` without sizes, and ``CaptureError`` with its reason for a size that cannot be captured.
-    """
-    ordered = sorted(set(sizes), reverse=True)
-    if not ordered or ordered[-1] < 1:
-        raise ConfigError(f"sizes must be one or more sizes of at least 1 row, got {list(sizes)}")
-    trial = GraphSet(graphs.fn, graphs.options, GraphCache(maxsize), backend=graphs.backend)
-    inputs = StaticInputs(group.signature.inputs, group.inputs.capacity, group.inputs.axes)
-    route = replace(group.route)  # with spellings of its own, which are cleared with the trial
-    twin = trial.add_group(group.key, route, group.call, group.signature, inputs)
-    reports: list[MemoryReport] = []
-    try:
-        for size in ordered[:2]:
-            example = group.resized(values, size)
-            outcome = trial.capture(twin, example, size, size, keep_effects=False)
-            if outcome.entry is None:
-                raise CaptureError(f"no graph of {size} rows, so no estimate: {outcome.detail}", outcome.reason)
-            reports.append(trial.memory_report())
-    finally:
-        trial.clear()
-    return _extrapolate(ordered, reports)
-
-
-def _extrapolate(sizes: list[int], reports: list[MemoryReport]) -> MemoryEstimate:
-    """What the sizes below the two that were measured add: of its own each holds what lies on the line through both;
-    what the pool grows by follows the rows; the driver takes as much as for the second, since the first of all pays for
-    what the driver does once."""
-    first, last = reports[0], reports[-1]
-    largest, second, growth = last.entries[-1], last.entries[0], last.pool_bytes - first.pool_bytes
-    per_size = {sizes[0]: largest.own + largest.driver}
-    for size in sizes[1:]:
-        slope = (largest.own - second.own) / (largest.size - second.size)
-        line = max(second.own + slope * (size - second.size), 0)
-        grown = growth if size == second.size else max(growth, 0) * size / second.size
-        per_size[size] = round(line + grown + second.driver)
-    return MemoryEstimate(first.input_bytes, first.pool_bytes, per_size)
 
 
 def capture_size(server: Server, route: Route, size: Any) -> bool:
@@ -172,7 +93,7 @@ def prewarm(
         raise ConfigError(f"max_seconds must be a number above 0 or None, got {shown(max_seconds)}")
     if compare not in ("ends", "all"):
         raise ConfigError(f"compare must be 'ends' or 'all', got {shown(compare)}")
-    check_open(server, calls[0][0], "prewarm")
+    check_open(server, calls[0][0])
     graphs = server.graphs
     most = graphs.cache.max_graphs
     run = _Prewarm(server, max_seconds, compares_all=compare == "all")
@@ -258,11 +179,11 @@ class _Prewarm:
         return ""
 
 
-def check_open(server: Server, route: Route, what: str) -> None:
+def check_open(server: Server, route: Route) -> None:
     """Raise ``ConfigError`` if nothing may be captured now, such as between ``sleep()`` and ``wake()``, or frozen."""
     closed = server.closed(route) or (Reason.FROZEN if server.graphs.is_frozen else None)
     if closed is not None:
-        raise ConfigError(f"{what} cannot capture now: {Decision.eager(closed).explain()}")
+        raise ConfigError(f"prewarm cannot capture now: {Decision.eager(closed).explain()}")
 
 
 def _example(
