@@ -33,7 +33,6 @@ class AcceleratorBackend(Backend):
     api: ClassVar[Any] = torch.accelerator
     """Where torch has the functions for the device's current stream and its memory."""
     pool_type: ClassVar[type[AcceleratorPool]] = AcceleratorPool
-    capture_type: ClassVar[type[AcceleratorCapture]] = AcceleratorCapture
 
     def __init__(self, device: torch.device) -> None:
         if device.index is None:
@@ -78,7 +77,13 @@ class AcceleratorBackend(Backend):
         """
         if not isinstance(pool, self.pool_type) or pool.device != self.device:
             raise BackendError(f"pool must come from the backend of {self.device}, got {pool!r}; use its make_pool()")
-        return self.capture_type(pool)
+        return AcceleratorCapture(pool)
+
+    def prepare_capture(self) -> None:
+        """What is to be done before a recording, while the device is idle and the caller's stream is current."""
+
+    def clean_up_capture(self) -> None:
+        """What is to be done after a recording, good or bad, when the caller's stream is current again."""
 
     def is_capturing(self) -> bool:
         """Whether anyone is capturing the calling thread's current stream. Never raises."""

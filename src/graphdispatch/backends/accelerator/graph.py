@@ -103,12 +103,6 @@ class AcceleratorCapture(Capture):
         self._pool = pool
         self.resume()
 
-    def prepare(self) -> None:
-        """What is to be done before a recording, while the device is idle and the caller's stream is current."""
-
-    def clean_up(self) -> None:
-        """What is to be done after a recording, good or bad, when the caller's stream is current again."""
-
     def resume(self) -> None:
         """Begin a recording. On failure, restore everything and raise ``CaptureError``, caused by its error."""
         backend, device = self._pool.backend, self._pool.device
@@ -132,7 +126,7 @@ class AcceleratorCapture(Capture):
         try:
             # The warm-up's work on side streams may still use blocks that the capture would get.
             backend.api.synchronize(device)
-            self.prepare()
+            backend.prepare_capture()
             self._before = self._unaccounted_bytes()
             self._stream.wait_stream(self._caller_stream)
             backend.api.set_stream(self._stream)
@@ -197,7 +191,7 @@ class AcceleratorCapture(Capture):
             with contextlib.suppress(RuntimeError):
                 self._pool.backend.set_index(self._caller_device)
             with contextlib.suppress(RuntimeError):
-                self.clean_up()
+                self._pool.backend.clean_up_capture()
                 self._caller_stream.wait_stream(self._stream)
                 self._pool.used_on(self._caller_stream)
         finally:

@@ -1,4 +1,18 @@
-"""The CUDA backend of one device, and its streams."""
+"""The CUDA backend of one device, and its streams.
+
+Note [cuBLAS workspaces]
+    cuBLAS calls use a scratch buffer that torch keeps for each handle and stream. A graph holds its raw address.
+    Without care, the first capture allocates that buffer in *its* pool, and all later captures on the stream use the
+    same buffer. When any graph of that stream is released, torch drops the buffer (pytorch#193402), and the other
+    graphs write to memory that may be gone or belong to someone else. We therefore clear the buffers twice. We clear
+    them before each capture, so that the capture allocates its own buffer inside its pool. We clear them after it, so
+    that the buffer is free in the pool, like any intermediate, and nobody else can take it. From then on torch has no
+    buffer of the capture stream to drop, so releasing a graph harms no other graph. Graphs of one pool may share those
+    bytes, for the same reason as intermediates: only one of them runs at a time. The price is one buffer in each pool.
+    One case remains: torch can only clear the buffers of *all* streams. If somebody else captured a graph after
+    warming up on the same stream, its buffer lies outside its pool, and that graph may lose it. The same happens when
+    ``torch.compile`` records graphs.
+"""
 
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -9,7 +23,6 @@ from ..accelerator.backend import AcceleratorBackend
 from ..accelerator.pool import Handle
 from ..accelerator.streams import DeviceEvent, DeviceStream
 from ..base import Event
-from .graph import CUDACapture
 from .pool import CUDAPool
 
 __all__ = ["CUDABackend"]
@@ -33,7 +46,6 @@ class CUDABackend(AcceleratorBackend):
     device_type = "cuda"
     api: ClassVar[Any] = torch.cuda
     pool_type = CUDAPool
-    capture_type = CUDACapture
 
     @classmethod
     def is_available(cls) -> bool:
@@ -55,6 +67,15 @@ class CUDABackend(AcceleratorBackend):
     def memory_info(self) -> tuple[int, int]:
         """The device's free bytes, and all."""
         return torch.cuda.mem_get_info(self.device)
+
+    def prepare_capture(self) -> None:
+        """Forget the workspaces, and make room."""
+        torch._C._cuda_clearCublasWorkspaces()  # Note [cuBLAS workspaces]
+        _make_room(self.device)
+
+    def clean_up_capture(self) -> None:
+        """Forget the workspaces of the capture."""
+        torch._C._cuda_clearCublasWorkspaces()  # Note [cuBLAS workspaces]
 
     def is_capturing(self) -> bool:
         """Whether anyone is capturing the calling thread's current stream. Never raises."""
@@ -78,3 +99,15 @@ class CUDABackend(AcceleratorBackend):
     def make_graph(self, handle: Handle | None) -> Any:
         """An empty graph; CUDA is given the handle when a recording begins."""
         return torch.cuda.CUDAGraph()
+
+
+def _make_room(device: torch.device) -> None:
+    """Return cached memory to the driver if most of the memory that this process may still use is cached.
+
+    The allocator cannot do that by itself during a capture; it would report that no memory is left.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    allowed = torch.cuda.get_per_process_memory_fraction(device) * total
+    if reserved - torch.cuda.memory_allocated(device) > min(free, allowed - reserved):
+        torch.cuda.empty_cache()
