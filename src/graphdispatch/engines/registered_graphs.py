@@ -292,7 +292,6 @@ class Worker(NotCopied):
             (key, mode, next(self._numbers)),
             SizeTable.of_one(entry.size, entry.mode, entry.descriptor, pads=entry.inputs.has_rows),
             entry=entry,
-            without_sizes=Reason.NOT_CAPTURED,
         )
         return Registered(self, key, mode, graph, entry, route)
 
@@ -306,7 +305,6 @@ class Worker(NotCopied):
             descriptor=descriptor,
             captures=False,
             is_single=True,
-            without_sizes=Reason.NOT_CAPTURED,
         )
         try:
             entry = capture_example(self.server, route, (args, kwargs), 1, 1, f"{key}").entry

@@ -199,7 +199,8 @@ class GraphSet:
         for rules that fit no call yet; later such a call is an odd one.
         """
         if not route.table.sizes:
-            return Refusal(route.without_sizes, "")
+            # In a mode with graphs it was dropped.
+            return Refusal(Reason.NOT_CAPTURED if route.table.mode.has_graphs() else Reason.DISABLED, "")
         key = (len(args), *kwargs)
         spelling = route.spellings.get(key)
         found = spelling.find(args, kwargs) if spelling is not None else None

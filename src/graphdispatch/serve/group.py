@@ -53,8 +53,6 @@ class Route:
     """Whether only the calls like the first one are served; others are odd."""
     captures: bool = True
     """Whether the server captures what comes often; else only the front end does, or somebody else did."""
-    without_sizes: Reason = Reason.DISABLED
-    """Why calls run eagerly if the table has no sizes."""
     spellings: "dict[tuple[Any, ...], Spelling]" = field(init=False, default_factory=dict)
     """The forms of calls that came, by the number of positional arguments and the keywords."""
 
