@@ -92,8 +92,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
     "manager dynamic text": (
         manager, lambda m: m.execute_or_capture(3, 1, double, {"x": X}, dynamic={"x": "a"}), "dynamic",
     ),
-    "manager dtypes": (manager, lambda m: m.capture_graph(3, 1, double, {"x": (3, 3)}, dtypes=3), "dtypes"),
-    "manager a dtype": (manager, lambda m: m.capture_graph(3, 1, double, {"x": (3, 3)}, dtypes={"x": "f"}), "dtypes"),
     "registry size": (manager, lambda m: m.capture(3, 1, double, inputs={"x": X}, size="3"), "size"),
     "registry seq_len": (manager, lambda m: m.capture(3, None, double, inputs={"x": X}), "seq_len"),
     "registry mode": (manager, lambda m: m.capture(3, 1, double, inputs={"x": X}, mode="x"), "mode"),

@@ -11,7 +11,7 @@ from graphdispatch import CUDAGraphMode, CUDAGraphOptions, OutputView, Reason, e
 from graphdispatch.engines import CUDAGraphConfig, CUDAGraphManager, CUDAGraphRegistry, EntryState
 from graphdispatch.errors import CaptureError, ConfigError, FallbackError, GuardError, ReplayError, StaleOutputError
 
-from ..helpers import Behind, Spy, double, with_options
+from ..helpers import Behind, double, with_options
 
 FULL, NONE, DECODE = CUDAGraphMode.FULL, CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY
 
@@ -229,21 +229,6 @@ def test_replaying_refuses_another_number_of_rows() -> None:
     manager.capture_graph(4, 1, double, {"x": (4, 3)})
     with pytest.raises(GuardError, match="inputs must have batch_size=4 rows, got 3"):
         manager.replay_graph(4, 1, {"x": torch.ones(3, 3)})
-
-
-def test_zeros_have_the_dtypes_given(registry: CUDAGraphRegistry) -> None:
-    """An embedding needs integers; ``dtypes`` says so, and its example is token 0."""
-    table = nn.Embedding(8, 2)
-    seen = Spy()
-
-    def embed(ids: torch.Tensor) -> torch.Tensor:
-        seen.append((ids.dtype, ids.device.type))
-        return table(ids)
-
-    entry = registry.capture(4, 1, embed, {"ids": (4,)}, dtypes={"ids": torch.int64})
-    assert set(seen) == {(torch.int64, "cpu")}
-    ids = torch.tensor([7, 1, 0, 3])
-    assert torch.equal(entry.replay({"ids": ids}), table(ids).detach())
 
 
 def test_outputs_are_checked_by_name_where_they_have_names(registry: CUDAGraphRegistry) -> None:

@@ -218,14 +218,13 @@ class CUDAGraphRegistry(Lifecycle):
         *,
         inputs: Mapping[str, torch.Tensor] | None = None,
         dynamic: Mapping[str, int] | None = None,
-        dtypes: Mapping[str, torch.dtype] | None = None,
         size: int | None = None,
         mode: CUDAGraphMode = CUDAGraphMode.FULL,
     ) -> CUDAGraphEntry:
         """Capture a function for ``batch_size`` rows, replacing an older graph of the key.
 
-        The example that it is captured and checked with is ``inputs``, or zeros of ``input_shapes``. What the runs
-        write is put back.
+        The example that it is captured and checked with is ``inputs``, or float32 zeros of ``input_shapes``. What the
+        runs write is put back.
 
         Args:
             batch_size: The number of rows of the example.
@@ -233,9 +232,8 @@ class CUDAGraphRegistry(Lifecycle):
             capture_fn: What is captured; it takes its inputs as keyword arguments.
             input_shapes: The shape of each input. It may be omitted where ``inputs`` shows them.
             output_shapes: The expected shape of each output: by key for a mapping, else in order. None: not checked.
-            inputs: The example, by name. None: zeros.
+            inputs: The example, by name, for inputs of other dtypes or values. None: zeros.
             dynamic: The batch dimension of each input that has one. None: dimension 0 of every input.
-            dtypes: The dtypes of those zeros. None: float32.
             size: The rows of the graph, of which the example fills ``batch_size``; the key is then ``(size, seq_len)``.
                 None: ``batch_size``.
             mode: ``FULL`` or ``PIECEWISE``.
@@ -254,7 +252,7 @@ class CUDAGraphRegistry(Lifecycle):
             raise CaptureError(f"no capture: {closed.text}", closed)
         check_count("batch_size", batch_size)
         if inputs is None:
-            inputs = make_example(input_shapes, dtypes, graphs.device)
+            inputs = make_example(input_shapes, graphs.device)
         else:
             check_inputs(inputs, input_shapes)
         size = batch_size if size is None else size
@@ -419,11 +417,10 @@ class CUDAGraphManager(CUDAGraphRegistry):
         *,
         inputs: Mapping[str, torch.Tensor] | None = None,
         dynamic: Mapping[str, int] | None = None,
-        dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> CUDAGraphEntry:
         """Capture now, for the size that serves ``batch_size`` rows. What the runs write is put back.
 
-        The example is ``inputs``, or zeros of ``input_shapes``; its shapes are those of ``batch_size`` rows.
+        The example is ``inputs``, or float32 zeros of ``input_shapes``; its shapes are those of ``batch_size`` rows.
 
         Args:
             batch_size: The number of rows of the example.
@@ -431,9 +428,8 @@ class CUDAGraphManager(CUDAGraphRegistry):
             capture_fn: What is captured; it takes its inputs as keyword arguments.
             input_shapes: The shape of each input. It may be omitted where ``inputs`` shows them.
             output_shapes: The expected shape of each output: by key for a mapping, else in order. None: not checked.
-            inputs: The example. None: zeros.
+            inputs: The example, for inputs of other dtypes or values. None: zeros.
             dynamic: The batch dimension of each input that has one. None: dimension 0 of every input.
-            dtypes: The dtypes of those zeros. None: float32.
 
         Returns:
             The entry of the graph.
@@ -456,7 +452,6 @@ class CUDAGraphManager(CUDAGraphRegistry):
             output_shapes,
             inputs=inputs if inputs is None else as_tensors(inputs, self._graphs.device)[0],
             dynamic=dynamic,
-            dtypes=dtypes,
             size=self._sizes.get_padded_batch_size(batch_size),
             mode=mode,
         )

@@ -58,19 +58,12 @@ def _array(tensor: torch.Tensor) -> Any:
         return tensor
 
 
-def make_example(
-    shapes: Shapes | None, dtypes: Mapping[str, torch.dtype] | None, device: torch.device
-) -> Mapping[str, torch.Tensor]:
-    """Zeros of these shapes, of float32 where ``dtypes`` names no other. Raises ``ConfigError`` without shapes."""
-    check_type("dtypes", {} if dtypes is None else dtypes, Mapping, "a mapping from input names to dtypes")
-    for name, dtype in (dtypes or {}).items():
-        check_type(f"dtypes[{name!r}]", dtype, torch.dtype, "a torch.dtype")
+def make_example(shapes: Shapes | None, device: torch.device) -> Mapping[str, torch.Tensor]:
+    """Zeros of these shapes, of float32. Raises ``ConfigError`` without shapes."""
     if not shapes:
         raise ConfigError("input_shapes must name the inputs and their shapes, or give inputs= as an example")
-    return {
-        name: torch.zeros(shape, dtype=(dtypes or {}).get(name, torch.float32), device=device)
-        for name, shape in _checked_shapes("input_shapes", shapes).items()
-    }
+    checked = _checked_shapes("input_shapes", shapes)
+    return {name: torch.zeros(shape, dtype=torch.float32, device=device) for name, shape in checked.items()}
 
 
 def check_inputs(inputs: Mapping[str, torch.Tensor], shapes: Shapes | None) -> None:
