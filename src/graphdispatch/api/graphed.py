@@ -17,7 +17,6 @@ from torch import nn
 from ..backends import get_backend
 from ..backends.tracing import compiler_at_work, untraced
 from ..call.rules import ArgumentRules, callable_name
-from ..capture.piecewise import BreakFigures, break_figures
 from ..config import CUDAGraphConfig, CUDAGraphOptions
 from ..decide.decision import Decision
 from ..errors import ConfigError, shown
@@ -249,11 +248,6 @@ class Graphed(Lifecycle, Generic[P, R]):
         """The sizes that have a graph for every signature seen so far, increasing."""
         with self._server.lock:
             return captured_sizes(self._route)
-
-    @property
-    def breaks(self) -> list[BreakFigures]:
-        """Where PIECEWISE graphs break, how often, and which share of their time that takes; the longest first."""
-        return break_figures(self.entries)
 
     @property
     def automatic_breaks(self) -> dict[torch.nn.Module, str]:

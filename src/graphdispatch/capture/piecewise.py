@@ -16,7 +16,7 @@ Note [whose memory a break returns]
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import getattr_static
@@ -24,7 +24,7 @@ from pathlib import PurePath
 from threading import get_ident
 from traceback import walk_tb
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,52 +36,8 @@ from ..call.breaks import eager_break, is_marked, remove_eager_break
 from ..call.spec import describe, is_tensor
 from ..config import CUDAGraphOptions
 from ..errors import CaptureError, ReplayError
-from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import is_same_value
 from ..reasons import Reason
-
-
-class BreakFigures(NamedTuple):
-    """What one break did in the replays of some graphs.
-
-    ``where`` is the line that called it at the capture (``file:line: source``); a break in a loop counts as one.
-    ``time_ms`` is its time on the calling thread, in milliseconds. ``share`` is that time as a part, from 0 to 1, of
-    all replays of the graphs that have the break. On a device with queues both count the time to launch.
-    """
-
-    name: str
-    where: str
-    runs: int
-    time_ms: float
-    share: float
-
-    @property
-    def place(self) -> str:
-        """``where`` in short: ``decoder.py:12``."""
-        return PurePath(self.where.split(": ")[0]).name
-
-
-def break_figures(entries: Iterable[CUDAGraphEntry]) -> list[BreakFigures]:
-    """Where the graphs of ``entries`` break, how often each break ran, and its share of their time; the longest first.
-
-    ``break_figures(served.entries)``. The counts begin with each capture and include its checks. Graphs without breaks
-    are not timed and add nothing. The figures of a graph in use may be those of a moment ago.
-    """
-    return _figures([entry.graph for entry in entries if isinstance(entry.graph, PiecewiseGraph)])
-
-
-def _figures(graphs: "Iterable[PiecewiseGraph]") -> list[BreakFigures]:
-    runs: Counter[tuple[str, str]] = Counter()
-    spent: defaultdict[tuple[str, str], float] = defaultdict(float)
-    total: defaultdict[tuple[str, str], float] = defaultdict(float)
-    for graph in graphs:
-        for part in graph.breaks:
-            runs[part.name, part.where] += part.runs
-            spent[part.name, part.where] += part.time_s
-        for key in {(part.name, part.where) for part in graph.breaks}:
-            total[key] += graph.time_s
-    found = [BreakFigures(*key, runs[key], spent[key] * 1e3, spent[key] / (total[key] or 1)) for key in runs]
-    return sorted(found, key=lambda figures: -figures.time_ms)
 
 
 @dataclass(eq=False)
@@ -102,7 +58,6 @@ class EagerPart:
     """In seconds."""
     operators: int = 0
     """How many operators it ran at the capture."""
-    runs: int = 0
     time_s: float = 0.0
     """Time on the calling thread, in seconds; on a device with queues, the time to launch."""
 
@@ -123,7 +78,6 @@ class EagerPart:
             self._put(0, result, self.leaves[0])
         else:
             self._put_all(result)
-        self.runs += 1
         self.time_s += self.clock() - start
 
     def _put_all(self, result: Any) -> None:
@@ -225,7 +179,7 @@ class PiecewiseGraph(Graph):
 
     @property
     def breaks(self) -> list[EagerPart]:
-        """The eager parts, in order: their names, runs and time."""
+        """The eager parts, in order."""
         return [part for part in self._parts if isinstance(part, EagerPart)]
 
     @property
@@ -246,16 +200,19 @@ class PiecewiseGraph(Graph):
         return sum(part.operators for part in self.breaks) / self._operators
 
     def describe(self) -> str:
-        """How many graphs and breaks it has, and each break's share of the operators and of the replays so far."""
-        counts, operators = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        """How many graphs and breaks it has, and each break's share of the operators and of the replays so far, the
+        longest first; a break in a loop counts as one. On a device with queues the share is that of the launches."""
+        counts, operators, spent = Counter[str](), Counter[str](), defaultdict[str, float](float)
         for part in self.breaks:
-            counts[part.name, part.where] += 1
-            operators[part.name, part.where] += part.operators
+            # ``where`` in short: ``decoder.py:12``.
+            place = f"{part.name} at {PurePath(part.where.split(': ')[0]).name}"
+            counts[place] += 1
+            operators[place] += part.operators
+            spent[place] += part.time_s
         texts = [
-            f"{counts[f.name, f.where]} x {f.name} at {f.place} "
-            f"({100 * operators[f.name, f.where] / self._operators:.0f} % of the operators, "
-            f"{100 * f.share:.0f} % of the time)"
-            for f in _figures([self])
+            f"{counts[place]} x {place} ({100 * operators[place] / self._operators:.0f} % of the operators, "
+            f"{100 * spent[place] / (self.time_s or 1):.0f} % of the time)"
+            for place in sorted(spent, key=lambda place: -spent[place])
         ]
         return f"graphs: {len(self.graphs)}, breaks: {', '.join(texts) or 'none'}"
 
