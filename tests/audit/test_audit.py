@@ -363,6 +363,14 @@ def test_too_much_state_to_save() -> None:
     assert state.sum().item() == 0
 
 
+def test_what_does_not_fit_into_a_budget_of_memory_is_found() -> None:
+    """The largest graph has room, and the next one has none."""
+    options = gd.CUDAGraphOptions(memory_budget_bytes=200)
+    found = gd.audit(lambda x: x * torch.arange(len(x) * 3.0).view(-1, 3), X, options=options)
+    assert found.sizes == (4,)
+    assert "raise max_cached_graphs or memory_budget_bytes" in found.failures[0]
+
+
 def test_the_text_and_the_plain_data() -> None:
     """The report has each finding under the user's line, and JSON holds the same; the ``repr`` is one line."""
     found = gd.audit(Ranker().eval(), {"x": torch.randn(4, 8)})

@@ -197,7 +197,7 @@ def prewarmed(
     options = CUDAGraphOptions(memory_budget_bytes=budget)
     step = graphed(fn, dynamic={"x": 0}, sizes=sorted(sizes), backend="cpu", options=options)
     done = step.prewarm(x=torch.randn(max(sizes), 8))
-    left_out = [size for (_, size), why in done.left_out.items() if "would not fit" in why]
+    left_out = [size for (_, size), reason in done.reasons.items() if reason is Reason.CACHE_FULL]
     return done.captured[CUDAGraphMode.FULL], left_out, done.memory_bytes
 
 
@@ -209,6 +209,14 @@ def test_capturing_stops_before_the_budget() -> None:
     assert sorted([*captured, *left_out], reverse=True) == LADDER
     assert left_out
     assert 0.8 * budget < held <= budget
+
+
+def test_a_prewarm_displaces_nothing_within_a_budget() -> None:
+    """Every size was captured and stays, or was left out, also where there is hardly room for the last."""
+    sizes = (8, 4, 2, 1)
+    *_, enough = prewarmed(constants, sizes, None)
+    captured, left_out, _ = prewarmed(constants, sizes, enough + 8)
+    assert [*captured, *left_out] == [8, 4, 2, 1]
 
 
 @pytest.mark.parametrize("fn", [surprise, needs_large])

@@ -35,7 +35,7 @@ class PrewarmReport:
     seconds: float
     memory_bytes: int
     reasons: dict[tuple[CUDAGraphMode, int], Reason] = field(default_factory=dict)
-    """The reasons of those of ``left_out`` whose capture failed; no budget left them out."""
+    """The reasons of those of ``left_out`` that the time did not leave out."""
 
     def __str__(self) -> str:
         lines = [
@@ -150,9 +150,11 @@ class _Prewarm:
             table = group.route.table
             key = table.mode, size
             begun = time.perf_counter()
-            why = self._over_limit(begun)
-            if why:
-                self.left_out[key] = why
+            if self._max_seconds is not None and begun - self.started + self._latest_s > self._max_seconds:
+                self.left_out[key] = f"max_seconds={self._max_seconds} are used up"
+                continue
+            if self._would_displace():
+                self.left_out[key], self.reasons[key] = Reason.CACHE_FULL.text, Reason.CACHE_FULL
                 continue
             rows = table.min_batch_of(size) if group.signature.has_rows else 1
             result = capture_checked(self._server, group, leaves, rows, size, compares_all=self._compares_all)
@@ -166,17 +168,15 @@ class _Prewarm:
             else:
                 self._latest_bytes = result.entry.nbytes
 
-    def _over_limit(self, now: float) -> str:
-        """Why there is no time or memory for one more graph, in words; empty if there is.
+    def _would_displace(self) -> bool:
+        """Whether one more graph would not fit into the budget of memory, or have others displaced.
 
-        It is expected to take as much as the one before it.
+        It is expected to take as much as the one before it, and as those that there are on average.
         """
-        if self._max_seconds is not None and now - self.started + self._latest_s > self._max_seconds:
-            return f"max_seconds={self._max_seconds} are used up"
         cache = self._server.graphs.cache
-        if cache.max_bytes is not None and cache.nbytes + self._latest_bytes > cache.max_bytes:
-            return f"it would not fit into memory_budget_bytes={cache.max_bytes}"
-        return ""
+        if cache.max_bytes is None:
+            return False
+        return cache.is_full or cache.nbytes + self._latest_bytes > cache.max_bytes
 
 
 def check_open(server: Server, route: Route) -> None:
