@@ -254,11 +254,6 @@ class Graphed(Lifecycle, Generic[P, R]):
         """With ``breaks="auto"``: the modules that run eagerly since they cost the full graph, and what each did."""
         return dict(self._graphs.auto_breaks.reasons) if self._graphs.auto_breaks is not None else {}
 
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes held: the pool, what graphs hold for themselves, and the static inputs."""
-        return self._graphs.memory_bytes
-
     def detach(self) -> None:
         """Undo ``attach``: the module is called as before, and the graphs are released. Harmless when done twice.
 

@@ -72,6 +72,11 @@ class Lifecycle(MadeAnew):
         """The bytes held, part by part and graph by graph."""
         return self._graphs.memory_report()
 
+    @property
+    def memory_bytes(self) -> int:
+        """The bytes held in all: what ``memory_budget_bytes`` bounds."""
+        return self.memory_report().total
+
     def health(self) -> Health:
         """Whether graphs serve at least half of the calls, and stay, with the commonest reasons where they do not.
 

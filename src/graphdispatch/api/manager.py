@@ -316,11 +316,6 @@ class CUDAGraphRegistry(Lifecycle):
         """How many graphs there are now."""
         return len(self._graphs.cache)
 
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes held by the pool, the graphs, and their static inputs and output buffers."""
-        return self.memory_report().total
-
     def __repr__(self) -> str:
         return f"<CUDAGraphRegistry {self.num_graphs} of {self.config.max_cached_graphs} graphs, {self.stats!r}>"
 

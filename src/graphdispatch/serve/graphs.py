@@ -546,11 +546,6 @@ class GraphSet:
         entries = [entry for group in groups for entry in group.all_entries]
         return memory_report(entries, [self.pool] if self.pool is not None else [], [group.inputs for group in groups])
 
-    @property
-    def memory_bytes(self) -> int:
-        """The total of ``memory_report``: what ``memory_budget_bytes`` bounds. Needs no lock."""
-        return self.memory_report().total
-
     def _capture_with_less(self, request: CaptureRequest, failed: CaptureResult) -> CaptureResult:
         """Release a graph and try once more, without effects: the caller has eager's answer."""
         if not (victims := self.cache.evict_one(EvictionReason.OUT_OF_MEMORY)):

@@ -128,7 +128,8 @@ def prewarm(
     for group, _, size in every:
         if graphs.current(group, size) is not None:
             captured[group.route.table.mode] += (size,)
-    return PrewarmReport(captured, run.left_out, time.perf_counter() - run.started, graphs.memory_bytes, run.reasons)
+    held = graphs.memory_report().total
+    return PrewarmReport(captured, run.left_out, time.perf_counter() - run.started, held, run.reasons)
 
 
 class _Prewarm:
