@@ -1,14 +1,14 @@
 """Validated configuration: what to capture (``CUDAGraphConfig``), how, and within which limits (``CUDAGraphOptions``).
 
-A configuration is frozen and never written back to: ``"auto"`` turns into concrete sizes in a second object, the
-``ResolvedConfig``. Every bad value is a ``ConfigError`` that names the option, what was expected and what was given.
+A configuration is frozen and never written back to: what ``"auto"`` stands for is ``CUDAGraphConfig.sizes``. Every bad
+value is a ``ConfigError`` that names the option, what was expected and what was given.
 """
 
 import reprlib
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from operator import index
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer, model_validator
 from pydantic_core import ErrorDetails
@@ -17,7 +17,7 @@ from .errors import ConfigError, shown
 from .modes import CUDAGraphMode
 from .sizes import NAMED_SIZES, check_sizes, resolve_sizes
 
-__all__ = ["CUDAGraphConfig", "CUDAGraphOptions", "ResolvedConfig", "parse_mode", "roomy_config"]
+__all__ = ["CUDAGraphConfig", "CUDAGraphOptions", "parse_mode", "roomy_config"]
 
 # The lookup table has an entry for each batch size, so that a mistyped limit would otherwise fill the memory.
 _LARGEST_BATCH = 2**20
@@ -331,7 +331,7 @@ class CUDAGraphConfig(_Settings):
     @property
     def max_cached_graphs(self) -> int:
         """The most graphs kept at once: ``options.max_cached_graphs``, or enough for every capture size and mode."""
-        most = len(self.resolve().sizes) * (1 + self.mode.separate_routine())
+        most = len(self.sizes) * (1 + self.mode.separate_routine())
         return self.options.max_cached_graphs or max(_MOST_GRAPHS, most)
 
     @classmethod
@@ -345,11 +345,11 @@ class CUDAGraphConfig(_Settings):
         """A configuration under which everything runs eagerly."""
         return cls(mode=CUDAGraphMode.NONE)
 
-    def resolve(self) -> "ResolvedConfig":
-        """The concrete sizes that this configuration stands for. Computed once for equal settings."""
-        if not self.mode.has_graphs():
-            return ResolvedConfig((), self)
-        return ResolvedConfig(resolve_sizes(self.capture_sizes, self.max_batch_size), self)
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The concrete sizes that this configuration stands for, strictly increasing; none in mode ``NONE``. Computed
+        once for equal settings."""
+        return resolve_sizes(self.capture_sizes, self.max_batch_size) if self.mode.has_graphs() else ()
 
     def should_use_cudagraph(self, batch_size: int, seq_len: int) -> bool:
         """Whether a graph may serve a batch.
@@ -361,7 +361,7 @@ class CUDAGraphConfig(_Settings):
         Raises:
             ConfigError: An argument is no integer.
         """
-        size = self.resolve().size_of(_whole("batch_size", batch_size))
+        size = self._size_of(_whole("batch_size", batch_size))
         return 0 <= _whole("seq_len", seq_len) <= self.max_seq_len and size > 0
 
     def get_padded_batch_size(self, batch_size: int) -> int:
@@ -380,7 +380,15 @@ class CUDAGraphConfig(_Settings):
             ConfigError: ``batch_size`` is no integer.
         """
         batch_size = _whole("batch_size", batch_size)
-        return self.resolve().size_of(batch_size) or batch_size
+        return self._size_of(batch_size) or batch_size
+
+    def _size_of(self, rows: int) -> int:
+        """The size of the graph that serves a batch of ``rows`` rows; 0 if none does."""
+        sizes = self.sizes
+        index = bisect_left(sizes, rows)
+        if rows < 1 or index == len(sizes):
+            return 0
+        return sizes[index] if rows == sizes[index] or self.pad_batches else 0
 
 
 def _whole(name: str, value: int) -> int:
@@ -388,26 +396,6 @@ def _whole(name: str, value: int) -> int:
         return index(value)
     except TypeError:
         raise ConfigError(f"{name} must be an integer, got {shown(value)}") from None
-
-
-class ResolvedConfig(NamedTuple):
-    """A configuration with its sizes made concrete: strictly increasing, and none in mode ``NONE``."""
-
-    sizes: tuple[int, ...]
-    config: CUDAGraphConfig
-
-    def size_of(self, rows: int) -> int:
-        """The size of the graph that serves a batch of ``rows`` rows; 0 if none does."""
-        index = bisect_left(self.sizes, rows)
-        if rows < 1 or index == len(self.sizes):
-            return 0
-        size = self.sizes[index]
-        return size if rows == size or self.config.pad_batches else 0
-
-    @property
-    def largest(self) -> int:
-        """The largest size, or 0 if there is none."""
-        return self.sizes[-1] if self.sizes else 0
 
 
 def roomy_config(sizes: object, max_size: int | None, settings: Mapping[str, Any]) -> CUDAGraphConfig:

@@ -68,8 +68,8 @@ class KeyedGraphs:
         self.is_frozen = False
         """Whether nothing is captured or compared now."""
         self._lock = make_lock()
-        resolved = config.replace(mode=CUDAGraphMode.FULL).resolve()
-        self.tables = {mode: SizeTable.of(resolved, mode) for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)}
+        sized = config.replace(mode=CUDAGraphMode.FULL)
+        self.tables = {mode: SizeTable.of(sized, mode) for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)}
         """The sizes of the configuration by runtime mode."""
 
     def find(self, fn: Callable[..., Any]) -> KeyedCallable:
@@ -437,7 +437,7 @@ class CUDAGraphManager(CUDAGraphRegistry):
         if not mode.has_graphs():
             raise ConfigError(
                 f"batch_size={batch_size}, seq_len={seq_len} is served by no graph in mode {self._mode.name} with at "
-                f"most {self._sizes.resolve().largest} rows and {self.config.max_seq_len} tokens"
+                f"most {self._sizes.sizes[-1]} rows and {self.config.max_seq_len} tokens"
             )
         return self.capture(
             batch_size,

@@ -94,7 +94,7 @@ def _in_short_names(error: ConfigError) -> ConfigError:
 
 def make_table(config: CUDAGraphConfig, rules: ArgumentRules) -> SizeTable:
     """The sizes of a configuration; with several dynamic dimensions, combinations of them."""
-    table = SizeTable.of(config.resolve(), config.mode)
+    table = SizeTable.of(config, config.mode)
     if not rules.dims:
         return table
     points = (rules.chosen or rules.points(table.sizes)) if table.sizes else ()

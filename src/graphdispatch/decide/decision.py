@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from ..config import ResolvedConfig
+from ..config import CUDAGraphConfig
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, shown
 from ..modes import CUDAGraphMode
@@ -124,11 +124,9 @@ class SizeTable:
         self._decisions = Memo(self._decide)
 
     @classmethod
-    def of(cls, resolved: ResolvedConfig, mode: CUDAGraphMode) -> "SizeTable":
-        """The table of a configuration for one runtime mode; without sizes in mode NONE."""
-        if not mode.has_graphs():
-            return cls((), mode)
-        return cls(resolved.sizes, mode, pad_batches=resolved.config.pad_batches)
+    def of(cls, config: CUDAGraphConfig, mode: CUDAGraphMode) -> "SizeTable":
+        """The table of a configuration's sizes for one runtime mode."""
+        return cls(config.sizes, mode, pad_batches=config.pad_batches)
 
     @classmethod
     def of_one(
