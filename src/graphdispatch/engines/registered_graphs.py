@@ -275,7 +275,6 @@ class Worker(NotCopied):
     ) -> None:
         self.cache = GraphCache(max_cached_graphs)
         """What was captured here. A graph of somebody else is not in it, since nobody here releases it."""
-        self._most = max_cached_graphs
         self.server = Server(eager_runner, options or CUDAGraphOptions(), self.cache, backend=backend, pool=pool)
         self._graphs = RegisteredGraphs({})
         self._numbers = count()
@@ -326,7 +325,7 @@ class Worker(NotCopied):
             kept = {slot: one for slot, one in self.graphs.items() if one not in without and not one.is_released}
             kept |= {found.slot: found for found in new if not found.is_released}
             oldest = sorted(set(kept.values()).difference(new), key=lambda found: found.entry.last_used)
-            for found in oldest[: max(len(kept) - self._most, 0)]:
+            for found in oldest[: max(len(kept) - self.cache.max_graphs, 0)]:
                 del kept[found.slot]
             known = {*self.graphs.values(), *new, *without}
             self._graphs = RegisteredGraphs(kept)

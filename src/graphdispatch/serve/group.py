@@ -175,8 +175,8 @@ class GraphGroup:
     """By size, the entries of all states of the callable: first the one that served last, or was captured last."""
     misses: Counter[int] = field(default_factory=Counter)
     """By size, the calls that no graph served; they are the clock of ``failures``. Counted without the lock, too."""
-    past_replays: Counter[int] = field(default_factory=Counter)
-    """By size, the replays of entries that are gone."""
+    past_replays: int = 0
+    """The replays of entries that are gone."""
     example: list[Any] = field(default_factory=list)
     """The values of a call of two rows; empty if none is kept."""
     missed_at: int = 0
@@ -208,7 +208,7 @@ class GraphGroup:
     @property
     def num_replays(self) -> int:
         """Calls of all sizes that a graph served."""
-        return self.past_replays.total() + sum(entry.replay_count for entry in self.all_entries)
+        return self.past_replays + sum(entry.replay_count for entry in self.all_entries)
 
     def decide(self, rows: int) -> Decision:
         """The decision for a call of ``rows`` rows that fits the signature."""
@@ -257,7 +257,7 @@ class GraphGroup:
         """Forget an entry, if it is one of the group's."""
         size = entry.size
         if entry in self.of_size(size):
-            self.past_replays[size] += entry.replay_count
+            self.past_replays += entry.replay_count
             kept = tuple(other for other in self.entries.pop(size) if other is not entry)
             if kept:
                 self.entries[size] = kept
