@@ -191,12 +191,12 @@ class GraphSet:
         return self._guard
 
     def find(
-        self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_call: bool = False
+        self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[GraphGroup, Sequence[Any], int] | Refusal:
         """The group, leaves and rows of a call; makes the group if the call can have one.
 
-        With ``is_call`` no group with graphs gives way to it yet: one does when it is captured. Raises ``ConfigError``
-        for rules that fit no call yet; later such a call is an odd one.
+        No group with graphs gives way to it yet: one does when it is captured. Raises ``ConfigError`` for rules that
+        fit no call yet; later such a call is an odd one.
         """
         if not route.table.sizes:
             # In a mode with graphs it was dropped.
@@ -205,8 +205,6 @@ class GraphSet:
         spelling = route.spellings.get(key)
         found = spelling.find(args, kwargs) if spelling is not None else None
         if spelling is not None and found is not None:
-            if not is_call:
-                self.give_way(found[0])
             spelling.use(found[0])
             return found
         captured = route.entry.call if route.entry is not None else None
@@ -227,7 +225,7 @@ class GraphSet:
             return made
         self._has_fitted = True
         group, leaves = made
-        self.give_way(group, only_idle=is_call)
+        self.give_way(group, spare=1)
         spelling = route.spellings.get(key)  # which may have gone with its last group
         if spelling is None:
             route.spellings[key] = Spelling(spec, group)
@@ -236,7 +234,7 @@ class GraphSet:
             spelling.use(group)
         return group, leaves, group.signature.match(leaves)
 
-    def give_way(self, newcomer: GraphGroup, *, only_idle: bool = False) -> None:
+    def give_way(self, newcomer: GraphGroup, *, spare: int = 0) -> None:
         """Forget groups beyond the limit: first the one that waits, then the least recently used, an idle one if any.
 
         One group more than the limit may wait for its second call, which captures; it is the first to go. So in a cycle
@@ -247,7 +245,7 @@ class GraphSet:
         """
         if newcomer.route.entry is not None:
             return
-        while self.num_groups > self.max_groups + only_idle:
+        while self.num_groups > self.max_groups + spare:
             owned = (group for group in self.groups.values() if group.route.entry is None)
             others = [group for group in owned if group is not newcomer]
             waiting = next((group for group in others if group.key == self._waiting and group.is_idle), None)
@@ -364,6 +362,7 @@ class GraphSet:
 
         Without ``keep_effects`` the call leaves none, as if it had not been made.
         """
+        self.give_way(group)
         if self.current(group, size) is None:  # else it takes the place of the one that it replaces
             self.release(self.cache.make_room(self.cache.admission.since((group.key, size))))
         request = self._request(group, values, rows, size, group.route.table.mode, keep_effects)

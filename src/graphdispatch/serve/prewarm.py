@@ -197,6 +197,7 @@ def _example(
     group, leaves, rows = found
     if not all(lengths_of(group.inputs.axes, rows)):
         raise ConfigError(f"prewarm cannot capture from this example: {group.decide(rows).explain()}")
+    server.graphs.give_way(group)  # it shall not wait, since its example may be kept for later captures
     return group, leaves
 
 

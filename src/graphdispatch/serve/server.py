@@ -185,7 +185,7 @@ class Server:
     def choose(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         """What to do with a call. It releases what is stale, and makes the call's group if it can have one."""
         self.graphs.refresh()
-        found = self.graphs.find(route, args, kwargs, is_call=True)
+        found = self.graphs.find(route, args, kwargs)
         if isinstance(found, Refusal):
             return Choice(Decision.eager(found.reason, detail=found.detail))
         group, leaves, rows = found
@@ -269,7 +269,6 @@ class Server:
         """
         group, entry, reason = choice.group, choice.entry, choice.decision.reason
         if group is not None and reason is Reason.CAPTURED_NOW:
-            self.graphs.give_way(group)
             capture = partial(self.graphs.capture, group, choice.leaves, choice.rows, choice.size)
             return True, self.after_eager(choice, capture)
         if group is None or entry is None or not (reason.is_graph or reason is Reason.VERIFIED_NOW):
