@@ -183,8 +183,8 @@ class Graphed(Lifecycle, Generic[P, R]):
         """Capture ``sizes`` (default: all) now, largest first, from an example call of any number of rows.
 
         The example's rows are repeated to fill each size; whatever the runs write is put back, so that the call leaves
-        no effect, but for Python state that only a first run makes, as a table. If it makes that of the example's
-        values, such as a scale, call it once with real data before.
+        no effect. A callable whose first run makes Python state, such as a table or a scale, must have run once before:
+        call it with real data.
 
         Each graph is compared with eager on a full batch, and on one of the fewest rows that it serves; the first call
         of any other number of rows is compared when it comes. Where the example's rows are all alike that proves

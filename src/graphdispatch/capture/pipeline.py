@@ -25,7 +25,7 @@ from ..reasons import Reason
 from .attempt import CaptureAttempt
 from .collector import paused_collector
 from .compare import check_padding_writes, check_replay
-from .eager_run import EagerRun, check_may_capture, is_known, run_eagerly, run_for_graph, run_known
+from .eager_run import EagerRun, check_may_capture, is_known, run_eagerly, run_known
 from .effects import Region
 from .gain import measure_gain, seconds_of
 from .make_entry import find_program, grow_guard, make_entry
@@ -128,9 +128,8 @@ def _run_eagerly(request: CaptureRequest, known: CUDAGraphEntry | None) -> tuple
             return run, seconds
         reason, detail = (Reason.CAPTURE_WAITS, _UNLIKE) if known is None else (Reason.VERIFIED_NOW, "")
         return CaptureResult(answer, known, reason, detail, answer_s=seconds), seconds
-    if known is None and not request.keep_effects:
-        return run_for_graph(request, on_static_inputs=not request.is_padded), 0.0
-    eager = run_eagerly(request)
+    is_for_graph = known is None and not request.keep_effects
+    eager = run_eagerly(request, on_static_inputs=is_for_graph and not request.is_padded)
     if known is not None:
         known.is_known = True
     return eager, 0.0

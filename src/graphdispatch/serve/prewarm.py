@@ -93,8 +93,7 @@ def estimate_memory(graphs: GraphSet, group: GraphGroup, values: Sequence[Any], 
     """Capture the two largest of ``sizes`` on trial, from an example call's values, and throw them away.
 
     The set of the trial has a pool, a cache and statistics of its own. What the runs write is put back, the pool is
-    released, and nothing is counted or cached: all that stays is what the callable's first run leaves in any case (lazy
-    initialisation). Call it with ``graphs.lock`` held.
+    released, and nothing is counted or cached. Call it with ``graphs.lock`` held.
 
     Raises ``ConfigError`` without sizes, and ``CaptureError`` with its reason for a size that cannot be captured.
     """
@@ -197,9 +196,8 @@ def prewarm(
             every += todo
             if group.signature.has_rows:
                 examples.append((group, leaves))
-        # The first run of a size may make state, such as a table of its length: it ends graphs made before, and runs of
-        # other sizes need it.
-        if unfit := [one for one in every if run.was_rebound(one) or graphs.is_stale(one[0], one[2])]:
+        # The run of one size may move a workspace that graphs made before read.
+        if unfit := [one for one in every if graphs.is_stale(one[0], one[2])]:
             graphs.refresh()
             run.capture(unfit)
         for group, leaves in examples:
@@ -220,8 +218,6 @@ class _Prewarm:
         self._max_seconds, self._max_bytes = max_seconds, max_bytes
         self.left_out: dict[tuple[CUDAGraphMode, int], str] = {}
         self.reasons: dict[tuple[CUDAGraphMode, int], Reason] = {}
-        self._rebound: set[tuple[int, int]] = set()
-        """Groups, by id, and sizes whose run changed Python state."""
         self.started = time.perf_counter()
         self._latest_s = 0.0
         self._growth: int | None = None
@@ -242,22 +238,15 @@ class _Prewarm:
             result = capture_checked(self._server, group, leaves, rows, size, compares_all=self._compares_all)
             self.left_out.pop(key, None)
             self.reasons.pop(key, None)
-            self._rebound.discard((id(group), size))
             self._latest_s = time.perf_counter() - begun
             if result.entry is None:
                 self.left_out[key], self.reasons[key] = result.detail, result.reason
-                if result.reason is Reason.STATE_REBOUND:
-                    self._rebound.add((id(group), size))
             else:  # the first one brings the pool and the inputs, too
                 grown = graphs.memory_bytes - held if self._growth is not None else result.entry.nbytes
                 self._growth = max(grown, 0)
                 if self._max_bytes is not None and graphs.memory_bytes > self._max_bytes:  # it took more than expected
                     graphs.release(graphs.cache.retire(result.entry, EvictionReason.BYTES))
                     self.left_out[key] = f"it does not fit into {self._max_bytes} bytes"
-
-    def was_rebound(self, one: Todo) -> bool:
-        """Whether the size has no graph since its run changed Python state."""
-        return (id(one[0]), one[2]) in self._rebound
 
     def _over_limit(self, now: float, held: int, group: GraphGroup, leaves: Sequence[Any], size: int) -> str:
         """Why there is no time or memory for one more graph, in words; empty if there is.
