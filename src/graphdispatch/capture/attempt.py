@@ -33,8 +33,6 @@ class CaptureAttempt:
     """What the attempt is doing, in words; empty before it runs anything."""
     warm_run: EffectRecorder = field(default_factory=lambda: EffectRecorder(0))
     """The latest run on the static inputs: what it reads from outside and what it writes, padding rows included."""
-    existing: set[int] = field(default_factory=set)
-    """Keys of the storages that the warm-up used and that existed when it ended; the graph may read them."""
     replay_s: float = 0.0
     """How long the replay took that was compared, in seconds."""
     _ran_again: bool = False
@@ -88,7 +86,6 @@ class CaptureAttempt:
     def _note_run(self, run: EffectRecorder) -> None:
         self.warm_run = run
         self.eager.draws |= run.uses_rng
-        self.existing = set(run.outside) | run.made_storages()
 
     def run_apart(self, effects: EffectRecorder, values: Sequence[Any], read: Callable[[Any], _T]) -> _T:
         """What ``read`` gives of the output of a run on these values, of which nothing stays.

@@ -61,11 +61,8 @@ class CaptureWatch(OperatorMode):
         """The operator that ran last."""
 
     @contextmanager
-    def recording(self, capture: Capture, *, watches: bool = True) -> Iterator[None]:
-        """Watch what the block does, to be entered within this capture; with ``watches`` off, do nothing."""
-        if not watches:
-            yield
-            return
+    def recording(self, capture: Capture) -> Iterator[None]:
+        """Watch what the block does, to be entered within this capture."""
         self._capture = capture
         token = ACTIVE.set(self.run_break) if self._breaks else None
         try:
@@ -265,10 +262,12 @@ def _record_once(attempt: CaptureAttempt, mode: CUDAGraphMode, *, watches: bool)
     attempt.start_over(f"capturing {request.size} rows")
     values, buffers = request.static_values(), request.buffer_storages()
     is_piecewise = mode is CUDAGraphMode.PIECEWISE
-    existing = attempt.existing | {storage_key(value) for value in values if is_tensor(value)}
+    existing = set(attempt.warm_run.outside) | attempt.warm_run.made_storages()
+    existing |= {storage_key(value) for value in values if is_tensor(value)}
     watch, watches = CaptureWatch(request, existing, breaks=is_piecewise), watches or is_piecewise
     try:
-        with request.backend.begin_capture(request.pool) as capture, watch.recording(capture, watches=watches):
+        begin = request.backend.begin_capture
+        with begin(request.pool) as capture, watch.recording(capture) if watches else nullcontext():
             with eager.trace:  # here, since the end of a capture runs much Python that reads nothing
                 output = copy_context().run(request.call, values)  # nobody could unset a context variable
             output = eager.open_outputs(output)
