@@ -13,7 +13,7 @@ from ..errors import CaptureError
 from ..memory.entry import CUDAGraphEntry, WrittenSpans
 from ..memory.outputs import OutputRule, Outputs, check_values, learn_output_rule
 from ..memory.proof import Compared, Program
-from ..modes import CUDAGraphMode
+from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..sizes import Axis, pack
 from ..state.guards import StateGuard, WorkspaceGuard
@@ -123,13 +123,16 @@ def _make_guard(attempt: CaptureAttempt, used: Collection[int]) -> StateGuard:
 
 def _find_output_rule(attempt: CaptureAttempt, output: Any) -> OutputRule:
     """Which dimensions of ``output``, which a run of ``size`` rows gave, follow the batch: that of an earlier size
-    if there is one, else found by a run for each axis, with another extent along that axis alone.
+    if there is one (in the present state of the callable, since in another one it may give other outputs), else found
+    by a run for each axis, with another extent along that axis alone.
 
     Raises ``CaptureError`` if the outputs cannot be cut to the real rows, or follow the batch differently than in
     other sizes.
     """
-    request, rule, eager = attempt.request, attempt.request.rule, attempt.eager.opened
+    request, eager = attempt.request, attempt.eager.opened
     axes = request.inputs.axes
+    # A capture that ran out of memory is tried again when a graph was released, perhaps one of these.
+    rule = next((peer.outputs.rule for peer in request.peers if peer.state is not EntryState.EVICTED), None)
     if rule is None:
         used = {axis for spec in request.inputs.specs for _, axis in spec.spans}
         others = [(axis, *_run_apart_along(attempt, axis, output)) for axis in axes if axis in used]

@@ -19,7 +19,6 @@ from ..descriptors import BatchDescriptor
 from ..errors import CaptureError, GraphDispatchError, ReplayError, VerificationError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
-from ..memory.outputs import OutputRule
 from ..memory.windows import storages_of
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
@@ -46,8 +45,6 @@ class CaptureRequest:
     pool: Pool
     backend: Backend
     options: CUDAGraphOptions
-    rule: OutputRule | None = None
-    """How outputs follow the batch, if an earlier capture of the same signature learnt it."""
     peers: Sequence[CUDAGraphEntry] = ()
     """The graphs of other sizes of the same signature, in the present state of the callable."""
     auto_breaks: AutoBreaks | None = None

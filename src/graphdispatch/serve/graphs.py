@@ -571,10 +571,10 @@ class GraphSet:
         assert backend is not None  # each is chosen before the first group is made
         assert pool is not None
         pool.refuse_inside_replay()
-        current = [
+        peers = [
             one
             for one in group.all_entries
-            if one.state is not EntryState.EVICTED and (one.guard is None or one.guard.holds())
+            if one.state is not EntryState.EVICTED and one.guard is not None and one.guard.holds()
         ]
         return CaptureRequest(
             call=group.call,
@@ -589,9 +589,7 @@ class GraphSet:
             pool=pool,
             backend=backend,
             options=self.options,
-            # Another state of the callable may give other outputs: a flag that adds one, or that pools the rows.
-            rule=current[0].outputs.rule if current else None,
-            peers=[one for one in current if one.guard is not None],
+            peers=peers,
             auto_breaks=self.auto_breaks,
             tensors=self.guard._tensors,
             clock=self.clock,
