@@ -323,6 +323,22 @@ def test_nothing_is_left_behind() -> None:
     assert torch.equal(x, X)
 
 
+def test_a_table_that_the_first_call_makes_is_no_hindrance() -> None:
+    """Graphs are captured as behind that call; the table is gone when the audit ends."""
+
+    class Lazy(nn.Module):
+        table: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.table is None:
+                self.table = torch.full((3,), 2.0)
+            return x * self.table
+
+    model = Lazy()
+    assert gd.audit(model, X).capturable
+    assert model.table is None
+
+
 def test_an_error_of_the_call_passes_through() -> None:
     """Nothing can be said of a call that fails; what it did before is undone."""
     done = torch.zeros(())

@@ -66,8 +66,7 @@ def audit(
     served = graphed(fn, **(options | {"dynamic": dims, "sizes": sizes, "strict": False}))
     try:
         with torch.no_grad():
-            watched = watch(observer)
-            observer.restore()
+            watched = watch(observer)  # what the first run alone makes, such as a table, stays for the captures
             failures, difference = _try_captures(served, args, kwargs)
         findings, memory = watched.findings, served.memory_report()
         if findings.forbidden and Reason.CAPTURE_UNSAFE in failures:  # said of each operator already
