@@ -27,8 +27,9 @@ class CaptureAttempt:
 
     request: CaptureRequest
     eager: EagerRun
-    fed_back: list[Region] = field(default_factory=list)
-    """The graph's own outputs, if arguments lie there: what they held before the eager run, which replays overwrite."""
+    lent: list[Region] = field(default_factory=list)
+    """The outputs in the graph's memory that callers hold, as before the eager run: replays overwrite them, and
+    arguments may lie there, as where each step is given what the last one gave."""
     stage: str = ""
     """What the attempt is doing, in words; empty before it runs anything."""
     warm_run: EffectRecorder = field(default_factory=lambda: EffectRecorder(0))
@@ -46,7 +47,7 @@ class CaptureAttempt:
         self._ran_again = True
         undo(self.warm_run.regions)
         undo(self.eager.effects.regions)
-        undo(self.fed_back)
+        undo(self.lent)
         self._reset_generator()
         self.stage = stage
 

@@ -12,7 +12,6 @@ with eager on the first batch only. If anything fails after the eager run, the c
 While torch's profiler is on, each capture and each comparison is a range of it: ``capture`` or ``verify``.
 """
 
-from ..backends.operators import storage_key
 from ..backends.tracing import profiler_range
 from ..call.rules import graph_name
 from ..errors import CaptureError, GraphDispatchError, VerificationError, error_of_signal
@@ -85,11 +84,12 @@ def _in_window(request: CaptureRequest, known: CUDAGraphEntry | None) -> Capture
 
 def _run(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureResult:
     """The eager run; then the capture or the comparison, after which one execution's effects are put back."""
-    fed_back = _fed_back(request, known) if known is not None else []
+    lent = known.outputs.lent(request.size) if known is not None else []
+    lent_before = [Region(tensor, tensor.clone()) for tensor in lent]
     eager, seconds = _run_eagerly(request, known)
     if isinstance(eager, CaptureResult):
         return eager
-    attempt = CaptureAttempt(request, eager, fed_back)
+    attempt = CaptureAttempt(request, eager, lent_before)
     try:
         if known is None:
             return CaptureResult(eager.answer, _capture(attempt), Reason.CAPTURED_NOW, answer_s=seconds)
@@ -105,14 +105,6 @@ def _run(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureResult
         return failed_result(request, eager.answer, error, attempt.stage)
     finally:
         attempt.restore()
-
-
-def _fed_back(request: CaptureRequest, entry: CUDAGraphEntry) -> list[Region]:
-    """What the entry's own outputs hold, if arguments lie there, as where each step is given what the last one gave;
-    or if the batch was made of a call's, whose arguments may lie there."""
-    own, given = entry.outputs.lent(request.size), set(map(storage_key, request.arguments()))
-    is_given = not request.keep_effects or any(storage_key(tensor) in given for tensor in own)
-    return [Region(tensor, tensor.clone()) for tensor in own] if is_given else []
 
 
 def _run_eagerly(request: CaptureRequest, known: CUDAGraphEntry | None) -> tuple[EagerRun | CaptureResult, float]:
