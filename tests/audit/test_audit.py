@@ -173,8 +173,10 @@ def test_a_break_at_the_least_set_of_modules() -> None:
     assert found.breaks.modules == ("1.1", "4")
     assert found.breaks.share == pytest.approx(1 - 6 / 11)
     assert found.independence.verdict == "untested"
-    assert "45.5 % of the operators then lie in graphs: CUDAGraphOptions(breaks='auto')" in str(found)
-    found = gd.audit(model, X, options=gd.CUDAGraphOptions(breaks="auto"))
+    assert "45.5 % of the operators then lie in graphs: mark these by eager_break" in str(found)
+    for module in (inner[1], model[4]):
+        gd.eager_break(module)
+    found = gd.audit(model, X, mode="PIECEWISE")
     assert (found.capturable, found.independence.verdict) == (True, "independent")
 
 

@@ -277,11 +277,6 @@ class Graphed(Lifecycle, Generic[P, R]):
         return break_figures(self.entries)
 
     @property
-    def automatic_breaks(self) -> dict[torch.nn.Module, str]:
-        """With ``breaks="auto"``: the modules that run eagerly since they cost the full graph, and what each did."""
-        return dict(self._graphs.auto_breaks.reasons) if self._graphs.auto_breaks is not None else {}
-
-    @property
     def memory_bytes(self) -> int:
         """Bytes held: the pool, what graphs hold for themselves, and the static inputs."""
         return self._graphs.memory_bytes

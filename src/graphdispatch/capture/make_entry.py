@@ -45,7 +45,7 @@ def make_entry(attempt: CaptureAttempt, recording: Recording, program: Program) 
     written = [region.target for region in regions if not region.is_generator]  # its state is read as a copy
     entry = CUDAGraphEntry(
         descriptor=request.descriptor,
-        mode=recording.mode,
+        mode=request.mode,
         key=request.key,
         size=request.size,
         graph=recording.graph,

@@ -23,7 +23,7 @@ from ..memory.windows import storages_of
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..state.objects import CONSTANTS
-from .piecewise import AutoBreaks, places_within
+from .piecewise import places_within
 
 _log = logging.getLogger("graphdispatch")
 
@@ -38,7 +38,6 @@ class CaptureRequest:
     size: int
     descriptor: BatchDescriptor
     mode: CUDAGraphMode
-    """The mode to capture in. Automatic breaks may turn ``FULL`` into ``PIECEWISE``."""
     key: Hashable
     inputs: StaticInputs
     signature: Signature
@@ -47,8 +46,6 @@ class CaptureRequest:
     options: CUDAGraphOptions
     peers: Sequence[CUDAGraphEntry] = ()
     """The graphs of other sizes of the same signature, in the present state of the callable."""
-    auto_breaks: AutoBreaks | None = None
-    """The modules to break at; a failed capture adds to them. None if the user's marks are the only breaks."""
     tensors: Sequence[torch.Tensor] = ()
     """The tensors that the callable reaches."""
     keep_effects: bool = True

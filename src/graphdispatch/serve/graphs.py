@@ -11,7 +11,6 @@ from ..backends import Backend, Pool, get_backend
 from ..call.rules import ArgumentRules, callable_name
 from ..call.signature import ForeignSignature, Refusal, Signature, device_of, no_tensors, refusal
 from ..call.spec import CallSpec, FlatCall
-from ..capture.piecewise import automatic_breaks
 from ..capture.pipeline import capture_entry, verify_entry
 from ..capture.request import CaptureRequest, CaptureResult
 from ..config import CUDAGraphOptions
@@ -162,8 +161,6 @@ class GraphSet:
         self._owns_pool = pool is None
         self.pool = pool if pool is not None or backend is None else backend.make_pool()
         self.stats = cache.stats
-        self.auto_breaks = automatic_breaks(fn, options)
-        """The modules that cost this callable its full graph, if breaks are automatic."""
         self.groups: dict[Hashable, GraphGroup] = {}
         self.is_asleep = False
         self.is_frozen = False
@@ -590,7 +587,6 @@ class GraphSet:
             backend=backend,
             options=self.options,
             peers=peers,
-            auto_breaks=self.auto_breaks,
             tensors=self.guard._tensors,
             clock=self.clock,
             keep_effects=keep_effects,
