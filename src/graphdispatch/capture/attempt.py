@@ -40,7 +40,7 @@ class CaptureAttempt:
 
     def __post_init__(self) -> None:
         if self.eager.warms_up:
-            self._note_run(self.eager.effects)
+            self.warm_run = self.eager.effects
 
     def start_over(self, stage: str) -> None:
         """Put memory and the random generator back to where the eager run began, and begin ``stage``."""
@@ -81,12 +81,7 @@ class CaptureAttempt:
         with uncached_casts(), request.backend.rehearsing(), self.eager.trace, self.warm_run.guarding():
             output = copy_context().run(request.call, request.static_values())
         self.warm_run.note_outputs(self.eager.open_outputs(output))
-        self._note_run(self.warm_run)
-        del output
-
-    def _note_run(self, run: EffectRecorder) -> None:
-        self.warm_run = run
-        self.eager.draws |= run.uses_rng
+        self.eager.draws |= self.warm_run.uses_rng
 
     def run_apart(self, effects: EffectRecorder, values: Sequence[Any], read: Callable[[Any], _T]) -> _T:
         """What ``read`` gives of the output of a run on these values, of which nothing stays.
