@@ -204,8 +204,6 @@ class CUDAGraphOptions(_Settings):
         guard_weights: Compare at each hit what a graph read of the callable's state: where its weights and buffers lie,
             attributes, variables, hooks, settings. False compares none of it; whoever changes anything of it clears the
             graphs.
-        breaks: Where PIECEWISE graphs break: ``"marked"``, where the code is marked; ``"auto"``, also wherever a
-            capture fails, at up to 16 modules that run no more than three quarters of a call's operators.
         max_failures: Failed captures of one key after which it stays eager; one that rebinds its state is tried ever
             more rarely.
         capture_after: Sightings of a size, within 4,096 uses (replays in the process, and sightings), before it is
@@ -235,7 +233,6 @@ class CUDAGraphOptions(_Settings):
     state_limit_bytes: Annotated[int, Field(ge=0)] = 2**28
     padding_writes: Literal["refuse", "allow"] = "refuse"
     guard_weights: bool = True
-    breaks: Literal["marked", "auto"] = "marked"
     max_failures: _Count = 3
     capture_after: _Count | None = None
     capture_share: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 0.1

@@ -9,6 +9,7 @@ from .copying import Unlocked, make_lock
 from .descriptors import BatchDescriptor
 from .reasons import Reason
 from .showing import html_table, milliseconds
+from .sizes import cells_of
 
 __all__ = ["CUDAGraphStats", "Eviction", "EvictionReason", "Gain"]
 
@@ -139,7 +140,7 @@ class CUDAGraphStats(Unlocked):
         Returns:
             Whether it is the first call for that reason.
         """
-        rows = getattr(rows, "cells", rows)  # of a batch with several dynamic dimensions
+        rows = cells_of(rows)
         with self._lock:
             self.reasons[reason] = count = self.reasons[reason] + 1
             if rows > 0:

@@ -173,8 +173,10 @@ def test_a_break_at_the_least_set_of_modules() -> None:
     assert found.breaks.modules == ("1.1", "4")
     assert found.breaks.share == pytest.approx(1 - 6 / 11)
     assert found.independence.verdict == "untested"
-    assert "45.5 % of the operators then lie in graphs: CUDAGraphOptions(breaks='auto')" in str(found)
-    found = gd.audit(model, X, options=gd.CUDAGraphOptions(breaks="auto"))
+    assert "45.5 % of the operators then lie in graphs: mark these by eager_break" in str(found)
+    for module in (inner[1], model[4]):
+        gd.eager_break(module)
+    found = gd.audit(model, X, mode="PIECEWISE")
     assert (found.capturable, found.independence.verdict) == (True, "independent")
 
 
@@ -321,6 +323,22 @@ def test_nothing_is_left_behind() -> None:
     assert (set(vars(model)), set(vars(model.drop))) == before
     assert (model.steps.item(), model.seen, list(log)) == (0, [1], ["first"])
     assert torch.equal(x, X)
+
+
+def test_a_table_that_the_first_call_makes_is_no_hindrance() -> None:
+    """Graphs are captured as behind that call; the table is gone when the audit ends."""
+
+    class Lazy(nn.Module):
+        table: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.table is None:
+                self.table = torch.full((3,), 2.0)
+            return x * self.table
+
+    model = Lazy()
+    assert gd.audit(model, X).capturable
+    assert model.table is None
 
 
 def test_an_error_of_the_call_passes_through() -> None:

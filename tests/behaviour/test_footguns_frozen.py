@@ -220,10 +220,11 @@ class Scales(nn.Module):
 
 
 def test_first_run_scales() -> None:
-    """LIMIT: what a first run makes stays, and in a prewarm it is made of the example."""
+    """A prewarm makes no graph of it, and no state; the first call makes that of its own batch."""
     step, x = graphed(Scales(), dynamic={"x": 0}, sizes=(4,)), torch.full((4, 3), 8.0)
-    step.prewarm(torch.full((4, 3), 2.0))
-    assert torch.equal(step(x), x / 2.0)
+    report = step.prewarm(torch.full((4, 3), 2.0))
+    assert set(report.reasons.values()) == {Reason.STATE_REBOUND}
+    assert torch.equal(step(x), x / 8.0)
 
 
 def test_first_run_scales_instead() -> None:

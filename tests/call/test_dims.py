@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from graphdispatch import Dim, Graphed, Pad, Reason, graphed
-from graphdispatch.errors import ConfigError, FallbackError
+from graphdispatch.errors import ConfigError, FallbackError, GuardError
 
 from ..helpers import AT_ONCE, check_rows, with_options
 
@@ -340,6 +340,9 @@ def test_a_row_that_its_mask_hides_runs_eagerly(fn: Callable[[Tensor, Tensor], T
         close(step(x, mask), fn(x, mask))
         assert last(step) is Reason.PADDING_UNPROVEN
     assert "a mask hides a whole row" in step.explain(x, mask)
+    (entry,) = step.entries
+    with pytest.raises(GuardError, match="a mask hides a whole row"):
+        entry.replay({"x": x, "mask": mask})
     mask[1, 4] = 1
     close(step(x, mask), fn(x, mask))
     assert last(step) is Reason.PADDED

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, eager_break, graphed, remove_eager_break
-from graphdispatch.capture import piecewise
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason, eager_break, graphed, remove_eager_break
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.errors import ConfigError
 
@@ -212,52 +211,6 @@ def test_what_cannot_be_marked_is_an_error(name: str) -> None:
     assert names(lambda x: x.sin() + 1, X) == []
 
 
-class HostReader(nn.Module):
-    """Reads a value of its input back to the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * (2.0 if float(x.abs().max()) >= 0 else 3.0)
-
-
-class Model(nn.Module):
-    """Two host readers between linear layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
-        self.one, self.two = HostReader(), HostReader()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.two(torch.relu(self.one(self.first(x)))))
-
-
-def automatic(model: nn.Module, argument: str = "x") -> Graphed[..., torch.Tensor]:
-    """The model served with automatic breaks, captured at first sight."""
-    how = CUDAGraphOptions(breaks="auto", capture_after=1)
-    return graphed(model, dynamic={argument: 0}, max_size=8, options=how)
-
-
-def test_failing_modules_become_breaks() -> None:
-    """Both host readers run eagerly, everything else is captured, and the answers are eager's."""
-    model = Model().eval().requires_grad_(False)
-    serve = automatic(model)
-    for rows in (3, 4, 3, 8, 7, 7):
-        x = torch.randn(rows, 4)
-        assert torch.allclose(serve(x), model(x), atol=1e-5)
-    assert serve.last_decision.mode is CUDAGraphMode.PIECEWISE
-    assert {type(m) for m in serve.automatic_breaks} == {HostReader}
-    for why in serve.automatic_breaks.values():
-        assert "_local_scalar_dense" in why
-        assert "test_breaks.py" in why
-        assert "float(x.abs().max())" in why
-    assert "forward" not in vars(model.one)  # the marks are there during captures only
-    assert {len(entry.graph.breaks) for entry in serve.entries} == {2}  # type: ignore[attr-defined]
-
-
 class Finder(nn.Module):
     """A model that reads a value back in one method, and computes in another."""
 
@@ -341,43 +294,9 @@ def test_a_deep_copy_gets_a_method_of_its_own_back() -> None:
     assert not twin.half(torch.ones(1, 2)).any()  # type: ignore[operator]
 
 
-def test_a_model_that_fails_itself_stays_eager() -> None:
-    """Where the served module itself fails there is nothing to break around."""
-    serve = automatic(HostReader().eval())
-    check_rows(serve, 2, width=4)
-    assert serve.last_decision.reason is Reason.CAPTURE_UNSAFE
-    assert not serve.automatic_breaks
-
-
-def test_breaks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one is allowed, a model that needs two stays eager, with its reason."""
-    monkeypatch.setattr(piecewise, "_MOST_BREAKS", 1)
-    serve = automatic(Model().eval())
-    serve(torch.randn(2, 4))
-    assert len(serve.automatic_breaks) == 1
-    assert serve.last_decision.reason is Reason.CAPTURE_UNSAFE
-
-
 class _Reading(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 2 if x.sum().item() < 1e9 else x
-
-
-def test_the_share_of_the_breaks_is_told_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What counts is how much of the work runs eagerly, and not how many modules there are."""
-    model = nn.Sequential(_Reading(), *(nn.Linear(4, 4) for _ in range(7))).eval()
-    x = torch.randn(4, 4)
-    for most, is_served, told in (
-        (0.75, True, "(18 % of the operators, "),
-        (0.2, True, "(18 % of the operators, "),
-        (0.15, False, "run 18 % of the operators, and at most 15 % are allowed"),
-    ):
-        monkeypatch.setattr(piecewise, "_MOST_EAGER", most)
-        served = automatic(model, "input")
-        check_rows(served, 4, 4, 4, width=4)
-        assert bool(served.entries) is is_served
-        assert told in served.explain(x)
-    assert "x.sum().item()" in served.explain(x)
 
 
 def _explain(model: Callable[..., Any], mode: str = "FULL", **arguments: torch.Tensor) -> str:

@@ -32,6 +32,10 @@ class Batch(UserDict[str, Any]):
     pass
 
 
+class List(list[Any]):
+    """A user's list."""
+
+
 class Table(dict[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         raise TypeError("read-only")
@@ -47,7 +51,6 @@ MAKERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "nest": make_nest,
     "user's dict": lambda x: Batch(q=x * 3, size=2),
     "dict": lambda x: Table(a=x + 2),
-    "mapping": lambda x: MappingProxyType({"k": x * 1}),
     "shape": lambda x: (x + 1, x.shape[1:], {"of": x.shape}),
     "named tuple": lambda x: (Pair(x * 2), 3),
     "ordered dict": lambda x: OrderedDict(b=x + 1, a="name"),
@@ -127,6 +130,8 @@ def shared(x: torch.Tensor) -> Any:
 
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "one object twice": (shared, "Answer .* and another one in the graph"),
+    "a list of its own kind": (lambda x: List([x]), "List in eager and another one"),
+    "a mapping": (lambda x: MappingProxyType({"k": x * 1}), "a mappingproxy .* in eager and another one"),
     "an iterator": (lambda x: (x, iter([x])), "a list_iterator in eager"),
     "a module": (lambda x: (x, torch.nn.ReLU()), "ReLU in eager and another one"),
     "a count of rows": (lambda x: Answer(x, x.shape[0]), "is 3 in eager and 4 in the graph"),

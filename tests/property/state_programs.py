@@ -139,7 +139,7 @@ def draw(seed: int, *, only: tuple[str, ...] = ()) -> Program:
         at = rng.randint(1, 5) if may_hide and rng.random() < 0.1 else 0
         uses.append(Use(parse(name, choose), rng.choice(["inline", "inline", *places]), at))
     sizes = ALL_SIZES if set(names) & having("exact_only") else rng.choice(SIZES)
-    options = _options(rng, names, mode)
+    options = _options(rng, names)
     if any(use.rows for use in uses):
         options.pop("verify", None)  # nothing else finds such a branch
     if "wrapper" in front_end and rng.random() < 0.2:
@@ -171,7 +171,7 @@ def draw(seed: int, *, only: tuple[str, ...] = ()) -> Program:
     return dataclasses.replace(program, steps=tuple(_steps(rng, choose, program)))
 
 
-def _options(rng: random.Random, names: list[str], mode: str) -> dict[str, Any]:
+def _options(rng: random.Random, names: list[str]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if rng.random() < 0.1 and not set(names) & having("padding_writes", "needs_proof"):
         options["verify"] = False
@@ -179,8 +179,6 @@ def _options(rng: random.Random, names: list[str], mode: str) -> dict[str, Any]:
         options["verify_every"] = rng.choice((1, 3))
     if rng.random() < 0.3:
         options["outputs"] = rng.choice(("view", "static"))
-    if mode == "PIECEWISE" and rng.random() < 0.5:
-        options["breaks"] = "auto"
     return options
 
 

@@ -72,12 +72,17 @@ class Lazy(torch.nn.Module):
         return input * self.tables[len(input)]
 
 
-def test_what_the_first_run_alone_makes_stays() -> None:
-    """Tables of each size are made once; graphs that were made before a later table was there are captured anew."""
+def test_state_that_the_first_run_alone_makes_is_the_callers_to_make() -> None:
+    """Tables of each size; once they are there, all sizes are captured."""
     model = Lazy(keeps=False)
     step = graphed(model, dynamic={"input": 0}, sizes=(1, 2))
+    report = step.prewarm(torch.randn(2, 8))
+    assert set(report.reasons.values()) == {Reason.STATE_REBOUND}
+    assert all("call it once before" in why for why in report.left_out.values())
+    assert (model.made, model.tables) == (0, {})
+    for rows in (1, 2):
+        model(torch.randn(rows, 8))
     assert step.prewarm(torch.randn(2, 8)).captured == {CUDAGraphMode.FULL: (2, 1)}
-    assert model.made == 2
     assert [serves(step, model, rows) for rows in (2, 1, 2)] == [Reason.EXACT] * 3
 
 

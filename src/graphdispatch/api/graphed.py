@@ -181,8 +181,8 @@ class Graphed(Lifecycle, Generic[P, R]):
         """Capture ``sizes`` (default: all) now, largest first, from an example call of any number of rows.
 
         The example's rows are repeated to fill each size; whatever the runs write is put back, so that the call leaves
-        no effect, but for Python state that only a first run makes, as a table. If it makes that of the example's
-        values, such as a scale, call it once with real data before.
+        no effect. A callable whose first run makes Python state, such as a table or a scale, must have run once before:
+        call it with real data.
 
         Each graph is compared with eager on a full batch, and on one of the fewest rows that it serves; the first call
         of any other number of rows is compared when it comes. Where the example's rows are all alike that proves
@@ -248,11 +248,6 @@ class Graphed(Lifecycle, Generic[P, R]):
         """The sizes that have a graph for every signature seen so far, increasing."""
         with self._server.lock:
             return captured_sizes(self._route)
-
-    @property
-    def automatic_breaks(self) -> dict[torch.nn.Module, str]:
-        """With ``breaks="auto"``: the modules that run eagerly since they cost the full graph, and what each did."""
-        return dict(self._graphs.auto_breaks.reasons) if self._graphs.auto_breaks is not None else {}
 
     def detach(self) -> None:
         """Undo ``attach``: the module is called as before, and the graphs are released. Harmless when done twice.

@@ -66,8 +66,7 @@ def audit(
     served = graphed(fn, **(options | {"dynamic": dims, "sizes": sizes, "strict": False}))
     try:
         with torch.no_grad():
-            watched = watch(observer)
-            observer.restore()
+            watched = watch(observer)  # what the first run alone makes, such as a table, stays for the captures
             failures, difference = _try_captures(served, args, kwargs)
         findings, memory = watched.findings, served.memory_report()
         if findings.forbidden and Reason.CAPTURE_UNSAFE in failures:  # said of each operator already
@@ -78,7 +77,7 @@ def audit(
             mode=mode.name,
             rows=rows,
             dynamic=dims,
-            capturable=not (watched.failures or failures or (findings.forbidden and not served.automatic_breaks)),
+            capturable=not (watched.failures or failures or findings.forbidden),
             failures=tuple(dict.fromkeys([*watched.failures, *failures.values()])),
             sizes=tuple(sorted({entry.size for entry in served.entries})),
             breaks=_breaks(served, observer, watched) if findings.forbidden else None,
@@ -163,13 +162,10 @@ def _rows(served: Graphed[..., Any], difference: str) -> Rows:
 
 
 def _breaks(served: Graphed[..., Any], observer: Observer, watched: Watched) -> Breaks:
-    """The modules that captures broke at, or else the outermost of those that do what CUDA forbids, but not the served
-    one itself; and what that gains."""
+    """The outermost of the modules that do what CUDA forbids, but not the served one itself; and what that gains."""
     names, fn = names_of(observer.modules), served.unwrap()
     root = (names.get(id(fn)), names.get(id(getattr(fn, "__self__", None))), "")
-    found = [names[id(module)] for module in served.automatic_breaks] or [
-        one.module for one in watched.findings.forbidden
-    ]
+    found = [one.module for one in watched.findings.forbidden]
     broken = dict.fromkeys(name for name in found if name not in root)
     stacks = [step.modules for step in watched.operators if step.event.works]
     inner = {name for stack in stacks for at, name in enumerate(stack) if not broken.keys().isdisjoint(stack[:at])}

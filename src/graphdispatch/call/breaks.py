@@ -153,11 +153,6 @@ def is_module(value: Any) -> TypeGuard[nn.Module]:
     return issubclass(type(value), nn.Module)
 
 
-def is_marked(module: nn.Module) -> bool:
-    """Whether a module is marked to run eagerly in PIECEWISE captures."""
-    return is_break(module.forward)
-
-
 def remove_eager_break(*targets: Any) -> None:
     """Take back the marks of modules, with those of their methods, and of operators.
 

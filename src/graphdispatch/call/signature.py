@@ -252,10 +252,10 @@ class Signature:
         real would depend on padding. Python does it, since the values are looked at."""
         self._masks, self.native = tuple(masks), None
 
-    def fits(self, values: Sequence[Any]) -> bool:
-        """Whether a call fits, be the thread in inference mode or not: a replay gives the same values in both."""
+    def match_in_any_mode(self, values: Sequence[Any]) -> int:
+        """``match``, be the thread in inference mode or not: a replay gives the same values in both."""
         with torch.inference_mode(self._inference):
-            return self.match(values) >= 0
+            return self.match(values)
 
     def _learn(
         self, position: int, shape: torch.Size, shapes: dict[torch.Size, tuple[int, int]]

@@ -27,28 +27,27 @@ class CaptureAttempt:
 
     request: CaptureRequest
     eager: EagerRun
-    fed_back: list[Region] = field(default_factory=list)
-    """The graph's own outputs, if arguments lie there: what they held before the eager run, which replays overwrite."""
+    lent: list[Region] = field(default_factory=list)
+    """The outputs in the graph's memory that callers hold, as before the eager run: replays overwrite them, and
+    arguments may lie there, as where each step is given what the last one gave."""
     stage: str = ""
     """What the attempt is doing, in words; empty before it runs anything."""
     warm_run: EffectRecorder = field(default_factory=lambda: EffectRecorder(0))
     """The latest run on the static inputs: what it reads from outside and what it writes, padding rows included."""
-    existing: set[int] = field(default_factory=set)
-    """Keys of the storages that the warm-up used and that existed when it ended; the graph may read them."""
     replay_s: float = 0.0
     """How long the replay took that was compared, in seconds."""
     _ran_again: bool = False
 
     def __post_init__(self) -> None:
         if self.eager.warms_up:
-            self._note_run(self.eager.effects)
+            self.warm_run = self.eager.effects
 
     def start_over(self, stage: str) -> None:
         """Put memory and the random generator back to where the eager run began, and begin ``stage``."""
         self._ran_again = True
         undo(self.warm_run.regions)
         undo(self.eager.effects.regions)
-        undo(self.fed_back)
+        undo(self.lent)
         self._reset_generator()
         self.stage = stage
 
@@ -82,13 +81,7 @@ class CaptureAttempt:
         with uncached_casts(), request.backend.rehearsing(), self.eager.trace, self.warm_run.guarding():
             output = copy_context().run(request.call, request.static_values())
         self.warm_run.note_outputs(self.eager.open_outputs(output))
-        self._note_run(self.warm_run)
-        del output
-
-    def _note_run(self, run: EffectRecorder) -> None:
-        self.warm_run = run
-        self.eager.draws |= run.uses_rng
-        self.existing = set(run.outside) | run.made_storages()
+        self.eager.draws |= self.warm_run.uses_rng
 
     def run_apart(self, effects: EffectRecorder, values: Sequence[Any], read: Callable[[Any], _T]) -> _T:
         """What ``read`` gives of the output of a run on these values, of which nothing stays.

@@ -19,7 +19,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from operator import call
 from types import CodeType, FrameType
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch.nn.utils import parametrize
 
 from ..backends.code_events import CodeListener, is_profiled_by_others
 from ..backends.insight import reveal_operators
-from ..backends.operators import bits_equal, is_strided, storage_key, tensors_in
+from ..backends.operators import bits_equal, is_strided, tensors_in
 from ..backends.standins import ASKS
 from ..call.signature import PLAIN_TENSORS
 from ..call.spec import FlatCall, Leaves
@@ -123,7 +124,7 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
         return failed_result(request, None, refusal, "")
     reveal_operators(request.backend.device)
     # Context variables that a run made only for the graph sets are set in a copy, since nobody could unset them.
-    within: Callable[..., Any] = _call if request.keep_effects else copy_context().run
+    within: Callable[..., Any] = call if request.keep_effects else copy_context().run
     # The dicts and lists of a run made only for the graph are its own: an example is left as it is.
     values = request.values if request.keep_effects else request.call.in_new_containers(request.values)
     arguments = request.arguments()
@@ -176,10 +177,6 @@ def uncached_casts() -> Iterator[None]:
     finally:
         torch.set_autocast_cache_enabled(before)
         torch.clear_autocast_cache()
-
-
-def _call(fn: Callable[..., Any], *args: Any) -> Any:
-    return fn(*args)
 
 
 def undo_run(request: CaptureRequest, effects: EffectRecorder, rng_before: Any, walk: StateWalk | None = None) -> None:
@@ -302,43 +299,10 @@ def _check_python_state(changed: str | None) -> None:
     if changed is not None:
         raise CaptureError(
             f"the call changes Python state: {changed}; keep it in a tensor and write that in place "
-            "(self.x.copy_(...)), or a graph would go on using the old value",
+            "(self.x.copy_(...)), or a graph would go on using the old value; if its first run alone does that, call "
+            "it once before a prewarm",
             Reason.STATE_REBOUND,
         )
-
-
-def run_for_graph(request: CaptureRequest, *, on_static_inputs: bool) -> EagerRun | CaptureResult:
-    """``run_eagerly`` for a graph that no call waits for, where Python state that the first run alone changes stays.
-
-    Such is a table that the callable makes when it is first called. State that every run changes is put back, by
-    whoever gets the run. So is all of it if the first run has written to memory what a second one does not write there
-    (it may have initialised a buffer), if the second one writes to memory that the first one made (a count, a cache),
-    and if what stays holds the arguments' memory.
-    """
-    first = run_eagerly(request, on_static_inputs=on_static_inputs)
-    if isinstance(first, CaptureResult) or first.changed is None or first.unseen is not None:
-        return first
-    undo_run(request, first.effects, first.rng_before)
-    # Other views: state that keeps one of them is not the same after another run.
-    others = replace(request, values=request.values_with(value.detach() for value in request.arguments()))
-    try:
-        again = run_eagerly(others, on_static_inputs=on_static_inputs)
-    except BaseException as error:
-        request.backend.raise_if_lost(error)
-        if isinstance(error, Exception):
-            return first
-        first.trace.walk.restore(generators=True)
-        raise
-    if isinstance(again, EagerRun):
-        made, given = first.effects.made_storages(), set(map(storage_key, first.arguments))
-        keeps_given = not given.isdisjoint(map(storage_key, filter(is_strided, again.trace.walk.tensors)))
-        counts = any(storage_key(region.target) in made for region in again.effects.regions if not region.is_generator)
-        written = ((region.read(), region.after) for region in first.effects.regions)
-        is_settled = again.changed is None and not (keeps_given or counts)
-        if is_settled and all(after is not None and bits_equal(now, after) for now, after in written):
-            return again
-        undo_run(request, again.effects, again.rng_before, again.trace.walk)
-    return first
 
 
 _UNCOUNTED = ("data", "set_", "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage")

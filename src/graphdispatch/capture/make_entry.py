@@ -13,7 +13,7 @@ from ..errors import CaptureError
 from ..memory.entry import CUDAGraphEntry, WrittenSpans
 from ..memory.outputs import OutputRule, Outputs, check_values, learn_output_rule
 from ..memory.proof import Compared, Program
-from ..modes import CUDAGraphMode
+from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..sizes import Axis, pack
 from ..state.guards import StateGuard, WorkspaceGuard
@@ -22,10 +22,8 @@ from .compare import check_aliases
 from .eager_run import check_may_capture
 from .effects import EffectRecorder
 from .recording import Recording
-from .request import CaptureRequest
 
 _SMALL_BYTES = 1 << 20
-_FEWEST = 2  # rows of a batch that may be too few for a callable if there is one less
 
 
 def make_entry(attempt: CaptureAttempt, recording: Recording, program: Program) -> CUDAGraphEntry:
@@ -47,7 +45,7 @@ def make_entry(attempt: CaptureAttempt, recording: Recording, program: Program) 
     written = [region.target for region in regions if not region.is_generator]  # its state is read as a copy
     entry = CUDAGraphEntry(
         descriptor=request.descriptor,
-        mode=recording.mode,
+        mode=request.mode,
         key=request.key,
         size=request.size,
         graph=recording.graph,
@@ -125,13 +123,16 @@ def _make_guard(attempt: CaptureAttempt, used: Collection[int]) -> StateGuard:
 
 def _find_output_rule(attempt: CaptureAttempt, output: Any) -> OutputRule:
     """Which dimensions of ``output``, which a run of ``size`` rows gave, follow the batch: that of an earlier size
-    if there is one, else found by a run for each axis, with another extent along that axis alone.
+    if there is one (in the present state of the callable, since in another one it may give other outputs), else found
+    by a run for each axis, with another extent along that axis alone.
 
     Raises ``CaptureError`` if the outputs cannot be cut to the real rows, or follow the batch differently than in
     other sizes.
     """
-    request, rule, eager = attempt.request, attempt.request.rule, attempt.eager.opened
+    request, eager = attempt.request, attempt.eager.opened
     axes = request.inputs.axes
+    # A capture that ran out of memory is tried again when a graph was released, perhaps one of these.
+    rule = next((peer.outputs.rule for peer in request.peers if peer.state is not EntryState.EVICTED), None)
     if rule is None:
         used = {axis for spec in request.inputs.specs for _, axis in spec.spans}
         others = [(axis, *_run_apart_along(attempt, axis, output)) for axis in axes if axis in used]
@@ -142,27 +143,13 @@ def _find_output_rule(attempt: CaptureAttempt, output: Any) -> OutputRule:
 
 def _run_apart_along(attempt: CaptureAttempt, axis: Axis, output: Any) -> tuple[int, Any]:
     """A batch with another extent along one axis, and its outputs: that of the graph, whose ``output`` is known if
-    it differs along this axis alone. Else one less; or one more than one, or than two where the call does not take
-    one, as a normalisation over the batch."""
-    request = attempt.request
-    own, full = axis.of(request.rows), axis.of(request.size)
-    if own != full:
-        rows = _with_extent(request, axis, full)
-        return rows, output if rows == request.size else _outputs_of(attempt, rows)
-    fewer, more = (_with_extent(request, axis, extent) for extent in (own - 1, own + 1))
-    if own > 1:
-        try:
-            return fewer, _outputs_of(attempt, fewer)
-        except CaptureError as error:
-            if own > _FEWEST or error.__cause__ is None:
-                raise
-    return more, _outputs_of(attempt, more)
-
-
-def _with_extent(request: CaptureRequest, axis: Axis, extent: int) -> int:
-    """The number of the batch with another extent along one axis."""
-    axes = request.inputs.axes
-    return pack(axes, [extent if one is axis else one.of(request.rows) for one in axes])
+    it differs along this axis alone; else one less, or one more than one."""
+    request, axes = attempt.request, attempt.request.inputs.axes
+    own, extent = axis.of(request.rows), axis.of(request.size)
+    if own == extent:
+        extent = own - 1 if own > 1 else own + 1
+    rows = pack(axes, [extent if one is axis else one.of(request.rows) for one in axes])
+    return rows, output if rows == request.size else _outputs_of(attempt, rows)
 
 
 def _outputs_of(attempt: CaptureAttempt, rows: int) -> Any:

@@ -1,7 +1,6 @@
 """PIECEWISE graphs: graphs between breaks. A replay runs the graphs, and the broken parts eagerly in between.
 
-Breaks are marked by the user. If they are automatic, a method of a module inside which a capture fails becomes one; if
-that is ``forward``, the whole module.
+Breaks are marked by the user. Where a capture fails, the reason names the method or module to mark.
 
 Note [values across a break]
     A tensor that one graph makes and a later part reads must keep its memory, although the Python that made it is long
@@ -17,7 +16,6 @@ Note [whose memory a break returns]
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import getattr_static
 from pathlib import PurePath
@@ -32,12 +30,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ..backends.base import Graph, Pool
 from ..backends.operators import is_strided, storage_key, tensors_in
-from ..call.breaks import eager_break, is_marked, remove_eager_break
 from ..call.spec import describe, is_tensor
-from ..config import CUDAGraphOptions
 from ..errors import CaptureError, ReplayError
 from ..memory.outputs import is_same_value
-from ..reasons import Reason
 
 
 @dataclass(eq=False)
@@ -194,11 +189,6 @@ class PiecewiseGraph(Graph):
         """The bytes of all graphs that the driver took."""
         return sum(graph.driver_nbytes for graph in self.graphs)
 
-    @property
-    def eager_share(self) -> float:
-        """The share of the call's operators that run in breaks, from 0 to 1."""
-        return sum(part.operators for part in self.breaks) / self._operators
-
     def describe(self) -> str:
         """How many graphs and breaks it has, and each break's share of the operators and of the replays so far, the
         longest first; a break in a loop counts as one. On a device with queues the share is that of the launches."""
@@ -228,65 +218,6 @@ def _sharing(leaves: list[Any]) -> list[int]:
     """For each tensor, the index of the first one that lies in the same storage."""
     keys = [storage_key(t) for t in _strided(leaves)]
     return [keys.index(key) for key in keys]
-
-
-_MOST_BREAKS, _MOST_EAGER = 16, 0.75
-
-
-class AutoBreaks:
-    """The modules of a callable that no graph can hold, with the reasons.
-
-    Its owner changes it with the lock of its graphs held.
-    """
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self._served = (fn, getattr(fn, "__self__", None))
-        self.reasons: dict[nn.Module, str] = {}
-        """For each module the error, which names the operator and the line."""
-
-    def add(self, error: CaptureError) -> bool:
-        """Break at the innermost module in which the capture failed. Returns False if there is none to break at.
-
-        The served module itself does not count.
-        """
-        if error.reason is not Reason.CAPTURE_UNSAFE or len(self.reasons) >= _MOST_BREAKS:
-            return False
-        for module, _ in places_within(error):
-            if module in (*self._served, *self.reasons) or is_marked(module):
-                continue
-            self.reasons[module] = str(error)
-            return True
-        return False
-
-    def check_share(self, eager_share: float) -> None:
-        """Raise ``CaptureError`` if breaks run more than the allowed share of the operators: graphs of the little that
-        is left would not pay."""
-        if eager_share > _MOST_EAGER:
-            raise CaptureError(
-                f"breaks would run {100 * eager_share:.0f} % of the operators, and at most {100 * _MOST_EAGER:.0f} % "
-                f"are allowed; {'; '.join(self.reasons.values())}",
-                Reason.CAPTURE_UNSAFE,
-            )
-
-    @contextmanager
-    def marked(self) -> Iterator[None]:
-        """Mark the modules as breaks within the block; marks of the user stay as they are."""
-        fresh = [module for module in self.reasons if not is_marked(module)]
-        try:
-            for module in fresh:
-                eager_break(module)
-            yield
-        finally:
-            for module in fresh:
-                remove_eager_break(module)
-
-    def __len__(self) -> int:
-        return len(self.reasons)
-
-
-def automatic_breaks(fn: Callable[..., Any], options: CUDAGraphOptions) -> AutoBreaks | None:
-    """Where a callable breaks by itself, if the options want that."""
-    return AutoBreaks(fn) if options.breaks == "auto" else None
 
 
 def places_within(error: BaseException) -> Iterator[tuple[nn.Module, str]]:

@@ -12,7 +12,6 @@ with eager on the first batch only. If anything fails after the eager run, the c
 While torch's profiler is on, each capture and each comparison is a range of it: ``capture`` or ``verify``.
 """
 
-from ..backends.operators import storage_key
 from ..backends.tracing import profiler_range
 from ..call.rules import graph_name
 from ..errors import CaptureError, GraphDispatchError, VerificationError, error_of_signal
@@ -25,7 +24,7 @@ from ..reasons import Reason
 from .attempt import CaptureAttempt
 from .collector import paused_collector
 from .compare import check_padding_writes, check_replay
-from .eager_run import EagerRun, check_may_capture, is_known, run_eagerly, run_for_graph, run_known
+from .eager_run import EagerRun, check_may_capture, is_known, run_eagerly, run_known
 from .effects import Region
 from .gain import measure_gain, seconds_of
 from .make_entry import find_program, grow_guard, make_entry
@@ -85,11 +84,12 @@ def _in_window(request: CaptureRequest, known: CUDAGraphEntry | None) -> Capture
 
 def _run(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureResult:
     """The eager run; then the capture or the comparison, after which one execution's effects are put back."""
-    fed_back = _fed_back(request, known) if known is not None else []
+    lent = known.outputs.lent(request.size) if known is not None else []
+    lent_before = [Region(tensor, tensor.clone()) for tensor in lent]
     eager, seconds = _run_eagerly(request, known)
     if isinstance(eager, CaptureResult):
         return eager
-    attempt = CaptureAttempt(request, eager, fed_back)
+    attempt = CaptureAttempt(request, eager, lent_before)
     try:
         if known is None:
             return CaptureResult(eager.answer, _capture(attempt), Reason.CAPTURED_NOW, answer_s=seconds)
@@ -107,14 +107,6 @@ def _run(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureResult
         attempt.restore()
 
 
-def _fed_back(request: CaptureRequest, entry: CUDAGraphEntry) -> list[Region]:
-    """What the entry's own outputs hold, if arguments lie there, as where each step is given what the last one gave;
-    or if the batch was made of a call's, whose arguments may lie there."""
-    own, given = entry.outputs.lent(request.size), set(map(storage_key, request.arguments()))
-    is_given = not request.keep_effects or any(storage_key(tensor) in given for tensor in own)
-    return [Region(tensor, tensor.clone()) for tensor in own] if is_given else []
-
-
 def _run_eagerly(request: CaptureRequest, known: CUDAGraphEntry | None) -> tuple[EagerRun | CaptureResult, float]:
     """The eager run of the call, or what comes of the call if no graph can follow; and the seconds of a plain run.
 
@@ -128,9 +120,8 @@ def _run_eagerly(request: CaptureRequest, known: CUDAGraphEntry | None) -> tuple
             return run, seconds
         reason, detail = (Reason.CAPTURE_WAITS, _UNLIKE) if known is None else (Reason.VERIFIED_NOW, "")
         return CaptureResult(answer, known, reason, detail, answer_s=seconds), seconds
-    if known is None and not request.keep_effects:
-        return run_for_graph(request, on_static_inputs=not request.is_padded), 0.0
-    eager = run_eagerly(request)
+    is_for_graph = known is None and not request.keep_effects
+    eager = run_eagerly(request, on_static_inputs=is_for_graph and not request.is_padded)
     if known is not None:
         known.is_known = True
     return eager, 0.0

@@ -21,7 +21,6 @@ from ..backends.operators import forbidden, is_expanded, is_strided, is_unsafe, 
 from ..call.breaks import ACTIVE, BREAKS
 from ..call.spec import is_tensor
 from ..errors import CaptureError
-from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from .attempt import CaptureAttempt
 from .eager_run import uncached_casts
@@ -30,18 +29,18 @@ from .request import CaptureRequest
 
 
 class CaptureWatch(OperatorMode):
-    """Watches one recording, and where it ``breaks`` runs breaks eagerly: each ends a graph and begins the next one.
+    """Watches one recording, and in PIECEWISE mode runs breaks eagerly: each ends a graph and begins the next one.
 
     Enter ``recording`` around the callable. ``existing`` are the keys of the storages that existed before; the call may
     read these and what it makes itself.
     """
 
-    def __init__(self, request: CaptureRequest, existing: set[int], *, breaks: bool) -> None:
+    def __init__(self, request: CaptureRequest, existing: set[int]) -> None:
         super().__init__()
         self._request = request
         self._capture: Capture | None = None
         self._existing = existing
-        self._breaks = breaks
+        self._breaks = request.is_piecewise
         self.parts: list[Graph | EagerPart] = []
         """The graphs and breaks so far."""
         self._made: dict[int, StorageWeakRef] = {}
@@ -61,11 +60,8 @@ class CaptureWatch(OperatorMode):
         """The operator that ran last."""
 
     @contextmanager
-    def recording(self, capture: Capture, *, watches: bool = True) -> Iterator[None]:
-        """Watch what the block does, to be entered within this capture; with ``watches`` off, do nothing."""
-        if not watches:
-            yield
-            return
+    def recording(self, capture: Capture) -> Iterator[None]:
+        """Watch what the block does, to be entered within this capture."""
         self._capture = capture
         token = ACTIVE.set(self.run_break) if self._breaks else None
         try:
@@ -229,7 +225,7 @@ class CaptureWatch(OperatorMode):
 
 
 class Recording(NamedTuple):
-    """A captured graph, the outputs in its memory, and the mode that it was captured in."""
+    """A captured graph, and the outputs in its memory."""
 
     graph: Graph
     outputs: Any
@@ -239,36 +235,25 @@ class Recording(NamedTuple):
     """For each output tensor, the place of the first one that is the same object."""
     given: list[int | None]
     """For each output tensor, the position of the argument that it is."""
-    mode: CUDAGraphMode
 
 
 def record(attempt: CaptureAttempt, *, is_known: bool = False) -> Recording:
-    """Record the call. If that fails inside a module and breaks are automatic, break at the module and record again.
+    """Record the call.
 
     Operators are not watched where the eager run on the same inputs was the warm-up and ran a program that is known:
-    then the outputs lie where eager's did. Each try begins where the eager run began, whose trace notes the code that
-    the call runs. Raises ``CaptureError`` with the operator that ran last.
+    then the outputs lie where eager's did. The recording begins where the eager run began, whose trace notes the code
+    that the call runs. Raises ``CaptureError`` with the operator that ran last.
     """
-    request, breaks = attempt.request, attempt.request.auto_breaks
-    while True:
-        mode = CUDAGraphMode.PIECEWISE if breaks else request.mode
-        try:
-            with uncached_casts(), breaks.marked() if breaks is not None else nullcontext():
-                return _record_once(attempt, mode, watches=not (is_known and attempt.eager.warms_up))
-        except CaptureError as error:
-            if breaks is None or not breaks.add(error):
-                raise
-
-
-def _record_once(attempt: CaptureAttempt, mode: CUDAGraphMode, *, watches: bool) -> Recording:
     request, eager = attempt.request, attempt.eager
     attempt.start_over(f"capturing {request.size} rows")
     values, buffers = request.static_values(), request.buffer_storages()
-    is_piecewise = mode is CUDAGraphMode.PIECEWISE
-    existing = attempt.existing | {storage_key(value) for value in values if is_tensor(value)}
-    watch, watches = CaptureWatch(request, existing, breaks=is_piecewise), watches or is_piecewise
+    existing = set(attempt.warm_run.outside) | attempt.warm_run.made_storages()
+    existing |= {storage_key(value) for value in values if is_tensor(value)}
+    watch = CaptureWatch(request, existing)
+    watches = request.is_piecewise or not (is_known and eager.warms_up)
     try:
-        with request.backend.begin_capture(request.pool) as capture, watch.recording(capture, watches=watches):
+        begin, watched = request.backend.begin_capture, watch.recording if watches else nullcontext
+        with uncached_casts(), begin(request.pool) as capture, watched(capture):
             with eager.trace:  # here, since the end of a capture runs much Python that reads nothing
                 output = copy_context().run(request.call, values)  # nobody could unset a context variable
             output = eager.open_outputs(output)
@@ -284,11 +269,9 @@ def _record_once(attempt: CaptureAttempt, mode: CUDAGraphMode, *, watches: bool)
             del output, source  # so that only the capture holds the outputs
         watch.parts.append(capture.graph)
         graph = capture.graph
-        if is_piecewise:
+        if request.is_piecewise:
             graph = PiecewiseGraph(watch.parts, watch.crossing, request.pool, request.clock, watch.operators)
-            if request.auto_breaks:
-                request.auto_breaks.check_share(graph.eager_share)
-        return Recording(graph, capture.outputs, is_own, firsts, given, mode)
+        return Recording(graph, capture.outputs, is_own, firsts, given)
     except BaseException as error:
         for part in watch.parts:
             if isinstance(part, Graph):

@@ -19,12 +19,11 @@ from ..descriptors import BatchDescriptor
 from ..errors import CaptureError, GraphDispatchError, ReplayError, VerificationError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
-from ..memory.outputs import OutputRule
 from ..memory.windows import storages_of
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..state.objects import CONSTANTS
-from .piecewise import AutoBreaks, places_within
+from .piecewise import places_within
 
 _log = logging.getLogger("graphdispatch")
 
@@ -39,19 +38,14 @@ class CaptureRequest:
     size: int
     descriptor: BatchDescriptor
     mode: CUDAGraphMode
-    """The mode to capture in. Automatic breaks may turn ``FULL`` into ``PIECEWISE``."""
     key: Hashable
     inputs: StaticInputs
     signature: Signature
     pool: Pool
     backend: Backend
     options: CUDAGraphOptions
-    rule: OutputRule | None = None
-    """How outputs follow the batch, if an earlier capture of the same signature learnt it."""
     peers: Sequence[CUDAGraphEntry] = ()
     """The graphs of other sizes of the same signature, in the present state of the callable."""
-    auto_breaks: AutoBreaks | None = None
-    """The modules to break at; a failed capture adds to them. None if the user's marks are the only breaks."""
     tensors: Sequence[torch.Tensor] = ()
     """The tensors that the callable reaches."""
     keep_effects: bool = True

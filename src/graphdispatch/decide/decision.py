@@ -14,7 +14,7 @@ from ..sizes import HIDDEN, ROWS, Axis, Extents, cells_of, lengths_of, pack
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
-_HIDDEN = (
+HIDDEN_ROW = (
     "a mask hides a whole row, so that what is real in it would depend on padding; leave such rows out, or give the "
     "mask a pad rule, which says that this does not matter"
 )
@@ -190,7 +190,7 @@ class SizeTable:
         if not self.sizes:
             return Decision.eager(Reason.DISABLED, batch)
         if self._has_axes and rows & HIDDEN:
-            return Decision.eager(Reason.PADDING_UNPROVEN, batch, _HIDDEN)
+            return Decision.eager(Reason.PADDING_UNPROVEN, batch, HIDDEN_ROW)
         if not all(self._lengths(batch)):
             return Decision.eager(Reason.NO_ROWS)
         size = next((size for size in self._by_cells if self._covers(size, batch)), None) if batch > 0 else None

@@ -15,11 +15,12 @@ from ..call.rules import graph_name
 from ..call.signature import ForeignSignature, InputSpec, Signature
 from ..call.spec import FlatCall, is_tensor
 from ..copying import NotCopied
+from ..decide.decision import HIDDEN_ROW
 from ..descriptors import BatchDescriptor, size_text
 from ..errors import GuardError, ReplayError, error_of_signal
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
-from ..sizes import Axis, lengths_of, pack
+from ..sizes import HIDDEN, Axis, lengths_of, pack
 from ..state.guards import StateGuard, WorkspaceGuard
 from ..stats import CUDAGraphStats, Gain
 from .inputs import StaticInputs
@@ -223,7 +224,7 @@ class CUDAGraphEntry(Verification, NotCopied):
             The outputs of the real rows, owned as the front end's options say.
 
         Raises:
-            GuardError: An input does not fit or needs a gradient. Nothing was copied.
+            GuardError: An input does not fit or needs a gradient, or a mask hides a row. Nothing was copied.
             ReplayError: The graph was released, weights or captured variables have moved, or the batch is not proven:
                 its padding is one that no comparison tested, or ``verify_every`` wants it compared.
         """
@@ -283,11 +284,14 @@ class CUDAGraphEntry(Verification, NotCopied):
             raise GuardError("an input carries attributes that the captured code may read; pass them as arguments")
         if self.metadata is not None and not self.metadata.knows(values):
             raise GuardError(f"{self.metadata.text}, and capture with a call like this one")
-        if not self.signature.fits(values):
+        number = self.signature.match_in_any_mode(values)
+        if number < 0:
             raise GuardError(
                 "the call differs from the captured one: in autocast, a constant, the address of a static tensor, or "
                 "the memory layout of an input; capture again for such calls"
             )
+        if number & HIDDEN:
+            raise GuardError(HIDDEN_ROW)
         return values, rows
 
     def _named_values(self, inputs: Mapping[str, Any]) -> list[Any]:

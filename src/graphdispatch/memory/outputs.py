@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import compress, repeat
 from operator import is_, itemgetter
-from types import AsyncGeneratorType, CoroutineType, GeneratorType, MappingProxyType, SimpleNamespace
+from types import AsyncGeneratorType, CoroutineType, GeneratorType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -354,7 +354,7 @@ _MOST_OBJECTS = 4096
 
 
 class Adapter(NamedTuple):
-    """How the objects of a class are opened into a tuple, list or dict, and made of one again."""
+    """How the objects of a class are opened into what torch takes apart, and made of that again."""
 
     open: Callable[[Any], Any]
     close: Callable[[type, Any], Any]
@@ -373,17 +373,9 @@ def _dict_of(kind: type, content: Any) -> Any:
     return made
 
 
-def _list_of(kind: type, content: Any) -> Any:
-    made: Any = list.__new__(kind)
-    list.extend(made, content)
-    return made
-
-
 _ADAPTERS: dict[type, Adapter] = {
     dict: Adapter(_entries_of, _dict_of),
-    list: Adapter(lambda value: list(list.__iter__(value)), _list_of),
     tuple: Adapter(lambda value: tuple(tuple.__iter__(value)), tuple.__new__),
-    MappingProxyType: Adapter(dict, lambda kind, content: kind(content)),
     SimpleNamespace: Adapter(lambda value: None, lambda kind, content: kind()),
     torch.Size: Adapter(list, lambda kind, content: torch.Size(content)),
     object: Adapter(lambda value: None, lambda kind, content: object.__new__(kind)),

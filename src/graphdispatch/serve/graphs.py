@@ -11,7 +11,6 @@ from ..backends import Backend, Pool, get_backend
 from ..call.rules import ArgumentRules, callable_name
 from ..call.signature import ForeignSignature, Refusal, Signature, device_of, no_tensors, refusal
 from ..call.spec import CallSpec, FlatCall
-from ..capture.piecewise import automatic_breaks
 from ..capture.pipeline import capture_entry, verify_entry
 from ..capture.request import CaptureRequest, CaptureResult
 from ..config import CUDAGraphOptions
@@ -162,8 +161,6 @@ class GraphSet:
         self._owns_pool = pool is None
         self.pool = pool if pool is not None or backend is None else backend.make_pool()
         self.stats = cache.stats
-        self.auto_breaks = automatic_breaks(fn, options)
-        """The modules that cost this callable its full graph, if breaks are automatic."""
         self.groups: dict[Hashable, GraphGroup] = {}
         self.is_asleep = False
         self.is_frozen = False
@@ -566,10 +563,10 @@ class GraphSet:
         assert backend is not None  # each is chosen before the first group is made
         assert pool is not None
         pool.refuse_inside_replay()
-        current = [
+        peers = [
             one
             for one in group.all_entries
-            if one.state is not EntryState.EVICTED and (one.guard is None or one.guard.holds())
+            if one.state is not EntryState.EVICTED and one.guard is not None and one.guard.holds()
         ]
         return CaptureRequest(
             call=group.call,
@@ -584,10 +581,7 @@ class GraphSet:
             pool=pool,
             backend=backend,
             options=self.options,
-            # Another state of the callable may give other outputs: a flag that adds one, or that pools the rows.
-            rule=current[0].outputs.rule if current else None,
-            peers=[one for one in current if one.guard is not None],
-            auto_breaks=self.auto_breaks,
+            peers=peers,
             tensors=self.guard._tensors,
             clock=self.clock,
             keep_effects=keep_effects,

@@ -116,9 +116,8 @@ def prewarm(
             every += todo
             if group.signature.has_rows:
                 examples.append((group, leaves))
-        # The first run of a size may make state, such as a table of its length: it ends graphs made before, and runs of
-        # other sizes need it.
-        if unfit := [one for one in every if (id(one[0]), one[2]) in run.rebound or graphs.is_stale(one[0], one[2])]:
+        # The run of one size may move a workspace that graphs made before read.
+        if unfit := [one for one in every if graphs.is_stale(one[0], one[2])]:
             graphs.refresh()
             run.capture(unfit)
         for group, leaves in examples:
@@ -139,8 +138,6 @@ class _Prewarm:
         self._server, self._max_seconds, self._compares_all = server, max_seconds, compares_all
         self.left_out: dict[tuple[CUDAGraphMode, int], str] = {}
         self.reasons: dict[tuple[CUDAGraphMode, int], Reason] = {}
-        self.rebound: set[tuple[int, int]] = set()
-        """Groups, by id, and sizes whose run changed Python state."""
         self.started = time.perf_counter()
         self._latest_s = 0.0
         self._latest_bytes = max((entry.nbytes for entry in server.graphs.cache), default=0)
@@ -164,8 +161,6 @@ class _Prewarm:
             self._latest_s = time.perf_counter() - begun
             if result.entry is None:
                 self.left_out[key], self.reasons[key] = result.detail, result.reason
-                if result.reason is Reason.STATE_REBOUND:
-                    self.rebound.add((id(group), size))
             else:
                 self._latest_bytes = result.entry.nbytes
 
