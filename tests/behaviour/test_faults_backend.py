@@ -10,6 +10,7 @@ from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
 from graphdispatch.backends import get_backend
 from graphdispatch.engines import CUDAGraphManager
 from graphdispatch.errors import DeviceLostError, FallbackError, ReplayError
+from graphdispatch.memory.outputs import Outputs
 
 from ..helpers import AT_ONCE, Spy
 from .inject import Faults, Model, batch, nothing_left_behind
@@ -156,6 +157,22 @@ def test_a_later_replay_that_fails_runs_eagerly(faults: Faults, error: type[Exce
     faults.set("replay", visit, error=error)
     reasons = [agrees(model, step, number) for number in range(3, 12)]
     assert reasons == [Reason.EXACT] * (visit - 1) + [Reason.VERIFIED_NOW] + [Reason.EXACT] * (9 - visit)
+
+
+@pytest.mark.parametrize("outputs", ["static", "view"])
+def test_no_memory_for_the_outputs_that_callers_hold(outputs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison saves them from its replay; without memory for that the call has eager's answer."""
+
+    def fail(self: Outputs, size: int) -> list[Tensor]:
+        raise torch.OutOfMemoryError
+
+    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(3,), outputs=outputs, options=AT_ONCE)
+    step(torch.randn(3, 2))
+    monkeypatch.setattr(Outputs, "lent", fail)
+    x = torch.randn(3, 2)
+    answer = step(x)
+    assert torch.equal(answer.get() if outputs == "view" else answer, x * 2)
+    assert step.last_decision.reason is Reason.OUT_OF_MEMORY
 
 
 def test_a_replay_that_fails_twice_is_given_up(faults: Faults) -> None:

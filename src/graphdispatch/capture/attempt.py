@@ -28,7 +28,7 @@ class CaptureAttempt:
     request: CaptureRequest
     eager: EagerRun
     lent: list[Region] = field(default_factory=list)
-    """The outputs in the graph's memory that callers hold, as before the eager run: replays overwrite them, and
+    """The outputs in the graph's memory that callers hold, as the eager run left them: replays overwrite them, and
     arguments may lie there, as where each step is given what the last one gave."""
     stage: str = ""
     """What the attempt is doing, in words; empty before it runs anything."""
@@ -45,9 +45,9 @@ class CaptureAttempt:
     def start_over(self, stage: str) -> None:
         """Put memory and the random generator back to where the eager run began, and begin ``stage``."""
         self._ran_again = True
+        undo(self.lent)
         undo(self.warm_run.regions)
         undo(self.eager.effects.regions)
-        undo(self.lent)
         self._reset_generator()
         self.stage = stage
 

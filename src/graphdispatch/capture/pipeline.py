@@ -84,12 +84,10 @@ def _in_window(request: CaptureRequest, known: CUDAGraphEntry | None) -> Capture
 
 def _run(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureResult:
     """The eager run; then the capture or the comparison, after which one execution's effects are put back."""
-    lent = known.outputs.lent(request.size) if known is not None else []
-    lent_before = [Region(tensor, tensor.clone()) for tensor in lent]
     eager, seconds = _run_eagerly(request, known)
     if isinstance(eager, CaptureResult):
         return eager
-    attempt = CaptureAttempt(request, eager, lent_before)
+    attempt = CaptureAttempt(request, eager)
     try:
         if known is None:
             return CaptureResult(eager.answer, _capture(attempt), Reason.CAPTURED_NOW, answer_s=seconds)
@@ -161,6 +159,7 @@ def _verify(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
     request, eager = attempt.request, attempt.eager
     eager.draws |= entry.uses_rng  # as the replay will, whatever branch eager took
     check_may_capture(request, eager)
+    attempt.lent = [Region(tensor, tensor.clone()) for tensor in entry.outputs.lent(request.size)]
     writes = entry.written is not None or any(not entry.inputs.specs[i].spans for i in entry.mutated)
     writes = writes or bool(eager.effects.opaque)
     if writes or entry.mode is not CUDAGraphMode.FULL:  # else it writes its rows at most
