@@ -224,6 +224,16 @@ def test_a_prewarm_displaces_nothing_within_a_budget() -> None:
     assert [*captured, *left_out] == [8, 4, 2, 1]
 
 
+@pytest.mark.parametrize("budget", [None, 2**30])
+def test_a_budget_of_memory_is_none_of_graphs(budget: int | None) -> None:
+    """Graphs of another type, of which there are as many as there may be, give way where memory has room."""
+    options = CUDAGraphOptions(memory_budget_bytes=budget, max_cached_graphs=2)
+    step = graphed(constants, dynamic={"x": 0}, sizes=(2, 4), options=options)
+    for dtype in (torch.float32, torch.float64):
+        report = step.prewarm(torch.randn(2, 8, dtype=dtype))
+        assert (report.captured, report.left_out) == ({CUDAGraphMode.FULL: (4, 2)}, {})
+
+
 @pytest.mark.parametrize("fn", [surprise, needs_large])
 def test_captures_correct_what_is_expected(fn: Callable[..., Any]) -> None:
     """After a size that took far more than the one before it, the next one must have room for as much."""

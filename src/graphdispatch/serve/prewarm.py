@@ -151,7 +151,7 @@ class _Prewarm:
             if self._max_seconds is not None and begun - self.started + self._latest_s > self._max_seconds:
                 self.left_out[key] = f"max_seconds={self._max_seconds} are used up"
                 continue
-            if self._would_displace():
+            if self._is_beyond_budget():
                 self.left_out[key], self.reasons[key] = Reason.CACHE_FULL.text, Reason.CACHE_FULL
                 continue
             rows = table.min_batch_of(size) if group.signature.has_rows else 1
@@ -164,15 +164,17 @@ class _Prewarm:
             else:
                 self._latest_bytes = result.entry.nbytes
 
-    def _would_displace(self) -> bool:
-        """Whether one more graph would not fit into the budget of memory, or have others displaced.
+    def _is_beyond_budget(self) -> bool:
+        """Whether one more graph would not fit into the budget of memory beside those that there are.
 
         It is expected to take as much as the one before it, and as those that there are on average.
         """
         cache = self._server.graphs.cache
         if cache.max_bytes is None:
             return False
-        return cache.is_full or cache.nbytes + self._latest_bytes > cache.max_bytes
+        sizes = [entry.nbytes for entry in cache]
+        average = sum(sizes) // max(len(sizes), 1)
+        return cache.nbytes + max(average, self._latest_bytes) > cache.max_bytes
 
 
 def check_open(server: Server, route: Route) -> None:
