@@ -234,6 +234,27 @@ def test_a_budget_of_memory_is_none_of_graphs(budget: int | None) -> None:
         assert (report.captured, report.left_out) == ({CUDAGraphMode.FULL: (4, 2)}, {})
 
 
+def test_what_a_prewarm_is_asked_for_stays() -> None:
+    """The graphs of other calls give way, though those that it was asked for and finds were used before them."""
+    step = graphed(constants, dynamic={"x": 0}, sizes=(1, 2, 4), options=CUDAGraphOptions(max_cached_graphs=4))
+    x = torch.randn(4, 8)
+    step.prewarm(x, sizes=(4,))
+    step.prewarm(x.double())
+    assert step.prewarm(x).captured == {CUDAGraphMode.FULL: (2, 1)}
+    assert "FULL graph" in step.explain(x)
+
+
+def test_a_graph_that_a_prewarm_displaces_is_left_out() -> None:
+    """Where there may be fewer graphs than it was asked for, one that was there before is in its report, too."""
+    step = graphed(constants, dynamic={"x": 0}, sizes=(1, 2, 4, 8), options=CUDAGraphOptions(max_cached_graphs=3))
+    step.prewarm(torch.randn(4, 8), sizes=(8,))
+    report = step.prewarm(torch.randn(4, 8))
+    assert (report.captured, report.reasons) == (
+        {CUDAGraphMode.FULL: (4, 2, 1)},
+        {(CUDAGraphMode.FULL, 8): Reason.CACHE_FULL},
+    )
+
+
 @pytest.mark.parametrize("fn", [surprise, needs_large])
 def test_captures_correct_what_is_expected(fn: Callable[..., Any]) -> None:
     """After a size that took far more than the one before it, the next one must have room for as much."""

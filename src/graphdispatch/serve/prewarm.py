@@ -13,6 +13,7 @@ from ..capture.request import CaptureResult
 from ..decide.decision import Decision
 from ..errors import CaptureError, ConfigError, FallbackError, shown
 from ..memory.entry import CUDAGraphEntry
+from ..memory.replay import next_use
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..showing import html_table
@@ -99,14 +100,19 @@ def prewarm(
     run = _Prewarm(server, max_seconds, compares_all=compare == "all")
     graphs.refresh()
     with paused_collector(graphs.options.gc_disable):
+        asked: list[tuple[GraphGroup, int]] = []
         every: list[Todo] = []
         examples: list[tuple[GraphGroup, Sequence[Any]]] = []
         for route, args, kwargs in calls:
             group, leaves = _example(server, route, args, kwargs)
             wanted = route.table.checked(sizes) if group.signature.has_rows else (1,)
-            todo = [
-                (group, leaves, size) for size in sorted(wanted, reverse=True) if graphs.current(group, size) is None
-            ]
+            asked += [(group, size) for size in wanted]
+            todo = []
+            for size in sorted(wanted, reverse=True):
+                if (entry := graphs.current(group, size)) is None:
+                    todo.append((group, leaves, size))
+                else:
+                    entry.last_used = next_use()  # so that others give way first
             if len(todo) > most:
                 raise ConfigError(
                     f"prewarm of {len(todo)} sizes needs max_cached_graphs >= {len(todo)}, got {most}; raise it, or "
@@ -127,6 +133,10 @@ def prewarm(
     for group, _, size in every:
         if graphs.current(group, size) is not None:
             captured[group.route.table.mode] += (size,)
+    for group, size in asked:
+        key = group.route.table.mode, size
+        if graphs.current(group, size) is None and key not in run.left_out:  # a later capture displaced it
+            run.left_out[key], run.reasons[key] = Reason.CACHE_FULL.text, Reason.CACHE_FULL
     held = graphs.memory_report().total
     return PrewarmReport(captured, run.left_out, time.perf_counter() - run.started, held, run.reasons)
 
