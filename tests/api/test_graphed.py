@@ -188,6 +188,15 @@ def test_unguarded_weights_are_captured_anew_after_clear() -> None:
     assert step.last_decision.reason is Reason.EXACT
 
 
+@pytest.mark.parametrize("guards", [True, False])
+def test_graphs_of_other_sizes_tell_how_outputs_follow_the_batch(guards: bool) -> None:
+    """Guarded or not: so a callable that takes an even number of rows alone need not be asked about an odd one."""
+    options = CUDAGraphOptions(guard_weights=guards, capture_after=1)
+    step = make(lambda x: (x.view(-1, 2, 3) * 2).view(x.shape), sizes=(2, 8), options=options)
+    reasons = [reason(step, batch(rows)) for rows in (4, 2)]
+    assert reasons == [Reason.CAPTURED_NOW, Reason.CAPTURED_NOW]
+
+
 @pytest.mark.parametrize("mode", ["NONE", "none", 0])
 def test_mode_none(mode: Any) -> None:
     """In mode NONE everything is eager, with that reason."""

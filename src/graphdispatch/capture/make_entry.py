@@ -43,6 +43,7 @@ def make_entry(attempt: CaptureAttempt, recording: Recording, program: Program) 
     workspaces = [held[key] for key in held.keys() - guard.storages - arguments]
     regions = [region for region in warm_run.regions if storage_key(region.target) not in buffers]
     written = [region.target for region in regions if not region.is_generator]  # its state is read as a copy
+    others = [peer.compared for peer in request.peers if peer.guard is not None]  # else nobody knows which code ran
     entry = CUDAGraphEntry(
         descriptor=request.descriptor,
         mode=request.mode,
@@ -62,7 +63,7 @@ def make_entry(attempt: CaptureAttempt, recording: Recording, program: Program) 
         workspaces=WorkspaceGuard(workspaces) if workspaces else None,
         guard=guard if request.options.guard_weights else None,
         bare=request.inputs.positions if guard.missing else (),
-        compared=Compared(request.inputs.axes, [peer.compared for peer in request.peers]),
+        compared=Compared(request.inputs.axes, others),
         program=program,
         uses_rng=warm_run.uses_rng,
         signature=request.signature,

@@ -566,7 +566,7 @@ class GraphSet:
         peers = [
             one
             for one in group.all_entries
-            if one.state is not EntryState.EVICTED and one.guard is not None and one.guard.holds()
+            if one.state is not EntryState.EVICTED and (one.guard is None or one.guard.holds())
         ]
         return CaptureRequest(
             call=group.call,
