@@ -1,5 +1,6 @@
 """Outputs: which dimensions follow the batch, and who owns what is handed out."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,16 +63,24 @@ def test_a_view_is_stale_after_a_replay() -> None:
     assert (eager.is_stale, eager.get().shape, repr(eager)) == (False, (5, 3), "<OutputView fresh>")
 
 
-def test_a_view_of_an_eager_step_is_stale_where_it_is_an_argument() -> None:
-    """It may lie in a graph's memory, where each step is given what the last one gave."""
-    step = graphed(
-        lambda x, flag=None: x if flag else x * 2, dynamic={"x": 0}, sizes=[4], outputs="view", options=AT_ONCE
-    )
+class Held(list[Any]):
+    """A list of a class of its own, as no graph gives."""
+
+
+@pytest.mark.parametrize("kind", [list, Held, SimpleNamespace])
+def test_a_view_of_an_eager_step_is_stale_where_it_is_an_argument(kind: type) -> None:
+    """It may lie in a graph's memory, where each step is given what the last one gave; so may what an object holds."""
+
+    def fn(x: torch.Tensor, flag: Any = None) -> Any:
+        return (kind(x=x) if kind is SimpleNamespace else kind([x])) if flag else x * 2
+
+    step = graphed(fn, dynamic={"x": 0}, sizes=[4], outputs="view", options=AT_ONCE)
     fed_back = [step(batch(4)) for _ in range(4)][-1].get()
     want = fed_back.clone()
     eager = step(fed_back, flag=object())
     assert step.last_decision.reason is Reason.UNGUARDED_ARGUMENT
-    assert torch.equal(eager.get(), want)
+    held = eager.get()
+    assert torch.equal(held.x if kind is SimpleNamespace else held[0], want)
     step(batch(4))
     assert eager.is_stale
 

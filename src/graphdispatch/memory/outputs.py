@@ -516,8 +516,10 @@ def _close(node: Opened) -> Any:
 
 
 def share_memory(answer: Any, given: Any) -> bool:
-    """Whether a tensor of the one lies in the storage of a tensor of the other. Those of transforms of ``torch.func``
-    have none."""
+    """Whether a tensor of the one lies in the storage of a tensor of the other; or may, where the answer holds objects
+    that nobody looks into. Those of transforms of ``torch.func`` have none."""
+    if any(not is_tensor(leaf) and type(leaf) not in VALUES for leaf in tree_leaves(answer)):
+        return bool(tensors_in(given))
     found: list[set[int]] = [set(), set()]
     for keys, tree in zip(found, (answer, given), strict=True):
         for tensor in filter(is_strided, tensors_in(tree)):
