@@ -497,4 +497,5 @@ def name_of(value: Any) -> str:
 
 def is_settings(value: Any) -> bool:
     """Whether it is a Python module of the user, which may be a place for settings."""
-    return issubclass(type(value), types.ModuleType) and not is_library_code(getattr(value, "__file__", None) or "")
+    table = attribute_table(value) if issubclass(type(value), types.ModuleType) else None
+    return table is not None and not is_library_code(table.get("__file__") or "")

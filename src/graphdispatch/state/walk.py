@@ -220,7 +220,7 @@ class StateWalk:
 
     def _module_edges(self, module: types.ModuleType, path: Any) -> Edges:
         """Nothing: code that runs names the variables that count."""
-        if type(module) is types.ModuleType and objects.is_settings(module):
+        if objects.is_followed(type(module)) and objects.is_settings(module):
             self.settings.append(module)
         return iter(())
 
