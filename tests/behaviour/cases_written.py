@@ -25,7 +25,7 @@ import types
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -339,6 +339,21 @@ def module_code(*lines: str) -> Callable[[], Made]:
         return names["fn"], lambda: (names["newest"], names["latest"])
 
     return made
+
+
+def filled_cache() -> Any:
+    """A cache of a function's results that holds a dict, and keeps only so many."""
+    made = lru_cache(lambda: {"value": 0})
+    made()
+    return made
+
+
+def count_in_cached(get: Any, _: Tensor) -> None:
+    """Count there."""
+    get()["value"] += 1
+
+
+write("dict of a cache")(filled_cache, count_in_cached, lambda get: get()["value"])
 
 
 def named_module() -> str:

@@ -240,10 +240,14 @@ def dict_of(table: Any) -> Any:
 
 def referents(value: Any) -> list[Any]:
     """What an object of compiled code holds (a cache, an iterator, a bound built-in), but for classes and modules;
-    nothing for one that holds it in attributes."""
-    if attribute_table(value) is not None and not issubclass(type(value), CACHES):
-        return []
-    return [held for held in gc.get_referents(value) if not issubclass(type(held), (type, types.ModuleType))]
+    nothing for one that holds it in attributes. Of a cache also what its own table holds, which nobody else may write.
+    """
+    attributes = attribute_table(value)
+    held = [one for one in gc.get_referents(value) if not issubclass(type(one), (type, types.ModuleType))]
+    if not issubclass(type(value), CACHES):
+        return held if attributes is None else []
+    *_, own = (one for one in held if type(one) is dict and one is not attributes)  # results come before it
+    return [inner for one in held for inner in (content(one) if one is own or one is attributes else [one])]
 
 
 def cell_value(cell: types.CellType) -> Any:

@@ -178,16 +178,10 @@ def metadata_names(codes: Iterable[types.CodeType]) -> list[str]:
     compares = any(code_reads(code).compared for code in theirs) or any(
         not code_reads(code).compared.isdisjoint(code.co_varnames) for code in others
     )
-    spelled = set().union(*map(_spelled, theirs))
+    spelled = set().union(*(code_reads(code).attributes for code in theirs))
     if any(original_of(code) is not None for code in others):  # functions that the compiler put inline may ask, too
         spelled, compares = {*spelled, "requires_grad"}, True
     return sorted(TENSOR_READERS.keys() & spelled) + [IDENTITY] * compares
-
-
-def _spelled(code: types.CodeType) -> frozenset[str]:
-    reads = code_reads(code)
-    asks = not reads.variables.isdisjoint(("getattr", "hasattr"))
-    return reads.attributes | reads.texts if asks else reads.attributes
 
 
 _MEMBERS = ("_parameters", "_buffers", "_modules")
@@ -366,9 +360,7 @@ class StateReads:
                 self.readers.append(Reader(read, *(() if is_compiled else ("slot", value, member))))
                 self._pending.append(read())
         if not slots and not issubclass(kind, (tuple, frozenset, *CONTAINERS)):
-            for inner in objects.referents(value):
-                is_cached = issubclass(kind, objects.CACHES) and issubclass(type(inner), CONTAINERS)
-                self._pending += objects.content(inner) if is_cached else [inner]
+            self._pending += objects.referents(value)
         if self._is_traced and issubclass(kind, objects.CACHES):
             results = _results_in(value)
             self.readers.append(Reader(partial(_keeps_results, value, results), further=results))
@@ -557,7 +549,7 @@ def _keeps_results(cache: Any, before: set[Any]) -> bool:
 
 def _results_in(cache: Any) -> set[Any]:
     """What a ``functools.lru_cache`` holds: constants by value, objects by identity."""
-    outer = [inner for held in objects.referents(cache) for inner in (objects.content(held) or [held])]
+    outer = objects.referents(cache)
     every = [*outer, *(inner for held in outer for inner in objects.referents(held))]
     return {(type(v), repr(v)) if issubclass(type(v), objects.CONSTANTS) else id(v) for v in every}
 
