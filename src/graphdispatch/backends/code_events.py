@@ -16,7 +16,7 @@ from typing import Any
 
 from .tracing import untraced
 
-__all__ = ["CodeListener", "is_profiled_by_others", "pause", "resume"]
+__all__ = ["CodeListener", "pause", "resume"]
 
 
 class CodeListener:
@@ -130,10 +130,6 @@ if sys.version_info >= (3, 12):
         if paused is not None:
             paused.is_paused = False
 
-    def is_profiled_by_others() -> bool:
-        """Whether a profiler is on that nobody could listen beside. There is none."""
-        return False
-
     def _take_tool() -> int | None:
         """The number under which this process listens; None if others have taken all."""
         if not _taken:
@@ -237,7 +233,3 @@ else:
         """End a pause."""
         if paused is not None:
             sys.setprofile(paused)
-
-    def is_profiled_by_others() -> bool:
-        """Whether a profiler is on that nobody could listen beside."""
-        return sys.getprofile() is not None

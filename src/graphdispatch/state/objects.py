@@ -312,22 +312,6 @@ def is_code(value: Any) -> bool:
     return is_function or issubclass(type(value), (type, *_TRUSTED))
 
 
-SEEN_THROUGH = frozenset(
-    (
-        *CONSTANTS,
-        *_BARE,
-        type,
-        types.ModuleType,
-        OrderedDict,
-        torch.Tensor,
-        nn.Parameter,
-        torch.Size,
-        type(lru_cache(id)),
-    )
-)
-"""Common types whose compiled methods change and read nothing that a walk does not see."""
-
-
 _ROLES: dict[str, tuple[Any, ...]] = {
     "tensor": (torch.Tensor,),
     "function": (types.FunctionType,),

@@ -52,7 +52,7 @@ _SEEN_THROUGH = frozenset(
     (
         *("builtins", "collections", "_collections", "operator", "_operator", "itertools", "re", "struct", "_struct"),
         *("datetime", "_contextvars", "contextvars", "_weakref", "weakref", "_abc", "_random", "random", "numpy"),
-        *("torch", "decimal", "typing", "time"),
+        *("torch", "decimal", "typing", "time", "functools"),
     )
 )
 """Where compiled classes are at home whose objects never change, or whose state a walk compares."""
@@ -211,7 +211,7 @@ class CodeTrace(CodeNotes, CodeListener):
         elif _UNHEARD.get(name, self) is owner:
             if not self._depth and not objects.is_own_code(frame.f_code.co_filename):
                 self._note_unseen(f"{name}(), which runs code unheard")
-        elif type(owner) not in objects.SEEN_THROUGH:
+        else:
             self._note_method(frame, owner, name)
 
     def _note_method(self, frame: types.FrameType, owner: Any, method: str) -> None:
