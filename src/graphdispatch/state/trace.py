@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..backends.code_events import CodeListener
+from ..backends.code_events import CodeListener, is_own_code, is_torch_code
 from ..call.breaks import BREAK_CODE
 from ..errors import CaptureError
 from ..reasons import Reason
@@ -209,7 +209,7 @@ class CodeTrace(CodeNotes, CodeListener):
             if name in ("format", "format_map"):  # "{0.scale}".format(config)
                 self.names |= set(_FIELDS.findall(owner))
         elif _UNHEARD.get(name, self) is owner:
-            if not self._depth and not objects.is_own_code(frame.f_code.co_filename):
+            if not self._depth and not is_own_code(frame.f_code.co_filename):
                 self._note_unseen(f"{name}(), which runs code unheard")
         else:
             self._note_method(frame, owner, name)
@@ -227,7 +227,7 @@ class CodeTrace(CodeNotes, CodeListener):
 
     def _note_generators(self, code: types.CodeType, frame: types.FrameType) -> None:
         """A function of a library is about to run, which may be one of torch's for its own generators."""
-        if objects.is_torch_code(code.co_filename) and code.co_filename.endswith(f"{os.sep}random.py"):
+        if is_torch_code(code.co_filename) and code.co_filename.endswith(f"{os.sep}random.py"):
             self.sets_generator = True
             self._each_time.add(code)
             if not self._depth and _is_for_user(frame) and code.co_name.startswith(("set_rng_state", *_SETS)):
@@ -313,7 +313,7 @@ class CodeTrace(CodeNotes, CodeListener):
         if code is _START and notes is self:
             self._note_unseen("start() of a thread, which runs code unheard")
         names = reads.attributes | reads.variables
-        if not names.isdisjoint(("environ", "getenv")) and not objects.is_torch_code(path):
+        if not names.isdisjoint(("environ", "getenv")) and not is_torch_code(path):
             notes.reads_environment = True
             self.walk.visit_environment()
         if original is None and _is_library(frame):
@@ -425,7 +425,7 @@ def _is_for_user(frame: types.FrameType) -> bool:
 
 
 def _passes_on(path: str) -> bool:
-    is_others = objects.is_torch_code(path) or objects.is_own_code(path)
+    is_others = is_torch_code(path) or is_own_code(path)
     return path.endswith(_UNCOMPILED) or (objects.is_library_code(path) and not is_others)
 
 
