@@ -864,6 +864,15 @@ def settings() -> Apart:
     return Apart(made, None)
 
 
+def package() -> Apart:
+    """The same with a module inside."""
+    made = settings()
+    made.owner.inner = module(k=2)
+    PATCH.setitem(sys.modules, "users_settings.inner", made.owner.inner)
+    made.owner.__path__ = []
+    return made
+
+
 def put_there(held: Apart) -> None:
     """Set a variable of the module."""
     held.owner.k = 5
@@ -928,6 +937,20 @@ def passes_import(_: Any) -> float:
     return k_of(own)
 
 
+def passes_inner_import(_: Any) -> float:
+    """A module of an imported package is given to a helper."""
+    import users_settings.inner
+
+    return k_of(users_settings.inner)
+
+
+def reads_package(_: Any) -> float:
+    """An import of a module in a package is one of the package, too."""
+    import users_settings.inner
+
+    return users_settings.k
+
+
 def nests_import(_: Any) -> float:
     """A nested function reads it."""
     import users_settings
@@ -975,6 +998,8 @@ read("module passed on")(none, lambda _: k_of(SETTINGS), patch(SETTINGS, "k", 5.
 read("module of a package passed on")(none, lambda _: k_of(PACKAGE.settings), patch(PACKAGE.settings, "k", 5.0))
 read("module that a helper gives")(none, lambda _: the_settings().k, patch(SETTINGS, "k", 5.0))
 read("import inside, passed on")(settings, passes_import, put_there)
+read("import of a package's module, passed on")(package, passes_inner_import, lambda h: to(h.owner.inner, k=5))
+read("package of a module that is imported")(package, reads_package, put_there)
 read("import inside, for a nested function")(settings, nests_import, put_there)
 read("module that an object holds, and whose code runs")(
     module_with_code, lambda h: h.number() * h.module.k, lambda h: to(h.module, k=5)

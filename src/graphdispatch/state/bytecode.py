@@ -53,8 +53,8 @@ class CodeReads(NamedTuple):
     """What it compares objects with by identity, as it spells that: ``a is b``, ``a is self.b``, ``id(a)``. Constants
     and builtins are left out."""
     passed: frozenset[str]
-    """Names of variables, attributes and imported modules whose values it does not just ask for an attribute: it passes
-    them on, so that other code may ask."""
+    """Names of variables, attributes and imports, without dots, whose values it does not just ask for an attribute: it
+    passes them on, so that other code may ask."""
     whole: bool
     """Whether it reads attributes under names that it does not spell: ``vars(x)``, ``getattr(x, name)``."""
     whole_self: bool
@@ -139,11 +139,11 @@ def _passed_by(instructions: Sequence[dis.Instruction]) -> frozenset[str]:
         names = one.argval if type(one.argval) is tuple else (one.argval,)
         if "LOAD" in one.opname:
             passed.update(names[:-1] if following.opname in ("LOAD_ATTR", "LOAD_METHOD") else names)
-        elif one.opname.startswith("IMPORT"):
+        elif one.opname.startswith("IMPORT") and following.opname.startswith("STORE"):
             stored = following.argval[0] if type(following.argval) is tuple else following.argval
             imported[one.argval] = stored if following.opname.startswith("STORE_FAST") else ""
-    outer = {name for name, stored in imported.items() if not stored or stored in passed}
-    return frozenset(name for name in passed if isinstance(name, str)) | outer
+    given = (name for name, stored in imported.items() if not stored or stored in passed)
+    return frozenset(name for name in passed if isinstance(name, str)).union(*(name.split(".") for name in given))
 
 
 def _compared_with(before: Sequence[dis.Instruction]) -> tuple[str, ...]:

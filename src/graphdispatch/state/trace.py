@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from contextvars import Context
 from importlib.util import resolve_name
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -383,10 +384,11 @@ class CodeTrace(CodeNotes, CodeListener):
         if "__import__" in reads.variables:  # which may find any module, by a name that it computes
             self._use(notes, vars(sys), ["modules"], "sys")
         texts = {*reads.texts, table.get("__name__", "")} if "modules" in reads.attributes else reads.texts
-        paths = [(path, name) for name in reads.imports for path in (name, f"{package}.{name}".rstrip("."))]
+        imports = [*reads.imports, *(f"{package}.{name}".rstrip(".") for name in reads.imports)]
+        paths = {path for name in imports for path in accumulate(name.split("."), "{}.{}".format)}
         modules: list[tuple[bool, Any]] = [
             *((name in reads.passed, table.get(name)) for name in reads.variables),
-            *((name in reads.passed, sys.modules.get(path)) for path, name in paths),
+            *((path.rpartition(".")[2] in reads.passed, sys.modules.get(path)) for path in paths),
             *((False, sys.modules.get(text)) for text in texts),
         ]
         seen = set[int]()
