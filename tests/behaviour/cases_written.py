@@ -9,6 +9,7 @@ import ctypes
 import decimal
 import hashlib
 import hmac
+import importlib
 import io
 import itertools
 import logging
@@ -24,7 +25,7 @@ import types
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -340,6 +341,47 @@ def module_code(*lines: str) -> Callable[[], Made]:
     return made
 
 
+def filled_cache() -> Any:
+    """A cache of a function's results that holds a dict, and keeps only so many."""
+    made = lru_cache(lambda: {"value": 0})
+    made()
+    return made
+
+
+def count_in_cached(get: Any, _: Tensor) -> None:
+    """Count there."""
+    get()["value"] += 1
+
+
+write("dict of a cache")(filled_cache, count_in_cached, lambda get: get()["value"])
+
+
+def named_module() -> str:
+    """The name of a module that nothing holds but the interpreter."""
+    made = types.ModuleType("written_module")
+    vars(made).update(value=0)
+    PATCH.setitem(sys.modules, "written_module", made)
+    return made.__name__
+
+
+FINDERS: dict[str, Callable[[str], Any]] = {
+    "import_module": lambda name: importlib.import_module(name, None),
+    "__import__": lambda name: __import__(name),
+    "sys.modules": lambda name: sys.modules[name],
+}
+
+
+def count_in_named(find: Callable[[str], Any]) -> Act:
+    """Count there: the code that spells the variable begins before the module is found."""
+
+    def act(name: Any, _: Tensor) -> None:
+        find(name).value += 1
+
+    return act
+
+
+for name, find in FINDERS.items():
+    write(f"module found by {name}")(named_module, count_in_named(find), lambda name: sys.modules[name].value)
 WRITES["entry of a global list"] = Write(module_code("latest[0] += 1"))
 WRITES["globals()"] = Write(module_code("globals()['newest'] += 1"), in_breaks=False)
 
