@@ -127,17 +127,6 @@ def test_what_no_size_holds_is_eager(rows: int, seq_len: int, reason: Reason) ->
     assert manager.get_mode_for_batch(rows, seq_len) is NONE
 
 
-def test_another_callable_or_dtype_has_a_graph_of_its_own() -> None:
-    """Under the same key neither is served by the old graph."""
-    manager = make()
-    run(manager, double, times=3)
-    run(manager, lambda x: x * 3, times=3)
-    x = torch.arange(12).reshape(4, 3)
-    for _ in range(4):
-        assert torch.equal(manager.execute_or_capture(4, 1, double, {"x": x}), x * 2)
-    assert (manager.stats.captures, manager.num_graphs) == (3, 3)
-
-
 def test_callables_that_alternate_both_keep_their_graphs() -> None:
     """Two models under one key are captured once each, and the size is seen often enough for each by itself."""
     manager = make(capture_after=2)

@@ -112,7 +112,7 @@ def make(**options: Any) -> AdaptiveCUDAGraphWrapper:
 def test_what_was_hardly_replayed_goes_first(least: int, left: set[int]) -> None:
     """A graph below ``min_replays_to_keep`` goes before one above that was used longer ago; with 0 the latter does."""
     wrapper = make(max_cached_graphs=2, min_replays_to_keep=least)
-    serve(wrapper, *[1] * 6, *[2] * 4, 3, 3)
+    serve(wrapper, *[1] * 5, *[2] * 4, 3, 3)
     assert kept(wrapper) == left
 
 

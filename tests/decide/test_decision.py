@@ -20,12 +20,15 @@ def table(chosen: tuple[int, ...], *, pad_batches: bool = True) -> SizeTable:
 
 @given(sizes, st.integers(1, 70))
 def test_a_batch_goes_to_the_smallest_size_that_holds_it(chosen: tuple[int, ...], rows: int) -> None:
-    """Each number of rows up to the largest size has a graph; one above has none."""
+    """Each number of rows up to the largest size has a graph, whose descriptor it gets; one above has none."""
     decision = table(chosen).decide(rows)
     fitting = [size for size in chosen if size >= rows]
     assert decision.mode is (FULL if fitting else NONE)
     assert decision.size == (fitting[0] if fitting else rows)
     assert decision.rows == rows
+    assert decision.descriptor == (BatchDescriptor(fitting[0]) if fitting else None)
+    wanted = Reason.EXACT if rows in chosen else Reason.PADDED if fitting else Reason.ABOVE_LARGEST_SIZE
+    assert decision.reason is wanted
 
 
 lengths = st.tuples(st.integers(1, 9), st.integers(1, 9))
@@ -50,13 +53,6 @@ def test_served_rows_are_a_partition(chosen: tuple[int, ...]) -> None:
     made = table(chosen)
     served = [rows for size in chosen for rows in range(made.min_batch_of(size), size + 1)]
     assert served == list(range(1, made.largest + 1))
-
-
-@pytest.mark.parametrize(("rows", "reason"), [(4, Reason.EXACT), (3, Reason.PADDED)])
-def test_the_reason_tells_whether_rows_were_added(rows: int, reason: Reason) -> None:
-    """A full batch and a padded one are told apart; the descriptor is of the graph, not of the batch."""
-    decision = table((2, 4)).decide(rows)
-    assert (decision.reason, decision.descriptor) == (reason, BatchDescriptor(4))
 
 
 @pytest.mark.parametrize(

@@ -192,13 +192,3 @@ def test_the_mode_says_whom_a_capture_forbids_to_wait(mode: Any, is_refused: boo
     else:
         captured(fn, capture_error_mode=mode)
     assert len(errors) == is_refused
-
-
-def test_an_empty_graph_is_one() -> None:
-    """It has a pool, and does nothing."""
-    graph, _ = captured(lambda: None)
-    assert graph.pool() != (0, 0)
-    graph.replay()
-    graph.reset()
-    with pytest.raises(RuntimeError, match="holds no capture"):
-        graph.replay()

@@ -169,10 +169,16 @@ def test_hybrid_asks_the_policy(mode: DispatchMode, answer: str) -> None:
     assert only_full.dispatch(KEY) == ("full" if mode is FULL else "eager")  # a mode that was not offered is eager
 
 
-def test_the_policy_is_asked_whether_at_all() -> None:
-    """``should_use_graph`` has its say, whatever ``select_mode`` would answer, and the default policy has limits."""
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_the_policy_is_asked_whether_at_all(hybrid: bool) -> None:
+    """``should_use_graph`` has its say, whatever ``select_mode`` would answer, and the default policy has limits.
+
+    So it is where ``HYBRID`` is disabled, and the policy does not choose the kind of graph.
+    """
     prefill = KEY._replace(is_prefill=True)
     dispatcher = over((KEY, scripted()), (prefill, scripted()), runner=eager, policy=Chooses(FULL))
+    if not hybrid:
+        dispatcher.disable_mode(HYBRID)
     assert [dispatcher.dispatch(key) for key in (KEY, prefill)] == ["graph", "eager"]
     dispatcher.policy = DefaultDispatchPolicy(max_tokens_for_graph=3)
     assert dispatcher.dispatch(KEY) == "eager"
@@ -516,18 +522,13 @@ def test_an_entry_of_another_function_is_compared_with_the_runner() -> None:
     assert dispatcher.stats.reasons[Reason.VERIFICATION_FAILED]
 
 
-def test_a_policy_is_one() -> None:
-    """None is the default policy; another one may take its place at any time, as elsewhere in this file."""
-    assert isinstance(CudagraphDispatcher(double).policy, DefaultDispatchPolicy)
-    with pytest.raises(ConfigError, match="policy must be"):
-        CudagraphDispatcher(double, "fast")  # type: ignore[arg-type]
-
-
 def test_a_policy_is_replaced_at_any_time() -> None:
     """None is the default one; anything else is refused at once, and nothing changes."""
     dispatcher = CudagraphDispatcher(double, policy=DefaultDispatchPolicy(min_tokens_for_graph=4))
     dispatcher.policy = None
     assert isinstance(dispatcher.policy, DefaultDispatchPolicy)
+    with pytest.raises(ConfigError, match="policy must be"):
+        CudagraphDispatcher(double, "fast")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="policy must be"):
         dispatcher.policy = "fast"
     assert dispatcher.policy.should_use_graph(DispatchKey(1, 1), graph_available=True)

@@ -68,25 +68,9 @@ RULES_0_11_1: dict[str, list[tuple[Callable[[], Any], Any]]] = {
         (lambda: plan(None).keys_initialized, False),
     ],
     "3 exact in FULL, else the general key in FULL": [
-        (lambda: plan(DECODE_ONLY).dispatch(desc(8, True)), (FULL, desc(8, True))),
-        (lambda: plan(FULL).dispatch(desc(8, True)), (FULL, desc(8))),
         (lambda: plan(FULL).dispatch(desc(8, reqs=5)), (FULL, desc(8))),
         (lambda: plan(query_len=2).dispatch(desc(8, True, reqs=4)), (FULL, desc(8, True))),
         (lambda: plan(query_len=2).dispatch(desc(8, True, reqs=8)), (PIECEWISE, desc(8))),
-    ],
-    "3 cascade attention takes no full graph": [
-        (lambda: plan(FULL).dispatch(desc(8), True), NO_GRAPH),
-        (lambda: plan(DECODE_ONLY).dispatch(desc(8, True), use_cascade_attn=True), NO_GRAPH),
-    ],
-    "4 the general key in PIECEWISE, cascade or not": [
-        (lambda: plan().dispatch(desc(24, True)), (PIECEWISE, desc(24))),
-        (lambda: plan().dispatch(desc(8, True), use_cascade_attn=True), (PIECEWISE, desc(8))),
-        (lambda: plan(NONE, 1, (PIECEWISE, desc(8, True))).dispatch(desc(8, True)), NO_GRAPH),
-    ],
-    "5 else none": [
-        (lambda: plan().dispatch(desc(15)), NO_GRAPH),
-        (lambda: plan(NONE).dispatch(desc(8)), NO_GRAPH),
-        (lambda: plan(DECODE_ONLY).dispatch(desc(8)), NO_GRAPH),
     ],
     "6 mixed keys for every size, in any order, and adapter case": [
         (lambda: plan(capture_sizes=(24, 8, 16, 1)).cudagraph_keys == plan().cudagraph_keys, True),
@@ -200,7 +184,7 @@ def test_a_rule_of_the_contracts(ask: Callable[[], Any], answer: Any) -> None:
 
 
 def rules_of_0_11_1(keys: Any, asked: BatchDescriptor, cascade: bool) -> tuple[Mode, BatchDescriptor | None]:
-    """The contract as a chain of set look-ups."""
+    """Rules 3 to 5 as a chain of set look-ups."""
     if not cascade and asked in keys[FULL]:
         return FULL, asked
     if not cascade and asked.non_uniform in keys[FULL]:

@@ -12,21 +12,6 @@ from graphdispatch.errors import CaptureError, GraphDispatchError
 
 
 @pytest.mark.parametrize(
-    ("mode", "decode", "mixed"),
-    [
-        (Mode.NONE, Mode.NONE, Mode.NONE),
-        (Mode.PIECEWISE, Mode.PIECEWISE, Mode.PIECEWISE),
-        (Mode.FULL, Mode.FULL, Mode.FULL),
-        (Mode.FULL_DECODE_ONLY, Mode.FULL, Mode.NONE),
-        (Mode.FULL_AND_PIECEWISE, Mode.FULL, Mode.PIECEWISE),
-    ],
-)
-def test_a_mode_splits_into_runtime_modes(mode: Mode, decode: Mode, mixed: Mode) -> None:
-    """Decode batches and other batches run in the modes that vLLM's names stand for."""
-    assert (mode.decode_mode(), mode.mixed_mode()) == (decode, mixed)
-
-
-@pytest.mark.parametrize(
     ("question", "modes"),
     [
         (Mode.has_graphs, {Mode.PIECEWISE, Mode.FULL, Mode.FULL_DECODE_ONLY, Mode.FULL_AND_PIECEWISE}),
