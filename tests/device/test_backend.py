@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from graphdispatch.backends.insight import OperatorMode, reveal_operators
 from graphdispatch.engines import StreamDispatcher
 from graphdispatch.errors import BackendError, CaptureError, DeviceLostError, ReplayError
 
-from ..helpers import assert_served, compiled_operator, may_capture
+from ..helpers import assert_served, compiled_operator, in_threads, may_capture
 
 AT_ONCE = CUDAGraphOptions(capture_after=1)
 TRUST = CUDAGraphOptions(verify=False)
@@ -324,11 +325,7 @@ def test_threads_on_one_stream_go_back_to_their_own(backend: Backend) -> None:
             shared.submit(lambda: (inside[1].set(), left.wait(30)))
             after.append(backend.current_stream() == own)
 
-    threads = [threading.Thread(target=one) for one in (leaves_first, leaves_last)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(leaves_first, leaves_last)
     assert after == [True, True]
 
 
@@ -350,7 +347,7 @@ def test_a_call_that_another_thread_records_is_refused(backend: Backend, gradien
 
     def call(stream: Stream) -> None:
         try:
-            with backend.use_stream(stream):
+            with torch.enable_grad(), backend.use_stream(stream):
                 results.append(step(x).detach().cpu())
         except BackendError as error:
             results.append(str(error))
@@ -359,9 +356,7 @@ def test_a_call_that_another_thread_records_is_refused(backend: Backend, gradien
     capture = backend.begin_capture(backend.make_pool())
     try:
         for stream in streams:
-            thread = threading.Thread(target=call, args=[stream])
-            thread.start()
-            thread.join()
+            in_threads(partial(call, stream))
     finally:
         capture.abort()
     assert "another thread is capturing" in results[0]

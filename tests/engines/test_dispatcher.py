@@ -27,7 +27,7 @@ from graphdispatch.engines import (
 from graphdispatch.errors import ConfigError
 from graphdispatch.testing import MockCUDAGraph
 
-from ..helpers import double, scripted
+from ..helpers import double, in_threads, scripted
 
 EAGER, FULL, PIECEWISE, HYBRID = DispatchMode.EAGER, DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE, DispatchMode.HYBRID
 KEY, OTHER = DispatchKey(4, 4), DispatchKey(8, 8)
@@ -502,12 +502,7 @@ def test_a_runner_may_register_while_it_is_compared() -> None:
         published.set()
 
     comparing = True
-    threads = [threading.Thread(target=target, daemon=True) for target in (replace, lambda: serve(dispatcher))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-    assert not any(thread.is_alive() for thread in threads)
+    in_threads(replace, lambda: serve(dispatcher))
     assert (dispatcher.get_graph(KEY), dispatcher.has_graph(OTHER)) == (newer, True)
 
 

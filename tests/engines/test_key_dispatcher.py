@@ -75,7 +75,6 @@ RULES_0_11_1: dict[str, list[tuple[Callable[[], Any], Any]]] = {
     "6 mixed keys for every size, in any order, and adapter case": [
         (lambda: plan(capture_sizes=(24, 8, 16, 1)).cudagraph_keys == plan().cudagraph_keys, True),
         (lambda: len(plan(FULL, variants=(True, False)).cudagraph_keys[FULL]), 8),
-        (lambda: plan(FULL, variants=(True,)).dispatch(desc(8, variant=False)), NO_GRAPH),
     ],
     "6 uniform keys from the query length to what all requests schedule, where decode is apart": [
         (lambda: {key.num_tokens for key in plan(DECODE_ONLY, 2, max_num_reqs=8).cudagraph_keys[FULL]}, {8, 16}),
@@ -91,11 +90,6 @@ RULES_0_33: dict[str, list[tuple[Callable[[], Any], Any]]] = {
     "2 the modes allowed less those excluded": [
         (lambda: padded(plan(), 8, 8, query_len=1, excluded_modes={FULL}), (PIECEWISE, desc(8))),
         (lambda: padded(plan(), 8, 8, query_len=1, allowed_modes={NONE, PIECEWISE}), (PIECEWISE, desc(8))),
-        (lambda: padded(plan(FULL), 8, excluded_modes={FULL}), NO_GRAPH),
-    ],
-    "3 none at once": [
-        (lambda: padded(plan(NONE), 8), NO_GRAPH),
-        (lambda: padded(plan(), 25), NO_GRAPH),
     ],
     "4 adapters are rounded up to a captured count, an exact one is none": [
         (lambda: padded(plan(FULL, variants=(0, 1, 2, 4, 5)), 7, variant=3), (FULL, desc(8, variant=4))),
@@ -157,10 +151,6 @@ RULES_MRV2: dict[str, list[tuple[Callable[[], Any], Any]]] = {
         (lambda: padded(full(desc(8, reqs=4), piecewise=desc(8)), 6, 5), (PIECEWISE, desc(8))),
         (lambda: padded(full(desc(16, reqs=4), desc(24)), 10), (FULL, desc(24))),
         (lambda: padded(full(desc(16, reqs=4), desc(24), max_num_reqs=4), 10), (FULL, desc(16, reqs=4))),
-    ],
-    "a bound on the query length is a count like any other, and none is known without it": [
-        (lambda: padded(plan(FULL, variants=(2, 4)), 7, 3, variant=3), (FULL, desc(8, variant=4))),
-        (lambda: padded(plan(FULL, variants=(2, 4)), 7, 3), NO_GRAPH),
     ],
     "micro-batches are equal or no graph": [
         (lambda: padded(plan(FULL, variants=(None, "2 ubatches")), 7, variant="2 ubatches"),
@@ -252,11 +242,13 @@ MISSES: list[tuple[Callable[[], CudagraphKeyDispatcher], dict[str, Any], Reason]
     (lambda: full(), {"num_tokens": 8}, Reason.NOT_CAPTURED),
     (lambda: plan(None), {"num_tokens": 8, "variant": 3}, Reason.NOT_INITIALIZED),
     (lambda: plan(NONE), {"num_tokens": 8}, Reason.DISABLED),
+    (lambda: plan(), {"num_tokens": 25}, Reason.ABOVE_LARGEST_SIZE),
     (lambda: full(desc(8)), {"num_tokens": 0}, Reason.NO_ROWS),
     (lambda: full(desc(8)), {"num_tokens": 9000}, Reason.ABOVE_LARGEST_SIZE),
     (lambda: full(desc(8, variant=2)), {"num_tokens": 8, "variant": 3}, Reason.VARIANT_NOT_CAPTURED),
     (lambda: full(desc(8, variant="a")), {"num_tokens": 8, "variant": 1}, Reason.VARIANT_NOT_CAPTURED),
     (lambda: full(desc(8, variant="a")), {"num_tokens": 8}, Reason.VARIANT_NOT_CAPTURED),
+    (lambda: full(desc(8, variant=2)), {"num_tokens": 8}, Reason.VARIANT_NOT_CAPTURED),
     (lambda: full(desc(8)), {"num_tokens": 8, "excluded_modes": [FULL]}, Reason.MODE_EXCLUDED),
     (lambda: full(desc(8)), {"num_tokens": 8, "allowed_modes": {NONE}}, Reason.MODE_EXCLUDED),
     (lambda: full(desc(8)), {"num_tokens": 9, "excluded_modes": [FULL]}, Reason.ABOVE_LARGEST_SIZE),
