@@ -159,12 +159,18 @@ def test_a_disabled_mode_is_not_used() -> None:
 
 @pytest.mark.parametrize(("mode", "answer"), [(FULL, "full"), (PIECEWISE, "piecewise"), (EAGER, "eager")])
 def test_hybrid_asks_the_policy(mode: DispatchMode, answer: str) -> None:
-    """It picks among the modes that could serve the key, eager always among them; that is no fallback, and counted."""
+    """It picks among the modes that could serve the key, eager always among them; that is no fallback, and counted.
+
+    Without it the policy is not asked: a full graph goes first.
+    """
     policy = Chooses(mode)
     dispatcher = both(policy)
     assert dispatcher.dispatch(KEY) == answer
     assert policy.offered == [{FULL, PIECEWISE, EAGER}]
     assert (dispatcher.stats.reasons[Reason.POLICY], dispatcher.stats.fallbacks) == (answer == "eager", 0)
+    dispatcher.disable_mode(HYBRID)
+    assert dispatcher.dispatch(KEY) == "full"
+    assert len(policy.offered) == 1
     only_full = over((KEY, scripted("full")), runner=eager, policy=policy)
     assert only_full.dispatch(KEY) == ("full" if mode is FULL else "eager")  # a mode that was not offered is eager
 
@@ -183,15 +189,6 @@ def test_the_policy_is_asked_whether_at_all(hybrid: bool) -> None:
     dispatcher.policy = DefaultDispatchPolicy(max_tokens_for_graph=3)
     assert dispatcher.dispatch(KEY) == "eager"
     assert dispatcher.stats.reasons == {Reason.POLICY: 2}
-
-
-def test_without_hybrid_the_policy_is_not_asked() -> None:
-    """A full graph goes first, then piecewise."""
-    policy = Chooses(EAGER)
-    dispatcher = both(policy)
-    dispatcher.disable_mode(HYBRID)
-    assert dispatcher.dispatch(KEY) == "full"
-    assert policy.offered == []
 
 
 def test_other_addresses_run_eagerly() -> None:

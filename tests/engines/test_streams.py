@@ -164,7 +164,7 @@ def test_a_failing_callers_stream_fails_the_step_alone(workers: StreamDispatcher
 
 
 def test_a_call_without_a_graph_runs_here_and_now(opened: Open) -> None:
-    """Before there is one, and after ``close``, which may be called twice."""
+    """Before there is one, and after ``close``, which may be called twice; the workers themselves then refuse."""
     dispatcher = opened()
     for _ in range(2):
         pending = dispatcher.submit(KEY, batch(1.0))
@@ -172,6 +172,8 @@ def test_a_call_without_a_graph_runs_here_and_now(opened: Open) -> None:
         assert torch.equal(pending.result(), batch(4.0))
         dispatcher.close()
     assert dispatcher.stats.reasons == {Reason.NOT_CAPTURED: 2}
+    with pytest.raises(BackendError, match="this worker takes no more steps"):
+        dispatcher.workers[0].launch(lambda: None, ())
 
 
 def test_a_graph_evicted_while_queued_runs_eagerly_once(workers: StreamDispatcher, gate: threading.Event) -> None:
@@ -329,14 +331,6 @@ def test_a_worker_closed_behind_a_step_has_run_it_once(opened: Open, monkeypatch
     x = torch.randn(2, 3)
     assert torch.equal(dispatcher.submit(KEY, x).result(), x * 2)
     assert (count.item(), dispatcher.stats.graph, dispatcher.stats.eager) == (1, 1, 0)
-
-
-def test_a_closed_worker_takes_no_step() -> None:
-    """It says so."""
-    dispatcher = StreamDispatcher(lambda x: x * 2, 2, backend=get_backend("cpu"))
-    dispatcher.close()
-    with pytest.raises(BackendError, match="this worker takes no more steps"):
-        dispatcher.workers[0].launch(lambda: None, ())
 
 
 def test_a_worker_that_closes_as_a_step_comes(monkeypatch: pytest.MonkeyPatch) -> None:

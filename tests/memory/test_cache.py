@@ -104,6 +104,7 @@ def test_a_fault_behind_the_cache_s_back_is_found(fault: Callable[[GraphCache], 
     cache = GraphCache(3, max_bytes=100)
     filled(cache, 10, 10)
     cache.check_integrity()
+    assert repr(cache) == "<GraphCache 2 of 3 graphs, 20 of 100 bytes>"
     fault(cache)
     with pytest.raises(IntegrityError, match=told):
         cache.check_integrity()
@@ -116,10 +117,3 @@ def test_limits_must_be_positive(limits: tuple[int, int | None], named: str) -> 
     """A cache that can hold nothing is a mistake."""
     with pytest.raises(ConfigError, match=named):
         GraphCache(*limits)
-
-
-def test_repr_is_a_status_line() -> None:
-    """Count, bytes and limits."""
-    cache = GraphCache(4, max_bytes=100)
-    filled(cache, 30, 20)
-    assert repr(cache) == "<GraphCache 2 of 4 graphs, 50 of 100 bytes>"
