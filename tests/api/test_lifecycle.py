@@ -173,15 +173,6 @@ def test_memory_is_given_back_at_once(how: str) -> None:
     assert len(_large(SIZE * width * 4)) == before
 
 
-def test_a_prewarmed_callable_serves_every_batch_frozen() -> None:
-    """The prewarm compared every number of rows and a second batch, so that nothing is left to compare."""
-    step = make(sizes=(1, 4, 8))
-    step.prewarm(torch.zeros(1, 3), compare="all")
-    step.freeze()
-    check_rows(step, *range(1, 9))
-    assert (step.stats.hits, step.stats.calls) == (8, 8)
-
-
 def test_what_was_not_compared_runs_eagerly() -> None:
     """A new size, a new number of rows, and a second batch of a new graph each wait for ``unfreeze``."""
     step = make(sizes=(4, 8))

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from graphdispatch import CUDAGraphMode
 from graphdispatch.engines import AdaptiveCUDAGraphWrapper, BatchDescriptor, CUDAGraphWrapper
@@ -66,14 +65,6 @@ def test_other_steps_pass_through(how: dict[str, Any]) -> None:
         x = torch.randn(4, 3)
         assert torch.equal(wrapper(x, **how), x * 2)
     assert (wrapper.get_stats().calls, wrapper.get_cached_descriptors()) == (0, [])
-
-
-def test_what_is_wrapped_is_reached() -> None:
-    """``unwrap`` goes through all wrappers, and attributes that a wrapper has not are looked up on the runnable."""
-    model = nn.Linear(3, 5)
-    wrapper = CUDAGraphWrapper(CUDAGraphWrapper(model, PIECEWISE))
-    assert wrapper.unwrap() is model
-    assert wrapper.out_features == 5
 
 
 def test_nested_wrappers_act_in_their_mode() -> None:

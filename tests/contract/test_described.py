@@ -53,8 +53,9 @@ def test_an_entry_does_not_keep_its_output_alive(weak: bool | None) -> None:
 
 
 def test_a_wrapper_has_every_attribute_of_its_runnable() -> None:
-    """Private ones of a module too; what neither has is an ``AttributeError``."""
-    wrapper = wrapped()
+    """Private ones of a module too, through all wrappers; what neither has is an ``AttributeError``."""
+    wrapper = gd.CUDAGraphWrapper(wrapped(), gd.CUDAGraphMode.PIECEWISE)
+    assert isinstance(wrapper.unwrap(), torch.nn.Linear)
     assert list(wrapper._parameters) == ["weight", "bias"]
     assert wrapper.in_features == 3
     with pytest.raises(AttributeError, match="nothing"):

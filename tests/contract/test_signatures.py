@@ -89,10 +89,3 @@ def test_kinds_of_the_vocabulary() -> None:
     assert {mode.name for mode in gd.DispatchMode} == set(ATTRIBUTES["DispatchMode"].split())
     assert {mode.name for mode in gd.CUDAGraphMode} == set(ATTRIBUTES["CUDAGraphMode"].split())
     assert gd.GraphEntry is gd.CUDAGraphEntry
-
-
-def test_the_registry_has_statistics() -> None:
-    """Its own from the beginning; a manager is a registry, and has them too."""
-    assert isinstance(gd.CUDAGraphRegistry().stats, gd.CUDAGraphStats)
-    assert issubclass(gd.CUDAGraphManager, gd.CUDAGraphRegistry)
-    assert isinstance(gd.CUDAGraphManager().stats, gd.CUDAGraphStats)
