@@ -1,7 +1,5 @@
 """The backend over ``torch.accelerator`` on the test device: the hazards are harmless, and what fails is said."""
 
-import subprocess
-import sys
 import threading
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -19,9 +17,8 @@ from graphdispatch.backends.insight import OperatorMode, reveal_operators
 from graphdispatch.engines import StreamDispatcher
 from graphdispatch.errors import BackendError, CaptureError, DeviceLostError, ReplayError
 
-from ..helpers import assert_served, compiled_operator, in_threads, may_capture
+from ..helpers import AT_ONCE, assert_served, compiled_operator, in_threads, may_capture, run_python
 
-AT_ONCE = CUDAGraphOptions(capture_after=1)
 TRUST = CUDAGraphOptions(verify=False)
 MIB = 1 << 20
 
@@ -381,7 +378,7 @@ assert not [name for name in sys.modules if "backends.accelerator" in name], sys
 
 def test_nobody_loads_it_unasked() -> None:
     """The import of the library, and a call on the CPU, leave it where it is."""
-    subprocess.run([sys.executable, "-c", NOT_LOADED], check=True, timeout=120)
+    run_python("-c", NOT_LOADED)
 
 
 NO_GRAPHS = """
@@ -398,5 +395,4 @@ except CaptureError as error:
 
 def test_a_device_without_graphs_is_refused_in_words() -> None:
     """With what to install."""
-    done = subprocess.run([sys.executable, "-c", NO_GRAPHS], check=True, timeout=120, capture_output=True, text=True)
-    assert "has no graphs for 'cuda' devices; install a newer one" in done.stdout
+    assert "has no graphs for 'cuda' devices; install a newer one" in run_python("-c", NO_GRAPHS)

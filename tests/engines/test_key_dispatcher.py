@@ -6,9 +6,7 @@ for any keys and any batch, ``tests/property/test_tables.py`` compares with a se
 """
 
 import copy
-import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +22,8 @@ from graphdispatch import Reason
 from graphdispatch.engines import BatchDescriptor, CudagraphKeyDispatcher
 from graphdispatch.engines.keys import KeyTable
 from graphdispatch.errors import ConfigError, FallbackError
+
+from ..helpers import run_python
 
 NONE, PIECEWISE, FULL = Mode.NONE, Mode.PIECEWISE, Mode.FULL
 DECODE_ONLY, BOTH = Mode.FULL_DECODE_ONLY, Mode.FULL_AND_PIECEWISE
@@ -294,12 +294,7 @@ def test_a_decision_does_not_depend_on_the_order_of_the_keys() -> None:
         "[d.add_cudagraph_key(M.FULL, k) for k in {B(8, r, False, v) for r in (None, 8, 9) for v in ('a', 'b')}];"
         "print(d.decide(5, variant='a'))"
     )
-    runs = set()
-    for seed in ("1", "2", "3"):
-        env = os.environ | {"PYTHONHASHSEED": seed}
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-        runs.add(done.stdout)
-    assert len(runs) == 1
+    assert len({run_python("-c", code, PYTHONHASHSEED=seed) for seed in ("1", "2", "3")}) == 1
 
 
 def test_a_key_that_is_added_serves() -> None:
