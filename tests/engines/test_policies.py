@@ -90,26 +90,20 @@ def chosen(policy: AdaptiveDispatchPolicy, tokens: int) -> DispatchMode:
     return policy.select_mode(DispatchKey(tokens, 1), BOTH)
 
 
-HISTORIES: dict[str, tuple[AdaptiveDispatchPolicy, list[tuple[DispatchMode, float, int]], DispatchMode]] = {
-    "one outlier": (AdaptiveDispatchPolicy(), [(EAGER, 2.0, 20), (GRAPH, 1.0, 20), (GRAPH, 100.0, 1)], GRAPH),
-    "a change": (
-        AdaptiveDispatchPolicy(),
-        [(EAGER, 2.0, 20), (GRAPH, 1.0, 20), (GRAPH, 100.0, 1), (GRAPH, 3.0, 3)],
-        EAGER,
-    ),
-    "a change after latencies that never vary": (
-        AdaptiveDispatchPolicy(2),
-        [(EAGER, 2.0, 20), (GRAPH, 1.0, 3000), (GRAPH, 5.0, 3)],
-        EAGER,
-    ),
-    "half a percent": (AdaptiveDispatchPolicy(10_000), [(EAGER, 0.995, 1), (GRAPH, 1.0, 1)] * 3000, GRAPH),
+HISTORIES: dict[str, tuple[int, list[tuple[DispatchMode, float, int]], DispatchMode]] = {
+    "one outlier": (1000, [(EAGER, 2.0, 20), (GRAPH, 1.0, 20), (GRAPH, 100.0, 1)], GRAPH),
+    "a change": (1000, [(EAGER, 2.0, 20), (GRAPH, 1.0, 20), (GRAPH, 100.0, 1), (GRAPH, 3.0, 3)], EAGER),
+    "after latencies that never vary": (2, [(EAGER, 2.0, 20), (GRAPH, 1.0, 3000), (GRAPH, 5.0, 3)], EAGER),
+    "half a percent": (10_000, [(EAGER, 0.995, 1), (GRAPH, 1.0, 1)] * 3000, GRAPH),
 }
+"""By name: how many records are kept, costs by mode with how often each was recorded, and the mode that is chosen."""
 
 
 @pytest.mark.parametrize("name", HISTORIES)
 def test_what_a_decision_follows(name: str) -> None:
     """A change, at once; neither a single stall of a hundred times the usual cost nor a small difference."""
-    policy, history, expected = HISTORIES[name]
+    history_size, history, expected = HISTORIES[name]
+    policy = AdaptiveDispatchPolicy(history_size)
     for mode, cost, times in history:
         feed(policy, mode, 8, cost, times)
     assert chosen(policy, 8) is expected
