@@ -64,9 +64,7 @@ def test_a_view_is_stale_after_a_replay() -> None:
 
 def test_a_view_of_an_eager_step_is_stale_where_it_is_an_argument() -> None:
     """It may lie in a graph's memory, where each step is given what the last one gave."""
-    step = graphed(
-        lambda x, flag=None: x if flag else x * 2, dynamic={"x": 0}, sizes=[4], outputs="view", options=AT_ONCE
-    )
+    step = make(lambda x, flag=None: x if flag else x * 2, sizes=(4,), outputs="view")
     fed_back = [step(batch(4)) for _ in range(4)][-1].get()
     want = fed_back.clone()
     eager = step(fed_back, flag=object())
