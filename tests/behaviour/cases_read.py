@@ -831,6 +831,7 @@ read("annotations")(
 )
 read("enumeration_changed", row=True)(choice, lambda h: h.value["k"], lambda h: h.value.update(k=5))
 read("enumeration_changed: attribute")(choice, lambda h: h.number, put(number=5))
+read("member by its value")(choice, lambda h: type(h)(dict(h.value)).number, put(number=5))
 
 
 def cached_isinstance() -> Any:
@@ -932,6 +933,7 @@ read("import_module of another module")(
 read("import_module of a computed name")(settings, lambda _: importlib.import_module(f"users_{'settings'}").k, put(k=5))
 read("__import__")(settings, lambda _: __import__(f"users_{'settings'}").k, put(k=5))
 read("sys.modules")(settings, lambda _: sys.modules[f"users_{'settings'}"].k, put(k=5))
+read("getter of a global")(lambda: attrgetter("k"), lambda h: h(BOXES[0]), patch(BOXES[0], "k", 5.0))
 read("sys.modules by another")(settings, lambda _: found().config["k"], lambda h: h.config.update(k=5))
 read("order of variables")(
     lambda: source(_first, one=2, other=5), lambda h: h["k"](), lambda h: h.update(one=h.pop("one"))
@@ -1197,6 +1199,8 @@ read("attribute of a class of queues")(
     lambda h: h.k,
     lambda h: to(type(h), k=5),
 )
+read("attribute of a condition", serves=False)(threading.Condition, lambda h: getattr(h, "k", 2.0), put(k=5.0))
+read("attribute of a logger")(lambda: with_attributes(logging.Logger("x"), k=2.0), lambda h: h.k, put(k=5.0))
 read("extra of a logger")(
     lambda: logging.LoggerAdapter(logging.Logger("x"), {"k": 2}), lambda h: h.extra["k"], lambda h: h.extra.update(k=5)
 )

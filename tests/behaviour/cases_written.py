@@ -426,6 +426,8 @@ drawn("own generator of Python")(lambda: random.Random(0), lambda o: o.random(),
 drawn("own generator of NumPy")(
     lambda: np.random.default_rng(0), lambda o: o.random(), lambda o: f"{o.bit_generator.state}"
 )
+drawn("generator of the system")(random.SystemRandom, lambda o: 2 if o.random() < 1 else 5, lambda _: 0)
+drawn("lines of a file in memory")(lambda: io.StringIO("2\n3\n" * 99), lambda o: float(next(o)), lambda o: o.tell())
 answer("tensor_from_numpy", reason=Reason.STATE_UNSEEN, row=True)(
     lambda: np.random.default_rng(0),
     lambda o, x: x + torch.from_numpy(o.random(3)),
@@ -607,6 +609,7 @@ unseen("thread_local_read", lambda: type("Local", (threading.local,), {"k": 2.0}
 unseen("attribute given to a thread", lambda: with_attributes(threading.Thread(), k=2), lambda o: o.k)
 unseen("entry of an array of Python", lambda: array.array("d", [2.0]), lambda o: o[0])
 unseen("memory view", lambda: memoryview(bytearray([2])), lambda o: o[0])
+unseen("memory of a file in memory", lambda: io.BytesIO(b"\2").getbuffer(), lambda o: o[0])
 unseen("text of a file in memory", lambda: io.StringIO("2.0"), lambda o: float(o.getvalue()))
 unseen("pointer", lambda: ctypes.pointer(ctypes.c_int(2)), lambda o: o.contents.value)
 
