@@ -209,6 +209,19 @@ def rebound(owner: Any, x: Tensor) -> Tensor:
     return x + owner["k"]
 
 
+def with_buffer() -> nn.Module:
+    """A module with a buffer."""
+    net = nn.Module()
+    net.register_buffer("b", torch.zeros(3))
+    return net
+
+
+def rebind_buffer(net: Any, x: Tensor) -> Tensor:
+    """Give the buffer new memory."""
+    net.b = net.b + 1
+    return x + net.b
+
+
 def in_two_ways(inner: list[int]) -> Any:
     """A list that an attribute holds which no code spells, and a tuple."""
     return Box(pair=(inner, 1), a_name_that_no_code_spells=inner)
@@ -239,6 +252,7 @@ answer("python_counter", row=True)(lambda: Counting().eval(), lambda m, x: m(x),
 answer("dict_entry_rebound", row=True)(lambda: {"k": torch.zeros(3)}, rebound)
 answer("hook")(lambda: Hooked(nn.ReLU()).eval(), lambda m, x: m(x), lambda m: [*m.features])
 answer("hook that keeps the input")(lambda: Hooked(nn.Identity()).eval(), lambda m, x: m(x), lambda m: [*m.features])
+answer("buffer_rebound", row=True)(with_buffer, rebind_buffer, lambda m: m.b.tolist())
 write("python_queue", row=True)(list, lambda o, x: o.append(len(x) > 0))
 write("attribute of an entry")(lambda: Box(c=[Box(k=None)]), lambda o, x: setattr(o.c[0], "k", x[0] * 1))
 write("never read")(lambda: Box(c=Box()), lambda o, x: setattr(o.c, "hidden", x[0] * 1))
@@ -282,6 +296,7 @@ write("partial")(
     lambda: partial(int, 0), lambda o, _: o.__setstate__((int, (o.args[0] + 1,), {}, None)), lambda o: o.args
 )
 write("exception")(lambda: ValueError(0), lambda o, _: setattr(o, "args", (o.args[0] + 1,)), lambda o: o.args)
+write("constructor of an exception")(lambda: ValueError(0), lambda o, _: o.__init__(int(f"{o}") + 1), repr)
 write("text of a function")(
     lambda: copy_of(function), lambda o, _: setattr(o, "__doc__", f"{o.__doc__}x"), lambda o: o.__doc__
 )

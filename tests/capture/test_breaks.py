@@ -87,16 +87,6 @@ def test_a_method_breaks() -> None:
     assert torch.equal(three(two(X)), X * 6)
 
 
-def test_a_module_breaks_that_was_marked_from_outside(net: Net) -> None:
-    """Its source need not know, and it may be marked after the wrapper was made."""
-    wrapper = CUDAGraphWrapper(net, CUDAGraphMode.PIECEWISE)
-    eager_break(net.part)
-    wrapper(X, batch_descriptor=ONE, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE)
-    entry = wrapper.get_entry(ONE)
-    assert entry is not None
-    assert [part.name for part in entry.graph.breaks] == ["Linear"]  # type: ignore[attr-defined]
-
-
 def test_hooks_of_a_marked_module_run_once(net: Net) -> None:
     """The mark is on ``forward``, within the hooks."""
     calls: list[int] = []
