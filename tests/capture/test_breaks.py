@@ -14,7 +14,7 @@ from graphdispatch.capture import piecewise
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.errors import ConfigError
 
-from ..helpers import Spy, check_rows, in_threads
+from ..helpers import Spy, check_calls, check_rows, in_threads, make
 
 ONE = BatchDescriptor(1)
 X = torch.tensor([1.0, -2.0, 3.0])
@@ -235,15 +235,12 @@ def test_failing_modules_become_breaks() -> None:
     """Both host readers run eagerly, everything else is captured, and the answers are eager's."""
     model = Model().eval().requires_grad_(False)
     serve = automatic(model)
-    for rows in (3, 4, 3, 8, 7, 7):
-        x = torch.randn(rows, 4)
-        assert torch.allclose(serve(x), model(x), atol=1e-5)
+    check_calls(serve, *(torch.randn(rows, 4) for rows in (3, 4, 3, 8, 7, 7)), rtol=1e-5, atol=1e-5)
     assert serve.last_decision.mode is CUDAGraphMode.PIECEWISE
     assert {type(m) for m in serve.automatic_breaks} == {HostReader}
     for why in serve.automatic_breaks.values():
-        assert "_local_scalar_dense" in why
-        assert "test_breaks.py" in why
-        assert "float(x.abs().max())" in why
+        for told in ("_local_scalar_dense", "test_breaks.py", "float(x.abs().max())"):
+            assert told in why
     assert "forward" not in vars(model.one)  # the marks are there during captures only
     assert {len(entry.graph.breaks) for entry in serve.entries} == {2}  # type: ignore[attr-defined]
 
@@ -259,34 +256,23 @@ class Finder(nn.Module):
         """Where values lie above their least, which it reads back."""
         return x > float(x.min())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` of (rows, 4)."""
-        hidden = self.first(x)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``input`` of (rows, 4)."""
+        hidden = self.first(input)
         return self.last(torch.where(self.find(hidden), hidden, 0.0))
 
 
-class Around(nn.Module):
-    """Holds one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Finder()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` of (rows, 4)."""
-        return self.model(x) + 1
-
-
 @pytest.mark.parametrize(
-    ("model", "place"), [(Finder(), "model, 'find'"), (Around(), "model.get_submodule('model'), 'find'")]
+    ("model", "place"),
+    [(Finder(), "model, 'find'"), (nn.Sequential(Finder(), nn.ReLU()), "model.get_submodule('0'), 'find'")],
 )
 def test_a_method_breaks_instead_of_its_module(model: nn.Module, place: str) -> None:
     """The refusal names the method; marked by that name, all but the method is in graphs."""
     model.eval().requires_grad_(False)
-    assert f"eager_break({place}) with mode='PIECEWISE'" in _explain(model, x=torch.randn(4, 4))
-    finder = getattr(model, "model", model)
+    assert f"eager_break({place}) with mode='PIECEWISE'" in _explain(model, input=torch.randn(4, 4))
+    finder = model if isinstance(model, Finder) else model[0]
     assert eager_break(finder, "find") is finder
-    serve = graphed(model, dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE", options=CUDAGraphOptions(capture_after=1))
+    serve = make(model, dynamic={"input": 0}, sizes=(4,), mode="PIECEWISE")
     check_rows(serve, *[4] * 4, width=4)
     assert serve.last_decision.reason is Reason.EXACT
     (entry,) = serve.entries
