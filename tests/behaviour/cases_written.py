@@ -34,17 +34,7 @@ from torch import Tensor, nn
 from graphdispatch import Reason
 
 from .cases import PATCH, WRITES, Box, Made, Slotted, Write
-from .cases_read import (
-    Marked,
-    Worker,
-    choice,
-    copy_of,
-    function,
-    module,
-    own_class,
-    with_attributes,
-    with_metaclass,
-)
+from .cases_read import Marked, Worker, choice, copy_of, function, module, own_class, with_attributes, with_metaclass
 
 __all__ = ["WRITES"]
 

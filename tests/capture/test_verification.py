@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-import graphdispatch as gd
 from graphdispatch import CUDAGraphOptions, Dim, Graphed, OutputView, Reason
 from graphdispatch.capture.compare import Tolerance, difference, tolerance_for
 from graphdispatch.engines import EntryState
-from graphdispatch.errors import ConfigError
 
 from .. import helpers
 from ..helpers import Spy, assert_same, check_calls, check_rows
@@ -117,11 +115,7 @@ def test_state_is_compared_too() -> None:
 def test_verification_can_be_switched_off() -> None:
     """With ``verify=False`` a graph serves from the second call, unproven."""
     step = make(lambda x: x * 2, options=CUDAGraphOptions(verify=False))
-    assert reasons(step, *torch.randn(2, 4, 3), torch.randn(2, 3)) == [
-        Reason.CAPTURED_NOW,
-        Reason.EXACT,
-        Reason.PADDED,
-    ]
+    assert reasons(step, *torch.randn(2, 4, 3), torch.randn(2, 3)) == [Reason.CAPTURED_NOW, Reason.EXACT, Reason.PADDED]
 
 
 def test_tolerance_is_the_users() -> None:
@@ -362,16 +356,6 @@ def test_a_frozen_value_is_found_on_the_second_batch() -> None:
     x = torch.randn(4, 3)
     assert torch.equal(step(x)[:, :3], x * 3.0)
     assert step.last_decision.reason is Reason.VERIFICATION_FAILED
-
-
-FULL = gd.CUDAGraphMode.FULL
-
-
-@pytest.mark.parametrize("rows", [0, 9, True, 1.5])
-def test_rows_are_checked(rows: object) -> None:
-    """They are some of the descriptor's."""
-    with pytest.raises(ConfigError, match="rows must be how many of the descriptor's 8 tokens are real"):
-        gd.cudagraph_context(FULL, gd.BatchDescriptor(8), rows=rows).__enter__()  # type: ignore[arg-type]
 
 
 def _partly(x: torch.Tensor) -> torch.Tensor:
