@@ -185,6 +185,17 @@ class Behind(TorchDispatchMode):
         return self.change(func, func(*args, **(kwargs or {})))
 
 
+class Seen:
+    """A backend of ``torch.compile`` that generates no code and notes the operators that it is given."""
+
+    def __init__(self) -> None:
+        self.operators: list[str] = []
+
+    def __call__(self, module: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        self.operators += [node.name for node in module.graph.nodes if node.op.startswith("call")]
+        return module.forward
+
+
 def frames_of(call: Callable[[], Any]) -> list[str]:
     """The functions of Python that a call enters, itself left out."""
     names: list[str] = []

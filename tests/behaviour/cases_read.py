@@ -1241,6 +1241,17 @@ kept("log to memory")(
 )
 kept("decimal number")(lambda: decimal.Decimal(4), lambda h: float(h.sqrt()), lambda _: None)
 kept("function of pybind11")(lambda: torch._C._get_tracing_state, lambda h: 2 if h() is None else 5, lambda _: None)
+
+
+def metadata_of_a_break() -> Made:
+    """An object that is replaced before each call, as engines do, and that only a break reads."""
+    net = nn.Module()
+    net.metadata = Box(shift=2.0)
+    part = gd.eager_break(lambda x: x + net.metadata.shift)
+    return lambda x: part(x * 2).relu(), lambda: to(net, metadata=Box(shift=5.0))
+
+
+KEPT["metadata that a break reads"] = Read(metadata_of_a_break, options={"mode": "PIECEWISE"})
 KEPT["number that a break reads"] = Read(
     lambda: (lambda box: (gd.eager_break(lambda x: x * box.k), lambda: to(box, k=5.0)))(Box(k=2.0)),
     options={"mode": "PIECEWISE"},

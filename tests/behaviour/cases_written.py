@@ -63,12 +63,12 @@ def picture(value: Any) -> Any:
 
 
 def answer(name: str, **options: Any) -> Callable[..., None]:
-    """A case whose call answers with what it does to the state; ``tell`` says how that is."""
+    """A case whose call answers with what it does to the state; ``tell``, or an attribute, says how that is."""
 
-    def case(make: Callable[[], Any], act: Act, tell: Callable[[Any], Any] = picture) -> None:
+    def case(make: Callable[[], Any], act: Act, tell: Callable[[Any], Any] | str = picture) -> None:
         def made() -> Made:
             held = make()
-            return lambda x: act(held, x), lambda: tell(held)
+            return lambda x: act(held, x), lambda: getattr(held, tell) if isinstance(tell, str) else tell(held)
 
         WRITES[name] = Write(made, **options)
 
@@ -78,7 +78,7 @@ def answer(name: str, **options: Any) -> Callable[..., None]:
 def write(name: str, **options: Any) -> Callable[..., None]:
     """A case whose call does something to the state, and doubles its rows."""
 
-    def case(make: Callable[[], Any], act: Act, *tell: Callable[[Any], Any]) -> None:
+    def case(make: Callable[[], Any], act: Act, *tell: Callable[[Any], Any] | str) -> None:
         answer(name, **options)(make, lambda held, x: (act(held, x), x * 2)[1], *tell)
 
     return case
@@ -259,9 +259,7 @@ write("slot that comes")(lambda: Slotted(None), comes_and_goes, lambda o: hasatt
 write("gradient")(lambda: nn.Parameter(torch.ones(3)), lambda o, x: setattr(o, "grad", x[0] * 1))
 write("attribute of a tensor")(lambda: torch.ones(3), lambda o, x: setattr(o, "tag", x[0] * 1))
 write("data of a tensor")(lambda: torch.ones(3), lambda o, _: setattr(o, "data", o.data + 1))
-write("requires_grad")(
-    lambda: torch.ones(3), lambda o, _: o.requires_grad_(not o.requires_grad), lambda o: o.requires_grad
-)
+write("requires_grad")(lambda: torch.ones(3), lambda o, _: o.requires_grad_(not o.requires_grad), "requires_grad")
 write("tensor rebound")(lambda: Box(k=torch.zeros(1)), lambda o, _: setattr(o, "k", o.k + 1))
 write("list in a list")(lambda: [[9]], lambda o, _: o[0].append(1))
 write("entry of a list")(lambda: [0], count)
@@ -282,14 +280,10 @@ write("default factory")(
     lambda: collections.defaultdict(int), lambda o, _: next_factory(o), lambda o: o.default_factory()
 )
 write("member of an enumeration")(choice, calls, lambda o: getattr(o, "calls", 0))
-write("partial")(
-    lambda: partial(int, 0), lambda o, _: o.__setstate__((int, (o.args[0] + 1,), {}, None)), lambda o: o.args
-)
-write("exception")(lambda: ValueError(0), lambda o, _: setattr(o, "args", (o.args[0] + 1,)), lambda o: o.args)
+write("partial")(lambda: partial(int, 0), lambda o, _: o.__setstate__((int, (o.args[0] + 1,), {}, None)), "args")
+write("exception")(lambda: ValueError(0), lambda o, _: setattr(o, "args", (o.args[0] + 1,)), "args")
 write("constructor of an exception")(lambda: ValueError(0), lambda o, _: o.__init__(int(f"{o}") + 1), repr)
-write("text of a function")(
-    lambda: copy_of(function), lambda o, _: setattr(o, "__doc__", f"{o.__doc__}x"), lambda o: o.__doc__
-)
+write("text of a function")(lambda: copy_of(function), lambda o, _: setattr(o, "__doc__", f"{o.__doc__}x"), "__doc__")
 write("name of a function")(
     lambda: copy_of(function), lambda o, _: setattr(o, "__name__", f"{o.__name__}x"), lambda o: o.__name__
 )
@@ -558,9 +552,7 @@ foreign("lzma")(lzma.LZMACompressor, lambda o, _: o.compress(b"x"), flush)
 foreign("text")(
     lambda: io.TextIOWrapper(io.BytesIO(), write_through=True), lambda o, _: o.write("x"), lambda o: o.tell()
 )
-foreign("lock_left", is_shared=True, row=True)(
-    lambda: threading.Semaphore(50), lambda o, _: o.acquire(), lambda o: o._value
-)
+foreign("lock_left", is_shared=True, row=True)(lambda: threading.Semaphore(50), lambda o, _: o.acquire(), "_value")
 foreign("event", is_shared=True)(
     threading.Event, lambda o, _: o.clear() if o.is_set() else o.set(), lambda o: o.is_set()
 )
@@ -570,9 +562,7 @@ foreign("reentrant lock", is_shared=True)(
 )
 write("queue")(queue.SimpleQueue, lambda o, _: o.put(1), lambda o: o.qsize())
 foreign("queue of tasks", is_shared=True)(asyncio.Queue, lambda o, _: o.put_nowait(1), lambda o: o.qsize())
-foreign("decimal context", is_shared=True)(
-    decimal.Context, lambda o, _: setattr(o, "prec", o.prec + 1), lambda o: o.prec
-)
+foreign("decimal context", is_shared=True)(decimal.Context, lambda o, _: setattr(o, "prec", o.prec + 1), "prec")
 foreign("shared value", is_shared=True)(lambda: multiprocessing.Value("i", 0), add, lambda o: o.value)
 foreign("shared semaphore", is_shared=True)(
     lambda: multiprocessing.Semaphore(50), lambda o, _: o.acquire(), lambda o: o.get_value()
@@ -587,11 +577,9 @@ foreign("array of ctypes")(ctypes.c_int * 2, count, list)
 foreign("structure of ctypes")(
     type("Pair", (ctypes.Structure,), {"_fields_": (("calls", ctypes.c_float),)}), calls, lambda o: o.calls
 )
-write("attribute of a thread")(Worker, calls, lambda o: o.calls)
+write("attribute of a thread")(Worker, calls, "calls")
 write("tensor of a thread")(Worker, lambda o, _: setattr(o, "count", o.count + 1), lambda o: float(o.count))
-foreign("attribute of an event", is_shared=True)(
-    lambda: with_attributes(threading.Event(), calls=0), calls, lambda o: o.calls
-)
+foreign("attribute of an event", is_shared=True)(lambda: with_attributes(threading.Event(), calls=0), calls, "calls")
 foreign("array of Python")(lambda: array.array("i", [9]), lambda o, _: o.append(1), list)
 foreign("bytes")(lambda: bytearray(2), lambda o, _: o.append(1), bytes)
 write("extra of a logger")(

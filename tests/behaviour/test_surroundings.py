@@ -16,7 +16,7 @@ import torch
 
 import graphdispatch as gd
 
-from ..helpers import in_threads
+from ..helpers import Seen, in_threads
 from .features import needs
 from .forks import all_locks_held, in_child
 from .front_end import FrontEnd, one_tensor
@@ -253,19 +253,13 @@ def test_static_outputs_of_padded_batches(opened: Open) -> None:
 def test_compiled_around(settled: Open) -> None:
     """``torch.compile`` around a served callable compiles what is around it, and nothing inside."""
     torch._dynamo.reset()
-    seen: list[str] = []
-
-    def backend(module: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        seen.extend(node.name for node in module.graph.nodes if node.op.startswith("call"))
-        return module.forward
-
-    step = settled(lambda x: x * 2)
+    step, seen = settled(lambda x: x * 2), Seen()
     plain = step.plain
-    compiled = torch.compile(lambda x: plain(x - 1) - 1, backend=backend)
+    compiled = torch.compile(lambda x: plain(x - 1) - 1, backend=seen)
     hits = step.hits
     for rows in (3, 4, 3, 4):
         x = torch.randn(rows, 3)
         assert torch.equal(compiled(x), (x - 1) * 2 - 1)
     assert step.hits == hits + 4
-    assert {name.partition("_")[0] for name in seen} <= {"sub"}
+    assert {name.partition("_")[0] for name in seen.operators} <= {"sub"}
     torch._dynamo.reset()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch._inductor import config as inductor_config
 
-from graphdispatch import CUDAGraphOptions, eager_break, graphed
+from graphdispatch import CUDAGraphOptions, graphed
 from graphdispatch.engines import EntryState
 
 from ..behaviour.cases import Box
@@ -22,30 +22,6 @@ from ..helpers import AT_ONCE, check_calls, check_rows, make
 def served(fn: Any, **options: Any) -> Any:
     """A callable with graphs of four rows."""
     return graphed(fn, dynamic={"x": 0}, sizes=(4,), **options)
-
-
-class Annotated(nn.Module):
-    """Carries metadata that only a break reads: graph, break, graph."""
-
-    metadata: Any = None
-
-    @eager_break
-    def attend(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.metadata.shift
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.attend(x * 2).relu()
-
-
-def test_metadata_that_a_break_reads_keeps_the_hits() -> None:
-    """It is set before each call, and no graph ends."""
-    model = Annotated().eval()
-    step = served(model, mode="PIECEWISE")
-    for index in range(20):
-        model.metadata = Box(shift=float(index))
-        check_rows(step, 4)
-    assert step.stats.captures == 1
-    assert step.stats.hits >= 17
 
 
 def test_a_failure_survives_a_change_of_state() -> None:
