@@ -63,7 +63,8 @@ def assert_served(step: Any, *args: Any, **kwargs: Any) -> None:
 
 def check_rows(step: Any, *shapes: int | tuple[int, ...], width: int = 3) -> None:
     """Call ``step`` with a random batch of each shape, or number of rows: its answers have its callable's bits."""
-    check_calls(step, *(torch.randn((shape, width) if isinstance(shape, int) else shape) for shape in shapes))
+    for shape in shapes:
+        check_calls(step, torch.randn((shape, width) if isinstance(shape, int) else shape))
 
 
 def check_calls(step: Any, *batches: Any, fn: Callable[..., Any] | None = None, **near: float) -> None:

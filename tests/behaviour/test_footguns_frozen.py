@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphdispatch import Reason
+from graphdispatch import Reason, graphed
 
 from ..helpers import check_rows, make
 from .features import needs
@@ -218,7 +218,7 @@ class Scales(nn.Module):
 def test_first_run_scales(called: bool) -> None:
     """LIMIT: what a first run makes stays, and in a prewarm it is made of the example. Instead, a call with real data
     before makes it of these."""
-    step, x = make(Scales(), sizes=(4,)), torch.full((4, 3), 8.0)
+    step, x = graphed(Scales(), dynamic={"x": 0}, sizes=(4,)), torch.full((4, 3), 8.0)
     if called:
         step(x)
     step.prewarm(torch.full((4, 3), 2.0))

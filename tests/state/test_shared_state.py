@@ -49,14 +49,16 @@ def counts(count: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> C
 
 
 @contextmanager
-def behind(gate: Gate, step: Any, x: torch.Tensor) -> Iterator[threading.Thread]:
+def behind(gate: Gate, step: Any, x: torch.Tensor) -> Iterator[None]:
     """Within the block another thread stands in the gate, in the middle of a call; at its end it goes on to its own."""
     thread = threading.Thread(target=torch.no_grad()(lambda: _through(gate, step, x)))
     thread.start()
-    assert gate.inside.wait(20)
-    yield thread
-    gate.go_on.set()
-    thread.join(60)
+    try:
+        assert gate.inside.wait(20)
+        yield
+    finally:
+        gate.go_on.set()
+        thread.join(60)
 
 
 def _through(gate: Gate, step: Any, x: torch.Tensor) -> None:
