@@ -3,7 +3,6 @@
 The cases are in ``cases_read.py`` and ``cases_written.py``; rows of ``docs/footguns.md`` run through every front end.
 """
 
-import importlib
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -346,7 +345,13 @@ def test_a_first_import_is_no_change_of_state(tmp_path: Path, monkeypatch: pytes
     source = "number = 0\n\n\ndef count():\n    global number\n    number += 1\n\n\ncount()\n"
     (tmp_path / "imported_at_first.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    step = graphs_of(lambda x: x * importlib.import_module("imported_at_first").number, capture_after=1)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        import imported_at_first
+
+        return x * imported_at_first.number
+
+    step = graphs_of(fn, capture_after=1)
     check(step, 1)
     assert step.stats.captures == 1, step.last_decision
 
