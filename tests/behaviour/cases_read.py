@@ -831,6 +831,7 @@ read("annotations")(
 )
 read("enumeration_changed", row=True)(choice, lambda h: h.value["k"], lambda h: h.value.update(k=5))
 read("enumeration_changed: attribute")(choice, lambda h: h.number, put(number=5))
+read("member by its value")(choice, lambda h: type(h)(dict(h.value)).number, put(number=5))
 
 
 def cached_isinstance() -> Any:
@@ -1005,6 +1006,7 @@ read("module that an object holds, and whose code runs")(
     module_with_code, lambda h: h.number() * h.module.k, lambda h: to(h.module, k=5)
 )
 read("sys.modules")(settings, lambda _: sys.modules[f"users_{'settings'}"].k, put_there)
+read("getter of a global")(lambda: attrgetter("k"), lambda h: h(BOXES[0]), patch(BOXES[0], "k", 5.0))
 read("sys.modules by another")(settings, lambda _: found().config["k"], lambda h: h.owner.config.update(k=5))
 read("order of variables")(
     lambda: source(_first, one=2, other=5), lambda h: h["k"](), lambda h: h.update(one=h.pop("one"))
@@ -1275,6 +1277,8 @@ read("attribute of a class of queues")(
     lambda h: h.k,
     lambda h: to(type(h), k=5),
 )
+read("attribute of a condition", serves=False)(threading.Condition, lambda h: getattr(h, "k", 2.0), put(k=5.0))
+read("attribute of a logger")(lambda: with_attributes(logging.Logger("x"), k=2.0), lambda h: h.k, put(k=5.0))
 read("extra of a logger")(
     lambda: logging.LoggerAdapter(logging.Logger("x"), {"k": 2}), lambda h: h.extra["k"], lambda h: h.extra.update(k=5)
 )
@@ -1315,6 +1319,17 @@ kept("log to memory")(
 )
 kept("decimal number")(lambda: decimal.Decimal(4), lambda h: float(h.sqrt()), lambda _: None)
 kept("function of pybind11")(lambda: torch._C._get_tracing_state, lambda h: 2 if h() is None else 5, lambda _: None)
+
+
+def metadata_of_a_break() -> Made:
+    """An object that is replaced before each call, as engines do, and that only a break reads."""
+    net = nn.Module()
+    net.metadata = Box(shift=2.0)
+    part = gd.eager_break(lambda x: x + net.metadata.shift)
+    return lambda x: part(x * 2).relu(), lambda: to(net, metadata=Box(shift=5.0))
+
+
+KEPT["metadata that a break reads"] = Read(metadata_of_a_break, options={"mode": "PIECEWISE"})
 KEPT["number that a break reads"] = Read(
     lambda: (lambda box: (gd.eager_break(lambda x: x * box.k), lambda: to(box, k=5.0)))(Box(k=2.0)),
     options={"mode": "PIECEWISE"},
