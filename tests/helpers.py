@@ -40,17 +40,22 @@ def with_options(settings: Mapping[str, Any], **defaults: Any) -> dict[str, Any]
     return others | {"options": given.replace(**chosen)}
 
 
-def assert_same(answer: Any, expected: Any, note: str = "") -> None:
-    """Assert that two answers have the same structure, types and values, bit for bit; ``note`` ends the message."""
+def assert_same(answer: Any, expected: Any, note: str = "", *, rtol: float = 0, atol: float = 0) -> None:
+    """Assert that two answers have the same structure, types and values; ``note`` ends the message.
+
+    They have the same bits, or with ``rtol`` and ``atol`` values that are as near.
+    """
     (leaves, form), (others, other_form) = tree_flatten(answer), tree_flatten(expected)
     assert form == other_form, f"{form} instead of {other_form}\n{note}"
     for leaf, other in zip(leaves, others, strict=True):
-        torch.testing.assert_close(leaf, other, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{text}\n{note}")
+        close = {"rtol": rtol, "atol": atol, "equal_nan": True}
+        torch.testing.assert_close(leaf, other, **close, msg=lambda text: f"{text}\n{note}")
 
 
 def assert_served(step: Any, *args: Any, **kwargs: Any) -> None:
     """Call ``step``, and its callable on the same inputs: assert that a graph served, with eager's answer."""
-    _check(step, args, kwargs)
+    answer = step(*args, **kwargs)
+    assert_same(answer, step.unwrap()(*args, **kwargs), step.explain(*args, **kwargs))
     decision = step.last_decision
     assert decision is not None
     assert decision.reason.is_graph, step.explain(*args, **kwargs)
@@ -59,7 +64,18 @@ def assert_served(step: Any, *args: Any, **kwargs: Any) -> None:
 def check_rows(step: Any, *shapes: int | tuple[int, ...], width: int = 3) -> None:
     """Call ``step`` with a random batch of each shape, or number of rows: its answers have its callable's bits."""
     for shape in shapes:
-        _check(step, (torch.randn((shape, width) if isinstance(shape, int) else shape),), {})
+        check_calls(step, torch.randn((shape, width) if isinstance(shape, int) else shape))
+
+
+def check_calls(step: Any, *batches: Any, fn: Callable[..., Any] | None = None, **near: float) -> None:
+    """Call ``step`` with each batch, a tuple of arguments or the only one: its answers are its callable's, or ``fn``'s.
+
+    They have the same bits, or are as ``near`` as ``assert_same`` takes it. What a batch holds is not copied.
+    """
+    for given in batches:
+        args = given if isinstance(given, tuple) else (given,)
+        answer = step(*args)
+        assert_same(answer, (fn or step.unwrap())(*args), step.explain(*args), **near)
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -170,6 +186,17 @@ class Behind(TorchDispatchMode):
         return self.change(func, func(*args, **(kwargs or {})))
 
 
+class Seen:
+    """A backend of ``torch.compile`` that generates no code and notes the operators that it is given."""
+
+    def __init__(self) -> None:
+        self.operators: list[str] = []
+
+    def __call__(self, module: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        self.operators += [node.name for node in module.graph.nodes if node.op.startswith("call")]
+        return module.forward
+
+
 def frames_of(call: Callable[[], Any]) -> list[str]:
     """The functions of Python that a call enters, itself left out."""
     names: list[str] = []
@@ -201,8 +228,3 @@ def library_locks() -> list[Any]:
 def may_capture() -> bool:
     """Whether another thread could begin a capture now."""
     return are_free(CAPTURE_LOCK)
-
-
-def _check(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    answer = step(*args, **kwargs)
-    assert_same(answer, step.unwrap()(*args, **kwargs), step.explain(*args, **kwargs))

@@ -16,7 +16,6 @@ Note [inside a stream's own thread]
 
 import contextlib
 import contextvars
-import itertools
 import threading
 import time
 import weakref
@@ -99,15 +98,14 @@ class ThreadStream(DefaultStream):
     with ``close``, or when nobody holds the stream and its queue is empty.
     """
 
-    def __init__(self, backend: "ThreadBackend", name: str) -> None:
+    def __init__(self, backend: "ThreadBackend") -> None:
         super().__init__(backend)
-        self.name = name
         self._queue: SimpleQueue[Job | None] = SimpleQueue()
         self._order = threading.Lock()
         self._closed = False
         self._error: BaseException | None = None
         # The thread holds only the queue, so that a stream that nobody holds is collected and its thread ends.
-        self._thread = threading.Thread(target=_serve, args=(self._queue,), name=f"graphdispatch-{name}", daemon=True)
+        self._thread = threading.Thread(target=_serve, args=(self._queue,), daemon=True)
         self._thread.start()
         self._stop = weakref.finalize(self, self._queue.put, None)
 
@@ -200,10 +198,6 @@ class ThreadStream(DefaultStream):
         if error is not None:
             raise error
 
-    def __repr__(self) -> str:
-        condition = "closed" if self._closed else "failed" if self._error is not None else "open"
-        return f"<ThreadStream {self.name} {condition}>"
-
 
 def _with_callers_modes(work: Job) -> Job:
     """Wrap ``work`` so that another thread can call it as if it ran on this thread.
@@ -268,20 +262,19 @@ class ThreadBackend(CPUBackend):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.default = self.here.stream = DefaultStream(self)
-        self._numbers = itertools.count(1)
 
     def current_stream(self) -> DefaultStream:
         """The calling thread's current stream."""
         stream = self.here.stream
         return stream if isinstance(stream, DefaultStream) else self.default
 
-    def make_stream(self, name: str | None = None) -> ThreadStream:
+    def make_stream(self) -> ThreadStream:
         """A new stream; its thread starts now."""
-        return ThreadStream(self, name if name is not None else f"stream-{next(self._numbers)}")
+        return ThreadStream(self)
 
     def make_event(self, *, timing: bool = False) -> Event:
-        """A new event; ``timing`` allows ``elapsed_ms``."""
-        return ThreadEvent(self, timing)
+        """A new event, which knows its time in any case."""
+        return ThreadEvent(self)
 
     def make_pool(self) -> Pool:
         """A new, empty pool."""
@@ -298,9 +291,8 @@ class ThreadEvent(Event):
     A wait on the default stream, which has no queue, blocks the caller.
     """
 
-    def __init__(self, backend: ThreadBackend, timing: bool) -> None:
+    def __init__(self, backend: ThreadBackend) -> None:
         self._backend = backend
-        self._timing = timing
         self._mark = Mark()
         self._mark.done.set()
 
@@ -323,8 +315,6 @@ class ThreadEvent(Event):
     def elapsed_ms(self, end: Event) -> float:
         """Milliseconds between two marks that are reached."""
         assert isinstance(end, ThreadEvent)
-        assert self._timing
-        assert end._timing
         return (end._mark.time - self._mark.time) * 1e3
 
 

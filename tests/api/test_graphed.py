@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 import graphdispatch as gd
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions, OutputView, Reason
-from graphdispatch.engines import BatchDescriptor, DispatchKey, EvictionReason
+from graphdispatch import CUDAGraphOptions, OutputView, Reason
+from graphdispatch.engines import EvictionReason
 from graphdispatch.errors import ConfigError
 
+from ..behaviour.front_ends import FRONT_ENDS
 from ..helpers import AT_ONCE, Behind, batch, check_rows, in_threads, make, reason
 
 
@@ -182,9 +183,7 @@ def test_unguarded_weights_are_captured_anew_after_clear() -> None:
         step(batch(4))
     layer.weight = torch.nn.Parameter(torch.randn(3, 3), requires_grad=False)
     step.clear()
-    for _ in range(4):
-        x = batch(4)
-        assert torch.equal(step(x), layer(x))
+    check_rows(step, 4, 4, 4, 4)
     assert step.last_decision.reason is Reason.EXACT
 
 
@@ -237,11 +236,9 @@ def test_prewarm_finds_mixed_rows() -> None:
     """``prewarm`` tests what padding does, so that the graph of a model that mixes rows serves full batches alone."""
     step = make(lambda x: x - x.mean(0), sizes=(4,))
     step.prewarm(batch(3))
-    x = batch(3)
-    assert torch.equal(step(x), x - x.mean(0))
+    check_rows(step, 3)
     assert step.last_decision.reason is Reason.VERIFICATION_FAILED
-    x = batch(4)
-    assert torch.equal(step(x), x - x.mean(0))
+    check_rows(step, 4)
     assert step.last_decision.reason is Reason.EXACT
 
 
@@ -276,41 +273,33 @@ def test_variadic_arguments_are_named_after_their_parameter(dynamic: dict[str, i
     assert step.stats.hits == 2
 
 
-NO_ROWS = {"batch_descriptor": BatchDescriptor(4), "cudagraph_runtime_mode": CUDAGraphMode.FULL}
-OF_FOUR = gd.CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4, options=AT_ONCE)
-NO_ARGUMENTS: dict[str, Callable[[Callable[[], Any]], tuple[Any, Callable[[Any], Any]]]] = {
-    "graphed": lambda fn: (gd.graphed(fn, dynamic={}, options=AT_ONCE), lambda step: step()),
-    "wrapper": lambda fn: (gd.CUDAGraphWrapper(fn), lambda wrapper: wrapper(**NO_ROWS)),
-    "engine's wrapper": lambda fn: (
-        gd.CUDAGraphWrapper(fn, options=CUDAGraphOptions(inputs="static", outputs="static")),
-        lambda wrapper: wrapper(**NO_ROWS),
-    ),
-    "manager": lambda fn: (gd.CUDAGraphManager(OF_FOUR), lambda one: one.execute_or_capture(4, 1, fn, {})),
-    "streams": lambda fn: (gd.StreamDispatcher(fn, 1), lambda streams: streams.dispatch(DispatchKey(4, 4))),
-}
-"""Each front end around a callable without arguments, and a call of it."""
+STATIC = CUDAGraphOptions(inputs="static", outputs="static")
 
 
-@pytest.mark.parametrize("front_end", NO_ARGUMENTS)
-def test_buffers_are_read_and_written_once_a_call(front_end: str) -> None:
-    """Each call reads what the buffers hold now, writes them once, and is served by a graph from the third on."""
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("graphed", None), ("wrapper", None), ("wrapper", STATIC), ("execute_or_capture", None), ("streams", None)],
+)
+def test_buffers_are_read_and_written_once_a_call(name: str, options: CUDAGraphOptions | None) -> None:
+    """Of a callable without arguments: each call reads what the buffers hold now, writes them once, and is served by a
+    graph from the third on."""
     ids, logits, count, layer = torch.zeros(4, 3), torch.zeros(4, 3), torch.zeros(1), nn.Linear(3, 3).eval()
 
     def forward() -> torch.Tensor:
         count.add_(1)
         return logits.copy_(layer(ids) + count) * 2
 
-    front, call = NO_ARGUMENTS[front_end](forward)
-    if front_end == "streams":
-        front.capture(DispatchKey(4, 4))
+    front = FRONT_ENDS[name](forward, dynamic={}, sizes=(1,), options=options)
+    if front.captures_ahead:
+        front.prepare()
     for steps in range(1, 7):
         ids.copy_(torch.randn(4, 3))
-        answer = call(front)
+        answer = front()
         assert count.item() == steps
         assert torch.equal(logits, layer(ids) + steps)
         assert torch.equal(answer, logits * 2)
-    stats = front.get_stats() if hasattr(front, "get_stats") else front.stats
-    assert (stats.graph if front_end == "streams" else stats.hits) >= 4
+    assert front.hits >= 4
+    front.close()
 
 
 def sine(**options: Any) -> Any:

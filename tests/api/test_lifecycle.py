@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import graphdispatch as gd
-from graphdispatch import CUDAGraphMode, Reason
-from graphdispatch.engines import BatchDescriptor
+from graphdispatch import Reason
 
-from ..helpers import AT_ONCE, double, make, reason
+from ..behaviour.front_ends import FRONT_ENDS
+from ..helpers import AT_ONCE, check_rows, double, make, reason
 
 SIZE = 4
 
@@ -32,33 +32,26 @@ class Served:
 
     def __init__(self, kind: str) -> None:
         self.model = model = Model().eval()
-        front: Any
+        self.serve: Any = FRONT_ENDS[kind](model, dynamic={"input": 0})
+        self.front = front = self.serve.front
         x = torch.randn(SIZE, 3)
-        self.serve: Callable[[torch.Tensor], Any]
-        self.ahead: list[Callable[[], Any]]
-        if kind == "graphed":
-            self.serve = front = gd.graphed(model, dynamic={"input": 0}, sizes=(SIZE,), options=AT_ONCE)
-            self.ahead = [lambda: front.prewarm(x)]
-        elif kind == "manager":
-            front = gd.CUDAGraphManager(gd.CUDAGraphConfig(capture_sizes=(SIZE,), max_batch_size=SIZE, options=AT_ONCE))
-            self.serve = lambda x: front.execute_or_capture(SIZE, 1, model, {"input": x})
-            captures = (front.capture_graph, front.capture)
-            self.ahead = [lambda one=one: one(SIZE, 1, model, inputs={"input": x}) for one in captures]
-        else:
-            front = (gd.CUDAGraphWrapper if kind == "wrapper" else gd.AdaptiveCUDAGraphWrapper)(model)
-            how = {"batch_descriptor": BatchDescriptor(SIZE), "cudagraph_runtime_mode": CUDAGraphMode.FULL}
-            self.serve = lambda x: front(x, **how)
-            self.ahead = [lambda: front.prewarm([SIZE], lambda _: x)] if kind == "adaptive" else []
-        self.front = front
+        ahead: dict[str, list[Callable[[], Any]]] = {
+            "graphed": [lambda: front.prewarm(x)],
+            "adaptive_wrapper": [lambda: front.prewarm([SIZE], lambda _: x)],
+            "execute_or_capture": [
+                lambda: front.capture_graph(SIZE, 1, model, inputs={"input": x}),
+                lambda: front.capture(SIZE, 1, model, inputs={"input": x}),
+            ],
+        }
+        self.ahead = ahead.get(kind, [])
         self.settle()
 
     def __call__(self) -> None:
-        x = torch.randn(SIZE, 3)
-        assert torch.equal(self.serve(x), self.model(x))
+        self.serve.check_calls(SIZE)
 
     @property
     def stats(self) -> gd.CUDAGraphStats:
-        return self.front.get_stats() if hasattr(self.front, "get_stats") else self.front.stats
+        return self.serve.counts
 
     @property
     def graphs(self) -> int:
@@ -71,7 +64,7 @@ class Served:
         assert (self.graphs, self.stats.hits > before) == (1, True)
 
 
-@pytest.fixture(params=["graphed", "wrapper", "adaptive", "manager"])
+@pytest.fixture(params=["graphed", "wrapper", "adaptive_wrapper", "execute_or_capture"])
 def served(request: pytest.FixtureRequest) -> Served:
     """Each front end in turn."""
     return Served(request.param)
@@ -94,15 +87,6 @@ def test_nothing_is_captured_asleep(served: Served) -> None:
     assert [gone.reason for gone in served.stats.last_evictions] == ["asleep"]
     served.front.wake()
     served.settle()
-
-
-def test_nothing_stale_is_served_after_invalidate(served: Served) -> None:
-    """What no guard sees is captured anew; the eviction says why, and with which tag."""
-    served.model.store["deep"]["factor"] = 5.0
-    served.front.invalidate("weights of step 7")
-    assert served.graphs == 0
-    served.settle()
-    assert [(gone.reason, gone.tag) for gone in served.stats.last_evictions] == [("invalidated", "weights of step 7")]
 
 
 @pytest.mark.parametrize("change", ["assigned", "data", "in place", "loaded"])
@@ -189,17 +173,6 @@ def test_memory_is_given_back_at_once(how: str) -> None:
     assert len(_large(SIZE * width * 4)) == before
 
 
-def test_a_prewarmed_callable_serves_every_batch_frozen() -> None:
-    """The prewarm compared every number of rows and a second batch, so that nothing is left to compare."""
-    step = make(sizes=(1, 4, 8))
-    step.prewarm(torch.zeros(1, 3), compare="all")
-    step.freeze()
-    for rows in range(1, 9):
-        x = torch.randn(rows, 3)
-        assert torch.equal(step(x), x * 2)
-    assert (step.stats.hits, step.stats.calls) == (8, 8)
-
-
 def test_what_was_not_compared_runs_eagerly() -> None:
     """A new size, a new number of rows, and a second batch of a new graph each wait for ``unfreeze``."""
     step = make(sizes=(4, 8))
@@ -230,8 +203,6 @@ def test_graphs_of_another_state_are_checked_again_too() -> None:
     for scale in (2.0, 3.0):
         held["scale"] = scale
         before = step.stats.verifications
-        for _ in range(12):
-            x = torch.randn(4, 3)
-            assert torch.equal(step(x), x * scale)
+        check_rows(step, *[4] * 12)
         assert step.stats.verifications > before, scale
     assert step.stats.captures == 2

@@ -35,16 +35,11 @@ def unsafe(x: torch.Tensor) -> torch.Tensor:
     return x * x.sum().item()
 
 
-def run(
-    manager: CUDAGraphManager, fn: Callable[..., Any], rows: int = 4, times: int = 1, seq_len: int = 1
-) -> list[int]:
-    """Serve so many batches, each compared with eager; the numbers of those whose capture failed, from 1."""
-    failed = []
-    for number in range(1, times + 1):
-        before, x = manager.stats.capture_failures, torch.randn(rows, 3)
+def run(manager: CUDAGraphManager, fn: Callable[..., Any], rows: int = 4, times: int = 1, seq_len: int = 1) -> None:
+    """Serve so many batches, each compared with eager."""
+    for _ in range(times):
+        x = torch.randn(rows, 3)
         assert torch.equal(manager.execute_or_capture(rows, seq_len, fn, {"x": x}), fn(x))
-        failed += [number] * (manager.stats.capture_failures - before)
-    return failed
 
 
 def test_the_third_batch_is_a_hit() -> None:
@@ -127,17 +122,6 @@ def test_what_no_size_holds_is_eager(rows: int, seq_len: int, reason: Reason) ->
     assert manager.get_mode_for_batch(rows, seq_len) is NONE
 
 
-def test_another_callable_or_dtype_has_a_graph_of_its_own() -> None:
-    """Under the same key neither is served by the old graph."""
-    manager = make()
-    run(manager, double, times=3)
-    run(manager, lambda x: x * 3, times=3)
-    x = torch.arange(12).reshape(4, 3)
-    for _ in range(4):
-        assert torch.equal(manager.execute_or_capture(4, 1, double, {"x": x}), x * 2)
-    assert (manager.stats.captures, manager.num_graphs) == (3, 3)
-
-
 def test_callables_that_alternate_both_keep_their_graphs() -> None:
     """Two models under one key are captured once each, and the size is seen often enough for each by itself."""
     manager = make(capture_after=2)
@@ -212,7 +196,8 @@ def test_views_come_from_every_path() -> None:
 
 
 def test_a_graph_is_captured_and_replayed_by_hand() -> None:
-    """For the size that serves the batch; smaller batches go to it padded, and nothing runs in Python."""
+    """For the size that serves the batch; smaller batches go to it padded, if they have the rows that were said, and
+    nothing runs in Python."""
     manager = make()
     with pytest.raises(ReplayError, match=r"no graph serves batch_size=4, seq_len=1; capture_graph\(\) it first"):
         manager.replay_graph(4, 1, {"x": torch.randn(4, 3)})
@@ -220,15 +205,9 @@ def test_a_graph_is_captured_and_replayed_by_hand() -> None:
     for rows in (3, 4, 3):  # the first is compared with the function, since the example was zeros
         x = torch.randn(rows, 3)
         assert torch.equal(manager.replay_graph(rows, 1, {"x": x}), x * 2)
-    assert (manager.stats.captures, manager.stats.verifications, manager.stats.hits) == (1, 1, 2)
-
-
-def test_replaying_refuses_another_number_of_rows() -> None:
-    """Than was said; whatever else does not fit is refused by the entry."""
-    manager = make()
-    manager.capture_graph(4, 1, double, {"x": (4, 3)})
     with pytest.raises(GuardError, match="inputs must have batch_size=4 rows, got 3"):
         manager.replay_graph(4, 1, {"x": torch.ones(3, 3)})
+    assert (manager.stats.captures, manager.stats.verifications, manager.stats.hits) == (1, 1, 2)
 
 
 def test_outputs_are_checked_by_name_where_they_have_names(registry: CUDAGraphRegistry) -> None:

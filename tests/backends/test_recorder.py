@@ -1,12 +1,10 @@
 """The CPU backend's graphs: what is recorded, replayed against which memory, and refused."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from graphdispatch import Reason
 from graphdispatch.errors import CaptureError, ReplayError
@@ -198,29 +196,3 @@ def test_forbidden_operator_is_named(name: str) -> None:
         recorded(lambda: FORBIDDEN[name](x))
     assert caught.value.reason is Reason.CAPTURE_UNSAFE
     assert "test_recorder.py" in str(caught.value)
-
-
-@pytest.fixture
-def _one_process_group(tmp_path: Path) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
-@pytest.mark.usefixtures("_one_process_group")
-def test_collective_is_replayed() -> None:
-    """An ``all_reduce`` is a call of the graph, and the work around it keeps its order."""
-    x = torch.ones(3)
-
-    def fn() -> torch.Tensor:
-        y = x * 2
-        dist.all_reduce(y)
-        return y + 1
-
-    graph, out = recorded(fn)
-    x.fill_(5.0)
-    graph.replay()
-    assert graph.num_replayed == 3
-    assert torch.equal(out, torch.full((3,), 11.0))

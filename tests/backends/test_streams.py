@@ -3,16 +3,12 @@
 import contextlib
 import threading
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from graphdispatch.backends import Backend, get_backend
 from graphdispatch.errors import BackendError
-
-from ..thread_streams import ThreadBackend
 
 TIMEOUT_S = 30.0
 """Bound on every wait of a test: reached only where the code under test hangs, and then the test fails."""
@@ -21,11 +17,6 @@ TIMEOUT_S = 30.0
 def passed(gate: threading.Event) -> None:
     """Wait for ``gate``, or fail."""
     assert gate.wait(TIMEOUT_S), "the gate was never opened"
-
-
-def write(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy, as a piece of work."""
-    target.copy_(source)
 
 
 def break_down() -> None:
@@ -45,20 +36,6 @@ def gate() -> Iterator[threading.Event]:
     event = threading.Event()
     yield event
     event.set()
-
-
-def test_two_streams_without_an_event_are_not_ordered(gate: threading.Event) -> None:
-    """The fault that a missing event makes on a GPU shows where streams are threads: the reader gets the old value."""
-    threads = get_backend(ThreadBackend.name)
-    writer, reader = threads.make_stream(), threads.make_stream()
-    value, seen = torch.zeros(1), torch.full((1,), -1.0)
-    writer.submit(partial(passed, gate))
-    writer.submit(partial(write, value, torch.tensor([7.0])))
-    reader.submit(partial(write, seen, value))
-    reader.close()
-    gate.set()
-    writer.close()
-    assert (seen.item(), value.item()) == (0, 7)
 
 
 def test_current_stream_nests_and_is_restored(backend: Backend) -> None:

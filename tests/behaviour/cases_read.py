@@ -831,6 +831,7 @@ read("annotations")(
 )
 read("enumeration_changed", row=True)(choice, lambda h: h.value["k"], lambda h: h.value.update(k=5))
 read("enumeration_changed: attribute")(choice, lambda h: h.number, put(number=5))
+read("member by its value")(choice, lambda h: type(h)(dict(h.value)).number, put(number=5))
 
 
 def cached_isinstance() -> Any:
@@ -857,14 +858,36 @@ def module(**names: Any) -> Any:
     return made
 
 
-def settings() -> Any:
-    """A module that is imported by its name."""
+def settings() -> Apart:
+    """A module that code finds by its name alone."""
     made = module(k=2, config={"k": 2})
     PATCH.setitem(sys.modules, "users_settings", made)
+    return Apart(made, None)
+
+
+def package() -> Apart:
+    """The same with a module inside."""
+    made = settings()
+    made.owner.inner = module(k=2)
+    PATCH.setitem(sys.modules, "users_settings.inner", made.owner.inner)
+    made.owner.__path__ = []
     return made
 
 
+def put_there(held: Apart) -> None:
+    """Set a variable of the module."""
+    held.owner.k = 5
+
+
+def module_with_code() -> Any:
+    """An object that holds a module, and a function of it that reads another variable."""
+    made = module(k=2, one=1)
+    exec("def number():\n    return one", vars(made))
+    return Box(module=made, number=made.number)
+
+
 FACTOR, OFFSET, ALIAS, TABLE, BOXES, SETTINGS = 2.0, torch.ones(3), torch.relu, {"k": 2.0}, [Box(k=2.0)], module(k=2)
+PACKAGE = module(settings=module(k=2))
 
 
 def reads_offset(x: Tensor) -> Tensor:
@@ -898,6 +921,44 @@ def from_settings(_: Any) -> float:
     return k
 
 
+def k_of(held: Any) -> float:
+    """A helper that reads what it is given."""
+    return held.k
+
+
+def the_settings() -> Any:
+    """A helper that gives a module."""
+    return SETTINGS
+
+
+def passes_import(_: Any) -> float:
+    """A module is given to a helper under another name than its own."""
+    import users_settings as own
+
+    return k_of(own)
+
+
+def passes_inner_import(_: Any) -> float:
+    """A module of an imported package is given to a helper."""
+    import users_settings.inner
+
+    return k_of(users_settings.inner)
+
+
+def reads_package(_: Any) -> float:
+    """An import of a module in a package is one of the package, too."""
+    import users_settings.inner
+
+    return users_settings.k
+
+
+def nests_import(_: Any) -> float:
+    """A nested function reads it."""
+    import users_settings
+
+    return (lambda: users_settings.k)()
+
+
 def none() -> None:
     """No state of one's own."""
 
@@ -922,17 +983,31 @@ read("globals()")(lambda: source(_by_name, name=Box(k=2.0)), lambda h: h["k"](),
 run("settings_module_changed", row=True)(none, lambda _, x: x * SETTINGS.k, patch(SETTINGS, "k", 5.0))
 run("global that hides a builtin")(none, lambda _, x: x * abs(-2), patch(globals(), "abs", lambda _: 7))
 run("builtin replaced")(none, lambda _, x: x * abs(-2), patch(builtins, "abs", lambda _: 7))
-read("import inside")(settings, of_settings, put(k=5))
-read("import of a name inside")(settings, from_settings, put(k=5))
+read("import inside")(settings, of_settings, put_there)
+read("import of a name inside")(settings, from_settings, put_there)
 read("import inside of another module")(settings, of_settings, patch(sys.modules, "users_settings", module(k=5)))
-read("import_module")(settings, lambda _: importlib.import_module("users_settings").k, put(k=5))
+read("import_module")(settings, lambda _: importlib.import_module("users_settings").k, put_there)
 read("import_module of another module")(
     settings, lambda _: found().k, patch(sys.modules, "users_settings", module(k=5))
 )
-read("import_module of a computed name")(settings, lambda _: importlib.import_module(f"users_{'settings'}").k, put(k=5))
-read("__import__")(settings, lambda _: __import__(f"users_{'settings'}").k, put(k=5))
-read("sys.modules")(settings, lambda _: sys.modules[f"users_{'settings'}"].k, put(k=5))
-read("sys.modules by another")(settings, lambda _: found().config["k"], lambda h: h.config.update(k=5))
+read("import_module of a computed name")(
+    settings, lambda _: importlib.import_module(f"users_{'settings'}").k, put_there
+)
+read("__import__")(settings, lambda _: __import__(f"users_{'settings'}").k, put_there)
+read("__import__ by another")(settings, lambda _: found_by_builtin().k, put_there)
+read("module passed on")(none, lambda _: k_of(SETTINGS), patch(SETTINGS, "k", 5.0))
+read("module of a package passed on")(none, lambda _: k_of(PACKAGE.settings), patch(PACKAGE.settings, "k", 5.0))
+read("module that a helper gives")(none, lambda _: the_settings().k, patch(SETTINGS, "k", 5.0))
+read("import inside, passed on")(settings, passes_import, put_there)
+read("import of a package's module, passed on")(package, passes_inner_import, lambda h: to(h.owner.inner, k=5))
+read("package of a module that is imported")(package, reads_package, put_there)
+read("import inside, for a nested function")(settings, nests_import, put_there)
+read("module that an object holds, and whose code runs")(
+    module_with_code, lambda h: h.number() * h.module.k, lambda h: to(h.module, k=5)
+)
+read("sys.modules")(settings, lambda _: sys.modules[f"users_{'settings'}"].k, put_there)
+read("getter of a global")(lambda: attrgetter("k"), lambda h: h(BOXES[0]), patch(BOXES[0], "k", 5.0))
+read("sys.modules by another")(settings, lambda _: found().config["k"], lambda h: h.owner.config.update(k=5))
 read("order of variables")(
     lambda: source(_first, one=2, other=5), lambda h: h["k"](), lambda h: h.update(one=h.pop("one"))
 )
@@ -942,6 +1017,11 @@ read("new variable")(lambda: source(_count, one=2, other=2), lambda h: h["k"](),
 def found() -> Any:
     """A module of a computed name."""
     return importlib.import_module(f"users_{'settings'}")
+
+
+def found_by_builtin() -> Any:
+    """The same by the interpreter's own function."""
+    return __import__(f"users_{'settings'}")
 
 
 # Tensors.
@@ -1197,6 +1277,8 @@ read("attribute of a class of queues")(
     lambda h: h.k,
     lambda h: to(type(h), k=5),
 )
+read("attribute of a condition", serves=False)(threading.Condition, lambda h: getattr(h, "k", 2.0), put(k=5.0))
+read("attribute of a logger")(lambda: with_attributes(logging.Logger("x"), k=2.0), lambda h: h.k, put(k=5.0))
 read("extra of a logger")(
     lambda: logging.LoggerAdapter(logging.Logger("x"), {"k": 2}), lambda h: h.extra["k"], lambda h: h.extra.update(k=5)
 )
@@ -1237,6 +1319,17 @@ kept("log to memory")(
 )
 kept("decimal number")(lambda: decimal.Decimal(4), lambda h: float(h.sqrt()), lambda _: None)
 kept("function of pybind11")(lambda: torch._C._get_tracing_state, lambda h: 2 if h() is None else 5, lambda _: None)
+
+
+def metadata_of_a_break() -> Made:
+    """An object that is replaced before each call, as engines do, and that only a break reads."""
+    net = nn.Module()
+    net.metadata = Box(shift=2.0)
+    part = gd.eager_break(lambda x: x + net.metadata.shift)
+    return lambda x: part(x * 2).relu(), lambda: to(net, metadata=Box(shift=5.0))
+
+
+KEPT["metadata that a break reads"] = Read(metadata_of_a_break, options={"mode": "PIECEWISE"})
 KEPT["number that a break reads"] = Read(
     lambda: (lambda box: (gd.eager_break(lambda x: x * box.k), lambda: to(box, k=5.0)))(Box(k=2.0)),
     options={"mode": "PIECEWISE"},

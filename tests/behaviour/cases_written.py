@@ -9,6 +9,7 @@ import ctypes
 import decimal
 import hashlib
 import hmac
+import importlib
 import io
 import itertools
 import logging
@@ -24,7 +25,7 @@ import types
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -34,17 +35,7 @@ from torch import Tensor, nn
 from graphdispatch import Reason
 
 from .cases import PATCH, WRITES, Box, Made, Slotted, Write
-from .cases_read import (
-    Marked,
-    Worker,
-    choice,
-    copy_of,
-    function,
-    module,
-    own_class,
-    with_attributes,
-    with_metaclass,
-)
+from .cases_read import Marked, Worker, choice, copy_of, function, module, own_class, with_attributes, with_metaclass
 
 __all__ = ["WRITES"]
 
@@ -73,12 +64,12 @@ def picture(value: Any) -> Any:
 
 
 def answer(name: str, **options: Any) -> Callable[..., None]:
-    """A case whose call answers with what it does to the state; ``tell`` says how that is."""
+    """A case whose call answers with what it does to the state; ``tell``, or an attribute, says how that is."""
 
-    def case(make: Callable[[], Any], act: Act, tell: Callable[[Any], Any] = picture) -> None:
+    def case(make: Callable[[], Any], act: Act, tell: Callable[[Any], Any] | str = picture) -> None:
         def made() -> Made:
             held = make()
-            return lambda x: act(held, x), lambda: tell(held)
+            return lambda x: act(held, x), lambda: getattr(held, tell) if isinstance(tell, str) else tell(held)
 
         WRITES[name] = Write(made, **options)
 
@@ -88,7 +79,7 @@ def answer(name: str, **options: Any) -> Callable[..., None]:
 def write(name: str, **options: Any) -> Callable[..., None]:
     """A case whose call does something to the state, and doubles its rows."""
 
-    def case(make: Callable[[], Any], act: Act, *tell: Callable[[Any], Any]) -> None:
+    def case(make: Callable[[], Any], act: Act, *tell: Callable[[Any], Any] | str) -> None:
         answer(name, **options)(make, lambda held, x: (act(held, x), x * 2)[1], *tell)
 
     return case
@@ -209,6 +200,19 @@ def rebound(owner: Any, x: Tensor) -> Tensor:
     return x + owner["k"]
 
 
+def with_buffer() -> nn.Module:
+    """A module with a buffer."""
+    net = nn.Module()
+    net.register_buffer("b", torch.zeros(3))
+    return net
+
+
+def rebind_buffer(net: Any, x: Tensor) -> Tensor:
+    """Give the buffer new memory."""
+    net.b = net.b + 1
+    return x + net.b
+
+
 def in_two_ways(inner: list[int]) -> Any:
     """A list that an attribute holds which no code spells, and a tuple."""
     return Box(pair=(inner, 1), a_name_that_no_code_spells=inner)
@@ -239,6 +243,7 @@ answer("python_counter", row=True)(lambda: Counting().eval(), lambda m, x: m(x),
 answer("dict_entry_rebound", row=True)(lambda: {"k": torch.zeros(3)}, rebound)
 answer("hook")(lambda: Hooked(nn.ReLU()).eval(), lambda m, x: m(x), lambda m: [*m.features])
 answer("hook that keeps the input")(lambda: Hooked(nn.Identity()).eval(), lambda m, x: m(x), lambda m: [*m.features])
+answer("buffer_rebound", row=True)(with_buffer, rebind_buffer, lambda m: m.b.tolist())
 write("python_queue", row=True)(list, lambda o, x: o.append(len(x) > 0))
 write("attribute of an entry")(lambda: Box(c=[Box(k=None)]), lambda o, x: setattr(o.c[0], "k", x[0] * 1))
 write("never read")(lambda: Box(c=Box()), lambda o, x: setattr(o.c, "hidden", x[0] * 1))
@@ -255,9 +260,7 @@ write("slot that comes")(lambda: Slotted(None), comes_and_goes, lambda o: hasatt
 write("gradient")(lambda: nn.Parameter(torch.ones(3)), lambda o, x: setattr(o, "grad", x[0] * 1))
 write("attribute of a tensor")(lambda: torch.ones(3), lambda o, x: setattr(o, "tag", x[0] * 1))
 write("data of a tensor")(lambda: torch.ones(3), lambda o, _: setattr(o, "data", o.data + 1))
-write("requires_grad")(
-    lambda: torch.ones(3), lambda o, _: o.requires_grad_(not o.requires_grad), lambda o: o.requires_grad
-)
+write("requires_grad")(lambda: torch.ones(3), lambda o, _: o.requires_grad_(not o.requires_grad), "requires_grad")
 write("tensor rebound")(lambda: Box(k=torch.zeros(1)), lambda o, _: setattr(o, "k", o.k + 1))
 write("list in a list")(lambda: [[9]], lambda o, _: o[0].append(1))
 write("entry of a list")(lambda: [0], count)
@@ -278,13 +281,10 @@ write("default factory")(
     lambda: collections.defaultdict(int), lambda o, _: next_factory(o), lambda o: o.default_factory()
 )
 write("member of an enumeration")(choice, calls, lambda o: getattr(o, "calls", 0))
-write("partial")(
-    lambda: partial(int, 0), lambda o, _: o.__setstate__((int, (o.args[0] + 1,), {}, None)), lambda o: o.args
-)
-write("exception")(lambda: ValueError(0), lambda o, _: setattr(o, "args", (o.args[0] + 1,)), lambda o: o.args)
-write("text of a function")(
-    lambda: copy_of(function), lambda o, _: setattr(o, "__doc__", f"{o.__doc__}x"), lambda o: o.__doc__
-)
+write("partial")(lambda: partial(int, 0), lambda o, _: o.__setstate__((int, (o.args[0] + 1,), {}, None)), "args")
+write("exception")(lambda: ValueError(0), lambda o, _: setattr(o, "args", (o.args[0] + 1,)), "args")
+write("constructor of an exception")(lambda: ValueError(0), lambda o, _: o.__init__(int(f"{o}") + 1), repr)
+write("text of a function")(lambda: copy_of(function), lambda o, _: setattr(o, "__doc__", f"{o.__doc__}x"), "__doc__")
 write("name of a function")(
     lambda: copy_of(function), lambda o, _: setattr(o, "__name__", f"{o.__name__}x"), lambda o: o.__name__
 )
@@ -340,6 +340,47 @@ def module_code(*lines: str) -> Callable[[], Made]:
     return made
 
 
+def filled_cache() -> Any:
+    """A cache of a function's results that holds a dict, and keeps only so many."""
+    made = lru_cache(lambda: {"value": 0})
+    made()
+    return made
+
+
+def count_in_cached(get: Any, _: Tensor) -> None:
+    """Count there."""
+    get()["value"] += 1
+
+
+write("dict of a cache")(filled_cache, count_in_cached, lambda get: get()["value"])
+
+
+def named_module() -> str:
+    """The name of a module that nothing holds but the interpreter."""
+    made = types.ModuleType("written_module")
+    vars(made).update(value=0)
+    PATCH.setitem(sys.modules, "written_module", made)
+    return made.__name__
+
+
+FINDERS: dict[str, Callable[[str], Any]] = {
+    "import_module": lambda name: importlib.import_module(name, None),
+    "__import__": lambda name: __import__(name),
+    "sys.modules": lambda name: sys.modules[name],
+}
+
+
+def count_in_named(find: Callable[[str], Any]) -> Act:
+    """Count there: the code that spells the variable begins before the module is found."""
+
+    def act(name: Any, _: Tensor) -> None:
+        find(name).value += 1
+
+    return act
+
+
+for name, find in FINDERS.items():
+    write(f"module found by {name}")(named_module, count_in_named(find), lambda name: sys.modules[name].value)
 WRITES["entry of a global list"] = Write(module_code("latest[0] += 1"))
 WRITES["globals()"] = Write(module_code("globals()['newest'] += 1"), in_breaks=False)
 
@@ -426,6 +467,8 @@ drawn("own generator of Python")(lambda: random.Random(0), lambda o: o.random(),
 drawn("own generator of NumPy")(
     lambda: np.random.default_rng(0), lambda o: o.random(), lambda o: f"{o.bit_generator.state}"
 )
+drawn("generator of the system")(random.SystemRandom, lambda o: 2 if o.random() < 1 else 5, lambda _: 0)
+drawn("lines of a file in memory")(lambda: io.StringIO("2\n3\n" * 99), lambda o: float(next(o)), lambda o: o.tell())
 answer("tensor_from_numpy", reason=Reason.STATE_UNSEEN, row=True)(
     lambda: np.random.default_rng(0),
     lambda o, x: x + torch.from_numpy(o.random(3)),
@@ -551,9 +594,7 @@ foreign("lzma")(lzma.LZMACompressor, lambda o, _: o.compress(b"x"), flush)
 foreign("text")(
     lambda: io.TextIOWrapper(io.BytesIO(), write_through=True), lambda o, _: o.write("x"), lambda o: o.tell()
 )
-foreign("lock_left", is_shared=True, row=True)(
-    lambda: threading.Semaphore(50), lambda o, _: o.acquire(), lambda o: o._value
-)
+foreign("lock_left", is_shared=True, row=True)(lambda: threading.Semaphore(50), lambda o, _: o.acquire(), "_value")
 foreign("event", is_shared=True)(
     threading.Event, lambda o, _: o.clear() if o.is_set() else o.set(), lambda o: o.is_set()
 )
@@ -563,9 +604,7 @@ foreign("reentrant lock", is_shared=True)(
 )
 write("queue")(queue.SimpleQueue, lambda o, _: o.put(1), lambda o: o.qsize())
 foreign("queue of tasks", is_shared=True)(asyncio.Queue, lambda o, _: o.put_nowait(1), lambda o: o.qsize())
-foreign("decimal context", is_shared=True)(
-    decimal.Context, lambda o, _: setattr(o, "prec", o.prec + 1), lambda o: o.prec
-)
+foreign("decimal context", is_shared=True)(decimal.Context, lambda o, _: setattr(o, "prec", o.prec + 1), "prec")
 foreign("shared value", is_shared=True)(lambda: multiprocessing.Value("i", 0), add, lambda o: o.value)
 foreign("shared semaphore", is_shared=True)(
     lambda: multiprocessing.Semaphore(50), lambda o, _: o.acquire(), lambda o: o.get_value()
@@ -580,11 +619,9 @@ foreign("array of ctypes")(ctypes.c_int * 2, count, list)
 foreign("structure of ctypes")(
     type("Pair", (ctypes.Structure,), {"_fields_": (("calls", ctypes.c_float),)}), calls, lambda o: o.calls
 )
-write("attribute of a thread")(Worker, calls, lambda o: o.calls)
+write("attribute of a thread")(Worker, calls, "calls")
 write("tensor of a thread")(Worker, lambda o, _: setattr(o, "count", o.count + 1), lambda o: float(o.count))
-foreign("attribute of an event", is_shared=True)(
-    lambda: with_attributes(threading.Event(), calls=0), calls, lambda o: o.calls
-)
+foreign("attribute of an event", is_shared=True)(lambda: with_attributes(threading.Event(), calls=0), calls, "calls")
 foreign("array of Python")(lambda: array.array("i", [9]), lambda o, _: o.append(1), list)
 foreign("bytes")(lambda: bytearray(2), lambda o, _: o.append(1), bytes)
 write("extra of a logger")(
@@ -607,6 +644,7 @@ unseen("thread_local_read", lambda: type("Local", (threading.local,), {"k": 2.0}
 unseen("attribute given to a thread", lambda: with_attributes(threading.Thread(), k=2), lambda o: o.k)
 unseen("entry of an array of Python", lambda: array.array("d", [2.0]), lambda o: o[0])
 unseen("memory view", lambda: memoryview(bytearray([2])), lambda o: o[0])
+unseen("memory of a file in memory", lambda: io.BytesIO(b"\2").getbuffer(), lambda o: o[0])
 unseen("text of a file in memory", lambda: io.StringIO("2.0"), lambda o: float(o.getvalue()))
 unseen("pointer", lambda: ctypes.pointer(ctypes.c_int(2)), lambda o: o.contents.value)
 

@@ -11,27 +11,26 @@ FEATURES = {
     "static_objects": "objects that are declared unchanging",
     "static_inputs": "the caller's tensors as the graph's buffers",
     "pieces": "PIECEWISE graphs",
-    "policy": "a dispatch policy",
     "comparisons": "a callable to compare the graph with again",
     "freezing": "`freeze()`",
 }
 """What a case may need beyond tensors and a callable, by the word that ``needs`` takes."""
 
 # Its graphs have one number of rows each; padding is the caller's.
-_WRAPPER = {"padding", "pad_rules", "static_objects", "policy"}
+_WRAPPER = {"padding", "pad_rules", "static_objects"}
 # They take tensors by name, while constants, objects and nests are bound to the callable; they pad with zeros.
 _ENTRIES = {"constants", "pad_rules", "static_objects"}
 # It always copies its inputs, and captures FULL graphs only.
-_MANAGER = _ENTRIES | {"static_inputs", "pieces", "policy"}
+_MANAGER = _ENTRIES | {"static_inputs", "pieces"}
 # The owner of its graphs has ``freeze()``.
 _DISPATCHER = _ENTRIES | {"freezing"}
 LACKS: dict[str, set[str]] = {
-    "graphed": {"static_inputs", "policy"},  # it copies its inputs; ``static=`` names single tensors that never move
+    "graphed": {"static_inputs"},  # it copies its inputs; ``static=`` names single tensors that never move
     "wrapper": _WRAPPER,
     "adaptive_wrapper": _WRAPPER,
     "execute_or_capture": _MANAGER,
     "replay_graph": _MANAGER,
-    "entry": _DISPATCHER | {"policy", "comparisons"},  # a graph without the callable, to compare it with
+    "entry": _DISPATCHER | {"comparisons"},  # a graph without the callable, to compare it with
     "dispatcher": _DISPATCHER,
     "streams": {"freezing", "padding", "pad_rules", "static_objects", "static_inputs", "pieces"},
     "streams_entry": _DISPATCHER,

@@ -119,12 +119,14 @@ class FrontEnd(ABC):
             assert_same(self(*args), (fn or self.fn)(*args), f"{self.name}: {self.reason()}")
 
     def check(self, expected: Reason, *, everywhere: bool = True) -> None:
-        """The latest call was served by a graph if ``expected`` says so, and else it was not.
+        """The latest call was served by a graph if ``expected`` says so, and else it was not, for a reason.
 
         ``graphed`` must give exactly this reason; with ``everywhere=False`` no other front end is asked.
         """
         if everywhere:
             assert self.was_hit() is expected.is_graph, f"{self.name}: {self.reason()} instead of {expected}"
+        reason = self.reason()
+        assert self.was_hit() or (reason is not None and not reason.is_graph)
 
     def explanation(self, *args: Any) -> str | None:
         """What the front end says of such a call in words, or None where it says nothing."""

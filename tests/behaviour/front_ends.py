@@ -287,13 +287,12 @@ class DispatcherFrontEnd(_Ahead):
 
     name = "dispatcher"
 
-    def _open(self, policy: gd.DispatchPolicy | None = None) -> None:
+    def _open(self) -> None:
         super()._open()
-        self.policy = policy
         self.dispatcher = self._made()
 
     def _made(self) -> Any:
-        return gd.CudagraphDispatcher(self.fn, self.policy)
+        return gd.CudagraphDispatcher(self.fn)
 
     def _publish(self, size: int, entry: gd.CUDAGraphEntry) -> None:
         self.dispatcher.register_graph(gd.DispatchKey(size, size), entry)
@@ -320,7 +319,7 @@ class StreamsEntryFrontEnd(DispatcherFrontEnd):
     name = "streams_entry"
 
     def _made(self) -> Any:
-        return gd.StreamDispatcher(self.fn, 2, policy=self.policy)
+        return gd.StreamDispatcher(self.fn, 2)
 
     def close(self) -> None:
         self.dispatcher.close()
@@ -333,7 +332,7 @@ class StreamsFrontEnd(StreamsEntryFrontEnd):
     name = "streams"
 
     def _made(self) -> Any:
-        return gd.StreamDispatcher(self.fn, 1, policy=self.policy, options=self.options)
+        return gd.StreamDispatcher(self.fn, 1, options=self.options)
 
     def size(self, rows: int) -> int:
         return rows
@@ -356,7 +355,7 @@ class CompositeFrontEnd(DispatcherFrontEnd):
     name = "composite"
 
     def _made(self) -> Any:
-        self.member = gd.CudagraphDispatcher(self.fn, self.policy)
+        self.member = gd.CudagraphDispatcher(self.fn)
         composite = gd.CompositeDispatcher()
         composite.add_dispatcher("member", self.member)
         return composite

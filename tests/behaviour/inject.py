@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphdispatch import eager_break
+from graphdispatch import Graphed, eager_break
 from graphdispatch.backends import Capture, Pool, get_backend
 from graphdispatch.backends.cpu.backend import CPUBackend
 from graphdispatch.backends.cpu.graph import CPUGraph, CPUPool, Program, Step
 from graphdispatch.backends.operators import OperatorKind, kind_of
 
-from ..helpers import Spy, are_free, may_capture
+from ..helpers import Spy, are_free, make, may_capture
 
 ROWS, WIDTH = 3, 4
 
@@ -139,6 +139,11 @@ class Model:
             return halve(hidden + 1) + cache[slots] * ticks
 
         return stateful
+
+    def serve(self, **how: Any) -> Graphed[..., Any]:
+        """It, captured at once; in pieces where it has a break."""
+        mode = "PIECEWISE" if self.kind == "broken" else "FULL"
+        return make(self.step, **{"dynamic": {"x": 0, "slots": 0}, "mode": mode} | how)
 
     def copy(self) -> "Model":
         """Another model with the same values."""

@@ -16,7 +16,7 @@ from .front_end import FrontEnd
 from .inject import Faults, ambient
 
 Open = Callable[..., FrontEnd]
-LATER = 40
+LATER = (3, 4) * 20
 """Calls after which a graph that failed serves again, or has been given up."""
 
 
@@ -49,19 +49,15 @@ class Pure:
         """Three operators."""
         return ((x + 1) * 2).relu()
 
-    def agrees(self, step: FrontEnd, rows: int = 4) -> None:
-        """One call whose answer and effects are eager's, counted once."""
-        x, counted, before = torch.randn(rows, 3), _counted(step), int(self.count)
-        with contained(step):
-            got = step(x)
-        assert int(self.count) == before + self.counts
-        assert_same(got, self.answer(x))
-        assert _counted(step) == counted + 1
-
-    def goes_on(self, step: FrontEnd) -> None:
-        """Later calls are as the first ones."""
-        for number in range(LATER):
-            self.agrees(step, 3 + number % 2)
+    def agrees(self, step: FrontEnd, *rows: int) -> None:
+        """Calls whose answers and effects are eager's, each counted once."""
+        for one in rows or (4,):
+            x, counted, before = torch.randn(one, 3), _counted(step), int(self.count)
+            with contained(step):
+                got = step(x)
+            assert int(self.count) == before + self.counts
+            assert_same(got, self.answer(x))
+            assert _counted(step) == counted + 1
 
 
 class Counting(Pure):
@@ -91,7 +87,7 @@ def test_a_replay_that_stops_without_effects(
     model.agrees(step)
     assert not faults.replays, "the fault was never reached"
     assert step.hits == hits
-    model.goes_on(step)
+    model.agrees(step, *LATER)
 
 
 @pytest.mark.parametrize("fault", [torch.OutOfMemoryError("injected"), ArithmeticError("injected")], ids=repr)
@@ -115,7 +111,7 @@ def test_a_replay_that_stops_behind_a_write(settled: Open, faults: Faults, opera
     assert int(model.count) - before in (0, 1)
     assert step.hits == hits
     assert _counted(step) <= counted + 1
-    model.goes_on(step)
+    model.agrees(step, *LATER)
 
 
 @pytest.mark.parametrize("error", [ArithmeticError, torch.OutOfMemoryError])
@@ -131,13 +127,11 @@ def test_a_capture_that_fails(opened: Open, faults: Faults, error: type[Exceptio
     model.agrees(step)
     assert faults.visits["begin"]
     assert step.captures == step.hits == 0
-    for _ in range(LATER):
-        model.agrees(step)
+    model.agrees(step, *[4] * len(LATER))
     if step.captures_ahead:
         assert step.hits == 0
         step.renew(x)
-        for _ in range(3):
-            model.agrees(step)
+        model.agrees(step, 4, 4, 4)
     assert step.captures == 1
     assert step.was_hit()
 
@@ -149,7 +143,7 @@ def test_a_comparison_that_fails(opened: Open, faults: Faults, error: Exception 
     model = Counting()
     step = opened(model.step)
     step.prepare(torch.randn(4, 3))
-    for _ in range(0 if step.captures_ahead else 1):
+    if not step.captures_ahead:
         model.agrees(step)
     assert step.captures == 1
     faults.replays = [(1, error)]
@@ -157,5 +151,4 @@ def test_a_comparison_that_fails(opened: Open, faults: Faults, error: Exception 
     assert not faults.replays
     assert step.hits == 0
     assert step.reasons[Reason.VERIFIED_NOW] == 0
-    for _ in range(LATER):
-        model.agrees(step)
+    model.agrees(step, *[4] * len(LATER))

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from graphdispatch import CUDAGraphOptions, Graphed, graphed
+from graphdispatch import Graphed
 from graphdispatch.errors import ReplayError
 
 from .inject import FailAt, Model, batch, nothing_left_behind
@@ -33,18 +34,6 @@ ENDINGS = {
 """What a sweep must have met: the call itself, each stage after it, and faults that cost nothing."""
 
 
-def serve(model: Model) -> Graphed[..., Any]:
-    """The model, captured at once for four rows, of which a batch has three; padding goes to slot 7."""
-    return graphed(
-        model.step,
-        dynamic={"x": 0, "slots": 0},
-        pad={"slots": 7},
-        sizes=(4,),
-        mode="PIECEWISE" if model.kind == "broken" else "FULL",
-        options=CUDAGraphOptions(padding_writes="allow", capture_after=1),
-    )
-
-
 def run(call: Callable[..., Any], number: int, mode: Any = None) -> tuple[Any, torch.Tensor]:
     """One call from a known state of the generator; its answer (or what it raised), and the state it leaves."""
     arguments = batch(number)
@@ -57,21 +46,26 @@ def run(call: Callable[..., Any], number: int, mode: Any = None) -> tuple[Any, t
     return answer, torch.get_rng_state()
 
 
-def compare(model: Model, step: Graphed[..., Any], number: int) -> None:
-    """A call without a fault: answer, state and generator are eager's."""
-    twin = model.copy()
-    want, want_rng = run(twin.step, number)
-    got, rng = run(step, number)
+def check(model: Model, eager: Model, got: Any, rng: Tensor, want: Any, want_rng: Tensor) -> None:
+    """Answer, state and generator are eager's; slot 7 is padding's."""
     torch.testing.assert_close(got, want)
     assert torch.equal(rng, want_rng)
-    for mine, its in zip(model.state, twin.state, strict=True):
+    for mine, its in zip(model.state, eager.state, strict=True):
         torch.testing.assert_close(mine[:7], its[:7])
+
+
+def compare(model: Model, step: Graphed[..., Any], number: int) -> None:
+    """A call without a fault."""
+    twin = model.copy()
+    want = run(twin.step, number)
+    check(model, twin, *run(step, number), *want)
 
 
 def fault(kind: str, error: BaseException, index: int, number: int) -> tuple[int, str]:
     """Fail at operator ``index`` of call ``number``; the operators seen in it, and where it ended."""
     model = Model(kind)
-    step = serve(model)
+    # A batch has three rows; padding goes to slot 7.
+    step = model.serve(sizes=(4,), pad={"slots": 7}, padding_writes="allow")
     for earlier in range(number):
         compare(model, step, earlier)
     before, after = model.copy(), model.copy()
@@ -90,10 +84,7 @@ def fault(kind: str, error: BaseException, index: int, number: int) -> tuple[int
         else:
             assert Model.is_between(_real(model), _real(before), _real(after))
     else:
-        torch.testing.assert_close(got, want)
-        assert torch.equal(rng, want_rng)
-        for mine, its in zip(model.state, after.state, strict=True):
-            torch.testing.assert_close(mine[:7], its[:7])
+        check(model, after, got, rng, want, want_rng)
     for later in range(number + 1, number + 4):
         compare(model, step, later)
     return mode.seen, ended

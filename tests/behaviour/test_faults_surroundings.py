@@ -134,20 +134,9 @@ def test_captures_that_fail_beside_calls_that_are_served() -> None:
     step.check_integrity()
 
 
-def test_threads_that_pause_the_collector_do_not_wake_it_for_each_other() -> None:
-    """It runs again when the last of them is done, and not when the first is."""
-    assert gc.isenabled()
-    first, second = paused_collector(), paused_collector()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert not gc.isenabled()
-    second.__exit__(None, None, None)
-    assert gc.isenabled()
-
-
-def test_in_a_child_the_collector_runs() -> None:
-    """Whoever paused it: the threads that would end the pauses are gone."""
+def test_pauses_of_the_collector_are_of_threads() -> None:
+    """It runs again when the last of them is done, and not when the first is. In a child it runs, whoever paused it:
+    the threads that would end the pauses are gone."""
     paused, go_on = threading.Event(), threading.Event()
 
     def pause() -> None:
@@ -168,6 +157,7 @@ def test_in_a_child_the_collector_runs() -> None:
             in_child(check)
             with paused_collector():
                 in_child(check)
+            assert not gc.isenabled()
         finally:
             go_on.set()
         pausing.result()

@@ -124,14 +124,22 @@ def test_layout_changed(settled: Settle, layout: Callable[[torch.Tensor], torch.
     settled(lambda x: x * 2 + x.cumsum(1)).check_calls(*(layout(torch.randn(4, 3)) for _ in range(3)))
 
 
-def test_argument_written(settled: Settle) -> None:
-    """A write to an argument reaches the caller's own tensor, on the real rows."""
-    step = settled(lambda x: x.add_(1) * 2)
-    x = torch.randn(3, 3)
-    expected = x + 1
-    assert torch.equal(step(x), expected * 2)
-    assert torch.equal(x, expected)
-    step.check(Reason.PADDED)
+def test_argument_written(opened: Settle) -> None:
+    """A write to an argument reaches the caller's own tensor, on the real rows and once, with comparisons in between; a
+    capture ahead leaves its example alone."""
+    step = opened(lambda x: x.add_(1) * 2, options=CUDAGraphOptions(verify_every=2))
+    for rows in (3, 4):
+        x = torch.zeros(rows, 3)
+        step.prepare(x)
+        assert not x.any()
+    served = set()
+    for rows in (3, 4, 3, 4, 3, 4, 4, 3, 4, 3, 3, 3):
+        x = torch.randn(rows, 3)
+        expected = x + 1
+        assert torch.equal(step(x), expected * 2)
+        assert torch.equal(x, expected)
+        served |= {rows} if step.was_hit() else set()
+    assert served == {3, 4}
 
 
 def _write_first(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

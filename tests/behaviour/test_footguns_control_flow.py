@@ -15,6 +15,20 @@ from .front_end import FrontEnd
 Settle = Callable[..., FrontEnd]
 
 
+REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "item": (lambda x: x * x.sum().item(), "_local_scalar_dense"),
+    "if_tensor": (lambda x: x if x.sum() > 0 else -x, "if tensor"),
+    "nonzero": (lambda x: x.nonzero(), "nonzero"),
+    "boolean_mask": (lambda x: x[x > 0], "mask"),
+    "unique": (lambda x: x.unique(), "unique"),
+    "host_read: numpy": (lambda x: x + torch.from_numpy(x.numpy()), "numpy"),
+    "host_read: tolist": (lambda x: x + x.tolist()[0][0], "tolist"),
+    "host_read: data_ptr": (lambda x: x + 0.0 * x.data_ptr(), "data_ptr"),
+    "host_read: list of numbers": (lambda x: x + torch.tensor([x[0, 0], 1.0, 2.0]), "list of numbers"),
+    "host_read: printing": (lambda x: x + len(f"{x}"), "printing"),
+}
+
+
 def _refused(tried: Settle, fn: Callable[[torch.Tensor], Any], operator: str) -> None:
     step = tried(fn)
     step.check_calls(4)
@@ -25,44 +39,11 @@ def _refused(tried: Settle, fn: Callable[[torch.Tensor], Any], operator: str) ->
         assert "test_footguns_control_flow.py" in said
 
 
-def test_item(tried: Settle) -> None:
-    """``.item()`` reads a value that a replay could not know."""
-    _refused(tried, lambda x: x * x.sum().item(), "_local_scalar_dense")
-
-
-def test_if_tensor(tried: Settle) -> None:
-    """A branch on a tensor would be frozen to the way it went first."""
-    _refused(tried, lambda x: x if x.sum() > 0 else -x, "if tensor")
-
-
-def test_nonzero(tried: Settle) -> None:
-    """``nonzero`` has as many rows as the data says."""
-    _refused(tried, lambda x: x.nonzero(), "nonzero")
-
-
-def test_boolean_mask(tried: Settle) -> None:
-    """So has an index by a boolean mask."""
-    _refused(tried, lambda x: x[x > 0], "mask")
-
-
-def test_unique(tried: Settle) -> None:
-    """So has ``unique``."""
-    _refused(tried, lambda x: x.unique(), "unique")
-
-
-READS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "numpy": lambda x: x + torch.from_numpy(x.numpy()),
-    "tolist": lambda x: x + x.tolist()[0][0],
-    "data_ptr": lambda x: x + 0.0 * x.data_ptr(),
-    "list of numbers": lambda x: x + torch.tensor([x[0, 0], 1.0, 2.0]),
-    "printing": lambda x: x + len(f"{x}"),
-}
-
-
-@pytest.mark.parametrize("name", READS)
-def test_host_read(tried: Settle, name: str) -> None:
-    """``numpy()``, ``tolist()``, ``data_ptr()`` and the like hand memory to code that no replay runs."""
-    _refused(tried, READS[name], name)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_depends_on_values(tried: Settle, name: str) -> None:
+    """A value that the host reads, a branch on a tensor, a number of rows that the data says, memory that goes to code
+    which no replay runs."""
+    _refused(tried, *REFUSED[name])
 
 
 @needs("padding")

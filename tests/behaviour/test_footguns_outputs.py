@@ -10,6 +10,7 @@ import torch
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason, StaleOutputError
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper, cudagraph_context
 
+from ..helpers import assert_same
 from .features import needs
 from .front_end import FrontEnd
 
@@ -18,17 +19,15 @@ Settle = Callable[..., FrontEnd]
 
 def test_output_kept(settled: Settle) -> None:
     """Outputs are the caller's own copies: a later call changes none of them."""
-    step = settled(lambda x: x * 2)
-    first, second = torch.randn(4, 3), torch.randn(4, 3)
-    kept = step(first)
-    step(second)
-    assert torch.equal(kept, first * 2)
+    step, x = settled(lambda x: x * 2), torch.randn(4, 3)
+    kept = step(x)
+    step(x + 1)
+    assert torch.equal(kept, x * 2)
 
 
 def test_output_view_kept(settled: Settle) -> None:
     """With ``outputs="view"`` a handle that outlived its memory raises when it is read."""
-    step = settled(lambda x: x * 2, outputs="view")
-    x = torch.randn(4, 3)
+    step, x = settled(lambda x: x * 2, outputs="view"), torch.randn(4, 3)
     kept = step(x)
     assert torch.equal(kept.get(), x * 2)
     step(x)
@@ -38,8 +37,7 @@ def test_output_view_kept(settled: Settle) -> None:
 
 def test_output_view_read_late(settled: Settle) -> None:
     """LIMIT: what ``get()`` gave is overwritten by the next call, of any thread; only ``get()`` itself can notice."""
-    step = settled(lambda x: x * 2, outputs="view")
-    x = torch.randn(4, 3)
+    step, x = settled(lambda x: x * 2, outputs="view"), torch.randn(4, 3)
     value = step(x).get()
     step(x + 1)
     assert torch.equal(value, (x + 1) * 2)
@@ -47,11 +45,10 @@ def test_output_view_read_late(settled: Settle) -> None:
 
 def test_output_static_kept(settled: Settle) -> None:
     """LIMIT: with ``outputs="static"`` the tensors are the graph's own, and the next replay overwrites them."""
-    step = settled(lambda x: x * 2, outputs="static")
-    first, second = torch.randn(4, 3), torch.randn(4, 3)
-    kept = step(first)
-    step(second)
-    assert torch.equal(kept, second * 2)
+    step, x = settled(lambda x: x * 2, outputs="static"), torch.randn(4, 3)
+    kept = step(x)
+    step(x + 1)
+    assert torch.equal(kept, (x + 1) * 2)
 
 
 def test_output_is_argument(settled: Settle) -> None:
@@ -89,7 +86,14 @@ def test_output_is_container_of_state(settled: Settle) -> None:
     assert returned is not factors
 
 
-@pytest.mark.parametrize("outputs", ["clone", "view", "static"])
+OUTPUTS = pytest.mark.parametrize("outputs", ["clone", "view", "static"])
+
+
+def _value(answer: Any) -> Any:
+    return answer.get() if hasattr(answer, "get") else answer
+
+
+@OUTPUTS
 def test_output_returned_twice(opened: Settle, outputs: str) -> None:
     """A tensor that is returned twice is one tensor in each call."""
 
@@ -101,18 +105,12 @@ def test_output_returned_twice(opened: Settle, outputs: str) -> None:
     step.prepare(torch.randn(4, 3))
     for rows in (4, 4, 4, 3, 3, 4):
         x = torch.randn(rows, 3)
-        answer = step(x)
-        y, more = answer.get() if hasattr(answer, "get") else answer
+        y, more = _value(step(x))
         assert y is more["again"]
-        assert torch.equal(y, x * 2)
-        assert torch.equal(more["other"], x * 2 + 1)
+        assert_same((y, more["other"]), (x * 2, x * 2 + 1))
 
 
-def _value(answer: Any) -> Any:
-    return answer.get() if hasattr(answer, "get") else answer
-
-
-@pytest.mark.parametrize("outputs", ["clone", "view", "static"])
+@OUTPUTS
 def test_output_fed_back(opened: Settle, outputs: str) -> None:
     """Outputs are arguments of the next call, also where they are arguments of this one: each answer is eager's, of a
     graph and of a comparison."""
@@ -125,14 +123,13 @@ def test_output_fed_back(opened: Settle, outputs: str) -> None:
         for _ in range(6):
             x = torch.randn(rows, 3)
             change, before, cut = _value(step(x, before))
-            assert torch.equal(change, x - kept)
-            assert torch.equal(cut, kept[:, :2])
+            assert_same((change, cut), (x - kept, kept[:, :2]))
             were_hits.add(step.was_hit())
             kept = x
     assert True in were_hits
 
 
-@pytest.mark.parametrize("outputs", ["clone", "view", "static"])
+@OUTPUTS
 def test_output_fed_back_and_written(opened: Settle, outputs: str) -> None:
     """The call writes to the output of the call before it, whose memory a replay would take for its answer."""
     step = opened(lambda x: torch.relu_(x) - 0.5, outputs=outputs)
@@ -140,10 +137,9 @@ def test_output_fed_back_and_written(opened: Settle, outputs: str) -> None:
     for rows in (4, 3, 4, 2, 3):
         x = torch.randn(rows, 3)
         for _ in range(4):
-            want = x.relu()
-            answer = _value(step(x))
-            assert torch.equal(answer, want - 0.5)
-            x = answer
+            want = x.relu() - 0.5
+            x = _value(step(x))
+            assert torch.equal(x, want)
 
 
 def test_outputs_share_memory(settled: Settle) -> None:

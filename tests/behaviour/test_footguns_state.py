@@ -30,24 +30,6 @@ def test_state_written_in_place(settled: Settle) -> None:
     assert torch.equal(total, torch.full((3,), float(sum(step.order) + 4)))
 
 
-def test_buffer_rebound(tried: Settle) -> None:
-    """``self.b = self.b + 1`` gives the buffer new memory on each call, which no graph can follow."""
-
-    class Rebinding(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("b", torch.zeros(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.b = self.b + 1
-            return x + self.b
-
-    model = Rebinding()
-    step = tried(model)
-    step.check(Reason.STATE_REBOUND)
-    assert torch.equal(model.b, torch.full((3,), float(step.calls)))
-
-
 def test_state_too_large(tried: Settle) -> None:
     """State that is too large to be saved keeps the call eager, and is written once."""
     state = torch.zeros(1000)

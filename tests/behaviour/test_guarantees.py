@@ -24,17 +24,6 @@ def test_frozen_value_found(settled: Open) -> None:
     assert sum(not torch.equal(step(x), x * 5.0) for x in batches) <= 2
 
 
-@needs("comparisons")
-def test_comparison_repeats(settled: Open) -> None:
-    """With ``verify_every=2`` a graph whose value stays is compared again and again, and serves in between."""
-    step = settled(lambda x: x * 2, options=CUDAGraphOptions(verify_every=2))
-    compared = 0
-    for _ in range(12):
-        step.check_calls(4)
-        compared += not step.was_hit()
-    assert 3 <= compared <= 6
-
-
 SIGNED = torch.tensor([[0.0, -0.0, 0.0], [-0.0, 0.0, 0.0], [0.0, 0.0, -0.0]])
 
 
@@ -85,16 +74,6 @@ def test_frozen(tried: Open) -> None:
     step.freeze(False)
     step.renew(*one_tensor(4))
     step.check_calls(4, 4, 4, 4)
-
-
-def test_eager_has_a_reason(settled: Open) -> None:
-    """A call that no graph served is counted with a reason."""
-    step = settled(lambda x: x * 2)
-    step.check_calls(torch.randn(4, 5))
-    assert not step.was_hit()
-    reason = step.reason()
-    assert reason is not None
-    assert not reason.is_graph
 
 
 def test_weight_moved_and_back(settled: Open) -> None:

@@ -38,11 +38,7 @@ class Engine:
 
 def in_closure(model: Any, cache: Any) -> tuple[Any, Callable[..., Any]]:
     """The cache is a variable that the callable has captured."""
-
-    def step(input_ids: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        return model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache)
-
-    serve = graphed(step, dynamic={})
+    serve = graphed(lambda ids, places: model(input_ids=ids, position_ids=places, past_key_values=cache), dynamic={})
     return serve, serve
 
 

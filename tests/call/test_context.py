@@ -1,6 +1,7 @@
 """``cudagraph_context``: instructions for wrappers, per thread and per task."""
 
 import asyncio
+from typing import Any
 
 import pytest
 import torch
@@ -65,9 +66,18 @@ def test_task_has_its_own() -> None:
     assert asyncio.run(both()) == [[BatchDescriptor(1)], [BatchDescriptor(2)]]
 
 
-def test_instructions_are_checked() -> None:
-    """One step runs in one mode, and a mode with graphs comes with a descriptor."""
-    with pytest.raises(ConfigError, match="mode must be NONE, PIECEWISE or FULL"):
-        cudagraph_context(CUDAGraphMode.FULL_AND_PIECEWISE, BatchDescriptor(4)).__enter__()
-    with pytest.raises(ConfigError, match="descriptor must be a BatchDescriptor in mode FULL"):
-        cudagraph_context(FULL).__enter__()
+WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "two modes": ((CUDAGraphMode.FULL_AND_PIECEWISE, BatchDescriptor(4)), {}, "mode must be NONE, PIECEWISE or FULL"),
+    "no descriptor": ((FULL,), {}, "descriptor must be a BatchDescriptor in mode FULL"),
+} | {
+    f"{rows} rows": ((FULL, BatchDescriptor(8)), {"rows": rows}, "rows must be how many of the descriptor's 8 tokens")
+    for rows in (0, 9, True, 1.5)
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_instructions_are_checked(name: str) -> None:
+    """One step runs in one mode, a mode with graphs comes with a descriptor, and the real rows are some of its."""
+    args, kwargs, told = WRONG[name]
+    with pytest.raises(ConfigError, match=told):
+        cudagraph_context(*args, **kwargs).__enter__()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from graphdispatch import Dim, Graphed, Pad, Reason, graphed
 from graphdispatch.errors import ConfigError, FallbackError, GuardError
 
-from ..helpers import AT_ONCE, check_rows, with_options
+from ..helpers import AT_ONCE, assert_same, check_calls, check_rows, make
 
 SEQ = Dim("seq", sizes=[8, 16])
 BOTH = {0: "batch", 1: SEQ}
@@ -39,10 +39,13 @@ class Encoder(nn.Module):
         return self.out(x + mixed), (mixed * weights).sum(1) / weights.sum(1)
 
 
+NEAR = {"rtol": 1e-4, "atol": 1e-5}
+"""What other kernels may round."""
+
+
 def served(fn: Callable[..., Any], *names: str, **how: Any) -> Graphed[..., Any]:
     """``fn`` with these arguments by batch and sequence."""
-    how = with_options({"sizes": [2, 4]} | how, capture_after=1)
-    return graphed(fn, dynamic=dict.fromkeys(names, BOTH), **how)
+    return make(fn, dynamic=dict.fromkeys(names, BOTH), **how)
 
 
 def tokens(batch: int, length: int) -> tuple[Tensor, Tensor]:
@@ -50,11 +53,6 @@ def tokens(batch: int, length: int) -> tuple[Tensor, Tensor]:
     mask = (torch.rand(batch, length) < 0.8).long()
     mask[:, 0] = 1
     return torch.randint(1, 50, (batch, length)), mask
-
-
-def close(got: Any, want: Any) -> None:
-    """Equal within what other kernels may round."""
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 def last(step: Graphed[..., Any]) -> Reason:
@@ -66,14 +64,9 @@ def last(step: Graphed[..., Any]) -> Reason:
 @pytest.mark.parametrize("first", [(3, 11), (4, 16), (1, 1)], ids=str)
 def test_lengths_and_batches_are_served(kind: str, first: tuple[int, int]) -> None:
     """Whatever is captured first, calls are padded along both dimensions, and outputs are cut along those they have."""
-    model = Encoder(kind).eval()
-    step = served(model, "ids", "mask")
+    step = served(Encoder(kind).eval(), "ids", "mask")
     shapes = [first, first, *[(b, n) for b in range(1, 5) for n in (1, 3, 4, 8, 9, 11, 16)]]
-    for shape in shapes * 2:
-        ids, mask = tokens(*shape)
-        got, want = step(ids, mask), model(ids, mask)
-        assert [one.shape for one in got] == [one.shape for one in want]
-        close(got, want)
+    check_calls(step, *(tokens(*shape) for shape in shapes * 2), **NEAR)
     assert step.stats.captures == 4
     for shape in shapes:
         step(*tokens(*shape))
@@ -100,8 +93,7 @@ def test_a_decision_tells_each_dimension() -> None:
 def test_what_no_size_holds_runs_eagerly(shape: tuple[int, int]) -> None:
     """A call above the largest size of one dimension, or empty along one, runs eagerly, as any batch."""
     step = served(lambda x: x * 2, "x")
-    x = torch.ones(shape)
-    assert torch.equal(step(x), x * 2)
+    check_calls(step, torch.ones(shape))
     assert last(step) is (Reason.ABOVE_LARGEST_SIZE if min(shape) else Reason.NO_ROWS)
 
 
@@ -120,11 +112,9 @@ MIXERS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("first", [(3, 11), (4, 16)], ids=str)
 def test_what_mixes_the_sequence_is_never_wrong(name: str, first: tuple[int, int]) -> None:
     """A model that uses the length, or mixes real and padding elements, runs eagerly wherever it would be padded."""
-    mixer = MIXERS[name]
-    step = served(mixer, "x", sizes=[4])
-    for shape in [first] * 4 + [(b, n) for n in range(9, 17) for b in (4, 3)] * 3:
-        x = torch.randn(*shape, 3) - 2
-        close(step(x), mixer(x))
+    step = served(MIXERS[name], "x", sizes=[4])
+    shapes = [first] * 4 + [(b, n) for n in range(9, 17) for b in (4, 3)] * 3
+    check_calls(step, *(torch.randn(*shape, 3) - 2 for shape in shapes), **NEAR)
     if name != "one length":
         step(torch.randn(4, 13, 3))
         assert not last(step).is_graph
@@ -134,9 +124,7 @@ def test_full_lengths_of_what_mixes_the_sequence_are_served() -> None:
     """Padding is proven for each dimension: where that along the sequence matters, batches of full length are served,
     and padded along the other."""
     step = served(MIXERS["softmax"], "x", sizes=[4])
-    for shape in [(4, 16), (4, 16), (3, 16), (2, 16), (3, 16), (4, 16)]:
-        x = torch.randn(*shape, 3)
-        close(step(x), x.softmax(1))
+    check_calls(step, *(torch.randn(rows, 16, 3) for rows in (4, 4, 3, 2, 3, 4)), **NEAR)
     assert last(step) is Reason.EXACT
     assert step.explain(torch.randn(3, 16, 3)).startswith("FULL graph, 3 x 16 -> 4 x 16")
     why = step.explain(torch.randn(4, 15, 3))
@@ -160,34 +148,26 @@ def test_three_dimensions() -> None:
         return x * 2 + y[None, :, None] + square.diagonal(dim1=0, dim2=1)
 
     dims = {"x": {0: "a", 1: Dim("b", [4, 8]), 2: Dim("c", [2, 4])}, "y": {0: "b"}, "square": {0: "c", 1: "c"}}
-    step = graphed(fn, dynamic=dims, sizes=[2, 4], options=AT_ONCE)
+    step = make(fn, dynamic=dims)
     for shape in [(3, 5, 2), (3, 5, 2), (4, 8, 4), (1, 2, 3), (2, 7, 4), (1, 1, 1), (3, 6, 2), (3, 5, 2)] * 2:
-        x, y, square = torch.randn(shape), torch.randn(shape[1]), torch.randn(shape[2], shape[2])
-        close(step(x, y, square), fn(x, y, square))
+        check_calls(step, (torch.randn(shape), torch.randn(shape[1]), torch.randn(shape[2], shape[2])), **NEAR)
     assert last(step).is_graph
 
 
 def test_pad_rules_by_argument_and_dimension() -> None:
     """A rule of the ``Dim`` counts along it, one of ``pad`` elsewhere; each is what the graph reads there."""
-    seen: dict[str, Tensor] = {}
-
-    def fn(x: Tensor, y: Tensor) -> Tensor:
-        return x + y * 2
-
     dim = Dim("seq", [4], pad={"x": 7, "y": Pad.repeat_last()})
-    step = graphed(
-        fn, dynamic={"x": {0: "batch", 1: dim}, "y": {0: "batch", 1: "seq"}}, sizes=[3], options=AT_ONCE, pad={"x": 5}
-    )
-    for _ in range(4):
-        x, y = torch.randn(2, 3), torch.randn(2, 3)
-        close(step(x, y), fn(x, y))
+    dims = {"x": {0: "batch", 1: dim}, "y": {0: "batch", 1: "seq"}}
+    step = make(lambda x, y: x + y * 2, dynamic=dims, sizes=[3], pad={"x": 5})
+    batches = [(torch.randn(2, 3), torch.randn(2, 3)) for _ in range(4)]
+    check_calls(step, *batches, **NEAR)
     assert last(step) is Reason.PADDED
     (entry,) = step.entries
-    seen["x"], seen["y"] = entry.inputs.views(entry.size)
-    assert seen["x"][2].tolist() == [5.0] * 4
-    assert seen["x"][:2, 3].tolist() == [7.0] * 2
-    assert torch.equal(seen["y"][:2, 3], y[:, 2])
-    assert seen["y"][2].tolist() == [0.0] * 4
+    x, y = entry.inputs.views(entry.size)
+    assert x[2].tolist() == [5.0] * 4
+    assert x[:2, 3].tolist() == [7.0] * 2
+    assert torch.equal(y[:2, 3], batches[-1][1][:, 2])
+    assert y[2].tolist() == [0.0] * 4
 
 
 def test_a_named_dimension_alone_is_its_number() -> None:
@@ -200,31 +180,22 @@ def test_a_named_dimension_alone_is_its_number() -> None:
 
 def test_written_arguments_are_copied_back() -> None:
     """What the call writes in place arrives in the caller's own tensor, its real elements alone."""
-
-    def fn(x: Tensor, y: Tensor) -> Tensor:
-        x.add_(y)
-        return x * 2
-
-    step = served(fn, "x", "y", sizes=[4])
+    step = served(lambda x, y: x.add_(y) * 2, "x", "y", sizes=[4])
     for shape in [(3, 5), (3, 5), (3, 5), (3, 5), (4, 16), (2, 3)] * 2:
         x, y = torch.randn(shape), torch.randn(shape)
         mine = x.clone()
-        close(step(x, y), fn(mine, y))
-        close(x, mine)
+        assert_same((step(mine, y), mine), ((x + y) * 2, x + y))
     assert last(step).is_graph
 
 
 def test_prewarm_serves_at_once() -> None:
     """Every combination is captured, and each number and length compared, from one example."""
-    model = Encoder().eval()
-    step = served(model, "ids", "mask")
+    step = served(Encoder().eval(), "ids", "mask")
     ids, mask = tokens(3, 6)
     mask[:, :-1], mask[:, -1] = 1, 0  # so that no short batch made of it has a row that is hidden
     report = step.prewarm(ids, mask, compare="all")
     assert len(report.captured[step.entries[0].mode]) == 4
-    for shape in [(b, n) for b in range(1, 5) for n in range(1, 17)] * 2:
-        ids, mask = tokens(*shape)
-        close(step(ids, mask), model(ids, mask))
+    check_calls(step, *[tokens(b, n) for b in range(1, 5) for n in range(1, 17)] * 2, **NEAR)
     assert step.stats.verifications <= 12
     assert step.stats.hits >= 112
 
@@ -238,8 +209,7 @@ def test_combinations_are_captured_ahead() -> None:
     step.prewarm(torch.randn(2, 3), sizes=())
     assert step.captured_sizes == ((2, 4),)
     assert step.capture_size((4, 6))  # type: ignore[arg-type]
-    x = torch.randn(3, 6)
-    assert torch.equal(step(x), x * 2)
+    check_rows(step, (3, 6))
     step.prewarm(torch.randn(2, 3), sizes=[(8, 8)])  # type: ignore[list-item]
     assert step.captured_sizes == ((2, 4), (4, 6), (8, 8))
     with pytest.raises(ConfigError, match=r"sizes must be among the capture sizes .*, got \(4, 9\)"):
@@ -300,19 +270,23 @@ def test_bad_dims_are_named(how: dict[str, Any], message: str) -> None:
     assert Dim("seq", max_size=5).all_sizes() == (5,)
 
 
-def test_a_dimension_out_of_range_is_named() -> None:
+@pytest.mark.parametrize(
+    ("dims", "told"),
+    [
+        ({0: "batch", 2: "seq"}, r"dynamic\['x'\]\[2\] = 'seq' is out of range.*\(3, 4\).*from -2 to 1"),
+        ({1: "batch", -1: "seq"}, "names dimension 1 of the tensor twice"),
+    ],
+    ids=["out of range", "twice"],
+)
+def test_a_dimension_out_of_range_is_named(dims: dict[int, str], told: str) -> None:
     """At the first call, with the tensor's shape."""
-    step = graphed(lambda x: x * 2, dynamic={"x": {0: "batch", 2: "seq"}})
-    with pytest.raises(ConfigError, match=r"dynamic\['x'\]\[2\] = 'seq' is out of range.*\(3, 4\).*from -2 to 1"):
-        step(torch.ones(3, 4))
-    step = graphed(lambda x: x * 2, dynamic={"x": {1: "batch", -1: "seq"}})
-    with pytest.raises(ConfigError, match="names dimension 1 of the tensor twice"):
-        step(torch.ones(3, 4))
+    with pytest.raises(ConfigError, match=told):
+        graphed(lambda x: x * 2, dynamic={"x": dims})(torch.ones(3, 4))
 
 
 def test_a_short_branch_of_a_long_dimension_is_found() -> None:
     """Code that takes another branch below some length is found at the capture, whatever came before."""
-    step = graphed(MIXERS["short"], dynamic={"x": {0: "b", 1: Dim("s", [200])}}, sizes=[2], options=AT_ONCE)
+    step = make(MIXERS["short"], dynamic={"x": {0: "b", 1: Dim("s", [200])}}, sizes=[2])
     check_rows(step, *[(2, length) for length in (150, 170, 11, 180, 5, 12)])
 
 
@@ -331,20 +305,21 @@ def share(x: Tensor, mask: Tensor) -> Tensor:
 def test_a_row_that_its_mask_hides_runs_eagerly(fn: Callable[[Tensor, Tensor], Tensor]) -> None:
     """What is real in it would depend on padding, or on how much there is; masks' values tell such calls apart."""
     step = served(fn, "x", "mask", sizes=[4])
-    for length in (11, 11, 11, 12, 9, 9):
-        x, mask = torch.randn(3, length, 4), torch.ones(3, length)
-        close(step(x, mask), fn(x, mask))
+    check_calls(
+        step, *((torch.randn(3, length, 4), torch.ones(3, length)) for length in (11, 11, 11, 12, 9, 9)), **NEAR
+    )
     assert last(step) is Reason.PADDED
+    x, mask = torch.randn(3, 9, 4), torch.ones(3, 9)
     mask[1] = 0
     for _ in range(3):
-        close(step(x, mask), fn(x, mask))
+        check_calls(step, (x, mask), **NEAR)
         assert last(step) is Reason.PADDING_UNPROVEN
     assert "a mask hides a whole row" in step.explain(x, mask)
     (entry,) = step.entries
     with pytest.raises(GuardError, match="a mask hides a whole row"):
         entry.replay({"x": x, "mask": mask})
     mask[1, 4] = 1
-    close(step(x, mask), fn(x, mask))
+    check_calls(step, (x, mask), **NEAR)
     assert last(step) is Reason.PADDED
 
 
@@ -353,10 +328,9 @@ def test_masks_with_a_rule_are_not_looked_at() -> None:
     masks of which a one hides are served by a rule."""
     hides = Dim("seq", [8, 16], pad={"mask": 1})
     dims = {"x": {0: "batch", 1: hides}, "mask": {0: "batch", 1: "seq"}}
-    step = graphed(lambda x, mask: attend(x, 1 - mask), dynamic=dims, sizes=[4], options=AT_ONCE)
-    for length in (11, 11, 12, 9, 11, 12, 9):
-        x, mask = torch.randn(3, length, 4), torch.zeros(3, length)
-        close(step(x, mask), attend(x, 1 - mask))
+    step = make(lambda x, mask: attend(x, 1 - mask), dynamic=dims, sizes=[4])
+    lengths = (11, 11, 12, 9, 11, 12, 9)
+    check_calls(step, *((torch.randn(3, length, 4), torch.zeros(3, length)) for length in lengths), **NEAR)
     assert last(step) is Reason.PADDED
     assert step.stats.verifications == 3
 
@@ -369,7 +343,7 @@ def test_masks_with_a_rule_are_not_looked_at() -> None:
 def test_each_length_is_compared_once(sizes: list[int], lengths: list[int], counts: tuple[int, int, int]) -> None:
     """Then all batches of it are hits. Of a size above 64 elements each length below all before is compared, and
     longer ones are served."""
-    step = graphed(lambda x: x * 2, dynamic={"x": {0: "b", 1: Dim("s", sizes)}}, sizes=[2], options=AT_ONCE)
+    step = make(dynamic={"x": {0: "b", 1: Dim("s", sizes)}}, sizes=[2])
     check_rows(step, *[(2, length) for length in lengths])
     assert (step.stats.captures, step.stats.verifications, step.stats.hits) == counts
 
@@ -383,7 +357,7 @@ def test_padding_that_writes_elsewhere_is_named() -> None:
         return batch * 2, cache[slots] * 0.5
 
     length = {0: Dim("length", sizes=[4])}
-    step = graphed(fn, dynamic={"batch": {0: "batch"}, "x": length, "slots": {0: "length"}}, sizes=[3], options=AT_ONCE)
+    step = make(fn, dynamic={"batch": {0: "batch"}, "x": length, "slots": {0: "length"}}, sizes=[3])
     for slots in ([1, 2, 3, 5], [7, 6, 5, 4], [4, 6, 8]):  # and padding rows take slot 0
         step(torch.ones(3), torch.randn(len(slots), 4), torch.tensor(slots))
     assert "padding rows write to a tensor of shape (9, 4)" in step.last_decision.detail

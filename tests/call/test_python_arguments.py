@@ -1,6 +1,7 @@
 """Arguments as Python has them: left out, None, mappings, classes registered without keys, NumPy scalars, functions."""
 
 from collections import UserDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from graphdispatch import graphed
 
-from ..helpers import AT_ONCE
+from ..helpers import check_calls, make
 
 
 class Pair:
@@ -45,81 +46,54 @@ class Tokens(UserDict[str, torch.Tensor]):
 
 def test_a_mapping_of_its_own_class_is_refused_with_a_hint() -> None:
     """What it holds is not seen; its entries as a dict are."""
-    served = graphed(lambda batch: batch["ids"] * 2, dynamic={"batch['ids']": 0}, sizes=[4], options=AT_ONCE)
-    for _ in range(3):
-        batch = Tokens(ids=torch.randn(4, 3))
-        assert torch.equal(served(batch), batch["ids"] * 2)
-    assert "graphs see what a plain dict holds" in served.explain(batch)
-    for _ in range(4):
-        batch = Tokens(ids=torch.randn(4, 3))
-        assert torch.equal(served(dict(batch)), batch["ids"] * 2)
+    served = make(lambda batch: batch["ids"] * 2, dynamic={"batch['ids']": 0}, sizes=[4])
+    batches = [Tokens(ids=torch.randn(4, 3)) for _ in range(4)]
+    check_calls(served, *batches)
+    assert "graphs see what a plain dict holds" in served.explain(batches[0])
+    check_calls(served, *map(dict, batches))
     assert served.stats.hits == 2
 
 
 def test_classes_without_keys() -> None:
     """What was registered with torch without keys is reached by place."""
-    served = graphed(lambda pair: pair.left + pair.right, dynamic={"pair[0]": 0, "pair[1]": 0}, sizes=[4])
-    for _ in range(5):
-        pair = Pair(torch.randn(4, 3), torch.randn(4, 3))
-        assert torch.equal(served(pair), pair.left + pair.right)
+    served = make(lambda pair: pair.left + pair.right, dynamic={"pair[0]": 0, "pair[1]": 0}, sizes=[4])
+    check_calls(served, *(Pair(torch.randn(4, 3), torch.randn(4, 3)) for _ in range(4)))
     assert served.stats.hits == 2
 
 
 @pytest.mark.parametrize(
-    "values",
+    ("model", "values"),
     [
-        (np.float32(2), np.float32(3), np.float32("nan")),
-        (np.int64(1), np.int64(2)),
-        (np.bool_(True), np.bool_(False)),
-        (slice(0, 2), slice(1, 2), slice(0, 2, 1), slice(None)),
-        (range(2), range(3)),
-        (frozenset({1}), frozenset({True}), frozenset({1.0})),
-        (torch.sin, torch.cos),
-        (lambda x: x + 1, lambda x: x + 2),
-        (int, float),
+        (lambda x, v: x * v.item(), (np.float32(2), np.float32(3), np.float32("nan"))),
+        (lambda x, v: x * v.item(), (np.int64(1), np.int64(2))),
+        (lambda x, v: x * v.item(), (np.bool_(True), np.bool_(False))),
+        (lambda x, v: x[:, v] * 2, (slice(0, 2), slice(1, 2), slice(0, 2, 1), slice(None))),
+        (lambda x, v: x * len(v), (range(2), range(3))),
+        (lambda x, v: x * len(repr(v)), (frozenset({1}), frozenset({True}), frozenset({1.0}))),
+        (lambda x, v: v(x), (torch.sin, torch.cos)),
+        (lambda x, v: v(x), (lambda x: x + 1, lambda x: x + 2)),
+        (lambda x, v: x * len(v.__name__), (int, float)),
     ],
-    ids=lambda values: " ".join(getattr(value, "__name__", str(value)) for value in values),
+    ids=["float", "integer", "flag", "slice", "range", "frozenset", "function of torch", "function", "class"],
 )
-def test_constants_select_the_graph(values: tuple[Any, ...]) -> None:
+def test_constants_select_the_graph(model: Callable[..., torch.Tensor], values: tuple[Any, ...]) -> None:
     """Constants of NumPy, slices, ranges, frozen sets, functions and classes: each value has its graph."""
-
-    def model(x: torch.Tensor, value: Any) -> torch.Tensor:
-        if isinstance(value, slice):
-            return x[:, value] * 2
-        if isinstance(value, np.generic):
-            return x * value.item()
-        if isinstance(value, type):
-            return x * len(value.__name__)
-        if isinstance(value, frozenset):
-            return x * len(repr(value))
-        out: torch.Tensor = value(x) if callable(value) else x * len(value)
-        return out
-
     served = graphed(model, dynamic={"x": 0}, sizes=[4])
-    for _ in range(4):
-        for value in values:
-            x = torch.randn(4, 3)
-            torch.testing.assert_close(served(x, value), model(x, value), rtol=0, atol=0, equal_nan=True)
+    check_calls(served, *((torch.randn(4, 3), value) for value in values * 4))
     assert served.stats.hits == len(values)
 
 
 def test_the_missing_entry_of_dynamic_is_named() -> None:
     """A tensor that follows the batch and is not declared is named, with the entry that lacks."""
     served = graphed(lambda ids, mask: ids * mask, dynamic={"ids": 0}, sizes=[4, 8])
-    for _ in range(3):
-        ids, mask = torch.randn(4, 3), torch.randn(4, 3)
-        assert torch.equal(served(ids, mask), ids * mask)
-    assert "dynamic= may lack 'mask': 0" in str(served.explain(ids, mask))
+    batch = torch.randn(4, 3), torch.randn(4, 3)
+    check_calls(served, batch, batch, batch)
+    assert "dynamic= may lack 'mask': 0" in str(served.explain(*batch))
 
 
 def test_one_class_without_keys_takes_no_names_from_the_others() -> None:
     """Entries beside it keep theirs, and its own are known by place."""
-
-    def fn(batch: dict[str, Any]) -> torch.Tensor:
-        return batch["ids"] + batch["pair"].left
-
-    step = graphed(fn, dynamic={"batch['ids']": 0, "batch['pair'][0]": 0}, sizes=(4,), options=AT_ONCE)
+    step = make(lambda b: b["ids"] + b["pair"].left, dynamic={"b['ids']": 0, "b['pair'][0]": 0}, sizes=(4,))
     for rows in (3, 3, 4, 3):
-        batch = {"ids": torch.randn(rows, 2), "pair": Pair(torch.randn(rows, 2), torch.ones(1))}
-        assert torch.equal(step(batch), fn(batch))
+        check_calls(step, {"ids": torch.randn(rows, 2), "pair": Pair(torch.randn(rows, 2), torch.ones(1))})
     assert step.stats.hits >= 1

@@ -13,7 +13,7 @@ from graphdispatch import Reason, graphed
 from graphdispatch.engines import CUDAGraphManager
 from graphdispatch.errors import GuardError
 
-from ..helpers import AT_ONCE, check_rows
+from ..helpers import check_calls, check_rows, make
 
 
 def plain(rows: int) -> Tensor:
@@ -74,15 +74,10 @@ READS: dict[str, tuple[Callable[[Tensor], object], str]] = {
 def test_calls_that_differ_beside_their_values(name: str, is_first: bool) -> None:
     """Whichever kind comes first, and however many of it."""
     reads, kind = READS[name]
-
-    def fn(x: Tensor) -> Tensor:
-        return x * 2 if reads(x) else x + 1
-
-    served = graphed(fn, dynamic={"x": 0}, sizes=[4, 8])
+    served = graphed(lambda x: x * 2 if reads(x) else x + 1, dynamic={"x": 0}, sizes=[4, 8])
     for number in range(24):
         is_other = number % 3 == 0 and number >= 6
-        x = (OTHERS[kind] if is_other is is_first else plain)(1 + number % 8)
-        assert torch.equal(served(x), fn(x)), number
+        check_calls(served, (OTHERS[kind] if is_other is is_first else plain)(1 + number % 8))
 
 
 class Compares(nn.Module):
@@ -121,26 +116,21 @@ def test_which_tensor_it_is(name: str, is_first: bool) -> None:
     for number in range(24):
         x = torch.randn(4, 4)
         is_other = number % 3 == 0 and number >= 6
-        y = (net.own if is_of_model else x) if is_other is is_first else torch.randn(4, 4)
-        assert torch.equal(served(x, y), net(x, y)), number
+        check_calls(served, (x, (net.own if is_of_model else x) if is_other is is_first else torch.randn(4, 4)))
         hits = max(hits, served.stats.hits)
     assert hits or not is_first
 
 
 def test_alike_calls_are_served() -> None:
     """Code that reads such things is served for calls that are alike, and tells why others are not."""
-
-    def fn(x: Tensor) -> Tensor:
-        return x + (1 if x._version > 100 else 0)
-
-    served = graphed(fn, dynamic={"x": 0}, sizes=[4], options=AT_ONCE)
+    served = make(lambda x: x + (1 if x._version > 100 else 0), sizes=(4,))
     check_rows(served, *[4] * 10)
     assert served.stats.hits == 8
     for number in range(12):
         x = torch.randn(4, 3)
         for _ in range(number):
             x.add_(1)
-        assert torch.equal(served(x), x)
+        check_calls(served, x)
     decision = served.last_decision
     assert decision.reason is Reason.STATE_UNSEEN
     assert "._version" in decision.detail
@@ -163,11 +153,7 @@ def test_an_entry_refuses_what_was_not_compared() -> None:
 
 def test_what_the_compiler_notes_on_its_inputs_is_no_attribute() -> None:
     """A batch that a compiled callable saw before is served; one that carries what the code asks for runs eagerly."""
-
-    def fn(x: Tensor) -> Tensor:
-        return x * getattr(x, "scale", 2.0)
-
-    served = graphed(fn, dynamic={"x": 0}, sizes=[4], options=AT_ONCE)
+    served = make(lambda x: x * getattr(x, "scale", 2.0), sizes=(4,))
     check_rows(served, 4, 4, 4)
     for name, factor in (("_dynamo_dynamic_indices", 2.0), ("scale", 3.0)):
         x = torch.randn(4, 3)

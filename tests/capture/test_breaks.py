@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason, eager_break, graphed, remove_eager_break
+from graphdispatch import CUDAGraphMode, Reason, eager_break, graphed, remove_eager_break
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.errors import ConfigError
 
-from ..helpers import Spy, check_rows, in_threads
+from ..helpers import Spy, check_rows, in_threads, make
 
 ONE = BatchDescriptor(1)
 X = torch.tensor([1.0, -2.0, 3.0])
@@ -84,16 +84,6 @@ def test_a_method_breaks() -> None:
     two, three = Scale(2.0), Scale(3.0)
     assert len(names(lambda x: three(two(x)), X)) == 2
     assert torch.equal(three(two(X)), X * 6)
-
-
-def test_a_module_breaks_that_was_marked_from_outside(net: Net) -> None:
-    """Its source need not know, and it may be marked after the wrapper was made."""
-    wrapper = CUDAGraphWrapper(net, CUDAGraphMode.PIECEWISE)
-    eager_break(net.part)
-    wrapper(X, batch_descriptor=ONE, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE)
-    entry = wrapper.get_entry(ONE)
-    assert entry is not None
-    assert [part.name for part in entry.graph.breaks] == ["Linear"]  # type: ignore[attr-defined]
 
 
 def test_hooks_of_a_marked_module_run_once(net: Net) -> None:
@@ -222,34 +212,23 @@ class Finder(nn.Module):
         """Where values lie above their least, which it reads back."""
         return x > float(x.min())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` of (rows, 4)."""
-        hidden = self.first(x)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """``input`` of (rows, 4)."""
+        hidden = self.first(input)
         return self.last(torch.where(self.find(hidden), hidden, 0.0))
 
 
-class Around(nn.Module):
-    """Holds one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Finder()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` of (rows, 4)."""
-        return self.model(x) + 1
-
-
 @pytest.mark.parametrize(
-    ("model", "place"), [(Finder(), "model, 'find'"), (Around(), "model.get_submodule('model'), 'find'")]
+    ("model", "place"),
+    [(Finder(), "model, 'find'"), (nn.Sequential(Finder(), nn.ReLU()), "model.get_submodule('0'), 'find'")],
 )
 def test_a_method_breaks_instead_of_its_module(model: nn.Module, place: str) -> None:
     """The refusal names the method; marked by that name, all but the method is in graphs."""
     model.eval().requires_grad_(False)
-    assert f"eager_break({place}) with mode='PIECEWISE'" in _explain(model, x=torch.randn(4, 4))
-    finder = getattr(model, "model", model)
+    assert f"eager_break({place}) with mode='PIECEWISE'" in _explain(model, input=torch.randn(4, 4))
+    finder = model if isinstance(model, Finder) else model[0]
     assert eager_break(finder, "find") is finder
-    serve = graphed(model, dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE", options=CUDAGraphOptions(capture_after=1))
+    serve = make(model, dynamic={"input": 0}, sizes=(4,), mode="PIECEWISE")
     check_rows(serve, *[4] * 4, width=4)
     assert serve.last_decision.reason is Reason.EXACT
     (entry,) = serve.entries

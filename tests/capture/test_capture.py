@@ -11,7 +11,7 @@ import torch
 from graphdispatch import CUDAGraphOptions, Reason, graphed
 from graphdispatch.engines import AdaptiveCUDAGraphWrapper, BatchDescriptor
 
-from ..helpers import AT_ONCE, Spy
+from ..helpers import Spy, assert_same, make
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _cache = torch.zeros(8, 3)
@@ -62,9 +62,8 @@ def test_a_capture_from_arguments_that_share_written_memory_is_refused(
     fn: Step, arguments: Callable[[], tuple[Any, Any]], verify: bool
 ) -> None:
     """A graph would write to copies, which share no memory; the call runs eagerly, once, and says why."""
-    step = graphed(fn, dynamic={"x": 0, "y": 0}, sizes=(4,), options=CUDAGraphOptions(verify=verify, capture_after=1))
-    x, y = arguments()
-    states = [x, y, _cache]
+    step = make(fn, dynamic={"x": 0, "y": 0}, sizes=(4,), verify=verify)
+    states = x, y, _ = *arguments(), _cache
     before = [state.clone() for state in states]
     result = step(x, y)
     after = [state.clone() for state in states]
@@ -73,13 +72,12 @@ def test_a_capture_from_arguments_that_share_written_memory_is_refused(
     assert list(step.entries) == []
     for state, value in zip(states, before, strict=True):
         state.copy_(value)
-    assert torch.equal(result, fn(x, y))
-    assert all(torch.equal(state, value) for state, value in zip(states, after, strict=True))
+    assert_same((result, *after), (fn(x, y), *states))
 
 
 def test_arguments_that_share_memory_which_is_only_read_are_captured() -> None:
     """Copies of memory that nobody writes are as good as the memory."""
-    step = graphed(lambda x, y: x + y, dynamic={"x": 0, "y": 0}, sizes=(4,), options=AT_ONCE)
+    step = make(lambda x, y: x + y, dynamic={"x": 0, "y": 0})
     x, y = _one_tensor()
     assert torch.equal(step(x, y), x * 2)
     assert step.last_decision.reason is Reason.CAPTURED_NOW

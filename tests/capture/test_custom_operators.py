@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphdispatch import Graphed, eager_break, graphed
 
-from ..helpers import AT_ONCE, check_rows, compiled_operator, recorded
+from ..helpers import AT_ONCE, assert_same, check_rows, compiled_operator, recorded
 
 
 def serve(fn: Callable[..., Any], mode: str = "FULL") -> Graphed[..., Any]:
@@ -98,8 +98,7 @@ def test_operator_that_draws_unseen_leaves_the_callers_numbers() -> None:
         for step in (lambda x: noise(x) * 2, graphed(lambda x: noise(x) * 2, dynamic={"x": 0}, sizes=[4])):
             torch.manual_seed(0)
             found.append([(step(x), torch.rand(2)) for x in batches])
-        for eager, served in zip(*found, strict=True):
-            assert all(map(torch.equal, eager, served))
+        assert_same(*found)
 
 
 def test_gradients_pass_an_operator_that_was_revealed() -> None:
@@ -113,21 +112,17 @@ def test_gradients_pass_an_operator_that_was_revealed() -> None:
     assert x.grad.tolist() == [2.0, 2.0, 2.0]
 
 
-PYTHON = {
-    "custom_op": lambda fn: torch.library.custom_op("graphdispatch_custom::a", fn, mutates_args=()),
-    "register_kernel": lambda fn: _with_kernel(fn),
-    "triton_op": lambda fn: torch.library.triton_op("graphdispatch_custom::c", fn, mutates_args=()),
-}
-
-
 def _with_kernel(fn: Callable[[Tensor], Tensor]) -> Any:
-    op = torch.library.custom_op("graphdispatch_custom::b", _other_kernel, mutates_args=(), device_types="cuda")
+    op = torch.library.custom_op("graphdispatch_custom::b", pytest.fail, mutates_args=(), schema="(Tensor x) -> Tensor")
     op.register_kernel("cpu")(fn)
     return op
 
 
-def _other_kernel(x: Tensor) -> Tensor:
-    raise AssertionError("the kernel of another device")
+PYTHON = {
+    "custom_op": lambda fn: torch.library.custom_op("graphdispatch_custom::a", fn, mutates_args=()),
+    "register_kernel": _with_kernel,
+    "triton_op": lambda fn: torch.library.triton_op("graphdispatch_custom::c", fn, mutates_args=()),
+}
 
 
 @pytest.mark.usefixtures("both_modes")
@@ -154,12 +149,9 @@ def test_flex_attention_runs_its_parts() -> None:
     """``flex_attention`` without a compiler is Python that runs operators, and is served."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    def attend(x: Tensor) -> Tensor:
-        return flex_attention(x, x, x)
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that it is slow uncompiled
-        check_served(serve(attend), 1, 1, 4, 8)
+        check_served(serve(lambda x: flex_attention(x, x, x)), 1, 1, 4, 8)
 
 
 def numpy_sine(x: Tensor) -> Tensor:

@@ -14,6 +14,12 @@ LIMIT = 1 << 20
 Write = Callable[[torch.Tensor], object]
 
 
+def _written(write: Write, state: torch.Tensor) -> EffectRecorder:
+    with EffectRecorder(LIMIT) as effects:
+        write(state)
+    return effects
+
+
 WRITES: dict[str, Write] = {
     "add": lambda s: s.add_(1),
     "twice": lambda s: s.add_(1).mul_(2),
@@ -45,8 +51,8 @@ def test_undo_and_redo(write: Write, mode: Callable[[], Any]) -> None:
     """Undoing puts back what was there before the run, redoing what was there after it."""
     state = torch.randn(4, 3)
     before = state.clone()
-    with mode(), EffectRecorder(LIMIT) as effects:
-        write(state)
+    with mode():
+        effects = _written(write, state)
     after = state.clone()
     for region in effects.regions:
         region.after = region.read().clone()
@@ -61,36 +67,32 @@ def test_undo_and_redo(write: Write, mode: Callable[[], Any]) -> None:
 def test_element_offsets_hold_all_that_changed(write: Write) -> None:
     """The offsets of a run's regions include each element that it changed."""
     state = torch.zeros(4, 3)
-    with EffectRecorder(LIMIT) as effects:
-        write(state)
-    offsets = set(torch.cat([element_offsets(region) for region in effects.regions]).tolist())
+    offsets = set(torch.cat([element_offsets(region) for region in _written(write, state).regions]).tolist())
     assert set(state.reshape(-1).nonzero().reshape(-1).tolist()) <= offsets <= set(range(12))
 
 
 def test_indexed_write_saves_only_its_rows() -> None:
     """A write to two rows of a large cache saves two rows."""
-    cache = torch.zeros(1000, 4)
-    with EffectRecorder(LIMIT) as effects:
-        cache.index_copy_(0, torch.tensor([3, 900]), torch.ones(2, 4))
+    effects = _written(lambda s: s.index_copy_(0, torch.tensor([3, 900]), torch.ones(2, 4)), torch.zeros(1000, 4))
     assert [region.before.numel() for region in effects.regions] == [8]
 
 
 def test_own_memory_is_not_saved() -> None:
     """Writes to what the run made itself are nobody else's business."""
-    x = torch.ones(3)
-    with EffectRecorder(LIMIT) as effects:
+
+    def run(x: torch.Tensor) -> None:
         (x * 2).add_(1)
         torch.zeros(3)[1:].fill_(2.0)
         torch.tensor([1.0]).add_(1)
-    assert effects.regions == []
+
+    assert _written(run, torch.ones(3)).regions == []
 
 
 def test_batch_norm_statistics_are_saved() -> None:
     """Running statistics, which the operator's schema does not mark as written, are put back."""
     norm = torch.nn.BatchNorm1d(3)
     before = norm.running_mean.clone()
-    with EffectRecorder(LIMIT) as effects:
-        norm(torch.randn(4, 3))
+    effects = _written(norm, torch.randn(4, 3))
     assert not torch.equal(norm.running_mean, before)
     undo(effects.regions)
     assert torch.equal(norm.running_mean, before)
@@ -111,12 +113,6 @@ def test_a_run_that_writes_too_much() -> None:
     assert not bool(state.any())
 
 
-def _regions(write: Write, state: torch.Tensor) -> EffectRecorder:
-    with EffectRecorder(LIMIT) as effects:
-        write(state)
-    return effects
-
-
 @pytest.mark.parametrize(
     ("padded", "real", "is_uncovered"),
     [
@@ -133,7 +129,7 @@ def _regions(write: Write, state: torch.Tensor) -> EffectRecorder:
 def test_writes_elsewhere_are_found(padded: Write, real: Write, is_uncovered: bool) -> None:
     """A run is compared with another by the elements that they write, not by the values."""
     state = torch.zeros(4, 3)
-    found = first_uncovered(_regions(padded, state).regions, _regions(real, state).regions)
+    found = first_uncovered(_written(padded, state).regions, _written(real, state).regions)
     assert (found is not None) is is_uncovered
 
 
@@ -156,20 +152,19 @@ BY_INDEX: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
 def test_writes_by_index_are_told_apart(write: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
     """What an operator writes by indices or a mask is saved, put back, and compared by the elements alone."""
     state, before = torch.full((4, 3), 5.0), torch.full((4, 3), 5.0)
-    effects = _regions(lambda s: write(s, FEW), state)
+    effects = _written(lambda s: write(s, FEW), state)
     assert not torch.equal(state, before)
     undo(effects.regions)
     assert torch.equal(state, before)
-    others = _regions(lambda s: write(s, OTHERS), state).regions
+    others = _written(lambda s: write(s, OTHERS), state).regions
     assert first_uncovered(others, effects.regions) is not None
     assert first_uncovered(others, others) is None
-    assert first_uncovered(_regions(lambda s: s.add_(1), state).regions, effects.regions) is not None
+    assert first_uncovered(_written(lambda s: s.add_(1), state).regions, effects.regions) is not None
 
 
 @pytest.mark.parametrize(("dropout", "draws"), [(0.0, False), (0.5, True)])
 def test_attention_draws_only_for_its_dropout(dropout: float, draws: bool) -> None:
     """Its operators are tagged as ones that draw; where nothing is dropped, other threads may draw meanwhile."""
-    q = torch.randn(2, 4, 8, 16)
-    with EffectRecorder(LIMIT) as effects:
-        torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=dropout)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    effects = _written(lambda q: attend(q, q, q, dropout_p=dropout), torch.randn(2, 4, 8, 16))
     assert effects.uses_rng is draws

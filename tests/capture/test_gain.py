@@ -54,11 +54,6 @@ def reasons(step: Graphed[..., Any], calls: int, rows: int = ROWS) -> list[Reaso
     return found
 
 
-def test_a_graph_that_is_faster_is_kept() -> None:
-    """It serves from the third call on."""
-    assert reasons(serve(pairs(SLOW, FAST)), 3) == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
-
-
 def test_what_a_graph_gains_is_kept_with_it() -> None:
     """In milliseconds of a full batch, the copy of the inputs included; the first batch that is captured decides."""
     step = serve(chain((CAPTURE, 1e-4, FAST, SLOW), cycle((SLOW,))))

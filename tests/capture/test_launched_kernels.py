@@ -14,7 +14,7 @@ import graphdispatch as gd
 from graphdispatch import Reason
 from graphdispatch.backends import insight
 
-from ..helpers import AT_ONCE, check_rows
+from ..helpers import AT_ONCE, assert_same, check_calls, check_rows, make
 from .test_padding_writes import check_slots
 
 
@@ -100,12 +100,6 @@ class Cached(nn.Module):
         return x + before
 
 
-def batches() -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows in slots from 1 on."""
-    for rows in (3, 3, 3, 4, 3, 4, 3, 4, 4, 2, 3):
-        yield torch.randn(rows, 4), torch.randperm(11)[:rows] + 1
-
-
 def doubled(x: Tensor) -> Tensor:
     """New memory, which the kernel alone fills."""
     out = torch.empty_like(x)
@@ -123,7 +117,7 @@ def summed(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(("fn", "reason"), [(doubled, Reason.PADDED), (summed, Reason.VERIFICATION_FAILED)])
 def test_an_answer_that_a_launched_kernel_writes(fn: Callable[[Tensor], Tensor], reason: Reason) -> None:
     """It is served; where the kernel mixes rows, that is found as any other mixing is."""
-    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    step = make(fn, sizes=(4,))
     check_rows(step, 3, 3, 4, 3, 2, 2, width=4)
     assert step.last_decision.reason is reason, step.last_decision.explain()
 
@@ -131,10 +125,10 @@ def test_an_answer_that_a_launched_kernel_writes(fn: Callable[[Tensor], Tensor],
 def test_padding_that_a_launched_kernel_would_write() -> None:
     """It is state, which padding must not write; so such a model is served where no row is padded."""
     model, twin = Cached(), Cached()
-    step = gd.graphed(model, dynamic={"x": 0, "slots": 0}, sizes=(4,), options=AT_ONCE)
-    for x, slots in batches():
-        torch.testing.assert_close(step(x, slots), twin(x, slots))
-        torch.testing.assert_close(model.cache, twin.cache)
+    step = make(model, dynamic={"x": 0, "slots": 0}, sizes=(4,))
+    for rows in (3, 3, 3, 4, 3, 4, 3, 4, 4, 2, 3):
+        check_calls(step, (torch.randn(rows, 4), torch.randperm(11)[:rows] + 1), fn=twin)
+        assert_same(model.cache, twin.cache)
     assert step.stats.reasons[Reason.PADDING_WRITES_STATE] > 0, step.stats.reasons
     assert step.stats.hits > 0, step.stats.reasons
 
@@ -152,20 +146,19 @@ def test_an_argument_that_a_kernel_writes_later() -> None:
         clamp_row[(len(x),)](x)
         return x + 1
 
-    step = gd.graphed(clamped, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
-    for make in (torch.rand, torch.rand, torch.rand, torch.randn, torch.randn, torch.randn):
+    step = make(clamped, sizes=(4,))
+    for draw in (torch.rand, torch.rand, torch.rand, torch.randn, torch.randn, torch.randn):
         for rows in (4, 3):
-            x = make(rows, 4)
+            x = draw(rows, 4)
             wanted = x.clamp(min=0)
-            assert torch.equal(step(x), wanted + 1)
-            assert torch.equal(x, wanted)
+            assert_same((step(x), x), (wanted + 1, wanted))
 
 
 def test_state_that_a_kernel_writes_with_what_it_holds() -> None:
     """It is put back after a proof with other numbers."""
     model = Cached()
-    options = gd.CUDAGraphOptions(padding_writes="allow", capture_after=1)
-    step = gd.graphed(model, dynamic={"x": 0, "slots": 0}, pad={"slots": gd.Pad.value(11)}, sizes=(4,), options=options)
+    dynamic, pad = {"x": 0, "slots": 0}, {"slots": gd.Pad.value(11)}
+    step = make(model, dynamic=dynamic, pad=pad, sizes=(4,), padding_writes="allow")
     for _ in range(4):
         step(torch.zeros(3, 4), torch.arange(3))
     assert not model.cache[:11].any(), model.cache
@@ -173,16 +166,14 @@ def test_state_that_a_kernel_writes_with_what_it_holds() -> None:
 
 def test_tensors_inside_of_other_arguments() -> None:
     """Nobody sees what such a kernel may write, so no graph is made."""
-    total = torch.zeros(1, 4)
+    total, wanted = torch.zeros(1, 4), torch.zeros(1, 4)
 
     def added(x: Tensor) -> Tensor:
         add_to[(1,)]((total,), x)
         return x + 1
 
-    step = gd.graphed(added, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
-    wanted = torch.zeros(1, 4)
-    for _ in range(4):
-        x = torch.randn(4, 4)
+    step = make(added, sizes=(4,))
+    for x in torch.randn(4, 4, 4):
         step(x)
         wanted += x.sum(0)
     torch.testing.assert_close(total, wanted)
@@ -193,6 +184,6 @@ def test_tensors_inside_of_other_arguments() -> None:
 def test_integers_of_any_width_keep_a_proof_to_the_numbers_of_the_batch(kind: torch.dtype) -> None:
     """They may become indices."""
     table = torch.randn(12, 4)
-    step = gd.graphed(lambda x: table[(x[:, 0] * 3).to(kind).long()] + x, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    step = make(lambda x: table[(x[:, 0] * 3).to(kind).long()] + x, sizes=(4,))
     step(torch.rand(4, 4))
     assert step.entries[0].program.limits_values

@@ -1,8 +1,10 @@
 """PIECEWISE captures: graphs and eager parts in turn give eager's answer, or a clear error, and nothing in between."""
 
+import gc
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,21 +13,21 @@ from torch import Tensor, nn
 
 from graphdispatch import CUDAGraphMode, Graphed, Reason, eager_break, graphed
 from graphdispatch.backends import get_backend
-from graphdispatch.backends.base import Stream
 from graphdispatch.call.breaks import ACTIVE
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.errors import ReplayError
 
-from ..helpers import AT_ONCE, Spy, in_threads, with_options
+from ..helpers import AT_ONCE, Spy, check_calls, in_threads, make
 
 PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 ONE = BatchDescriptor(1)
 
 
-def pieces(fn: Callable[..., Any], sizes: tuple[int, ...] = (4,), **options: Any) -> Graphed[..., Any]:
-    """``fn`` of one tensor ``x`` whose rows are dimension 0, served in pieces and captured at once."""
-    served = graphed(fn, dynamic={"x": 0}, sizes=sizes, mode="PIECEWISE", **with_options(options, capture_after=1))
-    served.prewarm(x=torch.linspace(-1, 1, 12).view(4, 3), compare="all")
+def pieces(fn: Callable[..., Any], *, ahead: bool = True, **options: Any) -> Graphed[..., Any]:
+    """``fn`` of one tensor ``x`` whose rows are dimension 0, served in pieces and captured ahead, or at once."""
+    served = make(fn, **{"sizes": (4,), "mode": "PIECEWISE"} | options)
+    if ahead:
+        served.prewarm(x=torch.linspace(-1, 1, 12).view(4, 3), compare="all")
     return served
 
 
@@ -102,6 +104,26 @@ def test_an_explanation_names_the_breaks() -> None:
     assert pieces(lambda x: x + 1).explain(x=x).endswith("; graphs: 1, breaks: none")
 
 
+# What a break returns.
+
+
+def test_a_replay_retains_no_fresh_tensor() -> None:
+    """What a break makes at a replay is let go as soon as it was copied."""
+    made = Spy()
+
+    @eager_break
+    def note(x: Tensor) -> Tensor:
+        result = x * 2
+        made.append(weakref.ref(result))
+        return result
+
+    served = pieces(lambda x: note(x + 1) + 1)
+    made.clear()
+    agrees(served, times=3)
+    gc.collect()
+    assert [ref() for ref in made] == [None] * 6
+
+
 # Values that live across breaks.
 
 
@@ -157,7 +179,7 @@ def test_a_changed_result_is_no_answer(change: str, writes: bool) -> None:
         got = flip(x * 1)
         return x + steps + (got[0] if isinstance(got, (tuple, list)) else got).sum()
 
-    served = graphed(model, dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE", options=AT_ONCE)
+    served = pieces(model, ahead=False)
     for scale in (1.0, 2.0, 3.0):
         served(x=torch.full((4, 3), scale))
     assert served.last_decision.reason is Reason.EXACT
@@ -174,8 +196,7 @@ def test_a_changed_result_is_no_answer(change: str, writes: bool) -> None:
     assert float(steps) == 4.0
     # The next call compares the graph with eager once more; it fits again, and serves.
     for count, reason in ((5.0, Reason.VERIFIED_NOW), (6.0, Reason.EXACT)):
-        x = torch.ones(4, 3)
-        served(x=x)
+        served(x=torch.ones(4, 3))
         assert float(steps) == count
         assert served.last_decision.reason is reason
 
@@ -192,19 +213,16 @@ def test_what_a_break_keeps_for_later_parts_is_refused() -> None:
         fill(x + 1)
         return x + mask[0]
 
-    served = graphed(model, dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE", options=AT_ONCE)
-    x = torch.randn(4, 3)
-    assert torch.equal(served(x=x), x + (x + 1) * 2)
+    served = pieces(model, ahead=False)
+    check_calls(served, torch.randn(4, 3))
     assert served.last_decision.reason is Reason.CAPTURE_UNSAFE
     assert "return it from the break" in served.last_decision.detail
 
 
 def test_an_unsafe_operator_between_breaks_names_its_line() -> None:
     """Marks do not allow the parts around them more than a FULL capture does."""
-    served = graphed(
-        lambda x: host_scale(x) + x.sum().item(), dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE", options=AT_ONCE
-    )
-    served(x=torch.randn(4, 3))
+    served = pieces(lambda x: host_scale(x) + x.sum().item(), ahead=False)
+    check_calls(served, torch.randn(4, 3))
     assert served.last_decision.reason is Reason.CAPTURE_UNSAFE
     assert "test_piecewise.py" in served.last_decision.detail
 
@@ -215,9 +233,7 @@ def test_an_unsafe_operator_between_breaks_names_its_line() -> None:
 class Fuse:
     """A break that raises when it is told to."""
 
-    def __init__(self) -> None:
-        self.blown = False
-        self.only_in_capture = False
+    blown = only_in_capture = False
 
     @eager_break
     def __call__(self, x: Tensor) -> Tensor:
@@ -266,9 +282,8 @@ def test_a_model_that_catches_a_break_s_exception_gets_no_graph() -> None:
         except ValueError:
             return (x + 1) * 2 + 1
 
-    served = graphed(lambda x: model(x), dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE", options=AT_ONCE)
-    x = torch.randn(4, 3)
-    assert torch.equal(served(x=x), (x + 1) * 2 + 1)
+    served = pieces(model, ahead=False)
+    check_calls(served, torch.randn(4, 3))
     assert served.last_decision.reason is Reason.CAPTURE_UNSAFE
     assert "raised and the callable went on" in served.last_decision.detail
     assert not get_backend("cpu").is_capturing()
@@ -293,13 +308,13 @@ def test_an_inner_call_waits_for_no_one() -> None:
 def test_a_call_from_another_thread_waits_its_turn() -> None:
     """A call that comes from elsewhere while a break runs is served by a graph, after the break's replay."""
     started: list[threading.Thread] = []
-    other: list[tuple[Tensor, Reason]] = []
-    y = torch.randn(4, 3)
+    reasons: list[Reason] = []
 
+    @torch.no_grad()
     def elsewhere() -> None:
-        with torch.no_grad():
-            result = served(x=y)
-        other.append((result, served.last_decision.reason))
+        y = torch.randn(4, 3)
+        assert torch.equal(served(x=y), (y + 1) * 2 - y)
+        reasons.append(served.last_decision.reason)
 
     @eager_break
     def part(x: Tensor) -> Tensor:
@@ -314,9 +329,7 @@ def test_a_call_from_another_thread_waits_its_turn() -> None:
     x = torch.randn(4, 3)
     assert torch.equal(served(x=x), (x + 1) * 2 - x)
     started[0].join()
-    ((result, reason),) = other
-    assert torch.equal(result, (y + 1) * 2 - y)
-    assert reason is Reason.EXACT
+    assert reasons == [Reason.EXACT]
 
 
 def nested_wrappers(pool_is_shared: bool) -> tuple[CUDAGraphWrapper, CUDAGraphWrapper]:
@@ -341,60 +354,49 @@ def nested_wrappers(pool_is_shared: bool) -> tuple[CUDAGraphWrapper, CUDAGraphWr
 def test_a_break_may_call_another_graph(pool_is_shared: bool) -> None:
     """It is replayed where it has memory of its own, and runs eagerly where it shares the outer one's."""
     outer, inner = nested_wrappers(pool_is_shared)
-    hits, outer_hits = inner.get_stats().hits, outer.get_stats().hits
-    misses = inner.get_stats().reasons[Reason.INSIDE_REPLAY]
+    figures, outer_figures = inner.get_stats(), outer.get_stats()
+    hits, outer_hits, misses = figures.hits, outer_figures.hits, figures.reasons[Reason.INSIDE_REPLAY]
     for _ in range(3):
         x = torch.randn(4, 3)
         h = x + 1
         got = outer(x, batch_descriptor=ONE, cudagraph_runtime_mode=PIECEWISE)
         assert torch.equal(got, ((h * 3).sin() + h) * (x - 1))
-    assert inner.get_stats().hits == hits + (0 if pool_is_shared else 3)
-    assert inner.get_stats().reasons[Reason.INSIDE_REPLAY] == (misses + 3 if pool_is_shared else 0)
-    assert outer.get_stats().hits == outer_hits + 3
+    figures, outer_figures = inner.get_stats(), outer.get_stats()
+    assert figures.hits == hits + (0 if pool_is_shared else 3)
+    assert figures.reasons[Reason.INSIDE_REPLAY] == (misses + 3 if pool_is_shared else 0)
+    assert outer_figures.hits == outer_hits + 3
 
 
 # Streams.
 
 
-@pytest.fixture
-def side() -> Iterator[Stream]:
-    """Another stream."""
-    stream = get_backend("cpu").make_stream()
-    yield stream
-    stream.close()
-
-
-def overlapped(side: Stream, attention: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A break that gives attention to a side stream, works itself meanwhile, and joins before it ends."""
+def test_an_error_on_a_side_stream_is_the_break_s() -> None:
+    """It passes through the break, which works itself meanwhile and joins before it ends; the next call is served."""
     backend = get_backend("cpu")
+    side, blown = backend.make_stream(), [False]
 
     @eager_break
     def part(x: Tensor) -> Tensor:
         attended: list[Tensor] = []
+
+        def attention() -> None:
+            if blown[0]:
+                raise ValueError("no attention")
+            attended.append(x)
+
         side.wait_stream(backend.current_stream())
-        side.submit(lambda: attended.append(attention(x)))
+        side.submit(attention)
         own = x * 2
         backend.current_stream().wait_stream(side)
         return own + attended[0]
 
-    return lambda x: part(x + 1) * 2 - x
-
-
-def test_an_error_on_a_side_stream_is_the_break_s(side: Stream) -> None:
-    """It passes through the break, and the next call is served."""
-    blown = [False]
-
-    def attention(x: Tensor) -> Tensor:
-        if blown[0]:
-            raise ValueError("no attention")
-        return x
-
-    served = pieces(overlapped(side, attention))
+    served = pieces(lambda x: part(x + 1) * 2 - x)
     blown[0] = True
     with pytest.raises(ValueError, match="no attention"):
         served(x=torch.randn(4, 3))
     blown[0] = False
     agrees(served)
+    side.close()
 
 
 class Chooser(nn.Module):

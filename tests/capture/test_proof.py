@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import graphdispatch as gd
-from graphdispatch import Graphed, Reason, graphed
+from graphdispatch import Graphed, Reason
 
-from ..helpers import AT_ONCE, with_options
+from ..helpers import check_calls, check_rows, make
 
 
 def reason(step: Graphed[..., Any]) -> Reason:
@@ -56,14 +56,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_independent_rows_are_served_padded(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_independent_rows_are_served_padded(model: Callable[[], nn.Module], dtype: torch.dtype) -> None:
     """No model whose rows are independent is refused."""
-    model = make().to(dtype).eval()
-    step = gd.graphed(lambda x: model(x), dynamic={"x": 0}, sizes=(8,), options=AT_ONCE)
-    for rows in (5, 8, 3, 5, 3):
-        x = torch.randn(rows, 32).to(dtype)
-        torch.testing.assert_close(step(x), model(x), rtol=2e-2, atol=2e-2)
+    served = model().to(dtype).eval()
+    step = make(lambda x: served(x), sizes=(8,))
+    check_calls(step, *(torch.randn(rows, 32).to(dtype) for rows in (5, 8, 3, 5, 3)), rtol=2e-2, atol=2e-2)
     assert reason(step) is Reason.PADDED
     assert step.entries[0].proof.is_complete
 
@@ -85,14 +83,11 @@ def test_a_callable_may_refuse_numbers_that_no_batch_held(
     fn: Callable[[torch.Tensor], torch.Tensor], first: int
 ) -> None:
     """Such a failure says nothing about its rows; rows that depend on each other are found all the same."""
-    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
-    mixing = gd.graphed(lambda x: fn(x) - x.amax(0), dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
-    for rows in (first, 4, 3, 3, 2, 3):
-        x = torch.rand(rows, 3) * 7
-        assert torch.equal(step(x), fn(x))
-        assert torch.equal(mixing(x), fn(x) - x.amax(0))
-    assert reason(step) is Reason.PADDED
-    assert reason(mixing) is Reason.VERIFICATION_FAILED
+    batches = [torch.rand(rows, 3) * 7 for rows in (first, 4, 3, 3, 2, 3)]
+    for model, told in ((fn, Reason.PADDED), (lambda x: fn(x) - x.amax(0), Reason.VERIFICATION_FAILED)):
+        step = make(model, sizes=(4,))
+        check_calls(step, *batches)
+        assert reason(step) is told
 
 
 PLAIN = {"plain": lambda x: (x.softmax(-1).argmax(-1) > 1).to(torch.float32)}
@@ -101,7 +96,7 @@ PLAIN = {"plain": lambda x: (x.softmax(-1).argmax(-1) > 1).to(torch.float32)}
 @pytest.mark.parametrize("name", [*PARTICULAR, *PLAIN])
 def test_numbers_that_no_batch_held_are_not_tried_where_a_gpu_would_fail_for_good(name: str) -> None:
     """A GPU that meets a failing check, or an index out of range, is of no use to the process any more."""
-    step = gd.graphed((PARTICULAR | PLAIN)[name], dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    step = make((PARTICULAR | PLAIN)[name], sizes=(4,))
     step(torch.rand(4, 3))
     assert step.entries[0].program.limits_values is (name != "plain")
 
@@ -109,7 +104,7 @@ def test_numbers_that_no_batch_held_are_not_tried_where_a_gpu_would_fail_for_goo
 @pytest.mark.parametrize(("rows", "is_shared"), [(7, False), (1, False), (6, True), (2, True)])
 def test_few_rows_prove_nothing_for_other_sizes(rows: int, is_shared: bool) -> None:
     """One real row, or one of padding, proves its own graph alone."""
-    step = gd.graphed(nn.Linear(3, 3).eval(), dynamic={"input": 0}, sizes=(8, 16), options=AT_ONCE)
+    step = make(nn.Linear(3, 3).eval(), dynamic={"input": 0}, sizes=(8, 16))
     for count in (8, 8, 16, 16, rows):
         step(torch.randn(count, 3))
     first, second = step.entries
@@ -123,7 +118,7 @@ def test_few_rows_prove_nothing_for_other_sizes(rows: int, is_shared: bool) -> N
 
 def test_the_proof_says_what_changed() -> None:
     """The entry keeps it, and ``explain`` prints it."""
-    step = gd.graphed(lambda x: (x * 2, x - x.amax(0)), dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    step = make(lambda x: (x * 2, x - x.amax(0)), sizes=(4,))
     for rows in (4, 3):
         step(torch.rand(rows, 3))
     proof = step.entries[0].proof
@@ -146,13 +141,9 @@ def test_a_bounded_maximum_beside_a_cache(mode: str) -> None:
         cache[slots] = h
         return cache[slots]
 
-    options = gd.CUDAGraphOptions(padding_writes="allow")
-    step = gd.graphed(fn, dynamic={"x": 0, "slots": 0}, sizes=(4,), mode=mode, options=options.replace(capture_after=1))
-    for _ in range(3):
-        x, slots = torch.rand(3, 4) + 1, torch.randperm(8)[:3] + 1
-        assert torch.equal(step(x, slots), fn(x, slots))
-    x, slots = -torch.rand(3, 4) - 1, torch.tensor([1, 2, 3])
-    assert torch.equal(step(x, slots), fn(x, slots))
+    step = make(fn, dynamic={"x": 0, "slots": 0}, sizes=(4,), mode=mode, padding_writes="allow")
+    check_calls(step, *((torch.rand(3, 4) + 1, torch.randperm(8)[:3] + 1) for _ in range(3)))
+    check_calls(step, (-torch.rand(3, 4) - 1, torch.tensor([1, 2, 3])))
     assert not step.entries[0].proof.independent
     assert "small ones in the real rows" in step.entries[0].proof.perturbation
 
@@ -169,10 +160,8 @@ def test_groups_of_rows_are_compared_within_the_tolerance(mixes: bool) -> None:
         sums = torch.empty(len(ids), 48).index_copy(0, order, torch._grouped_mm(table[ids][order], experts, ends))
         return sums - sums.amax(0) if mixes else sums
 
-    step = gd.graphed(fn, dynamic={"ids": 0}, sizes=(8,), options=AT_ONCE)
-    for _ in range(5):
-        ids = torch.randint(0, 100, (5,))
-        assert torch.allclose(step(ids), fn(ids), rtol=1e-4, atol=1e-4)
+    step = make(fn, dynamic={"ids": 0}, sizes=(8,))
+    check_calls(step, *(torch.randint(0, 100, (5,)) for _ in range(5)), rtol=1e-4, atol=1e-4)
     assert reason(step) is (Reason.VERIFICATION_FAILED if mixes else Reason.PADDED)
     if not mixes:
         assert not step.entries[0].proof.deterministic
@@ -206,16 +195,12 @@ HOW: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", BY_IDS)
 def test_zeros_in_each_early_batch(name: str, how: str, ahead: bool) -> None:
     """Padding of zeros is neutral while each batch holds a zero, and later it is not."""
-    fn = BY_IDS[name]
-    step = gd.graphed(fn, dynamic={"x": 0, "ids": 0}, sizes=(4, 8), **with_options(HOW[how], capture_after=1))
+    step = make(BY_IDS[name], dynamic={"x": 0, "ids": 0}, sizes=(4, 8), **HOW[how])
     if ahead:
         step.prewarm(torch.randn(3, 3), torch.tensor([0, 3, 5]))
-    for _ in range(4):
-        x, ids = torch.randn(3, 3), torch.tensor([0, 3, 5])[torch.randperm(3)]
-        assert torch.equal(step(x, ids), fn(x, ids))
-    for rows in (3, 5, 1, 7, 2, 6) * 2:
-        x, ids = torch.randn(rows, 3), torch.randint(2, 9, (rows,))
-        assert torch.allclose(step(x, ids), fn(x, ids)), step.last_decision
+    check_calls(step, *((torch.randn(3, 3), torch.tensor([0, 3, 5])[torch.randperm(3)]) for _ in range(4)))
+    later = [(torch.randn(rows, 3), torch.randint(2, 9, (rows,))) for rows in (3, 5, 1, 7, 2, 6) * 2]
+    check_calls(step, *later, rtol=1e-5, atol=1e-8)
 
 
 BY_NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -230,34 +215,24 @@ BY_NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["served", "prewarmed"])
-@pytest.mark.parametrize("how", ["default", "rule", "left"])
+@pytest.mark.parametrize("pad", [{}, {"x": 0.0}, {"x": "leave"}], ids=["default", "rule", "left"])
 @pytest.mark.parametrize("name", BY_NUMBERS)
-def test_small_numbers_in_each_early_batch(name: str, how: str, ahead: bool) -> None:
+def test_small_numbers_in_each_early_batch(name: str, pad: Any, ahead: bool) -> None:
     """Padding of zeros is neutral while each batch holds numbers near zero, and later it is not."""
-    fn, numbers = BY_NUMBERS[name], torch.Generator().manual_seed(1)
-    pad: Any = {"default": {}, "rule": {"x": 0.0}, "left": {"x": "leave"}}[how]
-    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4, 8), options=AT_ONCE, pad=pad)
-    place = torch.tensor([[0.01], [1.0], [1.0]])
+    step, place = make(BY_NUMBERS[name], sizes=(4, 8), pad=pad), torch.tensor([[0.01], [1.0], [1.0]])
     if ahead:
-        step.prewarm(torch.rand(3, 3, generator=numbers) * 9 * place)
-    for _ in range(4):
-        x = torch.rand(3, 3, generator=numbers) * 9 * place[torch.randperm(3, generator=numbers)]
-        assert torch.equal(step(x), fn(x))
-    for rows in (3, 5, 1, 7, 2, 6) * 2:
-        x = torch.rand(rows, 3, generator=numbers) * 9 + 2
-        assert torch.allclose(step(x), fn(x)), step.last_decision
+        step.prewarm(torch.rand(3, 3) * 9 * place)
+    check_calls(step, *(torch.rand(3, 3) * 9 * place[torch.randperm(3)] for _ in range(4)))
+    check_calls(step, *(torch.rand(rows, 3) * 9 + 2 for rows in (3, 5, 1, 7, 2, 6) * 2), rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("kind", [torch.int64, torch.float32])
 def test_what_one_batch_hides_the_next_one_shows(kind: torch.dtype) -> None:
     """Numbers that may become indices come from batches. So padded ones are served after two that proved, at least."""
-    step = gd.graphed(lambda x: x + x.long().amin(), dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
-    for number in range(8):
-        x = torch.randint(2, 9, (3, 3)).to(kind)
-        if number < 2:
-            x[:, 0] = 0  # as padding is
-        assert torch.equal(step(x), x + x.long().amin()), (number, step.last_decision)
-    assert step.last_decision.reason is Reason.VERIFICATION_FAILED
+    step, batches = make(lambda x: x + x.long().amin(), sizes=(4,)), torch.randint(2, 9, (8, 3, 3)).to(kind)
+    batches[:2, :, 0] = 0  # as padding is
+    check_calls(step, *batches)
+    assert reason(step) is Reason.VERIFICATION_FAILED
 
 
 @pytest.mark.parametrize(
@@ -267,16 +242,11 @@ def test_what_one_batch_hides_the_next_one_shows(kind: torch.dtype) -> None:
 def test_a_gate_of_zeros_beside_several_dimensions(dynamic: Any, extreme: Callable[..., Tensor]) -> None:
     """Padding of both signs is tried in each place, so that an extreme over the batch shows behind the gate."""
     gate, sign = torch.zeros(1), -1 if extreme is torch.amin else 1
-
-    def fn(x: Tensor) -> Tensor:
-        return x + gate * extreme(x[:, 0], 0)
-
-    step = gd.graphed(fn, dynamic={"x": dynamic}, sizes=(4, 8), options=AT_ONCE)
+    step = make(lambda x: x + gate * extreme(x[:, 0], 0), dynamic={"x": dynamic}, sizes=(4, 8))
     for _ in range(6):
         step(sign * (torch.rand(2, 2) + 1))
     gate.fill_(1.0)
-    x = -sign * (torch.rand(2, 2) + 1)
-    assert torch.equal(step(x), fn(x)), step.last_decision
+    check_calls(step, -sign * (torch.rand(2, 2) + 1))
 
 
 def test_a_mask_of_other_numbers_later_keeps_the_proof() -> None:
@@ -287,39 +257,27 @@ def test_a_mask_of_other_numbers_later_keeps_the_proof() -> None:
         return (table[(x.abs() * 4).clamp(max=15).long()] * mask[:, :, None]).sum(1)
 
     dims = {0: "batch", 1: gd.Dim("seq", [4, 8])}
-    step = gd.graphed(fn, dynamic={"x": dims, "mask": {0: "batch", 1: "seq"}}, sizes=(2, 4), options=AT_ONCE)
-    for number in range(6):
-        x, mask = torch.randn(1, 1), torch.full((1, 1), 1.0 if number < 2 else 0.5)
-        assert torch.allclose(step(x, mask), fn(x, mask), atol=1e-6)
-    assert step.last_decision.reason is Reason.PADDED, step.last_decision
+    step = make(fn, dynamic={"x": dims, "mask": {0: "batch", 1: "seq"}})
+    masks = (1.0, 1.0, 0.5, 0.5, 0.5, 0.5)
+    check_calls(step, *((torch.randn(1, 1), torch.full((1, 1), mask)) for mask in masks), atol=1e-6)
+    assert reason(step) is Reason.PADDED, step.last_decision
 
 
 @pytest.mark.parametrize("rows", [(3, 3, 1, 1, 1, 3), (4, 1, 1, 4)])
 def test_one_row_of_an_output_with_gaps(rows: tuple[int, ...]) -> None:
     """A tensor of one element has any strides, and is compared all the same."""
-    step = gd.graphed(lambda x: (x * 2)[:, 0], dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
-    for count in rows:
-        x = torch.randn(count, 3)
-        assert torch.equal(step(x), x[:, 0] * 2)
-    assert step.last_decision.reason.is_graph, step.last_decision
+    step = make(lambda x: (x * 2)[:, 0], sizes=(4,))
+    check_rows(step, *rows)
+    assert reason(step).is_graph, step.last_decision
 
 
 @pytest.mark.parametrize("kind", [torch.int64, torch.bool, torch.float32])
-@pytest.mark.parametrize("how", ["default", "rule"])
-def test_each_early_mask_hides_something(kind: torch.dtype, how: str) -> None:
+@pytest.mark.parametrize("pad", [{}, {"mask": 0}], ids=["default", "rule"])
+def test_each_early_mask_hides_something(kind: torch.dtype, pad: dict[str, Any]) -> None:
     """Whether all is shown is a question to all rows, padding included."""
-
-    def fn(x: Tensor, mask: Tensor) -> Tensor:
-        return x * (1 + (mask == 1).all())
-
-    pad = {"pad": {"mask": 0}} if how == "rule" else {}
-    step = gd.graphed(fn, dynamic={"x": 0, "mask": 0}, sizes=(4,), **with_options(pad, capture_after=1))
-    for _ in range(4):
-        mask = torch.ones(3, 5).index_put_((torch.arange(3), torch.randperm(5)[:3]), torch.tensor(0.0)).to(kind)
-        x = torch.randn(3, 3)
-        assert torch.equal(step(x, mask), fn(x, mask))
-    x, mask = torch.randn(3, 3), torch.ones(3, 5).to(kind)
-    assert torch.equal(step(x, mask), fn(x, mask))
+    step = make(lambda x, mask: x * (1 + (mask == 1).all()), dynamic={"x": 0, "mask": 0}, sizes=(4,), pad=pad)
+    masks = [torch.ones(3, 5).index_put_((torch.arange(3), torch.randperm(5)[:3]), torch.tensor(0.0)) for _ in "four"]
+    check_calls(step, *((torch.randn(3, 3), mask.to(kind)) for mask in (*masks, torch.ones(3, 5))))
 
 
 BY_TOKENS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -336,19 +294,17 @@ BY_TOKENS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", BY_TOKENS)
 def test_along_a_sequence(name: str, rule: bool) -> None:
     """The same along a second dynamic dimension, where each early row holds a zero and hides a token."""
-    fn, numbers = BY_TOKENS[name], torch.Generator().manual_seed(1)
     seq = gd.Dim("seq", sizes=[8, 16], pad={"mask": 0} if rule else {})
-    dynamic = {"ids": {0: "batch", 1: seq}, "mask": {0: "batch", 1: "seq"}}
-    step = gd.graphed(fn, dynamic=dynamic, sizes=(2, 4), options=AT_ONCE)
+    step = make(BY_TOKENS[name], dynamic={"ids": {0: "batch", 1: seq}, "mask": {0: "batch", 1: "seq"}})
     for number in range(60):
-        rows, length = (int(torch.randint(low, high, (), generator=numbers)) for low, high in ((1, 5), (2, 17)))
-        ids = torch.randint(int(number >= 20), 50, (rows, length), generator=numbers)
+        rows, length = (int(torch.randint(low, high, ())) for low, high in ((1, 5), (2, 17)))
+        ids = torch.randint(int(number >= 20), 50, (rows, length))
         mask = torch.ones_like(ids)
         if number < 20:
             ids[:, 0] = 0
         if number < 30:
             mask[:, length // 2 :] = 0
-        assert torch.allclose(step(ids, mask), fn(ids, mask), atol=1e-5), (number, step.last_decision)
+        check_calls(step, (ids, mask), rtol=1e-5, atol=1e-5)
 
 
 def test_rows_that_do_not_depend_are_served() -> None:
@@ -358,13 +314,11 @@ def test_rows_that_do_not_depend_are_served() -> None:
         inside = (torch.arange(9) >= spans[:, :1]) & (torch.arange(9) < spans[:, 1:])
         return EMBEDDINGS[ids] + EMBEDDINGS[:1][kinds] + inside.float().sum(1, keepdim=True)
 
-    step = gd.graphed(fn, dynamic={"ids": 0, "spans": 0, "kinds": 0}, sizes=(4,), options=AT_ONCE)
+    step = make(fn, dynamic={"ids": 0, "spans": 0, "kinds": 0}, sizes=(4,))
     for _ in range(8):
         begin = torch.randint(0, 4, (3, 1))
         spans = torch.cat([begin, begin + torch.randint(1, 5, (3, 1))], 1)
-        ids = torch.randint(0, 50, (3,))
-        kinds = torch.zeros(3, dtype=torch.int64)
-        assert torch.equal(step(ids, spans, kinds), fn(ids, spans, kinds))
+        check_calls(step, (torch.randint(0, 50, (3,)), spans, torch.zeros(3, dtype=torch.int64)))
     assert step.entries[0].proof.independent
 
 
@@ -375,11 +329,9 @@ def test_narrow_types_are_served(kind: torch.dtype) -> None:
     def fn(x: Tensor, flags: Tensor) -> Tensor:
         return (x.to(torch.float32).to(torch.int64) % 5) * flags.to(torch.int64)
 
-    step = gd.graphed(fn, dynamic={"x": 0, "flags": 0}, sizes=(4,), options=AT_ONCE)
-    for _ in range(5):
-        x, flags = (torch.rand(3, 4) * 9).to(kind), torch.randint(0, 2, (3, 4)).to(kind)
-        assert torch.equal(step(x, flags), fn(x, flags))
-    assert step.last_decision.reason.is_graph, step.last_decision
+    step = make(fn, dynamic={"x": 0, "flags": 0}, sizes=(4,))
+    check_calls(step, *(((torch.rand(3, 4) * 9).to(kind), torch.randint(0, 2, (3, 4)).to(kind)) for _ in range(5)))
+    assert reason(step).is_graph, step.last_decision
 
 
 class Gate(nn.Module):
@@ -408,10 +360,6 @@ GATES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = {
 }
 
 
-def _turned(gate: Tensor) -> Tensor:
-    return ~gate if gate.dtype is torch.bool else gate + 1
-
-
 @pytest.mark.parametrize("rows", [3, 4], ids=["padded-first", "full-first"])
 @pytest.mark.parametrize("is_argument", [False, True], ids=["buffer", "argument"])
 @pytest.mark.parametrize("name", GATES)
@@ -422,19 +370,16 @@ def test_zeros_and_flags_hide_nothing(name: str, is_argument: bool, rows: int) -
     model = Gate(fn, gate.clone())
     step = gd.graphed((lambda x, a: fn(x, a)) if is_argument else model, dynamic={"x": 0}, sizes=[4])
 
-    def call(rows: int) -> None:
-        x = torch.randn(rows, 4)
-        got = step(x, model.gate.clone()) if is_argument else step(x)
-        assert torch.allclose(got, model(x)), step.last_decision
+    def check(*rows: int) -> None:
+        more = (model.gate.clone(),) if is_argument else ()
+        check_calls(step, *((torch.randn(one, 4), *more) for one in rows), rtol=1e-5, atol=1e-8)
 
-    for one in (rows, rows, rows, 3, 4, 3):
-        call(one)
-    assert step.last_decision.reason is Reason.VERIFICATION_FAILED
+    check(rows, rows, rows, 3, 4, 3)
+    assert reason(step) is Reason.VERIFICATION_FAILED
     assert ("argument 'a' holds other values" if is_argument else "tensor of shape") in step.last_decision.explain()
     assert torch.equal(model.gate, gate)
-    model.gate.copy_(_turned(gate))
-    for one in (3, 4, 4, 4, 2):
-        call(one)
+    model.gate.copy_(~gate if gate.dtype is torch.bool else gate + 1)
+    check(3, 4, 4, 4, 2)
     assert is_argument or step.stats.hits > 0
 
 
@@ -505,21 +450,17 @@ def _mixes(x: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
 
 def test_a_change_after_many_batches_is_compared() -> None:
     """After 40 padded batches with zeros others come: every answer is that of eager, and dependent rows are found."""
-    served = graphed(_mixes, dynamic={"x": 0, "kinds": 0}, sizes=[4])
-    for step in range(60):
-        x, kinds = torch.randn(3, 2), torch.full((3, 2), int(step >= 40))
-        torch.testing.assert_close(served(x, kinds), _mixes(x, kinds))
+    served = gd.graphed(_mixes, dynamic={"x": 0, "kinds": 0}, sizes=[4])
+    check_calls(served, *((torch.randn(3, 2), torch.full((3, 2), int(step >= 40))) for step in range(60)))
     assert served.stats.hits > 15
     assert served.stats.reasons[Reason.VERIFICATION_FAILED]
 
 
 def test_independent_rows_are_served_again() -> None:
     """A model of independent rows is compared once when the argument changes, and then served for any values of it."""
-    served = graphed(lambda x, kinds: x + kinds.float(), dynamic={"x": 0, "kinds": 0}, sizes=[4])
-    for step in range(60):
-        x = torch.randn(3, 2)
-        kinds = torch.randint(3, (3, 2)) if step >= 40 else torch.zeros(3, 2, dtype=torch.long)
-        assert torch.equal(served(x, kinds), x + kinds.float())
+    served = gd.graphed(lambda x, kinds: x + kinds.float(), dynamic={"x": 0, "kinds": 0}, sizes=[4])
+    kinds = [torch.randint(3, (3, 2)) * (step >= 40) for step in range(60)]
+    check_calls(served, *((torch.randn(3, 2), one) for one in kinds))
     assert served.stats.reasons[Reason.VERIFIED_NOW] < 25
     assert served.stats.hits > 30
 
@@ -532,10 +473,9 @@ def test_a_size_with_other_tensors_is_proven_by_itself() -> None:
         of_rows, of_weight = x.amax(0), weight.amax(0)
         return x + (of_rows if x.shape[0] > 8 else of_weight)
 
-    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(8, 16), options=AT_ONCE)
-    for rows, scale in ((8, 1), (8, 1), (6, 1), (6, 1), (16, 1), (16, 1), (12, 1), (12, 1), (12, -1), (12, -1)):
-        x = torch.rand(rows, 3) * scale
-        assert torch.equal(step(x), fn(x)), step.last_decision
+    step = make(fn, sizes=(8, 16))
+    check_calls(step, *(torch.rand(rows, 3) for rows in (8, 8, 6, 6, 16, 16, 12, 12)))
+    check_calls(step, -torch.rand(12, 3), -torch.rand(12, 3))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -543,10 +483,8 @@ def test_an_operand_of_compiled_code_is_not_compared() -> None:
     """Torch's packed weights of eight bits raise when they are; each size is proven by itself."""
     with torch.device("cpu"):
         model = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(8, 8)), {nn.Linear}, torch.qint8)
-    step = gd.graphed(model, dynamic={"input": 0}, sizes=(8, 16, 32), options=AT_ONCE)
-    for rows in (8, 16, 32) * 3:
-        x = torch.randn(rows, 8, device="cpu")
-        assert torch.equal(step(x), model(x))
+    step = make(model, dynamic={"input": 0}, sizes=(8, 16, 32))
+    check_calls(step, *(torch.randn(rows, 8, device="cpu") for rows in (8, 16, 32) * 3))
     assert step.captured_sizes == (8, 16, 32)
 
 
@@ -560,24 +498,14 @@ COMPARISONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("name", COMPARISONS)
 def test_a_comparison_of_two_arguments_over_rows_is_found(name: str) -> None:
     """Of which ordinary batches show nothing."""
-
-    def mixes(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x + COMPARISONS[name](x, y).float()
-
-    step = graphed(mixes, dynamic={"x": 0, "y": 0}, sizes=(8,), options=AT_ONCE)
-    for shift in (None, None, None, None, -1.0, 1.0):
-        x = torch.randn(5, 3)
-        y = torch.randn(5, 3) if shift is None else x + shift
-        assert torch.equal(step(x, y), mixes(x, y))
+    step = make(lambda x, y: x + COMPARISONS[name](x, y).float(), dynamic={"x": 0, "y": 0}, sizes=(8,))
+    check_calls(step, *((torch.randn(5, 3), torch.randn(5, 3)) for _ in range(4)))
+    check_calls(step, *((x, x + shift) for x, shift in zip(torch.randn(2, 5, 3), (-1.0, 1.0), strict=True)))
 
 
 def test_two_batches_that_each_hide_an_argument_prove_nothing_together() -> None:
     """One hides what padding of the one does, the other what that of the other does."""
-
-    def mixes(x: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return x + (ids.amin() * mask)[:, None]
-
-    step = graphed(mixes, dynamic={"x": 0, "ids": 0, "mask": 0}, sizes=(4,), options=AT_ONCE)
+    dynamic = {"x": 0, "ids": 0, "mask": 0}
+    step = make(lambda x, ids, mask: x + (ids.amin() * mask)[:, None], dynamic=dynamic, sizes=(4,))
     for ids, mask in ([0, 0], [1, 1]), ([0, 0], [1, 1]), ([3, 5], [0, 0]), ([3, 5], [1, 1]), ([4, 2], [0, 1]):
-        given = torch.randn(2, 3), torch.tensor(ids), torch.tensor(mask)
-        assert torch.equal(step(*given), mixes(*given))
+        check_calls(step, (torch.randn(2, 3), torch.tensor(ids), torch.tensor(mask)))

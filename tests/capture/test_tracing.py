@@ -2,7 +2,7 @@
 
 import cProfile
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 
 import graphdispatch as gd
 
-from ..helpers import HAS_CORE, check_rows, frames_of, recorded, run_python, with_options
+from ..helpers import HAS_CORE, Seen, check_rows, frames_of, make, recorded, run_python
 
 
 @pytest.fixture(autouse=True)
@@ -20,25 +20,14 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-class Seen:
-    """A backend that generates no code and counts what it is given."""
-
-    def __init__(self) -> None:
-        self.operators: list[str] = []
-
-    def __call__(self, module: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        self.operators += [node.name for node in module.graph.nodes if node.op.startswith("call")]
-        return module.forward
-
-
 def fn(x: torch.Tensor) -> torch.Tensor:
     """Twice."""
     return x * 2
 
 
-def served(**options: Any) -> gd.Graphed[..., torch.Tensor]:
+def served() -> gd.Graphed[..., torch.Tensor]:
     """A callable without graphs yet."""
-    return gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), **with_options(options, capture_after=1))
+    return make(fn, sizes=(4,))
 
 
 def test_a_cold_callable_captures_under_the_compiler() -> None:

@@ -9,27 +9,22 @@ import pytest
 import torch
 from torch import nn
 
-import graphdispatch as gd
-from graphdispatch import CUDAGraphOptions, Dim, Graphed, OutputView, Reason, graphed
+from graphdispatch import CUDAGraphOptions, Dim, Graphed, OutputView, Reason
 from graphdispatch.capture.compare import Tolerance, difference, tolerance_for
 from graphdispatch.engines import EntryState
-from graphdispatch.errors import ConfigError
 
-from ..helpers import AT_ONCE, Spy, check_rows, with_options
+from .. import helpers
+from ..helpers import Spy, assert_same, check_calls, check_rows
 
 
-def make(fn: Callable[[torch.Tensor], Any], **options: Any) -> Graphed[..., Any]:
+def make(fn: Callable[..., Any], **options: Any) -> Graphed[..., Any]:
     """A step of one size, four rows, captured at the first sighting."""
-    return graphed(fn, dynamic={"x": 0}, sizes=(4,), **with_options(options, capture_after=1))
+    return helpers.make(fn, **{"sizes": (4,)} | options)
 
 
 def reasons(step: Graphed[..., Any], *batches: torch.Tensor) -> list[Reason]:
     """The reason of each call."""
-    found = []
-    for batch in batches:
-        step(batch)
-        found.append(step.last_decision.reason)
-    return found
+    return [helpers.reason(step, batch) for batch in batches]
 
 
 def test_identical_batches_stay_pending() -> None:
@@ -63,7 +58,7 @@ def test_a_batch_made_of_a_call_may_show_a_difference() -> None:
     assert reasons(step, *[x] * 8) == [Reason.CAPTURED_NOW, *[Reason.EXACT] * 7]
     torch.set_num_threads(threads + 1)
     try:
-        assert torch.equal(step(x), x * (threads + 1))
+        check_calls(step, x)
         assert step.last_decision.reason is Reason.VERIFICATION_FAILED
     finally:
         torch.set_num_threads(threads)
@@ -87,14 +82,11 @@ def test_a_batch_repeated_as_a_whole_is_found_while_its_rows_are_nearly_alike() 
     scale = torch.tensor(1e-6)
     whole = make(lambda x: torch.cat([1 + x * scale] * 2), pad={"x": 0.0})
     together = make(lambda x: (1 + x * scale).repeat_interleave(2, 0), pad={"x": 0.0})
-    for rows in (4, 3, 3):
-        x = torch.randn(rows, 3)
-        assert torch.allclose(whole(x), torch.cat([1 + x * scale] * 2))
-        assert torch.allclose(together(x), (1 + x * scale).repeat_interleave(2, 0))
-    scale.fill_(1.0)
-    x = torch.randn(3, 3)
-    assert torch.equal(whole(x), torch.cat([1 + x] * 2))
-    assert torch.equal(together(x), (1 + x).repeat_interleave(2, 0))
+    for step in (whole, together):
+        scale.fill_(1e-6)
+        check_calls(step, *(torch.randn(rows, 3) for rows in (4, 3, 3)), rtol=1e-5, atol=1e-8)
+        scale.fill_(1.0)
+        check_rows(step, 3)
     assert (whole.stats.hits, together.stats.hits) == (0, 2)
 
 
@@ -123,11 +115,7 @@ def test_state_is_compared_too() -> None:
 def test_verification_can_be_switched_off() -> None:
     """With ``verify=False`` a graph serves from the second call, unproven."""
     step = make(lambda x: x * 2, options=CUDAGraphOptions(verify=False))
-    assert reasons(step, *torch.randn(2, 4, 3), torch.randn(2, 3)) == [
-        Reason.CAPTURED_NOW,
-        Reason.EXACT,
-        Reason.PADDED,
-    ]
+    assert reasons(step, *torch.randn(2, 4, 3), torch.randn(2, 3)) == [Reason.CAPTURED_NOW, Reason.EXACT, Reason.PADDED]
 
 
 def test_tolerance_is_the_users() -> None:
@@ -144,9 +132,8 @@ def test_rounding_has_its_remedy() -> None:
         return torch.linalg.svdvals(x)
 
     exact, loose = make(fn), make(fn, options=CUDAGraphOptions(rtol=1e-4))
-    for x in torch.randn(8, 4, 3, 3):
-        torch.testing.assert_close(exact(x), fn(x))
-        torch.testing.assert_close(loose(x), fn(x))
+    for step in (exact, loose):
+        check_calls(step, *torch.randn(8, 4, 3, 3), rtol=1.3e-6, atol=1e-5)
     assert "as rounding makes it; CUDAGraphOptions(rtol=0.0001) serves it" in exact.last_decision.explain()
     assert loose.last_decision.reason is Reason.EXACT
 
@@ -232,36 +219,22 @@ def test_rounding_of_sums_that_cancel_is_no_difference(dtype: torch.dtype, width
 
 def test_each_argument_must_tell_its_rows_apart() -> None:
     """A batch whose rows differ in another argument proves nothing about one whose rows are all alike."""
-
-    def mixes(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return x.flip(0) + ids[:, None]
-
-    step = graphed(
-        mixes, dynamic={"x": 0, "ids": 0}, sizes=(4,), options=AT_ONCE, pad={"x": "repeat_last", "ids": "zero"}
-    )
-    ids = torch.arange(1, 5)
-    for rows in (1, 1, 1, 3, 3, 2):
-        x = torch.randn(rows, 3)
-        assert torch.equal(step(x, ids[:rows]), mixes(x, ids[:rows]))
+    pad = {"x": "repeat_last", "ids": "zero"}
+    step = make(lambda x, ids: x.flip(0) + ids[:, None], dynamic={"x": 0, "ids": 0}, pad=pad)
+    check_calls(step, *((torch.randn(rows, 3), torch.arange(1, rows + 1)) for rows in (1, 1, 1, 3, 3, 2)))
 
 
 @pytest.mark.parametrize("others_differ", [True, False], ids=["others differ", "a dummy batch"])
 def test_a_constant_argument_does_not_keep_padded_batches_eager(others_differ: bool) -> None:
     """An argument that was alike and the same in 16 compared batches behind the captured one is taken for a constant.
     Where all are, a batch is one that was compared."""
-
-    def embed(ids: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
-        return (ids + kinds)[:, None] * 0.5
-
-    step = graphed(embed, dynamic={"ids": 0, "kinds": 0}, sizes=(4,), options=AT_ONCE)
+    step = make(lambda ids, kinds: (ids + kinds)[:, None] * 0.5, dynamic={"ids": 0, "kinds": 0})
     found = []
     for _ in range(20):
         ids = torch.randint(1, 9, (3,)) if others_differ else torch.zeros(3, dtype=torch.int64)
-        step(ids, torch.zeros(3, dtype=torch.int64))
-        found.append(step.last_decision.reason)
+        found.append(helpers.reason(step, ids, torch.zeros(3, dtype=torch.int64)))
     assert found[1:] == [Reason.VERIFIED_NOW] * 16 + [Reason.PADDED] * 3
-    ids = torch.tensor([3, 1, 2])
-    assert torch.equal(step(ids, torch.ones_like(ids)), embed(ids, torch.ones_like(ids)))
+    check_calls(step, (torch.tensor([3, 1, 2]), torch.ones(3, dtype=torch.int64)))
     assert step.last_decision.reason is Reason.VERIFIED_NOW
 
 
@@ -285,9 +258,8 @@ def test_a_hidden_change_is_found(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.ones(4, 2)
     with caplog.at_level(logging.WARNING, "graphdispatch"):
         answers = [step(x) for _ in range(3)]
-    assert torch.equal(answers[0], x * 2)  # within the interval the frozen value still answers
-    assert torch.equal(answers[1], x * 5)
-    assert torch.equal(answers[2], x * 5)
+    # Within the interval the frozen value still answers.
+    assert_same(answers, [x * 2, x * 5, x * 5])
     assert not step.entries
     assert "x (4, 2) torch.float32" in caplog.text
     assert "largest difference 3" in caplog.text
@@ -303,24 +275,10 @@ def test_calls_that_are_all_alike_are_verified(rows: int, batch: Callable[..., t
     """After some calls, be they of floats or integers, padded or not. The second padded one makes the proof, and of
     integers the third one, too."""
     step, x = make(lambda x: x * 2), batch(rows, 3)
-    for _ in range(ENOUGH):
-        assert torch.equal(step(x), x * 2)
+    check_calls(step, *[x] * ENOUGH)
     assert step.entries[0].state is EntryState.VERIFIED
     assert step.stats.hits == ENOUGH - 1 - (rows < 4) * (1 + (not x.is_floating_point()))
-    other = batch(rows, 3)
-    assert torch.equal(step(other), other * 2)
-
-
-def test_a_value_that_the_capture_froze_is_found() -> None:
-    """The comparison is a true one: a graph that is no longer what eager does goes, and calls run eagerly."""
-    hidden = Spy([2.0])  # no guard looks into it
-    step, x = make(lambda x: x * hidden[0]), torch.randn(4, 3)
-    step(x)
-    hidden[0] = 3.0
-    for _ in range(ENOUGH):
-        step(x)
-    assert torch.equal(step(x), x * 3)
-    assert step.last_decision.reason is Reason.VERIFICATION_FAILED
+    check_calls(step, batch(rows, 3))
 
 
 def test_the_comparison_leaves_no_effects() -> None:
@@ -349,19 +307,17 @@ def test_the_comparison_leaves_no_effects() -> None:
     assert [entry.state for entry in step.entries] == [EntryState.VERIFIED]
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-def test_zeros_tell_nothing_of_a_number_of_rows(dim: int) -> None:
+@pytest.mark.parametrize(
+    ("dim", "dynamic", "shapes"),
+    [(0, 0, [(2, 4), (3, 4)]), (1, {0: "batch", 1: Dim("length", sizes=[6])}, [(2, 2), (2, 3)])],
+    ids=["rows", "length"],
+)
+def test_zeros_tell_nothing_of_a_number_of_rows(dim: int, dynamic: Any, shapes: list[tuple[int, int]]) -> None:
     """A batch of zeros agrees with eager whatever branch the code takes; another batch made of it does not."""
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        return x * (2.0 if x.shape[dim] == 3 else 1.0)
-
-    shapes = [(2, 4), (3, 4)] if dim == 0 else [(2, 2), (2, 3)]
-    dynamic = {"x": {0: "batch", 1: Dim("length", sizes=[6])}} if dim else {"x": 0}
-    step = graphed(fn, dynamic=dynamic, sizes=(5,), options=AT_ONCE)
+    step = make(lambda x: x * (2.0 if x.shape[dim] == 3 else 1.0), dynamic={"x": dynamic}, sizes=(5,))
     step(torch.randn(shapes[0]))
     step(torch.zeros(shapes[1]))
-    check_rows(step, *[shapes[1][0]] * 4, width=shapes[1][1])
+    check_rows(step, *shapes[1:] * 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex128], ids=str)
@@ -376,7 +332,7 @@ def test_memory_that_nothing_wrote_is_not_compared(dtype: torch.dtype) -> None:
         state[:, 1] = 7
         return torch.cat([out, out], 1)
 
-    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    step = make(fn)
     for rows in (4, 4, 4, 3, 3, 3):
         x = torch.randn(rows, 3).mul(9).to(dtype)
         assert torch.equal(step(x)[:, 6:9], x)
@@ -394,23 +350,12 @@ def test_a_frozen_value_is_found_on_the_second_batch() -> None:
         out[:, :3] = x * hidden[0]
         return out
 
-    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
-    step(torch.randn(4, 3))
-    assert step.last_decision.reason is Reason.CAPTURED_NOW
+    step = make(fn)
+    assert reasons(step, torch.randn(4, 3)) == [Reason.CAPTURED_NOW]
     hidden[0] = 3.0
     x = torch.randn(4, 3)
     assert torch.equal(step(x)[:, :3], x * 3.0)
     assert step.last_decision.reason is Reason.VERIFICATION_FAILED
-
-
-FULL = gd.CUDAGraphMode.FULL
-
-
-@pytest.mark.parametrize("rows", [0, 9, True, 1.5])
-def test_rows_are_checked(rows: object) -> None:
-    """They are some of the descriptor's."""
-    with pytest.raises(ConfigError, match="rows must be how many of the descriptor's 8 tokens are real"):
-        gd.cudagraph_context(FULL, gd.BatchDescriptor(8), rows=rows).__enter__()  # type: ignore[arg-type]
 
 
 def _partly(x: torch.Tensor) -> torch.Tensor:
@@ -449,7 +394,7 @@ def test_deterministic_torch_fills_new_memory(name: str, toggled: bool) -> None:
     def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return BLANK[name](x), (x * 2).exp()
 
-    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    step = make(fn)
     try:
         for call in range(10):
             torch.use_deterministic_algorithms(not toggled or call >= 4)

@@ -10,8 +10,6 @@ import torch
 
 import graphdispatch as gd
 
-from ..helpers import scripted
-
 FULL = gd.CUDAGraphMode.FULL
 
 
@@ -55,8 +53,9 @@ def test_an_entry_does_not_keep_its_output_alive(weak: bool | None) -> None:
 
 
 def test_a_wrapper_has_every_attribute_of_its_runnable() -> None:
-    """Private ones of a module too; what neither has is an ``AttributeError``."""
-    wrapper = wrapped()
+    """Private ones of a module too, through all wrappers; what neither has is an ``AttributeError``."""
+    wrapper = gd.CUDAGraphWrapper(wrapped(), gd.CUDAGraphMode.PIECEWISE)
+    assert isinstance(wrapper.unwrap(), torch.nn.Linear)
     assert list(wrapper._parameters) == ["weight", "bias"]
     assert wrapper.in_features == 3
     with pytest.raises(AttributeError, match="nothing"):
@@ -78,21 +77,3 @@ def test_a_manager_s_entry_is_named_by_batch_size_and_sequence_length() -> None:
     other = manager.capture_graph(3, 7, lambda x: x * 3, {"x": (3, 5)})
     assert other.key == (4, 7)
     assert manager.num_graphs == 2
-
-
-class Refusing(gd.AdaptiveDispatchPolicy):
-    """A policy that never wants a graph."""
-
-    def should_use_graph(self, key: gd.DispatchKey, graph_available: bool) -> bool:
-        return False
-
-
-@pytest.mark.parametrize("hybrid", [True, False])
-def test_a_policy_s_no_is_final(hybrid: bool) -> None:
-    """Also where ``HYBRID`` is disabled, so that the policy does not choose the kind of graph."""
-    dispatcher = gd.CudagraphDispatcher(lambda: "eager", Refusing())
-    dispatcher.register_graph(gd.DispatchKey(8, 8), scripted(), input_ptrs=[])
-    if not hybrid:
-        dispatcher.disable_mode(gd.DispatchMode.HYBRID)
-    assert dispatcher.dispatch(gd.DispatchKey(8, 8)) == "eager"
-    assert dispatcher.stats.reasons[gd.Reason.POLICY] == 1

@@ -50,8 +50,3 @@ def test_the_command_and_the_licence_are_shipped(wheel: zipfile.ZipFile) -> None
     (command,) = project["scripts"].values()
     assert callable(pkgutil.resolve_name(command))
     assert any(name.endswith("LICENSE") for name in wheel.namelist())
-
-
-def test_the_source_is_marked_as_typed() -> None:
-    """An editable installation has the marker too."""
-    assert (ROOT / "src" / "graphdispatch" / "py.typed").is_file()

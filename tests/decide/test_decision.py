@@ -20,12 +20,15 @@ def table(chosen: tuple[int, ...], *, pad_batches: bool = True) -> SizeTable:
 
 @given(sizes, st.integers(1, 70))
 def test_a_batch_goes_to_the_smallest_size_that_holds_it(chosen: tuple[int, ...], rows: int) -> None:
-    """Each number of rows up to the largest size has a graph; one above has none."""
+    """Each number of rows up to the largest size has a graph, whose descriptor it gets; one above has none."""
     decision = table(chosen).decide(rows)
     fitting = [size for size in chosen if size >= rows]
     assert decision.mode is (FULL if fitting else NONE)
     assert decision.size == (fitting[0] if fitting else rows)
     assert decision.rows == rows
+    assert decision.descriptor == (BatchDescriptor(fitting[0]) if fitting else None)
+    wanted = Reason.EXACT if rows in chosen else Reason.PADDED if fitting else Reason.ABOVE_LARGEST_SIZE
+    assert decision.reason is wanted
 
 
 lengths = st.tuples(st.integers(1, 9), st.integers(1, 9))
@@ -52,13 +55,6 @@ def test_served_rows_are_a_partition(chosen: tuple[int, ...]) -> None:
     assert served == list(range(1, made.largest + 1))
 
 
-@pytest.mark.parametrize(("rows", "reason"), [(4, Reason.EXACT), (3, Reason.PADDED)])
-def test_the_reason_tells_whether_rows_were_added(rows: int, reason: Reason) -> None:
-    """A full batch and a padded one are told apart; the descriptor is of the graph, not of the batch."""
-    decision = table((2, 4)).decide(rows)
-    assert (decision.reason, decision.descriptor) == (reason, BatchDescriptor(4))
-
-
 @pytest.mark.parametrize(
     ("chosen", "rows", "reason"),
     [
@@ -83,14 +79,12 @@ def test_without_padding_only_exact_sizes_are_served() -> None:
     ("decision", "line"),
     [
         (table((40,)).decide(37), "FULL graph, 37 -> 40 rows, 7.5 % padding"),
-        (table((40,)).decide(40), "FULL graph, 40 rows"),
         (table((1,)).decide(1), "FULL graph, 1 row"),
         (
             Decision.eager(Reason.VERIFICATION_FAILED, 1, "output 0 differs"),
             "eager, 1 row: output 0 differs; where padding is the cause, call eval(), give a mask or a pad rule, or "
             "have a size for it (sizes=)",
         ),
-        (Decision.eager(Reason.POLICY, 3), "eager, 3 rows: the dispatch policy chose eager"),
         (Decision.eager(Reason.CAPTURE_FAILED, 0, "no luck"), "eager: no luck"),
         (
             Decision(FULL, BatchDescriptor(4), 4, Reason.FIRST_SIGHTING, 4),

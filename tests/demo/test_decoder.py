@@ -82,16 +82,6 @@ def test_sequences_do_not_see_each_other() -> None:
     torch.testing.assert_close(decoder(*rows(*second, *first))[4:], alone)
 
 
-def test_padding_rows_write_to_the_scratch_slot_only() -> None:
-    """Rows on the scratch slot leave the cache of every request as it was, and the logits of the others too."""
-    decoder = Decoder(CONFIG, slots=2)
-    expected = decoder(*rows((3, 0, 0)))
-    cache = decoder.cache_keys[:, :2].clone()
-    padded = decoder(*rows((3, 0, 0), (0, decoder.scratch_slot, 0), (0, decoder.scratch_slot, 0)))
-    torch.testing.assert_close(padded[:1], expected)
-    torch.testing.assert_close(decoder.cache_keys[:, :2], cache)
-
-
 def test_a_twin_shares_weights_and_not_the_cache() -> None:
     """Twins have one set of parameters in memory and a cache each."""
     decoder = Decoder(CONFIG, slots=1)

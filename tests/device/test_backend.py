@@ -1,9 +1,8 @@
 """The backend over ``torch.accelerator`` on the test device: the hazards are harmless, and what fails is said."""
 
-import subprocess
-import sys
 import threading
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,9 +17,8 @@ from graphdispatch.backends.insight import OperatorMode, reveal_operators
 from graphdispatch.engines import StreamDispatcher
 from graphdispatch.errors import BackendError, CaptureError, DeviceLostError, ReplayError
 
-from ..helpers import assert_served, compiled_operator, may_capture
+from ..helpers import AT_ONCE, assert_served, compiled_operator, in_threads, may_capture, run_python
 
-AT_ONCE = CUDAGraphOptions(capture_after=1)
 TRUST = CUDAGraphOptions(verify=False)
 MIB = 1 << 20
 
@@ -324,11 +322,7 @@ def test_threads_on_one_stream_go_back_to_their_own(backend: Backend) -> None:
             shared.submit(lambda: (inside[1].set(), left.wait(30)))
             after.append(backend.current_stream() == own)
 
-    threads = [threading.Thread(target=one) for one in (leaves_first, leaves_last)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(leaves_first, leaves_last)
     assert after == [True, True]
 
 
@@ -350,7 +344,7 @@ def test_a_call_that_another_thread_records_is_refused(backend: Backend, gradien
 
     def call(stream: Stream) -> None:
         try:
-            with backend.use_stream(stream):
+            with torch.enable_grad(), backend.use_stream(stream):
                 results.append(step(x).detach().cpu())
         except BackendError as error:
             results.append(str(error))
@@ -359,9 +353,7 @@ def test_a_call_that_another_thread_records_is_refused(backend: Backend, gradien
     capture = backend.begin_capture(backend.make_pool())
     try:
         for stream in streams:
-            thread = threading.Thread(target=call, args=[stream])
-            thread.start()
-            thread.join()
+            in_threads(partial(call, stream))
     finally:
         capture.abort()
     assert "another thread is capturing" in results[0]
@@ -386,7 +378,7 @@ assert not [name for name in sys.modules if "backends.accelerator" in name], sys
 
 def test_nobody_loads_it_unasked() -> None:
     """The import of the library, and a call on the CPU, leave it where it is."""
-    subprocess.run([sys.executable, "-c", NOT_LOADED], check=True, timeout=120)
+    run_python("-c", NOT_LOADED)
 
 
 NO_GRAPHS = """
@@ -403,5 +395,4 @@ except CaptureError as error:
 
 def test_a_device_without_graphs_is_refused_in_words() -> None:
     """With what to install."""
-    done = subprocess.run([sys.executable, "-c", NO_GRAPHS], check=True, timeout=120, capture_output=True, text=True)
-    assert "has no graphs for 'cuda' devices; install a newer one" in done.stdout
+    assert "has no graphs for 'cuda' devices; install a newer one" in run_python("-c", NO_GRAPHS)

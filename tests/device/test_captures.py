@@ -1,12 +1,13 @@
 """What ``torch.accelerator.Graph`` captures on the device, and what it refuses, as CUDA does."""
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from queued_device import DEVICE, delays
+
+from ..helpers import in_threads
 
 Graph = torch.accelerator.Graph
 
@@ -181,9 +182,7 @@ def test_the_mode_says_whom_a_capture_forbids_to_wait(mode: Any, is_refused: boo
             errors.append(error)
 
     def fn() -> None:
-        thread = threading.Thread(target=wait)
-        thread.start()
-        thread.join()
+        in_threads(wait)
         x + 1
 
     if is_refused:
@@ -192,13 +191,3 @@ def test_the_mode_says_whom_a_capture_forbids_to_wait(mode: Any, is_refused: boo
     else:
         captured(fn, capture_error_mode=mode)
     assert len(errors) == is_refused
-
-
-def test_an_empty_graph_is_one() -> None:
-    """It has a pool, and does nothing."""
-    graph, _ = captured(lambda: None)
-    assert graph.pool() != (0, 0)
-    graph.replay()
-    graph.reset()
-    with pytest.raises(RuntimeError, match="holds no capture"):
-        graph.replay()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from queued_device import DEVICE, fail_after, limit_memory, lose, pool_bytes, recover
+from queued_device import DEVICE, fail_after, limit_memory, lose, recover
 
 from .test_captures import captured, x_of
 
@@ -83,31 +83,3 @@ def test_memory_runs_out_and_the_cache_is_emptied_first() -> None:
     del x
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(5 * MIB, dtype=torch.uint8, device=DEVICE)
-
-
-def test_blocks_are_split_and_joined() -> None:
-    """Released blocks of a stream make room for a larger one."""
-    stream = torch.Stream(DEVICE)
-    torch.accelerator.empty_cache()
-    before = torch.accelerator.memory_reserved()
-    with stream:
-        parts = [torch.empty(MIB // 4, dtype=torch.uint8, device=DEVICE) for _ in range(4)]
-        whole = parts[0].data_ptr()
-        del parts
-        assert torch.empty(MIB, dtype=torch.uint8, device=DEVICE).data_ptr() == whole
-    assert torch.accelerator.memory_reserved() - before == MIB
-
-
-def test_a_pool_keeps_its_memory_until_its_last_graph() -> None:
-    """Then it goes with the cache."""
-    x, stream = x_of(), torch.Stream(DEVICE)
-    one, _ = captured(lambda: x + 1, stream)
-    handle = one.pool()
-    other, _ = captured(lambda: x + 2, stream, pool=handle)
-    del _
-    one.reset()
-    torch.accelerator.empty_cache()
-    assert pool_bytes(handle) == MIB
-    other.reset()
-    torch.accelerator.empty_cache()
-    assert pool_bytes(handle) == 0

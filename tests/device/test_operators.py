@@ -1,6 +1,5 @@
 """The operators of the device are the CPU's, later."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -41,18 +40,6 @@ def test_an_operator_is_the_cpus(fn: Callable[[torch.Tensor], Any]) -> None:
     torch.testing.assert_close(on_host(fn(x.to(DEVICE))), fn(x))
 
 
-def test_a_module_runs_and_learns() -> None:
-    """With weights that were copied, and gradients."""
-    module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.GELU(), torch.nn.Linear(8, 1))
-    there = copy.deepcopy(module).to(DEVICE)
-    x = torch.randn(3, 4)
-    with torch.enable_grad():
-        module(x).sum().backward()
-        there(x.to(DEVICE)).sum().backward()
-    for one, other in zip(module.parameters(), there.parameters(), strict=True):
-        torch.testing.assert_close(other.grad.cpu(), one.grad)
-
-
 @pytest.mark.parametrize(
     ("fn", "words"),
     [
@@ -69,29 +56,3 @@ def test_a_wrong_argument_is_refused_at_once(fn: Callable[[torch.Tensor], Any], 
     with pytest.raises(RuntimeError, match=words):
         fn(x)
     assert x.sum().item() == 16
-
-
-def test_random_numbers_come_of_the_seed() -> None:
-    """The same numbers from the same state, in whatever way they are drawn."""
-    draws = [
-        lambda: torch.rand(5, device=DEVICE),
-        lambda: torch.randn(5, device=DEVICE),
-        lambda: torch.randint(9, (5,), device=DEVICE),
-        lambda: torch.nn.functional.dropout(torch.ones(50, device=DEVICE)),
-        lambda: torch.multinomial(torch.ones(9, device=DEVICE), 3),
-    ]
-    for draw in draws:
-        torch.manual_seed(3)
-        one, other = draw(), draw()
-        torch.manual_seed(3)
-        assert torch.equal(draw(), one)
-        assert not torch.equal(one, other)
-
-
-def test_a_generator_of_its_own() -> None:
-    """Draws of one leave the default one as it is."""
-    own = torch.Generator(DEVICE).manual_seed(1)
-    before = torch.get_device_module(DEVICE).get_rng_state()
-    one = torch.rand(4, device=DEVICE, generator=own)
-    assert torch.equal(torch.get_device_module(DEVICE).get_rng_state(), before)
-    assert torch.equal(torch.rand(4, device=DEVICE, generator=own.manual_seed(1)), one)

@@ -27,7 +27,7 @@ from graphdispatch.engines import (
 from graphdispatch.errors import ConfigError
 from graphdispatch.testing import MockCUDAGraph
 
-from ..helpers import double, scripted
+from ..helpers import double, in_threads, scripted
 
 EAGER, FULL, PIECEWISE, HYBRID = DispatchMode.EAGER, DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE, DispatchMode.HYBRID
 KEY, OTHER = DispatchKey(4, 4), DispatchKey(8, 8)
@@ -159,33 +159,36 @@ def test_a_disabled_mode_is_not_used() -> None:
 
 @pytest.mark.parametrize(("mode", "answer"), [(FULL, "full"), (PIECEWISE, "piecewise"), (EAGER, "eager")])
 def test_hybrid_asks_the_policy(mode: DispatchMode, answer: str) -> None:
-    """It picks among the modes that could serve the key, eager always among them; that is no fallback, and counted."""
+    """It picks among the modes that could serve the key, eager always among them; that is no fallback, and counted.
+
+    Without it the policy is not asked: a full graph goes first.
+    """
     policy = Chooses(mode)
     dispatcher = both(policy)
     assert dispatcher.dispatch(KEY) == answer
     assert policy.offered == [{FULL, PIECEWISE, EAGER}]
     assert (dispatcher.stats.reasons[Reason.POLICY], dispatcher.stats.fallbacks) == (answer == "eager", 0)
+    dispatcher.disable_mode(HYBRID)
+    assert dispatcher.dispatch(KEY) == "full"
+    assert len(policy.offered) == 1
     only_full = over((KEY, scripted("full")), runner=eager, policy=policy)
     assert only_full.dispatch(KEY) == ("full" if mode is FULL else "eager")  # a mode that was not offered is eager
 
 
-def test_the_policy_is_asked_whether_at_all() -> None:
-    """``should_use_graph`` has its say, whatever ``select_mode`` would answer, and the default policy has limits."""
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_the_policy_is_asked_whether_at_all(hybrid: bool) -> None:
+    """``should_use_graph`` has its say, whatever ``select_mode`` would answer, and the default policy has limits.
+
+    So it is where ``HYBRID`` is disabled, and the policy does not choose the kind of graph.
+    """
     prefill = KEY._replace(is_prefill=True)
     dispatcher = over((KEY, scripted()), (prefill, scripted()), runner=eager, policy=Chooses(FULL))
+    if not hybrid:
+        dispatcher.disable_mode(HYBRID)
     assert [dispatcher.dispatch(key) for key in (KEY, prefill)] == ["graph", "eager"]
     dispatcher.policy = DefaultDispatchPolicy(max_tokens_for_graph=3)
     assert dispatcher.dispatch(KEY) == "eager"
     assert dispatcher.stats.reasons == {Reason.POLICY: 2}
-
-
-def test_without_hybrid_the_policy_is_not_asked() -> None:
-    """A full graph goes first, then piecewise."""
-    policy = Chooses(EAGER)
-    dispatcher = both(policy)
-    dispatcher.disable_mode(HYBRID)
-    assert dispatcher.dispatch(KEY) == "full"
-    assert policy.offered == []
 
 
 def test_other_addresses_run_eagerly() -> None:
@@ -496,12 +499,7 @@ def test_a_runner_may_register_while_it_is_compared() -> None:
         published.set()
 
     comparing = True
-    threads = [threading.Thread(target=target, daemon=True) for target in (replace, lambda: serve(dispatcher))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-    assert not any(thread.is_alive() for thread in threads)
+    in_threads(replace, lambda: serve(dispatcher))
     assert (dispatcher.get_graph(KEY), dispatcher.has_graph(OTHER)) == (newer, True)
 
 
@@ -516,18 +514,13 @@ def test_an_entry_of_another_function_is_compared_with_the_runner() -> None:
     assert dispatcher.stats.reasons[Reason.VERIFICATION_FAILED]
 
 
-def test_a_policy_is_one() -> None:
-    """None is the default policy; another one may take its place at any time, as elsewhere in this file."""
-    assert isinstance(CudagraphDispatcher(double).policy, DefaultDispatchPolicy)
-    with pytest.raises(ConfigError, match="policy must be"):
-        CudagraphDispatcher(double, "fast")  # type: ignore[arg-type]
-
-
 def test_a_policy_is_replaced_at_any_time() -> None:
     """None is the default one; anything else is refused at once, and nothing changes."""
     dispatcher = CudagraphDispatcher(double, policy=DefaultDispatchPolicy(min_tokens_for_graph=4))
     dispatcher.policy = None
     assert isinstance(dispatcher.policy, DefaultDispatchPolicy)
+    with pytest.raises(ConfigError, match="policy must be"):
+        CudagraphDispatcher(double, "fast")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="policy must be"):
         dispatcher.policy = "fast"
     assert dispatcher.policy.should_use_graph(DispatchKey(1, 1), graph_available=True)

@@ -1,6 +1,6 @@
 """A policy that learns is told how long steps took, and acts on it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -39,29 +39,35 @@ class Notes(DefaultDispatchPolicy):
 KEY, OTHER = DispatchKey(4, 4), DispatchKey(8, 8)
 
 
-def behind(front_end: str, policy: DispatchPolicy, runner: Callable[..., Any]) -> tuple[CudagraphDispatcher, Any]:
-    """A dispatcher with that policy, and what calls go to."""
-    one: CudagraphDispatcher = (
-        StreamDispatcher(runner, 2, policy=policy, backend=get_backend("cpu"))
-        if "streams" in front_end
-        else CudagraphDispatcher(runner, policy)
-    )
-    called: Any = one
-    for _ in range(front_end.count("composite")):
-        outer = CompositeDispatcher()
-        outer.add_dispatcher("member", called)
-        called = outer
-    return one, called
+Behind = Callable[[DispatchPolicy, Callable[..., Any]], tuple[CudagraphDispatcher, Any]]
 
 
-FRONT_ENDS = ["plain", "streams", "composite", "streams in composite", "composite in composite"]
+@pytest.fixture(params=["plain", "streams", "composite", "streams in composite", "composite in composite"])
+def behind(request: pytest.FixtureRequest) -> Iterator[Behind]:
+    """Makes a dispatcher with that policy, and what calls go to."""
+    closing: list[StreamDispatcher] = []
+
+    def make(policy: DispatchPolicy, runner: Callable[..., Any]) -> tuple[CudagraphDispatcher, Any]:
+        one = CudagraphDispatcher(runner, policy)
+        if "streams" in request.param:
+            one = StreamDispatcher(runner, 2, policy=policy, backend=get_backend("cpu"))
+            closing.append(one)
+        called: Any = one
+        for _ in range(request.param.count("composite")):
+            outer = CompositeDispatcher()
+            outer.add_dispatcher("member", called)
+            called = outer
+        return one, called
+
+    yield make
+    for streams in closing:
+        streams.close()
 
 
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
-def test_a_policy_learns_behind_every_dispatcher(front_end: str) -> None:
+def test_a_policy_learns_behind_every_dispatcher(behind: Behind) -> None:
     """Graphs and eager steps are told, once each; a comparison takes longer than either, and is not."""
     policy = Notes()
-    one, called = behind(front_end, policy, lambda x: x * 2)
+    one, called = behind(policy, lambda x: x * 2)
     one.register_graph(KEY, CUDAGraphRegistry().capture(4, 1, lambda x: x * 2, {"x": (4, 3)}))
     for _ in range(4):
         x = torch.randn(4, 3)
@@ -71,12 +77,9 @@ def test_a_policy_learns_behind_every_dispatcher(front_end: str) -> None:
     assert one.stats.reasons == {Reason.VERIFIED_NOW: 1, Reason.ABOVE_LARGEST_SIZE: 2}
     assert called.stats.total == 6
     assert policy.told == [DispatchMode.CUDAGRAPH] * 3 + [DispatchMode.EAGER] * 2
-    if isinstance(one, StreamDispatcher):
-        one.close()
 
 
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
-def test_no_policy_is_told_of_a_step_that_raised(front_end: str) -> None:
+def test_no_policy_is_told_of_a_step_that_raised(behind: Behind) -> None:
     """It is counted all the same, once; ``policy`` may be replaced at any time."""
 
     def positive(x: torch.Tensor) -> torch.Tensor:
@@ -85,7 +88,7 @@ def test_no_policy_is_told_of_a_step_that_raised(front_end: str) -> None:
         return x
 
     policy = Notes()
-    one, called = behind(front_end, DefaultDispatchPolicy(), positive)
+    one, called = behind(DefaultDispatchPolicy(), positive)
     one.policy = policy
     with pytest.raises(ValueError, match="no"):
         called.dispatch(KEY, -torch.ones(4, 3))
@@ -93,18 +96,13 @@ def test_no_policy_is_told_of_a_step_that_raised(front_end: str) -> None:
     assert one.stats.reasons == {Reason.NOT_CAPTURED: 1}
     called.dispatch(KEY, torch.ones(4, 3))
     assert policy.told == [DispatchMode.EAGER]
-    if isinstance(one, StreamDispatcher):
-        one.close()
 
 
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
-def test_a_replay_that_failed_half_way_is_counted_once_and_told_to_nobody(front_end: str) -> None:
+def test_a_replay_that_failed_half_way_is_counted_once_and_told_to_nobody(behind: Behind) -> None:
     """The error says that the call had effects, and nothing else runs."""
     policy = Notes()
-    one, called = behind(front_end, policy, lambda: "eager")
+    one, called = behind(policy, lambda: "eager")
     one.register_graph(KEY, scripted(on_replay=lambda: torch.zeros(2) + torch.zeros(3)))
     with pytest.raises(ReplayError, match="failed to replay"):
         called.dispatch(KEY)
     assert (policy.told, one.stats.reasons) == ([], {Reason.REPLAY_FAILED: 1})
-    if isinstance(one, StreamDispatcher):
-        one.close()

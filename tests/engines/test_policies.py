@@ -90,30 +90,23 @@ def chosen(policy: AdaptiveDispatchPolicy, tokens: int) -> DispatchMode:
     return policy.select_mode(DispatchKey(tokens, 1), BOTH)
 
 
-def test_one_outlier_does_not_turn_a_decision() -> None:
-    """A single stall of a hundred times the usual cost leaves the choice as it was; a change is followed at once."""
-    policy = AdaptiveDispatchPolicy()
-    feed(policy, EAGER, 8, 2.0)
-    feed(policy, GRAPH, 8, 1.0)
-    feed(policy, GRAPH, 8, 100.0, 1)
-    assert chosen(policy, 8) is GRAPH
-    feed(policy, GRAPH, 8, 3.0, 3)
-    assert chosen(policy, 8) is EAGER
+HISTORIES: dict[str, tuple[int, list[tuple[DispatchMode, float, int]], DispatchMode]] = {
+    "one outlier": (1000, [(EAGER, 2.0, 20), (GRAPH, 1.0, 20), (GRAPH, 100.0, 1)], GRAPH),
+    "a change": (1000, [(EAGER, 2.0, 20), (GRAPH, 1.0, 20), (GRAPH, 100.0, 1), (GRAPH, 3.0, 3)], EAGER),
+    "after latencies that never vary": (2, [(EAGER, 2.0, 20), (GRAPH, 1.0, 3000), (GRAPH, 5.0, 3)], EAGER),
+    "half a percent": (10_000, [(EAGER, 0.995, 1), (GRAPH, 1.0, 1)] * 3000, GRAPH),
+}
+"""By name: how many records are kept, costs by mode with how often each was recorded, and the mode that is chosen."""
 
 
-def test_a_mode_that_became_slow_is_dropped_and_gets_another_chance() -> None:
-    """A graph that became twenty times slower is left for eager within a few records, and is tried again later."""
-    policy = AdaptiveDispatchPolicy()
-    key = DispatchKey(8, 1)
-    feed(policy, EAGER, 8, 1.0)
-    feed(policy, GRAPH, 8, 0.5)
-    feed(policy, GRAPH, 8, 20.0, 8)
-    assert chosen(policy, 8) is EAGER
-    tried = []
-    for _ in range(8000):
-        tried.append(policy.select_mode(key, BOTH))
-        policy.record(key, tried[-1], 1.0 if tried[-1] is EAGER else 20.0)
-    assert 1 <= tried.count(GRAPH) <= 5
+@pytest.mark.parametrize("name", HISTORIES)
+def test_what_a_decision_follows(name: str) -> None:
+    """A change, at once; neither a single stall of a hundred times the usual cost nor a small difference."""
+    history_size, history, expected = HISTORIES[name]
+    policy = AdaptiveDispatchPolicy(history_size)
+    for mode, cost, times in history:
+        feed(policy, mode, 8, cost, times)
+    assert chosen(policy, 8) is expected
 
 
 def test_trials_stay_within_their_budget() -> None:
@@ -197,24 +190,6 @@ def test_a_dispatcher_that_asks_first_tries_graphs_again() -> None:
         policy.record(key, served[-1], 1.0 if served[-1] is EAGER else 3.0)
     assert served[0] is GRAPH
     assert 1 <= served[500:].count(GRAPH) <= 10
-
-
-def test_a_small_difference_does_not_turn_a_decision() -> None:
-    """Eager that is half a percent faster does not displace the graph, however often it is measured."""
-    policy = AdaptiveDispatchPolicy(10_000)
-    for _ in range(3000):
-        feed(policy, EAGER, 8, 0.995, 1)
-        feed(policy, GRAPH, 8, 1.0, 1)
-    assert chosen(policy, 8) is GRAPH
-
-
-def test_latencies_that_never_vary_do_no_harm() -> None:
-    """A change after three thousand equal latencies is still noticed."""
-    policy = AdaptiveDispatchPolicy(2)
-    feed(policy, EAGER, 8, 2.0)
-    feed(policy, GRAPH, 8, 1.0, 3000)
-    feed(policy, GRAPH, 8, 5.0, 3)
-    assert chosen(policy, 8) is EAGER
 
 
 def test_all_kinds_of_graphs_are_tried() -> None:

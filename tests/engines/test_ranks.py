@@ -17,6 +17,8 @@ from graphdispatch.engines import Agreement, RankConsensus, RankVote
 from graphdispatch.engines.ranks import merge_votes
 from graphdispatch.errors import ConfigError
 
+from ..helpers import run_python
+
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("rank_worker.py")
 HANG_S = 120
@@ -199,10 +201,8 @@ def test_after_a_failure_nothing_is_agreed(four: list[dict[str, Any]]) -> None:
 
 def test_the_tensor_parallel_example_runs() -> None:
     """Two ranks decode with all-reduces inside their graphs, and agree with eager within the example's tolerance."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     example = [str(ROOT / "examples" / "tensor_parallel.py"), "--device", "cpu", "--steps", "24"]
-    done = subprocess.run([*launcher, *example], capture_output=True, text=True, timeout=HANG_S, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = sorted(done.stdout.splitlines())
+    lines = sorted(run_python(*launcher, *example).splitlines())
     assert [line.split(" of ")[0] for line in lines] == ["rank 0", "rank 1"]
     assert all(re.search(r"24 steps, 4 captures, 1\d replays,", line) for line in lines)

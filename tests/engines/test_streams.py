@@ -67,17 +67,34 @@ def batch(value: float, rows: int = 2) -> torch.Tensor:
     return torch.full((rows, 3), value)
 
 
+Open = Callable[..., StreamDispatcher]
+
+
 @pytest.fixture
-def workers() -> Iterator[StreamDispatcher]:
-    """A dispatcher over two workers, with a graph for ``KEY`` on each."""
+def opened() -> Iterator[Open]:
+    """Makes dispatchers over streams that are threads; they are closed in the end, when nothing waits any more."""
+    made: list[StreamDispatcher] = []
+
+    def make(runner: Callable[..., Any] = model, num_streams: int = 2, **options: Any) -> StreamDispatcher:
+        backend = get_backend(ThreadBackend.name)
+        made.append(StreamDispatcher(runner, num_streams, **{"backend": backend, "options": TRUST} | options))
+        return made[-1]
+
     HOOKS.clear()
-    dispatcher = StreamDispatcher(model, 2, backend=get_backend(ThreadBackend.name), options=TRUST)
-    dispatcher.capture(KEY, (batch(0.0),))
-    yield dispatcher
+    yield make
     for hook in HOOKS:
         hook.abort() if isinstance(hook, threading.Barrier) else hook.set()
     HOOKS.clear()
-    dispatcher.close()
+    for dispatcher in made:
+        dispatcher.close()
+
+
+@pytest.fixture
+def workers(opened: Open) -> StreamDispatcher:
+    """A dispatcher over two workers, with a graph for ``KEY`` on each."""
+    dispatcher = opened()
+    dispatcher.capture(KEY, (batch(0.0),))
+    return dispatcher
 
 
 @pytest.fixture
@@ -146,16 +163,17 @@ def test_a_failing_callers_stream_fails_the_step_alone(workers: StreamDispatcher
         assert torch.equal(workers.dispatch(KEY, batch(1.0)), batch(4.0))
 
 
-def test_a_call_without_a_graph_runs_here_and_now() -> None:
-    """Before there is one, and after ``close``, which may be called twice."""
-    HOOKS.clear()
-    dispatcher = StreamDispatcher(model, 2, backend=get_backend(ThreadBackend.name))
+def test_a_call_without_a_graph_runs_here_and_now(opened: Open) -> None:
+    """Before there is one, and after ``close``, which may be called twice; the workers themselves then refuse."""
+    dispatcher = opened()
     for _ in range(2):
         pending = dispatcher.submit(KEY, batch(1.0))
         assert (pending.worker, pending.is_done) == (None, True)
         assert torch.equal(pending.result(), batch(4.0))
         dispatcher.close()
     assert dispatcher.stats.reasons == {Reason.NOT_CAPTURED: 2}
+    with pytest.raises(BackendError, match="this worker takes no more steps"):
+        dispatcher.workers[0].launch(lambda: None, ())
 
 
 def test_a_graph_evicted_while_queued_runs_eagerly_once(workers: StreamDispatcher, gate: threading.Event) -> None:
@@ -170,18 +188,17 @@ def test_a_graph_evicted_while_queued_runs_eagerly_once(workers: StreamDispatche
     assert workers.num_graphs == 0
 
 
-def test_workers_that_write_one_state_are_refused() -> None:
+def test_workers_that_write_one_state_are_refused(opened: Open) -> None:
     """A runner with state of its own cannot be captured on two workers since their steps would run at once."""
     state = torch.zeros(2, 3)
 
     def stateful(x: torch.Tensor) -> torch.Tensor:
         return state.add_(x) * 1
 
-    dispatcher = StreamDispatcher(stateful, 2, backend=get_backend(ThreadBackend.name))
+    dispatcher = opened(stateful, options=CUDAGraphOptions())
     with pytest.raises(ConfigError, match="workers 0 and 1 share memory that one of them writes"):
         dispatcher.capture(KEY, (batch(1.0),))
     assert dispatcher.num_graphs == 0
-    dispatcher.close()
 
 
 def test_a_wrappers_entry_serves_on_its_worker(workers: StreamDispatcher) -> None:
@@ -208,34 +225,26 @@ def test_graphs_of_one_key_go_to_several_workers_unless_they_share_a_pool(worker
     assert sorted(len(worker.graphs) for worker in workers.workers) == [2, 5]
 
 
-def test_modes_and_policies_hold_on_all_workers(workers: StreamDispatcher) -> None:
+def test_modes_and_policies_hold_on_all_workers(workers: StreamDispatcher, opened: Open) -> None:
     """A mode that is off, and a policy that says eager, keep every worker out."""
     workers.disable_mode(DispatchMode.CUDAGRAPH)
     workers.dispatch(KEY, batch(1.0))
     assert workers.stats.reasons == {Reason.DISABLED: 1}
-    strict = StreamDispatcher(
-        model,
-        policy=DefaultDispatchPolicy(max_tokens_for_graph=1),
-        backend=get_backend(ThreadBackend.name),
-        options=TRUST,
-    )
+    strict = opened(policy=DefaultDispatchPolicy(max_tokens_for_graph=1))
     strict.capture(KEY, (batch(0.0),))
     strict.dispatch(KEY, batch(1.0))
     assert strict.stats.reasons == {Reason.POLICY: 1}
-    strict.close()
 
 
-def test_the_older_graphs_of_a_worker_are_released() -> None:
+def test_the_older_graphs_of_a_worker_are_released(opened: Open) -> None:
     """``max_cached_graphs`` holds for each worker, and what falls out is released."""
-    HOOKS.clear()
-    dispatcher = StreamDispatcher(model, 2, max_cached_graphs=1, backend=get_backend(ThreadBackend.name), options=TRUST)
+    dispatcher = opened(max_cached_graphs=1)
     dispatcher.capture(KEY, (batch(0.0),))
     old = dispatcher.get_entry(KEY)
     dispatcher.capture(OTHER, (batch(0.0, 4),))
     assert "evicted" in repr(old)
     assert dispatcher.num_graphs == 2
     assert not dispatcher.has_graph(KEY)
-    dispatcher.close()
 
 
 def test_graphs_come_and_go_under_threads(workers: StreamDispatcher) -> None:
@@ -262,10 +271,10 @@ def test_graphs_come_and_go_under_threads(workers: StreamDispatcher) -> None:
     assert workers.stats.graph >= 3
 
 
-def test_a_key_captured_again_is_guarded_as_before() -> None:
+def test_a_key_captured_again_is_guarded_as_before(opened: Open) -> None:
     """The older graph is released, and the newer one does not outlive the weights that it reads."""
     linear = torch.nn.Linear(3, 3).eval().requires_grad_(False)
-    dispatcher = StreamDispatcher(linear, 1, backend=get_backend(ThreadBackend.name), options=TRUST)
+    dispatcher = opened(linear, 1)
     dispatcher.capture(KEY, (batch(0.0),))
     older = dispatcher.get_entry(KEY)
     dispatcher.capture(KEY, (batch(0.0),))
@@ -276,13 +285,11 @@ def test_a_key_captured_again_is_guarded_as_before() -> None:
     for _ in range(3):
         assert torch.equal(dispatcher.dispatch(KEY, x), linear(x))
     assert dispatcher.stats.graph == 1
-    dispatcher.close()
 
 
-def test_closing_does_not_wait_for_a_step_that_waits_for_it() -> None:
+def test_closing_does_not_wait_for_a_step_that_waits_for_it(opened: Open) -> None:
     """A step under way may register a graph; that hangs neither of the two."""
-    inside, gate = threading.Event(), threading.Event()
-    dispatcher = StreamDispatcher(model, 1, backend=get_backend(ThreadBackend.name))
+    inside, gate, dispatcher = threading.Event(), threading.Event(), opened(num_streams=1)
 
     def registers() -> None:
         inside.set()
@@ -302,25 +309,7 @@ def test_closing_does_not_wait_for_a_step_that_waits_for_it() -> None:
     assert pending.result() == "served"
 
 
-def test_a_worker_closed_after_it_was_chosen_leaves_the_call_to_the_runner() -> None:
-    """``submit`` never raises for that, and the call is counted once."""
-
-    class Closes(DefaultDispatchPolicy):
-        def should_use_graph(self, key: DispatchKey, graph_available: bool) -> bool:
-            worker = dispatcher.workers[0]
-            worker.is_closed = True
-            worker.stream.close()
-            return True
-
-    dispatcher = StreamDispatcher(lambda x: "eager", 1, backend=get_backend(ThreadBackend.name))
-    dispatcher.register_graph(KEY, scripted())
-    dispatcher.policy = Closes()
-    assert dispatcher.dispatch(KEY, 1) == "eager"
-    assert dispatcher.stats.reasons == {Reason.NOT_CAPTURED: 1}
-    dispatcher.close()
-
-
-def test_a_worker_closed_behind_a_step_has_run_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_closed_behind_a_step_has_run_it_once(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its stream takes no mark any more; the step is finished, and not run by the runner again."""
     count = torch.zeros(())
 
@@ -328,7 +317,7 @@ def test_a_worker_closed_behind_a_step_has_run_it_once(monkeypatch: pytest.Monke
         count.add_(1)
         return x * 2
 
-    dispatcher = StreamDispatcher(counts, 1, backend=get_backend(ThreadBackend.name), options=TRUST)
+    dispatcher = opened(counts, 1)
     dispatcher.capture(KEY, (batch(0.0),))
     stream = dispatcher.workers[0].stream
     submit = stream.submit
@@ -344,16 +333,8 @@ def test_a_worker_closed_behind_a_step_has_run_it_once(monkeypatch: pytest.Monke
     assert (count.item(), dispatcher.stats.graph, dispatcher.stats.eager) == (1, 1, 0)
 
 
-def test_a_closed_worker_takes_no_step() -> None:
-    """It says so."""
-    dispatcher = StreamDispatcher(lambda x: x * 2, 2, backend=get_backend("cpu"))
-    dispatcher.close()
-    with pytest.raises(BackendError, match="this worker takes no more steps"):
-        dispatcher.workers[0].launch(lambda: None, ())
-
-
 def test_a_worker_that_closes_as_a_step_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step runs eagerly, as those behind it."""
+    """The step runs eagerly, as those behind it, and is counted once."""
     dispatcher = StreamDispatcher(lambda x: x * 2, num_streams=1)
     key, x = create_dispatch_key(4, 4), torch.ones(4, 2)
     dispatcher.capture(key, (x,))
@@ -366,3 +347,4 @@ def test_a_worker_that_closes_as_a_step_comes(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(worker, "launch", closing)
     assert torch.equal(dispatcher.submit(key, x).result(), x * 2)
+    assert dispatcher.stats.reasons == {Reason.NOT_CAPTURED: 1}

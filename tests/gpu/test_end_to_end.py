@@ -43,21 +43,3 @@ def test_weights_are_cast_by_the_graph(cuda: Backend, model: Block) -> None:
                 torch.testing.assert_close(decode(x=batch), model(batch))
         next(model.parameters()).mul_(2)
     assert decode.stats.hits >= 5, decode.stats.reasons  # one batch more is compared where it runs other code
-
-
-def test_calls_on_several_streams_are_right(cuda: Backend, model: Block) -> None:
-    """A graph that is replayed on another stream waits for its last use, without being told."""
-    decode = gd.graphed(model, dynamic={"x": 0}, max_size=8, sizes=[8])
-    with torch.inference_mode():
-        decode.prewarm(x=torch.randn(8, 32, device=cuda.device))
-        batches = [torch.randn(8, 32, device=cuda.device) for _ in range(6)]
-        expected = [model(batch) for batch in batches]
-        cuda.synchronize()
-        streams = [cuda.make_stream() for _ in range(2)]
-        outputs: list[torch.Tensor] = []
-        for number, batch in enumerate(batches):
-            with cuda.use_stream(streams[number % 2]):
-                outputs.append(decode(x=batch))
-        cuda.synchronize()
-        for output, right in zip(outputs, expected, strict=True):
-            torch.testing.assert_close(output, right, rtol=1e-4, atol=1e-5)

@@ -4,6 +4,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import graphdispatch as gd
 from graphdispatch import Reason
-from graphdispatch.backends import Backend
+from graphdispatch.backends import Backend, Capture
 
 from ..helpers import AT_ONCE, in_threads
 
@@ -172,6 +173,17 @@ def test_a_failed_capture_leaves_the_process_healthy(
     is_healthy(cuda, model)
 
 
+@contextmanager
+def beside_a_capture(cuda: Backend, work: Callable[[], object], seconds: float = 0.2) -> Iterator[Capture]:
+    """A capture in which the block is recorded, and another thread then begins ``work``; that is done after it."""
+    thread = threading.Thread(target=torch.inference_mode()(work))
+    with cuda.begin_capture(cuda.make_pool()) as capture:
+        yield capture
+        thread.start()
+        thread.join(seconds)
+    thread.join()
+
+
 def test_random_numbers_are_eagers(cuda: Backend) -> None:
     """From one seed, graphed calls draw what eager calls draw, capture and checks included."""
 
@@ -198,17 +210,8 @@ def test_a_replay_that_draws_during_a_capture_elsewhere(cuda: Backend) -> None:
     x, seen = torch.zeros(4, 8, device=cuda.device), list[Tensor]()
     served.prewarm(x=x)
     served(x=x)
-
-    def replay() -> None:
-        with torch.inference_mode():
-            seen.append(served(x=x))
-
-    thread = threading.Thread(target=replay)
-    with cuda.begin_capture(cuda.make_pool()) as capture:
+    with beside_a_capture(cuda, lambda: seen.append(served(x=x))) as capture:
         torch.zeros(4, device=cuda.device)
-        thread.start()
-        thread.join(0.2)
-    thread.join()
     assert seen[0].unique().numel() > 1
     capture.graph.reset()
 
@@ -222,16 +225,12 @@ def test_a_comparison_during_a_capture_elsewhere(cuda: Backend) -> None:
     reasons = list[Reason]()
 
     def compare() -> None:
-        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+        with torch.cuda.stream(torch.cuda.Stream()):
             torch.testing.assert_close(served(x + 1), (x + 1).sin() + 1)
             reasons.append(served.last_decision.reason)
 
-    thread = threading.Thread(target=compare)
-    with cuda.begin_capture(cuda.make_pool()) as capture:
+    with beside_a_capture(cuda, compare, seconds=2) as capture:
         torch.zeros(4, device=cuda.device)
-        thread.start()
-        thread.join(2)
-    thread.join()
     assert reasons == [Reason.VERIFIED_NOW]
     capture.graph.reset()
 
@@ -240,12 +239,9 @@ def test_graphs_go_to_sleep_during_a_capture_elsewhere(cuda: Backend) -> None:
     """They wait for its end: to wait for the device before would make it invalid."""
     served = gd.graphed(lambda x: x.sin() + 1, dynamic={"x": 0}, sizes=(4,))
     served.prewarm(torch.randn(4, 8, device=cuda.device))
-    count, thread = torch.zeros(1, device=cuda.device), threading.Thread(target=served.sleep)
-    with cuda.begin_capture(cuda.make_pool()) as capture:
+    count = torch.zeros(1, device=cuda.device)
+    with beside_a_capture(cuda, served.sleep) as capture:
         count.add_(1)
-        thread.start()
-        thread.join(0.2)
-    thread.join()
     assert served.entries == []
     capture.graph.replay()
     assert count.item() == 1

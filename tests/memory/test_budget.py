@@ -11,12 +11,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
+from graphdispatch import CUDAGraphOptions, Reason, graphed
 from graphdispatch.backends import Graph
 from graphdispatch.engines import CUDAGraphEntry, EntryState, EvictionReason
 from graphdispatch.memory.cache import GraphCache
 
-from ..helpers import AT_ONCE, check_rows, double, in_threads
+from ..helpers import check_rows, in_threads, make
 from ..sized import Sized, Unused, entry
 
 
@@ -137,9 +137,7 @@ def test_threads_add_at_the_same_time() -> None:
 
 def test_an_evicted_graph_gives_its_memory_back() -> None:
     """Static inputs and outputs go with the last graph that uses them, and are there again for the next."""
-    step: Graphed[..., torch.Tensor] = graphed(
-        double, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE.replace(max_cached_graphs=1)
-    )
+    step = make(sizes=(4,), max_cached_graphs=1)
     for width in (10, 5000, 20):
         check_rows(step, *[(4, width)] * 4)
         (held,) = step.entries

@@ -13,21 +13,6 @@ from graphdispatch.memory.cache import GraphCache
 from ..sized import Sized, Unused, entry, filled, gone
 
 
-def test_asking_for_room_changes_nothing() -> None:
-    """``has_room`` and ``is_full`` evict nothing; with ``since`` an entry that was used later stays."""
-    cache = GraphCache(2)
-    first, second = filled(cache, 0, 0)
-    first.increment_replay()
-    assert cache.is_full
-    assert not cache.has_room(second.last_used)
-    assert cache.has_room(first.last_used)
-    assert len(cache) == 2
-    assert gone(cache.make_room(first.last_used)) == [second]
-    assert not cache.is_full
-    assert cache.has_room(0)
-    assert cache.make_room() == []
-
-
 class Grown(Unused):
     """A pool that holds 90 bytes as long as it has a graph, and ``more`` that captures left behind."""
 
@@ -70,16 +55,6 @@ def test_out_of_memory_costs_the_least_recently_used() -> None:
     inside.pool.replaying_on = get_ident()
     (victim,) = cache.evict_one(EvictionReason.OUT_OF_MEMORY)
     assert (victim.entry, victim.reason, len(cache)) == (oldest, EvictionReason.OUT_OF_MEMORY, 2)
-
-
-def test_what_was_hardly_replayed_goes_first() -> None:
-    """Entries below ``min_replays`` go before those above, whichever was used last."""
-    cache = GraphCache(3)
-    cache.min_replays = 3
-    settled, other, new = entry(replays=3), entry(replays=4), entry(replays=2)
-    for key, one in (("settled", settled), ("other", other), ("new", new)):
-        cache.add(key, one)
-    assert [gone(cache.add(key, entry(replays=3))) for key in range(3)] == [[new], [settled], [other]]
 
 
 def test_a_release_is_reported_as_it_was() -> None:
@@ -129,6 +104,7 @@ def test_a_fault_behind_the_cache_s_back_is_found(fault: Callable[[GraphCache], 
     cache = GraphCache(3, max_bytes=100)
     filled(cache, 10, 10)
     cache.check_integrity()
+    assert repr(cache) == "<GraphCache 2 of 3 graphs, 20 of 100 bytes>"
     fault(cache)
     with pytest.raises(IntegrityError, match=told):
         cache.check_integrity()
@@ -141,10 +117,3 @@ def test_limits_must_be_positive(limits: tuple[int, int | None], named: str) -> 
     """A cache that can hold nothing is a mistake."""
     with pytest.raises(ConfigError, match=named):
         GraphCache(*limits)
-
-
-def test_repr_is_a_status_line() -> None:
-    """Count, bytes and limits."""
-    cache = GraphCache(4, max_bytes=100)
-    filled(cache, 30, 20)
-    assert repr(cache) == "<GraphCache 2 of 4 graphs, 50 of 100 bytes>"

@@ -16,9 +16,8 @@ from graphdispatch.engines import (
 )
 from graphdispatch.engines.registered_graphs import entry_around
 from graphdispatch.errors import GuardError, ReplayError
-from graphdispatch.testing import MockCUDAGraph
 
-from ..helpers import AT_ONCE
+from ..helpers import AT_ONCE, scripted
 
 
 def capture(fn: Any, *, options: CUDAGraphOptions | None = None, **shapes: tuple[int, ...]) -> CUDAGraphEntry:
@@ -174,10 +173,7 @@ def test_an_entry_describes_itself(entry: CUDAGraphEntry) -> None:
 @pytest.mark.parametrize(("key", "rows"), [(DispatchKey(6, 2), 6), (BatchDescriptor(5), 5), ("anything", 1)])
 def test_a_foreign_graph_gets_an_entry(key: Any, rows: int) -> None:
     """A key that knows its rows gives the size; outputs are handed out as they are; releasing leaves the graph."""
-    graph = MockCUDAGraph()
-    graph.capture_begin()
-    graph.capture_end()
-    memory = torch.zeros(3)
+    graph, memory = scripted(), torch.zeros(3)
     entry = entry_around(graph, key, {"out": memory})
     assert (entry.size, entry.state, entry.nbytes) == (rows, EntryState.VERIFIED, 0)
     assert entry.replay()["out"] is memory

@@ -1,5 +1,6 @@
 """Objects among outputs: made anew around a graph's results, or handed out themselves where they were there before."""
 
+import re
 from collections import OrderedDict, UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -149,8 +150,7 @@ def test_other_objects_stay_eager(kind: str) -> None:
     assert decision is not None
     assert decision.reason == "output_unsupported"
     assert "register_pytree_node" in decision.detail
-    with pytest.raises(AssertionError, match=told):
-        raise AssertionError(decision.detail)
+    assert re.search(told, decision.detail)
     assert step.stats.hits == 0
 
 

@@ -74,7 +74,7 @@ def test_a_view_of_an_eager_step_is_stale_where_it_is_an_argument(kind: type) ->
     def fn(x: torch.Tensor, flag: Any = None) -> Any:
         return (kind(x=x) if kind is SimpleNamespace else kind([x])) if flag else x * 2
 
-    step = graphed(fn, dynamic={"x": 0}, sizes=[4], outputs="view", options=AT_ONCE)
+    step = make(fn, sizes=(4,), outputs="view")
     fed_back = [step(batch(4)) for _ in range(4)][-1].get()
     want = fed_back.clone()
     eager = step(fed_back, flag=object())

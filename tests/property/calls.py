@@ -10,9 +10,6 @@ from torch import Tensor
 
 from .models import DEVICE, SLOTS, WIDTH, RandomModel
 
-LAYOUTS = ("plain", "strided", "transposed", "expanded", "offset")
-FAULTS = ("narrow", "deep", "one_id", "missing", "no_dims", "double", "half", "integer", "unknown", "object")
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -37,7 +34,8 @@ class Plan:
     def make(self, model: RandomModel) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments for a call of ``model``."""
         generator = torch.Generator().manual_seed(self.seed)
-        x = _laid_out(self.layout, self.rows, generator)
+        big = torch.randn(2 * SLOTS + 2, 2 * WIDTH, generator=generator, device="cpu").to(DEVICE)
+        x = _LAID_OUT[self.layout](big, self.rows)
         x = x.t() if model.spec.batch_dim == 1 else x
         named: dict[str, Any] = {
             "x": x,
@@ -63,32 +61,31 @@ CONTEXTS: dict[str, Callable[[], Any]] = {
 }
 
 
-def _laid_out(layout: str, rows: int, generator: torch.Generator) -> Tensor:
-    big = torch.randn(2 * SLOTS + 2, 2 * WIDTH, generator=generator, device="cpu").to(DEVICE)
-    if layout == "strided":
-        return big[: 2 * rows : 2, ::2]
-    if layout == "transposed":
-        return big[:rows, :WIDTH].t().contiguous().t()
-    if layout == "expanded":
-        return big[:1, :WIDTH].expand(rows, WIDTH)
-    if layout == "offset":
-        return big[1 : rows + 1, :WIDTH]
-    return big[:rows, :WIDTH].clone()
+_LAID_OUT: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "plain": lambda big, rows: big[:rows, :WIDTH].clone(),
+    "strided": lambda big, rows: big[: 2 * rows : 2, ::2],
+    "transposed": lambda big, rows: big[:rows, :WIDTH].t().contiguous().t(),
+    "expanded": lambda big, rows: big[:1, :WIDTH].expand(rows, WIDTH),
+    "offset": lambda big, rows: big[1 : rows + 1, :WIDTH],
+}
+LAYOUTS = tuple(_LAID_OUT)
+
+
+_SPOILT: dict[str, Callable[[Tensor], Any]] = {
+    "narrow": lambda x: x[:, :1],
+    "deep": lambda x: x[None],
+    "no_dims": lambda x: torch.tensor(1.0, device=DEVICE),
+    "double": lambda x: x.double(),
+    "half": lambda x: x.bfloat16(),
+    "integer": lambda x: x.long(),
+    "object": lambda x: [object()],
+}
+FAULTS = ("narrow", "deep", "one_id", "missing", "no_dims", "double", "half", "integer", "unknown", "object")
 
 
 def _spoil(named: dict[str, Any], fault: str) -> None:
-    x = named["x"]
-    spoilt: dict[str, Callable[[], Any]] = {
-        "narrow": lambda: x[:, :1],
-        "deep": lambda: x[None],
-        "no_dims": lambda: torch.tensor(1.0, device=DEVICE),
-        "double": x.double,
-        "half": x.bfloat16,
-        "integer": x.long,
-        "object": lambda: [object()],
-    }
-    if fault in spoilt:
-        named["x"] = spoilt[fault]()
+    if fault in _SPOILT:
+        named["x"] = _SPOILT[fault](named["x"])
     elif fault == "one_id":
         named["ids"] = named["ids"][:1]
     elif fault == "missing":
@@ -114,33 +111,32 @@ def twists() -> st.SearchStrategy[dict[str, Any]]:
     return st.sampled_from(_TWISTS)
 
 
+def _built(**fields: Any) -> st.SearchStrategy[Plan]:
+    common: dict[str, Any] = {
+        "seed": st.integers(0, 40),
+        "layout": st.sampled_from(("plain",) * 4 + LAYOUTS),
+        "positional": st.integers(0, 3),
+        "is_reversed": st.booleans(),
+        "aliased": st.sampled_from([False] * 5 + [True]),
+    }
+    return st.builds(Plan, **common, **fields)
+
+
 def sound_plans() -> st.SearchStrategy[Plan]:
     """Calls that a graph can serve."""
-    return st.builds(
-        Plan,
+    return _built(
         rows=st.integers(1, 4),
-        seed=st.integers(0, 40),
-        layout=st.sampled_from(("plain",) * 4 + LAYOUTS),
         scale=st.sampled_from([None, None, 0.5]),
-        positional=st.integers(0, 3),
-        is_reversed=st.booleans(),
-        aliased=st.sampled_from([False] * 5 + [True]),
         context=st.sampled_from(["no_grad", "enable_grad", "inference"]),
     )
 
 
 def plans() -> st.SearchStrategy[Plan]:
     """Mostly sound calls, of no rows to more than the largest graph."""
-    return st.builds(
-        Plan,
+    return _built(
         rows=st.sampled_from([0, 1, 2, 3, 3, 4, 4, 5, 7]),
-        seed=st.integers(0, 40),
-        layout=st.sampled_from(("plain",) * 4 + LAYOUTS),
         fault=st.sampled_from((None,) * 24 + FAULTS),
         scale=st.sampled_from([None, None, None, 1.0, 0.5, 1, -0.0]),
         fail=st.sampled_from([None] * 8 + ["early", "late"]),
-        positional=st.integers(0, 3),
-        is_reversed=st.booleans(),
-        aliased=st.sampled_from([False] * 5 + [True]),
         context=st.sampled_from(["no_grad", "no_grad", "enable_grad", "inference"]),
     )

@@ -33,41 +33,23 @@ class Call(NamedTuple):
 
 
 class Part(nn.Module):
-    """One step of a model: ``[rows, WIDTH]`` -> ``[rows, WIDTH]``."""
+    """One step of a model: ``[rows, WIDTH]`` -> ``[rows, WIDTH]``, by a layer of its own or without one."""
 
-    def __init__(self, run: Callable[[Tensor, Call], Tensor]) -> None:
+    def __init__(self, run: Callable[..., Tensor], layer: nn.Module | None = None) -> None:
         super().__init__()
-        self.run = run
+        self.run, self.layer = run, layer
 
     def forward(self, h: Tensor, call: Call) -> Tensor:
-        return self.run(h, call)
+        return self.run(h, call) if self.layer is None else self.run(h, call, self.layer)
 
 
-class Linear(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(WIDTH, 6), nn.ReLU(), nn.Linear(6, WIDTH))
-
-    def forward(self, h: Tensor, call: Call) -> Tensor:
-        return torch.tanh(self.inner(h)) * call.scale
+def _linear() -> Part:
+    layer = nn.Sequential(nn.Linear(WIDTH, 6), nn.ReLU(), nn.Linear(6, WIDTH))
+    return Part(lambda h, call, layer: torch.tanh(layer(h)) * call.scale, layer)
 
 
-class Norm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH, eps=1.0)
-
-    def forward(self, h: Tensor, call: Call) -> Tensor:
-        return self.norm(h)
-
-
-class Embeds(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(16, WIDTH)
-
-    def forward(self, h: Tensor, call: Call) -> Tensor:
-        return h * 0.5 + self.table(call.ids)
+def _embeds() -> Part:
+    return Part(lambda h, call, table: h * 0.5 + table(call.ids), nn.Embedding(16, WIDTH))
 
 
 class Cache(nn.Module):
@@ -125,16 +107,13 @@ class Rebinds(nn.Module):
         return torch.tanh(h) + self.total
 
 
-def _fails(h: Tensor, call: Call) -> Tensor:
-    if call.fail == "early":
-        raise KeyError("as the caller asked")
-    return h
+def _failing(is_so: Callable[[Tensor, Call], bool], error: type[LookupError]) -> Part:
+    def fail(h: Tensor, call: Call) -> Tensor:
+        if is_so(h, call):
+            raise error("as it should")
+        return h
 
-
-def _fails_at_four(h: Tensor, call: Call) -> Tensor:
-    if len(h) == 4:
-        raise IndexError("four rows are too many")
-    return h
+    return Part(fail)
 
 
 def _in_place(h: Tensor, call: Call) -> Tensor:
@@ -175,9 +154,9 @@ def _reads_host(h: Tensor, call: Call) -> Tensor:
 
 
 PLAIN: dict[str, Callable[[], nn.Module]] = {
-    "linear": Linear,
-    "norm": Norm,
-    "embeds": Embeds,
+    "linear": _linear,
+    "norm": lambda: Part(lambda h, call, norm: norm(h), nn.LayerNorm(WIDTH, eps=1.0)),
+    "embeds": _embeds,
     "switch": Switch,
     "in_place": lambda: Part(_in_place),
     "rearranged": lambda: Part(_rearranged),
@@ -194,8 +173,8 @@ STATEFUL: dict[str, Callable[[], nn.Module]] = {"cache": Cache, "counter": Count
 
 AWKWARD: dict[str, Callable[[], nn.Module]] = {
     "rebinds": Rebinds,
-    "fails": lambda: Part(_fails),
-    "fails_at_four": lambda: Part(_fails_at_four),
+    "fails": lambda: _failing(lambda h, call: call.fail == "early", KeyError),
+    "fails_at_four": lambda: _failing(lambda h, call: len(h) == 4, IndexError),
     "reads_host": lambda: Part(_reads_host),
     "mixes_rows": lambda: Part(lambda h, call: h * 0.5 + h.mean(0)),
     "flips_rows": lambda: Part(lambda h, call: h.flip(0)),

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from ..behaviour.front_ends import FRONT_ENDS as KINDS
 from .state_parts import FORMS, OF_ALL_FORMS, OF_ALL_PLACES, PARTS, PLACES, Choose, Part, Text, having, parse
 
 PRELUDE = """
@@ -30,30 +31,12 @@ def gc_find(holder, kind):
 """
 
 
-FRONT_ENDS = ("graphed",) * 6 + (
-    "lengths",
-    "lengths",
-    "wrapper",
-    "adaptive_wrapper",
-    "execute_or_capture",
-    "replay_graph",
-    "entry",
-    "dispatcher",
-    "streams",
-    "streams_entry",
-    "composite",
-)
+FRONT_ENDS = ("graphed",) * 6 + ("lengths",) * 2 + tuple(name for name in KINDS if name != "graphed")
 EXACT_FRONT_ENDS = ("wrapper", "adaptive_wrapper", "streams")
-MANAGED = (
-    ("sleep()", "wake()"),
-    ("wake()",),
-    ("clear()",),
-    ("invalidate('for a test')",),
-    ("sleep()",),
-)
+MANAGED = (("sleep()", "wake()"), ("wake()",), ("clear()",), ("invalidate('for a test')",), ("sleep()",))
 """What may be said to ``graphed`` between calls."""
 GRAPHED_FRONT_ENDS = ("graphed", "lengths")
-AHEAD = ("replay_graph", "entry", "dispatcher", "streams", "streams_entry", "composite")
+AHEAD = tuple(name for name, kind in KINDS.items() if kind.captures_ahead)
 STREAMS = ("streams", "streams_entry")
 """Front ends that run steps on threads of their own, where a ``threading.local`` is another."""
 PIECEWISE_FRONT_ENDS = (*GRAPHED_FRONT_ENDS, "wrapper", "adaptive_wrapper")

@@ -335,64 +335,27 @@ class Run:
         return None
 
 
-def violation_of(program: Program) -> Violation | None:
-    """The first difference in a run of the program. An exception of its own construction passes through."""
-    return Run(program).run()
-
-
-def fails(program: Program, kind: str) -> Violation | None:
-    """The violation of a program if it is of a kind; None too where the program cannot be built."""
-    try:
-        found = violation_of(program)
-    except Exception:
-        return None
-    return found if found is not None and found.kind == kind else None
-
-
 def minimised(program: Program, violation: Violation) -> tuple[Program, Violation]:
-    """The program without what it can do without, failing in the same kind of way."""
-    while True:
-        for smaller in _smaller(program, violation):
-            found = fails(smaller, violation.kind)
-            if found is not None:
-                program, violation = smaller, found
-                break
-        else:
-            return program, violation
-
-
-def _smaller(program: Program, violation: Violation) -> Iterator[Program]:
-    def but(**changes: Any) -> Program:
-        return dataclasses.replace(program, **changes)
-
-    steps = program.steps
-    if violation.step + 1 < len(steps):
-        yield but(steps=steps[: violation.step + 1])
-    for index in range(len(program.uses)):
-        if len(program.uses) > 1:
-            kept = tuple(dataclasses.replace(s, part=s.part - (s.part > index)) for s in steps if s.part != index)
-            yield but(uses=program.uses[:index] + program.uses[index + 1 :], steps=kept)
-    size = len(steps) // 2
+    """The program without the steps that it can do without, failing in the same kind of way."""
+    size = len(program.steps) // 2
     while size:
-        for start in range(0, len(steps), size):
-            yield but(steps=steps[:start] + steps[start + size :])
-        size //= 2
-    for index, use in enumerate(program.uses):
-        for place in ("inline", "object"):
-            if use.place != place and use.place not in ("inline", "object"):
-                changed = dataclasses.replace(use, place=place)
-                yield but(uses=(*program.uses[:index], changed, *program.uses[index + 1 :]))
-    for name, plain in (("form", "module"), ("output", "h"), ("mode", "FULL"), ("more", ()), ("options", ())):
-        if getattr(program, name) != plain:
-            yield but(**{name: plain})
-    if program.front_end != "graphed":
-        yield but(front_end="graphed", steps=tuple(s for s in steps if s.kind in ("call", "do")))
+        for start in range(0, len(program.steps), size):
+            steps = program.steps[:start] + program.steps[start + size :]
+            smaller = dataclasses.replace(program, steps=steps)
+            with contextlib.suppress(Exception):  # what cannot be run without these steps
+                found = Run(smaller).run()
+                if found is not None and found.kind == violation.kind:
+                    program, violation = smaller, found
+                    break
+        else:
+            size //= 2
+    return program, violation
 
 
 def failure(seed: int, *, only: tuple[str, ...] = ()) -> str | None:
-    """What is wrong with the program of a seed, for people: the smallest program that shows it; None if nothing is."""
+    """What is wrong with the program of a seed, for people: the fewest steps that show it; None if nothing is."""
     program = draw(seed, only=only)
-    found = violation_of(program)
+    found = Run(program).run()
     if found is None:
         return None
     smallest, violation = minimised(program, found)

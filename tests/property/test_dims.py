@@ -52,12 +52,7 @@ shapes = st.tuples(st.integers(0, 10), st.integers(0, 10))
     seed=st.integers(0, 2**16),
 )
 def test_each_call_has_eagers_answer(
-    model: Model,
-    rows: list[int],
-    lengths: list[int],
-    calls: list[tuple[int, int]],
-    repeats: int,
-    seed: int,
+    model: Model, rows: list[int], lengths: list[int], calls: list[tuple[int, int]], repeats: int, seed: int
 ) -> None:
     """Whatever the sizes, the order of the calls and the model: shapes are eager's, and values within rounding."""
     torch.manual_seed(seed)

@@ -49,48 +49,6 @@ class Node(nn.Module):
         return INNER[self.kind](self, h)
 
 
-def _fresh(node: Node, h: Tensor) -> Tensor:
-    return torch.tanh(h @ node.weight)
-
-
-def _in_place(node: Node, h: Tensor) -> Tensor:
-    return h.mul_(0.5).add_(node.weight[0])
-
-
-def _view(node: Node, h: Tensor) -> Tensor:
-    return h.t()[:2].t()
-
-
-def _nothing(node: Node, h: Tensor) -> None:
-    h.sub_(node.weight[1])
-
-
-def _several(node: Node, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    whole = h * 0.5
-    return whole, whole[:, 1:3], h
-
-
-def _nest(node: Node, h: Tensor) -> dict[str, Any]:
-    return {"a": [h + node.weight[2], 2], "b": (h.sin(), None)}
-
-
-def _values(node: Node, h: Tensor) -> Tensor:
-    # Of the first row, which is never padding. No graph can hold this: unless it is in a break, all is eager.
-    return h * (0.5 if float(h[0, 0]) > 0 else -0.25)
-
-
-def _numpy(node: Node, h: Tensor) -> Tensor:
-    return torch.from_numpy(h.cpu().numpy() * 0.5).to(h.device)
-
-
-def _overlap(node: Node, h: Tensor) -> Tensor:
-    return h.sum(1, keepdim=True).expand(-1, 2)
-
-
-def _own(node: Node, h: Tensor) -> Tensor:
-    return h * 0.5 + node.kept.copy_(h[0])
-
-
 def run(node: Node, h: Tensor) -> Tensor:
     """A node's result as ``[rows, WIDTH]``; parts of it are written to in place."""
     got = node(h)
@@ -110,21 +68,34 @@ def _sequence(node: Node, h: Tensor) -> Tensor:
     return torch.tanh(h)
 
 
-def _residual(node: Node, h: Tensor) -> Tensor:
-    kept = h * 0.5
-    return kept + _sequence(node, h + 1)
-
-
 def _branches(node: Node, h: Tensor) -> Tensor:
     # All children are given the same memory: what one does in place the others see.
     parts = [run(child, h) for child in node.children_]  # type: ignore[arg-type]
     return torch.tanh(torch.stack(parts).mean(0) + h)
 
 
-LEAF_KINDS = (_fresh, _in_place, _view, _nothing, _several, _nest, _overlap, _own, _values, _numpy)
-LEAVES: dict[str, Callable[[Node, Tensor], Any]] = {f.__name__.lstrip("_"): f for f in LEAF_KINDS}
+def _several(node: Node, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    whole = h * 0.5
+    return whole, whole[:, 1:3], h
+
+
+LEAVES: dict[str, Callable[[Node, Tensor], Any]] = {
+    "fresh": lambda node, h: torch.tanh(h @ node.weight),
+    "in_place": lambda node, h: h.mul_(0.5).add_(node.weight[0]),
+    "view": lambda node, h: h.t()[:2].t(),
+    "nothing": lambda node, h: (h.sub_(node.weight[1]), None)[1],
+    "several": _several,
+    "nest": lambda node, h: {"a": [h + node.weight[2], 2], "b": (h.sin(), None)},
+    "overlap": lambda node, h: h.sum(1, keepdim=True).expand(-1, 2),
+    "own": lambda node, h: h * 0.5 + node.kept.copy_(h[0]),
+    # Of the first row, which is never padding. No graph can hold this: unless it is in a break, all is eager.
+    "values": lambda node, h: h * (0.5 if float(h[0, 0]) > 0 else -0.25),
+    "numpy": lambda node, h: torch.from_numpy(h.cpu().numpy() * 0.5).to(h.device),
+}
 INNER: dict[str, Callable[[Node, Tensor], Tensor]] = {
-    f.__name__.lstrip("_"): f for f in (_sequence, _residual, _branches)
+    "sequence": _sequence,
+    "residual": lambda node, h: h * 0.5 + _sequence(node, h + 1),
+    "branches": _branches,
 }
 NEEDS_A_BREAK = ("values", "numpy")
 

@@ -5,7 +5,6 @@ Behind ``graphed`` the core and Python serve equal models side by side; they dec
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,21 @@ from .calls import Plan, plans, sound_plans, twists
 from .compare import Done, assert_same, assert_same_outcome, assert_same_state, perform, snapshot
 from .models import AWKWARD, PLAIN, SLOTS, STATEFUL, RandomModel, Spec, specs
 
+_HOW = st.fixed_dictionaries(
+    {
+        "sizes": st.sampled_from([(4,), (4,), (2, 4), (1, 2, 4)]),
+        "mode": st.sampled_from(["FULL", "FULL", "PIECEWISE"]),
+        "pad": st.sampled_from([{"slots": SLOTS, "x": "repeat_last"}, {"slots": SLOTS, "x": "zero"}]),
+    }
+)
+_OPTIONS = st.builds(
+    CUDAGraphOptions,
+    outputs=st.sampled_from(["clone", "view", "static"]),
+    padding_writes=st.just("allow"),
+    verify_every=st.sampled_from([None, None, None, 1, 2]),
+    capture_after=st.sampled_from([1, 1, 2]),
+    max_cached_graphs=st.sampled_from([8, 8, 2, 1]),
+)
 _ROWS = st.lists(st.sampled_from([3, 4, 3, 4, 2, 1]), min_size=4, max_size=10)
 
 
@@ -35,55 +49,21 @@ class Sequences(RuleBasedStateMachine):
     step: Graphed[..., Any]
     reference: Graphed[..., Any]
 
-    @initialize(
-        spec=specs(PLAIN, STATEFUL, AWKWARD),
-        sizes=st.sampled_from([(4,), (4,), (2, 4), (1, 2, 4)]),
-        mode=st.sampled_from(["FULL", "FULL", "PIECEWISE"]),
-        outputs=st.sampled_from(["clone", "view", "static"]),
-        capture_after=st.sampled_from([1, 1, 2]),
-        max_graphs=st.sampled_from([8, 8, 2, 1]),
-        repeats_last=st.booleans(),
-        verify_every=st.sampled_from([None, None, None, 1, 2]),
-        plan=sound_plans(),
-        rows=_ROWS,
-    )
-    def start(
-        self,
-        spec: Spec,
-        sizes: tuple[int, ...],
-        mode: str,
-        outputs: str,
-        capture_after: int,
-        max_graphs: int,
-        repeats_last: bool,
-        verify_every: int | None,
-        plan: Plan,
-        rows: list[int],
-    ) -> None:
+    @initialize(spec=specs(PLAIN, STATEFUL, AWKWARD), how=_HOW, options=_OPTIONS, plan=sound_plans(), rows=_ROWS)
+    def start(self, spec: Spec, how: dict[str, Any], options: CUDAGraphOptions, plan: Plan, rows: list[int]) -> None:
         """Make the models, and serve some calls."""
         self.model, self.twin, self.other = spec.build(), spec.build(), spec.build()
-        if mode == "PIECEWISE":
+        if how["mode"] == "PIECEWISE":
             for model in (self.model, self.other):
                 eager_break(model.parts[0])
-        self.outputs = outputs
+        self.outputs = options.outputs
         self.drifted = False
         self.kept: list[tuple[Any, Any]] = []
-        self.max_graphs = max_graphs
-        serve = functools.partial(
-            graphed,
-            dynamic={"x": spec.batch_dim, "ids": 0, "slots": 0},
-            pad={"slots": SLOTS, "x": "repeat_last" if repeats_last else "zero"},
-            sizes=sizes,
-            mode=mode,
-            outputs=outputs,
-            options=CUDAGraphOptions(
-                padding_writes="allow",
-                verify_every=verify_every,
-                capture_after=capture_after,
-                max_cached_graphs=max_graphs,
-            ),
+        self.max_graphs = options.max_cached_graphs
+        dynamic = {"x": spec.batch_dim, "ids": 0, "slots": 0}
+        self.step, self.reference = (
+            graphed(model, dynamic=dynamic, options=options, **how) for model in (self.model, self.other)
         )
-        self.step, self.reference = serve(self.model), serve(self.other)
         self._serve(plan, rows, None)
 
     @rule(plan=plans())
@@ -91,11 +71,12 @@ class Sequences(RuleBasedStateMachine):
         """Any call."""
         self._call_all(plan)
 
-    @rule(
-        plan=sound_plans(),
-        rows=_ROWS,
-        twist=st.one_of(st.none(), twists()),
-    )
+    @property
+    def served(self) -> tuple[tuple[Graphed[..., Any], RandomModel], ...]:
+        """The callables with graphs, and the model of each."""
+        return (self.step, self.model), (self.reference, self.other)
+
+    @rule(plan=sound_plans(), rows=_ROWS, twist=st.one_of(st.none(), twists()))
     def serve(self, plan: Plan, rows: list[int], twist: dict[str, Any] | None) -> None:
         """Calls of one kind, then one that differs, and one more of the kind."""
         self._serve(plan, rows, twist)
@@ -140,7 +121,7 @@ class Sequences(RuleBasedStateMachine):
     def prewarm(self, rows: int, layout: str) -> None:
         """All sizes are captured, which leaves no trace in arguments or state."""
         plan = Plan(rows, seed=99, layout=layout)
-        for step, model in ((self.step, self.model), (self.reference, self.other)):
+        for step, model in self.served:
             args, kwargs = plan.make(model)
             # A model that raises at one of the sizes, and a cache without room for all sizes, are told; both are right.
             with contextlib.suppress(ConfigError, IndexError):
@@ -152,7 +133,7 @@ class Sequences(RuleBasedStateMachine):
     def capture_ahead(self, rows: int, place: int) -> None:
         """A capture of any size, from the example of a prewarm, leaves no trace."""
         plan = Plan(rows, seed=98)
-        for step, model in ((self.step, self.model), (self.reference, self.other)):
+        for step, model in self.served:
             args, kwargs = plan.make(model)
             with contextlib.suppress(ConfigError, IndexError):  # as above
                 step.prewarm(*args, sizes=(), **kwargs)
@@ -162,7 +143,7 @@ class Sequences(RuleBasedStateMachine):
     @rule(plan=plans())
     def explain(self, plan: Plan) -> None:
         """A question counts nothing."""
-        for step, model in ((self.step, self.model), (self.reference, self.other)):
+        for step, model in self.served:
             args, kwargs = plan.make(model)
             calls = step.stats.calls
             with contextlib.suppress(ConfigError):
@@ -172,7 +153,7 @@ class Sequences(RuleBasedStateMachine):
     @invariant()
     def is_sound(self) -> None:
         """The accounts agree, the state is eager's, and what was handed out before is as it was, or known stale."""
-        for step, model in ((self.step, self.model), (self.reference, self.other)):
+        for step, model in self.served:
             step.check_integrity()
             assert len(step.entries) <= self.max_graphs
             assert_same_state(self.twin, model, exact=not self.drifted)
@@ -246,23 +227,20 @@ TestSequences.settings = settings(
         min_size=2,
         max_size=6,
     ),
-    inputs=st.sampled_from(["copy", "copy", "static"]),
-    outputs=st.sampled_from(["clone", "view", "static"]),
+    options=st.builds(
+        CUDAGraphOptions,
+        inputs=st.sampled_from(["copy", "copy", "static"]),
+        outputs=st.sampled_from(["clone", "view", "static"]),
+    ),
     mode=st.sampled_from([CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE]),
     max_graphs=st.integers(1, 3),
 )
 def test_every_call_of_a_wrapper_is_eagers(
-    spec: Spec,
-    sequence: list[tuple[Plan, int, int]],
-    inputs: Any,
-    outputs: Any,
-    mode: CUDAGraphMode,
-    max_graphs: int,
+    spec: Spec, sequence: list[tuple[Plan, int, int]], options: CUDAGraphOptions, mode: CUDAGraphMode, max_graphs: int
 ) -> None:
     """Whatever descriptor a call carries: the answer, the state and the errors are eager's, and with dense arguments
     its very bits, since nothing is padded."""
     model, twin = spec.build(), spec.build()
-    options = CUDAGraphOptions(inputs=inputs, outputs=outputs)
     wrapper = CUDAGraphWrapper(model, mode, options, max_graphs)
     exact = True
 

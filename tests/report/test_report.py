@@ -234,12 +234,6 @@ def test_a_report_changes_and_runs_nothing() -> None:
     assert str(report) == text
 
 
-def test_a_folder_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
-    """Python's own, which names the file."""
-    with pytest.raises(OSError, match=r"report\.html"):
-        served().report().save(tmp_path / "none" / "report.html")
-
-
 def test_reports_need_no_torch_and_load_jinja_when_a_page_is_made() -> None:
     """What imports the library does not pay for reports."""
     code = "import sys; sys.modules['torch'] = None; import graphdispatch.report; "

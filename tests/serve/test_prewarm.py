@@ -86,31 +86,6 @@ def test_state_that_the_first_run_alone_makes_is_the_callers_to_make() -> None:
     assert [serves(step, model, rows) for rows in (2, 1, 2)] == [Reason.EXACT] * 3
 
 
-class Norm(torch.nn.Module):
-    """Takes its offset from the first batch that it gets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("offset", torch.zeros(8))
-        self.is_ready = False
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The input, less the offset."""
-        if not self.is_ready:
-            self.offset.add_(input[0])  # type: ignore[operator]
-            self.is_ready = True
-        return input - self.offset
-
-
-def test_a_buffer_that_the_first_run_fills_is_put_back_with_what_says_so() -> None:
-    """Else the first call would find it empty, and take it for filled."""
-    model, x = Norm(), torch.randn(2, 8)
-    step = graphed(model, dynamic={"input": 0}, sizes=(2,))
-    step.prewarm(torch.randn(2, 8))
-    assert (model.is_ready, bool(model.offset.any())) == (False, False)
-    assert torch.equal(step(x), x - x[0])
-
-
 def test_what_every_run_changes_is_put_back() -> None:
     """An input that is kept is another one in each run."""
     model = Lazy(keeps=True)
@@ -268,19 +243,10 @@ def test_captures_correct_what_is_expected(fn: Callable[..., Any]) -> None:
     assert held == without_last
 
 
-class Late(torch.nn.Module):
-    """Makes state in its first call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.state: torch.Tensor | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-
-class LateCount(Late):
+class LateCount(torch.nn.Module):
     """Counts its calls in a tensor that the first one makes."""
+
+    state: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.state is None:
@@ -289,8 +255,10 @@ class LateCount(Late):
         return x + self.state
 
 
-class LateBatch(Late):
+class LateBatch(torch.nn.Module):
     """Keeps the batch of its first call."""
+
+    state: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.state is None:
@@ -298,8 +266,23 @@ class LateBatch(Late):
         return x + self.state[:1]
 
 
-@pytest.mark.parametrize("kind", [LateCount, LateBatch])
-def test_an_example_leaves_nothing_in_state_that_it_made(kind: type[Late]) -> None:
+class Norm(torch.nn.Module):
+    """Takes its offset from the first batch that it gets, and would take it for filled if it found it empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.zeros(1))
+        self.is_ready = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_ready:
+            self.offset.add_(x[0])  # type: ignore[operator]
+            self.is_ready = True
+        return x - self.offset
+
+
+@pytest.mark.parametrize("kind", [LateCount, LateBatch, Norm])
+def test_an_example_leaves_nothing_in_state_that_it_made(kind: type[torch.nn.Module]) -> None:
     """Neither a count nor the example itself: the calls behind a prewarm give what they give without one."""
     step, eager = graphed(kind(), dynamic={"x": 0}, sizes=(2, 4)), kind()
     step.prewarm(torch.ones(4, 1))

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, graphed
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason
 from graphdispatch.engines import BatchDescriptor, CUDAGraphConfig, CUDAGraphManager, CUDAGraphWrapper
 
-from ..helpers import AT_ONCE, with_options
+from ..helpers import AT_ONCE, make
 
 ROWS = 4
 
@@ -21,9 +21,7 @@ def twice(x: torch.Tensor, other: Any = None) -> torch.Tensor:
 
 def serve(fn: Callable[..., Any] = twice, **options: Any) -> Graphed[..., Any]:
     """A served callable that keeps few signatures; calls with other numbers of columns have other ones."""
-    return graphed(
-        fn, dynamic={"x": 0}, sizes=(ROWS,), **with_options({"max_signatures": 2, "capture_after": 1} | options)
-    )
+    return make(fn, **{"sizes": (ROWS,), "max_signatures": 2} | options)
 
 
 def call(step: Graphed[..., Any], columns: int, *others: Any) -> Reason:

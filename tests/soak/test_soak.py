@@ -68,28 +68,22 @@ class Gate:
     """Calls enter together; who moves the weights enters alone, as the owner of a model would see to it."""
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._inside = 0
-        self._waiting = 0
+        self._places = threading.Semaphore(THREADS)
+        self._turn = threading.Lock()
 
     def __enter__(self) -> None:
-        with self._condition:
-            self._condition.wait_for(lambda: not self._waiting)
-            self._inside += 1
+        self._places.acquire()
 
     def __exit__(self, *_: object) -> None:
-        with self._condition:
-            self._inside -= 1
-            self._condition.notify_all()
+        self._places.release()
 
     def alone(self, work: Any) -> None:
         """Run ``work`` while nobody is inside."""
-        with self._condition:
-            self._waiting += 1
-            self._condition.wait_for(lambda: not self._inside)
+        with self._turn:
+            for _ in range(THREADS):
+                self._places.acquire()
             work()
-            self._waiting -= 1
-            self._condition.notify_all()
+            self._places.release(THREADS)
 
 
 class Soak:

@@ -12,9 +12,24 @@ from torch import Tensor, nn
 
 import graphdispatch as gd
 
+from ..helpers import check_calls, check_rows, make
+
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SCALE = 2.0
+
+
+class Lines(nn.Module):
+    """It uses a class of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x)
+
+
 CONFIG = SimpleNamespace(scale=2.0, rows=[2.0], factors={"one": 2.0})
 
 
@@ -61,6 +76,20 @@ def inside(part: Any) -> Callable[[Tensor], Tensor]:
     return lambda x: part(x) + 1
 
 
+def times(number: Callable[[], float]) -> Callable[[Tensor], Tensor]:
+    """A callable that multiplies by what a compiled one gives."""
+    return lambda x: x * number()
+
+
+def check_change(fn: Any, change: Callable[[], object]) -> None:
+    """Graphs serve, something changes, and the next answer is eager's."""
+    step = make(fn, sizes=(4,))
+    check_rows(step, *[4] * 5)
+    assert step.stats.hits
+    change()
+    check_rows(step, 4)
+
+
 def compiled_in_place(backend: str) -> nn.Module:
     """A module whose calls are compiled."""
     model = Model()
@@ -75,9 +104,7 @@ MADE: dict[str, Callable[[str], Any]] = {
     "module in place": compiled_in_place,
     "library's module": lambda b: inside(torch.compile(nn.Sequential(Model()), backend=b)),
     "pieces": lambda b: torch.compile(broken, backend=b),
-    "no graph": lambda b: (lambda number: lambda x: x * number())(
-        torch.compile(lambda: SCALE * CONFIG.scale, backend=b)
-    ),
+    "no graph": lambda b: times(torch.compile(lambda: SCALE * CONFIG.scale, backend=b)),
 }
 CHANGES: dict[str, Callable[[], Any]] = {
     "global": lambda: globals().update(SCALE=3.0),
@@ -90,64 +117,29 @@ CHANGES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", MADE)
 def test_what_compiled_code_reads_is_compared(name: str, change: str) -> None:
     """Graphs serve, a value changes that the compiler has read, and the next answer is eager's."""
-    fn = MADE[name]("eager")
-    served = gd.graphed(fn, dynamic={"x": 0}, sizes=[4], options=gd.CUDAGraphOptions(gc_disable=False, capture_after=1))
-    for _ in range(5):
-        served(torch.randn(4, 3))
-    assert served.stats.hits
-    CHANGES[change]()
-    x = torch.randn(4, 3)
-    assert torch.equal(served(x), fn(x))
+    check_change(MADE[name]("eager"), CHANGES[change])
 
 
-def test_a_variable_named_as_a_local_one_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("model", "name"), [(nn.Linear(3, 3), "input"), (Lines(), "x")], ids=["torch's", "own"])
+def test_a_variable_named_as_a_local_one_may_change(
+    model: nn.Module, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A script that keeps its batch under the name of the module's parameter."""
-    served = gd.graphed(
-        torch.compile(nn.Linear(3, 3), backend="eager"),
-        dynamic={"input": 0},
-        sizes=[4],
-        options=gd.CUDAGraphOptions(gc_disable=False, capture_after=1),
-    )
-    inside = gd.graphed(
-        torch.compile(Lines(), backend="eager"),
-        dynamic={"x": 0},
-        sizes=[4],
-        options=gd.CUDAGraphOptions(gc_disable=False, capture_after=1),
-    )
+    step = make(torch.compile(model, backend="eager"), dynamic={name: 0}, sizes=(4,))
     for _ in range(6):
         x = torch.randn(4, 3)
         monkeypatch.setitem(globals(), "x", x)
         monkeypatch.setitem(globals(), "input", x)
-        served(x)
-        inside(x)
-    assert served.stats.hits
-    assert inside.stats.hits
-
-
-class Lines(nn.Module):
-    """It uses a class of torch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.line(x)
+        step(x)
+    assert step.stats.hits
 
 
 def test_variables_of_functions_of_no_module() -> None:
     """Functions that ``exec`` made have variables of their own."""
     variables: dict[str, Any] = {"SCALE": 2.0}
     exec("def scaled(x): return x * SCALE", variables)
-    scaled = variables["scaled"]
-    fn = torch.compile(lambda x: scaled(x) + 1, backend="eager")
-    served = gd.graphed(fn, dynamic={"x": 0}, sizes=[4], options=gd.CUDAGraphOptions(gc_disable=False, capture_after=1))
-    for _ in range(5):
-        served(torch.randn(4, 3))
-    assert served.stats.hits
-    variables["SCALE"] = 3.0
-    x = torch.randn(4, 3)
-    assert torch.equal(served(x), fn(x))
+    fn = torch.compile(inside(variables["scaled"]), backend="eager")
+    check_change(fn, lambda: variables.update(SCALE=3.0))
 
 
 def asks(x: Tensor, y: Tensor) -> Tensor:
@@ -158,14 +150,11 @@ def asks(x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize("by", ["identity", "requires_grad"])
 def test_arguments_are_told_apart_as_functions_put_inline_do(by: str) -> None:
     """Which tensors are one, and which require a gradient."""
-    fn = torch.compile(lambda x, y: asks(x, y) + 1, backend="eager")
-    served = gd.graphed(fn, dynamic={"x": 0, "y": 0}, sizes=[4], options=gd.CUDAGraphOptions(capture_after=1))
-    for _ in range(5):
-        served(torch.randn(4, 3), torch.randn(4, 3))
-    assert served.stats.hits
+    step = make(torch.compile(lambda x, y: asks(x, y) + 1, backend="eager"), dynamic={"x": 0, "y": 0}, sizes=(4,))
+    check_calls(step, *((torch.randn(4, 3), torch.randn(4, 3)) for _ in range(5)))
+    assert step.stats.hits
     x = torch.randn(4, 3, requires_grad=by == "requires_grad")
-    y = x if by == "identity" else torch.randn(4, 3)
-    assert torch.equal(served(x, y), fn(x, y))
+    check_calls(step, (x, x if by == "identity" else torch.randn(4, 3)))
 
 
 def in_a_thread(x: Tensor) -> Tensor:
@@ -197,11 +186,10 @@ def under_a_profiler(x: Tensor) -> Tensor:
 )
 def test_code_that_nobody_hears_of_is_refused(fn: Any) -> None:
     """Code on a thread that the call starts, and under a profiler that takes the place of what listens."""
-    served = gd.graphed(fn, dynamic={"x": 0}, sizes=[4], options=gd.CUDAGraphOptions(gc_disable=False, capture_after=1))
-    for _ in range(4):
-        served(torch.randn(4, 3))
-    assert not served.stats.hits
-    assert served.last_decision.reason is gd.Reason.STATE_UNSEEN
+    step = make(fn, sizes=(4,))
+    check_rows(step, *[4] * 4)
+    assert not step.stats.hits
+    assert step.last_decision.reason is gd.Reason.STATE_UNSEEN
 
 
 def test_a_thread_that_prewarm_does_not_start_leaves_nothing() -> None:

@@ -4,6 +4,7 @@ import functools
 import gc
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,46 +12,16 @@ import torch
 from torch import nn
 from torch._inductor import config as inductor_config
 
-from graphdispatch import CUDAGraphOptions, eager_break, graphed
+from graphdispatch import CUDAGraphOptions, graphed
 from graphdispatch.engines import EntryState
 
 from ..behaviour.cases import Box
-from ..helpers import AT_ONCE
+from ..helpers import AT_ONCE, check_calls, check_rows, make
 
 
 def served(fn: Any, **options: Any) -> Any:
     """A callable with graphs of four rows."""
     return graphed(fn, dynamic={"x": 0}, sizes=(4,), **options)
-
-
-class Annotated(nn.Module):
-    """Carries metadata that only a break reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.metadata: Any = None
-
-    @eager_break
-    def attend(self, x: torch.Tensor) -> torch.Tensor:
-        """Adds what the metadata says."""
-        return x + self.metadata.shift
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Graph, break, graph."""
-        return self.attend(self.linear(x)).relu()
-
-
-def test_metadata_that_a_break_reads_keeps_the_hits() -> None:
-    """It is set before each call, and no graph ends."""
-    model = Annotated().eval()
-    step = served(model, mode="PIECEWISE")
-    for index in range(20):
-        model.metadata = Box(shift=float(index))
-        x = torch.randn(4, 3)
-        assert torch.equal(step(x), model(x))
-    assert step.stats.captures == 1
-    assert step.stats.hits >= 17
 
 
 def test_a_failure_survives_a_change_of_state() -> None:
@@ -86,18 +57,17 @@ def test_graphs_of_another_state_cost_calls_without_a_hit_nothing() -> None:
     owner.factor = 2.0
     step(x)
     compared.clear()
-    for _ in range(7):  # the batch of the capture, which is no hit yet
-        assert torch.equal(step(x), model(x) * 2.0)
+    check_calls(step, *[x] * 7)  # the batch of the capture, which is no hit yet
     assert step.stats.captures == 2
     assert not compared
     owner.factor = 1.0
-    assert torch.equal(step(x), model(x))
+    check_calls(step, x)
     assert step.stats.captures == 2
     assert compared
     owner.factor = 2.0
     step(x)
     model.weight = nn.Parameter(torch.randn(3, 3))
-    assert torch.equal(step(x), model(x) * 2.0)
+    check_calls(step, x)
     assert len(step.entries) == 1
     assert first.state is EntryState.EVICTED
 
@@ -105,19 +75,17 @@ def test_graphs_of_another_state_cost_calls_without_a_hit_nothing() -> None:
 def test_a_state_that_is_gone_for_good_frees_its_weights() -> None:
     """An adapter that nothing reaches any more goes with its graph, although the graph of the next one still fits."""
     owner = Box(adapter=nn.Linear(3, 3), others=[])
-    kept = nn.Linear(3, 3)
     step = served(lambda x: owner.adapter(x), options=AT_ONCE)
     x = torch.randn(4, 3)
     step(x)
     first, (entry,) = weakref.ref(owner.adapter.weight), step.entries
     owner.others.append(owner.adapter)
-    owner.adapter = kept
-    for _ in range(3):
-        assert torch.equal(step(x), kept(x))
+    owner.adapter = nn.Linear(3, 3)
+    check_calls(step, x, x, x)
     assert step.stats.captures == 2
     assert len(step.entries) == 2
     owner.others.clear()
-    assert torch.equal(step(x), kept(x))
+    check_calls(step, x)
     assert step.stats.captures == 2
     assert entry.state is EntryState.EVICTED
     del entry
@@ -129,18 +97,15 @@ def test_graphs_that_read_the_same_share_a_guard() -> None:
     """Graphs of two sizes are compared once; those of two objects in ``static=`` each have a guard of their own."""
     model = nn.Linear(3, 3).eval()
     step = graphed(lambda x, config: model(x) * config.factor, dynamic={"x": 0}, sizes=(2, 4), static=["config"])
-    one, other = Box(factor=2.0), Box(factor=3.0)
+    configs = Box(factor=2.0), Box(factor=3.0)
     for rows in (2, 4):
-        for config in (one, other):
+        for config in configs:
             step.prewarm(torch.ones(rows, 3), config)
     guards = [entry.guard for entry in step.entries]
     assert len(guards) == 4
     assert len(set(guards)) == 2
-    other.factor = 5.0
-    for rows in (2, 4):
-        x = torch.randn(rows, 3)
-        assert torch.equal(step(x, one), model(x) * 2.0)
-        assert torch.equal(step(x, other), model(x) * 5.0)
+    configs[1].factor = 5.0
+    check_calls(step, *((torch.randn(rows, 3), config) for rows in (2, 4) for config in configs))
 
 
 def test_graphs_that_used_other_results_of_a_cache_share_no_guard() -> None:
@@ -148,11 +113,9 @@ def test_graphs_that_used_other_results_of_a_cache_share_no_guard() -> None:
     factors = {"one": 2.0, "other": 4.0}
     factor = functools.cache(lambda key: factors[key])
     step = served(lambda x, key: x * factor(key), options=AT_ONCE)
-    for key, expected in factors.items():
+    for key in factors:
         factor(key)  # so that no watched run calls what is cached
-        for _ in range(4):
-            x = torch.randn(4, 3)
-            assert torch.equal(step(x, key), x * expected)
+        check_calls(step, *((torch.randn(4, 3), key) for _ in range(4)))
     assert step.stats.captures == 2, step.last_decision
     factors["other"] = 5.0
     factor.cache_clear()
@@ -161,7 +124,14 @@ def test_graphs_that_used_other_results_of_a_cache_share_no_guard() -> None:
     assert torch.equal(step(x, "other"), x * 5.0)
 
 
-@pytest.mark.parametrize("what", ["buffer", "parameter", "module"])
+MADE: dict[str, Callable[[nn.Module], object]] = {
+    "buffer": lambda model: model.register_buffer("extra", torch.full((3,), 5.0)),
+    "parameter": lambda model: setattr(model, "extra", nn.Parameter(torch.full((3,), 5.0))),
+    "module": lambda model: setattr(model, "extra", nn.Linear(3, 3)),
+}
+
+
+@pytest.mark.parametrize("what", MADE)
 def test_the_first_member_of_a_module_is_seen(what: str) -> None:
     """Also where the module had none of its kind before."""
 
@@ -171,18 +141,10 @@ def test_the_first_member_of_a_module_is_seen(what: str) -> None:
             return x if extra is None else extra(x) if callable(extra) else x * extra
 
     model = Late().eval()
-    step = graphed(model, dynamic={"x": 0}, sizes=(2,), options=AT_ONCE)
-    made = {
-        "buffer": lambda: model.register_buffer("extra", torch.full((3,), 5.0)),
-        "parameter": lambda: setattr(model, "extra", nn.Parameter(torch.full((3,), 5.0))),
-        "module": lambda: setattr(model, "extra", nn.Linear(3, 3)),
-    }
-    with torch.no_grad():
-        for turn in range(8):
-            if turn == 4:
-                made[what]()
-            x = torch.randn(2, 3)
-            assert torch.equal(step(x), model(x)), step.last_decision.explain()
+    step = make(model)
+    check_rows(step, *[2] * 4)
+    MADE[what](model)
+    check_rows(step, *[2] * 4)
 
 
 def test_a_guard_that_watches_less_is_not_shared() -> None:
@@ -196,13 +158,11 @@ def test_a_guard_that_watches_less_is_not_shared() -> None:
 
     for _ in range(2):  # the second time torch's own code is known
         vars(settings).pop("further", None)
-        step = graphed(fn, dynamic={"x": 0}, sizes=(2, 4), options=AT_ONCE)
-        for rows, further in ((2, None), (4, 3.0), (4, 4.0), (2, 4.0)):
-            if further is not None:
-                settings.further = further
-            for _ in range(4):
-                x = torch.randn(rows, 3)
-                assert torch.equal(step(x), fn(x)), step.last_decision.explain()
+        step = make(fn)
+        check_rows(step, *[2] * 4)
+        for rows, further in ((4, 3.0), (4, 4.0), (2, 4.0)):
+            settings.further = further
+            check_rows(step, *[rows] * 4)
 
 
 def test_determinism_of_the_compiler_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,9 @@
 """How state is read: tables at one moment."""
 
+import itertools
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
@@ -16,42 +15,31 @@ from graphdispatch.state import objects
 from graphdispatch.state.walk import StateWalk
 
 
-@contextmanager
-def written_by_another_thread(write: Callable[[int], object]) -> Iterator[None]:
-    """A thread that writes all the time, and is let in as often as possible."""
-    stop, before = threading.Event(), sys.getswitchinterval()
+@pytest.mark.parametrize("kind", [dict, OrderedDict, type("Table", (dict,), {})])
+def test_a_dict_is_read_as_it_is_at_one_moment(kind: type[dict[int, int]]) -> None:
+    """Each key with its own value, whatever another thread adds and removes meanwhile, let in as often as possible."""
+    table, stop, before = kind(), threading.Event(), sys.getswitchinterval()
 
-    def run() -> None:
-        number = 0
-        while not stop.is_set():
-            write(number := number + 1)
+    def write() -> None:
+        for number in itertools.count():
+            table[number] = -number
+            if number > 3:
+                del table[number - 3]
+            if stop.is_set():
+                return
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=write)
     sys.setswitchinterval(1e-6)
     thread.start()
     try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-        sys.setswitchinterval(before)
-
-
-@pytest.mark.parametrize("kind", [dict, OrderedDict, type("Table", (dict,), {})])
-def test_a_dict_is_read_as_it_is_at_one_moment(kind: type[dict[int, int]]) -> None:
-    """Each key with its own value, whatever another thread adds and removes meanwhile."""
-    table = kind()
-
-    def write(number: int) -> None:
-        table[number] = -number
-        if number > 3:
-            del table[number - 3]
-
-    with written_by_another_thread(write):
         for _ in range(5_000):
             entries = objects.content(table)
             half = len(entries) // 2
             assert entries[half:] == [-key for key in entries[:half]]
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(before)
 
 
 def test_what_describes_a_class_is_not_walked() -> None:

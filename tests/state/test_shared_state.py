@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graphdispatch as gd
 from graphdispatch.memory.windows import WINDOWS
 
-from ..helpers import AT_ONCE
+from ..helpers import AT_ONCE, make, reason
 
 
 class Gate(TorchDispatchMode):
@@ -34,57 +35,64 @@ class Gate(TorchDispatchMode):
 
 def served(fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """A callable that is captured at its first call."""
-    return gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    return make(fn, sizes=(4,))
+
+
+def ungraphed(fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A callable whose calls all run eagerly."""
+    return gd.graphed(fn, dynamic={"x": 0}, mode="NONE")
+
+
+def counts(count: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """``fn`` behind a write to ``count``."""
+    return lambda x: (count.add_(1), fn(x))[1]
+
+
+@contextmanager
+def behind(gate: Gate, step: Any, x: torch.Tensor) -> Iterator[None]:
+    """Within the block another thread stands in the gate, in the middle of a call; at its end it goes on to its own."""
+    thread = threading.Thread(target=torch.no_grad()(lambda: _through(gate, step, x)))
+    thread.start()
+    try:
+        assert gate.inside.wait(20)
+        yield
+    finally:
+        gate.go_on.set()
+        thread.join(60)
+
+
+def _through(gate: Gate, step: Any, x: torch.Tensor) -> None:
+    with gate:
+        step(x)
+
+
+def started(step: Any, x: torch.Tensor) -> threading.Thread:
+    """A thread that makes one call."""
+    thread = threading.Thread(target=torch.no_grad()(lambda: step(x)))
+    thread.start()
+    return thread
 
 
 @pytest.mark.parametrize("other_is", ["eager", "hit"])
 @pytest.mark.parametrize("run", [1, 2, 3])
 def test_no_write_is_lost_while_another_thread_captures(other_is: str, run: int) -> None:
-    """``prefill`` stops in the middle of its capture while ``decode`` counts in the same tensor."""
+    """``first`` stops in the middle of its capture while ``second`` counts in the same tensor."""
     count, gate, x = torch.zeros(1), Gate(run), torch.ones(4, 3)
-
-    def prefill(x: torch.Tensor) -> torch.Tensor:
-        count.add_(1)
-        return x * 2
-
-    def decode(x: torch.Tensor) -> torch.Tensor:
-        count.add_(1)
-        return x - 3
-
-    first, second = served(prefill), served(decode)
-    calls = 0
+    first, second = served(counts(count, lambda x: x * 2)), served(counts(count, lambda x: x - 3))
     if other_is == "hit":
         for number in range(4):
             second(x + number)
-            calls += 1
         assert second.stats.hits
-
-    def capture() -> None:
-        with torch.no_grad(), gate:
-            first(x)
-
-    def count_once() -> None:
-        with torch.no_grad():
-            if other_is == "hit":
-                second(x)
-            else:
-                second(torch.ones(9, 3))
-
-    threads = [threading.Thread(target=capture), threading.Thread(target=count_once)]
-    threads[0].start()
-    assert gate.inside.wait(20)
-    threads[1].start()
-    threads[1].join(0.2)  # it waits for the capture, or it is done and its write must stay
-    gate.go_on.set()
-    for thread in threads:
-        thread.join(60)
-    assert count.item() == calls + 2
+    with behind(gate, first, x):
+        other = started(second, x if other_is == "hit" else torch.ones(9, 3))
+        other.join(0.2)  # it waits for the capture, or it is done and its write must stay
+    other.join(60)
+    assert count.item() == (6 if other_is == "hit" else 2)
 
 
 def test_a_capture_waits_for_a_run_under_way() -> None:
-    """``decode`` runs eagerly, and stops after its write: the capture of ``prefill`` begins when it has ended."""
+    """One callable runs eagerly, and stops before it writes: the capture of the other begins when it has ended."""
     count, gate, x = torch.zeros(1), Gate(1), torch.ones(4, 3)
-    captured = threading.Event()
 
     def decode(x: torch.Tensor) -> torch.Tensor:
         kept = count.clone()
@@ -92,29 +100,11 @@ def test_a_capture_waits_for_a_run_under_way() -> None:
         count.copy_(kept + 1)
         return y
 
-    def prefill(x: torch.Tensor) -> torch.Tensor:
-        count.add_(1)
-        return x * 2
-
-    first, second = served(prefill), gd.graphed(decode, dynamic={"x": 0}, mode="NONE")
-
-    def run() -> None:
-        with torch.no_grad(), gate:
-            second(x)
-
-    def capture() -> None:
-        with torch.no_grad():
-            first(x)
-        captured.set()
-
-    threads = [threading.Thread(target=run), threading.Thread(target=capture)]
-    threads[0].start()
-    assert gate.inside.wait(20)
-    threads[1].start()
-    assert not captured.wait(0.2)
-    gate.go_on.set()
-    for thread in threads:
-        thread.join(60)
+    with behind(gate, ungraphed(decode), x):
+        capture = started(served(counts(count, lambda x: x * 2)), x)
+        capture.join(0.2)
+        assert capture.is_alive()
+    capture.join(60)
     assert count.item() == 2
 
 
@@ -122,28 +112,10 @@ def test_a_capture_that_would_wait_for_ever_gives_up(monkeypatch: pytest.MonkeyP
     """A run that itself waits for the capture's thread ends the wait: the call runs eagerly, with a reason."""
     monkeypatch.setattr("graphdispatch.memory.windows._CAPTURE_WAITS_S", 0.2)
     count, gate, x = torch.zeros(1), Gate(1), torch.ones(4, 3)
-
-    def decode(x: torch.Tensor) -> torch.Tensor:
-        count.add_(1)
-        return x * 3
-
-    def prefill(x: torch.Tensor) -> torch.Tensor:
-        count.add_(1)
-        return x * 2
-
-    first, second = served(prefill), gd.graphed(decode, dynamic={"x": 0}, mode="NONE")
-
-    def run() -> None:
-        with torch.no_grad(), gate:
-            second(x)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert gate.inside.wait(20)
-    assert torch.equal(first(x), x * 2)
-    assert first.last_decision.reason is gd.Reason.STATE_SHARED
-    gate.go_on.set()
-    thread.join(60)
+    first = served(counts(count, lambda x: x * 2))
+    with behind(gate, ungraphed(counts(count, lambda x: x * 3)), x):
+        assert torch.equal(first(x), x * 2)
+        assert first.last_decision.reason is gd.Reason.STATE_SHARED
     assert count.item() == 2
 
 
@@ -155,40 +127,17 @@ def test_a_call_within_a_call_does_not_wait_for_who_waits_for_it(
     """A capture waits for the run of another thread, which calls a served callable of the same state before it ends."""
     monkeypatch.setattr("graphdispatch.memory.windows._CAPTURE_WAITS_S", 10.0)
     count, gate, x = torch.zeros(1), Gate(1), torch.ones(4, 3)
-
-    def add(x: torch.Tensor) -> torch.Tensor:
-        count.add_(1)
-        return x + 1
-
-    inner = gd.graphed(add, dynamic={"x": 0}, options=options)
+    inner = gd.graphed(counts(count, lambda x: x + 1), dynamic={"x": 0}, options=options)
     first = served(lambda x: inner(x) * 2) if captured == "outer" else inner
-    second = gd.graphed(lambda x: inner(x * 3), dynamic={"x": 0}, mode="NONE")
-
-    def run() -> None:
-        with torch.no_grad(), gate:
-            second(x)
-
-    def open_gate() -> None:
+    found: list[gd.Reason] = []
+    with behind(gate, ungraphed(lambda x: inner(x * 3)), x):
+        began = time.monotonic()
+        capture = started(lambda x: found.append(reason(first, x)), x)
         while not WINDOWS.open and capture.is_alive():
             time.sleep(0.001)
-        gate.go_on.set()
-
-    def call() -> None:
-        with torch.no_grad():
-            first(x)
-            reasons.append(first.last_decision.reason)
-
-    reasons: list[gd.Reason] = []
-    threads = [threading.Thread(target=run), capture := threading.Thread(target=call)]
-    threads[0].start()
-    assert gate.inside.wait(20)
-    began = time.monotonic()
-    capture.start()
-    open_gate()
-    for thread in threads:
-        thread.join(60)
+    capture.join(60)
     assert time.monotonic() - began < 9
-    assert reasons != [gd.Reason.STATE_SHARED]
+    assert found != [gd.Reason.STATE_SHARED]
     assert count.item() == 2
 
 
@@ -208,21 +157,12 @@ class Engine:
 
 def test_what_another_thread_changes_meanwhile_stays() -> None:
     """A capture that fails half-way puts back what the callable's code names, and nothing that only others change."""
-    engine, gate = Engine(), Gate(2)  # in the run with padding
+    engine = Engine()
     step = served(engine.step)
-
-    def capture() -> None:
-        with torch.no_grad(), gate:
-            step(torch.randn(3, 3))
-
-    thread = threading.Thread(target=capture)
-    thread.start()
-    assert gate.inside.wait(20)
-    assert engine.busy
-    engine.queue.append(1)
-    vars(engine)["added"] = 1
-    gate.go_on.set()
-    thread.join(60)
+    with behind(Gate(2), step, torch.randn(3, 3)):  # in the run with padding
+        assert engine.busy
+        engine.queue.append(1)
+        vars(engine)["added"] = 1
     assert not step.stats.captures, step.stats.reasons
     assert vars(engine) == {"queue": [1], "busy": False, "added": 1}
 
@@ -253,21 +193,12 @@ class Observed:
 @pytest.mark.parametrize("runs", [True, False])
 def test_what_a_thread_notes_of_itself_is_no_change_by_the_call(runs: bool) -> None:
     """It stays, and the call is captured. What a thread holds that does not run is state like any other."""
-    observed, gate = Observed(), Gate(1)
+    observed = Observed()
     step = served(observed.step)
-
-    def capture() -> None:
-        with torch.no_grad(), gate:
-            step(torch.randn(4, 3))
-
     if runs:
         observed.monitor.start()
-    thread = threading.Thread(target=capture)
-    thread.start()
-    assert gate.inside.wait(20)
-    observed.monitor.woken = 5
-    gate.go_on.set()
-    thread.join(60)
+    with behind(Gate(1), step, torch.randn(4, 3)):
+        observed.monitor.woken = 5
     observed.monitor.stop.set()
     assert (step.stats.captures, step.stats.reasons[gd.Reason.STATE_REBOUND]) == (runs, not runs)
     assert observed.monitor.woken == 5

@@ -16,6 +16,7 @@ def test_replays_run_the_script_and_are_counted() -> None:
     graph.replay()
     graph.replay()
     assert (graph.captures, graph.replays, runs) == (1, 2, ["run", "run"])
+    assert repr(graph) == "<MockCUDAGraph captured, 2 replays>"
 
 
 def test_a_capture_fails_as_scripted() -> None:
@@ -67,10 +68,3 @@ def test_a_graph_is_captured_once(state: str) -> None:
         graph.reset()
     with pytest.raises(CaptureError, match=f"is {state} already"):
         graph.capture_begin()
-
-
-def test_repr_is_a_status_line() -> None:
-    """State and replays."""
-    graph = scripted()
-    graph.replay()
-    assert repr(graph) == "<MockCUDAGraph captured, 1 replays>"

@@ -89,24 +89,6 @@ def test_no_count_is_lost_between_threads() -> None:
     assert (stats.misses, stats.fallbacks) == (4000, 4000)
 
 
-@pytest.mark.parametrize(
-    ("mode", "reason", "counts"),
-    [
-        (DispatchMode.CUDAGRAPH, Reason.EXACT, (1, 0, 0, 0)),
-        (DispatchMode.PIECEWISE, Reason.PADDED, (0, 1, 0, 0)),
-        (DispatchMode.EAGER, Reason.NOT_CAPTURED, (0, 0, 1, 1)),
-        (DispatchMode.EAGER, Reason.POLICY, (0, 0, 1, 0)),
-        (DispatchMode.EAGER, Reason.DISABLED, (0, 0, 1, 0)),
-    ],
-)
-def test_a_decision_counts_by_mode(mode: DispatchMode, reason: Reason, counts: tuple[int, ...]) -> None:
-    """An eager call is a fallback unless eager was asked for; only eager calls keep a reason."""
-    stats = DispatchStats()
-    stats.record(mode, reason, 10)
-    assert (stats.graph, stats.piecewise, stats.eager, stats.fallbacks) == counts
-    assert stats.reasons == ({reason: 1} if mode is DispatchMode.EAGER else {})
-
-
 def test_dispatch_counters_give_ratio_and_mean_time() -> None:
     """The ratio counts full and piecewise graphs, the time is a mean in microseconds."""
     stats = DispatchStats()

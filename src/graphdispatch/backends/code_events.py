@@ -14,9 +14,25 @@ from threading import get_ident
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodDescriptorType, MethodType
 from typing import Any
 
+import torch
+
 from .tracing import untraced
 
-__all__ = ["CodeListener", "is_profiled_by_others", "pause", "resume"]
+__all__ = ["CodeListener", "is_own_code", "is_torch_code", "pause", "resume"]
+
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_DEMO = os.path.join(_PACKAGE, "demo", "")
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+
+
+def is_own_code(path: str) -> bool:
+    """Whether a file of code belongs to this package, but for its demo."""
+    return path.startswith(_PACKAGE) and not path.startswith(_DEMO)
+
+
+def is_torch_code(path: str) -> bool:
+    """Whether a file of code belongs to torch."""
+    return path.startswith(_TORCH)
 
 
 class CodeListener:
@@ -91,8 +107,6 @@ if sys.version_info >= (3, 12):
     _taken: list[int] = []
     """The number under which this process listens, once it does."""
     _NAME = __name__.partition(".")[0]
-    _PATH = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
-    _DEMO = os.path.join(_PATH, "demo", "")
 
     def _begin(listener: CodeListener) -> bool:
         tool = _take_tool()
@@ -130,10 +144,6 @@ if sys.version_info >= (3, 12):
         if paused is not None:
             paused.is_paused = False
 
-    def is_profiled_by_others() -> bool:
-        """Whether a profiler is on that nobody could listen beside. There is none."""
-        return False
-
     def _take_tool() -> int | None:
         """The number under which this process listens; None if others have taken all."""
         if not _taken:
@@ -153,8 +163,7 @@ if sys.version_info >= (3, 12):
 
     def _is_own(code: CodeType) -> bool:
         """Whether code is this package's, in which nothing is to be heard of, and nobody follows it."""
-        path = code.co_filename
-        return path.startswith(_PATH) and not path.startswith(_DEMO) and id(code) not in _kept
+        return is_own_code(code.co_filename) and id(code) not in _kept
 
     def _chain() -> list[CodeListener]:
         """The calling thread's listeners that are not paused, the innermost first."""
@@ -237,7 +246,3 @@ else:
         """End a pause."""
         if paused is not None:
             sys.setprofile(paused)
-
-    def is_profiled_by_others() -> bool:
-        """Whether a profiler is on that nobody could listen beside."""
-        return sys.getprofile() is not None

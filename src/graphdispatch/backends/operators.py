@@ -20,6 +20,7 @@ from torch.utils._pytree import SUPPORTED_NODES, tree_iter, tree_map
 
 from ..errors import CaptureError
 from ..reasons import Reason
+from .code_events import is_own_code, is_torch_code
 
 _aten = torch.ops.aten
 T = TypeVar("T")
@@ -322,20 +323,13 @@ def is_expanded(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and extent > 1 for stride, extent in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-_TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
-_PACKAGE_ROOT = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_DEMO_ROOT = os.path.join(_PACKAGE_ROOT, "demo") + os.sep
-
-
 def user_line() -> str:
     """The innermost line of the running call outside torch and this library, as ``file:line: source``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        inside = path.startswith((_TORCH_ROOT, "<frozen", "<eval_with", "<string")) or (
-            path.startswith(_PACKAGE_ROOT) and not path.startswith(_DEMO_ROOT)
-        )
-        if not inside and f"{os.sep}contextlib.py" not in path:
+        is_inside = path.startswith(("<frozen", "<eval_with", "<string")) or is_torch_code(path) or is_own_code(path)
+        if not is_inside and f"{os.sep}contextlib.py" not in path:
             source = linecache.getline(path, frame.f_lineno).strip()
             return f"{path}:{frame.f_lineno}: {source}"
         frame = frame.f_back

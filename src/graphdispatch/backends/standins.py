@@ -17,13 +17,12 @@ from typing import Any, Self
 import torch
 
 from ..copying import make_lock, renew_in_child
+from .code_events import is_own_code
 
 _LENGTHS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "_pad_packed_sequence", "tensor_split")
 """Functions in C++ that read lengths from a tensor, if they get one, to choose the operators that they call."""
 _QUESTION = "is_current_stream_capturing"
 _NUMBERS = ("__bool__", "__int__", "__float__", "__complex__", "__index__")
-_PACKAGE = __name__.partition(".")[0] + "."
-_DEMO = _PACKAGE + "demo."
 
 
 class StandIns:
@@ -89,11 +88,10 @@ class StandIns:
 
 def _tell(name: str, listeners: list[Any], of: Any) -> None:
     """Tell of a read that code outside of this library makes, outside of an operator's kernel, and of what it reads."""
-    if listeners and not torch._C._is_torch_function_all_disabled():  # that is so while an operator's kernel runs
-        caller = sys._getframe(2).f_globals.get("__name__", "")
-        if not caller.startswith(_PACKAGE) or caller.startswith(_DEMO):
-            for on_read in reversed(listeners):
-                on_read(name, of)
+    is_in_kernel = torch._C._is_torch_function_all_disabled()
+    if not is_in_kernel and not is_own_code(sys._getframe(2).f_code.co_filename):
+        for on_read in reversed(listeners):
+            on_read(name, of)
 
 
 def _tell_of_read(name: str, original: Any, listeners: Callable[[], list[Any]]) -> Any:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.nn.utils import parametrize
 
-from ..backends.code_events import CodeListener, is_profiled_by_others
+from ..backends.code_events import CodeListener
 from ..backends.insight import reveal_operators
 from ..backends.operators import bits_equal, is_strided, tensors_in
 from ..backends.standins import ASKS
@@ -324,7 +324,6 @@ def is_known(request: CaptureRequest, entry: CUDAGraphEntry) -> bool:
         and not (guard.notes.is_blind or entry.uses_rng or entry.writes_outside or entry.metadata)
         and guard.notes.names.isdisjoint(_UNCOUNTED)
         and entry.program.computes
-        and not is_profiled_by_others()
     )
 
 

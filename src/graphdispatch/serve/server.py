@@ -139,15 +139,19 @@ class Server:
                             else plan.run(leaves, self.stats)
                         )
                     except ReplayError as error:
-                        group.hits.pop(plan.rows, None)
-                        if error.had_effects:
-                            raise
+                        self.replay_failed(group, plan.rows, error)
                     else:
                         self.local.decision = decision
                         return result
                     finally:
                         torch._C._set_grad_enabled(gradients)
         return self.step(route, args, kwargs)
+
+    def replay_failed(self, group: GraphGroup, rows: int, error: ReplayError) -> None:
+        """Forget a hit whose replay failed. Raises ``error`` if the replay had effects; else the call runs eagerly."""
+        group.hits.pop(rows, None)
+        if error.had_effects:
+            raise error
 
     def serve_in_range(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The same while torch's profiler is on: the call is a range of it, with its parts within."""

@@ -186,7 +186,7 @@ class StateGuard:
 
     def renewed(self) -> "StateGuard | None":
         """A guard of the present state, if that differs from the guard's own only by containers, or by instances of
-        frozen dataclasses, in the places of others that held the same; else None. It watches what is there now."""
+        frozen dataclasses, in all places of others that held the same; else None. It watches what is there now."""
         moved: dict[int, list[Any]] = {}
         try:
             now = tuple(self._now())
@@ -198,21 +198,19 @@ class StateGuard:
             return None
         new = object.__new__(StateGuard)
         vars(new).update(vars(self))
-        kept = set[int]()
-        while more := new._follow(self, moved, kept):
-            kept |= more
+        new._follow(self, moved)
+        if any(id(one) in moved for one in new._held):
+            return None  # it is still in another place
         native, new.native = self.native, None
         new._wait = 1 if native is not None and native.has_held else min(2 * self._wait, _MOST_WAITED)
         new._due = 0 if GUARD is None else new._wait + 1
         return new if new.holds() else None
 
-    def _follow(self, guard: "StateGuard", moved: Mapping[int, list[Any]], kept: Collection[int]) -> set[int]:
-        """Watch what came into the places of what another ``guard`` watches, and of that what is ``kept``. Returns what
-        was moved from one place and is still in another."""
+    def _follow(self, guard: "StateGuard", moved: Mapping[int, list[Any]]) -> None:
+        """Watch what came into the places of what another ``guard`` watches."""
 
         def successors(one: Any) -> Iterable[Any]:
-            every = moved.get(id(one), [one])
-            return {id(each): each for each in ([one, *every] if id(one) in kept else every)}.values()
+            return {id(each): each for each in moved.get(id(one), [one])}.values()
 
         self._watched, self._homes, self._objects = (
             tuple(chain.from_iterable(map(successors, every)))
@@ -224,7 +222,6 @@ class StateGuard:
         self._named = [(each, names) for table, names in guard._named for each in successors(table)]
         self._list()
         self._held = tuple(self._now())
-        return {id(one) for one in self._held if id(one) in moved} - set(kept)
 
     def _list(self) -> None:
         """List what is compared by identity: in containers and under names."""

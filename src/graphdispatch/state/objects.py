@@ -29,6 +29,7 @@ import torch
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 
+from ..backends.code_events import is_own_code, is_torch_code
 from .bytecode import stored_by
 
 ABSENT = object()
@@ -69,9 +70,6 @@ _TRUSTED = (
 )
 _STDLIB = os.path.join(sysconfig.get_paths()["stdlib"], "")
 _SITE = (os.path.join(_STDLIB, "site-packages", ""), os.path.join(_STDLIB, "dist-packages", ""))
-_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
-_PACKAGE_PATH = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
-_DEMO = os.path.join(_PACKAGE_PATH, "demo", "")
 _PACKAGE = str(__package__).partition(".")[0]
 _TORCH_STATE = (
     *("torch.nn", "torch.distributions", "torch.optim", "torch.jit", "torch.utils.data", "torch.return_types"),
@@ -149,23 +147,13 @@ def is_library_code(path: str) -> bool:
     """Whether a file of code belongs to torch, Triton, the standard library or this package (but for its demo)."""
     is_stdlib = path.startswith((_STDLIB, "<frozen")) and not path.startswith(_SITE)
     is_stdlib = is_stdlib or any(f"{os.sep}{name}{os.sep}" in path for name in _TORCH_NEEDS)
-    return is_stdlib or path.startswith((_TORCH, _triton_path())) or is_own_code(path)
+    return is_stdlib or is_torch_code(path) or _is_triton_code(path) or is_own_code(path)
 
 
-def _triton_path() -> str:
-    """Where Triton is, if it is loaded. Kernels lie in folders of that name, too."""
-    path = getattr(sys.modules.get("triton"), "__file__", None)
-    return os.path.join(os.path.dirname(path), "") if path else _TORCH
-
-
-def is_own_code(path: str) -> bool:
-    """Whether a file of code belongs to this package, but for its demo."""
-    return path.startswith(_PACKAGE_PATH) and not path.startswith(_DEMO)
-
-
-def is_torch_code(path: str) -> bool:
-    """Whether a file of code belongs to torch."""
-    return path.startswith(_TORCH)
+def _is_triton_code(path: str) -> bool:
+    """Whether it belongs to Triton, if that is loaded. Kernels lie in folders of that name, too."""
+    home = getattr(sys.modules.get("triton"), "__file__", None)
+    return bool(home) and path.startswith(os.path.join(os.path.dirname(str(home)), ""))
 
 
 def user_classes(kind: type) -> list[type]:
@@ -240,10 +228,14 @@ def dict_of(table: Any) -> Any:
 
 def referents(value: Any) -> list[Any]:
     """What an object of compiled code holds (a cache, an iterator, a bound built-in), but for classes and modules;
-    nothing for one that holds it in attributes."""
-    if attribute_table(value) is not None and not issubclass(type(value), CACHES):
-        return []
-    return [held for held in gc.get_referents(value) if not issubclass(type(held), (type, types.ModuleType))]
+    nothing for one that holds it in attributes. Of a cache also what its own table holds, which nobody else may write.
+    """
+    attributes = attribute_table(value)
+    held = [one for one in gc.get_referents(value) if not issubclass(type(one), (type, types.ModuleType))]
+    if not issubclass(type(value), CACHES):
+        return held if attributes is None else []
+    *_, own = (one for one in held if type(one) is dict and one is not attributes)  # results come before it
+    return [inner for one in held for inner in (content(one) if one is own or one is attributes else [one])]
 
 
 def cell_value(cell: types.CellType) -> Any:
@@ -306,22 +298,6 @@ def is_code(value: Any) -> bool:
     wrappers = (types.FunctionType, property, staticmethod, classmethod, cached_property)
     is_function = issubclass(type(value), wrappers) and bool(functions_in(value))
     return is_function or issubclass(type(value), (type, *_TRUSTED))
-
-
-SEEN_THROUGH = frozenset(
-    (
-        *CONSTANTS,
-        *_BARE,
-        type,
-        types.ModuleType,
-        OrderedDict,
-        torch.Tensor,
-        nn.Parameter,
-        torch.Size,
-        type(lru_cache(id)),
-    )
-)
-"""Common types whose compiled methods change and read nothing that a walk does not see."""
 
 
 _ROLES: dict[str, tuple[Any, ...]] = {
@@ -497,4 +473,5 @@ def name_of(value: Any) -> str:
 
 def is_settings(value: Any) -> bool:
     """Whether it is a Python module of the user, which may be a place for settings."""
-    return issubclass(type(value), types.ModuleType) and not is_library_code(getattr(value, "__file__", None) or "")
+    table = attribute_table(value) if issubclass(type(value), types.ModuleType) else None
+    return table is not None and not is_library_code(table.get("__file__") or "")

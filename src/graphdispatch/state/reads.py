@@ -23,11 +23,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ..backends.code_events import is_own_code
 from ..call.breaks import is_break
 from . import objects
 from .bytecode import code_reads, may_change_state
 from .compiled import original_of
-from .objects import ABSENT, CONTAINERS, is_library_code, is_own_code
+from .objects import ABSENT, CONTAINERS, is_library_code
 from .snapshot import FORM, OF_LOGGERS, random_holder
 
 
@@ -47,7 +48,7 @@ class Reader(NamedTuple):
 
 _SETS = (
     *("codes", "names", "asked", "library_names", "whole_types", "functions"),
-    *("variables", "absent", "whole_tables"),
+    *("variables", "absent", "whole_tables", "passed_tables"),
 )
 _FLAGS = ("is_blind", "reads_environment", "reads_whole")
 
@@ -76,6 +77,8 @@ class CodeNotes:
         """Those that it does not find there: a builtin serves, or a default."""
         self.whole_tables: set[int] = set()
         """The namespaces that it gets hold of by ``globals()``."""
+        self.passed_tables: set[int] = set()
+        """Those of the user's modules that code passes on, so that other code may read them under any of its names."""
         self.reads_whole = False
         """Whether code reads objects of any class under names that it does not spell."""
         self.reads_environment = False
@@ -106,6 +109,11 @@ class CodeNotes:
         self.tables[id(table)] = table
         self.variables.update((id(table), name) for name in names)
         self.absent.update((id(table), name) for name in absent)
+
+    def note_passed(self, table: dict[str, Any]) -> None:
+        """Note that code passes on the module of these variables."""
+        self.tables[id(table)] = table
+        self.passed_tables.add(id(table))
 
     def by_table(self, variables: Iterable[tuple[int, str]]) -> Iterator[tuple[dict[str, Any], list[str]]]:
         """Each namespace with the names of its variables."""
@@ -171,16 +179,10 @@ def metadata_names(codes: Iterable[types.CodeType]) -> list[str]:
     compares = any(code_reads(code).compared for code in theirs) or any(
         not code_reads(code).compared.isdisjoint(code.co_varnames) for code in others
     )
-    spelled = set().union(*map(_spelled, theirs))
+    spelled = set().union(*(code_reads(code).attributes for code in theirs))
     if any(original_of(code) is not None for code in others):  # functions that the compiler put inline may ask, too
         spelled, compares = {*spelled, "requires_grad"}, True
     return sorted(TENSOR_READERS.keys() & spelled) + [IDENTITY] * compares
-
-
-def _spelled(code: types.CodeType) -> frozenset[str]:
-    reads = code_reads(code)
-    asks = not reads.variables.isdisjoint(("getattr", "hasattr"))
-    return reads.attributes | reads.texts if asks else reads.attributes
 
 
 _MEMBERS = ("_parameters", "_buffers", "_modules")
@@ -236,8 +238,13 @@ class StateReads:
         self._kinds = objects.Kinds()
         self._compared = 0
         self._pending = [*roots, *(hook for hooks in objects.GLOBAL_HOOKS for hook in hooks.values())]
+        self._spelled: dict[int, types.ModuleType] = {}
+        """Modules that code spells as variables, so that it is noted what it reads there."""
         self._compare_namespaces(notes)
         self._follow()
+        for key, module in self._spelled.items():
+            if key not in self._seen:
+                self._note_absent(vars(module))
         self.missing = notes.asked - _TENSOR_ATTRIBUTES
 
     def _follow(self) -> None:
@@ -270,9 +277,22 @@ class StateReads:
             self.readers.append(Reader(partial(random_holder((), generator).way.read, None)))
 
     def _visit_module(self, module: types.ModuleType) -> None:
-        if id(vars(module)) not in self._notes.tables:
-            self._compare_variables(vars(module), self._names)
-        self.absent.append((vars(module), frozenset(self._notes.asked - vars(module).keys())))
+        table = vars(module)
+        is_known = id(table) in self._notes.tables and not objects.is_settings(module)
+        if not is_known and id(table) not in self._notes.passed_tables:
+            self._compare_module(table)
+        self._note_absent(table)
+
+    def _note_absent(self, table: Mapping[str, Any]) -> None:
+        """What code asks for, and is not in a table, may come to be there."""
+        self.absent.append((table, frozenset(self._notes.asked - table.keys())))
+
+    def _compare_module(self, table: dict[str, Any]) -> None:
+        """The variables of a module that code gets hold of as of any object."""
+        known = [name for name in self._names if name in table]
+        if known:
+            self.attributes.append((table, known))
+            self._pending += (table[name] for name in known)
 
     def _visit_cell(self, cell: types.CellType) -> None:
         held = objects.cell_value(cell)
@@ -295,8 +315,7 @@ class StateReads:
         if not objects.is_machine(kind) or self._may_use(value):
             self._refuse(f"a {kind.__module__}.{kind.__qualname__}")
         else:
-            table = objects.attribute_table(value) or {}
-            self.absent.append((table, frozenset(self._notes.asked - table.keys())))
+            self._note_absent(objects.attribute_table(value) or {})
 
     def _may_use(self, machine: Any) -> bool:
         """Whether the code may have read a lock, event or thread: code of its class's file ran, or code spells one of
@@ -342,9 +361,7 @@ class StateReads:
                 self.readers.append(Reader(read, *(() if is_compiled else ("slot", value, member))))
                 self._pending.append(read())
         if not slots and not issubclass(kind, (tuple, frozenset, *CONTAINERS)):
-            for inner in objects.referents(value):
-                is_cached = issubclass(kind, objects.CACHES) and issubclass(type(inner), CONTAINERS)
-                self._pending += objects.content(inner) if is_cached else [inner]
+            self._pending += objects.referents(value)
         if self._is_traced and issubclass(kind, objects.CACHES):
             results = _results_in(value)
             self.readers.append(Reader(partial(_keeps_results, value, results), further=results))
@@ -450,6 +467,9 @@ class StateReads:
         for table, names in notes.by_table(notes.variables):
             self._compare_variables(table, names)
         self.tables += map(notes.tables.__getitem__, notes.whole_tables)
+        for key in notes.passed_tables:
+            self._compare_module(notes.tables[key])
+            self._note_absent(notes.tables[key])
         for table, names in notes.by_table(notes.absent):
             self._compare_variables(table, names)  # those that are there by now
             self.absent.append((table, frozenset(names) - table.keys()))
@@ -458,7 +478,11 @@ class StateReads:
         known = [name for name in names if name in table]
         if known:
             self.attributes.append((table, known))
-            self._pending += (table[name] for name in known)
+            for value in map(table.__getitem__, known):
+                if issubclass(type(value), types.ModuleType) and id(vars(value)) in self._notes.tables:
+                    self._spelled[id(value)] = value
+                else:
+                    self._pending.append(value)
 
     def _named(self, kind: type) -> frozenset[str]:
         """The names to compare of the objects of a class: those of the user's code, where libraries wrote some of the
@@ -526,7 +550,7 @@ def _keeps_results(cache: Any, before: set[Any]) -> bool:
 
 def _results_in(cache: Any) -> set[Any]:
     """What a ``functools.lru_cache`` holds: constants by value, objects by identity."""
-    outer = [inner for held in objects.referents(cache) for inner in (objects.content(held) or [held])]
+    outer = objects.referents(cache)
     every = [*outer, *(inner for held in outer for inner in objects.referents(held))]
     return {(type(v), repr(v)) if issubclass(type(v), objects.CONSTANTS) else id(v) for v in every}
 

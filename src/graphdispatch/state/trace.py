@@ -14,16 +14,17 @@ import sys
 import threading
 import types
 from _lsprof import Profiler as _Profiler
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from contextvars import Context
 from importlib.util import resolve_name
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..backends.code_events import CodeListener
+from ..backends.code_events import CodeListener, is_own_code, is_torch_code
 from ..call.breaks import BREAK_CODE
 from ..errors import CaptureError
 from ..reasons import Reason
@@ -52,7 +53,7 @@ _SEEN_THROUGH = frozenset(
     (
         *("builtins", "collections", "_collections", "operator", "_operator", "itertools", "re", "struct", "_struct"),
         *("datetime", "_contextvars", "contextvars", "_weakref", "weakref", "_abc", "_random", "random", "numpy"),
-        *("torch", "decimal", "typing", "time"),
+        *("torch", "decimal", "typing", "time", "functools"),
     )
 )
 """Where compiled classes are at home whose objects never change, or whose state a walk compares."""
@@ -116,6 +117,10 @@ class CodeTrace(CodeNotes, CodeListener):
         self._unseen_call: str | None = None
         self._locks: dict[int, tuple[Any, str]] = {}
         """Locks that it took or gave back, and how they were before."""
+        self._spelled = set[str]()
+        """The names that code of the user spelled so far."""
+        self._settled = 0
+        """How many of the ``walk.settings`` were noted under these names."""
         self._run_beside = set[types.CodeType]()
         """Code that ran in first imports, compilations and hooks of the collector: once in the process, as a rule."""
         self._nested, self._each_time = (set[types.CodeType]() for _ in range(2))
@@ -205,9 +210,9 @@ class CodeTrace(CodeNotes, CodeListener):
             if name in ("format", "format_map"):  # "{0.scale}".format(config)
                 self.names |= set(_FIELDS.findall(owner))
         elif _UNHEARD.get(name, self) is owner:
-            if not self._depth and not objects.is_own_code(frame.f_code.co_filename):
+            if not self._depth and not is_own_code(frame.f_code.co_filename):
                 self._note_unseen(f"{name}(), which runs code unheard")
-        elif type(owner) not in objects.SEEN_THROUGH:
+        else:
             self._note_method(frame, owner, name)
 
     def _note_method(self, frame: types.FrameType, owner: Any, method: str) -> None:
@@ -223,7 +228,7 @@ class CodeTrace(CodeNotes, CodeListener):
 
     def _note_generators(self, code: types.CodeType, frame: types.FrameType) -> None:
         """A function of a library is about to run, which may be one of torch's for its own generators."""
-        if objects.is_torch_code(code.co_filename) and code.co_filename.endswith(f"{os.sep}random.py"):
+        if is_torch_code(code.co_filename) and code.co_filename.endswith(f"{os.sep}random.py"):
             self.sets_generator = True
             self._each_time.add(code)
             if not self._depth and _is_for_user(frame) and code.co_name.startswith(("set_rng_state", *_SETS)):
@@ -309,7 +314,7 @@ class CodeTrace(CodeNotes, CodeListener):
         if code is _START and notes is self:
             self._note_unseen("start() of a thread, which runs code unheard")
         names = reads.attributes | reads.variables
-        if not names.isdisjoint(("environ", "getenv")) and not objects.is_torch_code(path):
+        if not names.isdisjoint(("environ", "getenv")) and not is_torch_code(path):
             notes.reads_environment = True
             self.walk.visit_environment()
         if original is None and _is_library(frame):
@@ -317,7 +322,7 @@ class CodeTrace(CodeNotes, CodeListener):
             self._note_generators(code, frame)
             if code is _IMPORT_MODULE:
                 self._each_time.add(code)
-                self._note_import(notes, frame)
+                self._note_import(notes, frame.f_locals)
             if path.endswith(_READ_WHOLE) and frame.f_back is not None:
                 notes.reads_whole |= not objects.is_library_code(frame.f_back.f_code.co_filename)
             return
@@ -329,10 +334,7 @@ class CodeTrace(CodeNotes, CodeListener):
             self._each_time.add(code)
             notes.whole_types.add(type(frame.f_locals.get(code.co_varnames[0])))
         self._note_variables(notes, code, frame.f_globals, reads)
-        self.walk.visit_descriptions((*reads.attributes, *reads.texts))
-        for module in list(self.walk.settings):
-            spelled = {*reads.attributes, *filter(str.isidentifier, reads.texts)}
-            self.walk.visit_variables(vars(module), iter(spelled), module.__name__)
+        self.walk.visit_descriptions(reads.attributes)
         is_written = not path.startswith("<")  # else a class was given it, which the walk follows
         if is_written and code.co_freevars and code not in self._nested and code not in self.walk.codes:
             # Nobody within reach holds the function: a hook of the whole process, a registered operator.
@@ -341,22 +343,26 @@ class CodeTrace(CodeNotes, CodeListener):
                     notes.functions.add(fn)
                     self.walk.visit(fn, ((), fn.__qualname__))
         self._nested.update(inner for inner in code.co_consts if isinstance(inner, types.CodeType))
+        self._note_settings(reads.attributes)
 
-    def _note_import(self, notes: CodeNotes, frame: types.FrameType) -> None:
-        """``importlib.import_module`` is about to run in ``frame``, maybe with a name that its caller computed."""
-        given, caller = frame.f_locals, frame.f_back
-        if caller is not None:
-            with suppress(ImportError, AttributeError):
-                name = resolve_name(given["name"], given["package"])
-                self._note_modules(notes, [name], code_reads(caller.f_code).attributes)
-
-    def _note_modules(self, notes: CodeNotes, names: Iterable[str], attributes: Iterable[str]) -> None:
-        """Code may use modules of these names, and in them variables under ``attributes``."""
-        for name in names:
-            module = sys.modules.get(name)
-            if objects.is_settings(module):
+    def _note_import(self, notes: CodeNotes, given: dict[str, Any]) -> None:
+        """``importlib.import_module`` is about to find a module, maybe by a name that its caller computed."""
+        with suppress(ImportError, AttributeError):
+            name = resolve_name(given["name"], given["package"])
+            if objects.is_settings(module := sys.modules.get(name)):
                 notes.note_variables(sys.modules, [name])
-                self.walk.visit_variables(vars(module), (each for each in attributes if each in vars(module)), name)
+                notes.note_passed(vars(module))
+                self.walk.visit(module, ((), name))
+                self._note_settings()
+
+    def _note_settings(self, spelled: Collection[str] = ()) -> None:
+        """Code that is about to run spells these names, and may use under them any module of the user's that somebody
+        holds. One that came since may be used by code that began before, too."""
+        self._spelled.update(spelled)
+        for index, module in enumerate(self.walk.settings):  # which may grow meanwhile
+            names = spelled if index < self._settled else self._spelled
+            self.walk.visit_variables(vars(module), iter(names), module.__name__)
+        self._settled = len(self.walk.settings)
 
     def _note_asked(self, reads: CodeReads) -> None:
         if "__dict__" in reads.attributes or not reads.variables.isdisjoint(("getattr", "hasattr", "vars")):
@@ -375,31 +381,34 @@ class CodeTrace(CodeNotes, CodeListener):
         self._use(notes, table, list(used), table.get("__name__", ""))
         package = table.get("__package__") or ""
         notes.note_variables(sys.modules, [name for name in reads.imports if name in sys.modules])
-        if "__import__" in reads.variables or ("modules" in reads.attributes and "sys" in reads.variables):
-            # It may find any module by a name that it computes: those that have an attribute that it spells count.
-            spelled = {name for name in reads.attributes if not name.startswith("__")}
-            tables = ((name, getattr(module, "__dict__", {})) for name, module in list(sys.modules.items()))
-            self._note_modules(notes, [name for name, held in tables if not spelled.isdisjoint(held)], spelled)
-        imported = [*reads.imports, *(f"{package}.{name}".rstrip(".") for name in reads.imports), *reads.texts]
-        if "modules" in reads.attributes:  # sys.modules[__name__]
-            imported.append(table.get("__name__", ""))
-        modules: list[Any] = [*(table.get(name) for name in reads.variables), *map(sys.modules.get, imported)]
+        if "__import__" in reads.variables:  # which may find any module, by a name that it computes
+            self._use(notes, vars(sys), ["modules"], "sys")
+        texts = {*reads.texts, table.get("__name__", "")} if "modules" in reads.attributes else reads.texts
+        imports = [*reads.imports, *(f"{package}.{name}".rstrip(".") for name in reads.imports)]
+        paths = {path for name in imports for path in accumulate(name.split("."), "{}.{}".format)}
+        modules: list[tuple[bool, Any]] = [
+            *((name in reads.passed, table.get(name)) for name in reads.variables),
+            *((path.rpartition(".")[2] in reads.passed, sys.modules.get(path)) for path in paths),
+            *((False, sys.modules.get(text)) for text in texts),
+        ]
         seen = set[int]()
         while modules:
-            module = modules.pop()
+            is_passed, module = modules.pop()
+            if is_passed and objects.is_settings(module):
+                notes.note_passed(vars(module))
             if type(module) is dict and "__builtins__" in module and id(module) not in seen:
                 # Variables of functions that belong to no module, as a compiler names them.
                 seen.add(id(module))
                 names = [name for name in reads.attributes if name in module]
                 self._use(notes, module, names, "")
-                modules += (module[name] for name in names)
+                modules += ((name in reads.passed, module[name]) for name in names)
             elif issubclass(type(module), types.ModuleType) and id(module) not in seen:
                 seen.add(id(module))
                 names = [name for name in reads.attributes if name in vars(module)]
                 if objects.is_settings(module):  # of a library, whether somebody replaced what the code calls
                     notes.note_variables(vars(module), (), absent=reads.attributes.difference(names))
                 self._use(notes, vars(module), names, module.__name__)
-                modules += (vars(module)[name] for name in names)
+                modules += ((name in reads.passed, vars(module)[name]) for name in names)
 
     def _use(self, notes: CodeNotes, table: dict[str, Any], names: list[str], where: str) -> None:
         notes.note_variables(table, names)
@@ -418,7 +427,7 @@ def _is_for_user(frame: types.FrameType) -> bool:
 
 
 def _passes_on(path: str) -> bool:
-    is_others = objects.is_torch_code(path) or objects.is_own_code(path)
+    is_others = is_torch_code(path) or is_own_code(path)
     return path.endswith(_UNCOMPILED) or (objects.is_library_code(path) and not is_others)
 
 

@@ -64,7 +64,6 @@ class StateWalk:
         self._generators: list[Holder] = []
         self._empty: list[tuple[Any, Any]] = []
         """Empty containers of classes of Python's own, most of them for hooks, each with its path."""
-        self._slots: dict[type, Way | None] = {}
         self._again: list[tuple[Any, Any]] = []
         """Containers that it met once more, with the other path."""
         self._described: list[tuple[str, Any, Any]] = []
@@ -220,7 +219,7 @@ class StateWalk:
 
     def _module_edges(self, module: types.ModuleType, path: Any) -> Edges:
         """Nothing: code that runs names the variables that count."""
-        if type(module) is types.ModuleType and objects.is_settings(module):
+        if objects.is_followed(type(module)) and objects.is_settings(module):
             self.settings.append(module)
         return iter(())
 
@@ -278,9 +277,9 @@ class StateWalk:
         if issubclass(kind, nn.Module):
             self.modules.append(value)
         yield from self._attributes(value, path)
-        slots = self._slots_of(kind)
+        slots = self._kinds[kind].slots
         if slots:
-            yield from self._hold(path, value, slots).items()
+            yield from self._hold(path, value, snapshot.way_of_slots(slots)).items()
         if issubclass(kind, CONTAINERS):
             yield from self._entries(value, path)
         elif issubclass(kind, (tuple, frozenset)):
@@ -289,18 +288,8 @@ class StateWalk:
             if issubclass(kind, attrgetter):
                 self.getter_names.update(part for name in value.__reduce__()[1] for part in str(name).split("."))
             self.has_opaque |= issubclass(kind, objects.CACHES)
-            for inner in objects.referents(value):
-                # What a cache keeps is no state by itself, and its own table must not be written.
-                is_table = issubclass(kind, objects.CACHES) and issubclass(type(inner), dict)
-                yield from (("", held) for held in (objects.content(inner) if is_table else [inner]))
+            yield from (("", inner) for inner in objects.referents(value))
         yield "", kind
-
-    def _slots_of(self, kind: type) -> Way | None:
-        """The way of the slots of a class's objects, if they have any."""
-        if kind not in self._slots:
-            slots = self._kinds[kind].slots
-            self._slots[kind] = snapshot.way_of_slots(slots) if slots else None
-        return self._slots[kind]
 
     def _tensor_edges(self, tensor: torch.Tensor, path: Any) -> Edges:
         self.tensors.append(tensor)

@@ -169,26 +169,18 @@ int holds(PyObject* guard) {
   return answer ? PyObject_IsTrue(answer.get()) : -1;
 }
 
-// What a ReplayError means for the call: served eagerly, unless the replay had effects.
-Outcome refused(const Call& call) {
+// What a ReplayError means for the call: served eagerly, unless Python raises it again.
+Outcome refused(const Call& call, PyObject* rows) {
   PyObject *type, *error, *trace;
   PyErr_Fetch(&type, &error, &trace);
   PyErr_NormalizeException(&type, &error, &trace);
   if (trace) PyException_SetTraceback(error, trace);
-  const Ref hits = attribute(call.group.get(), names.hits);
-  const Ref rows(PyObject_GetAttrString(PyTuple_GET_ITEM(call.hit.get(), 1), "rows"));
-  const Ref popped(hits && rows ? PyObject_CallMethodObjArgs(hits.get(), names.pop, rows.get(), Py_None, nullptr)
-                                : nullptr);
-  const Ref effects = popped ? attribute(error, names.had_effects) : Ref();
-  const int had_effects = effects ? PyObject_IsTrue(effects.get()) : -1;
-  if (had_effects == 1) {
-    PyErr_Restore(type, error, trace);
-    return Outcome::kRaised;
-  }
+  PyObject* args[] = {call.server, call.group.get(), rows, error};
+  const Ref done(PyObject_VectorcallMethod(names.replay_failed, args, 4, nullptr));
   Py_XDECREF(type);
   Py_XDECREF(error);
   Py_XDECREF(trace);
-  return had_effects ? Outcome::kRaised : Outcome::kMissed;
+  return done ? Outcome::kMissed : Outcome::kRaised;
 }
 
 Outcome replay(Call& call, PlanObject* plan, Values& values) {
@@ -201,7 +193,9 @@ Outcome replay(Call& call, PlanObject* plan, Values& values) {
     PyObject* args[] = {call.server, plan->entry, plan->rows_object, list};
     call.result = list ? PyObject_VectorcallMethod(names.observed, args, 4, nullptr) : nullptr;
   }
-  if (!call.result) return PyErr_ExceptionMatches(facts.replay_error) ? refused(call) : Outcome::kRaised;
+  if (!call.result) {
+    return PyErr_ExceptionMatches(facts.replay_error) ? refused(call, plan->rows_object) : Outcome::kRaised;
+  }
   const Ref local = local_of.of(call.server);
   if (!local || !plan->of_server.put(local.get(), names.decision, PyTuple_GET_ITEM(call.hit.get(), 2))) {
     Py_CLEAR(call.result);

@@ -15,7 +15,7 @@ namespace gd {
   NAME(layout_for) NAME(load) NAME(pad) NAME(_clean_from) NAME(copy_) NAME(clone) NAME(hits) NAME(real_rows) \
   NAME(padded_rows) NAME(_rows_of_hits) NAME(record_hit) NAME(open) NAME(spellings) NAME(latest) NAME(call) \
   NAME(flatten) NAME(signature) NAME(native) NAME(match) NAME(step) NAME(stats) NAME(local) NAME(decision) \
-  NAME(observes) NAME(observed) NAME(may_need_gradients) NAME(had_effects) NAME(pop) NAME(trainable) NAME(__dict__) \
+  NAME(observes) NAME(observed) NAME(may_need_gradients) NAME(replay_failed) NAME(trainable) NAME(__dict__) \
   NAME(_current_level) NAME(lock) NAME(pool) NAME(backend) NAME(watch) NAME(here) NAME(low) NAME(high) \
   NAME(spans) NAME(_is_known_to_core) NAME(program) NAME(tape) \
   NAME(_pool) NAME(generation) NAME(serve) NAME(_server) NAME(_route) NAME(__call__) \
