@@ -84,6 +84,14 @@ def test_copies_and_fills(name: str, dtype: torch.dtype) -> None:
     assert compare(out_overload, args, torch.empty_like(expected), **{k: v for k, v in kwargs.items() if k != "dtype"})
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:6], ids=str)
+def test_relu(dtype: torch.dtype) -> None:
+    """It is a clamp, also of what is no number and of negative zeros, and in any memory order."""
+    x = values(dtype, 3, 5)
+    for given in (x, x.t(), x[:, ::2], x[0, 0]):
+        assert compare(aten.relu.out, (given,), aten.relu(given))
+
+
 def names_within(call: Callable[[], object]) -> list[str]:
     """The names of all operators that run within the call, its own first."""
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
@@ -93,10 +101,18 @@ def names_within(call: Callable[[], object]) -> list[str]:
 
 @pytest.mark.skipif(not TAPE.wait(), reason="in Python, torch makes tensors of the numbers that operators are given")
 def test_a_replay_makes_no_tensor() -> None:
-    """Not of a copy, and not of a mean's count."""
+    """Not of a copy or a cast, not of zeros, and not of a number that is compared or a mean's count."""
     x = torch.randn(4, 8)
-    graph, out = recorded(lambda: (x.mean(-1, keepdim=True).masked_fill(x[:, :1] > x[:, 1:2], 1), x.t().contiguous()))
+
+    def run() -> tuple[torch.Tensor, ...]:
+        mean = x.mean(-1, keepdim=True).masked_fill(x[:, :1] > x[:, 1:2], 1)
+        filled = torch.zeros_like(x).add_(x) + torch.full((4, 8), 2.0).mul_(x)
+        return mean, x.t().contiguous(), filled.double(), ((x > x[:1]) & (x < 0.5)).float().relu()
+
+    graph, out = recorded(run)
     graph.replay()
     made = {"empty", "empty_strided", "empty_like", "clone", "_to_copy", "to"}
     assert made.isdisjoint(names_within(graph.replay))
     assert bits_equal(out[1], x.t())
+    assert bits_equal(out[2], (x + 2 * x).double())
+    assert bits_equal(out[3], ((x > x[:1]) & (x < 0.5)).float())

@@ -122,3 +122,19 @@ def test_changed_values_are_refused(eager: Any, graph: Any) -> None:
     assert "\n" not in str(caught.value)
     shared = object()
     check_values((1, "a", None, shared, float("nan")), (1, "a", None, shared, float("nan")))
+
+
+@pytest.mark.parametrize("of", [lambda layer: layer.weight, lambda layer: layer.weight[0]], ids=["weight", "view"])
+def test_an_output_that_requires_a_gradient_is_named(of: Any) -> None:
+    """A parameter does so even under ``no_grad``, which is no remedy then; to detach it is one."""
+    layer, x = torch.nn.Linear(3, 3).eval(), batch(4)
+    step = make(lambda x: (layer(x), of(layer)))
+    with torch.no_grad():
+        for _ in range(3):
+            step(x)
+        assert step.last_decision.reason is Reason.NEEDS_GRADIENTS
+        assert "a parameter or a view of one" in step.explain(x)
+    detached = make(lambda x: (layer(x), of(layer).detach()))
+    for _ in range(3):
+        detached(batch(4))
+    assert_served(detached, x)

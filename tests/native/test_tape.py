@@ -307,6 +307,27 @@ def test_a_number_becomes_a_tensor_with_the_same_bits(dtype: torch.dtype, number
     assert all(map(bits_equal, kept, fn()))
 
 
+@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
+@pytest.mark.parametrize("number", EXTREMES, ids=str)
+def test_a_comparison_with_a_number_gives_the_same_bits(dtype: torch.dtype, number: float) -> None:
+    """Also where the number is one that the dtype only has neighbours of, or none at all."""
+    x, scalar = values(dtype, 3, 40), values(dtype, 1)[0]
+    near = torch.tensor(number, dtype=torch.float64).clamp(-100, 100).to(dtype)
+
+    def fn() -> list[torch.Tensor]:
+        compare = (torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge)
+        return [one(given, number) for one in compare for given in (x, scalar, near)]
+
+    try:
+        graph, kept = recorded(fn)
+    except RuntimeError:
+        pytest.skip("an overflow in eager, too")
+    for tensor in (x, scalar):
+        tensor.copy_(tensor.flip(0) if tensor.dim() else x[1, 1])
+    graph.replay()
+    assert all(map(bits_equal, kept, fn()))
+
+
 def test_a_kernel_that_is_registered_later_is_seen() -> None:
     """The dispatcher looks the kernel up at each replay."""
     x = torch.randn(4)

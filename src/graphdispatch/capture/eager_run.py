@@ -227,7 +227,11 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
     _check_reads(request, eager)
     for output in tensors_in(eager.opened):
         if output.requires_grad:
-            raise CaptureError("an output requires a gradient; call under torch.no_grad()", Reason.NEEDS_GRADIENTS)
+            raise CaptureError(
+                "an output requires a gradient, although gradients are off: it is a parameter or a view of one, or the "
+                "call switches gradients on; return its detach()",
+                Reason.NEEDS_GRADIENTS,
+            )
         if type(output) not in PLAIN_TENSORS or not is_strided(output):
             raise CaptureError(
                 f"an output is a {'nested ' * output.is_nested}{type(output).__name__} with layout {output.layout}",

@@ -22,7 +22,7 @@ from ...native import known_to_core
 from ...native.tape import TAPE
 from ..base import Graph, Pool
 from ..operators import OperatorKind, is_total, map_leaves, storage_key, tensors_in
-from .kernels import ALIGNMENT, Call, out_names, parts_of
+from .kernels import ALIGNMENT, Call, parts_of, with_outs
 from .recorder import Instruction, Literal, Recording, Slot, TensorRef
 
 # The recorder saw the operators below autograd. Replaying them there saves the way through autograd.
@@ -363,7 +363,7 @@ class _Binder:
         outs = tuple(map(self._tensor, instruction.outs))
         func, kernel = instruction.func, instruction.kernel
         if kernel is not None:
-            kwargs = kwargs | dict(zip(out_names(kernel), outs, strict=True))
+            kwargs = with_outs(kernel, kwargs, outs)
             parts = parts_of(kernel, args, kwargs) or [Call(kernel, args, kwargs)]
             return [step_of(*part) for part in parts]
         if func.namespace == "c10d":

@@ -4,12 +4,12 @@ Most operators have an ``out=`` overload. It is not trusted: while recording, it
 used only if it gives the same bits. An operator without one is called as recorded, and its result is copied. So is one
 whose result might have another shape in another replay.
 
-Some kernels only call other operators: ``clone(out=)`` makes a copy and copies that; ``mean`` is a sum and a division.
-These are replaced by the calls that torch's kernel makes (tests/backends/test_parts.py compares the bits), for every
-value.
+Some kernels only call other operators: ``clone(out=)`` makes a copy and copies that; ``mean`` is a sum and a division;
+``relu`` is a ``clamp_min``. These are replaced by the calls that torch's kernel makes (tests/backends/test_parts.py
+compares the bits), for every value.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ ALIGNMENT = 64
 """Of each tensor of a graph, in bytes: as in torch's CPU allocator, so that kernels take the same vector path as in
 eager."""
 _aten = torch.ops.aten
+_OPTIONS = frozenset(("dtype", "layout", "device", "pin_memory"))  # of operators that make a tensor of a given kind
 _FLOATS = (torch.float32, torch.float64)  # kernels of 16-bit floats sum in another dtype
 
 
@@ -36,7 +37,7 @@ def choose_kernel(
     outs = _in_one_storage(results)
     places = [t.data_ptr() for t in outs]
     try:
-        overload(*args, **kwargs, **dict(zip(out_names(overload), outs, strict=True)))
+        overload(*args, **with_outs(overload, kwargs, outs))
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
         return None
     is_same = all(
@@ -60,16 +61,29 @@ def _in_one_storage(results: list[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
+def with_outs(overload: OpOverload, kwargs: dict[str, Any], outs: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Keyword arguments for an ``out=`` overload: those of the functional one, and where the results go.
+
+    What says of which kind a new tensor is (``dtype``, ``device``) is left out: the given tensor says it.
+    """
+    names, given_out = _keywords(overload)
+    return {name: kwargs[name] for name in kwargs if name in names} | dict(zip(given_out, outs, strict=True))
+
+
 @cache
-def out_names(overload: OpOverload) -> tuple[str, ...]:
-    """The names of the arguments that take the results."""
-    return tuple(arg.name for arg in overload._schema.arguments if arg.is_out)
+def _keywords(overload: OpOverload) -> tuple[frozenset[str], tuple[str, ...]]:
+    """The names of the arguments of an overload that are given, and of those that take the results."""
+    arguments = overload._schema.arguments
+    given, outs = ([arg.name for arg in arguments if arg.is_out is is_out] for is_out in (False, True))
+    return frozenset(given), tuple(outs)
 
 
 @cache
 def _out_overload(func: OpOverload) -> OpOverload | None:
     packet = func.overloadpacket
     wanted = [(arg.name, str(arg.type)) for arg in func._schema.arguments]
+    if {name for name, _ in wanted} >= _OPTIONS:
+        wanted = [(name, kind) for name, kind in wanted if name not in _OPTIONS]
     for name in packet.overloads():
         candidate: OpOverload = getattr(packet, name)
         arguments = candidate._schema.arguments
@@ -108,6 +122,10 @@ def _masked_fill(given: Mapping[str, Any]) -> list[Call] | None:
     return [*(_copy(given) or ()), Call(_aten.masked_fill_.Scalar, (given["out"], given["mask"], given["value"]), {})]
 
 
+def _relu(given: Mapping[str, Any]) -> list[Call] | None:
+    return [Call(_aten.clamp_min.out, (given["self"], 0), {"out": given["out"]})]
+
+
 def _embedding(given: Mapping[str, Any]) -> list[Call] | None:
     weight, indices, out = given["weight"], given["indices"], given["out"]
     if not (indices.is_contiguous() and out.is_contiguous()):
@@ -132,6 +150,7 @@ _ROWS: dict[Any, Callable[[Mapping[str, Any]], list[Call] | None]] = {
     **dict.fromkeys((_aten.ones_like.out, _aten.new_ones.out, _aten.ones.out), partial(_fill, value=1)),
     **dict.fromkeys((_aten.full_like.out, _aten.new_full.out, _aten.full.out), _fill),
     _aten.masked_fill.Scalar_out: _masked_fill,
+    _aten.relu.out: _relu,
     _aten.embedding.out: _embedding,
     _aten.mean.out: _mean,
     _aten.mean.dtype_out: _mean,

@@ -149,6 +149,13 @@ bool is_plain(const TypePtr& type) {
 
 }  // namespace
 
+bool compares(const std::string& name) {
+  for (const char* known : {"aten::eq", "aten::ne", "aten::lt", "aten::le", "aten::gt", "aten::ge"}) {
+    if (name == known) return true;
+  }
+  return false;
+}
+
 bool casts_number(const std::string& name, PyObject* args) {
   if (PyTuple_GET_SIZE(args) < 2 || !THPVariable_Check(PyTuple_GET_ITEM(args, 0))) return false;
   PyObject* number = PyTuple_GET_ITEM(args, 1);
@@ -158,7 +165,7 @@ bool casts_number(const std::string& name, PyObject* args) {
   for (const char* known : {"aten::add", "aten::sub", "aten::mul", "aten::div"}) {
     if (name == known || name == std::string(known) + "_") return true;
   }
-  return false;
+  return compares(name);
 }
 
 bool convert_arguments(const c10::FunctionSchema& schema, PyObject* args, PyObject* kwargs, torch::jit::Stack& stack) {

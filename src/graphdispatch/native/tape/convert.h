@@ -16,6 +16,9 @@ bool convert_arguments(const c10::FunctionSchema& schema, PyObject* args, PyObje
 // cast, whatever the number. Kernels of 16-bit floats look at the number itself.
 bool casts_number(const std::string& name, PyObject* args);
 
+// Whether the operator is a comparison, whose overload for a tensor and results in given memory has a name of its own.
+bool compares(const std::string& name);
+
 // Whether all results of the operator are tensors, lists of tensors, or plain values, so that the tape can find them.
 bool has_plain_results(const c10::FunctionSchema& schema);
 
