@@ -138,6 +138,39 @@ def test_rounding_has_its_remedy() -> None:
     assert loose.last_decision.reason is Reason.EXACT
 
 
+@pytest.mark.parametrize("written", [False, True], ids=["returned", "written to state"])
+@pytest.mark.parametrize(
+    ("coarse", "fine"),
+    [
+        (torch.float32, torch.float64),
+        (torch.float32, torch.complex128),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+    ],
+    ids=str,
+)
+def test_a_wider_type_makes_no_result_more_exact(coarse: torch.dtype, fine: torch.dtype, written: bool) -> None:
+    """What a model computes in bfloat16 is compared as such after ``.float()``: padding may change its last bits."""
+    kept = torch.zeros(3, dtype=fine)
+
+    def make_step(dtype: torch.dtype) -> Graphed[..., Any]:
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            last_bit = torch.finfo(coarse).eps if len(x) == 4 else 0.0
+            y = (x.to(dtype) * (1 + last_bit)).to(fine)
+            return torch.real(kept.copy_(y[0])) + x * 0 if written else y
+
+        return make(fn)
+
+    expected = {coarse: Reason.PADDED, torch.float64: Reason.VERIFICATION_FAILED}
+    for dtype, reason in expected.items():
+        step = make_step(dtype)
+        for _ in range(4):
+            step(torch.rand(4, 3, dtype=torch.float64) + 1)
+        for _ in range(3):
+            step(torch.rand(3, 3, dtype=torch.float64) + 1)
+        assert step.last_decision.reason is reason, step.last_decision.detail
+
+
 def test_tolerances() -> None:
     """Integers must be equal; so must what promises eager's bits, but for as much as the user allows."""
     for dtype in (torch.int64, torch.bool, torch.uint8):

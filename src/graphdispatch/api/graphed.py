@@ -182,7 +182,8 @@ class Graphed(Lifecycle, Generic[P, R]):
 
         The example's rows are repeated to fill each size; whatever the runs write is put back, so that the call leaves
         no effect. A callable whose first run makes Python state, such as a table or a scale, must have run once before:
-        call it with real data.
+        call it with real data. What it raises passes through, as where it takes no batch of the largest size: give
+        ``sizes`` that it takes.
 
         Each graph is compared with eager on a full batch, and on one of the fewest rows that it serves; the first call
         of any other number of rows is compared when it comes. Where the example's rows are all alike that proves

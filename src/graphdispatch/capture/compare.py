@@ -6,6 +6,7 @@ element, also of one that is small because its terms cancel. What is typical mus
 constants such as the value of masked logits, or they would hide errors in all other elements.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -31,22 +32,23 @@ def check_replay(request: CaptureRequest, eager: EagerRun, entry: CUDAGraphEntry
         if request.is_padded and want.dtype.is_floating_point and not bits_equal(want, got):
             _check_order(request, index, want, got, entry)
         want, got = request.real_rows_of(want), request.real_rows_of(got)
-        _compare(request, f"output {index}", want, got, unwritten(want))
+        _compare(entry, request, f"output {index}", want, got, unwritten(want))
     for index, want in eager.written_inputs.items():
         name = entry.inputs.specs[index].name
         got = entry.inputs.real(index, request.rows, request.size)
         want, got = request.real_rows_of(want), request.real_rows_of(got)
-        _compare(request, f"argument {name!r}, which the call writes,", want, got)
+        _compare(entry, request, f"argument {name!r}, which the call writes,", want, got)
     arguments = set(map(storage_key, eager.arguments))
     for region in eager.effects.regions:
         if storage_key(region.target) in arguments or (region.is_generator and request.is_padded):
             continue  # arguments are compared above; padding rows draw more random numbers
         assert region.after is not None
         name = f"state of shape {tuple(region.target.shape)}"
-        _compare(request, name, region.after, region.read(), None if region.is_generator else unwritten(region.after))
+        ignored = None if region.is_generator else unwritten(region.after)
+        _compare(entry, request, name, region.after, region.read(), ignored)
     is_comparable = request.backend.is_bit_exact and not request.is_padded  # padding rows draw more numbers
     if eager.draws and (is_comparable or torch.equal(eager.rng_before, eager.rng_after)):
-        _compare(request, "the state of the random generator", eager.rng_after, request.backend.rng_state())
+        _compare(entry, request, "the state of the random generator", eager.rng_after, request.backend.rng_state())
 
 
 def _check_order(
@@ -73,16 +75,22 @@ def _check_order(
 
 
 def _compare(
-    request: CaptureRequest, what: str, want: torch.Tensor, got: torch.Tensor, ignored: torch.Tensor | None = None
+    entry: CUDAGraphEntry,
+    request: CaptureRequest,
+    what: str,
+    want: torch.Tensor,
+    got: torch.Tensor,
+    ignored: torch.Tensor | None = None,
 ) -> None:
     if ignored is not None and want.shape == got.shape:
         got = got.where(~ignored, want)
     is_like_eager = not request.is_padded and all(spec.is_dense for spec in request.inputs.specs)
     exact = request.backend.is_bit_exact and is_like_eager
-    tolerance = tolerance_for(want.dtype, exact=exact, rtol=request.options.rtol, atol=request.options.atol)
+    dtype = coarsest(want.dtype, entry.program.float_types)
+    tolerance = tolerance_for(dtype, exact=exact, rtol=request.options.rtol, atol=request.options.atol)
     gap = difference(want, got, tolerance)
     if gap is not None:
-        if exact and difference(want, got, usual := tolerance_for(want.dtype, exact=False)) is None:
+        if exact and difference(want, got, usual := tolerance_for(dtype, exact=False)) is None:
             gap += f", as rounding makes it; CUDAGraphOptions(rtol={usual.rtol:g}) serves it"
         raise VerificationError(
             f"{what} of {request.rows} rows in a graph of {request.size} is not what eager gives: {gap}"
@@ -162,6 +170,14 @@ _BY_DTYPE = {
     torch.float32: Tolerance(1e-4, 1e-6),
     torch.float16: Tolerance(1e-2, 1e-4),
 }
+
+
+def coarsest(dtype: torch.dtype, computed: Iterable[torch.dtype]) -> torch.dtype:
+    """The type whose rounding a value of a type may show, if what it was made of was ``computed`` in others: logits
+    of a model in bfloat16 are as inexact after ``.float()``."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return dtype
+    return max((dtype.to_real(), *computed), key=lambda each: torch.finfo(each).eps)
 
 
 def tolerance_for(

@@ -250,6 +250,8 @@ class EffectRecorder(OperatorMode):
         of floating-point numbers. On a GPU such a failure ends the process's use of the device."""
         self.groups_rows = False
         """Whether it multiplied groups of rows whose sizes are data, so that the bits of a row follow its group."""
+        self.float_types: set[torch.dtype] = set()
+        """The floating-point types of what it computed: no later result is more exact than the coarsest."""
         self.operators: list[Operator] = []
         """What it ran, if there are labels for its tensors."""
         self.outputs: tuple[Any, ...] = ()
@@ -358,6 +360,8 @@ class EffectRecorder(OperatorMode):
         if kind is OperatorKind.WRITE:
             gives += written
         self.groups_rows = self.groups_rows or _groups(func)
+        if kind is not OperatorKind.VIEW and kind is not OperatorKind.EMPTY:
+            self.float_types.update(tensor.dtype for tensor in gives if tensor.dtype.is_floating_point)
         self.limits_values = self.limits_values or _checks(func) or _makes_integers(func, given, gives)
         # Where torch fills new memory, eager's answer may hold that.
         if kind is OperatorKind.EMPTY and not _fills_new_memory():

@@ -102,6 +102,7 @@ def find_program(attempt: CaptureAttempt) -> Program:
         outputs=run.outputs,
         limits_values=run.limits_values,
         groups_rows=run.groups_rows,
+        float_types=run.float_types,
     )
     return next((peer.program for peer in request.peers if peer.program.is_like(made)), made)
 

@@ -30,7 +30,7 @@ from ..reasons import Reason
 from ..sizes import Axis, lengths_of, pack
 from . import probes
 from .attempt import CaptureAttempt
-from .compare import difference, tolerance_for
+from .compare import coarsest, difference, tolerance_for
 from .effects import EffectRecorder, Region
 from .probes import BY_RULE, Make, Padding
 from .state_probes import difference_apart, may_be_offsets, run_apart, writes_more_with_fewer_rows
@@ -167,10 +167,10 @@ class RowProver:
         alone = request.values_with([spec.cut(value, self.rows).clone() for spec, value in parts])
         attempt.start_over("asking what eager gives where masks hide all")
         eager = run_apart(attempt, EffectRecorder(request.options.state_limit_bytes, strict=True), alone, list)
-        outputs = zip(eager or (), base, strict=False)
+        outputs, types = zip(eager or (), base, strict=False), self._entry.program.float_types
         return (
             eager is None
-            or any(difference(a, b.tensor, tolerance_for(a.dtype, exact=False)) is not None for a, b in outputs)
+            or any(difference(a, b.tensor, tolerance_for(coarsest(a.dtype, types), exact=False)) for a, b in outputs)
             or any(
                 not self._takes(self._base._replace(rows=rows)) or bool(_differing(base, self._read()))
                 for rows in (self._elements(backwards=True), *self._large())

@@ -272,6 +272,7 @@ class Program:
         axes: The dynamic dimensions of the batch.
         limits_values: Whether they may fail for numbers unlike those of the batch.
         groups_rows: Whether they multiply groups of rows whose sizes are data.
+        float_types: The floating-point types of what they compute.
     """
 
     def __init__(
@@ -283,12 +284,14 @@ class Program:
         outputs: Sequence[Any] = (),
         limits_values: bool = False,
         groups_rows: bool = False,
+        float_types: Collection[torch.dtype] = (),
     ) -> None:
         self._operators = operators
         self._outputs = outputs
         self._is_apart = False
         self.limits_values = limits_values
         self.groups_rows = groups_rows
+        self.float_types = float_types
         self._lengths = [axis.of(size) for axis in axes]
         distinct = {func for func, *_ in operators}
         kinds = {kind_of(func) for func in distinct}
