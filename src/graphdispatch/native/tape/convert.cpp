@@ -7,6 +7,8 @@
 #include <torch/csrc/MemoryFormat.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <set>
+
 namespace graphdispatch {
 namespace {
 
@@ -150,10 +152,8 @@ bool is_plain(const TypePtr& type) {
 }  // namespace
 
 bool compares(const std::string& name) {
-  for (const char* known : {"aten::eq", "aten::ne", "aten::lt", "aten::le", "aten::gt", "aten::ge"}) {
-    if (name == known) return true;
-  }
-  return false;
+  static const std::set<std::string> known = {"aten::eq", "aten::ne", "aten::lt", "aten::le", "aten::gt", "aten::ge"};
+  return known.count(name) != 0;
 }
 
 bool casts_number(const std::string& name, PyObject* args) {
@@ -162,10 +162,8 @@ bool casts_number(const std::string& name, PyObject* args) {
   const at::ScalarType dtype = THPVariable_Unpack(PyTuple_GET_ITEM(args, 0)).scalar_type();
   if (dtype != at::kFloat && dtype != at::kDouble) return false;
   if (!PyFloat_CheckExact(number) && !PyLong_CheckExact(number)) return false;
-  for (const char* known : {"aten::add", "aten::sub", "aten::mul", "aten::div"}) {
-    if (name == known || name == std::string(known) + "_") return true;
-  }
-  return compares(name);
+  static const std::set<std::string> known = {"aten::add", "aten::sub", "aten::mul", "aten::div"};
+  return known.count(name.back() == '_' ? name.substr(0, name.size() - 1) : name) != 0 || compares(name);
 }
 
 bool convert_arguments(const c10::FunctionSchema& schema, PyObject* args, PyObject* kwargs, torch::jit::Stack& stack) {
