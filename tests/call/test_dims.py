@@ -1,5 +1,6 @@
 """Several dynamic dimensions: what is served, what is refused, and what is said of bad input."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -139,6 +140,17 @@ def test_an_output_that_cannot_be_cut_stays_eager() -> None:
         check_rows(step, *[(4, length, 3) for length in (11, 16, 11, 16)])
         assert step.stats.captures == 0
         assert last(step) is Reason.OUTPUT_ROWS_UNKNOWN
+
+
+def test_a_batch_of_two_rows_whose_callable_takes_no_single_one_is_served() -> None:
+    """As where a batch is normalised over: how outputs follow the batch is seen from one row more."""
+    model = torch.nn.BatchNorm1d(3).requires_grad_(False)
+    twin, step = copy.deepcopy(model), make(model, dynamic={"input": 0}, sizes=[2])
+    for _ in range(4):
+        x = torch.randn(2, 3)
+        torch.testing.assert_close(step(x), twin(x))
+    torch.testing.assert_close(model.running_mean, twin.running_mean)
+    assert last(step) is Reason.EXACT
 
 
 def test_three_dimensions() -> None:
