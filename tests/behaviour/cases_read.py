@@ -938,6 +938,14 @@ def passes_import(_: Any) -> float:
     return k_of(own)
 
 
+def passes_first_import(_: Any) -> float:
+    """Of a module that is imported twice, under two names, only the first is given to a helper."""
+    import users_settings as given
+    import users_settings as other
+
+    return k_of(given) * len(other.config)
+
+
 def passes_inner_import(_: Any) -> float:
     """A module of an imported package is given to a helper."""
     import users_settings.inner
@@ -999,6 +1007,7 @@ read("module passed on")(none, lambda _: k_of(SETTINGS), patch(SETTINGS, "k", 5.
 read("module of a package passed on")(none, lambda _: k_of(PACKAGE.settings), patch(PACKAGE.settings, "k", 5.0))
 read("module that a helper gives")(none, lambda _: the_settings().k, patch(SETTINGS, "k", 5.0))
 read("import inside, passed on")(settings, passes_import, put_there)
+read("import under two names, passed on under one")(settings, passes_first_import, put_there)
 read("import of a package's module, passed on")(package, passes_inner_import, lambda h: to(h.owner.inner, k=5))
 read("package of a module that is imported")(package, reads_package, put_there)
 read("import inside, for a nested function")(settings, nests_import, put_there)
