@@ -951,6 +951,16 @@ def passes_import(_: Any) -> float:
     return k_of(own)
 
 
+def tries_and_asks(_: Any) -> float:
+    """It tries for a variable of a module that does not have it, and asks for another."""
+    import users_settings
+
+    try:
+        return users_settings.bonus * getattr(users_settings, "scale", 1.0)
+    except AttributeError:
+        return 1.0
+
+
 def passes_import_tried(_: Any) -> float:
     """A helper tries for a variable that the module does not have."""
     import users_settings
@@ -1026,6 +1036,7 @@ read("__import__ by another")(settings, lambda _: found_by_builtin().k, put_ther
 read("module passed on")(none, lambda _: k_of(SETTINGS), patch(SETTINGS, "k", 5.0))
 read("module passed on, under a computed name")(none, lambda _: first_of(SETTINGS), patch(SETTINGS, "k", 5.0))
 read("module under a computed name")(none, lambda _: getattr(SETTINGS, chr(107)), patch(SETTINGS, "k", 5.0))
+read("import, tried for in vain beside what is asked for")(settings, tries_and_asks, lambda h: to(h.owner, bonus=5))
 read("module passed on, first tried in vain")(settings, passes_import_tried, lambda h: to(h.owner, bonus=5))
 read("module of a package passed on")(none, lambda _: k_of(PACKAGE.settings), patch(PACKAGE.settings, "k", 5.0))
 read("module that a helper gives")(none, lambda _: the_settings().k, patch(SETTINGS, "k", 5.0))

@@ -388,7 +388,7 @@ def _tables(guard: StateGuard, held: Iterator[Any]) -> tuple[tuple[Any, ...], ..
         found[id(raw)] = [raw, tuple(keys), ()]
     for table, absent in guard._absent:
         raw = _raw(table)
-        found.setdefault(id(raw), [raw, None, ()])[2] = tuple(absent)
+        found.setdefault(id(raw), [raw, None, ()])[2] += tuple(absent)
     for table, names in guard._named:
         raw = _raw(table)
         known = found.setdefault(id(raw), [raw, None, ()])
