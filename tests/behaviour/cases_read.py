@@ -926,6 +926,19 @@ def k_of(held: Any) -> float:
     return held.k
 
 
+def first_of(held: Any) -> Any:
+    """The same under a name that the code does not spell."""
+    return getattr(held, chr(107))
+
+
+def bonus_of(held: Any) -> Any:
+    """What there is under a name, or one."""
+    try:
+        return held.bonus
+    except AttributeError:
+        return 1.0
+
+
 def the_settings() -> Any:
     """A helper that gives a module."""
     return SETTINGS
@@ -936,6 +949,31 @@ def passes_import(_: Any) -> float:
     import users_settings as own
 
     return k_of(own)
+
+
+def tries_and_asks(_: Any) -> float:
+    """It tries for a variable of a module that does not have it, and asks for another."""
+    import users_settings
+
+    try:
+        return users_settings.bonus * getattr(users_settings, "scale", 1.0)
+    except AttributeError:
+        return 1.0
+
+
+def passes_import_tried(_: Any) -> float:
+    """A helper tries for a variable that the module does not have."""
+    import users_settings
+
+    return bonus_of(users_settings)
+
+
+def passes_first_import(_: Any) -> float:
+    """Of a module that is imported twice, under two names, only the first is given to a helper."""
+    import users_settings as given
+    import users_settings as other
+
+    return k_of(given) * len(other.config)
 
 
 def passes_inner_import(_: Any) -> float:
@@ -996,9 +1034,14 @@ read("import_module of a computed name")(
 read("__import__")(settings, lambda _: __import__(f"users_{'settings'}").k, put_there)
 read("__import__ by another")(settings, lambda _: found_by_builtin().k, put_there)
 read("module passed on")(none, lambda _: k_of(SETTINGS), patch(SETTINGS, "k", 5.0))
+read("module passed on, under a computed name")(none, lambda _: first_of(SETTINGS), patch(SETTINGS, "k", 5.0))
+read("module under a computed name")(none, lambda _: getattr(SETTINGS, chr(107)), patch(SETTINGS, "k", 5.0))
+read("import, tried for in vain beside what is asked for")(settings, tries_and_asks, lambda h: to(h.owner, bonus=5))
+read("module passed on, first tried in vain")(settings, passes_import_tried, lambda h: to(h.owner, bonus=5))
 read("module of a package passed on")(none, lambda _: k_of(PACKAGE.settings), patch(PACKAGE.settings, "k", 5.0))
 read("module that a helper gives")(none, lambda _: the_settings().k, patch(SETTINGS, "k", 5.0))
 read("import inside, passed on")(settings, passes_import, put_there)
+read("import under two names, passed on under one")(settings, passes_first_import, put_there)
 read("import of a package's module, passed on")(package, passes_inner_import, lambda h: to(h.owner.inner, k=5))
 read("package of a module that is imported")(package, reads_package, put_there)
 read("import inside, for a nested function")(settings, nests_import, put_there)

@@ -138,6 +138,16 @@ def test_rounding_has_its_remedy() -> None:
     assert loose.last_decision.reason is Reason.EXACT
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2], ids=str)
+def test_what_is_moved_in_the_narrowest_types_is_served(dtype: torch.dtype) -> None:
+    """Torch tells the resolution of some of them, and of others it does not."""
+    packed = torch.randint(0, 100, (3, 3), dtype=torch.uint8).view(dtype)
+    step = make(lambda x: x @ packed.clone().view(torch.uint8).float())
+    for _ in range(4):
+        step(torch.rand(4, 3))
+    assert step.last_decision.reason is Reason.EXACT
+
+
 @pytest.mark.parametrize("written", [False, True], ids=["returned", "written to state"])
 @pytest.mark.parametrize(
     ("coarse", "fine"),

@@ -3,8 +3,10 @@
 import gc
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -83,6 +85,37 @@ def test_both_guards_hold(name: str) -> None:
     assert guard.holds()
 
 
+def test_a_graph_with_a_successor_of_its_guard_serves_on() -> None:
+    """Also where the code of a module reads a tensor that the module does not hold."""
+    shifted = Shifted()
+    once = gd.CUDAGraphOptions(gc_disable=False, capture_after=1)
+    step = gd.graphed(shifted, dynamic={"x": 0}, sizes=(4,), options=once)
+    for _ in range(4):
+        step(torch.ones(4, 3))
+        shifted.k = [2.0]
+    assert step.stats.captures == 1
+    assert len(step.entries) == 1
+
+
+@pytest.mark.parametrize("name", ["tuple", "nest", "partial", "method", "builtin"])
+def test_no_successor_where_the_container_is_still_in_a_place_that_cannot_change(name: str) -> None:
+    """The code may read the one that was replaced in another place, so that it counts on."""
+    one = {"k": 2.0}
+    hold: dict[str, tuple[Any, Callable[[Any], float]]] = {
+        "tuple": ((one,), lambda held: held[0]["k"]),
+        "nest": ((1, frozenset({(one.get,)})), lambda held: next(iter(held[1]))[0]("k")),
+        "partial": (partial(dict.get, one), lambda held: held("k")),
+        "method": (types.MethodType(lambda self, name: self[name], one), lambda held: held("k")),
+        "builtin": (one.get, lambda held: held("k")),
+    }
+    held, read = hold[name]
+    box = Box(k=one, held=held)
+    guard = settled(lambda x: x * box.k["k"] * read(box.held))
+    box.k = {"k": 2.0}
+    assert not guard.holds()
+    assert guard.renewed() is None
+
+
 EMPTY: dict[str, Any] = {
     "absent": object(),
     "handles": {"next_id": 1},
@@ -105,6 +138,20 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.layers(x) * self.factor * self.steps[0] * self.names["a"]
         return x + len(self.kinds) + self.settings.k + self.shared.gain
+
+
+OFFSET = torch.ones(3)
+
+
+class Shifted(nn.Module):
+    """A module that reads a list of its own, and a global tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k = [2.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.k[0] + OFFSET
 
 
 def test_the_order_of_attributes_needs_no_python() -> None:

@@ -177,7 +177,7 @@ def coarsest(dtype: torch.dtype, computed: Iterable[torch.dtype]) -> torch.dtype
     of a model in bfloat16 are as inexact after ``.float()``."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return dtype
-    return max((dtype.to_real(), *computed), key=lambda each: torch.finfo(each).eps)
+    return max((dtype.to_real(), *computed), key=lambda each: tolerance_for(each, exact=False))
 
 
 def tolerance_for(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from operator import attrgetter
 from typing import Any, Self
 
 import torch
@@ -219,6 +220,9 @@ def retry_once(put_back: Callable[[], None], backend: Backend) -> None:
             raise
 
 
+_is_float = attrgetter("is_floating_point")
+
+
 class EffectRecorder(OperatorMode):
     """Watches one run of a callable: saves what it overwrites, and notes the memory that it uses and did not make.
 
@@ -361,7 +365,7 @@ class EffectRecorder(OperatorMode):
             gives += written
         self.groups_rows = self.groups_rows or _groups(func)
         if kind is not OperatorKind.VIEW and kind is not OperatorKind.EMPTY:
-            self.float_types.update(tensor.dtype for tensor in gives if tensor.dtype.is_floating_point)
+            self.float_types.update(filter(_is_float, (tensor.dtype.to_real() for tensor in gives)))
         self.limits_values = self.limits_values or _checks(func) or _makes_integers(func, given, gives)
         # Where torch fills new memory, eager's answer may hold that.
         if kind is OperatorKind.EMPTY and not _fills_new_memory():

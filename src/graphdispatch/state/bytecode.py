@@ -134,15 +134,15 @@ def stored_by(code: CodeType) -> frozenset[str]:
 
 def _passed_by(instructions: Sequence[dis.Instruction]) -> frozenset[str]:
     """What code passes on of what it loads and imports, by name."""
-    passed, imported = set[str](), dict[str, str]()
+    passed, imported = set[str](), list[tuple[str, str]]()
     for one, following in pairwise(instructions):
         names = one.argval if type(one.argval) is tuple else (one.argval,)
-        if "LOAD" in one.opname:
+        if "LOAD" in one.opname and one.opname != "LOAD_CONST":
             passed.update(names[:-1] if following.opname in ("LOAD_ATTR", "LOAD_METHOD") else names)
         elif one.opname.startswith("IMPORT") and following.opname.startswith("STORE"):
             stored = following.argval[0] if type(following.argval) is tuple else following.argval
-            imported[one.argval] = stored if following.opname.startswith("STORE_FAST") else ""
-    given = (name for name, stored in imported.items() if not stored or stored in passed)
+            imported.append((one.argval, stored if following.opname.startswith("STORE_FAST") else ""))
+    given = (name for name, stored in imported if not stored or stored in passed)
     return frozenset(name for name in passed if isinstance(name, str)).union(*(name.split(".") for name in given))
 
 

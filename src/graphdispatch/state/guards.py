@@ -11,7 +11,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import chain, repeat, takewhile
+from itertools import chain, product, repeat, takewhile
 from operator import attrgetter, call, is_
 from typing import Any
 
@@ -107,6 +107,7 @@ class StateGuard:
         self._watched = (*reads.contents, *filter(None, self._hooks))
         self._named = [*_DEVICE, *reads.attributes]
         self._list()
+        self._fixed = reads.fixed
         self._homes = tuple(filter(_has_own_table, reads.objects))
         others = (partial(objects.attribute_table, home) for home in reads.objects if not _has_own_table(home))
         self._readers = [*map(Reader, _SETTINGS), *map(Reader, others), *reads.readers]
@@ -197,9 +198,10 @@ class StateGuard:
         if not is_same or not moved:
             return None
         new = object.__new__(StateGuard)
-        vars(new).update(vars(self))
+        vars(new).update(vars(self), is_apart=False)
         new._follow(self, moved)
-        if any(id(one) in moved for one in new._held):
+        is_kept = any(id(one) in moved and id(home) not in moved for home, one in self._fixed)
+        if is_kept or any(id(one) in moved for one in new._held):
             return None  # it is still in another place
         native, new.native = self.native, None
         new._wait = 1 if native is not None and native.has_held else min(2 * self._wait, _MOST_WAITED)
@@ -220,6 +222,7 @@ class StateGuard:
         found = [(each, keys) for table, keys in tables for each in successors(table)]
         self._tables, self._keys = tuple(table for table, _ in found), [keys for _, keys in found]
         self._named = [(each, names) for table, names in guard._named for each in successors(table)]
+        self._fixed = [pair for home, one in guard._fixed for pair in product(successors(home), successors(one))]
         self._list()
         self._held = tuple(self._now())
 
@@ -385,7 +388,7 @@ def _tables(guard: StateGuard, held: Iterator[Any]) -> tuple[tuple[Any, ...], ..
         found[id(raw)] = [raw, tuple(keys), ()]
     for table, absent in guard._absent:
         raw = _raw(table)
-        found.setdefault(id(raw), [raw, None, ()])[2] = tuple(absent)
+        found.setdefault(id(raw), [raw, None, ()])[2] += tuple(absent)
     for table, names in guard._named:
         raw = _raw(table)
         known = found.setdefault(id(raw), [raw, None, ()])

@@ -217,6 +217,9 @@ class StateReads:
         """The parameters, buffers and submodules of modules."""
         self.contents: list[Iterable[Any]] = []
         """Containers."""
+        self.fixed: list[tuple[Any, Any]] = []
+        """Objects that stand where nothing can be replaced, each with what holds it: among the roots, in a tuple, a
+        method or an object of compiled code."""
         self.attributes: list[tuple[Mapping[str, Any], list[str]]] = []
         """Tables of attributes and variables, and the names in them that are compared."""
         self.tables: list[Mapping[str, Any]] = []
@@ -235,9 +238,9 @@ class StateReads:
         self._library_names = self._names | notes.library_names
         self._all = notes.is_blind or notes.reads_whole
         self._seen: dict[int, Any] = {}
-        self._kinds = objects.Kinds()
-        self._compared = 0
-        self._pending = [*roots, *(hook for hooks in objects.GLOBAL_HOOKS for hook in hooks.values())]
+        self._kinds, self._compared = objects.Kinds(), 0
+        self._pending: list[Any] = []
+        self._fix(None, [*roots, *(hook for hooks in objects.GLOBAL_HOOKS for hook in hooks.values())])
         self._spelled: dict[int, types.ModuleType] = {}
         """Modules that code spells as variables, so that it is noted what it reads there."""
         self._compare_namespaces(notes)
@@ -255,6 +258,11 @@ class StateReads:
                 self._seen[id(value)] = value
                 getattr(self, f"_visit_{role}")(value)
 
+    def _fix(self, home: Any, held: Iterable[Any]) -> None:
+        """Follow what an object holds that cannot change."""
+        self._pending += held
+        self.fixed += ((home, one) for one in held if self._kinds[type(one)].role == "instance")
+
     def _visit_tensor(self, tensor: torch.Tensor) -> None:
         self.tensors.append(tensor)
         table = objects.attribute_table(tensor)
@@ -264,7 +272,7 @@ class StateReads:
         self.readers += _tensor_readers(tensor, self._names)
 
     def _visit_method(self, method: Any) -> None:
-        self._pending += objects.stands_for(method)
+        self._fix(method, objects.stands_for(method))
         if objects.user_classes(type(method)) or not issubclass(type(method), (property, types.MethodType)):
             self._visit_instance(method)
 
@@ -288,11 +296,16 @@ class StateReads:
         self.absent.append((table, frozenset(self._notes.asked - table.keys())))
 
     def _compare_module(self, table: dict[str, Any]) -> None:
-        """The variables of a module that code gets hold of as of any object."""
-        known = [name for name in self._names if name in table]
+        """The variables of a module that code gets hold of as of any object: those under the names that the code
+        spells; in a module of the user also data, if the code reads such objects under names that it does not spell."""
+        kinds, held = self._notes.whole_types, table.copy()
+        is_whole = self._all or any(issubclass(kind, types.ModuleType) for kind in kinds)
+        is_whole = is_whole and not is_library_code(held.get("__file__") or "")
+        known = [name for name in held if name in self._names or (is_whole and _is_data(name, held[name]))]
+        self.absent.append((table, self._names - held.keys()))
         if known:
             self.attributes.append((table, known))
-            self._pending += (table[name] for name in known)
+            self._pending += map(held.__getitem__, known)
 
     def _visit_cell(self, cell: types.CellType) -> None:
         held = objects.cell_value(cell)
@@ -345,7 +358,7 @@ class StateReads:
             self._count(len(held), value)
             self._pending += held
         elif issubclass(kind, (tuple, frozenset)):
-            self._pending += objects.content(value)
+            self._fix(value, objects.content(value))
         table, slots = objects.attribute_table(value), self._kinds[kind].slots
         names = self._named(kind)
         if issubclass(kind, nn.Module):
@@ -361,7 +374,7 @@ class StateReads:
                 self.readers.append(Reader(read, *(() if is_compiled else ("slot", value, member))))
                 self._pending.append(read())
         if not slots and not issubclass(kind, (tuple, frozenset, *CONTAINERS)):
-            self._pending += objects.referents(value)
+            self._fix(value, objects.referents(value))
         if self._is_traced and issubclass(kind, objects.CACHES):
             results = _results_in(value)
             self.readers.append(Reader(partial(_keeps_results, value, results), further=results))
@@ -523,6 +536,12 @@ class StateReads:
     def _refuse(self, what: str) -> None:
         if self._is_traced:
             self.unguarded = self.unguarded or what
+
+
+def _is_data(name: str, held: Any) -> bool:
+    """Whether a variable of a module is a constant, a container or a tensor, and does not tell of the module itself."""
+    kinds = (*objects.CONSTANTS, tuple, frozenset, *CONTAINERS, torch.Tensor)
+    return not name.startswith("__") and issubclass(type(held), kinds)
 
 
 class _All(frozenset[str]):
