@@ -255,7 +255,7 @@ class EffectRecorder(OperatorMode):
         self.groups_rows = False
         """Whether it multiplied groups of rows whose sizes are data, so that the bits of a row follow its group."""
         self.float_types: set[torch.dtype] = set()
-        """The floating-point types of what it computed: no later result is more exact than the coarsest."""
+        """The floating-point types in which it added terms up: no later result is more exact than the coarsest."""
         self.operators: list[Operator] = []
         """What it ran, if there are labels for its tensors."""
         self.outputs: tuple[Any, ...] = ()
@@ -364,7 +364,7 @@ class EffectRecorder(OperatorMode):
         if kind is OperatorKind.WRITE:
             gives += written
         self.groups_rows = self.groups_rows or _groups(func)
-        if kind is not OperatorKind.VIEW and kind is not OperatorKind.EMPTY:
+        if _sums(func):
             self.float_types.update(filter(_is_float, (tensor.dtype.to_real() for tensor in gives)))
         self.limits_values = self.limits_values or _checks(func) or _makes_integers(func, given, gives)
         # Where torch fills new memory, eager's answer may hold that.
@@ -508,6 +508,8 @@ _ORDERING = frozenset(f"aten::{name}" for name in _ORDERING_NAMES.split())
 """Operators whose integers are places among the numbers that they are given, whatever these are."""
 _GROUPING = frozenset(("aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2"))
 """Operators that multiply groups of rows whose sizes are data."""
+_SUMMING = ("mm", "mv", "dot", "conv", "linear", "attention", "rnn", "lstm", "gru", "norm", "softmax", "cumsum")
+"""Parts of the names of operators that add terms up, beside those that torch tags as reductions."""
 _KEEPING = ("attention", "rnn", "lstm", "gru", "batch_norm")
 """Parts of the names of operators whose integers are for themselves: a generator's state, memory for a gradient."""
 
@@ -515,6 +517,14 @@ _KEEPING = ("attention", "rnn", "lstm", "gru", "batch_norm")
 @per_operator
 def _groups(func: OpOverload) -> bool:
     return func._schema.name in _GROUPING
+
+
+@per_operator
+def _sums(func: OpOverload) -> bool:
+    """Whether an operator adds terms up, in an order that may follow the shapes, and its rounding with it: products,
+    reductions, and all that is not torch's own."""
+    name = func._schema.name
+    return func.namespace != "aten" or torch.Tag.reduction in func.tags or any(part in name for part in _SUMMING)
 
 
 @per_operator

@@ -272,7 +272,7 @@ class Program:
         axes: The dynamic dimensions of the batch.
         limits_values: Whether they may fail for numbers unlike those of the batch.
         groups_rows: Whether they multiply groups of rows whose sizes are data.
-        float_types: The floating-point types of what they compute.
+        float_types: The floating-point types in which they add terms up.
     """
 
     def __init__(
