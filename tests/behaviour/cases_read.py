@@ -926,19 +926,6 @@ def k_of(held: Any) -> float:
     return held.k
 
 
-def first_of(held: Any) -> Any:
-    """The same under a name that the code does not spell."""
-    return getattr(held, chr(107))
-
-
-def bonus_of(held: Any) -> Any:
-    """What there is under a name, or one."""
-    try:
-        return held.bonus
-    except AttributeError:
-        return 1.0
-
-
 def the_settings() -> Any:
     """A helper that gives a module."""
     return SETTINGS
@@ -959,13 +946,6 @@ def tries_and_asks(_: Any) -> float:
         return users_settings.bonus * getattr(users_settings, "scale", 1.0)
     except AttributeError:
         return 1.0
-
-
-def passes_import_tried(_: Any) -> float:
-    """A helper tries for a variable that the module does not have."""
-    import users_settings
-
-    return bonus_of(users_settings)
 
 
 def passes_first_import(_: Any) -> float:
@@ -1034,10 +1014,7 @@ read("import_module of a computed name")(
 read("__import__")(settings, lambda _: __import__(f"users_{'settings'}").k, put_there)
 read("__import__ by another")(settings, lambda _: found_by_builtin().k, put_there)
 read("module passed on")(none, lambda _: k_of(SETTINGS), patch(SETTINGS, "k", 5.0))
-read("module passed on, under a computed name")(none, lambda _: first_of(SETTINGS), patch(SETTINGS, "k", 5.0))
-read("module under a computed name")(none, lambda _: getattr(SETTINGS, chr(107)), patch(SETTINGS, "k", 5.0))
 read("import, tried for in vain beside what is asked for")(settings, tries_and_asks, lambda h: to(h.owner, bonus=5))
-read("module passed on, first tried in vain")(settings, passes_import_tried, lambda h: to(h.owner, bonus=5))
 read("module of a package passed on")(none, lambda _: k_of(PACKAGE.settings), patch(PACKAGE.settings, "k", 5.0))
 read("module that a helper gives")(none, lambda _: the_settings().k, patch(SETTINGS, "k", 5.0))
 read("import inside, passed on")(settings, passes_import, put_there)

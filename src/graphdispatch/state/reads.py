@@ -296,16 +296,11 @@ class StateReads:
         self.absent.append((table, frozenset(self._notes.asked - table.keys())))
 
     def _compare_module(self, table: dict[str, Any]) -> None:
-        """The variables of a module that code gets hold of as of any object: those under the names that the code
-        spells; in a module of the user also data, if the code reads such objects under names that it does not spell."""
-        kinds, held = self._notes.whole_types, table.copy()
-        is_whole = self._all or any(issubclass(kind, types.ModuleType) for kind in kinds)
-        is_whole = is_whole and not is_library_code(held.get("__file__") or "")
-        known = [name for name in held if name in self._names or (is_whole and _is_data(name, held[name]))]
-        self.absent.append((table, self._names - held.keys()))
+        """The variables of a module that code gets hold of as of any object."""
+        known = [name for name in self._names if name in table]
         if known:
             self.attributes.append((table, known))
-            self._pending += map(held.__getitem__, known)
+            self._pending += (table[name] for name in known)
 
     def _visit_cell(self, cell: types.CellType) -> None:
         held = objects.cell_value(cell)
@@ -536,12 +531,6 @@ class StateReads:
     def _refuse(self, what: str) -> None:
         if self._is_traced:
             self.unguarded = self.unguarded or what
-
-
-def _is_data(name: str, held: Any) -> bool:
-    """Whether a variable of a module is a constant, a container or a tensor, and does not tell of the module itself."""
-    kinds = (*objects.CONSTANTS, tuple, frozenset, *CONTAINERS, torch.Tensor)
-    return not name.startswith("__") and issubclass(type(held), kinds)
 
 
 class _All(frozenset[str]):
