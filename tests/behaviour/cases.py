@@ -13,7 +13,7 @@ import torch
 
 from graphdispatch import Reason
 
-__all__ = ["KEPT", "PATCH", "READS", "WRITES", "Box", "Case", "Read", "Slotted", "Write", "put_back"]
+__all__ = ["KEPT", "PATCH", "READS", "WRITES", "Box", "Case", "Read", "Slots", "Slotted", "Write", "put_back"]
 
 Fn = Callable[[torch.Tensor], Any]
 Made = tuple[Any, Callable[[], Any]]
@@ -78,6 +78,19 @@ class Slotted:
 
     def __init__(self, k: Any) -> None:
         self.k = k
+
+
+class InSlot:
+    """A base class with a slot."""
+
+    __slots__ = ("k",)
+
+
+@dataclass(frozen=True)
+class Slots(InSlot):
+    """Its instances have a table, too, which is empty."""
+
+    k: float
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 import graphdispatch as gd
 
-from .cases import KEPT, PATCH, READS, Box, Fn, Made, Read, Slotted
+from .cases import KEPT, PATCH, READS, Box, Fn, Made, Read, Slots, Slotted
 
 __all__ = ["KEPT", "READS"]
 
@@ -502,6 +502,7 @@ read("unequal list in its place")(lambda: Box(k=[2.0]), lambda h: h.k[0], put(k=
 read("longer list in its place")(lambda: Box(k=[2.0]), lambda h: sum(h.k), put(k=[2.0, 3.0]))
 read("list of another class in its place")(lambda: Box(k=[2.0]), lambda h: float(isinstance(h.k, tuple)), put(k=(2.0,)))
 read("unequal frozen dataclass in its place")(lambda: Box(k=Frozen([2.0])), lambda h: h.k.k[0], put(k=Frozen([5.0])))
+read("frozen dataclass with another slot in its place")(lambda: Box(k=Slots(2.0)), lambda h: h.k.k, put(k=Slots(5.0)))
 kept("list that is not read")(lambda: Box(k=2.0, log=[]), lambda h: h.k, lambda h: h.log.append(1))
 kept("unused one of many tensors")(
     lambda: {n: torch.ones(3) for n in range(2000)}, lambda h: h[1], lambda h: to(h[2], data=torch.zeros(3))

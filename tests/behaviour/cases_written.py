@@ -25,6 +25,7 @@ import types
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -34,7 +35,7 @@ from torch import Tensor, nn
 
 from graphdispatch import Reason
 
-from .cases import PATCH, WRITES, Box, Made, Slotted, Write
+from .cases import PATCH, WRITES, Box, Made, Slots, Slotted, Write
 from .cases_read import Marked, Worker, choice, copy_of, function, module, own_class, with_attributes, with_metaclass
 
 __all__ = ["WRITES"]
@@ -194,6 +195,20 @@ def turn(table: Any) -> dict[str, Any]:
     return table
 
 
+@dataclass(frozen=True)
+class Entries(dict[str, float]):
+    """A dict with a field."""
+
+    name: str = ""
+
+    @classmethod
+    def of(cls, **held: float) -> "Entries":
+        """One with entries."""
+        made = cls()
+        made.update(held)
+        return made
+
+
 def rebound(owner: Any, x: Tensor) -> Tensor:
     """Rebind an entry."""
     owner["k"] = owner["k"] + 1
@@ -262,6 +277,12 @@ write("attribute of a tensor")(lambda: torch.ones(3), lambda o, x: setattr(o, "t
 write("data of a tensor")(lambda: torch.ones(3), lambda o, _: setattr(o, "data", o.data + 1))
 write("requires_grad")(lambda: torch.ones(3), lambda o, _: o.requires_grad_(not o.requires_grad), "requires_grad")
 write("tensor rebound")(lambda: Box(k=torch.zeros(1)), lambda o, _: setattr(o, "k", o.k + 1))
+write("rebound to another slot")(
+    lambda: Box(k=Slots(2.0)), lambda o, _: setattr(o, "k", Slots(o.k.k + 1)), lambda o: o.k.k
+)
+write("rebound to another frozen dict")(
+    lambda: Box(k=Entries.of(k=2.0)), lambda o, _: setattr(o, "k", Entries.of(k=o.k["k"] + 1)), lambda o: o.k["k"]
+)
 write("list in a list")(lambda: [[9]], lambda o, _: o[0].append(1))
 write("entry of a list")(lambda: [0], count)
 write("list in a tuple")(lambda: in_two_ways([0]), lambda o, _: count(o.pair[0], _))

@@ -411,9 +411,11 @@ def equal_content(
 
 
 def _is_frozen(kind: type) -> bool:
-    """Whether it is a frozen dataclass whose instances keep their fields in a table."""
+    """Whether it is a frozen dataclass whose instances keep everything in a table: nothing in slots, or in memory of
+    compiled code."""
     parameters = getattr(kind, "__dataclass_params__", None)
-    return parameters is not None and parameters.frozen and kind.__dictoffset__ != 0
+    is_frozen = parameters is not None and parameters.frozen and kind.__dictoffset__ != 0
+    return is_frozen and written_classes(kind) == type.mro(kind)[:-1] and not slots_of(kind)
 
 
 def same_callable(a: Any, b: Any) -> bool:
