@@ -48,6 +48,11 @@ class Frozen:
     k: list[float]
 
 
+def which(held: Any) -> float:
+    """Tells whether two attributes are one object."""
+    return 2.0 if held.a is held.b else 5.0
+
+
 class Apart(NamedTuple):
     """State that a call sees only by way of something else; the change has both."""
 
@@ -503,6 +508,9 @@ read("longer list in its place")(lambda: Box(k=[2.0]), lambda h: sum(h.k), put(k
 read("list of another class in its place")(lambda: Box(k=[2.0]), lambda h: float(isinstance(h.k, tuple)), put(k=(2.0,)))
 read("unequal frozen dataclass in its place")(lambda: Box(k=Frozen([2.0])), lambda h: h.k.k[0], put(k=Frozen([5.0])))
 read("frozen dataclass with another slot in its place")(lambda: Box(k=Slots(2.0)), lambda h: h.k.k, put(k=Slots(5.0)))
+read("list_in_two_places", row=True)(lambda: Box(a=(one := [2]), b=one), which, lambda h: to(h, a=[2], b=[2]))
+read("list_in_two_places: from now on")(lambda: Box(a=[2], b=[2]), which, lambda h: to(h, a=(one := [2]), b=one))
+read("list_in_two_places: that of the other")(lambda: Box(a=[2], b=[2]), which, lambda h: to(h, a=h.b))
 kept("list that is not read")(lambda: Box(k=2.0, log=[]), lambda h: h.k, lambda h: h.log.append(1))
 kept("unused one of many tensors")(
     lambda: {n: torch.ones(3) for n in range(2000)}, lambda h: h[1], lambda h: to(h[2], data=torch.zeros(3))

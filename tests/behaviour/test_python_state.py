@@ -259,17 +259,18 @@ def test_a_call_that_rebinds_to_an_equal_container_is_served(make: Callable[[], 
     assert len(held.log) == 8  # each call is made by ``check`` once more
 
 
-@pytest.mark.parametrize("replaced", [("a",), ("a", "b")], ids=["one", "both"])
+@pytest.mark.parametrize("new", ["one", "other", "same"])
 @pytest.mark.parametrize("written", ["a", "b"])
-def test_what_was_in_two_places_is_watched_in_both(replaced: tuple[str, ...], written: str) -> None:
-    """One list under two names: where both get equal ones it is the same state, where one does another."""
+def test_what_was_in_two_places_is_watched_in_both(new: str, written: str) -> None:
+    """One list under two names: where both get the same equal one it is the same state. Where one gets it, or each gets
+    another, it is another: code may ask whether they are one."""
     held = SimpleNamespace(a=[2.0])
     held.b = held.a
     step = graphs_of(lambda x: x * len(held.a) + len(held.b))
     check(step, 4)
-    for name in replaced:
-        setattr(held, name, [2.0])
-    if len(replaced) == 1:
+    held.a = [2.0]
+    held.b = {"one": held.b, "other": [2.0], "same": held.a}[new]
+    if new != "same":
         check(step, 4)
     assert_served(step, torch.randn(4, 3))
     getattr(held, written).append(3.0)

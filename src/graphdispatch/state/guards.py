@@ -11,7 +11,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import chain, product, repeat, takewhile
+from itertools import chain, repeat, takewhile
 from operator import attrgetter, call, is_
 from typing import Any
 
@@ -35,6 +35,8 @@ _SETTINGS: tuple[Callable[[], Any], ...] = (torch.get_default_dtype, torch._C._g
 _DEVICE = [(vars(torch.utils._device), [name]) for name in ("CURRENT_DEVICE",) if hasattr(torch.utils._device, name)]
 """The setting that torch keeps in a variable."""
 _MOST_WAITED = 4096
+_GONE = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
+"""What reading raises where something was deleted meanwhile."""
 _LEAVES = frozenset((*VALUES, torch.Tensor, nn.Parameter)) - {torch.Size}
 """Classes of which torch's pytrees make no nest."""
 _training = attrgetter("training")
@@ -150,7 +152,7 @@ class StateGuard:
                 return False
             if self._arrays and not all(array.tobytes() == held for array, held in self._arrays):
                 return False
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # deleted meanwhile
+        except _GONE:
             return False
         if self._due:
             self._compile(native)
@@ -187,44 +189,39 @@ class StateGuard:
 
     def renewed(self) -> "StateGuard | None":
         """A guard of the present state, if that differs from the guard's own only by containers, or by instances of
-        frozen dataclasses, in all places of others that held the same; else None. It watches what is there now."""
-        moved: dict[int, list[Any]] = {}
+        frozen dataclasses, each in all places of another one that held the same; else None. It watches what is there
+        now."""
+        moved: dict[int, Any] = {}
         try:
             now = tuple(self._now())
             pairs = zip(now, self._held, strict=False)
             is_same = len(now) == len(self._held) and all(a is b or equal_content(a, b, moved) for a, b in pairs)
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # deleted meanwhile
+        except _GONE:
             return None
-        if not is_same or not moved:
+        is_kept = any(id(one) in moved and id(home) not in moved for home, one in self._fixed)
+        if not is_same or not moved or is_kept:
             return None
+
+        def follow(found: Iterable[Any]) -> tuple[Any, ...]:
+            return tuple(moved.get(id(one), one) for one in found)
+
         new = object.__new__(StateGuard)
         vars(new).update(vars(self), is_apart=False)
-        new._follow(self, moved)
-        is_kept = any(id(one) in moved and id(home) not in moved for home, one in self._fixed)
-        if is_kept or any(id(one) in moved for one in new._held):
-            return None  # it is still in another place
+        for name in ("_held", "_watched", "_homes", "_objects", "_tables"):
+            setattr(new, name, follow(getattr(self, name)))
+        new._named = [(moved.get(id(table), table), names) for table, names in self._named]
+        new._fixed = list(map(follow, self._fixed))
+        if self._num_apart() != new._num_apart():
+            return None  # code may ask whether two objects are one
+        new._list()
         native, new.native = self.native, None
         new._wait = 1 if native is not None and native.has_held else min(2 * self._wait, _MOST_WAITED)
         new._due = 0 if GUARD is None else new._wait + 1
-        return new if new.holds() else None
+        return new if new.holds() else None  # else one of the old ones is still in another place
 
-    def _follow(self, guard: "StateGuard", moved: Mapping[int, list[Any]]) -> None:
-        """Watch what came into the places of what another ``guard`` watches."""
-
-        def successors(one: Any) -> Iterable[Any]:
-            return {id(each): each for each in moved.get(id(one), [one])}.values()
-
-        self._watched, self._homes, self._objects = (
-            tuple(chain.from_iterable(map(successors, every)))
-            for every in (guard._watched, guard._homes, guard._objects)
-        )
-        tables = zip(guard._tables, guard._keys, strict=True)
-        found = [(each, keys) for table, keys in tables for each in successors(table)]
-        self._tables, self._keys = tuple(table for table, _ in found), [keys for _, keys in found]
-        self._named = [(each, names) for table, names in guard._named for each in successors(table)]
-        self._fixed = [pair for home, one in guard._fixed for pair in product(successors(home), successors(one))]
-        self._list()
-        self._held = tuple(self._now())
+    def _num_apart(self) -> int:
+        """How many objects it watches, and finds in their places."""
+        return len(set(map(id, chain(self._held, self._watched, self._objects, *self._fixed))))
 
     def _list(self) -> None:
         """List what is compared by identity: in containers and under names."""

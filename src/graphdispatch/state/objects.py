@@ -381,16 +381,15 @@ def same_objects(before: Sequence[Any], after: Sequence[Any]) -> bool:
     )
 
 
-def equal_content(
-    new: Any, old: Any, moved: MutableMapping[int, list[Any]] | None = None, depth: int = _DEEPEST
-) -> bool:
+def equal_content(new: Any, old: Any, moved: MutableMapping[int, Any] | None = None, depth: int = _DEEPEST) -> bool:
     """Whether an object is another one or holds the same: equal constants, containers or frozen dataclasses. What a
     container held earlier is not known here.
 
     Args:
         new: The object in the place of ``old``.
         old: The object that was there.
-        moved: Gets the new object for the identity of each old one, those within them included.
+        moved: Gets the new object for the identity of each old one, those within them included; two for one are not
+            the same.
         depth: How deep containers are looked into.
     """
     if same_objects([new], [old]):
@@ -404,8 +403,8 @@ def equal_content(
         held = content(new), content(old)
     else:
         return False
-    if moved is not None:
-        moved.setdefault(id(old), []).append(new)
+    if moved is not None and moved.setdefault(id(old), new) is not new:
+        return False
     pairs = zip(*held, strict=False)
     return len(held[0]) == len(held[1]) and all(equal_content(a, b, moved, depth - 1) for a, b in pairs)
 
