@@ -125,7 +125,7 @@ class StateGuard:
         self._tables = tuple(reads.tables)
         self._keys = list(map(tuple, self._tables))
         self._absent = [(table, names) for table, names in reads.absent if names]
-        self._arrays = [(array, array.tobytes()) for array in reads.arrays]
+        self._arrays = [(read, read()) for read in reads.arrays]
         self._trains = self._find_training()
         self.native: Any = None
         """The native guard, or None: before ``holds`` was first true, without the core, or where only Python can tell.
@@ -150,7 +150,7 @@ class StateGuard:
                 return False
             if not all(table.keys().isdisjoint(names) for table, names in self._absent):
                 return False
-            if self._arrays and not all(array.tobytes() == held for array, held in self._arrays):
+            if self._arrays and not all(read() == held for read, held in self._arrays):
                 return False
         except _GONE:
             return False
@@ -244,7 +244,7 @@ class StateGuard:
     def _subjects(self) -> set[Any]:
         """What is watched, whatever it holds."""
         named = ((_dict_of(table), name) for table, names in (*self._named, *self._absent) for name in names)
-        others = (*self._watched, *self._objects, *self._functions, *(array for array, _ in self._arrays))
+        others = (*self._watched, *self._objects, *self._functions, *(read.__self__ for read, _ in self._arrays))
         return {*named, *map(_dict_of, self._tables), *map(id, others), *map(_subject_of, self._readers)}
 
     def _no_new_hooks(self) -> bool:
@@ -335,7 +335,7 @@ def compile_guard(guard: StateGuard) -> Any:
             readers=(
                 *readers,
                 *(("__code__", value, None, next(held)) for value in guard._functions),
-                *(("call", array.tobytes, None, content) for array, content in guard._arrays),
+                *(("call", read, None, content) for read, content in guard._arrays),
             ),
             homes=tuple((value, _raw(next(held))) for value in guard._homes),
             tensors=tuple(zip(guard.tensors, addresses, *guard._forms[:2], strict=False)),

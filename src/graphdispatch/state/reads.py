@@ -228,7 +228,7 @@ class StateReads:
         """Tables of variables, and the names that the code looked up in vain there."""
         self.readers: list[Reader] = []
         self.arrays: list[Any] = []
-        """Arrays of NumPy; their bytes are compared."""
+        """What gives the bytes of arrays of NumPy."""
         self.hooks: list[dict[int, Any]] = []
         self.unguarded = ""
         self._is_traced = trace is not None
@@ -396,10 +396,7 @@ class StateReads:
         """An array of numbers or of objects; it may be of a subclass with attributes."""
         kind = type(array)
         # Bytes as they lie in memory: a class of its own may hide some.
-        if kind is np.ndarray:
-            self.arrays.append(array)
-        else:
-            self.readers.append(Reader(partial(np.ndarray.tobytes, array)))
+        self.arrays.append(vars(np.ndarray)["tobytes"].__get__(array))
         self._count(array.nbytes // 8, array)
         if array.dtype.hasobject:
             self.contents.append(array)
