@@ -307,7 +307,9 @@ class RowProver:
         views, specs = self._request.inputs.views(self._request.size), self._request.inputs.specs
         rows = {storage_key(view) for spec, view in zip(specs, views, strict=True) if spec.spans}
         whole = [view for spec, view in zip(specs, views, strict=True) if not spec.spans]
-        hiding = [] if earlier else list(filter(_may_hide, [*self._entry.held, *whole]))
+        written = {storage_key(region.target) for region in run.regions if not region.is_generator}
+        held = [] if earlier else [*self._entry.held, *whole]
+        hiding = [one for one in held if _may_hide(one, is_written=storage_key(one) in written)]
         name, what = BY_RULE.name, None
         indexed = {storage_key(region.target) for region in run.regions if region.indices}
         is_indexed = any(key not in rows for key in (*indexed, *map(storage_key, run.opaque.values())))
@@ -426,12 +428,13 @@ def _overlaid(below: Sequence[_Rows], above: Sequence[torch.Tensor | None]) -> l
     return [low if high is None else high for low, high in zip(below, above, strict=True)]
 
 
-def _may_hide(tensor: torch.Tensor) -> bool:
-    """Whether a tensor begins with a zero, holds truth values, or may hold offsets. Reads values back to the host."""
+def _may_hide(tensor: torch.Tensor, *, is_written: bool) -> bool:
+    """Whether a tensor begins with a zero, is written by the call, holds truth values, or may hold offsets. Reads
+    values back to the host."""
     if not tensor.numel() or tensor.is_quantized or tensor.is_meta or type(tensor) not in PLAIN_TENSORS:
         return False
     is_narrow = tensor.is_floating_point() and tensor.dtype.itemsize == 1
-    if tensor.dtype is torch.bool or (not is_narrow and not bool(tensor[(0,) * tensor.dim()])):
+    if tensor.dtype is torch.bool or (not is_narrow and (is_written or not bool(tensor[(0,) * tensor.dim()]))):
         return True
     return may_be_offsets(tensor)
 
