@@ -384,6 +384,34 @@ def test_zeros_and_flags_hide_nothing(name: str, is_argument: bool, rows: int) -
 
 
 @pytest.mark.parametrize("rows", [3, 4], ids=["padded-first", "full-first"])
+@pytest.mark.parametrize("pad", [None, {"x": "repeat_last"}, {"x": 7.0}], ids=["zeros", "repeat_last", "number"])
+@pytest.mark.parametrize("level", [torch.full((4,), 20.0), torch.tensor(20)], ids=["numbers", "count"])
+def test_what_is_written_hides_nothing(level: Tensor, pad: Any, rows: int) -> None:
+    """State that the call writes is large at first, and keeps a bounded function from telling rows apart."""
+
+    class Bounded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("level", level.clone())
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.level.add_(1)
+            x = torch.tanh(x + self.level)
+            return x + x.mean(0)
+
+    model, eager = Bounded(), Bounded()
+    step = gd.graphed(model, dynamic={"x": 0}, sizes=[4], pad=pad)
+    for one in (rows, rows, rows, 3, 4, 3):
+        x = torch.rand(one, 4)
+        assert torch.equal(step(x), eager(x))
+    assert reason(step) is Reason.VERIFICATION_FAILED
+    for one in (model, eager):
+        one.level.fill_(-1)
+    x = torch.rand(3, 4)
+    assert torch.equal(step(x), eager(x))
+
+
+@pytest.mark.parametrize("rows", [3, 4], ids=["padded-first", "full-first"])
 def test_what_is_written_shows_it(rows: int) -> None:
     """Rows that would mix in state alone are found in the state."""
 

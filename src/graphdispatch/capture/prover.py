@@ -10,6 +10,11 @@ Note [what keeps its padding]
     A row that its mask hides altogether may still attend to padding, as to all else, or count it. Where masks that
     hide all show this, each call is looked at, and runs eagerly if it has such a row: unless the user gave the mask a
     pad rule.
+
+Note [rows that a rule hides]
+    Some padding always keeps to its rule: that of the user, a scratch row of zeros, a mask whose padding hides what it
+    pads. Whether such padding is neutral depends on the real rows: a maximum of at least zero hides zeros. So eager
+    runs real rows of other kinds, without padding, and a replay must give the same.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -36,6 +41,7 @@ from .probes import BY_RULE, Make, Padding
 from .state_probes import difference_apart, may_be_offsets, run_apart, writes_more_with_fewer_rows
 
 _FEW = 2
+_MOST_PLACES = 2
 _OTHER_ROWS = "other real rows"
 _Rows = TypeVar("_Rows", torch.Tensor, torch.Tensor | None)
 
@@ -161,21 +167,44 @@ class RowProver:
             request.signature.watch([(specs[i].position, self._last_further(specs[i])) for i in kept])
 
     def _hidden_matters(self) -> bool:
-        """Whether real elements of the base just replayed are unlike eager's, or change with padding."""
-        request, attempt, base = self._request, self._attempt, self._read()
-        parts = zip(request.inputs.specs, self._base.real, strict=True)
-        alone = request.values_with([spec.cut(value, self.rows).clone() for spec, value in parts])
-        attempt.start_over("asking what eager gives where masks hide all")
-        eager = run_apart(attempt, EffectRecorder(request.options.state_limit_bytes, strict=True), alone, list)
-        outputs, types = zip(eager or (), base, strict=False), self._entry.program.float_types
-        return (
-            eager is None
-            or any(difference(a, b.tensor, tolerance_for(coarsest(a.dtype, types), exact=False)) for a, b in outputs)
-            or any(
-                not self._takes(self._base._replace(rows=rows)) or bool(_differing(base, self._read()))
-                for rows in (self._elements(backwards=True), *self._large())
-            )
+        """Whether real elements of the base are unlike eager's, or change with padding."""
+        if self._gap_to_eager() is not None:
+            return True
+        base = self._read()
+        return any(
+            not self._takes(self._base._replace(rows=rows)) or bool(_differing(base, self._read()))
+            for rows in (self._elements(backwards=True), *self._large())
         )
+
+    def _gap_to_eager(self) -> str | None:
+        """How a replay of the base differs from an eager run of its real rows alone, and what that writes: None if it
+        does not, and no words if that run fails."""
+        request, entry, options = self._request, self._entry, self._request.options
+        parts = zip(request.inputs.specs, self._base.real, strict=True)
+        alone = [spec.cut(value, self.rows).clone() for spec, value in parts]
+        given, written = set(map(storage_key, alone)), list[Region]()
+        effects = EffectRecorder(options.state_limit_bytes, strict=True)
+
+        def read(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+            regions = (one for one in effects.regions if not one.is_generator)
+            written.extend(one for one in regions if storage_key(one.target) not in given)
+            left = (*outputs, *(alone[i] for i in entry.mutated), *(one.read() for one in written))
+            return [one.detach().clone() for one in left]
+
+        self._attempt.start_over("asking what eager gives for other rows")
+        eager = run_apart(self._attempt, effects, request.values_with(alone), read)
+        if eager is None:
+            return ""
+        self._replay(self._base)
+        for want, (name, got, _) in zip(eager, self._read(written), strict=False):
+            ignored = effects.unwritten(want)
+            if ignored is not None and want.shape == got.shape:
+                got = got.where(~ignored, want)
+            dtype = coarsest(want.dtype, entry.program.float_types)
+            gap = difference(want, got, tolerance_for(dtype, exact=False, rtol=options.rtol, atol=options.atol))
+            if gap is not None:
+                return f"{name} is not what eager gives: {gap}"
+        return None
 
     def _last_further(self, spec: InputSpec) -> int:
         """The last dimension of a mask along which it says what is padding: one that is not the batch."""
@@ -191,6 +220,7 @@ class RowProver:
                 else:
                     self._is_limited = self._earlier.limited
                 self._prove_for_other_rows()
+                self._prove_for_rules()
                 if self._earlier is None:
                     self._prove_for_other_batches()
             except _DependentRowsError as found:
@@ -199,7 +229,10 @@ class RowProver:
         repeats, limited = self._is_deterministic is not False, self._is_limited
         parts = zip(self._request.inputs.specs, self._request.arguments(), strict=True)
         batches = int(limited or any(spec.spans and probes.is_discrete(spec, value) for spec, value in parts))
-        return RowProof(True, repeats, untested=untested, assumed=assumed, limited=limited, batches=batches)
+        single = self._request.inputs.cells(self.rows) == 1 and bool(self._follow_rules())
+        return RowProof(
+            True, repeats, untested=untested, assumed=assumed, limited=limited, batches=batches, single=single
+        )
 
     def _prove_for_other_padding(self) -> None:
         """Replay the real rows with other rows of the batch, and with numbers that no batch held, in the padding."""
@@ -301,13 +334,48 @@ class RowProver:
                 self._compare(name, base, self._read())
         self._base = batch_base
 
+    def _prove_for_rules(self) -> None:
+        """Compare with eager for real rows of other kinds: see Note [rows that a rule hides]."""
+        batch_base = self._base
+        for name, make in self._kinds_for_rules():
+            real = _overlaid(self._request.arguments(), self._made(make, self.rows))
+            self._base = Padding("", [], real, self._along)
+            try:
+                gap = self._gap_to_eager()
+            except _DependentRowsError:
+                continue
+            if gap:
+                raise _DependentRowsError(RowProof(False, True, BY_RULE.name, f"and {name} in the real ones, {gap}"))
+        self._base = batch_base
+
+    def _kinds_for_rules(self) -> Iterator[tuple[str, Make]]:
+        """What real rows hold, in words, and how they are made so: arguments whose padding keeps to a rule get numbers
+        of other kinds, or the edges of the batch if the callable limits what it takes; integers and masks one row."""
+        specs, arguments = self._request.inputs.specs, self._request.arguments()
+        kept = self._follow_rules()
+        real = [i for i in kept if specs[i].dtype.is_floating_point and i not in self._kept]
+        if real and not self._is_limited:
+            yield "small numbers", partial(probes.of_kind, real, probes.small)
+        far = probes.edge if self._is_limited else probes.far
+        for sign in (1, -1) if real else ():
+            yield "numbers of one sign", partial(probes.of_kind, real, partial(far, sign))
+        whole = [i for i in kept if i in self._kept or probes.is_discrete(specs[i], arguments[i])]
+        for place in probes.telling_places(specs, arguments, self.rows, whole)[:_MOST_PLACES]:
+            yield "one row of the batch", partial(probes.uniform, place)
+
+    def _follow_rules(self) -> list[int]:
+        """The arguments whose padding always keeps to its rule."""
+        return [i for i, spec in enumerate(self._request.inputs.specs) if spec.spans and not self._may_replace(i)]
+
     def _prove_for_other_batches(self) -> None:
         """Once more with other values of tensors of zeros, and with fewer rows; see ``capture/state_probes.py``."""
         run, earlier, reason = self._attempt.warm_run, self._entry.proof, Reason.VERIFICATION_FAILED
         views, specs = self._request.inputs.views(self._request.size), self._request.inputs.specs
         rows = {storage_key(view) for spec, view in zip(specs, views, strict=True) if spec.spans}
         whole = [view for spec, view in zip(specs, views, strict=True) if not spec.spans]
-        hiding = [] if earlier else list(filter(_may_hide, [*self._entry.held, *whole]))
+        written = {storage_key(region.target) for region in run.regions if not region.is_generator}
+        held = [] if earlier else [*self._entry.held, *whole]
+        hiding = [one for one in held if _may_hide(one, is_written=storage_key(one) in written)]
         name, what = BY_RULE.name, None
         indexed = {storage_key(region.target) for region in run.regions if region.indices}
         is_indexed = any(key not in rows for key in (*indexed, *map(storage_key, run.opaque.values())))
@@ -391,8 +459,9 @@ class RowProver:
             if not region.is_generator and storage_key(region.target) not in arguments:
                 yield region
 
-    def _read(self) -> list[_Value]:
-        """Copies of the real rows of what the latest replay gave, and of the state that padding must leave alone."""
+    def _read(self, state: Sequence[Region] | None = None) -> list[_Value]:
+        """Copies of the real rows of what the latest replay gave, and of ``state``: by default that which padding must
+        leave alone."""
         request, entry, rows = self._request, self._entry, self.rows
         values = []
         for index, (output, dims) in enumerate(zip(entry.outputs.peek(rows), entry.outputs.rule.follows, strict=True)):
@@ -401,9 +470,9 @@ class RowProver:
         for index in entry.mutated:
             name = f"argument {request.inputs.specs[index].name!r}, which the call writes,"
             values.append(_Value(name, request.inputs.real(index, rows, request.size).clone()))
-        for region in self._state:
-            assert region.after is not None
-            left = _without(region.read(), self._eager.effects.unwritten(region.after))
+        for region in self._state if state is None else state:
+            unwritten = None if region.after is None else self._eager.effects.unwritten(region.after)
+            left = _without(region.read(), unwritten)
             values.append(_Value(f"state of shape {tuple(region.target.shape)}", left, is_state=True))
         return values
 
@@ -426,12 +495,13 @@ def _overlaid(below: Sequence[_Rows], above: Sequence[torch.Tensor | None]) -> l
     return [low if high is None else high for low, high in zip(below, above, strict=True)]
 
 
-def _may_hide(tensor: torch.Tensor) -> bool:
-    """Whether a tensor begins with a zero, holds truth values, or may hold offsets. Reads values back to the host."""
+def _may_hide(tensor: torch.Tensor, *, is_written: bool) -> bool:
+    """Whether a tensor begins with a zero, is written by the call, holds truth values, or may hold offsets. Reads
+    values back to the host."""
     if not tensor.numel() or tensor.is_quantized or tensor.is_meta or type(tensor) not in PLAIN_TENSORS:
         return False
     is_narrow = tensor.is_floating_point() and tensor.dtype.itemsize == 1
-    if tensor.dtype is torch.bool or (not is_narrow and not bool(tensor[(0,) * tensor.dim()])):
+    if tensor.dtype is torch.bool or (not is_narrow and (is_written or not bool(tensor[(0,) * tensor.dim()]))):
         return True
     return may_be_offsets(tensor)
 

@@ -6,12 +6,16 @@ Note [tensors of zeros]
     guard sees writes to values. So where a tensor holds nothing but zeros, or one truth value, the first proof of a
     size asks once more: the callable runs eagerly on other paddings, and its operators get copies that hold other
     numbers. Real rows that then follow the padding will follow it later. An error of such a run tells nothing.
+    Numbers that the call itself writes will be others later, too, and may hide it now (``torch.tanh(x + counter)``): so
+    they get small ones. Where padding keeps to a pad rule, no other padding can show that, and one run more is of the
+    real rows alone.
     Offsets or lengths of segments, of which the last one may be empty now or later (``[0, 2, 3, 3]``, ``[2, 1, 0]``),
     hide that padding falls into that segment, as in the mean of an embedding bag. They get copies of zeros that end in
     a one: whether they are ends, starts or lengths, the last segment then holds a real row. One run more is of the real
     rows alone, since what such padding holds may not matter where how much there is does.
-    Not tested: other tensors that hold something else already; integers that may be indices which nobody checks; all of
-    it, where several processes work together, of which another may hold other values and would run once less.
+    Not tested: other tensors that hold something else already; written integers, but for single numbers; integers that
+    may be indices which nobody checks; all of it, where several processes work together, of which another may hold
+    other values and would run once less.
 
 Note [slots from zero on]
     Padding of zeros writes to slot 0. Nobody sees that while some real row writes there, too, as in early batches. So
@@ -32,13 +36,14 @@ from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import first_rows
 from ..sizes import lengths_of, pack
 from .attempt import CaptureAttempt
-from .compare import difference, find_padding_writes, tolerance_for
+from .compare import coarsest, difference, find_padding_writes, tolerance_for
 from .effects import EffectRecorder, Region
-from .probes import BY_RULE, Padding
+from .probes import BY_RULE, Padding, may_replace
 from .request import CaptureRequest
 
 _MOST_BYTES = 64 << 20
 _UNLIKELY = 77  # what nobody writes into integers
+_SMALL = 16
 _FEWEST_OFFSETS = 2  # the ends of one segment
 _MOST_TOLD = 3  # tensors that a message names
 
@@ -51,13 +56,17 @@ def difference_apart(
     rows: int,
     paddings: Sequence[Padding],
 ) -> str | None:
-    """How real rows, or the parts ``state`` of memory, differ between paddings when those of ``tensors`` that hold
-    nothing but zeros, or one truth value, or offsets, hold other values; None if they do not, or nothing can be told.
+    """How real rows, or the parts ``state`` of memory, differ between paddings when those of ``tensors`` that are
+    written, or hold nothing but zeros, or one truth value, or offsets, hold other values; None if they do not, or
+    nothing can be told.
 
-    Costs an eager run for each padding, one for offsets, and up to two where integers cannot change. Reads values back
-    to the host. Raises what ends a capture: no memory left, or an error of the device itself.
+    Costs an eager run for each padding, one for offsets or pad rules, and up to two where integers cannot change. Reads
+    values back to the host. Raises what ends a capture: no memory left, or an error of the device itself.
     """
-    request = attempt.request
+    request, specs, types = attempt.request, attempt.request.inputs.specs, entry.program.float_types
+    keeps = any(
+        spec.spans and not may_replace(specs, i, request.options.padding_writes) for i, spec in enumerate(specs)
+    )
     found = _hiding(attempt, entry, tensors, takes_integers=len(request.inputs.axes) == 1)
     names = [f"output {index}" for index in range(len(attempt.eager.outputs))]
     names += [f"state of shape {tuple(region.target.shape)}" for region in state]
@@ -68,12 +77,12 @@ def difference_apart(
         if base is None:
             continue
         others: list[Padding | None] = [*paddings[1:]]
-        if any(map(_is_offsets, chosen)) and not attempt.eager.draws:
+        if (keeps or any(map(_is_offsets, chosen))) and not attempt.eager.draws:
             others.append(None)
         for padding in others:
             got = _run(attempt, entry, chosen, state, rows, padding)
             for name, a, b in zip(names, base, got or (), strict=False):
-                gap = difference(a, b, tolerance_for(a.dtype, exact=False))
+                gap = difference(a, b, tolerance_for(coarsest(a.dtype, types), exact=False))
                 if gap is not None:
                     told = ", ".join(_name(request, tensor) for tensor in chosen[:_MOST_TOLD])
                     return f"{name} changes as soon as {told} holds other values: {gap}"
@@ -91,13 +100,14 @@ def _name(request: CaptureRequest, tensor: torch.Tensor) -> str:
 def _hiding(
     attempt: CaptureAttempt, entry: CUDAGraphEntry, tensors: Iterable[torch.Tensor], *, takes_integers: bool
 ) -> list[torch.Tensor]:
-    """Those that hold nothing but zeros, or one truth value, or offsets; 64 MiB of them at most.
+    """Those that are written, or hold nothing but zeros, or one truth value, or offsets; 64 MiB of them at most.
 
     An index out of range ends a process's use of a GPU: integers change there where no operator could fail, and numbers
     of which the call makes any integers on the host alone; integers never for operators of somebody else's. Offsets
     are given none that is larger than theirs.
     """
     found, room, effects = [], _MOST_BYTES, attempt.eager.effects
+    written = {storage_key(region.target) for region in attempt.warm_run.regions if not region.is_generator}
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         return []
@@ -110,7 +120,8 @@ def _hiding(
             is_safe = takes_integers and not effects.runs_custom and takes_any
         if size > room or not is_safe or is_expanded(tensor) or tensor.is_conj() or tensor.is_neg():
             continue
-        if not bool(tensor.any()) or (is_flag and bool(tensor.all())) or has_offsets:
+        is_state = storage_key(tensor) in written and not (_is_integer(tensor) and tensor.dim())
+        if is_state or not bool(tensor.any()) or (is_flag and bool(tensor.all())) or has_offsets:
             found.append(tensor)
             room -= size
     return found
@@ -129,8 +140,8 @@ def may_be_offsets(tensor: torch.Tensor) -> bool:
 
 
 def _is_offsets(tensor: torch.Tensor) -> bool:
-    """Whether one of the tensors that were chosen was so for its offsets: other integers hold zeros."""
-    return _is_integer(tensor) and bool(tensor.any())
+    """Whether one of the tensors that were chosen was so for its offsets: other integers hold zeros, or one number."""
+    return _is_integer(tensor) and tensor.dim() > 0 and bool(tensor.any())
 
 
 class _StandIns(EffectRecorder):
@@ -148,8 +159,9 @@ class _StandIns(EffectRecorder):
                 stand_in.fill_(1 if integer is None else integer)
                 if integer is None and _is_offsets(tensor):
                     stand_in[..., :-1] = 0
-            else:
-                stand_in.copy_(torch.rand(tensor.shape, generator=generator, device="cpu") + 0.5)
+            else:  # where state is not zero, the proof itself has shown what large numbers do
+                numbers = torch.rand(tensor.shape, generator=generator, device="cpu")
+                stand_in.copy_(numbers / _SMALL if bool(tensor.any()) else numbers + 0.5)
 
     def swap(self, leaf: Any) -> Any:
         """The same view of the copy, if there is one; else what came."""

@@ -60,6 +60,9 @@ class RowProof:
     """How many batches it was made with, if it takes numbers from them, as of integers: what one of them hides, another
     may show. Else 0."""
 
+    single: bool = False
+    """Whether it was made with one real row where padding keeps to a rule: more rows may show more."""
+
     bound: tuple[Axis, ...] = ()
     """Where there are several dynamic dimensions, those along which real ones changed."""
 
@@ -90,7 +93,7 @@ class RowProof:
     @property
     def is_complete(self) -> bool:
         """Whether no further batch needs to be tested."""
-        return not self.independent or (self.is_whole and not self.needs_batches)
+        return not self.independent or (self.is_whole and not (self.needs_batches or self.single))
 
     def after(self, earlier: "RowProof | None") -> "RowProof":
         """This proof as one of a further batch: what an earlier one has shown stays known."""
@@ -98,7 +101,7 @@ class RowProof:
             return self
         batches = max(earlier.batches, self.batches) + 1 if earlier.batches or self.batches else 0
         if earlier.is_whole:
-            return replace(self, untested=(), assumed=(), batches=batches)
+            return replace(self, untested=(), assumed=(), batches=batches, single=self.single and earlier.single)
         # Two batches that each leave something untested show nothing together: the one that leaves less counts.
         return replace(earlier if {*earlier.untested} < {*self.untested} else self, batches=batches)
 
@@ -111,7 +114,7 @@ class RowProof:
             return "bits are not the same in all replays, so that rows were compared within the tolerance"
         if self.untested:
             return f"padding was not tested for {', '.join(self.untested)}"
-        return "padding was tested with too few batches" if self.needs_batches else "rows are independent"
+        return "rows are independent" if self.is_complete else "padding was tested with too few batches"
 
 
 class Compared:
@@ -301,8 +304,6 @@ class Program:
         """Whether no number in a tensor can make it fail, such as an index out of range."""
         self.proof: RowProof | None = None
         """Whether real rows are independent of padding; None until a comparison has tested that."""
-        self.is_stretched = False
-        """Whether it was compared with eager on rows of other magnitudes, where a rule of the user pads them."""
 
     def apart(self) -> "Program":
         """The same program for one graph, of which a proof by few rows holds for no graph of another size."""
@@ -520,7 +521,6 @@ class Verification:
         """Serve all batches without any comparison."""
         self.state = EntryState.VERIFIED
         self.program.proof = RowProof(True)
-        self.program.is_stretched = True
         self.metadata = None
         self.compared.trust()
 

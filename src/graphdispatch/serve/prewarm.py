@@ -20,7 +20,7 @@ from ..showing import html_table
 from ..sizes import lengths_of
 from .graphs import GraphSet
 from .group import GraphGroup, Route
-from .other_batches import difference_on, stretched, varied
+from .other_batches import difference_on, varied
 from .server import Server
 
 Todo = tuple[GraphGroup, Sequence[Any], int]
@@ -277,7 +277,6 @@ def _compare_numbers(
         example = varied(group, leaves, number) if entry.compares(number) else None
         if example is not None and _tells(group, example, number):
             found = difference_on(graphs, group, example, number, entry)
-            found = found or stretched(graphs, group, example, number, entry)
             if found is not None:
                 return found
     entry.state, entry.warm_batch = state, batch
