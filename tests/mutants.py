@@ -29,7 +29,7 @@ os.environ["PYTHONHASHSEED"] = "0"
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))  # the faults are put into this tree, wherever another is installed
 KNOWN = Path(__file__).with_suffix(".json")
-PER_MODULE = 12
+PER_MODULE = 25
 LIMIT_S = 300.0
 """A run of the tests of one module takes less; a mutant that takes longer hangs."""
 
@@ -122,18 +122,15 @@ def edits(tree: ast.Module) -> list[tuple[str, int, Edit]]:
 def mutants(path: Path, count: int = PER_MODULE) -> list[tuple[str, Any]]:
     """A name and the code of each mutant that is tried of a module."""
     text = path.read_text()
-    lines = text.splitlines()
-    number = len(edits(ast.parse(text)))
-    chosen = sorted(random.Random(path.name).sample(range(number), min(count, number)))
+    lines, every = text.splitlines(), edits(ast.parse(text))
+    names = [f"{kind}: {lines[line - 1].strip()}" for kind, line, _ in every]
     made = []
-    for index in chosen:
+    for index in sorted(random.Random(path.name).sample(range(len(every)), min(count, len(every)))):
         tree = ast.parse(text)
-        kind, line, edit = edits(tree)[index]
-        edit()
+        edits(tree)[index][2]()
         code = compile(ast.fix_missing_locations(tree), str(path), "exec", dont_inherit=True)
-        name = f"{kind}: {lines[line - 1].strip()}"
-        same = sum(known.partition(" #")[0] == name for known, _ in made)
-        made.append((f"{name} #{same + 1}" if same else name, code))
+        same = names[:index].count(names[index])
+        made.append((f"{names[index]} #{same + 1}" if same else names[index], code))
     return made
 
 

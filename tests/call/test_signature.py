@@ -77,6 +77,7 @@ OTHERS: dict[str, Callable[[], Tensor]] = {
     "gaps": lambda: torch.randn(4, 6)[:, ::2],
     "expanded": lambda: torch.randn(4, 1).expand(4, 3),
     "sparse": lambda: torch.randn(4, 3).to_sparse(),
+    "sparse rows": lambda: torch.randn(4, 3).to_sparse_csr(),
     "parameter": lambda: nn.Parameter(torch.randn(4, 3), requires_grad=False),
 }
 
