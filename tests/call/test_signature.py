@@ -82,6 +82,7 @@ OTHERS: dict[str, Callable[[], Tensor]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("other", OTHERS)
 def test_any_other_difference_does_not_match(other: str) -> None:
     """Nothing is broadcast, cast, reordered or taken for a tensor of another type."""
