@@ -366,7 +366,9 @@ class EffectRecorder(OperatorMode):
         self.groups_rows = self.groups_rows or traits.groups
         if traits.sums:
             self.float_types.update(filter(_is_float, (tensor.dtype.to_real() for tensor in gives)))
-        self.limits_values = self.limits_values or traits.checks or (not traits.orders and _makes_integers(given, gives))
+        self.limits_values = (
+            self.limits_values or traits.checks or (not traits.orders and _makes_integers(given, gives))
+        )
         # Where torch fills new memory, eager's answer may hold that.
         if kind is OperatorKind.EMPTY and not _fills_new_memory():
             _mark_unwritten(result)

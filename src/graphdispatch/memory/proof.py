@@ -415,12 +415,14 @@ def _is_same(a: Any, b: Any, ratios: Sequence[tuple[int, int]]) -> bool:
     """Whether two constants are the same, or each is as many times the length of its batch."""
     if a is b:
         return True
-    if type(a) is not type(b) or isinstance(a, torch.ScriptObject):  # one of compiled code may raise when compared
+    if type(a) is not type(b):
         return False
-    if isinstance(a, tuple):
-        return len(a) == len(b) and all(_is_same(x, y, ratios) for x, y in zip(a, b, strict=True))
     if type(a) is int:
         return a == b or any(a % m == 0 and b == a // m * n for m, n in ratios)
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(_is_same(x, y, ratios) for x, y in zip(a, b, strict=True))
+    if isinstance(a, torch.ScriptObject):  # one of compiled code may raise when compared
+        return False
     return repr(a) == repr(b) if type(a) is float else bool(a == b)  # -0.0 is another number
 
 
