@@ -6,11 +6,14 @@ from collections.abc import Iterable
 from types import CodeType, FrameType
 from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
 
 import graphdispatch as gd
 from graphdispatch import Reason
 from graphdispatch.backends.code_events import CodeListener, pause, resume
+from graphdispatch.backends.insight import OperatorMode
 from graphdispatch.call.breaks import BREAK_CODE
 
 from ..helpers import AT_ONCE, in_threads
@@ -119,3 +122,35 @@ def test_a_capture_inside_of_a_profile_function_is_refused() -> None:
     outer()
     sys.setprofile(outer_profiler)
     assert reasons == [Reason.STATE_UNSEEN]
+
+
+class Watching(OperatorMode):
+    """Runs each operator."""
+
+    def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+
+@pytest.mark.filterwarnings("ignore:.*may also be overridden:UserWarning")
+@pytest.mark.parametrize(("name", "key"), [("addmm", "CPU"), ("linear", "CompositeImplicitAutograd")])
+def test_a_kernel_in_python_is_heard_of_wherever_it_is_called(name: str, key: str) -> None:
+    """That of a part of an operator, or of an operator that has parts; the code that finds parts is not."""
+
+    def kernel(*args: Tensor) -> Tensor:
+        inner()
+        return torch.zeros(2, 2)
+
+    x = torch.ones(2, 2)
+    with torch.library._scoped_library("aten", "IMPL") as library, torch.inference_mode():
+        library.impl(name, kernel, key)
+        listener = Listener()
+        with Watching():
+            listener.begin()
+            torch.nn.functional.linear(x, x, x[0])
+            torch.flatten(x)
+            heard = list(listener.heard)
+            outer()
+            listener.end()
+    assert [name for name in heard if name in ("kernel", "inner", "upper")] == ["kernel", "inner", "upper"]
+    assert {"watch", "decompose", "_run_parts", "_has_parts"}.isdisjoint(heard)
+    assert "outer" in listener.heard

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch._decomp  # which gives operators other parts, in Python
 
 from graphdispatch import Reason
+from graphdispatch.backends.cpu.recorder import Recorder
 from graphdispatch.errors import CaptureError, ReplayError
 
 from ..helpers import compiled_operator, recorded
@@ -34,6 +36,22 @@ def test_what_need_not_run_is_not_replayed() -> None:
 
     graph = follows(fn, 4, 6)
     assert (graph.num_recorded, graph.num_replayed) == (3, 1)
+
+
+def test_an_operator_has_the_parts_that_eager_runs() -> None:
+    """Under inference mode, too: not those of a decomposition that torch keeps for its compiler."""
+    model, x = torch.nn.GRU(8, 8).eval(), torch.randn(5, 4, 8)
+
+    def operators() -> list[Any]:
+        recorder = Recorder()
+        with recorder:
+            model(x)
+        return [instruction.func for instruction in recorder.pause().program]
+
+    with torch.no_grad():
+        expected = operators()
+    with torch.inference_mode():
+        assert operators() == expected
 
 
 def test_results_share_a_storage() -> None:

@@ -31,7 +31,7 @@ from typing import Any, cast
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import HigherOrderOperator, OpOverload
-from torch.utils._python_dispatch import _disable_current_modes, _pop_mode_temporarily
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _pop_mode_temporarily, _push_mode
 
 from ..errors import CaptureError
 from ..reasons import Reason
@@ -55,16 +55,6 @@ _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 @per_operator
 def _has_parts(func: OpOverload) -> bool:
     return func.namespace in _MADE_OF_OTHERS and _has_kernel(func.name(), _COMPOSITE)
-
-
-def is_composite(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether torch itself makes the operator of other operators on the device of these arguments.
-
-    Under ``torch.inference_mode`` a mode sees such an operator as a whole. The schema does not tell what it does:
-    ``reshape`` may copy, ``batch_norm`` writes to buffers. The mode therefore enters itself again and runs
-    ``func.decompose``, so that it sees the parts, as it does without inference mode.
-    """
-    return _has_parts(func) and not _has_kernel(func.name(), _device_key(args, kwargs))
 
 
 def python_kernel(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -209,6 +199,9 @@ class OperatorMode(UntracedMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._paused: Any = None
+        """Who hears of the callable's Python, while an operator runs of which nothing is to be heard."""
+        self._composite: dict[tuple[int, str], bool] = {}
         for module, reveal in ((COMPILER, _reveal_compiled), (LAUNCHER, _reveal_launches)):
             if module in sys.modules:
                 reveal(sys.modules[module])
@@ -224,20 +217,55 @@ class OperatorMode(UntracedMode):
         if type(func) is not OpOverload and isinstance(func, HigherOrderOperator):
             return self.watch_higher_order(func, args, kwargs)
         # Who listens shall hear of the callable's Python, and not of what watches that, which is much more.
-        paused = pause()
+        is_outermost = self._paused is None
+        if is_outermost:
+            self._paused = pause()
         try:
-            if is_composite(func, args, kwargs):
-                resume(paused)  # a part may have a kernel in Python
-                paused = None
-                with self:
-                    return func.decompose(*args, **kwargs)
+            if self._is_composite(func, args, kwargs):
+                return self._run_parts(func, args, kwargs)
             key = python_kernel(func, args, kwargs)
             if key is None:
                 with torch._C.DisableTorchFunction():
                     return self.watch(func, args, kwargs)
+            return self._heard(self.look_inside, func, key, args, kwargs)
         finally:
-            resume(paused)
-        return self.look_inside(func, key, args, kwargs)
+            if is_outermost:
+                paused, self._paused = self._paused, None
+                resume(paused)
+
+    def _heard(self, run: Callable[..., Any], *args: Any) -> Any:
+        """Call what runs Python of the callable, of which who listens shall hear."""
+        paused, self._paused = self._paused, None
+        resume(paused)
+        try:
+            return run(*args)
+        finally:
+            if paused is not None:
+                self._paused = pause()
+
+    def _is_composite(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether torch itself makes the operator of other operators on the device of these arguments.
+
+        Under ``torch.inference_mode`` a mode sees such an operator as a whole. The schema does not tell what it does:
+        ``reshape`` may copy, ``batch_norm`` writes to buffers. The mode therefore enters itself again and runs the
+        kernel that has the parts, so that it sees them, as it does without inference mode.
+        """
+        if not _has_parts(func):
+            return False
+        place = id(func), _device_key(args, kwargs)
+        if place not in self._composite:  # torch takes long to tell
+            self._composite[place] = not _has_kernel(func.name(), place[1])
+        return self._composite[place]
+
+    def _run_parts(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the kernel of an operator that has parts, within this mode."""
+        _push_mode(self)  # torch's notes of entered modes say so already
+        try:
+            if f"aten/{func.name().removeprefix('aten::')}/{_COMPOSITE}" in torch.library._impls:
+                return self._heard(partial(func._op_dk, DispatchKey.CompositeImplicitAutograd, *args, **kwargs))
+            return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+        finally:
+            _pop_mode()
 
     def look_inside(self, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operator's Python kernel, within this mode."""

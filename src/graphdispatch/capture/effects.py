@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from operator import attrgetter
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch._ops import OpOverload
@@ -335,15 +335,15 @@ class EffectRecorder(OperatorMode):
 
     def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Save what the operator is about to overwrite, then run it."""
-        kind, made, outside = kind_of(func), self._made, self.outside
-        keys, given = dict[int, int](), tensors_in(*args, *kwargs.values())
+        traits, made, outside = _traits_of(func), self._made, self.outside
+        kind, given = traits.kind, tensors_in(*args, *kwargs.values())
+        keys: dict[int, int] = {}
         for tensor in given:
             if is_strided(tensor):
                 keys[id(tensor)] = key = storage_key(tensor)
                 if key not in made and key not in outside:
                     outside[key] = tensor.detach()
-        if kind not in _COMPUTES:
-            self.runs_custom = self.runs_custom or func.namespace not in ("aten", "prims")
+        self.runs_custom = self.runs_custom or traits.is_custom
         if self._labels is not None:
             self.operators.append(self._labels.operator(func, args, kwargs, keys, given))
         shapes = []
@@ -363,10 +363,12 @@ class EffectRecorder(OperatorMode):
         gives = tensors_in(result)
         if kind is OperatorKind.WRITE:
             gives += written
-        self.groups_rows = self.groups_rows or _groups(func)
-        if _sums(func):
+        self.groups_rows = self.groups_rows or traits.groups
+        if traits.sums:
             self.float_types.update(filter(_is_float, (tensor.dtype.to_real() for tensor in gives)))
-        self.limits_values = self.limits_values or _checks(func) or _makes_integers(func, given, gives)
+        self.limits_values = (
+            self.limits_values or traits.checks or (not traits.orders and _makes_integers(given, gives))
+        )
         # Where torch fills new memory, eager's answer may hold that.
         if kind is OperatorKind.EMPTY and not _fills_new_memory():
             _mark_unwritten(result)
@@ -514,33 +516,37 @@ _KEEPING = ("attention", "rnn", "lstm", "gru", "batch_norm")
 """Parts of the names of operators whose integers are for themselves: a generator's state, memory for a gradient."""
 
 
-@per_operator
-def _groups(func: OpOverload) -> bool:
-    return func._schema.name in _GROUPING
+class _Traits(NamedTuple):
+    """What the watch asks of each operator."""
+
+    kind: OperatorKind
+    is_custom: bool
+    """Whether it is somebody else's and may do more than make new tensors."""
+    groups: bool
+    sums: bool
+    """Whether it adds terms up, in an order that may follow the shapes, and its rounding with it: products, reductions,
+    and all that is not torch's own."""
+    checks: bool
+    orders: bool
 
 
 @per_operator
-def _sums(func: OpOverload) -> bool:
-    """Whether an operator adds terms up, in an order that may follow the shapes, and its rounding with it: products,
-    reductions, and all that is not torch's own."""
-    name = func._schema.name
-    return func.namespace != "aten" or torch.Tag.reduction in func.tags or any(part in name for part in _SUMMING)
+def _traits_of(func: OpOverload) -> _Traits:
+    name, kind = func._schema.name, kind_of(func)
+    return _Traits(
+        kind,
+        is_custom=kind not in _COMPUTES and func.namespace not in ("aten", "prims"),
+        groups=name in _GROUPING,
+        sums=func.namespace != "aten" or torch.Tag.reduction in func.tags or any(part in name for part in _SUMMING),
+        checks=name in _CHECKING,
+        orders=name in _ORDERING or any(part in name for part in _KEEPING),
+    )
 
 
-@per_operator
-def _checks(func: OpOverload) -> bool:
-    return func._schema.name in _CHECKING
-
-
-@per_operator
-def _orders(func: OpOverload) -> bool:
-    return func._schema.name in _ORDERING or any(part in func._schema.name for part in _KEEPING)
-
-
-def _makes_integers(func: OpOverload, given: Sequence[torch.Tensor], gives: Sequence[torch.Tensor]) -> bool:
+def _makes_integers(given: Sequence[torch.Tensor], gives: Sequence[torch.Tensor]) -> bool:
     """Whether an operator made integers of floating-point numbers, which may become indices."""
-    made = any(not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool) for t in gives)
-    return made and not _orders(func) and any(tensor.is_floating_point() or tensor.is_complex() for tensor in given)
+    made = [t for t in gives if not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)]
+    return bool(made) and any(tensor.is_floating_point() or tensor.is_complex() for tensor in given)
 
 
 def _fills_new_memory() -> bool:

@@ -82,7 +82,7 @@ class CaptureWatch(OperatorMode):
             return super().__torch_dispatch__(func, types, args, kwargs)
         is_break = func._schema.name in BREAKS or is_unsafe(func)
         if is_break and self._breaks and not self._is_paused:
-            return self.run_break(str(func), func, args, kwargs or {})
+            return self._heard(self.run_break, str(func), func, args, kwargs or {})
         if is_break and is_unsafe(func) and not self._is_paused:
             raise CaptureError(
                 f"{func} is tagged cudagraph_unsafe; capture in PIECEWISE mode, where it is a break; at {user_line()}",

@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 from torch._ops import OpOverload
 
-from ..backends.operators import OperatorKind, bits_equal, is_strided, is_total, kind_of, storage_key
+from ..backends.operators import OperatorKind, bits_equal, is_strided, is_total, kind_of, storage_key, view_key
 from ..call.spec import is_tensor
 from ..modes import EntryState
 from ..reasons import Reason
@@ -383,7 +383,7 @@ class Labels(dict[int, str]):
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     """How a tensor lies in its memory."""
-    return (*tensor.shape, *tensor.stride(), tensor.storage_offset(), tensor.dtype) if is_strided(tensor) else ()
+    return view_key(tensor) if is_strided(tensor) else ()
 
 
 _LIFT = torch.ops.aten.lift_fresh.default
@@ -416,12 +416,14 @@ def _is_same(a: Any, b: Any, ratios: Sequence[tuple[int, int]]) -> bool:
     """Whether two constants are the same, or each is as many times the length of its batch."""
     if a is b:
         return True
-    if type(a) is not type(b) or isinstance(a, torch.ScriptObject):  # one of compiled code may raise when compared
+    if type(a) is not type(b):
         return False
-    if type(a) is tuple:
-        return len(a) == len(b) and all(_is_same(x, y, ratios) for x, y in zip(a, b, strict=True))
     if type(a) is int:
         return a == b or any(a % m == 0 and b == a // m * n for m, n in ratios)
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(_is_same(x, y, ratios) for x, y in zip(a, b, strict=True))
+    if isinstance(a, torch.ScriptObject):  # one of compiled code may raise when compared
+        return False
     return repr(a) == repr(b) if type(a) is float else bool(a == b)  # -0.0 is another number
 
 

@@ -66,6 +66,8 @@ _UNHEARD = {
 }
 """Functions after which code runs that nobody hears of, with their modules: on another thread, or with a profiler of
 its own, which takes the place of what listens before Python 3.12."""
+_TOLD = (torch.Generator, _Profiler) if sys.version_info < (3, 12) else (torch.Generator,)
+"""Classes of which each method counts, whoever holds the object."""
 _START = threading.Thread.start.__code__
 """A run has to end before it: it notes the thread as one that lives, until it has begun."""
 _IN_BLOCKS = ("__enter__", "__exit__")  # of a block, which gives back what it takes; the first of them is not seen
@@ -212,7 +214,7 @@ class CodeTrace(CodeNotes, CodeListener):
         elif _UNHEARD.get(name, self) is owner:
             if not self._depth and not is_own_code(frame.f_code.co_filename):
                 self._note_unseen(f"{name}(), which runs code unheard")
-        else:
+        elif self.walk.knows(owner) or issubclass(type(owner), _TOLD):
             self._note_method(frame, owner, name)
 
     def _note_method(self, frame: types.FrameType, owner: Any, method: str) -> None:
@@ -222,7 +224,7 @@ class CodeTrace(CodeNotes, CodeListener):
                 self.seeds = f"{method}() of a torch.Generator"
             return
         kind = type(owner)
-        is_profiler = sys.version_info < (3, 12) and method == "enable" and issubclass(kind, _Profiler)
+        is_profiler = method == "enable" and issubclass(kind, _TOLD)
         if is_profiler or (self.walk.knows(owner) and not self._sees_through(owner, method)):
             self._note_unseen(f"{method}() of a {kind.__module__}.{kind.__qualname__}")
 

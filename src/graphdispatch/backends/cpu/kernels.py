@@ -52,8 +52,7 @@ def _in_one_storage(results: list[torch.Tensor]) -> list[torch.Tensor]:
     storage, and then go another way (``linalg_qr``)."""
     ends = [0]
     for one in results:
-        nbytes = one.itemsize * (1 + sum((n - 1) * step for n, step in zip(one.shape, one.stride(), strict=True)))
-        ends.append(ends[-1] + (-(-nbytes // ALIGNMENT) * ALIGNMENT if one.numel() else 0))
+        ends.append(ends[-1] + -(-one.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT)
     storage = torch.empty(ends[-1], dtype=torch.uint8, device="cpu").untyped_storage()
     return [
         torch.empty(0, dtype=one.dtype, device="cpu").set_(storage, start // one.itemsize, one.size(), one.stride())
