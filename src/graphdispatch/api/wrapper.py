@@ -60,8 +60,6 @@ class CUDAGraphWrapper(Lifecycle):
         ConfigError: An argument or an option is wrong.
     """
 
-    _graphs: GraphSet
-
     def __init__(
         self,
         runnable: Callable[..., Any],
@@ -86,8 +84,10 @@ class CUDAGraphWrapper(Lifecycle):
         self.options = CUDAGraphOptions.or_default(options, "options")
         stats = CUDAGraphStats(knows_rows=False)
         self.options.refuse(("max_cached_graphs",), "CUDAGraphWrapper", "give max_cached_graphs= to the wrapper itself")
-        cache = make_cache(self.options, max_cached_graphs, capture_after=1, stats=stats)
-        self._server = Server(runnable, self.options, cache, backend=backend, pool=pool)
+        self._graph_cache = make_cache(
+            self.options, max_cached_graphs, capture_after=1, stats=stats, backend=backend, pool=pool
+        )
+        self._server = Server(runnable, self.options, self._graph_cache)
         self._graphs = self._server.graphs
         self._routes = Routes(self._make_route)
 
@@ -147,7 +147,7 @@ class CUDAGraphWrapper(Lifecycle):
 
     def get_cached_descriptors(self) -> list[BatchDescriptor]:
         """The descriptors that have a graph now."""
-        return [entry.descriptor for entry in self._graphs.cache]
+        return [entry.descriptor for entry in self._graph_cache]
 
     def get_entry(self, descriptor: BatchDescriptor) -> CUDAGraphEntry | None:
         """The entry of a descriptor.
@@ -162,7 +162,7 @@ class CUDAGraphWrapper(Lifecycle):
             ConfigError: It is no ``BatchDescriptor``.
         """
         check_type("descriptor", descriptor, BatchDescriptor, "a BatchDescriptor")
-        return self._graphs.cache.get((descriptor, 1))
+        return self._graph_cache.get((descriptor, 1))
 
     def get_stats(self) -> CUDAGraphStats:
         """What happened so far; calls in other modes are not counted."""
@@ -172,7 +172,7 @@ class CUDAGraphWrapper(Lifecycle):
         """Release all graphs; descriptors are captured anew when they come again."""
         with self._server.lock:
             self._routes.clear()
-            self._graphs.clear()
+            self._end_graphs(GraphSet.clear)
 
     def __getattr__(self, name: str) -> Any:
         # Protocols (copying, tensors, arrays) ask an object itself; and half-made there is no runnable.
@@ -183,7 +183,7 @@ class CUDAGraphWrapper(Lifecycle):
     def __repr__(self) -> str:
         return (
             f"<{type(self).__name__} {self.runtime_mode.name} {type(self.runnable).__name__}: "
-            f"{len(self._graphs.cache)} graphs, {self._graphs.stats.hits} hits, {self._graphs.stats.misses} misses>"
+            f"{len(self._graph_cache)} graphs, {self._graphs.stats.hits} hits, {self._graphs.stats.misses} misses>"
         )
 
 
@@ -226,7 +226,7 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         super().__init__(runnable, runtime_mode, options, max_cached_graphs, backend=backend, pool=pool)
         remedy = "this wrapper has a rule of its own; CUDAGraphWrapper takes the option"
         self.options.refuse(("capture_after",), "AdaptiveCUDAGraphWrapper", remedy)
-        cache = self._graphs.cache
+        cache = self._graph_cache
         cache.admission, cache.min_replays, cache.fills_at_once = Admission(), min_replays_to_keep, True
         self._dummy_fn: Callable[[BatchDescriptor], Any] | None = None
 
@@ -278,7 +278,7 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         check_callable("dummy_fn", dummy_fn, "a function from a descriptor to arguments")
         self._dummy_fn = dummy_fn
         wanted = dict.fromkeys(_descriptors(shapes))
-        most = self._graphs.cache.max_graphs
+        most = self._graph_cache.max_graphs
         if len(wanted) > most:
             raise ConfigError(
                 f"prewarm of {len(wanted)} shapes needs max_cached_graphs >= {len(wanted)}, got {most}; "

@@ -140,7 +140,7 @@ class CudagraphDispatcher(MadeAnew):
         where the key has no graph, and where the fewest are."""
 
         def order(worker: Worker) -> tuple[bool, bool, int]:
-            pools = {worker.server.graphs.pool, *(found.entry.pool for found in worker.graphs.values())}
+            pools = {worker.cache.pool, *(found.entry.pool for found in worker.graphs.values())}
             has_key = any(known == key for known, _ in worker.graphs)
             return entry.pool not in pools, has_key, len(worker.graphs)
 

@@ -394,6 +394,11 @@ class CUDAGraphEntry(Verification, NotCopied):
         return self.outputs.tree
 
     @property
+    def is_released(self) -> bool:
+        """Whether the graph was given back, by its owner or to make room for others."""
+        return self.state is EntryState.EVICTED
+
+    @property
     def nbytes(self) -> int:
         """Bytes that releasing this entry alone frees; its pool and the shared inputs are not among them."""
         return self.graph.nbytes
@@ -401,7 +406,7 @@ class CUDAGraphEntry(Verification, NotCopied):
     def release(self) -> None:
         """Give the graph back; idempotent. Waits for a call that is using it."""
         with self.pool.lock:
-            if self.state is not EntryState.EVICTED:
+            if not self.is_released:
                 self.state = EntryState.EVICTED
                 # Outputs in the pool go first: a pool that is released gives back only what nobody holds.
                 self.held = ()

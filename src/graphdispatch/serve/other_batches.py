@@ -68,7 +68,7 @@ def settle(
         batch = varied(group, values, rows)
         return batch if entry.differs(batch) else None
 
-    return None if graphs.is_frozen else _difference_on_made(graphs, group, other, rows, entry, "another batch")
+    return None if graphs.cache.is_frozen else _difference_on_made(graphs, group, other, rows, entry, "another batch")
 
 
 def compare(

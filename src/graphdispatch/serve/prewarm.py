@@ -18,7 +18,7 @@ from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..showing import html_table
 from ..sizes import lengths_of
-from .graphs import GraphSet
+from .graphs import GraphSet, memory_of
 from .group import GraphGroup, Route
 from .other_batches import difference_on, stretched, varied
 from .server import Server
@@ -59,7 +59,7 @@ def capture_size(server: Server, route: Route, size: Any) -> bool:
     if not isinstance(size, int | tuple) or isinstance(size, bool) or size not in sizes:
         raise ConfigError(f"size must be one of {sizes}, got {shown(size)}")
     graphs, number = server.graphs, route.table.number_of(size)
-    if server.closed(route) is not None or graphs.is_frozen:
+    if server.closed(route) is not None or graphs.cache.is_frozen:
         return False
     open_groups = [group for group in _groups(route) if group.example and group.blocked(number) is None]
     todo = [(group, group.example, number) for group in open_groups if graphs.current(group, number) is None]
@@ -137,7 +137,7 @@ def prewarm(
         key = group.route.table.mode, size
         if graphs.current(group, size) is None and key not in run.left_out:  # a later capture displaced it
             run.left_out[key], run.reasons[key] = Reason.CACHE_FULL.text, Reason.CACHE_FULL
-    held = graphs.memory_report().total
+    held = memory_of([graphs]).total
     return PrewarmReport(captured, run.left_out, time.perf_counter() - run.started, held, run.reasons)
 
 
@@ -189,7 +189,7 @@ class _Prewarm:
 
 def check_open(server: Server, route: Route) -> None:
     """Raise ``ConfigError`` if nothing may be captured now, such as between ``sleep()`` and ``wake()``, or frozen."""
-    closed = server.closed(route) or (Reason.FROZEN if server.graphs.is_frozen else None)
+    closed = server.closed(route) or (Reason.FROZEN if server.graphs.cache.is_frozen else None)
     if closed is not None:
         raise ConfigError(f"prewarm cannot capture now: {Decision.eager(closed).explain()}")
 
