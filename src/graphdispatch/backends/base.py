@@ -17,6 +17,7 @@ Note [one capture at a time]
 
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, Self
@@ -30,6 +31,7 @@ from ..reasons import Reason
 from .insight import OperatorMode, run_kernel
 
 CAPTURE_LOCK = make_rlock()
+_POLLS = 4  # times that are asked for at once
 
 
 class Event(NotCopied, ABC):
@@ -113,6 +115,59 @@ class Timer:
         if not (self._stopped and self._start.query() and self._end.query()):
             return None
         return self._start.elapsed_ms(self._end)
+
+
+class Stopwatch:
+    """Times work on its device without waiting for that: who asked is told each time once the device has it.
+
+    On the CPU backend times are wall time. Thread-safe; work of several threads may be told out of order.
+
+    Args:
+        most: How many times may be outstanding; while there are as many, no more work is timed.
+    """
+
+    def __init__(self, most: int = 64) -> None:
+        self._most = most
+        self._pending: deque[tuple[Timer, Callable[[float], None]]] = deque()
+
+    def start(self, backend: "Backend") -> Timer | None:
+        """Begin to time some work; None while too many times are outstanding.
+
+        Args:
+            backend: Where it runs.
+        """
+        self.collect()
+        if len(self._pending) >= self._most:
+            return None
+        timer = backend.make_timer()
+        timer.start()
+        return timer
+
+    def stop(self, timer: Timer, tell: Callable[[float], None]) -> None:
+        """The work has been submitted.
+
+        Args:
+            timer: What ``start`` gave.
+            tell: Called with the milliseconds, now or later, in the thread that finds that the device has them.
+        """
+        timer.stop()
+        self._pending.append((timer, tell))
+        self.collect()
+
+    def collect(self) -> None:
+        """Tell what is known by now. Polls a few at once, in turn: however far the device is behind, that costs the
+        same."""
+        for _ in range(min(len(self._pending), _POLLS)):
+            try:
+                oldest = self._pending.popleft()
+            except IndexError:  # another thread took it
+                return
+            timer, tell = oldest
+            elapsed = timer.elapsed_ms()
+            if elapsed is None:
+                self._pending.append(oldest)
+            else:
+                tell(elapsed)
 
 
 class Pool(Shared, ABC):

@@ -179,11 +179,6 @@ class Registered:
         return self.key, self.mode
 
     @property
-    def is_captured(self) -> bool:
-        """Whether the worker captured it; else somebody else did, and only they release it."""
-        return self.route.entry is None
-
-    @property
     def is_gone(self) -> bool:
         """Whether the graph was released, or failed when it was last replayed or compared."""
         return self.entry.is_released or self.entry.state is EntryState.FAILED
@@ -332,8 +327,8 @@ class Worker(NotCopied):
         with self.server.lock:
             for found in leaving:
                 self.server.drop(found.route)
-                if found.is_captured:
-                    self.server.graphs.release(self.cache.retire(found.entry, EvictionReason.DROPPED))
+                # The cache has what was captured here; another graph is its owner's to release.
+                self.server.graphs.release(self.cache.retire(found.entry, EvictionReason.DROPPED))
 
     def drop(self, *dropped: Registered) -> None:
         """Forget these graphs, not others that have taken their places; release those that were captured here."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ..backends.base import Backend, Graph, Pool, Timer
+from ..backends.base import Backend, Graph, Pool, Stopwatch
 from ..backends.operators import is_strided
 from ..backends.tracing import default_device, dispatch_modes, function_modes, is_transformed, trace, untraced
 from ..call.rules import graph_name
@@ -106,10 +106,10 @@ class CUDAGraphEntry(Verification, NotCopied):
     stats: CUDAGraphStats | None = None
     """Where direct replays of the entry count; its front end counts its own calls."""
     _plans: dict[int, ReplayPlan] = field(default_factory=dict)
-    _timer: Timer | None = None
-    _is_timed: bool = False
-    """Whether the timer holds the time of a call that is not in ``_timed`` yet."""
-    _timed: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    _stopwatch: Stopwatch = field(default_factory=lambda: Stopwatch(1))
+    _times: int = 0
+    """Of so many calls the time is known."""
+    _total_ms: float = 0.0
 
     def __post_init__(self) -> None:
         self.writes_outside = bool(self.mutated) or self.written is not None
@@ -334,22 +334,15 @@ class CUDAGraphEntry(Verification, NotCopied):
         if WINDOWS.open:
             WINDOWS.wait_for(self)
         with self.pool.lock:
-            self._collect_time()
-            if self._is_timed:
-                return plan.run(values, stats)
-            timer = self._timer = self._timer or self.backend.make_timer()
-            timer.start()
+            timer = self._stopwatch.start(self.backend)
             result = plan.run(values, stats)
-            timer.stop()
-            self._is_timed = True
+            if timer is not None:
+                self._stopwatch.stop(timer, self._note_time)
             return result
 
-    def _collect_time(self) -> None:
-        elapsed = self._timer.elapsed_ms() if self._timer is not None and self._is_timed else None
-        if elapsed is not None:
-            self._is_timed = False
-            self._timed[0] += elapsed
-            self._timed[1] += 1
+    def _note_time(self, elapsed: float) -> None:
+        self._times += 1
+        self._total_ms += elapsed
 
     @property
     def avg_replay_time_ms(self) -> float:
@@ -358,9 +351,8 @@ class CUDAGraphEntry(Verification, NotCopied):
         0.0 before the first. A call is not timed while the device has not finished an earlier timed one.
         """
         with self.pool.lock:
-            self._collect_time()
-            total, count = self._timed
-        return total / count if count else 0.0
+            self._stopwatch.collect()
+            return self._total_ms / self._times if self._times else 0.0
 
     @property
     def label(self) -> str:
