@@ -118,10 +118,8 @@ class CUDAGraphWrapper(Lifecycle):
             cudagraph_runtime_mode = cudagraph_runtime_mode if cudagraph_runtime_mode is not None else mode
             batch_descriptor = batch_descriptor if batch_descriptor is not None else descriptor
         if cudagraph_runtime_mode is not self.runtime_mode or batch_descriptor is None:
-            if cudagraph_runtime_mode is not None and not isinstance(cudagraph_runtime_mode, CUDAGraphMode):
-                raise ConfigError(
-                    f"cudagraph_runtime_mode must be a CUDAGraphMode, got {shown(cudagraph_runtime_mode)}"
-                )
+            if cudagraph_runtime_mode is not None:
+                check_type("cudagraph_runtime_mode", cudagraph_runtime_mode, CUDAGraphMode, "a CUDAGraphMode")
             return self.runnable(*args, **kwargs)
         try:
             route = self._routes.get(batch_descriptor)

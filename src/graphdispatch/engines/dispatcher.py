@@ -86,8 +86,7 @@ class CudagraphDispatcher(MadeAnew):
 
     @policy.setter
     def policy(self, policy: DispatchPolicy | None) -> None:
-        if policy is not None and not isinstance(policy, DispatchPolicy):
-            raise ConfigError(f"policy must be a DispatchPolicy or None, got {shown(policy)}")
+        check_type("policy", policy, (DispatchPolicy, type(None)), "a DispatchPolicy or None")
         self._policy = policy or DefaultDispatchPolicy()
 
     @property
