@@ -24,7 +24,6 @@ from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
 from ..native.bound import CORE
-from ..serve.graphs import GraphSet
 from ..serve.group import Route
 from ..serve.prewarm import PrewarmReport, capture_size, captured_sizes, prewarm
 from ..serve.server import Server
@@ -230,7 +229,7 @@ class Graphed(Lifecycle, Generic[P, R]):
 
     def clear(self) -> None:
         """Release all graphs and their memory; calls capture anew. The statistics stay."""
-        self._end_graphs(GraphSet.clear)
+        self._graphs.clear()
 
     @property
     def entries(self) -> list[CUDAGraphEntry]:

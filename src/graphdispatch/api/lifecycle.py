@@ -1,7 +1,5 @@
 """What the front ends share: releasing their graphs, and their bookkeeping."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ..call.rules import callable_name
@@ -30,13 +28,9 @@ class Lifecycle(MadeAnew):
         """The graphs of each callable."""
         return [self._graphs]
 
-    def _end_graphs(self, end: Callable[[GraphSet], None]) -> None:
-        """``end`` the graphs of each callable, and then their pool; what is captured meanwhile lies in the next one."""
-        older = self._graph_cache.renew_pool()
+    def _rearm(self, reason: EvictionReason, tag: str = "") -> None:
         for graphs in self._graph_sets:
-            end(graphs)
-        if older is not None:
-            older.close()
+            graphs.rearm(reason, tag)
 
     def invalidate(self, tag: str = "") -> None:
         """Release all graphs, since what they captured changed in a way that no guard sees; calls capture anew.
@@ -48,13 +42,12 @@ class Lifecycle(MadeAnew):
             ConfigError: ``tag`` is no text.
         """
         check_type("tag", tag, str, "text that says what changed")
-        for graphs in self._graph_sets:
-            graphs.rearm(EvictionReason.INVALIDATED, tag)
+        self._rearm(EvictionReason.INVALIDATED, tag)
 
     def sleep(self, tag: str = "") -> None:
         """Release graphs and buffers, and run calls eagerly until ``wake()``: while weights are unloaded or replaced.
 
-        Waits for calls that a graph serves now. The pool is released too, unless it was given and is its owner's.
+        Waits for calls that a graph serves now. The pool's memory goes with its last graph.
 
         Args:
             tag: Why; it is kept with the statistics' ``last_evictions``.
@@ -64,13 +57,12 @@ class Lifecycle(MadeAnew):
         """
         check_type("tag", tag, str, "text that says why")
         self._graph_cache.is_asleep = True
-        self._end_graphs(partial(GraphSet.rearm, reason=EvictionReason.ASLEEP, tag=tag))
+        self._rearm(EvictionReason.ASLEEP, tag)
 
     def wake(self) -> None:
         """End ``sleep()``: graphs are captured again as calls come. Harmless when awake."""
         if self._graph_cache.is_asleep:
-            for graphs in self._graph_sets:
-                graphs.rearm(EvictionReason.ASLEEP)  # since weights may be elsewhere now
+            self._rearm(EvictionReason.ASLEEP)  # since weights may be elsewhere now
             self._graph_cache.is_asleep = False
 
     def freeze(self) -> None:

@@ -241,7 +241,8 @@ class CUDAGraphRegistry(Lifecycle):
 
     def clear(self) -> None:
         """Release all graphs. The statistics stay."""
-        self._end_graphs(GraphSet.clear)
+        for graphs in self._graph_sets:
+            graphs.clear()
 
     @property
     def num_graphs(self) -> int:

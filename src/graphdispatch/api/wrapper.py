@@ -23,7 +23,6 @@ from ..memory.admission import Admission
 from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
-from ..serve.graphs import GraphSet
 from ..serve.group import Route, Routes
 from ..serve.prewarm import arguments_of, check_open, prewarm
 from ..serve.server import Server
@@ -170,7 +169,7 @@ class CUDAGraphWrapper(Lifecycle):
         """Release all graphs; descriptors are captured anew when they come again."""
         with self._server.lock:
             self._routes.clear()
-            self._end_graphs(GraphSet.clear)
+            self._graphs.clear()
 
     def __getattr__(self, name: str) -> Any:
         # Protocols (copying, tensors, arrays) ask an object itself; and half-made there is no runnable.

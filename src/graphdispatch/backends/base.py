@@ -220,9 +220,8 @@ class Pool(Shared, ABC):
         Call it before touching the pool's memory, with ``lock`` held.
         """
 
-    @abstractmethod
-    def close(self) -> None:
-        """Release the memory as soon as the last graph is gone; idempotent."""
+    def trim(self) -> None:
+        """Give back what is held while there is no graph; idempotent. Here: nothing is."""
 
 
 class Graph(NotCopied, ABC):

@@ -98,9 +98,6 @@ class _ForeignPool(Pool):
     def order_after_last_use(self) -> None:
         """The graph's owner orders its streams."""
 
-    def close(self) -> None:
-        """The memory is not ours to release."""
-
 
 def entry_around(
     graph: Replayable,

@@ -144,12 +144,12 @@ class StreamWorker(Worker):
             raise BackendError("this worker takes no more steps: its dispatcher was closed, or the process forked")
 
     def close(self) -> None:
-        """Finish all steps, and release the graphs captured here, the pool and the stream. Idempotent."""
+        """Finish all steps, and release the graphs captured here and the stream. Idempotent."""
         self.is_closed = True
         self.stream.synchronize()
         self.clear()
         self.stream.close()
-        self.pool.close()
+        self.pool.trim()
 
 
 class StreamDispatcher(CudagraphDispatcher):

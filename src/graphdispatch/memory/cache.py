@@ -198,19 +198,9 @@ class GraphCache:
         """Whether captures and comparisons with eager are forbidden."""
         self.backend = backend
         """Where the graphs run; None until the first call tells."""
-        self.pool = pool
-        self._owns_pool = pool is None
-        self.renew_pool()
+        self.pool = pool if pool is not None or backend is None else backend.make_pool()
         self._entries: dict[Hashable, CUDAGraphEntry] = {}  # read anywhere, changed with the lock held
         self._lock = make_rlock()
-
-    def renew_pool(self) -> Pool | None:
-        """Make another pool, unless the pool is somebody else's. Returns the one before, to be closed when none of its
-        graphs is left."""
-        if not self._owns_pool or self.backend is None:
-            return None
-        older, self.pool = self.pool, self.backend.make_pool()
-        return older
 
     def get(self, key: Hashable) -> CUDAGraphEntry | None:
         """The entry of ``key``, or None."""

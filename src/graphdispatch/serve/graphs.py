@@ -288,7 +288,7 @@ class GraphSet:
                 cache.backend = get_backend("auto", device)
             except BackendError as error:
                 return Refusal(Reason.DEVICE_UNSUPPORTED, str(error))
-            cache.renew_pool()
+            cache.pool = cache.backend.make_pool()
         rules.check_names(self.fn, call)
         why_not = refusal(call.leaves, leaves, rules, cache.backend.device)
         return why_not if why_not is not None else Signature(call.leaves, leaves, rules, cache.backend.device)
@@ -480,6 +480,7 @@ class GraphSet:
                 group.forgive()
             self.release([victim for entry in self.entries() for victim in self.cache.retire(entry, reason, tag)])
             self._guard = None
+            self._trim()
 
     def schedule_checks(self) -> None:
         """Say when each graph is compared again: not while the cache is frozen."""
@@ -498,6 +499,11 @@ class GraphSet:
             self.groups.clear()
             for entry in victims:
                 entry.release()
+            self._trim()
+
+    def _trim(self) -> None:
+        if self.cache.pool is not None:
+            self.cache.pool.trim()
 
     def _capture_with_less(self, request: CaptureRequest, failed: CaptureResult) -> CaptureResult:
         """Release a graph and try once more, without effects: the caller has eager's answer."""
