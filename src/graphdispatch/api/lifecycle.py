@@ -89,7 +89,7 @@ class Lifecycle(MadeAnew):
 
     def memory_report(self) -> MemoryReport:
         """The bytes held, part by part and graph by graph."""
-        return memory_of(self._graph_sets)
+        return memory_of(self._graph_cache, self._graph_sets)
 
     @property
     def memory_bytes(self) -> int:

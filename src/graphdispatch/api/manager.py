@@ -75,8 +75,8 @@ class CUDAGraphRegistry(Lifecycle):
         """Those that are remembered; the one that was used last comes last."""
         self._numbers = count(1)
         self._lock = make_lock()
-        sized = config.replace(mode=CUDAGraphMode.FULL)
-        self._tables = {mode: SizeTable.of(sized, mode) for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)}
+        self._sizes = sizes = config.replace(mode=CUDAGraphMode.FULL)
+        self._tables = {mode: SizeTable.of(sizes, mode) for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)}
         """The sizes of the configuration by runtime mode."""
 
     @property
@@ -85,9 +85,9 @@ class CUDAGraphRegistry(Lifecycle):
 
     def _find(self, fn: Callable[..., Any]) -> _Callable:
         """The server and routes of a callable, made if it is new."""
-        latest = self._latest
-        if latest is not None and latest.server.fn is fn:
-            return latest
+        latest = self._callables[-1:]
+        if latest and latest[0].server.fn is fn:
+            return latest[0]
         with self._lock:
             same = (one for one in self._callables if one.server.fn is fn)
             alike = (one for one in self._callables if same_callable(one.server.fn, fn))
@@ -102,12 +102,6 @@ class CUDAGraphRegistry(Lifecycle):
         self._callables = [one for one in self._callables if one not in gone]
         server = Server(fn, self.config.options, self._graph_cache, strict=self.config.strict, times_replays=True)
         return _Callable(server, Routes(partial(self._make_route, next(self._numbers))))
-
-    @property
-    def _latest(self) -> _Callable | None:
-        """The callable that was used last, or None."""
-        callables = self._callables
-        return callables[-1] if callables else None
 
     def _route(self, one: _Callable, size: int, seq_len: int, mode: CUDAGraphMode, dynamic: Mapping[str, int]) -> Route:
         """The route of batches that graphs of one size serve; sizes of the configuration share one."""
@@ -274,7 +268,6 @@ class CUDAGraphManager(CUDAGraphRegistry):
     def __init__(self, config: CUDAGraphConfig | None = None) -> None:
         super().__init__(config)
         self._mode = self.config.mode
-        self._sizes = self.config.replace(mode=CUDAGraphMode.FULL)
 
     @property
     def mode(self) -> CUDAGraphMode:
@@ -323,11 +316,11 @@ class CUDAGraphManager(CUDAGraphRegistry):
         if not mode.has_graphs() or self._graph_cache.is_asleep:
             return False
         size = self._sizes.get_padded_batch_size(batch_size)
-        latest = self._latest
-        groups = latest.groups_of(size, seq_len) if latest is not None else []
-        if latest is None or not groups:
+        latest = self._callables[-1:]
+        groups = [group for one in latest for group in one.groups_of(size, seq_len)]
+        if not groups:
             return self._graph_cache.admission.capture_after == 1 and not self._graph_cache.is_full
-        server = latest.server
+        server = latest[0].server
         with server.lock:
             return all(server.graphs.current(g, size) is None for g in groups) and any(
                 server.admit(group, size)[0] is Reason.CAPTURED_NOW for group in groups
@@ -425,7 +418,7 @@ class CUDAGraphManager(CUDAGraphRegistry):
             with torch.no_grad(), server.lock:
                 result = server.perform(choice)[1]
         else:
-            result = entry.serve_timed(values, rows, self.stats)
+            result = entry.serve(values, rows, self.stats, is_timed=True)
         return as_arrays(result) if are_arrays else result
 
     @untraced

@@ -154,7 +154,9 @@ class CUDAGraphEntry(Verification, NotCopied):
             plan = self._plans[rows] = ReplayPlan(self, rows)
         return plan
 
-    def serve(self, values: Sequence[Any], rows: int, stats: CUDAGraphStats | None = None) -> Any:
+    def serve(
+        self, values: Sequence[Any], rows: int, stats: CUDAGraphStats | None = None, *, is_timed: bool = False
+    ) -> Any:
         """Copy in, replay, and return the outputs of a call whose arguments were compared. Thread-safe.
 
         Raises as ``ReplayPlan.run`` does.
@@ -163,10 +165,19 @@ class CUDAGraphEntry(Verification, NotCopied):
             values: The flat values of the call.
             rows: The number of real rows.
             stats: Where the hit counts. None: nowhere.
+            is_timed: Whether its device time is added to ``avg_replay_time_ms`` once that is known.
         """
+        plan = self.plan(rows)
         if WINDOWS.open:
             WINDOWS.wait_for(self)
-        return self.plan(rows).run(values, stats)
+        if not is_timed:
+            return plan.run(values, stats)
+        with self.pool.lock:
+            timer = self._stopwatch.start(self.backend)
+            result = plan.run(values, stats)
+            if timer is not None:
+                self._stopwatch.stop(timer, self._note_time)
+            return result
 
     def fail(self, error: BaseException, before: Any, stage: ReplayStage) -> None:
         """Raise ``ReplayError`` for a replay that stopped half-way.
@@ -238,7 +249,7 @@ class CUDAGraphEntry(Verification, NotCopied):
         is_as_proven = rows == self.size or self.proof is None or self.proof.holds_for(values)
         if not (self.may_pad(rows) and is_as_proven):
             raise ReplayError(f"{batch}: {Reason.PADDING_UNPROVEN.text}; or {_BY_FRONT_END}, which compares it")
-        return self.serve_timed(values, rows, self.stats)
+        return self.serve(values, rows, self.stats, is_timed=True)
 
     def _refuse_unserved(self) -> None:
         """Raise ``ReplayError`` if no batch may be replayed now, whatever it holds."""
@@ -321,24 +332,6 @@ class CUDAGraphEntry(Verification, NotCopied):
         except GuardError as error:
             return str(error)
         return "a constant, a static tensor or the spelling of the call is not that of the captured one"
-
-    def serve_timed(self, values: Sequence[Any], rows: int, stats: CUDAGraphStats | None = None) -> Any:
-        """``serve``, with the device time of the call added to ``avg_replay_time_ms`` once it is known.
-
-        Args:
-            values: The flat values of the call.
-            rows: The number of real rows.
-            stats: Where the hit counts. None: nowhere.
-        """
-        plan = self.plan(rows)
-        if WINDOWS.open:
-            WINDOWS.wait_for(self)
-        with self.pool.lock:
-            timer = self._stopwatch.start(self.backend)
-            result = plan.run(values, stats)
-            if timer is not None:
-                self._stopwatch.stop(timer, self._note_time)
-            return result
 
     def _note_time(self, elapsed: float) -> None:
         self._times += 1

@@ -549,10 +549,8 @@ class GraphSet:
         )
 
 
-def memory_of(sets: Iterable[GraphSet]) -> MemoryReport:
-    """The bytes that sets with one cache hold: the pool, static inputs, and what graphs hold for themselves. Needs no
+def memory_of(cache: GraphCache, sets: Iterable[GraphSet]) -> MemoryReport:
+    """The bytes that a cache and its sets hold: the pool, static inputs, and what graphs hold for themselves. Needs no
     lock."""
-    pools = {pool for one in sets if (pool := one.cache.pool) is not None}
-    groups = [group for one in sets for group in list(one.groups.values())]
-    entries = [entry for group in groups for entry in group.all_entries]
-    return memory_report(entries, pools, [group.inputs for group in groups])
+    inputs = [group.inputs for one in sets for group in list(one.groups.values())]
+    return memory_report(cache, [cache.pool] if cache.pool is not None else [], inputs)

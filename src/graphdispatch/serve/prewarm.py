@@ -137,7 +137,7 @@ def prewarm(
         key = group.route.table.mode, size
         if graphs.current(group, size) is None and key not in run.left_out:  # a later capture displaced it
             run.left_out[key], run.reasons[key] = Reason.CACHE_FULL.text, Reason.CACHE_FULL
-    held = memory_of([graphs]).total
+    held = memory_of(graphs.cache, [graphs]).total
     return PrewarmReport(captured, run.left_out, time.perf_counter() - run.started, held, run.reasons)
 
 

@@ -163,7 +163,7 @@ class Server:
         """A replay that is timed or logged."""
         if self._logs_replays:
             _log.debug("replaying %r for %d rows", entry, rows)
-        return (entry.serve_timed if self._times_replays else entry.serve)(leaves, rows, self.stats)
+        return entry.serve(leaves, rows, self.stats, is_timed=self._times_replays)
 
     def step(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that is no hit (yet). Raises what the callable raises, and ``FallbackError`` with ``strict``."""
