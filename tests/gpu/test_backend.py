@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphdispatch import Reason
-from graphdispatch.backends import Backend, Graph, Pool
+from graphdispatch.backends import Backend, Graph, Pool, Stopwatch
 from graphdispatch.errors import CaptureError
 
 from ..helpers import in_threads
@@ -210,14 +210,14 @@ def test_an_event_orders_two_streams(cuda: Backend) -> None:
     assert event.query()
 
 
-def test_a_timer_reads_device_time(cuda: Backend) -> None:
-    """A timer says None until the device has come to its end, and milliseconds then."""
-    timer = cuda.make_timer()
-    timer.start()
+def test_a_stopwatch_reads_device_time(cuda: Backend) -> None:
+    """It tells nothing, and times no more, until the device has come to the end; milliseconds then."""
+    watch, told = Stopwatch(most=1), list[float]()
+    marks = watch.start(cuda)
     torch.cuda._sleep(LONG_WAIT_CYCLES)
-    timer.stop()
-    early = timer.elapsed_ms()
+    watch.stop(marks, told.append)
+    early = (told.copy(), watch.start(cuda))
     cuda.synchronize()
-    late = timer.elapsed_ms()
-    assert early is None
-    assert late > 0
+    watch.collect()
+    assert early == ([], None)
+    assert told[0] > 0

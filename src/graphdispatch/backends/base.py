@@ -85,42 +85,10 @@ class Stream(NotCopied, ABC):
         self.synchronize()
 
 
-class Timer:
-    """The device time between two points of a stream's work. It is read later, and reading it never blocks.
-
-    A timer may run again.
-
-    Args:
-        start_event: An event made with ``timing=True``.
-        end_event: Another one.
-    """
-
-    def __init__(self, start_event: Event, end_event: Event) -> None:
-        self._start = start_event
-        self._end = end_event
-        self._stopped = False
-
-    def start(self) -> None:
-        """Begin, on the current stream."""
-        self._start.record()
-        self._stopped = False
-
-    def stop(self) -> None:
-        """End what ``start`` began, on the current stream."""
-        self._end.record()
-        self._stopped = True
-
-    def elapsed_ms(self) -> float | None:
-        """Milliseconds from start to stop, or None before ``stop`` and while the device has not reached the end."""
-        if not (self._stopped and self._start.query() and self._end.query()):
-            return None
-        return self._start.elapsed_ms(self._end)
-
-
 class Stopwatch:
-    """Times work on its device without waiting for that: who asked is told each time once the device has it.
+    """Times work on a device without waiting for that: who asked is told each time once the device has it.
 
-    On the CPU backend times are wall time. Thread-safe; work of several threads may be told out of order.
+    Thread-safe; work of several threads may be told out of order.
 
     Args:
         most: How many times may be outstanding; while there are as many, no more work is timed.
@@ -128,46 +96,47 @@ class Stopwatch:
 
     def __init__(self, most: int = 64) -> None:
         self._most = most
-        self._pending: deque[tuple[Timer, Callable[[float], None]]] = deque()
+        self._pending: deque[tuple[Event, Event, Callable[[float], None]]] = deque()
 
-    def start(self, backend: "Backend") -> Timer | None:
-        """Begin to time some work; None while too many times are outstanding.
+    def start(self, backend: "Backend") -> tuple[Event, Event] | None:
+        """Mark the begin of some work, on the current stream; None while too many times are outstanding.
 
         Args:
             backend: Where it runs.
+
+        Returns:
+            The marks of its begin and its end, for ``stop``.
         """
         self.collect()
         if len(self._pending) >= self._most:
             return None
-        timer = backend.make_timer()
-        timer.start()
-        return timer
+        begin, end = backend.make_event(timing=True), backend.make_event(timing=True)
+        begin.record()
+        return begin, end
 
-    def stop(self, timer: Timer, tell: Callable[[float], None]) -> None:
-        """The work has been submitted.
+    def stop(self, marks: tuple[Event, Event], tell: Callable[[float], None]) -> None:
+        """Mark the end of the work, on the current stream.
 
         Args:
-            timer: What ``start`` gave.
-            tell: Called with the milliseconds, now or later, in the thread that finds that the device has them.
+            marks: What ``start`` gave.
+            tell: Called with the milliseconds of device time, now or later, by whoever finds that the device has them.
         """
-        timer.stop()
-        self._pending.append((timer, tell))
+        marks[1].record()
+        self._pending.append((*marks, tell))
         self.collect()
 
     def collect(self) -> None:
-        """Tell what is known by now. Polls a few at once, in turn: however far the device is behind, that costs the
-        same."""
+        """Tell what is known by now. A few are asked for at once, in turn, so that it costs the same however far the
+        device is behind."""
         for _ in range(min(len(self._pending), _POLLS)):
             try:
-                oldest = self._pending.popleft()
+                begin, end, tell = oldest = self._pending.popleft()
             except IndexError:  # another thread took it
                 return
-            timer, tell = oldest
-            elapsed = timer.elapsed_ms()
-            if elapsed is None:
-                self._pending.append(oldest)
+            if begin.query() and end.query():
+                tell(begin.elapsed_ms(end))
             else:
-                tell(elapsed)
+                self._pending.append(oldest)
 
 
 class Pool(Shared, ABC):
@@ -408,10 +377,6 @@ class Backend(Shared, ABC):
         Args:
             timing: Whether it allows ``elapsed_ms``.
         """
-
-    def make_timer(self) -> Timer:
-        """A new timer."""
-        return Timer(self.make_event(timing=True), self.make_event(timing=True))
 
     @abstractmethod
     def synchronize(self) -> None:

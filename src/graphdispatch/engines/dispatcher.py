@@ -331,7 +331,7 @@ class CudagraphDispatcher(MadeAnew):
         """
         found, policy = chosen.found, self.policy
         server = (found.worker if found is not None else self.workers[0]).server
-        timer = self._stopwatch.start(get_backend("auto")) if policy.learns else None
+        marks = self._stopwatch.start(get_backend("auto")) if policy.learns else None
         server.local.decision = None
         try:
             if found is None:
@@ -345,8 +345,8 @@ class CudagraphDispatcher(MadeAnew):
         decision = server.local.decision
         mode = self._count(chosen, decision)
         # A comparison, or a replay that failed first, takes longer than either way of running the step.
-        if timer is not None and decision.reason is not Reason.VERIFIED_NOW and (found is None or not found.is_gone):
-            self._stopwatch.stop(timer, partial(policy.record, key, mode))
+        if marks is not None and decision.reason is not Reason.VERIFIED_NOW and (found is None or not found.is_gone):
+            self._stopwatch.stop(marks, partial(policy.record, key, mode))
         return result
 
     def _count(self, chosen: Chosen, decision: Decision) -> DispatchMode:

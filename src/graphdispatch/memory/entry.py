@@ -173,10 +173,10 @@ class CUDAGraphEntry(Verification, NotCopied):
         if not is_timed:
             return plan.run(values, stats)
         with self.pool.lock:
-            timer = self._stopwatch.start(self.backend)
+            marks = self._stopwatch.start(self.backend)
             result = plan.run(values, stats)
-            if timer is not None:
-                self._stopwatch.stop(timer, self._note_time)
+            if marks is not None:
+                self._stopwatch.stop(marks, self._note_time)
             return result
 
     def fail(self, error: BaseException, before: Any, stage: ReplayStage) -> None:
