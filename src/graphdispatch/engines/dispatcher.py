@@ -515,13 +515,7 @@ class CompositeDispatcher(MadeAnew):
     @property
     def stats(self) -> DispatchStats:
         """The counters of all members together, as they are now; calls made to a member directly count too."""
-        total = DispatchStats()
-        for _, dispatcher, _ in self._members.values():
-            one = dispatcher.stats
-            for name in ("eager", "graph", "piecewise", "fallbacks", "dispatch_time_ns"):
-                setattr(total, name, getattr(total, name) + getattr(one, name))
-            total.reasons.update(one.reasons)
-        return total
+        return DispatchStats([dispatcher.stats for _, dispatcher, _ in self._members.values()])
 
     @property
     def members(self) -> tuple[str, ...]:

@@ -258,9 +258,8 @@ class Worker(NotCopied):
         options: CUDAGraphOptions | None = None,
         *,
         backend: Backend | None = None,
-        pool: Pool | None = None,
     ) -> None:
-        self.cache = GraphCache(max_cached_graphs, backend=backend, pool=pool)
+        self.cache = GraphCache(max_cached_graphs, backend=backend)
         """What was captured here. A graph of somebody else is not in it, since nobody here releases it."""
         self.server = Server(eager_runner, options or CUDAGraphOptions(), self.cache)
         self._graphs = RegisteredGraphs({})
