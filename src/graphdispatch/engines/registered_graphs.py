@@ -37,7 +37,6 @@ from ..reasons import Reason
 from ..serve.group import Route
 from ..serve.prewarm import capture_example
 from ..serve.server import Server
-from ..stats import EvictionReason
 from .keys import KeyTable
 from .policies import DispatchMode, DispatchPolicy
 
@@ -323,8 +322,6 @@ class Worker(NotCopied):
         with self.server.lock:
             for found in leaving:
                 self.server.drop(found.route)
-                # The cache has what was captured here; another graph is its owner's to release.
-                self.server.graphs.release(self.cache.retire(found.entry, EvictionReason.DROPPED))
 
     def drop(self, *dropped: Registered) -> None:
         """Forget these graphs, not others that have taken their places; release those that were captured here."""

@@ -237,7 +237,7 @@ class GraphSet:
             owned = (group for group in self.groups.values() if group.route.entry is None)
             others = [group for group in owned if group is not newcomer]
             waiting = next((group for group in others if group.key == self._waiting and group.is_idle), None)
-            self._forget(waiting or min(others, key=lambda group: (not group.is_idle, group.last_used)))
+            self.forget(waiting or min(others, key=lambda group: (not group.is_idle, group.last_used)))
         self._waiting = newcomer.key if self.num_groups > self.max_groups else None
 
     @property
@@ -245,7 +245,7 @@ class GraphSet:
         """The groups that count for ``max_groups``; one more while a new one waits for its second call."""
         return sum(group.route.entry is None for group in self.groups.values())
 
-    def _forget(self, group: GraphGroup) -> None:
+    def forget(self, group: GraphGroup) -> None:
         """Let go of a group, with its graphs and static inputs, and of its form of call if it was the only one."""
         for entry in group.all_entries:
             self.release(self.cache.retire(entry, EvictionReason.DROPPED))

@@ -292,12 +292,11 @@ class Server:
         return True, answer
 
     def drop(self, route: Route) -> None:
-        """Forget a route with its groups, and serve no call by it any more; called with the lock held. The graph of a
-        route that was given one stays."""
+        """Forget a route with its groups, and serve no call by it any more; called with the lock held. Graphs that were
+        captured here are released; that of somebody else stays."""
         for group in route.groups:
-            self.graphs.groups.pop(group.key, None)
+            self.graphs.forget(group)
         route.table = SizeTable((), route.table.mode)
-        route.spellings.clear()
 
     def explain(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int = 0) -> str:
         """How such a call, of ``rows`` rows if nothing else tells, would be served now: in one line the decision, what
