@@ -199,8 +199,7 @@ class Graphed(Lifecycle, Generic[P, R]):
             FallbackError: A size cannot be captured, and the callable is ``strict``.
         """
         with torch.no_grad(), self._server.lock:
-            calls = [(self._route, args, kwargs)]
-            return prewarm(self._server, calls, sizes, max_seconds, compare=compare)
+            return prewarm(self._server, self._route, args, kwargs, sizes, max_seconds, compare=compare)
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -288,8 +288,11 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
             missing = [descriptor for descriptor in largest_first if self.get_entry(descriptor) is None]
             calls = [(self._routes[descriptor], *arguments_of(dummy_fn(descriptor))) for descriptor in missing]
             calls = [call for call in calls if not isinstance(self._graphs.find(*call), Refusal)]
-            if calls:
-                prewarm(self._server, calls)
+            for call in calls:
+                prewarm(self._server, *call)
+            for call in calls:  # the run of one descriptor may move a workspace that graphs made before read
+                if any(self._graphs.is_stale(group, 1) for group in call[0].groups):
+                    prewarm(self._server, *call)
         return [descriptor for descriptor in largest_first if self.get_entry(descriptor) is not None]
 
     @property
