@@ -235,6 +235,8 @@ class CUDAGraphRegistry(Lifecycle):
 
     def clear(self) -> None:
         """Release all graphs. The statistics stay."""
+        for entry in self._graph_cache.clear():  # those of callables that are remembered no more, too
+            entry.release()
         for graphs in self._graph_sets:
             graphs.clear()
 
