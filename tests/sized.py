@@ -36,9 +36,6 @@ class Unused(Pool):
     def order_after_last_use(self) -> None:
         """Nothing runs."""
 
-    def close(self) -> None:
-        """There is nothing to release."""
-
 
 def entry(nbytes: int = 0, replays: int = 0, capture_ms: float = 1.0, key: object = "key") -> CUDAGraphEntry:
     """An entry whose graph holds ``nbytes`` bytes and that was replayed so often."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from graphdispatch import CUDAGraphOptions, Graphed, graphed
-from graphdispatch.backends import Timer
+from graphdispatch.backends import Stopwatch
 from graphdispatch.engines import AdaptiveDispatchPolicy, DispatchKey, DispatchMode
 
 from .bench import Bench, Row, percentile
@@ -72,14 +72,9 @@ def _calibrate(bench: Bench, model: nn.Module, step: Graphed[..., Tensor], batch
     costs: _Costs = {}
     for rows, batch in batches.items():
         for mode, fn in ((EAGER, model), (GRAPH, step)):
-            times = []
+            times: list[float] = []
             for _ in range(4 if bench.quick else 10):
-                timer = bench.backend.make_timer()
-                timer.start()
-                fn(batch)
-                timer.stop()
-                bench.synchronize()
-                times.append(timer.elapsed_ms() or 0.0)
+                _time(bench, fn, batch, times)
             costs[rows, mode] = percentile(times, 50)
     return costs
 
@@ -93,19 +88,27 @@ def _total(
     learner: AdaptiveDispatchPolicy | None,
 ) -> float:
     """Seconds for all steps, each waited for as an engine does before it samples."""
-    pending: deque[tuple[DispatchKey, DispatchMode, Timer]] = deque()
+    pending: deque[tuple[DispatchKey, DispatchMode, list[float]]] = deque()
     bench.synchronize()
     start = time.perf_counter()
     for rows, batch in steps:
         key = DispatchKey(rows, rows)
         mode = choose(key)
-        timer = bench.backend.make_timer()
-        timer.start()
-        (step if mode is GRAPH else model)(batch)
-        timer.stop()
-        bench.synchronize()
-        pending.append((key, mode, timer))
+        taken: list[float] = []
+        _time(bench, step if mode is GRAPH else model, batch, taken)
+        pending.append((key, mode, taken))
         if learner is not None and len(pending) > 4:
-            done, how, old = pending.popleft()
-            learner.record(done, how, old.elapsed_ms() or 0.0)
+            done, how, (elapsed,) = pending.popleft()
+            learner.record(done, how, elapsed)
     return time.perf_counter() - start
+
+
+def _time(bench: Bench, fn: Callable[[Tensor], Tensor], batch: Tensor, times: list[float]) -> None:
+    """Run a step, wait for it, and note the device's time."""
+    watch = Stopwatch()
+    marks = watch.start(bench.backend)
+    fn(batch)
+    assert marks is not None
+    watch.stop(marks, times.append)
+    bench.synchronize()
+    watch.collect()

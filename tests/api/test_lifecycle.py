@@ -55,7 +55,7 @@ class Served:
 
     @property
     def graphs(self) -> int:
-        return len(self.front._graphs.cache)
+        return len(self.front._graph_cache)
 
     def settle(self) -> None:
         before = self.stats.hits

@@ -153,7 +153,7 @@ def test_callables_that_come_once_are_not_kept() -> None:
         run(manager, lambda x, weight=weight: x * weight)
     run(manager, double)
     assert (manager.stats.captures, manager.num_graphs) == (1, 1)
-    assert len(manager._graphs.callables) == 1 + 8
+    assert len(manager._callables) == 1 + 8
     assert manager.stats.hits == 1
 
 

@@ -92,7 +92,7 @@ def test_the_generation_grows_with_each_replay(backend: Backend, pool: Pool, dra
     for graph in (*graphs, *graphs):
         graph.replay()
     assert (pool.generation, other.generation) == (before + 4, 0)
-    other.close()
+    other.trim()
 
 
 def test_a_released_graph_is_not_replayed(draw: Draw, record: Record) -> None:
@@ -186,15 +186,15 @@ def test_a_pause_is_not_recorded(backend: Backend, pool: Pool, draw: Draw) -> No
 
 
 def test_a_pool_knows_its_bytes(backend: Backend, draw: Draw, record: Record) -> None:
-    """Nothing before the first graph, nothing once all graphs and outputs are gone and it was closed, twice."""
+    """Nothing before the first graph, nothing once all graphs and outputs are gone and it was trimmed, twice."""
     pool = backend.make_pool()
     assert pool.nbytes == 0
     graph, _ = record(lambda x: (x * 2).cumsum(0).exp(), draw(), pool)
     assert pool.nbytes + graph.nbytes > 0
     graph.reset()
     del graph, _
-    pool.close()
-    pool.close()
+    pool.trim()
+    pool.trim()
     assert pool.nbytes == 0
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphdispatch import Reason
-from graphdispatch.backends import Backend, Graph, Pool, get_backend, register_backend
+from graphdispatch.backends import Backend, Graph, Pool, Stopwatch, get_backend, register_backend
 from graphdispatch.engines import CUDAGraphConfig, CUDAGraphRegistry
 from graphdispatch.errors import BackendError
 
@@ -109,17 +109,18 @@ def test_an_event_orders_two_streams(backend: Backend) -> None:
     two.close()
 
 
-def test_a_timer_is_read_later(backend: Backend, draw: Draw) -> None:
-    """None before its end was reached, milliseconds after."""
-    timer = backend.make_timer()
-    assert timer.elapsed_ms() is None
-    timer.start()
-    assert timer.elapsed_ms() is None
+def test_a_stopwatch_tells_later(backend: Backend, draw: Draw) -> None:
+    """Milliseconds, once the end was reached; while as many as allowed are outstanding it times no more."""
+    watch, told = Stopwatch(most=1), list[float]()
+    marks = watch.start(backend)
+    assert marks is not None
     draw().exp()
-    timer.stop()
+    watch.stop(marks, told.append)
     backend.synchronize()
-    elapsed = timer.elapsed_ms()
-    assert elapsed >= 0
+    watch.collect()
+    watch.collect()
+    assert len(told) == 1
+    assert told[0] >= 0
 
 
 def test_a_weak_reference_is_the_same_memory(backend: Backend, draw: Draw) -> None:

@@ -195,7 +195,7 @@ def nothing_left_behind(step: Any) -> Iterator[None]:
         assert ambient(backend) == before
         graphs = step._graphs
         assert may_capture()
-        assert are_free(graphs.lock, *([graphs.pool.lock] if graphs.pool is not None else []))
+        assert are_free(graphs.lock, *([graphs.cache.pool.lock] if graphs.cache.pool is not None else []))
         step.check_integrity()
         for group in graphs.groups.values():
             for entry in group.all_entries:

@@ -41,7 +41,7 @@ def test_failed_captures_leave_nothing(faults: Faults, point: str, times: int) -
     for _ in range(times):
         fail()
     assert (living(), threading.active_count(), step.memory_bytes) == before
-    assert step._graphs.pool.nbytes == 0
+    assert step._graph_cache.pool.nbytes == 0
 
 
 def test_failed_replays_leave_nothing(faults: Faults) -> None:

@@ -219,7 +219,7 @@ def test_a_poisoned_capture_gives_its_handle_up(backend: Backend) -> None:
     del out, other
     first.graph.reset()
     second.graph.reset()
-    pool.close()
+    pool.trim()
     assert pool.nbytes == 0
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from graphdispatch import Reason
-from graphdispatch.backends import Backend, Graph, Pool
-from graphdispatch.errors import BackendError, CaptureError
+from graphdispatch.backends import Backend, Graph, Pool, Stopwatch
+from graphdispatch.errors import CaptureError
 
 from ..helpers import in_threads
 
@@ -129,7 +129,7 @@ def test_pool_counts_its_bytes_and_gives_them_back(cuda: Backend) -> None:
         torch.zeros(size, dtype=torch.uint8, device=cuda.device)
     capture.graph.replay()
     assert pool.nbytes >= size
-    pool.close()
+    pool.trim()
     assert pool.nbytes >= size  # while a graph is there
     capture.graph.reset()
     torch.cuda.empty_cache()
@@ -148,7 +148,7 @@ def test_counting_the_bytes_of_a_pool_drops_no_reference(cuda: Backend) -> None:
     held = sys.getrefcount(number)
     assert (number > 256, pool.nbytes > 0, sys.getrefcount(number)) == (True, True, held)
     capture.graph.reset()
-    pool.close()
+    pool.trim()
 
 
 def test_graphs_of_one_pool_share_memory(cuda: Backend, pool: Pool, record: Record) -> None:
@@ -173,22 +173,13 @@ def test_releasing_a_graph_harms_no_other(cuda: Backend, pool: Pool, record: Rec
         torch.mm(b, a, out=torch.empty_like(a))
     kept = record(lambda: torch.mm(a, b, out=out))
     first.graph.reset()
-    other.close()
+    other.trim()
     torch.cuda.empty_cache()
     junk = [torch.full((8 << 20,), float("nan"), device=cuda.device) for _ in range(8)]
     out.zero_()
     kept.replay()
     torch.testing.assert_close(out, expected)
     assert all(bool(block.isnan().all()) for block in junk)
-
-
-def test_a_closed_pool_takes_no_capture(cuda: Backend) -> None:
-    """``close`` may be called twice; a pool handle is never used again after it."""
-    pool = cuda.make_pool()
-    pool.close()
-    pool.close()
-    with pytest.raises(BackendError, match="the pool is closed"):
-        cuda.begin_capture(pool)
 
 
 def test_weak_reference_aliases_without_keeping(cuda: Backend) -> None:
@@ -219,14 +210,14 @@ def test_an_event_orders_two_streams(cuda: Backend) -> None:
     assert event.query()
 
 
-def test_a_timer_reads_device_time(cuda: Backend) -> None:
-    """A timer says None until the device has come to its end, and milliseconds then."""
-    timer = cuda.make_timer()
-    timer.start()
+def test_a_stopwatch_reads_device_time(cuda: Backend) -> None:
+    """It tells nothing, and times no more, until the device has come to the end; milliseconds then."""
+    watch, told = Stopwatch(most=1), list[float]()
+    marks = watch.start(cuda)
     torch.cuda._sleep(LONG_WAIT_CYCLES)
-    timer.stop()
-    early = timer.elapsed_ms()
+    watch.stop(marks, told.append)
+    early = (told.copy(), watch.start(cuda))
     cuda.synchronize()
-    late = timer.elapsed_ms()
-    assert early is None
-    assert late > 0
+    watch.collect()
+    assert early == ([], None)
+    assert told[0] > 0

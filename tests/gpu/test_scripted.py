@@ -112,7 +112,7 @@ def test_all_captures_of_a_device_run_on_one_stream(driver: ScriptedCUDA, backen
 
 
 def test_the_memory_goes_with_the_last_graph(driver: ScriptedCUDA, backend: Backend, pool: Pool) -> None:
-    """Then nothing holds its handle any more, and the next graph gets another; after ``close`` nothing holds that."""
+    """Then nothing holds its handle any more, and the next graph gets another."""
     first, second = capture(backend, pool), capture(backend, pool)
     (handle,) = driver.held()
     first.reset()
@@ -124,7 +124,7 @@ def test_the_memory_goes_with_the_last_graph(driver: ScriptedCUDA, backend: Back
     assert driver.log[-1] == "empty cache"
     third = capture(backend, pool)
     assert driver.held() == {(0, 2): 2}
-    pool.close()
+    pool.trim()
     third.reset()
     assert driver.held() == {}
 
@@ -194,7 +194,7 @@ def test_a_fault_of_the_driver_leaves_no_count(driver: ScriptedCUDA, backend: Ba
     assert driver.held().pop(old) == 1
     assert sum(driver.held().values()) == 2, "the older graph, and the placeholder of the new handle"
     assert_restored(driver)
-    pool.close()
+    pool.trim()
     older.reset()
     assert driver.held() == {}
 
@@ -317,14 +317,14 @@ def test_memory_that_the_driver_took_is_the_graphs(driver: ScriptedCUDA, backend
     assert (made.graph.nbytes, made.graph.driver_nbytes) == (0, 0)
 
 
-def test_closing_gives_the_memory_back_at_once(driver: ScriptedCUDA, backend: Backend, pool: Pool) -> None:
+def test_the_last_graph_gives_the_memory_back_at_once(driver: ScriptedCUDA, backend: Backend, pool: Pool) -> None:
     """torch gives the memory of a finished pool to nobody else; a pool that was never used costs nothing."""
     capture(backend, pool).reset()
-    pool.close()
+    pool.trim()
     assert driver.log[-2:] == ["reset", "empty cache"]
     said = len(driver.log)
-    pool.close()
-    backend.make_pool().close()
+    pool.trim()
+    backend.make_pool().trim()
     assert len(driver.log) == said
 
 

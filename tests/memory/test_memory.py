@@ -111,7 +111,7 @@ def test_a_report_is_plain_and_readable() -> None:
     """It adds up, JSON can hold it, and its text names each part."""
     step = graphed(lambda x: x + torch.arange(3.0), dynamic={"x": 0}, sizes=(2, 4), options=QUICK)
     step.prewarm(torch.randn(4, 3))
-    report = step._graphs.memory_report()
+    report = step.memory_report()
     assert (report.input_bytes, report.driver_bytes) == (4 * 3 * 4, 0)
     assert [(e.size, e.mode, e.own, e.outputs) for e in report.entries] == [(2, "FULL", 12, 24), (4, "FULL", 12, 48)]
     assert report.entry_bytes == 24

@@ -136,7 +136,7 @@ def test_a_scrape_waits_for_no_call() -> None:
     serve = served()
     collector = gd.metrics.PrometheusCollector(serve)
     before = serve.stats.to_dict()
-    with serve._server.lock, serve._graphs.pool.lock:
+    with serve._server.lock, serve._graph_cache.pool.lock:
         assert in_threads(lambda: exported(collector))
     assert serve.stats.to_dict() == before
 

@@ -143,7 +143,7 @@ def test_several_dimensions_and_a_manager_have_reports() -> None:
     report = serve.report()
     assert ([row.size for row in report.graphs], report.waiting, report.bars) == (["4 x 8"], ("2 x 8",), ())
     report = manager.report()
-    assert (report.name, report.hits, rows_of(report)["4 x 1"].padding) == ("CUDAGraphManager", 2, 0.25)
+    assert (report.name, report.hits, rows_of(report)["4 x 1"].padding) == ("relu", 2, 0.25)
 
 
 def test_the_bars_are_the_calls_by_rows() -> None:

@@ -109,7 +109,7 @@ def test_a_manager_remembers_so_many_lengths() -> None:
     )
     x = torch.randn(4, 3)
     manager.execute_or_capture(4, 1, twice, {"x": x})
-    latest = manager._graphs.latest
+    latest = manager._callables[-1]
     latest.server.graphs.max_groups = latest.routes._most = 16
     for seq_len in range(1, 60):
         manager.execute_or_capture(4, seq_len, twice, {"x": x})
@@ -123,7 +123,7 @@ def test_a_server_that_was_forgotten_captures_no_more() -> None:
     manager = CUDAGraphManager(CUDAGraphConfig(capture_sizes=(4,), max_batch_size=4, options=AT_ONCE))
     x = torch.randn(4, 3)
     manager.execute_or_capture(4, 1, twice, {"x": x})
-    latest = manager._graphs.latest
+    latest = manager._callables[-1]
     route = next(iter(latest.routes.values()))
     manager.sleep()
     assert torch.equal(latest.server.serve(route, (), {"x": x}), x * 2)

@@ -24,7 +24,6 @@ from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
 from ..native.bound import CORE
-from ..serve.graphs import GraphSet
 from ..serve.group import Route
 from ..serve.prewarm import PrewarmReport, capture_size, captured_sizes, prewarm
 from ..serve.server import Server
@@ -119,19 +118,13 @@ class Graphed(Lifecycle, Generic[P, R]):
     ``stats`` counts what happened so far: hits, captures, padding, and the reason for every eager step. Thread-safe.
     """
 
-    _graphs: GraphSet
-    __slots__ = ("__weakref__", "_graphs", "_made_with", "_route", "_server", "_undo", "stats")
+    __slots__ = ("__weakref__", "_graph_cache", "_graphs", "_made_with", "_route", "_server", "_undo", "stats")
 
     def __init__(self, fn: Callable[P, R], config: CUDAGraphConfig, rules: ArgumentRules) -> None:
         options = config.options
-        self._server = Server(
-            fn,
-            options,
-            make_cache(options, config.max_cached_graphs),
-            backend=get_backend(config.backend) if config.backend != "auto" else None,
-            strict=config.strict,
-            max_groups=_MOST_SIGNATURES,
-        )
+        backend = get_backend(config.backend) if config.backend != "auto" else None
+        self._graph_cache = make_cache(options, config.max_cached_graphs, backend=backend)
+        self._server = Server(fn, options, self._graph_cache, strict=config.strict, max_groups=_MOST_SIGNATURES)
         self._graphs = self._server.graphs
         self._graphs.judges_gain = options.verify and not config.strict
         self._route = Route(0, make_table(config, rules), rules)
@@ -206,8 +199,7 @@ class Graphed(Lifecycle, Generic[P, R]):
             FallbackError: A size cannot be captured, and the callable is ``strict``.
         """
         with torch.no_grad(), self._server.lock:
-            calls = [(self._route, args, kwargs)]
-            return prewarm(self._server, calls, sizes, max_seconds, compare=compare)
+            return prewarm(self._server, self._route, args, kwargs, sizes, max_seconds, compare=compare)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -236,13 +228,12 @@ class Graphed(Lifecycle, Generic[P, R]):
 
     def clear(self) -> None:
         """Release all graphs and their memory; calls capture anew. The statistics stay."""
-        with self._server.lock:
-            self._graphs.clear()
+        self._graphs.clear()
 
     @property
     def entries(self) -> list[CUDAGraphEntry]:
         """The captured graphs, by size."""
-        return sorted(self._graphs.cache, key=lambda entry: entry.size)
+        return sorted(self._graph_cache, key=lambda entry: entry.size)
 
     @property
     def captured_sizes(self) -> tuple[int, ...]:
@@ -273,7 +264,7 @@ class Graphed(Lifecycle, Generic[P, R]):
 
     def __repr__(self) -> str:
         return (
-            f"<Graphed {callable_name(self._server.fn)}: {len(self._graphs.cache)} graphs of at most "
+            f"<Graphed {callable_name(self._server.fn)}: {len(self._graph_cache)} graphs of at most "
             f"{self._route.table.largest} rows, "
             f"{100 * self.stats.graph_ratio:.1f} % of {self.stats.calls} calls served>"
         )

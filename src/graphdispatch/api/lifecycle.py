@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 from ..call.rules import callable_name
 from ..copying import MadeAnew
 from ..errors import check_type
-from ..memory.cache import MemoryReport
-from ..serve.graphs import GraphSet, Health
+from ..memory.cache import GraphCache, MemoryReport
+from ..serve.graphs import GraphSet, Health, memory_of
+from ..stats import EvictionReason
 
 if TYPE_CHECKING:
     from ..report import GraphTable, Report
-    from .manager import KeyedGraphs
 
 __all__ = ["Lifecycle"]
 
@@ -19,7 +19,18 @@ class Lifecycle(MadeAnew):
     """Graphs that can be invalidated, put to sleep and woken, frozen and unfrozen. Thread-safe."""
 
     __slots__ = ()
-    _graphs: "GraphSet | KeyedGraphs"
+    _graph_cache: GraphCache
+    _graphs: GraphSet
+    """Those of the only callable; what serves several has ``_graph_sets`` of its own."""
+
+    @property
+    def _graph_sets(self) -> list[GraphSet]:
+        """The graphs of each callable."""
+        return [self._graphs]
+
+    def _rearm(self, reason: EvictionReason, tag: str = "") -> None:
+        for graphs in self._graph_sets:
+            graphs.rearm(reason, tag)
 
     def invalidate(self, tag: str = "") -> None:
         """Release all graphs, since what they captured changed in a way that no guard sees; calls capture anew.
@@ -31,12 +42,12 @@ class Lifecycle(MadeAnew):
             ConfigError: ``tag`` is no text.
         """
         check_type("tag", tag, str, "text that says what changed")
-        self._graphs.invalidate(tag)
+        self._rearm(EvictionReason.INVALIDATED, tag)
 
     def sleep(self, tag: str = "") -> None:
         """Release graphs and buffers, and run calls eagerly until ``wake()``: while weights are unloaded or replaced.
 
-        Waits for calls that a graph serves now. The pool is released too, unless it was given and is its owner's.
+        Waits for calls that a graph serves now. The pool's memory goes with its last graph.
 
         Args:
             tag: Why; it is kept with the statistics' ``last_evictions``.
@@ -45,11 +56,14 @@ class Lifecycle(MadeAnew):
             ConfigError: ``tag`` is no text.
         """
         check_type("tag", tag, str, "text that says why")
-        self._graphs.sleep(tag)
+        self._graph_cache.is_asleep = True
+        self._rearm(EvictionReason.ASLEEP, tag)
 
     def wake(self) -> None:
         """End ``sleep()``: graphs are captured again as calls come. Harmless when awake."""
-        self._graphs.wake()
+        if self._graph_cache.is_asleep:
+            self._rearm(EvictionReason.ASLEEP)  # since weights may be elsewhere now
+            self._graph_cache.is_asleep = False
 
     def freeze(self) -> None:
         """Allow no capture and no comparison with eager from now on, so that no call takes longer than an eager one.
@@ -57,20 +71,25 @@ class Lifecycle(MadeAnew):
         A call that no verified graph serves runs eagerly, with the reason ``frozen``. That is also a batch that would
         have to be compared first: prewarm with real examples, which compares. ``verify_every`` rests.
         """
-        self._graphs.freeze(True)
+        self._set_frozen(True)
 
     def unfreeze(self) -> None:
         """End ``freeze()``. Harmless when not frozen."""
-        self._graphs.freeze(False)
+        self._set_frozen(False)
+
+    def _set_frozen(self, is_frozen: bool) -> None:
+        self._graph_cache.is_frozen = is_frozen
+        for graphs in self._graph_sets:
+            graphs.schedule_checks()
 
     @property
     def is_frozen(self) -> bool:
         """Whether captures and comparisons are forbidden."""
-        return self._graphs.is_frozen
+        return self._graph_cache.is_frozen
 
     def memory_report(self) -> MemoryReport:
         """The bytes held, part by part and graph by graph."""
-        return self._graphs.memory_report()
+        return memory_of(self._graph_cache, self._graph_sets)
 
     @property
     def memory_bytes(self) -> int:
@@ -82,7 +101,7 @@ class Lifecycle(MadeAnew):
 
         The log says the same once, as a WARNING: after the first thousand calls, and after 32 captures.
         """
-        return Health.of(self._graphs.stats)
+        return Health.of(self._graph_cache.stats)
 
     def report(self) -> "Report":
         """What happened so far: sizes, gains, why calls ran eagerly, and what to do; ``report().save("report.html")``.
@@ -91,13 +110,10 @@ class Lifecycle(MadeAnew):
         """
         from ..report import make_report  # here, since a report is seldom made
 
-        graphs = self._graphs
-        if isinstance(graphs, GraphSet):
-            name, sets = callable_name(graphs.fn), [graphs]
-        else:
-            name, sets = type(self).__name__, [one.server.graphs for one in graphs.callables]
+        sets, cache = self._graph_sets, self._graph_cache
+        name = callable_name(sets[0].fn) if len(sets) == 1 else type(self).__name__
         groups = [group for one in sets for group in list(one.groups.values())]
-        return make_report(name, graphs.stats, list(graphs.cache), groups, graphs.memory_report().total)
+        return make_report(name, cache.stats, list(cache), groups, self.memory_bytes)
 
     @property
     def graphs(self) -> "GraphTable":
@@ -106,4 +122,4 @@ class Lifecycle(MadeAnew):
 
     def check_integrity(self) -> None:
         """Raise ``IntegrityError`` if the cache's accounting is off; cheap enough to run when idle."""
-        self._graphs.cache.check_integrity()
+        self._graph_cache.check_integrity()

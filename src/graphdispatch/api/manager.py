@@ -17,17 +17,17 @@ from ..config import CUDAGraphConfig, parse_mode
 from ..copying import make_lock
 from ..decide.decision import Decision, SizeTable
 from ..errors import CaptureError, ConfigError, GuardError, ReplayError, check_callable, check_count, shown
-from ..memory.cache import MemoryReport, make_cache, memory_report
+from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import OutputView
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
+from ..serve.graphs import GraphSet
 from ..serve.group import GraphGroup, Route, Routes
 from ..serve.prewarm import capture_example
 from ..serve.server import Choice, Server
 from ..sizes import ROWS
 from ..state.objects import same_callable
-from ..stats import CUDAGraphStats
 from .lifecycle import Lifecycle
 from .named_inputs import Shapes, as_arrays, as_tensors, batch_dims, check_inputs, check_outputs, make_example
 
@@ -36,7 +36,7 @@ __all__ = ["CUDAGraphManager", "CUDAGraphRegistry"]
 _MOST_WAITING = 8  # callables that have no graph
 
 
-class KeyedCallable(NamedTuple):
+class _Callable(NamedTuple):
     """One callable with its server, and its routes by sequence length, mode and batch dimensions."""
 
     server: Server
@@ -46,141 +46,6 @@ class KeyedCallable(NamedTuple):
         """The groups whose calls of this sequence length the graph of ``size`` would serve."""
         routes = [route for route in list(self.routes.values()) if route.seq_len == seq_len]
         return [group for route in routes for group in route.groups if size in route.table.sizes]
-
-
-class KeyedGraphs:
-    """Graphs of several callables, which share one pool, one cache and one set of statistics. Thread-safe.
-
-    Of the callables without a graph, the ``_MOST_WAITING`` that were used last are remembered.
-    """
-
-    def __init__(self, config: CUDAGraphConfig) -> None:
-        self._config = config
-        self._backend = get_backend(config.backend)
-        self.device = self._backend.device
-        self._pool = self._backend.make_pool()
-        self.stats = CUDAGraphStats()
-        self.cache = make_cache(config.options, config.max_cached_graphs, stats=self.stats)
-        self.callables: list[KeyedCallable] = []
-        """Those that are remembered; the one that was used last comes last."""
-        self._numbers = count(1)
-        self.is_asleep = False
-        self.is_frozen = False
-        """Whether nothing is captured or compared now."""
-        self._lock = make_lock()
-        sized = config.replace(mode=CUDAGraphMode.FULL)
-        self.tables = {mode: SizeTable.of(sized, mode) for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)}
-        """The sizes of the configuration by runtime mode."""
-
-    def find(self, fn: Callable[..., Any]) -> KeyedCallable:
-        """The server and routes of a callable, made if it is new."""
-        latest = self.latest
-        if latest is not None and latest.server.fn is fn:
-            return latest
-        with self._lock:
-            same = (one for one in self.callables if one.server.fn is fn)
-            alike = (one for one in self.callables if same_callable(one.server.fn, fn))
-            known = next(chain(same, alike), None) or self._make(fn)
-            self.callables = [*(one for one in self.callables if one is not known), known]
-            return known
-
-    def _make(self, fn: Callable[..., Any]) -> KeyedCallable:
-        """A server for a callable that is new; room is made by forgetting one that has no graph."""
-        waiting = [one for one in self.callables if not one.server.graphs.has_graphs]
-        gone = waiting[: len(waiting) - _MOST_WAITING + 1] if len(waiting) >= _MOST_WAITING else []
-        self.callables = [one for one in self.callables if one not in gone]
-        server = Server(
-            fn,
-            self._config.options,
-            self.cache,
-            backend=self._backend,
-            pool=self._pool,
-            strict=self._config.strict,
-            times_replays=True,
-        )
-        server.graphs.is_frozen, server.graphs.is_asleep = self.is_frozen, self.is_asleep
-        return KeyedCallable(server, Routes(partial(self._make_route, next(self._numbers))))
-
-    @property
-    def latest(self) -> KeyedCallable | None:
-        """The callable that was used last, or None."""
-        callables = self.callables
-        return callables[-1] if callables else None
-
-    def route(
-        self, one: KeyedCallable, size: int, seq_len: int, mode: CUDAGraphMode, dynamic: Mapping[str, int]
-    ) -> Route:
-        """The route of batches that graphs of one size serve; sizes of the configuration share one."""
-        own = 0 if size in self.tables[mode].sizes else size
-        return one.routes[seq_len, mode, own, tuple(dynamic.items())]
-
-    def _make_route(self, number: int, key: tuple[int, CUDAGraphMode, int, tuple[tuple[str, int], ...]]) -> Route:
-        seq_len, mode, own, dims = key
-        table = SizeTable.of_one(own, mode, pads=True) if own else self.tables[mode]
-        rules = ArgumentRules({name: {dim: ROWS} for name, dim in dims}, {}, frozenset())
-        return Route((number, seq_len, mode, own), table, rules, seq_len=seq_len)
-
-    def holder(self, size: int, seq_len: int) -> tuple[Server, GraphGroup, CUDAGraphEntry] | None:
-        """The entry of a key, with its server and group; if several callables have one, the one that was used last."""
-        found = [
-            (one.server, group, entry)
-            for one in self.callables
-            for group in one.groups_of(size, seq_len)
-            if (entry := one.server.graphs.current(group, size)) is not None
-        ]
-        return max(found, key=lambda held: held[2].last_used, default=None)
-
-    def drop(self, size: int, seq_len: int, *, but: KeyedCallable | None = None) -> bool:
-        """Release the graphs of a key, and forget failures there; whether there was a graph."""
-        groups = [group for one in self.callables if one is not but for group in one.groups_of(size, seq_len)]
-        found = [(group, entry) for group in groups for entry in group.of_size(size)]
-        for group, entry in found:
-            self.cache.remove(entry.place)
-            group.drop(entry)
-            entry.release()
-        return bool(found)
-
-    def invalidate(self, tag: str) -> None:
-        """Release all graphs, since the user says that they are wrong."""
-        for one in self.callables:
-            one.server.graphs.invalidate(tag)
-
-    def sleep(self, tag: str) -> None:
-        """Release all graphs, their buffers and the pool; no graph is made until ``wake``."""
-        self.is_asleep = True
-        self._forget_callables(tag)
-
-    def wake(self) -> None:
-        """End ``sleep()``. Harmless when awake."""
-        self.is_asleep = False
-        for one in self.callables:
-            one.server.graphs.wake()
-
-    def freeze(self, is_frozen: bool) -> None:
-        """Allow no capture and no comparison from now on; or allow them again."""
-        self.is_frozen = is_frozen
-        for one in self.callables:
-            one.server.graphs.freeze(is_frozen)
-
-    def clear(self) -> None:
-        """Release all graphs. The statistics stay."""
-        for entry in self.cache.clear():
-            entry.release()
-        self._forget_callables()
-        self.cache.admission.clear()
-
-    def memory_report(self) -> MemoryReport:
-        """The bytes held by the pool, the graphs, and their static inputs and output buffers."""
-        return memory_report(self.cache, [self._pool])
-
-    def _forget_callables(self, tag: str = "") -> None:
-        """Forget all callables, and renew the pool; a call that still has one of their servers runs eagerly."""
-        with self._lock:
-            known, self.callables = self.callables, []
-        for one in known:
-            one.server.graphs.sleep(tag)
-        self._pool.close()
-        self._pool = self._backend.make_pool()
 
 
 class CUDAGraphRegistry(Lifecycle):
@@ -199,13 +64,75 @@ class CUDAGraphRegistry(Lifecycle):
         BackendError: Its backend is unknown or has no device here.
     """
 
-    _graphs: KeyedGraphs
-
     def __init__(self, config: CUDAGraphConfig | None = None) -> None:
-        self.config = CUDAGraphConfig.or_default(config, "config")
-        self._graphs = KeyedGraphs(self.config)
-        self.stats = self._graphs.stats
+        self.config = config = CUDAGraphConfig.or_default(config, "config")
+        backend = get_backend(config.backend)
+        self._device = backend.device
+        self._graph_cache = make_cache(config.options, config.max_cached_graphs, backend=backend)
+        self.stats = self._graph_cache.stats
         """Captures, replays, hits, misses and reasons over all graphs."""
+        self._callables: list[_Callable] = []
+        """Those that are remembered; the one that was used last comes last."""
+        self._numbers = count(1)
+        self._lock = make_lock()
+        self._sizes = sizes = config.replace(mode=CUDAGraphMode.FULL)
+        self._tables = {mode: SizeTable.of(sizes, mode) for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)}
+        """The sizes of the configuration by runtime mode."""
+
+    @property
+    def _graph_sets(self) -> list[GraphSet]:
+        return [one.server.graphs for one in self._callables]
+
+    def _find(self, fn: Callable[..., Any]) -> _Callable:
+        """The server and routes of a callable, made if it is new."""
+        latest = self._callables[-1:]
+        if latest and latest[0].server.fn is fn:
+            return latest[0]
+        with self._lock:
+            same = (one for one in self._callables if one.server.fn is fn)
+            alike = (one for one in self._callables if same_callable(one.server.fn, fn))
+            known = next(chain(same, alike), None) or self._make(fn)
+            self._callables = [*(one for one in self._callables if one is not known), known]
+            return known
+
+    def _make(self, fn: Callable[..., Any]) -> _Callable:
+        """A server for a callable that is new; room is made by forgetting one that has no graph."""
+        waiting = [one for one in self._callables if all(e.is_released for e in one.server.graphs.entries())]
+        gone = waiting[: len(waiting) - _MOST_WAITING + 1] if len(waiting) >= _MOST_WAITING else []
+        self._callables = [one for one in self._callables if one not in gone]
+        server = Server(fn, self.config.options, self._graph_cache, strict=self.config.strict, times_replays=True)
+        return _Callable(server, Routes(partial(self._make_route, next(self._numbers))))
+
+    def _route(self, one: _Callable, size: int, seq_len: int, mode: CUDAGraphMode, dynamic: Mapping[str, int]) -> Route:
+        """The route of batches that graphs of one size serve; sizes of the configuration share one."""
+        own = 0 if size in self._tables[mode].sizes else size
+        return one.routes[seq_len, mode, own, tuple(dynamic.items())]
+
+    def _make_route(self, number: int, key: tuple[int, CUDAGraphMode, int, tuple[tuple[str, int], ...]]) -> Route:
+        seq_len, mode, own, dims = key
+        table = SizeTable.of_one(own, mode, pads=True) if own else self._tables[mode]
+        rules = ArgumentRules({name: {dim: ROWS} for name, dim in dims}, {}, frozenset())
+        return Route((number, seq_len, mode, own), table, rules, seq_len=seq_len)
+
+    def _holder(self, size: int, seq_len: int) -> tuple[Server, GraphGroup, CUDAGraphEntry] | None:
+        """The entry of a key, with its server and group; if several callables have one, the one that was used last."""
+        found = [
+            (one.server, group, entry)
+            for one in self._callables
+            for group in one.groups_of(size, seq_len)
+            if (entry := one.server.graphs.current(group, size)) is not None
+        ]
+        return max(found, key=lambda held: held[2].last_used, default=None)
+
+    def _drop(self, size: int, seq_len: int, *, but: _Callable | None = None) -> bool:
+        """Release the graphs of a key, and forget failures there; whether there was a graph."""
+        groups = [group for one in self._callables if one is not but for group in one.groups_of(size, seq_len)]
+        found = [(group, entry) for group in groups for entry in group.of_size(size)]
+        for group, entry in found:
+            self._graph_cache.remove(entry.place)
+            group.drop(entry)
+            entry.release()
+        return bool(found)
 
     @untraced
     def capture(
@@ -246,23 +173,22 @@ class CUDAGraphRegistry(Lifecycle):
             CaptureError: There can be no graph, or the registry is frozen or sleeps.
         """
         check_callable("capture_fn", capture_fn)
-        graphs = self._graphs
-        if graphs.is_frozen or graphs.is_asleep:
-            closed = Reason.FROZEN if graphs.is_frozen else Reason.ASLEEP
+        if self.is_frozen or self._graph_cache.is_asleep:
+            closed = Reason.FROZEN if self.is_frozen else Reason.ASLEEP
             raise CaptureError(f"no capture: {closed.text}", closed)
         check_count("batch_size", batch_size)
         if inputs is None:
-            inputs = make_example(input_shapes, graphs.device)
+            inputs = make_example(input_shapes, self._device)
         else:
             check_inputs(inputs, input_shapes)
         size = batch_size if size is None else size
         check_count("size", size, batch_size)
         check_count("seq_len", seq_len, 0)
-        if mode not in graphs.tables:
+        if mode not in self._tables:
             raise ConfigError(f"mode must be CUDAGraphMode.FULL or PIECEWISE, got {shown(mode)}")
-        one = graphs.find(capture_fn)
-        graphs.drop(size, seq_len, but=one)
-        route = graphs.route(one, size, seq_len, mode, batch_dims(inputs, batch_size, dynamic))
+        one = self._find(capture_fn)
+        self._drop(size, seq_len, but=one)
+        route = self._route(one, size, seq_len, mode, batch_dims(inputs, batch_size, dynamic))
         name = f"batch_size={batch_size}, seq_len={seq_len}"
         result = capture_example(one.server, route, ((), dict(inputs)), batch_size, size, name)
         try:
@@ -283,7 +209,7 @@ class CUDAGraphRegistry(Lifecycle):
         Returns:
             The entry, or None.
         """
-        found = self._graphs.holder(batch_size, seq_len)
+        found = self._holder(batch_size, seq_len)
         return found[2] if found is not None else None
 
     def has(self, batch_size: int, seq_len: int) -> bool:
@@ -305,16 +231,19 @@ class CUDAGraphRegistry(Lifecycle):
         Returns:
             Whether there was a graph.
         """
-        return self._graphs.drop(batch_size, seq_len)
+        return self._drop(batch_size, seq_len)
 
     def clear(self) -> None:
         """Release all graphs. The statistics stay."""
-        self._graphs.clear()
+        for entry in self._graph_cache.clear():  # those of callables that are remembered no more, too
+            entry.release()
+        for graphs in self._graph_sets:
+            graphs.clear()
 
     @property
     def num_graphs(self) -> int:
         """How many graphs there are now."""
-        return len(self._graphs.cache)
+        return len(self._graph_cache)
 
     def __repr__(self) -> str:
         return f"<CUDAGraphRegistry {self.num_graphs} of {self.config.max_cached_graphs} graphs, {self.stats!r}>"
@@ -341,7 +270,6 @@ class CUDAGraphManager(CUDAGraphRegistry):
     def __init__(self, config: CUDAGraphConfig | None = None) -> None:
         super().__init__(config)
         self._mode = self.config.mode
-        self._sizes = self.config.replace(mode=CUDAGraphMode.FULL)
 
     @property
     def mode(self) -> CUDAGraphMode:
@@ -387,15 +315,14 @@ class CUDAGraphManager(CUDAGraphRegistry):
             seq_len: The tokens of each row.
         """
         mode = self.get_mode_for_batch(batch_size, seq_len)
-        if not mode.has_graphs() or self._graphs.is_asleep:
+        if not mode.has_graphs() or self._graph_cache.is_asleep:
             return False
         size = self._sizes.get_padded_batch_size(batch_size)
-        latest = self._graphs.latest
-        groups = latest.groups_of(size, seq_len) if latest is not None else []
-        if latest is None or not groups:
-            cache = self._graphs.cache
-            return cache.admission.capture_after == 1 and not cache.is_full
-        server = latest.server
+        latest = self._callables[-1:]
+        groups = [group for one in latest for group in one.groups_of(size, seq_len)]
+        if not groups:
+            return self._graph_cache.admission.capture_after == 1 and not self._graph_cache.is_full
+        server = latest[0].server
         with server.lock:
             return all(server.graphs.current(g, size) is None for g in groups) and any(
                 server.admit(group, size)[0] is Reason.CAPTURED_NOW for group in groups
@@ -445,7 +372,7 @@ class CUDAGraphManager(CUDAGraphRegistry):
             capture_fn,
             input_shapes,
             output_shapes,
-            inputs=inputs if inputs is None else as_tensors(inputs, self._graphs.device)[0],
+            inputs=inputs if inputs is None else as_tensors(inputs, self._device)[0],
             dynamic=dynamic,
             size=self._sizes.get_padded_batch_size(batch_size),
             mode=mode,
@@ -472,7 +399,7 @@ class CUDAGraphManager(CUDAGraphRegistry):
             GuardError: The inputs do not fit. Nothing was copied.
         """
         size = self._sizes.get_padded_batch_size(batch_size)
-        found = self._graphs.holder(size, seq_len)
+        found = self._holder(size, seq_len)
         if found is None:
             raise ReplayError(f"no graph serves batch_size={batch_size}, seq_len={seq_len}; capture_graph() it first")
         server, group, entry = found
@@ -481,7 +408,7 @@ class CUDAGraphManager(CUDAGraphRegistry):
             closed = Reason.NEEDS_GRADIENTS
         if closed is not None:
             raise ReplayError(f"no graph may replay now: {closed.text}")
-        inputs, are_arrays = as_tensors(inputs, self._graphs.device)
+        inputs, are_arrays = as_tensors(inputs, self._device)
         values, rows = entry.check(inputs)
         if rows != batch_size and group.signature.has_rows:
             raise GuardError(f"inputs must have batch_size={batch_size} rows, got {rows}")
@@ -493,7 +420,7 @@ class CUDAGraphManager(CUDAGraphRegistry):
             with torch.no_grad(), server.lock:
                 result = server.perform(choice)[1]
         else:
-            result = entry.serve_timed(values, rows, self.stats)
+            result = entry.serve(values, rows, self.stats, is_timed=True)
         return as_arrays(result) if are_arrays else result
 
     @untraced
@@ -530,16 +457,16 @@ class CUDAGraphManager(CUDAGraphRegistry):
             FallbackError: The configuration is ``strict`` and the batch would run eagerly.
         """
         check_callable("execute_fn", execute_fn)
-        inputs, are_arrays = as_tensors(inputs, self._graphs.device)
+        inputs, are_arrays = as_tensors(inputs, self._device)
         check_inputs(inputs, input_shapes)
         mode = self.get_mode_for_batch(batch_size, seq_len)
-        one = self._graphs.find(execute_fn)
+        one = self._find(execute_fn)
         if not mode.has_graphs():
             result = one.server.run_eagerly(self._why_eager(batch_size, seq_len), (), dict(inputs))
         else:
             size = self._sizes.get_padded_batch_size(batch_size)
             dims = batch_dims(inputs, batch_size, dynamic)
-            result = one.server.serve(self._graphs.route(one, size, seq_len, mode, dims), (), dict(inputs))
+            result = one.server.serve(self._route(one, size, seq_len, mode, dims), (), dict(inputs))
         if output_shapes:
             check_outputs(result.get() if isinstance(result, OutputView) else result, output_shapes)
         return as_arrays(result) if are_arrays else result
@@ -556,7 +483,7 @@ class CUDAGraphManager(CUDAGraphRegistry):
         """Why no graph may serve this batch, whatever is captured."""
         if not self.is_enabled:
             return Decision.eager(Reason.DISABLED, batch_size)
-        decision = self._graphs.tables[CUDAGraphMode.FULL].decide(batch_size)
+        decision = self._tables[CUDAGraphMode.FULL].decide(batch_size)
         if not decision.mode.has_graphs():
             return decision
         is_long = seq_len > self.config.max_seq_len

@@ -23,7 +23,6 @@ from ..memory.admission import Admission
 from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
-from ..serve.graphs import GraphSet
 from ..serve.group import Route, Routes
 from ..serve.prewarm import arguments_of, check_open, prewarm
 from ..serve.server import Server
@@ -60,8 +59,6 @@ class CUDAGraphWrapper(Lifecycle):
         ConfigError: An argument or an option is wrong.
     """
 
-    _graphs: GraphSet
-
     def __init__(
         self,
         runnable: Callable[..., Any],
@@ -86,8 +83,10 @@ class CUDAGraphWrapper(Lifecycle):
         self.options = CUDAGraphOptions.or_default(options, "options")
         stats = CUDAGraphStats(knows_rows=False)
         self.options.refuse(("max_cached_graphs",), "CUDAGraphWrapper", "give max_cached_graphs= to the wrapper itself")
-        cache = make_cache(self.options, max_cached_graphs, capture_after=1, stats=stats)
-        self._server = Server(runnable, self.options, cache, backend=backend, pool=pool)
+        self._graph_cache = make_cache(
+            self.options, max_cached_graphs, capture_after=1, stats=stats, backend=backend, pool=pool
+        )
+        self._server = Server(runnable, self.options, self._graph_cache)
         self._graphs = self._server.graphs
         self._routes = Routes(self._make_route)
 
@@ -118,10 +117,8 @@ class CUDAGraphWrapper(Lifecycle):
             cudagraph_runtime_mode = cudagraph_runtime_mode if cudagraph_runtime_mode is not None else mode
             batch_descriptor = batch_descriptor if batch_descriptor is not None else descriptor
         if cudagraph_runtime_mode is not self.runtime_mode or batch_descriptor is None:
-            if cudagraph_runtime_mode is not None and not isinstance(cudagraph_runtime_mode, CUDAGraphMode):
-                raise ConfigError(
-                    f"cudagraph_runtime_mode must be a CUDAGraphMode, got {shown(cudagraph_runtime_mode)}"
-                )
+            if cudagraph_runtime_mode is not None:
+                check_type("cudagraph_runtime_mode", cudagraph_runtime_mode, CUDAGraphMode, "a CUDAGraphMode")
             return self.runnable(*args, **kwargs)
         try:
             route = self._routes.get(batch_descriptor)
@@ -147,7 +144,7 @@ class CUDAGraphWrapper(Lifecycle):
 
     def get_cached_descriptors(self) -> list[BatchDescriptor]:
         """The descriptors that have a graph now."""
-        return [entry.descriptor for entry in self._graphs.cache]
+        return [entry.descriptor for entry in self._graph_cache]
 
     def get_entry(self, descriptor: BatchDescriptor) -> CUDAGraphEntry | None:
         """The entry of a descriptor.
@@ -162,7 +159,7 @@ class CUDAGraphWrapper(Lifecycle):
             ConfigError: It is no ``BatchDescriptor``.
         """
         check_type("descriptor", descriptor, BatchDescriptor, "a BatchDescriptor")
-        return self._graphs.cache.get((descriptor, 1))
+        return self._graph_cache.get((descriptor, 1))
 
     def get_stats(self) -> CUDAGraphStats:
         """What happened so far; calls in other modes are not counted."""
@@ -183,7 +180,7 @@ class CUDAGraphWrapper(Lifecycle):
     def __repr__(self) -> str:
         return (
             f"<{type(self).__name__} {self.runtime_mode.name} {type(self.runnable).__name__}: "
-            f"{len(self._graphs.cache)} graphs, {self._graphs.stats.hits} hits, {self._graphs.stats.misses} misses>"
+            f"{len(self._graph_cache)} graphs, {self._graphs.stats.hits} hits, {self._graphs.stats.misses} misses>"
         )
 
 
@@ -226,7 +223,7 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         super().__init__(runnable, runtime_mode, options, max_cached_graphs, backend=backend, pool=pool)
         remedy = "this wrapper has a rule of its own; CUDAGraphWrapper takes the option"
         self.options.refuse(("capture_after",), "AdaptiveCUDAGraphWrapper", remedy)
-        cache = self._graphs.cache
+        cache = self._graph_cache
         cache.admission, cache.min_replays, cache.fills_at_once = Admission(), min_replays_to_keep, True
         self._dummy_fn: Callable[[BatchDescriptor], Any] | None = None
 
@@ -278,7 +275,7 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         check_callable("dummy_fn", dummy_fn, "a function from a descriptor to arguments")
         self._dummy_fn = dummy_fn
         wanted = dict.fromkeys(_descriptors(shapes))
-        most = self._graphs.cache.max_graphs
+        most = self._graph_cache.max_graphs
         if len(wanted) > most:
             raise ConfigError(
                 f"prewarm of {len(wanted)} shapes needs max_cached_graphs >= {len(wanted)}, got {most}; "
@@ -291,8 +288,11 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
             missing = [descriptor for descriptor in largest_first if self.get_entry(descriptor) is None]
             calls = [(self._routes[descriptor], *arguments_of(dummy_fn(descriptor))) for descriptor in missing]
             calls = [call for call in calls if not isinstance(self._graphs.find(*call), Refusal)]
-            if calls:
-                prewarm(self._server, calls)
+            for call in calls:
+                prewarm(self._server, *call)
+            for call in calls:  # the run of one descriptor may move a workspace that graphs made before read
+                if any(self._graphs.is_stale(group, 1) for group in call[0].groups):
+                    prewarm(self._server, *call)
         return [descriptor for descriptor in largest_first if self.get_entry(descriptor) is not None]
 
     @property

@@ -9,9 +9,9 @@ import torch
 
 from ..copying import make_lock
 from ..errors import BackendError
-from .base import Backend, Capture, Graph, Pool, Timer
+from .base import Backend, Capture, Graph, Pool, Stopwatch
 
-__all__ = ["Backend", "Capture", "Graph", "Pool", "Timer", "available_backends", "get_backend", "register_backend"]
+__all__ = ["Backend", "Capture", "Graph", "Pool", "Stopwatch", "available_backends", "get_backend", "register_backend"]
 
 _LOCK = make_lock()
 _COMMON = "accelerator"

@@ -17,6 +17,7 @@ Note [one capture at a time]
 
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, Self
@@ -30,6 +31,7 @@ from ..reasons import Reason
 from .insight import OperatorMode, run_kernel
 
 CAPTURE_LOCK = make_rlock()
+_POLLS = 4  # times that are asked for at once
 
 
 class Event(NotCopied, ABC):
@@ -83,36 +85,58 @@ class Stream(NotCopied, ABC):
         self.synchronize()
 
 
-class Timer:
-    """The device time between two points of a stream's work. It is read later, and reading it never blocks.
+class Stopwatch:
+    """Times work on a device without waiting for that: who asked is told each time once the device has it.
 
-    A timer may run again.
+    Thread-safe; work of several threads may be told out of order.
 
     Args:
-        start_event: An event made with ``timing=True``.
-        end_event: Another one.
+        most: How many times may be outstanding; while there are as many, no more work is timed.
     """
 
-    def __init__(self, start_event: Event, end_event: Event) -> None:
-        self._start = start_event
-        self._end = end_event
-        self._stopped = False
+    def __init__(self, most: int = 64) -> None:
+        self._most = most
+        self._pending: deque[tuple[Event, Event, Callable[[float], None]]] = deque()
 
-    def start(self) -> None:
-        """Begin, on the current stream."""
-        self._start.record()
-        self._stopped = False
+    def start(self, backend: "Backend") -> tuple[Event, Event] | None:
+        """Mark the begin of some work, on the current stream; None while too many times are outstanding.
 
-    def stop(self) -> None:
-        """End what ``start`` began, on the current stream."""
-        self._end.record()
-        self._stopped = True
+        Args:
+            backend: Where it runs.
 
-    def elapsed_ms(self) -> float | None:
-        """Milliseconds from start to stop, or None before ``stop`` and while the device has not reached the end."""
-        if not (self._stopped and self._start.query() and self._end.query()):
+        Returns:
+            The marks of its begin and its end, for ``stop``.
+        """
+        self.collect()
+        if len(self._pending) >= self._most:
             return None
-        return self._start.elapsed_ms(self._end)
+        begin, end = backend.make_event(timing=True), backend.make_event(timing=True)
+        begin.record()
+        return begin, end
+
+    def stop(self, marks: tuple[Event, Event], tell: Callable[[float], None]) -> None:
+        """Mark the end of the work, on the current stream.
+
+        Args:
+            marks: What ``start`` gave.
+            tell: Called with the milliseconds of device time, now or later, by whoever finds that the device has them.
+        """
+        marks[1].record()
+        self._pending.append((*marks, tell))
+        self.collect()
+
+    def collect(self) -> None:
+        """Tell what is known by now. A few are asked for at once, in turn, so that it costs the same however far the
+        device is behind."""
+        for _ in range(min(len(self._pending), _POLLS)):
+            try:
+                begin, end, tell = oldest = self._pending.popleft()
+            except IndexError:  # another thread took it
+                return
+            if begin.query() and end.query():
+                tell(begin.elapsed_ms(end))
+            else:
+                self._pending.append(oldest)
 
 
 class Pool(Shared, ABC):
@@ -165,9 +189,8 @@ class Pool(Shared, ABC):
         Call it before touching the pool's memory, with ``lock`` held.
         """
 
-    @abstractmethod
-    def close(self) -> None:
-        """Release the memory as soon as the last graph is gone; idempotent."""
+    def trim(self) -> None:
+        """Give back what is held while there is no graph; idempotent. Here: nothing is."""
 
 
 class Graph(NotCopied, ABC):
@@ -354,10 +377,6 @@ class Backend(Shared, ABC):
         Args:
             timing: Whether it allows ``elapsed_ms``.
         """
-
-    def make_timer(self) -> Timer:
-        """A new timer."""
-        return Timer(self.make_event(timing=True), self.make_event(timing=True))
 
     @abstractmethod
     def synchronize(self) -> None:

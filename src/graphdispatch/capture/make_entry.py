@@ -13,7 +13,7 @@ from ..errors import CaptureError
 from ..memory.entry import CUDAGraphEntry, WrittenSpans
 from ..memory.outputs import OutputRule, Outputs, check_values, learn_output_rule
 from ..memory.proof import Compared, Program
-from ..modes import CUDAGraphMode, EntryState
+from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..sizes import Axis, pack
 from ..state.guards import StateGuard, WorkspaceGuard
@@ -136,7 +136,7 @@ def _find_output_rule(attempt: CaptureAttempt, output: Any) -> OutputRule:
     request, eager = attempt.request, attempt.eager.opened
     axes = request.inputs.axes
     # A capture that ran out of memory is tried again when a graph was released, perhaps one of these.
-    rule = next((peer.outputs.rule for peer in request.peers if peer.state is not EntryState.EVICTED), None)
+    rule = next((peer.outputs.rule for peer in request.peers if not peer.is_released), None)
     if rule is None:
         used = {axis for spec in request.inputs.specs for _, axis in spec.spans}
         others = [(axis, *_run_apart_along(attempt, axis, output)) for axis in axes if axis in used]

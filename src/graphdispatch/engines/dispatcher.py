@@ -3,14 +3,14 @@
 ``CompositeDispatcher`` is one front for several of them, such as an encoder's, a draft model's and a decoder's.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 from ..backends import get_backend
-from ..backends.base import Timer
+from ..backends.base import Stopwatch
 from ..backends.tracing import untraced
 from ..copying import MadeAnew, make_lock
 from ..decide.decision import Decision
@@ -25,10 +25,6 @@ from .registered_graphs import GRAPH_MODES, Registered, Replayable, Worker, chec
 from .stats import DispatchStats
 
 __all__ = ["Chosen", "CompositeDispatcher", "CudagraphDispatcher"]
-
-
-_MOST_PENDING = 64  # steps whose time the device has not reported yet; while there are as many, no more are timed
-_POLLS = 4  # of them polled at once, in turn: however far the device is behind, a step costs the same
 
 
 class Chosen(NamedTuple):
@@ -75,7 +71,7 @@ class CudagraphDispatcher(MadeAnew):
         self.max_cached_graphs = max_cached_graphs
         self._enabled_modes = frozenset(DispatchMode)
         self._lock = make_lock()
-        self._meter = _LatencyMeter()
+        self._stopwatch = Stopwatch()
         self._dummy_fn: Callable[[DispatchKey], Any] | None = None
         self.stats = DispatchStats()
         """Calls by mode, and the reason for every eager one."""
@@ -90,8 +86,7 @@ class CudagraphDispatcher(MadeAnew):
 
     @policy.setter
     def policy(self, policy: DispatchPolicy | None) -> None:
-        if policy is not None and not isinstance(policy, DispatchPolicy):
-            raise ConfigError(f"policy must be a DispatchPolicy or None, got {shown(policy)}")
+        check_type("policy", policy, (DispatchPolicy, type(None)), "a DispatchPolicy or None")
         self._policy = policy or DefaultDispatchPolicy()
 
     @property
@@ -140,7 +135,7 @@ class CudagraphDispatcher(MadeAnew):
         where the key has no graph, and where the fewest are."""
 
         def order(worker: Worker) -> tuple[bool, bool, int]:
-            pools = {worker.server.graphs.pool, *(found.entry.pool for found in worker.graphs.values())}
+            pools = {worker.cache.pool, *(found.entry.pool for found in worker.graphs.values())}
             has_key = any(known == key for known, _ in worker.graphs)
             return entry.pool not in pools, has_key, len(worker.graphs)
 
@@ -336,7 +331,7 @@ class CudagraphDispatcher(MadeAnew):
         """
         found, policy = chosen.found, self.policy
         server = (found.worker if found is not None else self.workers[0]).server
-        timer = self._meter.start() if policy.learns else None
+        marks = self._stopwatch.start(get_backend("auto")) if policy.learns else None
         server.local.decision = None
         try:
             if found is None:
@@ -350,8 +345,8 @@ class CudagraphDispatcher(MadeAnew):
         decision = server.local.decision
         mode = self._count(chosen, decision)
         # A comparison, or a replay that failed first, takes longer than either way of running the step.
-        if timer is not None and decision.reason is not Reason.VERIFIED_NOW and (found is None or not found.is_gone):
-            self._meter.stop(timer, policy, key, mode)
+        if marks is not None and decision.reason is not Reason.VERIFIED_NOW and (found is None or not found.is_gone):
+            self._stopwatch.stop(marks, partial(policy.record, key, mode))
         return result
 
     def _count(self, chosen: Chosen, decision: Decision) -> DispatchMode:
@@ -520,13 +515,7 @@ class CompositeDispatcher(MadeAnew):
     @property
     def stats(self) -> DispatchStats:
         """The counters of all members together, as they are now; calls made to a member directly count too."""
-        total = DispatchStats()
-        for _, dispatcher, _ in self._members.values():
-            one = dispatcher.stats
-            for name in ("eager", "graph", "piecewise", "fallbacks", "dispatch_time_ns"):
-                setattr(total, name, getattr(total, name) + getattr(one, name))
-            total.reasons.update(one.reasons)
-        return total
+        return DispatchStats([dispatcher.stats for _, dispatcher, _ in self._members.values()])
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -535,43 +524,3 @@ class CompositeDispatcher(MadeAnew):
 
     def __repr__(self) -> str:
         return f"<CompositeDispatcher {', '.join(self.members) or 'empty'}: {self.stats!r}>"
-
-
-class _LatencyMeter:
-    """Times steps on the backend's timer and hands each time to the policy's ``record`` once the device has it.
-
-    On the CPU backend times are wall time, on CUDA events that a later step polls. A step that raises is not recorded.
-    Thread-safe; steps of several threads may be recorded out of order.
-    """
-
-    def __init__(self) -> None:
-        self._pending: deque[tuple[DispatchPolicy, DispatchKey, DispatchMode, Timer]] = deque()
-
-    def start(self) -> Timer | None:
-        """Begin to time a step; None while too many are outstanding."""
-        self._collect()
-        if len(self._pending) >= _MOST_PENDING:
-            return None
-        timer = get_backend("auto").make_timer()
-        timer.start()
-        return timer
-
-    def stop(self, timer: Timer, policy: DispatchPolicy, key: DispatchKey, mode: DispatchMode) -> None:
-        """End a step that ran in ``mode``."""
-        timer.stop()
-        self._pending.append((policy, key, mode, timer))
-        self._collect()
-
-    def _collect(self) -> None:
-        """Record what is known by now."""
-        for _ in range(min(len(self._pending), _POLLS)):
-            try:
-                oldest = self._pending.popleft()
-            except IndexError:  # another thread took it
-                return
-            policy, key, mode, timer = oldest
-            elapsed = timer.elapsed_ms()
-            if elapsed is None:
-                self._pending.append(oldest)
-            else:
-                policy.record(key, mode, elapsed)

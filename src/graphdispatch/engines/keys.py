@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from ..copying import MadeAnew, Unlocked, make_lock
 from ..decide.decision import Decision, Memo
 from ..descriptors import BatchDescriptor
-from ..errors import ConfigError, FallbackError, check_count, shown
+from ..errors import ConfigError, FallbackError, check_count, check_type, shown
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..sizes import check_sizes, named_sizes
@@ -192,8 +192,7 @@ class KeyTable(MadeAnew):
 
     def _answer(self, modes: Collection[CUDAGraphMode], asked: BatchDescriptor) -> _Answer:
         """What vLLM 0.11.1's rules give for a batch that the caller has padded."""
-        if not isinstance(asked, BatchDescriptor):
-            raise ConfigError(f"batch_descriptor must be a BatchDescriptor, got {shown(asked)}")
+        check_type("batch_descriptor", asked, BatchDescriptor, "a BatchDescriptor")
         num_tokens, num_reqs, uniform, variant = asked
         if self.mode is None:
             return NONE, None
@@ -318,8 +317,7 @@ def get_cudagraph_sizes(
     Raises:
         ConfigError: An argument is wrong, or no explicit size is left.
     """
-    if not isinstance(mode, CUDAGraphMode):
-        raise ConfigError(f"mode must be a CUDAGraphMode, got {shown(mode)}; write for example CUDAGraphMode.FULL")
+    check_type("mode", mode, CUDAGraphMode, "a CUDAGraphMode, as CUDAGraphMode.FULL")
     check_count("max_num_reqs", max_num_reqs)
     check_count("max_num_tokens", max_num_tokens)
     check_count("query_len", query_len)

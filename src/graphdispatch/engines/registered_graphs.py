@@ -37,7 +37,6 @@ from ..reasons import Reason
 from ..serve.group import Route
 from ..serve.prewarm import capture_example
 from ..serve.server import Server
-from ..stats import EvictionReason
 from .keys import KeyTable
 from .policies import DispatchMode, DispatchPolicy
 
@@ -98,9 +97,6 @@ class _ForeignPool(Pool):
     def order_after_last_use(self) -> None:
         """The graph's owner orders its streams."""
 
-    def close(self) -> None:
-        """The memory is not ours to release."""
-
 
 def entry_around(
     graph: Replayable,
@@ -148,7 +144,7 @@ def entry_of(
 ) -> CUDAGraphEntry:
     """The entry of what ``CudagraphDispatcher.register_graph`` was given; ``ConfigError`` if there can be none."""
     if isinstance(graph, CUDAGraphEntry):
-        if graph.state is EntryState.EVICTED:
+        if graph.is_released:
             raise ConfigError(f"graph must not be released, got {graph!r}; capture it again")
         return graph
     if not isinstance(graph, Replayable):
@@ -179,19 +175,9 @@ class Registered:
         return self.key, self.mode
 
     @property
-    def is_captured(self) -> bool:
-        """Whether the worker captured it; else somebody else did, and only they release it."""
-        return self.route.entry is None
-
-    @property
-    def is_released(self) -> bool:
-        """Whether the graph was released, by its owner or for others."""
-        return self.entry.state is EntryState.EVICTED
-
-    @property
     def is_gone(self) -> bool:
         """Whether the graph was released, or failed when it was last replayed or compared."""
-        return self.is_released or self.entry.state is EntryState.FAILED
+        return self.entry.is_released or self.entry.state is EntryState.FAILED
 
 
 _Served = tuple[Registered, Decision]
@@ -271,11 +257,10 @@ class Worker(NotCopied):
         options: CUDAGraphOptions | None = None,
         *,
         backend: Backend | None = None,
-        pool: Pool | None = None,
     ) -> None:
-        self.cache = GraphCache(max_cached_graphs)
+        self.cache = GraphCache(max_cached_graphs, backend=backend)
         """What was captured here. A graph of somebody else is not in it, since nobody here releases it."""
-        self.server = Server(eager_runner, options or CUDAGraphOptions(), self.cache, backend=backend, pool=pool)
+        self.server = Server(eager_runner, options or CUDAGraphOptions(), self.cache)
         self._graphs = RegisteredGraphs({})
         self._numbers = count()
         self._lock = make_lock()
@@ -322,8 +307,8 @@ class Worker(NotCopied):
         ``let_go``, with no lock held that a runner could want: see Note [locks of a worker].
         """
         with self._lock:
-            kept = {slot: one for slot, one in self.graphs.items() if one not in without and not one.is_released}
-            kept |= {found.slot: found for found in new if not found.is_released}
+            kept = {slot: one for slot, one in self.graphs.items() if one not in without and not one.entry.is_released}
+            kept |= {found.slot: found for found in new if not found.entry.is_released}
             oldest = sorted(set(kept.values()).difference(new), key=lambda found: found.entry.last_used)
             for found in oldest[: max(len(kept) - self.cache.max_graphs, 0)]:
                 del kept[found.slot]
@@ -337,8 +322,6 @@ class Worker(NotCopied):
         with self.server.lock:
             for found in leaving:
                 self.server.drop(found.route)
-                if found.is_captured:
-                    self.server.graphs.release(self.cache.retire(found.entry, EvictionReason.DROPPED))
 
     def drop(self, *dropped: Registered) -> None:
         """Forget these graphs, not others that have taken their places; release those that were captured here."""
@@ -366,7 +349,7 @@ class Worker(NotCopied):
         if mode not in found:
             return None, Decision.eager(Reason.POLICY, key.num_tokens)
         chosen = found[mode]
-        if chosen[0].is_released:  # by its owner
+        if chosen[0].entry.is_released:  # by its owner
             self.drop(chosen[0])
             return self.choose(key, policy, modes)
         return chosen

@@ -1,6 +1,7 @@
 """Counters of what the dispatchers decided."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from ..copying import Unlocked, make_lock
@@ -12,9 +13,13 @@ __all__ = ["DispatchStats"]
 
 
 class DispatchStats(Unlocked):
-    """What a dispatcher decided: calls by mode, fallbacks with their reasons, and the time to decide. Thread-safe.
+    """What a dispatcher decided, or several: calls by mode, fallbacks with their reasons, and the time to decide.
+    Thread-safe.
 
     A *fallback* is an eager call for which a graph was wanted; a call that compared a graph with eager is none.
+
+    Args:
+        parts: What it begins with: the sum of these.
 
     Attributes:
         eager: Calls that ran eagerly.
@@ -25,14 +30,14 @@ class DispatchStats(Unlocked):
         reasons: Eager calls by reason.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Sequence["DispatchStats"] = ()) -> None:
         self._lock = make_lock()
-        self.eager = 0
-        self.graph = 0
-        self.piecewise = 0
-        self.fallbacks = 0
-        self.dispatch_time_ns = 0
-        self.reasons: Counter[Reason] = Counter()
+        self.eager: int = sum(part.eager for part in parts)
+        self.graph: int = sum(part.graph for part in parts)
+        self.piecewise: int = sum(part.piecewise for part in parts)
+        self.fallbacks: int = sum(part.fallbacks for part in parts)
+        self.dispatch_time_ns: int = sum(part.dispatch_time_ns for part in parts)
+        self.reasons: Counter[Reason] = sum((part.reasons.copy() for part in parts), Counter())
 
     def record(self, mode: DispatchMode, reason: Reason, dispatch_ns: int) -> None:
         """Count one decided call.

@@ -15,7 +15,7 @@ from typing import Any, cast
 from torch.utils._pytree import tree_leaves
 
 from ..backends import Backend, get_backend
-from ..backends.base import Event, Stream
+from ..backends.base import Event, Pool, Stream
 from ..backends.tracing import untraced
 from ..call.spec import is_tensor
 from ..config import CUDAGraphOptions
@@ -100,9 +100,9 @@ class StreamWorker(Worker):
         self.index = index
         self.backend = backend = dispatcher.backend
         self.stream = backend.make_stream()
-        self.pool = backend.make_pool()
         runner, most = dispatcher.eager_runner, dispatcher.max_cached_graphs
-        super().__init__(runner, most, dispatcher.options, backend=backend, pool=self.pool)
+        super().__init__(runner, most, dispatcher.options, backend=backend)
+        self.pool = cast(Pool, self.cache.pool)
         self.is_closed = False
         """Whether it takes no more steps."""
         renew_in_child(self)
@@ -144,12 +144,12 @@ class StreamWorker(Worker):
             raise BackendError("this worker takes no more steps: its dispatcher was closed, or the process forked")
 
     def close(self) -> None:
-        """Finish all steps, and release the graphs captured here, the pool and the stream. Idempotent."""
+        """Finish all steps, and release the graphs captured here and the stream. Idempotent."""
         self.is_closed = True
         self.stream.synchronize()
         self.clear()
         self.stream.close()
-        self.pool.close()
+        self.pool.trim()
 
 
 class StreamDispatcher(CudagraphDispatcher):

@@ -1,4 +1,4 @@
-"""The one cache of entries, its limits on graphs and bytes, and what graphs cost in memory.
+"""The one cache of entries, its pool, its limits on graphs and bytes, and what graphs cost in memory.
 
 Note [what shared memory costs]
     Graphs of one pool use the same memory, so that a graph alone has no share of it: what a set of graphs costs is
@@ -11,11 +11,10 @@ from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from ..backends.base import Graph, Pool
+from ..backends.base import Backend, Graph, Pool
 from ..config import CUDAGraphOptions
 from ..copying import make_rlock
 from ..errors import IntegrityError, check_count
-from ..modes import EntryState
 from ..reasons import Reason
 from ..showing import html_table, storage
 from ..stats import CUDAGraphStats, Eviction, EvictionReason
@@ -161,7 +160,8 @@ class Choice(NamedTuple):
 
 
 class GraphCache:
-    """Entries by key, at most ``max_graphs`` of them and ``max_bytes`` bytes. Thread-safe.
+    """Entries by key, at most ``max_graphs`` of them and ``max_bytes`` bytes, and the pool of the sets of graphs that
+    share the cache. Thread-safe.
 
     Methods that make room *return* the victims; the caller releases them (``Victim.release``), outside of the cache's
     lock, since releasing waits for calls in flight. A lookup takes no lock. The least recently used entry goes. There
@@ -175,6 +175,8 @@ class GraphCache:
         *,
         stats: CUDAGraphStats | None = None,
         admission: Admission | None = None,
+        backend: Backend | None = None,
+        pool: Pool | None = None,
     ) -> None:
         check_count("max_cached_graphs", max_graphs)
         if max_bytes is not None:
@@ -190,6 +192,13 @@ class GraphCache:
         """Entries with fewer replays go before all others."""
         self.fills_at_once = False
         """Whether a key is captured at its first miss while there is room, though admission would wait."""
+        self.is_asleep = False
+        """Whether nothing is captured or replayed now."""
+        self.is_frozen = False
+        """Whether captures and comparisons with eager are forbidden."""
+        self.backend = backend
+        """Where the graphs run; None until the first call tells."""
+        self.pool = pool if pool is not None or backend is None else backend.make_pool()
         self._entries: dict[Hashable, CUDAGraphEntry] = {}  # read anywhere, changed with the lock held
         self._lock = make_rlock()
 
@@ -350,7 +359,7 @@ class GraphCache:
         if len(set(entries)) != len(entries):
             raise IntegrityError("an entry stands under two keys")
         for entry in entries:
-            if entry.state is EntryState.EVICTED:
+            if entry.is_released:
                 raise IntegrityError(f"{entry!r} was released and is still in the cache")
 
     def __iter__(self) -> Iterator[CUDAGraphEntry]:
@@ -364,16 +373,10 @@ class GraphCache:
         return f"<GraphCache {len(self)} of {self.max_graphs} graphs, {self.nbytes}{limit} bytes>"
 
 
-def make_cache(
-    options: CUDAGraphOptions, max_graphs: int, *, capture_after: int = 2, stats: CUDAGraphStats | None = None
-) -> GraphCache:
-    """A cache of at most ``max_graphs`` graphs within the limits of ``options``.
+def make_cache(options: CUDAGraphOptions, max_graphs: int, *, capture_after: int = 2, **settings: Any) -> GraphCache:
+    """A cache of at most ``max_graphs`` graphs within the limits of ``options``; ``settings`` are further ones of it.
 
     ``capture_after`` is the front end's own, where the options name none.
     """
-    return GraphCache(
-        max_graphs,
-        options.memory_budget_bytes,
-        stats=stats,
-        admission=Admission(options.capture_after or capture_after),
-    )
+    admission = Admission(options.capture_after or capture_after)
+    return GraphCache(max_graphs, options.memory_budget_bytes, admission=admission, **settings)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ..backends.base import Backend, Graph, Pool, Timer
+from ..backends.base import Backend, Graph, Pool, Stopwatch
 from ..backends.operators import is_strided
 from ..backends.tracing import default_device, dispatch_modes, function_modes, is_transformed, trace, untraced
 from ..call.rules import graph_name
@@ -106,10 +106,10 @@ class CUDAGraphEntry(Verification, NotCopied):
     stats: CUDAGraphStats | None = None
     """Where direct replays of the entry count; its front end counts its own calls."""
     _plans: dict[int, ReplayPlan] = field(default_factory=dict)
-    _timer: Timer | None = None
-    _is_timed: bool = False
-    """Whether the timer holds the time of a call that is not in ``_timed`` yet."""
-    _timed: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    _stopwatch: Stopwatch = field(default_factory=lambda: Stopwatch(1))
+    _times: int = 0
+    """Of so many calls the time is known."""
+    _total_ms: float = 0.0
 
     def __post_init__(self) -> None:
         self.writes_outside = bool(self.mutated) or self.written is not None
@@ -154,7 +154,9 @@ class CUDAGraphEntry(Verification, NotCopied):
             plan = self._plans[rows] = ReplayPlan(self, rows)
         return plan
 
-    def serve(self, values: Sequence[Any], rows: int, stats: CUDAGraphStats | None = None) -> Any:
+    def serve(
+        self, values: Sequence[Any], rows: int, stats: CUDAGraphStats | None = None, *, is_timed: bool = False
+    ) -> Any:
         """Copy in, replay, and return the outputs of a call whose arguments were compared. Thread-safe.
 
         Raises as ``ReplayPlan.run`` does.
@@ -163,10 +165,19 @@ class CUDAGraphEntry(Verification, NotCopied):
             values: The flat values of the call.
             rows: The number of real rows.
             stats: Where the hit counts. None: nowhere.
+            is_timed: Whether its device time is added to ``avg_replay_time_ms`` once that is known.
         """
+        plan = self.plan(rows)
         if WINDOWS.open:
             WINDOWS.wait_for(self)
-        return self.plan(rows).run(values, stats)
+        if not is_timed:
+            return plan.run(values, stats)
+        with self.pool.lock:
+            marks = self._stopwatch.start(self.backend)
+            result = plan.run(values, stats)
+            if marks is not None:
+                self._stopwatch.stop(marks, self._note_time)
+            return result
 
     def fail(self, error: BaseException, before: Any, stage: ReplayStage) -> None:
         """Raise ``ReplayError`` for a replay that stopped half-way.
@@ -238,7 +249,7 @@ class CUDAGraphEntry(Verification, NotCopied):
         is_as_proven = rows == self.size or self.proof is None or self.proof.holds_for(values)
         if not (self.may_pad(rows) and is_as_proven):
             raise ReplayError(f"{batch}: {Reason.PADDING_UNPROVEN.text}; or {_BY_FRONT_END}, which compares it")
-        return self.serve_timed(values, rows, self.stats)
+        return self.serve(values, rows, self.stats, is_timed=True)
 
     def _refuse_unserved(self) -> None:
         """Raise ``ReplayError`` if no batch may be replayed now, whatever it holds."""
@@ -322,34 +333,9 @@ class CUDAGraphEntry(Verification, NotCopied):
             return str(error)
         return "a constant, a static tensor or the spelling of the call is not that of the captured one"
 
-    def serve_timed(self, values: Sequence[Any], rows: int, stats: CUDAGraphStats | None = None) -> Any:
-        """``serve``, with the device time of the call added to ``avg_replay_time_ms`` once it is known.
-
-        Args:
-            values: The flat values of the call.
-            rows: The number of real rows.
-            stats: Where the hit counts. None: nowhere.
-        """
-        plan = self.plan(rows)
-        if WINDOWS.open:
-            WINDOWS.wait_for(self)
-        with self.pool.lock:
-            self._collect_time()
-            if self._is_timed:
-                return plan.run(values, stats)
-            timer = self._timer = self._timer or self.backend.make_timer()
-            timer.start()
-            result = plan.run(values, stats)
-            timer.stop()
-            self._is_timed = True
-            return result
-
-    def _collect_time(self) -> None:
-        elapsed = self._timer.elapsed_ms() if self._timer is not None and self._is_timed else None
-        if elapsed is not None:
-            self._is_timed = False
-            self._timed[0] += elapsed
-            self._timed[1] += 1
+    def _note_time(self, elapsed: float) -> None:
+        self._times += 1
+        self._total_ms += elapsed
 
     @property
     def avg_replay_time_ms(self) -> float:
@@ -358,9 +344,8 @@ class CUDAGraphEntry(Verification, NotCopied):
         0.0 before the first. A call is not timed while the device has not finished an earlier timed one.
         """
         with self.pool.lock:
-            self._collect_time()
-            total, count = self._timed
-        return total / count if count else 0.0
+            self._stopwatch.collect()
+            return self._total_ms / self._times if self._times else 0.0
 
     @property
     def label(self) -> str:
@@ -394,6 +379,11 @@ class CUDAGraphEntry(Verification, NotCopied):
         return self.outputs.tree
 
     @property
+    def is_released(self) -> bool:
+        """Whether the graph was given back, by its owner or to make room for others."""
+        return self.state is EntryState.EVICTED
+
+    @property
     def nbytes(self) -> int:
         """Bytes that releasing this entry alone frees; its pool and the shared inputs are not among them."""
         return self.graph.nbytes
@@ -401,7 +391,7 @@ class CUDAGraphEntry(Verification, NotCopied):
     def release(self) -> None:
         """Give the graph back; idempotent. Waits for a call that is using it."""
         with self.pool.lock:
-            if self.state is not EntryState.EVICTED:
+            if not self.is_released:
                 self.state = EntryState.EVICTED
                 # Outputs in the pool go first: a pool that is released gives back only what nobody holds.
                 self.held = ()

@@ -3,11 +3,11 @@
 import itertools
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from ..backends import Backend, Pool, get_backend
+from ..backends import get_backend
 from ..call.rules import ArgumentRules, callable_name
 from ..call.signature import ForeignSignature, Refusal, Signature, device_of, no_tensors, refusal
 from ..call.spec import CallSpec, FlatCall
@@ -23,7 +23,7 @@ from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..memory.outputs import OutputView, share_memory
 from ..memory.replay import next_use
-from ..modes import CUDAGraphMode, EntryState
+from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..showing import count, percent
 from ..state.guards import StateGuard
@@ -138,8 +138,8 @@ class GraphSet:
     """Finds the group of a call, and captures, verifies and releases the graphs of ``fn``.
 
     At most ``max_groups`` signatures are kept, unless the options have another number; the least recently used one
-    gives way to a new one. Methods are called with ``lock`` held, unless they say otherwise; ``cache`` and ``pool`` may
-    be shared with other sets.
+    gives way to a new one. Methods are called with ``lock`` held, unless they say otherwise. Other sets may share
+    ``cache``, with its pool.
     """
 
     def __init__(
@@ -147,9 +147,6 @@ class GraphSet:
         fn: Callable[..., Any],
         options: CUDAGraphOptions,
         cache: GraphCache,
-        *,
-        backend: Backend | None = None,
-        pool: Pool | None = None,
         max_groups: int = 1024,
     ) -> None:
         self.fn = fn
@@ -157,14 +154,8 @@ class GraphSet:
         self.max_groups = options.max_signatures or max_groups
         self._returns_handles = options.returns_handles
         self.cache = cache
-        self.backend = backend
-        self._owns_pool = pool is None
-        self.pool = pool if pool is not None or backend is None else backend.make_pool()
         self.stats = cache.stats
         self.groups: dict[Hashable, GraphGroup] = {}
-        self.is_asleep = False
-        self.is_frozen = False
-        """Whether captures and comparisons with eager are forbidden."""
         self.judges_gain = False
         """Whether graphs that replay slower than eager are given up."""
         self.clock = time.perf_counter
@@ -246,7 +237,7 @@ class GraphSet:
             owned = (group for group in self.groups.values() if group.route.entry is None)
             others = [group for group in owned if group is not newcomer]
             waiting = next((group for group in others if group.key == self._waiting and group.is_idle), None)
-            self._forget(waiting or min(others, key=lambda group: (not group.is_idle, group.last_used)))
+            self.forget(waiting or min(others, key=lambda group: (not group.is_idle, group.last_used)))
         self._waiting = newcomer.key if self.num_groups > self.max_groups else None
 
     @property
@@ -254,7 +245,7 @@ class GraphSet:
         """The groups that count for ``max_groups``; one more while a new one waits for its second call."""
         return sum(group.route.entry is None for group in self.groups.values())
 
-    def _forget(self, group: GraphGroup) -> None:
+    def forget(self, group: GraphGroup) -> None:
         """Let go of a group, with its graphs and static inputs, and of its form of call if it was the only one."""
         for entry in group.all_entries:
             self.release(self.cache.retire(entry, EvictionReason.DROPPED))
@@ -291,15 +282,16 @@ class GraphSet:
         device = device_of(call.leaves, leaves, rules, lambda: self.guard._tensors)
         if device is None:
             return no_tensors(call.leaves, leaves)
-        if self.backend is None:
+        cache = self.cache
+        if cache.backend is None:
             try:
-                self.backend = get_backend("auto", device)
+                cache.backend = get_backend("auto", device)
             except BackendError as error:
                 return Refusal(Reason.DEVICE_UNSUPPORTED, str(error))
-            self.pool = self.backend.make_pool()
+            cache.pool = cache.backend.make_pool()
         rules.check_names(self.fn, call)
-        why_not = refusal(call.leaves, leaves, rules, self.backend.device)
-        return why_not if why_not is not None else Signature(call.leaves, leaves, rules, self.backend.device)
+        why_not = refusal(call.leaves, leaves, rules, cache.backend.device)
+        return why_not if why_not is not None else Signature(call.leaves, leaves, rules, cache.backend.device)
 
     def _adopt(
         self, key: Hashable, route: Route, entry: CUDAGraphEntry, call: FlatCall, leaves: list[Any]
@@ -328,7 +320,7 @@ class GraphSet:
         """
         if not self._returns_handles:
             return answer
-        return OutputView(answer, self.pool if share_memory(answer, given) else None)
+        return OutputView(answer, self.cache.pool if share_memory(answer, given) else None)
 
     def _shared_inputs(self, signature: Signature, capacity: int) -> StaticInputs:
         """The buffers of another group that takes the same tensors, or new ones: one pool, one user at a time."""
@@ -433,7 +425,7 @@ class GraphSet:
                 for group in self.groups.values():
                     group.drop(victim.entry)
                 victim.release()
-            if victims or self.is_asleep:
+            if victims or self.cache.is_asleep:
                 # The static inputs of a graph that somebody else captured are not ours to free.
                 owned = [group for group in self.groups.values() if group.route.entry is None]
                 read = {entry.inputs for group in owned for entry in group.all_entries}
@@ -478,69 +470,40 @@ class GraphSet:
         owned = [group for group in self.groups.values() if group.route.entry is None]
         return [entry for group in owned for entry in group.all_entries]
 
-    @property
-    def has_graphs(self) -> bool:
-        """Whether there is a graph that was not evicted, be it captured here or by somebody else."""
-        entries = (entry for group in self.groups.values() for entry in group.all_entries)
-        return any(entry.state is not EntryState.EVICTED for entry in entries)
-
-    def _rearm(self, reason: EvictionReason, tag: str) -> None:
-        """Release all graphs, with the buffers that they shared; sizes are captured anew when they come again."""
-        for group in self.groups.values():
-            group.forgive()
-        self.release([victim for entry in self.entries() for victim in self.cache.retire(entry, reason, tag)])
-        self._guard = None
-
-    def invalidate(self, tag: str = "") -> None:
-        """Release all graphs, since the user says that they are wrong. Takes the lock, as do the three that follow."""
+    def rearm(self, reason: EvictionReason, tag: str = "") -> None:
+        """Release all graphs, with the buffers that they shared; sizes are captured anew when they come again. Takes
+        the lock, as do the two that follow."""
         with self.lock:
-            self._rearm(EvictionReason.INVALIDATED, tag)
+            if self.cache.is_asleep and self.cache.backend is not None:
+                self.cache.backend.synchronize()
+            for group in self.groups.values():
+                group.forgive()
+            self.release([victim for entry in self.entries() for victim in self.cache.retire(entry, reason, tag)])
+            self._guard = None
+            self._trim()
 
-    def sleep(self, tag: str = "") -> None:
-        """Release all graphs, their buffers, and the pool if it is the set's own; no graph is made until ``wake``."""
+    def schedule_checks(self) -> None:
+        """Say when each graph is compared again: not while the cache is frozen."""
         with self.lock:
-            self.is_asleep = True
-            if self.backend is not None:
-                self.backend.synchronize()
-            self._rearm(EvictionReason.ASLEEP, tag)
-            self._renew_pool()
-
-    def wake(self) -> None:
-        """Let graphs be captured again when they are wanted; weights may be elsewhere now. Harmless when awake."""
-        with self.lock:
-            if self.is_asleep:
-                self._guard = None
-                self.is_asleep = False
-
-    def freeze(self, is_frozen: bool) -> None:
-        """Forbid captures and comparisons, or allow them again."""
-        with self.lock:
-            self.is_frozen = is_frozen
-            for entry in (entry for group in self.groups.values() for entry in group.all_entries):
-                entry.schedule_check(rests=is_frozen)
+            for entry in self.entries():
+                entry.schedule_check(rests=self.cache.is_frozen)
 
     def clear(self) -> None:
-        """Release everything and forget all signatures and misses; a pool of its own is closed, and another made."""
-        for group in self.groups.values():
-            group.route.spellings.clear()
-        victims = [entry for entry in self.entries() if self.cache.remove(entry.place)]
-        self.cache.admission.clear()
-        self.share.clear()
-        self.groups.clear()
-        for entry in victims:
-            entry.release()
-        self._renew_pool()
+        """Release everything, and forget all signatures and misses."""
+        with self.lock:
+            for group in self.groups.values():
+                group.route.spellings.clear()
+            victims = [entry for entry in self.entries() if self.cache.remove(entry.place)]
+            self.cache.admission.clear()
+            self.share.clear()
+            self.groups.clear()
+            for entry in victims:
+                entry.release()
+            self._trim()
 
-    def _renew_pool(self) -> None:
-        if self._owns_pool and self.pool is not None and self.backend is not None:
-            self.pool.close()
-            self.pool = self.backend.make_pool()
-
-    def memory_report(self) -> MemoryReport:
-        """The bytes held: the pool, static inputs, and what graphs hold for themselves. Needs no lock."""
-        groups = list(self.groups.values())
-        entries = [entry for group in groups for entry in group.all_entries]
-        return memory_report(entries, [self.pool] if self.pool is not None else [], [group.inputs for group in groups])
+    def _trim(self) -> None:
+        if self.cache.pool is not None:
+            self.cache.pool.trim()
 
     def _capture_with_less(self, request: CaptureRequest, failed: CaptureResult) -> CaptureResult:
         """Release a graph and try once more, without effects: the caller has eager's answer."""
@@ -559,15 +522,12 @@ class GraphSet:
         self, group: GraphGroup, values: Sequence[Any], rows: int, size: int, mode: CUDAGraphMode, keep_effects: bool
     ) -> CaptureRequest:
         entry = group.route.entry
-        backend, pool = (self.backend, self.pool) if entry is None else (entry.backend, entry.pool)
+        home = self.cache if entry is None else entry
+        backend, pool = home.backend, home.pool
         assert backend is not None  # each is chosen before the first group is made
         assert pool is not None
         pool.refuse_inside_replay()
-        peers = [
-            one
-            for one in group.all_entries
-            if one.state is not EntryState.EVICTED and (one.guard is None or one.guard.holds())
-        ]
+        peers = [one for one in group.all_entries if not one.is_released and (one.guard is None or one.guard.holds())]
         return CaptureRequest(
             call=group.call,
             values=values,
@@ -587,3 +547,10 @@ class GraphSet:
             keep_effects=keep_effects,
             judges_gain=self.judges_gain and keep_effects,
         )
+
+
+def memory_of(cache: GraphCache, sets: Iterable[GraphSet]) -> MemoryReport:
+    """The bytes that a cache and its sets hold: the pool, static inputs, and what graphs hold for themselves. Needs no
+    lock."""
+    inputs = [group.inputs for one in sets for group in list(one.groups.values())]
+    return memory_report(cache, [cache.pool] if cache.pool is not None else [], inputs)

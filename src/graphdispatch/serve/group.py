@@ -18,7 +18,6 @@ from ..memory.admission import Failure, Quarantine
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..memory.replay import ReplayPlan
-from ..modes import EntryState
 from ..reasons import Reason
 from ..sizes import Extents
 from ..state.guards import StateGuard
@@ -189,7 +188,7 @@ class GraphGroup:
     @property
     def is_idle(self) -> bool:
         """Whether there is neither a graph that was not evicted nor a failure to remember."""
-        return not len(self.failures) and all(entry.state is EntryState.EVICTED for entry in self.all_entries)
+        return not len(self.failures) and all(entry.is_released for entry in self.all_entries)
 
     @property
     def last_used(self) -> int:
@@ -231,7 +230,7 @@ class GraphGroup:
         Forgets entries that were evicted, which another owner may do.
         """
         for entry in self.of_size(size):
-            if entry.state is EntryState.EVICTED:
+            if entry.is_released:
                 self.drop(entry)
             elif self.route.entry is not None or entry.guard is None or entry.guard.holds():
                 self._put_first(entry)

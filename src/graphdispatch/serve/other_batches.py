@@ -33,7 +33,7 @@ def settle(
 ) -> CaptureResult | None:
     """The same with another batch made of one: all calls were alike, or this one cannot tell. Nothing is compared where
     none can be made, or the callable raises for it."""
-    if graphs.is_frozen:
+    if graphs.cache.is_frozen:
         return None
     try:
         batch = varied(group, values, rows)

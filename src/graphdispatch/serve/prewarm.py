@@ -1,7 +1,7 @@
 """Captures made on purpose, before batches need them: all sizes at the start, or one while nothing is to be served."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +18,10 @@ from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..showing import html_table
 from ..sizes import lengths_of
-from .graphs import GraphSet
+from .graphs import GraphSet, memory_of
 from .group import GraphGroup, Route
 from .other_batches import difference_on, varied
 from .server import Server
-
-Todo = tuple[GraphGroup, Sequence[Any], int]
-"""A size to capture: its group, an example of its calls, and the size."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +56,12 @@ def capture_size(server: Server, route: Route, size: Any) -> bool:
     if not isinstance(size, int | tuple) or isinstance(size, bool) or size not in sizes:
         raise ConfigError(f"size must be one of {sizes}, got {shown(size)}")
     graphs, number = server.graphs, route.table.number_of(size)
-    if server.closed(route) is not None or graphs.is_frozen:
+    if server.closed(route) is not None or graphs.cache.is_frozen:
         return False
     open_groups = [group for group in _groups(route) if group.example and group.blocked(number) is None]
-    todo = [(group, group.example, number) for group in open_groups if graphs.current(group, number) is None]
-    _Prewarm(server, None, compares_all=True).capture(todo)
+    for group in open_groups:
+        if graphs.current(group, number) is None:
+            _Prewarm(server, None, compares_all=True).capture(group, group.example, [number])
     return size in captured_sizes(route)
 
 
@@ -80,64 +78,53 @@ def _groups(route: Route) -> list[GraphGroup]:
 
 def prewarm(
     server: Server,
-    calls: Sequence[tuple[Route, tuple[Any, ...], dict[str, Any]]],
+    route: Route,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     sizes: Sequence[int] | None = None,
     max_seconds: float | None = None,
     *,
     compare: str = "ends",
 ) -> PrewarmReport:
-    """Capture the sizes of each call's route that have no graph yet, from that call. See ``Graphed.prewarm``. Called
-    with the server's lock held."""
+    """Capture the sizes of a route that have no graph yet, from a call of it. See ``Graphed.prewarm``. Called with the
+    server's lock held."""
     if max_seconds is not None and (
         isinstance(max_seconds, bool) or not isinstance(max_seconds, int | float) or not max_seconds > 0
     ):
         raise ConfigError(f"max_seconds must be a number above 0 or None, got {shown(max_seconds)}")
     if compare not in ("ends", "all"):
         raise ConfigError(f"compare must be 'ends' or 'all', got {shown(compare)}")
-    check_open(server, calls[0][0])
-    graphs = server.graphs
+    check_open(server, route)
+    graphs, mode = server.graphs, route.table.mode
     most = graphs.cache.max_graphs
     run = _Prewarm(server, max_seconds, compares_all=compare == "all")
     graphs.refresh()
     with paused_collector(graphs.options.gc_disable):
-        asked: list[tuple[GraphGroup, int]] = []
-        every: list[Todo] = []
-        examples: list[tuple[GraphGroup, Sequence[Any]]] = []
-        for route, args, kwargs in calls:
-            group, leaves = _example(server, route, args, kwargs)
-            wanted = route.table.checked(sizes) if group.signature.has_rows else (1,)
-            asked += [(group, size) for size in wanted]
-            todo = []
-            for size in sorted(wanted, reverse=True):
-                if (entry := graphs.current(group, size)) is None:
-                    todo.append((group, leaves, size))
-                else:
-                    entry.last_used = next_use()  # so that others give way first
-            if len(todo) > most:
-                raise ConfigError(
-                    f"prewarm of {len(todo)} sizes needs max_cached_graphs >= {len(todo)}, got {most}; raise it, or "
-                    "name fewer in sizes="
-                )
-            run.capture(todo)
-            every += todo
-            if group.signature.has_rows:
-                examples.append((group, leaves))
+        group, leaves = _example(server, route, args, kwargs)
+        wanted = sorted(route.table.checked(sizes), reverse=True) if group.signature.has_rows else [1]
+        missing = []
+        for size in wanted:
+            if (entry := graphs.current(group, size)) is None:
+                missing.append(size)
+            else:
+                entry.last_used = next_use()  # so that others give way first
+        if len(missing) > most:
+            raise ConfigError(
+                f"prewarm of {len(missing)} sizes needs max_cached_graphs >= {len(missing)}, got {most}; raise it, or "
+                "name fewer in sizes="
+            )
+        run.capture(group, leaves, missing)
         # The run of one size may move a workspace that graphs made before read.
-        if unfit := [one for one in every if graphs.is_stale(one[0], one[2])]:
+        if unfit := [size for size in missing if graphs.is_stale(group, size)]:
             graphs.refresh()
-            run.capture(unfit)
-        for group, leaves in examples:
-            if any(graphs.current(group, size) is None for size in group.route.table.sizes):
-                group.keep_example(leaves)
-    captured: dict[CUDAGraphMode, tuple[int, ...]] = {route.table.mode: () for route, *_ in calls}
-    for group, _, size in every:
-        if graphs.current(group, size) is not None:
-            captured[group.route.table.mode] += (size,)
-    for group, size in asked:
-        key = group.route.table.mode, size
-        if graphs.current(group, size) is None and key not in run.left_out:  # a later capture displaced it
-            run.left_out[key], run.reasons[key] = Reason.CACHE_FULL.text, Reason.CACHE_FULL
-    held = graphs.memory_report().total
+            run.capture(group, leaves, unfit)
+    if group.signature.has_rows and any(graphs.current(group, size) is None for size in route.table.sizes):
+        group.keep_example(leaves)
+    lacking = [size for size in wanted if graphs.current(group, size) is None]
+    for key in [(mode, size) for size in lacking if (mode, size) not in run.left_out]:  # a later capture displaced it
+        run.left_out[key], run.reasons[key] = Reason.CACHE_FULL.text, Reason.CACHE_FULL
+    captured = {mode: tuple(size for size in missing if size not in lacking)}
+    held = memory_of(graphs.cache, [graphs]).total
     return PrewarmReport(captured, run.left_out, time.perf_counter() - run.started, held, run.reasons)
 
 
@@ -152,10 +139,10 @@ class _Prewarm:
         self._latest_s = 0.0
         self._latest_bytes = max((entry.nbytes for entry in server.graphs.cache), default=0)
 
-    def capture(self, todo: Sequence[Todo]) -> None:
-        """Capture these sizes, and note why each of the others has no graph."""
-        for group, leaves, size in todo:
-            table = group.route.table
+    def capture(self, group: GraphGroup, leaves: Sequence[Any], sizes: Iterable[int]) -> None:
+        """Capture these sizes from an example, and note why each of the others has no graph."""
+        table = group.route.table
+        for size in sizes:
             key = table.mode, size
             begun = time.perf_counter()
             if self._max_seconds is not None and begun - self.started + self._latest_s > self._max_seconds:
@@ -189,7 +176,7 @@ class _Prewarm:
 
 def check_open(server: Server, route: Route) -> None:
     """Raise ``ConfigError`` if nothing may be captured now, such as between ``sleep()`` and ``wake()``, or frozen."""
-    closed = server.closed(route) or (Reason.FROZEN if server.graphs.is_frozen else None)
+    closed = server.closed(route) or (Reason.FROZEN if server.graphs.cache.is_frozen else None)
     if closed is not None:
         raise ConfigError(f"prewarm cannot capture now: {Decision.eager(closed).explain()}")
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from ..backends import Backend, Pool
 from ..backends.tracing import (
     dispatch_modes,
     function_modes,
@@ -85,14 +84,12 @@ class Server:
         options: CUDAGraphOptions,
         cache: GraphCache,
         *,
-        backend: Backend | None = None,
-        pool: Pool | None = None,
         strict: bool = False,
         max_groups: int = 1024,
         times_replays: bool = False,
     ) -> None:
         self.fn = fn
-        self.graphs = GraphSet(fn, options, cache, backend=backend, pool=pool, max_groups=max_groups)
+        self.graphs = GraphSet(fn, options, cache, max_groups)
         self.stats = self.graphs.stats
         self.lock = self.graphs.lock
         self.local = threading.local()
@@ -166,7 +163,7 @@ class Server:
         """A replay that is timed or logged."""
         if self._logs_replays:
             _log.debug("replaying %r for %d rows", entry, rows)
-        return (entry.serve_timed if self._times_replays else entry.serve)(leaves, rows, self.stats)
+        return entry.serve(leaves, rows, self.stats, is_timed=self._times_replays)
 
     def step(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that is no hit (yet). Raises what the callable raises, and ``FallbackError`` with ``strict``."""
@@ -235,7 +232,7 @@ class Server:
         if (clash := entry.plan(rows).clash(leaves)) is not None:
             return Reason.ALIASED_ARGUMENTS, clash
         try:
-            objection = entry.objection(leaves, rows, is_frozen=self.graphs.is_frozen)
+            objection = entry.objection(leaves, rows, is_frozen=self.graphs.cache.is_frozen)
         except RuntimeError as error:  # it may look at batches on the device
             entry.backend.raise_if_lost(error)
             raise
@@ -250,7 +247,7 @@ class Server:
             return failure.reason, failure.detail
         if not group.missed_at and self.graphs.num_groups > self.graphs.max_groups:
             return Reason.FIRST_SIGHTING, ""
-        if self.graphs.is_frozen:
+        if self.graphs.cache.is_frozen:
             return Reason.FROZEN, ""
         return self.graphs.cache.admit((group.key, size)), ""
 
@@ -295,12 +292,11 @@ class Server:
         return True, answer
 
     def drop(self, route: Route) -> None:
-        """Forget a route with its groups, and serve no call by it any more; called with the lock held. The graph of a
-        route that was given one stays."""
+        """Forget a route with its groups, and serve no call by it any more; called with the lock held. Graphs that were
+        captured here are released; that of somebody else stays."""
         for group in route.groups:
-            self.graphs.groups.pop(group.key, None)
+            self.graphs.forget(group)
         route.table = SizeTable((), route.table.mode)
-        route.spellings.clear()
 
     def explain(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int = 0) -> str:
         """How such a call, of ``rows`` rows if nothing else tells, would be served now: in one line the decision, what
@@ -359,8 +355,9 @@ class Server:
         differentiation, or the graphs are asleep. Needs no lock, and must be asked before one is taken: a break runs
         with its pool's lock held. Raises ``BackendError`` if another thread's capture records what this one submits.
         """
-        graphs, entry = self.graphs, route.entry
-        backend, pool = (graphs.backend, graphs.pool) if entry is None else (entry.backend, entry.pool)
+        cache = self.graphs.cache
+        home = cache if route.entry is None else route.entry
+        backend, pool = home.backend, home.pool
         if backend is not None and (backend.watch.depth or backend.is_capturing()):
             backend.refuse_foreign_work()
             return Reason.INSIDE_CAPTURE
@@ -370,7 +367,7 @@ class Server:
             return Reason.MODE_ACTIVE
         if forward_ad._current_level >= 0:  # tangents come with plain tensors, whatever the grad mode
             return Reason.NEEDS_GRADIENTS
-        return Reason.ASLEEP if graphs.is_asleep else None
+        return Reason.ASLEEP if cache.is_asleep else None
 
     def run_eagerly(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the callable, and count why. Raises ``FallbackError`` with ``strict``. Needs no lock."""

@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from ...errors import BackendError
 from ..base import CAPTURE_LOCK, Pool
 
 if TYPE_CHECKING:
@@ -58,7 +57,6 @@ class AcceleratorPool(Pool):
         self.backend = backend
         self.device = backend.device
         self._graphs = 0
-        self._closed = False
         self._last: Any = None
         self._placeholder: Any = None
         self._handles: list[Handle] = []
@@ -67,10 +65,8 @@ class AcceleratorPool(Pool):
     def handle(self) -> Handle:
         """The handle to capture into, made on first use.
 
-        Call it with ``CAPTURE_LOCK`` held and no capture in progress. Raises ``BackendError`` after ``close``.
+        Call it with ``CAPTURE_LOCK`` held and no capture in progress.
         """
-        if self._closed:
-            raise BackendError("the pool is closed; make another with make_pool()")
         if self._placeholder is None:
             new = self.new_handle()
             graph = self.backend.make_graph(new)
@@ -160,19 +156,20 @@ class AcceleratorPool(Pool):
         known = self._bytes_by_handle()
         return sum(known[handle] for handle in self._handles)
 
-    def close(self) -> None:
-        """Release the memory; idempotent. Never call it inside a capture of the same thread.
-
-        Memory that no graph and no tensor uses goes back to the driver now, together with the rest of the allocator's
-        cache, because torch gives the memory of a finished pool to nobody else. Memory that is still in use goes back
-        when the allocator next empties its cache.
-        """
+    def trim(self) -> None:
+        """Give back what captures that failed have left, if there is no graph. Never call it inside a capture of the
+        same thread."""
         with CAPTURE_LOCK:
-            self._closed = True
-            self._let_go()
+            if not self._graphs:
+                self._let_go()
 
     def _let_go(self) -> None:
-        """Give the handle and its memory back."""
+        """Give the handle and its memory back.
+
+        Memory that no tensor uses goes back to the driver now, together with the rest of the allocator's cache, because
+        torch gives the memory of a finished pool to nobody else. Memory that is still in use goes back when the
+        allocator next empties its cache.
+        """
         placeholder, self._placeholder = self._placeholder, None
         if placeholder is not None:
             placeholder.reset()
@@ -195,7 +192,7 @@ class AcceleratorPool(Pool):
         return known
 
     def __repr__(self) -> str:
-        condition = "closed" if self._closed else "open" if self._placeholder is not None else "empty"
+        condition = "open" if self._placeholder is not None else "empty"
         return f"<{type(self).__name__} {self.device} {condition} generation={self.generation}>"
 
 

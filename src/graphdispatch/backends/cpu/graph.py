@@ -250,9 +250,6 @@ class CPUPool(Pool):
     def order_after_last_use(self) -> None:
         """Do nothing: replays run at once, on the thread that holds the pool's lock."""
 
-    def close(self) -> None:
-        """Do nothing: an arena is freed with its last graph."""
-
 
 class CPUGraph(Graph):
     """A program bound to memory. A replay runs it on the calling thread."""
