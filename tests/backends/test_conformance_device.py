@@ -110,7 +110,7 @@ def test_an_event_orders_two_streams(backend: Backend) -> None:
 
 
 def test_a_timer_is_read_later(backend: Backend, draw: Draw) -> None:
-    """None before its end was reached, milliseconds after."""
+    """None before its end was reached, milliseconds after; to start again forgets the earlier end."""
     timer = backend.make_timer()
     assert timer.elapsed_ms() is None
     timer.start()
@@ -120,6 +120,8 @@ def test_a_timer_is_read_later(backend: Backend, draw: Draw) -> None:
     backend.synchronize()
     elapsed = timer.elapsed_ms()
     assert elapsed >= 0
+    timer.start()
+    assert timer.elapsed_ms() is None
 
 
 def test_a_weak_reference_is_the_same_memory(backend: Backend, draw: Draw) -> None:

@@ -50,16 +50,6 @@ def test_current_stream_nests_and_is_restored(backend: Backend) -> None:
     assert backend.current_stream() is default
 
 
-def test_a_timer_can_run_again_and_inline(backend: Backend) -> None:
-    """Starting again forgets the earlier end."""
-    timer = backend.make_timer()
-    timer.start()
-    timer.stop()
-    assert timer.elapsed_ms() is not None
-    timer.start()
-    assert timer.elapsed_ms() is None
-
-
 def test_a_stream_of_another_backend_is_refused(backend: Backend) -> None:
     """Only the CPU backend's own streams can be current or be waited for."""
     foreign: Any = object()
