@@ -34,46 +34,6 @@ def x_of(value: float, rows: int = 4) -> torch.Tensor:
     return torch.full((rows, 3), float(value), device=DEVICE)
 
 
-def test_outputs_of_one_graph_survive_another() -> None:
-    """The hazard of a dropped output's block: each answer stays what it was."""
-    step = graphed(lambda x: (x * 2).cumsum(0), dynamic={"x": 0}, sizes=(2, 4, 8), options=AT_ONCE)
-    answers = []
-    for turn in range(4):
-        for rows in (8, 2, 4, 3):
-            x = torch.randn(rows, 3, device=DEVICE)
-            answers.append((step(x), (x * 2).cumsum(0), turn))
-    for answer, expected, turn in answers:
-        torch.testing.assert_close(answer, expected, msg=str(turn))
-
-
-def test_a_freed_input_harms_no_graph() -> None:
-    """The hazard of a freed input: the library reads its own copy."""
-    step = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
-    for value in range(4):
-        x = x_of(value)
-        out = step(x)
-        del x
-        x_of(99)
-        assert out.cpu()[0, 0] == value + 1
-
-
-def test_a_weight_that_moved_is_noticed() -> None:
-    """The graph holds the old address, which somebody else has now."""
-    module = torch.nn.Linear(3, 3).to(DEVICE)
-    step = graphed(module, dynamic={"input": 0}, sizes=(4,), options=AT_ONCE)
-    for _ in range(3):
-        assert_served_or_captured(step)
-    module.weight = torch.nn.Parameter(torch.randn(3, 3, device=DEVICE))
-    for _ in range(3):
-        assert_served_or_captured(step)
-
-
-def assert_served_or_captured(step: object) -> None:
-    """Whatever serves, the answer is eager's."""
-    x = torch.randn(4, 3, device=DEVICE)
-    torch.testing.assert_close(step(x), step.unwrap()(x))  # type: ignore[attr-defined, operator]
-
-
 def test_a_caller_on_another_stream_waits() -> None:
     """The hazard of a missing wait: the pool's last use is waited for, however long it takes."""
     step = graphed(lambda x: (x * 2).cumsum(0), dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
@@ -185,18 +145,6 @@ def test_a_capture_without_memory_is_given_up() -> None:
         x = torch.randn(4, 3, device=DEVICE)
         torch.testing.assert_close(step(x).cpu(), (x * 2).cpu())
     assert step.last_decision.reason.is_graph, step.explain(x)
-
-
-def test_what_cannot_be_captured_runs_eagerly() -> None:
-    """With the reason, and the next callable is captured."""
-
-    def reads(x: torch.Tensor) -> torch.Tensor:
-        return x + 1 if x.sum().item() > 0 else x - 1
-
-    step = graphed(reads, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
-    for value in (1, -1):
-        assert step(x_of(value)).cpu()[0, 0] == value * 2
-    assert step.last_decision.reason is Reason.CAPTURE_UNSAFE or not step.last_decision.reason.is_graph
 
 
 def test_a_poisoned_capture_gives_its_handle_up(backend: Backend) -> None:
