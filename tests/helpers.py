@@ -57,9 +57,7 @@ def assert_served(step: Any, *args: Any, **kwargs: Any) -> None:
     """Call ``step``, and its callable on the same inputs: assert that a graph served, with eager's answer."""
     answer = step(*args, **kwargs)
     assert_same(answer, step.unwrap()(*args, **kwargs), step.explain(*args, **kwargs))
-    decision = step.last_decision
-    assert decision is not None
-    assert decision.reason.is_graph, step.explain(*args, **kwargs)
+    assert step.last_decision.reason.is_graph, step.explain(*args, **kwargs)
 
 
 def check_rows(step: Any, *shapes: int | tuple[int, ...], width: int = 3, **how: Any) -> list[Reason]:
@@ -96,7 +94,6 @@ def make(fn: Callable[..., Any] = double, **options: Any) -> Graphed[..., Any]:
 def reason(step: Graphed[..., Any], *args: Any, **kwargs: Any) -> Reason:
     """The reason of one call."""
     step(*args, **kwargs)
-    assert step.last_decision is not None
     return step.last_decision.reason
 
 

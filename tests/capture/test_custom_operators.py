@@ -103,7 +103,6 @@ def test_gradients_pass_an_operator_that_was_revealed() -> None:
         recorded(lambda: torch.zeros(3))
         x = torch.zeros(3, requires_grad=True)
         op(x).sum().backward()
-    assert x.grad is not None
     assert x.grad.tolist() == [2.0, 2.0, 2.0]
 
 

@@ -117,7 +117,6 @@ def test_the_proof_says_what_changed() -> None:
     for rows in (4, 3):
         step(torch.rand(rows, 3))
     proof = step.entries[0].proof
-    assert proof is not None
     assert (proof.independent, proof.deterministic, proof.perturbation) == (False, True, "large numbers")
     assert proof.what.startswith("output 1 changes")
     assert "with large numbers in the padding rows, output 1 changes" in step.explain(torch.rand(3, 3))

@@ -206,11 +206,7 @@ NAN, INF = float("nan"), float("inf")
 def test_difference(eager: list[Any], graph: list[Any], tolerance: Tolerance, words: str | None) -> None:
     """Two tensors agree within a tolerance of eager's largest value, or the sentence says how they do not."""
     found = difference(torch.tensor(eager), torch.tensor(graph), tolerance)
-    if words is None:
-        assert found is None
-    else:
-        assert found is not None
-        assert re.search(words, found)
+    assert found is None if words is None else re.search(words, found)
 
 
 @pytest.mark.parametrize("mask", [torch.finfo(torch.float32).min, -1e9, 0.0])

@@ -19,9 +19,6 @@ from graphdispatch.errors import BackendError, CaptureError, DeviceLostError, Re
 
 from ..helpers import AT_ONCE, assert_served, compiled_operator, in_threads, may_capture, run_python
 
-TRUST = CUDAGraphOptions(verify=False)
-MIB = 1 << 20
-
 
 @pytest.fixture
 def backend() -> Backend:
@@ -137,7 +134,7 @@ def test_a_capture_without_memory_is_given_up() -> None:
     expected = (x * 2).cpu()
     torch.testing.assert_close(step.unwrap()(x).cpu(), expected)
     torch.accelerator.empty_cache()
-    limit_memory(torch.accelerator.memory_reserved() + 6 * MIB)
+    limit_memory(torch.accelerator.memory_reserved() + (6 << 20))
     torch.testing.assert_close(step(x).cpu(), expected)
     assert step.last_decision.reason is Reason.OUT_OF_MEMORY, step.explain(x)
     limit_memory()
@@ -228,7 +225,8 @@ def test_a_compiled_operator_without_a_key_is_seen() -> None:
 
 def test_a_step_of_a_dispatcher_keeps_the_callers_memory() -> None:
     """The caller's stream allocated it, and may have it back before the worker's stream has read it."""
-    dispatcher = StreamDispatcher(lambda x: x * 2, 2, backend=get_backend("queued"), options=TRUST)
+    options = CUDAGraphOptions(verify=False)
+    dispatcher = StreamDispatcher(lambda x: x * 2, 2, backend=get_backend("queued"), options=options)
     key = DispatchKey(4, 4)
     dispatcher.capture(key, (x_of(0),))
     torch.accelerator.synchronize()

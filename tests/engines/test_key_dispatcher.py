@@ -294,13 +294,14 @@ def test_a_decision_does_not_depend_on_the_order_of_the_keys() -> None:
 
 
 def test_a_key_that_is_added_serves() -> None:
-    """Keys that were read before stay as they were."""
+    """Keys that were read before stay as they were; ``repr`` counts them."""
     dispatcher = plan(FULL)
     keys = dispatcher.cudagraph_keys
     dispatcher.add_cudagraph_key(FULL, desc(9))
     assert dispatcher.dispatch(desc(9)) == (FULL, desc(9))
     assert dispatcher.decide(9).descriptor == desc(9)
     assert desc(9) not in keys[FULL]
+    assert repr(dispatcher) == "<CudagraphKeyDispatcher FULL, 0 PIECEWISE, 5 FULL keys>"
 
 
 def engine(**compilation: Any) -> SimpleNamespace:
