@@ -119,16 +119,12 @@ def test_a_broken_file_is_made_anew(compiler: Compiler, content: bytes | str, tm
     assert not path.stat().st_mode & 0o022
 
 
-def _no_place(compiler: Compiler) -> None:
-    os.environ["XDG_CACHE_HOME"] = str(compiler.path)
-
-
 FAULTS: dict[str, tuple[Callable[[Compiler], Any], str]] = {
     "a folder that others may write": (
         lambda _: cache_folder().chmod(0o777),
         "this user alone may write; set XDG_CACHE_HOME",
     ),
-    "no place": (_no_place, "there is no place to keep it"),
+    "no place": (lambda one: os.environ.update(XDG_CACHE_HOME=str(one.path)), "there is no place to keep it"),
     "no compiler": (lambda compiler: compiler.path.unlink(), "compiler cannot be run"),
     "a compiler that fails": (lambda compiler: compiler.write("echo no such header >&2; exit 1\n"), "no such header"),
     "no binary": (
