@@ -36,7 +36,7 @@ bench: $(VENV)/.native ## ratios measured in one run
 gpu-test: ## the tests that need a CUDA device; GPU_PYTHON=python3 names a python with torch for CUDA
 	@$(GPU_PYTHON) -c 'import torch; torch.cuda.is_available() or exit("gpu-test needs a CUDA device; none found")'
 	@$(GPU_PYTHON) -m pytest $(ON_DEVICE) $(ARGS)
-	@GRAPHDISPATCH_TEST_DEVICE=cuda $(GPU_PYTHON) -m pytest $(ON_ANY_DEVICE) tests/property/test_threads.py $(ARGS)
+	@GRAPHDISPATCH_TEST_DEVICE=cuda $(GPU_PYTHON) -m pytest $(ON_ANY_DEVICE) tests/soak $(ARGS)
 
 clean: ## remove environments and builds
 	@rm -rf $(VENV) $(CUDA_VENV) $(VLLM_VENV) $(DRIFT_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

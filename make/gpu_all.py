@@ -21,7 +21,7 @@ CONFORMANCE = ("tests/backends/test_conformance_capture.py", "tests/backends/tes
 ANY_DEVICE = (
     "tests/property/test_piecewise.py",
     "tests/property/test_sequences.py",
-    "tests/property/test_threads.py",
+    "tests/soak",
     "tests/behaviour/test_surroundings.py",
     "tests/behaviour/test_footguns_rows.py",
     "tests/behaviour/test_footguns_breaks.py",

@@ -84,7 +84,7 @@ native-check: $(VENV)/.test
 		$(BIN)/python -m pytest $(NATIVE_TESTS) $(ARGS)
 	@TSAN_OPTIONS="suppressions=$(CURDIR)/tests/native/threads.supp report_mutex_bugs=0" \
 		PYTHONPATH=$(SANITIZED)/threads LD_PRELOAD="$(call SANITIZER_LIBRARIES,libtsan)" \
-		$(BIN)/python tests/native/threads.py
+		$(BIN)/python -c "import torch; torch.set_num_threads(1); from tests.soak.test_soak import Soak; Soak(roomy=True).run(16000)"
 	@PYTHONPATH=tests/native $(BIN)/python -m pytest -p traps $(NATIVE_TESTS) $(ARGS)
 	@PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:handle_segv=0 LD_PRELOAD="$(call SANITIZER_LIBRARIES,libasan libubsan)" \
 		QUEUED_FLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all" PYTHONPATH=tests/device \

@@ -95,6 +95,14 @@ def no_gradients() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """``torch.compile`` has compiled nothing before the test, and keeps nothing of it."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(autouse=True)
 def same_log_level() -> Iterator[None]:
     """What a test or a snippet logs, no later one does."""

@@ -1,5 +1,6 @@
 """What tests of all front ends share."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -56,26 +57,28 @@ def assert_served(step: Any, *args: Any, **kwargs: Any) -> None:
     """Call ``step``, and its callable on the same inputs: assert that a graph served, with eager's answer."""
     answer = step(*args, **kwargs)
     assert_same(answer, step.unwrap()(*args, **kwargs), step.explain(*args, **kwargs))
-    decision = step.last_decision
-    assert decision is not None
-    assert decision.reason.is_graph, step.explain(*args, **kwargs)
+    assert step.last_decision.reason.is_graph, step.explain(*args, **kwargs)
 
 
-def check_rows(step: Any, *shapes: int | tuple[int, ...], width: int = 3) -> None:
-    """Call ``step`` with a random batch of each shape, or number of rows: its answers have its callable's bits."""
-    for shape in shapes:
-        check_calls(step, torch.randn((shape, width) if isinstance(shape, int) else shape))
+def check_rows(step: Any, *shapes: int | tuple[int, ...], width: int = 3, **how: Any) -> list[Reason]:
+    """Call ``step`` with a random batch of each shape, or number of rows; else as ``check_calls``."""
+    batches = (torch.randn((shape, width) if isinstance(shape, int) else shape) for shape in shapes)
+    return check_calls(step, *batches, **how)
 
 
-def check_calls(step: Any, *batches: Any, fn: Callable[..., Any] | None = None, **near: float) -> None:
+def check_calls(step: Any, *batches: Any, fn: Callable[..., Any] | None = None, **near: float) -> list[Reason]:
     """Call ``step`` with each batch, a tuple of arguments or the only one: its answers are its callable's, or ``fn``'s.
 
-    They have the same bits, or are as ``near`` as ``assert_same`` takes it. What a batch holds is not copied.
+    They have the same bits, or are as ``near`` as ``assert_same`` takes it. What a batch holds is not copied. Returns
+    the reason of each call.
     """
+    reasons = []
     for given in batches:
         args = given if isinstance(given, tuple) else (given,)
         answer = step(*args)
+        reasons.append(step.last_decision.reason)
         assert_same(answer, (fn or step.unwrap())(*args), step.explain(*args), **near)
+    return reasons
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -91,7 +94,6 @@ def make(fn: Callable[..., Any] = double, **options: Any) -> Graphed[..., Any]:
 def reason(step: Graphed[..., Any], *args: Any, **kwargs: Any) -> Reason:
     """The reason of one call."""
     step(*args, **kwargs)
-    assert step.last_decision is not None
     return step.last_decision.reason
 
 
@@ -134,6 +136,17 @@ def recorded(fn: Callable[[], Any], pool: Pool | None = None) -> tuple[Any, Any]
     return capture.graph, out
 
 
+def follows(fn: Callable[[torch.Tensor], torch.Tensor], *shape: int) -> Any:
+    """Check that replays of a graph of ``fn`` over new inputs give eager's bits; returns the graph."""
+    x = torch.randn(*shape)
+    graph, out = recorded(lambda: fn(x))
+    for _ in range(2):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(out, fn(x))
+    return graph
+
+
 def scripted(outputs: Any = "graph", **script: Any) -> MockCUDAGraph:
     """A graph that somebody else captured, which may be replayed."""
     made = MockCUDAGraph(outputs, **script)
@@ -157,6 +170,30 @@ def compiled_operator(schema: str, fn: Callable[..., Any], key: str = "CPU") -> 
     delattr(namespace, name)
     namespace._dir.remove(name)
     library.reset()
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Garbage that is there now is collected, and none that comes within the block."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@contextmanager
+def switching_often(seconds: float) -> Iterator[None]:
+    """Threads interleave far more often than they would: each runs for so long at a time."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(seconds)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 class Clock:

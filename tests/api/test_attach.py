@@ -12,7 +12,7 @@ from torch import nn
 
 import graphdispatch as gd
 
-from ..helpers import AT_ONCE
+from ..helpers import AT_ONCE, check_rows
 
 SIZES = (2, 4)
 
@@ -107,10 +107,8 @@ def test_a_parent_may_be_served_too(pipeline: Pipeline) -> None:
     """Then one graph holds all of it."""
     inner = attached(pipeline)
     outer = gd.graphed(pipeline, dynamic={"x": 0}, sizes=SIZES, options=AT_ONCE)
-    for _ in range(4):
-        x = torch.randn(4, 3)
-        torch.testing.assert_close(outer(x), pipeline.head(pipeline.net._call_impl(x)))
-    assert outer.last_decision.reason is gd.Reason.EXACT
+    reasons = check_rows(outer, *[4] * 4, fn=lambda x: pipeline.head(pipeline.net._call_impl(x)))
+    assert reasons[-1] is gd.Reason.EXACT
     assert not inner.entries
 
 
@@ -175,10 +173,7 @@ def test_a_served_method_is_still_a_method() -> None:
     gd.attach(coder, method="forward", dynamic={"x": 0}, sizes=SIZES, options=AT_ONCE)
     assert list(inspect.signature(coder.forward).parameters) == ["x"]
     outer = gd.graphed(coder, dynamic={"x": 0}, sizes=SIZES, options=AT_ONCE)
-    for _ in range(3):
-        x = torch.randn(4, 3)
-        torch.testing.assert_close(outer(x), coder.inner(x))
-    assert outer.last_decision.reason is gd.Reason.EXACT
+    assert check_rows(outer, 4, 4, 4, fn=coder.inner)[-1] is gd.Reason.EXACT
     for name in ("forward", "inner"):
         with pytest.raises(
             gd.ConfigError, match=f"method of the module's class that nobody has replaced, got '{name}'"

@@ -19,7 +19,8 @@ from graphdispatch.engines import EvictionReason
 from graphdispatch.errors import ConfigError
 
 from ..behaviour.front_ends import FRONT_ENDS
-from ..helpers import AT_ONCE, Behind, batch, check_rows, in_threads, make, reason
+from ..helpers import Behind, batch, check_calls, check_rows, in_threads, make, reason
+from .test_copies import Model
 
 
 def takes_two(x: torch.Tensor, y: Any) -> torch.Tensor:
@@ -42,7 +43,7 @@ def test_spellings_go_with_their_last_kind() -> None:
 def test_a_kind_whose_graph_was_evicted_makes_way() -> None:
     """It is the graphs that are there which count."""
     step = make(max_signatures=1)
-    step(batch(4))
+    check_rows(step, 4)
     (group,) = step._graphs.groups.values()
     gone = weakref.ref(group.inputs)
     del group
@@ -120,10 +121,7 @@ def test_an_argument_may_have_any_name() -> None:
 class Counting(torch.nn.Module):
     """Counts its calls in Python, as long as it is told to."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = True
-        self.calls = 0
+    counts, calls = True, 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += self.counts
@@ -171,20 +169,18 @@ def test_what_is_made_in_the_first_call_alone_is_captured_at_the_second() -> Non
             return x + self.table
 
     step = make(Lazy().eval(), sizes=(4,), capture_after=1)
-    reasons = [reason(step, batch(4)) for _ in range(4)]
-    assert reasons == [Reason.STATE_REBOUND, Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
+    expected = [Reason.STATE_REBOUND, Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
+    assert [reason(step, batch(4)) for _ in range(4)] == expected
 
 
 def test_unguarded_weights_are_captured_anew_after_clear() -> None:
     """With ``guard_weights=False`` the caller says when they move; what is captured then is guarded from then on."""
     layer = torch.nn.Linear(3, 3).eval()
     step = make(layer, dynamic={"input": 0}, sizes=(4,), options=CUDAGraphOptions(guard_weights=False))
-    for _ in range(4):
-        step(batch(4))
+    check_rows(step, *[4] * 4)
     layer.weight = torch.nn.Parameter(torch.randn(3, 3), requires_grad=False)
     step.clear()
-    check_rows(step, 4, 4, 4, 4)
-    assert step.last_decision.reason is Reason.EXACT
+    assert check_rows(step, *[4] * 4)[-1] is Reason.EXACT
 
 
 @pytest.mark.parametrize("guards", [True, False])
@@ -192,8 +188,7 @@ def test_graphs_of_other_sizes_tell_how_outputs_follow_the_batch(guards: bool) -
     """Guarded or not: so a callable that takes an even number of rows alone need not be asked about an odd one."""
     options = CUDAGraphOptions(guard_weights=guards, capture_after=1)
     step = make(lambda x: (x.view(-1, 2, 3) * 2).view(x.shape), sizes=(2, 8), options=options)
-    reasons = [reason(step, batch(rows)) for rows in (4, 2)]
-    assert reasons == [Reason.CAPTURED_NOW, Reason.CAPTURED_NOW]
+    assert check_rows(step, 4, 2) == [Reason.CAPTURED_NOW, Reason.CAPTURED_NOW]
 
 
 @pytest.mark.parametrize("mode", ["NONE", "none", 0])
@@ -236,10 +231,7 @@ def test_prewarm_finds_mixed_rows() -> None:
     """``prewarm`` tests what padding does, so that the graph of a model that mixes rows serves full batches alone."""
     step = make(lambda x: x - x.mean(0), sizes=(4,))
     step.prewarm(batch(3))
-    check_rows(step, 3)
-    assert step.last_decision.reason is Reason.VERIFICATION_FAILED
-    check_rows(step, 4)
-    assert step.last_decision.reason is Reason.EXACT
+    assert check_rows(step, 3, 4) == [Reason.VERIFICATION_FAILED, Reason.EXACT]
 
 
 def test_outputs_are_those_of_the_options() -> None:
@@ -262,14 +254,8 @@ def test_attributes_are_set_on_the_callable() -> None:
 @pytest.mark.parametrize("dynamic", [{"inputs": 0}, {"inputs[0]": 0, "inputs[1]": 0}], ids=["all", "one by one"])
 def test_variadic_arguments_are_named_after_their_parameter(dynamic: dict[str, int]) -> None:
     """``*inputs`` is one name for all of them, and each has its own."""
-
-    def add(*inputs: torch.Tensor) -> torch.Tensor:
-        return inputs[0] + 2 * inputs[1]
-
-    step = gd.graphed(add, dynamic=dynamic, sizes=(4,), options=AT_ONCE)
-    for rows in (4, 3, 4, 3):
-        a, b = torch.randn(rows, 2), torch.randn(rows, 2)
-        assert torch.equal(step(a, b), a + 2 * b)
+    step = make(lambda *inputs: inputs[0] + 2 * inputs[1], dynamic=dynamic, sizes=(4,))
+    check_calls(step, *((torch.randn(rows, 2), torch.randn(rows, 2)) for rows in (4, 3, 4, 3)))
     assert step.stats.hits == 2
 
 
@@ -305,30 +291,16 @@ def test_buffers_are_read_and_written_once_a_call(name: str, options: CUDAGraphO
 def sine(**options: Any) -> Any:
     """A served sine."""
     step = make(lambda x: x.sin(), sizes=(4,), **options)
-    for _ in range(3):
-        step(batch(4))
+    check_rows(step, 4, 4, 4)
     assert step.stats.hits == 1
     return step
-
-
-class Calls(nn.Module):
-    """Calls the served method of its layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-        self.step = make(self.layer.forward, dynamic={"input": 0}, sizes=(4,))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        """By the step."""
-        return self.step(x)
 
 
 def test_transforms_over_a_served_callable() -> None:
     """``torch.vmap`` over its arguments and over the weights behind it give eager's answers."""
     x = torch.randn(5, 4, 3)
     assert torch.equal(torch.vmap(sine())(x), x.sin())
-    model, x = Calls(), batch(4)
+    model, x = Model(), batch(4)
     for _ in range(3):
         model(x)
     weights = {name: torch.stack([value.detach(), value.detach() * 2]) for name, value in model.named_parameters()}
@@ -342,13 +314,13 @@ def test_a_mode_sees_the_operators() -> None:
     step, fresh, x = sine(), make(lambda x: x.sin(), sizes=(4,)), batch(4)
     with Behind(lambda func, result: result * 3 if func is torch.ops.aten.sin.default else result):
         for each in (step, fresh, step, fresh):
-            within = each(x)
-            assert torch.equal(within, x.sin())
+            check_calls(each, x)
+        within = step(x)
         assert step.last_decision.reason is Reason.MODE_ACTIVE
         assert fresh.stats.hits == 0
     assert torch.allclose(within, 3 * x.sin())
     for each in (step, fresh, fresh, fresh):
-        assert torch.equal(each(x), x.sin())
+        check_calls(each, x)
     assert step.stats.hits == 2
 
 
@@ -357,8 +329,7 @@ def test_another_default_device_is_another_call(around: Any) -> None:
     """What the callable makes lies on that device; a graph of the same device serves."""
     step = make(lambda x: (x + 1, torch.ones(2)), sizes=(4,))
     with around:
-        for _ in range(4):
-            step(batch(4))
+        check_rows(step, *[4] * 4)
     assert step.stats.hits == 2
     x = batch(4)
     with torch.device("meta"):

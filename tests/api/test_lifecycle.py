@@ -1,7 +1,7 @@
 """``invalidate``, ``sleep``, ``wake`` and ``freeze``, behind each front end that has them."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import graphdispatch as gd
 from graphdispatch import Reason
 
 from ..behaviour.front_ends import FRONT_ENDS
-from ..helpers import AT_ONCE, check_rows, double, make, reason
+from ..helpers import AT_ONCE, check_rows, collector_off, double, make
 
 SIZE = 4
 
@@ -89,18 +89,18 @@ def test_nothing_is_captured_asleep(served: Served) -> None:
     served.settle()
 
 
-@pytest.mark.parametrize("change", ["assigned", "data", "in place", "loaded"])
+CHANGES: dict[str, Callable[[Model, torch.Tensor], Any]] = {
+    "assigned": lambda model, weight: setattr(model, "weight", torch.nn.Parameter(weight)),
+    "data": lambda model, weight: setattr(model.weight, "data", weight),
+    "in place": lambda model, weight: model.weight.copy_(weight),
+    "loaded": lambda model, weight: model.load_state_dict({"weight": weight, "bias": torch.zeros(3)}, assign=True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_waking_awake_serves_the_present_weights(served: Served, change: str) -> None:
     """``wake`` without a ``sleep`` before it hides no change of the weights."""
-    weight = torch.randn(3, 3)
-    if change == "assigned":
-        served.model.weight = torch.nn.Parameter(weight)
-    elif change == "data":
-        served.model.weight.data = weight
-    elif change == "in place":
-        served.model.weight.copy_(weight)
-    else:
-        served.model.load_state_dict({"weight": weight, "bias": torch.zeros(3)}, assign=True)
+    CHANGES[change](served.model, torch.randn(3, 3))
     served.front.wake()
     served.settle()
 
@@ -145,32 +145,20 @@ def _large(least: int) -> list[torch.Tensor]:
     return [one for one in tensors if one.untyped_storage().nbytes() >= least]
 
 
-@pytest.fixture
-def _without_collector() -> Iterator[None]:
-    gc.collect()
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
-@pytest.mark.usefixtures("_without_collector")
 @pytest.mark.parametrize("how", ["sleep", "clear", "invalidate"])
 def test_memory_is_given_back_at_once(how: str) -> None:
     """No cycle of objects keeps inputs, outputs or plans until Python's collector runs."""
     width = 20_011
-    before = len(_large(SIZE * width * 4))
-    step = gd.graphed(lambda x: x.cos() + 1, dynamic={"x": 0}, sizes=(1, SIZE), options=AT_ONCE)
-    for rows in (SIZE, SIZE, SIZE, 1, 1, 1, SIZE):
-        step(torch.randn(rows, width))
-    assert len(_large(SIZE * width * 4)) > before
-    getattr(step, how)()
-    if how == "invalidate":
-        step.sleep()
-    assert len(_large(SIZE * width * 4)) == before
+    with collector_off():
+        before = len(_large(SIZE * width * 4))
+        step = gd.graphed(lambda x: x.cos() + 1, dynamic={"x": 0}, sizes=(1, SIZE), options=AT_ONCE)
+        for rows in (SIZE, SIZE, SIZE, 1, 1, 1, SIZE):
+            step(torch.randn(rows, width))
+        assert len(_large(SIZE * width * 4)) > before
+        getattr(step, how)()
+        if how == "invalidate":
+            step.sleep()
+        assert len(_large(SIZE * width * 4)) == before
 
 
 def test_what_was_not_compared_runs_eagerly() -> None:
@@ -178,10 +166,10 @@ def test_what_was_not_compared_runs_eagerly() -> None:
     step = make(sizes=(4, 8))
     step(torch.randn(4, 3))
     step.freeze()
-    assert [reason(step, torch.randn(rows, 3)) for rows in (4, 3, 8)] == [Reason.FROZEN] * 3
+    assert check_rows(step, 4, 3, 8) == [Reason.FROZEN] * 3
     assert "unfreeze()" in step.explain(torch.randn(3, 3))
     step.unfreeze()
-    assert reason(step, torch.randn(4, 3)) is Reason.VERIFIED_NOW
+    assert check_rows(step, 4) == [Reason.VERIFIED_NOW]
 
 
 def test_graphs_of_another_state_are_checked_again_too() -> None:
@@ -194,8 +182,7 @@ def test_graphs_of_another_state_are_checked_again_too() -> None:
     step = make(scaled, sizes=(4,), options=gd.CUDAGraphOptions(verify_every=4))
     for scale in (2.0, 3.0):
         held["scale"] = scale
-        for _ in range(3):
-            step(torch.randn(4, 3))
+        check_rows(step, 4, 4, 4)
     step.freeze()
     held["scale"] = 2.0
     step(torch.randn(4, 3))

@@ -78,15 +78,20 @@ def test_there_is_room_for_every_size() -> None:
     assert config.replace(options=CUDAGraphOptions(max_cached_graphs=3)).max_cached_graphs == 3
 
 
+def logged(caplog: pytest.LogCaptureFixture, step: Any, *rows: int, level: int = logging.INFO) -> list[str]:
+    """What is logged of calls with so many rows."""
+    with caplog.at_level(level, logger="graphdispatch"):
+        for count in rows:
+            step(torch.randn(count, 3))
+    return [record.getMessage() for record in caplog.records]
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_replays_are_logged_where_asked_for(caplog: pytest.LogCaptureFixture, enabled: bool) -> None:
     """By the logger ``graphdispatch``, with the graph and the rows; without the option only the capture is logged."""
     options = CUDAGraphOptions(debug_log_enable=enabled)
     step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), options=options.replace(capture_after=1))
-    with caplog.at_level(logging.DEBUG, logger="graphdispatch"):
-        for rows in (3, 3, 3, 4):
-            step(torch.randn(rows, 3))
-    lines = [record.getMessage() for record in caplog.records]
+    lines = logged(caplog, step, 3, 3, 3, 4, level=logging.DEBUG)
     assert [line.split()[0] for line in lines] == ["captured"] + ["replaying", "replaying"] * enabled
     assert not enabled or lines[1].endswith("for 3 rows")
 
@@ -95,10 +100,7 @@ def test_captures_evictions_and_new_reasons_are_lines_without_repeats(caplog: py
     """Each names what it is about; a reason that comes again and again is logged once, and ways to a graph never."""
     layer = torch.nn.Linear(3, 3).eval().requires_grad_(False)
     step = graphed(layer, dynamic={"input": 0}, sizes=(4, 8), options=CUDAGraphOptions(max_cached_graphs=1))
-    with caplog.at_level(logging.INFO, logger="graphdispatch"):
-        for rows in (3, 3, 3, 9, 9, 9, 7, 7, 9):
-            step(torch.randn(rows, 3))
-    lines = [record.getMessage() for record in caplog.records]
+    lines = logged(caplog, step, 3, 3, 3, 9, 9, 9, 7, 7, 9)
     assert [line.split()[0] for line in lines] == ["captured", "eager", "evicted", "captured"]
     assert lines[0].startswith("captured callable=Linear mode=FULL rows=4 ms=")
     assert lines[1] == (
@@ -111,8 +113,5 @@ def test_captures_evictions_and_new_reasons_are_lines_without_repeats(caplog: py
 def test_a_refused_capture_is_logged_with_its_line(caplog: pytest.LogCaptureFixture) -> None:
     """Once, however often the call comes."""
     step = graphed(lambda x: x * float(x.sum()), dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
-    with caplog.at_level(logging.INFO, logger="graphdispatch"):
-        for _ in range(40):
-            step(torch.randn(4, 3))
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = logged(caplog, step, *[4] * 40)
     assert "reason=capture_unsafe rows=4: aten._local_scalar_dense.default reads a value back to the host" in line

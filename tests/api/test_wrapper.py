@@ -94,22 +94,17 @@ def test_a_graph_for_each_descriptor() -> None:
     assert wrapper.get_entry(BatchDescriptor(8)) is None
 
 
-def make(**options: Any) -> AdaptiveCUDAGraphWrapper:
-    """A wrapper around ``double``."""
-    return AdaptiveCUDAGraphWrapper(double, **options)
-
-
 @pytest.mark.parametrize(("least", "left"), [(3, {1, 3}), (0, {2, 3})])
 def test_what_was_hardly_replayed_goes_first(least: int, left: set[int]) -> None:
     """A graph below ``min_replays_to_keep`` goes before one above that was used longer ago; with 0 the latter does."""
-    wrapper = make(max_cached_graphs=2, min_replays_to_keep=least)
+    wrapper = AdaptiveCUDAGraphWrapper(double, max_cached_graphs=2, min_replays_to_keep=least)
     serve(wrapper, *[1] * 5, *[2] * 4, 3, 3)
     assert kept(wrapper) == left
 
 
 def test_hot_shapes_are_counted_with_and_without_a_graph() -> None:
     """Every call of a descriptor counts, also those of graphs that were evicted since."""
-    wrapper = make(max_cached_graphs=1)
+    wrapper = AdaptiveCUDAGraphWrapper(double, max_cached_graphs=1)
     serve(wrapper, *[4] * 7, *[2] * 9, 1)
     assert kept(wrapper) == {2}
     assert wrapper.get_hot_shapes() == [(BatchDescriptor(2), 9), (BatchDescriptor(4), 7), (BatchDescriptor(1), 1)]
@@ -118,7 +113,7 @@ def test_hot_shapes_are_counted_with_and_without_a_graph() -> None:
 
 def test_prewarm_captures_before_the_first_call() -> None:
     """Each shape has its graph, largest first, compared with a second batch; the first real batch is served."""
-    wrapper = make()
+    wrapper = AdaptiveCUDAGraphWrapper(double)
     shapes = [BatchDescriptor(2), 4, BatchDescriptor(3, 3)]
     done = wrapper.prewarm(shapes, lambda descriptor: torch.zeros(descriptor.num_tokens, 3))
     assert done == [BatchDescriptor(4), BatchDescriptor(3, 3), BatchDescriptor(2)]

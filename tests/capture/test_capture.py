@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from graphdispatch import CUDAGraphOptions, Reason, graphed
 from graphdispatch.engines import AdaptiveCUDAGraphWrapper, BatchDescriptor
 
+from ..behaviour.cases import Box
 from ..helpers import Spy, assert_same, make
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -86,17 +88,11 @@ def test_arguments_that_share_memory_which_is_only_read_are_captured() -> None:
 Probe = Callable[[], bool]
 
 
-class Cycle:
-    """Garbage that only the collector finds."""
-
-    def __init__(self) -> None:
-        self.itself = self
-
-
 def garbage() -> Probe:
     """Makes a cycle that nothing refers to; returns a function that tells whether it is still there."""
-    cycle = weakref.ref(Cycle())
-    return lambda: cycle() is not None
+    cycle = Box()
+    cycle.itself = cycle
+    return partial(lambda ref: ref() is not None, weakref.ref(cycle))
 
 
 def _prewarm_graphed(fn: Callable[..., Any], options: CUDAGraphOptions) -> None:

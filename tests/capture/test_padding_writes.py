@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import graphdispatch as gd
 from graphdispatch import Reason
+
+from ..helpers import check_calls
 
 WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
     "index_fill": lambda c, i: c.index_fill_(0, i, 0),
@@ -73,17 +75,9 @@ def store_rows(cache: Tensor, slots: Tensor) -> None:
     cache[slots] = 1
 
 
-class Seen(nn.Module):
+def noting(write: Callable[[Tensor, Tensor], object], seen: Tensor) -> Callable[[Tensor], Tensor]:
     """Notes by index which slots its rows name."""
-
-    def __init__(self, write: Callable[[Tensor, Tensor], object]) -> None:
-        super().__init__()
-        self.write = write
-        self.register_buffer("seen", torch.zeros(6, 2))
-
-    def forward(self, slots: Tensor) -> Tensor:
-        self.write(self.seen, slots)
-        return slots * 2
+    return lambda slots: (write(seen, slots), slots * 2)[1]
 
 
 NOTES: dict[str, Callable[[Tensor, Tensor], object]] = {
@@ -100,15 +94,15 @@ NOTES: dict[str, Callable[[Tensor, Tensor], object]] = {
 
 def check_slots(write: Callable[[Tensor, Tensor], object], order: list[int], **how: Any) -> None:
     """Batches of these numbers of rows write slots from 0 on, and later ones other slots: all are eager's."""
-    model, eager = Seen(write), Seen(write)
-    step = gd.graphed(model, dynamic={"slots": 0}, sizes=[4], **how)
+    seen, expected = torch.zeros(6, 2), torch.zeros(6, 2)
+    step = gd.graphed(noting(write, seen), dynamic={"slots": 0}, sizes=[4], **how)
     for rows in [*order, 3, 3] if max(order) > 1 else order * 3:
         step(torch.arange(rows))
     for slots in ([1, 2, 3], [3], [5, 4], [4, 3, 2, 1], [2], [5, 1, 4]):
-        for one in (model, eager):
-            one.seen.zero_()
-        assert torch.equal(step(torch.tensor(slots)), eager(torch.tensor(slots)))
-        assert torch.equal(model.seen, eager.seen), step.last_decision
+        for one in (seen, expected):
+            one.zero_()
+        check_calls(step, torch.tensor(slots), fn=noting(write, expected))
+        assert torch.equal(seen, expected), step.last_decision
 
 
 @pytest.mark.parametrize("order", [[3, 3, 3], [4, 4, 4], [2, 2, 3], [3, 3, 4], [3, 4, 3], [1, 1, 1]], ids=str)
@@ -121,8 +115,9 @@ def test_slots_from_zero_on_hide_nothing(name: str, order: list[int]) -> None:
 @pytest.mark.parametrize("rows", [2, 3, 4])
 def test_slots_that_do_not_follow_the_rows_are_served(rows: int) -> None:
     """What each call writes at the same place, by an index of the model's own, pads as before."""
-    place = torch.tensor([2])
-    step = gd.graphed(Seen(lambda c, i: c.index_add_(0, place, torch.ones(1, 2))), dynamic={"slots": 0}, sizes=[4])
+    place, seen = torch.tensor([2]), torch.zeros(6, 2)
+    fn = noting(lambda c, i: c.index_add_(0, place, torch.ones(1, 2)), seen)
+    step = gd.graphed(fn, dynamic={"slots": 0}, sizes=[4])
     for one in (rows, rows, rows, 3, 2, 3, 2, 3):
         step(torch.randperm(6)[:one])
     assert step.last_decision.reason is Reason.PADDED

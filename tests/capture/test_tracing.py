@@ -2,7 +2,6 @@
 
 import cProfile
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,12 +11,7 @@ import graphdispatch as gd
 
 from ..helpers import HAS_CORE, Seen, check_rows, frames_of, make, recorded, run_python
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def fn(x: torch.Tensor) -> torch.Tensor:

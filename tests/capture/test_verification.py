@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from torch import nn
 
 from graphdispatch import CUDAGraphOptions, Dim, Graphed, OutputView, Reason
 from graphdispatch.capture.compare import Tolerance, difference, tolerance_for
@@ -22,18 +21,13 @@ def make(fn: Callable[..., Any], **options: Any) -> Graphed[..., Any]:
     return helpers.make(fn, **{"sizes": (4,)} | options)
 
 
-def reasons(step: Graphed[..., Any], *batches: torch.Tensor) -> list[Reason]:
-    """The reason of each call."""
-    return [helpers.reason(step, batch) for batch in batches]
-
-
 def test_identical_batches_stay_pending() -> None:
     """The same batch again is served, but proves nothing: the comparison waits for a different one."""
     step = make(lambda x: x * 2)
     x = torch.randn(4, 3)
-    assert reasons(step, x, x.clone(), x) == [Reason.CAPTURED_NOW, Reason.EXACT, Reason.EXACT]
+    assert check_calls(step, x, x.clone(), x) == [Reason.CAPTURED_NOW, Reason.EXACT, Reason.EXACT]
     assert step.entries[0].state is EntryState.CAPTURED
-    assert reasons(step, x + 1, x) == [Reason.VERIFIED_NOW, Reason.EXACT]
+    assert check_calls(step, x + 1, x) == [Reason.VERIFIED_NOW, Reason.EXACT]
     assert step.entries[0].state is EntryState.VERIFIED
 
 
@@ -55,7 +49,7 @@ def test_a_batch_made_of_a_call_may_show_a_difference() -> None:
     """The call of whose batch it is made then runs eagerly, with the reason."""
     step = make(lambda x: x * torch.get_num_threads())  # which no guard sees
     x, threads = torch.randn(4, 3), torch.get_num_threads()
-    assert reasons(step, *[x] * 8) == [Reason.CAPTURED_NOW, *[Reason.EXACT] * 7]
+    assert check_calls(step, *[x] * 8) == [Reason.CAPTURED_NOW, *[Reason.EXACT] * 7]
     torch.set_num_threads(threads + 1)
     try:
         check_calls(step, x)
@@ -68,10 +62,10 @@ def test_first_padded_batch_is_compared() -> None:
     """The first batch of each number of rows is compared; full batches need it once."""
     step = make(lambda x: x * 2)
     full, padded = torch.randn(2, 4, 3), torch.randn(3, 3)
-    assert reasons(step, *full, full[0]) == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
-    assert reasons(step, padded, padded, full[0]) == [Reason.VERIFIED_NOW, Reason.PADDED, Reason.EXACT]
-    assert reasons(step, padded[:2], padded[:2], padded) == [Reason.VERIFIED_NOW, Reason.PADDED, Reason.PADDED]
-    assert reasons(step, padded[:1], padded[:2]) == [Reason.VERIFIED_NOW, Reason.PADDED]
+    assert check_calls(step, *full, full[0]) == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
+    assert check_calls(step, padded, padded, full[0]) == [Reason.VERIFIED_NOW, Reason.PADDED, Reason.EXACT]
+    assert check_calls(step, padded[:2], padded[:2], padded) == [Reason.VERIFIED_NOW, Reason.PADDED, Reason.PADDED]
+    assert check_calls(step, padded[:1], padded[:2]) == [Reason.VERIFIED_NOW, Reason.PADDED]
 
 
 def test_a_batch_repeated_as_a_whole_is_found_while_its_rows_are_nearly_alike() -> None:
@@ -94,7 +88,7 @@ def test_a_batch_with_nan_is_the_same_batch_again() -> None:
     """A batch is another one if its bits are; the same one again proves nothing, and is served unpublished."""
     step = make(lambda x: x.nan_to_num())
     x = torch.tensor([[float("nan"), 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]])
-    assert reasons(step, x, x, x + 1) == [Reason.CAPTURED_NOW, Reason.EXACT, Reason.VERIFIED_NOW]
+    assert check_calls(step, x, x, x + 1) == [Reason.CAPTURED_NOW, Reason.EXACT, Reason.VERIFIED_NOW]
 
 
 def test_state_is_compared_too() -> None:
@@ -107,7 +101,7 @@ def test_state_is_compared_too() -> None:
 
     step = make(fn)
     x = torch.randn(3, 3)
-    assert reasons(step, x) == [Reason.VERIFICATION_FAILED]
+    assert check_calls(step, x) == [Reason.VERIFICATION_FAILED]
     assert "state of shape (3,)" in step.explain(x)
     assert torch.equal(total, x.softmax(0).amax(0))
 
@@ -115,23 +109,19 @@ def test_state_is_compared_too() -> None:
 def test_verification_can_be_switched_off() -> None:
     """With ``verify=False`` a graph serves from the second call, unproven."""
     step = make(lambda x: x * 2, options=CUDAGraphOptions(verify=False))
-    assert reasons(step, *torch.randn(2, 4, 3), torch.randn(2, 3)) == [Reason.CAPTURED_NOW, Reason.EXACT, Reason.PADDED]
+    assert check_rows(step, 4, 4, 2) == [Reason.CAPTURED_NOW, Reason.EXACT, Reason.PADDED]
 
 
 def test_tolerance_is_the_users() -> None:
     """Given tolerances take the place of those by dtype."""
     loose = make(lambda x: x - x.mean(0), options=CUDAGraphOptions(rtol=10.0, atol=10.0))
-    assert reasons(loose, torch.randn(3, 3)) == [Reason.CAPTURED_NOW]
+    assert check_calls(loose, torch.randn(3, 3)) == [Reason.CAPTURED_NOW]
 
 
 def test_rounding_has_its_remedy() -> None:
     """Torch computes more for ``svdvals`` under a mode, and rounds otherwise; the graph of the same rows is to have
     the same bits. The reason says what to do, which serves them."""
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.svdvals(x)
-
-    exact, loose = make(fn), make(fn, options=CUDAGraphOptions(rtol=1e-4))
+    exact, loose = (make(lambda x: torch.linalg.svdvals(x), options=CUDAGraphOptions(rtol=r)) for r in (None, 1e-4))
     for step in (exact, loose):
         check_calls(step, *torch.randn(8, 4, 3, 3), rtol=1.3e-6, atol=1e-5)
     assert "as rounding makes it; CUDAGraphOptions(rtol=0.0001) serves it" in exact.last_decision.explain()
@@ -143,9 +133,7 @@ def test_what_is_moved_in_the_narrowest_types_is_served(dtype: torch.dtype) -> N
     """Torch tells the resolution of some of them, and of others it does not."""
     packed = torch.randint(0, 100, (3, 3), dtype=torch.uint8).view(dtype)
     step = make(lambda x: x @ packed.clone().view(torch.uint8).float())
-    for _ in range(4):
-        step(torch.rand(4, 3))
-    assert step.last_decision.reason is Reason.EXACT
+    assert check_calls(step, *torch.rand(4, 4, 3))[-1] is Reason.EXACT
 
 
 @pytest.mark.parametrize("written", [False, True], ids=["returned", "written to state"])
@@ -218,11 +206,7 @@ NAN, INF = float("nan"), float("inf")
 def test_difference(eager: list[Any], graph: list[Any], tolerance: Tolerance, words: str | None) -> None:
     """Two tensors agree within a tolerance of eager's largest value, or the sentence says how they do not."""
     found = difference(torch.tensor(eager), torch.tensor(graph), tolerance)
-    if words is None:
-        assert found is None
-    else:
-        assert found is not None
-        assert re.search(words, found)
+    assert found is None if words is None else re.search(words, found)
 
 
 @pytest.mark.parametrize("mask", [torch.finfo(torch.float32).min, -1e9, 0.0])
@@ -289,7 +273,7 @@ def test_a_constant_argument_does_not_keep_padded_batches_eager(others_differ: b
 def test_one_call_in_n_is_compared(rows: int) -> None:
     """The first two calls capture and verify; then each fourth runs eagerly beside the replay."""
     step = make(lambda x: x * 2, verify_every=3)
-    found = reasons(step, *torch.randn(14, rows, 2))
+    found = check_calls(step, *torch.randn(14, rows, 2))
     hit = Reason.EXACT if rows == 4 else Reason.PADDED
     assert found[2:] == [hit, hit, hit, Reason.VERIFIED_NOW] * 3
     assert step.stats.captures == 1
@@ -331,26 +315,19 @@ def test_calls_that_are_all_alike_are_verified(rows: int, batch: Callable[..., t
 def test_the_comparison_leaves_no_effects() -> None:
     """State that the call writes is as after the calls of the caller alone, and so is the random generator."""
 
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("count", torch.zeros(()))
-            self.register_buffer("last", torch.zeros(3))
+    count, last, x = torch.zeros(()), torch.zeros(3), torch.randn(4, 3)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.count += 1
-            self.last.copy_(x.sum(0))
-            return x + self.count + torch.rand_like(x)
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        count.add_(1)
+        last.copy_(x.sum(0))
+        return x + count + torch.rand_like(x)
 
-    model, alone = Counts().eval(), Counts().eval()
-    step, x = make(model), torch.randn(4, 3)
-    found = []
-    for fn in (alone, step):
+    step, found = make(fn), []
+    for one in (fn, step):
         torch.manual_seed(0)
-        found.append([fn(x) for _ in range(ENOUGH)])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    assert torch.equal(model.count, alone.count)
-    assert torch.equal(model.last, x.sum(0))
+        count.zero_()
+        found.append(([one(x) for _ in range(ENOUGH)], count.clone(), last.clone()))
+    assert_same(*found)
     assert [entry.state for entry in step.entries] == [EntryState.VERIFIED]
 
 
@@ -398,7 +375,7 @@ def test_a_frozen_value_is_found_on_the_second_batch() -> None:
         return out
 
     step = make(fn)
-    assert reasons(step, torch.randn(4, 3)) == [Reason.CAPTURED_NOW]
+    assert helpers.reason(step, torch.randn(4, 3)) is Reason.CAPTURED_NOW
     hidden[0] = 3.0
     x = torch.randn(4, 3)
     assert torch.equal(step(x)[:, :3], x * 3.0)

@@ -19,9 +19,6 @@ from graphdispatch.errors import BackendError, CaptureError, DeviceLostError, Re
 
 from ..helpers import AT_ONCE, assert_served, compiled_operator, in_threads, may_capture, run_python
 
-TRUST = CUDAGraphOptions(verify=False)
-MIB = 1 << 20
-
 
 @pytest.fixture
 def backend() -> Backend:
@@ -32,46 +29,6 @@ def backend() -> Backend:
 def x_of(value: float, rows: int = 4) -> torch.Tensor:
     """A batch."""
     return torch.full((rows, 3), float(value), device=DEVICE)
-
-
-def test_outputs_of_one_graph_survive_another() -> None:
-    """The hazard of a dropped output's block: each answer stays what it was."""
-    step = graphed(lambda x: (x * 2).cumsum(0), dynamic={"x": 0}, sizes=(2, 4, 8), options=AT_ONCE)
-    answers = []
-    for turn in range(4):
-        for rows in (8, 2, 4, 3):
-            x = torch.randn(rows, 3, device=DEVICE)
-            answers.append((step(x), (x * 2).cumsum(0), turn))
-    for answer, expected, turn in answers:
-        torch.testing.assert_close(answer, expected, msg=str(turn))
-
-
-def test_a_freed_input_harms_no_graph() -> None:
-    """The hazard of a freed input: the library reads its own copy."""
-    step = graphed(lambda x: x + 1, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
-    for value in range(4):
-        x = x_of(value)
-        out = step(x)
-        del x
-        x_of(99)
-        assert out.cpu()[0, 0] == value + 1
-
-
-def test_a_weight_that_moved_is_noticed() -> None:
-    """The graph holds the old address, which somebody else has now."""
-    module = torch.nn.Linear(3, 3).to(DEVICE)
-    step = graphed(module, dynamic={"input": 0}, sizes=(4,), options=AT_ONCE)
-    for _ in range(3):
-        assert_served_or_captured(step)
-    module.weight = torch.nn.Parameter(torch.randn(3, 3, device=DEVICE))
-    for _ in range(3):
-        assert_served_or_captured(step)
-
-
-def assert_served_or_captured(step: object) -> None:
-    """Whatever serves, the answer is eager's."""
-    x = torch.randn(4, 3, device=DEVICE)
-    torch.testing.assert_close(step(x), step.unwrap()(x))  # type: ignore[attr-defined, operator]
 
 
 def test_a_caller_on_another_stream_waits() -> None:
@@ -177,7 +134,7 @@ def test_a_capture_without_memory_is_given_up() -> None:
     expected = (x * 2).cpu()
     torch.testing.assert_close(step.unwrap()(x).cpu(), expected)
     torch.accelerator.empty_cache()
-    limit_memory(torch.accelerator.memory_reserved() + 6 * MIB)
+    limit_memory(torch.accelerator.memory_reserved() + (6 << 20))
     torch.testing.assert_close(step(x).cpu(), expected)
     assert step.last_decision.reason is Reason.OUT_OF_MEMORY, step.explain(x)
     limit_memory()
@@ -185,18 +142,6 @@ def test_a_capture_without_memory_is_given_up() -> None:
         x = torch.randn(4, 3, device=DEVICE)
         torch.testing.assert_close(step(x).cpu(), (x * 2).cpu())
     assert step.last_decision.reason.is_graph, step.explain(x)
-
-
-def test_what_cannot_be_captured_runs_eagerly() -> None:
-    """With the reason, and the next callable is captured."""
-
-    def reads(x: torch.Tensor) -> torch.Tensor:
-        return x + 1 if x.sum().item() > 0 else x - 1
-
-    step = graphed(reads, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
-    for value in (1, -1):
-        assert step(x_of(value)).cpu()[0, 0] == value * 2
-    assert step.last_decision.reason is Reason.CAPTURE_UNSAFE or not step.last_decision.reason.is_graph
 
 
 def test_a_poisoned_capture_gives_its_handle_up(backend: Backend) -> None:
@@ -280,7 +225,8 @@ def test_a_compiled_operator_without_a_key_is_seen() -> None:
 
 def test_a_step_of_a_dispatcher_keeps_the_callers_memory() -> None:
     """The caller's stream allocated it, and may have it back before the worker's stream has read it."""
-    dispatcher = StreamDispatcher(lambda x: x * 2, 2, backend=get_backend("queued"), options=TRUST)
+    options = CUDAGraphOptions(verify=False)
+    dispatcher = StreamDispatcher(lambda x: x * 2, 2, backend=get_backend("queued"), options=options)
     key = DispatchKey(4, 4)
     dispatcher.capture(key, (x_of(0),))
     torch.accelerator.synchronize()

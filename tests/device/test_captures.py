@@ -32,18 +32,6 @@ def x_of(value: float = 1.0) -> torch.Tensor:
     return made
 
 
-def test_a_replay_is_eager() -> None:
-    """Nothing runs at the capture; a replay reads and writes the same memory."""
-    x, count = x_of(), x_of(0)
-    graph, out = captured(lambda: (count.add_(1), x * 2 + 1)[1])
-    assert count.cpu()[0] == 0
-    for value in (3.0, 5.0):
-        x.fill_(value)
-        graph.replay()
-        assert torch.equal(out.cpu(), x.cpu() * 2 + 1)
-    assert count.cpu()[0] == 2
-
-
 def test_a_fork_that_is_joined_is_captured() -> None:
     """By events, on a side stream, with the memory of one pool."""
     x, side, stream = x_of(), torch.Stream(DEVICE), torch.Stream(DEVICE)
@@ -62,22 +50,6 @@ def test_a_fork_that_is_joined_is_captured() -> None:
         x.fill_(value)
         graph.replay()
         assert out.cpu()[0] == value * 3 + 1
-
-
-def test_random_numbers_of_a_replay() -> None:
-    """New ones each time, and those that eager would draw from the same state."""
-    module = torch.get_device_module(DEVICE)
-    graph, out = captured(lambda: torch.rand(4, device=DEVICE) + torch.randn(4, device=DEVICE))
-    state = module.get_rng_state()
-    graph.replay()
-    one = out.cpu()
-    graph.replay()
-    other, after = out.cpu(), module.get_rng_state()
-    assert not torch.equal(one, other)
-    module.set_rng_state(state)
-    for expected in (one, other):
-        assert torch.equal((torch.rand(4, device=DEVICE) + torch.randn(4, device=DEVICE)).cpu(), expected)
-    assert torch.equal(module.get_rng_state(), after)
 
 
 def unjoined(x: torch.Tensor) -> None:

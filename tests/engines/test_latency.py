@@ -11,7 +11,6 @@ from graphdispatch.backends import get_backend
 from graphdispatch.engines import (
     CompositeDispatcher,
     CudagraphDispatcher,
-    CUDAGraphRegistry,
     DefaultDispatchPolicy,
     DispatchKey,
     DispatchMode,
@@ -20,6 +19,7 @@ from graphdispatch.engines import (
 )
 
 from ..helpers import scripted
+from .test_dispatcher import KEY, OTHER, entry, serve
 
 
 class Notes(DefaultDispatchPolicy):
@@ -34,9 +34,6 @@ class Notes(DefaultDispatchPolicy):
     def record(self, key: DispatchKey, mode: DispatchMode, latency: float) -> None:
         """Note it."""
         self.told.append(mode)
-
-
-KEY, OTHER = DispatchKey(4, 4), DispatchKey(8, 8)
 
 
 Behind = Callable[[DispatchPolicy, Callable[..., Any]], tuple[CudagraphDispatcher, Any]]
@@ -68,10 +65,8 @@ def test_a_policy_learns_behind_every_dispatcher(behind: Behind) -> None:
     """Graphs and eager steps are told, once each; a comparison takes longer than either, and is not."""
     policy = Notes()
     one, called = behind(policy, lambda x: x * 2)
-    one.register_graph(KEY, CUDAGraphRegistry().capture(4, 1, lambda x: x * 2, {"x": (4, 3)}))
-    for _ in range(4):
-        x = torch.randn(4, 3)
-        assert torch.equal(called.dispatch(KEY, x), x * 2)
+    one.register_graph(KEY, entry())
+    serve(called, KEY, 4)
     for _ in range(2):
         called.dispatch(OTHER, torch.randn(8, 3))
     assert one.stats.reasons == {Reason.VERIFIED_NOW: 1, Reason.ABOVE_LARGEST_SIZE: 2}

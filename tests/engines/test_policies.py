@@ -1,5 +1,6 @@
 """Policies: the default one from plain data; the adaptive one on simulated devices, and whatever it is told."""
 
+import math
 import random
 from bisect import bisect_left
 from collections.abc import Callable
@@ -149,15 +150,6 @@ def test_thresholds_follow_the_measurements() -> None:
     assert (none.min_tokens_for_graph, none.max_tokens_for_graph) == (1, 0)
 
 
-@pytest.mark.parametrize("latency", [-1.0, float("nan"), float("inf")])
-def test_impossible_latencies_are_refused(latency: float) -> None:
-    """A latency that no step can have is a ``ConfigError``, not a poisoned estimate."""
-    with pytest.raises(ConfigError, match="latency must be a finite number of milliseconds"):
-        AdaptiveDispatchPolicy().record(DispatchKey(8, 1), GRAPH, latency)
-    with pytest.raises(ConfigError, match="record what really ran"):
-        AdaptiveDispatchPolicy().record(DispatchKey(8, 1), DispatchMode.HYBRID, 1.0)
-
-
 def test_threads_may_select_and_record_at_once() -> None:
     """Eight threads that select and record lose no record and raise nothing."""
     policy = AdaptiveDispatchPolicy()
@@ -170,13 +162,6 @@ def test_threads_may_select_and_record_at_once() -> None:
 
     in_threads(*(partial(work, seed) for seed in range(8)))
     assert "4000 records" in repr(policy)
-
-
-@pytest.mark.parametrize("history_size", [0, 2.5])
-def test_a_history_that_cannot_be_is_refused(history_size: Any) -> None:
-    """By name."""
-    with pytest.raises(ConfigError, match="history_size must be an integer >= 1"):
-        AdaptiveDispatchPolicy(history_size)
 
 
 def test_a_dispatcher_that_asks_first_tries_graphs_again() -> None:
@@ -261,14 +246,20 @@ def test_the_limits_are_inclusive(tokens: int, chosen: DispatchMode) -> None:
     assert policy.select_mode(DispatchKey(tokens, 1), (GRAPH, EAGER)) is chosen
 
 
-@pytest.mark.parametrize(
-    ("limits", "named"),
-    [
-        ({"min_tokens_for_graph": 0}, "min_tokens_for_graph must be an integer >= 1, got 0"),
-        ({"min_tokens_for_graph": 9, "max_tokens_for_graph": 8}, "max_tokens_for_graph must be at least .*9, got 8"),
-    ],
-)
-def test_limits_out_of_order_are_refused(limits: dict[str, Any], named: str) -> None:
-    """The message names the limit, what it must be and what it is."""
+KEY = DispatchKey(8, 1)
+LATENCY = "latency must be a finite number of milliseconds"
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    *((lambda ms=ms: AdaptiveDispatchPolicy().record(KEY, GRAPH, ms), LATENCY) for ms in (-1.0, math.nan, math.inf)),
+    (lambda: AdaptiveDispatchPolicy().record(KEY, DispatchMode.HYBRID, 1.0), "record what really ran"),
+    (lambda: AdaptiveDispatchPolicy(0), "history_size must be an integer >= 1"),
+    (lambda: AdaptiveDispatchPolicy(2.5), "history_size must be an integer >= 1"),  # type: ignore[arg-type]
+    (lambda: DefaultDispatchPolicy(0), "min_tokens_for_graph must be an integer >= 1, got 0"),
+    (lambda: DefaultDispatchPolicy(9, 8), "max_tokens_for_graph must be at least .*9, got 8"),
+]
+
+
+@pytest.mark.parametrize(("broken", "named"), REFUSED)
+def test_what_cannot_be_is_refused(broken: Callable[[], Any], named: str) -> None:
+    """A latency that no step can have is no poisoned estimate; limits and histories are named."""
     with pytest.raises(ConfigError, match=named):
-        DefaultDispatchPolicy(**limits)
+        broken()

@@ -10,6 +10,7 @@ from graphdispatch.engines import DispatchKey, Prewarmer, SizePredictor
 from graphdispatch.errors import ConfigError
 
 from ..helpers import Clock, double
+from .test_dispatcher import serve
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
 
@@ -157,9 +158,7 @@ def test_a_dispatcher_has_the_graph_before_the_batch(make: Any) -> None:
     clock.now += 10.0
     assert prewarmer.capture_one(dispatcher) == 2
     assert dispatcher.captured_sizes == [2]
-    for _ in range(4):
-        x = torch.randn(2, 3)
-        assert torch.equal(dispatcher.dispatch(gd.DispatchKey(2, 2), x), x * 2)
+    serve(dispatcher, gd.DispatchKey(2, 2), 4)
     assert dispatcher.stats.graph >= 2
     assert set(dispatcher.stats.reasons) == {gd.Reason.VERIFIED_NOW}
     if make is gd.StreamDispatcher:

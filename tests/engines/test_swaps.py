@@ -7,7 +7,8 @@ one changes: each answer is one that some table of those keys, built apart and a
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count, cycle, islice
+from functools import partial
+from itertools import count, cycle, islice, takewhile
 from pathlib import Path
 from threading import Event
 from types import FrameType
@@ -23,9 +24,11 @@ from graphdispatch.engines import (
     CUDAGraphEntry,
     CudagraphKeyDispatcher,
     CUDAGraphRegistry,
-    DispatchKey,
     DispatchMode,
 )
+
+from ..helpers import switching_often
+from .test_dispatcher import decode
 
 READERS = 32
 _ROOMS = tuple(str(Path(graphdispatch.__file__).parent / room) for room in ("decide", "engines"))
@@ -34,45 +37,15 @@ FULL = CUDAGraphMode.FULL
 
 @pytest.fixture(autouse=True)
 def switches_often() -> Iterator[None]:
-    """Threads interleave some hundred times as often as they would."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(5e-5)
-    yield
-    sys.setswitchinterval(before)
-
-
-def run_under_changes(read: Callable[[int], int], changes: list[Callable[[], object]]) -> tuple[int, int]:
-    """Readers run ``read`` with their number while one thread makes the changes, over and over: the sum of what the
-    readers return, and how many changes were made."""
-    done = Event()
-
-    def change() -> int:
-        made = 0
-        for one in cycle(changes):
-            if done.is_set():
-                return made
-            one()
-            made += 1
-        return made
-
-    with ThreadPoolExecutor(READERS + 1) as pool:
-        writer = pool.submit(change)
-        try:
-            total = sum(pool.map(read, range(READERS), timeout=120))
-        finally:
-            done.set()
-        return total, writer.result(timeout=120)
+    """In all tests."""
+    with switching_often(5e-5):
+        yield
 
 
 def entry(size: int) -> CUDAGraphEntry:
     """A graph that doubles its input and whose padding was compared with eager."""
     example = {"x": torch.randn(size - 1, 2)}
     return CUDAGraphRegistry().capture(size - 1, 1, lambda x: x * 2, inputs=example, size=size)
-
-
-def decode(rows: int) -> DispatchKey:
-    """A batch of one token for each request."""
-    return DispatchKey(rows, rows)
 
 
 def changed_before_line(number: int, ask: Callable[[], Any], change: Callable[[], object]) -> tuple[Any, bool]:
@@ -158,20 +131,30 @@ def test_every_call_under_changes_gets_eagers_answer() -> None:
     dispatcher = CudagraphDispatcher(lambda x: x * 2, max_cached_graphs=2)
     batches = [torch.randn(rows, 2) for rows in range(1, 18)]
 
-    def read(number: int) -> int:
+    changes: list[Callable[[], object]] = [
+        *(partial(dispatcher.register_graph, *each) for each in [*entries.items()] * 2),
+        dispatcher.clear_cache,
+    ]
+    done, made = Event(), count()
+
+    def change() -> None:
+        for one in takewhile(lambda _: not done.is_set(), cycle(changes)):
+            one()
+            next(made)
+
+    def read(number: int) -> None:
         for x in islice(cycle(batches), number, number + 300):
             assert torch.equal(dispatcher.dispatch(decode(len(x)), x), x * 2)
-        return 300
 
-    calls, changes = run_under_changes(
-        read,
-        [
-            *(lambda key=key: dispatcher.register_graph(key, entries[key]) for key in (*entries, *entries)),
-            dispatcher.clear_cache,
-        ],
-    )
-    assert calls == dispatcher.stats.total == READERS * 300
-    assert changes > len(entries)
+    with ThreadPoolExecutor(READERS + 1) as pool:
+        writer = pool.submit(change)
+        try:
+            list(pool.map(read, range(READERS), timeout=120))
+        finally:
+            done.set()
+        writer.result(timeout=120)
+    assert dispatcher.stats.total == READERS * 300
+    assert next(made) > len(entries)
     assert dispatcher.stats.graph > 0
     assert dispatcher.num_graphs <= 2
     worker = dispatcher.workers[0]

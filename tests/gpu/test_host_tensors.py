@@ -19,35 +19,10 @@ HALF = torch.tensor(0.5)
 ROWS = torch.tensor([0, 2])
 
 
-def set_number(x: Tensor, rows: Tensor, mask: Tensor) -> None:
-    """A number of Python at some rows."""
-    x[rows] = 1.0
-
-
-def set_element(x: Tensor, rows: Tensor, mask: Tensor) -> None:
-    """A number of Python at one place."""
-    x[1, 1] = 1.0
-
-
-def set_masked(x: Tensor, rows: Tensor, mask: Tensor) -> None:
-    """A number of Python where the mask is true."""
-    x[mask] = 1.0
-
-
-def set_on_device(x: Tensor, rows: Tensor, mask: Tensor) -> None:
-    """A number on the device at some rows."""
-    x[rows] = torch.ones((), device=x.device)
-
-
-def set_rows_of_the_host(x: Tensor, rows: Tensor, mask: Tensor) -> None:
-    """Rows whose indices are on the host."""
-    x[ROWS] = x[:2].clone()
-
-
 COPIES: dict[str, Work] = {
-    "x[rows] = 1.0": set_number,
-    "x[1, 1] = 1.0": set_element,
-    "x[host rows] = y": set_rows_of_the_host,
+    "x[rows] = 1.0": lambda x, rows, mask: x.__setitem__(rows, 1.0),
+    "x[1, 1] = 1.0": lambda x, rows, mask: x.__setitem__((1, 1), 1.0),
+    "x[host rows] = y": lambda x, rows, mask: x.__setitem__(ROWS, x[:2].clone()),
     "index_put_, accumulate": lambda x, rows, mask: x.index_put_((rows,), HALF, accumulate=True),
     "index_put_, mask, accumulate": lambda x, rows, mask: x.index_put_((mask,), HALF, accumulate=True),
     "x[host rows]": lambda x, rows, mask: x[ROWS],
@@ -60,8 +35,8 @@ COPIES: dict[str, Work] = {
     "_foreach_copy_": lambda x, rows, mask: torch._foreach_copy_([x], [torch.ones(4, 3)]),
 }
 NUMBERS: dict[str, Work] = {
-    "x[mask] = 1.0": set_masked,
-    "x[rows] = y": set_on_device,
+    "x[mask] = 1.0": lambda x, rows, mask: x.__setitem__(mask, 1.0),
+    "x[rows] = y": lambda x, rows, mask: x.__setitem__(rows, torch.ones((), device=x.device)),
     "add": lambda x, rows, mask: x.add_(HALF),
     "sub": lambda x, rows, mask: x.copy_(HALF - x),
     "lerp": lambda x, rows, mask: x.lerp_(x + 1, HALF),

@@ -2,17 +2,15 @@
 
 import gc
 import threading
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdispatch import Reason
 from graphdispatch.backends import Backend, Graph, Pool
 from graphdispatch.errors import BackendError, CaptureError, ReplayError
 
-from ..helpers import may_capture, run_python
+from ..helpers import Behind, may_capture, run_python
 from .scripted_cuda import ScriptedCUDA, ScriptedStream, cuda_backend
 
 INVALID = "CUDA error: operation failed due to a previous error during capture"
@@ -57,18 +55,16 @@ def test_what_torch_does_to_begin_is_hidden_from_modes(driver: ScriptedCUDA, bac
     """A mode that watches the callable, as the capturer does after a break, is shown none of it."""
     seen: list[object] = []
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
+    def watch() -> Behind:
+        return Behind(lambda func, result: (seen.append(func), result)[1])
 
-    with Watch(), backend.begin_capture(pool) as made:
+    with watch(), backend.begin_capture(pool) as made:
         made.pause()
         made.resume()
-    with Watch(), backend.begin_capture(pool) as made:
+    with watch(), backend.begin_capture(pool) as made:
         made.abort()
     assert seen == []
-    with Watch():
+    with watch():
         driver.offset.fill_(1)
     assert len(seen) == 1
 

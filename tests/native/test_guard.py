@@ -39,13 +39,18 @@ def answers(native: Any) -> set[bool]:
     return found
 
 
-def settled(fn: Callable[..., Any], **options: Any) -> Any:
-    """The guard of a graph, whose native half is there and holds."""
+def served(fn: Callable[..., Any], **options: Any) -> Any:
+    """A callable after three calls."""
     once = gd.CUDAGraphOptions(gc_disable=False, capture_after=1)
     step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), options=once, **options)
     for _ in range(3):
         step(torch.ones(4, 3))
-    guard = step.entries[0].guard
+    return step
+
+
+def settled(fn: Callable[..., Any], **options: Any) -> Any:
+    """The guard of a graph, whose native half is there and holds."""
+    guard = served(fn, **options).entries[0].guard
     assert guard.holds()
     return guard
 
@@ -88,11 +93,10 @@ def test_both_guards_hold(name: str) -> None:
 def test_a_graph_with_a_successor_of_its_guard_serves_on() -> None:
     """Also where the code of a module reads a tensor that the module does not hold."""
     shifted = Shifted()
-    once = gd.CUDAGraphOptions(gc_disable=False, capture_after=1)
-    step = gd.graphed(shifted, dynamic={"x": 0}, sizes=(4,), options=once)
+    step = served(shifted)
     for _ in range(4):
-        step(torch.ones(4, 3))
         shifted.k = [2.0]
+        step(torch.ones(4, 3))
     assert step.stats.captures == 1
     assert len(step.entries) == 1
 
@@ -305,88 +309,63 @@ def test_each_of_many_tensors_is_compared() -> None:
         assert answers(native) == {True}
 
 
-def emptied(net: Net) -> Callable[[], Any]:
-    """Let the memory of a weight go."""
-    net.layers[0].weight.untyped_storage().resize_(0)
-    return lambda: None
-
-
-def copied_when_written(net: Net, *, writes: bool) -> Callable[[], Any]:
-    """Let a weight share memory until it is written, and maybe write it."""
+def copied_when_written(net: Net, *, writes: bool) -> torch.Tensor:
+    """Let a weight share memory until it is written, and maybe write it; returns what it shares it with."""
     weight = net.layers[0].weight.detach()
     copy = torch._lazy_clone(weight)
     if writes:
         weight.fill_(2.0)
-    return lambda: copy
+    return copy
 
 
-def replaced(table: dict[str, Any], name: str, value: Any) -> Callable[[], Any]:
-    """Put another value in a table of a module."""
-    was, table[name] = table[name], value
-    return lambda: table.__setitem__(name, was)
-
-
-def refilled(net: Net) -> Callable[[], Any]:
-    """Clear a table and fill it with another parameter of the same memory; then with what it had."""
-    table = net.layers[0]._parameters
-    was = dict(table)
-    table.clear()
-    table.update({"weight": nn.Parameter(was["weight"].data), "bias": was["bias"]})
-
-    def back() -> None:
-        table.clear()
-        table.update(was)
-
-    return back
-
-
-def swapped(net: Net) -> Callable[[], Any]:
-    """Let a weight and another tensor change places behind their Python objects."""
-    weight, other = net.layers[0].weight, nn.Parameter(torch.zeros(3, 3))
-    torch.utils.swap_tensors(weight, other)
-    return lambda: torch.utils.swap_tensors(weight, other)
-
-
-def new_data(net: Net, data: torch.Tensor) -> Callable[[], Any]:
-    """Give a weight other memory."""
-    weight = net.layers[0].weight
-    was, weight.data = weight.data, data
-    return lambda: setattr(weight, "data", was)
-
-
-def in_turn(net: Net) -> Callable[[], Any]:
+def in_turn(net: Net) -> None:
     """Delete a parameter, and make one that may get its memory."""
     layer, data = net.layers[0], net.layers[0].weight.data
     del layer.weight
     layer.weight = nn.Parameter(data)
-    return lambda: None
 
 
-MOVES: dict[str, Callable[[Net], Callable[[], Any]]] = {
-    "a parameter is replaced": lambda n: replaced(n.layers[0]._parameters, "weight", nn.Parameter(torch.zeros(3, 3))),
-    "a layer is replaced": lambda net: replaced(net.layers._modules, "1", nn.Linear(3, 3)),
-    "a number is replaced": lambda net: replaced(vars(net), "factor", 9.0),
-    "a table is cleared and refilled": refilled,
-    "other memory": lambda net: new_data(net, torch.zeros(3, 3)),
-    "other strides": lambda net: new_data(net, net.layers[0].weight.data.t()),
-    "another type of the same memory": lambda net: new_data(
-        net.requires_grad_(False), net.layers[0].weight.data.view(torch.int32)
+def refilled(net: Net, _: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """Clear a table and fill it with another parameter of the same memory; then with what it had."""
+    table = net.layers[0]._parameters
+    was = dict(table)
+
+    def fill(entries: dict[str, Any]) -> None:
+        table.clear()
+        table.update(entries)
+
+    fill(was | {"weight": nn.Parameter(was["weight"].data)})
+    return partial(fill, was)
+
+
+def swapped(net: Net, _: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """Let a weight and another tensor change places behind their Python objects."""
+    swap = partial(torch.utils.swap_tensors, net.layers[0].weight, nn.Parameter(torch.zeros(3, 3)))
+    swap()
+    return swap
+
+
+MOVES: dict[str, Callable[[Net, pytest.MonkeyPatch], Any]] = {
+    "a parameter is replaced": lambda n, p: p.setitem(
+        n.layers[0]._parameters, "weight", nn.Parameter(torch.ones(3, 3))
     ),
-    "another offset": lambda net: new_data(net, torch.zeros(12)[3:].view(3, 3)),
+    "a number is replaced": lambda n, p: p.setitem(vars(n), "factor", 9.0),
+    "a table is cleared and refilled": refilled,
+    "another offset": lambda n, p: p.setattr(n.layers[0].weight, "data", torch.zeros(12)[3:].view(3, 3)),
     "swapped tensors": swapped,
 }
-"""Changes of a net, each of which returns what takes it back."""
-GONE = {
-    "an empty storage": emptied,
-    "memory that is shared until it is written": lambda net: copied_when_written(net, writes=False),
-    "memory that was shared, and was written": lambda net: copied_when_written(net, writes=True),
+"""Changes of a net that the patch takes back, or what they return."""
+GONE: dict[str, Callable[[Net], Any]] = {
+    "an empty storage": lambda net: net.layers[0].weight.untyped_storage().resize_(0),
+    "memory that is shared until it is written": partial(copied_when_written, writes=False),
+    "memory that was shared, and was written": partial(copied_when_written, writes=True),
     "a parameter in the place of a deleted one": in_turn,
 }
 """Changes that nothing takes back."""
 
 
 @pytest.mark.parametrize("name", [*MOVES, *GONE])
-def test_a_change_is_noticed_until_it_is_taken_back(name: str) -> None:
+def test_a_change_is_noticed_until_it_is_taken_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A guard that does not hold does not hold at the next look, either; it does when all is back, and is not made
     anew."""
     net, other = Net().eval(), Net().eval()
@@ -394,14 +373,14 @@ def test_a_change_is_noticed_until_it_is_taken_back(name: str) -> None:
     native = guard.native
     for _ in range(3):
         assert answers(guard.native) == {True}
-        back = {**MOVES, **GONE}[name](net)
+        back = GONE[name](net) if name in GONE else MOVES[name](net, monkeypatch)
         assert answers(guard.native) == {False}
         assert answers(unrelated.native) == {True}
         assert answers(guard.native) == {False}
         assert not guard.holds()
         if name in GONE:
             return
-        back()
+        monkeypatch.undo() if back is None else back()
         assert native.holds()
         assert guard.holds()
         assert guard.native is native

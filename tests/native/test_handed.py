@@ -59,7 +59,6 @@ def _saved(out: Tensor) -> Tensor:
 
 @torch.enable_grad()
 def _gradient_of_saved(product: Tensor) -> Tensor:
-    assert product.grad_fn is not None
     product.sum().backward()
     weight: Any = product.grad_fn.next_functions[0][0]
     return weight.variable.grad
@@ -125,21 +124,9 @@ def test_what_anybody_holds_is_left_alone(name: str) -> None:
     assert torch.equal(look(held).reshape(ROWS, WIDTH), x * 2)
 
 
-def _mark(out: Tensor) -> None:
-    out.note = "mine"  # type: ignore[attr-defined]
-
-
-def _subclass(out: Tensor) -> None:
-    out.__class__ = type("Mine", (Tensor,), {})  # type: ignore[assignment]
-
-
-def _rebind(out: Tensor) -> None:
-    out.data = torch.zeros(2)
-
-
 CHANGES: dict[str, Callable[[Tensor], Any]] = {
-    "an attribute": _mark,
-    "a class": _subclass,
+    "an attribute": lambda out: setattr(out, "note", "mine"),
+    "a class": lambda out: setattr(out, "__class__", type("Mine", (Tensor,), {})),
     "a gradient": _trained,
     "requires_grad": torch.Tensor.requires_grad_,
     "a transposition": torch.Tensor.t_,
@@ -147,7 +134,7 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
     "a larger size": lambda out: out.resize_(64, 64),
     "another storage": lambda out: out.set_(torch.zeros(5)),
     "no memory": lambda out: out.untyped_storage().resize_(0),
-    "other data": _rebind,
+    "other data": lambda out: setattr(out, "data", torch.zeros(2)),
     "shared memory": torch.Tensor.share_memory_,
     "values": lambda out: out.fill_(7),
     "an array": torch.Tensor.numpy,

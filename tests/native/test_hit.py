@@ -18,7 +18,7 @@ from graphdispatch.memory.replay import ReplayPlan
 from graphdispatch.native.bound import ASKED, CORE
 from graphdispatch.serve.server import Server
 
-from ..helpers import AT_ONCE, check_rows, frames_of, in_threads, serve_in_python, with_options
+from ..helpers import AT_ONCE, check_calls, check_rows, frames_of, in_threads, serve_in_python, with_options
 
 pytestmark = pytest.mark.skipif(CORE is None, reason="the native core is not compiled, or turned off")
 ROWS = 4
@@ -161,23 +161,24 @@ def test_outputs_and_front_ends_are_collected() -> None:
 
 def test_wrong_inputs_to_the_core_are_refused() -> None:
     """It raises where Python would; it never reads what is not there."""
-    assert CORE is not None
     start, spans = (1, False, 0, "cpu", None), ((0, 0, -1),)
-    with pytest.raises(TypeError):
-        Server.serve(object(), None, (), {})
-    with pytest.raises((TypeError, ValueError)):
-        CORE.Signature(*start, ((5, torch.ones(2), (0,), (0,), spans, True, True),), (), (), (), 0)
-    with pytest.raises(ValueError, match="dimension"):
-        CORE.Signature(*start, ((0, torch.ones(2), (0,), (0,), ((1, 0, -1),), True, True),), (), (), (), 0)
-    with pytest.raises(TypeError):
-        CORE.Signature(*start, ((0, object(), (0,), (0,), spans, True, True),), (), (), (), 0)
-    with pytest.raises(ValueError, match="place"):
-        CORE.Signature(*start, (), ((3, int, 1),), (), (), 0)
+
+    def signature(tensor: Any) -> Any:
+        return CORE.Signature(*start, (tensor,), (), (), (), 0)
+
     keywords: Any = {1: torch.ones(2)}
-    with pytest.raises(TypeError, match="keywords must be strings"):
-        settled(lambda x: x * 2, torch.randn(ROWS, 3))(**keywords)
-    with pytest.raises(KeyError):
-        CORE.run_method(ReplayPlan, {"nonsense": 1})
+    wrong: list[tuple[Any, str | None, Callable[[], Any]]] = [
+        (TypeError, None, lambda: Server.serve(object(), None, (), {})),
+        ((TypeError, ValueError), None, lambda: signature((5, torch.ones(2), (0,), (0,), spans, True, True))),
+        (ValueError, "dimension", lambda: signature((0, torch.ones(2), (0,), (0,), ((1, 0, -1),), True, True))),
+        (TypeError, None, lambda: signature((0, object(), (0,), (0,), spans, True, True))),
+        (ValueError, "place", lambda: CORE.Signature(*start, (), ((3, int, 1),), (), (), 0)),
+        (TypeError, "must be strings", lambda: settled(lambda x: x * 2, torch.randn(ROWS, 3))(**keywords)),
+        (KeyError, None, lambda: CORE.run_method(ReplayPlan, {"nonsense": 1})),
+    ]
+    for kind, message, call in wrong:
+        with pytest.raises(kind, match=message):
+            call()
 
 
 def test_each_thread_has_its_own_decision(way: str) -> None:
@@ -259,16 +260,13 @@ def test_calls_that_are_all_alike_become_hits(way: str) -> None:
     table = torch.rand(5, 2)
     step = graphed(lambda ids: table[ids], dynamic={"ids": 0}, sizes=(1,), options=AT_ONCE)
     alike = torch.tensor([3])
-    for _ in range(20):
-        step(alike)
+    check_calls(step, *[alike] * 20)
     (entry,) = step.entries
     assert entry.state is EntryState.CAPTURED
     if way == "core":
         assert "step" not in frames_of(lambda: step(alike))
-    for row, reason in ((3, Reason.EXACT), (1, Reason.VERIFIED_NOW), (2, Reason.EXACT)):
-        assert torch.equal(step(torch.tensor([row])), table[[row]])
-        assert step.last_decision is not None
-        assert step.last_decision.reason is reason
+    rows = (torch.tensor([row]) for row in (3, 1, 2))
+    assert check_calls(step, *rows) == [Reason.EXACT, Reason.VERIFIED_NOW, Reason.EXACT]
     assert entry.state is EntryState.VERIFIED
 
 
@@ -304,7 +302,6 @@ def test_a_replaced_call_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(Graphed, "__call__", lambda self, *args: inside(self, *args) + 1)
         assert torch.equal(step(x), x * 2 + 1)
     assert torch.equal(step(x), x * 2)
-    assert CORE is not None
     CORE.take_calls(Graphed, compiler_at_work)  # as it was
     with monkeypatch.context() as patch:
         patch.setattr(type(step._server), "serve", lambda *_: "somebody else's")
@@ -322,10 +319,7 @@ def test_kinds_in_turns_are_hits_without_a_frame() -> None:
         (torch.randn(ROWS, 2).double(), 3),
         (torch.randn(ROWS, 2), 3.0),
     ]
-    for shift in range(3):
-        for x, *rest in kinds:
-            step(x + shift, *rest)
+    check_calls(step, *((x + shift, *rest) for shift in range(3) for x, *rest in kinds))
     for x, *rest in kinds * 2:
         assert frames_of(lambda x=x, rest=rest: step(x, *rest)) == []
-        assert torch.equal(step(x, *rest), x * (rest[0] if rest else 1))
-        assert step.last_decision.reason.is_graph
+        assert check_calls(step, (x, *rest))[0].is_graph

@@ -1,6 +1,5 @@
 """The native tape of CPU graphs: what it does, it does as Python's loop does."""
 
-import gc
 import math
 import threading
 import warnings
@@ -15,7 +14,6 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdispatch import ReplayError
 from graphdispatch.backends import get_backend
@@ -23,7 +21,7 @@ from graphdispatch.backends.cpu.graph import CPUGraph, Program, Step, loop, run_
 from graphdispatch.backends.operators import bits_equal, tensors_in
 from graphdispatch.native import tape
 
-from ..helpers import in_threads, recorded
+from ..helpers import Behind, collector_off, in_threads, recorded
 
 pytestmark = pytest.mark.skipif(not tape.TAPE.wait(), reason=repr(tape.TAPE))
 
@@ -70,7 +68,6 @@ GENERATOR = torch.Generator()
 
 def program_of(graph: CPUGraph) -> Program:
     """What the graph replays, by a tape."""
-    assert graph.program is not None
     assert graph.program.tape is not None
     return graph.program
 
@@ -109,13 +106,9 @@ def test_it_takes_common_operators() -> None:
         lambda: [fn(x) for name, (fn, _) in CASES.items() if name not in ("a generator", "complex numbers")]
     )
     made = tape.TAPE.module.Tape(print, print)
-    left = [s.func for s in program_of(graph).steps if not made.add(print, *name_of(s.func), *s.operands, s.outs)]
-    assert left == []
-
-
-def name_of(func: Any) -> tuple[str, str]:
-    """An operator's names, as a tape wants them."""
-    return func._schema.name, func._schema.overload_name
+    for one in program_of(graph).steps:
+        schema = one.func._schema
+        assert made.add(print, schema.name, schema.overload_name, *one.operands, one.outs), schema
 
 
 def message(call: Callable[[], object]) -> tuple[type, str, list[str]]:
@@ -173,36 +166,27 @@ def test_warnings_become_python_s() -> None:
     assert marks.tolist() == [0, 0]
 
 
-class Seen(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 class Functions(TorchFunctionMode):
-    count = 0
+    def __init__(self, note: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.note = note
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
+        return self.note(func, func(*args, **(kwargs or {})))
 
 
-@pytest.mark.parametrize("mode", [Seen, Functions])
-def test_modes_see_what_they_see_of_python(mode: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("mode", [Behind, Functions])
+def test_modes_see_what_they_see_of_python(mode: Callable[[Any], Any]) -> None:
     """Under a mode of torch a replay is Python's."""
     x = torch.randn(2, 3)
     graph, _ = recorded(lambda: x.clone().add_(1).relu())
-    program = program_of(graph)
-    with mode() as python:
-        loop(program.steps)
-    with mode() as native:
-        graph.replay()
-    assert vars(python) == vars(native)
-    assert python.count if mode is Functions else python.names
+    seen = []
+    for run in (partial(loop, program_of(graph).steps), graph.replay):
+        names: list[str] = []
+        with mode(lambda func, result, names=names: (names.append(str(func)), result)[1]):
+            run()
+        seen.append(names)
+    assert seen[0] == seen[1] != []
 
 
 def test_the_profiler_sees_the_operators() -> None:
@@ -267,65 +251,50 @@ def test_reset_frees_everything() -> None:
     arena = graph.arena
     storages = [StorageWeakRef(t.untyped_storage()) for t in (x[0], arena) if t is not None]
     held = [weakref.ref(program), weakref.ref(program.steps[0].run)]
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
+    with collector_off():
         graph.reset()
         x[0] = program = arena = None
         assert [ref() for ref in held] == [None, None]
         assert all(storage.expired() for storage in storages)
-    finally:
-        if was_on:
-            gc.enable()
 
 
 EXTREMES = (0, 1, -3, 1e-5, -0.0, 2.5, 1e300, -1e300, 1e-310, math.inf, math.nan, 2**24 + 1, 2**62 + 1, True)
 
 
+def calculated(x: torch.Tensor, scalar: torch.Tensor, number: float) -> tuple[torch.Tensor, ...]:
+    """Tensors and a number, into new tensors and in place."""
+    changed = x.clone()
+    if x.dtype.is_floating_point:
+        changed.mul_(number).add_(number, alpha=2)
+        for in_place in (aten.mul_, aten.add_, aten.sub_, aten.div_):  # as C++ calls them, with a number
+            in_place.Scalar(changed, number)
+    less = () if x.dtype is torch.bool else (x - number, torch.sub(x, number, alpha=3))
+    return (x * number, x + number, x / number, scalar * number, aten.add.Scalar(x, number, 3), changed, *less)
+
+
+def compared(x: torch.Tensor, scalar: torch.Tensor, number: float) -> tuple[torch.Tensor, ...]:
+    """Also where the number is one that the dtype only has neighbours of, or none at all."""
+    near = torch.tensor(number, dtype=torch.float64).clamp(-100, 100).to(x.dtype)
+    compare = (torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge)
+    return tuple(one(given, number) for one in compare for given in (x, scalar, near))
+
+
 @pytest.mark.parametrize("dtype", NUMBERS, ids=str)
 @pytest.mark.parametrize("number", EXTREMES, ids=str)
-def test_a_number_becomes_a_tensor_with_the_same_bits(dtype: torch.dtype, number: float) -> None:
+@pytest.mark.parametrize("fn", [calculated, compared])
+def test_a_number_becomes_a_tensor_with_the_same_bits(
+    dtype: torch.dtype, number: float, fn: Callable[..., tuple[torch.Tensor, ...]]
+) -> None:
     """Whatever the number and the dtype: before the first replay, and not at each."""
     x, scalar = values(dtype, 3, 40), values(dtype, 1)[0]
-
-    def fn() -> tuple[torch.Tensor, ...]:
-        changed = x.clone()
-        if dtype.is_floating_point:
-            changed.mul_(number).add_(number, alpha=2)
-            for in_place in (aten.mul_, aten.add_, aten.sub_, aten.div_):  # as C++ calls them, with a number
-                in_place.Scalar(changed, number)
-        less = () if dtype is torch.bool else (x - number, torch.sub(x, number, alpha=3))
-        return (x * number, x + number, x / number, scalar * number, aten.add.Scalar(x, number, 3), changed, *less)
-
     try:
-        graph, kept = recorded(fn)
+        graph, kept = recorded(lambda: fn(x, scalar, number))
     except RuntimeError:  # torch has no such operation
         pytest.skip("an overflow in eager, too")
     for tensor in (x, scalar):
         tensor.copy_(tensor.flip(0) if tensor.dim() else x[1, 1])
     graph.replay()
-    assert all(map(bits_equal, kept, fn()))
-
-
-@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
-@pytest.mark.parametrize("number", EXTREMES, ids=str)
-def test_a_comparison_with_a_number_gives_the_same_bits(dtype: torch.dtype, number: float) -> None:
-    """Also where the number is one that the dtype only has neighbours of, or none at all."""
-    x, scalar = values(dtype, 3, 40), values(dtype, 1)[0]
-    near = torch.tensor(number, dtype=torch.float64).clamp(-100, 100).to(dtype)
-
-    def fn() -> list[torch.Tensor]:
-        compare = (torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge)
-        return [one(given, number) for one in compare for given in (x, scalar, near)]
-
-    try:
-        graph, kept = recorded(fn)
-    except RuntimeError:
-        pytest.skip("an overflow in eager, too")
-    for tensor in (x, scalar):
-        tensor.copy_(tensor.flip(0) if tensor.dim() else x[1, 1])
-    graph.replay()
-    assert all(map(bits_equal, kept, fn()))
+    assert all(map(bits_equal, kept, fn(x, scalar, number)))
 
 
 def test_a_kernel_that_is_registered_later_is_seen() -> None:

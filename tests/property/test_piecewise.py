@@ -28,10 +28,6 @@ class Tree(NamedTuple):
 class Node(nn.Module):
     """``[rows, WIDTH]`` -> whatever its kind gives; ``steps`` counts its runs, in place."""
 
-    steps: Tensor
-    weight: Tensor
-    kept: Tensor
-
     def __init__(self, tree: Tree, generator: torch.Generator) -> None:
         super().__init__()
         self.kind = tree.kind

@@ -47,26 +47,11 @@ VIEWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def _write_row(a: Tensor, b: Tensor) -> Tensor:
-    a[1].copy_(b[2])
-    return a
-
-
-def _write_columns(a: Tensor, b: Tensor) -> Tensor:
-    a[:, ::2].mul_(0.5)
-    return a
-
-
-def _write_indexed(a: Tensor, b: Tensor) -> Tensor:
-    a[torch.tensor([0, 2])] = b[1:3].clone() * 0.5
-    return a
-
-
 WRITES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "written": lambda a, b: a.mul_(0.5).add_(b.clone(), alpha=0.25),
-    "row_written": _write_row,
-    "columns_written": _write_columns,
-    "index_written": _write_indexed,
+    "row_written": lambda a, b: (a[1].copy_(b[2]), a)[1],
+    "columns_written": lambda a, b: (a[:, ::2].mul_(0.5), a)[1],
+    "index_written": lambda a, b: a.index_copy_(0, torch.tensor([0, 2]), b[1:3].clone() * 0.5),
     "relu_written": lambda a, b: a.relu_(),
 }
 ALL = PURE | VIEWS | WRITES

@@ -5,6 +5,8 @@ import torch
 
 import graphdispatch as gd
 
+from ..helpers import check_rows
+
 quantization = pytest.importorskip("torchao.quantization")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -17,7 +19,5 @@ def test_quantized_weights_are_served(config: str) -> None:
     quantization.quantize_(net, getattr(quantization, config)())
     step = gd.graphed(net, dynamic={"input": 0}, sizes=(4, 8), options=gd.CUDAGraphOptions(capture_share=None))
     with torch.inference_mode():
-        for rows in (4, 3, 8, 5, 3, 3, 5, 5, 4, 4):
-            x = torch.randn(rows, 64)
-            torch.testing.assert_close(step(x), net(x), atol=1e-5, rtol=1e-4)
+        check_rows(step, 4, 3, 8, 5, 3, 3, 5, 5, 4, 4, width=64, atol=1e-5, rtol=1e-4)
     assert step.stats.hits >= 2

@@ -14,16 +14,10 @@ from torch import Tensor, nn
 
 from graphdispatch import Dim, eager_break, graphed
 
-from ..helpers import AT_ONCE
+from ..behaviour.cases import Box
+from ..helpers import AT_ONCE, check_calls
 
 LENGTHS = (16, 16, 16, 8, 5, 9, 13, 7, 14, 15, 3)
-
-
-class Scale:
-    """A plain object that nobody but the branch reads."""
-
-    def __init__(self) -> None:
-        self.factor = 1.0
 
 
 class Model(nn.Module):
@@ -34,7 +28,7 @@ class Model(nn.Module):
         self.linear = nn.Linear(4, 4)
         self.register_buffer("extra", torch.zeros(4))
         self.register_buffer("other", torch.zeros(4))
-        self.config, self.seen, self.calls = Scale(), list[int](), 0
+        self.config, self.seen, self.calls = Box(factor=1.0), list[int](), 0
         self.random = random.Random(0)
         self.branch, self.is_meant = branch, is_meant
 
@@ -174,9 +168,7 @@ def test_a_branch_on_rows_and_length(
         served.prewarm(torch.randn(*first, 3))
     chance = random.Random(0)
     shapes = [first] * 3 + [(chance.randint(1, 4), chance.randint(1, 8)) for _ in range(60)]
-    for shape in shapes:
-        x = torch.randn(*shape, 3)
-        assert torch.allclose(served(x), fn(x)), shape
+    check_calls(served, *(torch.randn(*shape, 3) for shape in shapes))
 
 
 def refuse(model: Model, y: Tensor) -> Tensor:
@@ -212,9 +204,7 @@ def test_memory_that_a_break_chooses_is_no_branch() -> None:
     plain = copy.deepcopy(model)
     eager_break(model[1])
     served = graphed(model, dynamic={"input": 0}, sizes=[4], mode="PIECEWISE")
-    for number in range(24):
-        x = torch.randn(1 + number % 4, 4)
-        assert torch.allclose(served(x), plain(x), atol=1e-6)
+    check_calls(served, *(torch.randn(1 + number % 4, 4) for number in range(24)), fn=plain, rtol=1e-5, atol=1e-6)
     assert served.stats.hits > 12
 
 

@@ -15,7 +15,7 @@ import graphdispatch
 from graphdispatch import CUDAGraphMode, Graphed, graphed
 from graphdispatch.engines import BatchDescriptor, CUDAGraphConfig, CUDAGraphManager, CUDAGraphWrapper
 
-from ..helpers import AT_ONCE, HAS_CORE, serve_in_python
+from ..helpers import AT_ONCE, HAS_CORE, check_rows, serve_in_python
 
 SIZE = 4
 _PACKAGE = str(Path(graphdispatch.__file__).parent)
@@ -25,8 +25,7 @@ def settled_graphed(latest: int = SIZE - 1) -> tuple[Graphed[..., Any], Callable
     """A graphed module that served ``latest`` rows, and a padded call of it that is a hit."""
     step = graphed(torch.nn.Linear(3, 3).eval(), dynamic={"input": 0}, sizes=(SIZE,), options=AT_ONCE)
     x = torch.randn(SIZE - 1, 3)
-    for rows in (SIZE - 1, SIZE - 1, SIZE, SIZE - 1, latest):
-        step(torch.randn(rows, 3))
+    check_rows(step, SIZE - 1, SIZE - 1, SIZE, SIZE - 1, latest, rtol=1.3e-6, atol=1e-5)
     return step, lambda: step(x)
 
 
@@ -122,28 +121,21 @@ def is_own(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_PACKAGE)
 
 
-class CountedLock:
-    """A reentrant lock that notes itself in a list whenever it is taken."""
+class CountedLock(threading._RLock):  # type: ignore[name-defined, misc]
+    """A reentrant lock, in Python, that notes itself in a list whenever it is taken."""
 
     def __init__(self, taken: list["CountedLock"]) -> None:
-        self._lock = threading._RLock()  # type: ignore[attr-defined]
+        super().__init__()
         self._taken = taken
-        self._depth = 0
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         self._taken.append(self)
-        is_taken = self._lock.acquire(blocking, timeout)
-        self._depth += is_taken
-        return is_taken
-
-    def release(self, *_: object) -> None:
-        self._depth -= 1
-        self._lock.release()
+        return bool(super().acquire(blocking, timeout))
 
     def locked(self) -> bool:
-        return self._depth > 0
+        return bool(self._count)
 
-    __enter__, __exit__ = acquire, release
+    __enter__ = acquire
 
 
 @pytest.fixture

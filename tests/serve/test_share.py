@@ -8,7 +8,7 @@ import torch
 
 from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
 
-from ..helpers import double
+from ..helpers import check_rows, double
 
 CALLS_FOR_ONE = 10  # with a share of a tenth, where work takes as long as a call
 
@@ -23,25 +23,17 @@ def serve(**options: Any) -> Graphed[..., Any]:
     return step
 
 
-def call(step: Graphed[..., Any], rows: int) -> Reason:
-    """The reason of one call, answered as eager answers."""
-    x = torch.randn(rows, 3)
-    assert torch.equal(step(x), x * 2)
-    return step.last_decision.reason
-
-
 def settled(**options: Any) -> Graphed[..., Any]:
     """The same after two seconds of calls, with one graph."""
     step = serve(**options)
-    found = [call(step, 1) for _ in range(4)]
-    assert found == [Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
+    assert check_rows(step, *[1] * 4) == [Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
     return step
 
 
 def test_the_next_graph_waits_for_its_share() -> None:
     """First for its capture, then for its comparison with a second batch, before which it serves nothing."""
     step = settled()
-    found = [call(step, 3) for _ in range(21)]
+    found = check_rows(step, *[3] * 21)
     waiting = Reason.CAPTURE_WAITS
     until_captured = [Reason.FIRST_SIGHTING, *[waiting] * (CALLS_FOR_ONE - 3), Reason.CAPTURED_NOW]
     assert found == [*until_captured, *[waiting] * CALLS_FOR_ONE, Reason.VERIFIED_NOW, Reason.EXACT]
@@ -51,30 +43,27 @@ def test_the_next_graph_waits_for_its_share() -> None:
 def test_replays_count_as_time_of_calls(is_gone: bool) -> None:
     """Also those of graphs that are gone."""
     step = settled()
-    for _ in range(2 * CALLS_FOR_ONE):
-        call(step, 1)
+    check_rows(step, *[1] * 2 * CALLS_FOR_ONE)
     if is_gone:
         step.invalidate()
-    assert [call(step, 3) for _ in range(4)][1:] == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
+    assert check_rows(step, *[3] * 4)[1:] == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
 
 
 def test_a_padded_batch_waits_for_its_comparison() -> None:
     """The proof and the first number of rows come at once; a size that was captured serves full batches
     meanwhile."""
     step = serve()
-    for _ in range(4):
-        call(step, 16)
-    found = [call(step, rows) for rows in (15, 14, 13, 16)]
+    check_rows(step, *[16] * 4)
+    found = check_rows(step, 15, 14, 13, 16)
     assert found == [*[Reason.VERIFIED_NOW] * 2, Reason.CAPTURE_WAITS, Reason.EXACT]
-    for _ in range(CALLS_FOR_ONE):
-        call(step, 16)
-    assert [call(step, 13) for _ in range(2)] == [Reason.VERIFIED_NOW, Reason.PADDED]
+    check_rows(step, *[16] * CALLS_FOR_ONE)
+    assert check_rows(step, 13, 13) == [Reason.VERIFIED_NOW, Reason.PADDED]
 
 
 def test_what_waits_says_so() -> None:
     """``explain`` names the option, and ``strict`` lets such calls pass."""
     step = settled()
-    call(step, 3)
+    check_rows(step, 3)
     text = step.explain(torch.randn(3, 3))
     assert "raise capture_share" in text
     assert Reason.CAPTURE_WAITS.leads_to_graph
@@ -84,8 +73,7 @@ def test_what_waits_says_so() -> None:
 def test_nothing_waits_without_a_limit(options: dict[str, Any]) -> None:
     """Nor where captures are wanted at once, or where the limit is never reached."""
     step = serve(**options)
-    for rows in (1, 2, 3, 4) * 6:
-        assert call(step, rows) is not Reason.CAPTURE_WAITS
+    assert Reason.CAPTURE_WAITS not in check_rows(step, *(1, 2, 3, 4) * 6)
     assert len(step.entries) == 4
 
 
@@ -94,11 +82,11 @@ def test_prewarm_does_not_wait() -> None:
     step = settled(verify_every=1)
     step.prewarm(torch.randn(1, 3))
     assert step.captured_sizes == (1, 2, 3, 4, 8, 16)
-    assert [call(step, 3) for _ in range(4)] == [Reason.EXACT, Reason.VERIFIED_NOW] * 2
+    assert check_rows(step, *[3] * 4) == [Reason.EXACT, Reason.VERIFIED_NOW] * 2
 
 
 def test_clear_begins_anew() -> None:
     """After it, the first graph is captured at once."""
     step = settled()
     step.clear()
-    assert [call(step, 3) for _ in range(2)] == [Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW]
+    assert check_rows(step, 3, 3) == [Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW]

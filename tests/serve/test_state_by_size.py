@@ -59,10 +59,6 @@ def assert_as_eager(fn: Callable[[Cached, Tensor], Tensor], *, prewarms: bool) -
     return step
 
 
-def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x[:, :2], x[:, 2:]
-
-
 DIFFERENT: dict[str, Callable[[Cached, Tensor], Tensor]] = {
     "another tensor": lambda m, x: x * (m.a if len(x) != 6 else m.b),
     "another number as a tensor": lambda m, x: x * torch.tensor(1.0 if len(x) != 6 else 2.0),
@@ -75,7 +71,7 @@ DIFFERENT: dict[str, Callable[[Cached, Tensor], Tensor]] = {
     "shares of the rows": lambda m, x: x * torch.linspace(0, 1, len(x))[:, None],
     "a row alone": lambda m, x: x * m.a if x.squeeze().dim() > 1 else x * m.b,
     "a row squeezed": lambda m, x: x * m.a + x.squeeze().sum(-1, keepdim=True),
-    "another view": lambda m, x: x + _halves(x)[len(x) == 6].sum(1, keepdim=True),
+    "another view": lambda m, x: x + (x[:, :2], x[:, 2:])[len(x) == 6].sum(1, keepdim=True),
     "another result": lambda m, x: (x.sin(), x.cos())[len(x) == 6],
     "another length": lambda m, x: x + m.a[: 3 if len(x) == 6 else 4].sum(),
     "an operator of its own": lambda m, x: scaled(x),
