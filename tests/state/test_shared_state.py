@@ -51,8 +51,7 @@ def counts(count: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> C
 @contextmanager
 def behind(gate: Gate, step: Any, x: torch.Tensor) -> Iterator[None]:
     """Within the block another thread stands in the gate, in the middle of a call; at its end it goes on to its own."""
-    thread = threading.Thread(target=torch.no_grad()(lambda: _through(gate, step, x)))
-    thread.start()
+    thread = started(lambda x: _through(gate, step, x), x)
     try:
         assert gate.inside.wait(20)
         yield
