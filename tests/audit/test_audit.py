@@ -96,6 +96,10 @@ def test_rules_are_those_of_graphed() -> None:
     assert found.sizes == (3, 5)
     with pytest.raises(gd.ConfigError, match="dynamic names 'y'"):
         gd.audit(fn, ({"x": X}, table), dynamic={"y": 0})
+    with pytest.raises(gd.ConfigError, match="out of range"):
+        gd.audit(fn, ({"x": X}, table), dynamic={"batch['x']": 2})
+    with pytest.raises(gd.ConfigError, match="dynamic must map"):
+        gd.audit(fn, ({"x": X}, table), dynamic=0)  # type: ignore[arg-type]
     with pytest.raises(gd.ConfigError, match="args must be a tuple"):
         gd.audit(fn, 3)
 
