@@ -8,7 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from graphdispatch import Reason
 from graphdispatch.state import objects
 from graphdispatch.state.walk import StateWalk
 
+from ..behaviour.cases import Box
 from ..helpers import check_rows, make
 
 
@@ -61,14 +62,6 @@ def test_what_describes_a_class_is_not_walked() -> None:
     assert "__registry__" in str(walk.change())
 
 
-class Holder:
-    """Holds what it never uses."""
-
-    def __init__(self) -> None:
-        self.scale, self.state = 2.0, 3.0
-        self.event, self.random, self.thread = threading.Event(), random.Random(0), threading.Thread()
-
-
 @pytest.mark.parametrize(
     "fn",
     [
@@ -79,9 +72,10 @@ class Holder:
     ],
     ids=["as a whole", "copied", "an attribute that a generator has, too", "a private name of torch that threads have"],
 )
-def test_what_is_not_used_is_no_obstacle(fn: Callable[[Holder, torch.Tensor], torch.Tensor]) -> None:
+def test_what_is_not_used_is_no_obstacle(fn: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
     """An event, a generator and a thread beside what is read: others set the one and draw from the other."""
-    holder = Holder()
+    unused = {"event": threading.Event(), "random": random.Random(0), "thread": threading.Thread()}
+    holder = Box(scale=2.0, state=3.0, **unused)
     step = make(lambda x: fn(holder, x), sizes=(4,))
     for _ in range(6):
         check_rows(step, 4)
