@@ -19,9 +19,7 @@ import graphdispatch as gd
 from ..helpers import Seen, in_threads
 from .features import needs
 from .forks import all_locks_held, in_child
-from .front_end import FrontEnd, one_tensor
-
-Open = Callable[..., FrontEnd]
+from .front_end import FrontEnd, Open, one_tensor
 
 
 def front_of(step: FrontEnd) -> tuple[str, Any]:
