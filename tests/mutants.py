@@ -49,7 +49,7 @@ TABLE: dict[str, list[str]] = {
     ],
     "memory/proof": ["tests/call", _FOOTGUNS.format("arguments")],
     "capture/compare": ["tests/capture", "tests/serve"],
-    "capture/effects": ["tests/capture", "tests/behaviour/test_effects.py", "tests/backends"],
+    "capture/effects": ["tests/capture", "tests/behaviour/test_guarantees.py", "tests/backends"],
     "state/guards": ["tests/behaviour/test_python_state.py", "tests/state", _FOOTGUNS.format("state")],
     "state/reads": ["tests/behaviour/test_python_state.py", "tests/state"],
     "serve/server": ["tests/serve", "tests/behaviour/test_guarantees.py", "tests/api"],

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -43,19 +44,6 @@ class Checked(nn.Module):
         negative = scores[scores < 0]
         bound = 1e4 if largest > 1e4 and len(negative) else largest
         return scores.clamp(-bound, bound)
-
-
-class Ranker(nn.Module):
-    """Scores, checks, and scores again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.check, self.last = nn.Linear(8, 8), Checked(), nn.Linear(8, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """One score for each row."""
-        out: torch.Tensor = self.last(self.check(self.first(x).relu()))
-        return out
 
 
 def texts(found: Any) -> list[str]:
@@ -391,14 +379,14 @@ def test_what_does_not_fit_into_a_budget_of_memory_is_found() -> None:
 
 def test_the_text_and_the_plain_data() -> None:
     """The report has each finding under the user's line, and JSON holds the same; the ``repr`` is one line."""
-    found = gd.audit(Ranker().eval(), {"x": torch.randn(4, 8)})
+    found = gd.audit(nn.Sequential(OrderedDict(first=nn.Linear(8, 8), check=Checked())), torch.randn(4, 8))
     lines = str(found).splitlines()
     where = found.forbidden[0].where.rpartition("tests")[2]
     assert f"  tests{where}" in lines
     assert any(one.startswith("    aten._local_scalar_dense.default in check reads a value back") for one in lines)
     assert [one for one in lines if one.startswith(("breaks", "reads"))] == ["breaks: check", "reads:"]
     assert json.loads(json.dumps(found.to_dict()))["forbidden"][0]["module"] == "check"
-    assert repr(found) == "<Audit Ranker: NOT capturable, 9 operators, 2 that CUDA forbids>"
+    assert repr(found) == "<Audit Sequential: NOT capturable, 7 operators, 2 that CUDA forbids>"
 
 
 def test_rows_that_no_batch_of_the_example_pads_say_which_example_does() -> None:

@@ -8,7 +8,7 @@ import pytest
 from graphdispatch import Reason
 
 from .features import able
-from .front_end import Batch, FrontEnd, one_tensor
+from .front_end import Batch, FrontEnd, Open, one_tensor
 from .front_ends import FRONT_ENDS
 from .inject import Faults
 
@@ -28,7 +28,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
 
 
 @pytest.fixture
-def opened(front_end: str) -> Iterator[Callable[..., FrontEnd]]:
+def opened(front_end: str) -> Iterator[Open]:
     """Open a callable behind the front end, without a call; it is closed after the test."""
     made: list[FrontEnd] = []
 
@@ -42,7 +42,7 @@ def opened(front_end: str) -> Iterator[Callable[..., FrontEnd]]:
 
 
 @pytest.fixture
-def tried(opened: Callable[..., FrontEnd]) -> Callable[..., FrontEnd]:
+def tried(opened: Open) -> Open:
     """Open a callable and call it until a graph serves whatever can be served (``graphed``: three calls)."""
 
     def make(fn: Callable[..., Any], batch: Batch = one_tensor, **options: Any) -> FrontEnd:
@@ -52,7 +52,7 @@ def tried(opened: Callable[..., FrontEnd]) -> Callable[..., FrontEnd]:
 
 
 @pytest.fixture
-def settled(tried: Callable[..., FrontEnd]) -> Callable[..., FrontEnd]:
+def settled(tried: Open) -> Open:
     """As ``tried``; the last call must have been a replay."""
 
     def make(fn: Callable[..., Any], batch: Batch = one_tensor, **options: Any) -> FrontEnd:

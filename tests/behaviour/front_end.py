@@ -13,7 +13,7 @@ from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason
 
 from ..helpers import assert_same
 
-__all__ = ["Batch", "FrontEnd", "one_tensor"]
+__all__ = ["Batch", "FrontEnd", "Open", "one_tensor"]
 
 Batch = Callable[[int], tuple[Any, ...]]
 
@@ -176,3 +176,7 @@ class FrontEnd(ABC):
                 if isinstance(leaf, torch.Tensor) and leaf.dim() > dim:
                     return leaf.shape[dim]
         return 1
+
+
+Open = Callable[..., FrontEnd]
+"""A fixture that opens a callable behind the front end, and may call it until graphs serve."""

@@ -1,12 +1,16 @@
-"""Faults of the device: when a capture begins, ends or gets no memory, at the first and at later replays, for good."""
+"""Faults of the device: when a capture begins, ends or gets no memory, at replays, for good; and what they leave."""
 
+import gc
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphdispatch import Graphed, Reason
+from graphdispatch import Graphed, Reason, graphed
 from graphdispatch.backends import get_backend
 from graphdispatch.engines import CUDAGraphManager
 from graphdispatch.errors import DeviceLostError, FallbackError, ReplayError
@@ -201,3 +205,70 @@ def test_prewarm_goes_on_after_a_size_that_fails(faults: Faults) -> None:
         step.prewarm(*batch(0))
     assert [entry.size for entry in step.entries] == [3]
     assert agrees(model, step, 1, rows=5) is Reason.CAPTURE_FAILED
+
+
+def living() -> int:
+    """Tensors and storages that Python can reach, once all garbage is collected."""
+    gc.collect()
+    # By type: some of torch's objects answer isinstance with a warning.
+    return sum(issubclass(type(thing), (torch.Tensor, torch.UntypedStorage)) for thing in gc.get_objects())
+
+
+def leaves_nothing(step: Graphed[..., Any], fail: Callable[[int], None], times: int) -> None:
+    """After so many failures there are as many tensors, tracked bytes and threads as after the first ten."""
+    for number in range(10):
+        fail(number)
+    before = living(), threading.active_count(), step.memory_bytes
+    for number in range(times):
+        fail(number)
+    assert (living(), threading.active_count(), step.memory_bytes) == before
+
+
+@pytest.mark.parametrize(("point", "times"), [("end", 200), ("arena", 50), ("replay", 50)])
+def test_failed_captures_leave_nothing(faults: Faults, point: str, times: int) -> None:
+    """Hundreds of them."""
+    step = graphed(lambda x: x.relu() * 2, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    x = torch.randn(4, 2)
+
+    def fail(_: int) -> None:
+        step.clear()
+        faults.set(point, 1, error=MemoryError)
+        step(x)
+        assert step.last_decision.reason is Reason.OUT_OF_MEMORY
+        assert step.entries == []
+
+    leaves_nothing(step, fail, times)
+    assert step._graph_cache.pool.nbytes == 0
+
+
+def test_failed_replays_leave_nothing(faults: Faults) -> None:
+    """A replay that fails and is compared and serves again, many times."""
+    step = graphed(lambda x: x.relu() * 2, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+
+    def fail(number: int) -> None:
+        faults.set("replay", 1)
+        step(torch.full((4, 2), float(number)))
+        assert step.last_decision.reason is Reason.VERIFIED_NOW
+        step(torch.ones(4, 2))
+        assert step.last_decision.reason is Reason.EXACT
+
+    for number in range(3):
+        step(torch.full((4, 2), float(number)))
+    leaves_nothing(step, fail, 100)
+
+
+def test_a_failed_call_holds_no_batch(faults: Faults) -> None:
+    """What is kept of a failure is text: the batch and the traceback go with the call, without the collector's help."""
+    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(2, 4), options=AT_ONCE)
+    step(torch.randn(2, 2))  # torch imports more on its first use, and keeps the frames that asked for it
+    gc.disable()
+    try:
+        faults.set("end", 1)
+        x = torch.randn(4, 2)
+        storage = StorageWeakRef(x.untyped_storage())
+        step(x)
+        assert step.last_decision.reason is Reason.CAPTURE_FAILED
+        del x
+        assert storage.expired()
+    finally:
+        gc.enable()

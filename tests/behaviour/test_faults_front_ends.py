@@ -1,6 +1,6 @@
 """Faults behind every front end: eager's answer or an error that says what happened, once, and nothing half-made."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -12,10 +12,9 @@ from graphdispatch.errors import ReplayError
 
 from ..helpers import assert_same, may_capture
 from .features import needs
-from .front_end import FrontEnd
+from .front_end import FrontEnd, Open
 from .inject import Faults, ambient
 
-Open = Callable[..., FrontEnd]
 LATER = (3, 4) * 20
 """Calls after which a graph that failed serves again, or has been given up."""
 

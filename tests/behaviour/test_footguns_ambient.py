@@ -1,6 +1,5 @@
 """Modes of the calling thread: gradients, autocast, inference mode, the random generator."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,13 +12,12 @@ from torch.overrides import TorchFunctionMode
 from graphdispatch import Reason
 
 from ..helpers import assert_same
-from .front_end import FrontEnd
+from .front_end import Open
 
-Settle = Callable[..., FrontEnd]
 INPUT = {"dynamic": {"input": 0}}
 
 
-def test_dropout(settled: Settle) -> None:
+def test_dropout(settled: Open) -> None:
     """Each replay draws anew, and unpadded it draws the very numbers that eager would."""
     model = nn.Dropout(0.5).train()
     step = settled(model, **INPUT)
@@ -31,7 +29,7 @@ def test_dropout(settled: Settle) -> None:
     assert not torch.equal(*found[0][0][:2])
 
 
-def test_autocast_flip(settled: Settle) -> None:
+def test_autocast_flip(settled: Open) -> None:
     """Autocast chooses other operators, so it is part of what a graph is for, and so is its type."""
     model = nn.Linear(3, 3).eval()
     step = settled(model, **INPUT)
@@ -44,7 +42,7 @@ def test_autocast_flip(settled: Settle) -> None:
     step.check(Reason.EXACT)
 
 
-def test_autocast_weight_written(tried: Settle) -> None:
+def test_autocast_weight_written(tried: Open) -> None:
     """The graph casts weights in each replay; no copy is taken from an autocast region, and none is left to it."""
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)).eval()
     x = torch.randn(4, 3)
@@ -68,7 +66,7 @@ class Doubled(TorchFunctionMode):
         return result * 2 if func is torch.Tensor.sin else result
 
 
-def test_mode_around(settled: Settle) -> None:
+def test_mode_around(settled: Open) -> None:
     """A mode sees each operator of a call within it, and a replay has none to show; afterwards graphs serve again."""
     step = settled(lambda x: x.sin())
     for _ in range(3):
@@ -79,7 +77,7 @@ def test_mode_around(settled: Settle) -> None:
         step.check(Reason.EXACT)
 
 
-def test_parametrization_cached(tried: Settle) -> None:
+def test_parametrization_cached(tried: Open) -> None:
     """While computed weights are cached nothing is captured, since a graph would keep them; it is served after that."""
 
     class Doubled(nn.Module):
@@ -98,7 +96,7 @@ def test_parametrization_cached(tried: Settle) -> None:
     step.check(Reason.EXACT)
 
 
-def test_inference_mode(settled: Settle) -> None:
+def test_inference_mode(settled: Open) -> None:
     """A step that was captured under ``no_grad`` serves inference mode with a graph of its own, and the reverse."""
     step = settled(lambda x: x * 2)
     with torch.inference_mode():
@@ -108,7 +106,7 @@ def test_inference_mode(settled: Settle) -> None:
     step.check_calls(inside)
 
 
-def test_gradient_needed(settled: Settle) -> None:
+def test_gradient_needed(settled: Open) -> None:
     """With gradients on, an input that requires one is differentiated by eager."""
     step = settled(lambda x: x * 2)
     x = torch.randn(4, 3, requires_grad=True)
@@ -118,7 +116,7 @@ def test_gradient_needed(settled: Settle) -> None:
     step.check(Reason.NEEDS_GRADIENTS)
 
 
-def test_training_with_gradients(settled: Settle) -> None:
+def test_training_with_gradients(settled: Open) -> None:
     """So is a module in training mode whose parameters require gradients."""
     model = nn.Linear(3, 3).eval()
     step = settled(model, **INPUT)
@@ -128,7 +126,7 @@ def test_training_with_gradients(settled: Settle) -> None:
     step.check(Reason.NEEDS_GRADIENTS)
 
 
-def test_gradients_on_by_default(settled: Settle) -> None:
+def test_gradients_on_by_default(settled: Open) -> None:
     """A module in eval mode is served with gradients on, too; the outputs then require none, unlike eager's."""
     model = nn.Linear(3, 3).eval()
     step = settled(model, **INPUT)
@@ -140,7 +138,7 @@ def test_gradients_on_by_default(settled: Settle) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own dual level uses it
-def test_forward_mode_gradients(settled: Settle) -> None:
+def test_forward_mode_gradients(settled: Open) -> None:
     """A dual tensor carries its tangent without requiring a gradient; a graph would drop it."""
     model = nn.Linear(3, 3).eval().requires_grad_(False)
     step = settled(model, **INPUT)

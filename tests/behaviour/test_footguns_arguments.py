@@ -10,9 +10,7 @@ import torch
 from graphdispatch import CUDAGraphOptions, Reason
 
 from .features import needs
-from .front_end import FrontEnd
-
-Settle = Callable[..., FrontEnd]
+from .front_end import Open
 
 
 def weighted(x: torch.Tensor, w: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
@@ -28,7 +26,7 @@ def pair(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 BOTH = {"x": 0, "w": 0}
 
 
-def test_keyword_order(settled: Settle) -> None:
+def test_keyword_order(settled: Open) -> None:
     """Keywords are matched by name, in whatever order they are written."""
     step = settled(weighted, pair, dynamic=BOTH)
     x, w = pair(4)
@@ -37,7 +35,7 @@ def test_keyword_order(settled: Settle) -> None:
         assert torch.equal(step(x=x, w=w), weighted(x, w))
 
 
-def test_positional_or_keyword(settled: Settle) -> None:
+def test_positional_or_keyword(settled: Open) -> None:
     """Positional and keyword spellings of one call are not mixed up."""
     step = settled(weighted, pair, dynamic=BOTH)
     x, w = pair(3)
@@ -46,7 +44,7 @@ def test_positional_or_keyword(settled: Settle) -> None:
 
 
 @needs("constants")
-def test_default_argument(settled: Settle) -> None:
+def test_default_argument(settled: Open) -> None:
     """A default that is left out, and then given another value, selects another graph."""
     step = settled(weighted, pair, dynamic=BOTH)
     step.check_calls(*((*pair(4), *scale) for scale in ((1.0,), (3.0,), (1.0,), (3.0,), ())))
@@ -54,7 +52,7 @@ def test_default_argument(settled: Settle) -> None:
 
 @needs("constants")
 @pytest.mark.parametrize("values", [(2, 3), (2, 2.0), (1, True), (0.0, -0.0), ("a", "b"), (None, 1), (0j, -0j)])
-def test_constant_argument(settled: Settle, values: tuple[Any, Any]) -> None:
+def test_constant_argument(settled: Open, values: tuple[Any, Any]) -> None:
     """A constant is compared with its type and, for floats, its bits."""
 
     def fn(x: torch.Tensor, k: Any) -> torch.Tensor:
@@ -68,14 +66,14 @@ def test_constant_argument(settled: Settle, values: tuple[Any, Any]) -> None:
 
 
 @needs("constants")
-def test_constant_in_container(settled: Settle) -> None:
+def test_constant_in_container(settled: Open) -> None:
     """Constants within dicts, lists and tuples are compared like top-level ones."""
     step = settled(lambda x, config: x * config["scale"][0], lambda rows: (torch.randn(rows, 3), {"scale": [2.0]}))
     step.check_calls((torch.randn(4, 3), {"scale": [5.0]}))
 
 
 @needs("constants")
-def test_object_argument(tried: Settle) -> None:
+def test_object_argument(tried: Open) -> None:
     """An object whose change cannot be seen keeps the call eager."""
     config = SimpleNamespace(scale=2.0)
     step = tried(lambda x, config: x * config.scale, lambda rows: (torch.randn(rows, 3), config))
@@ -84,32 +82,32 @@ def test_object_argument(tried: Settle) -> None:
     step.check(Reason.UNGUARDED_ARGUMENT)
 
 
-def test_shape_changed(settled: Settle) -> None:
+def test_shape_changed(settled: Open) -> None:
     """Another trailing shape never meets the old graph."""
     step = settled(lambda x: x * 2)
     step.check_calls(torch.randn(4, 5))
     step.check(Reason.CAPTURED_NOW)
 
 
-def test_dtype_changed(settled: Settle) -> None:
+def test_dtype_changed(settled: Open) -> None:
     """Another dtype is not cast into the old buffers."""
     x = torch.randn(4, 3, dtype=torch.float64)
     settled(lambda x: x * 2).check_calls(x, x)
 
 
-def test_one_row_into_many(settled: Settle) -> None:
+def test_one_row_into_many(settled: Open) -> None:
     """One row is one row: it is not broadcast over the four of the graph."""
     settled(lambda x: x * 2).check_calls(1)
 
 
-def test_rows_disagree(settled: Settle) -> None:
+def test_rows_disagree(settled: Open) -> None:
     """One row beside four is what eager makes of it."""
     step = settled(weighted, pair, dynamic=BOTH)
     step.check_calls((torch.randn(4, 3), torch.randn(1, 3)))
     step.check(Reason.ROWS_DISAGREE)
 
 
-def test_size_one_dimension(settled: Settle) -> None:
+def test_size_one_dimension(settled: Open) -> None:
     """A column is not broadcast into a buffer of three."""
     settled(weighted, pair, dynamic=BOTH).check_calls((torch.randn(4, 3), torch.randn(4, 1)))
 
@@ -119,12 +117,12 @@ def test_size_one_dimension(settled: Settle) -> None:
     [lambda x: x.t().contiguous().t(), lambda x: x.repeat(1, 2)[:, ::2], lambda x: x[:1].expand(4, 3)],
     ids=["transposed", "strided", "expanded"],
 )
-def test_layout_changed(settled: Settle, layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_layout_changed(settled: Open, layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Transposed, strided and expanded inputs give what eager gives, whether a graph serves them or not."""
     settled(lambda x: x * 2 + x.cumsum(1)).check_calls(*(layout(torch.randn(4, 3)) for _ in range(3)))
 
 
-def test_argument_written(opened: Settle) -> None:
+def test_argument_written(opened: Open) -> None:
     """A write to an argument reaches the caller's own tensor, on the real rows and once, with comparisons in between; a
     capture ahead leaves its example alone."""
     step = opened(lambda x: x.add_(1) * 2, options=CUDAGraphOptions(verify_every=2))
@@ -147,7 +145,7 @@ def _write_first(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return w * 2
 
 
-def test_arguments_share_memory(settled: Settle) -> None:
+def test_arguments_share_memory(settled: Open) -> None:
     """Copies of two views of one memory would drift apart, so such a call runs eagerly if it writes."""
     step = settled(_write_first, pair, dynamic=BOTH)
     x = torch.randn(4, 3)
@@ -156,7 +154,7 @@ def test_arguments_share_memory(settled: Settle) -> None:
     step.check(Reason.ALIASED_ARGUMENTS)
 
 
-def test_argument_is_state(settled: Settle) -> None:
+def test_argument_is_state(settled: Open) -> None:
     """An argument that is a view of state which the call writes is not copied."""
     cache = torch.zeros(8, 3)
 
@@ -171,7 +169,7 @@ def test_argument_is_state(settled: Settle) -> None:
 
 
 @needs("static_inputs")
-def test_static_input_moved(opened: Settle) -> None:
+def test_static_input_moved(opened: Open) -> None:
     """With static inputs, a tensor at another address than the captured one is not served by the graph."""
     step = opened(lambda x: x * 2, options=CUDAGraphOptions(inputs="static"))
     x, moved = torch.randn(4, 3), torch.randn(4, 3)
@@ -184,7 +182,7 @@ def test_static_input_moved(opened: Settle) -> None:
 
 
 @needs("constants")
-def test_argument_container_changed(tried: Settle) -> None:
+def test_argument_container_changed(tried: Open) -> None:
     """What the callable puts into a dict or list that it was given is there after each call, captures included."""
 
     def fn(batch: dict[str, torch.Tensor], log: list[torch.Tensor]) -> torch.Tensor:
@@ -207,7 +205,7 @@ def test_argument_container_changed(tried: Settle) -> None:
 
 
 @needs("constants")
-def test_argument_container_changed_instead(settled: Settle) -> None:
+def test_argument_container_changed_instead(settled: Open) -> None:
     """A tensor within a container may be written in place."""
 
     def fn(batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """Breaks of PIECEWISE captures: Python that runs while a graph is half-way."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -9,13 +7,11 @@ from graphdispatch import Reason, eager_break
 from graphdispatch.backends import get_backend
 
 from .features import needs
-from .front_end import FrontEnd
-
-Settle = Callable[..., FrontEnd]
+from .front_end import Open
 
 
 @needs("pieces")
-def test_break_calls_itself(opened: Settle) -> None:
+def test_break_calls_itself(opened: Open) -> None:
     """A break calls the served model that it is a part of: the inner call runs eagerly, and both are right."""
 
     @eager_break
@@ -37,7 +33,7 @@ def test_break_calls_itself(opened: Settle) -> None:
 
 
 @needs("pieces")
-def test_break_on_side_stream(opened: Settle) -> None:
+def test_break_on_side_stream(opened: Open) -> None:
     """What a break writes on a stream of its own, joined before it ends, is written once for each call."""
     backend = get_backend("cpu")
     side = backend.make_stream()
@@ -59,7 +55,7 @@ def test_break_on_side_stream(opened: Settle) -> None:
     assert step.hits >= 2 if step.captures_ahead else step.hits == 2
 
 
-def test_break_counts(opened: Settle) -> None:
+def test_break_counts(opened: Open) -> None:
     """A break that counts in Python keeps the call eager, though it would run in each replay; it counts once a call."""
     seen: list[int] = []
 
@@ -78,7 +74,7 @@ def test_break_counts(opened: Settle) -> None:
 
 
 @needs("pieces")
-def test_break_changes_state(opened: Settle) -> None:
+def test_break_changes_state(opened: Open) -> None:
     """What a break sets is seen behind it in the same call, which runs eagerly once more."""
 
     class Chosen:

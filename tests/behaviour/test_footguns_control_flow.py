@@ -5,15 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from graphdispatch import Reason
 
+from .cases import Box
 from .features import needs
-from .front_end import FrontEnd
-
-Settle = Callable[..., FrontEnd]
-
+from .front_end import Open
 
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "item": (lambda x: x * x.sum().item(), "_local_scalar_dense"),
@@ -29,7 +26,7 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 }
 
 
-def _refused(tried: Settle, fn: Callable[[torch.Tensor], Any], operator: str) -> None:
+def _refused(tried: Open, fn: Callable[[torch.Tensor], Any], operator: str) -> None:
     step = tried(fn)
     step.check_calls(4)
     step.check(Reason.CAPTURE_UNSAFE)
@@ -40,14 +37,14 @@ def _refused(tried: Settle, fn: Callable[[torch.Tensor], Any], operator: str) ->
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_depends_on_values(tried: Settle, name: str) -> None:
+def test_what_depends_on_values(tried: Open, name: str) -> None:
     """A value that the host reads, a branch on a tensor, a number of rows that the data says, memory that goes to code
     which no replay runs."""
     _refused(tried, *REFUSED[name])
 
 
 @needs("padding")
-def test_branch_on_rows(settled: Settle) -> None:
+def test_branch_on_rows(settled: Open) -> None:
     """A branch on the number of rows is taken for the padded number; a batch smaller than all before is compared."""
     step = settled(lambda x: x * 2 if x.shape[0] > 2 else x * 3)
     step.check_calls(2, 1, 3, 4, 2)
@@ -55,7 +52,7 @@ def test_branch_on_rows(settled: Settle) -> None:
 
 
 @needs("padding", "comparisons")
-def test_branch_on_some_rows(opened: Settle) -> None:
+def test_branch_on_some_rows(opened: Open) -> None:
     """A branch for one number of rows is found, since up to 64 rows each number is compared once."""
     step = opened(lambda x: x * 3 if x.shape[0] == 2 else x * 2)
     step.prepare(torch.randn(3, 3))
@@ -63,36 +60,30 @@ def test_branch_on_some_rows(opened: Settle) -> None:
     step.check(Reason.VERIFICATION_FAILED)
 
 
-class _Scaled(nn.Module):
-    factor = 1.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.scaled(x * 2) if x.shape[0] == 2 else x * 2
-
-    def scaled(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.factor == 1.0 else x * self.factor
-
-
 @needs("padding", "comparisons")
-def test_state_of_some_rows(opened: Settle) -> None:
+def test_state_of_some_rows(opened: Open) -> None:
     """What only a branch reads is compared on each hit, once a batch took that branch."""
-    model = _Scaled().eval()
-    step = opened(model)
+    owner = Box(factor=1.0)
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x if owner.factor == 1.0 else x * owner.factor
+
+    step = opened(lambda x: scaled(x * 2) if x.shape[0] == 2 else x * 2)
     step.prepare(torch.randn(3, 3))
     step.check_calls(3, 3, 1, 1, 4, 2, 1, 2, 3, 2, fn=lambda x: x * 2)
-    model.factor = 5.0
+    owner.factor = 5.0
     step.check_calls(2, fn=lambda x: x * 10)
 
 
 @needs("comparisons")
-def test_argument_told_apart(settled: Settle) -> None:
+def test_argument_told_apart(settled: Open) -> None:
     """A call that differs in more than its values, where the code can tell, is compared before a graph serves it."""
     step = settled(lambda x: x * 3 if x.storage_offset() else x * 2)
     step.check_calls(torch.randn(4, 3), torch.randn(6, 3)[2:])
     step.check(Reason.VERIFICATION_FAILED)
 
 
-def test_operator_over_numpy(tried: Settle) -> None:
+def test_operator_over_numpy(tried: Open) -> None:
     """Python inside a custom operator is frozen, so one that leaves torch's dispatcher is refused by its name."""
     name, body = "graphdispatch_footguns::numpy_double", lambda x: torch.from_numpy(x.numpy() * 2)
     op = torch.library.custom_op(name, body, mutates_args=(), schema="(Tensor x) -> Tensor")

@@ -1,5 +1,6 @@
 """Several dynamic dimensions: models that mix a sequence, or that use its length in Python."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -12,34 +13,43 @@ from ..helpers import check_calls, make, reason
 DIMS = {0: "batch", 1: Dim("seq", sizes=[8])}
 WITH_MASK = {"x": DIMS, "mask": {0: "batch", 1: "seq"}}
 LENGTHS_OF_CALLS = (8, 8, 7, 6, 5, 4, 3, 2, 1, 8, 7, 4, 3)
+FIRST = pytest.mark.parametrize("first", [(4, 8), (3, 5)], ids=["full-first", "padded-first"])
 NEAR = {"rtol": 1e-4, "atol": 1e-6}
 SEQUENCE_MIXERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "attention": lambda x: (x @ x.transpose(1, 2)).softmax(2) @ x,
     "mean": lambda x: x.mean(1),
     "softmax": lambda x: x.softmax(1),
     "maximum": lambda x: x.amax(1),
+    "clamped maximum": lambda x: x.amax(1).clamp(max=1.0),
+    "both": lambda x: x - x.mean((0, 1)),
 }
 LENGTHS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "scales": lambda x: x / x.shape[1],
     "branches": lambda x: x * 2 if x.shape[1] > 5 else x * 3,
     "takes odd ones apart": lambda x: x * 2 if x.shape[1] % 2 else x * 3,
+    "takes one apart": lambda x: x * 2 if x.shape[1] == 3 else x * 3,
     "counts": lambda x: x + torch.arange(x.shape[1]).flip(0)[:, None],
+    "turns": lambda x: x.flip(1),
 }
 
 
-def tried(fn: Callable[..., torch.Tensor]) -> Graphed[..., torch.Tensor]:
-    """``fn`` after calls of many lengths, each compared with eager."""
+def tried(fn: Callable[..., torch.Tensor], first: tuple[int, int]) -> Graphed[..., torch.Tensor]:
+    """``fn`` after calls of many lengths, of full batches and padded ones, each compared with eager."""
     step = make(fn, dynamic={"x": DIMS}, sizes=[4])
-    check_calls(step, *(torch.randn(4, length, 3) - 1 for length in LENGTHS_OF_CALLS), **NEAR)
+    shapes = [first] * 4 + [(rows, length) for length in LENGTHS_OF_CALLS for rows in (4, 3)]
+    check_calls(step, *(torch.randn(*shape, 3) - 2 for shape in shapes), **NEAR)
     return step
 
 
+@FIRST
 @pytest.mark.parametrize("mixer", SEQUENCE_MIXERS.values(), ids=SEQUENCE_MIXERS)
-def test_sequence_mixed(mixer: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Such a model runs eagerly where a sequence would be padded, and by a graph where it is full."""
-    step = tried(mixer)
+def test_sequence_mixed(mixer: Callable[[torch.Tensor], torch.Tensor], first: tuple[int, int]) -> None:
+    """Such a model runs eagerly where a sequence would be padded; if full ones came first, these by a graph."""
+    step = tried(mixer, first)
     assert reason(step, torch.randn(4, 5, 3)) is Reason.VERIFICATION_FAILED
-    assert reason(step, torch.randn(4, 8, 3)) is Reason.EXACT
+    if first == (4, 8):
+        assert reason(step, torch.randn(4, 8, 3)) is Reason.EXACT
+        assert re.search("depend on padding: .* along .*'seq'", step.explain(torch.randn(4, 5, 3)))
 
 
 def attend(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -60,9 +70,10 @@ def test_sequence_mixed_instead(fn: Callable[..., torch.Tensor]) -> None:
     assert step.last_decision.reason is Reason.PADDED
 
 
+@FIRST
 @pytest.mark.parametrize("fn", LENGTHS.values(), ids=LENGTHS)
-def test_length_in_python(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_length_in_python(fn: Callable[[torch.Tensor], torch.Tensor], first: tuple[int, int]) -> None:
     """It is found by comparing each length, before one is served."""
-    step = tried(fn)
+    step = tried(fn, first)
     for length in (3, 4):
         assert reason(step, torch.randn(4, length, 3)) is Reason.VERIFICATION_FAILED

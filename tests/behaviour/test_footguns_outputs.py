@@ -1,6 +1,5 @@
 """What the callable returns: memory that replays share, objects, the argument itself, state."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,10 @@ from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper, cudagraph_c
 
 from ..helpers import assert_same
 from .features import needs
-from .front_end import FrontEnd
-
-Settle = Callable[..., FrontEnd]
+from .front_end import Open
 
 
-def test_output_kept(settled: Settle) -> None:
+def test_output_kept(settled: Open) -> None:
     """Outputs are the caller's own copies: a later call changes none of them."""
     step, x = settled(lambda x: x * 2), torch.randn(4, 3)
     kept = step(x)
@@ -25,7 +22,7 @@ def test_output_kept(settled: Settle) -> None:
     assert torch.equal(kept, x * 2)
 
 
-def test_output_view_kept(settled: Settle) -> None:
+def test_output_view_kept(settled: Open) -> None:
     """With ``outputs="view"`` a handle that outlived its memory raises when it is read."""
     step, x = settled(lambda x: x * 2, outputs="view"), torch.randn(4, 3)
     kept = step(x)
@@ -35,7 +32,7 @@ def test_output_view_kept(settled: Settle) -> None:
         kept.get()
 
 
-def test_output_view_read_late(settled: Settle) -> None:
+def test_output_view_read_late(settled: Open) -> None:
     """LIMIT: what ``get()`` gave is overwritten by the next call, of any thread; only ``get()`` itself can notice."""
     step, x = settled(lambda x: x * 2, outputs="view"), torch.randn(4, 3)
     value = step(x).get()
@@ -43,7 +40,7 @@ def test_output_view_read_late(settled: Settle) -> None:
     assert torch.equal(value, (x + 1) * 2)
 
 
-def test_output_static_kept(settled: Settle) -> None:
+def test_output_static_kept(settled: Open) -> None:
     """LIMIT: with ``outputs="static"`` the tensors are the graph's own, and the next replay overwrites them."""
     step, x = settled(lambda x: x * 2, outputs="static"), torch.randn(4, 3)
     kept = step(x)
@@ -51,7 +48,7 @@ def test_output_static_kept(settled: Settle) -> None:
     assert torch.equal(kept, (x + 1) * 2)
 
 
-def test_output_is_argument(settled: Settle) -> None:
+def test_output_is_argument(settled: Open) -> None:
     """A callable that returns its argument gives the caller its own tensor, among other outputs as well."""
     step = settled(lambda x: (x, x + 1, x))
     for rows in step.order:
@@ -61,7 +58,7 @@ def test_output_is_argument(settled: Settle) -> None:
         assert torch.equal(more, x + 1)
 
 
-def test_output_is_view_of_argument(settled: Settle) -> None:
+def test_output_is_view_of_argument(settled: Open) -> None:
     """A view of the argument comes as a copy; a write to the result does not reach the argument."""
     step = settled(lambda x: x[:, :2])
     x = torch.randn(3, 3)
@@ -70,14 +67,14 @@ def test_output_is_view_of_argument(settled: Settle) -> None:
     assert torch.equal(x, expected)
 
 
-def test_output_is_state(settled: Settle) -> None:
+def test_output_is_state(settled: Open) -> None:
     """State that is returned is the state itself, as in eager, and no copy."""
     cache = torch.zeros(3)
     step = settled(lambda x: cache.add_(1))
     assert step(torch.randn(4, 3)).data_ptr() == cache.data_ptr()
 
 
-def test_output_is_container_of_state(settled: Settle) -> None:
+def test_output_is_container_of_state(settled: Open) -> None:
     """A list of the callable's own that it returns comes as a copy, which holds what the list holds now."""
     factors = [2.0, 3.0]
     step = settled(lambda x: (x * factors[0], factors))
@@ -94,7 +91,7 @@ def _value(answer: Any) -> Any:
 
 
 @OUTPUTS
-def test_output_returned_twice(opened: Settle, outputs: str) -> None:
+def test_output_returned_twice(opened: Open, outputs: str) -> None:
     """A tensor that is returned twice is one tensor in each call."""
 
     def fn(x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -111,7 +108,7 @@ def test_output_returned_twice(opened: Settle, outputs: str) -> None:
 
 
 @OUTPUTS
-def test_output_fed_back(opened: Settle, outputs: str) -> None:
+def test_output_fed_back(opened: Open, outputs: str) -> None:
     """Outputs are arguments of the next call, also where they are arguments of this one: each answer is eager's, of a
     graph and of a comparison."""
     options = CUDAGraphOptions(verify_every=4, outputs=outputs)
@@ -130,7 +127,7 @@ def test_output_fed_back(opened: Settle, outputs: str) -> None:
 
 
 @OUTPUTS
-def test_output_fed_back_and_written(opened: Settle, outputs: str) -> None:
+def test_output_fed_back_and_written(opened: Open, outputs: str) -> None:
     """The call writes to the output of the call before it, whose memory a replay would take for its answer."""
     step = opened(lambda x: torch.relu_(x) - 0.5, outputs=outputs)
     step.prepare(torch.randn(4, 3))
@@ -142,7 +139,7 @@ def test_output_fed_back_and_written(opened: Settle, outputs: str) -> None:
             assert torch.equal(x, want)
 
 
-def test_outputs_share_memory(settled: Settle) -> None:
+def test_outputs_share_memory(settled: Open) -> None:
     """Outputs that are views of one tensor in eager come as copies: a write to one does not reach the other."""
 
     def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,7 +153,7 @@ def test_outputs_share_memory(settled: Settle) -> None:
     assert torch.equal(whole, x * 2)
 
 
-def test_output_constant(settled: Settle) -> None:
+def test_output_constant(settled: Open) -> None:
     """Constants beside tensors come back as they are."""
     step = settled(lambda x: {"out": x * 2, "layers": 3, "name": "a"})
     result = step(torch.ones(3, 3))
@@ -164,34 +161,34 @@ def test_output_constant(settled: Settle) -> None:
 
 
 @needs("padding")
-def test_output_row_count(tried: Settle) -> None:
+def test_output_row_count(tried: Open) -> None:
     """The number of rows as a plain number would be that of the graph, so the call stays eager."""
     step = tried(lambda x: (x * 2, x.shape[0]))
     assert step(torch.randn(3, 3))[1] == 3
     step.check(Reason.OUTPUT_UNSUPPORTED)
 
 
-def test_output_object(tried: Settle) -> None:
+def test_output_object(tried: Open) -> None:
     """An object that the call makes cannot be given back by a graph."""
     step = tried(lambda x: (x * 2, object()))
     step.check(Reason.OUTPUT_UNSUPPORTED)
 
 
-def test_output_rows_fixed_by_accident(settled: Settle) -> None:
+def test_output_rows_fixed_by_accident(settled: Open) -> None:
     """An output whose size merely equals the batch is not cut: what follows the batch is found by running twice."""
     step = settled(lambda x: (x * 2, torch.ones(4, 2) + x.sum() * 0))
     assert step(torch.randn(3, 3))[1].shape == (4, 2)
 
 
 @needs("padding")
-def test_output_rows_unknown(tried: Settle) -> None:
+def test_output_rows_unknown(tried: Open) -> None:
     """An output with one row more than the batch cannot be cut by a factor."""
     step = tried(lambda x: torch.cat([x, x[:1]]))
     assert step(torch.randn(3, 3)).shape == (4, 3)
     step.check(Reason.OUTPUT_ROWS_UNKNOWN)
 
 
-def test_output_unwritten(settled: Settle) -> None:
+def test_output_unwritten(settled: Open) -> None:
     """Columns that nothing wrote hold anything, as eager's do; the written ones are eager's."""
 
     def fn(x: torch.Tensor) -> torch.Tensor:
@@ -211,7 +208,7 @@ def _with_noise(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x[:2] * 2, x[2:] + noise])
 
 
-def test_rows_padded_by_caller(tried: Settle) -> None:
+def test_rows_padded_by_caller(tried: Open) -> None:
     """A batch that the caller padded is compared whole, and rows that differ from run to run keep it eager."""
     step = tried(_with_noise)
     x = torch.randn(4, 3)

@@ -19,9 +19,7 @@ import graphdispatch as gd
 from ..helpers import Seen, in_threads
 from .features import needs
 from .forks import all_locks_held, in_child
-from .front_end import FrontEnd, one_tensor
-
-Open = Callable[..., FrontEnd]
+from .front_end import FrontEnd, Open, one_tensor
 
 
 def front_of(step: FrontEnd) -> tuple[str, Any]:
@@ -175,8 +173,7 @@ ODD_CALLABLES: dict[str, Callable[[], Any]] = {
 def called(step: FrontEnd, *more: Any) -> None:
     """Prepare and call a front end of a callable that doubles ``x``; every answer is right."""
     for rows in (3, 4):
-        if step.captures_ahead:
-            step.prepare(torch.randn(rows, 3), *more)
+        step.prepare(torch.randn(rows, 3), *more)
     for rows in (3, 4, 3, 4, 3, 3):
         x = torch.randn(rows, 3)
         answer = step(x, *more)

@@ -126,14 +126,10 @@ def test_a_cache_that_the_call_makes_is_made_anew(models: dict[str, Any], model:
         ids = torch.randint(1, 99, (4 - index % 2, 7))
         got, want = step(input_ids=ids), plain(input_ids=ids)
         assert type(got.past_key_values) is transformers.DynamicCache
-        assert [type(layer) for layer in got.past_key_values.layers] == [
-            type(layer) for layer in want.past_key_values.layers
-        ]
+        assert [*map(type, got.past_key_values.layers)] == [*map(type, want.past_key_values.layers)]
         torch.testing.assert_close(got.logits, want.logits)
         more = torch.randint(1, 99, (len(ids), 2))
-        torch.testing.assert_close(
-            plain(input_ids=more, past_key_values=got.past_key_values).logits,
-            plain(input_ids=more, past_key_values=want.past_key_values).logits,
-        )
+        further = [plain(input_ids=more, past_key_values=one.past_key_values).logits for one in (got, want)]
+        torch.testing.assert_close(*further)
     assert step.stats.captures == 1
     assert step.stats.hits

@@ -1,6 +1,5 @@
 """Callables that torch has compiled: scripted and traced ones are served, packages of AOTInductor are not."""
 
-import io
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -32,14 +31,6 @@ def scaled(x: torch.Tensor, y: torch.Tensor, times: int = 2) -> torch.Tensor:
     return torch.tanh(x) + y * times
 
 
-def loaded(model: Any) -> Any:
-    """A scripted module from a file."""
-    file = io.BytesIO()
-    torch.jit.save(torch.jit.script(model), file)
-    file.seek(0)
-    return torch.jit.load(file)
-
-
 EXAMPLE = torch.randn(2, 4), torch.randn(2, 4)
 MADE: dict[str, Callable[[], Any]] = {
     "scripted function": lambda: torch.jit.script(scaled),
@@ -48,7 +39,6 @@ MADE: dict[str, Callable[[], Any]] = {
     "traced module": lambda: torch.jit.trace(Sum().eval(), EXAMPLE),
     "frozen module": lambda: torch.jit.freeze(torch.jit.script(Sum().eval())),
     "optimized module": lambda: torch.jit.optimize_for_inference(torch.jit.script(Sum().eval())),
-    "loaded module": lambda: loaded(Sum().eval()),
 }
 
 

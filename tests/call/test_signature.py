@@ -1,5 +1,6 @@
 """All that a graph was captured for of a call's arguments, apart from the rows: it serves such calls alone."""
 
+import copy
 from collections.abc import Callable
 from enum import Enum, IntEnum
 from typing import Any
@@ -68,9 +69,7 @@ def test_the_rows_are_free(rows: int) -> None:
 
 OTHERS: dict[str, Callable[[], Tensor]] = {
     "one column": drawn(4, 1),
-    "more columns": drawn(4, 4),
     "a vector": drawn(4),
-    "more dimensions": drawn(4, 3, 1),
     "dtype": drawn(4, 3, dtype=torch.float64),
     "integers": lambda: torch.randint(9, (4, 3), dtype=torch.int32),
     "transposed": lambda: torch.randn(3, 4).T,
@@ -127,9 +126,7 @@ def test_rows_of_two_arguments_agree() -> None:
         (1, [1], [2, 1.0, True, Level.LOW, None, "1"]),
         (True, [True], [False, 1, 1.0]),
         (0.0, [0.0], [-0.0, 0, False, 1e-320]),
-        (-0.0, [-0.0], [0.0]),
         (float("nan"), [float("nan"), -float("nan")], [0.0, float("inf")]),
-        (0.1 + 0.2, [0.1 + 0.2], [0.3]),
         (complex(0.0, -0.0), [complex(0.0, -0.0)], [complex(0.0, 0.0), 0.0]),
         ("a", ["a"], ["b", b"a", None]),
         (None, [None], [0, False, ...]),
@@ -148,19 +145,11 @@ def test_constants_match_only_themselves(value: Any, same: list[Any], other: lis
     assert [serves(step, drawn(4, 3), one) for one in other] == [False] * len(other)
 
 
-def test_a_static_object_is_compared_by_identity() -> None:
-    """The user vouches for one object, not for equal ones."""
-    held = {1}
-    step = serving(drawn(4, 3), held, static="y")
-    assert serves(step, drawn(4, 3), held)
-    assert not serves(step, drawn(4, 3), {1})
-
-
-def test_a_static_tensor_is_compared_by_address() -> None:
-    """It is not copied, so it must lie where it lay."""
-    table = torch.ones(5, 3)
-    step = serving(drawn(4, 3), table, static="y")
-    assert [serves(step, drawn(4, 3), one) for one in (table, table.clone())] == [True, False]
+@pytest.mark.parametrize("value", [{1}, torch.ones(5, 3)], ids=["object", "tensor"])
+def test_what_is_static_is_compared_by_identity(value: Any) -> None:
+    """The user vouches for one object, not for equal ones; a tensor is not copied, so it must lie where it lay."""
+    step = serving(drawn(4, 3), value, static="y")
+    assert [serves(step, drawn(4, 3), one) for one in (value, copy.deepcopy(value), value)] == [True, False, True]
 
 
 @pytest.mark.parametrize("validates", [True, False])

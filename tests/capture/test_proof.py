@@ -384,7 +384,7 @@ def test_what_is_written_hides_nothing(level: Tensor, pad: Any, rows: int) -> No
     for one in (rows, rows, rows, 3, 4, 3):
         x = torch.rand(one, 4)
         assert torch.equal(step(x), eager(x))
-    assert reason(step) is Reason.VERIFICATION_FAILED
+    assert step.last_decision.reason is Reason.VERIFICATION_FAILED
     for one in (model, eager):
         one.level.fill_(-1)
     x = torch.rand(3, 4)

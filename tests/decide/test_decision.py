@@ -1,11 +1,11 @@
-"""Decisions: the table of sizes, and what it says of every number of rows."""
+"""Decisions: the table of sizes, what it says of every number of rows, and the memory of answers."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from graphdispatch import CUDAGraphMode, Decision, Reason
-from graphdispatch.decide.decision import SizeTable
+from graphdispatch.decide.decision import Memo, SizeTable
 from graphdispatch.engines import BatchDescriptor
 from graphdispatch.sizes import Extents, axes_of, pack
 
@@ -55,14 +55,7 @@ def test_served_rows_are_a_partition(chosen: tuple[int, ...]) -> None:
     assert served == list(range(1, made.largest + 1))
 
 
-@pytest.mark.parametrize(
-    ("chosen", "rows", "reason"),
-    [
-        ((2, 4), 0, Reason.NO_ROWS),
-        ((2, 4), 5, Reason.ABOVE_LARGEST_SIZE),
-        ((), 1, Reason.DISABLED),
-    ],
-)
+@pytest.mark.parametrize(("chosen", "rows", "reason"), [((2, 4), 0, Reason.NO_ROWS), ((), 1, Reason.DISABLED)])
 def test_an_eager_decision_has_a_reason(chosen: tuple[int, ...], rows: int, reason: Reason) -> None:
     """A batch that no size holds is eager, without a descriptor."""
     decision = table(chosen).decide(rows)
@@ -132,3 +125,36 @@ def test_the_smallest_batch_that_needs_a_size() -> None:
         pack(AXES, (1, 1)),
     ]
     assert table(()).min_batch_of(4) == 1
+
+
+def test_an_answer_is_made_once() -> None:
+    """The second question is a lookup."""
+    asked: list[int] = []
+    memo = Memo[int, int](lambda question: asked.append(question) or question * 2, 8)  # type: ignore[func-returns-value]
+    assert [memo[3], memo[3], memo[4]] == [6, 6, 8]
+    assert asked == [3, 4]
+
+
+def test_memory_is_bounded_and_answers_stay_right() -> None:
+    """Any number of questions keeps at most that many answers, and later ones are kept as well as the first."""
+    memo = Memo[int, int](lambda question: -question, 4)
+    for question in range(100):
+        assert memo[question] == -question
+        assert len(memo) <= 4
+    assert 99 in memo
+
+
+def test_an_error_is_not_kept() -> None:
+    """What cannot be answered is asked again."""
+    answers = iter([ZeroDivisionError("no"), 1])
+
+    def answer(question: int) -> int:
+        found = next(answers)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    memo = Memo[int, int](answer, 4)
+    with pytest.raises(ZeroDivisionError, match="no"):
+        memo[0]
+    assert memo[0] == 1

@@ -157,8 +157,7 @@ def test_a_graph_over_the_budget_is_not_kept(outputs: str) -> None:
     step: Any = graphed(
         wide(), dynamic={"input": 0}, sizes=[64], options=CUDAGraphOptions(memory_budget_bytes=100_000), outputs=outputs
     )
-    for _ in range(100):
-        step(torch.randn(64, 64))
+    check_rows(step, *[64] * 100, width=64)
     assert (step.stats.captures, step.memory_bytes, step.entries) == (1, 0, [])
     assert step.stats.reasons[Reason.CACHE_FULL] == 99
     held = int(step.last_decision.explain().split("its graph holds ")[1].split()[0])
@@ -166,16 +165,14 @@ def test_a_graph_over_the_budget_is_not_kept(outputs: str) -> None:
     assert "for which there is no room in memory_budget_bytes=100000" in step.explain(torch.randn(64, 64))
     step.check_integrity()
     step.invalidate()
-    for _ in range(2):
-        step(torch.randn(64, 64))
+    check_rows(step, 64, 64, width=64)
     assert step.stats.captures == 2
 
 
 def test_a_graph_over_the_budget_takes_no_other_with_it() -> None:
     """What is kept goes on serving."""
     step = graphed(wide(), dynamic={"input": 0}, sizes=[1, 64], options=CUDAGraphOptions(memory_budget_bytes=100_000))
-    for size in [1, 1, 1, 1, *[64] * 4, 1]:
-        step(torch.randn(size, 64))
+    check_rows(step, 1, 1, 1, 1, *[64] * 4, 1, width=64)
     assert [one.size for one in step.entries] == [1]
     assert step.stats.hits == 2
     assert step.memory_bytes <= 100_000

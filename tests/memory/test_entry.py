@@ -93,12 +93,10 @@ def test_replays_are_counted(entry: CUDAGraphEntry) -> None:
 @pytest.mark.parametrize(
     ("inputs", "named"),
     [
-        ({"z": torch.ones(4, 3)}, r"inputs must be named \['x'\], got \['z'\]"),
         ({"x": torch.ones(4, 3), "z": torch.ones(1)}, r"inputs must be named \['x'\], got \['x', 'z'\]"),
         ({"x": 1.0}, "input 'x' must be a strided tensor, got float; pass a dense tensor"),
         ({"x": torch.ones(4, 3).to_sparse()}, "input 'x' must be a strided tensor, got torch.sparse_coo"),
         ({"x": torch.ones(4, 1)}, r"input 'x' must have shape \(4, 3\).* got \(4, 1\).*reshape it"),
-        ({"x": torch.ones(3)}, r"got \(3,\)"),
         ({"x": torch.ones(4, 3, dtype=torch.half)}, "torch.float32 on cpu, got .*torch.float16 on cpu; cast"),
         ({"x": torch.ones(4, 3, device="meta")}, "on cpu, got .*on meta"),
         ({"x": torch.ones(0, 3)}, "inputs must have 1 to 4 rows for this graph, got 0"),

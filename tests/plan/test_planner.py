@@ -94,15 +94,6 @@ def test_all_limits_hold_together(
     assert found.step_ms <= found.eager_ms * (1 + 1e-9)
 
 
-@given(counts, st.sampled_from(["vllm", "pow2", "sglang"]))
-def test_no_engine_s_sizes_are_faster(weights: dict[Any, float], name: str) -> None:
-    """On the traffic that it is for, a plan of as many graphs is at least as fast as any list of sizes."""
-    workload = Workload.from_histogram(weights)
-    fixed = Plan.from_sizes(name, 64)
-    plan = plan_sizes(workload, COST, max_graphs=len(fixed.sizes), max_size=64, smoothing=0)
-    assert plan.evaluate(workload, COST).step_ms <= fixed.evaluate(workload, COST).step_ms * (1 + 1e-9)
-
-
 def held_out(load: float, growth: float, smoothing: float) -> tuple[Evaluation, Evaluation]:
     """A plan of traffic of some load, and vLLM's sizes of the same number, on steps of ``growth`` times that load."""
     rng = np.random.default_rng(0)
@@ -200,7 +191,6 @@ def test_combinations_keep_the_limits() -> None:
     ("options", "message"),
     [
         ({"max_graphs": 0}, "max_graphs must be an integer >= 1, got 0"),
-        ({"max_graphs": 2.5}, "max_graphs must be an integer"),
         ({"memory": -1}, "memory must be a finite number above 0"),
         ({"memory": 1000}, "leave room for a graph, which takes 27"),
         ({"capture_time": 1e-3}, "leave room for a graph, .* 0.06 s"),

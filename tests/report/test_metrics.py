@@ -11,7 +11,7 @@ import torch
 
 import graphdispatch as gd
 
-from ..helpers import in_threads, with_options
+from ..helpers import check_rows, in_threads, with_options
 
 prometheus = pytest.importorskip("prometheus_client")
 MONITORING = Path(__file__).resolve().parents[2] / "contrib" / "monitoring"
@@ -22,8 +22,7 @@ def served(**options: Any) -> gd.Graphed[..., Any]:
     layer = torch.nn.Linear(4, 4).eval().requires_grad_(False)
     serve = gd.graphed(layer, dynamic={"input": 0}, sizes=(2, 4, 8), **with_options(options, max_cached_graphs=2))
     serve.prewarm(torch.randn(8, 4), sizes=[8, 4])
-    for rows in (3, 3, 7, 2, 2, 2, 2, 9):
-        serve(torch.randn(rows, 4))
+    check_rows(serve, 3, 3, 7, 2, 2, 2, 2, 9, width=4)
     return serve
 
 

@@ -8,7 +8,7 @@ import torch
 
 import graphdispatch as gd
 
-from ..helpers import frames_of, in_threads
+from ..helpers import check_rows, frames_of, in_threads
 
 PARTS = [
     ("copy-in decode 4", "serve decode"),
@@ -42,8 +42,7 @@ def profiled(serve: Callable[..., Any], calls: int, rows: int = 3) -> list[tuple
 def settled(**options: Any) -> gd.Graphed[..., Any]:
     """A callable that serves three rows by a graph of four."""
     serve = gd.graphed(decode, dynamic={"x": 0}, sizes=(4,), **options)
-    for _ in range(4):
-        serve(torch.randn(3, 4))
+    check_rows(serve, *[3] * 4, width=4)
     return serve
 
 
@@ -118,8 +117,7 @@ def test_a_capture_sees_no_range_as_an_operator() -> None:
 
     more.__qualname__ = "more"
     plain, watched = (gd.graphed(more, dynamic={"x": 0}, sizes=(4,)) for _ in range(2))
-    for _ in range(3):
-        plain(torch.randn(3, 4))
+    check_rows(plain, *[3] * 3, width=4)
     assert ("serve decode", "capture more 4") in profiled(watched, 3)
     graphs = [one.entries[0].graph for one in (plain, watched)]
     assert [(one.num_recorded, one.num_replayed) for one in graphs] == [(3, graphs[0].num_replayed)] * 2

@@ -13,7 +13,7 @@ import graphdispatch as gd
 from graphdispatch.engines import Gain
 from graphdispatch.plan import Workload, plan_sizes
 
-from ..helpers import run_python
+from ..helpers import check_calls, check_rows, run_python
 
 HOSTILE = "</td><script>alert(1)</script><b>\"'&{{ 7 * 7 }}"
 
@@ -41,10 +41,8 @@ def served(**options: Any) -> gd.Graphed[..., Any]:
 
     score.__qualname__ = "score"
     serve = gd.graphed(score, dynamic={"x": 0}, sizes=(2, 4, 8), **options)
-    for rows in (4, 4, 3, 3, 3, 4, 4, 2, 2, 1, 1, 1, 2, 9):
-        serve(torch.randn(rows, 3))
-    for _ in range(4):
-        serve(torch.randn(2, 3), is_checked=True)
+    check_rows(serve, 4, 4, 3, 3, 3, 4, 4, 2, 2, 1, 1, 1, 2, 9)
+    check_calls(serve, *[(torch.randn(2, 3), True)] * 4)
     return serve
 
 
@@ -124,8 +122,7 @@ def test_padding_is_not_told_of_a_graph_that_took_the_place_of_another() -> None
     serve = served()
     before = rows_of(serve.report())["4"]
     serve.invalidate()
-    for _ in range(4):
-        serve(torch.randn(3, 3))
+    check_rows(serve, *[3] * 4)
     after = rows_of(serve.report())["4"]
     assert (before.padding, after.padding) == (pytest.approx(1 / 8), None)
     assert 0 < after.hits < before.hits + after.hits
@@ -157,8 +154,7 @@ def test_the_bars_are_the_calls_by_rows() -> None:
     serve(torch.randn(1000, 3))
     assert [bar.rows for bar in serve.report().bars][-2:] == ["16", "more than 16"]
     wide = gd.graphed(torch.nn.ReLU(), dynamic={"input": 0}, sizes=(256,))
-    for rows in (1, 129, 256, 256):
-        wide(torch.randn(rows, 2))
+    check_rows(wide, 1, 129, 256, 256)
     report = wide.report()
     assert len(report.bars) == 64
     assert (report.bars[0].rows, report.bars[32].rows, report.bars[-1].rows) == ("1 to 4", "129 to 132", "253 to 256")

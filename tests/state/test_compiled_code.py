@@ -30,15 +30,13 @@ class Lines(nn.Module):
         return self.line(x)
 
 
-CONFIG = SimpleNamespace(scale=2.0, rows=[2.0], factors={"one": 2.0})
+CONFIG = SimpleNamespace()
 
 
 @pytest.fixture(autouse=True)
 def _compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(globals(), "SCALE", 2.0)
-    monkeypatch.setattr(CONFIG, "scale", 2.0)
-    monkeypatch.setattr(CONFIG, "rows", [2.0])
-    monkeypatch.setattr(CONFIG, "factors", {"one": 2.0})
+    monkeypatch.setitem(globals(), "CONFIG", SimpleNamespace(scale=2.0, rows=[2.0], factors={"one": 2.0}))
     torch._dynamo.reset()
     with torch.no_grad():
         yield

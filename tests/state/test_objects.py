@@ -1,18 +1,24 @@
-"""How state is read: tables at one moment."""
+"""How state is read: tables at one moment, and what lies beside it is no obstacle."""
 
+import copy
 import itertools
+import random
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import pytest
 import torch
 
-import graphdispatch as gd
+from graphdispatch import Reason
 from graphdispatch.state import objects
 from graphdispatch.state.walk import StateWalk
+
+from ..behaviour.cases import Box
+from ..helpers import check_rows, make
 
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict, type("Table", (dict,), {})])
@@ -56,20 +62,22 @@ def test_what_describes_a_class_is_not_walked() -> None:
     assert "__registry__" in str(walk.change())
 
 
-def test_what_describes_a_class_counts_where_code_spells_it() -> None:
-    """A call that writes there is refused, and does so once."""
-
-    class Counts:
-        __parameters__: ClassVar[dict[str, int]] = {"calls": 0}
-
-        def __call__(self, x: torch.Tensor) -> torch.Tensor:
-            self.__parameters__["calls"] += 1
-            return x * 2
-
-    serve = gd.graphed(Counts(), dynamic={"x": 0}, sizes=(4,))
-    serve.prewarm(torch.ones(4, 3))
-    assert Counts.__parameters__["calls"] == 0
-    for call in range(1, 5):
-        serve(torch.ones(4, 3))
-        assert Counts.__parameters__["calls"] == call
-    assert serve.stats.reasons[gd.Reason.STATE_REBOUND]
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda h, x: x * vars(h)["scale"],
+        lambda h, x: x * copy.copy(h).scale,
+        lambda h, x: x * h.state,
+        lambda h, x: x * vars(h)["scale"] * (torch.ops.aten.add.Tensor.name() == "aten::add.Tensor"),
+    ],
+    ids=["as a whole", "copied", "an attribute that a generator has, too", "a private name of torch that threads have"],
+)
+def test_what_is_not_used_is_no_obstacle(fn: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    """An event, a generator and a thread beside what is read: others set the one and draw from the other."""
+    unused = {"event": threading.Event(), "random": random.Random(0), "thread": threading.Thread()}
+    holder = Box(scale=2.0, state=3.0, **unused)
+    step = make(lambda x: fn(holder, x), sizes=(4,))
+    for _ in range(6):
+        check_rows(step, 4)
+        holder.random.random()
+    assert step.last_decision.reason is Reason.EXACT, step.last_decision

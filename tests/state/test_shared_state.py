@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graphdispatch as gd
 from graphdispatch.memory.windows import WINDOWS
 
+from ..behaviour.cases import Box
 from ..helpers import AT_ONCE, make, reason
 
 
@@ -51,8 +52,7 @@ def counts(count: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> C
 @contextmanager
 def behind(gate: Gate, step: Any, x: torch.Tensor) -> Iterator[None]:
     """Within the block another thread stands in the gate, in the middle of a call; at its end it goes on to its own."""
-    thread = threading.Thread(target=torch.no_grad()(lambda: _through(gate, step, x)))
-    thread.start()
+    thread = started(lambda x: _through(gate, step, x), x)
     try:
         assert gate.inside.wait(20)
         yield
@@ -141,24 +141,17 @@ def test_a_call_within_a_call_does_not_wait_for_who_waits_for_it(
     assert count.item() == 2
 
 
-class Engine:
-    """Serves steps, and has a queue that other threads fill."""
-
-    def __init__(self) -> None:
-        self.queue: list[int] = []
-        self.busy = False
-
-    def step(self, x: torch.Tensor) -> torch.Tensor:
-        self.busy = True
-        y = x * 2 if len(x) < 4 else x * 2 + x.sum().item()
-        self.busy = False
-        return y
-
-
 def test_what_another_thread_changes_meanwhile_stays() -> None:
     """A capture that fails half-way puts back what the callable's code names, and nothing that only others change."""
-    engine = Engine()
-    step = served(engine.step)
+    engine = Box(queue=[], busy=False)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        engine.busy = True
+        y = x * 2 if len(x) < 4 else x * 2 + x.sum().item()
+        engine.busy = False
+        return y
+
+    step = served(fn)
     with behind(Gate(2), step, torch.randn(3, 3)):  # in the run with padding
         assert engine.busy
         engine.queue.append(1)
@@ -180,21 +173,11 @@ class Monitor(threading.Thread):
         self.stop.wait(20)
 
 
-class Observed:
-    """It reaches a thread, and reads attributes under names that it does not spell."""
-
-    def __init__(self) -> None:
-        self.monitor, self.name, self.scale = Monitor(), "scale", 2.0
-
-    def step(self, x: torch.Tensor) -> torch.Tensor:
-        return x * getattr(self, self.name)
-
-
 @pytest.mark.parametrize("runs", [True, False])
 def test_what_a_thread_notes_of_itself_is_no_change_by_the_call(runs: bool) -> None:
     """It stays, and the call is captured. What a thread holds that does not run is state like any other."""
-    observed = Observed()
-    step = served(observed.step)
+    observed = Box(monitor=Monitor(), name="scale", scale=2.0)
+    step = served(lambda x: x * getattr(observed, observed.name))  # a name that the code does not spell
     if runs:
         observed.monitor.start()
     with behind(Gate(1), step, torch.randn(4, 3)):

@@ -49,7 +49,6 @@ def test_a_relaxed_descriptor_forgets_requests_and_kind() -> None:
         ((0, 1), "num_tokens must be an integer >= 1, got 0"),
         ((8, 0), "num_reqs must be an integer >= 1, got 0"),
         ((8, 1, -1), "max_seq_len must be an integer >= 0, got -1"),
-        ((8.0, 1), "num_tokens must be an integer >= 1, got 8.0"),
         ((True, 1), "num_tokens must be an integer >= 1, got True"),
         ((2, 3), "num_reqs must be at most num_tokens=2, got 3"),
     ],
