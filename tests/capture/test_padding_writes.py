@@ -112,6 +112,42 @@ def test_slots_from_zero_on_hide_nothing(name: str, order: list[int]) -> None:
     check_slots(NOTES[name], order)
 
 
+@pytest.mark.parametrize("order", [[3, 3, 1], [1, 3, 3]], ids=str)
+@pytest.mark.parametrize("name", NOTES)
+@pytest.mark.parametrize("ahead", [False, True], ids=["on-demand", "prewarm"])
+def test_a_rule_that_names_a_slot_in_use_hides_nothing(name: str, order: list[int], ahead: bool) -> None:
+    """While rows of each batch write where their pad rule points, padding does no harm; it must not write there
+    later."""
+    seen, expected, slots = torch.zeros(6, 2), torch.zeros(6, 2), torch.tensor(order)
+    fn, eager = (noting(NOTES[name], held) for held in (seen, expected))
+    step = gd.graphed(lambda x, slots: x * fn(slots), dynamic={"x": 0, "slots": 0}, sizes=[4], pad={"slots": 3})
+    if ahead:
+        step.prewarm(torch.randn(3), slots)
+    for _ in range(5):
+        step(torch.randn(3), slots)
+    for later in ([0, 1, 2], [5, 4], [2, 1, 0]):
+        for held in (seen, expected):
+            held.zero_()
+        check_calls(step, (torch.randn(len(later)), torch.tensor(later)), fn=lambda x, slots: x * eager(slots))
+        assert torch.equal(seen, expected), step.last_decision
+
+
+@pytest.mark.parametrize("mark", [torch.zeros(7), torch.zeros(7, dtype=torch.bool)], ids=["age", "flag"])
+def test_a_mark_that_padding_leaves_at_its_scratch_slot_is_served(mark: Tensor) -> None:
+    """All rows read what the slots hold that are marked, and padding takes the mark of its own away."""
+    held = torch.zeros(7, 3)
+
+    def fn(x: Tensor, slots: Tensor) -> Tensor:
+        held[slots] = x
+        mark[slots] = (slots < 6).to(mark.dtype)
+        return x + held.where((mark > 0)[:, None], 0).sum(0)
+
+    options = gd.CUDAGraphOptions(padding_writes="allow")
+    step = gd.graphed(fn, dynamic={"x": 0, "slots": 0}, sizes=[4], pad={"slots": 6}, options=options)
+    check_calls(step, *((torch.randn(3, 3), torch.randperm(6)[:3]) for _ in range(6)))
+    assert step.last_decision.reason is Reason.PADDED, step.last_decision
+
+
 @pytest.mark.parametrize("rows", [2, 3, 4])
 def test_slots_that_do_not_follow_the_rows_are_served(rows: int) -> None:
     """What each call writes at the same place, by an index of the model's own, pads as before."""

@@ -35,7 +35,7 @@ from ..reasons import Reason
 from ..sizes import Axis, lengths_of, pack
 from . import probes
 from .attempt import CaptureAttempt
-from .compare import coarsest, difference, tolerance_for
+from .compare import coarsest, difference, find_padding_writes, tolerance_for
 from .effects import EffectRecorder, Region
 from .probes import BY_RULE, Make, Padding
 from .state_probes import difference_apart, may_be_offsets, run_apart, writes_more_with_fewer_rows
@@ -176,12 +176,12 @@ class RowProver:
             for rows in (self._elements(backwards=True), *self._large())
         )
 
-    def _gap_to_eager(self) -> str | None:
+    def _gap_to_eager(self) -> tuple[Reason, str] | None:
         """How a replay of the base differs from an eager run of its real rows alone, and what that writes: None if it
-        does not, and no words if that run fails."""
+        does not, and no words if one of them fails."""
         request, entry, options = self._request, self._entry, self._request.options
         parts = zip(request.inputs.specs, self._base.real, strict=True)
-        alone = [spec.cut(value, self.rows).clone() for spec, value in parts]
+        alone = [spec.cut(value, self.rows).clone() if spec.spans else value for spec, value in parts]
         given, written = set(map(storage_key, alone)), list[Region]()
         effects = EffectRecorder(options.state_limit_bytes, strict=True)
 
@@ -194,8 +194,14 @@ class RowProver:
         self._attempt.start_over("asking what eager gives for other rows")
         eager = run_apart(self._attempt, effects, request.values_with(alone), read)
         if eager is None:
-            return ""
-        self._replay(self._base)
+            return Reason.VERIFICATION_FAILED, ""
+        try:
+            self._replay(self._base)
+        except _DependentRowsError:
+            return Reason.VERIFICATION_FAILED, ""
+        if find_padding_writes(request, effects.regions, self._attempt.warm_run.regions) is not None:
+            # It may write there what is there already, as now and then a flag.
+            return Reason.PADDING_WRITES_STATE, "padding writes where the real rows leave memory alone"
         for want, (name, got, _) in zip(eager, self._read(written), strict=False):
             ignored = effects.unwritten(want)
             if ignored is not None and want.shape == got.shape:
@@ -203,7 +209,7 @@ class RowProver:
             dtype = coarsest(want.dtype, entry.program.float_types)
             gap = difference(want, got, tolerance_for(dtype, exact=False, rtol=options.rtol, atol=options.atol))
             if gap is not None:
-                return f"{name} is not what eager gives: {gap}"
+                return Reason.VERIFICATION_FAILED, f"{name} is not what eager gives: {gap}"
         return None
 
     def _last_further(self, spec: InputSpec) -> int:
@@ -340,12 +346,10 @@ class RowProver:
         for name, make in self._kinds_for_rules():
             real = _overlaid(self._request.arguments(), self._made(make, self.rows))
             self._base = Padding("", [], real, self._along)
-            try:
-                gap = self._gap_to_eager()
-            except _DependentRowsError:
-                continue
+            reason, gap = self._gap_to_eager() or (Reason.VERIFICATION_FAILED, "")
             if gap:
-                raise _DependentRowsError(RowProof(False, True, BY_RULE.name, f"and {name} in the real ones, {gap}"))
+                what = f"and {name} in the real ones, {gap}"
+                raise _DependentRowsError(RowProof(False, True, BY_RULE.name, what, reason))
         self._base = batch_base
 
     def _kinds_for_rules(self) -> Iterator[tuple[str, Make]]:

@@ -8,7 +8,7 @@ Note [tensors of zeros]
     numbers. Real rows that then follow the padding will follow it later. An error of such a run tells nothing.
     Numbers that the call itself writes will be others later, too, and may hide it now (``torch.tanh(x + counter)``): so
     they get small ones. Where padding keeps to a pad rule, no other padding can show that, and one run more is of the
-    real rows alone.
+    real rows alone; unless padding writes scratch memory, which that run would leave with numbers of no other run.
     Offsets or lengths of segments, of which the last one may be empty now or later (``[0, 2, 3, 3]``, ``[2, 1, 0]``),
     hide that padding falls into that segment, as in the mean of an embedding bag. They get copies of zeros that end in
     a one: whether they are ends, starts or lengths, the last segment then holds a real row. One run more is of the real
@@ -37,7 +37,7 @@ from ..memory.outputs import first_rows
 from ..sizes import lengths_of, pack
 from .attempt import CaptureAttempt
 from .compare import coarsest, difference, find_padding_writes, tolerance_for
-from .effects import EffectRecorder, Region
+from .effects import EffectRecorder, Region, first_uncovered
 from .probes import BY_RULE, Padding, may_replace
 from .request import CaptureRequest
 
@@ -64,9 +64,10 @@ def difference_apart(
     values back to the host. Raises what ends a capture: no memory left, or an error of the device itself.
     """
     request, specs, types = attempt.request, attempt.request.inputs.specs, entry.program.float_types
-    keeps = any(
-        spec.spans and not may_replace(specs, i, request.options.padding_writes) for i, spec in enumerate(specs)
+    kept = (
+        i for i, spec in enumerate(specs) if spec.spans and not may_replace(specs, i, request.options.padding_writes)
     )
+    keeps = next(kept, None) is not None and not _has_scratch(attempt)
     found = _hiding(attempt, entry, tensors, takes_integers=len(request.inputs.axes) == 1)
     names = [f"output {index}" for index in range(len(attempt.eager.outputs))]
     names += [f"state of shape {tuple(region.target.shape)}" for region in state]
@@ -88,6 +89,14 @@ def difference_apart(
                     return f"{name} changes as soon as {told} holds other values: {gap}"
         return None
     return None
+
+
+def _has_scratch(attempt: CaptureAttempt) -> bool:
+    """Whether padding writes state that real rows leave alone: without padding, a copy would keep numbers there that no
+    run leaves, such as a flag by which others read that place."""
+    buffers = attempt.request.buffer_storages()
+    outside = [region for region in attempt.warm_run.regions if storage_key(region.target) not in buffers]
+    return first_uncovered(outside, attempt.eager.effects.regions) is not None
 
 
 def _name(request: CaptureRequest, tensor: torch.Tensor) -> str:
