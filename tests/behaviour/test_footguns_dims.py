@@ -12,7 +12,7 @@ from ..helpers import check_calls, make, reason
 
 DIMS = {0: "batch", 1: Dim("seq", sizes=[8])}
 WITH_MASK = {"x": DIMS, "mask": {0: "batch", 1: "seq"}}
-LENGTHS_OF_CALLS = (8, 8, 7, 6, 5, 4, 3, 2, 1, 8, 7, 4, 3)
+LENGTHS_OF_CALLS = (8, 8, 2, 3, 4, 5, 6, 7, 1, 8, 7, 4, 3)
 FIRST = pytest.mark.parametrize("first", [(4, 8), (3, 5)], ids=["full-first", "padded-first"])
 NEAR = {"rtol": 1e-4, "atol": 1e-6}
 SEQUENCE_MIXERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -173,7 +173,7 @@ def test_padding_writes_cache_instead(opened: Open) -> None:
     mine, eager = torch.zeros(10, 3), torch.zeros(10, 3)
     options = CUDAGraphOptions(padding_writes="allow")
     step = opened(cache(mine), dynamic={"x": 0, "slot": 0}, pad={"slot": 9}, options=options)
-    for slots in ([5, 6, 7], [6, 7, 8], [0, 1, 2, 3], [5, 6, 7], [4, 6, 8]):
+    for slots in ([5, 6, 7], [6, 7, 8], [0, 1, 2, 3], [5, 6, 7]):
         step.check_calls((torch.randn(len(slots), 3), torch.tensor(slots)), fn=cache(eager))
         assert torch.equal(mine[:9], eager[:9])
     step.check(Reason.PADDED)

@@ -17,6 +17,7 @@ from graphdispatch.call.breaks import ACTIVE
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.errors import ReplayError
 
+from ..behaviour.cases import Box
 from ..helpers import AT_ONCE, Spy, check_calls, in_threads, make
 
 PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -385,17 +386,16 @@ def test_an_error_on_a_side_stream_is_the_break_s() -> None:
 def test_a_call_that_has_written_cannot_run_again() -> None:
     """Its break sets a number by the batch, and what follows reads it: it raises, and says what to do; the next call is
     answered as eager does."""
-    calls, limit = torch.zeros(1), 1
+    calls, chosen = torch.zeros(1), Box(limit=1)
 
     @eager_break
     def choose(x: Tensor) -> Tensor:
-        nonlocal limit
-        limit = 2 if x.sum() > 100 else 1
+        chosen.limit = 2 if x.sum() > 100 else 1
         return x + 1
 
     def model(x: Tensor) -> Tensor:
         calls.add_(1)
-        return choose(x * 2) * limit
+        return choose(x * 2) * chosen.limit
 
     served = graphed(model, dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE")
     for _ in range(6):

@@ -109,7 +109,10 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: CUDAGraphConfig(capture_sizes=(1, -4)), r"capture_sizes\[1\] must be an integer >= 1, got -4"),
     (lambda: CUDAGraphConfig(capture_sizes=(1, 2.5)), r"capture_sizes\[1\] must be an integer >= 1, got 2.5"),  # type: ignore[arg-type]
     (lambda: get_cudagraph_sizes([16, 32], 8, 8, FULL), "at most 8 tokens reaches, got 16 as the smallest"),
-    (lambda: get_cudagraph_sizes("auto", 8, 8, "NONE"), "mode must be a CUDAGraphMode, got 'NONE'"),  # type: ignore[arg-type]
+    (
+        lambda: get_cudagraph_sizes("auto", 8, 8, "NONE"),
+        "mode must be a CUDAGraphMode, as CUDAGraphMode.FULL, got 'NONE'",
+    ),  # type: ignore[arg-type]
     (lambda: get_cudagraph_sizes("auto", 0, 8, FULL), "max_num_reqs must be an integer >= 1, got 0"),
     (lambda: get_cudagraph_sizes("auto", 8, 0, FULL), "max_num_tokens must be an integer >= 1, got 0"),
     *[

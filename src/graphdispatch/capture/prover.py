@@ -27,7 +27,7 @@ import torch
 
 from ..backends.operators import bits_equal, storage_key
 from ..call.signature import PLAIN_TENSORS, InputSpec
-from ..errors import CaptureError
+from ..errors import CaptureError, error_of_signal
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import first_rows
 from ..memory.proof import RowProof
@@ -226,7 +226,7 @@ class RowProver:
                 else:
                     self._is_limited = self._earlier.limited
                 self._prove_for_other_rows()
-                self._prove_for_rules()
+                made = self._prove_for_rules()
                 if self._earlier is None:
                     self._prove_for_other_batches()
             except _DependentRowsError as found:
@@ -234,7 +234,11 @@ class RowProver:
         untested, assumed = self._untested(alike)
         repeats, limited = self._is_deterministic is not False, self._is_limited
         parts = zip(self._request.inputs.specs, self._request.arguments(), strict=True)
-        batches = int(limited or any(spec.spans and probes.is_discrete(spec, value) for spec, value in parts))
+        discrete = (
+            i for i, (spec, value) in enumerate(parts) if spec.spans and (limited or probes.is_discrete(spec, value))
+        )
+        taken = [self._may_replace(i) for i in discrete]
+        batches = 0 if not taken else 1 if any(taken) else 1 + made
         single = self._request.inputs.cells(self.rows) == 1 and bool(self._follow_rules())
         return RowProof(
             True, repeats, untested=untested, assumed=assumed, limited=limited, batches=batches, single=single
@@ -315,7 +319,7 @@ class RowProver:
         try:
             self._attempt.replay_with(self._entry, self.rows, padding)
         except Exception as error:
-            if self._request.backend.is_out_of_memory(error):
+            if self._request.backend.is_out_of_memory(error) or error_of_signal(error) is not None:
                 raise
             self._request.backend.raise_if_lost(error)
             writes = isinstance(error, CaptureError) and error.reason is Reason.PADDING_WRITES_STATE
@@ -340,17 +344,21 @@ class RowProver:
                 self._compare(name, base, self._read())
         self._base = batch_base
 
-    def _prove_for_rules(self) -> None:
-        """Compare with eager for real rows of other kinds: see Note [rows that a rule hides]."""
-        batch_base = self._base
+    def _prove_for_rules(self) -> int:
+        """Compare with eager for real rows of other kinds; see Note [rows that a rule hides]. Gives how many there
+        were."""
+        batch_base, compared = self._base, 0
         for name, make in self._kinds_for_rules():
             real = _overlaid(self._request.arguments(), self._made(make, self.rows))
             self._base = Padding("", [], real, self._along)
-            reason, gap = self._gap_to_eager() or (Reason.VERIFICATION_FAILED, "")
-            if gap:
+            found = self._gap_to_eager()
+            if found is not None and found[1]:
+                reason, gap = found
                 what = f"and {name} in the real ones, {gap}"
                 raise _DependentRowsError(RowProof(False, True, BY_RULE.name, what, reason))
+            compared += found is None
         self._base = batch_base
+        return compared
 
     def _kinds_for_rules(self) -> Iterator[tuple[str, Make]]:
         """What real rows hold, in words, and how they are made so: arguments whose padding keeps to a rule get numbers

@@ -32,6 +32,7 @@ import torch
 
 from ..backends.operators import is_expanded, is_strided, map_leaves, storage_key, tensors_in
 from ..call.spec import is_tensor
+from ..errors import error_of_signal
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import first_rows
 from ..sizes import lengths_of, pack
@@ -293,7 +294,7 @@ def run_apart(
     try:
         return attempt.run_apart(effects, values, lambda output: read(tensors_in(output)))
     except Exception as error:
-        if backend.is_out_of_memory(error):
+        if backend.is_out_of_memory(error) or error_of_signal(error) is not None:
             raise
         backend.raise_if_lost(error)
         return None
