@@ -293,6 +293,21 @@ def test_a_row_that_its_mask_hides_runs_eagerly(fn: Callable[[Tensor, Tensor], T
     assert last(step) is Reason.PADDED
 
 
+def test_rows_that_are_hidden_may_write_elsewhere() -> None:
+    """Masks that hide all lead to memory that no batch wrote: the call is served all the same, but for hidden rows."""
+    seen, expected = torch.zeros(2), torch.zeros(2)
+
+    def noting(seen: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda x, mask: (seen.index_fill_(0, mask.amax().long().view(1), 1), attend(x, mask))[1]
+
+    step, masks = served(noting(seen), "x", "mask", sizes=[4]), [torch.ones(3, 11)] * 6
+    check_calls(step, *((torch.randn(3, 11, 4), mask) for mask in masks), fn=noting(expected), **NEAR)
+    assert last(step) is Reason.PADDED
+    check_calls(step, (torch.randn(3, 11, 4), torch.zeros(3, 11)), fn=noting(expected), **NEAR)
+    assert torch.equal(seen, expected)
+    assert last(step) is Reason.PADDING_UNPROVEN
+
+
 def test_masks_with_a_rule_are_not_looked_at() -> None:
     """A pad rule of the user's says that the mask is right as it is: none is looked at;
     masks of which a one hides are served by a rule."""

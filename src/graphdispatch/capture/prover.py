@@ -163,7 +163,11 @@ class RowProver:
         request, specs = self._request, self._request.inputs.specs
         arguments = enumerate(request.arguments())
         self._base = Padding("", [], [torch.zeros_like(v) if i in kept else v for i, v in arguments], self._along)
-        if self._takes(self._base) and self._hidden_matters():
+        try:
+            is_told = self._takes(self._base) and self._hidden_matters()
+        except _DependentRowsError:  # such rows write where those of the batch do not
+            is_told = True
+        if is_told:
             request.signature.watch([(specs[i].position, self._last_further(specs[i])) for i in kept])
 
     def _hidden_matters(self) -> bool:
