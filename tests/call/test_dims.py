@@ -293,6 +293,27 @@ def test_a_row_that_its_mask_hides_runs_eagerly(fn: Callable[[Tensor, Tensor], T
     assert last(step) is Reason.PADDED
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("is_written", [False, True], ids=["rows", "state"])
+def test_a_rule_that_is_not_neutral_along_one_dimension(dim: int, is_written: bool) -> None:
+    """A bounded maximum hides the padding of a rule for now. What is padded along the other dimension is served."""
+
+    def fn(level: Tensor) -> Callable[[Tensor], Tensor]:
+        def run(x: Tensor) -> Tensor:
+            if is_written:
+                level.add_(1)
+            bounded = torch.tanh(level + x) if is_written else x.clamp(max=0.5)
+            return x + bounded.amax(dim, keepdim=True)
+
+        return run
+
+    level, expected = torch.full((), 20.0), torch.full((), 20.0)
+    step = make(fn(level), dynamic={"x": BOTH}, sizes=[4], pad={"x": 7.0})
+    for rows, length, reason in ((3, 8, dim == 1), (4, 11, dim == 0), (3, 11, False)):
+        check_calls(step, *(torch.rand(rows, length, 2) + 1 for _ in range(6)), fn=fn(expected), **NEAR)
+        assert last(step) is (Reason.PADDED if reason else Reason.VERIFICATION_FAILED), step.last_decision
+
+
 def test_rows_that_are_hidden_may_write_elsewhere() -> None:
     """Masks that hide all lead to memory that no batch wrote: the call is served all the same, but for hidden rows."""
     seen, expected = torch.zeros(2), torch.zeros(2)

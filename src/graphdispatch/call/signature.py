@@ -4,7 +4,7 @@ A signature is made once from a call, where everything that can be refused is re
 then only compared with later calls.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -85,10 +85,11 @@ class InputSpec:
             shape[dim] = axis.of(rows)
         return tuple(shape)
 
-    def cut(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
-        """A view of the first ``rows`` rows."""
+    def cut(self, tensor: torch.Tensor, rows: int, axes: Collection[Axis] = ()) -> torch.Tensor:
+        """A view of the first ``rows`` rows, along these axes; empty: all."""
         for dim, axis in self.spans:
-            tensor = tensor.narrow(dim, 0, axis.of(rows))
+            if not axes or axis in axes:
+                tensor = tensor.narrow(dim, 0, axis.of(rows))
         return tensor
 
     def repeated(self, tensor: torch.Tensor, rows: int, shift: int = 0) -> torch.Tensor:

@@ -181,21 +181,24 @@ class RowProver:
         )
 
     def _gap_to_eager(self) -> tuple[Reason, str] | None:
-        """How a replay of the base differs from an eager run of its real rows alone, and what that writes: None if it
-        does not, and no words if one of them fails."""
-        request, entry, options = self._request, self._entry, self._request.options
-        parts = zip(request.inputs.specs, self._base.real, strict=True)
-        alone = [spec.cut(value, self.rows).clone() if spec.spans else value for spec, value in parts]
+        """How a replay of the base differs from an eager run without the padding that is asked about, and what that
+        writes: None if it does not, and no words if one of them fails."""
+        request, entry, options, specs = self._request, self._entry, self._request.options, self._request.inputs.specs
+        self._attempt.start_over("asking what eager gives for other rows")
+        self._attempt.load(self.rows, self._base)
+        parts = zip(specs, request.inputs.views(request.size), self._base.real, strict=True)
+        alone = [spec.cut(view, self.rows, self._along).clone() if spec.spans else one for spec, view, one in parts]
         given, written = set(map(storage_key, alone)), list[Region]()
         effects = EffectRecorder(options.state_limit_bytes, strict=True)
 
         def read(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
             regions = (one for one in effects.regions if not one.is_generator)
             written.extend(one for one in regions if storage_key(one.target) not in given)
-            left = (*outputs, *(alone[i] for i in entry.mutated), *(one.read() for one in written))
-            return [one.detach().clone() for one in left]
+            pairs = zip(outputs, entry.outputs.rule.follows, strict=True)
+            left = [first_rows(one, dims, self.rows) for one, dims in pairs]
+            left += [specs[i].cut(alone[i], self.rows) for i in entry.mutated]
+            return [one.detach().clone() for one in (*left, *(one.read() for one in written))]
 
-        self._attempt.start_over("asking what eager gives for other rows")
         eager = run_apart(self._attempt, effects, request.values_with(alone), read)
         if eager is None:
             return Reason.VERIFICATION_FAILED, ""
@@ -397,7 +400,7 @@ class RowProver:
         is_indexed = any(key not in rows for key in (*indexed, *map(storage_key, run.opaque.values())))
         if hiding:
             name, paddings = "large numbers", self._far_apart()
-            what = difference_apart(self._attempt, self._entry, hiding, self._state, self.rows, paddings)
+            what = difference_apart(self._attempt, self._entry, hiding, self._state, self.rows, paddings, self._along)
         if what is None and is_indexed and (earlier is None or "state" in earlier.untested):
             name, reason = BY_RULE.name, Reason.PADDING_WRITES_STATE
             self._needs_more_rows, what = writes_more_with_fewer_rows(self._attempt, self.rows)

@@ -35,7 +35,7 @@ from ..call.spec import is_tensor
 from ..errors import error_of_signal
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import first_rows
-from ..sizes import lengths_of, pack
+from ..sizes import Axis, lengths_of, pack
 from .attempt import CaptureAttempt
 from .compare import coarsest, difference, find_padding_writes, tolerance_for
 from .effects import EffectRecorder, Region, first_uncovered
@@ -56,10 +56,11 @@ def difference_apart(
     state: Sequence[Region],
     rows: int,
     paddings: Sequence[Padding],
+    along: Sequence[Axis],
 ) -> str | None:
     """How real rows, or the parts ``state`` of memory, differ between paddings when those of ``tensors`` that are
     written, or hold nothing but zeros, or one truth value, or offsets, hold other values; None if they do not, or
-    nothing can be told.
+    nothing can be told. Without padding means without that ``along`` some axes (empty: all).
 
     Costs an eager run for each padding, one for offsets or pad rules, and up to two where integers cannot change. Reads
     values back to the host. Raises what ends a capture: no memory left, or an error of the device itself.
@@ -82,7 +83,7 @@ def difference_apart(
         if (keeps or any(map(_is_offsets, chosen))) and not attempt.eager.draws:
             others.append(None)
         for padding in others:
-            got = _run(attempt, entry, chosen, state, rows, padding)
+            got = _run(attempt, entry, chosen, state, rows, padding, along)
             for name, a, b in zip(names, base, got or (), strict=False):
                 gap = difference(a, b, tolerance_for(coarsest(a.dtype, types), exact=False))
                 if gap is not None:
@@ -201,9 +202,10 @@ def _run(
     state: Sequence[Region],
     rows: int,
     padding: Padding | None,
+    along: Sequence[Axis] = (),
 ) -> list[torch.Tensor] | None:
     """The real rows of the outputs, and ``state``, after an eager run on the static inputs in which ``tensors`` hold
-    other values, or on the real rows alone; None if it failed. All is put back."""
+    other values, or without padding ``along`` some axes (empty: all); None if it failed. All is put back."""
     request = attempt.request
     attempt.start_over("asking whether padding matters for other values of what holds zeros")
     attempt.load(rows, padding or BY_RULE)
@@ -217,7 +219,7 @@ def _run(
     values = request.static_values()
     if padding is None:
         pairs = zip(request.inputs.specs, request.inputs.views(request.size), strict=True)
-        values = request.values_with([spec.cut(effects.swap(view), rows).clone() for spec, view in pairs])
+        values = request.values_with([spec.cut(effects.swap(view), rows, along).clone() for spec, view in pairs])
     return run_apart(attempt, effects, values, read)
 
 
