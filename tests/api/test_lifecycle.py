@@ -193,3 +193,14 @@ def test_graphs_of_another_state_are_checked_again_too() -> None:
         check_rows(step, *[4] * 12)
         assert step.stats.verifications > before, scale
     assert step.stats.captures == 2
+
+
+def test_a_callable_may_invalidate_its_own_graph() -> None:
+    """The buffers of the graph that is being captured stay."""
+
+    def restless(x: torch.Tensor) -> torch.Tensor:
+        step.invalidate()
+        return x * 2
+
+    step = make(restless, sizes=(4,), options=gd.CUDAGraphOptions(verify=False, capture_after=1))
+    assert check_rows(step, 4, 4, fn=double) == [Reason.CAPTURED_NOW, Reason.EXACT]

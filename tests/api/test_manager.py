@@ -1,5 +1,7 @@
 """``CUDAGraphManager`` decides which batches graphs serve, and pads them; ``CUDAGraphRegistry`` keeps the graphs."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -318,3 +320,61 @@ def test_a_replay_that_would_lose_gradients_is_refused() -> None:
             manager.replay_graph(4, 1, inputs)
         assert manager.execute_or_capture(4, 1, module, inputs).requires_grad
     assert torch.equal(manager.replay_graph(4, 1, inputs), module(inputs["input"]))
+
+
+@pytest.mark.parametrize("how", ["sleep", "clear"])
+def test_nothing_is_held_asleep_or_cleared(how: str) -> None:
+    """Neither static inputs whose graph went for one of another callable, nor callables, which may hold weights."""
+    manager = make(options=CUDAGraphOptions(max_cached_graphs=1))
+
+    def scaled(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: x * weight
+
+    weights = [torch.full((3,), float(number)) for number in range(3)]
+    for weight in weights:
+        run(manager, scaled(weight), times=3)
+    assert (manager.stats.captures, manager.num_graphs) == (3, 1)
+    held = [weakref.ref(weight) for weight in weights]
+    getattr(manager, how)()
+    assert manager.memory_bytes == 0
+    del weights, weight
+    gc.collect()
+    assert [ref() for ref in held] == [None] * 3
+    manager.wake()
+    run(manager, double, times=3)
+    assert manager.stats.captures == 4
+
+
+@pytest.mark.parametrize("how", ["sleep", "freeze", "clear"])
+def test_a_capture_that_has_begun_to_wait_is_refused(registry: CUDAGraphRegistry, how: str) -> None:
+    """Another thread may have put the graphs to sleep since ``capture`` looked, or let go of the callable."""
+    route = registry._route
+
+    def late(*args: Any) -> Any:
+        getattr(registry, how)()
+        return route(*args)
+
+    registry._route = late  # type: ignore[method-assign]
+    with pytest.raises(CaptureError, match="no capture"):
+        registry.capture(4, 1, double, {"x": (4, 3)})
+    assert (registry.num_graphs, registry.memory_bytes) == (0, 0)
+
+
+def test_a_graph_of_a_callable_that_is_remembered_no_more_is_invalidated_too() -> None:
+    """A call was still under way when others took its callable's place."""
+    manager = make()
+    one = manager._find(double)
+    manager._callables = []
+    for _ in range(3):
+        one.server.serve(manager._route(one, 4, 1, FULL, {"x": 0}), (), {"x": torch.randn(4, 3)})
+    entry = next(iter(manager._graph_cache))
+    manager.invalidate()
+    assert (manager.num_graphs, entry.is_released) == (0, True)
+
+
+def test_nothing_shall_be_captured_frozen() -> None:
+    """``should_capture`` knows, of a size that never came, too."""
+    manager = make()
+    assert manager.should_capture(4, 1)
+    manager.freeze()
+    assert not manager.should_capture(4, 1)

@@ -156,3 +156,40 @@ def test_a_shape_that_rebinds_state_ends_no_other_graph() -> None:
     done = wrapper.prewarm([8, 4, 2], lambda descriptor: torch.ones(descriptor.num_tokens, 3))
     assert [descriptor.num_tokens for descriptor in done] == [8, 4]
     assert (wrapper.get_stats().captures, wrapper.get_stats().evictions) == (2, 0)
+
+
+def test_a_call_that_began_before_clear_cache_leaves_no_graph_behind() -> None:
+    """It captures for a descriptor whose next call begins anew; the graph goes when that comes."""
+    wrapper = CUDAGraphWrapper(double)
+    x, route = torch.randn(4, 3), wrapper._routes[BatchDescriptor(4)]
+    wrapper.clear_cache()
+    wrapper._server.serve(route, (x,), {})
+    assert kept(wrapper) == {4}
+    wrapper.freeze()
+    serve(wrapper, 4)
+    wrapper.sleep()
+    assert (kept(wrapper), wrapper.memory_bytes) == (set(), 0)
+
+
+def test_a_prewarm_under_way_ends_before_sleep_does() -> None:
+    """``sleep`` of another thread waits for it, and releases what it captured."""
+    wrapper = AdaptiveCUDAGraphWrapper(double)
+    capture = wrapper._graphs.capture
+
+    def sleeping(*args: Any, **kwargs: Any) -> Any:
+        wrapper._graph_cache.is_asleep = True  # as ``sleep`` says before it waits
+        return capture(*args, **kwargs)
+
+    wrapper._graphs.capture = sleeping  # type: ignore[method-assign]
+    assert len(wrapper.prewarm([8, 4], lambda descriptor: torch.randn(descriptor.num_tokens, 3))) == 2
+    wrapper.sleep()
+    assert (kept(wrapper), wrapper.memory_bytes) == (set(), 0)
+
+
+def test_prewarm_keeps_what_it_names() -> None:
+    """Without room a graph that it does not name gives way, though it is newer."""
+    wrapper = AdaptiveCUDAGraphWrapper(double, max_cached_graphs=2)
+    wrapper.prewarm([8], lambda _: torch.randn(8, 3))
+    wrapper.prewarm([4], lambda _: torch.randn(4, 3))
+    assert len(wrapper.prewarm([16, 8], lambda descriptor: torch.randn(descriptor.num_tokens, 3))) == 2
+    assert kept(wrapper) == {8, 16}

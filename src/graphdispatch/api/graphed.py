@@ -25,7 +25,7 @@ from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
 from ..native.bound import CORE
 from ..serve.group import Route
-from ..serve.prewarm import PrewarmReport, capture_size, captured_sizes, prewarm
+from ..serve.prewarm import PrewarmReport, capture_size, captured_sizes, check_open, prewarm
 from ..serve.server import Server
 from .lifecycle import Lifecycle
 from .options import make_table, read_mode, read_options, read_rules, read_sizes
@@ -199,6 +199,7 @@ class Graphed(Lifecycle, Generic[P, R]):
             FallbackError: A size cannot be captured, and the callable is ``strict``.
         """
         with torch.no_grad(), self._server.lock:
+            check_open(self._server, self._route)
             return prewarm(self._server, self._route, args, kwargs, sizes, max_seconds, compare=compare)
 
     @property

@@ -16,7 +16,7 @@ from ..call.rules import ArgumentRules
 from ..config import CUDAGraphConfig, parse_mode
 from ..copying import make_lock
 from ..decide.decision import Decision, SizeTable
-from ..errors import CaptureError, ConfigError, GuardError, ReplayError, check_callable, check_count, shown
+from ..errors import ConfigError, GuardError, ReplayError, check_callable, check_count, shown
 from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import OutputView
@@ -24,10 +24,11 @@ from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..serve.graphs import GraphSet
 from ..serve.group import GraphGroup, Route, Routes
-from ..serve.prewarm import capture_example
+from ..serve.prewarm import capture_example, refuse_closed
 from ..serve.server import Choice, Server
 from ..sizes import ROWS
 from ..state.objects import same_callable
+from ..stats import EvictionReason
 from .lifecycle import Lifecycle
 from .named_inputs import Shapes, as_arrays, as_tensors, batch_dims, check_inputs, check_outputs, make_example
 
@@ -82,6 +83,20 @@ class CUDAGraphRegistry(Lifecycle):
     @property
     def _graph_sets(self) -> list[GraphSet]:
         return [one.server.graphs for one in self._callables]
+
+    def _rearm(self, reason: EvictionReason, tag: str = "") -> None:
+        super()._rearm(reason, tag)
+        for entry in self._graph_cache:  # of callables that are remembered no more
+            for victim in self._graph_cache.retire(entry, reason, tag):
+                victim.release()
+
+    def _forget_callables(self) -> list[GraphSet]:
+        """Let go of all callables, which may hold weights; one that comes again is new. Returns their graphs."""
+        with self._lock:
+            forgotten, self._callables = self._graph_sets, []
+        for graphs in forgotten:
+            graphs.is_over = True
+        return forgotten
 
     def _find(self, fn: Callable[..., Any]) -> _Callable:
         """The server and routes of a callable, made if it is new."""
@@ -173,9 +188,7 @@ class CUDAGraphRegistry(Lifecycle):
             CaptureError: There can be no graph, or the registry is frozen or sleeps.
         """
         check_callable("capture_fn", capture_fn)
-        if self.is_frozen or self._graph_cache.is_asleep:
-            closed = Reason.FROZEN if self.is_frozen else Reason.ASLEEP
-            raise CaptureError(f"no capture: {closed.text}", closed)
+        refuse_closed(self._graph_cache)
         check_count("batch_size", batch_size)
         if inputs is None:
             inputs = make_example(input_shapes, self._device)
@@ -233,12 +246,28 @@ class CUDAGraphRegistry(Lifecycle):
         """
         return self._drop(batch_size, seq_len)
 
+    def sleep(self, tag: str = "") -> None:
+        """Release graphs and buffers, and run calls eagerly until ``wake()``: while weights are unloaded or replaced.
+
+        Waits for calls that a graph serves now. The pool's memory goes with its last graph. Callables are let go of,
+        too, since they may hold weights.
+
+        Args:
+            tag: Why; it is kept with the statistics' ``last_evictions``.
+
+        Raises:
+            ConfigError: ``tag`` is no text.
+        """
+        super().sleep(tag)
+        self._forget_callables()
+
     def clear(self) -> None:
-        """Release all graphs. The statistics stay."""
+        """Release all graphs, and let go of all callables. The statistics stay."""
         for entry in self._graph_cache.clear():  # those of callables that are remembered no more, too
             entry.release()
-        for graphs in self._graph_sets:
+        for graphs in self._forget_callables():
             graphs.clear()
+        self._graph_cache.admission.clear()
 
     @property
     def num_graphs(self) -> int:
@@ -315,7 +344,7 @@ class CUDAGraphManager(CUDAGraphRegistry):
             seq_len: The tokens of each row.
         """
         mode = self.get_mode_for_batch(batch_size, seq_len)
-        if not mode.has_graphs() or self._graph_cache.is_asleep:
+        if not mode.has_graphs() or self._graph_cache.is_asleep or self.is_frozen:
             return False
         size = self._sizes.get_padded_batch_size(batch_size)
         latest = self._callables[-1:]

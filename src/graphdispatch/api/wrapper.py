@@ -22,6 +22,7 @@ from ..errors import ConfigError, check_callable, check_count, check_type, shown
 from ..memory.admission import Admission
 from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
+from ..memory.replay import next_use
 from ..modes import CUDAGraphMode
 from ..serve.group import Route, Routes
 from ..serve.prewarm import arguments_of, check_open, prewarm
@@ -285,7 +286,12 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         with torch.no_grad(), self._server.lock:
             for descriptor in largest_first[:1]:
                 check_open(self._server, self._routes[descriptor])
-            missing = [descriptor for descriptor in largest_first if self.get_entry(descriptor) is None]
+            missing = []
+            for descriptor in largest_first:
+                if (entry := self.get_entry(descriptor)) is None:
+                    missing.append(descriptor)
+                else:
+                    entry.last_used = next_use()  # so that others give way first
             calls = [(self._routes[descriptor], *arguments_of(dummy_fn(descriptor))) for descriptor in missing]
             calls = [call for call in calls if not isinstance(self._graphs.find(*call), Refusal)]
             for call in calls:

@@ -97,22 +97,28 @@ class Stopwatch:
     def __init__(self, most: int = 64) -> None:
         self._most = most
         self._pending: deque[tuple[Event, Event, Callable[[float], None]]] = deque()
+        self._spare: list[tuple[Event, Event]] = []
+        """Marks whose time was told. They are used again, since making some costs as much as a short replay."""
 
     def start(self, backend: "Backend") -> tuple[Event, Event] | None:
         """Mark the begin of some work, on the current stream; None while too many times are outstanding.
 
         Args:
-            backend: Where it runs.
+            backend: Where it runs, the same each time.
 
         Returns:
             The marks of its begin and its end, for ``stop``.
         """
-        self.collect()
-        if len(self._pending) >= self._most:
-            return None
-        begin, end = backend.make_event(timing=True), backend.make_event(timing=True)
-        begin.record()
-        return begin, end
+        if self._pending:
+            self.collect()
+            if len(self._pending) >= self._most:
+                return None
+        try:
+            marks = self._spare.pop()
+        except IndexError:
+            marks = backend.make_event(timing=True), backend.make_event(timing=True)
+        marks[0].record()
+        return marks
 
     def stop(self, marks: tuple[Event, Event], tell: Callable[[float], None]) -> None:
         """Mark the end of the work, on the current stream.
@@ -134,7 +140,9 @@ class Stopwatch:
             except IndexError:  # another thread took it
                 return
             if begin.query() and end.query():
-                tell(begin.elapsed_ms(end))
+                elapsed = begin.elapsed_ms(end)
+                self._spare.append((begin, end))
+                tell(elapsed)
             else:
                 self._pending.append(oldest)
 

@@ -156,6 +156,8 @@ class GraphSet:
         self.cache = cache
         self.stats = cache.stats
         self.groups: dict[Hashable, GraphGroup] = {}
+        self.is_over = False
+        """Whether the front end has forgotten the callable: a call that still comes here runs eagerly."""
         self.judges_gain = False
         """Whether graphs that replay slower than eager are given up."""
         self.clock = time.perf_counter
@@ -166,6 +168,8 @@ class GraphSet:
         self.latest_change = ""
         """What has changed of the callable's state when its graphs last stopped fitting, in words."""
         self._states, self._numbers = itertools.count(1), itertools.count()
+        self._captured_on: StaticInputs | None = None
+        """Those of the capture under way, which its own callable may interrupt."""
         self._waiting: Hashable = None
         """The key of the group beyond the limit that waits for its second call."""
         self._has_fitted = False
@@ -309,6 +313,8 @@ class GraphSet:
         self, key: Hashable, route: Route, call: FlatCall, signature: Any, inputs: StaticInputs
     ) -> GraphGroup:
         """A new group without graphs, on ``inputs``."""
+        if (known := self.groups.get(key)) is not None:  # of a forgotten route, which another thread's call still had
+            self.forget(known)
         failures = Quarantine(self.options.max_failures)
         group = self.groups[key] = GraphGroup(key, route, call, signature, inputs, failures)
         return group
@@ -355,9 +361,13 @@ class GraphSet:
         if self.current(group, size) is None:  # else it takes the place of the one that it replaces
             self.release(self.cache.make_room(self.cache.admission.since((group.key, size))))
         request = self._request(group, values, rows, size, group.route.table.mode, keep_effects)
-        result = capture_entry(request)
-        if result.reason is Reason.OUT_OF_MEMORY:
-            result = self._capture_with_less(request, result)
+        before, self._captured_on = self._captured_on, group.inputs
+        try:
+            result = capture_entry(request)
+            if result.reason is Reason.OUT_OF_MEMORY:
+                result = self._capture_with_less(request, result)
+        finally:
+            self._captured_on = before
         if result.reason is Reason.CAPTURE_WAITS:  # for a call whose run is watched
             return result
         if result.entry is None:
@@ -425,12 +435,16 @@ class GraphSet:
                 for group in self.groups.values():
                     group.drop(victim.entry)
                 victim.release()
-            if victims or self.cache.is_asleep:
-                # The static inputs of a graph that somebody else captured are not ours to free.
-                owned = [group for group in self.groups.values() if group.route.entry is None]
-                read = {entry.inputs for group in owned for entry in group.all_entries}
-                for unread in {group.inputs for group in owned} - read:
-                    unread.free()
+            if victims:
+                self._free_inputs()
+
+    def _free_inputs(self) -> None:
+        """Free the static inputs that no graph reads, nor the one that is captured now. Those of a graph that somebody
+        else captured are not ours."""
+        owned = [group for group in self.groups.values() if group.route.entry is None]
+        read = {entry.inputs for group in owned for entry in group.all_entries if not entry.is_released}
+        for unread in {group.inputs for group in owned} - read - {self._captured_on}:
+            unread.free()
 
     def refresh(self) -> None:
         """Release the graphs whose weights have moved, or that the callable no longer reaches: they cannot serve again.
@@ -479,6 +493,7 @@ class GraphSet:
             for group in self.groups.values():
                 group.forgive()
             self.release([victim for entry in self.entries() for victim in self.cache.retire(entry, reason, tag)])
+            self._free_inputs()
             self._guard = None
             self._trim()
 

@@ -12,6 +12,7 @@ from ..capture.collector import paused_collector
 from ..capture.request import CaptureResult
 from ..decide.decision import Decision
 from ..errors import CaptureError, ConfigError, FallbackError, shown
+from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
 from ..memory.replay import next_use
 from ..modes import CUDAGraphMode, EntryState
@@ -87,14 +88,13 @@ def prewarm(
     compare: str = "ends",
 ) -> PrewarmReport:
     """Capture the sizes of a route that have no graph yet, from a call of it. See ``Graphed.prewarm``. Called with the
-    server's lock held."""
+    server's lock held, and once ``check_open`` has passed: who puts graphs to sleep meanwhile waits for the lock."""
     if max_seconds is not None and (
         isinstance(max_seconds, bool) or not isinstance(max_seconds, int | float) or not max_seconds > 0
     ):
         raise ConfigError(f"max_seconds must be a number above 0 or None, got {shown(max_seconds)}")
     if compare not in ("ends", "all"):
         raise ConfigError(f"compare must be 'ends' or 'all', got {shown(compare)}")
-    check_open(server, route)
     graphs, mode = server.graphs, route.table.mode
     most = graphs.cache.max_graphs
     run = _Prewarm(server, max_seconds, compares_all=compare == "all")
@@ -174,6 +174,13 @@ class _Prewarm:
         return cache.nbytes + max(average, self._latest_bytes) > cache.max_bytes
 
 
+def refuse_closed(cache: GraphCache, *, is_over: bool = False) -> None:
+    """Raise ``CaptureError`` if graphs sleep or are frozen, or their callable was forgotten."""
+    if cache.is_frozen or cache.is_asleep or is_over:
+        closed = Reason.FROZEN if cache.is_frozen else Reason.ASLEEP if cache.is_asleep else Reason.NOT_CAPTURED
+        raise CaptureError(f"no capture: {closed.text}", closed)
+
+
 def check_open(server: Server, route: Route) -> None:
     """Raise ``ConfigError`` if nothing may be captured now, such as between ``sleep()`` and ``wake()``, or frozen."""
     closed = server.closed(route) or (Reason.FROZEN if server.graphs.cache.is_frozen else None)
@@ -234,6 +241,8 @@ def capture_example(
     """Capture one size from a call of ``rows`` rows, and compare it on all numbers of rows that it pads. Leaves no
     effect. Raises ``CaptureError`` if there can be no graph."""
     with torch.no_grad(), server.lock:
+        # Which another thread may have done since the caller asked.
+        refuse_closed(server.graphs.cache, is_over=server.graphs.is_over)
         server.graphs.refresh()
         found = server.graphs.find(route, *call)
         if isinstance(found, Refusal):

@@ -157,10 +157,10 @@ class AcceleratorPool(Pool):
         return sum(known[handle] for handle in self._handles)
 
     def trim(self) -> None:
-        """Give back what captures that failed have left, if there is no graph. Never call it inside a capture of the
-        same thread."""
+        """Give back what captures that failed have left, if there is no graph; not inside a capture of the same
+        thread, which may be the pool's first."""
         with CAPTURE_LOCK:
-            if not self._graphs:
+            if not self._graphs and not self.backend.is_capturing():
                 self._let_go()
 
     def _let_go(self) -> None:
