@@ -101,6 +101,21 @@ def test_a_pad_function_that_raises(at: int) -> None:
     assert not step.entries[0].inputs.views(4)[0][3].any()
 
 
+def test_a_pad_function_may_refuse_numbers() -> None:
+    """A proof tries numbers that no batch held; that the function raises for them says nothing about rows."""
+
+    def pad(padding: Tensor, real: Tensor) -> None:
+        if real.abs().max() > 5:
+            raise TroubleError
+        padding.copy_(real[-1:].expand_as(padding))
+
+    step = make(pad={"x": pad}, sizes=(4,))
+    for _ in range(6):
+        x = torch.rand(3, 2)
+        assert torch.equal(step(x), x * 2)
+    assert step.last_decision.reason is Reason.PADDED
+
+
 def stop_behind_copies(operator: Any, result: Any) -> Any:
     """Raises behind the first copy, as an interrupt may."""
     if "copy_" in str(operator):

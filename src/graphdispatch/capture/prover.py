@@ -27,7 +27,7 @@ import torch
 
 from ..backends.operators import bits_equal, storage_key
 from ..call.signature import PLAIN_TENSORS, InputSpec
-from ..errors import CaptureError, error_of_signal
+from ..errors import CaptureError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.outputs import first_rows
 from ..memory.proof import RowProof
@@ -38,7 +38,7 @@ from .attempt import CaptureAttempt
 from .compare import coarsest, difference, find_padding_writes, tolerance_for
 from .effects import EffectRecorder, Region
 from .probes import BY_RULE, Make, Padding
-from .state_probes import difference_apart, may_be_offsets, run_apart, writes_more_with_fewer_rows
+from .state_probes import difference_apart, ends_capture, may_be_offsets, run_apart, writes_more_with_fewer_rows
 
 _FEW = 2
 _MOST_PLACES = 2
@@ -185,7 +185,12 @@ class RowProver:
         writes: None if it does not, and no words if one of them fails."""
         request, entry, options, specs = self._request, self._entry, self._request.options, self._request.inputs.specs
         self._attempt.start_over("asking what eager gives for other rows")
-        self._attempt.load(self.rows, self._base)
+        try:
+            self._attempt.load(self.rows, self._base)
+        except Exception as error:  # of a pad function
+            if ends_capture(request.backend, error):
+                raise
+            return Reason.VERIFICATION_FAILED, ""
         parts = zip(specs, request.inputs.views(request.size), self._base.real, strict=True)
         alone = [spec.cut(view, self.rows, self._along).clone() if spec.spans else one for spec, view, one in parts]
         given, written = set(map(storage_key, alone)), list[Region]()
@@ -326,9 +331,8 @@ class RowProver:
         try:
             self._attempt.replay_with(self._entry, self.rows, padding)
         except Exception as error:
-            if self._request.backend.is_out_of_memory(error) or error_of_signal(error) is not None:
+            if ends_capture(self._request.backend, error):
                 raise
-            self._request.backend.raise_if_lost(error)
             writes = isinstance(error, CaptureError) and error.reason is Reason.PADDING_WRITES_STATE
             reason = Reason.PADDING_WRITES_STATE if writes else Reason.VERIFICATION_FAILED
             what = str(error) if writes else f"the call raises {type(error).__name__}: {error}"

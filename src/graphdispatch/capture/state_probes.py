@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from ..backends.base import Backend
 from ..backends.operators import is_expanded, is_strided, map_leaves, storage_key, tensors_in
 from ..call.spec import is_tensor
 from ..errors import error_of_signal
@@ -292,11 +293,18 @@ def run_apart(
     read: Callable[[list[torch.Tensor]], list[torch.Tensor]],
 ) -> list[torch.Tensor] | None:
     """What ``read`` gives of the output tensors of a run on ``values``; None if that failed."""
-    backend = attempt.request.backend
     try:
         return attempt.run_apart(effects, values, lambda output: read(tensors_in(output)))
     except Exception as error:
-        if backend.is_out_of_memory(error) or error_of_signal(error) is not None:
+        if ends_capture(attempt.request.backend, error):
             raise
-        backend.raise_if_lost(error)
         return None
+
+
+def ends_capture(backend: Backend, error: Exception) -> bool:
+    """Whether an error is not one of the callable for such numbers: no memory is left, or a signal's handler raised it.
+    Raises ``DeviceLostError``."""
+    if backend.is_out_of_memory(error) or error_of_signal(error) is not None:
+        return True
+    backend.raise_if_lost(error)
+    return False
