@@ -112,7 +112,7 @@ def test_slots_from_zero_on_hide_nothing(name: str, order: list[int]) -> None:
     check_slots(NOTES[name], order)
 
 
-@pytest.mark.parametrize("order", [[3, 3, 1], [1, 3, 3]], ids=str)
+@pytest.mark.parametrize("order", [[3, 3, 1], [1, 3, 3], [3, 1, 3], [3, 5, 3]], ids=str)
 @pytest.mark.parametrize("name", NOTES)
 @pytest.mark.parametrize("ahead", [False, True], ids=["on-demand", "prewarm"])
 def test_a_rule_that_names_a_slot_in_use_hides_nothing(name: str, order: list[int], ahead: bool) -> None:

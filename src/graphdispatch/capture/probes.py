@@ -59,15 +59,21 @@ def may_replace(specs: Sequence[InputSpec], index: int, padding_writes: str) -> 
 
 
 def telling_places(
-    specs: Sequence[InputSpec], arguments: Sequence[torch.Tensor], rows: int, indices: Sequence[int]
+    specs: Sequence[InputSpec],
+    arguments: Sequence[torch.Tensor],
+    rows: int,
+    indices: Sequence[int],
+    *,
+    takes_smallest: bool = False,
 ) -> list[dict[Axis, int]]:
     """Some places of a batch of ``rows`` rows, by axis: where the arguments ``indices`` have their largest number, and
-    the smallest if it is negative, then the first and the last. Reads results back to the host."""
+    the smallest if it is negative or ``takes_smallest``, then the first and the last. Reads results back to the
+    host."""
     places: list[dict[Axis, int]] = []
     for index in indices:
         spec, value = specs[index], specs[index].cut(arguments[index], rows).to(torch.float64)
         if value.numel():
-            extremes = [value.argmax(), *([value.argmin()] if bool((value < 0).any()) else [])]
+            extremes = [value.argmax(), *([value.argmin()] if takes_smallest or bool((value < 0).any()) else [])]
             # Not torch's `unravel_index`, which imports sympy: that takes longer than a small model's capture.
             at = [np.unravel_index(int(extreme), value.shape) for extreme in extremes]
             places += ({axis: int(one[dim]) for dim, axis in spec.spans} for one in at)

@@ -41,7 +41,6 @@ from .probes import BY_RULE, Make, Padding
 from .state_probes import difference_apart, ends_capture, may_be_offsets, run_apart, writes_more_with_fewer_rows
 
 _FEW = 2
-_MOST_PLACES = 2
 _OTHER_ROWS = "other real rows"
 _Rows = TypeVar("_Rows", torch.Tensor, torch.Tensor | None)
 
@@ -383,7 +382,8 @@ class RowProver:
         for sign in (1, -1) if real else ():
             yield "numbers of one sign", partial(probes.of_kind, real, partial(far, sign))
         whole = [i for i in kept if i in self._kept or probes.is_discrete(specs[i], arguments[i])]
-        for place in probes.telling_places(specs, arguments, self.rows, whole)[:_MOST_PLACES]:
+        # A rule may name what one row holds: then the largest or the smallest number is another one.
+        for place in probes.telling_places(specs, arguments, self.rows, whole, takes_smallest=True):
             yield "one row of the batch", partial(probes.uniform, place)
 
     def _follow_rules(self) -> list[int]:
