@@ -368,6 +368,8 @@ def test_zeros_and_flags_hide_nothing(name: str, is_argument: bool, rows: int) -
 @pytest.mark.parametrize("level", [torch.full((4,), 20.0), torch.tensor(20)], ids=["numbers", "count"])
 def test_what_is_written_hides_nothing(level: Tensor, pad: Any, rows: int) -> None:
     """State that the call writes is large at first, and keeps a bounded function from telling rows apart."""
+    if not (level.is_floating_point() or torch.zeros(()).is_cpu):
+        pytest.skip("integers change on the CPU alone: elsewhere they may be indices that nobody checks")
 
     class Bounded(nn.Module):
         def __init__(self) -> None:

@@ -38,7 +38,14 @@ from .attempt import CaptureAttempt
 from .compare import coarsest, difference, find_padding_writes, tolerance_for
 from .effects import EffectRecorder, Region
 from .probes import BY_RULE, Make, Padding
-from .state_probes import difference_apart, ends_capture, may_be_offsets, run_apart, writes_more_with_fewer_rows
+from .state_probes import (
+    difference_apart,
+    ends_capture,
+    may_be_offsets,
+    run_apart,
+    writes_more_of_others,
+    writes_more_with_fewer_rows,
+)
 
 _FEW = 2
 _OTHER_ROWS = "other real rows"
@@ -206,11 +213,13 @@ class RowProver:
         eager = run_apart(self._attempt, effects, request.values_with(alone), read)
         if eager is None:
             return Reason.VERIFICATION_FAILED, ""
+        is_asked = options.padding_writes == "refuse" and not self._along
+        writes = is_asked and writes_more_of_others(self._attempt, request.values_with(alone), self.rows)
         try:
             self._replay(self._base)
         except _DependentRowsError:
             return Reason.VERIFICATION_FAILED, ""
-        if find_padding_writes(request, effects.regions, self._attempt.warm_run.regions) is not None:
+        if writes or find_padding_writes(request, effects.regions, self._attempt.warm_run.regions) is not None:
             # It may write there what is there already, as now and then a flag.
             return Reason.PADDING_WRITES_STATE, "padding writes where the real rows leave memory alone"
         for want, (name, got, _) in zip(eager, self._read(written), strict=False):

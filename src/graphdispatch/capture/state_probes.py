@@ -250,12 +250,13 @@ def writes_more_with_fewer_rows(attempt: CaptureAttempt, rows: int) -> tuple[boo
     if run_apart(attempt, padded, request.static_values(), list) is None:
         return False, None
     writes = find_padding_writes(request, alone.regions, padded.regions) is not None
-    writes = writes or _writes_more_of_others(attempt, values, fewer)
+    writes = writes or writes_more_of_others(attempt, values, fewer)
     return False, "padding writes where the rows behind the first one leave memory alone" if writes else None
 
 
-def _writes_more_of_others(attempt: CaptureAttempt, values: Sequence[Any], rows: int) -> bool:
-    """The same of what operators of somebody else's write, by the numbers that change in copies of it."""
+def writes_more_of_others(attempt: CaptureAttempt, values: Sequence[Any], rows: int) -> bool:
+    """Whether padding of these ``rows`` rows has operators of somebody else's write what the rows alone leave, by the
+    numbers that change in copies. Costs two eager runs, if there are such operators."""
     request, views = attempt.request, attempt.request.inputs.views(attempt.request.size)
     given = {*map(storage_key, views), *map(storage_key, request.arguments())}
     every = attempt.warm_run.opaque.values()
