@@ -254,7 +254,7 @@ def test_a_side_stream_that_is_joined_is_part_of_the_graph(cuda: Backend) -> Non
         return left + right
 
     served = gd.graphed(two_streams, dynamic={"x": 0}, sizes=(4,))
-    served.prewarm(x=torch.randn(4, 64, device=cuda.device), compare="all")
+    served.prewarm(torch.randn(4, 64, device=cuda.device), compare="all")
     batches = [torch.randn(rows, 64, device=cuda.device) for rows in (4, 3)]
     reasons = check_calls(served, *batches, fn=lambda x: x.sin() + x.cos(), rtol=1.3e-6, atol=1e-5)
     assert all(reason.is_graph for reason in reasons)
