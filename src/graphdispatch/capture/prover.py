@@ -258,7 +258,8 @@ class RowProver:
             i for i, (spec, value) in enumerate(parts) if spec.spans and (limited or probes.is_discrete(spec, value))
         )
         taken = [self._may_replace(i) for i in discrete]
-        batches = 0 if not taken else 1 if any(taken) else 1 + made
+        # Made batches count where no padding is made of the batch's numbers.
+        batches = (1 if any(taken) else 1 + made) if taken else 0
         single = self._request.inputs.cells(self.rows) == 1 and bool(self._follow_rules())
         return RowProof(
             True, repeats, untested=untested, assumed=assumed, limited=limited, batches=batches, single=single
