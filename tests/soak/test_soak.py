@@ -40,6 +40,11 @@ LEFT: ContextVar[int | None] = ContextVar("LEFT", default=None)
 """How many more runs of the model on this thread go well before one raises; None for all of them."""
 
 
+def numbers(*shape: int) -> torch.Tensor:
+    """Random ones, drawn on the host: CUDA refuses to draw from a generator while another thread captures with it."""
+    return torch.randn(*shape, device="cpu").to(DEVICE)
+
+
 class Net(nn.Module):
     """Two layers, a stretch that may be a break, and a trip wire that a thread sets for itself."""
 
@@ -148,14 +153,14 @@ class Soak:
         """New values where the old ones are, or a new tensor altogether: both must show in the next answer."""
         backend.synchronize()  # streams of other threads may still read the old values
         if chance.random() < 0.5:
-            net.first.weight.copy_(torch.randn(16, WIDTH, device=DEVICE))
+            net.first.weight.copy_(numbers(16, WIDTH))
         else:
-            net.second.weight = nn.Parameter(torch.randn(WIDTH, 16, device=DEVICE))
+            net.second.weight = nn.Parameter(numbers(WIDTH, 16))
         backend.synchronize()
 
     def _call(self, net: Net, step: Graphed[..., Any], chance: random.Random) -> None:
         rows = min(int(chance.expovariate(0.3)) + 1, LARGEST)
-        x = torch.randn(rows, WIDTH, device=DEVICE)
+        x = numbers(rows, WIDTH)
         x = x.t().contiguous().t() if chance.random() < 0.1 else x
         scale = chance.choice((1.0, 1.0, 1.0, 0.5))
         want = net(x, scale)
