@@ -107,6 +107,12 @@ if sys.version_info >= (3, 12):
     _taken: list[int] = []
     """The number under which this process listens, once it does."""
     _NAME = __name__.partition(".")[0]
+    _AROUND_OPERATORS = (
+        *(os.path.join(_TORCH, *path) for path in (["_ops.py"], ["_library", "simple_registry.py"])),
+        os.path.join(_TORCH, "multiprocessing", "reductions.py"),
+        *(os.path.join(_PACKAGE, "backends", name) for name in ("code_events.py", "insight.py")),
+    )
+    """Files of the code that runs on the way to a mode and through it."""
 
     def _begin(listener: CodeListener) -> bool:
         tool = _take_tool()
@@ -165,6 +171,10 @@ if sys.version_info >= (3, 12):
         """Whether code is this package's, in which nothing is to be heard of, and nobody follows it."""
         return is_own_code(code.co_filename) and id(code) not in _kept
 
+    def _is_silent(code: CodeType) -> bool:
+        """Whether nobody is to hear of code: it runs around each operator that is watched."""
+        return code.co_filename.endswith(_AROUND_OPERATORS)
+
     def _chain() -> list[CodeListener]:
         """The calling thread's listeners that are not paused, the innermost first."""
         each, found = _listeners.get(get_ident()), list[CodeListener]()
@@ -175,6 +185,8 @@ if sys.version_info >= (3, 12):
 
     @untraced
     def _on_start(code: CodeType, offset: int) -> Any:
+        if _is_silent(code):
+            return _DISABLE
         begun, listeners = _begun[0], _chain()
         if not listeners:
             return _DISABLE if _is_own(code) else None
@@ -186,6 +198,8 @@ if sys.version_info >= (3, 12):
 
     @untraced
     def _on_return(code: CodeType, offset: int, value: object) -> Any:
+        if _is_silent(code):
+            return _DISABLE
         begun, listeners = _begun[0], _chain()
         if not listeners:
             return _DISABLE if _is_own(code) else None
@@ -204,6 +218,8 @@ if sys.version_info >= (3, 12):
 
     @untraced
     def _on_call(code: CodeType, offset: int, function: Any, first: Any) -> Any:
+        if _is_silent(code):
+            return _DISABLE
         listeners, kind = _chain(), type(function)
         if not listeners:
             return _DISABLE if _is_own(code) else None

@@ -66,17 +66,17 @@ class CaptureAttempt:
         if padding and padding.rows:
             request.inputs.put(padding.rows, rows, request.size, padding.axes)
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, keeps_operators: bool = False) -> None:
         """Run the call on the static inputs, from where the eager run began. Raises what the call raises."""
         self.start_over(f"warming up with {self.request.size} rows")
         self.load()
-        self._run_watched()
+        self._run_watched(keeps_operators=keeps_operators)
         self.eager.check_state()  # else the next run may write other memory
 
-    def _run_watched(self) -> None:
+    def _run_watched(self, *, keeps_operators: bool = False) -> None:
         """Run the call on what the static inputs hold, and note what it writes."""
         request = self.request
-        labels = Labels.of_arguments(request.inputs.views(request.size))
+        labels = Labels.of_arguments(request.inputs.views(request.size)) if keeps_operators else None
         self.warm_run = EffectRecorder(request.options.state_limit_bytes, strict=True, labels=labels)
         with uncached_casts(), request.backend.rehearsing(), self.eager.trace, self.warm_run.guarding():
             output = copy_context().run(request.call, request.static_values())

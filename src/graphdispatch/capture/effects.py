@@ -363,12 +363,6 @@ class EffectRecorder(OperatorMode):
         gives = tensors_in(result)
         if kind is OperatorKind.WRITE:
             gives += written
-        self.groups_rows = self.groups_rows or traits.groups
-        if traits.sums:
-            self.float_types.update(filter(_is_float, (tensor.dtype.to_real() for tensor in gives)))
-        self.limits_values = (
-            self.limits_values or traits.checks or (not traits.orders and _makes_integers(given, gives))
-        )
         # Where torch fills new memory, eager's answer may hold that.
         if kind is OperatorKind.EMPTY and not _fills_new_memory():
             _mark_unwritten(result)
@@ -378,7 +372,17 @@ class EffectRecorder(OperatorMode):
         results = [self._note_made(tensor) for tensor in gives]
         if self._labels is not None:
             self._labels.note_made(results, keys.values())
+            self._note_traits(traits, given, gives)
         return result
+
+    def _note_traits(self, traits: "_Traits", given: list[torch.Tensor], gives: list[torch.Tensor]) -> None:
+        """Note what the operators tell of the program."""
+        self.groups_rows = self.groups_rows or traits.groups
+        if traits.sums:
+            self.float_types.update(filter(_is_float, (tensor.dtype.to_real() for tensor in gives)))
+        self.limits_values = (
+            self.limits_values or traits.checks or (not traits.orders and _makes_integers(given, gives))
+        )
 
     def note_outputs(self, output: Any) -> None:
         """Note what the run gave back; call it while that is at hand."""

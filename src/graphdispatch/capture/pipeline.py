@@ -135,7 +135,7 @@ def _capture(attempt: CaptureAttempt) -> CUDAGraphEntry:
     check_may_capture(request, eager)
     started = request.clock()
     for _ in range(request.options.warmup_iterations - eager.warms_up):
-        attempt.warm_up()
+        attempt.warm_up(keeps_operators=True)
     program = find_program(attempt)
     recording = record(attempt, is_known=any(peer.program is program for peer in request.peers))
     entry = None

@@ -240,9 +240,9 @@ class Recording(NamedTuple):
 def record(attempt: CaptureAttempt, *, is_known: bool = False) -> Recording:
     """Record the call.
 
-    Operators are not watched where the eager run on the same inputs was the warm-up and ran a program that is known:
-    then the outputs lie where eager's did. The recording begins where the eager run began, whose trace notes the code
-    that the call runs. Raises ``CaptureError`` with the operator that ran last.
+    Neither operators nor code are watched where the eager run on the same inputs was the warm-up and ran a program that
+    is known: then the outputs lie where eager's did. Else the eager run's trace notes the code that the call runs. The
+    recording begins where the eager run began. Raises ``CaptureError`` with the operator that ran last.
     """
     request, eager = attempt.request, attempt.eager
     attempt.start_over(f"capturing {request.size} rows")
@@ -254,7 +254,8 @@ def record(attempt: CaptureAttempt, *, is_known: bool = False) -> Recording:
     try:
         begin, watched = request.backend.begin_capture, watch.recording if watches else nullcontext
         with uncached_casts(), begin(request.pool) as capture, watched(capture):
-            with eager.trace:  # here, since the end of a capture runs much Python that reads nothing
+            # The trace is here, since the end of a capture runs much Python that reads nothing.
+            with eager.trace if watches else nullcontext():
                 output = copy_context().run(request.call, values)  # nobody could unset a context variable
             output = eager.open_outputs(output)
             made, source = (watch.made, output) if watches else (eager.effects.made, eager.opened)

@@ -389,8 +389,9 @@ class GraphSet:
         if is_further and entry.place in (other.place for other in group.of_size(entry.size)):
             entry.place = StateKey(entry.place, next(self._states))
         for other in self.entries():
-            if entry.guard is not None and other.guard is not None and other.guard.reads_like(entry.guard):
-                entry.guard = other.guard
+            guard, known = entry.guard, other.guard
+            if guard is not None and known is not None and known is not guard and known.reads_like(guard):
+                entry.guard = known
         entry.verify_every = self.options.verify_every
         entry.schedule_check()
         held, limit = bytes_of([entry]), self.cache.max_bytes
