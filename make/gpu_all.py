@@ -21,7 +21,6 @@ CONFORMANCE = ("tests/backends/test_conformance_capture.py", "tests/backends/tes
 ANY_DEVICE = (
     "tests/property/test_piecewise.py",
     "tests/property/test_sequences.py",
-    "tests/soak",
     "tests/behaviour/test_surroundings.py",
     "tests/behaviour/test_footguns_rows.py",
     "tests/behaviour/test_footguns_breaks.py",
@@ -50,6 +49,8 @@ PARTS = {
     "rules": Part(60, ("tests/gpu/runtime/run.sh", sys.executable, "build/rules")),
     "parallel": Part(100, (*PYTEST, "-n", "6", *CONFORMANCE, "tests/gpu/test_unseen_kernels.py")),
     "anywhere": Part(120, (*PYTEST, "-n", "8", *ANY_DEVICE), (("GRAPHDISPATCH_TEST_DEVICE", "cuda"),)),
+    # Alone, too: what another process takes of the device's memory would count as that of a graph.
+    "soak": Part(90, (*PYTEST, "tests/soak"), (("GRAPHDISPATCH_TEST_DEVICE", "cuda"),)),
     "overhead": bench("overhead", 90),
     "decode": bench("decode", 130, "--no-compile"),
     "capture": bench("capture", 45, "--no-compile"),

@@ -431,3 +431,36 @@ def test_deterministic_torch_fills_new_memory(name: str, toggled: bool) -> None:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = True
     assert step.stats.hits or (toggled and name in ("grown", "booleans"))  # these are not told apart from values
+
+
+@pytest.mark.parametrize(
+    ("far", "branch", "rtol", "is_served"),
+    [
+        (4e-4, "", None, True),
+        (3e-3, "", None, False),
+        (4e-4, "number", None, False),
+        (4e-4, "tensor", None, False),
+        (4e-4, "", 1e-4, False),
+    ],
+    ids=["same operators", "too far", "another number", "another tensor", "a tolerance that was given"],
+)
+def test_kernels_of_another_size_may_round_otherwise(
+    far: float, branch: str, rtol: float | None, is_served: bool
+) -> None:
+    """A padded batch may be further from eager than usual, if eager runs the same operators for it: then no branch
+    makes the difference. Here a factor that follows the number of rows stands for the kernels."""
+    weights = torch.randn(16, 16)
+    others = weights * (1 + far)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        is_large = x.shape[0] > 4
+        if branch:
+            used = others if is_large and branch == "tensor" else weights
+            return x @ used * (1 + far * (is_large and branch == "number"))
+        return x @ weights * (1 + far / 2.5 * torch.arange(x.shape[0]).float().mean())
+
+    step = make(fn, sizes=(8,), options=CUDAGraphOptions(rtol=rtol))
+    for rows in (8, 8, 3, 3, 3):
+        step(torch.randn(rows, 16))
+    assert (step.last_decision.reason is Reason.PADDED) == is_served, step.explain(torch.randn(3, 16))
+    assert is_served or step.last_decision.reason is Reason.VERIFICATION_FAILED

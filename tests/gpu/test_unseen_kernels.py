@@ -125,7 +125,7 @@ def test_a_kernel_answers_as_eager(cuda: Backend, kernel: Callable[[Tensor], Ten
     """Served, where it is in a custom operator, of which nothing is hidden, or not."""
     options = gd.CUDAGraphOptions(capture_share=None)  # compiling the kernel takes the time that captures may take
     step = gd.graphed(lambda x: kernel(x) + 1, dynamic={"x": 0}, sizes=(4,), options=options)
-    batches = [torch.randn(rows, WIDTH, device=cuda.device) for rows in (3, 3, 3, 4, 3, 3)]
+    batches = [torch.randn(rows, WIDTH, device=cuda.device) for rows in (3, 3, 3, 4, 3, 3, 3, 3)]
     reasons = check_calls(step, *batches, fn=lambda x: x * 2 + 1, rtol=1.3e-6, atol=1e-5)
     assert kernel is double or reasons[-1] is Reason.PADDED, step.explain(batches[-1])
 

@@ -21,23 +21,23 @@ from .effects import Region, first_uncovered, first_uncovered_within
 from .request import CaptureRequest
 
 
-def check_replay(request: CaptureRequest, eager: EagerRun, entry: CUDAGraphEntry) -> None:
+def check_replay(request: CaptureRequest, eager: EagerRun, entry: CUDAGraphEntry, *, times: float = 1.0) -> None:
     """Raise ``VerificationError`` unless the replay just made gave eager's outputs and wrote what eager wrote.
 
     Memory that nothing wrote (``torch.empty``) is not compared, nor are rows that the caller said are padding. Reads
-    values back to the host.
+    values back to the host. ``times`` as much as a type's tolerance is allowed, where that is not zero.
     """
     unwritten = eager.effects.unwritten
     for index, (want, got) in enumerate(zip(eager.outputs, entry.outputs.peek(request.rows), strict=True)):
         if request.is_padded and want.dtype.is_floating_point and not bits_equal(want, got):
             _check_order(request, index, want, got, entry)
         want, got = request.real_rows_of(want), request.real_rows_of(got)
-        _compare(entry, request, f"output {index}", want, got, unwritten(want))
+        _compare(entry, request, f"output {index}", want, got, unwritten(want), times=times)
     for index, want in eager.written_inputs.items():
         name = entry.inputs.specs[index].name
         got = entry.inputs.real(index, request.rows, request.size)
         want, got = request.real_rows_of(want), request.real_rows_of(got)
-        _compare(entry, request, f"argument {name!r}, which the call writes,", want, got)
+        _compare(entry, request, f"argument {name!r}, which the call writes,", want, got, times=times)
     arguments = set(map(storage_key, eager.arguments))
     for region in eager.effects.regions:
         if storage_key(region.target) in arguments or (region.is_generator and request.is_padded):
@@ -45,7 +45,7 @@ def check_replay(request: CaptureRequest, eager: EagerRun, entry: CUDAGraphEntry
         assert region.after is not None
         name = f"state of shape {tuple(region.target.shape)}"
         ignored = None if region.is_generator else unwritten(region.after)
-        _compare(entry, request, name, region.after, region.read(), ignored)
+        _compare(entry, request, name, region.after, region.read(), ignored, times=times)
     is_comparable = request.backend.is_bit_exact and not request.is_padded  # padding rows draw more numbers
     if eager.draws and (is_comparable or torch.equal(eager.rng_before, eager.rng_after)):
         _compare(entry, request, "the state of the random generator", eager.rng_after, request.backend.rng_state())
@@ -81,6 +81,7 @@ def _compare(
     want: torch.Tensor,
     got: torch.Tensor,
     ignored: torch.Tensor | None = None,
+    times: float = 1.0,
 ) -> None:
     if ignored is not None and want.shape == got.shape:
         got = got.where(~ignored, want)
@@ -88,6 +89,7 @@ def _compare(
     exact = request.backend.is_bit_exact and is_like_eager
     dtype = coarsest(want.dtype, entry.program.float_types)
     tolerance = tolerance_for(dtype, exact=exact, rtol=request.options.rtol, atol=request.options.atol)
+    tolerance = Tolerance(times * tolerance.rtol, times * tolerance.atol)
     gap = difference(want, got, tolerance)
     if gap is not None:
         if exact and difference(want, got, usual := tolerance_for(dtype, exact=False)) is None:

@@ -1,6 +1,6 @@
 """Makes an entry of a recording: which rows its outputs give, what it reads and writes, and what guards it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -96,17 +96,22 @@ def grow_guard(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
 
 def find_program(attempt: CaptureAttempt) -> Program:
     """The operators of the run on the static inputs: the very program of a graph of another size that has the same."""
-    request, run = attempt.request, attempt.warm_run
-    made = Program(
+    request = attempt.request
+    made = program_of(attempt.warm_run, request.size, request.inputs.axes)
+    return next((peer.program for peer in request.peers if peer.program.is_like(made)), made)
+
+
+def program_of(run: EffectRecorder, rows: int, axes: Sequence[Axis]) -> Program:
+    """The program of a run of so many rows that kept its operators."""
+    return Program(
         run.operators,
-        request.size,
-        request.inputs.axes,
+        rows,
+        axes,
         outputs=run.outputs,
         limits_values=run.limits_values,
         groups_rows=run.groups_rows,
         float_types=run.float_types,
     )
-    return next((peer.program for peer in request.peers if peer.program.is_like(made)), made)
 
 
 def _watch_breaks(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
