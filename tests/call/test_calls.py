@@ -37,14 +37,8 @@ def by_place(a: Any, /, **rest: Any) -> Any:
     return a * 2 + rest["a"]
 
 
-class Hooked(nn.ReLU):
-    """A module with a hook, which runs where the module itself is called and not its ``forward``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_forward_hook(lambda module, args, out: out * 3)
-
-
+HOOKED = nn.ReLU().eval()
+HOOKED.register_forward_hook(lambda module, args, out: out * 3)  # runs where the module is called, not its ``forward``
 Call = Callable[[Callable[..., Any], Tensor, Tensor], Any]
 SPELLINGS: dict[str, tuple[Callable[..., Any], list[Call]]] = {
     "names": (three, [lambda f, x, y: f(x, y), lambda f, x, y: f(x, b=y), lambda f, x, y: f(b=y, a=x)]),
@@ -53,7 +47,7 @@ SPELLINGS: dict[str, tuple[Callable[..., Any], list[Call]]] = {
     "keywords": (keywords, [lambda f, x, y: f(x, z=y, b=3), lambda f, x, y: f(b=3, z=y, a=x)]),
     "one name twice": (by_place, [lambda f, x, y: f(x, a=y)]),
     "a builtin without a signature": (torch.add, [lambda f, x, y: f(x, y)]),
-    "a module": (Hooked().eval(), [lambda f, x, y: f(x), lambda f, x, y: f(input=x)]),
+    "a module": (HOOKED, [lambda f, x, y: f(x), lambda f, x, y: f(input=x)]),
 }
 
 
@@ -91,9 +85,7 @@ def test_parameters_have_names(kind: str) -> None:
             graphed(fn, dynamic={"another": 0})
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "told"), [({"a": 3}, "multiple values for argument 'a'"), ({"z": 3}, "unexpected keyword argument 'z'")]
-)
+@pytest.mark.parametrize(("kwargs", "told"), [({"a": 3}, "multiple values .* 'a'"), ({"z": 3}, "unexpected .* 'z'")])
 def test_a_wrong_call_is_the_callables_to_refuse(kwargs: dict[str, int], told: str) -> None:
     """A name given twice, or unknown, raises its own ``TypeError``."""
     step = graphed(three, dynamic={}, options=AT_ONCE)

@@ -275,9 +275,7 @@ def share(x: Tensor, mask: Tensor) -> Tensor:
 def test_a_row_that_its_mask_hides_runs_eagerly(fn: Callable[[Tensor, Tensor], Tensor]) -> None:
     """What is real in it would depend on padding, or on how much there is; masks' values tell such calls apart."""
     step = served(fn, "x", "mask", sizes=[4])
-    check_calls(
-        step, *((torch.randn(3, length, 4), torch.ones(3, length)) for length in (11, 11, 11, 12, 9, 9)), **NEAR
-    )
+    check_calls(step, *((torch.randn(3, n, 4), torch.ones(3, n)) for n in (11, 11, 11, 12, 9, 9)), **NEAR)
     assert last(step) is Reason.PADDED
     x, mask = torch.randn(3, 9, 4), torch.ones(3, 9)
     mask[1] = 0
