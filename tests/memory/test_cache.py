@@ -89,12 +89,10 @@ def test_a_fault_behind_the_cache_s_back_is_found(fault: Callable[[GraphCache], 
         cache.check_integrity()
 
 
-@pytest.mark.parametrize(
-    ("limits", "named"), [((0, None), "max_cached_graphs must be .* got 0"), ((1, 0), "memory_budget_bytes .* got 0")]
-)
+@pytest.mark.parametrize(("limits", "named"), [((0, None), "max_cached_graphs"), ((1, 0), "memory_budget_bytes")])
 def test_limits_must_be_positive(limits: tuple[int, int | None], named: str) -> None:
     """A cache that can hold nothing is a mistake."""
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ConfigError, match=f"{named} must be .* got 0"):
         GraphCache(*limits)
 
 

@@ -38,16 +38,12 @@ RULES: dict[str, tuple[Pad, Model]] = {
     "function": (Pad.function(_sum_of_real), lambda real: torch.full((3,), float(real.sum()))),
     "leave": (Pad.leave(), lambda real: None),
 }
-BATCHES = st.lists(
-    st.integers(1, CAPACITY).flatmap(lambda size: st.tuples(st.integers(1, size), st.just(size))),
-    min_size=1,
-    max_size=12,
-)
+BATCH = st.integers(1, CAPACITY).flatmap(lambda size: st.tuples(st.integers(1, size), st.just(size)))
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dim", [0, 1])
-@given(batches=BATCHES, soiled=st.sets(st.integers(0, 11)))
+@given(batches=st.lists(BATCH, min_size=1, max_size=12), soiled=st.sets(st.integers(0, 11)))
 def test_buffers_after_any_sequence(rule: str, dim: int, batches: Sequence[tuple[int, int]], soiled: set[int]) -> None:
     """After each batch of any sequence the buffers hold its rows, then padding by the rule, whatever was before."""
     pad, model = RULES[rule]
