@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,7 @@ import graphdispatch as gd
 
 from ..helpers import check_calls, check_rows, make
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_compiler")]
 
 SCALE = 2.0
 
@@ -34,13 +34,9 @@ CONFIG = SimpleNamespace()
 
 
 @pytest.fixture(autouse=True)
-def _compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "SCALE", 2.0)
     monkeypatch.setitem(globals(), "CONFIG", SimpleNamespace(scale=2.0, rows=[2.0], factors={"one": 2.0}))
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
 
 
 def by_global(x: Tensor) -> Tensor:
@@ -173,15 +169,11 @@ def under_a_profiler(x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize(
-    "fn",
-    [
-        in_a_thread,
-        pytest.param(
-            under_a_profiler, marks=pytest.mark.skipif(sys.version_info >= (3, 12), reason="it is heard beside that")
-        ),
-    ],
-)
+UNHEARD = [in_a_thread, under_a_profiler] if sys.version_info < (3, 12) else [in_a_thread]
+"""Later versions of Python hear of calls under another profiler, too."""
+
+
+@pytest.mark.parametrize("fn", UNHEARD)
 def test_code_that_nobody_hears_of_is_refused(fn: Any) -> None:
     """Code on a thread that the call starts, and under a profiler that takes the place of what listens."""
     step = make(fn, sizes=(4,))

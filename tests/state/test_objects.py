@@ -3,7 +3,6 @@
 import copy
 import itertools
 import random
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -18,13 +17,13 @@ from graphdispatch.state import objects
 from graphdispatch.state.walk import StateWalk
 
 from ..behaviour.cases import Box
-from ..helpers import check_rows, make
+from ..helpers import check_rows, in_threads, make, switching_often
 
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict, type("Table", (dict,), {})])
 def test_a_dict_is_read_as_it_is_at_one_moment(kind: type[dict[int, int]]) -> None:
     """Each key with its own value, whatever another thread adds and removes meanwhile, let in as often as possible."""
-    table, stop, before = kind(), threading.Event(), sys.getswitchinterval()
+    table, stop = kind(), threading.Event()
 
     def write() -> None:
         for number in itertools.count():
@@ -34,18 +33,17 @@ def test_a_dict_is_read_as_it_is_at_one_moment(kind: type[dict[int, int]]) -> No
             if stop.is_set():
                 return
 
-    thread = threading.Thread(target=write)
-    sys.setswitchinterval(1e-6)
-    thread.start()
-    try:
-        for _ in range(5_000):
-            entries = objects.content(table)
-            half = len(entries) // 2
-            assert entries[half:] == [-key for key in entries[:half]]
-    finally:
-        stop.set()
-        thread.join()
-        sys.setswitchinterval(before)
+    def read() -> None:
+        try:
+            for _ in range(5_000):
+                entries = objects.content(table)
+                half = len(entries) // 2
+                assert entries[half:] == [-key for key in entries[:half]]
+        finally:
+            stop.set()
+
+    with switching_often(1e-6):
+        in_threads(write, read)
 
 
 def test_what_describes_a_class_is_not_walked() -> None:
