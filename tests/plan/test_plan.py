@@ -59,9 +59,8 @@ def test_a_cliff_above_the_largest_graph_is_a_warning() -> None:
     """Steps that a larger graph would speed up, with the size to capture; not those that are faster eagerly."""
     workload = Workload.from_steps([1, 2, 2, 6])
     (cliff,) = Plan.from_sizes((1, 2)).evaluate(workload, COST).warnings
-    assert cliff == (
-        "25.00 % of the steps fit no FULL graph and run eagerly, though one would be faster: capture up to 6 tokens"
-    )
+    assert cliff.startswith("25.00 % of the steps fit no FULL graph")
+    assert cliff.endswith("capture up to 6 tokens")
     slow = CostModel(eager_ms={1: 3, 2: 3.5, 6: 4}, full_ms={1: 1, 6: 6})
     assert Plan.from_sizes((1, 2)).evaluate(workload, slow).warnings == ()
 
@@ -212,14 +211,8 @@ def test_a_callable_is_measured() -> None:
 
 def test_pieces_are_measured() -> None:
     """By mode."""
-
-    @eager_break
-    def between(x: torch.Tensor) -> torch.Tensor:
-        return x + 1
-
-    cost = CostModel.measure(
-        lambda x: between(x * 2) * 3, {"x": torch.ones(2, 3)}, [2], mode="PIECEWISE", seconds=0.001
-    )
+    add, example = eager_break(lambda x: x + 1), {"x": torch.ones(2, 3)}
+    cost = CostModel.measure(lambda x: add(x * 2) * 3, example, [2], mode="PIECEWISE", seconds=0.001)
     assert cost.full_ms is None
     assert list(cost.piecewise_ms or ()) == [2]
 

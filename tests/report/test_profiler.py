@@ -10,11 +10,7 @@ import graphdispatch as gd
 
 from ..helpers import check_rows, frames_of, in_threads
 
-PARTS = [
-    ("copy-in decode 4", "serve decode"),
-    ("replay decode 4", "serve decode"),
-    ("copy-out decode 4", "serve decode"),
-]
+PARTS = [(f"{part} decode 4", "serve decode") for part in ("copy-in", "replay", "copy-out")]
 HIT = [("serve decode", ""), *PARTS]
 
 

@@ -77,10 +77,7 @@ LOADED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: CUDAGraphOptions(weak_ref_output=True, outputs="view"),
         "weak_ref_output=True .* outputs='clone', got outputs='view'",
     ),
-    "replaced": (
-        lambda: CUDAGraphConfig(capture_sizes=(1, 8)).replace(max_batch_size=4),
-        "at most max_batch_size=4, got 8",
-    ),
+    "replaced": (lambda: CUDAGraphConfig(capture_sizes=(1, 8)).replace(max_batch_size=4), "at most max_batch_size=4"),
     "assigned": (lambda: setattr(CUDAGraphConfig(), "max_seq_len", 3), "frozen"),
 }
 
