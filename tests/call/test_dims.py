@@ -217,18 +217,17 @@ def test_bad_options_are_named(name: str) -> None:
         graphed(lambda x, y=None: x, **how)
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ({"sizes": [16, 8]}, r"sizes of Dim\('seq'\) must be strictly increasing, got 16 before 8"),
-        ({"sizes": [0, 8]}, r"sizes of Dim\('seq'\)\[0\]"),
-        ({"sizes": []}, "must hold at least one size"),
-        ({"max_size": 0}, r"max_size of Dim\('seq'\)"),
-        ({"sizes": [8], "max_size": 4}, "give one of them"),
-        ({"sizes": [2**30]}, "must be below"),
-    ],
-    ids=str,
-)
+BAD_DIMS: list[tuple[Any, ...]] = [
+    ({"sizes": [16, 8]}, r"sizes of Dim\('seq'\) must be strictly increasing, got 16 before 8"),
+    ({"sizes": [0, 8]}, r"sizes of Dim\('seq'\)\[0\]"),
+    ({"sizes": []}, "must hold at least one size"),
+    ({"max_size": 0}, r"max_size of Dim\('seq'\)"),
+    ({"sizes": [8], "max_size": 4}, "give one of them"),
+    ({"sizes": [2**30]}, "must be below"),
+]
+
+
+@pytest.mark.parametrize(("how", "message"), BAD_DIMS, ids=str)
 def test_bad_dims_are_named(how: dict[str, Any], message: str) -> None:
     """Sizes that cannot be are refused where the ``Dim`` is made; a name alone has powers of two up to ``max_size``."""
     with pytest.raises(ConfigError, match=message):

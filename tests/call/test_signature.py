@@ -113,24 +113,23 @@ def test_rows_of_two_arguments_agree() -> None:
     assert [serves(fixed, drawn(rows, 3)) for rows in (4, 3)] == [True, False]
 
 
-@pytest.mark.parametrize(
-    ("value", "same", "other"),
-    [
-        (1, [1], [2, 1.0, True, Level.LOW, None, "1"]),
-        (True, [True], [False, 1, 1.0]),
-        (0.0, [0.0], [-0.0, 0, False, 1e-320]),
-        (float("nan"), [float("nan"), -float("nan")], [0.0, float("inf")]),
-        (complex(0.0, -0.0), [complex(0.0, -0.0)], [complex(0.0, 0.0), 0.0]),
-        ("a", ["a"], ["b", b"a", None]),
-        (None, [None], [0, False, ...]),
-        (Color.RED, [Color.RED], [Color.BLUE, 1]),
-        (Level.LOW, [Level.LOW], [1]),
-        (torch.float32, [torch.float], [torch.float64, "torch.float32"]),
-        (torch.device("cpu"), [torch.device("cpu")], [torch.device("cpu", 0), torch.device("meta"), "cpu"]),
-        (torch.contiguous_format, [torch.contiguous_format], [torch.channels_last]),
-    ],
-    ids=repr,
-)
+CONSTANTS: list[tuple[Any, ...]] = [
+    (1, [1], [2, 1.0, True, Level.LOW, None, "1"]),
+    (True, [True], [False, 1, 1.0]),
+    (0.0, [0.0], [-0.0, 0, False, 1e-320]),
+    (float("nan"), [float("nan"), -float("nan")], [0.0, float("inf")]),
+    (complex(0.0, -0.0), [complex(0.0, -0.0)], [complex(0.0, 0.0), 0.0]),
+    ("a", ["a"], ["b", b"a", None]),
+    (None, [None], [0, False, ...]),
+    (Color.RED, [Color.RED], [Color.BLUE, 1]),
+    (Level.LOW, [Level.LOW], [1]),
+    (torch.float32, [torch.float], [torch.float64, "torch.float32"]),
+    (torch.device("cpu"), [torch.device("cpu")], [torch.device("cpu", 0), torch.device("meta"), "cpu"]),
+    (torch.contiguous_format, [torch.contiguous_format], [torch.channels_last]),
+]
+
+
+@pytest.mark.parametrize(("value", "same", "other"), CONSTANTS, ids=repr)
 def test_constants_match_only_themselves(value: Any, same: list[Any], other: list[Any]) -> None:
     """By type and value; the sign of zero counts, and NaN is itself."""
     step = serving(drawn(4, 3), value)
