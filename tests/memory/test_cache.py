@@ -60,21 +60,13 @@ def test_out_of_memory_costs_the_least_recently_used() -> None:
     assert (victim.entry, victim.reason, len(cache)) == (oldest, EvictionReason.OUT_OF_MEMORY, 2)
 
 
-def _release(cache: GraphCache) -> None:
-    cache.get(0).release()  # type: ignore[union-attr]
-
-
-def _grow(cache: GraphCache) -> None:
-    cache.get(0).graph = Sized(95)  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        (_release, "was released and is still in the cache"),
+        (lambda cache: cache.get(0).release(), "was released and is still in the cache"),
         (lambda cache: cache.add("other", cache.get(0)), "two keys"),
         (lambda cache: setattr(cache, "max_graphs", 1), "2 entries, more than max_cached_graphs=1"),
-        (_grow, "105 bytes, more than memory_budget_bytes=100"),
+        (lambda cache: setattr(cache.get(0), "graph", Sized(95)), "105 bytes, more than memory_budget_bytes=100"),
     ],
     ids=["released", "twice", "many", "large"],
 )
