@@ -19,17 +19,6 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fre
 SCALE = 2.0
 
 
-class Lines(nn.Module):
-    """It uses a class of torch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.line(x)
-
-
 CONFIG = SimpleNamespace()
 
 
@@ -114,7 +103,7 @@ def test_what_compiled_code_reads_is_compared(name: str, change: str) -> None:
     check_change(MADE[name]("eager"), CHANGES[change])
 
 
-@pytest.mark.parametrize(("model", "name"), [(nn.Linear(3, 3), "input"), (Lines(), "x")], ids=["torch's", "own"])
+@pytest.mark.parametrize(("model", "name"), [(nn.Linear(3, 3), "input"), (Model(), "x")], ids=["torch's", "own"])
 def test_a_variable_named_as_a_local_one_may_change(
     model: nn.Module, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
