@@ -68,23 +68,23 @@ def test_without_padding_only_exact_sizes_are_served() -> None:
     assert [made.decide(rows).reason for rows in (2, 3, 4)] == [Reason.EXACT, Reason.NOT_CAPTURED, Reason.EXACT]
 
 
-@pytest.mark.parametrize(
-    ("decision", "line"),
-    [
-        (table((40,)).decide(37), "FULL graph, 37 -> 40 rows, 7.5 % padding"),
-        (table((1,)).decide(1), "FULL graph, 1 row"),
-        (
-            Decision.eager(Reason.VERIFICATION_FAILED, 1, "output 0 differs"),
-            "eager, 1 row: output 0 differs; where padding is the cause, call eval(), give a mask or a pad rule, or "
-            "have a size for it (sizes=)",
-        ),
-        (Decision.eager(Reason.CAPTURE_FAILED, 0, "no luck"), "eager: no luck"),
-        (
-            Decision(FULL, BatchDescriptor(4), 4, Reason.FIRST_SIGHTING, 4),
-            f"FULL graph, 4 rows ({Reason.FIRST_SIGHTING.text})",
-        ),
-    ],
-)
+EXPLAINED: list[tuple[Decision, str]] = [
+    (table((40,)).decide(37), "FULL graph, 37 -> 40 rows, 7.5 % padding"),
+    (table((1,)).decide(1), "FULL graph, 1 row"),
+    (
+        Decision.eager(Reason.VERIFICATION_FAILED, 1, "output 0 differs"),
+        "eager, 1 row: output 0 differs; where padding is the cause, call eval(), give a mask or a pad rule, or "
+        "have a size for it (sizes=)",
+    ),
+    (Decision.eager(Reason.CAPTURE_FAILED, 0, "no luck"), "eager: no luck"),
+    (
+        Decision(FULL, BatchDescriptor(4), 4, Reason.FIRST_SIGHTING, 4),
+        f"FULL graph, 4 rows ({Reason.FIRST_SIGHTING.text})",
+    ),
+]
+
+
+@pytest.mark.parametrize(("decision", "line"), EXPLAINED)
 def test_a_decision_explains_itself(decision: Decision, line: str) -> None:
     """One line with mode, rows, padding and, where it is not a plain hit, why."""
     assert decision.explain() == line

@@ -185,21 +185,21 @@ def test_combinations_keep_the_limits() -> None:
     assert all(rows * length <= 256 and rows % 4 == length % 4 == 0 for rows, length in plan.sizes)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_graphs": 0}, "max_graphs must be an integer >= 1, got 0"),
-        ({"memory": -1}, "memory must be a finite number above 0"),
-        ({"memory": 1000}, "leave room for a graph, which takes 27"),
-        ({"capture_time": 1e-3}, "leave room for a graph, .* 0.06 s"),
-        ({"max_size": 4, "multiple_of": 8}, "max_size must be an integer >= 8, got 4"),
-        ({"smoothing": 1.0}, "smoothing must be a share"),
-        ({"mode": "NONE"}, "mode must have graphs"),
-        ({"mode": "sideways"}, "mode must be one of"),
-        ({"cost": 3}, "cost must be a CostModel or None"),
-        ({"cost": CostModel(eager_ms=1), "mode": "FULL"}, "cost must know graphs of mode FULL; give full_ms"),
-    ],
-)
+WRONG: list[tuple[Any, ...]] = [
+    ({"max_graphs": 0}, "max_graphs must be an integer >= 1, got 0"),
+    ({"memory": -1}, "memory must be a finite number above 0"),
+    ({"memory": 1000}, "leave room for a graph, which takes 27"),
+    ({"capture_time": 1e-3}, "leave room for a graph, .* 0.06 s"),
+    ({"max_size": 4, "multiple_of": 8}, "max_size must be an integer >= 8, got 4"),
+    ({"smoothing": 1.0}, "smoothing must be a share"),
+    ({"mode": "NONE"}, "mode must have graphs"),
+    ({"mode": "sideways"}, "mode must be one of"),
+    ({"cost": 3}, "cost must be a CostModel or None"),
+    ({"cost": CostModel(eager_ms=1), "mode": "FULL"}, "cost must know graphs of mode FULL; give full_ms"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG)
 def test_a_bad_argument_is_named(options: dict[str, Any], message: str) -> None:
     """With what was expected, and what came."""
     with pytest.raises(ConfigError, match=message):
