@@ -168,10 +168,7 @@ def test_a_break_at_the_least_set_of_modules() -> None:
 
 def test_marked_breaks_may_do_what_they_like() -> None:
     """In PIECEWISE mode, what a marked part does is neither forbidden nor in a graph; in FULL mode it is both."""
-
-    @gd.eager_break
-    def middle(x: torch.Tensor) -> torch.Tensor:
-        return x * x.sum().item()
+    middle = gd.eager_break(lambda x: x * x.sum().item())
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         return middle(x + 1) + 1
