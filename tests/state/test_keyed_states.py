@@ -21,7 +21,7 @@ def test_a_failure_survives_a_change_of_state() -> None:
     """An uncapturable model with an attribute that is set before each call is tried a few times, not each time."""
 
     owner = Box(number=0)
-    step = make(lambda x: x * x.sum().item() + owner.number, max_failures=2)
+    step = make(lambda x: x * x.sum().item() + owner.number, max_failures=2, capture_after=2)
     for owner.number in range(60):
         step(torch.ones(4, 3))
     assert 1 <= step.stats.capture_failures <= 4
