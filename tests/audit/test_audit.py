@@ -51,21 +51,20 @@ def texts(found: Any) -> list[str]:
     return [one.what for one in found]
 
 
-@pytest.mark.parametrize(
-    "fn",
-    [
-        Doubled(),
-        Doubled().twice,
-        lambda x: x * 2,
-        partial(Doubled(), plus=1.0),
-        gd.graphed(Doubled(), dynamic={"x": 0}),
-        torch.relu,
-    ],
-    ids=["module", "method", "function", "partial", "graphed", "builtin"],
-)
-def test_any_callable(fn: Callable[..., Any]) -> None:
+CALLABLES: dict[str, Callable[..., Any]] = {
+    "module": Doubled(),
+    "method": Doubled().twice,
+    "function": lambda x: x * 2,
+    "partial": partial(Doubled(), plus=1.0),
+    "graphed": gd.graphed(Doubled(), dynamic={"x": 0}),
+    "builtin": torch.relu,
+}
+
+
+@pytest.mark.parametrize("kind", CALLABLES)
+def test_any_callable(kind: str) -> None:
     """It is captured at the powers of two up to the example's rows, and rows are found independent."""
-    found = gd.audit(fn, (X,))
+    found = gd.audit(CALLABLES[kind], (X,))
     assert found.capturable
     assert found.sizes == (1, 2, 4)
     assert found.independence.verdict == "independent"
@@ -83,23 +82,22 @@ def test_arguments_by_position_and_by_name() -> None:
 
 def test_rules_are_those_of_graphed() -> None:
     """Batch dimensions, pad rules, nests, static tensors, sizes and modes."""
-    table = torch.ones(3)
 
     def fn(batch: dict[str, torch.Tensor], table: torch.Tensor) -> torch.Tensor:
-        return 1 / batch["x"] + table
+        return (1 / batch["x"] + table).t()
 
+    args = {"x": X.t() + 1}, torch.ones(3, 1)
     rules: dict[str, Any] = {"dynamic": {"batch['x']": 1}, "pad": {"batch['x']": 1.0}, "static": "table"}
-    found = gd.audit(
-        lambda batch, table: fn(batch, table).t(), ({"x": X.t() + 1}, table.view(3, 1)), sizes=[3, 5], **rules
-    )
+    found = gd.audit(fn, args, sizes=[3, 5], **rules)
     assert found.capturable
     assert found.sizes == (3, 5)
-    with pytest.raises(gd.ConfigError, match="dynamic names 'y'"):
-        gd.audit(fn, ({"x": X}, table), dynamic={"y": 0})
-    with pytest.raises(gd.ConfigError, match="out of range"):
-        gd.audit(fn, ({"x": X}, table), dynamic={"batch['x']": 2})
-    with pytest.raises(gd.ConfigError, match="dynamic must map"):
-        gd.audit(fn, ({"x": X}, table), dynamic=0)  # type: ignore[arg-type]
+    for dynamic, told in (
+        ({"y": 0}, "dynamic names 'y'"),
+        ({"batch['x']": 2}, "out of range"),
+        (0, "must map"),
+    ):
+        with pytest.raises(gd.ConfigError, match=told):
+            gd.audit(fn, args, dynamic=dynamic)
     with pytest.raises(gd.ConfigError, match="args must be a tuple"):
         gd.audit(fn, 3)
 
@@ -170,10 +168,7 @@ def test_a_break_at_the_least_set_of_modules() -> None:
 
 def test_marked_breaks_may_do_what_they_like() -> None:
     """In PIECEWISE mode, what a marked part does is neither forbidden nor in a graph; in FULL mode it is both."""
-
-    @gd.eager_break
-    def middle(x: torch.Tensor) -> torch.Tensor:
-        return x * x.sum().item()
+    middle = gd.eager_break(lambda x: x * x.sum().item())
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         return middle(x + 1) + 1
@@ -202,10 +197,8 @@ def test_state_is_named() -> None:
     rows = torch.arange(4)
     found = gd.audit(Cache(), (X, rows, torch.empty(4, 3)), pad={"slots": 9})
     assert [(one.name, one.nbytes) for one in found.reads] == [("parameters", 48), ("buffers", 120)]
-    assert [(one.name, one.touched, one.nbytes) for one in found.writes] == [
-        ("Cache.cache", 48, 120),
-        ("argument out", 48, 48),
-    ]
+    writes = [(one.name, one.touched, one.nbytes) for one in found.writes]
+    assert writes == [("Cache.cache", 48, 120), ("argument out", 48, 48)]
 
 
 def test_rebound_state_is_found_and_frozen_values_are_shown() -> None:
@@ -344,11 +337,7 @@ def test_an_error_of_the_call_passes_through() -> None:
 
 def test_an_error_at_another_number_of_rows_is_part_of_the_result() -> None:
     """The call itself went well."""
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        return x.view(2, 2, 3).sum((0, 1))
-
-    found = gd.audit(fn, X)
+    found = gd.audit(lambda x: x.view(2, 2, 3).sum((0, 1)), X)
     assert not found.capturable
     assert "with another number of rows the call raises RuntimeError: shape '[2, 2, 3]' is invalid" in found.failures[0]
 

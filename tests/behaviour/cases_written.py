@@ -9,7 +9,6 @@ import hashlib
 import hmac
 import importlib
 import io
-import itertools
 import logging
 import mmap
 import multiprocessing
@@ -152,21 +151,6 @@ class Hooked(nn.Module):
         return self.inner(x) * 2
 
 
-class Set:
-    """Has a property with a setter."""
-
-    def __init__(self) -> None:
-        self._held: Any = None
-
-    @property
-    def held(self) -> Any:
-        return self._held
-
-    @held.setter
-    def held(self, value: Any) -> None:
-        self._held = value
-
-
 class Own:
     """Sets attributes under other names."""
 
@@ -180,12 +164,6 @@ class Own:
 def rows_of(cache: Cache) -> list[int]:
     """The number of rows in each layer."""
     return [len(layer.keys) for layer in cache.layers]
-
-
-def turn(table: Any) -> dict[str, Any]:
-    """Count in a dict's own order."""
-    table[f"{len(table)}"] = 1
-    return table
 
 
 @dataclass(frozen=True)
@@ -221,11 +199,6 @@ def rebind_buffer(net: Any, x: Tensor) -> Tensor:
     return x + net.b
 
 
-def in_two_ways(inner: list[int]) -> Any:
-    """A list that an attribute holds which no code spells, and a tuple."""
-    return Box(pair=(inner, 1), a_name_that_no_code_spells=inner)
-
-
 def comes_and_goes(owner: Any, _: Tensor) -> None:
     """An attribute that each call sets or deletes."""
     if hasattr(owner, "calls"):
@@ -234,13 +207,7 @@ def comes_and_goes(owner: Any, _: Tensor) -> None:
         owner.calls = 1
 
 
-def reversed_pair(owner: Any, _: Tensor) -> None:
-    """Move the first entry to the end."""
-    owner.move_to_end(next(iter(owner)))
-
-
 answer("cache of objects")(Cache, lambda c, x: x * 0 + len(c.update(x[:1])), rows_of)
-answer("cache of a module")(lambda: Decoder().eval(), lambda m, x: m(x), lambda m: rows_of(m.cache))
 answer("cache in a module")(
     lambda: nn.Sequential(nn.Identity(), Decoder()).eval(), lambda m, x: m(x), lambda m: rows_of(m[1].cache)
 )
@@ -263,7 +230,6 @@ write("attribute of a metaclass")(with_metaclass, lambda o, _: calls(type(o[0]))
 write("class in a type expression")(
     lambda: list[own_class()], lambda o, _: calls(o.__args__[0]), lambda o: getattr(*o.__args__, "calls", 0)
 )
-write("setter")(lambda: Box(k=Set()), lambda o, x: setattr(o.k, "held", x[0] * 1), lambda o: o.k.held is None)
 write("setter of other names")(Own, lambda o, _: setattr(o, "calls", o._calls + 1), vars)
 write("slot")(lambda: Slotted(None), lambda o, x: setattr(o, "k", x[0] * 1))
 write("slot that comes")(lambda: Slotted(None), comes_and_goes, lambda o: hasattr(o, "calls"))
@@ -280,9 +246,9 @@ write("rebound to another frozen dict")(
 )
 write("list in a list")(lambda: [[9]], lambda o, _: o[0].append(1))
 write("entry of a list")(lambda: [0], count)
-write("list in a tuple")(lambda: in_two_ways([0]), lambda o, _: count(o.pair[0], _))
+write("list in a tuple")(lambda: Box(pair=(one := [0], 1), unspelt=one), lambda o, _: count(o.pair[0], _))
 write("dict")(lambda: {"k": 9}, lambda o, _: o.update(n=len(o), **{f"{len(o)}": 1}))
-write("order of a dict")(lambda: OrderedDict(a=1, b=2, c=3), reversed_pair, list)
+write("order of a dict")(lambda: OrderedDict(a=1, b=2, c=3), lambda o, _: o.move_to_end(next(iter(o))), list)
 write("hooks")(OrderedDict, lambda o, _: (o.update({len(o): 1}), calls(o)), lambda o: (len(o), vars(o)))
 write("set")(lambda: {9}, lambda o, _: o.add(len(o)), sorted)
 write("deque")(lambda: deque([9]), lambda o, _: o.append(1), list)
@@ -430,13 +396,6 @@ def count_in_library(_: Any, __: Tensor) -> None:
     torch.nn.unusual_count += 1
 
 
-def seeded() -> Any:
-    """A generator and its start."""
-    generator = torch.Generator()
-    generator.manual_seed(1)
-    return generator
-
-
 def draw_again(generator: Any, x: Tensor) -> Tensor:
     """Seed it and draw: a replay draws on, and would not seed it again."""
     generator.manual_seed(3)
@@ -452,7 +411,9 @@ write("context", reason=Reason.STATE_UNSEEN)(
     contextvars.copy_context, lambda o, _: o.run(VARIABLE.set, o.run(VARIABLE.get) + 1), lambda o: o.run(VARIABLE.get)
 )
 write("library", in_breaks=False)(of_library, count_in_library, "unusual_count")
-answer("generator that the call seeds", is_shared=True)(seeded, draw_again, lambda g: g.get_state().tolist()[:99])
+answer("generator that the call seeds", is_shared=True)(
+    lambda: torch.Generator().manual_seed(1), draw_again, lambda g: g.get_state().tolist()[:99]
+)
 VARIABLE = contextvars.ContextVar("VARIABLE", default=0)
 
 
@@ -484,7 +445,6 @@ answer("tensor_from_numpy", reason=Reason.STATE_UNSEEN, row=True)(
 )
 ITERATORS: dict[str, Callable[[], Iterator[int]]] = {
     "list iterator": lambda: iter(list(range(1, 400))),
-    "map": lambda: map(int, range(1, 400)),
     "same again": lambda: (1 for _ in [0] * 400),
     "generator that has begun": lambda: (lambda line: (next(line), line)[1])(n for n in range(400)),
 }
@@ -493,15 +453,9 @@ BOX, LOCAL = Box(), threading.local()
 
 
 class Turns:
-    """Holds an iterator as a class attribute, and is a context manager that takes of one."""
+    """Holds an iterator as a class attribute."""
 
     line: Any = None
-
-    def __enter__(self) -> int:
-        return next(LINE)
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 def everywhere_held() -> Iterator[int]:
@@ -511,11 +465,6 @@ def everywhere_held() -> Iterator[int]:
         PATCH.setattr(owner, name, made, raising=False)
     PATCH.setitem(sys.modules, "turns_of_a_case", module(box=BOX))
     return made
-
-
-def next_of_box() -> int:
-    """Take one."""
-    return next(BOX.line)
 
 
 def imported() -> int:
@@ -528,17 +477,12 @@ def imported() -> int:
 def swallowed() -> int:
     """Take one and hide each error."""
     try:
-        return next_of_box()
+        return next(BOX.line)
     except:  # noqa: E722
         return 1
 
 
-def the_box() -> Any:
-    """What holds one."""
-    return BOX
-
-
-cached_box = cache(the_box)
+cached_box = cache(lambda: BOX)
 TAKES: dict[str, Callable[[], int]] = {
     "global": lambda: next(LINE),
     "object in a global": lambda: next(BOX.line),
@@ -549,10 +493,8 @@ TAKES: dict[str, Callable[[], int]] = {
     "variables of the module": lambda: next(globals()["LINE"]),
     "own module": lambda: next(sys.modules[__name__].LINE),
     "evaluated": lambda: int(eval("next(LINE)")),
-    "context manager": lambda: Turns().__enter__(),
     "swallowed error": swallowed,
 }
-drawn("iterator: cycle")(lambda: itertools.cycle([1, 2, 3]), next, next)
 for name, make in ITERATORS.items():
     drawn(f"iterator: {name}")(make, next, next)
 for name, take in TAKES.items():
@@ -567,19 +509,14 @@ def foreign(name: str, **options: Any) -> Callable[..., None]:
     return write(name, reason=Reason.STATE_UNSEEN, **options)
 
 
-def digest(held: Any) -> str:
-    """What a hash has seen."""
-    return held.hexdigest()
-
-
 def toggle(lock: Any, _: Tensor) -> None:
     """Take a lock that is free, or free it."""
     if not lock.acquire(blocking=False):
         lock.release()
 
 
-foreign("compiled_object_used", row=True)(hashlib.sha256, lambda o, _: o.update(b"x"), digest)
-foreign("keyed hash")(lambda: hmac.new(b"k", digestmod="sha256"), lambda o, _: o.update(b"x"), digest)
+foreign("compiled_object_used", row=True)(hashlib.sha256, lambda o, _: o.update(b"x"), lambda o: o.digest())
+foreign("keyed hash")(lambda: hmac.new(b"k", b"", "sha256"), lambda o, _: o.update(b"x"), lambda o: o.digest())
 foreign("text")(
     lambda: io.TextIOWrapper(io.BytesIO(), write_through=True), lambda o, _: o.write("x"), lambda o: o.tell()
 )
@@ -595,7 +532,6 @@ foreign("ctypes")(ctypes.c_int, add, "value")
 foreign("array of ctypes")(ctypes.c_int * 2, count, list)
 foreign("structure of ctypes")(own_class(ctypes.Structure, _fields_=(("calls", ctypes.c_float),)), calls, "calls")
 write("attribute of a thread")(Worker, calls, "calls")
-write("tensor of a thread")(Worker, lambda o, _: setattr(o, "count", o.count + 1), lambda o: float(o.count))
 foreign("attribute of an event", is_shared=True)(lambda: with_attributes(threading.Event(), calls=0), calls, "calls")
 foreign("array of Python")(lambda: array.array("i", [9]), lambda o, _: o.append(1), list)
 foreign("bytes")(lambda: bytearray(2), lambda o, _: o.append(1), bytes)
@@ -653,18 +589,12 @@ def before_torch(tensor: Tensor) -> None:
     plus(memory)
 
 
-def in_storage(storage: Any) -> None:
-    """Count in a byte."""
-    storage[0] = storage[0] + 1
-
-
 host("numpy", lambda n: plus(n.numpy()))
 host("out", lambda n: np.add(n, 1, out=n.numpy()))
-host("dlpack", lambda n: plus(np.from_dlpack(n)))
 host("to_dlpack", lambda n: plus(np.from_dlpack(torch.from_dlpack(torch.utils.dlpack.to_dlpack(n)))))
 host("address", lambda n: by_address(n.data_ptr()))
 host("before torch", before_torch)
-host("storage", lambda n: in_storage(n.untyped_storage()))
+host("storage", lambda n: count(n.untyped_storage(), n))
 host("filled storage", lambda n: n.untyped_storage().fill_((int(n.untyped_storage()[0]) + 1) % 100))
 
 

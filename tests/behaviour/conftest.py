@@ -44,11 +44,7 @@ def opened(front_end: str) -> Iterator[Open]:
 @pytest.fixture
 def tried(opened: Open) -> Open:
     """Open a callable and call it until a graph serves whatever can be served (``graphed``: three calls)."""
-
-    def make(fn: Callable[..., Any], batch: Batch = one_tensor, **options: Any) -> FrontEnd:
-        return opened(fn, **options).settle(batch)
-
-    return make
+    return lambda fn, batch=one_tensor, **options: opened(fn, **options).settle(batch)
 
 
 @pytest.fixture

@@ -1,20 +1,20 @@
-"""What a case may need of a front end, and the one table of what each front end cannot express."""
+"""What a case may need of a front end, and the one table of what each front end cannot express.
+
+Beyond tensors and a callable, a case may need
+
+- ``padding``: a graph that serves smaller batches
+- ``constants``: arguments that are no tensors, and nests of tensors
+- ``pad_rules``: a pad rule of one's own
+- ``static_objects``: objects that are declared unchanging
+- ``static_inputs``: the caller's tensors as the graph's buffers
+- ``pieces``: PIECEWISE graphs
+- ``comparisons``: a callable to compare the graph with again
+- ``freezing``: ``freeze()``
+"""
 
 from collections.abc import Callable, Sequence
 
-__all__ = ["FEATURES", "LACKS", "able", "needs"]
-
-FEATURES = {
-    "padding": "a graph that serves smaller batches",
-    "constants": "arguments that are no tensors, and nests of tensors",
-    "pad_rules": "a pad rule of one's own",
-    "static_objects": "objects that are declared unchanging",
-    "static_inputs": "the caller's tensors as the graph's buffers",
-    "pieces": "PIECEWISE graphs",
-    "comparisons": "a callable to compare the graph with again",
-    "freezing": "`freeze()`",
-}
-"""What a case may need beyond tensors and a callable, by the word that ``needs`` takes."""
+__all__ = ["LACKS", "able", "needs"]
 
 # Its graphs have one number of rows each; padding is the caller's.
 _WRAPPER = {"padding", "pad_rules", "static_objects"}
@@ -40,8 +40,8 @@ LACKS: dict[str, set[str]] = {
 
 
 def needs(*features: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Declare what a test needs of a front end (words of ``FEATURES``); front ends that lack it are left out."""
-    assert set(features) <= set(FEATURES), features
+    """Declare what a test needs of a front end; front ends that lack it are left out."""
+    assert set(features) <= set().union(*LACKS.values()), features
 
     def mark(test: Callable[..., None]) -> Callable[..., None]:
         test.needs = features  # type: ignore[attr-defined]

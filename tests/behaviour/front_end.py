@@ -1,7 +1,6 @@
 """``FrontEnd``: the one face of all front ends."""
 
 import inspect
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -23,8 +22,11 @@ def one_tensor(rows: int) -> tuple[Any, ...]:
     return (torch.randn(rows, 3),)
 
 
-class FrontEnd(ABC):
+class FrontEnd:
     """One callable behind one front end. Close it after use.
+
+    A kind of it has ``_open``, ``_call`` and ``close``; ``forget``, which tells it, or the owner of its graphs, that
+    something changed that no guard sees; and ``freeze(is_frozen)``, if it can forbid captures and comparisons.
 
     ``sizes`` are the capture sizes of front ends that pad; ``dynamic`` names the batch dimensions; ``options`` and
     ``outputs`` are as in ``CUDAGraphOptions``. Other options are those of ``graphed`` that the front end has.
@@ -35,6 +37,16 @@ class FrontEnd(ABC):
     """Whether the caller captures before it serves (``prepare``). Such a front end captures nothing by itself."""
     order: ClassVar[tuple[int, ...]] = (3, 4, 3)
     """The numbers of rows of the calls after which graphs serve three rows and four."""
+    front: Any
+    """The library's own object, which serves the calls; of ``entry``, the manager that captured its graphs."""
+    plain: Callable[[torch.Tensor], Any]
+    """The front end alone, for a callable of one tensor ``x``: for a model that calls it from within."""
+    hits: int
+    """Calls that a graph served."""
+    captures: int
+    """Graphs that were captured."""
+    reasons: Counter[Reason]
+    """How often each reason was counted."""
 
     def __init__(
         self,
@@ -71,11 +83,6 @@ class FrontEnd(ABC):
             more = Counter(self.reasons) - before
             self._reason = next(iter(more), None)
 
-    @property
-    @abstractmethod
-    def plain(self) -> Callable[[torch.Tensor], Any]:
-        """The front end alone, for a callable of one tensor ``x``: for a model that calls it from within."""
-
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Capture ahead with an example call, where that is the caller's job. A refusal is kept in ``refusal``."""
         assert not self.captures_ahead
@@ -83,14 +90,6 @@ class FrontEnd(ABC):
     def renew(self, *args: Any, **kwargs: Any) -> None:
         """Capture again what this example stands for, after a change, where that is the caller's job."""
         assert not self.captures_ahead
-
-    def forget(self, tag: str) -> None:
-        """Tell the front end, or the owner of its graphs, that something changed that no guard sees."""
-        raise NotImplementedError
-
-    def freeze(self, is_frozen: bool) -> None:
-        """Forbid captures and comparisons, or allow them again."""
-        raise NotImplementedError
 
     def settle(self, batch: Batch) -> "FrontEnd":
         """Prepare it and call it until a graph serves whatever can be served."""
@@ -131,31 +130,6 @@ class FrontEnd(ABC):
     def explanation(self, *args: Any) -> str | None:
         """What the front end says of such a call in words, or None where it says nothing."""
         return None
-
-    @property
-    @abstractmethod
-    def hits(self) -> int:
-        """Calls that a graph served."""
-
-    @property
-    @abstractmethod
-    def captures(self) -> int:
-        """Graphs that were captured."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release what the front end holds."""
-
-    @abstractmethod
-    def _open(self) -> None: ...
-
-    @abstractmethod
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-    @property
-    @abstractmethod
-    def reasons(self) -> Counter[Reason]:
-        """How often each reason was counted."""
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments by name, in the order of the call."""

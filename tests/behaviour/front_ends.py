@@ -22,7 +22,6 @@ __all__ = ["FRONT_ENDS"]
 class _Capturing(FrontEnd):
     """What front ends share whose front captures by itself, and counts what it does."""
 
-    front: Any
     order = (3, 3, 4, 3, 3, 3)
 
     @property
@@ -54,27 +53,27 @@ class GraphedFrontEnd(_Capturing):
 
     def _open(self, **more: Any) -> None:
         how: dict[str, Any] = {"sizes": self.sizes, "mode": self.mode, "options": self.options}
-        self.front = self.step = gd.graphed(self.fn, dynamic=self.dynamic, **with_options(how | more, capture_after=1))
+        self.front = gd.graphed(self.fn, dynamic=self.dynamic, **with_options(how | more, capture_after=1))
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.step(*args, **kwargs)
+        return self.front(*args, **kwargs)
 
     @property
     def plain(self) -> Callable[[torch.Tensor], Any]:
-        return self.step
+        return self.front
 
     def reason(self) -> Reason | None:
-        decision = self.step.last_decision
+        decision = self.front.last_decision
         return decision.reason if decision is not None else None
 
     def check(self, expected: Reason, *, everywhere: bool = True) -> None:
-        assert self.reason() is expected, self.step.last_decision and self.step.last_decision.explain()
+        assert self.reason() is expected, self.front.last_decision and self.front.last_decision.explain()
 
     def explanation(self, *args: Any) -> str | None:
-        return self.step.explain(*args)
+        return self.front.explain(*args)
 
     def close(self) -> None:
-        self.step.clear()
+        self.front.clear()
 
 
 class WrapperFrontEnd(_Capturing):
@@ -85,23 +84,23 @@ class WrapperFrontEnd(_Capturing):
     kind: ClassVar[type[gd.CUDAGraphWrapper]] = gd.CUDAGraphWrapper
 
     def _open(self) -> None:
-        self.front = self.wrapper = self.kind(self.fn, self.mode, self.options)
+        self.front = self.kind(self.fn, self.mode, self.options)
 
     @property
     def counts(self) -> gd.CUDAGraphStats:
-        return self.wrapper.get_stats()
+        return self.front.get_stats()
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         descriptor = gd.BatchDescriptor(self.rows(args, kwargs))
-        return self.wrapper(*args, batch_descriptor=descriptor, cudagraph_runtime_mode=self.mode, **kwargs)
+        return self.front(*args, batch_descriptor=descriptor, cudagraph_runtime_mode=self.mode, **kwargs)
 
     @property
     def plain(self) -> Callable[[torch.Tensor], Any]:
-        wrapper, mode = self.wrapper, self.mode
+        wrapper, mode = self.front, self.mode
         return lambda x: wrapper(x, batch_descriptor=gd.BatchDescriptor(len(x)), cudagraph_runtime_mode=mode)
 
     def close(self) -> None:
-        self.wrapper.clear_cache()
+        self.front.clear_cache()
 
 
 class AdaptiveWrapperFrontEnd(WrapperFrontEnd):
@@ -115,19 +114,19 @@ class ManagerFrontEnd(_Capturing):
     name = "execute_or_capture"
 
     def _open(self) -> None:
-        self.front = self.manager = _manager(self)
+        self.front = _manager(self)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rows, inputs = self.rows(args, kwargs), self.named(args, kwargs)
-        return self.manager.execute_or_capture(rows, 1, self.fn, inputs, dynamic=self.dynamic)
+        return self.front.execute_or_capture(rows, 1, self.fn, inputs, dynamic=self.dynamic)
 
     @property
     def plain(self) -> Callable[[torch.Tensor], Any]:
-        manager, fn = self.manager, self.fn
+        manager, fn = self.front, self.fn
         return lambda x: manager.execute_or_capture(len(x), 1, fn, {"x": x})
 
     def close(self) -> None:
-        self.manager.reset()
+        self.front.reset()
 
 
 def _manager(front: FrontEnd) -> gd.CUDAGraphManager:
@@ -221,15 +220,16 @@ class ReplayFrontEnd(_Ahead):
 
     def _open(self) -> None:
         super()._open()
+        self.front = self.manager
         self._refused: Counter[Reason] = Counter()
 
     @property
     def hits(self) -> int:
-        return self.manager.stats.hits
+        return self.front.stats.hits
 
     @property
     def reasons(self) -> Counter[Reason]:
-        return self.manager.stats.reasons + self._refused
+        return self.front.stats.reasons + self._refused
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -255,11 +255,11 @@ class ReplayFrontEnd(_Ahead):
         return serve
 
     def _replayer(self) -> Callable[[torch.Tensor], Any]:
-        manager = self.manager
+        manager = self.front
         return lambda x: manager.replay_graph(len(x), 1, {"x": x})
 
     def _replay(self, rows: int, inputs: dict[str, Any]) -> Any:
-        return self.manager.replay_graph(rows, 1, inputs)
+        return self.front.replay_graph(rows, 1, inputs)
 
 
 class EntryFrontEnd(ReplayFrontEnd):
@@ -289,30 +289,30 @@ class DispatcherFrontEnd(_Ahead):
 
     def _open(self) -> None:
         super()._open()
-        self.dispatcher = self._made()
+        self.front = self._made()
 
     def _made(self) -> Any:
         return gd.CudagraphDispatcher(self.fn)
 
     def _publish(self, size: int, entry: gd.CUDAGraphEntry) -> None:
-        self.dispatcher.register_graph(gd.DispatchKey(size, size), entry)
+        self.front.register_graph(gd.DispatchKey(size, size), entry)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rows = self.rows(args, kwargs)
-        return self.dispatcher.dispatch(gd.DispatchKey(rows, rows), *args, **kwargs)
+        return self.front.dispatch(gd.DispatchKey(rows, rows), *args, **kwargs)
 
     @property
     def plain(self) -> Callable[[torch.Tensor], Any]:
-        dispatcher = self.dispatcher
+        dispatcher = self.front
         return lambda x: dispatcher.dispatch(gd.DispatchKey(len(x), len(x)), x)
 
     @property
     def hits(self) -> int:
-        return self.dispatcher.stats.graph + self.dispatcher.stats.piecewise
+        return self.front.stats.graph + self.front.stats.piecewise
 
     @property
     def reasons(self) -> Counter[Reason]:
-        return self.dispatcher.stats.reasons
+        return self.front.stats.reasons
 
 
 class StreamsEntryFrontEnd(DispatcherFrontEnd):
@@ -322,7 +322,7 @@ class StreamsEntryFrontEnd(DispatcherFrontEnd):
         return gd.StreamDispatcher(self.fn, 2)
 
     def close(self) -> None:
-        self.dispatcher.close()
+        self.front.close()
         super().close()
 
 
@@ -339,14 +339,14 @@ class StreamsFrontEnd(StreamsEntryFrontEnd):
 
     def _capture(self, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> gd.CUDAGraphEntry | None:
         key = gd.DispatchKey(rows, rows)
-        self.dispatcher.capture(key, args, kwargs)
-        return self.dispatcher.get_entry(key)
+        self.front.capture(key, args, kwargs)
+        return self.front.get_entry(key)
 
     def _publish(self, size: int, entry: gd.CUDAGraphEntry) -> None:
         """The capture has done it."""
 
     def forget(self, tag: str) -> None:
-        self.dispatcher.clear_cache()
+        self.front.clear_cache()
 
 
 class CompositeFrontEnd(DispatcherFrontEnd):
@@ -364,17 +364,7 @@ class CompositeFrontEnd(DispatcherFrontEnd):
         self.member.register_graph(gd.DispatchKey(size, size), entry)
 
 
-_KINDS: tuple[type[FrontEnd], ...] = (
-    GraphedFrontEnd,
-    WrapperFrontEnd,
-    AdaptiveWrapperFrontEnd,
-    ManagerFrontEnd,
-    ReplayFrontEnd,
-    EntryFrontEnd,
-    DispatcherFrontEnd,
-    StreamsFrontEnd,
-    StreamsEntryFrontEnd,
-    CompositeFrontEnd,
-)
-FRONT_ENDS: dict[str, type[FrontEnd]] = {kind.name: kind for kind in _KINDS}
-"""Every front end by its name, in the order of the table."""
+FRONT_ENDS: dict[str, type[FrontEnd]] = {
+    kind.name: kind for kind in tuple(vars().values()) if isinstance(kind, type) and "name" in vars(kind)
+}
+"""Every front end by its name: the classes of this file that have one, in their order."""

@@ -13,10 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphdispatch import Graphed, Reason, graphed
 from graphdispatch.backends import get_backend
 from graphdispatch.engines import CUDAGraphManager
-from graphdispatch.errors import DeviceLostError, FallbackError, ReplayError
+from graphdispatch.errors import DeviceLostError, FallbackError
 from graphdispatch.memory.outputs import Outputs
 
-from ..helpers import AT_ONCE, Spy, check_rows, make
+from ..helpers import AT_ONCE, Spy, check_rows, collector_off, make
 from .inject import Faults, Model, batch, nothing_left_behind
 
 OUT_OF_MEMORY = [
@@ -139,16 +139,6 @@ def test_a_second_try_whose_call_raises_is_not_the_callers(faults: Faults) -> No
     assert step.last_decision.reason is Reason.OUT_OF_MEMORY
 
 
-@pytest.mark.parametrize("visit", [1, 7])
-@pytest.mark.parametrize("error", [ArithmeticError, MemoryError, ReplayError], ids=["error", "memory", "replay"])
-def test_a_later_replay_that_fails_runs_eagerly(faults: Faults, error: type[Exception], visit: int) -> None:
-    """Random numbers that it drew are given back, the entry is compared with eager, and serves again."""
-    model, step = settled("pure")
-    faults.set("replay", visit, error=error)
-    reasons = [agrees(model, step, number) for number in range(3, 12)]
-    assert reasons == [Reason.EXACT] * (visit - 1) + [Reason.VERIFIED_NOW] + [Reason.EXACT] * (9 - visit)
-
-
 @pytest.mark.parametrize("outputs", ["static", "view"])
 def test_no_memory_for_the_outputs_that_callers_hold(outputs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A comparison saves them from its replay; without memory for that the call has eager's answer."""
@@ -261,8 +251,7 @@ def test_a_failed_call_holds_no_batch(faults: Faults) -> None:
     """What is kept of a failure is text: the batch and the traceback go with the call, without the collector's help."""
     step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(2, 4), options=AT_ONCE)
     step(torch.randn(2, 2))  # torch imports more on its first use, and keeps the frames that asked for it
-    gc.disable()
-    try:
+    with collector_off():
         faults.set("end", 1)
         x = torch.randn(4, 2)
         storage = StorageWeakRef(x.untyped_storage())
@@ -270,5 +259,3 @@ def test_a_failed_call_holds_no_batch(faults: Faults) -> None:
         assert step.last_decision.reason is Reason.CAPTURE_FAILED
         del x
         assert storage.expired()
-    finally:
-        gc.enable()

@@ -13,7 +13,7 @@ from graphdispatch.engines import CudagraphDispatcher, DispatchKey
 from graphdispatch.errors import ReplayError
 from graphdispatch.testing import MockCUDAGraph
 
-from ..helpers import Behind, check_rows, make, reason, scripted
+from ..helpers import Behind, Spy, check_calls, check_rows, make, reason, scripted
 from .inject import nothing_left_behind
 
 KEY = DispatchKey(3, 3)
@@ -21,19 +21,6 @@ KEY = DispatchKey(3, 3)
 
 class TroubleError(Exception):
     """The user's own."""
-
-
-class Switch:
-    """Raises while it is on; without ``__dict__``, so that no guard takes it for the model's state."""
-
-    __slots__ = ("error",)
-
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
-
-    def __call__(self) -> None:
-        if self.error is not None:
-            raise self.error
 
 
 class TimeLimit:
@@ -61,11 +48,7 @@ def test_a_time_limit_passes_through_a_capture(handler: Any, at: int) -> None:
         if next(loads) == at:
             signal.raise_signal(signal.SIGUSR1)
 
-    def fn(x: Tensor) -> Tensor:
-        count.add_(1)
-        return x * 2
-
-    step = make(fn, pad={"x": pad}, sizes=[4])
+    step = make(lambda x: (count.add_(1), x * 2)[1], pad={"x": pad}, sizes=[4])
     before = signal.signal(signal.SIGUSR1, handler)
     raised = 0
     try:
@@ -84,17 +67,18 @@ def test_a_time_limit_passes_through_a_capture(handler: Any, at: int) -> None:
 @pytest.mark.parametrize("at", [0, 1, 4], ids=["capture", "verification", "hit"])
 def test_a_pad_function_that_raises(at: int) -> None:
     """Eager needs no padding, so that the call has its answer; what the function left half done is padded anew."""
-    switch = Switch()
+    errors = Spy()
 
     def pad(padding: Tensor, real: Tensor) -> None:
         padding.fill_(1e30)
-        switch()
+        if errors:
+            raise errors.pop()
         padding.zero_()
 
     step = make(pad={"x": pad}, sizes=(4,))
     for number in range(50):  # a size that failed is tried again
         x = torch.randn(3, 2)
-        switch.error = TroubleError() if number == at else None
+        errors[:] = [TroubleError()] * (number == at)
         with nothing_left_behind(step):
             assert torch.equal(step(x), x * 2)
     assert step.stats.reasons[Reason.CAPTURE_FAILED] >= (at < 4)
@@ -110,9 +94,7 @@ def test_a_pad_function_may_refuse_numbers() -> None:
         padding.copy_(real[-1:].expand_as(padding))
 
     step = make(pad={"x": pad}, sizes=(4,))
-    for _ in range(6):
-        x = torch.rand(3, 2)
-        assert torch.equal(step(x), x * 2)
+    check_calls(step, *torch.rand(6, 3, 2).unbind())
     assert step.last_decision.reason is Reason.PADDED
 
 
@@ -138,16 +120,17 @@ def test_rows_of_a_copy_that_failed_are_no_padding() -> None:
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_model_that_raises_is_decided_and_counted(number: int) -> None:
     """While its graph is captured or compared: the exception is its own, and the decision says that the call raised."""
-    switch = Switch()
+    errors = Spy()
 
     def model(x: Tensor) -> Tensor:
-        switch()
+        if errors:
+            raise errors[0]
         return x * 2
 
     step = make(model, sizes=(4,))
     for _ in range(number):
         step(torch.randn(4, 2))
-    switch.error = TroubleError("mine")
+    errors.append(TroubleError("mine"))
     with nothing_left_behind(step), pytest.raises(TroubleError, match="mine"):
         step(torch.randn(4, 2))
     assert step.last_decision.reason is Reason.CALL_RAISED

@@ -15,11 +15,7 @@ from graphdispatch.errors import ReplayError
 
 from .inject import FailAt, Model, batch, nothing_left_behind
 
-ERRORS: dict[str, Callable[[], BaseException]] = {
-    "error": lambda: ArithmeticError("injected"),
-    "memory": lambda: torch.OutOfMemoryError("injected"),
-    "interrupt": lambda: KeyboardInterrupt("injected"),
-}
+ERRORS = {"error": ArithmeticError, "memory": torch.OutOfMemoryError, "interrupt": KeyboardInterrupt}
 # Every second operator with one kind of error; the others at every eleventh, and where a break parts the graph, every
 # fifth of these.
 STRIDES = {"error": 2, "memory": 11, "interrupt": 11}
@@ -98,11 +94,11 @@ def _real(model: Model) -> Model:
     return model
 
 
-def sweep(kind: str, make_error: Callable[[], BaseException], call: str, stride: int) -> Counter[str]:
+def sweep(kind: str, error: type[BaseException], call: str, stride: int) -> Counter[str]:
     """The operators of one call in turn; how the calls ended, by the first word of it."""
     ended: Counter[str] = Counter()
     for index in count(0, stride):
-        seen, end = fault(kind, make_error(), index, CALLS[call])
+        seen, end = fault(kind, error("injected"), index, CALLS[call])
         if seen <= index:
             return ended
         ended[end.split()[0].rstrip(":")] += 1

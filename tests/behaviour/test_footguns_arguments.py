@@ -27,20 +27,11 @@ BOTH = {"x": 0, "w": 0}
 
 
 def test_keyword_order(settled: Open) -> None:
-    """Keywords are matched by name, in whatever order they are written."""
+    """Keywords are matched by name, in whatever order they are written, and beside positions."""
     step = settled(weighted, pair, dynamic=BOTH)
-    x, w = pair(4)
-    for _ in range(2):
-        assert torch.equal(step(w=w, x=x), weighted(x, w))
-        assert torch.equal(step(x=x, w=w), weighted(x, w))
-
-
-def test_positional_or_keyword(settled: Open) -> None:
-    """Positional and keyword spellings of one call are not mixed up."""
-    step = settled(weighted, pair, dynamic=BOTH)
-    x, w = pair(3)
-    for _ in range(3):
-        assert torch.equal(step(x, w=w), weighted(x, w))
+    for x, w in map(pair, (4, 3, 4, 3)):
+        for answer in (step(w=w, x=x), step(x=x, w=w), step(x, w=w)):
+            assert torch.equal(answer, weighted(x, w))
 
 
 @needs("constants")
@@ -140,14 +131,9 @@ def test_argument_written(opened: Open) -> None:
     assert served == {3, 4}
 
 
-def _write_first(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    x.add_(1)
-    return w * 2
-
-
 def test_arguments_share_memory(settled: Open) -> None:
     """Copies of two views of one memory would drift apart, so such a call runs eagerly if it writes."""
-    step = settled(_write_first, pair, dynamic=BOTH)
+    step = settled(lambda x, w: (x.add_(1), w * 2)[1], pair, dynamic=BOTH)
     x = torch.randn(4, 3)
     expected = (x + 1) * 2
     assert torch.equal(step(x, x), expected)
@@ -156,14 +142,8 @@ def test_arguments_share_memory(settled: Open) -> None:
 
 def test_argument_is_state(settled: Open) -> None:
     """An argument that is a view of state which the call writes is not copied."""
-    cache = torch.zeros(8, 3)
-
-    def fn(x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        cache[0].add_(1)
-        return x + row
-
-    step = settled(fn, lambda rows: (torch.randn(rows, 3), torch.randn(3)))
-    x = torch.randn(4, 3)
+    cache, x = torch.zeros(8, 3), torch.randn(4, 3)
+    step = settled(lambda x, row: (cache[0].add_(1), x + row)[1], lambda rows: (torch.randn(rows, 3), torch.randn(3)))
     assert torch.equal(step(x, cache[0]), x + float(step.calls))
     step.check(Reason.ALIASED_ARGUMENTS)
 

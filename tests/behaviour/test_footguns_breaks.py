@@ -58,12 +58,7 @@ def test_break_on_side_stream(opened: Open) -> None:
 def test_break_counts(opened: Open) -> None:
     """A break that counts in Python keeps the call eager, though it would run in each replay; it counts once a call."""
     seen: list[int] = []
-
-    @eager_break
-    def part(x: Tensor) -> Tensor:
-        seen.append(len(x))
-        return x + 1
-
+    part = eager_break(lambda x: (seen.append(len(x)), x + 1)[1])
     step = opened(lambda x: part(x * 2) - 1, mode="PIECEWISE")
     step.prepare(torch.randn(4, 3))
     for count in range(1, 5):

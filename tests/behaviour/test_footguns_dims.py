@@ -11,7 +11,6 @@ from graphdispatch import Dim, Graphed, Reason
 from ..helpers import check_calls, make, reason
 
 DIMS = {0: "batch", 1: Dim("seq", sizes=[8])}
-WITH_MASK = {"x": DIMS, "mask": {0: "batch", 1: "seq"}}
 LENGTHS_OF_CALLS = (8, 8, 2, 3, 4, 5, 6, 7, 1, 8, 7, 4, 3)
 FIRST = pytest.mark.parametrize("first", [(4, 8), (3, 5)], ids=["full-first", "padded-first"])
 NEAR = {"rtol": 1e-4, "atol": 1e-6}
@@ -50,24 +49,6 @@ def test_sequence_mixed(mixer: Callable[[torch.Tensor], torch.Tensor], first: tu
     if first == (4, 8):
         assert reason(step, torch.randn(4, 8, 3)) is Reason.EXACT
         assert re.search("depend on padding: .* along .*'seq'", step.explain(torch.randn(4, 5, 3)))
-
-
-def attend(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Attention with a mask."""
-    return (x @ x.transpose(1, 2)).masked_fill(mask[:, None] == 0, -1e9).softmax(2) @ x
-
-
-def mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """A mean by a mask, which tells the length of each row."""
-    return (x * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
-
-
-@pytest.mark.parametrize("fn", [attend, mean])
-def test_sequence_mixed_instead(fn: Callable[..., torch.Tensor]) -> None:
-    """With a mask such models are served, whatever the length; so are those of ``length_in_python``."""
-    step = make(fn, dynamic=WITH_MASK, sizes=[4])
-    check_calls(step, *((torch.randn(4, length, 3), torch.ones(4, length)) for length in LENGTHS_OF_CALLS), **NEAR)
-    assert step.last_decision.reason is Reason.PADDED
 
 
 @FIRST

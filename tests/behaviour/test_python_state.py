@@ -17,8 +17,8 @@ import torch
 import graphdispatch as gd
 
 from ..helpers import assert_same, assert_served, check_calls, check_rows
-from .cases import Box, Read, put_back
-from .cases_read import KEPT, READS, Worker
+from .cases import Box, put_back
+from .cases_read import KEPT, READS
 from .cases_written import WRITES
 from .front_end import Open
 
@@ -35,23 +35,23 @@ def graphs_of(fn: Any, *, capture_after: int | None = None, **settings: Any) -> 
     return gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), options=options, **settings)
 
 
-def served(case: Read) -> tuple[Any, Callable[[], Any]]:
-    """The callable of a case behind ``graphed``, and its change."""
-    fn, change = case.make()
-    return graphs_of(fn, **case.options), change
-
-
 def check(step: Any, calls: int) -> None:
     """Call it so often: each time it answers as eager does."""
     check_rows(step, *[4] * calls)
 
 
+def served(fn: Any, **settings: Any) -> Any:
+    """Such a callable after four calls."""
+    step = graphs_of(fn, **settings)
+    check(step, 4)
+    return step
+
+
 @pytest.mark.parametrize("name", READS)
 def test_what_is_read_is_compared(name: str) -> None:
     """Graphs serve, the state changes, the answers are eager's from the next call on, and graphs serve again."""
-    step, change = served(READS[name])
-    x = torch.randn(4, 3)
-    check(step, 4)
+    fn, change = READS[name].make()
+    step, x = served(fn, **READS[name].options), torch.randn(4, 3)
     assert_served(step, x)
     before = step.unwrap()(x)
     change()
@@ -65,8 +65,8 @@ def test_what_is_read_is_compared(name: str) -> None:
 @pytest.mark.parametrize("name", KEPT)
 def test_what_changes_nothing_ends_no_graph(name: str) -> None:
     """Writes in place, equal constants and what no code reads: the one graph serves on, with eager's answers."""
-    step, change = served(KEPT[name])
-    check(step, 4)
+    fn, change = KEPT[name].make()
+    step = served(fn, **KEPT[name].options)
     assert step.stats.captures == 1, step.explain(torch.randn(4, 3))
     change()
     for _ in range(2):
@@ -183,17 +183,6 @@ def test_every_front_end_writes_once(name: str, tried: Open) -> None:
         assert state == eager_tell()
 
 
-def test_a_thread_that_starts_and_ends_is_served() -> None:
-    """Its own attributes change then, and stay as they are."""
-    worker = Worker()
-    step = graphs_of(lambda x: worker.net(x) * worker.k)
-    check(step, 4)
-    worker.start()
-    worker.join()
-    check(step, 4)
-    assert_served(step, torch.randn(4, 3))
-
-
 @pytest.mark.parametrize(
     ("make", "write"),
     [
@@ -207,8 +196,7 @@ def test_what_is_in_the_place_of_its_equal_is_watched(make: Callable[[], Any], w
     """A write to it ends the graph as a write to the first would have; a write to the first one does not count."""
     held, first = SimpleNamespace(k=make()), make()
     held.k = first
-    step = graphs_of(lambda x: x * float(len(f"{held.k}")))
-    check(step, 4)
+    step = served(lambda x: x * float(len(f"{held.k}")))
     for _ in range(3):
         held.k = make()
         assert_served(step, torch.randn(4, 3))
@@ -240,8 +228,7 @@ def test_a_call_that_rebinds_to_an_equal_container_is_served(make: Callable[[], 
         held.rows = [len(x)]
         return x * 2
 
-    step = graphs_of(fn)
-    check(step, 4)
+    step = served(fn)
     assert_served(step, torch.randn(4, 3))
     for other in map(graphs_of, (logged, counted)):
         check(other, 4)
@@ -256,8 +243,7 @@ def test_what_was_in_two_places_is_watched_in_both(new: str, written: str) -> No
     another, it is another: code may ask whether they are one."""
     held = SimpleNamespace(a=[2.0])
     held.b = held.a
-    step = graphs_of(lambda x: x * len(held.a) + len(held.b))
-    check(step, 4)
+    step = served(lambda x: x * len(held.a) + len(held.b))
     held.a = [2.0]
     held.b = {"one": held.b, "other": [2.0], "same": held.a}[new]
     if new != "same":
@@ -270,8 +256,7 @@ def test_what_was_in_two_places_is_watched_in_both(new: str, written: str) -> No
 def test_what_ended_a_graph_is_named() -> None:
     """By ``explain`` and in the counters: the attribute, and what it held and holds."""
     held = SimpleNamespace(active=["a"], scale=2.0, net=torch.nn.Linear(3, 3).requires_grad_(False))
-    step = graphs_of(lambda x: held.net(x) * len(held.active) * held.scale)
-    check(step, 4)
+    step = served(lambda x: held.net(x) * len(held.active) * held.scale)
     changes: dict[str, Callable[[], None]] = {
         "active: ['a'] -> ['a', 'b']": lambda: setattr(held, "active", ["a", "b"]),
         "scale: 2.0 -> 3.0": lambda: setattr(held, "scale", 3.0),
@@ -326,8 +311,7 @@ def test_states_that_come_back_in_equal_containers_find_their_graphs() -> None:
 def test_a_mapped_array_is_served(tmp_path: Path) -> None:
     """An array over a file is compared by its bytes, and its file is not read whole."""
     held = np.memmap(tmp_path / "numbers", dtype=np.float32, mode="w+", shape=(1 << 19,))[:4]
-    step = graphs_of(lambda x: x + float(held[1:].sum()))
-    check(step, 4)
+    step = served(lambda x: x + float(held[1:].sum()))
     assert_served(step, torch.randn(4, 3))
     held[1] = 5
     check(step, 1)
@@ -373,8 +357,7 @@ def test_code_that_reads_only_while_nobody_captures_is_served() -> None:
         return x * table
 
     before = vars(torch.Tensor).get("numpy")
-    step = graphs_of(fn)
-    check(step, 4)
+    step = served(fn)
     assert_served(step, torch.randn(4, 3))
     assert vars(torch.Tensor).get("numpy") is before
 

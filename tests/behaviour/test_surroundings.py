@@ -22,17 +22,10 @@ from .forks import all_locks_held, in_child
 from .front_end import FrontEnd, Open, one_tensor
 
 
-def front_of(step: FrontEnd) -> tuple[str, Any]:
-    """The front end's own object behind an adapter, and the attribute that holds it."""
-    names = ("step", "wrapper", "dispatcher", "manager") if step.name != "entry" else ("entries",)
-    return next((name, getattr(step, name)) for name in names if hasattr(step, name))
-
-
 def twin_of(step: FrontEnd, made: Any, fn: Callable[..., Any]) -> FrontEnd:
     """The same adapter around another object of the same kind, which serves ``fn``."""
     twin = copy.copy(step)
-    setattr(twin, front_of(step)[0], made)
-    twin.fn = fn
+    twin.front, twin.fn = made, fn
     return twin
 
 
@@ -42,17 +35,17 @@ def test_copied_with_its_model(settled: Open, how: str) -> None:
     shallow copy serves the same callable by graphs of its own. What cannot be copied says so."""
     model = torch.nn.Linear(3, 3).eval()
     step = settled(model, dynamic={"input": 0})
-    name, front = front_of(step)
+    front = next(iter(step.entries.values())) if step.name == "entry" else step.front
     hits = step.hits
     held = {"model": model, "front": front, "again": front}
 
     def copied() -> Any:
         if how == "copy":
-            again = copy.copy(next(iter(front.values())) if name == "entries" else front)
+            again = copy.copy(front)
             return {"model": model, "front": again, "again": again}
         return copy.deepcopy(held) if how == "deepcopy" else pickle.loads(pickle.dumps(held))
 
-    if name == "entries":
+    if step.name == "entry":
         with pytest.raises(gd.errors.CopyError, match="CUDAGraphEntry"):
             copied()
         return
@@ -247,9 +240,9 @@ def test_static_outputs_of_padded_batches(opened: Open) -> None:
     assert len(places) == 1
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_around(settled: Open) -> None:
     """``torch.compile`` around a served callable compiles what is around it, and nothing inside."""
-    torch._dynamo.reset()
     step, seen = settled(lambda x: x * 2), Seen()
     plain = step.plain
     compiled = torch.compile(lambda x: plain(x - 1) - 1, backend=seen)
@@ -259,4 +252,3 @@ def test_compiled_around(settled: Open) -> None:
         assert torch.equal(compiled(x), (x - 1) * 2 - 1)
     assert step.hits == hits + 4
     assert {name.partition("_")[0] for name in seen.operators} <= {"sub"}
-    torch._dynamo.reset()

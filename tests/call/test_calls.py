@@ -32,28 +32,17 @@ def keywords(a: Any, **rest: Any) -> tuple[Any, dict[str, Any]]:
     return a + 1, {name: value * 2 for name, value in rest.items()}
 
 
-def by_place(a: Any, /, **rest: Any) -> Any:
-    """A parameter that may share its name with a keyword."""
-    return a * 2 + rest["a"]
-
-
-class Hooked(nn.ReLU):
-    """A module with a hook, which runs where the module itself is called and not its ``forward``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_forward_hook(lambda module, args, out: out * 3)
-
-
+HOOKED = nn.ReLU().eval()
+HOOKED.register_forward_hook(lambda module, args, out: out * 3)  # runs where the module is called, not its ``forward``
 Call = Callable[[Callable[..., Any], Tensor, Tensor], Any]
 SPELLINGS: dict[str, tuple[Callable[..., Any], list[Call]]] = {
     "names": (three, [lambda f, x, y: f(x, y), lambda f, x, y: f(x, b=y), lambda f, x, y: f(b=y, a=x)]),
     "a default that is given": (three, [lambda f, x, y: f(x, c=5, b=y), lambda f, x, y: f(x, y, 5)]),
     "positions": (several, [lambda f, x, y: f(x, y, 7, key=4)]),
     "keywords": (keywords, [lambda f, x, y: f(x, z=y, b=3), lambda f, x, y: f(b=3, z=y, a=x)]),
-    "one name twice": (by_place, [lambda f, x, y: f(x, a=y)]),
+    "one name twice": (lambda a, /, **rest: a * 2 + rest["a"], [lambda f, x, y: f(x, a=y)]),
     "a builtin without a signature": (torch.add, [lambda f, x, y: f(x, y)]),
-    "a module": (Hooked().eval(), [lambda f, x, y: f(x), lambda f, x, y: f(input=x)]),
+    "a module": (HOOKED, [lambda f, x, y: f(x), lambda f, x, y: f(input=x)]),
 }
 
 
@@ -91,9 +80,7 @@ def test_parameters_have_names(kind: str) -> None:
             graphed(fn, dynamic={"another": 0})
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "told"), [({"a": 3}, "multiple values for argument 'a'"), ({"z": 3}, "unexpected keyword argument 'z'")]
-)
+@pytest.mark.parametrize(("kwargs", "told"), [({"a": 3}, "multiple values .* 'a'"), ({"z": 3}, "unexpected .* 'z'")])
 def test_a_wrong_call_is_the_callables_to_refuse(kwargs: dict[str, int], told: str) -> None:
     """A name given twice, or unknown, raises its own ``TypeError``."""
     step = graphed(three, dynamic={}, options=AT_ONCE)
@@ -141,21 +128,21 @@ def test_a_mapping_of_its_own_class_is_refused_with_a_hint() -> None:
     assert served.stats.hits == 2
 
 
-@pytest.mark.parametrize(
-    ("model", "values"),
-    [
-        (lambda x, v: x * v.item(), (np.float32(2), np.float32(3), np.float32("nan"))),
-        (lambda x, v: x[:, v] * 2, (slice(0, 2), slice(1, 2), slice(0, 2, 1), slice(None))),
-        (lambda x, v: x * len(v), (range(2), range(3))),
-        (lambda x, v: x * len(repr(v)), (frozenset({1}), frozenset({True}), frozenset({1.0}))),
-        (lambda x, v: v(x), (torch.sin, torch.cos)),
-        (lambda x, v: v(x), (lambda x: x + 1, lambda x: x + 2)),
-        (lambda x, v: x * len(v.__name__), (int, float)),
-    ],
-    ids=["number of NumPy", "slice", "range", "frozenset", "function of torch", "function", "class"],
-)
-def test_constants_select_the_graph(model: Callable[..., torch.Tensor], values: tuple[Any, ...]) -> None:
+CONSTANTS: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...]]] = {
+    "number of NumPy": (lambda x, v: x * v.item(), (np.float32(2), np.float32(3), np.float32("nan"))),
+    "slice": (lambda x, v: x[:, v] * 2, (slice(0, 2), slice(1, 2), slice(0, 2, 1), slice(None))),
+    "range": (lambda x, v: x * len(v), (range(2), range(3))),
+    "frozenset": (lambda x, v: x * len(repr(v)), (frozenset({1}), frozenset({True}), frozenset({1.0}))),
+    "function of torch": (lambda x, v: v(x), (torch.sin, torch.cos)),
+    "function": (lambda x, v: v(x), (lambda x: x + 1, lambda x: x + 2)),
+    "class": (lambda x, v: x * len(v.__name__), (int, float)),
+}
+
+
+@pytest.mark.parametrize("kind", CONSTANTS)
+def test_constants_select_the_graph(kind: str) -> None:
     """Constants of NumPy, slices, ranges, frozen sets, functions and classes: each value has its graph."""
+    model, values = CONSTANTS[kind]
     served = graphed(model, dynamic={"x": 0}, sizes=[4])
     check_calls(served, *((torch.randn(4, 3), value) for value in values * 4))
     assert served.stats.hits == len(values)

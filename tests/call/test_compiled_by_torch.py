@@ -11,6 +11,8 @@ from torch.export.pt2_archive._package import AOTICompiledModel
 
 import graphdispatch as gd
 
+from ..helpers import check_calls
+
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
 
@@ -48,9 +50,8 @@ def test_torchscript_is_served(make: Callable[[], Any], by_name: bool) -> None:
     """Also by names, and after its weights have moved."""
     fn = make()
     step = gd.graphed(fn, dynamic={"x": 0, "y": 0}, sizes=(4,))
-    for dtype in (
-        (torch.float32, torch.float64) if isinstance(fn, nn.Module) and list(fn.parameters()) else (torch.float32,)
-    ):
+    moves = isinstance(fn, nn.Module) and bool(list(fn.parameters()))
+    for dtype in (torch.float32, torch.float64)[: 1 + moves]:
         if dtype is torch.float64:
             fn.to(dtype)
         for rows in (3, 3, 3, 4, 3):
@@ -74,17 +75,13 @@ def test_a_number_is_an_argument_of_its_own() -> None:
 
 def test_a_package_of_aotinductor_is_refused_in_words(capfd: pytest.CaptureFixture[str]) -> None:
     """Its kernels run past torch's dispatcher, so that no graph of the CPU holds them; nothing is tried."""
-    program = torch.export.export(nn.Linear(4, 4), (torch.randn(2, 4),))
-    specs = [
-        torch.utils._pytree.treespec_dumps(spec) for spec in (program.call_spec.in_spec, program.call_spec.out_spec)
-    ]
+    spec = torch.export.export(nn.Linear(4, 4), (torch.randn(2, 4),)).call_spec
+    specs = [torch.utils._pytree.treespec_dumps(each) for each in (spec.in_spec, spec.out_spec)]
     weight = torch.randn(4, 4)
     loader = SimpleNamespace(get_call_spec=lambda: specs, boxed_run=lambda inputs: [inputs[0] @ weight])
     package = AOTICompiledModel(loader)
     step = gd.graphed(lambda x: package(x), dynamic={"x": 0}, sizes=(2,))
-    for _ in range(4):
-        x = torch.randn(2, 4)
-        assert torch.equal(step(x), x @ weight)
+    check_calls(step, *torch.randn(4, 2, 4), fn=lambda x: x @ weight)
     assert step.last_decision.reason is gd.Reason.CAPTURE_UNSAFE
     assert "runs a package of AOTInductor" in step.last_decision.detail
     assert "rror" not in capfd.readouterr().err

@@ -217,18 +217,17 @@ def test_bad_options_are_named(name: str) -> None:
         graphed(lambda x, y=None: x, **how)
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ({"sizes": [16, 8]}, r"sizes of Dim\('seq'\) must be strictly increasing, got 16 before 8"),
-        ({"sizes": [0, 8]}, r"sizes of Dim\('seq'\)\[0\]"),
-        ({"sizes": []}, "must hold at least one size"),
-        ({"max_size": 0}, r"max_size of Dim\('seq'\)"),
-        ({"sizes": [8], "max_size": 4}, "give one of them"),
-        ({"sizes": [2**30]}, "must be below"),
-    ],
-    ids=str,
-)
+BAD_DIMS: list[tuple[Any, ...]] = [
+    ({"sizes": [16, 8]}, r"sizes of Dim\('seq'\) must be strictly increasing, got 16 before 8"),
+    ({"sizes": [0, 8]}, r"sizes of Dim\('seq'\)\[0\]"),
+    ({"sizes": []}, "must hold at least one size"),
+    ({"max_size": 0}, r"max_size of Dim\('seq'\)"),
+    ({"sizes": [8], "max_size": 4}, "give one of them"),
+    ({"sizes": [2**30]}, "must be below"),
+]
+
+
+@pytest.mark.parametrize(("how", "message"), BAD_DIMS, ids=str)
 def test_bad_dims_are_named(how: dict[str, Any], message: str) -> None:
     """Sizes that cannot be are refused where the ``Dim`` is made; a name alone has powers of two up to ``max_size``."""
     with pytest.raises(ConfigError, match=message):
@@ -275,9 +274,7 @@ def share(x: Tensor, mask: Tensor) -> Tensor:
 def test_a_row_that_its_mask_hides_runs_eagerly(fn: Callable[[Tensor, Tensor], Tensor]) -> None:
     """What is real in it would depend on padding, or on how much there is; masks' values tell such calls apart."""
     step = served(fn, "x", "mask", sizes=[4])
-    check_calls(
-        step, *((torch.randn(3, length, 4), torch.ones(3, length)) for length in (11, 11, 11, 12, 9, 9)), **NEAR
-    )
+    check_calls(step, *((torch.randn(3, n, 4), torch.ones(3, n)) for n in (11, 11, 11, 12, 9, 9)), **NEAR)
     assert last(step) is Reason.PADDED
     x, mask = torch.randn(3, 9, 4), torch.ones(3, 9)
     mask[1] = 0

@@ -13,7 +13,7 @@ from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, grap
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.errors import ConfigError
 
-from ..helpers import with_options
+from ..helpers import make
 
 ROWS = {"x": 0}
 
@@ -33,8 +33,7 @@ class Level(IntEnum):
 
 def serving(*values: Any, dynamic: Any = ROWS, **options: Any) -> Graphed[..., Any]:
     """A callable of ``x`` and ``y`` with one graph, of calls as these ``values``; a value may be a function."""
-    settings = with_options(options, capture_after=1)
-    step = graphed(lambda x, y=None: x * 2, dynamic=dynamic, sizes=(9,), **settings)
+    step = make(lambda x, y=None: x * 2, dynamic=dynamic, sizes=(9,), **options)
     for _ in range(3):
         step(*map(made, values))
     assert (step.stats.captures, step.stats.hits) == (1, 1)
@@ -59,12 +58,6 @@ def serves(step: Graphed[..., Any], *values: Any) -> bool:
 def drawn(*shape: int, **how: Any) -> Callable[[], Tensor]:
     """A maker of batches."""
     return lambda: torch.randn(shape, **how)
-
-
-@pytest.mark.parametrize("rows", [1, 4, 9])
-def test_the_rows_are_free(rows: int) -> None:
-    """A call that fits is served, whatever its number of rows."""
-    assert serves(serving(drawn(4, 3)), drawn(rows, 3))
 
 
 OTHERS: dict[str, Callable[[], Tensor]] = {
@@ -120,24 +113,23 @@ def test_rows_of_two_arguments_agree() -> None:
     assert [serves(fixed, drawn(rows, 3)) for rows in (4, 3)] == [True, False]
 
 
-@pytest.mark.parametrize(
-    ("value", "same", "other"),
-    [
-        (1, [1], [2, 1.0, True, Level.LOW, None, "1"]),
-        (True, [True], [False, 1, 1.0]),
-        (0.0, [0.0], [-0.0, 0, False, 1e-320]),
-        (float("nan"), [float("nan"), -float("nan")], [0.0, float("inf")]),
-        (complex(0.0, -0.0), [complex(0.0, -0.0)], [complex(0.0, 0.0), 0.0]),
-        ("a", ["a"], ["b", b"a", None]),
-        (None, [None], [0, False, ...]),
-        (Color.RED, [Color.RED], [Color.BLUE, 1]),
-        (Level.LOW, [Level.LOW], [1]),
-        (torch.float32, [torch.float], [torch.float64, "torch.float32"]),
-        (torch.device("cpu"), [torch.device("cpu")], [torch.device("cpu", 0), torch.device("meta"), "cpu"]),
-        (torch.contiguous_format, [torch.contiguous_format], [torch.channels_last]),
-    ],
-    ids=repr,
-)
+CONSTANTS: list[tuple[Any, ...]] = [
+    (1, [1], [2, 1.0, True, Level.LOW, None, "1"]),
+    (True, [True], [False, 1, 1.0]),
+    (0.0, [0.0], [-0.0, 0, False, 1e-320]),
+    (float("nan"), [float("nan"), -float("nan")], [0.0, float("inf")]),
+    (complex(0.0, -0.0), [complex(0.0, -0.0)], [complex(0.0, 0.0), 0.0]),
+    ("a", ["a"], ["b", b"a", None]),
+    (None, [None], [0, False, ...]),
+    (Color.RED, [Color.RED], [Color.BLUE, 1]),
+    (Level.LOW, [Level.LOW], [1]),
+    (torch.float32, [torch.float], [torch.float64, "torch.float32"]),
+    (torch.device("cpu"), [torch.device("cpu")], [torch.device("cpu", 0), torch.device("meta"), "cpu"]),
+    (torch.contiguous_format, [torch.contiguous_format], [torch.channels_last]),
+]
+
+
+@pytest.mark.parametrize(("value", "same", "other"), CONSTANTS, ids=repr)
 def test_constants_match_only_themselves(value: Any, same: list[Any], other: list[Any]) -> None:
     """By type and value; the sign of zero counts, and NaN is itself."""
     step = serving(drawn(4, 3), value)
@@ -190,7 +182,7 @@ def test_a_refusal_says_what(values: list[Any], dynamic: dict[str, int], reason:
 )
 def test_a_batch_dimension_must_exist(dim: int, value: Tensor, named: str) -> None:
     """The message tells the shape and the remedy; a call that has the dimension is served afterwards."""
-    step = graphed(lambda x: x * 2, dynamic={"x": dim}, **with_options({}, capture_after=1))
+    step = make(dynamic={"x": dim})
     with pytest.raises(ConfigError, match=named):
         step(value)
     step(torch.randn(4, 4, 4))

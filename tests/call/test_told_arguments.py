@@ -28,18 +28,6 @@ def with_grad(rows: int) -> Tensor:
     return x
 
 
-def computed(rows: int) -> Tensor:
-    """What was made of one."""
-    with torch.enable_grad():
-        return torch.randn(rows, 4).requires_grad_() * 1
-
-
-def of_inference(rows: int) -> Tensor:
-    """A tensor made in inference mode."""
-    with torch.inference_mode():
-        return torch.randn(rows, 4)
-
-
 OTHERS: dict[str, Callable[[int], Tensor]] = {
     "behind the beginning": lambda rows: torch.randn(rows + 3, 4)[3:],
     "the first part": lambda rows: torch.randn(rows + 50, 4)[:rows],
@@ -48,8 +36,8 @@ OTHERS: dict[str, Callable[[int], Tensor]] = {
     "shared": lambda rows: torch.randn(rows, 4).share_memory_(),
     "parameter": lambda rows: nn.Parameter(torch.randn(rows, 4), requires_grad=False),
     "with a gradient": with_grad,
-    "computed": computed,
-    "of inference": of_inference,
+    "computed": torch.enable_grad()(lambda rows: torch.randn(rows, 4).requires_grad_() * 1),
+    "of inference": torch.inference_mode()(plain),
 }
 READS: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "storage_offset": (lambda x: x.storage_offset(), "behind the beginning"),
@@ -93,14 +81,10 @@ class Compares(nn.Module):
         return x * 2 if self.is_same(self, x, y) else x * 3 + y + self.own.sum()
 
 
-def _itself(a: Tensor) -> Tensor:
-    return a
-
-
 COMPARED: dict[str, tuple[Callable[[Compares, Tensor, Tensor], bool], bool]] = {
     "another argument": (lambda _, x, y: x is y, False),
     "id": (lambda _, x, y: id(x) == id(y), False),
-    "a result": (lambda _, x, y: y is _itself(x), False),
+    "a result": (lambda _, x, y: y is (lambda a: a)(x), False),
     "a buffer": (lambda net, _, y: y is net.own, True),
 }
 

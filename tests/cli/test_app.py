@@ -1,6 +1,5 @@
 """What all commands share, ``audit`` and ``plan``; what these find is tested where audit and planning are."""
 
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +12,7 @@ from graphdispatch.plan import CostModel, Plan, Workload, plan_sizes
 from ..helpers import run_python
 
 OF_THE_COMMANDS = [
-    (
-        "audit nowhere.model:build",
-        "'nowhere.model:build' cannot be loaded: ModuleNotFoundError: No module named 'nowhere'",
-    ),
+    ("audit nowhere.model:build", "'nowhere.model:build' cannot be loaded: ModuleNotFoundError"),
     ("audit audited:nothing", "has no attribute 'nothing'; expected a function without parameters"),
     ("audit audited:failing", "ValueError: no weights"),
     ("audit audited:needs", "missing 1 required positional argument: 'size'"),
@@ -78,9 +74,7 @@ def test_without_a_command_help_is_shown(run: Callable[..., Any]) -> None:
 
 def test_the_package_runs_as_a_module() -> None:
     """``python -m graphdispatch`` is the command line, too."""
-    done = subprocess.run([sys.executable, "-m", "graphdispatch", "--version"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("graphdispatch ")
+    assert run_python("-m", "graphdispatch", "--version").startswith("graphdispatch ")
 
 
 def test_a_missing_extra_is_one_line(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

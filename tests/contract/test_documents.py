@@ -18,11 +18,9 @@ def _name(path: Path) -> str:
 
 def blocks(language: str) -> list[Any]:
     """The fenced blocks of a language in all documents, each with an id."""
-    found = []
-    for path in DOCUMENTS:
-        for index, code in enumerate(re.findall(rf"^```{language}\n(.*?)^```", path.read_text(), re.S | re.M)):
-            found.append(pytest.param(code, id=f"{_name(path)}-{index}"))
-    return found
+    fence = re.compile(rf"^```{language}\n(.*?)^```", re.S | re.M)
+    found = ((path, *block) for path in DOCUMENTS for block in enumerate(fence.findall(path.read_text())))
+    return [pytest.param(code, id=f"{_name(path)}-{index}") for path, index, code in found]
 
 
 def targets() -> list[str]:
@@ -32,11 +30,9 @@ def targets() -> list[str]:
 
 def links() -> list[Any]:
     """The links between documents, with the document that has them."""
-    found = []
-    for path in DOCUMENTS:
-        for target in re.findall(r"\]\((?!https?://)([^)]+)\)", path.read_text()):
-            found.append(pytest.param(path, target, id=f"{_name(path)}-{target}"))
-    return found
+    link = re.compile(r"\]\((?!https?://)([^)]+)\)")
+    found = ((path, target) for path in DOCUMENTS for target in link.findall(path.read_text()))
+    return [pytest.param(path, target, id=f"{_name(path)}-{target}") for path, target in found]
 
 
 def headings(path: Path) -> set[str]:

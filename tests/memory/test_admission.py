@@ -13,13 +13,6 @@ from graphdispatch.memory.admission import Admission
 from ..helpers import Clock, check_rows, with_options
 
 
-def missed(admission: Admission, clock: Clock, times: Iterable[int], key: str = "key") -> Admission:
-    """The same object, after misses of ``key`` at these times."""
-    for clock.now in times:
-        admission.count_miss(key)
-    return admission
-
-
 @pytest.mark.parametrize(
     ("options", "misses", "now", "since"),
     [
@@ -34,7 +27,9 @@ def missed(admission: Admission, clock: Clock, times: Iterable[int], key: str = 
 def test_which_misses_count(options: tuple[int, ...], misses: list[int], now: int, since: int | None) -> None:
     """The latest of a key within the window, until it is captured: then it begins anew."""
     clock = Clock(0)
-    admission = missed(Admission(*options, clock=clock), clock, misses)
+    admission = Admission(*options, clock=clock)
+    for clock.now in misses:
+        admission.count_miss("key")
     clock.now = now
     assert admission.since("key") == since
     assert admission.num_keys == bool(misses and options[0] > 1)

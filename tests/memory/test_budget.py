@@ -11,12 +11,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from graphdispatch import CUDAGraphOptions, Reason, graphed
+from graphdispatch import Reason, graphed
 from graphdispatch.backends import Graph
 from graphdispatch.engines import CUDAGraphEntry, EntryState, EvictionReason
 from graphdispatch.memory.cache import GraphCache
 
-from ..helpers import check_rows, in_threads, make
+from ..helpers import check_rows, in_threads, make, with_options
 from ..sized import Sized, Unused, entry
 
 
@@ -146,17 +146,16 @@ def test_an_evicted_graph_gives_its_memory_back() -> None:
         assert step.memory_bytes < 3 * held.inputs.nbytes + 256
 
 
-def wide() -> nn.Module:
-    """One whose graph of 64 rows is far over 100,000 bytes."""
-    return nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 64)).eval().requires_grad_(False)
+def limited(*sizes: int, **how: Any) -> Any:
+    """A callable with room for 100,000 bytes, far less than a graph of 64 rows takes."""
+    wide = nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 64)).eval().requires_grad_(False)
+    return graphed(wide, dynamic={"input": 0}, sizes=sizes, **with_options({"memory_budget_bytes": 100_000} | how))
 
 
 @pytest.mark.parametrize("outputs", ["clone", "static"])
 def test_a_graph_over_the_budget_is_not_kept(outputs: str) -> None:
     """It is captured once, its memory is given back, and the reason says how much it took."""
-    step: Any = graphed(
-        wide(), dynamic={"input": 0}, sizes=[64], options=CUDAGraphOptions(memory_budget_bytes=100_000), outputs=outputs
-    )
+    step = limited(64, outputs=outputs)
     check_rows(step, *[64] * 100, width=64)
     assert (step.stats.captures, step.memory_bytes, step.entries) == (1, 0, [])
     assert step.stats.reasons[Reason.CACHE_FULL] == 99
@@ -171,7 +170,7 @@ def test_a_graph_over_the_budget_is_not_kept(outputs: str) -> None:
 
 def test_a_graph_over_the_budget_takes_no_other_with_it() -> None:
     """What is kept goes on serving."""
-    step = graphed(wide(), dynamic={"input": 0}, sizes=[1, 64], options=CUDAGraphOptions(memory_budget_bytes=100_000))
+    step = limited(1, 64)
     check_rows(step, 1, 1, 1, 1, *[64] * 4, 1, width=64)
     assert [one.size for one in step.entries] == [1]
     assert step.stats.hits == 2

@@ -76,18 +76,12 @@ def test_an_output_that_somebody_holds_is_not_shared() -> None:
 
 
 _double = eager_break(lambda x: x * 2)
-
-
-def _piecewise(x: torch.Tensor) -> torch.Tensor:
-    return _double(x.relu()) + 1
-
-
 MODELS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "plain": (lambda x: (x @ x.t()[:, :1]).relu(), {}),
     "several outputs": (lambda x: {"a": x * 2, "b": (x.sum(), x.t())}, {}),
     "constants": (lambda x: x + torch.arange(4).float(), {}),
     "views": (lambda x: x.cumsum(0), {"outputs": "view"}),
-    "pieces": (_piecewise, {"mode": "PIECEWISE"}),
+    "pieces": (lambda x: _double(x.relu()) + 1, {"mode": "PIECEWISE"}),
 }
 
 
@@ -95,9 +89,7 @@ def test_the_reports_are_what_is_alive() -> None:
     """Together they are, but for the few bytes of literals, by how much the storages of the process fall when all is
     cleared."""
     example = torch.randn(256, 4)
-    steps = [
-        graphed(fn, dynamic={"x": 0}, sizes=(64, 128, 256), options=QUICK, **options) for fn, options in MODELS.values()
-    ]
+    steps = [graphed(fn, dynamic={"x": 0}, sizes=(64, 128, 256), options=QUICK, **how) for fn, how in MODELS.values()]
     for step in steps:
         step.prewarm(example)
     totals, before = [step.memory_bytes for step in steps], living_bytes()
@@ -117,9 +109,5 @@ def test_a_report_is_plain_and_readable() -> None:
     assert report.entry_bytes == 24
     assert report.total == step.memory_bytes == report.pool_bytes + 48 + 24
     assert json.loads(json.dumps(report.to_dict()))["total"] == report.total
-    for line in (
-        "static inputs         48 B",
-        "2 graphs              24 B",
-        "FULL 4 rows: 12 B own, 0 B driver, writes 48 B",
-    ):
-        assert line in str(report)
+    for told in ("static inputs         48 B", "2 graphs              24 B", "12 B own, 0 B driver, writes 48 B"):
+        assert told in str(report)

@@ -106,18 +106,11 @@ def test_an_expanded_output_is_handed_out(outputs: str, dim: int) -> None:
     assert step.stats.hits == 3
 
 
-@pytest.mark.parametrize(
-    ("eager", "graph"),
-    [
-        (3, 4),
-        (3, 3.0),
-        (0.0, -0.0),
-        (object(), object()),
-        ([1], [1, 1]),
-        (torch.ones(1), 1),
-        ({"a": [torch.ones(1)]}, {"b": [torch.ones(1)]}),
-    ],
-)
+ONE = torch.ones(1)
+CHANGED = [(3, 4), (3, 3.0), (0.0, -0.0), (object(), object()), ([1], [1, 1]), (ONE, 1), ({"a": [ONE]}, {"b": [ONE]})]
+
+
+@pytest.mark.parametrize(("eager", "graph"), CHANGED)
 def test_changed_values_are_refused(eager: Any, graph: Any) -> None:
     """What is no tensor must be the same constant in eager and graph, in the same structure."""
     with pytest.raises(CaptureError) as caught:
@@ -180,14 +173,9 @@ def last_first(x: torch.Tensor) -> Ordered:
     return made
 
 
-def make_nest(x: torch.Tensor) -> Any:
-    """Objects in objects in containers."""
-    return [Answer(x + 1, more=[Slotted(x * 2), {"inner": (Answer(x, 7),)}]), "text"]
-
-
 MAKERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "dataclass": lambda x: Answer(x + 1),
-    "nest": make_nest,
+    "nest": lambda x: [Answer(x + 1, more=[Slotted(x * 2), {"inner": (Answer(x, 7),)}]), "text"],
     "user's dict": lambda x: Batch(q=x * 3, size=2),
     "dict": lambda x: Table(a=x + 2),
     "shape": lambda x: (x + 1, x.shape[1:], {"of": x.shape}),
@@ -236,13 +224,8 @@ def test_objects_are_made_anew(kind: str, outputs: str) -> None:
 
 def test_an_object_from_before_is_itself() -> None:
     """What the callable holds or was given stays that very object."""
-    held = Answer(torch.ones(2), 5)
-
-    def step(x: torch.Tensor, other: Any) -> Any:
-        return Answer(x + 1, more=held), held, other
-
-    other = SimpleNamespace(a=1)
-    serve = graphed(step, dynamic={"x": 0}, static=("other",), max_size=2)
+    held, other = Answer(torch.ones(2), 5), SimpleNamespace(a=1)
+    serve = make(lambda x, other: (Answer(x + 1, more=held), held, other), static="other")
     for index in range(5):
         made, same_held, same_other = serve(torch.full((2, 2), float(index)), other)
         assert same_held is held
@@ -252,14 +235,8 @@ def test_an_object_from_before_is_itself() -> None:
     assert serve.stats.hits
 
 
-def shared(x: torch.Tensor) -> Any:
-    """One object, returned twice."""
-    answer = Answer(x + 1)
-    return answer, answer
-
-
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
-    "one object twice": (shared, "Answer .* and another one in the graph"),
+    "one object twice": (lambda x: (one := Answer(x + 1), one), "Answer .* and another one in the graph"),
     "a list of its own kind": (lambda x: List([x]), "List in eager and another one"),
     "a mapping": (lambda x: MappingProxyType({"k": x * 1}), "a mappingproxy .* in eager and another one"),
     "an iterator": (lambda x: (x, iter([x])), "a list_iterator in eager"),
@@ -276,7 +253,6 @@ def test_other_objects_stay_eager(kind: str) -> None:
     for _ in range(3):
         step(torch.ones(3, 2))
     decision = step.last_decision
-    assert decision is not None
     assert decision.reason == "output_unsupported"
     assert "register_pytree_node" in decision.detail
     assert re.search(told, decision.detail)
@@ -310,7 +286,6 @@ def test_code_that_runs_after_the_call_is_refused_at_once(fn: Callable[..., Any]
                 (made if fn is _coroutine else made.__anext__()).send(None)
             answer = done.value.value
         assert torch.equal(answer, x * 2)
-    assert step.last_decision is not None
     assert step.last_decision.reason == "output_unsupported"
     assert "await and yield" in step.last_decision.detail
 

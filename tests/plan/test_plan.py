@@ -17,6 +17,7 @@ from graphdispatch.plan import CostModel, Plan, Workload, plan_sizes
 from ..helpers import Spy
 
 FULL, PIECEWISE, BOTH = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL_AND_PIECEWISE
+PLAN = Plan(mode=BOTH, graphs={FULL: (2, 6), PIECEWISE: (4,)})
 COST = CostModel(
     eager_ms=10, full_ms={1: 1, 8: 8}, piecewise_ms={1: 2, 8: 9}, capture_ms=3, graph_bytes=5, pool_bytes={1: 1, 8: 8}
 )
@@ -59,9 +60,8 @@ def test_a_cliff_above_the_largest_graph_is_a_warning() -> None:
     """Steps that a larger graph would speed up, with the size to capture; not those that are faster eagerly."""
     workload = Workload.from_steps([1, 2, 2, 6])
     (cliff,) = Plan.from_sizes((1, 2)).evaluate(workload, COST).warnings
-    assert cliff == (
-        "25.00 % of the steps fit no FULL graph and run eagerly, though one would be faster: capture up to 6 tokens"
-    )
+    assert cliff.startswith("25.00 % of the steps fit no FULL graph")
+    assert cliff.endswith("capture up to 6 tokens")
     slow = CostModel(eager_ms={1: 3, 2: 3.5, 6: 4}, full_ms={1: 1, 6: 6})
     assert Plan.from_sizes((1, 2)).evaluate(workload, slow).warnings == ()
 
@@ -77,22 +77,12 @@ def test_a_graph_that_no_step_reaches_is_a_warning() -> None:
 def test_sizes_by_name_and_by_mode() -> None:
     """By an engine's name, or as given; each mode has its own."""
     assert Plan.from_sizes("sglang", 64).sizes == named_sizes("sglang", 64)
-    plan = Plan(mode=BOTH, graphs={FULL: (2, 6), PIECEWISE: (4,)})
-    assert (plan.sizes, plan.sizes_of(FULL), plan.sizes_of(PIECEWISE)) == ((2, 4, 6), (2, 6), (4,))
+    assert (PLAN.sizes, PLAN.sizes_of(FULL), PLAN.sizes_of(PIECEWISE)) == ((2, 4, 6), (2, 6), (4,))
     assert Plan.from_sizes((3,)).sizes_of(PIECEWISE) == ()
-    assert str(plan) == "<Plan 2 FULL and 1 PIECEWISE graphs up to 6>\nFULL       2 6\nPIECEWISE  4"
+    assert str(PLAN) == "<Plan 2 FULL and 1 PIECEWISE graphs up to 6>\nFULL       2 6\nPIECEWISE  4"
 
 
-@pytest.mark.parametrize(
-    "saved",
-    [
-        Plan(mode=BOTH, graphs={FULL: (2, 6), PIECEWISE: (4,)}),
-        Plan.from_sizes([(1, 8), (8, 64)]),
-        Plan(graphs={}),
-        CostModel.default(),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("saved", [PLAN, Plan.from_sizes([(1, 8), (8, 64)]), Plan(graphs={}), CostModel.default()])
 def test_it_saves_and_loads_exactly(saved: Plan | CostModel, tmp_path: Path) -> None:
     """As JSON, with modes by name."""
     saved.save(tmp_path / "saved.json")
@@ -101,19 +91,19 @@ def test_it_saves_and_loads_exactly(saved: Plan | CostModel, tmp_path: Path) -> 
         assert f'"mode":"{saved.mode.name}"' in (tmp_path / "saved.json").read_text()
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("[", "is no Plan that was saved: Invalid JSON"),
-        ("{}", "is no Plan that was saved: graphs: Field required"),
-        ('{"graphs": {"FULL": [0]}}', r"graphs\.FULL\.0.*greater than or equal to 1"),
-        ('{"graphs": {"FULL": [4, 2]}}', "graphs of FULL must be in increasing order"),
-        ('{"graphs": {"FULL": [2, [1, 2]]}}', "graphs must all have the same number of dimensions"),
-        ('{"graphs": {"PIECEWISE": [4]}}', r"graphs must be of the modes of FULL, got \['PIECEWISE'\]"),
-        ('{"mode": "sideways", "graphs": {}}', "mode must be one of"),
-        ('{"graphs": {}, "more": 1}', "more: Extra inputs"),
-    ],
-)
+NO_PLANS: list[tuple[Any, ...]] = [
+    ("[", "is no Plan that was saved: Invalid JSON"),
+    ("{}", "is no Plan that was saved: graphs: Field required"),
+    ('{"graphs": {"FULL": [0]}}', r"graphs\.FULL\.0.*greater than or equal to 1"),
+    ('{"graphs": {"FULL": [4, 2]}}', "graphs of FULL must be in increasing order"),
+    ('{"graphs": {"FULL": [2, [1, 2]]}}', "graphs must all have the same number of dimensions"),
+    ('{"graphs": {"PIECEWISE": [4]}}', r"graphs must be of the modes of FULL, got \['PIECEWISE'\]"),
+    ('{"mode": "sideways", "graphs": {}}', "mode must be one of"),
+    ('{"graphs": {}, "more": 1}', "more: Extra inputs"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), NO_PLANS)
 def test_a_file_that_holds_no_plan_is_refused(content: str, message: str, tmp_path: Path) -> None:
     """It names the file and the field."""
     (tmp_path / "plan.json").write_text(content)
@@ -212,14 +202,8 @@ def test_a_callable_is_measured() -> None:
 
 def test_pieces_are_measured() -> None:
     """By mode."""
-
-    @eager_break
-    def between(x: torch.Tensor) -> torch.Tensor:
-        return x + 1
-
-    cost = CostModel.measure(
-        lambda x: between(x * 2) * 3, {"x": torch.ones(2, 3)}, [2], mode="PIECEWISE", seconds=0.001
-    )
+    add, example = eager_break(lambda x: x + 1), {"x": torch.ones(2, 3)}
+    cost = CostModel.measure(lambda x: add(x * 2) * 3, example, [2], mode="PIECEWISE", seconds=0.001)
     assert cost.full_ms is None
     assert list(cost.piecewise_ms or ()) == [2]
 

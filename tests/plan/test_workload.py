@@ -29,10 +29,7 @@ INFO 01-02 10:00:10 [loggers.py:1] 7 | 8 | unrelated | line
 def counted(workload: Workload) -> dict[Any, tuple[float, float]]:
     """The weights of uniform decode and of all others, by shape."""
     shapes, decode, mixed = workload.histogram
-    return {
-        tuple(shape): weights
-        for *shape, weights in zip(*shapes.T.tolist(), zip(decode, mixed, strict=True), strict=True)
-    }
+    return dict(zip(map(tuple, shapes.tolist()), zip(decode, mixed, strict=True), strict=True))
 
 
 def put(folder: Path, content: str, name: str = "trace.csv") -> Path:
@@ -103,9 +100,8 @@ def test_parquet_is_read(tmp_path: Path) -> None:
     """Where pyarrow is installed; a file that is none says so."""
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(
-        pyarrow.table({"num_tokens": [1, 2, 2], "is_decode": [True, False, False]}), tmp_path / "t.parquet"
-    )
+    table = pyarrow.table({"num_tokens": [1, 2, 2], "is_decode": [True, False, False]})
+    parquet.write_table(table, tmp_path / "t.parquet")
     assert counted(Workload.from_trace(tmp_path / "t.parquet")) == {(1,): (1, 0), (2,): (0, 2)}
     with pytest.raises(ConfigError, match="cannot be read as Parquet"):
         Workload.from_trace(put(tmp_path, "PAR1xxxx", "bad.parquet"))
@@ -118,22 +114,22 @@ def test_the_tables_of_a_vllm_log_are_read(tmp_path: Path) -> None:
     assert not workload.is_ordered
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "has no steps"),
-        ("tokens\n3\n", "line 2: expected num_tokens from 1"),
-        ("num_tokens\n3\nx\n", "line 3: expected num_tokens from 1 to 1048576"),
-        ("num_tokens\n3\n0\n", r"line 3: .*got \{'num_tokens': '0'\}"),
-        ("num_tokens,uniform_decode\n3,2\n", "line 2: .*uniform_decode as 0 or 1"),
-        ("num_tokens,num_reqs\n3,\n", "line 2: .*num_reqs and count as integers"),
-        ('{"num_tokens": 3}\n{"num_tokens"\n', "line 2 is not JSON"),
-        ('{"num_tokens": 3.5}\n', "line 1: expected num_tokens"),
-        ("| Unpadded Tokens | Padded Tokens |\n", "has no steps"),
-        ("num_tokens,count\n3,0\n", "line 2: .*count as integers"),
-        ('{"num_tokens": 3}\n[3]\n', "line 2: expected num_tokens"),
-    ],
-)
+BAD_FILES: list[tuple[Any, ...]] = [
+    ("", "has no steps"),
+    ("tokens\n3\n", "line 2: expected num_tokens from 1"),
+    ("num_tokens\n3\nx\n", "line 3: expected num_tokens from 1 to 1048576"),
+    ("num_tokens\n3\n0\n", r"line 3: .*got \{'num_tokens': '0'\}"),
+    ("num_tokens,uniform_decode\n3,2\n", "line 2: .*uniform_decode as 0 or 1"),
+    ("num_tokens,num_reqs\n3,\n", "line 2: .*num_reqs and count as integers"),
+    ('{"num_tokens": 3}\n{"num_tokens"\n', "line 2 is not JSON"),
+    ('{"num_tokens": 3.5}\n', "line 1: expected num_tokens"),
+    ("| Unpadded Tokens | Padded Tokens |\n", "has no steps"),
+    ("num_tokens,count\n3,0\n", "line 2: .*count as integers"),
+    ('{"num_tokens": 3}\n[3]\n', "line 2: expected num_tokens"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BAD_FILES)
 def test_a_bad_file_is_named_with_its_line(content: str, message: str, tmp_path: Path) -> None:
     """And with what was expected."""
     with pytest.raises(ConfigError, match=rf"trace\.csv.*{message}"):
@@ -150,24 +146,24 @@ def test_a_file_that_cannot_be_read_is_named(content: bytes | None, tmp_path: Pa
         Workload.from_trace(path)
 
 
-@pytest.mark.parametrize(
-    ("make", "arguments", "message"),
-    [
-        ("steps", ([],), "steps must hold at least one"),
-        ("steps", ([True],), "steps must hold at least one integer"),
-        ("steps", ([1, (2, 3)],), "steps must hold at least one integer, or tuple of integers, all equally long"),
-        ("steps", ([1, 0],), r"steps\[1\] must be from 1 to 1048576, got 0"),
-        ("steps", ([1, 2**21],), r"steps\[1\] must be from 1 to 1048576"),
-        ("steps", ([1, 2], [True]), "is_decode must hold a boolean for each of 2 steps"),
-        ("steps", ([1], [3]), "is_decode must hold a boolean"),
-        ("histogram", ({},), "counts must hold at least one"),
-        ("histogram", ({1: 0.0},), "one at least above 0"),
-        ("histogram", ({1: -1.0},), "counts must hold finite weights from 0"),
-        ("histogram", ({1: float("nan")},), "counts must hold finite weights from 0"),
-        ("histogram", ({1: 1.0}, {1: 2.0}), "from 0 to theirs"),
-        ("histogram", ({1: 1.0}, {2: 1.0}), "decode for some of these shapes"),
-    ],
-)
+IMPOSSIBLE: list[tuple[Any, ...]] = [
+    ("steps", ([],), "steps must hold at least one"),
+    ("steps", ([True],), "steps must hold at least one integer"),
+    ("steps", ([1, (2, 3)],), "steps must hold at least one integer, or tuple of integers, all equally long"),
+    ("steps", ([1, 0],), r"steps\[1\] must be from 1 to 1048576, got 0"),
+    ("steps", ([1, 2**21],), r"steps\[1\] must be from 1 to 1048576"),
+    ("steps", ([1, 2], [True]), "is_decode must hold a boolean for each of 2 steps"),
+    ("steps", ([1], [3]), "is_decode must hold a boolean"),
+    ("histogram", ({},), "counts must hold at least one"),
+    ("histogram", ({1: 0.0},), "one at least above 0"),
+    ("histogram", ({1: -1.0},), "counts must hold finite weights from 0"),
+    ("histogram", ({1: float("nan")},), "counts must hold finite weights from 0"),
+    ("histogram", ({1: 1.0}, {1: 2.0}), "from 0 to theirs"),
+    ("histogram", ({1: 1.0}, {2: 1.0}), "decode for some of these shapes"),
+]
+
+
+@pytest.mark.parametrize(("make", "arguments", "message"), IMPOSSIBLE)
 def test_impossible_traffic_is_refused(make: str, arguments: tuple[Any, ...], message: str) -> None:
     """By name and place."""
     with pytest.raises(ConfigError, match=message):

@@ -224,7 +224,7 @@ class LengthsFrontEnd(GraphedFrontEnd):
         dynamic: dict[str, Any] = {"batch": {0: "batch"}, "x": rows, "ids": {0: "length"}, "slots": {0: "length"}}
         how: dict[str, Any] = {"sizes": [3], "mode": self.mode, "options": self.options}
         served = graphdispatch.graphed(both, dynamic=dynamic, **with_options(how | more, capture_after=1))
-        self.front = self.step = _Lengths(served)  # type: ignore[assignment]
+        self.front = _Lengths(served)  # type: ignore[assignment]
 
 
 class Run:
@@ -272,12 +272,12 @@ class Run:
             want, got = self.want.do(step), self.got.do(step)
             return None if want == got else Violation("mutation", number, f"raised {want} and {got}")
         if step.kind == "manage":
-            eval(f"front_end.{step.code}", {"front_end": self.front_end.step})
+            eval(f"front_end.{step.code}", {"front_end": self.front_end.front})
             return None
         if step.kind in _CALLABLES:
             return self._call(number, step, _CALLABLES[step.kind])
         how = {"prepare": self.front_end.prepare, "renew": self.front_end.renew}.get(step.kind)
-        _, error = self.got.call(how or self.front_end.step.prewarm, batch(step.rows, step.seed))
+        _, error = self.got.call(how or self.front_end.front.prewarm, batch(step.rows, step.seed))
         if error is None or isinstance(error, GraphDispatchError):
             return None
         # The callable's own error, as eager would have raised it here; what it did before is undone.

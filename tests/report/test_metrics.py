@@ -1,4 +1,4 @@
-"""The metrics for Prometheus: every counter as it is, from every front end."""
+"""The metrics for Prometheus and OpenTelemetry: every counter as it is, from every front end."""
 
 import json
 import re
@@ -142,9 +142,8 @@ def test_a_scrape_waits_for_no_call() -> None:
 
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     """Each name in its queries and in the alert rules is exported."""
-    names = {
-        f.name + ("_total" if f.type == "counter" else "") for f in gd.metrics.PrometheusCollector(served()).collect()
-    }
+    collected = gd.metrics.PrometheusCollector(served()).collect()
+    names = {family.name + ("_total" if family.type == "counter" else "") for family in collected}
     dashboard = json.loads((MONITORING / "dashboard.json").read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     asked = set(re.findall(r"graphdispatch_\w+", " ".join(queries) + (MONITORING / "alerts.yml").read_text()))
@@ -159,3 +158,33 @@ def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
     for make, extra in ((gd.metrics.PrometheusCollector, "metrics"), (gd.metrics.OpenTelemetryMetrics, "otel")):
         with pytest.raises(ImportError, match=rf"install graphdispatch\[{extra}\]"):
             make(served())
+
+
+def test_the_figures_of_opentelemetry_are_those_of_the_counters() -> None:
+    """Each reading has what Prometheus would scrape at that moment; counters are monotonic sums."""
+    sdk = pytest.importorskip("opentelemetry.sdk.metrics")
+    one, other, reader = served(), served(), sdk.export.InMemoryMetricReader()
+    meter = sdk.MeterProvider([reader]).get_meter("served")
+    assert gd.metrics.OpenTelemetryMetrics(one, "one", meter=meter).add(other, "other")
+    one(torch.randn(7, 4))
+    ((scope,),) = (resource.scope_metrics for resource in reader.get_metrics_data().resource_metrics)
+    found = {metric.name: metric for metric in scope.metrics}
+    points = {
+        (name.replace(".", "_"), *point.attributes.values()): point.value
+        for name, metric in found.items()
+        for point in metric.data.data_points
+    }
+    scraped = exported(gd.metrics.PrometheusCollector(one, "one").add(other, "other"))
+    assert points == {(name.removesuffix("_total"), *labels): value for (name, *labels), value in scraped.items()}
+    assert isinstance(found["graphdispatch.hits"].data, sdk.export.Sum)
+    assert found["graphdispatch.hits"].data.is_monotonic
+    assert isinstance(found["graphdispatch.graphs"].data, sdk.export.Gauge)
+    assert (found["graphdispatch.bytes"].unit, found["graphdispatch.capture_seconds"].unit) == ("By", "s")
+
+
+def test_without_a_provider_nothing_happens() -> None:
+    """The global provider may be none; and what has no counters is refused."""
+    pytest.importorskip("opentelemetry.sdk.metrics")
+    assert gd.metrics.OpenTelemetryMetrics(served(), "alone")
+    with pytest.raises(gd.ConfigError, match="has no counters"):
+        gd.metrics.OpenTelemetryMetrics(torch.nn.ReLU())

@@ -13,7 +13,7 @@ import graphdispatch as gd
 from graphdispatch.engines import Gain
 from graphdispatch.plan import Workload, plan_sizes
 
-from ..helpers import check_calls, check_rows, run_python
+from ..helpers import AT_ONCE, check_calls, check_rows, run_python
 
 HOSTILE = "</td><script>alert(1)</script><b>\"'&{{ 7 * 7 }}"
 
@@ -131,9 +131,7 @@ def test_padding_is_not_told_of_a_graph_that_took_the_place_of_another() -> None
 def test_several_dimensions_and_a_manager_have_reports() -> None:
     """Sizes as they are given; where no number of rows is known, there is no chart."""
     serve = gd.graphed(torch.nn.ReLU(), dynamic={"input": {0: "batch", 1: gd.Dim("seq", sizes=[8])}}, sizes=(2, 4))
-    manager = gd.CUDAGraphManager(
-        gd.CUDAGraphConfig(capture_sizes=(2, 4), options=gd.CUDAGraphOptions(capture_after=1))
-    )
+    manager = gd.CUDAGraphManager(gd.CUDAGraphConfig(capture_sizes=(2, 4), options=AT_ONCE))
     for _ in range(4):
         serve(torch.randn(3, 5))
         manager.execute_or_capture(3, 1, torch.nn.functional.relu, {"input": torch.randn(3, 2)})

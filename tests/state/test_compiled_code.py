@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,33 +14,18 @@ import graphdispatch as gd
 
 from ..helpers import check_calls, check_rows, make
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_compiler")]
 
 SCALE = 2.0
-
-
-class Lines(nn.Module):
-    """It uses a class of torch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.line(x)
 
 
 CONFIG = SimpleNamespace()
 
 
 @pytest.fixture(autouse=True)
-def _compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "SCALE", 2.0)
     monkeypatch.setitem(globals(), "CONFIG", SimpleNamespace(scale=2.0, rows=[2.0], factors={"one": 2.0}))
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
 
 
 def by_global(x: Tensor) -> Tensor:
@@ -118,7 +103,7 @@ def test_what_compiled_code_reads_is_compared(name: str, change: str) -> None:
     check_change(MADE[name]("eager"), CHANGES[change])
 
 
-@pytest.mark.parametrize(("model", "name"), [(nn.Linear(3, 3), "input"), (Lines(), "x")], ids=["torch's", "own"])
+@pytest.mark.parametrize(("model", "name"), [(nn.Linear(3, 3), "input"), (Model(), "x")], ids=["torch's", "own"])
 def test_a_variable_named_as_a_local_one_may_change(
     model: nn.Module, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,15 +158,11 @@ def under_a_profiler(x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize(
-    "fn",
-    [
-        in_a_thread,
-        pytest.param(
-            under_a_profiler, marks=pytest.mark.skipif(sys.version_info >= (3, 12), reason="it is heard beside that")
-        ),
-    ],
-)
+UNHEARD = [in_a_thread, under_a_profiler] if sys.version_info < (3, 12) else [in_a_thread]
+"""Later versions of Python hear of calls under another profiler, too."""
+
+
+@pytest.mark.parametrize("fn", UNHEARD)
 def test_code_that_nobody_hears_of_is_refused(fn: Any) -> None:
     """Code on a thread that the call starts, and under a profiler that takes the place of what listens."""
     step = make(fn, sizes=(4,))

@@ -4,30 +4,24 @@ import functools
 import gc
 import types
 import weakref
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch._inductor import config as inductor_config
 
-from graphdispatch import CUDAGraphOptions, graphed
+from graphdispatch import graphed
 from graphdispatch.engines import EntryState
 
 from ..behaviour.cases import Box
-from ..helpers import AT_ONCE, check_calls, check_rows, make
-
-
-def served(fn: Any, **options: Any) -> Any:
-    """A callable with graphs of four rows."""
-    return graphed(fn, dynamic={"x": 0}, sizes=(4,), **options)
+from ..helpers import check_calls, check_rows, make
 
 
 def test_a_failure_survives_a_change_of_state() -> None:
     """An uncapturable model with an attribute that is set before each call is tried a few times, not each time."""
 
     owner = Box(number=0)
-    step = served(lambda x: x * x.sum().item() + owner.number, options=CUDAGraphOptions(max_failures=2))
+    step = make(lambda x: x * x.sum().item() + owner.number, max_failures=2, capture_after=2)
     for owner.number in range(60):
         step(torch.ones(4, 3))
     assert 1 <= step.stats.capture_failures <= 4
@@ -37,7 +31,7 @@ def test_graphs_of_another_state_cost_calls_without_a_hit_nothing() -> None:
     """They are compared again when the present state has changed, and go when their weights have moved by then."""
     model = nn.Linear(3, 3)
     owner = Box(factor=1.0)
-    step = served(lambda x: model(x) * owner.factor, options=AT_ONCE)
+    step = make(lambda x: model(x) * owner.factor)
     x = torch.randn(4, 3)
     step(x)
     (first,) = step.entries
@@ -65,7 +59,7 @@ def test_graphs_of_another_state_cost_calls_without_a_hit_nothing() -> None:
 def test_a_state_that_is_gone_for_good_frees_its_weights() -> None:
     """An adapter that nothing reaches any more goes with its graph, although the graph of the next one still fits."""
     owner = Box(adapter=nn.Linear(3, 3), others=[])
-    step = served(lambda x: owner.adapter(x), options=AT_ONCE)
+    step = make(lambda x: owner.adapter(x))
     x = torch.randn(4, 3)
     step(x)
     first, (entry,) = weakref.ref(owner.adapter.weight), step.entries
@@ -102,7 +96,7 @@ def test_graphs_that_used_other_results_of_a_cache_share_no_guard() -> None:
     """A cache is emptied, and only the result that one of two graphs used comes back as it was."""
     factors = {"one": 2.0, "other": 4.0}
     factor = functools.cache(lambda key: factors[key])
-    step = served(lambda x, key: x * factor(key), options=AT_ONCE)
+    step = make(lambda x, key: x * factor(key))
     for key in factors:
         factor(key)  # so that no watched run calls what is cached
         check_calls(step, *((torch.randn(4, 3), key) for _ in range(4)))

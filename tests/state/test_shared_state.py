@@ -34,11 +34,6 @@ class Gate(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def served(fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A callable that is captured at its first call."""
-    return make(fn, sizes=(4,))
-
-
 def ungraphed(fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """A callable whose calls all run eagerly."""
     return gd.graphed(fn, dynamic={"x": 0}, mode="NONE")
@@ -78,7 +73,7 @@ def started(step: Any, x: torch.Tensor) -> threading.Thread:
 def test_no_write_is_lost_while_another_thread_captures(other_is: str, run: int) -> None:
     """``first`` stops in the middle of its capture while ``second`` counts in the same tensor."""
     count, gate, x = torch.zeros(1), Gate(run), torch.ones(4, 3)
-    first, second = served(counts(count, lambda x: x * 2)), served(counts(count, lambda x: x - 3))
+    first, second = make(counts(count, lambda x: x * 2)), make(counts(count, lambda x: x - 3))
     if other_is == "hit":
         for number in range(4):
             second(x + number)
@@ -101,7 +96,7 @@ def test_a_capture_waits_for_a_run_under_way() -> None:
         return y
 
     with behind(gate, ungraphed(decode), x):
-        capture = started(served(counts(count, lambda x: x * 2)), x)
+        capture = started(make(counts(count, lambda x: x * 2)), x)
         capture.join(0.2)
         assert capture.is_alive()
     capture.join(60)
@@ -112,7 +107,7 @@ def test_a_capture_that_would_wait_for_ever_gives_up(monkeypatch: pytest.MonkeyP
     """A run that itself waits for the capture's thread ends the wait: the call runs eagerly, with a reason."""
     monkeypatch.setattr("graphdispatch.memory.windows._CAPTURE_WAITS_S", 0.2)
     count, gate, x = torch.zeros(1), Gate(1), torch.ones(4, 3)
-    first = served(counts(count, lambda x: x * 2))
+    first = make(counts(count, lambda x: x * 2))
     with behind(gate, ungraphed(counts(count, lambda x: x * 3)), x):
         assert torch.equal(first(x), x * 2)
         assert first.last_decision.reason is gd.Reason.STATE_SHARED
@@ -128,7 +123,7 @@ def test_a_call_within_a_call_does_not_wait_for_who_waits_for_it(
     monkeypatch.setattr("graphdispatch.memory.windows._CAPTURE_WAITS_S", 10.0)
     count, gate, x = torch.zeros(1), Gate(1), torch.ones(4, 3)
     inner = gd.graphed(counts(count, lambda x: x + 1), dynamic={"x": 0}, options=options)
-    first = served(lambda x: inner(x) * 2) if captured == "outer" else inner
+    first = make(lambda x: inner(x) * 2) if captured == "outer" else inner
     found: list[gd.Reason] = []
     with behind(gate, ungraphed(lambda x: inner(x * 3)), x):
         began = time.monotonic()
@@ -151,7 +146,7 @@ def test_what_another_thread_changes_meanwhile_stays() -> None:
         engine.busy = False
         return y
 
-    step = served(fn)
+    step = make(fn)
     with behind(Gate(2), step, torch.randn(3, 3)):  # in the run with padding
         assert engine.busy
         engine.queue.append(1)
@@ -177,7 +172,7 @@ class Monitor(threading.Thread):
 def test_what_a_thread_notes_of_itself_is_no_change_by_the_call(runs: bool) -> None:
     """It stays, and the call is captured. What a thread holds that does not run is state like any other."""
     observed = Box(monitor=Monitor(), name="scale", scale=2.0)
-    step = served(lambda x: x * getattr(observed, observed.name))  # a name that the code does not spell
+    step = make(lambda x: x * getattr(observed, observed.name))  # a name that the code does not spell
     if runs:
         observed.monitor.start()
     with behind(Gate(1), step, torch.randn(4, 3)):

@@ -61,26 +61,17 @@ LOADED: dict[str, tuple[Callable[[], Any], str]] = {
     "validated": (lambda: CUDAGraphConfig.model_validate({"max_seq_len": 0}), "^max_seq_len must be greater .* got 0$"),
     "nested": (lambda: CUDAGraphConfig.from_dict({"options": {"rtol": -1}}), "^options: rtol must be .*, got -1"),
     "several": (lambda: CUDAGraphConfig(max_seq_len=0, max_batch_size=0), "max_batch_size must .*; max_seq_len must "),
-    "unknown": (
-        lambda: CUDAGraphConfig.from_dict({"max_graphs": 3}),
-        "'max_graphs' is unknown to CUDAGraphConfig; expected one of mode, backend",
-    ),
+    "unknown": (lambda: CUDAGraphConfig.from_dict({"max_graphs": 3}), "'max_graphs' is unknown .* one of mode"),
     "an option of graphs": (
         lambda: CUDAGraphConfig.from_dict({"capture_after": 1}),
         r"'capture_after' is unknown .*; give options=CUDAGraphOptions\(capture_after=",
     ),
-    "no mapping": (
-        lambda: CUDAGraphConfig.from_dict([1]),  # type: ignore[arg-type]
-        r"CUDAGraphConfig must be a valid dictionary .*, got \[1\]",
-    ),
+    "no mapping": (lambda: CUDAGraphConfig.from_dict([1]), r"CUDAGraphConfig must be a valid dictionary .*, got \[1\]"),
     "weak and handed out": (
         lambda: CUDAGraphOptions(weak_ref_output=True, outputs="view"),
         "weak_ref_output=True .* outputs='clone', got outputs='view'",
     ),
-    "replaced": (
-        lambda: CUDAGraphConfig(capture_sizes=(1, 8)).replace(max_batch_size=4),
-        "at most max_batch_size=4, got 8",
-    ),
+    "replaced": (lambda: CUDAGraphConfig(capture_sizes=(1, 8)).replace(max_batch_size=4), "at most max_batch_size=4"),
     "assigned": (lambda: setattr(CUDAGraphConfig(), "max_seq_len", 3), "frozen"),
 }
 

@@ -61,19 +61,19 @@ def test_named_sizes_are_increasing_and_within_their_limit(name: str, max_size: 
     assert sizes[-1] == max_size or name.startswith("vllm")
 
 
-@pytest.mark.parametrize(
-    ("given", "reqs", "tokens", "sizes"),
-    [
-        ("auto", 13, 8192, [1, 2, 4, 8, 13, 16, 24]),  # up to twice the requests, with their number itself
-        (None, 13, 8192, [1, 2, 4, 8, 13, 16, 24]),
-        ("auto", 1024, 8192, list(named_sizes("vllm", 512))),
-        ("auto", 64, 43, [1, 2, 4, 8, 16, 24, 32, 40, 43]),
-        ("pow2", 6, 100, [1, 2, 4, 6, 8, 12]),
-        ([3, 5, 100], 4, 100, [3, 5, 100]),
-        ([8, 2, 4, 2], 8, 8, [2, 4, 8]),
-        ({4, 1}, 8, 8, [1, 4]),
-    ],
-)
+WITHIN: list[tuple[Any, ...]] = [
+    ("auto", 13, 8192, [1, 2, 4, 8, 13, 16, 24]),  # up to twice the requests, with their number itself
+    (None, 13, 8192, [1, 2, 4, 8, 13, 16, 24]),
+    ("auto", 1024, 8192, list(named_sizes("vllm", 512))),
+    ("auto", 64, 43, [1, 2, 4, 8, 16, 24, 32, 40, 43]),
+    ("pow2", 6, 100, [1, 2, 4, 6, 8, 12]),
+    ([3, 5, 100], 4, 100, [3, 5, 100]),
+    ([8, 2, 4, 2], 8, 8, [2, 4, 8]),
+    ({4, 1}, 8, 8, [1, 4]),
+]
+
+
+@pytest.mark.parametrize(("given", "reqs", "tokens", "sizes"), WITHIN)
 def test_sizes_within_the_limits_of_an_engine(given: Any, reqs: int, tokens: int, sizes: list[int]) -> None:
     """Named ones end at the limits and contain them; explicit ones are kept, in any order."""
     assert get_cudagraph_sizes(given, reqs, tokens, FULL) == sizes
@@ -109,10 +109,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: CUDAGraphConfig(capture_sizes=(1, -4)), r"capture_sizes\[1\] must be an integer >= 1, got -4"),
     (lambda: CUDAGraphConfig(capture_sizes=(1, 2.5)), r"capture_sizes\[1\] must be an integer >= 1, got 2.5"),  # type: ignore[arg-type]
     (lambda: get_cudagraph_sizes([16, 32], 8, 8, FULL), "at most 8 tokens reaches, got 16 as the smallest"),
-    (
-        lambda: get_cudagraph_sizes("auto", 8, 8, "NONE"),
-        "mode must be a CUDAGraphMode, as CUDAGraphMode.FULL, got 'NONE'",
-    ),  # type: ignore[arg-type]
+    (lambda: get_cudagraph_sizes("auto", 8, 8, "NONE"), "mode must be a CUDAGraphMode, .* got 'NONE'"),
     (lambda: get_cudagraph_sizes("auto", 0, 8, FULL), "max_num_reqs must be an integer >= 1, got 0"),
     (lambda: get_cudagraph_sizes("auto", 8, 0, FULL), "max_num_tokens must be an integer >= 1, got 0"),
     *[

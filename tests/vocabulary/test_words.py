@@ -38,17 +38,9 @@ def test_every_reason_has_a_sentence(reason: Reason) -> None:
     assert not reason.text.endswith(".")
 
 
-BUILTIN: dict[str, type[Exception]] = {
-    "ConfigError": ValueError,
-    "BackendError": RuntimeError,
-    "CaptureError": RuntimeError,
-    "ReplayError": RuntimeError,
-    "GuardError": TypeError,
-    "VerificationError": RuntimeError,
-    "StaleOutputError": RuntimeError,
-    "FallbackError": RuntimeError,
-    "IntegrityError": AssertionError,
-}
+AT_RUN_TIME = ("BackendError", "CaptureError", "FallbackError", "ReplayError", "StaleOutputError", "VerificationError")
+BUILTIN: dict[str, type[Exception]] = dict.fromkeys(AT_RUN_TIME, RuntimeError)
+BUILTIN |= {"ConfigError": ValueError, "GuardError": TypeError, "IntegrityError": AssertionError}
 
 
 @pytest.mark.parametrize("name", errors.__all__)
