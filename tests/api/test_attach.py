@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,38 +18,31 @@ from ..helpers import AT_ONCE, check_rows
 SIZES = (2, 4)
 
 
-class Pipeline(nn.Module):
-    """Holds the module that is served."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3))
-        self.head = nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` of (rows, 3)."""
-        return self.head(self.net(x))
+def make_pipeline() -> Any:
+    """What holds the module that is served, ``net``."""
+    net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3))
+    return nn.Sequential(OrderedDict(net=net, head=nn.Linear(3, 3))).eval().requires_grad_(False)
 
 
 @pytest.fixture
-def pipeline() -> Pipeline:
+def pipeline() -> Any:
     """A new one."""
-    return Pipeline().eval().requires_grad_(False)
+    return make_pipeline()
 
 
-def attached(pipeline: Pipeline, **settings: Any) -> gd.Graphed[..., Any]:
+def attached(pipeline: Any, **settings: Any) -> gd.Graphed[..., Any]:
     """Its net, attached."""
     return gd.attach(pipeline.net, dynamic={"input": 0}, sizes=SIZES, options=AT_ONCE, **settings)
 
 
-def check(pipeline: Pipeline, *rows: int, dtype: torch.dtype = torch.float32) -> None:
+def check(pipeline: Any, *rows: int, dtype: torch.dtype = torch.float32) -> None:
     """The pipeline answers as it would without graphs."""
     for count in rows:
         x = torch.randn(count, 3, dtype=dtype)
         torch.testing.assert_close(pipeline(x), pipeline.head(pipeline.net._call_impl(x)))
 
 
-def test_a_module_is_served_where_it_is_held(pipeline: Pipeline) -> None:
+def test_a_module_is_served_where_it_is_held(pipeline: Any) -> None:
     """Its calls go by graphs; its class, its state dict and its attributes are its own."""
     names = list(pipeline.state_dict())
     handle = attached(pipeline)
@@ -61,20 +55,11 @@ def test_a_module_is_served_where_it_is_held(pipeline: Pipeline) -> None:
     assert "FULL graph, 3 -> 4 rows" in handle.explain(torch.randn(3, 3))
 
 
-def test_it_can_be_prewarmed(pipeline: Pipeline) -> None:
-    """From an example of its own arguments."""
-    handle = attached(pipeline)
-    handle.prewarm(torch.randn(4, 3))
-    assert handle.captured_sizes == SIZES
-    check(pipeline, 4)
-    assert handle.last_decision.reason is gd.Reason.EXACT
-
-
-def test_what_is_done_to_the_module_counts(pipeline: Pipeline) -> None:
+def test_what_is_done_to_the_module_counts(pipeline: Any) -> None:
     """Another dtype, other weights in place, a hook, training with gradients."""
     handle = attached(pipeline)
     check(pipeline, 4, 4, 4)
-    pipeline.net.load_state_dict(Pipeline().net.state_dict())
+    pipeline.net.load_state_dict(make_pipeline().net.state_dict())
     check(pipeline, 4)
     assert handle.last_decision.reason is gd.Reason.EXACT
     pipeline.to(torch.float64)
@@ -91,7 +76,7 @@ def test_what_is_done_to_the_module_counts(pipeline: Pipeline) -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-def test_a_copy_is_not_attached(pipeline: Pipeline, copied: Callable[[Any], Any]) -> None:
+def test_a_copy_is_not_attached(pipeline: Any, copied: Callable[[Any], Any]) -> None:
     """As a copy of a compiled module is not compiled."""
     handle = attached(pipeline)
     check(pipeline, 4, 4, 4)
@@ -103,17 +88,17 @@ def test_a_copy_is_not_attached(pipeline: Pipeline, copied: Callable[[Any], Any]
     assert handle.stats.calls == 4
 
 
-def test_a_parent_may_be_served_too(pipeline: Pipeline) -> None:
+def test_a_parent_may_be_served_too(pipeline: Any) -> None:
     """Then one graph holds all of it."""
     inner = attached(pipeline)
-    outer = gd.graphed(pipeline, dynamic={"x": 0}, sizes=SIZES, options=AT_ONCE)
+    outer = gd.graphed(pipeline, dynamic={"input": 0}, sizes=SIZES, options=AT_ONCE)
     reasons = check_rows(outer, *[4] * 4, fn=lambda x: pipeline.head(pipeline.net._call_impl(x)))
     assert reasons[-1] is gd.Reason.EXACT
     assert not inner.entries
 
 
-def test_detach_undoes_it(pipeline: Pipeline) -> None:
-    """The graphs go, calls run as before, and it may be attached again."""
+def test_detach_undoes_it(pipeline: Any) -> None:
+    """The graphs go, calls run as before, and it may be attached again, and prewarmed by an example."""
     handle = attached(pipeline)
     check(pipeline, 4, 4, 4)
     for _ in range(2):
@@ -122,45 +107,38 @@ def test_detach_undoes_it(pipeline: Pipeline) -> None:
     check(pipeline, 4)
     assert handle.stats.calls == 3
     again = attached(pipeline)
+    again.prewarm(torch.randn(4, 3))
     handle.detach()  # which is not what serves it now
-    check(pipeline, 4, 4, 4)
-    assert again.stats.hits == 1
+    check(pipeline, 4)
+    assert (again.captured_sizes, again.stats.hits) == (SIZES, 1)
 
 
-class Coder(nn.Module):
+class Coder(nn.Sequential):
     """A module whose owner calls its methods."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` of (rows, 3)."""
-        return self.inner(x)
 
     def decode(self, z: torch.Tensor) -> torch.Tensor:
         """``z`` of (rows, 3)."""
         return self.forward(z) * 2
 
 
-@pytest.mark.parametrize(("method", "argument"), [("forward", "x"), ("decode", "z")])
+@pytest.mark.parametrize(("method", "argument"), [("forward", "input"), ("decode", "z")])
 def test_a_method_is_served_where_it_is_called(method: str, argument: str) -> None:
     """Called by name; a copy works on its own weights; ``detach`` gives the module its own method back."""
-    coder = Coder().eval().requires_grad_(False)
+    coder = Coder(nn.Linear(3, 3)).eval().requires_grad_(False)
     plain = getattr(coder, method)
     handle = gd.attach(coder, method=method, dynamic={argument: 0}, sizes=SIZES, options=AT_ONCE)
     for rows in (3, 3, 4, 3):
         x = torch.randn(rows, 3)
         torch.testing.assert_close(getattr(coder, method)(x), plain(x))
-        torch.testing.assert_close(coder(x), coder.inner(x))
+        torch.testing.assert_close(coder(x), coder[0](x))
     assert handle.stats.hits >= 2
     for copied in (copy.deepcopy(coder), pickle.loads(pickle.dumps(coder))):
-        copied.inner.weight.zero_()
+        copied[0].weight.zero_()
         calls = handle.stats.calls
         x = torch.randn(3, 3)
         torch.testing.assert_close(getattr(copied, method)(x), getattr(Coder, method)(copied, x))
         assert handle.stats.calls == calls
-    assert list(coder.state_dict()) == ["inner.weight", "inner.bias"]
+    assert list(coder.state_dict()) == ["0.weight", "0.bias"]
     handle.detach()
     handle.detach()
     assert method not in vars(coder)
@@ -169,16 +147,14 @@ def test_a_method_is_served_where_it_is_called(method: str, argument: str) -> No
 
 def test_a_served_method_is_still_a_method() -> None:
     """It has its signature, so that the module, or a parent, can be served as well; it is not attached twice."""
-    coder = Coder().eval().requires_grad_(False)
-    gd.attach(coder, method="forward", dynamic={"x": 0}, sizes=SIZES, options=AT_ONCE)
-    assert list(inspect.signature(coder.forward).parameters) == ["x"]
-    outer = gd.graphed(coder, dynamic={"x": 0}, sizes=SIZES, options=AT_ONCE)
-    assert check_rows(outer, 4, 4, 4, fn=coder.inner)[-1] is gd.Reason.EXACT
-    for name in ("forward", "inner"):
-        with pytest.raises(
-            gd.ConfigError, match=f"method of the module's class that nobody has replaced, got '{name}'"
-        ):
-            gd.attach(coder, method=name, dynamic={"x": 0})
+    coder = Coder(nn.Linear(3, 3)).eval().requires_grad_(False)
+    gd.attach(coder, method="forward", dynamic={"input": 0}, sizes=SIZES, options=AT_ONCE)
+    assert list(inspect.signature(coder.forward).parameters) == ["input"]
+    outer = gd.graphed(coder, dynamic={"input": 0}, sizes=SIZES, options=AT_ONCE)
+    assert check_rows(outer, 4, 4, 4, fn=coder[0])[-1] is gd.Reason.EXACT
+    for name in ("forward", "training"):
+        with pytest.raises(gd.ConfigError, match=f"class that nobody has replaced, got '{name}'"):
+            gd.attach(coder, method=name, dynamic={"input": 0})
     with pytest.raises(gd.ConfigError, match=r"made by graphed\(\); call unwrap\(\)"):
         gd.graphed(coder.decode, dynamic={"z": 0}).detach()
 

@@ -23,14 +23,9 @@ from ..helpers import Behind, batch, check_calls, check_rows, in_threads, make, 
 from .test_copies import Model
 
 
-def takes_two(x: torch.Tensor, y: Any) -> torch.Tensor:
-    """Ignores its second argument."""
-    return x * 2
-
-
 def test_spellings_go_with_their_last_kind() -> None:
     """Each that is left leads to kinds that are there, whichever went."""
-    step = make(takes_two, max_signatures=3, capture_after=2)
+    step = make(lambda x, y: x * 2, max_signatures=3, capture_after=2)
     for columns in range(1, 40):
         x = torch.ones(4, columns)
         for args, kwargs in ([(x, 1), {}], [(x,), {"y": 1}], [(), {"x": x, "y": 1}])[columns % 3 :]:
@@ -204,12 +199,9 @@ def test_explain_tells_what_would_happen() -> None:
     for _ in range(4):
         lines.append(step.explain(batch(3)).partition("; gains")[0])
         step(batch(3))
-    assert lines == [
-        "eager, 3 rows: this size was seen for the first time; it is captured when it comes again",
-        "eager, 3 rows: this call captured the graph; its result comes from eager",
-        "eager, 3 rows: this call compared the graph with eager; its result comes from eager",
-        "FULL graph, 3 -> 4 rows, 25.0 % padding",
-    ]
+    stages = (Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW, Reason.VERIFIED_NOW)
+    assert lines[:3] == [f"eager, 3 rows: {stage.text}" for stage in stages]
+    assert lines[3:] == ["FULL graph, 3 -> 4 rows, 25.0 % padding"]
     assert step.stats.calls == 4
 
 

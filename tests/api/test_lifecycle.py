@@ -27,66 +27,54 @@ class Model(torch.nn.Linear):
         return super().forward(input) * self.store["deep"]["factor"]
 
 
-class Served:
-    """One module behind a front end, with a graph that serves; ``ahead`` is everything that captures on purpose."""
+def ahead(served: Any) -> list[Callable[[], Any]]:
+    """Everything of a front end that captures on purpose."""
+    front, model, x = served.front, served.fn, torch.randn(SIZE, 3)
+    ways: dict[str, list[Callable[[], Any]]] = {
+        "graphed": [lambda: front.prewarm(x)],
+        "adaptive_wrapper": [lambda: front.prewarm([SIZE], lambda _: x)],
+        "execute_or_capture": [
+            lambda: front.capture_graph(SIZE, 1, model, inputs={"input": x}),
+            lambda: front.capture(SIZE, 1, model, inputs={"input": x}),
+        ],
+    }
+    return ways.get(served.name, [])
 
-    def __init__(self, kind: str) -> None:
-        self.model = model = Model().eval()
-        self.serve: Any = FRONT_ENDS[kind](model, dynamic={"input": 0})
-        self.front = front = self.serve.front
-        x = torch.randn(SIZE, 3)
-        ahead: dict[str, list[Callable[[], Any]]] = {
-            "graphed": [lambda: front.prewarm(x)],
-            "adaptive_wrapper": [lambda: front.prewarm([SIZE], lambda _: x)],
-            "execute_or_capture": [
-                lambda: front.capture_graph(SIZE, 1, model, inputs={"input": x}),
-                lambda: front.capture(SIZE, 1, model, inputs={"input": x}),
-            ],
-        }
-        self.ahead = ahead.get(kind, [])
-        self.settle()
 
-    def __call__(self) -> None:
-        self.serve.check_calls(SIZE)
-
-    @property
-    def stats(self) -> gd.CUDAGraphStats:
-        return self.serve.counts
-
-    @property
-    def graphs(self) -> int:
-        return len(self.front._graph_cache)
-
-    def settle(self) -> None:
-        before = self.stats.hits
-        for _ in range(3):
-            self()
-        assert (self.graphs, self.stats.hits > before) == (1, True)
+def settle(served: Any) -> None:
+    """Call a front end until its graph serves, the only one."""
+    before = served.hits
+    for _ in range(3):
+        served.check_calls(SIZE)
+    assert (len(served.front._graph_cache), served.hits > before) == (1, True)
 
 
 @pytest.fixture(params=["graphed", "wrapper", "adaptive_wrapper", "execute_or_capture"])
-def served(request: pytest.FixtureRequest) -> Served:
-    """Each front end in turn."""
-    return Served(request.param)
+def served(request: pytest.FixtureRequest) -> Any:
+    """One module behind each front end in turn, with a graph that serves."""
+    made: Any = FRONT_ENDS[request.param](Model().eval(), dynamic={"input": 0})
+    settle(made)
+    return made
 
 
-def test_nothing_is_captured_asleep(served: Served) -> None:
+def test_nothing_is_captured_asleep(served: Any) -> None:
     """Nothing is held: captures on purpose are refused, and calls run eagerly; awake, all is captured anew."""
     assert served.front.memory_report().total > 0
     served.front.sleep("first")
     served.front.sleep("second")  # harmless, and one wake is enough
     served.front.invalidate("weights")  # wakes nothing
-    served.model.store["deep"]["factor"] = 7.0
-    served.model.weight.data = torch.randn(3, 3)
-    for capture in served.ahead:
+    served.fn.store["deep"]["factor"] = 7.0
+    served.fn.weight.data = torch.randn(3, 3)
+    for capture in ahead(served):
         with pytest.raises((gd.ConfigError, gd.CaptureError), match=r"wake\(\)"):
             capture()
     for _ in range(4):
-        served()
-    assert (served.graphs, served.stats.reasons[Reason.ASLEEP], served.front.memory_report().total) == (0, 4, 0)
-    assert [gone.reason for gone in served.stats.last_evictions] == ["asleep"]
+        served.check_calls(SIZE)
+    asleep = served.reasons[Reason.ASLEEP]
+    assert (len(served.front._graph_cache), asleep, served.front.memory_report().total) == (0, 4, 0)
+    assert [gone.reason for gone in served.counts.last_evictions] == ["asleep"]
     served.front.wake()
-    served.settle()
+    settle(served)
 
 
 CHANGES: dict[str, Callable[[Model, torch.Tensor], Any]] = {
@@ -98,26 +86,26 @@ CHANGES: dict[str, Callable[[Model, torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_waking_awake_serves_the_present_weights(served: Served, change: str) -> None:
+def test_waking_awake_serves_the_present_weights(served: Any, change: str) -> None:
     """``wake`` without a ``sleep`` before it hides no change of the weights."""
-    CHANGES[change](served.model, torch.randn(3, 3))
+    CHANGES[change](served.fn, torch.randn(3, 3))
     served.front.wake()
-    served.settle()
+    settle(served)
 
 
-def test_nothing_is_captured_frozen(served: Served) -> None:
+def test_nothing_is_captured_frozen(served: Any) -> None:
     """Captures on purpose are refused, and a model whose weights moved runs eagerly until ``unfreeze``."""
     served.front.freeze()
-    for capture in served.ahead[: 1 + hasattr(served.front, "registry")]:
+    for capture in ahead(served):
         with pytest.raises((gd.ConfigError, gd.CaptureError), match=r"freeze\(\) forbids"):
             capture()
-    served()
-    assert served.stats.reasons[Reason.FROZEN] == 0
-    served.model.weight = torch.nn.Parameter(torch.randn(3, 3))
-    served()
-    assert served.stats.reasons[Reason.FROZEN] == 1
+    served.check_calls(SIZE)
+    assert served.reasons[Reason.FROZEN] == 0
+    served.fn.weight = torch.nn.Parameter(torch.randn(3, 3))
+    served.check_calls(SIZE)
+    assert served.reasons[Reason.FROZEN] == 1
     served.front.unfreeze()
-    served.settle()
+    settle(served)
 
 
 def test_what_is_asked_of_a_frozen_or_sleeping_object_says_so() -> None:

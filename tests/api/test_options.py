@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,34 +32,23 @@ SET: dict[str, Any] = {
 """A value for each limit that is none of the defaults."""
 
 
-MAKERS: dict[str, Callable[[CUDAGraphOptions], Any]] = {
-    "graphed": lambda options: graphed(double, dynamic={"x": 0}, options=options),
-    "CUDAGraphManager": lambda options: CUDAGraphManager(CUDAGraphConfig(options=options)),
-    "CUDAGraphWrapper": lambda options: CUDAGraphWrapper(double, options=options),
-    "AdaptiveCUDAGraphWrapper": lambda options: AdaptiveCUDAGraphWrapper(double, options=options),
-    "StreamDispatcher": lambda options: StreamDispatcher(double, options=options),
-}
-
-
-REFUSED: dict[str, set[str]] = {
-    "graphed": set(),
-    "CUDAGraphManager": set(),
-    "CUDAGraphWrapper": {"max_cached_graphs"},
-    "AdaptiveCUDAGraphWrapper": {"max_cached_graphs", "capture_after"},
-    "StreamDispatcher": set(SET),
-}
+MAKERS: list[tuple[Callable[..., Any], list[str]]] = [
+    (lambda options: graphed(double, dynamic={"x": 0}, options=options), []),
+    (lambda options: CUDAGraphManager(CUDAGraphConfig(options=options)), []),
+    (partial(CUDAGraphWrapper, double), ["max_cached_graphs"]),
+    (partial(AdaptiveCUDAGraphWrapper, double), ["max_cached_graphs", "capture_after"]),
+    (partial(StreamDispatcher, double), [*SET]),
+]
+"""What makes each front end with options, and those that it cannot honour."""
 
 
 @pytest.mark.parametrize("option", SET)
-@pytest.mark.parametrize("front_end", MAKERS)
-def test_a_front_end_takes_an_option_or_refuses_it(front_end: str, option: str) -> None:
+@pytest.mark.parametrize(("make", "refused"), MAKERS)
+def test_a_front_end_takes_an_option_or_refuses_it(make: Callable[..., Any], refused: list[str], option: str) -> None:
     """Never silently: what it cannot honour is an error that names the option and the front end."""
-    options = CUDAGraphOptions(**{option: SET[option]})
-    if option in REFUSED[front_end]:
-        with pytest.raises(ConfigError, match=rf"options\.{option} must be left out for \w*(Wrapper|Dispatcher), got"):
-            MAKERS[front_end](options)
-    else:
-        MAKERS[front_end](options)
+    told = rf"options\.{option} must be left out for \w*(Wrapper|Dispatcher), got"
+    with pytest.raises(ConfigError, match=told) if option in refused else nullcontext():
+        make(options=CUDAGraphOptions(**{option: SET[option]}))
 
 
 def test_a_wrapper_captures_after_as_many_calls_as_the_options_say() -> None:
@@ -103,10 +94,7 @@ def test_captures_evictions_and_new_reasons_are_lines_without_repeats(caplog: py
     lines = logged(caplog, step, 3, 3, 3, 9, 9, 9, 7, 7, 9)
     assert [line.split()[0] for line in lines] == ["captured", "eager", "evicted", "captured"]
     assert lines[0].startswith("captured callable=Linear mode=FULL rows=4 ms=")
-    assert lines[1] == (
-        "eager callable=Linear reason=above_largest_size rows=9: the batch is larger than the largest graph; "
-        "raise max_size to cover it (largest: 8)"
-    )
+    assert lines[1].startswith("eager callable=Linear reason=above_largest_size rows=9: the batch is larger than")
     assert lines[2].startswith("evicted tokens=4 cause=count replays=0 freed_bytes=")
 
 

@@ -146,31 +146,23 @@ def test_a_mark_within_a_break_runs_inline(inner: Callable[[Tensor], Tensor]) ->
         remove_eager_break("aten::sin")
 
 
-MODEL = nn.Linear(3, 3)
-WRONG: dict[str, tuple[Callable[[], Any], str]] = {
-    "no overload": (lambda: eager_break("aten::sin", "nonzero"), "is unknown to torch; write 'namespace::name'"),
-    "no operator": (lambda: eager_break("aten::sin", "aten::no_such_thing"), "is unknown to torch"),
-    "no name": (lambda: eager_break("aten::sin", "::"), "is unknown to torch"),
-    "a number": (lambda: eager_break(3), "takes a function, a module or names of operators, got"),  # type: ignore[call-overload]
-    "a tensor": (lambda: eager_break(X), "takes a function, a module or names of operators, got"),  # type: ignore[call-overload]
-    "two functions": (lambda: eager_break(double, double), "takes one function, one module with names"),  # type: ignore[call-overload]
-    "no method": (
-        lambda: eager_break(nn.Linear(3, 3), "no_such_method"),
-        "names of methods of the module, got 'no_such",
-    ),
-    "one method and none": (
-        lambda: eager_break(MODEL, "half", "no_such_method"),
-        "methods of the module, got 'no_such",
-    ),
-    "a module": (lambda: eager_break(nn.Sequential(nn.ReLU()), "0"), "names of methods of the module, got '0'"),
-    "no mark": (lambda: remove_eager_break(nn.Linear(3, 3)), "takes marked modules .* got Linear"),
-}
+WRONG: list[tuple[Callable[[], Any], str]] = [
+    (lambda: eager_break("aten::sin", "nonzero"), "is unknown to torch; write 'namespace::name'"),
+    (lambda: eager_break("aten::sin", "aten::no_such_thing"), "is unknown to torch"),
+    (lambda: eager_break("aten::sin", "::"), "is unknown to torch"),
+    (lambda: eager_break(3), "takes a function, a module or names of operators, got"),  # type: ignore[call-overload]
+    (lambda: eager_break(X), "takes a function, a module or names of operators, got"),  # type: ignore[call-overload]
+    (lambda: eager_break(double, double), "takes one function, one module with names"),  # type: ignore[call-overload]
+    (lambda: eager_break(nn.Linear(3, 3), "no_such_method"), "names of methods of the module, got 'no_such"),
+    (lambda: eager_break(nn.Linear(3, 3), "half", "no_such_method"), "methods of the module, got 'no_such"),
+    (lambda: eager_break(nn.Sequential(nn.ReLU()), "0"), "names of methods of the module, got '0'"),
+    (lambda: remove_eager_break(nn.Linear(3, 3)), "takes marked modules .* got Linear"),
+]
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_marked_is_an_error(name: str) -> None:
+@pytest.mark.parametrize(("mark", "message"), WRONG)
+def test_what_cannot_be_marked_is_an_error(mark: Callable[[], Any], message: str) -> None:
     """The error names it and what would be right, and nothing was marked."""
-    mark, message = WRONG[name]
     with pytest.raises(ConfigError, match=message):
         mark()
     assert names(lambda x: x.sin() + 1, X) == []
@@ -273,9 +265,7 @@ def test_the_nearest_module_to_break_at_is_named() -> None:
 
 
 class _Anchors(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell_anchors: list[torch.Tensor] | None = None
+    cell_anchors: list[torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.cell_anchors = [x * 1]
@@ -305,10 +295,6 @@ def test_what_is_rebound_is_named_as_it_is_spelled() -> None:
 
 def test_arguments_that_are_one_tensor_are_named() -> None:
     """A callable that asks whether two arguments are one tensor gets two copies in a graph; the refusal names them."""
-
-    class Attention(nn.Module):
-        def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-            return query * 2 if query is key else key * 3
-
     x = torch.randn(4, 4)
-    assert "query, key are one tensor" in _explain(Attention().eval(), query=x, key=x)
+    text = _explain(lambda query, key: query * 2 if query is key else key * 3, query=x, key=x)
+    assert "query, key are one tensor" in text

@@ -124,7 +124,7 @@ def test_prewarming_collects_after_the_last_capture(
         prewarm(step, CUDAGraphOptions(gc_disable=gc_disable))
         assert len(within) > 2
         assert all(is_kept)
-        young: list[list[int]] = [[] for _ in range(5000)]  # whatever number of objects the collector of this Python waits for
+        young: list[list[int]] = [[] for _ in range(5000)]  # more than the collector waits for
         assert any(is_there() for is_there in within) is not (gc_disable and bool(young))
     finally:
         gc.enable()

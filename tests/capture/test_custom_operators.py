@@ -1,7 +1,6 @@
 """Custom operators: Python inside them is frozen, as CUDA freezes it; an operator in C++ is one call of a graph."""
 
 import gc
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -139,13 +138,12 @@ def test_python_of_an_operator_is_frozen(library: torch.library.Library, kind: s
     assert torch.equal(out, op(x) + 1)
 
 
+@pytest.mark.filterwarnings("ignore")  # it says that it is slow uncompiled
 def test_flex_attention_runs_its_parts() -> None:
     """``flex_attention`` without a compiler is Python that runs operators, and is served."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that it is slow uncompiled
-        check_served(serve(lambda x: flex_attention(x, x, x)), 1, 1, 4, 8)
+    check_served(serve(lambda x: flex_attention(x, x, x)), 1, 1, 4, 8)
 
 
 def numpy_sine(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
 
-from ..helpers import with_options
+from ..helpers import check_rows, double, with_options
 
 ROWS = 4
 CAPTURE, FAST, SLOW = 1e-3, 1e-3, 2e-3
@@ -38,26 +38,15 @@ def pairs(eager: float, replay: float) -> Iterator[float]:
 
 def serve(durations: Iterable[float], fn: Callable[..., Any] | None = None, **options: Any) -> Graphed[..., Any]:
     """A served callable on such a clock, which captures at once."""
-    options = with_options({"sizes": (ROWS,), **options}, capture_after=1)
-    step = graphed(fn or (lambda x: x * 2), dynamic={"x": 0}, **options)
+    step = graphed(fn or double, dynamic={"x": 0}, **with_options({"sizes": (ROWS,), **options}, capture_after=1))
     step._graphs.clock = Clock(durations)
     return step
-
-
-def reasons(step: Graphed[..., Any], calls: int, rows: int = ROWS) -> list[Reason]:
-    """The reasons of some calls, each answered as eager answers."""
-    found = []
-    for number in range(calls):
-        x = torch.full((rows, 3), float(number))
-        assert torch.equal(step(x), x * 2)
-        found.append(step.last_decision.reason)
-    return found
 
 
 def test_what_a_graph_gains_is_kept_with_it() -> None:
     """In milliseconds of a full batch, the copy of the inputs included; the first batch that is captured decides."""
     step = serve(chain((CAPTURE, 1e-4, FAST, SLOW), cycle((SLOW,))))
-    reasons(step, 3, rows=2)
+    check_rows(step, 2, 2, 2)
     assert step.entries[0].gain == pytest.approx((2.0, 1.1))
     assert step.entries[0].gain.ms == pytest.approx(0.9)
 
@@ -65,7 +54,7 @@ def test_what_a_graph_gains_is_kept_with_it() -> None:
 def test_a_graph_that_is_slower_is_given_up_once() -> None:
     """It is captured once, never again, and holds nothing; each call says why, with the times and a remedy."""
     step = serve(pairs(FAST, SLOW))
-    assert reasons(step, 200) == [Reason.NO_GAIN] * 200
+    assert check_rows(step, *[ROWS] * 200) == [Reason.NO_GAIN] * 200
     assert (step.stats.hits, step.stats.captures, step.stats.capture_failures) == (0, 0, 1)
     assert step.entries == []
     text = step.explain(torch.ones(ROWS, 3))
@@ -73,15 +62,15 @@ def test_a_graph_that_is_slower_is_given_up_once() -> None:
     assert "prewarm()" in text
     step.check_integrity()
     step.prewarm(torch.ones(ROWS, 3))
-    assert reasons(step, 3) == [Reason.EXACT] * 3
+    assert check_rows(step, *[ROWS] * 3) == [Reason.EXACT] * 3
 
 
 def test_a_size_is_measured_anew_after_invalidate() -> None:
     """What made the graph slow may have ended."""
     step = serve(chain(islice(pairs(FAST, SLOW), 12), pairs(SLOW, FAST)))
-    assert reasons(step, 2) == [Reason.NO_GAIN] * 2
+    assert check_rows(step, *[ROWS] * 2) == [Reason.NO_GAIN] * 2
     step.invalidate()
-    assert reasons(step, 3) == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
+    assert check_rows(step, *[ROWS] * 3) == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +90,7 @@ def test_noise_gives_up_no_graph(eager: list[float], replay: list[float], is_kep
     """All replays must be slower than four of five eager runs at least, and clearly so."""
     turns = chain.from_iterable(zip(eager[1:], replay[1:], strict=True))
     step = serve(chain((CAPTURE, 0.0, replay[0], eager[0]), turns, cycle((CAPTURE,))))
-    reasons(step, 3)
+    check_rows(step, *[ROWS] * 3)
     assert bool(step.entries) is is_kept
 
 
@@ -130,6 +119,6 @@ def test_a_prewarmed_graph_is_not_judged() -> None:
     """Not when it is compared because of ``verify_every``, nor for a number of rows that no call had."""
     step = serve(pairs(FAST, SLOW), options=CUDAGraphOptions(verify_every=2))
     step.prewarm(torch.ones(ROWS, 3))
-    found = [*reasons(step, 5), *reasons(step, 5, rows=2)]
+    found = [*check_rows(step, *[ROWS] * 5), *check_rows(step, *[2] * 5)]
     assert Reason.VERIFIED_NOW in found
     assert Reason.NO_GAIN not in found

@@ -12,11 +12,20 @@ from graphdispatch import Reason
 
 from ..helpers import check_calls
 
-WRITES: dict[str, Callable[[Tensor, Tensor], object]] = {
-    "index_fill": lambda c, i: c.index_fill_(0, i, 0),
-    "index_put": lambda c, i: c.__setitem__(i, 0),
-    "scatter": lambda c, i: c.scatter_(0, i[:, None].expand(-1, 2), 0),
-    "masked_fill": lambda c, i: c.masked_fill_((torch.arange(6)[:, None] == i).any(1)[:, None], 0),
+Write = Callable[[Tensor, Tensor], object]
+
+
+def writes(number: int) -> dict[str, Write]:
+    """What writes this number into rows of a cache, in the ways that torch has."""
+    return {
+        "index_fill": lambda c, i: c.index_fill_(0, i, number),
+        "index_put": lambda c, i: c.__setitem__(i, number),
+        "scatter": lambda c, i: c.scatter_(0, i[:, None].expand(-1, 2), number),
+        "masked_fill": lambda c, i: c.masked_fill_((torch.arange(6)[:, None] == i).any(1)[:, None], number),
+    }
+
+
+WRITES = writes(0) | {
     "multiplied": lambda c, i: c.__setitem__(i, c[i] * 0),
     "slice": lambda c, i: c[: len(i)].zero_(),
     "view": lambda c, i: c.view(-1).index_fill_(0, i * 2, 0) if c.is_contiguous() else c.index_fill_(0, i, 0),
@@ -75,24 +84,20 @@ def store_rows(cache: Tensor, slots: Tensor) -> None:
     cache[slots] = 1
 
 
-def noting(write: Callable[[Tensor, Tensor], object], seen: Tensor) -> Callable[[Tensor], Tensor]:
+def noting(write: Write, seen: Tensor) -> Callable[[Tensor], Tensor]:
     """Notes by index which slots its rows name."""
     return lambda slots: (write(seen, slots), slots * 2)[1]
 
 
-NOTES: dict[str, Callable[[Tensor, Tensor], object]] = {
+NOTES = writes(1) | {
     "custom operator": store_rows,
     "index_copy": lambda c, i: c.index_copy_(0, i, torch.ones(len(i), 2)),
-    "index_put": lambda c, i: c.__setitem__(i, 1),
-    "index_fill": lambda c, i: c.index_fill_(0, i, 1),
     "raised": lambda c, i: c.__setitem__(i, c[i].clamp(min=1)),
-    "scatter": lambda c, i: c.scatter_(0, i[:, None].expand(-1, 2), 1),
     "reduced": lambda c, i: c.scatter_reduce_(0, i[:, None], torch.ones(len(i), 1), "amax"),
-    "masked_fill": lambda c, i: c.masked_fill_((torch.arange(6)[:, None] == i).any(1)[:, None], 1),
 }
 
 
-def check_slots(write: Callable[[Tensor, Tensor], object], order: list[int], **how: Any) -> None:
+def check_slots(write: Write, order: list[int], **how: Any) -> None:
     """Batches of these numbers of rows write slots from 0 on, and later ones other slots: all are eager's."""
     seen, expected = torch.zeros(6, 2), torch.zeros(6, 2)
     step = gd.graphed(noting(write, seen), dynamic={"slots": 0}, sizes=[4], **how)

@@ -30,23 +30,12 @@ class Experts(nn.Module):
         return torch.empty_like(y).index_copy_(0, order, y)
 
 
-class Attention(nn.Module):
-    """Each row of the batch is a sequence of four."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(8, 24)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Attends within each row."""
-        q, k, v = self.qkv(x.view(-1, 4, 8)).chunk(3, -1)
-        return nn.functional.scaled_dot_product_attention(q, k, v).reshape(-1, 32)
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.LayerNorm(32)),
     "batch norm": lambda: nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)),
-    "attention": Attention,
+    "attention": lambda: nn.Sequential(
+        nn.Unflatten(1, (4, 8)), nn.TransformerEncoderLayer(8, 1, 16, batch_first=True), nn.Flatten()
+    ),
     "experts": Experts,
     "convolution": lambda: nn.Sequential(nn.Unflatten(1, (4, 8)), nn.Conv1d(4, 8, 3), nn.SiLU(), nn.Flatten()),
 }
@@ -371,26 +360,18 @@ def test_what_is_written_hides_nothing(level: Tensor, pad: Any, rows: int) -> No
     if not (level.is_floating_point() or torch.zeros(()).is_cpu):
         pytest.skip("integers change on the CPU alone: elsewhere they may be indices that nobody checks")
 
-    class Bounded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("level", level.clone())
+    def bounded(x: Tensor, level: Tensor) -> Tensor:
+        level.add_(1)
+        x = torch.tanh(x + level)
+        return x + x.mean(0)
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.level.add_(1)
-            x = torch.tanh(x + self.level)
-            return x + x.mean(0)
-
-    model, eager = Bounded(), Bounded()
-    step = gd.graphed(model, dynamic={"x": 0}, sizes=[4], pad=pad)
-    for one in (rows, rows, rows, 3, 4, 3):
-        x = torch.rand(one, 4)
-        assert torch.equal(step(x), eager(x))
+    ours, eagers = level.clone(), level.clone()
+    step = gd.graphed(lambda x: bounded(x, ours), dynamic={"x": 0}, sizes=[4], pad=pad)
+    check_calls(step, *(torch.rand(one, 4) for one in (rows, rows, rows, 3, 4, 3)), fn=lambda x: bounded(x, eagers))
     assert step.last_decision.reason is Reason.VERIFICATION_FAILED
-    for one in (model, eager):
-        one.level.fill_(-1)
-    x = torch.rand(3, 4)
-    assert torch.equal(step(x), eager(x))
+    for one in (ours, eagers):
+        one.fill_(-1)
+    check_calls(step, torch.rand(3, 4), fn=lambda x: bounded(x, eagers))
 
 
 @pytest.mark.parametrize("rows", [3, 4], ids=["padded-first", "full-first"])
@@ -417,29 +398,22 @@ def test_what_is_written_shows_it(rows: int) -> None:
 def test_rows_apart_are_served() -> None:
     """Layers with zero biases, zero statistics, integer buffers and a state of zeros are served padded, as ever."""
 
-    class Plain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4).eval()
-            self.layer.bias.zero_()
-            self.register_buffer("places", torch.zeros(4, dtype=torch.long))
-            self.register_buffer("mask", torch.ones(4, dtype=torch.bool))
-            self.register_buffer("steps", torch.zeros(()))
-            self.kinds = nn.Embedding(1, 4)
+    layer, norm, kinds = nn.Linear(4, 4), nn.BatchNorm1d(4).eval(), nn.Embedding(1, 4)
+    layer.bias.zero_()
+    places, mask, steps = torch.zeros(4, dtype=torch.long), torch.ones(4, dtype=torch.bool), torch.zeros(())
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.steps.add_(1)
-            y = self.norm(self.layer(x)) + self.kinds(self.places[0])
-            return y.masked_fill(~self.mask, -1.0)[:, self.places]
+    def plain(x: Tensor) -> Tensor:
+        steps.add_(1)
+        y = norm(layer(x)) + kinds(places[0])
+        return y.masked_fill(~mask, -1.0)[:, places]
 
-    model = Plain()
-    step = gd.graphed(model, dynamic={"x": 0}, sizes=[4])
+    step = gd.graphed(plain, dynamic={"x": 0}, sizes=[4])
     for calls, rows in enumerate((3, 3, 4, 3, 3), 1):
         reasons = check_rows(step, rows, width=4, **NEAR)
-        assert int(model.steps) == 2 * calls  # eager's are half
+        assert int(steps) == 2 * calls  # eager's are half
     assert reasons == [Reason.PADDED]
-    assert not bool(model.norm.running_mean.any())
-    assert not bool(model.layer.bias.any())
+    assert not bool(norm.running_mean.any())
+    assert not bool(layer.bias.any())
 
 
 def test_a_change_after_many_batches_is_compared() -> None:

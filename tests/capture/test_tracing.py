@@ -9,19 +9,14 @@ import torch
 
 import graphdispatch as gd
 
-from ..helpers import HAS_CORE, Seen, check_rows, frames_of, make, recorded, run_python
+from ..helpers import HAS_CORE, Seen, check_rows, double, frames_of, make, recorded, run_python
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
-def fn(x: torch.Tensor) -> torch.Tensor:
-    """Twice."""
-    return x * 2
-
-
 def served() -> gd.Graphed[..., torch.Tensor]:
     """A callable without graphs yet."""
-    return make(fn, sizes=(4,))
+    return make(sizes=(4,))
 
 
 def test_a_cold_callable_captures_under_the_compiler() -> None:
@@ -31,8 +26,8 @@ def test_a_cold_callable_captures_under_the_compiler() -> None:
     alone = torch.compile(step, backend=seen)  # leaves nothing to compile
     for rows in (3, 4, 3, 3):
         x = torch.randn(rows, 3)
-        assert torch.equal(compiled(x), fn(x - 1) - 1)
-        assert torch.equal(alone(x), fn(x))
+        assert torch.equal(compiled(x), double(x - 1) - 1)
+        assert torch.equal(alone(x), double(x))
     assert (step.stats.hits, step.stats.captures) == (6, 1)
     assert {name.partition("_")[0] for name in seen.operators} == {"sub"}
 
@@ -52,12 +47,12 @@ def test_a_whole_graph_is_refused_by_the_compiler() -> None:
 def test_a_compiled_callable_inside_stays_compiled() -> None:
     """What the served callable compiled itself runs as it was compiled, below a compiled caller too."""
     inner, outer = Seen(), Seen()
-    part = torch.compile(fn, backend=inner)
+    part = torch.compile(double, backend=inner)
     step = gd.graphed(lambda x: part(x), dynamic={"x": 0}, sizes=(4,), mode="NONE")
     compiled = torch.compile(lambda x: step(x) - 1, backend=outer)
     for rows in (3, 4):
         x = torch.randn(rows, 3)
-        assert torch.equal(compiled(x), fn(x) - 1)
+        assert torch.equal(compiled(x), double(x) - 1)
     assert "mul" in inner.operators
     assert "mul" not in outer.operators
 

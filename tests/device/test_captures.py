@@ -87,29 +87,24 @@ def swallow(x: torch.Tensor) -> None:
         x + 1
 
 
+WAITS = "not permitted when stream is capturing"
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
-    "item": (lambda x: x.sum().item(), "not permitted when stream is capturing"),
-    "nonzero": (lambda x: x.nonzero(), "not permitted when stream is capturing"),
-    "truth": (lambda x: bool((x > 0).all()), "not permitted when stream is capturing"),
-    "synchronize": (lambda x: torch.accelerator.synchronize(), "not permitted when stream is capturing"),
-    "stream": (lambda x: torch.accelerator.current_stream().synchronize(), "not permitted when stream is capturing"),
-    "query": (lambda x: torch.Stream(DEVICE).query(), "not permitted when stream is capturing"),
+    "item": (lambda x: x.sum().item(), WAITS),
+    "nonzero": (lambda x: x.nonzero(), WAITS),
+    "truth": (lambda x: bool((x > 0).all()), WAITS),
+    "synchronize": (lambda x: torch.accelerator.synchronize(), WAITS),
+    "stream": (lambda x: torch.accelerator.current_stream().synchronize(), WAITS),
+    "query": (lambda x: torch.Stream(DEVICE).query(), WAITS),
     "to the host": (lambda x: x.cpu(), "unless the CPU tensor is pinned"),
     "from the host": (lambda x: x.copy_(torch.ones(8)), "unless the CPU tensor is pinned"),
-    "pinned, but waits": (
-        lambda x: torch.empty(8, pin_memory=True).copy_(x),
-        "not permitted when stream is capturing",
-    ),
+    "pinned, but waits": (lambda x: torch.empty(8, pin_memory=True).copy_(x), WAITS),
     "unjoined": (unjoined, "unjoined work"),
     "work outside": (wait_for_outside, "uncaptured work in another stream"),
-    "event": (ask_for_event, "not permitted when stream is capturing"),
-    "another capture": (lambda x: Graph().capture_begin(), "not permitted when stream is capturing"),
+    "event": (ask_for_event, WAITS),
+    "another capture": (lambda x: Graph().capture_begin(), WAITS),
     "another stream at the end": (end_elsewhere, "must end on the stream"),
     "swallowed": (swallow, "previous error during capture"),
-    "another generator": (
-        lambda x: torch.rand(3, device=DEVICE, generator=torch.Generator(DEVICE)),
-        "outside graph capture",
-    ),
+    "another generator": (lambda x: x.normal_(generator=torch.Generator(DEVICE)), "outside graph capture"),
     "seed": (lambda x: torch.get_device_module(DEVICE).manual_seed(1), "state cannot be set"),
 }
 

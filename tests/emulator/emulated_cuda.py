@@ -49,15 +49,7 @@ COPYING = ("index", "_index_put_impl_", "where", "_foreach_copy_")
 NEVER_ON_HOST = {
     "addcdiv": ("tensor1", "tensor2"),
     "addcdiv_": ("tensor1", "tensor2"),
-    "addcmul": ("tensor1",),
-    "addcmul_": ("tensor1",),
-    "binary_cross_entropy": ("target",),
-    "clamp": ("min", "max"),
-    "lerp": ("end",),
-    "lerp_": ("end",),
     "masked_fill_": ("mask",),
-    "mse_loss": ("target",),
-    "smooth_l1_loss": ("target",),
 }
 # Operators with one of these in their name stay torch's: they launch nothing, draw random numbers, or are not emulated.
 KEPT = (

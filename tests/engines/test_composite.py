@@ -27,10 +27,10 @@ PREFILL = DispatchKey(2, 1, is_prefill=True)
 class Runner:
     """An eager runner that counts its runs, and fails on request."""
 
+    runs = 0
+
     def __init__(self, name: str, error: Exception | None = None) -> None:
-        self.name = name
-        self.error = error
-        self.runs = 0
+        self.name, self.error = name, error
 
     def __call__(self, *args: Any) -> str:
         self.runs += 1
@@ -135,16 +135,12 @@ def test_composites_nest() -> None:
     assert first.stats.reasons == outer.stats.reasons == {Reason.NOT_CAPTURED: 1}
 
 
-def test_workers_are_members() -> None:
-    """A ``StreamDispatcher`` in a composite verifies, serves, and is passed over once it is closed."""
+def test_workers_that_are_closed_are_passed_over() -> None:
+    """A ``StreamDispatcher`` in a composite runs the call eagerly then; ``test_latency.py`` has an open one."""
     workers = StreamDispatcher(lambda x: x * 2, 2, backend=get_backend("cpu"))
     workers.capture(KEY, (torch.zeros(2, 3),))
     composite = CompositeDispatcher()
     composite.add_dispatcher("workers", workers)
-    answers = [composite.dispatch(KEY, torch.full((2, 3), float(v)))[0, 0].item() for v in range(1, 6)]
-    assert answers == [2.0 * v for v in range(1, 6)]
-    assert workers.stats.reasons == {Reason.VERIFIED_NOW: 2}
-    assert workers.stats.graph == 3
     workers.close()
     assert composite.dispatch(KEY, torch.ones(2, 3))[0, 0].item() == 2.0
 

@@ -1,6 +1,7 @@
 """A policy that learns is told how long steps took, and acts on it."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -42,13 +43,13 @@ Behind = Callable[[DispatchPolicy, Callable[..., Any]], tuple[CudagraphDispatche
 @pytest.fixture(params=["plain", "streams", "composite", "streams in composite", "composite in composite"])
 def behind(request: pytest.FixtureRequest) -> Iterator[Behind]:
     """Makes a dispatcher with that policy, and what calls go to."""
-    closing: list[StreamDispatcher] = []
+    stack = ExitStack()
 
     def make(policy: DispatchPolicy, runner: Callable[..., Any]) -> tuple[CudagraphDispatcher, Any]:
         one = CudagraphDispatcher(runner, policy)
         if "streams" in request.param:
             one = StreamDispatcher(runner, 2, policy=policy, backend=get_backend("cpu"))
-            closing.append(one)
+            stack.callback(one.close)
         called: Any = one
         for _ in range(request.param.count("composite")):
             outer = CompositeDispatcher()
@@ -56,9 +57,8 @@ def behind(request: pytest.FixtureRequest) -> Iterator[Behind]:
             called = outer
         return one, called
 
-    yield make
-    for streams in closing:
-        streams.close()
+    with stack:
+        yield make
 
 
 def test_a_policy_learns_behind_every_dispatcher(behind: Behind) -> None:

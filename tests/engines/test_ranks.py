@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from graphdispatch import CUDAGraphMode
 from graphdispatch.engines import Agreement, RankConsensus, RankVote
 from graphdispatch.engines.ranks import merge_votes
-from graphdispatch.errors import ConfigError
 
 from ..helpers import run_python
 
@@ -95,22 +94,6 @@ def test_a_rank_alone_agrees_with_itself() -> None:
     )
 
 
-@pytest.mark.parametrize("sizes", [(), (0, 1), (2, 2), (4, 2)])
-def test_sizes_must_increase(sizes: tuple[int, ...]) -> None:
-    """No sizes and sizes out of order are refused at once."""
-    with pytest.raises(ConfigError, match="sizes must be positive and strictly increasing"):
-        RankConsensus(sizes=sizes)
-
-
-def test_bad_votes_are_refused() -> None:
-    """Rows and modes that cannot be are named."""
-    consensus = RankConsensus(sizes=SIZES)
-    with pytest.raises(ConfigError, match="rows must be an integer >= 0, got -1"):
-        consensus.agree(-1, ())
-    with pytest.raises(ConfigError, match="mode must be FULL, PIECEWISE or NONE"):
-        consensus.agree(1, (), CUDAGraphMode.FULL_DECODE_ONLY)
-
-
 def run_ranks(world: int, folder: Path, *scenarios: str) -> list[dict[str, Any]]:
     """What every rank wrote."""
     command = [sys.executable, "-W", "error", str(WORKER)]
@@ -163,9 +146,7 @@ def test_a_failed_capture_is_known_to_all(world: str, request: pytest.FixtureReq
 
 def test_collectives_inside_the_graph_pair_up(two: list[dict[str, Any]]) -> None:
     """Ranks that capture and replay in the same steps get the sum over ranks from the graph."""
-    for result in two:
-        assert all(is_right for _, is_right in result["collective"]["steps"])
-        assert result["collective"]["hits"] == 4
+    assert [result["collective"] for result in two] == [[[True] * 6, 4]] * 2
 
 
 def test_functional_collectives_run_in_the_graph(two: list[dict[str, Any]]) -> None:
@@ -179,24 +160,20 @@ def test_functional_collectives_run_in_the_graph(two: list[dict[str, Any]]) -> N
 def test_other_sizes_are_refused(two: list[dict[str, Any]]) -> None:
     """If a rank is configured with other sizes, every rank says which it has."""
     for rank, result in enumerate(two):
-        assert f"sizes must be the same on every rank; rank {rank} has" in result["sizes"]["error"]
+        assert f"sizes must be the same on every rank; rank {rank} has" in result["sizes"]
 
 
 def test_a_dead_rank_is_an_error(two: list[dict[str, Any]]) -> None:
     """A rank that ends without a word is an error for the others, before any timeout."""
-    assert "rank 0 got no agreement, as a rank did not vote" in two[0]["death"]["error"]
+    assert "rank 0 got no agreement, as a rank did not vote" in two[0]["death"]
 
 
 def test_a_late_rank_is_an_error(four: list[dict[str, Any]]) -> None:
-    """The others give up at the timeout; when the late rank comes, it gets an error too."""
+    """The others give up at the timeout; when the late rank comes, it gets an error too. A consensus that failed once
+    refuses to go on, since ranks may be out of step."""
     for rank, result in enumerate(four):
-        assert f"rank {rank} got no agreement" in result["late"]["first"]
-
-
-def test_after_a_failure_nothing_is_agreed(four: list[dict[str, Any]]) -> None:
-    """A consensus that failed once refuses to go on, since ranks may be out of step."""
-    for result in four:
-        assert "make a new RankConsensus" in result["late"]["second"]
+        assert f"rank {rank} got no agreement" in result["late"][0]
+        assert "make a new RankConsensus" in result["late"][1]
 
 
 def test_the_tensor_parallel_example_runs() -> None:

@@ -19,16 +19,10 @@ import torch
 
 import graphdispatch
 from graphdispatch import CUDAGraphMode
-from graphdispatch.engines import (
-    CudagraphDispatcher,
-    CUDAGraphEntry,
-    CudagraphKeyDispatcher,
-    CUDAGraphRegistry,
-    DispatchMode,
-)
+from graphdispatch.engines import CudagraphDispatcher, CudagraphKeyDispatcher, DispatchMode
 
 from ..helpers import switching_often
-from .test_dispatcher import decode
+from .test_dispatcher import compared, decode
 
 READERS = 32
 _ROOMS = tuple(str(Path(graphdispatch.__file__).parent / room) for room in ("decide", "engines"))
@@ -40,12 +34,6 @@ def switches_often() -> Iterator[None]:
     """In all tests."""
     with switching_often(5e-5):
         yield
-
-
-def entry(size: int) -> CUDAGraphEntry:
-    """A graph that doubles its input and whose padding was compared with eager."""
-    example = {"x": torch.randn(size - 1, 2)}
-    return CUDAGraphRegistry().capture(size - 1, 1, lambda x: x * 2, inputs=example, size=size)
 
 
 def changed_before_line(number: int, ask: Callable[[], Any], change: Callable[[], object]) -> tuple[Any, bool]:
@@ -107,7 +95,7 @@ def test_a_change_in_the_middle_of_a_decision_is_not_seen(tokens: int) -> None:
 @pytest.mark.parametrize("rows", [3, 4, 6])
 def test_a_change_in_the_middle_of_a_choice_is_not_seen(rows: int) -> None:
     """The executing dispatcher, with its graphs cleared, and exchanged for others of another mode."""
-    full, piecewise = entry(4), entry(8)
+    full, piecewise = compared(4), compared(8)
 
     def make() -> tuple[Callable[[], Any], Callable[[], object]]:
         dispatcher = CudagraphDispatcher(lambda: None, max_cached_graphs=1)
@@ -127,9 +115,9 @@ def test_a_change_in_the_middle_of_a_choice_is_not_seen(rows: int) -> None:
 
 def test_every_call_under_changes_gets_eagers_answer() -> None:
     """Dispatch itself: graphs that pad, appear, are evicted for others and cleared, while 32 threads call."""
-    entries = {decode(4): entry(4), decode(8): entry(8), decode(16): entry(16)}
+    entries = {decode(size): compared(size) for size in (4, 8, 16)}
     dispatcher = CudagraphDispatcher(lambda x: x * 2, max_cached_graphs=2)
-    batches = [torch.randn(rows, 2) for rows in range(1, 18)]
+    batches = [torch.randn(rows, 3) for rows in range(1, 18)]
 
     changes: list[Callable[[], object]] = [
         *(partial(dispatcher.register_graph, *each) for each in [*entries.items()] * 2),

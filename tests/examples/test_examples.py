@@ -1,8 +1,8 @@
 """The examples run as they are, compare with eager themselves, and say what they did."""
 
-import importlib.util
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -28,15 +28,11 @@ def test_every_example_is_known() -> None:
 def test_an_example_runs(name: str, tmp_path: Path) -> None:
     """In a process of its own, where warnings are errors and the folder is another one; a wrong answer is an error."""
     needs, promise = RUN_HERE[name]
-    missing = [one for one in (needs, *["prometheus_client", "httpx"] * (needs == "fastapi")) if one and not spec(one)]
+    all_needed = (needs, *["prometheus_client", "httpx"] * (needs == "fastapi"))
+    missing = [one for one in all_needed if one and find_spec(one) is None]
     if missing:
         pytest.skip(f"needs {', '.join(missing)}, which is not installed here: pip install 'graphdispatch[examples]'")
     command = [sys.executable, "-W", "error", str(EXAMPLES / f"{name}.py")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert promise in done.stdout
-
-
-def spec(package: str) -> bool:
-    """Whether a package is installed."""
-    return importlib.util.find_spec(package) is not None

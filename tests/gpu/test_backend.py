@@ -25,13 +25,6 @@ LONG_WAIT_CYCLES = 200_000_000
 """Clock cycles for which a stream is held busy, so that work behind it cannot have run by chance."""
 
 
-def fail_to_capture(cuda: Backend, pool: Pool, value: torch.Tensor) -> RuntimeError:
-    """Read ``value`` on the host inside a capture, and return the error."""
-    with pytest.raises(RuntimeError, match="captur") as caught, cuda.begin_capture(pool):
-        value.item()
-    return caught.value
-
-
 def test_replay_on_another_stream_is_ordered(cuda: Backend, pool: Pool, record: Record) -> None:
     """``order_after_last_use`` makes a replay wait for the stream that used the pool before."""
     source, target = torch.zeros(4, device=cuda.device), torch.zeros(4, device=cuda.device)
@@ -52,8 +45,9 @@ def test_a_host_read_in_a_capture_leaves_the_process_healthy(cuda: Backend, pool
     value = torch.ones(2, device=cuda.device)
     earlier = record(lambda: value.add_(1))
     stream = torch.cuda.current_stream()
-    error = fail_to_capture(cuda, pool, value[0])
-    assert cuda.classify_error(error) is Reason.CAPTURE_UNSAFE
+    with pytest.raises(RuntimeError, match="captur") as caught, cuda.begin_capture(pool):
+        value[0].item()
+    assert cuda.classify_error(caught.value) is Reason.CAPTURE_UNSAFE
     assert torch.cuda.current_stream() == stream
     assert torch.rand(8, device=cuda.device).unique().numel() > 1
     later = record(lambda: value.mul_(10))

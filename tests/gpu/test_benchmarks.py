@@ -33,18 +33,3 @@ def test_a_section_gives_figures_for_each_side(section: object, tmp_path: Path) 
     assert earlier(tmp_path, where(cpu, "none")) == {"section": result}
     assert earlier(tmp_path, where(cpu, "another commit")) == {}
     assert all(f"| {row.case} | {row.side} |" in (tmp_path / "gpu.md").read_text() for row in rows)
-
-
-def test_a_side_that_fails_does_not_stop_the_others() -> None:
-    """Its error is its row."""
-    rows: list[Row] = []
-    bench = Bench(torch.device("cpu"), True, False, None, 0.0, rows.append)
-
-    def broken() -> None:
-        raise ValueError("first line\nsecond line")
-
-    assert bench.attempt("case", "side", broken) is None
-    assert rows == [Row("case", "side", {"error": "ValueError: first line"})]
-    assert not bench.has_time()
-    assert not bench.has_time(1.0, "next")
-    assert rows[1:] == [Row("next", "all", {"left_out": "no time"})]

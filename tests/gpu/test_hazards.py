@@ -194,11 +194,7 @@ def test_random_numbers_are_eagers(cuda: Backend) -> None:
 
 def test_a_replay_that_draws_during_a_capture_elsewhere(cuda: Backend) -> None:
     """It is served in the end, whether torch lets it or not while the capture is under way."""
-
-    def noisy(x: Tensor) -> Tensor:
-        return x + torch.rand_like(x)
-
-    served = gd.graphed(noisy, dynamic={"x": 0}, sizes=(4,))
+    served = gd.graphed(lambda x: x + torch.rand_like(x), dynamic={"x": 0}, sizes=(4,))
     x, seen = torch.zeros(4, 8, device=cuda.device), list[Tensor]()
     served.prewarm(x=x)
     served(x=x)
@@ -300,9 +296,7 @@ def test_workers_serve_several_threads(cuda: Backend, model: torch.nn.Module) ->
 
     all_outputs = [list[Tensor]() for _ in range(3)]
     in_threads(*(partial(serve, outputs) for outputs in all_outputs))
-    for outputs in all_outputs:
-        for output, right in zip(outputs, expected, strict=True):
-            torch.testing.assert_close(output, right, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(all_outputs, [expected] * 3, rtol=1e-2, atol=1e-2)
     assert dispatcher.stats.graph + dispatcher.stats.reasons[Reason.VERIFIED_NOW] == 3 * len(inputs)
     assert dispatcher.stats.graph >= 3 * len(inputs) - 4, "each worker compares once, or twice at the same time"
     dispatcher.close()
@@ -331,8 +325,7 @@ def test_new_numbers_of_rows_beside_a_capture(cuda: Backend, model: torch.nn.Mod
                 captured.append(len(other.entries))
 
     in_threads(serve, capture)
-    for output, right in zip(outputs, expected, strict=True):
-        torch.testing.assert_close(output, right, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(outputs, expected, rtol=1e-2, atol=1e-2)
     assert served.stats.hits == len(inputs), served.stats.reasons
     assert captured == [len(ROWS)] * 3
     is_healthy(cuda, model)

@@ -261,9 +261,7 @@ def test_other_versions_are_named() -> None:
 )
 def test_a_seam_that_is_another_is_an_error(seam: dict[str, tuple[str, ...]], lack: str) -> None:
     """It names the version and the method."""
-    with pytest.raises(
-        ImportError, match=rf"transformers 5\.\d+.* differs from 5\.10 .* hooks in: GenerationMixin\.{lack}"
-    ):
+    with pytest.raises(ImportError, match=rf"transformers 5.* differs from 5\.10 .*: GenerationMixin\.{lack}"):
         check_seams({transformers.GenerationMixin: seam})
 
 

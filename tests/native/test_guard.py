@@ -346,9 +346,6 @@ def swapped(net: Net, _: pytest.MonkeyPatch) -> Callable[[], Any]:
 
 
 MOVES: dict[str, Callable[[Net, pytest.MonkeyPatch], Any]] = {
-    "a parameter is replaced": lambda n, p: p.setitem(
-        n.layers[0]._parameters, "weight", nn.Parameter(torch.ones(3, 3))
-    ),
     "a number is replaced": lambda n, p: p.setitem(vars(n), "factor", 9.0),
     "a table is cleared and refilled": refilled,
     "another offset": lambda n, p: p.setattr(n.layers[0].weight, "data", torch.zeros(12)[3:].view(3, 3)),
@@ -414,9 +411,7 @@ def test_dicts_are_not_looked_at_while_none_is_changed() -> None:
 
         __hash__ = str.__hash__
 
-    native = GUARD(
-        **{**EMPTY, "tables": (({Key("name"): 1.5}, None, ("name", 1.5), ()),)},
-    )
+    native = GUARD(**{**EMPTY, "tables": (({Key("name"): 1.5}, None, ("name", 1.5), ()),)})
     watched = {"a": 1}
     GUARD(**{**EMPTY, "tables": ((watched, None, ("a", 1), ()),)})
     CORE.skip_dicts(False, USES_CHANGES)

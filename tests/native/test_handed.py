@@ -44,14 +44,6 @@ def test_a_dropped_output_is_filled_again() -> None:
     assert len(seen) == 2
 
 
-class _Module(nn.Module):
-    """Holds a tensor where a module holds one."""
-
-    def __init__(self, held: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("held", held)
-
-
 def _saved(out: Tensor) -> Tensor:
     with torch.enable_grad():
         return torch.ones(ROWS, WIDTH, requires_grad=True) * out
@@ -101,7 +93,6 @@ HOLDERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "a buffer": (lambda out: memoryview(out.numpy()), lambda held: torch.frombuffer(held, dtype=torch.float32)),
     "a capsule": (to_dlpack, torch.from_dlpack),
     "a parameter": (nn.Parameter, lambda held: held.detach()),
-    "a buffer of a module": (_Module, lambda held: held.held),
     "a tensor saved for a gradient": (_saved, _gradient_of_saved),
     "a gradient": (_gradient, lambda held: held.grad),
     "a lazy copy": (lambda out: out._lazy_clone(), lambda held: held),

@@ -20,7 +20,7 @@ from ..helpers import recorded, run_python
 
 pytestmark = pytest.mark.skipif(not tape.TAPE.wait(), reason=repr(tape.TAPE))
 
-COPY = 'while [ "$1" != -o ]; do shift; done\ncp "{made}" "$2"\n'
+FIND_OUTPUT = 'while [ "$1" != -o ]; do shift; done\n'
 EXIT = """
 import os, sys
 from graphdispatch.native.tape import TAPE
@@ -38,7 +38,7 @@ class Compiler:
         self.path = folder / "compiler"
         self.runs = folder / "runs"
         self.gate = folder / "gate"
-        self._copy = COPY.format(made=made)
+        self._copy = f'{FIND_OUTPUT}cp "{made}" "$2"\n'
         self.write(self._copy)
 
     def write(self, lines: str) -> None:
@@ -120,17 +120,11 @@ def test_a_broken_file_is_made_anew(compiler: Compiler, content: bytes | str, tm
 
 
 FAULTS: dict[str, tuple[Callable[[Compiler], Any], str]] = {
-    "a folder that others may write": (
-        lambda _: cache_folder().chmod(0o777),
-        "this user alone may write; set XDG_CACHE_HOME",
-    ),
+    "a folder that others may write": (lambda _: cache_folder().chmod(0o777), "may write; set XDG_CACHE_HOME"),
     "no place": (lambda one: os.environ.update(XDG_CACHE_HOME=str(one.path)), "there is no place to keep it"),
     "no compiler": (lambda compiler: compiler.path.unlink(), "compiler cannot be run"),
     "a compiler that fails": (lambda compiler: compiler.write("echo no such header >&2; exit 1\n"), "no such header"),
-    "no binary": (
-        lambda compiler: compiler.write('while [ "$1" != -o ]; do shift; done\necho nonsense > "$2"\n'),
-        "cannot be loaded",
-    ),
+    "no binary": (lambda compiler: compiler.write(f'{FIND_OUTPUT}echo nonsense > "$2"\n'), "cannot be loaded"),
     "a failed self-test": (lambda _: None, "its self-test failed: tensor 3 differs"),
 }
 

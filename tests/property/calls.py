@@ -45,7 +45,7 @@ class Plan:
         if self.aliased:
             named["ids"] = named["slots"]
         if self.fault is not None:
-            _spoil(named, self.fault)
+            _SPOILT[self.fault](named)
         args = tuple(named.pop(name) for name in list(named)[: self.positional])
         if self.scale is not None:
             named["scale"] = self.scale
@@ -71,27 +71,19 @@ _LAID_OUT: dict[str, Callable[[Tensor, int], Tensor]] = {
 LAYOUTS = tuple(_LAID_OUT)
 
 
-_SPOILT: dict[str, Callable[[Tensor], Any]] = {
-    "narrow": lambda x: x[:, :1],
-    "deep": lambda x: x[None],
-    "no_dims": lambda x: torch.tensor(1.0, device=DEVICE),
-    "double": lambda x: x.double(),
-    "half": lambda x: x.bfloat16(),
-    "integer": lambda x: x.long(),
-    "object": lambda x: [object()],
+_SPOILT: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "narrow": lambda named: named.update(x=named["x"][:, :1]),
+    "deep": lambda named: named.update(x=named["x"][None]),
+    "one_id": lambda named: named.update(ids=named["ids"][:1]),
+    "missing": lambda named: named.pop("slots"),
+    "no_dims": lambda named: named.update(x=torch.tensor(1.0, device=DEVICE)),
+    "double": lambda named: named.update(x=named["x"].double()),
+    "half": lambda named: named.update(x=named["x"].bfloat16()),
+    "integer": lambda named: named.update(x=named["x"].long()),
+    "unknown": lambda named: named.update(surplus=1),
+    "object": lambda named: named.update(x=[object()]),
 }
-FAULTS = ("narrow", "deep", "one_id", "missing", "no_dims", "double", "half", "integer", "unknown", "object")
-
-
-def _spoil(named: dict[str, Any], fault: str) -> None:
-    if fault in _SPOILT:
-        named["x"] = _SPOILT[fault](named["x"])
-    elif fault == "one_id":
-        named["ids"] = named["ids"][:1]
-    elif fault == "missing":
-        del named["slots"]
-    elif fault == "unknown":
-        named["surplus"] = 1
+FAULTS = tuple(_SPOILT)
 
 
 _TWISTS: list[dict[str, Any]] = [

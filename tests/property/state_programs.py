@@ -276,25 +276,13 @@ def mutation_source(program: Program, step: Step) -> str:
     return _prefixed(step.code.replace("OWNER", owner), step.part)
 
 
-def served(program: Program) -> str:
-    """How a program is served, in one line."""
+def listing(program: Program) -> str:
+    """The program for people: how it is served, its own source, and its steps."""
     options = {"sizes": program.sizes, "mode": program.mode, **dict(program.options), **dict(program.more)}
-    return f"{program.front_end}({', '.join(f'{name}={value!r}' for name, value in options.items())})"
-
-
-def steps(program: Program) -> list[str]:
-    """The steps, a line each."""
-    lines = []
+    parts = [f"{use.part.name} ({use.place}{f', {use.rows} rows' if use.rows else ''})" for use in program.uses]
+    lines = [f"seed {program.seed}: {program.front_end}({options})", f"parts: {', '.join(parts)}"]
+    lines.append(render(program).removeprefix(PRELUDE).strip())
     for number, step in enumerate(program.steps):
         called = f"{step.kind}({step.rows} rows, seed {step.seed}) {step.code}".strip()
         lines.append(f"#{number:<3} {mutation_source(program, step) if step.kind == 'do' else called}")
-    return lines
-
-
-def listing(program: Program) -> str:
-    """The program for people: how it is served, its own source, and its steps."""
-    parts = ", ".join(
-        f"{use.part.name} ({use.place}{f', {use.rows} rows' if use.rows else ''})" for use in program.uses
-    )
-    head = [f"seed {program.seed}: {served(program)}", f"parts: {parts}"]
-    return "\n".join([*head, render(program).removeprefix(PRELUDE).strip(), *steps(program)])
+    return "\n".join(lines)

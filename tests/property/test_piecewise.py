@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from graphdispatch import eager_break, graphed
 
-from ..helpers import AT_ONCE
+from ..helpers import AT_ONCE, assert_same
 from .models import DEVICE, WIDTH
 
 SIZES = (1, 2, 4, 8)
@@ -120,7 +120,6 @@ def test_pieces_give_eager_s_answer(root: Tree, rows: list[int], seed: int) -> N
     for count in (*rows, 3) * 3:
         x = torch.randn(count, WIDTH, generator=generator, device="cpu").to(DEVICE)
         torch.testing.assert_close(served(x), twin(x.clone()), rtol=1e-5, atol=1e-5)
-        for ours, theirs in zip(model.buffers(), twin.buffers(), strict=True):
-            assert torch.equal(ours, theirs)
+        assert_same([*model.buffers()], [*twin.buffers()])
     served.check_integrity()
     assert served.stats.hits > 0, served.stats.reasons

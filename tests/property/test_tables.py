@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphdispatch import CUDAGraphMode as Mode
@@ -102,6 +102,7 @@ def request_limit(key: BatchDescriptor) -> float:
     return math.inf if is_free or key.num_reqs is None else key.num_reqs
 
 
+@settings(max_examples=settings.default.max_examples * 8)
 @given(keys=keys_strategy, batch=batches())
 def test_a_decision_is_the_best_graph_that_serves_the_batch(keys: set[Key], batch: Batch) -> None:
     """The table gives what a search through all keys gives, and no graph where there is none."""
@@ -123,13 +124,8 @@ def test_the_quick_way_decides_as_the_general_one(keys: set[Key], batch: Batch) 
     dispatcher = dispatcher_of(keys)
     allowed = frozenset({NONE, PIECEWISE, FULL}) - batch.excluded
     options = {"query_len": batch.query_len, "variant": batch.variant}
-    quick = dispatcher.decide(batch.tokens, batch.reqs, **options, allowed_modes=allowed)  # type: ignore[arg-type]
-    general = dispatcher.table.decide(
-        batch.tokens,
-        batch.reqs,
-        **options,
-        allowed_modes=list(allowed),  # type: ignore[arg-type]
-    )
+    quick = dispatcher.decide(batch.tokens, batch.reqs, **options, allowed_modes=allowed)
+    general = dispatcher.table.decide(batch.tokens, batch.reqs, **options, allowed_modes=list(allowed))
     assert quick[:5] == general[:5]
     assert quick == decide(dispatcher, batch)
 

@@ -1,7 +1,6 @@
 """Models that people run, called as people call them: a fast part of ``make sweep``."""
 
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("benchmarks", reason="the benchmarks are not part of the source distribution")
@@ -26,12 +25,7 @@ FAST = [
 @pytest.mark.parametrize(("kind", "name"), FAST, ids=[name for _, name in FAST])
 def test_every_style_is_served(kind: str, name: str) -> None:
     """Every style of the family is fully served, and each answer is eager's."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        outcomes = [run_case(case, times=False) for case in build_cases(kind, name)]
-    finally:
-        torch.set_num_threads(threads)
+    outcomes = [run_case(case, times=False) for case in build_cases(kind, name)]
     assert outcomes
     for outcome in outcomes:
         assert (outcome.served, outcome.wrong) == ("full", ""), outcome
