@@ -46,9 +46,9 @@ def plan(mode: Mode | None = BOTH, query_len: int = 1, *keys: Key, **options: An
     return made
 
 
-def full(*keys: BatchDescriptor) -> CudagraphKeyDispatcher:
+def full(*keys: BatchDescriptor, **options: Any) -> CudagraphKeyDispatcher:
     """A dispatcher of these FULL keys alone."""
-    made = plan(None)
+    made = plan(None, **options)
     made.table = KeyTable({FULL: keys, PIECEWISE: ()}, mode=BOTH, query_len=1, max_num_reqs=made.max_num_reqs)
     return made
 
@@ -112,6 +112,10 @@ RULES_0_33: dict[str, list[tuple[Callable[[], Any], Any]]] = {
 
 
 RULES_MRV2: dict[str, list[tuple[Callable[[], Any], Any]]] = {
+    "an unknown number of requests counts as the most possible": [
+        (lambda: padded(full(desc(16, reqs=4), desc(24)), 10), (FULL, desc(24))),
+        (lambda: padded(full(desc(16, reqs=4), desc(24), max_num_reqs=4), 10), (FULL, desc(16, reqs=4))),
+    ],
     "a mixed batch never gets a uniform graph, and still gets one": [
         (lambda: padded(plan(PIECEWISE, 1, (FULL, desc(12, True))), 12, 5), (PIECEWISE, desc(16))),
         *[(lambda batch=batch: padded(plan(query_len=2), *batch, query_len=2), (PIECEWISE, desc(8)))
