@@ -100,6 +100,24 @@ def uniform(place: Mapping[Axis, int], index: int, spec: InputSpec, value: torch
     return spec.repeated(one, rows)
 
 
+def zeros(index: int, spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
+    """What padding holds of an argument without a pad rule."""
+    return torch.zeros(spec.sized(rows), dtype=value.dtype, device=value.device)
+
+
+def in_turns(
+    axis: Axis, make: Make, other: Make, index: int, spec: InputSpec, value: torch.Tensor, rows: int
+) -> torch.Tensor | None:
+    """Rows of one kind and of another, in turns along an axis that each argument has."""
+    one, two = make(index, spec, value, rows), other(index, spec, value, rows)
+    dims = [dim for dim, along in spec.spans if along is axis]
+    if one is None or two is None or not dims:
+        return one
+    turns = one.clone()
+    turns.movedim(dims[0], 0)[1::2].copy_(two.movedim(dims[0], 0)[1::2])
+    return turns
+
+
 def of_kind(
     indices: Collection[int],
     kind: Callable[[InputSpec, torch.Tensor, int], torch.Tensor],
