@@ -12,10 +12,11 @@ Note [what keeps its padding]
     pad rule.
 
 Note [two kinds in turns]
-    Of masks of zeros and ones only a few rows differ, so the row of each place is tried beside zeros and beside the row
-    of another place at once, in turns: padding of the row itself is neutral for a maximum, and for whatever else counts
-    a row once, so that it differs from both together if it differs from one of them. Integers that are no masks, and
-    numbers that may become indices, are tried beside each by itself: there a position may count, too.
+    Of flags, zeros and ones, all places give one row, and only what lies beside them differs. So padding of zeros and
+    of another place's row, in turns, is compared with padding of the row itself, which is neutral for a maximum and
+    for all else that counts a row once: it differs from both together if it differs from either. What counts rows up
+    to some number may take two kinds of padding for one. Integers that are no flags, and numbers that may become
+    indices, are compared one by one.
 
 Note [rows that a rule hides]
     Some padding always keeps to its rule: that of the user, a scratch row of zeros, a mask whose padding hides what it
@@ -431,7 +432,7 @@ class RowProver:
     def _kinds_of_rows(self) -> Iterator[tuple[str, Make, Iterable[Sequence[torch.Tensor | None]]]]:
         """What padding and real rows hold, in words; how real rows are made so; and the padding that is tried, each
         compared with the first."""
-        specs = self._request.inputs.specs
+        specs, arguments = self._request.inputs.specs, self._request.arguments()
         for make, tried in self._uniform_rows():
             yield "one row of the batch (in place of the real rows, too)", make, tried
         takes = self._takes_any if self._earlier is None or self._is_limited else []
@@ -439,7 +440,10 @@ class RowProver:
         if takes and not self._is_limited:
             yield "large numbers (and small ones in the real rows)", near, chain([BY_RULE.rows], self._large())
         far = probes.edge if self._is_limited else probes.far
-        high, low = (partial(probes.of_kind, takes, partial(far, sign)) for sign in (1, -1))
+        # A mask of integers that hides the padding would hide these numbers, too.
+        flags = [i for i in self._discrete() if i not in takes and probes.holds_flags(arguments[i])] if takes else []
+        flags = [] if self._is_limited else flags
+        high, low = (partial(probes.beside_flags, flags, takes, partial(far, sign)) for sign in (1, -1))
         numbers = "the largest or smallest numbers of the batch" if self._is_limited else "large numbers of one sign"
         for one_sign, other_sign in ((high, low), (low, high)) if takes else ():
             # Padding that a rule leaves as it is may hold anything, and nobody knows what it holds now.
@@ -450,9 +454,7 @@ class RowProver:
 
     def _uniform_rows(self) -> Iterator[tuple[Make, Iterable[Sequence[torch.Tensor | None]]]]:
         """How real rows are made that are all one row of the batch, and the padding that is tried."""
-        specs, arguments = self._request.inputs.specs, self._request.arguments()
-        free = [i for i, spec in enumerate(specs) if self._may_replace(i) and not spec.dtype.is_complex]
-        discrete = [i for i in free if probes.is_discrete(specs[i], arguments[i])]
+        specs, arguments, discrete = self._request.inputs.specs, self._request.arguments(), self._discrete()
         places = probes.telling_places(specs, arguments, self.rows, discrete)
         rows: list[Make] = [partial(probes.uniform, place) for place in places]
         is_in_turns = not self._is_limited and all(probes.holds_flags(arguments[i]) for i in discrete)
@@ -465,6 +467,12 @@ class RowProver:
                 yield make, map(self._padding_made, (turns, make))
             else:
                 yield make, chain([BY_RULE.rows], map(self._padding_made, (make, other)))
+
+    def _discrete(self) -> list[int]:
+        """The arguments that hold integers, or zeros and ones, and whose padding may hold those of the batch."""
+        parts = enumerate(zip(self._request.inputs.specs, self._request.arguments(), strict=True))
+        free = ((i, part) for i, part in parts if self._may_replace(i) and not part[0].dtype.is_complex)
+        return [i for i, (spec, value) in free if probes.is_discrete(spec, value)]
 
     @property
     def _holds_two_kinds(self) -> bool:
