@@ -254,11 +254,23 @@ def test_one_row_of_an_output_with_gaps(rows: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("kind", [torch.int64, torch.bool, torch.float32])
 @pytest.mark.parametrize("pad", [{}, {"mask": 0}], ids=["default", "rule"])
-def test_each_early_mask_hides_something(kind: torch.dtype, pad: dict[str, Any]) -> None:
+@pytest.mark.parametrize("size", [4, 8], ids=["one-of-padding", "five-of-padding"])
+def test_each_early_mask_hides_something(kind: torch.dtype, pad: dict[str, Any], size: int) -> None:
     """Whether all is shown is a question to all rows, padding included."""
-    step = make(lambda x, mask: x * (1 + (mask == 1).all()), dynamic={"x": 0, "mask": 0}, sizes=(4,), pad=pad)
+    step = make(lambda x, mask: x * (1 + (mask == 1).all()), dynamic={"x": 0, "mask": 0}, sizes=(size,), pad=pad)
     masks = [torch.ones(3, 5).index_put_((torch.arange(3), torch.randperm(5)[:3]), torch.tensor(0.0)) for _ in "four"]
     check_calls(step, *((torch.randn(3, 3), mask.to(kind)) for mask in (*masks, torch.ones(3, 5))))
+
+
+@pytest.mark.parametrize("size", [4, 8], ids=["one-of-padding", "five-of-padding"])
+def test_a_mask_of_padding_hides_no_large_numbers(size: int) -> None:
+    """Each early batch hides something, so that padding that is hidden changes nothing."""
+    step = make(
+        lambda x, mask: x + x.masked_fill(mask == 0, -1e9).sum(0).relu(), dynamic={"x": 0, "mask": 0}, sizes=(size,)
+    )
+    early = (torch.ones(3, 4, dtype=torch.int64).scatter_(0, torch.randint(3, (1, 4)), 0) for _ in "five")
+    check_calls(step, *((-torch.rand(3, 4) - 1, mask) for mask in early))
+    check_calls(step, (torch.rand(3, 4), torch.ones(3, 4, dtype=torch.int64)), **NEAR)
 
 
 BY_TOKENS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -10,9 +10,10 @@ Note [what padding rows may hold]
     an index out of range is lost to the process. So if the eager run did anything of the kind, or a replay with such
     numbers fails (which says nothing about rows), padding gets the largest and the smallest numbers of the batch.
     Last, the real rows are replaced, since they may hide what padding does. Small numbers show a maximum that is
-    bounded, ``x.amax(0).clamp(max=1)``; large ones of each sign, ``(x.abs() < 1).any()``. Integers are never made up:
-    all rows become one row of the batch, with its largest number. A padding of zeros does not show in ``ids.amin()``
-    as long as some row holds a zero. Of a mask, or where numbers are limited, it is the largest number at each place.
+    bounded, ``x.amax(0).clamp(max=1)``; large ones of each sign, ``(x.abs() < 1).any()``. A mask of integers shows
+    large ones in padding, too, or it would hide them there. Integers are never made up: all rows become one row of the
+    batch, with its largest number. A padding of zeros does not show in ``ids.amin()`` as long as some row holds a zero.
+    Of a mask, or where numbers are limited, it is the largest number at each place.
 """
 
 import math
@@ -100,6 +101,24 @@ def uniform(place: Mapping[Axis, int], index: int, spec: InputSpec, value: torch
     return spec.repeated(one, rows)
 
 
+def zeros(index: int, spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
+    """What padding holds of an argument without a pad rule."""
+    return torch.zeros(spec.sized(rows), dtype=value.dtype, device=value.device)
+
+
+def in_turns(
+    axis: Axis, make: Make, other: Make, index: int, spec: InputSpec, value: torch.Tensor, rows: int
+) -> torch.Tensor | None:
+    """Rows of one kind and of another, in turns along an axis that each argument has."""
+    one, two = make(index, spec, value, rows), other(index, spec, value, rows)
+    dims = [dim for dim, along in spec.spans if along is axis]
+    if one is None or two is None or not dims:
+        return one
+    turns = one.clone()
+    turns.movedim(dims[0], 0)[1::2].copy_(two.movedim(dims[0], 0)[1::2])
+    return turns
+
+
 def of_kind(
     indices: Collection[int],
     kind: Callable[[InputSpec, torch.Tensor, int], torch.Tensor],
@@ -110,6 +129,21 @@ def of_kind(
 ) -> torch.Tensor | None:
     """Rows of a kind, for the arguments ``indices`` alone."""
     return kind(spec, value, rows) if index in indices else None
+
+
+def beside_flags(
+    flags: Collection[int],
+    indices: Collection[int],
+    kind: Callable[[InputSpec, torch.Tensor, int], torch.Tensor],
+    index: int,
+    spec: InputSpec,
+    value: torch.Tensor,
+    rows: int,
+) -> torch.Tensor | None:
+    """The same, beside ``flags`` (by index) that hide what all rows of the batch hide."""
+    if index in flags:
+        return uniform({}, index, spec, value, rows)
+    return of_kind(indices, kind, index, spec, value, rows)
 
 
 def small(spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:

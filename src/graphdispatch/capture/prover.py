@@ -11,6 +11,13 @@ Note [what keeps its padding]
     hide all show this, each call is looked at, and runs eagerly if it has such a row: unless the user gave the mask a
     pad rule.
 
+Note [two kinds in turns]
+    Of flags, zeros and ones, all places give one row, and only what lies beside them differs. So padding of zeros and
+    of another place's row, in turns, is compared with padding of the row itself, which is neutral for a maximum and
+    for all else that counts a row once: it differs from both together if it differs from either. What counts rows up
+    to some number may take two kinds of padding for one. Integers that are no flags, and numbers that may become
+    indices, are compared one by one.
+
 Note [rows that a rule hides]
     Some padding always keeps to its rule: that of the user, a scratch row of zeros, a mask whose padding hides what it
     pads. Whether such padding is neutral depends on the real rows: a maximum of at least zero hides zeros. So eager
@@ -349,17 +356,18 @@ class RowProver:
 
     def _prove_for_other_rows(self) -> None:
         """Once more with other real rows, which hide less: those of each kind before the padding of the rules, and
-        before their own kind. Kinds that the callable does not take are left out."""
+        before their own kind. Kinds that the callable does not take are left out. See Note [two kinds in turns]."""
         batch_base = self._base
-        for name, make, behind in self._kinds_of_rows():
+        for name, make, tried in self._kinds_of_rows():
+            paddings = iter(tried)
             real = _overlaid(self._request.arguments(), self._made(make, self.rows))
-            self._base = Padding("", [], real, self._along)
+            self._base = Padding("", next(paddings), real, self._along)
             try:
                 self._replay(self._base)
             except _DependentRowsError:
                 continue
             base = self._read()
-            for rows in behind:
+            for rows in paddings:
                 self._replay(self._base._replace(rows=rows))
                 self._compare(name, base, self._read())
         self._base = batch_base
@@ -422,28 +430,57 @@ class RowProver:
             raise _DependentRowsError(RowProof(False, True, name, what, reason))
 
     def _kinds_of_rows(self) -> Iterator[tuple[str, Make, Iterable[Sequence[torch.Tensor | None]]]]:
-        """What padding and real rows hold, in words; how real rows are made so; and the padding that is tried."""
+        """What padding and real rows hold, in words; how real rows are made so; and the padding that is tried, each
+        compared with the first."""
         specs, arguments = self._request.inputs.specs, self._request.arguments()
-        free = [i for i, spec in enumerate(specs) if self._may_replace(i) and not spec.dtype.is_complex]
-        discrete = [i for i in free if probes.is_discrete(specs[i], arguments[i])]
-        places = probes.telling_places(specs, arguments, self.rows, discrete)
-        rows: list[Make] = [partial(probes.uniform, place) for place in places]
-        for make, other in zip(rows, [*rows[1:], *rows[:1]], strict=True):
-            # What another row writes is other state.
-            behind = [make] if other is make or self._state or self._unseen else [make, other]
-            yield "one row of the batch (in place of the real rows, too)", make, map(self._padding_made, behind)
+        for make, tried in self._uniform_rows():
+            yield "one row of the batch (in place of the real rows, too)", make, tried
         takes = self._takes_any if self._earlier is None or self._is_limited else []
         near: Make = partial(probes.of_kind, takes, probes.small)
         if takes and not self._is_limited:
-            yield "large numbers (and small ones in the real rows)", near, self._large()
+            yield "large numbers (and small ones in the real rows)", near, chain([BY_RULE.rows], self._large())
         far = probes.edge if self._is_limited else probes.far
-        high, low = (partial(probes.of_kind, takes, partial(far, sign)) for sign in (1, -1))
+        # A mask of integers that hides the padding would hide these numbers, too.
+        flags = [i for i in self._discrete() if i not in takes and probes.holds_flags(arguments[i])] if takes else []
+        flags = [] if self._is_limited else flags
+        high, low = (partial(probes.beside_flags, flags, takes, partial(far, sign)) for sign in (1, -1))
         numbers = "the largest or smallest numbers of the batch" if self._is_limited else "large numbers of one sign"
         for one_sign, other_sign in ((high, low), (low, high)) if takes else ():
             # Padding that a rule leaves as it is may hold anything, and nobody knows what it holds now.
             further = [near] if any(pad.is_left for spec in specs for pad in spec.pads) else []
             kinds = [one_sign, *([other_sign] if self._is_limited else further)]
-            yield f"{numbers} (in the real rows, too)", one_sign, map(self._padding_made, kinds)
+            tried = map(self._padding_made, kinds)
+            yield f"{numbers} (in the real rows, too)", one_sign, chain([BY_RULE.rows], tried)
+
+    def _uniform_rows(self) -> Iterator[tuple[Make, Iterable[Sequence[torch.Tensor | None]]]]:
+        """How real rows are made that are all one row of the batch, and the padding that is tried."""
+        specs, arguments, discrete = self._request.inputs.specs, self._request.arguments(), self._discrete()
+        places = probes.telling_places(specs, arguments, self.rows, discrete)
+        rows: list[Make] = [partial(probes.uniform, place) for place in places]
+        is_in_turns = not self._is_limited and all(probes.holds_flags(arguments[i]) for i in discrete)
+        is_in_turns = is_in_turns and self._holds_two_kinds
+        for make, other in zip(rows, [*rows[1:], *rows[:1]], strict=True):
+            if other is make or self._state or self._unseen:  # what another row writes is other state
+                yield make, [BY_RULE.rows, self._padding_made(make)]
+            elif is_in_turns:
+                turns: Make = partial(probes.in_turns, self._axes[0], probes.zeros, other)
+                yield make, map(self._padding_made, (turns, make))
+            else:
+                yield make, chain([BY_RULE.rows], map(self._padding_made, (make, other)))
+
+    def _discrete(self) -> list[int]:
+        """The arguments that hold integers, or zeros and ones, and whose padding may hold those of the batch."""
+        parts = enumerate(zip(self._request.inputs.specs, self._request.arguments(), strict=True))
+        free = ((i, part) for i, part in parts if self._may_replace(i) and not part[0].dtype.is_complex)
+        return [i for i, (spec, value) in free if probes.is_discrete(spec, value)]
+
+    @property
+    def _holds_two_kinds(self) -> bool:
+        """Whether rows of two kinds, in turns, are all among the padding along each dimension."""
+        specs, rows = self._request.inputs.specs, self._axes[0]
+        real, padding = rows.of(self.rows), rows.of(self._request.size) - rows.of(self.rows)
+        have_rows = all(any(axis is rows for _, axis in spec.spans) for spec in specs if spec.spans)
+        return have_rows and padding != 1 and (real >= _FEW or len(self._axes) == 1)
 
     @property
     def _takes_any(self) -> list[int]:
