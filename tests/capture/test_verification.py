@@ -489,3 +489,12 @@ def test_the_same_operators_at_other_places_are_no_rounding(fn: Callable[..., to
         assert torch.allclose(step(x, table), fn(x, table), rtol=0, atol=1e-2 if is_served else 0)
     reason = step.last_decision.reason
     assert reason is (Reason.PADDED if is_served else Reason.VERIFICATION_FAILED), step.explain(x, table)
+
+
+@pytest.mark.parametrize("few", [1, 7])
+def test_a_proof_by_few_rows_does_not_change_what_counts_as_rounding(few: int) -> None:
+    """A graph that was proven with few rows, or little padding, may be as far from eager as any other."""
+    step = make(lambda x: x * (1 + 1.6e-4 * torch.arange(x.shape[0]).float().mean()), sizes=(8,))
+    for rows in (8, 8, few, few, 3, 3):
+        step(torch.randn(rows, 16))
+    assert step.last_decision.reason is Reason.PADDED, step.explain(torch.randn(3, 16))

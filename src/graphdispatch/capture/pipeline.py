@@ -239,7 +239,7 @@ def _runs_program(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> bool:
     attempt.run_apart(effects, request.values_with(arguments), effects.note_outputs)
     given = set(map(storage_key, arguments))
     is_of_same = [key for key in effects.outside if key not in given] == list(map(storage_key, entry.held))
-    return is_of_same and entry.program.is_like(program_of(effects, request.rows, request.inputs.axes))
+    return is_of_same and entry.program.runs_as(program_of(effects, request.rows, request.inputs.axes))
 
 
 def _find_dependence(attempt: CaptureAttempt, entry: CUDAGraphEntry, error: GraphDispatchError) -> RowProof | None:

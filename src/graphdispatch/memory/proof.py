@@ -318,7 +318,11 @@ class Program:
 
     def is_like(self, other: "Program") -> bool:
         """Whether the other program is this one for another size, and what is proven of this one holds for it."""
-        if self._is_apart or len(self._operators) != len(other._operators) or min(self._lengths) < _LEAST:
+        return not self._is_apart and self.runs_as(other)
+
+    def runs_as(self, other: "Program") -> bool:
+        """Whether the other program is this one for another number of rows."""
+        if len(self._operators) != len(other._operators) or min(self._lengths) < _LEAST:
             return False
         places = range(len(self._lengths))
         chosen = [some for count in range(1, len(places) + 1) for some in combinations(places, count)]
