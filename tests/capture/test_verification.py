@@ -462,3 +462,37 @@ def test_kernels_of_another_size_may_round_otherwise(
         step(torch.randn(rows, 16))
     assert (step.last_decision.reason is Reason.PADDED) == is_served, step.explain(torch.randn(3, 16))
     assert is_served or step.last_decision.reason is Reason.VERIFICATION_FAILED
+
+
+_TABLE = torch.randn(64, 16, generator=torch.Generator().manual_seed(1)) * 1.5e-4
+
+
+@pytest.mark.parametrize(
+    ("fn", "is_served"),
+    [
+        (lambda x, table: x + _TABLE[x.shape[0] : 2 * x.shape[0]], False),
+        (lambda x, table: x + table[x.shape[0] : 2 * x.shape[0]], False),
+        (lambda x, table: x * (1 + _TABLE.as_strided((16,), (1,), 16 * x.shape[0])), False),
+        (lambda x, table: x + 8e-5 * torch.arange(-x.shape[0], 0)[:, None], False),
+        (lambda x, table: x + 8e-5 * torch.linspace(0, x.shape[0], 16), False),
+        (lambda x, table: x * (1 + 1.6e-4 * torch.arange(x.shape[0]).float().mean()) + table[: x.shape[0]], True),
+    ],
+    ids=["a table", "a table that is an argument", "a parameter of many", "positions", "numbers", "the same rows"],
+)
+def test_the_same_operators_at_other_places_are_no_rounding(fn: Callable[..., torch.Tensor], is_served: bool) -> None:
+    """What is no part of the batch is read at the same places, whatever the number of rows, or eager is right."""
+    step, table = make(fn, sizes=(8,)), _TABLE.clone()
+    for rows in (8, 8, 3, 3, 3):
+        x = torch.randn(rows, 16)
+        assert torch.allclose(step(x, table), fn(x, table), rtol=0, atol=1e-2 if is_served else 0)
+    reason = step.last_decision.reason
+    assert reason is (Reason.PADDED if is_served else Reason.VERIFICATION_FAILED), step.explain(x, table)
+
+
+@pytest.mark.parametrize("few", [1, 7])
+def test_a_proof_by_few_rows_does_not_change_what_counts_as_rounding(few: int) -> None:
+    """A graph that was proven with few rows, or little padding, may be as far from eager as any other."""
+    step = make(lambda x: x * (1 + 1.6e-4 * torch.arange(x.shape[0]).float().mean()), sizes=(8,))
+    for rows in (8, 8, few, few, 3, 3):
+        step(torch.randn(rows, 16))
+    assert step.last_decision.reason is Reason.PADDED, step.explain(torch.randn(3, 16))

@@ -76,7 +76,8 @@ class CaptureAttempt:
     def _run_watched(self, *, keeps_operators: bool = False) -> None:
         """Run the call on what the static inputs hold, and note what it writes."""
         request = self.request
-        labels = Labels.of_arguments(request.inputs.views(request.size)) if keeps_operators else None
+        views, specs = request.inputs.views(request.size), request.inputs.specs
+        labels = Labels.of_arguments(views, specs) if keeps_operators else None
         self.warm_run = EffectRecorder(request.options.state_limit_bytes, strict=True, labels=labels)
         with uncached_casts(), request.backend.rehearsing(), self.eager.trace, self.warm_run.guarding():
             output = copy_context().run(request.call, request.static_values())

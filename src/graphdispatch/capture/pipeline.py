@@ -14,8 +14,8 @@ Note [kernels that round otherwise]
     precision multiplies such differences until an element is further from eager than its type's tolerance. A graph
     gives what eager gives for a batch of the graph's size, as the comparison of a full batch and the proof of the rows
     have shown. So a padded batch may be ``_FAR`` times as far from eager, if eager dispatches the same operators for
-    it, on the same memory and with the same constants: then no branch of the callable makes the difference. Where the
-    user gave a tolerance, that alone counts.
+    it, at the same places of the same memory and with the same constants: then no branch of the callable makes the
+    difference. Where the user gave a tolerance, that alone counts.
 
 While torch's profiler is on, each capture and each comparison is a range of it: ``capture`` or ``verify``.
 """
@@ -233,12 +233,13 @@ def _runs_program(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> bool:
     """Whether eager dispatches the graph's operators, on the same memory, for the real rows alone."""
     request = attempt.request
     arguments = request.arguments()
-    effects = EffectRecorder(request.options.state_limit_bytes, strict=True, labels=Labels.of_arguments(arguments))
+    labels = Labels.of_arguments(arguments, request.inputs.specs)
+    effects = EffectRecorder(request.options.state_limit_bytes, strict=True, labels=labels)
     attempt.start_over(f"asking which operators {request.rows} rows run")
     attempt.run_apart(effects, request.values_with(arguments), effects.note_outputs)
     given = set(map(storage_key, arguments))
     is_of_same = [key for key in effects.outside if key not in given] == list(map(storage_key, entry.held))
-    return is_of_same and entry.program.is_like(program_of(effects, request.rows, request.inputs.axes))
+    return is_of_same and entry.program.runs_as(program_of(effects, request.rows, request.inputs.axes))
 
 
 def _find_dependence(attempt: CaptureAttempt, entry: CUDAGraphEntry, error: GraphDispatchError) -> RowProof | None:

@@ -257,6 +257,11 @@ _LENGTHS = frozenset(
     )
 )
 """Names of the arguments, of any operator, that may be longer for a longer batch."""
+_COUNTING = {
+    **dict.fromkeys(("aten::arange", "aten::range"), ("start",)),
+    **dict.fromkeys(("aten::linspace", "aten::logspace"), ("start", "end")),
+}
+"""Operators that make numbers of their arguments, with those that change the number of each row."""
 _LEAST = 4
 _CONSTANTS = frozenset({int, float, bool, type(None), torch.dtype})
 
@@ -313,7 +318,11 @@ class Program:
 
     def is_like(self, other: "Program") -> bool:
         """Whether the other program is this one for another size, and what is proven of this one holds for it."""
-        if self._is_apart or len(self._operators) != len(other._operators) or min(self._lengths) < _LEAST:
+        return not self._is_apart and self.runs_as(other)
+
+    def runs_as(self, other: "Program") -> bool:
+        """Whether the other program is this one for another number of rows."""
+        if len(self._operators) != len(other._operators) or min(self._lengths) < _LEAST:
             return False
         places = range(len(self._lengths))
         chosen = [some for count in range(1, len(places) + 1) for some in combinations(places, count)]
@@ -328,14 +337,21 @@ class Program:
 
 class Labels(dict[int, str]):
     """Names the memory of tensors, by the keys of their storages: by the order in which a run meets it or makes it. So
-    equal operators on other tensors are another program."""
+    equal operators on other tensors are another program.
+
+    Memory that the run did not make, and whose length does not follow the batch, is used at the same places by the same
+    program: ``table[n : 2 * n]`` holds other numbers for another n.
+    """
 
     _count = 0
 
     @classmethod
-    def of_arguments(cls, tensors: Iterable[torch.Tensor]) -> Self:
-        """Labels in which the arguments of a call have names already."""
-        return cls({storage_key(tensor): f"argument {index}" for index, tensor in enumerate(tensors)})
+    def of_arguments(cls, tensors: Iterable[torch.Tensor], specs: Iterable[Any]) -> Self:
+        """Labels in which the arguments of a call have names already. ``specs`` say which of them follow the batch."""
+        return cls(
+            (storage_key(tensor), f"{'' if spec.spans else _FIXED}argument {index}")
+            for index, (tensor, spec) in enumerate(zip(tensors, specs, strict=True))
+        )
 
     def operator(
         self,
@@ -351,11 +367,11 @@ class Labels(dict[int, str]):
         if func is _LIFT:
             values.append(_numbers(args[0]))
         values += [(name, self._of(value, keys)) for name, value in kwargs.items()]
-        return func, tuple(values), tuple(map(_layout, tensors))
+        return func, tuple(values), tuple(map(self._layout, tensors))
 
     def outputs(self, tensors: Iterable[torch.Tensor]) -> tuple[Any, ...]:
         """What a run gave back."""
-        return tuple((self.get(storage_key(t)), _layout(t)) if is_strided(t) else (object(),) for t in tensors)
+        return tuple((self.get(storage_key(t)), self._layout(t)) if is_strided(t) else (object(),) for t in tensors)
 
     def note_made(self, results: Iterable[int | None], used: Collection[int]) -> None:
         """Name what it made, by the keys: memory that it did not use may lie where other memory was before."""
@@ -373,19 +389,24 @@ class Labels(dict[int, str]):
                 return tuple([self._of(part, keys) for part in value])
             return None if is_tensor(value) else value
         if (label := self.get(key)) is None:
-            label = self[key] = self._next()
+            label = self[key] = _FIXED + self._next()
         return label
+
+    def _layout(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        """How a tensor lies in its memory."""
+        if not is_strided(tensor):
+            return ()
+        offset, *others = view_key(tensor)
+        is_fixed = self.get(storage_key(tensor), "").startswith(_FIXED)
+        return (f"{offset}" if is_fixed else offset, *others)  # a number may follow the batch
 
     def _next(self) -> str:
         self._count += 1
         return f"#{self._count}"
 
 
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """How a tensor lies in its memory."""
-    return view_key(tensor) if is_strided(tensor) else ()
-
-
+_FIXED = "fixed "
+"""Begins the labels of memory that the run did not make and whose length does not follow the batch."""
 _LIFT = torch.ops.aten.lift_fresh.default
 _MOST_NUMBERS = 64
 
@@ -400,7 +421,8 @@ def _numbers(made: torch.Tensor) -> object:
 @cache
 def _follows_batch(func: OpOverload) -> tuple[bool, ...]:
     """For each argument in its place whether it may follow the batch."""
-    return tuple(argument.name in _LENGTHS for argument in func._schema.arguments)
+    lengths = _LENGTHS.difference(_COUNTING.get(func._schema.name, ()))
+    return tuple(argument.name in lengths for argument in func._schema.arguments)
 
 
 def _alike(
