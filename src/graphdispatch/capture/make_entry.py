@@ -1,6 +1,6 @@
 """Makes an entry of a recording: which rows its outputs give, what it reads and writes, and what guards it."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -112,6 +112,13 @@ def program_of(run: EffectRecorder, rows: int, axes: Sequence[Axis]) -> Program:
         groups_rows=run.groups_rows,
         float_types=run.float_types,
     )
+
+
+def runs_program(entry: CUDAGraphEntry, run: EffectRecorder, arguments: Iterable[torch.Tensor], rows: int) -> bool:
+    """Whether a run on so many ``rows``, which kept its operators, was of the entry's program, on the same memory."""
+    given = set(map(storage_key, arguments))
+    is_of_same = [key for key in run.outside if key not in given] == list(map(storage_key, entry.held))
+    return is_of_same and entry.program.computes_as(program_of(run, rows, entry.inputs.axes))
 
 
 def _watch_breaks(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:

@@ -257,11 +257,6 @@ _LENGTHS = frozenset(
     )
 )
 """Names of the arguments, of any operator, that may be longer for a longer batch."""
-_COUNTING = {
-    **dict.fromkeys(("aten::arange", "aten::range"), ("start",)),
-    **dict.fromkeys(("aten::linspace", "aten::logspace"), ("start", "end")),
-}
-"""Operators that make numbers of their arguments, with those that change the number of each row."""
 _LEAST = 4
 _CONSTANTS = frozenset({int, float, bool, type(None), torch.dtype})
 
@@ -318,10 +313,16 @@ class Program:
 
     def is_like(self, other: "Program") -> bool:
         """Whether the other program is this one for another size, and what is proven of this one holds for it."""
-        return not self._is_apart and self.runs_as(other)
+        return not self._is_apart and self._has_operators_of(other)
 
-    def runs_as(self, other: "Program") -> bool:
-        """Whether the other program is this one for another number of rows."""
+    def computes_as(self, other: "Program") -> bool:
+        """Whether the other program is this one for other rows, and makes no number of how many these are."""
+        return self._has_operators_of(other) and all(
+            mine[2] or kind_of(mine[0]) is OperatorKind.EMPTY or _is_same(mine[1], theirs[1], ())
+            for mine, theirs in zip(self._operators, other._operators, strict=True)
+        )
+
+    def _has_operators_of(self, other: "Program") -> bool:
         if len(self._operators) != len(other._operators) or min(self._lengths) < _LEAST:
             return False
         places = range(len(self._lengths))
@@ -348,10 +349,8 @@ class Labels(dict[int, str]):
     @classmethod
     def of_arguments(cls, tensors: Iterable[torch.Tensor], specs: Iterable[Any]) -> Self:
         """Labels in which the arguments of a call have names already. ``specs`` say which of them follow the batch."""
-        return cls(
-            (storage_key(tensor), f"{'' if spec.spans else _FIXED}argument {index}")
-            for index, (tensor, spec) in enumerate(zip(tensors, specs, strict=True))
-        )
+        names = (f"{'' if spec.spans else _FIXED}argument {index}" for index, spec in enumerate(specs))
+        return cls(zip(map(storage_key, tensors), names, strict=True))
 
     def operator(
         self,
@@ -396,9 +395,8 @@ class Labels(dict[int, str]):
         """How a tensor lies in its memory."""
         if not is_strided(tensor):
             return ()
-        offset, *others = view_key(tensor)
         is_fixed = self.get(storage_key(tensor), "").startswith(_FIXED)
-        return (f"{offset}" if is_fixed else offset, *others)  # a number may follow the batch
+        return (is_fixed and str(tensor.storage_offset()), *view_key(tensor))  # text follows no batch
 
     def _next(self) -> str:
         self._count += 1
@@ -421,8 +419,7 @@ def _numbers(made: torch.Tensor) -> object:
 @cache
 def _follows_batch(func: OpOverload) -> tuple[bool, ...]:
     """For each argument in its place whether it may follow the batch."""
-    lengths = _LENGTHS.difference(_COUNTING.get(func._schema.name, ()))
-    return tuple(argument.name in lengths for argument in func._schema.arguments)
+    return tuple(argument.name in _LENGTHS for argument in func._schema.arguments)
 
 
 def _alike(
