@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from ..errors import CaptureError, DeviceLostError, ReplayError
 from ..memory.entry import CUDAGraphEntry
-from ..memory.proof import Labels
+from ..memory.labels import Labels
 from ..modes import CUDAGraphMode
 from .compare import check_padding_writes
 from .eager_run import EagerRun, uncached_casts, undo_run

@@ -35,8 +35,9 @@ from ..call.signature import PLAIN_TENSORS
 from ..call.spec import FlatCall, Leaves
 from ..errors import CaptureError
 from ..memory.entry import CUDAGraphEntry
+from ..memory.labels import Labels
 from ..memory.outputs import Opener
-from ..memory.proof import ArgumentMetadata, Labels
+from ..memory.proof import ArgumentMetadata
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard

@@ -39,7 +39,7 @@ from ..backends.operators import (
 )
 from ..backends.standins import EXPOSED, HostReads, Listening
 from ..errors import CaptureError, error_of_signal
-from ..memory.proof import Labels, Operator
+from ..memory.labels import Labels, Operator
 from ..reasons import Reason
 
 

@@ -24,8 +24,9 @@ from ..backends.tracing import profiler_range
 from ..call.rules import graph_name
 from ..errors import CaptureError, GraphDispatchError, VerificationError, error_of_signal
 from ..memory.entry import CUDAGraphEntry
+from ..memory.labels import Labels
 from ..memory.outputs import check_values
-from ..memory.proof import Labels, RowProof
+from ..memory.proof import RowProof
 from ..memory.windows import WINDOWS
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason

@@ -36,8 +36,9 @@ from ..backends.operators import bits_equal, storage_key
 from ..call.signature import PLAIN_TENSORS, InputSpec
 from ..errors import CaptureError
 from ..memory.entry import CUDAGraphEntry
+from ..memory.labels import Labels
 from ..memory.outputs import first_rows
-from ..memory.proof import Labels, RowProof
+from ..memory.proof import RowProof
 from ..reasons import Reason
 from ..sizes import Axis, lengths_of, pack
 from . import probes

@@ -3,28 +3,27 @@
 RowProof           what replays with other padding have shown of its rows
 Compared           which numbers of rows, and lengths, were compared
 ArgumentMetadata   what its code reads of arguments besides their values
-Program            its operators, by which graphs of several sizes share what was proven of one of them
+Program            its operators, by which graphs of several sizes share what was proven of one of them (``labels.py``)
 Verification       all of it for one graph, and the one policy: what it may serve, and what is compared before
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import combinations, product, starmap
 from math import prod
-from typing import Any, Self
+from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
-from ..backends.operators import OperatorKind, bits_equal, is_strided, is_total, kind_of, storage_key, view_key
+from ..backends.operators import OperatorKind, bits_equal, is_total, kind_of
 from ..call.spec import is_tensor
 from ..modes import EntryState
 from ..reasons import Reason
 from ..sizes import ROWS, Axis, lengths_of, pack
 from ..state.reads import IDENTITY, TENSOR_READERS
+from .labels import Operator, follows_batch, is_alike, is_same
 
 MOST_COMPARED = 64
 """The largest size of which each number of rows, or each length, is compared with eager by itself."""
@@ -246,19 +245,7 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is int and type(b) is int and a == b)
 
 
-Operator = tuple[OpOverload, tuple[Any, ...], tuple[Any, ...]]
-"""An operator with its arguments, in which the label of its memory stands for each tensor; and how each of its tensors
-lies there."""
-
-_LENGTHS = frozenset(
-    (
-        *("size", "start", "end", "length", "split_size", "split_sizes", "repeats", "output_size"),
-        *("stride", "storage_offset"),
-    )
-)
-"""Names of the arguments, of any operator, that may be longer for a longer batch."""
 _LEAST = 4
-_CONSTANTS = frozenset({int, float, bool, type(None), torch.dtype})
 
 
 class Program:
@@ -318,7 +305,7 @@ class Program:
     def computes_as(self, other: "Program") -> bool:
         """Whether the other program is this one for other rows, and makes no number of how many these are."""
         return self._has_operators_of(other) and all(
-            mine[2] or kind_of(mine[0]) is OperatorKind.EMPTY or _is_same(mine[1], theirs[1], ())
+            mine[2] or kind_of(mine[0]) is OperatorKind.EMPTY or is_same(mine[1], theirs[1], ())
             for mine, theirs in zip(self._operators, other._operators, strict=True)
         )
 
@@ -328,122 +315,12 @@ class Program:
         places = range(len(self._lengths))
         chosen = [some for count in range(1, len(places) + 1) for some in combinations(places, count)]
         ratios = [(prod(self._lengths[i] for i in some), prod(other._lengths[i] for i in some)) for some in chosen]
-        return _is_same(self._outputs, other._outputs, ratios) and all(
+        return is_same(self._outputs, other._outputs, ratios) and all(
             mine[0] is theirs[0]
-            and _alike(mine[1], theirs[1], _follows_batch(mine[0]), ratios)
-            and _is_same(mine[2], theirs[2], ratios)
+            and is_alike(mine[1], theirs[1], follows_batch(mine[0]), ratios)
+            and is_same(mine[2], theirs[2], ratios)
             for mine, theirs in zip(self._operators, other._operators, strict=True)
         )
-
-
-class Labels(dict[int, str]):
-    """Names the memory of tensors, by the keys of their storages: by the order in which a run meets it or makes it. So
-    equal operators on other tensors are another program.
-
-    Memory that the run did not make, and whose length does not follow the batch, is used at the same places by the same
-    program: ``table[n : 2 * n]`` holds other numbers for another n.
-    """
-
-    _count = 0
-
-    @classmethod
-    def of_arguments(cls, tensors: Iterable[torch.Tensor], specs: Iterable[Any]) -> Self:
-        """Labels in which the arguments of a call have names already. ``specs`` say which of them follow the batch."""
-        names = (f"{'' if spec.spans else _FIXED}argument {index}" for index, spec in enumerate(specs))
-        return cls(zip(map(storage_key, tensors), names, strict=True))
-
-    def operator(
-        self,
-        func: OpOverload,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        keys: Mapping[int, int],
-        tensors: Iterable[torch.Tensor],
-    ) -> Operator:
-        """An operator that is about to run. ``keys`` has those of its tensors' storages, by the tensors' ``id``, in the
-        order of the tensors."""
-        values = [self._of(value, keys) for value in args]
-        if func is _LIFT:
-            values.append(_numbers(args[0]))
-        values += [(name, self._of(value, keys)) for name, value in kwargs.items()]
-        return func, tuple(values), tuple(map(self._layout, tensors))
-
-    def outputs(self, tensors: Iterable[torch.Tensor]) -> tuple[Any, ...]:
-        """What a run gave back."""
-        return tuple((self.get(storage_key(t)), self._layout(t)) if is_strided(t) else (object(),) for t in tensors)
-
-    def note_made(self, results: Iterable[int | None], used: Collection[int]) -> None:
-        """Name what it made, by the keys: memory that it did not use may lie where other memory was before."""
-        for key in dict.fromkeys(results):
-            if key is not None and key not in used:
-                self[key] = self._next()
-
-    def _of(self, value: Any, keys: Mapping[int, int]) -> Any:
-        kind = type(value)
-        if kind in _CONSTANTS:
-            return value
-        key = keys.get(id(value))
-        if key is None:
-            if kind in (list, tuple, torch.Size):
-                return tuple([self._of(part, keys) for part in value])
-            return None if is_tensor(value) else value
-        if (label := self.get(key)) is None:
-            label = self[key] = _FIXED + self._next()
-        return label
-
-    def _layout(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        """How a tensor lies in its memory."""
-        if not is_strided(tensor):
-            return ()
-        is_fixed = self.get(storage_key(tensor), "").startswith(_FIXED)
-        return (is_fixed and str(tensor.storage_offset()), *view_key(tensor))  # text follows no batch
-
-    def _next(self) -> str:
-        self._count += 1
-        return f"#{self._count}"
-
-
-_FIXED = "fixed "
-"""Begins the labels of memory that the run did not make and whose length does not follow the batch."""
-_LIFT = torch.ops.aten.lift_fresh.default
-_MOST_NUMBERS = 64
-
-
-def _numbers(made: torch.Tensor) -> object:
-    """The numbers of Python that were made into a tensor; if there are many, what equals nothing."""
-    if made.numel() > _MOST_NUMBERS:
-        return object()
-    return (made.dtype, *made.shape, *map(repr, made.flatten().tolist()))
-
-
-@cache
-def _follows_batch(func: OpOverload) -> tuple[bool, ...]:
-    """For each argument in its place whether it may follow the batch."""
-    return tuple(argument.name in _LENGTHS for argument in func._schema.arguments)
-
-
-def _alike(
-    mine: Sequence[Any], theirs: Sequence[Any], follows: Sequence[bool], ratios: Sequence[tuple[int, int]]
-) -> bool:
-    return len(mine) == len(theirs) and all(
-        _is_same(a, b, ratios if place < len(follows) and follows[place] else ())
-        for place, (a, b) in enumerate(zip(mine, theirs, strict=True))
-    )
-
-
-def _is_same(a: Any, b: Any, ratios: Sequence[tuple[int, int]]) -> bool:
-    """Whether two constants are the same, or each is as many times the length of its batch."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if type(a) is int:
-        return a == b or any(a % m == 0 and b == a // m * n for m, n in ratios)
-    if isinstance(a, tuple):
-        return len(a) == len(b) and all(_is_same(x, y, ratios) for x, y in zip(a, b, strict=True))
-    if isinstance(a, torch.ScriptObject):  # one of compiled code may raise when compared
-        return False
-    return repr(a) == repr(b) if type(a) is float else bool(a == b)  # -0.0 is another number
 
 
 MOST_ALIKE = 8
