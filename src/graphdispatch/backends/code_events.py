@@ -107,11 +107,11 @@ if sys.version_info >= (3, 12):
     _taken: list[int] = []
     """The number under which this process listens, once it does."""
     _NAME = __name__.partition(".")[0]
-    _AROUND_OPERATORS = (
+    _AROUND_OPERATORS = {
         *(os.path.join(_TORCH, *path) for path in (["_ops.py"], ["_library", "simple_registry.py"])),
         os.path.join(_TORCH, "multiprocessing", "reductions.py"),
         *(os.path.join(_PACKAGE, "backends", name) for name in ("code_events.py", "insight.py")),
-    )
+    }
     """Files of the code that runs on the way to a mode and through it."""
 
     def _begin(listener: CodeListener) -> bool:
@@ -173,7 +173,7 @@ if sys.version_info >= (3, 12):
 
     def _is_silent(code: CodeType) -> bool:
         """Whether nobody is to hear of code: it runs around each operator that is watched."""
-        return code.co_filename.endswith(_AROUND_OPERATORS)
+        return code.co_filename in _AROUND_OPERATORS
 
     def _chain() -> list[CodeListener]:
         """The calling thread's listeners that are not paused, the innermost first."""

@@ -132,18 +132,10 @@ def of_kind(
 
 
 def beside_flags(
-    flags: Collection[int],
-    indices: Collection[int],
-    kind: Callable[[InputSpec, torch.Tensor, int], torch.Tensor],
-    index: int,
-    spec: InputSpec,
-    value: torch.Tensor,
-    rows: int,
+    flags: Collection[int], make: Make, index: int, spec: InputSpec, value: torch.Tensor, rows: int
 ) -> torch.Tensor | None:
-    """The same, beside ``flags`` (by index) that hide what all rows of the batch hide."""
-    if index in flags:
-        return uniform({}, index, spec, value, rows)
-    return of_kind(indices, kind, index, spec, value, rows)
+    """What ``make`` gives, beside ``flags`` (by index) that hide what all rows of the batch hide."""
+    return uniform({}, index, spec, value, rows) if index in flags else make(index, spec, value, rows)
 
 
 def small(spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:

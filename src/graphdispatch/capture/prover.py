@@ -450,7 +450,8 @@ class RowProver:
         # A mask of integers that hides the padding would hide these numbers, too.
         flags = [i for i in self._discrete() if i not in takes and probes.holds_flags(arguments[i])] if takes else []
         flags = [] if self._is_limited else flags
-        high, low = (partial(probes.beside_flags, flags, takes, partial(far, sign)) for sign in (1, -1))
+        kinds_of = (partial(probes.of_kind, takes, partial(far, sign)) for sign in (1, -1))
+        high, low = (partial(probes.beside_flags, flags, kind) for kind in kinds_of)
         numbers = "the largest or smallest numbers of the batch" if self._is_limited else "large numbers of one sign"
         for one_sign, other_sign in ((high, low), (low, high)) if takes else ():
             # Padding that a rule leaves as it is may hold anything, and nobody knows what it holds now.
