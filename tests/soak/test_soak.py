@@ -27,7 +27,8 @@ CALLS = int(os.environ.get("GRAPHDISPATCH_SOAK_CALLS", "2400"))
 LARGEST, WIDTH = 12, 8
 DEVICE = torch.get_default_device()
 """Threads do not take the default over."""
-_BUDGET = (1 if DEVICE.type == "cpu" else 6) << 20  # a device's allocator gives a pool whole MiB
+_ROOM = (1 if DEVICE.type == "cpu" else 6) << 20
+"""For graphs beside the first: a device's allocator gives a pool whole MiB."""
 _SPARE_BYTES = 64 << 20
 """What the resident memory may grow by after the first third: the allocator's own, and statistics with a bound."""
 
@@ -102,6 +103,7 @@ class Soak:
         self.roomy = roomy
         self.gate = Gate()
         self.nets = [Net(trips=not roomy, broken=broken).eval() for broken in (False, True)]
+        budget = None if roomy else self._of_one() + _ROOM
         self.steps: list[Graphed[..., Any]] = [
             graphed(
                 net,
@@ -109,7 +111,7 @@ class Soak:
                 sizes=(1, 2, 4, 8),
                 options=CUDAGraphOptions(
                     max_cached_graphs=None if roomy else 5,
-                    memory_budget_bytes=None if roomy else _BUDGET,
+                    memory_budget_bytes=budget,
                     max_signatures=8,
                     capture_share=None,
                 ),
@@ -119,6 +121,15 @@ class Soak:
         ]
         self.lock = threading.Lock()
         self.calls = self.tripped = self.moves = self.clears = 0
+
+    @torch.no_grad()
+    def _of_one(self) -> int:
+        """The bytes that one graph holds, whose pool has the workspace of a library, too: cuBLAS's takes many MiB."""
+        step = graphed(Net(trips=False, broken=False).eval(), dynamic={"x": 0}, sizes=(8,))
+        step.prewarm(numbers(8, WIDTH))
+        held = step.memory_bytes
+        step.clear()
+        return held
 
     def count(self, **events: int) -> None:
         """Add to the counters."""
