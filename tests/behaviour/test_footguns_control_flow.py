@@ -43,6 +43,20 @@ def test_what_depends_on_values(tried: Open, name: str) -> None:
     _refused(tried, *REFUSED[name])
 
 
+@pytest.mark.parametrize("name", REFUSED)
+def test_caught(tried: Open, name: str) -> None:
+    """The same where the callable catches the error of the recording and goes on."""
+    fn, operator = REFUSED[name]
+
+    def caught(x: torch.Tensor) -> Any:
+        try:
+            return fn(x)
+        except Exception:
+            return x + 0
+
+    _refused(tried, caught, operator)
+
+
 @needs("padding")
 def test_branch_on_rows(settled: Open) -> None:
     """A branch on the number of rows is taken for the padded number; a batch smaller than all before is compared."""

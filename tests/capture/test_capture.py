@@ -13,7 +13,7 @@ from graphdispatch import CUDAGraphOptions, Reason, graphed
 from graphdispatch.engines import AdaptiveCUDAGraphWrapper, BatchDescriptor
 
 from ..behaviour.cases import Box
-from ..helpers import Spy, assert_same, make
+from ..helpers import Spy, assert_same, check_calls, make
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _cache = torch.zeros(8, 3)
@@ -128,3 +128,23 @@ def test_prewarming_collects_after_the_last_capture(
         assert any(is_there() for is_there in within) is not (gc_disable and bool(young))
     finally:
         gc.enable()
+
+
+def _at_most_width(x: torch.Tensor) -> torch.Tensor:
+    return torch.minimum(x, torch.tensor(x.size(-1), dtype=torch.float))  # made by TorchScript, unseen
+
+
+def test_a_refusal_that_the_callable_catches_is_one() -> None:
+    """Else the graph would hold what the callable does instead, and agree with eager by chance at first."""
+    limit = torch.jit.script(_at_most_width)
+
+    def limited(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return limit(x)
+        except Exception:
+            return x + 0
+
+    step = graphed(limited, dynamic={"x": 0}, sizes=(4,))
+    reasons = check_calls(step, *(torch.full((4, 3), value) for value in (1.0, 2.0, 2.5, 2.0, 5.0)))
+    assert {*reasons[1:]} == {Reason.CAPTURE_UNSAFE}
+    assert "that no operator of the call made" in step.explain(torch.ones(4, 3))

@@ -22,7 +22,7 @@ def served(**options: Any) -> gd.Graphed[..., Any]:
     layer = torch.nn.Linear(4, 4).eval().requires_grad_(False)
     serve = gd.graphed(layer, dynamic={"input": 0}, sizes=(2, 4, 8), **with_options(options, max_cached_graphs=2))
     serve.prewarm(torch.randn(8, 4), sizes=[8, 4])
-    check_rows(serve, 3, 3, 7, 2, 2, 2, 2, 9, width=4)
+    check_rows(serve, 3, 3, 7, 2, 2, 2, 2, 9, width=4, rtol=1e-5, atol=1e-6)  # processors add up otherwise
     return serve
 
 

@@ -199,6 +199,8 @@ class OperatorMode(UntracedMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.refused: CaptureError | None = None
+        """Why no graph can hold what ran, if it cannot: the callable, or TorchScript around it, may catch the error."""
         self._paused: Any = None
         """Who hears of the callable's Python, while an operator runs of which nothing is to be heard."""
         self._composite: dict[tuple[int, str], bool] = {}
@@ -228,6 +230,9 @@ class OperatorMode(UntracedMode):
                 with torch._C.DisableTorchFunction():
                     return self.watch(func, args, kwargs)
             return self._heard(self.look_inside, func, key, args, kwargs)
+        except CaptureError as error:
+            self.refused = self.refused or error
+            raise
         finally:
             if is_outermost:
                 paused, self._paused = self._paused, None
@@ -290,6 +295,7 @@ class OperatorMode(UntracedMode):
 
     def give_up(self, error: CaptureError) -> None:
         """Say that no graph can hold what runs. Raises the error, unless the run must go on."""
+        self.refused = self.refused or error
         raise error
 
     def watch_region(self, region: CompiledRegion, args: tuple[Any, ...]) -> Any:

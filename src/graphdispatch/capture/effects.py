@@ -281,6 +281,8 @@ class EffectRecorder(OperatorMode):
                 yield self
         finally:
             self._save_exposed("", None)
+        if self._strict and self.unsaved is not None:  # the callable caught it
+            raise self.unsaved
 
     def look_inside(self, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator's Python kernel and save what the operators inside it overwrite.

@@ -70,6 +70,8 @@ class CaptureWatch(OperatorMode):
         finally:
             if token is not None:
                 ACTIVE.reset(token)
+        if self.refused is not None:
+            raise self.refused
         if self._failed is not None:
             raise CaptureError(
                 f"break {self._failed!r} raised and the callable went on; no graph can hold that",
@@ -84,9 +86,12 @@ class CaptureWatch(OperatorMode):
         if is_break and self._breaks and not self._is_paused:
             return self._heard(self.run_break, str(func), func, args, kwargs or {})
         if is_break and is_unsafe(func) and not self._is_paused:
-            raise CaptureError(
-                f"{func} is tagged cudagraph_unsafe; capture in PIECEWISE mode, where it is a break; at {user_line()}",
-                Reason.CAPTURE_UNSAFE,
+            self.give_up(
+                CaptureError(
+                    f"{func} is tagged cudagraph_unsafe; capture in PIECEWISE mode, where it is a break; at "
+                    f"{user_line()}",
+                    Reason.CAPTURE_UNSAFE,
+                )
             )
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -191,10 +196,12 @@ class CaptureWatch(OperatorMode):
         for tensor in tensors_in(*trees) if self._unreturned else ():
             name = self._unreturned.get(storage_key(tensor)) if is_strided(tensor) else None
             if name is not None:
-                raise CaptureError(
-                    f"a tensor of shape {tuple(tensor.shape)} that break {name!r} made is used at {user_line()}, but "
-                    "the break did not return it; return it from the break",
-                    Reason.CAPTURE_UNSAFE,
+                self.give_up(
+                    CaptureError(
+                        f"a tensor of shape {tuple(tensor.shape)} that break {name!r} made is used at {user_line()}, "
+                        "but the break did not return it; return it from the break",
+                        Reason.CAPTURE_UNSAFE,
+                    )
                 )
 
     def _next_part(self, given: Any = None) -> None:
@@ -279,6 +286,8 @@ def record(attempt: CaptureAttempt, *, is_known: bool = False) -> Recording:
                 part.reset()
         if isinstance(error, CaptureError) or not isinstance(error, Exception):
             raise
+        if watch.refused is not None:
+            raise watch.refused from error
         raise CaptureError(
             f"{type(error).__name__} after {watch.latest}: {error}", request.backend.classify_error(error)
         ) from error

@@ -235,8 +235,10 @@ class _CPUCapture(Capture):
     def end(self) -> Graph:
         if not self.is_open:
             raise CaptureError("the capture has ended already; begin another with begin_capture()")
-        program = self._recorder.pause()
+        program, refused = self._recorder.pause(), self._recorder.refused
         self._close()
+        if refused is not None:
+            raise refused
         self.graph = graph = self._bind(program)
         if graph.outputs is not None:
             self.outputs = graph.outputs

@@ -122,10 +122,12 @@ class Recorder(OperatorMode):
         def refuse(name: str, _: Any) -> None:
             if not self.is_paused:
                 remedy = "keep the value on the device, or move the read out of the call"
-                raise CaptureError(
-                    f"{name} gives memory to the host while a graph is captured, at {user_line()}; "
-                    f"{remedy if inside is None else _left_torch(inside)}",
-                    Reason.CAPTURE_UNSAFE,
+                self.give_up(
+                    CaptureError(
+                        f"{name} gives memory to the host while a graph is captured, at {user_line()}; "
+                        f"{remedy if inside is None else _left_torch(inside)}",
+                        Reason.CAPTURE_UNSAFE,
+                    )
                 )
 
         return HostReads(refuse)
