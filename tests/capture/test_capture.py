@@ -134,17 +134,47 @@ def _at_most_width(x: torch.Tensor) -> torch.Tensor:
     return torch.minimum(x, torch.tensor(x.size(-1), dtype=torch.float))  # made by TorchScript, unseen
 
 
-def test_a_refusal_that_the_callable_catches_is_one() -> None:
-    """Else the graph would hold what the callable does instead, and agree with eager by chance at first."""
-    limit = torch.jit.script(_at_most_width)
+def _all_above_three(x: torch.Tensor) -> torch.Tensor:
+    torch._assert_async((x > 3).all())
+    return x * 2
 
-    def limited(x: torch.Tensor) -> torch.Tensor:
+
+def _row_of_table(x: torch.Tensor) -> torch.Tensor:
+    return torch.eye(3)[:2][(5 - x[:, 0]).int()]
+
+
+@pytest.mark.parametrize(
+    ("fn", "said"),
+    [
+        (torch.jit.script(_at_most_width), "that no operator of the call made"),
+        (_all_above_three, "_assert_async"),
+        (_row_of_table, "index"),
+    ],
+    ids=["refused", "asserted", "out of range"],
+)
+def test_an_error_that_the_callable_catches_is_one_for_a_graph(fn: Callable[..., torch.Tensor], said: str) -> None:
+    """Else the graph would hold what the callable does instead, and agree with eager by chance at first."""
+
+    def caught(x: torch.Tensor) -> torch.Tensor:
         try:
-            return limit(x)
+            return fn(x)
         except Exception:
             return x + 0
 
-    step = graphed(limited, dynamic={"x": 0}, sizes=(4,))
+    step = graphed(caught, dynamic={"x": 0}, sizes=(4,))
     reasons = check_calls(step, *(torch.full((4, 3), value) for value in (1.0, 2.0, 2.5, 2.0, 5.0)))
     assert {*reasons[1:]} == {Reason.CAPTURE_UNSAFE}
-    assert "that no operator of the call made" in step.explain(torch.ones(4, 3))
+    assert said in step.explain(torch.ones(4, 3))
+
+
+def test_a_view_that_cannot_be_made_is_no_such_error() -> None:
+    """The geometry alone decides that, and it is the same for all batches."""
+
+    def flat(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return x.t().view(-1)
+        except RuntimeError:
+            return x.t().reshape(-1)
+
+    step = graphed(lambda x: x * 2 + flat(x)[-1] * 0, dynamic={"x": 0}, sizes=(4,))
+    assert check_calls(step, *(torch.rand(4, 3) for _ in range(4)))[-1] is Reason.EXACT

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _pop
 from ..errors import CaptureError
 from ..reasons import Reason
 from .code_events import pause, resume
-from .operators import per_operator, tensors_in, user_line
+from .operators import OperatorKind, kind_of, per_operator, tensors_in, user_line
 from .tracing import UntracedMode
 
 _MADE_OF_OTHERS = frozenset({"aten", "inductor"})
@@ -201,6 +201,8 @@ class OperatorMode(UntracedMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.refused: CaptureError | None = None
         """Why no graph can hold what ran, if it cannot: the callable, or TorchScript around it, may catch the error."""
+        self.raised: CaptureError | None = None
+        """What to say of an operator that raised, if one did and the callable caught it."""
         self._paused: Any = None
         """Who hears of the callable's Python, while an operator runs of which nothing is to be heard."""
         self._composite: dict[tuple[int, str], bool] = {}
@@ -226,17 +228,32 @@ class OperatorMode(UntracedMode):
             if self._is_composite(func, args, kwargs):
                 return self._run_parts(func, args, kwargs)
             key = python_kernel(func, args, kwargs)
-            if key is None:
-                with torch._C.DisableTorchFunction():
-                    return self.watch(func, args, kwargs)
-            return self._heard(self.look_inside, func, key, args, kwargs)
-        except CaptureError as error:
-            self.refused = self.refused or error
-            raise
+            try:
+                if key is None:
+                    with torch._C.DisableTorchFunction():
+                        return self.watch(func, args, kwargs)
+                return self._heard(self.look_inside, func, key, args, kwargs)
+            except Exception as error:
+                self._note_error(func, error)
+                raise
         finally:
             if is_outermost:
                 paused, self._paused = self._paused, None
                 resume(paused)
+
+    def _note_error(self, func: OpOverload, error: Exception) -> None:
+        """Note that an operator raised. The values may be why, but for one that only makes a view."""
+        if isinstance(error, CaptureError):
+            self.refused = self.refused or error
+        elif kind_of(func) is not OperatorKind.VIEW:
+            what = f"{func} raised {type(error).__name__}, which the callable caught, at {user_line()}"
+            self.raised = CaptureError(f"{what}; a graph takes one path for all values", Reason.CAPTURE_UNSAFE)
+
+    def check_refused(self) -> None:
+        """Raise the ``CaptureError`` of a run that has ended as if nothing had been refused, nor raised by values."""
+        error, self.refused, self.raised = self.refused or self.raised, None, None
+        if error is not None:
+            raise error
 
     def _heard(self, run: Callable[..., Any], *args: Any) -> Any:
         """Call what runs Python of the callable, of which who listens shall hear."""
@@ -308,8 +325,13 @@ class OperatorMode(UntracedMode):
                     Reason.CAPTURE_UNSAFE,
                 )
             )
-        with torch._C.DisableTorchFunction():
-            return self.watch(cast(OpOverload, region), args, {})
+        func = cast(OpOverload, region)
+        try:
+            with torch._C.DisableTorchFunction():
+                return self.watch(func, args, {})
+        except Exception as error:
+            self._note_error(func, error)
+            raise
 
     def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operator that has no parts. Torch functions are disabled meanwhile."""

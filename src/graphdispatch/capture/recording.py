@@ -70,8 +70,7 @@ class CaptureWatch(OperatorMode):
         finally:
             if token is not None:
                 ACTIVE.reset(token)
-        if self.refused is not None:
-            raise self.refused
+        self.check_refused()
         if self._failed is not None:
             raise CaptureError(
                 f"break {self._failed!r} raised and the callable went on; no graph can hold that",
@@ -286,8 +285,9 @@ def record(attempt: CaptureAttempt, *, is_known: bool = False) -> Recording:
                 part.reset()
         if isinstance(error, CaptureError) or not isinstance(error, Exception):
             raise
-        if watch.refused is not None:
-            raise watch.refused from error
+        refused, watch.refused = watch.refused, None
+        if refused is not None:
+            raise refused from error
         raise CaptureError(
             f"{type(error).__name__} after {watch.latest}: {error}", request.backend.classify_error(error)
         ) from error

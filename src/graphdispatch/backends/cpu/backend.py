@@ -235,10 +235,9 @@ class _CPUCapture(Capture):
     def end(self) -> Graph:
         if not self.is_open:
             raise CaptureError("the capture has ended already; begin another with begin_capture()")
-        program, refused = self._recorder.pause(), self._recorder.refused
+        recorder, program = self._recorder, self._recorder.pause()
         self._close()
-        if refused is not None:
-            raise refused
+        recorder.check_refused()
         self.graph = graph = self._bind(program)
         if graph.outputs is not None:
             self.outputs = graph.outputs
