@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -178,3 +179,18 @@ def test_a_view_that_cannot_be_made_is_no_such_error() -> None:
 
     step = graphed(lambda x: x * 2 + flat(x)[-1] * 0, dynamic={"x": 0}, sizes=(4,))
     assert check_calls(step, *(torch.rand(4, 3) for _ in range(4)))[-1] is Reason.EXACT
+
+
+def test_a_padded_write_that_cannot_be_saved_is_refused_though_the_callable_catches_that() -> None:
+    """Else the padding's writes to state would stay."""
+    state = torch.zeros(8, 3)
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        with suppress(Exception):
+            state[: len(x)].add_(1)
+        return x * 2
+
+    step = graphed(counted, dynamic={"x": 0}, sizes=(4,), options=CUDAGraphOptions(state_limit_bytes=state[:3].nbytes))
+    reasons = check_calls(step, *torch.rand(4, 3, 3), fn=lambda x: x * 2)
+    assert reasons[1] is Reason.STATE_TOO_LARGE
+    assert state[:, 0].tolist() == [4, 4, 4, 0, 0, 0, 0, 0]
