@@ -16,7 +16,7 @@ Note [a run that is not watched again]
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -332,6 +332,8 @@ def is_known(request: CaptureRequest, entry: CUDAGraphEntry) -> bool:
     )
 
 
+_MOST_STATISTICS = 1 << 16
+"""The bytes up to which a tensor that is no parameter may hold statistics."""
 _CALL = FlatCall.__call__.__code__
 
 
@@ -357,24 +359,22 @@ class _NewCode(CodeListener):
         self.plain[id(frame.f_code)] = frame.f_code
 
 
-def run_known(
-    request: CaptureRequest, entry: CUDAGraphEntry, *, captures: bool = False
-) -> tuple[Any, float, EagerRun | None]:
+def run_known(request: CaptureRequest, entry: CUDAGraphEntry) -> tuple[Any, float, EagerRun | None]:
     """The answer of a plain run and how long it took; and what a watched run would have told, or None if it did
     something else.
 
-    An error of the callable passes through. With ``captures``, which needs all Python state as it was, the ``entry`` is
-    one of another size.
+    An error of the callable passes through.
     """
     assert entry.guard is not None
     new_code = _NewCode(entry.guard.notes.codes)
     rng, arguments = request.backend.rng_state(), request.arguments()
-    walk = StateWalk(*(request.roots if captures or entry.guard.notes.may_change_state() else ()))
+    walk = StateWalk(*request.roots, *arguments)
     for table, names in entry.guard.notes.by_table(entry.guard.notes.variables):
         walk.visit_variables(table, iter(names), str(table.get("__name__", "")))
-    tensors = [*request.tensors, *walk.tensors]
-    versions = _versions(tensors)
-    copies = [value.clone() if value.is_inference() else value._version for value in arguments]
+    tensors = [*{id(tensor): tensor for tensor in (*arguments, *request.tensors, *walk.tensors)}.values()]
+    copies = [(tensor, tensor.clone()) for tensor in tensors if _is_small(tensor)]
+    copies += [(value, value.clone()) for value in arguments if value.is_inference() and not _is_small(value)]
+    versions = _versions(tensors, {id(tensor) for tensor, _ in copies})
     started = request.clock()
     listens = new_code.begin()
     try:
@@ -386,8 +386,8 @@ def run_known(
         listens
         and new_code.is_heard
         and not new_code.found
-        and (versions is not None and versions == _versions(tensors))
-        and all(map(_is_unwritten, arguments, copies))
+        and (versions is not None and versions == _versions(tensors, {id(tensor) for tensor, _ in copies}))
+        and all(bits_equal(tensor, copy) for tensor, copy in copies)
         and torch.equal(rng, request.backend.rng_state())
     )
     if not is_pure or walk.overflow is not None or walk.change() is not None or walk.drew() is not None:
@@ -397,13 +397,13 @@ def run_known(
     return answer, seconds, EagerRun(answer, request.values, arguments, effects, rng, rng, False, trace)
 
 
-def _is_unwritten(value: torch.Tensor, before: torch.Tensor | int) -> bool:
-    """Whether an argument is as it was, by its version or else by its bits."""
-    return bits_equal(value, before) if isinstance(before, torch.Tensor) else value._version == before
+def _is_small(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may hold statistics, which batch norm writes without counting a version."""
+    return not isinstance(tensor, torch.nn.Parameter) and tensor.nbytes <= _MOST_STATISTICS and is_strided(tensor)
 
 
-def _versions(tensors: Sequence[torch.Tensor]) -> list[int] | None:
-    """How often each tensor was written; None if one does not count that."""
-    if any(tensor.is_inference() for tensor in tensors):
+def _versions(tensors: Sequence[torch.Tensor], copied: Collection[int]) -> list[int] | None:
+    """How often each tensor was written; None if one does not count that and was not ``copied`` (``id`` s)."""
+    if any(tensor.is_inference() and id(tensor) not in copied for tensor in tensors):
         return None
-    return [tensor._version for tensor in tensors]
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]

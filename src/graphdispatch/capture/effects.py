@@ -356,12 +356,10 @@ class EffectRecorder(OperatorMode):
         if draws(func, args, kwargs):
             self.uses_rng = True
             self._save_generators(args, kwargs)
+        if self._strict:
+            self._check_geometry(func, shapes)  # nothing would put another view back
         result = func(*args, **kwargs)
-        if shapes:
-            try:
-                check_geometry(func, shapes)
-            except CaptureError as error:
-                self.give_up(error)
+        self._check_geometry(func, shapes)
         gives = tensors_in(result)
         if kind is OperatorKind.WRITE:
             gives += written
@@ -376,6 +374,12 @@ class EffectRecorder(OperatorMode):
             self._labels.note_made(results, keys.values())
             self._note_traits(traits, given, gives)
         return result
+
+    def _check_geometry(self, func: OpOverload, shapes: list[tuple[torch.Tensor, tuple[Any, ...]]]) -> None:
+        try:
+            check_geometry(func, shapes)
+        except CaptureError as error:
+            self.give_up(error)
 
     def _note_traits(self, traits: "_Traits", given: list[torch.Tensor], gives: list[torch.Tensor]) -> None:
         """Note what the operators tell of the program."""

@@ -121,7 +121,7 @@ def _run_eagerly(request: CaptureRequest, known: CUDAGraphEntry | None) -> tuple
     """
     alike = next((one for one in (request.peers if known is None else [known]) if is_known(request, one)), None)
     if alike is not None:
-        answer, seconds, run = run_known(request, alike, captures=known is None)
+        answer, seconds, run = run_known(request, alike)
         alike.is_known = run is not None
         if run is not None:
             return run, seconds

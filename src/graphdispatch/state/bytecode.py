@@ -33,7 +33,6 @@ _CHANGES = (
     *("insert", "pop", "popitem", "popleft", "remove", "reverse", "setdefault", "sort", "update"),
 )
 """Instructions and methods that change containers."""
-_CHANGES_BY_NAME = ("setattr", "delattr", "exec", "eval", "globals", "locals", "vars", "next", "__import__")
 _LONGEST_CALL = 6  # instructions of ``type(model.config)``
 _TYPES = ("dtype", "device", "layout", "__class__")
 
@@ -115,14 +114,6 @@ def changed_by(code: CodeType) -> frozenset[str]:
     reads, stored = code_reads(code), stored_by(code)
     changes = not (stored | reads.attributes).isdisjoint(_CHANGES)
     return stored | reads.attributes | reads.variables | {*code.co_freevars} if changes else stored
-
-
-@lru_cache(maxsize=8192)
-def may_change_state(code: CodeType) -> bool:
-    """Whether code spells anything that changes Python state: it assigns more than its own variables, changes a
-    container, or gets at names that it does not spell."""
-    reads = code_reads(code)
-    return bool(changed_by(code)) or reads.whole or not reads.variables.isdisjoint(_CHANGES_BY_NAME)
 
 
 def stored_by(code: CodeType) -> frozenset[str]:

@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from ..backends.code_events import is_own_code
 from ..call.breaks import is_break
 from . import objects
-from .bytecode import code_reads, may_change_state
+from .bytecode import code_reads
 from .compiled import original_of
 from .objects import ABSENT, CONTAINERS, is_library_code
 from .snapshot import FORM, OF_LOGGERS, random_holder
@@ -85,10 +85,6 @@ class CodeNotes:
         """Whether code of the user names the environment variables."""
         self.is_blind = False
         """Whether something ran unseen; then everything within reach counts as read."""
-
-    def may_change_state(self) -> bool:
-        """Whether code of the user that ran may change Python state, be it in lines that did not run."""
-        return self.is_blind or any(may_change_state(c) for c in self.codes if not is_library_code(c.co_filename))
 
     def lacks(self, other: "CodeNotes") -> bool:
         """Whether ``other`` notes code of the user, or what any code reads, that these notes do not have."""
