@@ -5,9 +5,11 @@ Its outputs are what the other branch gives, at first, so that no comparison of 
 
 import copy
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -131,6 +133,51 @@ def check_branch(
                 model.config.factor = 2.0
                 model.extra.add_(0.5)  # type: ignore[operator]
         check_alike(models, served, x, number)
+
+
+class Held:
+    """What the conditions of ``WITHIN`` change."""
+
+    def __init__(self) -> None:
+        self.python, self.numpy = random.Random(0), np.random.default_rng(0)
+        self.generator = torch.Generator().manual_seed(0)
+        self.queue, self.array = deque([1.0, 2.0]), np.ones(2)
+        self.mean, self.square = torch.zeros(4), torch.arange(4.0).view(2, 2)
+        self.kind = type("Kind", (), {"table": torch.zeros(2)})
+
+    def state(self) -> str:
+        """All of it, as a text."""
+        drawn = self.python.getstate(), self.numpy.bit_generator.state, self.generator.get_state().tolist()
+        return f"{drawn} {self.queue} {self.array} {self.mean} {self.square} {self.kind.table}"  # type: ignore[attr-defined]
+
+
+WITHIN: dict[str, Callable[[Held, Tensor], object]] = {
+    "python": lambda held, x: held.python.random() if len(x) == 2 else x,
+    "numpy": lambda held, x: held.numpy.random() if len(x) == 2 else x,
+    "torch": lambda held, x: torch.rand(1, generator=held.generator) if len(x) == 2 else x,
+    "deque": lambda held, x: held.queue.rotate(1) if len(x) == 2 else x,
+    "array": lambda held, x: np.negative(held.array, out=held.array) if len(x) == 2 else x,
+    "statistics": lambda held, x: (
+        torch.batch_norm(x, None, None, held.mean, torch.ones(4), True, 0.1, 1e-5, False) if len(x) == 2 else x
+    ),
+    "class": lambda held, x: held.kind.table.add_(1) if len(x) == 2 else x,  # type: ignore[attr-defined]
+    "view": lambda held, x: held.square.t_() if len(x) == 2 else x,
+    "attribute": lambda held, x: setattr(x, "seen", True) if len(x) == 2 else x,
+}
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_a_condition_within_known_code(name: str) -> None:
+    """No new code runs for two rows, and no name tells that state changes."""
+    two = [Held(), Held()]
+    steps = [lambda x, held=held: (WITHIN[name](held, x), x * 2)[1] for held in two]
+    served = graphed(steps[1], dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    for rows in (4, 4, 4, 3, 2, 2, 2, 4, 4):
+        batches = torch.ones(rows, 4), torch.ones(rows, 4)
+        answers = [step(x) for step, x in zip((steps[0], served), batches, strict=True)]
+        assert torch.equal(*answers)
+        assert two[0].state() == two[1].state()
+        assert vars(batches[0]) == vars(batches[1])
 
 
 @pytest.mark.parametrize(("dim", "at"), [(0, 5), (0, 16), (1, 9), (1, 15)])

@@ -375,6 +375,7 @@ def run_known(request: CaptureRequest, entry: CUDAGraphEntry) -> tuple[Any, floa
     copies = [(tensor, tensor.clone()) for tensor in tensors if _is_small(tensor)]
     copies += [(value, value.clone()) for value in arguments if value.is_inference() and not _is_small(value)]
     versions = _versions(tensors, {id(tensor) for tensor, _ in copies})
+    states = [generator.get_state() for generator in walk.generators]
     started = request.clock()
     listens = new_code.begin()
     try:
@@ -389,6 +390,7 @@ def run_known(request: CaptureRequest, entry: CUDAGraphEntry) -> tuple[Any, floa
         and (versions is not None and versions == _versions(tensors, {id(tensor) for tensor, _ in copies}))
         and all(bits_equal(tensor, copy) for tensor, copy in copies)
         and torch.equal(rng, request.backend.rng_state())
+        and all(torch.equal(old, generator.get_state()) for old, generator in zip(states, walk.generators, strict=True))
     )
     if not is_pure or walk.overflow is not None or walk.change() is not None or walk.drew() is not None:
         return answer, seconds, None

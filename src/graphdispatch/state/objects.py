@@ -66,7 +66,6 @@ _TRUSTED = (
     torch.device,
     torch.Size,
     torch.UntypedStorage,
-    torch.Generator,
 )
 _STDLIB = os.path.join(sysconfig.get_paths()["stdlib"], "")
 _SITE = (os.path.join(_STDLIB, "site-packages", ""), os.path.join(_STDLIB, "dist-packages", ""))

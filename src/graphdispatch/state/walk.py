@@ -46,6 +46,8 @@ class StateWalk:
         self.modules: list[nn.Module] = []
         self.tensors: list[torch.Tensor] = []
         """Tensors wherever they are held, parameters and buffers included."""
+        self.generators: list[torch.Generator] = []
+        """Those of torch, of which operators draw: it does not put them back."""
         self.settings: list[types.ModuleType] = []
         """Modules of the user that something holds, other than a variable of a module."""
         self.codes: set[types.CodeType] = set()
@@ -216,6 +218,11 @@ class StateWalk:
         yield from (("", part) for part in objects.stands_for(method))
         if not issubclass(type(method), types.MethodType):
             yield from self._attributes(method, path)
+
+    def _trusted_edges(self, value: Any, path: Any) -> Edges:
+        if issubclass(type(value), torch.Generator):
+            self.generators.append(value)
+        return iter(())
 
     def _module_edges(self, module: types.ModuleType, path: Any) -> Edges:
         """Nothing: code that runs names the variables that count."""
