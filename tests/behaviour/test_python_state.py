@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -433,3 +433,15 @@ def test_a_gradient_is_seen_in_objects(wants: bool) -> None:
     with torch.enable_grad():
         step(torch.ones(4, 3), batch)
     assert (step.last_decision.reason is gd.Reason.NEEDS_GRADIENTS) is wants
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_copies_of_one_file_have_variables_of_their_own(changed: int) -> None:
+    """Their code is equal, and a guard compares what each of them reads."""
+    copies = [ModuleType(f"copy_{number}") for number in range(2)]
+    for copy in copies:
+        exec(compile("FACTOR = 2.0\ndef scaled(x): return x * FACTOR", f"{copy.__name__}.py", "exec"), vars(copy))
+    step = gd.graphed(lambda x: copies[0].scaled(x) + copies[1].scaled(x + 1), dynamic={"x": 0}, sizes=(4,))
+    check_rows(step, 4, 4, 4, 4)
+    copies[changed].FACTOR = 5.0  # type: ignore[attr-defined]
+    check_rows(step, 4, 4)

@@ -456,10 +456,13 @@ def _rounded(x: torch.Tensor, far: float) -> torch.Tensor:
         (torch.bfloat16, None, lambda x, table: x + 0.02 * torch.arange(-x.shape[0], 0)[:, None], False),
         (torch.bfloat16, None, lambda x, table: x + 0.02 * torch.arange(x.shape[0]).flip(0)[:, None], False),
         (torch.bfloat16, None, lambda x, table: x * (1 + 0.016 * torch.ones(x.shape[0]).sum()), False),
+        (torch.bfloat16, None, lambda x, table: x * (1 + 0.016 * torch.ones_like(x).sum(0)), False),
+        (torch.bfloat16, None, lambda x, table: x * (1 + 0.016 * x.new_full((len(x),), 1.0).sum()), False),
     ],
     ids=[
         *("kernels", "the same rows", "too far", "a tolerance that was given", "float32", "another number"),
         *("another tensor", "a table", "a table that is an argument", "a part", "positions", "backwards", "count"),
+        *("count of ones", "count of a new tensor's"),
     ],
 )
 def test_kernels_of_another_size_may_round_otherwise(

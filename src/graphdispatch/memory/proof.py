@@ -305,7 +305,9 @@ class Program:
     def computes_as(self, other: "Program") -> bool:
         """Whether the other program is this one for other rows, and makes no number of how many these are."""
         return self._has_operators_of(other) and all(
-            mine[2] or kind_of(mine[0]) is OperatorKind.EMPTY or is_same(mine[1], theirs[1], ())
+            (mine[2] and mine[0]._schema.name not in _FILLING)
+            or kind_of(mine[0]) is OperatorKind.EMPTY
+            or is_same(mine[1:], theirs[1:], ())
             for mine, theirs in zip(self._operators, other._operators, strict=True)
         )
 
@@ -323,6 +325,8 @@ class Program:
         )
 
 
+_FILLING = frozenset(f"aten::{name}" for name in ("ones_like", "full_like", "new_ones", "new_full", "fill", "fill_"))
+"""Operators that make equal numbers, as many as a tensor has."""
 MOST_ALIKE = 8
 """Calls with the first batch that a graph serves before it is compared on one made of it."""
 

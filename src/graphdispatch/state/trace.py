@@ -125,6 +125,8 @@ class CodeTrace(CodeNotes, CodeListener):
         """How many of the ``walk.settings`` were noted under these names."""
         self._run_beside = set[types.CodeType]()
         """Code that ran in first imports, compilations and hooks of the collector: once in the process, as a rule."""
+        self._heard_of: dict[tuple[int, bool], types.CodeType] = {}
+        """The code that ran, in breaks and outside, by ``id``: that of two copies of a file is equal."""
         self._nested, self._each_time = (set[types.CodeType]() for _ in range(2))
         """The last is code that is read at each call: of what it is given, or by whom it is called, depends what it
         reads."""
@@ -282,7 +284,9 @@ class CodeTrace(CodeNotes, CodeListener):
                 self.of_breaks.names |= code_reads(code).attributes
         elif self._inside:
             notes = self.of_breaks if self._depth else self
-            is_new = code not in notes.codes
+            place = id(code), notes is self
+            is_new = place not in self._heard_of
+            self._heard_of[place] = code
             if is_new or code in self._each_time:
                 notes.codes.add(code)
                 try:
