@@ -157,6 +157,17 @@ def signed(first: int, spec: InputSpec, value: torch.Tensor, rows: int) -> torch
     return _large(first * torch.tensor([1, -1], device="cpu"), spec, value, rows, _generator(spec))
 
 
+def checkered(spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
+    """Such numbers of both signs in turns along the last dimension of each kind: one that follows the batch, and one
+    that does not."""
+    numbers, dims = signed(1, spec, value, rows), [dim for dim, _ in spec.spans]
+    fixed = [dim for dim in range(numbers.dim()) if dim not in dims]
+    if not fixed or value.dtype is torch.bool:
+        return numbers
+    turns = 1 - 2 * (torch.arange(numbers.shape[fixed[-1]], device=numbers.device) % 2)
+    return numbers * turns.view([-1 if dim == fixed[-1] else 1 for dim in range(numbers.dim())]).to(numbers.dtype)
+
+
 def edge(sign: int, spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
     """Rows that are all alike: at each place the largest number that a row has there, or the smallest."""
     one, dims = value.detach(), [dim for dim, _ in spec.spans]

@@ -39,6 +39,7 @@ from ..memory.entry import CUDAGraphEntry
 from ..memory.labels import Labels
 from ..memory.outputs import first_rows
 from ..memory.proof import RowProof
+from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..sizes import Axis, lengths_of, pack
 from . import probes
@@ -124,6 +125,16 @@ class RowProver:
         """Whether there are two real rows and two of padding at least, along each dimension: enough for other sizes."""
         pairs = zip(lengths_of(self._axes, self.rows), lengths_of(self._axes, self._request.size), strict=True)
         return all(_FEW <= real <= full - _FEW for real, full in pairs)
+
+    def further_padding(self) -> Padding:
+        """What padding holds when a further number of rows is compared: large numbers, since rows may mix for some
+        numbers alone; or that of the rules, if the call writes what they might change, or limits what it takes."""
+        entry, proof = self._entry, self._entry.proof
+        only_computes = entry.mode is CUDAGraphMode.FULL and not (entry.writes_outside or self._eager.effects.regions)
+        if proof is None or not (only_computes and self._request.is_padded and proof.is_whole) or proof.limited:
+            return BY_RULE
+        self._kept = proof.kept
+        return Padding("large numbers", self._padding_made(partial(probes.of_kind, self._takes_any, probes.checkered)))
 
     def prove(self, alike: Mapping[int, torch.Tensor]) -> RowProof:
         """The proof. Call it right after the replay of the request's batch.
