@@ -490,3 +490,30 @@ def test_two_batches_that_each_hide_an_argument_prove_nothing_together() -> None
     step = make(lambda x, ids, mask: x + (ids.amin() * mask)[:, None], dynamic=dynamic, sizes=(4,))
     for ids, mask in ([0, 0], [1, 1]), ([0, 0], [1, 1]), ([3, 5], [0, 0]), ([3, 5], [1, 1]), ([4, 2], [0, 1]):
         check_calls(step, (torch.randn(2, 3), torch.tensor(ids), torch.tensor(mask)))
+
+
+def _beside_the_next(x: Tensor) -> Tensor:
+    """Rows mix in pairs, of which the last may have padding in it."""
+    pairs = nn.functional.max_pool1d(x.t()[None], 2, 2, ceil_mode=True)[0].t()
+    return x - pairs.repeat_interleave(2, 0)[: len(x)]
+
+
+@pytest.mark.parametrize("fn", [_beside_the_next, lambda x: x - x[:4].amax(0)], ids=["pairs", "the first four"])
+@pytest.mark.parametrize("first", [6, 8])
+def test_rows_that_mix_for_some_numbers_of_them_are_found(fn: Callable[[Tensor], Tensor], first: int) -> None:
+    """The proof is made with another number, and positive numbers hide zeros in the padding."""
+    step = make(fn, sizes=(8,))
+    if first == 8:
+        step.prewarm(torch.rand(8, 3) + 1)
+    check_calls(step, *(sign * (torch.rand(rows, 3) + 1) for sign in (1, -1) for rows in (8, 8, first, 5, 3, 5, 3)))
+    assert step.last_decision.reason is Reason.VERIFICATION_FAILED
+
+
+def test_a_maximum_over_what_a_mask_makes_zero_is_found() -> None:
+    """Positive numbers hide the zeros of a padded length."""
+    length = gd.Dim("length", sizes=[4, 8])
+    fn: Callable[..., Tensor] = lambda x, mask: x - (x * mask[..., None]).amax(1, keepdim=True)  # noqa: E731
+    step = make(fn, dynamic={"x": {0: "batch", 1: length}, "mask": {0: "batch", 1: "length"}}, sizes=(2,))
+    shapes = [(2, 8), (2, 8), (2, 8), (2, 7), (2, 7), (1, 6), (1, 7)]
+    check_calls(step, *((sign * (torch.rand(*s, 3) + 1), torch.ones(s)) for sign in (1, -1) for s in shapes))
+    assert step.last_decision.reason is Reason.VERIFICATION_FAILED

@@ -144,6 +144,11 @@ def small(spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
     return spec.repeated((wide * 2.0**-10).to(value.dtype), rows)
 
 
+def of_sign(sign: int, spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
+    """The same numbers, all of one sign."""
+    return spec.repeated(value.detach().abs() * sign, rows)
+
+
 def far(sign: int, spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
     """Numbers of one sign that are several times as large as those of the batch.
 

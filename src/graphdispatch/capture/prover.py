@@ -33,7 +33,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from ..backends.operators import bits_equal, storage_key
-from ..call.signature import PLAIN_TENSORS, InputSpec
+from ..call.signature import InputSpec
 from ..errors import CaptureError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.labels import Labels
@@ -51,7 +51,7 @@ from .probes import BY_RULE, Make, Padding
 from .state_probes import (
     difference_apart,
     ends_capture,
-    may_be_offsets,
+    may_hide,
     run_apart,
     writes_more_of_others,
     writes_more_with_fewer_rows,
@@ -128,7 +128,7 @@ class RowProver:
 
     def further_padding(self) -> Padding:
         """What padding holds when a further number of rows is compared: large numbers, since rows may mix for some
-        numbers alone; or that of the rules, if the call writes what they might change, or limits what it takes."""
+        numbers alone; that of the rules, if the call writes what they might change, or limits what it takes."""
         entry, proof = self._entry, self._entry.proof
         only_computes = entry.mode is CUDAGraphMode.FULL and not (entry.writes_outside or self._eager.effects.regions)
         if proof is None or not (only_computes and self._request.is_padded and proof.is_whole) or proof.limited:
@@ -393,18 +393,24 @@ class RowProver:
     def _prove_for_rules(self) -> int:
         """Compare with eager for real rows of other kinds; see Note [rows that a rule hides]. Gives how many there
         were."""
-        batch_base, compared = self._base, 0
-        for name, make in self._kinds_for_rules():
-            real = _overlaid(self._request.arguments(), self._made(make, self.rows))
-            self._base = Padding("", [], real, self._along)
-            found = self._gap_to_eager()
-            if found is not None and found[1]:
-                reason, gap = found
-                what = f"and {name} in the real ones, {gap}"
-                raise _DependentRowsError(RowProof(False, True, BY_RULE.name, what, reason))
-            compared += found is None
+        batch_base = self._base
+        compared = sum([self._is_as_eager(name, make) for name, make in self._kinds_for_rules()])
+        if self._kept:  # a mask may make zeros of what it hides
+            beside = [i for i in self._takes_any if self._request.inputs.specs[i].dtype.is_floating_point]
+            for sign in (1, -1):
+                self._is_as_eager("numbers of one sign", partial(probes.of_kind, beside, partial(probes.of_sign, sign)))
         self._base = batch_base
         return compared
+
+    def _is_as_eager(self, name: str, make: Make) -> bool:
+        """Whether both take such real rows. Raises ``_DependentRowsError`` if a replay gives something else."""
+        real = _overlaid(self._request.arguments(), self._made(make, self.rows))
+        self._base = Padding("", [], real, self._along)
+        found = self._gap_to_eager()
+        if found is not None and found[1]:
+            what = f"and {name} in the real ones, {found[1]}"
+            raise _DependentRowsError(RowProof(False, True, BY_RULE.name, what, found[0]))
+        return found is None
 
     def _kinds_for_rules(self) -> Iterator[tuple[str, Make]]:
         """What real rows hold, in words, and how they are made so: arguments whose padding keeps to a rule get numbers
@@ -434,7 +440,7 @@ class RowProver:
         whole = [view for spec, view in zip(specs, views, strict=True) if not spec.spans]
         written = {storage_key(region.target) for region in run.regions if not region.is_generator}
         held = [] if earlier else [*self._entry.held, *whole]
-        hiding = [one for one in held if _may_hide(one, is_written=storage_key(one) in written)]
+        hiding = [one for one in held if may_hide(one, is_written=storage_key(one) in written)]
         name, what = BY_RULE.name, None
         indexed = {storage_key(region.target) for region in run.regions if region.indices}
         is_indexed = any(key not in rows for key in (*indexed, *map(storage_key, run.opaque.values())))
@@ -582,17 +588,6 @@ class RowProver:
 def _overlaid(below: Sequence[_Rows], above: Sequence[torch.Tensor | None]) -> list[_Rows]:
     """What is ``above``, and what is ``below`` where there is nothing above."""
     return [low if high is None else high for low, high in zip(below, above, strict=True)]
-
-
-def _may_hide(tensor: torch.Tensor, *, is_written: bool) -> bool:
-    """Whether a tensor begins with a zero, is written by the call, holds truth values, or may hold offsets. Reads
-    values back to the host."""
-    if not tensor.numel() or tensor.is_quantized or tensor.is_meta or type(tensor) not in PLAIN_TENSORS:
-        return False
-    is_narrow = tensor.is_floating_point() and tensor.dtype.itemsize == 1
-    if tensor.dtype is torch.bool or (not is_narrow and (is_written or not bool(tensor[(0,) * tensor.dim()]))):
-        return True
-    return may_be_offsets(tensor)
 
 
 def _without(value: torch.Tensor, unwritten: torch.Tensor | None) -> torch.Tensor:

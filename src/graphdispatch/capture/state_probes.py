@@ -32,6 +32,7 @@ import torch
 
 from ..backends.base import Backend
 from ..backends.operators import is_expanded, is_strided, map_leaves, storage_key, tensors_in
+from ..call.signature import PLAIN_TENSORS
 from ..call.spec import is_tensor
 from ..errors import error_of_signal
 from ..memory.entry import CUDAGraphEntry
@@ -309,3 +310,14 @@ def ends_capture(backend: Backend, error: Exception) -> bool:
         return True
     backend.raise_if_lost(error)
     return False
+
+
+def may_hide(tensor: torch.Tensor, *, is_written: bool) -> bool:
+    """Whether a tensor begins with a zero, is written by the call, holds truth values, or may hold offsets. Reads
+    values back to the host."""
+    if not tensor.numel() or tensor.is_quantized or tensor.is_meta or type(tensor) not in PLAIN_TENSORS:
+        return False
+    is_narrow = tensor.is_floating_point() and tensor.dtype.itemsize == 1
+    if tensor.dtype is torch.bool or (not is_narrow and (is_written or not bool(tensor[(0,) * tensor.dim()]))):
+        return True
+    return may_be_offsets(tensor)
