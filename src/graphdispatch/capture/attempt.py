@@ -36,11 +36,15 @@ class CaptureAttempt:
     """The latest run on the static inputs: what it reads from outside and what it writes, padding rows included."""
     replay_s: float = 0.0
     """How long the replay took that was compared, in seconds."""
+    runs_code: bool = field(init=False)
+    """Whether the user's Python may have run since the eager run."""
     _ran_again: bool = False
 
     def __post_init__(self) -> None:
         if self.eager.warms_up:
             self.warm_run = self.eager.effects
+        pads = (pad for spec in self.request.inputs.specs for pad in spec.pads)
+        self.runs_code = self.request.is_piecewise or any(pad.runs_code for pad in pads)
 
     def start_over(self, stage: str) -> None:
         """Put memory and the random generator back to where the eager run began, and begin ``stage``."""
@@ -75,7 +79,7 @@ class CaptureAttempt:
 
     def _run_watched(self, *, keeps_operators: bool = False) -> None:
         """Run the call on what the static inputs hold, and note what it writes."""
-        request = self.request
+        request, self.runs_code = self.request, True
         views, specs = request.inputs.views(request.size), request.inputs.specs
         labels = Labels.of_arguments(views, specs) if keeps_operators else None
         self.warm_run = EffectRecorder(request.options.state_limit_bytes, strict=True, labels=labels)
@@ -90,6 +94,7 @@ class CaptureAttempt:
         Raises what the call raises, and ``CaptureError`` if it changes Python state or draws where no graph draws.
         """
         request, eager, has_kept_state = self.request, self.eager, False
+        self.runs_code = True
         within = copy_context().run
         try:
             with uncached_casts(), request.backend.rehearsing(), eager.trace, effects.guarding():
@@ -147,10 +152,11 @@ class CaptureAttempt:
     def _put_back(self) -> None:
         self.start_over("putting back what was written")
         walk = self.eager.trace.walk
-        if self.eager.changed is None and self.eager.unseen is None:
+        if self.eager.changed is not None or self.eager.unseen is not None:
+            if not self.request.keep_effects:  # else it is the caller's, and no run followed that could have done more
+                walk.restore(generators=True)
+        elif self.runs_code or not self.request.keep_effects:
             walk.restore(names=self.eager.trace.touched, generators=walk.drew() is not None)
-        elif not self.request.keep_effects:  # else it is the caller's, and no run followed that could have done more
-            walk.restore(generators=True)
         if self.request.keep_effects:
             redo(self.eager.effects.regions)
             if self.eager.draws:

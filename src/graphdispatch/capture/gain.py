@@ -33,6 +33,7 @@ def measure_gain(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
     if not _may_be_timed(request, attempt.eager, entry):
         return
     attempt.start_over("timing an eager run beside a replay")
+    attempt.runs_code = True
     attempt.load()
     values = request.static_values()
 

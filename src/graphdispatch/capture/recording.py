@@ -252,6 +252,7 @@ def record(attempt: CaptureAttempt, *, is_known: bool = False) -> Recording:
     """
     request, eager = attempt.request, attempt.eager
     attempt.start_over(f"capturing {request.size} rows")
+    attempt.runs_code = True
     values, buffers = request.static_values(), request.buffer_storages()
     existing = set(attempt.warm_run.outside) | attempt.warm_run.made_storages()
     existing |= {storage_key(value) for value in values if is_tensor(value)}
