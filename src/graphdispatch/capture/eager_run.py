@@ -401,7 +401,8 @@ def run_known(request: CaptureRequest, entry: CUDAGraphEntry) -> tuple[Any, floa
 
 def _is_small(tensor: torch.Tensor) -> bool:
     """Whether a tensor may hold statistics, which batch norm writes without counting a version."""
-    return not isinstance(tensor, torch.nn.Parameter) and tensor.nbytes <= _MOST_STATISTICS and is_strided(tensor)
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Buffer) and is_strided(tensor)
+    return is_plain and tensor.nbytes <= _MOST_STATISTICS and not (tensor.is_meta or tensor.is_quantized)
 
 
 def _versions(tensors: Sequence[torch.Tensor], copied: Collection[int]) -> list[int] | None:
