@@ -47,9 +47,15 @@ TABLE: dict[str, list[str]] = {
         *("tests/memory", _FOOTGUNS.format("outputs")),
         "tests/behaviour/test_surroundings.py::test_static_outputs_stay_where_they_are",
     ],
-    "memory/proof": ["tests/call", _FOOTGUNS.format("arguments"), _FOOTGUNS.format("dims")],
+    "memory/proof": [
+        *("tests/call", "tests/capture/test_proof.py", "tests/capture/test_verification.py"),
+        *(_FOOTGUNS.format("arguments"), _FOOTGUNS.format("dims")),
+    ],
     "capture/compare": ["tests/capture", "tests/serve"],
-    "capture/effects": ["tests/capture", "tests/behaviour/test_guarantees.py", "tests/backends"],
+    "capture/effects": [
+        *("tests/capture", "tests/behaviour/test_guarantees.py", "tests/backends"),
+        _FOOTGUNS.format("state"),
+    ],
     "state/guards": ["tests/behaviour/test_python_state.py", "tests/state", _FOOTGUNS.format("state")],
     "state/reads": ["tests/behaviour/test_python_state.py", "tests/state"],
     "serve/server": ["tests/serve", "tests/behaviour/test_guarantees.py", "tests/api"],
