@@ -9,9 +9,9 @@ Note [autocast inside a capture]
 Note [a run that is not watched again]
     A watched run takes several times as long as a plain one, and each number of rows would take one. Where the captured
     run did nothing but compute, a plain run is enough, if no code ran that did not run then, and if it left all as it
-    was: the versions of the tensors within reach, the random generator, and Python state, which is looked at where the
-    code spells anything that changes it. The graph's outputs are compared as ever. Any other run is the caller's answer
-    and proves nothing: the next batch of so many rows is watched.
+    was: the tensors within reach by their versions, small ones by their bits, random generators and Python state. The
+    graph's outputs are compared as ever. Any other run is the caller's answer and proves nothing: the next batch of so
+    many rows is watched.
 """
 
 import logging
