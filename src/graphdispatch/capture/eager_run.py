@@ -374,7 +374,8 @@ def run_known(request: CaptureRequest, entry: CUDAGraphEntry) -> tuple[Any, floa
     tensors = [*{id(tensor): tensor for tensor in (*arguments, *request.tensors, *walk.tensors)}.values()]
     copies = [(tensor, tensor.clone()) for tensor in tensors if _is_small(tensor)]
     copies += [(value, value.clone()) for value in arguments if value.is_inference() and not _is_small(value)]
-    versions = _versions(tensors, {id(tensor) for tensor, _ in copies})
+    copied = {id(tensor) for tensor, _ in copies}
+    versions = _versions(tensors, copied)
     states = [generator.get_state() for generator in walk.generators]
     started = request.clock()
     listens = new_code.begin()
@@ -387,7 +388,7 @@ def run_known(request: CaptureRequest, entry: CUDAGraphEntry) -> tuple[Any, floa
         listens
         and new_code.is_heard
         and not new_code.found
-        and (versions is not None and versions == _versions(tensors, {id(tensor) for tensor, _ in copies}))
+        and (versions is not None and versions == _versions(tensors, copied))
         and all(bits_equal(tensor, copy) for tensor, copy in copies)
         and torch.equal(rng, request.backend.rng_state())
         and all(torch.equal(old, generator.get_state()) for old, generator in zip(states, walk.generators, strict=True))
