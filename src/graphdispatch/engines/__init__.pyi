@@ -21,7 +21,7 @@ from ..sizes import named_sizes as named_sizes
 from ..stats import CUDAGraphStats as CUDAGraphStats
 from ..stats import EvictionReason as EvictionReason
 from ..stats import Gain as Gain
-from ..testing.mock import MockCUDAGraph as MockCUDAGraph
+from ..testing import MockCUDAGraph as MockCUDAGraph
 from .dispatcher import CompositeDispatcher as CompositeDispatcher
 from .dispatcher import CudagraphDispatcher as CudagraphDispatcher
 from .keys import CudagraphKeyDispatcher as CudagraphKeyDispatcher

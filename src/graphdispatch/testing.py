@@ -1,9 +1,9 @@
-"""A scripted graph, to test dispatchers and their handling of faults without a device."""
+"""A scripted graph with fault injection, for people who test their own dispatchers without a device."""
 
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import CaptureError, ReplayError
+from .errors import CaptureError, ReplayError
 
 __all__ = ["MockCUDAGraph"]
 
