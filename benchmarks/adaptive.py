@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from graphdispatch.demo.trace import generate_trace
+from graphdispatch.demo import generate_trace
 from graphdispatch.engines import (
     AdaptiveDispatchPolicy,
     DefaultDispatchPolicy,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from graphdispatch.demo.trace import generate_trace
+from graphdispatch.demo import generate_trace
 from graphdispatch.engines import named_sizes
 from graphdispatch.engines.registered_graphs import entry_around
 from graphdispatch.memory.admission import Admission

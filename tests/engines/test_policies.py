@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch.demo.trace import generate_trace
+from graphdispatch.demo import generate_trace
 from graphdispatch.engines import AdaptiveDispatchPolicy, DefaultDispatchPolicy, DispatchKey, DispatchMode, named_sizes
 
 from ..helpers import in_threads

@@ -1,5 +1,9 @@
-"""One decoder under one trace, called directly and through graphs side by side. Each step is timed and compared."""
+"""One decoder under one trace, called directly and through graphs side by side. Each step is timed and compared.
 
+The trace is generated: which tokens the scheduler of a small chat service puts into each step.
+"""
+
+import random
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -17,13 +21,15 @@ from ..config import CUDAGraphOptions
 from ..errors import ConfigError
 from ..reasons import Reason
 from .decoder import PRESETS, Decoder
-from .trace import Step
 
-__all__ = ["DemoResult", "SideBySide", "StepRecord", "build"]
+__all__ = ["DemoResult", "SideBySide", "Step", "StepRecord", "build", "generate_trace"]
 
 Model = tuple[Decoder, dict[str, Any], dict[str, Any]]
 """The decoder, the keyword arguments of one call, and options for ``graphed``."""
 
+_BURSTS_PER_STEP = 0.08
+_LARGEST_BURST = 8
+_TOKEN_BUDGET = 128
 _SLOTS = 16
 _EXAMPLE_ROWS = 128
 # The largest |eager - graphed|, in units of max(1, largest |eager|). Padding may select another kernel, which sums in
@@ -54,6 +60,63 @@ def build(preset: str = "tiny", device: str = "auto", seed: int = 0) -> Model:
     # Padding rows write to the scratch slot, which no request reads.
     pad, options = {"slots": Pad.value(decoder.scratch_slot)}, CUDAGraphOptions(padding_writes="allow")
     return decoder, example, {"dynamic": dict.fromkeys(example, 0), "pad": pad, "options": options}
+
+
+class Step(NamedTuple):
+    """One step. Each row is one token: of the request in ``slots[i]``, at ``positions[i]`` of its sequence."""
+
+    slots: list[int]
+    positions: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of rows."""
+        return len(self.slots)
+
+    @property
+    def num_reqs(self) -> int:
+        """The number of requests that have a row."""
+        return len(set(self.slots))
+
+
+@dataclass
+class _Request:
+    slot: int
+    prompt: int
+    total: int
+    done: int = 0
+
+
+def generate_trace(num_steps: int, slots: int = 16, seed: int = 0, *, window: int = 64) -> list[Step]:
+    """A trace in which requests arrive in bursts. The same arguments give the same trace.
+
+    Decoding requests come first in a step, with one token each. Then come prompts, in chunks within a budget of 128
+    tokens for the step.
+
+    Args:
+        num_steps: The number of steps.
+        slots: The most requests that run at once, from 1 to 128.
+        seed: Seeds arrivals and lengths.
+        window: The longest sequence in tokens, at least 8: a prompt takes at most half of it, and an output, too.
+    """
+    rng = random.Random(seed)
+    free, running = list(range(slots)), list[_Request]()
+    steps = []
+    for _ in range(num_steps):
+        if not running or rng.random() < _BURSTS_PER_STEP:
+            for _ in range(min(len(free), rng.randint(1, _LARGEST_BURST))):
+                prompt, output = rng.randint(2, window // 2), rng.randint(window // 8, window // 2)
+                running.append(_Request(free.pop(), prompt, prompt + output))
+        step = Step([], [])
+        for request in sorted(running, key=lambda each: each.done < each.prompt):
+            count = min(max(1, request.prompt - request.done), _TOKEN_BUDGET - step.num_tokens)
+            step.slots.extend([request.slot] * count)
+            step.positions.extend(range(request.done, request.done + count))
+            request.done += count
+        steps.append(step)
+        free += [request.slot for request in running if request.done == request.total]
+        running = [request for request in running if request.done < request.total]
+    return steps
 
 
 class StepRecord(NamedTuple):
