@@ -8,7 +8,7 @@ with GraphedGeneration(model, cache_lengths=(256, 1024), max_batch_size=8):
 
 from .available import FIRST_VERSION, LAST_VERSION
 from .generation import GraphedGeneration, graphed_generation
-from .stats import GenerationStats, NotServed
+from .slots import GenerationStats, NotServed
 
 __all__ = [
     "FIRST_VERSION",

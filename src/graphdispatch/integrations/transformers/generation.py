@@ -2,7 +2,6 @@
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -18,8 +17,7 @@ from ...errors import ConfigError, check_count, shown
 from ...memory.cache import MemoryReport, memory_report
 from .caches import KeptCache, take_out
 from .hooks import Hooks, hooked_class
-from .slots import CACHE_NAMES, Slot, SlotKey, SlotPool
-from .stats import GenerationStats, NotServed
+from .slots import CACHE_NAMES, GenerationStats, NotServed, Slot, SlotKey, SlotPool
 
 __all__ = ["GraphedGeneration", "Request", "graphed_generation"]
 
@@ -89,9 +87,6 @@ class GraphedGeneration:
         self._fits_static_cache = model._can_compile_fullgraph or KeptCache(config, 1).is_linear_alone
         self._pool = SlotPool(self.plain_call, config, max_caches, chosen)
         self._local = threading.local()
-        self._lock = threading.Lock()
-        self._requests = self._served = 0
-        self._not_served: Counter[NotServed] = Counter()
 
     def patch(self) -> "GraphedGeneration":
         """Serve from now on. Harmless when it does already."""
@@ -117,10 +112,7 @@ class GraphedGeneration:
     @property
     def stats(self) -> GenerationStats:
         """What happened so far."""
-        with self._lock:
-            stats = GenerationStats(requests=self._requests, served=self._served, not_served=Counter(self._not_served))
-        self._pool.count_into(stats)
-        return stats
+        return self._pool.stats
 
     def memory_report(self) -> MemoryReport:
         """The bytes that the graphs of all caches hold, part by part; the caches themselves are not counted."""
@@ -176,26 +168,28 @@ class GraphedGeneration:
         no more."""
         assert request.slot is not None
         request.slot.error = error
-        with self._lock:  # the request was counted twice
-            self._requests -= 1
-            self._served -= 1
+        with self._pool.lock:  # the request was counted twice
+            self._pool.counted.requests -= 1
+            self._pool.counted.served -= 1
 
     def _note_passed_by(self) -> None:
         """Note that a request which was to be served was not, since the model never got the slot's cache."""
-        with self._lock:
-            is_first = not self._not_served[NotServed.PASSED_BY]
-            self._served -= 1
-            self._not_served[NotServed.PASSED_BY] += 1
+        counted = self._pool.counted
+        with self._pool.lock:
+            is_first = not counted.not_served[NotServed.PASSED_BY]
+            counted.served -= 1
+            counted.not_served[NotServed.PASSED_BY] += 1
         if is_first:
             name = type(self.model).__name__
             _log.warning("transformers %s, %s: %s", transformers.__version__, name, NotServed.PASSED_BY.text)
 
     def _count(self, why: NotServed | None) -> None:
-        with self._lock:
-            self._requests += 1
-            self._served += why is None
+        counted = self._pool.counted
+        with self._pool.lock:
+            counted.requests += 1
+            counted.served += why is None
             if why is not None:
-                self._not_served[why] += 1
+                counted.not_served[why] += 1
 
     def _why_not(self, request: "Request", config: GenerationConfig, arguments: dict[str, Any]) -> NotServed | SlotKey:
         """Why no graph serves a request, or the key of its slot."""

@@ -8,7 +8,7 @@ import inspect
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from .stats import NotServed
+from .slots import NotServed
 
 if TYPE_CHECKING:
     from .generation import GraphedGeneration, Request

@@ -1,20 +1,84 @@
-"""Slots: each is one kept cache with the graph that writes to it, lent to one request at a time."""
+"""Slots: each is one kept cache with the graph that writes to it, lent to one request at a time; and their counts."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from ...api.graphed import Graphed, graphed
 from ...config import CUDAGraphOptions
+from ...reasons import Explained, Reason
+from ...stats import CUDAGraphStats
 from .caches import KeptCache
-from .stats import GenerationStats
 
-__all__ = ["CACHE_NAMES", "Slot", "SlotKey", "SlotPool"]
+__all__ = ["CACHE_NAMES", "GenerationStats", "NotServed", "Slot", "SlotKey", "SlotPool"]
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 """The arguments by which models take their cache."""
+
+
+class NotServed(Explained):
+    """Why a request ran as it would without graphs: its value, and as ``text`` the sentence for people."""
+
+    MODE = "mode", "graphs serve greedy search, sampling and beam search; this request asks for another mode"
+    CUSTOM = "custom", "the request brings a decoding loop of its own (custom_generate)"
+    ASSISTANT = "assistant", "the model writes drafts for another one, which takes tokens back"
+    NO_CACHE = "no_cache", "the request or the model uses no key-value cache (use_cache=False)"
+    OWN_CACHE = "own_cache", "the request brings a cache of its own, which the next request will not have"
+    OTHER_CACHE = "other_cache", "the request asks for another kind of cache; leave cache_implementation out"
+    BATCH_TOO_LARGE = "batch_too_large", "the batch is larger than max_batch_size"
+    TOO_LONG = "too_long", "the request may need more tokens than the largest of cache_lengths"
+    MODEL = "model", "the model cannot work with a static cache: encoder-decoder, or not marked _can_compile_fullgraph"
+    DEVICES = "devices", "the model is spread over several devices"
+    FLASH = "flash", "flash attention skips padding by reading the mask, which no graph can do; use sdpa"
+    AUTOCAST = "autocast", "autocast gives keys and values several dtypes, and a static cache has one"
+    RAISED = "raised", "the model raised an error with a static cache, and none without; explain() shows it"
+    BUSY = "busy", "another thread is using the cache of this batch size and length"
+    PASSED_BY = (
+        "passed_by",
+        "this version of transformers did not hand the kept cache to the model, so that no graph could serve",
+    )
+    NO_GRAPH = "no_graph", "no graph could be captured for this batch size and length; explain() says why"
+
+
+@dataclass
+class GenerationStats:
+    """What happened so far: whole requests, and the decode steps of those that graphs serve.
+
+    Of ``steps`` graphs replayed ``hits``. Prefills run eagerly and are no steps. Read it at any time; each access to
+    ``stats`` makes a new one.
+    """
+
+    requests: int = 0
+    served: int = 0
+    not_served: Counter[NotServed] = field(default_factory=Counter)
+    """Why requests ran as before."""
+    steps: int = 0
+    hits: int = 0
+    captures: int = 0
+    capture_failures: int = 0
+    reasons: Counter[Reason] = field(default_factory=Counter)
+    """Why steps were no hits."""
+    capture_seconds: float = 0.0
+    """Time spent in successful captures."""
+
+    def add(self, stats: CUDAGraphStats) -> None:
+        """Add the figures of one graph's calls."""
+        self.steps += stats.calls
+        self.hits += stats.hits
+        self.captures += stats.captures
+        self.capture_failures += stats.capture_failures
+        self.reasons.update(stats.reasons)
+        self.capture_seconds += stats.capture_time_ms * 1e-3
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of steps that graphs replayed; 0 without steps."""
+        return self.hits / self.steps if self.steps else 0.0
 
 
 class SlotKey(NamedTuple):
@@ -72,14 +136,15 @@ class SlotPool:
         self._config = config
         self._most = most
         self._options = options
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._slots: dict[SlotKey, Slot] = {}  # by use: the latest last
-        self._past = GenerationStats()
+        self.counted = GenerationStats()
+        """What is counted under ``lock``: all but the steps of the slots that are here now."""
         self._is_closed = False
 
     def take(self, key: SlotKey) -> Slot | None:
         """The slot of a request, with an empty cache; None while another request uses it. Give it back."""
-        with self._lock:
+        with self.lock:
             slot = self._slots.pop(key, None)
             if slot is not None and slot.is_busy:
                 self._slots[key] = slot
@@ -94,7 +159,7 @@ class SlotPool:
 
     def give_back(self, slot: Slot) -> None:
         """End a request's use of a slot."""
-        with self._lock:
+        with self.lock:
             slot.is_busy = False
             is_over = self._is_closed
         if is_over:
@@ -102,7 +167,7 @@ class SlotPool:
 
     def close(self) -> None:
         """Release the slots that no request uses, with their caches and graphs; the others follow when given back."""
-        with self._lock:
+        with self.lock:
             leaving = [self._leave(slot) for slot in list(self._slots.values()) if not slot.is_busy]
             self._is_closed = True
         for slot in leaving:
@@ -115,12 +180,14 @@ class SlotPool:
     def __iter__(self) -> Iterator[Slot]:
         return iter(list(self._slots.values()))
 
-    def count_into(self, stats: GenerationStats) -> None:
-        """Add the figures of all steps, also of slots that are gone."""
-        with self._lock:
-            stats.add(self._past)
+    @property
+    def stats(self) -> GenerationStats:
+        """What happened so far."""
+        with self.lock:
+            stats = deepcopy(self.counted)
             for slot in self._slots.values():
                 stats.add(slot.step.stats)
+        return stats
 
     def _make(self, key: SlotKey) -> Slot:
         cache = KeptCache(self._config, key.length)
@@ -132,5 +199,5 @@ class SlotPool:
 
     def _leave(self, slot: Slot) -> Slot:
         del self._slots[slot.key]
-        self._past.add(slot.step.stats)
+        self.counted.add(slot.step.stats)
         return slot
