@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from graphdispatch.plan import CostModel, Plan, Workload, plan_sizes
+from graphdispatch.plan import Plan, Workload, plan_sizes
 
 from ..helpers import run_python
 
@@ -22,11 +22,8 @@ OF_THE_COMMANDS = [
     ("demo --preset huge", "preset must be one of tiny, small, 1b, got 'huge'"),
     ("demo --device tpu", "backend 'tpu' is unknown; expected one of 'auto', 'cpu'"),
     ("plan nowhere.csv", "nowhere.csv cannot be read"),
-    ("plan steps.csv --cost nowhere.json", "nowhere.json cannot be read"),
     ("plan steps.csv --memory 1KiB", "memory"),
     ("plan steps.csv --mode half", "mode must be"),
-    ("plan steps.csv --save-cost cost.json", "--save-cost needs --measure"),
-    ("plan steps.csv --cost a --measure b:c", "--cost and --measure contradict each other"),
     ("plan steps.csv --measure nowhere:build", "--measure 'nowhere:build' cannot be loaded"),
 ]
 OF_TYPER = [
@@ -124,11 +121,8 @@ def test_one_step_is_judged_on_itself(tmp_path: Path, run: Callable[..., Any]) -
     assert "planned for these steps, on the same" in out
 
 
-def test_measured_costs_are_printed_and_saved(folder: Path, run: Callable[..., Any]) -> None:
-    """A line for each size that was measured, and a file that --cost takes."""
-    words = ["--max-size", 2, "--measure", "audited:fine", "--save-cost", "cost.json"]
-    code, out, err = run("plan", "steps.csv", *words)
+def test_measured_costs_are_printed(folder: Path, run: Callable[..., Any]) -> None:
+    """A line for each size that was measured."""
+    code, out, err = run("plan", "steps.csv", "--max-size", 2, "--measure", "audited:fine")
     assert code == 0, err
     assert [line.split()[:2] for line in out.splitlines()[:2]] == [["1", "rows"], ["2", "rows"]]
-    assert list(CostModel.load("cost.json").eager_ms) == [1, 2]
-    assert run("plan", "steps.csv", "--max-size", 2, "--cost", "cost.json").code == 0

@@ -38,14 +38,10 @@ def plan(
     mode: Annotated[str, typer.Option(help="FULL, PIECEWISE, FULL_AND_PIECEWISE or FULL_DECODE_ONLY.")] = "FULL",
     measure: Annotated[
         str | None,
-        typer.Option(help=f"Measure on this machine what steps and graphs cost: {MODEL_HELP}", metavar="MODEL"),
-    ] = None,
-    cost: Annotated[
-        Path | None,
-        typer.Option(help="Costs that --save-cost wrote. Default: an 8B model's on one GPU.", metavar="FILE"),
-    ] = None,
-    save_cost: Annotated[
-        Path | None, typer.Option(help="Write the measured costs to this file.", metavar="FILE")
+        typer.Option(
+            help=f"Measure on this machine what steps and graphs cost: {MODEL_HELP} Default: an 8B model's on one GPU.",
+            metavar="MODEL",
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the plan to this file.", metavar="FILE")] = None,
 ) -> None:
@@ -53,16 +49,9 @@ def plan(
 
     They are judged on the second half of the steps, after planning on the first, where the order of the steps is known.
     """
-    if measure is not None and cost is not None:
-        raise ConfigError("--cost and --measure contradict each other; give one of them")
-    if save_cost is not None and measure is None:
-        raise ConfigError("--save-cost needs --measure, which measures the costs")
     workload = Workload.from_trace(trace) if trace is not None else _generated()
     largest = min(max_size, workload.largest)
-    if measure is not None:
-        costs = _measured(measure, largest, mode)
-    else:
-        costs = CostModel.load(cost) if cost is not None else CostModel.default()
+    costs = CostModel.default() if measure is None else _measured(measure, largest, mode)
     limits: dict[str, Any] = {"max_graphs": max_graphs, "memory": memory, "capture_time": capture_time}
     limits |= {"max_size": largest, "mode": mode}
     chosen = plan_sizes(workload, costs, **limits)
@@ -76,12 +65,11 @@ def plan(
     typer.echo(plan_sizes(seen, costs, **limits).evaluate(judged, costs))
     named = Plan.from_sizes("vllm", largest, mode=mode)
     typer.echo(f"\nvLLM's sizes, on the same steps\n{named.evaluate(judged, costs)}")
-    for option, path, document in (("--save-cost", save_cost, costs), ("--output", output, chosen)):
-        if path is not None:
-            try:
-                document.save(path)
-            except OSError as error:
-                raise ConfigError(f"{option} {path} cannot be written: {error.strerror}") from error
+    if output is not None:
+        try:
+            chosen.save(output)
+        except OSError as error:
+            raise ConfigError(f"--output {output} cannot be written: {error.strerror}") from error
 
 
 def _generated() -> Workload:
