@@ -18,7 +18,7 @@ from ..reasons import Reason
 from ..sizes import named_sizes
 from .observe import Observer
 from .result import Audit, Breaks, Rows
-from .watch import Watched, names_of, watch
+from .watch import Watched, watch
 
 __all__ = ["audit"]
 
@@ -163,11 +163,11 @@ def _rows(served: Graphed[..., Any], difference: str) -> Rows:
 
 def _breaks(served: Graphed[..., Any], observer: Observer, watched: Watched) -> Breaks:
     """The outermost of the modules that do what CUDA forbids, but not the served one itself; and what that gains."""
-    names, fn = names_of(observer.modules), served.unwrap()
+    names, fn = observer.names, served.unwrap()
     root = (names.get(id(fn)), names.get(id(getattr(fn, "__self__", None))), "")
     found = [one.module for one in watched.findings.forbidden]
     broken = dict.fromkeys(name for name in found if name not in root)
-    stacks = [step.modules for step in watched.operators if step.event.works]
+    stacks = [event.modules for event in watched.operators if event.works]
     inner = {name for stack in stacks for at, name in enumerate(stack) if not broken.keys().isdisjoint(stack[:at])}
     share = sum(broken.keys().isdisjoint(stack) for stack in stacks) / max(len(stacks), 1)
     return Breaks(tuple(name for name in broken if name not in inner), share if broken else 0.0)

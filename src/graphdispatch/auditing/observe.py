@@ -3,8 +3,10 @@
 A capture stops at the first operator that no graph can hold. An observed run notes it and goes on.
 """
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,8 @@ from ..capture.effects import EffectRecorder, retry_once, undo
 from ..errors import CaptureError
 from ..state.trace import CodeTrace
 from ..state.walk import StateWalk
+
+_CALLS_MODULE = nn.Module._call_impl.__code__
 
 
 def _tell_of_copy(name: str, original: Any, listeners: Callable[[], list[Any]]) -> Any:
@@ -40,13 +44,14 @@ _COPIES = StandIns([(torch.Tensor, name) for name in ("cpu", "pin_memory", "to")
 
 
 class Event(NamedTuple):
-    """Something that a run does, reported while it happens, so that the stack is that of the call.
+    """Something that a run does.
 
     Attributes:
         kind: ``"operator"``; ``"forbidden"``, which no graph can hold; or ``"frozen"``, which a graph keeps as it was.
         what: The operator, or the method of tensors.
         where: The user's line, as ``file:line: source``.
         why: What is wrong with it, and what to do; empty for operators.
+        modules: The names of the modules around it, from the outermost.
         constants: The arguments of an operator but the tensors.
         works: Whether an operator does anything on a device: a view does not.
     """
@@ -54,15 +59,17 @@ class Event(NamedTuple):
     kind: str
     what: str
     where: str
-    why: str = ""
-    constants: tuple[str, ...] = ()
-    works: bool = False
+    why: str
+    modules: tuple[str, ...]
+    constants: tuple[str, ...]
+    works: bool
 
 
 class Run(NamedTuple):
-    """What a run leaves behind, noted before it is put back.
+    """What a run did and leaves behind, noted before it is put back.
 
     Attributes:
+        events: What it did, in order.
         uses: A tensor for each storage that it used and did not make, arguments included.
         writes: Each tensor that it wrote to and did not make, with the number of bytes written.
         rebinds: Python attributes and variables that it changed, in words.
@@ -70,6 +77,7 @@ class Run(NamedTuple):
         unseen: What nobody can compare or put back, in words, or None.
     """
 
+    events: list[Event]
     uses: list[torch.Tensor]
     writes: list[tuple[torch.Tensor, int]]
     rebinds: tuple[str, ...]
@@ -109,17 +117,19 @@ class Observer:
         """That of the first tensor."""
         self.modules: list[nn.Module] = []
         """The modules that the callable reached before its latest run."""
+        self.names: Mapping[int, str] = {}
+        """Their names and those of all modules in them, by ``id``."""
 
-    def run(self, tell: Callable[[Event], None]) -> Run:
+    def run(self) -> Run:
         """Run the call to its end, and put back the memory that it wrote and torch's generator. Python state stays.
 
         Raises what the call raises, and ``CaptureError`` if it overwrites more than can be saved.
         """
         walk = StateWalk(self._call.fn)
         self._walks.append(walk)
-        self.modules = walk.modules
+        self.modules, self.names = walk.modules, _names_of(walk.modules)
         trace, generator = CodeTrace(walk, skips_breaks=self._skips_breaks), self.backend.rng_state()
-        watch = _Watch(self._limit_bytes, tell, trace, skips_breaks=self._skips_breaks)
+        watch = _Watch(self._limit_bytes, self.names, trace, skips_breaks=self._skips_breaks)
 
         def put_back() -> None:
             undo(watch.regions)
@@ -133,7 +143,9 @@ class Observer:
             retry_once(put_back, self.backend)
         writes = [(one.target, one.before.nbytes) for one in watch.regions if not one.is_generator]
         rebinds = tuple(walk.changes())
-        return Run(list(watch.outside.values()), writes, rebinds, walk.drew(), trace.unseen([self._call.fn]))
+        return Run(
+            watch.events, list(watch.outside.values()), writes, rebinds, walk.drew(), trace.unseen([self._call.fn])
+        )
 
     def restore(self) -> None:
         """Put back all Python state, and the generators of Python and NumPy, as they were before the first run."""
@@ -142,22 +154,23 @@ class Observer:
 
 
 class _Watch(EffectRecorder):
-    """Tells of what a run does, and saves what it overwrites."""
+    """Notes what a run does, and saves what it overwrites."""
 
-    def __init__(self, limit: int, tell: Callable[[Event], None], trace: CodeTrace, *, skips_breaks: bool) -> None:
+    def __init__(self, limit: int, names: Mapping[int, str], trace: CodeTrace, *, skips_breaks: bool) -> None:
         super().__init__(limit, strict=True)
-        self._tell, self._trace, self._skips_breaks = tell, trace, skips_breaks
+        self._names, self._trace, self._skips_breaks = names, trace, skips_breaks
+        self.events: list[Event] = []
 
     def on_read(self, name: str, _: Any) -> None:
-        """Tell of memory that the host gets hold of."""
+        """Note memory that the host gets hold of."""
         self._note("forbidden", name, "gives memory to the host, past torch's dispatcher; keep the value on the device")
 
     def on_copy(self, name: str) -> None:
-        """Tell of a copy that does nothing on a CPU."""
+        """Note a copy that does nothing on a CPU."""
         self._note("forbidden", name, "copies from a GPU to the host; do it before or after the call")
 
     def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Tell of one operator, save what it overwrites, and run it."""
+        """Note one operator, save what it overwrites, and run it."""
         why = forbidden(func, args, kwargs, tensors_in(args, kwargs))
         if func._schema.name in BREAKS or is_unsafe(func):
             why = None if self._skips_breaks else why or "breaks every graph: it is marked, or tagged as unsafe"
@@ -173,15 +186,37 @@ class _Watch(EffectRecorder):
         return super().watch(func, args, kwargs)
 
     def look_inside(self, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Tell of a Python operator, and watch what it runs."""
+        """Note a Python operator, and watch what it runs."""
         self._note("frozen", str(func), "is Python: a graph keeps what it launched, and never runs it again")
         return super().look_inside(func, key, args, kwargs)
 
     def give_up(self, error: CaptureError) -> None:
-        """Tell of what no graph can hold, and go on."""
+        """Note what no graph can hold, and go on."""
         what, _, why = str(error).partition(" ")
         self._note("forbidden", what, why)
 
     def _note(self, kind: str, what: str, why: str, constants: tuple[str, ...] = (), works: bool = False) -> None:
         if not self._trace.is_in_break():
-            self._tell(Event(kind, what, user_line(), why, constants, works))
+            modules = tuple(self._names[key] for key in _modules_that_run() if key in self._names)
+            self.events.append(Event(kind, what, user_line(), why, modules, constants, works))
+
+
+def _names_of(modules: Iterable[nn.Module]) -> dict[int, str]:
+    """The names of modules by their ``id``: one that lies in no earlier one by its class, what is in it by its path."""
+    names: dict[int, str] = {}
+    for root in modules:
+        if id(root) not in names:
+            for path, module in root.named_modules():
+                names.setdefault(id(module), path or type(root).__name__)
+    return names
+
+
+def _modules_that_run() -> list[int]:
+    """The modules whose calls are under way, by their ``id``, from the outermost."""
+    found: list[int] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALLS_MODULE:
+            found.append(id(frame.f_locals["self"]))
+        frame = frame.f_back
+    return found[::-1]
