@@ -4,11 +4,11 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import ConfigError
 
-__all__ = ["MODEL_HELP", "Model", "load_model"]
+__all__ = ["MODEL_HELP", "load_model"]
 
 MODEL_HELP = (
     "my_package.model:build, a function that takes nothing and returns the callable, the keyword arguments of one call "
@@ -16,16 +16,8 @@ MODEL_HELP = (
 )
 
 
-class Model(NamedTuple):
-    """What the function returned."""
-
-    fn: Callable[..., Any]
-    example: Mapping[str, Any]
-    options: Mapping[str, Any]
-
-
-def load_model(name: str, argument: str) -> Model:
-    """Import the function, from the current folder or as installed, and call it.
+def load_model(name: str, argument: str) -> tuple[Callable[..., Any], Mapping[str, Any], Mapping[str, Any]]:
+    """Import the function, from the current folder or as installed, and call it: what it returned.
 
     Args:
         name: The function, as ``module:function``.
@@ -48,4 +40,5 @@ def load_model(name: str, argument: str) -> Model:
             f"{argument} {name!r} must return a callable, the keyword arguments of one call as a dict and, if wanted, "
             f"options for graphed as a dict, got {', '.join(type(part).__name__ for part in parts)}"
         )
-    return Model(*(*parts, {})[:3])
+    fn, example, options = (*parts, {})[:3]
+    return fn, example, options
