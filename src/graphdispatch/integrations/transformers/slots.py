@@ -1,6 +1,5 @@
 """Slots: each is one kept cache with the graph that writes to it, lent to one request at a time; and their counts."""
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -11,6 +10,7 @@ import torch
 
 from ...api.graphed import Graphed, graphed
 from ...config import CUDAGraphOptions
+from ...copying import make_lock
 from ...reasons import Explained, Reason
 from ...stats import CUDAGraphStats
 from .caches import KeptCache
@@ -136,7 +136,7 @@ class SlotPool:
         self._config = config
         self._most = most
         self._options = options
-        self.lock = threading.Lock()
+        self.lock = make_lock()
         self._slots: dict[SlotKey, Slot] = {}  # by use: the latest last
         self.counted = GenerationStats()
         """What is counted under ``lock``: all but the steps of the slots that are here now."""
