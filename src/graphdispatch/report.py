@@ -1,20 +1,30 @@
-"""``Report``: what a served callable did, as plain data, and as a page, a notebook's tables or text."""
+"""``Report``: what a served callable did, as plain data, and as a page, a notebook's tables or text.
 
-from collections.abc import Iterable, Sequence
+It is read from the front end's counters, graphs and failures; that runs nothing and takes no lock.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..showing import count, html_table, milliseconds, percent, storage
-from ..stats import Gain
+from .descriptors import size_text
+from .showing import count, html_table, milliseconds, percent, storage
+from .stats import CUDAGraphStats, Gain
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from .memory.entry import CUDAGraphEntry
+    from .serve.group import GraphGroup
 
-__all__ = ["Bar", "GraphRow", "GraphTable", "ReasonRow", "Report"]
+__all__ = ["Bar", "GraphRow", "GraphTable", "ReasonRow", "Report", "make_report"]
 
 _UNKNOWN = "not measured"
+_MOST_BARS = 64
+_MOST_DETAILS = 3
+_ASK = "explain() with such a call says more, and audit() looks at the whole callable"
+_MEND = "mend what the failed capture names, or mark it with eager_break and use mode PIECEWISE"
 
 
 class GraphRow(NamedTuple):
@@ -103,7 +113,7 @@ REASON_COLUMNS = ("reason", "calls", "of all", "why", "what to do")
 class Report:
     """What a served callable did until the report was made. Immutable plain data.
 
-    ``str`` gives it as text; a notebook and, where rich is installed, ``rich.print`` show it as tables.
+    ``str`` gives it as text; a notebook shows it as tables.
 
     Attributes:
         name: The callable, or the class of its front end.
@@ -165,7 +175,7 @@ class Report:
         """The page: one document, which loads nothing and runs no script."""
         from jinja2 import Environment, StrictUndefined  # here, since a report is seldom made
 
-        template = (files(__package__) / "page.html").read_text("utf-8")
+        template = (files(__package__) / "report.html").read_text("utf-8")
         page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
         columns = {"graph_columns": GRAPH_COLUMNS, "reason_columns": REASON_COLUMNS}
         most = max((bar.graph + bar.eager for bar in self.bars), default=1)
@@ -194,31 +204,114 @@ class Report:
             lines += [*(f"  {line}" for line in why.split("\n")), f"  what to do: {remedy}"]
         return "\n".join(lines)
 
-    def _tables(self) -> Iterable[tuple[str, Sequence[str], list[tuple[str, ...]]]]:
-        yield self.headline, ("figure", "value"), list(self.facts)
-        if self.graphs:
-            yield "Graphs", GRAPH_COLUMNS, [row.cells() for row in self.graphs]
-        if self.reasons:
-            yield "Why calls ran eagerly", REASON_COLUMNS, [row.cells() for row in self.reasons]
-
     def _repr_html_(self) -> str:
-        return "".join(html_table(*table) for table in self._tables())
-
-    def __rich__(self) -> "Group":
-        from rich import box
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-
-        made = []
-        for title, columns, rows in self._tables():
-            table = Table(*columns, title=Text(title), title_justify="left", box=box.SIMPLE)
-            for row in rows:
-                table.add_row(*map(Text, row))
-            made.append(table)
-        return Group(*made)
+        html = html_table(self.headline, ("figure", "value"), self.facts)
+        if self.graphs:
+            html += self.graphs._repr_html_()
+        if self.reasons:
+            html += html_table("Why calls ran eagerly", REASON_COLUMNS, [row.cells() for row in self.reasons])
+        return html
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def make_report(
+    name: str,
+    stats: CUDAGraphStats,
+    entries: Iterable["CUDAGraphEntry"],
+    groups: Iterable["GraphGroup"],
+    memory_bytes: int,
+) -> Report:
+    """The report on a front end. If it is in use, the figures may be from slightly different moments.
+
+    Args:
+        name: What the report calls it.
+        stats: Its counters.
+        entries: The graphs that it holds.
+        groups: Its groups, with their failed captures.
+        memory_bytes: The bytes of all its graphs.
+
+    Returns:
+        The report.
+    """
+    entries, groups = sorted(entries, key=lambda entry: (entry.size, entry.mode)), list(groups)
+    points: dict[int, Any] = {}
+    for group in groups:
+        table = group.route.table
+        if not group.route.is_single:
+            points |= zip(table.sizes, table.points, strict=True)
+    hits = stats.hits_by_rows
+    sizes = sorted({*points, *(entry.size for entry in entries)})
+    held = {entry.size for entry in entries}
+    rows = {} if any(hasattr(size, "axes") for size in sizes) else stats.rows  # several dimensions: no number of rows
+    bars, marks = _bars(hits, rows, [size for size in sizes if size in points])
+    return Report(
+        name=name,
+        calls=stats.calls,
+        hits=stats.hits,
+        padding=stats.padding_ratio if hits else None,
+        captures=stats.captures,
+        capture_ms=stats.capture_time_ms,
+        evictions=stats.evictions,
+        memory_bytes=memory_bytes,
+        graphs=GraphTable(
+            GraphRow(
+                size_text(one.key), one.mode.name, one.replay_count, _padding(one, hits, sizes), one.gain, one.nbytes
+            )
+            for one in entries
+        ),
+        waiting=tuple(size_text(point) for size, point in sorted(points.items()) if size not in held),
+        reasons=tuple(_reason_rows(stats, groups)),
+        bars=bars,
+        marks=marks,
+    )
+
+
+def _padding(entry: "CUDAGraphEntry", hits: Mapping[int, int], sizes: Sequence[int]) -> float | None:
+    """The padding of a graph's hits, where they are known to be the hits with so many rows; else None.
+
+    Hits are counted by rows for the whole callable. Those between the next smaller size and this one are the graph's if
+    it has served as many; it has not where a second graph of the size exists, or an earlier one was evicted.
+    """
+    if hasattr(entry.size, "axes"):
+        return None
+    below = max((size for size in sizes if size < entry.size), default=0)
+    served = {rows: number for rows, number in hits.items() if below < rows <= entry.size}
+    if not served or sum(served.values()) != entry.replay_count:
+        return None
+    return 1.0 - sum(rows * number for rows, number in served.items()) / (entry.size * entry.replay_count)
+
+
+def _reason_rows(stats: CUDAGraphStats, groups: Iterable["GraphGroup"]) -> Iterable[ReasonRow]:
+    failures = {(failure.reason, failure.detail): None for group in groups for failure in list(group.failures.values())}
+    counted = stats.reasons.copy().most_common()
+    for reason, number in sorted(counted, key=lambda one: one[0].leads_to_graph):
+        told = (detail for why, detail in failures if why is reason and detail and detail != reason.text)
+        details = tuple(islice(told, _MOST_DETAILS))
+        remedy = reason.remedy or ("" if reason.leads_to_graph else _MEND if details else _ASK)
+        yield ReasonRow(reason.value, number, number / max(stats.calls, 1), reason.sentence, remedy, details)
+
+
+def _bars(
+    hits: Mapping[int, int], rows: Mapping[int, int], sizes: Sequence[int]
+) -> tuple[tuple[Bar, ...], tuple[float, ...]]:
+    """The calls by rows in at most 64 bars, and where the sizes lie. Calls far above the largest size share a bar."""
+    if not rows:
+        return (), ()
+    top = max(rows)
+    end = min(top, 2 * sizes[-1]) if sizes else top
+    width = -(-end // _MOST_BARS)
+    number = -(-end // width)
+    counted = [[0, 0] for _ in range(number + (top > number * width))]
+    for size, calls in rows.items():
+        bar = counted[min((size - 1) // width, len(counted) - 1)]
+        served = hits.get(size, 0)
+        bar[0] += served
+        bar[1] += max(calls - served, 0)
+    names = [str(i + 1) if width == 1 else f"{i * width + 1} to {(i + 1) * width}" for i in range(number)]
+    names += [f"more than {number * width}"][: len(counted) - number]
+    bars = tuple(Bar(name, *pair) for name, pair in zip(names, counted, strict=True))
+    return bars, tuple(size / width for size in sizes if size <= number * width)
