@@ -10,10 +10,9 @@ from importlib import import_module
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from .engines.stats import DispatchStats
 from .errors import ConfigError, shown
 from .memory.cache import MemoryReport, memory_report
-from .stats import CUDAGraphStats
+from .stats import CUDAGraphStats, DispatchStats
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Meter, Observation

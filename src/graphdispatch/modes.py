@@ -1,8 +1,8 @@
-"""*How* a step runs: graph modes, and the states of an entry."""
+"""*How* a step runs: graph modes, what a dispatcher does with a call, and the states of an entry."""
 
 from enum import Enum, IntEnum
 
-__all__ = ["CUDAGraphMode", "EntryState"]
+__all__ = ["CUDAGraphMode", "DispatchMode", "EntryState"]
 
 
 class CUDAGraphMode(IntEnum):
@@ -53,6 +53,25 @@ class CUDAGraphMode(IntEnum):
     def has_piecewise_cudagraphs(self) -> bool:
         """Whether any batch is served by graphs between eager breaks."""
         return CUDAGraphMode.PIECEWISE in (self.decode_mode(), self.mixed_mode())
+
+
+class DispatchMode(Enum):
+    """What a dispatcher did with one call.
+
+    Attributes:
+        EAGER: It ran the eager runner.
+        CUDAGRAPH: A full graph served it.
+        PIECEWISE: Graphs between eager breaks served it.
+        HYBRID: No call's mode; while it is enabled, the policy chooses at each call.
+    """
+
+    EAGER = "eager"
+    CUDAGRAPH = "cudagraph"
+    PIECEWISE = "piecewise"
+    HYBRID = "hybrid"
+
+    # Members are compared by identity. Enum's own hash would cost a Python call at every look-up.
+    __hash__ = object.__hash__
 
 
 class EntryState(Enum):

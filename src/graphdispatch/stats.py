@@ -1,20 +1,20 @@
 """Counters of what happened, bounded in memory, with a reason for each step that no graph served."""
 
 from collections import Counter, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from .copying import Unlocked, make_lock
 from .descriptors import BatchDescriptor
+from .modes import DispatchMode
 from .reasons import Reason
 from .showing import html_table, milliseconds
 from .sizes import cells_of
 
-__all__ = ["CUDAGraphStats", "Eviction", "EvictionReason", "Gain"]
+__all__ = ["CUDAGraphStats", "DispatchStats", "Eviction", "EvictionReason", "Gain"]
 
 _MOST_ROWS = 4096  # this many different numbers of rows get a counter of their own
-_DERIVED = "verifications", "misses", "fallbacks", "replays", "hit_rate", "graph_ratio", "padding_ratio"
 _MOST_EVICTIONS = 64  # this many are remembered one by one
 
 
@@ -73,7 +73,27 @@ class Gain(NamedTuple):
         return f"gains {milliseconds(self.ms)} a full batch: {times}"
 
 
-class CUDAGraphStats(Unlocked):
+class _Counted(Unlocked):
+    """Counters of calls, with the reasons of those that no graph served."""
+
+    _derived: ClassVar[tuple[str, ...]]
+    """The properties that ``to_dict`` tells beside the counters."""
+    reasons: Counter[Reason]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The counters as plain data, for JSON."""
+        plain = {name: value for name, value in self.__getstate__().items() if not name.startswith("_")}
+        for name, value in plain.items():
+            if isinstance(value, Counter):
+                plain[name] = {str(what): number for what, number in value.items()}
+        return plain | {name: getattr(self, name) for name in self._derived}
+
+    def _repr_html_(self) -> str:
+        rows = [(reason.value, number, reason.text) for reason, number in self.reasons.copy().most_common()]
+        return html_table(repr(self)[1:-1], ("reason of eager calls", "calls", "meaning"), rows)
+
+
+class CUDAGraphStats(_Counted):
     """What a set of graphs did: captures, replays, hits, misses, fallbacks, rows, and reasons.
 
     A graph serves a *hit*. A *verification* is a call for which there was a graph that had to be compared with eager
@@ -88,6 +108,7 @@ class CUDAGraphStats(Unlocked):
         knows_rows: Whether calls show their real rows; False if they arrive padded.
     """
 
+    _derived = ("verifications", "misses", "fallbacks", "replays", "hit_rate", "graph_ratio", "padding_ratio")
     __slots__ = ("_rows_of_eager", "_rows_of_hits", "hits", "padded_rows", "real_rows", "reasons")
 
     def __init__(self, *, knows_rows: bool = True) -> None:
@@ -252,19 +273,82 @@ class CUDAGraphStats(Unlocked):
 
     def to_dict(self) -> dict[str, Any]:
         """The counters as plain data, for JSON."""
-        with self._lock:
-            plain = {k: v for k, v in self._attributes().items() if not k.startswith("_")}
-            for name in ("reasons", "eviction_reasons"):
-                plain[name] = {reason.value: n for reason, n in plain[name].items()}
-            plain["gains"] = {graph: gain._asdict() for graph, gain in self.gains.items()}
-        return plain | {name: getattr(self, name) for name in _DERIVED}
-
-    def _repr_html_(self) -> str:
-        rows = [(reason.value, number, reason.text) for reason, number in self.reasons.copy().most_common()]
-        return html_table(repr(self)[1:-1], ("reason of eager calls", "calls", "meaning"), rows)
+        plain = super().to_dict()
+        return plain | {"gains": {graph: gain._asdict() for graph, gain in plain["gains"].items()}}
 
     def __repr__(self) -> str:
         return (
             f"<CUDAGraphStats {self.calls} calls, {100 * self.graph_ratio:.1f} % by graphs, "
             f"{self.captures} captures, {100 * self.padding_ratio:.1f} % padding>"
+        )
+
+
+class DispatchStats(_Counted):
+    """What a dispatcher decided, or several: calls by mode, fallbacks with their reasons, and the time to decide.
+    Thread-safe.
+
+    A *fallback* is an eager call for which a graph was wanted; a call that compared a graph with eager is none.
+
+    Args:
+        parts: What it begins with: the sum of these.
+
+    Attributes:
+        eager: Calls that ran eagerly.
+        graph: Calls that a full graph served.
+        piecewise: Calls that a piecewise graph served.
+        fallbacks: Eager calls for which a graph was wanted.
+        dispatch_time_ns: The time of all decisions, in nanoseconds of wall-clock time.
+        reasons: Eager calls by reason.
+    """
+
+    _derived = ("graph_ratio",)
+
+    def __init__(self, parts: Sequence["DispatchStats"] = ()) -> None:
+        self._lock = make_lock()
+        self.eager: int = sum(part.eager for part in parts)
+        self.graph: int = sum(part.graph for part in parts)
+        self.piecewise: int = sum(part.piecewise for part in parts)
+        self.fallbacks: int = sum(part.fallbacks for part in parts)
+        self.dispatch_time_ns: int = sum(part.dispatch_time_ns for part in parts)
+        self.reasons: Counter[Reason] = sum((part.reasons.copy() for part in parts), Counter())
+
+    def record(self, mode: DispatchMode, reason: Reason, dispatch_ns: int) -> None:
+        """Count one decided call.
+
+        Args:
+            mode: The mode that it ran in.
+            reason: Why.
+            dispatch_ns: The time that the decision took, in nanoseconds.
+        """
+        with self._lock:
+            self.dispatch_time_ns += dispatch_ns
+            if mode is DispatchMode.CUDAGRAPH:
+                self.graph += 1
+            elif mode is DispatchMode.PIECEWISE:
+                self.piecewise += 1
+            else:
+                self.eager += 1
+                self.reasons[reason] += 1
+                if reason not in (Reason.DISABLED, Reason.POLICY, Reason.VERIFIED_NOW):
+                    self.fallbacks += 1
+
+    @property
+    def total(self) -> int:
+        """All decided calls."""
+        return self.eager + self.graph + self.piecewise
+
+    @property
+    def graph_ratio(self) -> float:
+        """The share of calls that a full or piecewise graph served, 0.0 before the first call."""
+        return (self.graph + self.piecewise) / self.total if self.total else 0.0
+
+    @property
+    def avg_dispatch_time_us(self) -> float:
+        """The mean time to decide one call in microseconds, 0.0 before the first call."""
+        return self.dispatch_time_ns / self.total / 1e3 if self.total else 0.0
+
+    def __repr__(self) -> str:
+        return (
+            f"<DispatchStats {self.total} calls: {self.graph} graph, {self.piecewise} piecewise, "
+            f"{self.eager} eager ({self.fallbacks} fallbacks)>"
         )

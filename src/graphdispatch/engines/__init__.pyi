@@ -15,10 +15,12 @@ from ..memory.entry import CUDAGraphEntry as CUDAGraphEntry
 from ..memory.entry import GraphEntry as GraphEntry
 from ..memory.outputs import OutputView as OutputView
 from ..modes import CUDAGraphMode as CUDAGraphMode
+from ..modes import DispatchMode as DispatchMode
 from ..modes import EntryState as EntryState
 from ..serve.graphs import Health as Health
 from ..sizes import named_sizes as named_sizes
 from ..stats import CUDAGraphStats as CUDAGraphStats
+from ..stats import DispatchStats as DispatchStats
 from ..stats import EvictionReason as EvictionReason
 from ..stats import Gain as Gain
 from ..testing import MockCUDAGraph as MockCUDAGraph
@@ -28,13 +30,11 @@ from .keys import CudagraphKeyDispatcher as CudagraphKeyDispatcher
 from .keys import get_cudagraph_sizes as get_cudagraph_sizes
 from .policies import AdaptiveDispatchPolicy as AdaptiveDispatchPolicy
 from .policies import DefaultDispatchPolicy as DefaultDispatchPolicy
-from .policies import DispatchMode as DispatchMode
 from .policies import DispatchPolicy as DispatchPolicy
 from .prediction import Prewarmer as Prewarmer
 from .prediction import SizePredictor as SizePredictor
 from .ranks import Agreement as Agreement
 from .ranks import RankConsensus as RankConsensus
 from .ranks import RankVote as RankVote
-from .stats import DispatchStats as DispatchStats
 from .streams import StreamDispatcher as StreamDispatcher
 from .streams import StreamResult as StreamResult

@@ -17,12 +17,12 @@ from ..decide.decision import Decision
 from ..descriptors import DispatchKey, create_dispatch_key
 from ..errors import CaptureError, ConfigError, ReplayError, check_callable, check_count, check_type, shown
 from ..memory.entry import CUDAGraphEntry
-from ..modes import CUDAGraphMode
+from ..modes import CUDAGraphMode, DispatchMode
 from ..reasons import Reason
 from ..serve.prewarm import arguments_of
-from .policies import DefaultDispatchPolicy, DispatchMode, DispatchPolicy
+from ..stats import DispatchStats
+from .policies import DefaultDispatchPolicy, DispatchPolicy
 from .registered_graphs import GRAPH_MODES, Registered, Replayable, Worker, check_key, entry_of
-from .stats import DispatchStats
 
 __all__ = ["Chosen", "CompositeDispatcher", "CudagraphDispatcher"]
 

@@ -1,4 +1,4 @@
-"""How a dispatcher serves a key, and policies: whether a graph should, and in which mode. They decide over plain data.
+"""Policies: whether a graph should serve a key, and in which mode. They decide over plain data.
 
 ``AdaptiveDispatchPolicy`` learns from measured latencies which mode serves which size best.
 """
@@ -6,34 +6,15 @@
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from enum import Enum
 from math import inf
 from typing import ClassVar
 
 from ..copying import Unlocked, make_lock
 from ..descriptors import DispatchKey
 from ..errors import ConfigError, check_count, shown
+from ..modes import DispatchMode
 
-__all__ = ["AdaptiveDispatchPolicy", "DefaultDispatchPolicy", "DispatchMode", "DispatchPolicy"]
-
-
-class DispatchMode(Enum):
-    """What a dispatcher did with one call.
-
-    Attributes:
-        EAGER: It ran the eager runner.
-        CUDAGRAPH: A full graph served it.
-        PIECEWISE: Graphs between eager breaks served it.
-        HYBRID: No call's mode; while it is enabled, the policy chooses at each call.
-    """
-
-    EAGER = "eager"
-    CUDAGRAPH = "cudagraph"
-    PIECEWISE = "piecewise"
-    HYBRID = "hybrid"
-
-    # Members are compared by identity. Enum's own hash would cost a Python call at every look-up.
-    __hash__ = object.__hash__
+__all__ = ["AdaptiveDispatchPolicy", "DefaultDispatchPolicy", "DispatchPolicy"]
 
 
 _EAGER, _FULL, _PIECEWISE = DispatchMode.EAGER, DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE

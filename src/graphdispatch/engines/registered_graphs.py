@@ -32,13 +32,13 @@ from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..memory.outputs import OutputRule, Outputs
-from ..modes import CUDAGraphMode, EntryState
+from ..modes import CUDAGraphMode, DispatchMode, EntryState
 from ..reasons import Reason
 from ..serve.group import Route
 from ..serve.prewarm import capture_example
 from ..serve.server import Server
 from .keys import KeyTable
-from .policies import DispatchMode, DispatchPolicy
+from .policies import DispatchPolicy
 
 __all__ = ["GRAPH_MODES", "Registered", "Replayable", "Worker", "check_key", "entry_around", "entry_of"]
 
