@@ -22,7 +22,7 @@ from ..reasons import Reason
 from ..serve.prewarm import arguments_of
 from ..stats import DispatchStats
 from .policies import DefaultDispatchPolicy, DispatchPolicy
-from .registered_graphs import GRAPH_MODES, Registered, Replayable, Worker, check_key, entry_of
+from .registered_graphs import GRAPH_MODES, Registered, Replayable, Worker, check_key, entry_around
 
 __all__ = ["Chosen", "CompositeDispatcher", "CudagraphDispatcher"]
 
@@ -125,7 +125,12 @@ class CudagraphDispatcher(MadeAnew):
         check_key(key)
         if mode not in tuple(GRAPH_MODES):
             raise ConfigError(f"mode must be CUDAGRAPH or PIECEWISE for a graph, got {shown(mode)}")
-        entry = entry_of(graph, key, input_ptrs, outputs, GRAPH_MODES[mode])
+        if not isinstance(graph, CUDAGraphEntry):
+            entry = entry_around(graph, key, outputs, mode=GRAPH_MODES[mode], addresses=input_ptrs)
+        elif graph.is_released:
+            raise ConfigError(f"graph must not be released, got {graph!r}; capture it again")
+        else:
+            entry = graph
         if entry.mode is CUDAGraphMode.PIECEWISE:
             mode = DispatchMode.PIECEWISE
         self._publish([self._home(key, entry).wrap(key, mode, graph, entry)])

@@ -40,7 +40,7 @@ from ..serve.server import Server
 from .keys import KeyTable
 from .policies import DispatchPolicy
 
-__all__ = ["GRAPH_MODES", "Registered", "Replayable", "Worker", "check_key", "entry_around", "entry_of"]
+__all__ = ["GRAPH_MODES", "Registered", "Replayable", "Worker", "check_key", "entry_around"]
 
 GRAPH_MODES = {DispatchMode.CUDAGRAPH: CUDAGraphMode.FULL, DispatchMode.PIECEWISE: CUDAGraphMode.PIECEWISE}
 """The modes that a graph can be registered in, the better first, and the runtime mode of each."""
@@ -104,7 +104,7 @@ def entry_around(
     outputs: Any = None,
     *,
     mode: CUDAGraphMode = CUDAGraphMode.FULL,
-    addresses: tuple[int, ...] | None = None,
+    addresses: Sequence[int] | None = None,
 ) -> CUDAGraphEntry:
     """An entry around a graph that somebody else captured.
 
@@ -113,13 +113,23 @@ def entry_around(
     Args:
         graph: The graph.
         key: The front end's name for it.
-        outputs: The tensors that it writes, or any nest of them, which are returned themselves.
+        outputs: The tensors that it writes, or any nest of them, which are returned themselves. None: its ``outputs``.
         mode: ``PIECEWISE`` if it consists of graphs between eager breaks.
         addresses: The addresses of the tensors that it reads; None: not known.
 
     Returns:
         The entry.
+
+    Raises:
+        ConfigError: It cannot be replayed, or the addresses are none.
     """
+    if not isinstance(graph, Replayable):
+        raise ConfigError(f"graph must have a replay() method, got {shown(graph)}")
+    if addresses is not None:
+        if not isinstance(addresses, Sequence) or not all(isinstance(pointer, int) for pointer in addresses):
+            raise ConfigError(f"input_ptrs must be addresses (tensor.data_ptr()) or None, got {shown(addresses)}")
+        addresses = tuple(addresses)
+    outputs = outputs if outputs is not None else getattr(graph, "outputs", None)
     pool = _ForeignPool()
     tensors = sum(is_tensor(leaf) for leaf in tree_leaves(outputs))
     rows = key.num_tokens if isinstance(key, (DispatchKey, BatchDescriptor)) else 1
@@ -137,21 +147,6 @@ def entry_around(
         knows_effects=False,
         signature=ForeignSignature(addresses),
     )
-
-
-def entry_of(
-    graph: Any, key: DispatchKey, input_ptrs: Sequence[int] | None, outputs: Any, mode: CUDAGraphMode
-) -> CUDAGraphEntry:
-    """The entry of what ``CudagraphDispatcher.register_graph`` was given; ``ConfigError`` if there can be none."""
-    if isinstance(graph, CUDAGraphEntry):
-        if graph.is_released:
-            raise ConfigError(f"graph must not be released, got {graph!r}; capture it again")
-        return graph
-    if not isinstance(graph, Replayable):
-        raise ConfigError(f"graph must have a replay() method, got {shown(graph)}")
-    outputs = outputs if outputs is not None else getattr(graph, "outputs", None)
-    addresses = None if input_ptrs is None else _checked_addresses(input_ptrs)
-    return entry_around(graph, key, outputs, mode=mode, addresses=addresses)
 
 
 @dataclass(frozen=True, eq=False)
@@ -361,9 +356,3 @@ def check_key(key: Any) -> None:
         raise ConfigError(
             f"key must be a DispatchKey with num_tokens >= 1, got {shown(key)}; create_dispatch_key() makes one"
         )
-
-
-def _checked_addresses(input_ptrs: Sequence[int]) -> tuple[int, ...]:
-    if not isinstance(input_ptrs, Sequence) or not all(isinstance(pointer, int) for pointer in input_ptrs):
-        raise ConfigError(f"input_ptrs must be addresses (tensor.data_ptr()) or None, got {shown(input_ptrs)}")
-    return tuple(input_ptrs)
