@@ -15,6 +15,8 @@ from .showing import count, html_table, milliseconds, percent, storage
 from .stats import CUDAGraphStats, Gain
 
 if TYPE_CHECKING:
+    from rich.console import Group
+
     from .memory.entry import CUDAGraphEntry
     from .serve.group import GraphGroup
 
@@ -113,7 +115,7 @@ REASON_COLUMNS = ("reason", "calls", "of all", "why", "what to do")
 class Report:
     """What a served callable did until the report was made. Immutable plain data.
 
-    ``str`` gives it as text; a notebook shows it as tables.
+    ``str`` gives it as text; a notebook and, where rich is installed, ``rich.print`` show it as tables.
 
     Attributes:
         name: The callable, or the class of its front end.
@@ -204,13 +206,29 @@ class Report:
             lines += [*(f"  {line}" for line in why.split("\n")), f"  what to do: {remedy}"]
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
-        html = html_table(self.headline, ("figure", "value"), self.facts)
+    def _tables(self) -> Iterable[tuple[str, Sequence[str], list[tuple[str, ...]]]]:
+        yield self.headline, ("figure", "value"), list(self.facts)
         if self.graphs:
-            html += self.graphs._repr_html_()
+            yield "Graphs", GRAPH_COLUMNS, [row.cells() for row in self.graphs]
         if self.reasons:
-            html += html_table("Why calls ran eagerly", REASON_COLUMNS, [row.cells() for row in self.reasons])
-        return html
+            yield "Why calls ran eagerly", REASON_COLUMNS, [row.cells() for row in self.reasons]
+
+    def _repr_html_(self) -> str:
+        return "".join(html_table(*table) for table in self._tables())
+
+    def __rich__(self) -> "Group":
+        from rich import box
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        made = []
+        for title, columns, rows in self._tables():
+            table = Table(*columns, title=Text(title), title_justify="left", box=box.SIMPLE)
+            for row in rows:
+                table.add_row(*map(Text, row))
+            made.append(table)
+        return Group(*made)
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -202,15 +202,19 @@ def test_a_users_texts_stay_texts() -> None:
         assert not {"script", "b"} & {*page.tags}
 
 
-def test_a_notebook_and_a_text_show_the_same_rows() -> None:
-    """As HTML tables, and as plain text."""
+def test_a_notebook_and_a_terminal_show_the_same_rows() -> None:
+    """As HTML tables, as tables of rich, and as plain text."""
+    console = pytest.importorskip("rich.console")
     report = served().report()
     shown = Page(report._repr_html_()).rows
     cells = [list(row.cells()) for row in (*report.graphs, *report.reasons)]
     assert [row for row in shown if row in cells] == cells
-    squeezed = " ".join(str(report).split())
-    assert all(" ".join(row.cells()) in squeezed for row in report.graphs)
-    assert all(row.remedy in squeezed and row.sentence in squeezed for row in report.reasons)
+    with (terminal := console.Console(width=400)).capture() as captured:
+        terminal.print(report)
+    for text in (captured.get(), str(report)):
+        squeezed = " ".join(text.split())
+        assert all(" ".join(row.cells()) in squeezed for row in report.graphs)
+        assert all(row.remedy in squeezed and row.sentence in squeezed for row in report.reasons)
 
 
 def test_a_report_changes_and_runs_nothing() -> None:
@@ -227,7 +231,7 @@ def test_a_report_changes_and_runs_nothing() -> None:
 def test_reports_need_no_torch_and_load_jinja_when_a_page_is_made() -> None:
     """What imports the library does not pay for reports."""
     code = "import sys; sys.modules['torch'] = None; import graphdispatch.report; "
-    run_python("-c", code + "raise SystemExit('jinja2' in sys.modules)")
+    run_python("-c", code + "raise SystemExit('jinja2' in sys.modules or 'rich' in sys.modules)")
 
 
 STEPS = Workload.from_steps([1, 2, 3, 5, 8, 40, 8, 8, 3])
