@@ -23,7 +23,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _pop
 from ..errors import CaptureError
 from ..reasons import Reason
 from .code_events import pause, resume
-from .operators import OperatorKind, kind_of, per_operator, tensors_in, user_line
+from .operators import OperatorKind, kind_of, tensors_in, user_line
 from .tracing import UntracedMode
 
 _MADE_OF_OTHERS = frozenset({"aten", "inductor"})
@@ -52,7 +52,7 @@ _COMPOSITE = "CompositeImplicitAutograd"
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
-@per_operator
+@cache
 def _has_parts(func: OpOverload) -> bool:
     return func.namespace in _MADE_OF_OTHERS and _has_kernel(func.name(), _COMPOSITE)
 
@@ -72,7 +72,7 @@ def python_kernel(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     return None
 
 
-@per_operator
+@cache
 def _replacement(func: OpOverload) -> str:
     """Under which name torch keeps what somebody put in the place of an operator's kernel; empty for others' own."""
     return f"aten/{func.name().removeprefix('aten::')}/CPU" if func.namespace == "aten" else ""
