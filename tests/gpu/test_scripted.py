@@ -324,6 +324,7 @@ TEXTS = {
         "CUDA error: operation failed due to a previous error during capture": "swallowed",
         "cudaStreamCaptureStatusInvalidated INTERNAL ASSERT FAILED. Invalid stream capture status": "swallowed",
         "CUDA error: capturing stream has unjoined work": "side stream",
+        "CUDA error: dependency created on uncaptured work in another stream": "let that stream wait",
         "CUDA error: operation would make the legacy stream depend on a capturing blocking stream": "legacy default",
         "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned.": "pin it",
         "Cannot call CUDAGeneratorImpl::current_seed during CUDA graph capture": "refuses to be captured",
@@ -360,21 +361,21 @@ def test_an_error_text_names_the_reason_and_the_remedy(
         (ValueError("out of memory of earlier requests"), Reason.CAPTURE_FAILED),  # the user's own
         (CaptureError("during cuda graph capture", Reason.INSIDE_CAPTURE), Reason.INSIDE_CAPTURE),
         (torch.OutOfMemoryError("CUDA out of memory."), Reason.OUT_OF_MEMORY),
-        (2, Reason.OUT_OF_MEMORY),
-        (900, Reason.CAPTURE_UNSAFE),
-        (905, Reason.CAPTURE_UNSAFE),
-        (1, Reason.CAPTURE_FAILED),
     ],
     ids=str,
 )
-def test_an_error_is_known_by_its_type_and_code_before_its_text(error: Exception | int, reason: Reason) -> None:
-    """Newer torch versions hand the code on; a reason that an error carries is not guessed again."""
-    if isinstance(error, int):
-        code, error = error, torch.AcceleratorError("CUDA error: said in other words")
-        error.error_code = code  # type: ignore[attr-defined]
+def test_an_error_is_known_by_its_type_before_its_text(error: Exception, reason: Reason) -> None:
+    """A reason that an error carries is not guessed again."""
     backend = cuda_backend(0)
     assert backend.classify_error(error) is reason
     assert backend.is_out_of_memory(error) is (reason is Reason.OUT_OF_MEMORY)
+
+
+def test_the_advice_in_each_error_is_no_lost_device() -> None:
+    """Torch adds how to enable device-side assertions to every error of CUDA; an assertion that failed is one."""
+    backend, advice = cuda_backend(0), "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."
+    assert not backend.is_lost(torch.AcceleratorError(f"CUDA error: invalid argument\n{advice}"))
+    assert backend.is_lost(torch.AcceleratorError(f"CUDA error: device-side assert triggered\n{advice}"))
 
 
 def test_a_device_without_an_index_is_refused() -> None:
