@@ -1,4 +1,4 @@
-"""The CUDA backend of one device, and its streams.
+"""The CUDA backend of one device, its streams, and the memory that the graphs of one pool share.
 
 Note [cuBLAS workspaces]
     cuBLAS calls use a scratch buffer that torch keeps for each handle and stream. A graph holds its raw address.
@@ -12,18 +12,29 @@ Note [cuBLAS workspaces]
     One case remains: torch can only clear the buffers of *all* streams. If somebody else captured a graph after
     warming up on the same stream, its buffer lies outside its pool, and that graph may lose it. The same happens when
     ``torch.compile`` records graphs.
+
+Note [after a failed capture]
+    ``capture_end`` throws before it tells the allocators that the recording is over. The device allocator would then
+    refuse the handle forever ("already recording to mempool_id"), delay the release of blocks that other streams used,
+    and never free the pool. We end that recording ourselves and give back the count that the capture took. The
+    allocator of pinned host memory keeps its own list, which Python cannot reach, so we give up the handle itself: see
+    Note [a handle is given up] in ``accelerator/pool.py``.
+
+Note [all segments are asked for]
+    ``memory_snapshot(mempool_id=...)`` of torch drops references to the handle's numbers that it never took
+    (https://github.com/pytorch/pytorch/pull/196366). A number above 256 is then freed while it is in use, and the
+    process crashes at some later allocation. We ask for the segments of all pools and choose ours.
 """
 
-from contextlib import AbstractContextManager
+import contextlib
 from typing import Any, ClassVar
 
 import torch
 
-from ..accelerator.backend import AcceleratorBackend
-from ..accelerator.pool import Handle
-from ..accelerator.streams import DeviceEvent, DeviceStream
+from ...errors import BackendError
+from ..accelerator.backend import AcceleratorBackend, DeviceEvent, DeviceStream
+from ..accelerator.pool import AcceleratorPool, Handle
 from ..base import Event
-from .pool import CUDAPool
 
 __all__ = ["CUDABackend"]
 
@@ -31,9 +42,57 @@ __all__ = ["CUDABackend"]
 class CUDAStream(DeviceStream):
     """A CUDA stream."""
 
-    def entered(self) -> AbstractContextManager[object]:
+    def entered(self) -> contextlib.AbstractContextManager[object]:
         """A block in which this stream is current."""
         return torch.cuda.stream(self.native)
+
+
+class CUDAPool(AcceleratorPool):
+    """A private pool of CUDA's caching allocator."""
+
+    def __init__(self, backend: "CUDABackend") -> None:
+        super().__init__(backend)
+        self._index = int(self.device.index)
+        self._raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # only with CUDA
+        self._last_raw: int | None = None
+
+    def after_fork(self) -> None:
+        """CUDA cannot be used in a forked child, and every use of the pool says so."""
+        super().after_fork()
+        self._raw_stream = _refuse_forked
+
+    def used_on(self, stream: torch.cuda.Stream) -> None:
+        """Note that work on the pool's memory ends on ``stream``."""
+        super().used_on(stream)
+        self._last_raw = int(stream.cuda_stream)
+
+    def order_after_last_use(self) -> None:
+        """Make the current stream wait for the stream that last used the pool; if they are one, only compare them."""
+        if self._raw_stream(self._index) == self._last_raw:
+            return
+        current = torch.cuda.current_stream(self.device)
+        if self._last is not None:
+            current.wait_stream(self._last)
+        self.used_on(current)
+
+    def capture_begin(self, graph: torch.cuda.CUDAGraph, handle: Any) -> None:
+        """Begin in the mode that forbids only the capture's own thread to wait for the device."""
+        graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+
+    def new_handle(self) -> Handle:
+        """A fresh handle."""
+        return torch.cuda.graph_pool_handle()
+
+    def break_off(self, handle: Any) -> None:
+        """End what a failed capture left open in the allocator: see Note [after a failed capture]. Never raises."""
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self._index, handle)
+            # Reached only if the recording was open. Otherwise the graph gives back its count itself.
+            torch._C._cuda_releasePool(self._index, handle)
+
+    def segments(self) -> Any:
+        """The allocator's segments: see Note [all segments are asked for]."""
+        return torch.cuda.memory_snapshot(include_traces=False)
 
 
 class CUDABackend(AcceleratorBackend):
@@ -111,3 +170,10 @@ def _make_room(device: torch.device) -> None:
     allowed = torch.cuda.get_per_process_memory_fraction(device) * total
     if reserved - torch.cuda.memory_allocated(device) > min(free, allowed - reserved):
         torch.cuda.empty_cache()
+
+
+def _refuse_forked(index: int) -> int:
+    raise BackendError(
+        f"cuda:{index} cannot be used in a process that was forked after CUDA was; start it with the method 'spawn' "
+        "(multiprocessing.set_start_method), and make its graphs there"
+    )
