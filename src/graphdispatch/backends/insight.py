@@ -34,9 +34,8 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _pop_mode_temporarily, _push_mode
 
 from ..errors import CaptureError
-from ..reasons import Reason
 from .code_events import pause, resume
-from .operators import OperatorKind, kind_of, tensors_in, user_line
+from .operators import OperatorKind, kind_of, tensors_in, unsafe
 from .tracing import UntracedMode
 
 _MADE_OF_OTHERS = frozenset({"aten", "inductor"})
@@ -246,8 +245,8 @@ class OperatorMode(UntracedMode):
         if isinstance(error, CaptureError):
             self.refused = self.refused or error
         elif kind_of(func) is not OperatorKind.VIEW:
-            what = f"{func} raised {type(error).__name__}, which the callable caught, at {user_line()}"
-            self.raised = CaptureError(f"{what}; a graph takes one path for all values", Reason.CAPTURE_UNSAFE)
+            what = f"{func} raised {type(error).__name__}, which the callable caught"
+            self.raised = unsafe(f"{what}; a graph takes one path for all values")
 
     def check_refused(self) -> None:
         """Raise the ``CaptureError`` of a run that has ended as if nothing had been refused, nor raised by values."""
@@ -300,13 +299,8 @@ class OperatorMode(UntracedMode):
         if func.name() in _OPEN and kernel is not None:
             with self:
                 return kernel(*args, **kwargs)
-        self.give_up(
-            CaptureError(
-                f"{func.name()} takes functions, and what these do is not seen; compile the model, or break there; "
-                f"at {user_line()}",
-                Reason.CAPTURE_UNSAFE,
-            )
-        )
+        what = f"{func.name()} takes functions, and what these do is not seen"
+        self.give_up(unsafe(f"{what}; compile the model, or break there"))
         with _disable_current_modes():
             return func(*args, **kwargs)
 
@@ -318,13 +312,8 @@ class OperatorMode(UntracedMode):
     def watch_region(self, region: CompiledRegion, args: tuple[Any, ...]) -> Any:
         """Show the call of compiled code to ``watch``."""
         if region.hides:
-            self.give_up(
-                CaptureError(
-                    f"{region} gets tensors inside of other arguments, and nobody sees which of them it writes; pass "
-                    f"the tensors themselves, or make it a custom operator; at {user_line()}",
-                    Reason.CAPTURE_UNSAFE,
-                )
-            )
+            what = f"{region} gets tensors inside of other arguments, and nobody sees which of them it writes"
+            self.give_up(unsafe(f"{what}; pass the tensors themselves, or make it a custom operator"))
         func = cast(OpOverload, region)
         try:
             with torch._C.DisableTorchFunction():

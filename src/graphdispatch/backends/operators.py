@@ -198,10 +198,9 @@ def check_geometry(func: OpOverload, before: list[tuple[torch.Tensor, tuple[Any,
     """
     for tensor, old in before:
         if (changes_view(func) and func is not _aten.detach_.default) or geometry(tensor) != old:
-            raise CaptureError(
+            raise unsafe(
                 f"{func} gives a tensor of shape {tuple(old[2][1])} that the call did not make another shape or memory "
-                f"({tuple(tensor.shape)}), at {user_line()}; write into a view of it, x[:n].copy_(...)",
-                Reason.CAPTURE_UNSAFE,
+                f"({tuple(tensor.shape)}); write into a view of it, x[:n].copy_(...)"
             )
 
 
@@ -296,6 +295,11 @@ def storage_key(tensor: torch.Tensor) -> int:
 def is_expanded(tensor: torch.Tensor) -> bool:
     """Whether elements along some dimension share one place in memory, as ``expand`` makes them."""
     return any(stride == 0 and extent > 1 for stride, extent in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def unsafe(what: str) -> CaptureError:
+    """The error that says what no graph can hold, and at which line of the user's it came."""
+    return CaptureError(f"{what}; at {user_line()}", Reason.CAPTURE_UNSAFE)
 
 
 def user_line() -> str:

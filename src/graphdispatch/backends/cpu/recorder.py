@@ -16,8 +16,6 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map, tree_map_only
 
-from ...errors import CaptureError
-from ...reasons import Reason
 from ..insight import CompiledRegion, OperatorMode, run_kernel
 from ..operators import (
     OperatorKind,
@@ -30,7 +28,7 @@ from ..operators import (
     map_leaves,
     storage_key,
     tensors_in,
-    user_line,
+    unsafe,
     written_tensors,
 )
 from ..standins import HostReads
@@ -122,13 +120,8 @@ class Recorder(OperatorMode):
         def refuse(name: str, _: Any) -> None:
             if not self.is_paused:
                 remedy = "keep the value on the device, or move the read out of the call"
-                self.give_up(
-                    CaptureError(
-                        f"{name} gives memory to the host while a graph is captured, at {user_line()}; "
-                        f"{remedy if inside is None else _left_torch(inside)}",
-                        Reason.CAPTURE_UNSAFE,
-                    )
-                )
+                remedy = remedy if inside is None else _left_torch(inside)
+                self.give_up(unsafe(f"{name} gives memory to the host while a graph is captured; {remedy}"))
 
         return HostReads(refuse)
 
@@ -176,11 +169,8 @@ class Recorder(OperatorMode):
         blank = (t for t in tensors_in(result) if storage_key(t) in self._unwritten)
         for what, tensors in (("writes to an argument", marked), ("gives back a tensor", blank)):
             for tensor in (t for t in tensors if t.numel()):
-                raise CaptureError(
-                    f"{func} {what} of shape {tuple(tensor.shape)} that no operator inside it writes to; "
-                    f"{_left_torch(func)}; at {user_line()}",
-                    Reason.CAPTURE_UNSAFE,
-                )
+                what = f"{func} {what} of shape {tuple(tensor.shape)} that no operator inside it writes to"
+                raise unsafe(f"{what}; {_left_torch(func)}")
         return result
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -214,17 +204,12 @@ class Recorder(OperatorMode):
             return result  # it only wraps its argument
         made = tensors_in(result)
         if not all(map(is_strided, made)):
-            raise CaptureError(
-                f"{func} makes a nested tensor or one without strided layout; at {user_line()}", Reason.CAPTURE_UNSAFE
-            )
+            raise unsafe(f"{func} makes a nested tensor or one without strided layout")
         given = list(map(storage_key, tensors))
         results = [t for t in made if (key := storage_key(t)) not in self._slots and key not in given]
         if any(tensor.is_quantized for tensor in results):  # a place in memory has no scale
-            raise CaptureError(
-                f"{func} makes a quantized tensor, which no graph of the CPU holds; dequantize() it outside, or use "
-                f"fake_quantize; at {user_line()}",
-                Reason.CAPTURE_UNSAFE,
-            )
+            what = f"{func} makes a quantized tensor, which no graph of the CPU holds"
+            raise unsafe(f"{what}; dequantize() it outside, or use fake_quantize")
         if kind is OperatorKind.VIEW and not results:
             return result
         for tensor in results:
@@ -269,7 +254,7 @@ class Recorder(OperatorMode):
             elif not tensor.is_cpu:
                 why = f"is given a tensor on {tensor.device}"
         if why is not None:
-            raise CaptureError(f"{func} {why}; at {user_line()}", Reason.CAPTURE_UNSAFE)
+            raise unsafe(f"{func} {why}")
 
     def _make_slot(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
