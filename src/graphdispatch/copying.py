@@ -27,19 +27,17 @@ class MadeAnew:
     """A copy is made anew, by the constructor's arguments; ``deepcopy`` and ``pickle`` copy these."""
 
     __slots__ = ()
+    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Note the arguments."""
         self = super().__new__(cls)
-        self._note_arguments(args, kwargs)
+        object.__setattr__(self, "_made_with", (args, kwargs))  # in a slot, where there is one
         return self
-
-    def _note_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.__dict__["_made_with"] = (args, kwargs)
 
     def _recipe(self) -> tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
         """What makes an object like this one: a class or function, its arguments, and attributes to set then."""
-        return type(self), *self.__dict__["_made_with"], {}
+        return type(self), *self._made_with, {}
 
     def __copy__(self) -> Any:
         return _make(*self._recipe())

@@ -132,12 +132,6 @@ class Graphed(Lifecycle, Generic[P, R]):
         """Gives a module back what ``attach`` replaced; None if that did not make this."""
         self.stats = self._server.stats
 
-    def _note_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._made_with = args, kwargs
-
-    def _recipe(self) -> Any:
-        return Graphed, *self._made_with, {}
-
     @untraced
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Serve one call, by a graph where one fits and eagerly elsewhere. Raises what the callable raises."""
