@@ -88,17 +88,8 @@ def _bind() -> tuple[ModuleType | None, str, tuple[str, ...]]:
     return EXTENSION, "", (*(() if reads_tensors else (_EXTENTS,)), *_find_ambient(EXTENSION, str(library)))
 
 
-def _bind_without_modes() -> tuple[ModuleType | None, str, tuple[str, ...]]:
-    """What the importing thread does to torch's functions is no part of the test: a default device may not be there."""
-    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
-    try:
-        return _bind()
-    finally:
-        for mode in reversed(modes):
-            torch._C._push_on_torch_function_stack(mode)
-
-
-_bound = _bind_without_modes()
+with torch._C.DisableTorchFunction():  # what the importing thread does to torch's: a default device may not be there
+    _bound = _bind()
 CORE: ModuleType | None = _bound[0]
 """The extension module after its self-test on this torch, or None."""
 WHY_NO_CORE: str = _bound[1]
