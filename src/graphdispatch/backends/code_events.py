@@ -70,7 +70,9 @@ class CodeListener:
 
     @untraced
     def profile(self, frame: FrameType, event: str, arg: Any) -> None:
-        """Hear of one event of ``sys.setprofile``."""
+        """Hear of one event of ``sys.setprofile``, after who listened before."""
+        if self.outer is not None:
+            self.outer(frame, event, arg)
         if event == "call":
             if id(frame.f_code) not in self.plain:
                 self.on_call(frame)
@@ -79,12 +81,6 @@ class CodeListener:
                 self.on_return(frame.f_code)
         elif event == "c_call":
             self.on_c_call(frame, getattr(arg, "__self__", None), arg.__name__)
-
-    @untraced
-    def profile_both(self, frame: FrameType, event: str, arg: Any) -> None:
-        """Hear of it after who listened before."""
-        self.outer(frame, event, arg)
-        self.profile(frame, event, arg)
 
     def begin(self) -> bool:
         """Listen; whether that was possible."""
@@ -239,12 +235,12 @@ else:
         listener.outer = sys.getprofile()
         if listener.outer is not None and type(listener.outer) not in (FunctionType, MethodType):
             return False
-        sys.setprofile(listener.profile if listener.outer is None else listener.profile_both)
+        sys.setprofile(listener.profile)
         return True
 
     def _end(listener: CodeListener) -> None:
         # Python takes away a profiler that raises.
-        if sys.getprofile() in (None, listener.profile, listener.profile_both):
+        if sys.getprofile() in (None, listener.profile):
             sys.setprofile(listener.outer)
 
     def pause() -> Any:
