@@ -27,6 +27,29 @@ def test_what_need_not_run_is_not_replayed() -> None:
     assert (graph.num_recorded, graph.num_replayed) == (3, 1)
 
 
+KEPT: list[torch.Tensor] = []
+
+
+def _kept(x: torch.Tensor) -> torch.Tensor:
+    KEPT.append(torch.tensor([1.0, 2.0]))
+    return KEPT[-1].mul_(x[:2, 0]) + 1
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: torch.tensor([1.0, 2.0]).add_(x[:2, 0]),
+        lambda x: torch.tensor([1.0, 2.0]),
+        lambda x: (literal := torch.tensor([1.0, 2.0])) * 2 + literal.mul_(x[0, 0]),
+        _kept,
+    ],
+)
+def test_a_tensor_of_python_values_is_made_anew(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """By each replay, also where the call writes to it and gives it back, or keeps it."""
+    follows(fn, 4, 6)
+    KEPT.clear()
+
+
 def test_an_operator_has_the_parts_that_eager_runs() -> None:
     """Under inference mode, too: not those of a decomposition that torch keeps for its compiler."""
     model, x = torch.nn.GRU(8, 8).eval(), torch.randn(5, 4, 8)

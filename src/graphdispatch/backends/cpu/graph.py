@@ -23,15 +23,13 @@ from ...native.tape import TAPE
 from ..base import Graph, Pool
 from ..operators import OperatorKind, is_total, map_leaves, storage_key, tensors_in
 from .kernels import ALIGNMENT, Call, parts_of, with_outs
-from .recorder import Instruction, Literal, Recording, Slot, TensorRef
+from .recorder import Instruction, Recording, Slot, TensorRef
 
 # The recorder saw the operators below autograd. Replaying them there saves the way through autograd.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
-def prune(
-    program: list[Instruction], literals: list[Literal], pinned: set[Slot]
-) -> tuple[list[Instruction], list[Instruction]]:
+def prune(program: list[Instruction], pinned: set[Slot]) -> tuple[list[Instruction], list[Instruction]]:
     """Split a program into the instructions that run once, to make constants, and those that run at each replay.
 
     ``pinned`` slots are read after the program. They must then hold what eager would have left in them. Operators
@@ -47,7 +45,7 @@ def prune(
             needed |= instruction.reads
     kept.reverse()
     overwritten = {slot for i in kept if i.kind is OperatorKind.WRITE for slot in i.writes} | pinned
-    constant = {literal.ref.slot for literal in literals} - overwritten
+    constant = set[Slot]()
     once: list[Instruction] = []
     each: list[Instruction] = []
     for instruction in kept:
@@ -312,11 +310,9 @@ class _Binder:
             storage = slot.live_storage()
             if storage is not None:
                 self._storages[slot] = storage
-        literals = {literal.ref.slot for literal in recording.literals}
-        pinned = (shared | set(self._storages)) - literals
-        once, each = prune(recording.program, recording.literals, pinned)
+        once, each = prune(recording.program, shared | set(self._storages))
         constant = {slot for i in once for slot in i.reads | i.writes}
-        for slot in (constant | literals) - set(self._storages):
+        for slot in constant - set(self._storages):
             self._storages[slot] = torch.empty(slot.nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
         self._offsets, nbytes = lay_out(each, set(self._storages), shared)
         self.arena = pool.take_arena(nbytes) if nbytes else None
@@ -325,14 +321,9 @@ class _Binder:
         own = [s for slot, s in self._storages.items() if slot not in self._offsets]
         self.nbytes = sum(storage.nbytes() for storage in own)
         with torch.inference_mode(False), torch.no_grad():
-            fills = {literal.ref.slot: self._fill(literal) for literal in recording.literals}
-            for step in (*fills.values(), *chain.from_iterable(map(self._bind, once))):
+            for step in chain.from_iterable(map(self._bind, once)):
                 step.run()
-            written = {slot for instruction in each for slot in instruction.writes}
-            self.steps = [
-                *(fill for slot, fill in fills.items() if slot in written),
-                *chain.from_iterable(map(self._bind, each)),
-            ]
+            self.steps = list(chain.from_iterable(map(self._bind, each)))
             self.outputs = tree_map_only(TensorRef, self._tensor, recording.outputs)
         self.memory = own
 
@@ -351,9 +342,6 @@ class _Binder:
 
     def _bound(self, value: Any) -> Any:
         return self._tensor(value) if type(value) is TensorRef else value
-
-    def _fill(self, literal: Literal) -> Step:
-        return step_of(torch.ops.aten.copy_.default, (self._tensor(literal.ref), literal.initial), {})
 
     def _bind(self, instruction: Instruction) -> list[Step]:
         args, kwargs = map_leaves(self._bound, instruction.args), map_leaves(self._bound, instruction.kwargs)

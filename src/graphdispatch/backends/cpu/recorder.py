@@ -74,27 +74,18 @@ class Instruction:
     outs: tuple[TensorRef, ...]
     kernel: OpOverload | None
     """The overload that writes the results into ``outs``; None if they are copied there, or if it makes none."""
-    reads: frozenset[Slot]
     writes: frozenset[Slot]
-    touches_outside: bool
-    """Whether any argument is external."""
-    writes_outside: bool
+    reads: frozenset[Slot] = frozenset()
+    touches_outside: bool = False
+    """Whether any argument is external, and somebody else's."""
+    writes_outside: bool = False
     """Whether it writes to an external argument."""
-
-
-class Literal(NamedTuple):
-    """A tensor that the callable made from Python values (``torch.tensor(...)``). No operator can make it again."""
-
-    ref: TensorRef
-    initial: torch.Tensor
-    """A copy of its value. If an operator writes to the tensor, each replay restores this copy first."""
 
 
 class Recording(NamedTuple):
     """What was recorded between two pauses."""
 
     program: list[Instruction]
-    literals: list[Literal]
     outputs: Any
     """The shared outputs, with a ``TensorRef`` for each tensor that this recording made."""
 
@@ -128,7 +119,7 @@ class Recorder(OperatorMode):
     def pause(self) -> Recording:
         """End this recording. What it made is external to the next one, so its memory stays where it is."""
         self.is_paused = True
-        return Recording(self.program, self.literals, self._outputs)
+        return Recording(self.program, self._outputs)
 
     def share(self, outputs: Any) -> None:
         """Describe the outputs. From here on, the recording holds none of those that it made."""
@@ -140,7 +131,6 @@ class Recorder(OperatorMode):
         """Begin a new recording."""
         self.is_paused = False
         self.program: list[Instruction] = []
-        self.literals: list[Literal] = []
         self._slots: dict[int, Slot] = {}
         self._outputs = None
 
@@ -194,8 +184,7 @@ class Recorder(OperatorMode):
         self._refuse(func, args, kwargs, tensors)
         kind = kind_of(func)
         if func is torch.ops.aten.lift_fresh.default and self._slot_of(args[0]) is None:
-            self._make_slot(args[0])
-            self.literals.append(Literal(self._symbol(args[0]), args[0].detach().clone()))
+            self._make_literal(args[0])
         written = written_tensors(func, args, kwargs) if kind is OperatorKind.WRITE else []
         before = [(tensor, geometry(tensor)) for tensor in written if self._slot_of(tensor) is None]
         result = func(*args, **kwargs)
@@ -260,6 +249,13 @@ class Recorder(OperatorMode):
         storage = tensor.untyped_storage()
         # The weak reference keeps the address of a dead storage reserved, so the key stays unique.
         self._slots[storage_key(tensor)] = Slot(storage.nbytes(), StorageWeakRef(storage))
+
+    def _make_literal(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that the callable made from Python values: a copy, which nobody writes to, makes it again."""
+        self._make_slot(tensor)
+        func, initial, ref = torch.ops.aten.clone, tensor.detach().clone(), self._symbol(tensor)
+        made = Instruction(func.default, OperatorKind.PURE, (initial,), {}, (ref,), func.out, frozenset((ref.slot,)))
+        self.program.append(made)
 
     def _slot_grows(self, tensor: torch.Tensor, *, is_blank: bool) -> None:
         slot, storage = self._slot_of(tensor), tensor.untyped_storage()
