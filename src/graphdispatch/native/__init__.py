@@ -41,8 +41,5 @@ def _load() -> tuple[ModuleType | None, str]:
     return core, ""
 
 
-_loaded = _load()
-EXTENSION: ModuleType | None = _loaded[0]
-"""The extension module, not bound to torch, or None."""
-WHY_NO_EXTENSION: str = _loaded[1]
-"""Why there is no extension module; empty if there is one."""
+EXTENSION, WHY_NO_EXTENSION = _load()
+"""The extension module, not bound to torch, or None; and why there is none, empty if there is one."""

@@ -89,13 +89,9 @@ def _bind() -> tuple[ModuleType | None, str, tuple[str, ...]]:
 
 
 with torch._C.DisableTorchFunction():  # what the importing thread does to torch's: a default device may not be there
-    _bound = _bind()
-CORE: ModuleType | None = _bound[0]
-"""The extension module after its self-test on this torch, or None."""
-WHY_NO_CORE: str = _bound[1]
-"""Why there is none; empty if there is one."""
-ASKED: tuple[str, ...] = _bound[2]
-"""What the core asks of torch or Python on each call, since its own way did not pass its test."""
+    CORE, WHY_NO_CORE, ASKED = _bind()
+"""The extension module after its self-test on this torch, or None; why there is none, empty if there is one; and what
+the core asks of torch or Python on each call, since its own way did not pass its test."""
 
 _WARM = 32  # an interpreter has found its fastest way for a line that ran so often
 _CHANGES = """

@@ -19,6 +19,7 @@ from pathlib import Path
 _HERE = Path(__file__).parent
 CORE_SOURCES = _HERE / "core"
 """The folder of the core's sources, which a wheel does not have."""
+_CORE = _HERE / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 class CompileError(Exception):
@@ -68,10 +69,8 @@ def compile_extension(
 
 def compile_core(flags: Sequence[str] = ()) -> Path:
     """Compile the core beside this file, and return its path. Raises ``CompileError``."""
-    target = _HERE / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
-    sources = sorted(CORE_SOURCES.glob("*.cpp"))
-    compile_extension(sources, target, [f'-DGD_SOURCES="{fingerprint()}"', *flags])
-    return target
+    compile_extension(sorted(CORE_SOURCES.glob("*.cpp")), _CORE, [f'-DGD_SOURCES="{fingerprint()}"', *flags])
+    return _CORE
 
 
 def fingerprint() -> str:
@@ -82,8 +81,7 @@ def fingerprint() -> str:
 
 
 def _is_fresh() -> bool:
-    target = _HERE / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
-    return target.exists() and fingerprint().encode() in target.read_bytes()
+    return _CORE.exists() and fingerprint().encode() in _CORE.read_bytes()
 
 
 if __name__ == "__main__":
