@@ -106,24 +106,19 @@ class AcceleratorCapture(Capture):
     def resume(self) -> None:
         """Begin a recording. On failure, restore everything and raise ``CaptureError``, caused by its error."""
         backend, device = self._pool.backend, self._pool.device
+        try:
+            self._stream = backend.capture_stream.native
+            self._caller_device, self._caller_stream = backend.default_index(), backend.api.current_stream(device)
+        except RuntimeError as error:
+            raise_classified(error, device)
         CAPTURE_LOCK.acquire()
         if backend.is_capturing():
             CAPTURE_LOCK.release()
             raise CaptureError("a capture is already under way on this thread; end it first", Reason.INSIDE_CAPTURE)
-        backend.capturer = threading.get_ident()
+        backend.capturer, self.is_open, recording = threading.get_ident(), True, False
         try:
-            self._stream = backend.capture_stream.native
             handle = self._pool.handle()
             self._native = backend.make_graph(handle)
-            self._caller_device = backend.default_index()
-            self._caller_stream = backend.api.current_stream(device)
-        except BaseException as error:
-            backend.capturer = None
-            CAPTURE_LOCK.release()
-            raise_classified(error, device)
-        self.is_open = True
-        recording = False
-        try:
             # The warm-up's work on side streams may still use blocks that the capture would get.
             backend.api.synchronize(device)
             backend.prepare_capture()
