@@ -23,7 +23,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _pop
 
 from ..errors import CaptureError
 from .code_events import pause, resume
-from .operators import OperatorKind, kind_of, tensors_in, unsafe
+from .operators import OperatorKind, kind_of, per_operator, tensors_in, unsafe
 from .tracing import UntracedMode
 
 _MADE_OF_OTHERS = frozenset({"aten", "inductor"})
@@ -51,7 +51,7 @@ _COMPOSITE = "CompositeImplicitAutograd"
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
 
-@cache
+@per_operator
 def _has_parts(func: OpOverload) -> bool:
     return func.namespace in _MADE_OF_OTHERS and _has_kernel(func.name(), _COMPOSITE)
 
@@ -71,7 +71,7 @@ def python_kernel(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     return None
 
 
-@cache
+@per_operator
 def _replacement(func: OpOverload) -> str:
     """Under which name torch keeps what somebody put in the place of an operator's kernel; empty for others' own."""
     return f"aten/{func.name().removeprefix('aten::')}/CPU" if func.namespace == "aten" else ""

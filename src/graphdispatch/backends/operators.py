@@ -10,19 +10,37 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from functools import cache
+from functools import wraps
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._pytree import SUPPORTED_NODES, tree_map
+from torch.utils._pytree import SUPPORTED_NODES, tree_iter, tree_map
 
 from ..errors import CaptureError
 from ..reasons import Reason
 from .code_events import is_own_code, is_torch_code
 
 _aten = torch.ops.aten
+T = TypeVar("T")
+
+
+def per_operator(fn: Callable[[OpOverload], T]) -> Callable[[OpOverload], T]:
+    """``fn``, asked once for each operator. It goes by the object: torch's hash of an operator takes longer."""
+    known: dict[int, tuple[OpOverload, T]] = {}
+
+    @wraps(fn)
+    def look_up(func: OpOverload) -> T:
+        found = known.get(id(func))
+        if found is not None:
+            return found[1]
+        value = fn(func)
+        if type(func) is OpOverload:  # compiled code only looks like one, and comes and goes
+            known[id(func)] = func, value
+        return value
+
+    return look_up
 
 
 class OperatorKind(Enum):
@@ -66,7 +84,7 @@ _TOTAL_TAGS = frozenset({torch.Tag.pointwise, torch.Tag.reduction, torch.Tag.vie
 _DIVIDE_INTEGERS = frozenset({"div", "floor_divide", "fmod", "remainder"})
 
 
-@cache
+@per_operator
 def is_total(func: OpOverload) -> bool:
     """Whether a graph may leave the operator out where nobody needs what it writes.
 
@@ -79,7 +97,7 @@ def is_total(func: OpOverload) -> bool:
     return name in _TOTAL.split() or not _TOTAL_TAGS.isdisjoint(func.tags)
 
 
-@cache
+@per_operator
 def is_seeded(func: OpOverload) -> bool:
     """Whether the operator draws from a random generator, by its tags."""
     return torch.Tag.nondeterministic_seeded in func.tags
@@ -94,24 +112,24 @@ def draws(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     return place is None or (args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)) != 0.0
 
 
-@cache
+@per_operator
 def _dropout_place(func: OpOverload) -> int | None:
     return next((place for place, arg in enumerate(func._schema.arguments) if arg.name == "dropout_p"), None)
 
 
-@cache
+@per_operator
 def is_unsafe(func: OpOverload) -> bool:
     """Whether somebody tagged the operator as one that no graph may hold."""
     return torch.Tag.cudagraph_unsafe in func.tags
 
 
-@cache
+@per_operator
 def changes_view(func: OpOverload) -> bool:
     """Whether the operator has a tensor look at memory in another way, and writes nothing to that memory."""
     return torch.Tag.inplace_view in func.tags
 
 
-@cache
+@per_operator
 def has_fixed_shapes(func: OpOverload) -> bool:
     """Whether the shapes of the arguments alone give the shapes of the results, as a kernel for meta tensors shows."""
     has_kernel, name = torch._C._dispatch_has_kernel_for_dispatch_key, func.name()
@@ -129,7 +147,7 @@ def view_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
 
 
-@cache
+@per_operator
 def kind_of(func: OpOverload) -> OperatorKind:
     """The kind of an operator, from its schema and tags alone."""
     schema = func._schema
@@ -154,13 +172,21 @@ def is_strided(tensor: torch.Tensor) -> bool:
 def tensors_in(*trees: Any) -> list[torch.Tensor]:
     """All tensors in nests of arguments or results, in torch's order."""
     found: list[torch.Tensor] = []
-
-    def note(leaf: Any) -> None:
-        if issubclass(type(leaf), torch.Tensor):
-            found.append(leaf)
-
-    map_leaves(note, trees)
+    for tree in trees:
+        kind = type(tree)
+        if issubclass(kind, torch.Tensor):
+            found.append(tree)
+        elif kind is tuple or kind is list:
+            found += tensors_in(*tree)
+        elif kind is dict:
+            found += tensors_in(*tree.values())
+        elif _is_nest(kind):
+            found += (leaf for leaf in tree_iter(tree) if issubclass(type(leaf), torch.Tensor))
     return found
+
+
+def _is_nest(kind: type) -> bool:
+    return kind in SUPPORTED_NODES or issubclass(kind, tuple)
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -172,8 +198,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
         return [map_leaves(fn, value) for value in tree]
     if kind is dict:
         return {key: map_leaves(fn, value) for key, value in tree.items()}
-    is_nest = kind in SUPPORTED_NODES or issubclass(kind, tuple)
-    return tree_map(fn, tree) if is_nest else fn(tree)
+    return tree_map(fn, tree) if _is_nest(kind) else fn(tree)
 
 
 def written_tensors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -227,7 +252,7 @@ def forbidden(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], ten
 _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
 
 
-@cache
+@per_operator
 def _always_forbidden(func: OpOverload) -> str | None:
     """Why no graph can hold any call of the operator, or None."""
     if func is _aten._linalg_check_errors.default:

@@ -11,7 +11,6 @@ Note [exactly once]
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from operator import attrgetter
 from typing import Any, NamedTuple, Self
@@ -32,6 +31,7 @@ from ..backends.operators import (
     geometry,
     is_strided,
     kind_of,
+    per_operator,
     storage_key,
     tensors_in,
     view_key,
@@ -540,7 +540,7 @@ class _Traits(NamedTuple):
     orders: bool
 
 
-@cache
+@per_operator
 def _traits_of(func: OpOverload) -> _Traits:
     name, kind = func._schema.name, kind_of(func)
     return _Traits(
