@@ -20,7 +20,6 @@ Note [compiled code]
 """
 
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +32,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _pop_mode_temporarily, _push_mode
 
+from ..copying import make_lock
 from ..errors import CaptureError
 from .code_events import pause, resume
 from .operators import OperatorKind, kind_of, per_operator, tensors_in, unsafe
@@ -101,7 +101,7 @@ def _device_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 _revealed: dict[tuple[str, str], torch.library.Library] = {}
 """What holds the registrations, by the operator's name and the key. There is one, as torch has one set of operators."""
-_reveal_lock = threading.Lock()
+_reveal_lock = make_lock()
 
 
 def reveal_operators(device: torch.device) -> None:
