@@ -2,6 +2,7 @@
 
 import cProfile
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -72,13 +73,44 @@ assert "torch._dynamo" not in sys.modules
 
 
 def test_a_profiler_in_compiled_code_goes_on() -> None:
-    """``cProfile`` cannot be set anew from Python, so nothing takes it away during a capture."""
+    """``cProfile`` cannot be set anew from Python, so nothing takes it away during a call."""
     step, profile = served(), cProfile.Profile()
+    check_rows(step, 4, 4, 4)
     with profile:
         check_rows(step, 4, 4, 4)
         sys.intern("still profiled")
-    assert step.stats.hits == 1
+    assert step.stats.hits == 4
     assert any("intern" in str(entry.code) for entry in profile.getstats())
+
+
+def test_no_graph_is_captured_that_nobody_hears_of() -> None:
+    """Beside ``cProfile`` Python told nothing before 3.12. The call reads a number on a thread, of which nobody hears
+    at all."""
+    number = [2.0]
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+        thread = threading.Thread(target=lambda: found.append(x * number[0]))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    step = make(fn, sizes=(4,))
+    with cProfile.Profile():
+        check_rows(step, 4, 4, 4, 4)
+        number[0] = 3.0
+        check_rows(step, 4)
+    assert step.last_decision.reason is gd.Reason.STATE_UNSEEN
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="such a run is heard of")
+def test_a_comparison_that_nobody_hears_of_ends_the_graph() -> None:
+    """The batch may take a branch that no guard knows."""
+    step = served()
+    check_rows(step, 4)
+    with cProfile.Profile():
+        check_rows(step, 3)
+    assert not step.entries
 
 
 def test_a_graph_is_bound_untraced(monkeypatch: pytest.MonkeyPatch) -> None:

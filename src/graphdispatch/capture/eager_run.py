@@ -259,8 +259,8 @@ def _check_reads(request: CaptureRequest, eager: EagerRun) -> None:
     """Raise ``CaptureError`` if the run used what a replay neither sees nor repeats."""
     if eager.trace.is_deaf:
         raise CaptureError(
-            "Python does not tell which code runs inside of a trace or profile function, as at a debugger's prompt; "
-            "call it outside",
+            "Python does not tell which code runs inside of a trace or profile function, as at a debugger's prompt, or "
+            "beside a profiler in compiled code; call it outside",
             Reason.STATE_UNSEEN,
         )
     if eager.trace.seeds is not None:
@@ -326,7 +326,7 @@ def is_known(request: CaptureRequest, entry: CUDAGraphEntry) -> bool:
         and entry.state is not EntryState.FAILED
         and entry.mode is CUDAGraphMode.FULL
         and guard is not None
-        and not (guard.notes.is_blind or entry.uses_rng or entry.writes_outside or entry.metadata)
+        and not (entry.uses_rng or entry.writes_outside or entry.metadata)
         and guard.notes.names.isdisjoint(_UNCOUNTED)
         and entry.program.computes
     )

@@ -50,7 +50,7 @@ _SETS = (
     *("codes", "names", "asked", "library_names", "whole_types", "functions"),
     *("variables", "absent", "whole_tables", "passed_tables"),
 )
-_FLAGS = ("is_blind", "reads_environment", "reads_whole")
+_FLAGS = ("reads_environment", "reads_whole")
 
 
 class CodeNotes:
@@ -83,8 +83,6 @@ class CodeNotes:
         """Whether code reads objects of any class under names that it does not spell."""
         self.reads_environment = False
         """Whether code of the user names the environment variables."""
-        self.is_blind = False
-        """Whether something ran unseen; then everything within reach counts as read."""
 
     def lacks(self, other: "CodeNotes") -> bool:
         """Whether ``other`` notes code of the user, or what any code reads, that these notes do not have."""
@@ -232,7 +230,7 @@ class StateReads:
         self._with_breaks = with_breaks
         self._names = frozenset(notes.names)
         self._library_names = self._names | notes.library_names
-        self._all = notes.is_blind or notes.reads_whole
+        self._all = notes.reads_whole
         self._seen: dict[int, Any] = {}
         self._kinds, self._compared = objects.Kinds(), 0
         self._pending: list[Any] = []
@@ -327,7 +325,7 @@ class StateReads:
         that code of a library spells is that of the library's own objects.
         """
         table = objects.attribute_table(machine)
-        if table is None or self._notes.is_blind:
+        if table is None:
             return True
         file = getattr(sys.modules.get(objects.home_of(type(machine))), "__file__", None)
         public = {name for name in table if not name.startswith("_")}
@@ -437,8 +435,7 @@ class StateReads:
         if not objects.is_code(member) or objects.user_classes(type(member)):
             wraps = issubclass(type(member), (property, staticmethod, classmethod, partial, partialmethod))
             return wraps or name in self._names or (is_whole and not name.startswith("__"))
-        is_named = self._notes.is_blind and name in self._names
-        return is_named or any(fn.__code__ in self._notes.codes for fn in objects.functions_in(member))
+        return any(fn.__code__ in self._notes.codes for fn in objects.functions_in(member))
 
     def _visit_function(self, fn: types.FunctionType) -> None:
         """The closure and defaults of a function whose code ran, or of any without a trace; not of a break."""

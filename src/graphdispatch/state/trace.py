@@ -85,7 +85,7 @@ class CodeTrace(CodeNotes, CodeListener):
     standard library is trusted to keep no state of its own, and reads attributes of their classes alone. With
     ``skips_breaks`` what runs inside ``eager_break`` is left out: it runs again at each replay. ``within`` is the code
     around the callable; what runs outside of it (a backend of somebody else's) is left out. A profiler that was
-    written in Python goes on; under any other, ``is_blind`` says that nothing was seen.
+    written in Python goes on; under any other, ``is_deaf`` says that nothing was heard.
 
     With ``spares`` a run ends before code that did not run before while something that nobody could put back is within
     reach, behind the variables that this code names, too. Leaving the trace raises ``CaptureError`` then.
@@ -109,7 +109,8 @@ class CodeTrace(CodeNotes, CodeListener):
         self.spared = walk.unrestorable if spares else None
         """That before which a run ended, or must not begin."""
         self.is_deaf = False
-        """Whether a run was not heard of: Python tells of no code inside of somebody's trace or profile function."""
+        """Whether a run was not heard of: Python tells of no code inside of somebody's trace or profile function, or
+        beside a profiler in compiled code."""
         self.sets_generator = False
         """Whether it called what sets torch's random generators (``manual_seed``, ``fork_rng``)."""
         self._skipped = {_IMPORT_CODE, BREAK_CODE} if skips_breaks else {_IMPORT_CODE}
@@ -135,16 +136,14 @@ class CodeTrace(CodeNotes, CodeListener):
     def touched(self) -> set[str] | None:
         """The names of all attributes that the code can have changed; None if it does not spell them all."""
         breaks, names = self.of_breaks, self.spelled
-        if names is None or self.reads_whole or breaks.reads_whole or breaks.whole_types:
+        if self.is_deaf or self.reads_whole or breaks.reads_whole or breaks.whole_types:
             return None
         return names if names.isdisjoint(("__setattr__", "__delattr__")) else None
 
     @property
-    def spelled(self) -> set[str] | None:
-        """The names of all attributes that the code spells; None if it was not seen."""
+    def spelled(self) -> set[str]:
+        """The names of all attributes that the code spells."""
         breaks = self.of_breaks
-        if self.is_blind:
-            return None
         return set().union(self.names, self.library_names, breaks.names, breaks.library_names)
 
     def shares_with_breaks(self) -> bool:
@@ -160,8 +159,7 @@ class CodeTrace(CodeNotes, CodeListener):
         self._skipped |= {hook.__code__ for hook in gc.callbacks if isinstance(hook, types.FunctionType)}
         for code in self._skipped:
             self.plain.pop(id(code), None)
-        if not self.begin():
-            self.is_blind = self._is_heard = True
+        self.is_deaf |= not self.begin()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
@@ -293,7 +291,7 @@ class CodeTrace(CodeNotes, CodeListener):
                     with _disable_current_modes():  # which would take what is looked at for operators of the run
                         self._read(notes, code, frame)
                 except Exception as error:  # which would end the user's call
-                    self.is_blind = True
+                    self.is_deaf = True
                     _log.debug("cannot tell what %s reads: %r", code.co_name, error)
             if not self._depth and code not in self._each_time:
                 self.plain[id(code)] = code
