@@ -8,7 +8,6 @@ import builtins
 import dis
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
 from types import CodeType
 from typing import NamedTuple
 
@@ -51,9 +50,6 @@ class CodeReads(NamedTuple):
     compared: frozenset[str]
     """What it compares objects with by identity, as it spells that: ``a is b``, ``a is self.b``, ``id(a)``. Constants
     and builtins are left out."""
-    passed: frozenset[str]
-    """Names of variables, attributes and imports, without dots, whose values it does not just ask for an attribute: it
-    passes them on, so that other code may ask."""
     whole: bool
     """Whether it reads attributes under names that it does not spell: ``vars(x)``, ``getattr(x, name)``."""
     whole_self: bool
@@ -101,7 +97,6 @@ def code_reads(code: CodeType) -> CodeReads:
         frozenset(imports),
         texts,
         frozenset((compared - {code.co_name}) | (variables & {"id", "hash"})),  # itself is a function
-        _passed_by(instructions),
         of_others,
         of_self,
     )
@@ -121,20 +116,6 @@ def stored_by(code: CodeType) -> frozenset[str]:
     stores = (i for i in dis.get_instructions(code) if i.opname.startswith(("STORE_", "DELETE_")))
     by_kind = ((i.opname.partition("_")[2], i) for i in stores)
     return frozenset(i.opname if kind in ("SUBSCR", "SLICE") else i.argval for kind, i in by_kind if kind in _STORED)
-
-
-def _passed_by(instructions: Sequence[dis.Instruction]) -> frozenset[str]:
-    """What code passes on of what it loads and imports, by name."""
-    passed, imported = set[str](), list[tuple[str, str]]()
-    for one, following in pairwise(instructions):
-        names = one.argval if type(one.argval) is tuple else (one.argval,)
-        if "LOAD" in one.opname and one.opname != "LOAD_CONST":
-            passed.update(names[:-1] if following.opname in ("LOAD_ATTR", "LOAD_METHOD") else names)
-        elif one.opname.startswith("IMPORT") and following.opname.startswith("STORE"):
-            stored = following.argval[0] if type(following.argval) is tuple else following.argval
-            imported.append((one.argval, stored if following.opname.startswith("STORE_FAST") else ""))
-    given = (name for name, stored in imported if not stored or stored in passed)
-    return frozenset(name for name in passed if isinstance(name, str)).union(*(name.split(".") for name in given))
 
 
 def _compared_with(before: Sequence[dis.Instruction]) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ class Reader(NamedTuple):
 
 _SETS = (
     *("codes", "names", "asked", "library_names", "whole_types", "functions"),
-    *("variables", "absent", "whole_tables", "passed_tables"),
+    *("variables", "absent", "whole_tables"),
 )
 _FLAGS = ("reads_environment", "reads_whole")
 
@@ -77,8 +77,6 @@ class CodeNotes:
         """Those that it does not find there: a builtin serves, or a default."""
         self.whole_tables: set[int] = set()
         """The namespaces that it gets hold of by ``globals()``."""
-        self.passed_tables: set[int] = set()
-        """Those of the user's modules that code passes on, so that other code may read them under any of its names."""
         self.reads_whole = False
         """Whether code reads objects of any class under names that it does not spell."""
         self.reads_environment = False
@@ -103,11 +101,6 @@ class CodeNotes:
         self.tables[id(table)] = table
         self.variables.update((id(table), name) for name in names)
         self.absent.update((id(table), name) for name in absent)
-
-    def note_passed(self, table: dict[str, Any]) -> None:
-        """Note that code passes on the module of these variables."""
-        self.tables[id(table)] = table
-        self.passed_tables.add(id(table))
 
     def by_table(self, variables: Iterable[tuple[int, str]]) -> Iterator[tuple[dict[str, Any], list[str]]]:
         """Each namespace with the names of its variables."""
@@ -235,13 +228,8 @@ class StateReads:
         self._kinds, self._compared = objects.Kinds(), 0
         self._pending: list[Any] = []
         self._fix(None, [*roots, *(hook for hooks in objects.GLOBAL_HOOKS for hook in hooks.values())])
-        self._spelled: dict[int, types.ModuleType] = {}
-        """Modules that code spells as variables, so that it is noted what it reads there."""
         self._compare_namespaces(notes)
         self._follow()
-        for key, module in self._spelled.items():
-            if key not in self._seen:
-                self._note_absent(vars(module))
         self.missing = notes.asked - _TENSOR_ATTRIBUTES
 
     def _follow(self) -> None:
@@ -279,22 +267,18 @@ class StateReads:
             self.readers.append(Reader(partial(random_holder((), generator).way.read, None)))
 
     def _visit_module(self, module: types.ModuleType) -> None:
+        """A module is compared as any object, since code may pass it on. Of one of a library it is noted what is read
+        there, where code spells it as a variable."""
         table = vars(module)
-        is_known = id(table) in self._notes.tables and not objects.is_settings(module)
-        if not is_known and id(table) not in self._notes.passed_tables:
-            self._compare_module(table)
+        known = [name for name in self._names if name in table]
+        if known and (id(table) not in self._notes.tables or objects.is_settings(module)):
+            self.attributes.append((table, known))
+            self._pending += (table[name] for name in known)
         self._note_absent(table)
 
     def _note_absent(self, table: Mapping[str, Any]) -> None:
         """What code asks for, and is not in a table, may come to be there."""
         self.absent.append((table, frozenset(self._notes.asked - table.keys())))
-
-    def _compare_module(self, table: dict[str, Any]) -> None:
-        """The variables of a module that code gets hold of as of any object."""
-        known = [name for name in self._names if name in table]
-        if known:
-            self.attributes.append((table, known))
-            self._pending += (table[name] for name in known)
 
     def _visit_cell(self, cell: types.CellType) -> None:
         held = objects.cell_value(cell)
@@ -465,9 +449,6 @@ class StateReads:
         for table, names in notes.by_table(notes.variables):
             self._compare_variables(table, names)
         self.tables += map(notes.tables.__getitem__, notes.whole_tables)
-        for key in notes.passed_tables:
-            self._compare_module(notes.tables[key])
-            self._note_absent(notes.tables[key])
         for table, names in notes.by_table(notes.absent):
             self._compare_variables(table, names)  # those that are there by now
             self.absent.append((table, frozenset(names) - table.keys()))
@@ -476,11 +457,7 @@ class StateReads:
         known = [name for name in names if name in table]
         if known:
             self.attributes.append((table, known))
-            for value in map(table.__getitem__, known):
-                if issubclass(type(value), types.ModuleType) and id(vars(value)) in self._notes.tables:
-                    self._spelled[id(value)] = value
-                else:
-                    self._pending.append(value)
+            self._pending += map(table.__getitem__, known)
 
     def _named(self, kind: type) -> frozenset[str]:
         """The names to compare of the objects of a class: those of the user's code, where libraries wrote some of the

@@ -355,7 +355,6 @@ class CodeTrace(CodeNotes, CodeListener):
             name = resolve_name(given["name"], given["package"])
             if objects.is_settings(module := sys.modules.get(name)):
                 notes.note_variables(sys.modules, [name])
-                notes.note_passed(vars(module))
                 self.walk.visit(module, ((), name))
                 self._note_settings()
 
@@ -384,35 +383,29 @@ class CodeTrace(CodeNotes, CodeListener):
             notes.whole_tables.add(id(table))
         self._use(notes, table, list(used), table.get("__name__", ""))
         package = table.get("__package__") or ""
-        notes.note_variables(sys.modules, [name for name in reads.imports if name in sys.modules])
         if "__import__" in reads.variables:  # which may find any module, by a name that it computes
             self._use(notes, vars(sys), ["modules"], "sys")
-        texts = {*reads.texts, table.get("__name__", "")} if "modules" in reads.attributes else reads.texts
+        texts = reads.texts | {table.get("__name__", "")} if "modules" in reads.attributes else reads.texts
         imports = [*reads.imports, *(f"{package}.{name}".rstrip(".") for name in reads.imports)]
         paths = {path for name in imports for path in accumulate(name.split("."), "{}.{}".format)}
-        modules: list[tuple[bool, Any]] = [
-            *((name in reads.passed, table.get(name)) for name in reads.variables),
-            *((path.rpartition(".")[2] in reads.passed, sys.modules.get(path)) for path in paths),
-            *((False, sys.modules.get(text)) for text in texts),
-        ]
+        notes.note_variables(sys.modules, [path for path in paths if path in sys.modules])
+        modules: list[Any] = [*map(table.get, reads.variables), *map(sys.modules.get, paths | texts)]
         seen = set[int]()
         while modules:
-            is_passed, module = modules.pop()
-            if is_passed and objects.is_settings(module):
-                notes.note_passed(vars(module))
+            module = modules.pop()
             if type(module) is dict and "__builtins__" in module and id(module) not in seen:
                 # Variables of functions that belong to no module, as a compiler names them.
                 seen.add(id(module))
                 names = [name for name in reads.attributes if name in module]
                 self._use(notes, module, names, "")
-                modules += ((name in reads.passed, module[name]) for name in names)
+                modules += map(module.__getitem__, names)
             elif issubclass(type(module), types.ModuleType) and id(module) not in seen:
                 seen.add(id(module))
                 names = [name for name in reads.attributes if name in vars(module)]
                 if objects.is_settings(module):  # of a library, whether somebody replaced what the code calls
                     notes.note_variables(vars(module), (), absent=reads.attributes.difference(names))
                 self._use(notes, vars(module), names, module.__name__)
-                modules += ((name in reads.passed, vars(module)[name]) for name in names)
+                modules += map(vars(module).__getitem__, names)
 
     def _use(self, notes: CodeNotes, table: dict[str, Any], names: list[str], where: str) -> None:
         notes.note_variables(table, names)
