@@ -197,7 +197,7 @@ def _noisy(x: torch.Tensor) -> torch.Tensor:
 def test_generator_put_back(tried: Open) -> None:
     """A model that draws and puts the generator back gives the same noise each time; a replay would move on."""
     step = tried(_noisy)
-    step.check(Reason.VERIFICATION_FAILED)
+    step.check(Reason.STATE_REBOUND)
     before = torch.get_rng_state()
     x = torch.randn(4, 3, generator=torch.Generator())
     assert torch.equal(step(x), step(x))

@@ -45,10 +45,6 @@ _IMPORT_MODULE = importlib.import_module.__code__
 
 _COMPILER = os.path.join("torch", "_dynamo", "convert_frame.py")
 """Where torch compiles a function before its first run. What that reads is no part of the run."""
-_UNCOMPILED = tuple(os.path.join("torch", name) for name in ("_compile.py", os.path.join("_dynamo", "eval_frame.py")))
-"""Where torch calls what its compiler is to leave alone, such as ``torch.manual_seed``."""
-
-
 _SEEN_THROUGH = frozenset(
     (
         *("builtins", "collections", "_collections", "operator", "_operator", "itertools", "re", "struct", "_struct"),
@@ -228,14 +224,6 @@ class CodeTrace(CodeNotes, CodeListener):
         if is_profiler or (self.walk.knows(owner) and not self._sees_through(owner, method)):
             self._note_unseen(f"{method}() of a {kind.__module__}.{kind.__qualname__}")
 
-    def _note_generators(self, code: types.CodeType, frame: types.FrameType) -> None:
-        """A function of a library is about to run, which may be one of torch's for its own generators."""
-        if is_torch_code(code.co_filename) and code.co_filename.endswith(f"{os.sep}random.py"):
-            self.sets_generator = True
-            self._each_time.add(code)
-            if not self._depth and _is_for_user(frame) and code.co_name.startswith(("set_rng_state", *_SETS)):
-                self.seeds = f"torch's own, by {code.co_name}()"
-
     def _note_unseen(self, what: str) -> None:
         """The code is about to do what nobody can compare or put back."""
         self._unseen_call = self._unseen_call or what
@@ -322,13 +310,7 @@ class CodeTrace(CodeNotes, CodeListener):
             notes.reads_environment = True
             self.walk.visit_environment()
         if original is None and _is_library(frame):
-            notes.library_names |= reads.attributes
-            self._note_generators(code, frame)
-            if code is _IMPORT_MODULE:
-                self._each_time.add(code)
-                self._note_import(notes, frame.f_locals)
-            if path.endswith(_READ_WHOLE) and frame.f_back is not None:
-                notes.reads_whole |= not objects.is_library_code(frame.f_back.f_code.co_filename)
+            self._read_library(notes, code, frame)
             return
         notes.names |= reads.attributes
         self._note_asked(reads)
@@ -348,6 +330,19 @@ class CodeTrace(CodeNotes, CodeListener):
                     self.walk.visit(fn, ((), fn.__qualname__))
         self._nested.update(inner for inner in code.co_consts if isinstance(inner, types.CodeType))
         self._note_settings(reads.attributes)
+
+    def _read_library(self, notes: CodeNotes, code: types.CodeType, frame: types.FrameType) -> None:
+        """A function of a library is about to run."""
+        notes.library_names |= code_reads(code).attributes
+        if is_torch_code(code.co_filename) and code.co_filename.endswith(f"{os.sep}random.py"):  # for its generators
+            self.sets_generator = True
+            if notes is self and code.co_name.startswith(("set_rng_state", *_SETS)):
+                self.seeds = f"torch's own, by {code.co_name}()"
+        if code is _IMPORT_MODULE:
+            self._each_time.add(code)
+            self._note_import(notes, frame.f_locals)
+        if code.co_filename.endswith(_READ_WHOLE) and frame.f_back is not None:
+            notes.reads_whole |= not objects.is_library_code(frame.f_back.f_code.co_filename)
 
     def _note_import(self, notes: CodeNotes, given: dict[str, Any]) -> None:
         """``importlib.import_module`` is about to find a module, maybe by a name that its caller computed."""
@@ -413,19 +408,6 @@ class CodeTrace(CodeNotes, CodeListener):
 
 
 _FIELDS = re.compile(r"\.([^\W\d]\w*)")
-
-
-def _is_for_user(frame: types.FrameType) -> bool:
-    """Whether code of the user called a function, perhaps around torch's compiler or by way of the standard library."""
-    caller = frame.f_back
-    while caller is not None and _passes_on(caller.f_code.co_filename):
-        caller = caller.f_back
-    return caller is not None and not objects.is_library_code(caller.f_code.co_filename)
-
-
-def _passes_on(path: str) -> bool:
-    is_others = is_torch_code(path) or is_own_code(path)
-    return path.endswith(_UNCOMPILED) or (objects.is_library_code(path) and not is_others)
 
 
 def _is_library(frame: types.FrameType) -> bool:
