@@ -312,7 +312,7 @@ def module_code(*lines: str) -> Callable[[], Made]:
     def made() -> Made:
         names: dict[str, Any] = {"__name__": "written", "newest": 0, "latest": [0]}
         exec(compile("\n    ".join(("def fn(x):", *lines, "return x * 2")), "written.py", "exec"), names)
-        return names["fn"], lambda: (names["newest"], names["latest"])
+        return names["fn"], lambda: (names["newest"], names["latest"], names.get("made"))
 
     return made
 
@@ -359,6 +359,7 @@ def count_in_named(find: Callable[[str], Any]) -> Act:
 for name, find in FINDERS.items():
     write(f"module found by {name}")(named_module, count_in_named(find), lambda name: sys.modules[name].value)
 WRITES["entry of a global list"] = Write(module_code("latest[0] += 1"))
+WRITES["variable of the module that comes"] = Write(module_code("global made", "made = len(x)"))
 WRITES["globals()"] = Write(module_code("globals()['newest'] += 1"), in_breaks=False)
 
 

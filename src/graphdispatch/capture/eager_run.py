@@ -369,8 +369,8 @@ def run_known(request: CaptureRequest, entry: CUDAGraphEntry) -> tuple[Any, floa
     new_code = _NewCode(entry.guard.notes.codes)
     rng, arguments = request.backend.rng_state(), request.arguments()
     walk = StateWalk(*request.roots, *arguments)
-    for table, names in entry.guard.notes.by_table(entry.guard.notes.variables):
-        walk.visit_variables(table, iter(names), str(table.get("__name__", "")))
+    for table, names in entry.guard.notes.by_table():
+        walk.visit_variables(table, names, str(table.get("__name__", "")))
     tensors = [*{id(tensor): tensor for tensor in (*arguments, *request.tensors, *walk.tensors)}.values()]
     copies = [(tensor, tensor.clone()) for tensor in tensors if _is_small(tensor)]
     copies += [(value, value.clone()) for value in arguments if value.is_inference() and not _is_small(value)]

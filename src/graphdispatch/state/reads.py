@@ -48,7 +48,7 @@ class Reader(NamedTuple):
 
 _SETS = (
     *("codes", "names", "asked", "library_names", "whole_types", "functions"),
-    *("variables", "absent", "whole_tables"),
+    *("variables", "whole_tables"),
 )
 _FLAGS = ("reads_environment", "reads_whole")
 
@@ -72,9 +72,8 @@ class CodeNotes:
         self.tables: dict[int, dict[str, Any]] = {}
         """The namespaces that code of the user uses, by their ``id``."""
         self.variables: set[tuple[int, str]] = set()
-        """The variables that it uses there, each by the ``id`` of its namespace and its name."""
-        self.absent: set[tuple[int, str]] = set()
-        """Those that it does not find there: a builtin serves, or a default."""
+        """The variables that it looks up there, each by the ``id`` of its namespace and its name. Where one is not
+        there, a builtin serves, or a default."""
         self.whole_tables: set[int] = set()
         """The namespaces that it gets hold of by ``globals()``."""
         self.reads_whole = False
@@ -96,16 +95,15 @@ class CodeNotes:
         for flag in _FLAGS:
             setattr(self, flag, getattr(self, flag) or getattr(other, flag))
 
-    def note_variables(self, table: dict[str, Any], names: Iterable[str], *, absent: Iterable[str] = ()) -> None:
-        """Note that code uses variables of a namespace, and those that it does not find there."""
+    def note_variables(self, table: dict[str, Any], names: Iterable[str]) -> None:
+        """Note that code looks variables of a namespace up."""
         self.tables[id(table)] = table
         self.variables.update((id(table), name) for name in names)
-        self.absent.update((id(table), name) for name in absent)
 
-    def by_table(self, variables: Iterable[tuple[int, str]]) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    def by_table(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
         """Each namespace with the names of its variables."""
         found: defaultdict[int, list[str]] = defaultdict(list)
-        for key, name in variables:
+        for key, name in self.variables:
             found[key].append(name)
         return ((self.tables[key], names) for key, names in found.items())
 
@@ -446,12 +444,10 @@ class StateReads:
         self._pending += notes.functions
         if notes.reads_environment:
             self.contents.append(vars(os.environ)["_data"])
-        for table, names in notes.by_table(notes.variables):
+        for table, names in notes.by_table():
             self._compare_variables(table, names)
-        self.tables += map(notes.tables.__getitem__, notes.whole_tables)
-        for table, names in notes.by_table(notes.absent):
-            self._compare_variables(table, names)  # those that are there by now
             self.absent.append((table, frozenset(names) - table.keys()))
+        self.tables += map(notes.tables.__getitem__, notes.whole_tables)
 
     def _compare_variables(self, table: dict[str, Any], names: Iterable[str]) -> None:
         known = [name for name in names if name in table]

@@ -359,7 +359,7 @@ class CodeTrace(CodeNotes, CodeListener):
         self._spelled.update(spelled)
         for index, module in enumerate(self.walk.settings):  # which may grow meanwhile
             names = spelled if index < self._settled else self._spelled
-            self.walk.visit_variables(vars(module), iter(names), module.__name__)
+            self.walk.visit_variables(vars(module), names, module.__name__)
         self._settled = len(self.walk.settings)
 
     def _note_asked(self, reads: CodeReads) -> None:
@@ -368,15 +368,12 @@ class CodeTrace(CodeNotes, CodeListener):
 
     def _note_variables(self, notes: CodeNotes, code: types.CodeType, table: dict[str, Any], reads: CodeReads) -> None:
         """The variables that code is about to use: of its own module, and of the modules of the user that it names."""
-        used = {name for name in reads.variables if name in table}
-        built_in = vars(builtins)
-        notes.note_variables(built_in, [name for name in reads.variables - used if name in built_in])
-        named = reads.variables | reads.attributes if "globals" in reads.variables else reads.variables
-        notes.note_variables(table, (), absent=named - used)
-        if "globals" in reads.variables:  # globals()["scale"], or under any other name
-            used.update(name for name in (*table, *reads.texts) if not name.startswith("__"))
+        built_in, used = vars(builtins), set(reads.variables)
+        notes.note_variables(built_in, [name for name in used if name not in table and name in built_in])
+        if "globals" in used:  # globals()["scale"], or under any other name
+            used |= reads.attributes | {name for name in (*table, *reads.texts) if not name.startswith("__")}
             notes.whole_tables.add(id(table))
-        self._use(notes, table, list(used), table.get("__name__", ""))
+        self._use(notes, table, used, table.get("__name__", ""))
         package = table.get("__package__") or ""
         if "__import__" in reads.variables:  # which may find any module, by a name that it computes
             self._use(notes, vars(sys), ["modules"], "sys")
@@ -388,23 +385,20 @@ class CodeTrace(CodeNotes, CodeListener):
         seen = set[int]()
         while modules:
             module = modules.pop()
-            if type(module) is dict and "__builtins__" in module and id(module) not in seen:
-                # Variables of functions that belong to no module, as a compiler names them.
-                seen.add(id(module))
-                names = [name for name in reads.attributes if name in module]
-                self._use(notes, module, names, "")
-                modules += map(module.__getitem__, names)
-            elif issubclass(type(module), types.ModuleType) and id(module) not in seen:
-                seen.add(id(module))
-                names = [name for name in reads.attributes if name in vars(module)]
+            is_module = issubclass(type(module), types.ModuleType)
+            # Or variables of functions that belong to no module, as a compiler names them.
+            table = vars(module) if is_module else module
+            if id(table) not in seen and (is_module or (type(table) is dict and "__builtins__" in table)):
+                seen.add(id(table))
+                names = [name for name in reads.attributes if name in table]
+                self._use(notes, table, names, str(table.get("__name__", "")))
                 if objects.is_settings(module):  # of a library, whether somebody replaced what the code calls
-                    notes.note_variables(vars(module), (), absent=reads.attributes.difference(names))
-                self._use(notes, vars(module), names, module.__name__)
-                modules += map(vars(module).__getitem__, names)
+                    notes.note_variables(table, reads.attributes)
+                modules += map(table.get, names)
 
-    def _use(self, notes: CodeNotes, table: dict[str, Any], names: list[str], where: str) -> None:
+    def _use(self, notes: CodeNotes, table: dict[str, Any], names: Collection[str], where: str) -> None:
         notes.note_variables(table, names)
-        self.walk.visit_variables(table, iter(names), where)
+        self.walk.visit_variables(table, names, where)
 
 
 _FIELDS = re.compile(r"\.([^\W\d]\w*)")

@@ -101,7 +101,7 @@ class StateWalk:
                 continue
             pending += [(i, (path, label)) for label, i in self._edges(value, path) if kinds[type(i)].role != "leaf"]
 
-    def visit_variables(self, table: dict[str, Any], names: Iterator[str], where: str) -> None:
+    def visit_variables(self, table: dict[str, Any], names: Iterable[str], where: str) -> None:
         """Note and follow the variables of a module under ``names``, which code is about to use."""
         known = self._variables.get(id(table))
         if known is None:
