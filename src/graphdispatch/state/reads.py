@@ -26,8 +26,7 @@ from torch.nn.parameter import is_lazy
 from ..backends.code_events import is_own_code
 from ..call.breaks import is_break
 from . import objects
-from .bytecode import code_reads
-from .compiled import original_of
+from .bytecode import code_reads, original_of
 from .objects import ABSENT, CONTAINERS, is_library_code
 from .snapshot import FORM, OF_LOGGERS, random_holder
 

@@ -29,8 +29,7 @@ from ..call.breaks import BREAK_CODE
 from ..errors import CaptureError
 from ..reasons import Reason
 from . import objects
-from .bytecode import CodeReads, changed_by, code_reads
-from .compiled import UntoldError, compiled_from, with_guards
+from .bytecode import CodeReads, UntoldError, changed_by, code_reads, compiled_from, with_guards
 from .reads import CodeNotes, StateReads
 from .walk import StateWalk
 
