@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from types import CodeType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -203,21 +204,6 @@ _seen: WeakKeyDictionary[Any, tuple[frozenset[str], ...]] = WeakKeyDictionary()
 """What guards name: those of a large model take some tenths of a second to print."""
 
 
-class UntoldError(Exception):
-    """Code that a compiler made, of which nobody can tell what it depends on."""
-
-
-def compiled_from(code: CodeType) -> CodeType | None:
-    """The code in whose place the compiler put this one; None for code that it did not make.
-
-    Raises ``UntoldError`` for code that it made and does not know: it was loaded from a file.
-    """
-    original = original_of(code)
-    if original is None and any(name.startswith(_MADE) for name in code.co_names):
-        raise UntoldError
-    return original
-
-
 def original_of(code: CodeType) -> CodeType | None:
     """The code in whose place the compiler put this one; None for code that it did not make, or does not know."""
     utils = sys.modules.get("torch._dynamo.utils")
@@ -225,34 +211,32 @@ def original_of(code: CodeType) -> CodeType | None:
     return original
 
 
-def with_guards(reads: CodeReads, original: CodeType) -> tuple[CodeReads, frozenset[str]]:
-    """What code reads that the compiler made of ``original``: besides its own ``reads`` all that guards name. And the
-    names of attributes that need not be there.
+def with_guards(code: CodeType) -> tuple[CodeReads, frozenset[str] | None]:
+    """What code reads: if the compiler made it, also all that guards name. And which attributes these need not find.
 
-    All that was compiled of the same function counts: which of it runs is found by these guards. Raises ``UntoldError``
-    if there are none.
+    All that was compiled of the same function counts: which of it runs is found by these guards. The second is None
+    where nobody can tell, as of compiled code that was loaded from a file.
     """
+    reads, original = code_reads(code), original_of(code)
+    if original is None:
+        is_made = any(name.startswith(_MADE) for name in code.co_names)
+        return reads, None if is_made else frozenset()
     try:
         entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(original)
         told = [_named_by(entry.guard_manager) for entry in entries]
-    except AttributeError as error:  # another torch
-        raise UntoldError from error
-    if not told:
-        raise UntoldError
-    names, variables, asked = (frozenset().union(*each) for each in zip(*told, strict=True))
-    attributes = names.union(name for name in reads.attributes if not _is_compilers(name))
-    variables = variables.union(name for name in reads.variables if not _is_compilers(name))
-    return reads._replace(attributes=attributes, variables=variables), asked
+    except AttributeError:  # another torch
+        return reads, None
+    found = zip((reads.attributes, reads.variables, ()), *told, strict=True)
+    attributes, variables, asked = (
+        frozenset(name for name in chain(*each) if not name.startswith(_OF_COMPILER)) for each in found
+    )
+    return reads._replace(attributes=attributes, variables=variables), asked if told else None
 
 
 def _named_by(guards: Any) -> tuple[frozenset[str], ...]:
     """Attributes, variables, and attributes that need not be there."""
     if guards not in _seen:
         text = _GUARDED_CLASSES.sub("", str(guards))  # guards of dicts stand nowhere else
-        found = (pattern.findall(text) for pattern in (_GUARDED_NAMES, _GUARDED_VARIABLES, _ASKED))
-        _seen[guards] = tuple(frozenset(name for name in each if not _is_compilers(name)) for each in found)
+        patterns = (_GUARDED_NAMES, _GUARDED_VARIABLES, _ASKED)
+        _seen[guards] = tuple(frozenset(pattern.findall(text)) for pattern in patterns)
     return _seen[guards]
-
-
-def _is_compilers(name: str) -> bool:
-    return name.startswith(_OF_COMPILER)

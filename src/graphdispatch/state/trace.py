@@ -29,7 +29,7 @@ from ..call.breaks import BREAK_CODE
 from ..errors import CaptureError
 from ..reasons import Reason
 from . import objects
-from .bytecode import CodeReads, UntoldError, changed_by, code_reads, compiled_from, with_guards
+from .bytecode import CodeReads, changed_by, code_reads, original_of, with_guards
 from .reads import CodeNotes, StateReads
 from .walk import StateWalk
 
@@ -292,15 +292,12 @@ class CodeTrace(CodeNotes, CodeListener):
                 raise _SparedError
 
     def _read(self, notes: CodeNotes, code: types.CodeType, frame: types.FrameType) -> None:
-        reads, path, original = code_reads(code), code.co_filename, None
-        try:
-            original = compiled_from(code)
-            if original is not None:
-                reads, asked = with_guards(reads, original)
-                notes.codes.add(original)
-                notes.reads_whole = True
-                self.asked |= asked
-        except UntoldError:
+        (reads, asked), path, original = with_guards(code), code.co_filename, original_of(code)
+        self.asked |= asked or set()
+        if original is not None:
+            notes.codes.add(original)
+            notes.reads_whole = True
+        if asked is None:
             self._note_unseen(f"{code.co_name}(), which torch.compile made and tells nothing of")
         if code is _START and notes is self:
             self._note_unseen("start() of a thread, which runs code unheard")
