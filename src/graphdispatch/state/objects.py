@@ -421,28 +421,25 @@ def same_callable(a: Any, b: Any) -> bool:
 
     So a lambda that is made again in a loop counts as the same callable, unless it captured something else.
     """
-    if a is b:
-        return True
-    if issubclass(type(a), partial) and issubclass(type(b), partial):
-        same_args = (
-            len(a.args) == len(b.args) and all(map(is_, a.args, b.args)) and a.keywords.keys() == b.keywords.keys()
-        )
-        return same_args and same_callable(a.func, b.func) and all(a.keywords[k] is b.keywords[k] for k in a.keywords)
-    if issubclass(type(a), types.MethodType) and issubclass(type(b), types.MethodType):
-        return a.__self__ is b.__self__ and a.__func__ is b.__func__
-    if issubclass(type(a), types.FunctionType) and issubclass(type(b), types.FunctionType):
-        if a.__code__ is not b.__code__ or a.__globals__ is not b.__globals__:
-            return False
-        # A variable that the code assigns must be the same one, else a run would assign that of the other function.
-        read = None if _assigns_outer(a.__code__) else cell_value
-        held = [(*(map(read, f.__closure__ or ()) if read else f.__closure__ or ()), *_held_by(f)) for f in (a, b)]
-        return len(held[0]) == len(held[1]) and all(map(is_, *held))
-    return False
+    one, other = _parts_of(a), _parts_of(b)
+    return len(one) == len(other) and all(map(is_, one, other))
 
 
-def _held_by(fn: types.FunctionType) -> tuple[Any, ...]:
-    """The defaults and attributes of a function."""
-    return (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values(), *fn.__dict__, *fn.__dict__.values())
+def _parts_of(fn: Any) -> list[Any]:
+    """What a callable is made of, object by object; a mark stands between those of two kinds."""
+    kind = type(fn)
+    if issubclass(kind, partial):
+        return [partial, *_parts_of(fn.func), ABSENT, *fn.args, ABSENT, *fn.keywords, *fn.keywords.values()]
+    if issubclass(kind, types.MethodType):
+        return [types.MethodType, fn.__self__, fn.__func__]
+    if not issubclass(kind, types.FunctionType):
+        return [fn]
+    # A variable that the code assigns must be the same one, else a run would assign that of the other function.
+    cells = fn.__closure__ or ()
+    held = cells if _assigns_outer(fn.__code__) else map(cell_value, cells)
+    defaults, named = fn.__defaults__ or (), fn.__kwdefaults__ or {}
+    own = (*defaults, ABSENT, *named, *named.values(), ABSENT, *fn.__dict__, *fn.__dict__.values())
+    return [fn.__code__, fn.__globals__, *held, *own]
 
 
 @lru_cache(maxsize=1024)

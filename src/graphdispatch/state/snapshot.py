@@ -273,22 +273,18 @@ def _write_tensor(tensor: torch.Tensor, before: dict[str, Any]) -> None:
     tensor.requires_grad_(before[".requires_grad"])
 
 
-def _read_settings(_: Any) -> dict[str, Any]:
-    """Of the settings of the process that operators read: the default dtype, and determinism."""
-    is_on, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    return {"the default dtype": torch.get_default_dtype(), "the setting of determinism": (is_on, warns)}
-
-
-def _write_settings(_: Any, before: dict[str, Any]) -> None:
-    """Set the default dtype, and turn determinism on or off."""
-    now, dtype, determinism = _read_settings(None), "the default dtype", "the setting of determinism"
-    if now[dtype] is not before[dtype]:
-        torch.set_default_dtype(before[dtype])
-    if now[determinism] != before[determinism]:  # torch sets its compiler's determinism to the same
-        torch.use_deterministic_algorithms(before[determinism][0], warn_only=before[determinism][1])
-
-
-SETTINGS = Way(_read_settings, _write_settings)
+_SET: dict[str, Callable[[Any], None]] = {
+    "the default dtype": torch.set_default_dtype,
+    # Torch sets its compiler's determinism to the same.
+    "the setting of determinism": lambda mode: torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1),
+}
+_READ = (torch.get_default_dtype, torch.get_deterministic_debug_mode)
+SETTINGS = _way_of_members(
+    lambda _: {label: read() for label, read in zip(_SET, _READ, strict=True)},
+    lambda _, label, held: _SET[label](held),
+    lambda *_: None,  # they are always there
+)
+"""Of the settings of the process that operators read: the default dtype, and determinism."""
 
 
 def random_holder(path: Any, generator: Any) -> Holder:
