@@ -40,10 +40,8 @@ _GONE = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
 _LEAVES = frozenset((*VALUES, torch.Tensor, nn.Parameter)) - {torch.Size}
 """Classes of which torch's pytrees make no nest."""
 _training = attrgetter("training")
-_code, _table = attrgetter("__code__"), attrgetter("__dict__")
-_address, _shape, _strides = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
-_dtype = attrgetter("dtype")
-_FORMS: tuple[Callable[[torch.Tensor], Any], ...] = (_shape, _strides, _dtype)
+_table = attrgetter("__dict__")
+_FORMS: tuple[Callable[[torch.Tensor], Any], ...] = (torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype"))
 _EMPTY: dict[Any, Any] = {}
 _KEYS, _VALUES = type(_EMPTY.keys()), type(_EMPTY.values())
 _requires_grad = attrgetter("requires_grad")
@@ -120,12 +118,10 @@ class StateGuard:
             self.tensors = (*self._tensors, *(t for t in tensors if used is not None and storage_key(t) not in used))
         self._addresses, self._forms = self._places()
         self._objects = tuple(reads.objects)
-        self._functions = tuple(reads.functions)
         self._held = tuple(self._now())
         self._tables = tuple(reads.tables)
         self._keys = list(map(tuple, self._tables))
         self._absent = [(table, names) for table, names in reads.absent if names]
-        self._arrays = [(read, read()) for read in reads.arrays]
         self._trains = self._find_training()
         self.native: Any = None
         """The native guard, or None: before ``holds`` was first true, without the core, or where only Python can tell.
@@ -149,8 +145,6 @@ class StateGuard:
             if self._places() != (self._addresses, self._forms) or list(map(tuple, self._tables)) != self._keys:
                 return False
             if not all(table.keys().isdisjoint(names) for table, names in self._absent):
-                return False
-            if self._arrays and not all(read() == held for read, held in self._arrays):
                 return False
         except _GONE:
             return False
@@ -178,14 +172,13 @@ class StateGuard:
             chain.from_iterable(self._contents),
             map(call, self._calls),
             map(type, self._objects),
-            map(_code, self._functions),
             map(_table, self._homes),
         )
 
     def _places(self) -> tuple[list[int], list[list[Any]]]:
         """Where the tensors that runs used lie now, and the shapes, strides and dtypes of all."""
         with torch._C.DisableTorchFunction():
-            return list(map(_address, self._tensors)), [list(map(form, self.tensors)) for form in _FORMS]
+            return list(map(torch.Tensor.data_ptr, self._tensors)), [list(map(form, self.tensors)) for form in _FORMS]
 
     def renewed(self) -> "StateGuard | None":
         """A guard of the present state, if that differs from the guard's own only by containers, or by instances of
@@ -244,8 +237,8 @@ class StateGuard:
     def _subjects(self) -> set[Any]:
         """What is watched, whatever it holds."""
         named = ((_dict_of(table), name) for table, names in (*self._named, *self._absent) for name in names)
-        others = (*self._watched, *self._objects, *self._functions, *(read.__self__ for read, _ in self._arrays))
-        return {*named, *map(_dict_of, self._tables), *map(id, others), *map(_subject_of, self._readers)}
+        others = map(id, (*self._watched, *self._objects))
+        return {*named, *map(_dict_of, self._tables), *others, *map(_subject_of, self._readers)}
 
     def _no_new_hooks(self) -> bool:
         """Whether hooks were registered meanwhile only elsewhere in the process, and none on the callable's modules."""
@@ -332,11 +325,7 @@ def compile_guard(guard: StateGuard) -> Any:
             contents=contents,
             sequences=sequences,
             types=tuple((value, next(held)) for value in guard._objects),
-            readers=(
-                *readers,
-                *(("__code__", value, None, next(held)) for value in guard._functions),
-                *(("call", read, None, content) for read, content in guard._arrays),
-            ),
+            readers=tuple(readers),
             homes=tuple((value, _raw(next(held))) for value in guard._homes),
             tensors=tuple(zip(guard.tensors, addresses, *guard._forms[:2], strict=False)),
             hooks=tuple(guard._hooks),

@@ -375,9 +375,14 @@ def _iterates(kind: type) -> bool:
 def same_objects(before: Sequence[Any], after: Sequence[Any]) -> bool:
     """Whether two sequences hold the same objects. Equal constants of one type count as the same."""
     return len(before) == len(after) and all(
-        a is b or (type(a) is type(b) and issubclass(type(a), CONSTANTS) and is_leaf(type(a)) and repr(a) == repr(b))
+        a is b or (type(a) is type(b) and issubclass(type(a), CONSTANTS) and is_leaf(type(a)) and _spell_alike(a, b))
         for a, b in zip(before, after, strict=True)
     )
+
+
+def _spell_alike(a: Any, b: Any) -> bool:
+    """Whether two constants of one type are equal, and zeros of one sign."""
+    return bool(a == b) if type(a) is bytes else repr(a) == repr(b)  # an array's bytes may be many
 
 
 def equal_content(new: Any, old: Any, moved: MutableMapping[int, Any] | None = None, depth: int = _DEEPEST) -> bool:

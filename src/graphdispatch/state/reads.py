@@ -192,8 +192,6 @@ class StateReads:
     def __init__(self, roots: Iterable[Any], trace: CodeNotes | None, *, with_breaks: bool = False) -> None:
         self.modules: list[nn.Module] = []
         self.tensors: list[torch.Tensor] = []
-        self.functions: list[types.FunctionType] = []
-        """Functions within reach; their code is compared."""
         self.objects: list[Any] = []
         """Objects, modules, tensors and arrays with attributes: their class is compared, and whether their ``__dict__``
         itself is another."""
@@ -211,8 +209,6 @@ class StateReads:
         self.absent: list[tuple[Mapping[str, Any], frozenset[str]]] = []
         """Tables of variables, and the names that the code looked up in vain there."""
         self.readers: list[Reader] = []
-        self.arrays: list[Any] = []
-        """What gives the bytes of arrays of NumPy."""
         self.hooks: list[dict[int, Any]] = []
         self.unguarded = ""
         self._is_traced = trace is not None
@@ -371,12 +367,11 @@ class StateReads:
         """An array of numbers or of objects; it may be of a subclass with attributes."""
         kind = type(array)
         # Bytes as they lie in memory: a class of its own may hide some.
-        self.arrays.append(vars(np.ndarray)["tobytes"].__get__(array))
+        self.readers += (Reader(partial(read, array)) for read in (np.ndarray.tobytes, _form_of))
         self._count(array.nbytes // 8, array)
         if array.dtype.hasobject:
             self.contents.append(array)
             self._pending += objects.content(array)
-        self.readers.append(Reader(partial(_form_of, array)))
         if kind is not np.ndarray and not issubclass(kind, np.memmap):  # whose attributes lead to all of a file
             self.objects.append(array)
             self._compare(objects.attribute_table(array), self._named(kind))
@@ -429,10 +424,9 @@ class StateReads:
             return
         if self._is_traced and not self._all and fn.__code__ not in self._notes.codes:
             return
-        self.functions.append(fn)
         self._pending += fn.__closure__ or ()
         defaults = [name for name in ("__defaults__", "__kwdefaults__") if getattr(fn, name)]
-        self.readers += (Reader(partial(getattr, fn, name), name, fn) for name in defaults)
+        self.readers += (Reader(partial(getattr, fn, name), name, fn) for name in ("__code__", *defaults))
         self._pending += (getattr(fn, name) for name in defaults)
         if "__wrapped__" in fn.__dict__:
             self._pending.append(fn.__dict__["__wrapped__"])
