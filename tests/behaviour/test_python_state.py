@@ -211,6 +211,22 @@ def test_what_is_in_the_place_of_its_equal_is_watched(make: Callable[[], Any], w
     assert step.stats.captures == captures + 1
 
 
+@pytest.mark.parametrize("kind", ["_parameters", "_buffers", "_modules"])
+def test_members_in_the_place_of_their_equal_are_watched(kind: str) -> None:
+    """The table of a module's members gives way to an equal one, and a member of that to another."""
+    net = torch.nn.Module()
+    net.scale, net.offset = torch.nn.Parameter(torch.ones(3), requires_grad=False), torch.nn.Buffer(torch.ones(3))
+    net.layer = torch.nn.Linear(3, 3).requires_grad_(False)
+    step = served(lambda x: net.layer(x) * net.scale + net.offset)
+    vars(net)[kind] = dict(vars(net)[kind])
+    for _ in range(3):
+        assert_served(step, torch.randn(4, 3))
+    ((name, member),) = vars(net)[kind].items()
+    other = torch.nn.Linear(3, 3).requires_grad_(False) if kind == "_modules" else type(member)(member.data * 5)
+    vars(net)[kind][name] = other
+    check(step, 2)
+
+
 @pytest.mark.parametrize("make", [list, set, lambda: {"a": [1]}, lambda: ([], torch.device("cpu"))])
 def test_a_call_that_rebinds_to_an_equal_container_is_served(make: Callable[[], Any]) -> None:
     """As hooks do that begin each call with an empty list; what the call adds, or makes of the batch, is a change."""

@@ -42,8 +42,7 @@ _LEAVES = frozenset((*VALUES, torch.Tensor, nn.Parameter)) - {torch.Size}
 _training = attrgetter("training")
 _table = attrgetter("__dict__")
 _FORMS: tuple[Callable[[torch.Tensor], Any], ...] = (torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype"))
-_EMPTY: dict[Any, Any] = {}
-_KEYS, _VALUES = type(_EMPTY.keys()), type(_EMPTY.values())
+_KEYS: type = type({}.keys())
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -103,7 +102,6 @@ class StateGuard:
         self._modules = tuple(reads.modules)
         # Tables of hooks by the ids of their handles. Later hooks have larger ids.
         self._hooks: list[dict[int, Any]] = [*objects.GLOBAL_HOOKS, *reads.hooks]
-        self._members = reads.members
         self._watched = (*reads.contents, *filter(None, self._hooks))
         self._named = [*_DEVICE, *reads.attributes]
         self._list()
@@ -220,7 +218,7 @@ class StateGuard:
         """List what is compared by identity: in containers and under names."""
         parts = (part for container in self._watched for part in _parts(container))
         # A mark after each container, so that an entry cannot move from one container to the next unseen.
-        self._contents = tuple(part for values in (*self._members, *parts) for part in (values, (_END,)))
+        self._contents = tuple(part for values in parts for part in (values, (_END,)))
         self._getters = [table.__getitem__ for table, _ in self._named]
         self._names = [names for _, names in self._named]
 
@@ -358,8 +356,6 @@ def _contents(guard: StateGuard, held: Iterator[Any]) -> tuple[tuple[Any, ...], 
         if type(part) is _KEYS:
             next(parts)  # their values
             contents.append((*gc.get_referents(part), entries, _until_end(held)))
-        elif type(part) is _VALUES:
-            contents.append((*gc.get_referents(part), None, entries))
         else:
             sequences.append((part, entries))
     return tuple(contents), tuple(sequences)

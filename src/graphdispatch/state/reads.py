@@ -195,10 +195,8 @@ class StateReads:
         self.objects: list[Any] = []
         """Objects, modules, tensors and arrays with attributes: their class is compared, and whether their ``__dict__``
         itself is another."""
-        self.members: list[Iterable[Any]] = []
-        """The parameters, buffers and submodules of modules."""
         self.contents: list[Iterable[Any]] = []
-        """Containers."""
+        """Containers, those of the parameters, buffers and submodules of modules among them."""
         self.fixed: list[tuple[Any, Any]] = []
         """Objects that stand where nothing can be replaced, each with what holds it: among the roots, in a tuple, a
         method or an object of compiled code."""
@@ -353,7 +351,7 @@ class StateReads:
             members = table.get(name)
             # Also one that is empty and may get its first. A scripted module keeps its members elsewhere.
             if members is not None and issubclass(type(members), dict):
-                self.members.append(members.values())
+                self.contents.append(members)
                 self._pending += members.values()
         for name in _HOOKS:
             if name in table:
