@@ -28,7 +28,7 @@ from ..call.breaks import is_break
 from . import objects
 from .bytecode import code_reads, original_of
 from .objects import ABSENT, CONTAINERS, is_library_code
-from .snapshot import FORM, OF_LOGGERS, random_holder
+from .snapshot import FORM, MEMBERS, OF_LOGGERS, random_holder
 
 
 class Reader(NamedTuple):
@@ -169,9 +169,8 @@ def metadata_names(codes: Iterable[types.CodeType]) -> list[str]:
     return sorted(TENSOR_READERS.keys() & spelled) + [IDENTITY] * compares
 
 
-_MEMBERS = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_TABLES = frozenset((*_MEMBERS, *_HOOKS))
+_TABLES = frozenset((*MEMBERS, *_HOOKS))
 """What a module keeps its members and hooks in: compared by identity here, and by its entries apart."""
 _BY_TORCH = frozenset(("training", "forward", "_call_impl"))
 """Attributes of modules that torch's code spells, and that of a model need not."""
@@ -347,7 +346,7 @@ class StateReads:
     def _visit_members(self, module: nn.Module, table: dict[str, Any]) -> frozenset[str]:
         """What a module holds for torch; the names to compare, besides those that the code spells."""
         self.modules.append(module)
-        for name in _MEMBERS:
+        for name in MEMBERS:
             members = table.get(name)
             # Also one that is empty and may get its first. A scripted module keeps its members elsewhere.
             if members is not None and issubclass(type(members), dict):

@@ -163,19 +163,12 @@ def way_of_slots(slots: dict[str, Any]) -> Way:
     def read(value: Any) -> dict[str, Any]:
         return {label: objects.slot_value(member, value) for label, member in by_label.items()}
 
-    way = _way_of_members(
+    return _way_of_members(
         read,
         lambda value, label, held: by_label[label].__set__(value, held),
         lambda value, label: by_label[label].__delete__(value),
         is_by_name=is_by_name,
     )
-
-    def write(value: Any, before: dict[str, Any]) -> None:
-        if issubclass(type(value), partial):  # whose members cannot be assigned one by one
-            value.__setstate__((*(before[f".{name}"] for name in ("func", "args", "keywords")), value.__dict__ or None))
-        way.write(value, before)
-
-    return way._replace(write=write)
 
 
 def _write_container(value: Any, before: list[Any]) -> None:
@@ -309,6 +302,8 @@ def random_holder(path: Any, generator: Any) -> Holder:
     return Holder(path, generator, Way(lambda _: pickle.dumps(read()), lambda *_: write(saved)), before)
 
 
+MEMBERS = ("_parameters", "_buffers", "_modules")
+"""What a module keeps its members in."""
 MEMBER = "\0"
 """The label of what has the members of a module: in a text they are attributes, or entries of a list."""
 _AS_SPELLED = (

@@ -231,8 +231,11 @@ class CodeTrace(CodeNotes, CodeListener):
             raise _SparedError
 
     def _sees_through(self, owner: Any, method: str) -> bool:
-        """Whether the walk sees what a compiled method of an object that was there before may change or read."""
+        """Whether the walk sees what a compiled method of an object that was there before may change or read, and can
+        put it back."""
         kind = type(owner)
+        if method == "__setstate__":  # the only way to change a partial
+            return False
         if issubclass(kind, _LOCKS) and method in (*_TAKEN, *_IN_BLOCKS):
             if method in _TAKEN:
                 self._locks.setdefault(id(owner), (owner, repr(owner)))
@@ -285,11 +288,9 @@ class CodeTrace(CodeNotes, CodeListener):
             # A method of a lock, event or thread that somebody else holds: nothing could put back what it does.
             first = frame.f_locals.get(code.co_varnames[0]) if is_new and self.spares and code.co_argcount else None
             if objects.is_machine(type(first)) and self.walk.knows(first):
-                self.spared = f"a {type(first).__module__}.{type(first).__qualname__}"
-                raise _SparedError
+                self._note_unseen(f"a {type(first).__module__}.{type(first).__qualname__}")
             if is_new and self.spares and self.walk.unrestorable is not None and not _is_library(frame):
-                self.spared = self.walk.unrestorable
-                raise _SparedError
+                self._note_unseen(self.walk.unrestorable)
 
     def _read(self, notes: CodeNotes, code: types.CodeType, frame: types.FrameType) -> None:
         (reads, asked), path, original = with_guards(code), code.co_filename, original_of(code)

@@ -24,10 +24,9 @@ from ..call.breaks import is_break
 from ..call.signature import advice_for
 from . import objects, snapshot
 from .objects import ABSENT, CONTAINERS
-from .snapshot import MEMBER, Holder, Way, told
+from .snapshot import MEMBER, MEMBERS, Holder, Way, told
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
-_MEMBERS = ("_parameters", "_buffers", "_modules")
 _PLAIN_CONTAINERS = frozenset(CONTAINERS)
 _SHARED = (*CONTAINERS, np.ndarray)
 """What code changes without the name of an attribute, once it has got hold of it."""
@@ -257,7 +256,7 @@ class StateWalk:
         if objects.attribute_table(value) is None:
             return iter(())
         held = self._hold(path, value, snapshot.ATTRIBUTES)
-        return ((f".{name}" if name not in _MEMBERS else MEMBER, inner) for name, inner in held.items())
+        return ((f".{name}" if name not in MEMBERS else MEMBER, inner) for name, inner in held.items())
 
     def _entries(self, container: Any, path: Any) -> Edges:
         if type(container) is dict and "__builtins__" in container:
