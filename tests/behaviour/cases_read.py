@@ -1058,12 +1058,6 @@ read("unused_tensor_resized", row=True)(lambda: zeros(2), lambda w: w.numel(), l
 # NumPy.
 
 
-class Marked(np.ndarray):
-    """An array with attributes."""
-
-    k = 2
-
-
 def as_integers(held: Any) -> None:
     """Change the type in place, over bytes that give the same number."""
     held[:] = np.array([5], dtype=np.int32).view(np.float32)
@@ -1076,15 +1070,6 @@ read("shape of an array")(lambda: np.zeros((2, 5)), len, put(shape=(5, 2)))
 read("type of an array")(lambda: np.array([2], dtype=np.float32), lambda h: int(h[0]), as_integers)
 read("sign of an array")(lambda: np.array([-1], dtype=np.int8), lambda h: 2 if h[0] < 0 else 5, put(dtype=np.uint8))
 read("flag of an array")(lambda: np.zeros(2), lambda h: 2 if h.flags.writeable else 5, put("flags", writeable=False))
-read("attribute of an array")(lambda: np.zeros(2).view(Marked), lambda h: h.k, put(k=5))
-read("mask of an array")(
-    lambda: np.ma.array([2.0, 8.0], mask=[False, True]), lambda h: float(h.mean()), put(mask=[False, False])
-)
-read("masked entry")(
-    lambda: np.ma.array([2.0, 8.0], mask=[True, False]),
-    lambda h: float(h.data[0]),
-    lambda h: h.data.__setitem__(0, 5.0),
-)
 read("object in an array")(lambda: np.array([{"k": 2}], dtype=object), lambda h: h[0]["k"], lambda h: h[0].update(k=5))
 
 
@@ -1244,10 +1229,6 @@ KEPT["number that a break reads"] = Read(
 # What stands behind a class of the user over one of a library.
 
 
-class Plate(np.ndarray):
-    """An array of a class of its own."""
-
-
 class Sink(logging.Handler):
     """A handler with settings."""
 
@@ -1256,13 +1237,6 @@ class Sink(logging.Handler):
         self.k = 2.0
 
 
-def refill(array: Plate) -> None:
-    """Give an array other memory, as unpickling does."""
-    other = np.full_like(array, 5.0)
-    array.__setstate__(other.__reduce__()[2])
-
-
-read("array given other memory")(lambda: np.full(3, 2.0).view(Plate).copy(), lambda h: float(h[0]), refill)
 read("setting of a handler by a computed name")(Sink, lambda h: getattr(h, "".join(["", "k"])), put(k=5.0))
 read("attribute of a static method")(
     lambda: Box(k=with_attributes(staticmethod(abs), n=2)), lambda h: h.k.n, lambda h: vars(h.k).update(n=5)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from graphdispatch import Reason
 
 from .cases import PATCH, WRITES, Box, Made, Slots, Slotted, Write
-from .cases_read import Marked, Worker, choice, copy_of, function, module, own_class, with_attributes, with_metaclass
+from .cases_read import Worker, choice, copy_of, function, module, own_class, with_attributes, with_metaclass
 
 __all__ = ["WRITES"]
 
@@ -151,6 +151,12 @@ class Hooked(nn.Module):
         return self.inner(x) * 2
 
 
+class Marked(np.ndarray):
+    """An array of a class of its own, with attributes."""
+
+    k = 2
+
+
 class Own:
     """Sets attributes under other names."""
 
@@ -257,7 +263,6 @@ write("entry of an array")(lambda: np.array([0], dtype=object), count)
 write("shape of an array")(
     lambda: np.zeros((1, 1024)), lambda o, _: setattr(o, "shape", (2 * o.shape[0], -1)), np.shape
 )
-write("attribute of an array")(lambda: np.zeros(2).view(Marked), calls, vars)
 write("default factory")(lambda: defaultdict(int), lambda o, _: next_factory(o), lambda o: o.default_factory())
 write("member of an enumeration")(choice, calls, lambda o: getattr(o, "calls", 0))
 write("partial")(lambda: partial(int, 0), lambda o, _: o.__setstate__((int, (o.args[0] + 1,), {}, None)), "args")
@@ -534,6 +539,8 @@ foreign("array of ctypes")(ctypes.c_int * 2, count, list)
 foreign("structure of ctypes")(own_class(ctypes.Structure, _fields_=(("calls", ctypes.c_float),)), calls, "calls")
 write("attribute of a thread")(Worker, calls, "calls")
 foreign("attribute of an event", is_shared=True)(lambda: with_attributes(threading.Event(), calls=0), calls, "calls")
+foreign("attribute of an array")(lambda: np.zeros(2).view(Marked), calls, vars)
+foreign("array of a class of its own")(lambda: np.zeros(2).view(Marked), count, list)
 foreign("array of Python")(lambda: array.array("i", [9]), lambda o, _: o.append(1), list)
 foreign("bytes")(lambda: bytearray(2), lambda o, _: o.append(1), bytes)
 write("extra of a logger")(
@@ -553,6 +560,9 @@ unseen("event_read: decimal context", lambda: decimal.Context(prec=5), lambda o:
 unseen("thread_local_read", lambda: type("Local", (threading.local,), {"k": 2.0})(), lambda o: o.k, row=True)
 unseen("attribute given to a thread", lambda: with_attributes(threading.Thread(), k=2), lambda o: o.k)
 unseen("entry of an array of Python", lambda: array.array("d", [2.0]), lambda o: o[0])
+unseen("attribute of an array", lambda: np.zeros(2).view(Marked), lambda o: o.k)
+unseen("entry of an array of a class of its own", lambda: np.full(3, 2.0).view(Marked), lambda o: float(o[0]))
+unseen("mask of an array", lambda: np.ma.array([2.0, 8.0], mask=[False, True]), lambda o: float(o.mean()))
 unseen("memory view", lambda: memoryview(bytearray([2])), lambda o: o[0])
 unseen("text of a file in memory", lambda: io.StringIO("2.0"), lambda o: float(o.getvalue()))
 unseen("pointer", lambda: ctypes.pointer(ctypes.c_int(2)), lambda o: o.contents.value)

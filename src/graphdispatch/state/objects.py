@@ -87,11 +87,13 @@ _OPAQUE = (
     io.StringIO,
     mmap.mmap,
     *_CTYPES,
+    np.ndarray,
     decimal.Context,
     random.SystemRandom,
     threading.local,
 )
-"""Compiled classes whose objects code reads and writes without calling a method of theirs."""
+"""Compiled classes whose objects code reads and writes without calling a method of theirs. Arrays of NumPy's own two
+classes are compared; those of others may hide some of what they hold."""
 
 
 _DESCRIBES = frozenset(
@@ -307,20 +309,22 @@ _ROLES: dict[str, tuple[Any, ...]] = {
     "module": (types.ModuleType,),
     "cell": (types.CellType,),
     "reference": (weakref.ref, *weakref.ProxyTypes, ContextVar),
-    "array": (np.ndarray,),
 }
 
 
 def role_of(kind: type) -> str:
     """What the objects of a class are to whoever goes through a callable's state: the first that fits.
 
-    Besides those of ``_ROLES``: "leaf", in which nothing is looked for; "opaque", which nobody can compare, so that no
-    graph may depend on one: iterators, memory of compiled code, what each thread sees otherwise, what threads and
-    processes share; "generator" of random numbers; "instance", a container or another object with entries, attributes
-    and slots; "front_end", a callable with graphs; and "trusted", an object of the libraries' own.
+    Besides those of ``_ROLES``: "leaf", in which nothing is looked for; "array", one of NumPy's own classes; "opaque",
+    which nobody can compare, so that no graph may depend on one: iterators, memory of compiled code, what each thread
+    sees otherwise, what threads and processes share; "generator" of random numbers; "instance", a container or another
+    object with entries, attributes and slots; "front_end", a callable with graphs; and "trusted", an object of the
+    libraries' own.
     """
     if is_leaf(kind):
         return "leaf"
+    if kind in (np.ndarray, np.memmap):
+        return "array"
     for role, classes in _ROLES.items():
         if issubclass(kind, classes):
             return role

@@ -361,18 +361,12 @@ class StateReads:
         return _BY_TORCH | _TABLES
 
     def _visit_array(self, array: Any) -> None:
-        """An array of numbers or of objects; it may be of a subclass with attributes."""
-        kind = type(array)
-        # Bytes as they lie in memory: a class of its own may hide some.
+        """An array of numbers or of objects, by its bytes as they lie in memory."""
         self.readers += (Reader(partial(read, array)) for read in (np.ndarray.tobytes, _form_of))
         self._count(array.nbytes // 8, array)
         if array.dtype.hasobject:
             self.contents.append(array)
             self._pending += objects.content(array)
-        if kind is not np.ndarray and not issubclass(kind, np.memmap):  # whose attributes lead to all of a file
-            self.objects.append(array)
-            self._compare(objects.attribute_table(array), self._named(kind))
-            self._pending.append(kind)
 
     def _visit_class(self, kind: type) -> None:
         """A class of the user: what code reads of it. Of torch's modules the methods that ran, which others replace."""
@@ -454,8 +448,6 @@ class StateReads:
         has_own_access = any({"__getattr__", "__getattribute__"} & vars(base).keys() for base in users)
         if self._all or kind in self._notes.whole_types or has_own_access:
             return _ALL
-        if issubclass(kind, np.ndarray):  # numpy and others read attributes of its subclasses
-            return self._library_names
         is_library = not {nn.Module, *users}.issuperset(objects.written_classes(kind))
         return self._library_names if is_library else self._names
 

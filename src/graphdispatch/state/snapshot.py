@@ -232,7 +232,7 @@ FORM = Way(_read_form, _write_form)
 
 def _write_numbers(array: Any, before: bytes) -> None:
     """Copy bytes into a NumPy array."""
-    np.ndarray.view(array, np.ndarray)[...] = np.frombuffer(before, dtype=array.dtype).reshape(array.shape)
+    array[...] = np.frombuffer(before, dtype=array.dtype).reshape(array.shape)
 
 
 NUMBERS = Way(np.ndarray.tobytes, _write_numbers)

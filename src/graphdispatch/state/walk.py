@@ -230,15 +230,12 @@ class StateWalk:
         return iter(())
 
     def _array_edges(self, array: Any, path: Any) -> Edges:
-        """What an array of objects holds, and the attributes of one of a subclass, but for a mapped file's."""
+        """What an array of objects holds."""
         self._hold(path, array, snapshot.FORM)
-        if not issubclass(type(array), np.memmap):
-            yield from self._attributes(array, path)
-            yield "", type(array)
-        if not array.dtype.hasobject:
-            self._hold(path, array, snapshot.NUMBERS)
-        else:
-            yield from self._entries(array, path)
+        if array.dtype.hasobject:
+            return self._entries(array, path)
+        self._hold(path, array, snapshot.NUMBERS)
+        return iter(())
 
     def _cell_edges(self, cell: Any, path: Any) -> Edges:
         return iter(self._hold(path, cell, snapshot.CELL).items())
