@@ -291,10 +291,3 @@ def test_what_is_rebound_is_named_as_it_is_spelled() -> None:
         (lambda x: nested(x), "x", "[1][0].cell_anchors was rebound"),
     ):
         assert what in _explain(fn, **{name: torch.randn(4, 4)})
-
-
-def test_arguments_that_are_one_tensor_are_named() -> None:
-    """A callable that asks whether two arguments are one tensor gets two copies in a graph; the refusal names them."""
-    x = torch.randn(4, 4)
-    text = _explain(lambda query, key: query * 2 if query is key else key * 3, query=x, key=x)
-    assert "query, key are one tensor" in text

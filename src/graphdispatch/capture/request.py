@@ -163,10 +163,7 @@ def advice(request: CaptureRequest, error: Exception, reason: Reason) -> str:
     """A remedy, to be added to a refusal; empty if there is none to give."""
     if reason is Reason.CAPTURE_UNSAFE:
         return _nearest_break(request, error)
-    parts = [_missing_entries(request)] if reason in _OF_A_MISSING_ENTRY else []
-    if reason is Reason.VERIFICATION_FAILED:
-        parts.append(_same_tensors(request))
-    return "".join(parts)
+    return _missing_entries(request) if reason in _OF_A_MISSING_ENTRY else ""
 
 
 def _nearest_break(request: CaptureRequest, error: Exception) -> str:
@@ -198,14 +195,3 @@ def _missing_entries(request: CaptureRequest) -> str:
         return ""
     entries = ", ".join(f"{name!r}: {dim}" for name, dim in found.items())
     return f"; dynamic= may lack {entries}, since {', '.join(found)} had as many rows as the batch, {rows}"
-
-
-def _same_tensors(request: CaptureRequest) -> str:
-    """Which arguments are one tensor: the callable may tell that, and a graph gets copies."""
-    groups: dict[int, list[str]] = {}
-    for spec in request.inputs.specs:
-        groups.setdefault(id(request.values[spec.position]), []).append(spec.name)
-    same = next((names for names in groups.values() if len(names) > 1), None)
-    if same is None:
-        return ""
-    return f"; {', '.join(same)} are one tensor, and the graph has a copy for each: wrap a function that takes it once"
