@@ -72,7 +72,7 @@ def test_breaks_are_timed_by_the_clock_of_their_graphs() -> None:
     served._graphs.clock = lambda: float(next(seconds))
     served(torch.ones(3))
     assert "breaks: 2 x " in served.explain(torch.ones(3))
-    assert served.explain(torch.ones(3)).endswith(", 40 % of the time)")
+    assert served.explain(torch.ones(3)).endswith(" (40 % of the time)")
 
 
 def test_an_explanation_names_the_breaks() -> None:

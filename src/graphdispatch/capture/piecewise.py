@@ -51,8 +51,6 @@ class EagerPart:
     """For each leaf, whether it is a tensor that the break made; see Note [whose memory a break returns]."""
     clock: Callable[[], float]
     """In seconds."""
-    operators: int = 0
-    """How many operators it ran at the capture."""
     time_s: float = 0.0
     """Time on the calling thread, in seconds; on a device with queues, the time to launch."""
 
@@ -116,11 +114,8 @@ class PiecewiseGraph(Graph):
         held: list[torch.Tensor],
         pool: Pool,
         clock: Callable[[], float],
-        operators: int,
     ) -> None:
-        """``held`` are the tensors that cross a break; ``clock`` times the replays, in seconds; ``operators`` is how
-        many the call ran at the capture, those in breaks among them."""
-        self._operators = max(operators, 1)
+        """``held`` are the tensors that cross a break; ``clock`` times the replays, in seconds."""
         self._parts = parts
         self._calls = [part.run if isinstance(part, EagerPart) else part.replay for part in parts]
         self._held = held
@@ -190,18 +185,18 @@ class PiecewiseGraph(Graph):
         return sum(graph.driver_nbytes for graph in self.graphs)
 
     def describe(self) -> str:
-        """How many graphs and breaks it has, and each break's share of the operators and of the replays so far, the
-        longest first; a break in a loop counts as one. On a device with queues the share is that of the launches."""
-        counts, operators, spent = Counter[str](), Counter[str](), defaultdict[str, float](float)
+        """How many graphs and breaks it has, and each break's share of the replays so far, the longest first.
+
+        A break in a loop counts as one. On a device with queues the share is that of the launches.
+        """
+        counts, spent = Counter[str](), defaultdict[str, float](float)
         for part in self.breaks:
             # ``where`` in short: ``decoder.py:12``.
             place = f"{part.name} at {PurePath(part.where.split(': ')[0]).name}"
             counts[place] += 1
-            operators[place] += part.operators
             spent[place] += part.time_s
         texts = [
-            f"{counts[place]} x {place} ({100 * operators[place] / self._operators:.0f} % of the operators, "
-            f"{100 * spent[place] / (self.time_s or 1):.0f} % of the time)"
+            f"{counts[place]} x {place} ({100 * spent[place] / (self.time_s or 1):.0f} % of the time)"
             for place in sorted(spent, key=lambda place: -spent[place])
         ]
         return f"graphs: {len(self.graphs)}, breaks: {', '.join(texts) or 'none'}"

@@ -54,8 +54,6 @@ class CaptureWatch(OperatorMode):
         """Tensors that one part made and a later one used."""
         self._unreturned: dict[int, str] = {}
         """Storages that a break made and did not return, and its name; later parts must not use them."""
-        self.operators = 0
-        """How many operators ran, in graphs and in breaks."""
         self.latest: object = "nothing"
         """The operator that ran last."""
 
@@ -104,7 +102,7 @@ class CaptureWatch(OperatorMode):
         self.parts.append(graph)
         if not self._request.backend.capture_executes:
             graph.replay()  # so that the break sees values, rather than memory that nothing has written yet
-        before, operators = self._existing | set(self._made), self.operators
+        before = self._existing | set(self._made)
         self._next_part()
         self._is_paused = True
         try:
@@ -115,10 +113,8 @@ class CaptureWatch(OperatorMode):
             raise
         finally:
             self._is_paused = False
-        operators = self.operators - operators
         self._next_part(leaves)
-        part = EagerPart(name, user_line(), fn, args, kwargs, leaves, spec, made, self._request.clock, operators)
-        self.parts.append(part)
+        self.parts.append(EagerPart(name, user_line(), fn, args, kwargs, leaves, spec, made, self._request.clock))
         self._capture.resume()
         return tree_unflatten(leaves, spec)
 
@@ -163,7 +159,6 @@ class CaptureWatch(OperatorMode):
     def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Check one operator's arguments, then run it."""
         self.latest = func
-        self.operators += 1
         if func is torch.ops.aten.lift_fresh.default:
             self._note(args[0])
         self._note_crossing(args, kwargs)
@@ -278,7 +273,7 @@ def record(attempt: CaptureAttempt, *, is_known: bool = False) -> Recording:
         watch.parts.append(capture.graph)
         graph = capture.graph
         if request.is_piecewise:
-            graph = PiecewiseGraph(watch.parts, watch.crossing, request.pool, request.clock, watch.operators)
+            graph = PiecewiseGraph(watch.parts, watch.crossing, request.pool, request.clock)
         return Recording(graph, capture.outputs, is_own, firsts, given)
     except BaseException as error:
         for part in watch.parts:
