@@ -39,7 +39,7 @@ from ..backends.operators import (
 )
 from ..backends.standins import EXPOSED, HostReads, Listening
 from ..errors import CaptureError, error_of_signal
-from ..memory.labels import Labels, Operator
+from ..memory.labels import Dispatched, Labels
 from ..reasons import Reason
 
 
@@ -228,7 +228,7 @@ class EffectRecorder(OperatorMode):
 
     ``limit_bytes`` bounds what is saved. If the limit is passed, or saving fails, the run goes on undisturbed but can
     no longer be undone, and ``unsaved`` says why. ``strict`` is for runs that must be undone: the error is raised
-    before the write happens. With ``labels`` it keeps the ``operators``.
+    before the write happens. With ``labels`` it keeps its operators.
     """
 
     def __init__(
@@ -249,17 +249,8 @@ class EffectRecorder(OperatorMode):
         """Whether it ran an operator of somebody else's, which may draw without saying so."""
         self.opaque: dict[tuple[Any, ...], torch.Tensor] = {}
         """What operators of somebody else's, or kernels, may have written, anywhere in it: views, by their keys."""
-        self.limits_values = False
-        """Whether it may fail for numbers unlike those of the batch: it checks data, or made integers or probabilities
-        of floating-point numbers. On a GPU such a failure ends the process's use of the device."""
-        self.groups_rows = False
-        """Whether it multiplied groups of rows whose sizes are data, so that the bits of a row follow its group."""
-        self.float_types: set[torch.dtype] = set()
-        """The floating-point types in which it added terms up: no later result is more exact than the coarsest."""
-        self.operators: list[Operator] = []
-        """What it ran, if there are labels for its tensors."""
-        self.outputs: tuple[Any, ...] = ()
-        """What it gave back, likewise."""
+        self.dispatched = Dispatched()
+        """What it told of its program."""
         self._labels = labels
         self.outside: dict[int, torch.Tensor] = {}
         """One tensor for each storage that the run used and did not make, by the storage's key."""
@@ -323,7 +314,7 @@ class EffectRecorder(OperatorMode):
         # What it draws on a device, and which data it checks there, nobody sees.
         is_hidden = len(args) > 1 and isinstance(args[1], torch.Tensor) and not args[1].is_cpu
         self.uses_rng |= is_hidden and not region.is_guess  # a Triton kernel draws by the seed that it is given
-        self.limits_values |= is_hidden
+        self.dispatched.limits_values |= is_hidden
         self.uses_rng |= not torch.equal(before, torch.get_rng_state())
         if inside.names:
             self.give_up(
@@ -347,7 +338,7 @@ class EffectRecorder(OperatorMode):
                     outside[key] = tensor.detach()
         self.runs_custom = self.runs_custom or traits.is_custom
         if self._labels is not None:
-            self.operators.append(self._labels.operator(func, args, kwargs, keys, given))
+            self.dispatched.operators.append(self._labels.operator(func, args, kwargs, keys, given))
         shapes = []
         if kind is OperatorKind.WRITE:
             written = written_tensors(func, args, kwargs)
@@ -383,17 +374,16 @@ class EffectRecorder(OperatorMode):
 
     def _note_traits(self, traits: "_Traits", given: list[torch.Tensor], gives: list[torch.Tensor]) -> None:
         """Note what the operators tell of the program."""
-        self.groups_rows = self.groups_rows or traits.groups
+        told = self.dispatched
+        told.groups_rows |= traits.groups
         if traits.sums:
-            self.float_types.update(filter(_is_float, (tensor.dtype.to_real() for tensor in gives)))
-        self.limits_values = (
-            self.limits_values or traits.checks or (not traits.orders and _makes_integers(given, gives))
-        )
+            told.float_types.update(filter(_is_float, (tensor.dtype.to_real() for tensor in gives)))
+        told.limits_values |= traits.checks or (not traits.orders and _makes_integers(given, gives))
 
     def note_outputs(self, output: Any) -> None:
         """Note what the run gave back; call it while that is at hand."""
         if self._labels is not None:
-            self.outputs = self._labels.outputs(tensors_in(output)) or (object(),)
+            self.dispatched.outputs = self._labels.outputs(tensors_in(output)) or (object(),)
 
     def give_up(self, error: CaptureError) -> None:
         """Note that the run cannot be captured; raise that if the run must be undone."""

@@ -1,6 +1,6 @@
 """Makes an entry of a recording: which rows its outputs give, what it reads and writes, and what guards it."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from itertools import repeat
 from typing import Any
 
@@ -97,28 +97,15 @@ def grow_guard(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
 def find_program(attempt: CaptureAttempt) -> Program:
     """The operators of the run on the static inputs: the very program of a graph of another size that has the same."""
     request = attempt.request
-    made = program_of(attempt.warm_run, request.size, request.inputs.axes)
+    made = Program(attempt.warm_run.dispatched, request.size, request.inputs.axes)
     return next((peer.program for peer in request.peers if peer.program.is_like(made)), made)
-
-
-def program_of(run: EffectRecorder, rows: int, axes: Sequence[Axis]) -> Program:
-    """The program of a run of so many rows that kept its operators."""
-    return Program(
-        run.operators,
-        rows,
-        axes,
-        outputs=run.outputs,
-        limits_values=run.limits_values,
-        groups_rows=run.groups_rows,
-        float_types=run.float_types,
-    )
 
 
 def runs_program(entry: CUDAGraphEntry, run: EffectRecorder, arguments: Iterable[torch.Tensor], rows: int) -> bool:
     """Whether a run on so many ``rows``, which kept its operators, was of the entry's program, on the same memory."""
     given = set(map(storage_key, arguments))
     is_of_same = [key for key in run.outside if key not in given] == list(map(storage_key, entry.held))
-    return is_of_same and entry.program.computes_as(program_of(run, rows, entry.inputs.axes))
+    return is_of_same and entry.program.computes_as(Program(run.dispatched, rows, entry.inputs.axes))
 
 
 def _watch_breaks(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:

@@ -1,6 +1,7 @@
 """Compares the operators of two runs: labels stand for the memory that each run used, in the order of its use."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Self
 
@@ -13,6 +14,23 @@ from ..call.spec import is_tensor
 Operator = tuple[OpOverload, tuple[Any, ...], tuple[Any, ...]]
 """An operator with its arguments, in which the label of its memory stands for each tensor; and how each of its tensors
 lies there."""
+
+
+@dataclass
+class Dispatched:
+    """What a run told of its program; a run without labels tells no operators and no outputs."""
+
+    operators: list[Operator] = field(default_factory=list)
+    outputs: tuple[Any, ...] = ()
+    """The tensors that it gave back: their labels, and how they lie in their memory."""
+    limits_values: bool = False
+    """Whether it may fail for numbers unlike those of the batch: it checks data, or made integers or probabilities of
+    floating-point numbers. On a GPU such a failure ends the process's use of the device."""
+    groups_rows: bool = False
+    """Whether it multiplied groups of rows whose sizes are data, so that the bits of a row follow its group."""
+    float_types: set[torch.dtype] = field(default_factory=set)
+    """The floating-point types in which it added terms up: no later result is more exact than the coarsest."""
+
 
 _LENGTHS = frozenset(
     (

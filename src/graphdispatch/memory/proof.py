@@ -8,7 +8,7 @@ Verification       all of it for one graph, and the one policy: what it may serv
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product, starmap
@@ -23,7 +23,7 @@ from ..modes import EntryState
 from ..reasons import Reason
 from ..sizes import ROWS, Axis, lengths_of, pack
 from ..state.reads import IDENTITY, TENSOR_READERS
-from .labels import Operator, follows_batch, is_alike, is_same
+from .labels import Dispatched, follows_batch, is_alike, is_same
 
 MOST_COMPARED = 64
 """The largest size of which each number of rows, or each length, is compared with eager by itself."""
@@ -256,36 +256,22 @@ class Program:
     own. Fewer than two real rows and two of padding prove too little for others.
 
     Args:
-        operators: The operators of a run on the static inputs.
-        outputs: The tensors that it gave back: their labels, and how they lie in their memory.
+        run: What a run on the static inputs told of it.
         size: The rows of the run, padding included.
         axes: The dynamic dimensions of the batch.
-        limits_values: Whether they may fail for numbers unlike those of the batch.
-        groups_rows: Whether they multiply groups of rows whose sizes are data.
-        float_types: The floating-point types in which they add terms up.
     """
 
-    def __init__(
-        self,
-        operators: Sequence[Operator] = (),
-        size: int = 0,
-        axes: Sequence[Axis] = (ROWS,),
-        *,
-        outputs: Sequence[Any] = (),
-        limits_values: bool = False,
-        groups_rows: bool = False,
-        float_types: Collection[torch.dtype] = (),
-    ) -> None:
-        self._operators = operators
-        self._outputs = outputs
+    def __init__(self, run: Dispatched | None = None, size: int = 0, axes: Sequence[Axis] = (ROWS,)) -> None:
+        run = run or Dispatched()
+        self._operators, self._outputs = run.operators, run.outputs
         self._is_apart = False
-        self.limits_values = limits_values
-        self.groups_rows = groups_rows
-        self.float_types = float_types
+        self.limits_values = run.limits_values
+        self.groups_rows = run.groups_rows
+        self.float_types = run.float_types
         self._lengths = [axis.of(size) for axis in axes]
-        distinct = {func for func, *_ in operators}
+        distinct = {func for func, *_ in run.operators}
         kinds = {kind_of(func) for func in distinct}
-        self.computes = bool(operators) and kinds <= {OperatorKind.PURE, OperatorKind.VIEW, OperatorKind.RANDOM}
+        self.computes = bool(run.operators) and kinds <= {OperatorKind.PURE, OperatorKind.VIEW, OperatorKind.RANDOM}
         """Whether all that it does is to make tensors of others and views of them, and perhaps to draw numbers."""
         self.takes_any = all(kind_of(func) is OperatorKind.VIEW or is_total(func) for func in distinct)
         """Whether no number in a tensor can make it fail, such as an index out of range."""
