@@ -33,8 +33,6 @@ class EvictionReason(StrEnum):
     """``invalidate()`` declared it stale."""
     ASLEEP = "asleep"
     """``sleep()`` released all graphs."""
-    OUT_OF_MEMORY = "out_of_memory"
-    """A capture found no memory left on the device."""
     DROPPED = "dropped"
     """Its owner no longer needed it."""
 

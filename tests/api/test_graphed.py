@@ -42,7 +42,7 @@ def test_a_kind_whose_graph_was_evicted_makes_way() -> None:
     (group,) = step._graphs.groups.values()
     gone = weakref.ref(group.inputs)
     del group
-    for victim in step._graphs.cache.evict_one(EvictionReason.OUT_OF_MEMORY):
+    for victim in step._graphs.cache.retire(step.entries[0], EvictionReason.DROPPED):
         victim.release()
     del victim
     assert [reason(step, torch.randn(4, 5)) for _ in range(2)] == [Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW]

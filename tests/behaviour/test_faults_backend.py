@@ -16,7 +16,7 @@ from graphdispatch.engines import CUDAGraphManager
 from graphdispatch.errors import DeviceLostError, FallbackError
 from graphdispatch.memory.outputs import Outputs
 
-from ..helpers import AT_ONCE, Spy, check_rows, collector_off, make
+from ..helpers import AT_ONCE, check_rows, collector_off, make
 from .inject import Faults, Model, batch, nothing_left_behind
 
 OUT_OF_MEMORY = [
@@ -92,51 +92,16 @@ def test_strict_raises_with_the_cause(faults: Faults) -> None:
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["torch", "python", "allocator"])
 @pytest.mark.parametrize("point", ["begin", "end", "arena"])
-def test_out_of_memory_evicts_and_tries_once_more(faults: Faults, point: str, error: Any) -> None:
-    """The least recently used graph goes, the second try succeeds, and the call happens once."""
+def test_a_capture_without_memory_is_contained(faults: Faults, point: str, error: Any) -> None:
+    """The call happens once and has eager's answer; the size is quarantined with the reason, and other graphs stay."""
     model, step = settled("stateful", rows=5)
     faults.set(point, 1, error=error)
-    assert agrees(model, step, 3) is Reason.CAPTURED_NOW
-    assert [entry.size for entry in step.entries] == [3]
-    assert [eviction.reason for eviction in step.stats.last_evictions] == ["out_of_memory"]
-    assert [agrees(model, step, n) for n in (4, 5)] == [Reason.VERIFIED_NOW, Reason.EXACT]
-
-
-@pytest.mark.parametrize(("graphs", "tries"), [(0, 1), (2, 2)])
-def test_out_of_memory_for_good_runs_eagerly(faults: Faults, graphs: int, tries: int) -> None:
-    """Without a graph to evict there is no second try, and with many no third; one graph pays for it at most."""
-    model = Model("stateful")
-    step = model.serve(sizes=(3, 5, 7))
-    for rows in (5, 7)[:graphs]:
-        agrees(model, step, rows, rows=rows)
-    faults.set("end", *range(1, 9), error=torch.OutOfMemoryError)
-    assert agrees(model, step, 0) is Reason.OUT_OF_MEMORY
-    assert faults.visits["end"] == tries
-    assert len(step.entries) == max(graphs - 1, 0)
-    assert agrees(model, step, 1) is Reason.OUT_OF_MEMORY
-    assert faults.visits["end"] == tries
-
-
-def test_a_second_try_whose_call_raises_is_not_the_callers(faults: Faults) -> None:
-    """Its own call went well, so that it gets that answer."""
-    healthy = Spy([True])
-
-    def fickle(x: Tensor) -> Tensor:
-        if not healthy[0]:
-            raise ValueError("only once")
-        return x * 2
-
-    step = make(fickle, sizes=(3, 5))
-    step(torch.randn(5, 2))
-
-    def fail() -> BaseException:
-        healthy[0] = False
-        return MemoryError()
-
-    faults.set("end", 1, error=fail)
-    x = torch.randn(3, 2)
-    assert torch.equal(step(x), x * 2)
-    assert step.last_decision.reason is Reason.OUT_OF_MEMORY
+    assert agrees(model, step, 3) is Reason.OUT_OF_MEMORY
+    visits = faults.visits[point]
+    assert agrees(model, step, 4) is Reason.OUT_OF_MEMORY
+    assert faults.visits[point] == visits
+    assert [entry.size for entry in step.entries] == [5]
+    assert agrees(model, step, 5, rows=5) is Reason.EXACT
 
 
 @pytest.mark.parametrize("outputs", ["static", "view"])

@@ -50,16 +50,6 @@ def test_an_entry_in_a_replay_of_this_thread_stays() -> None:
     assert gone(cache.make_room()) == [first]
 
 
-def test_out_of_memory_costs_the_least_recently_used() -> None:
-    """``evict_one`` drops one graph though the limits hold, and not one in a replay of this thread."""
-    cache = GraphCache(10)
-    assert cache.evict_one(EvictionReason.OUT_OF_MEMORY) == []
-    inside, oldest, _ = filled(cache, 0, 0, 0)
-    inside.pool.replaying_on = get_ident()
-    (victim,) = cache.evict_one(EvictionReason.OUT_OF_MEMORY)
-    assert (victim.entry, victim.reason, len(cache)) == (oldest, EvictionReason.OUT_OF_MEMORY, 2)
-
-
 @pytest.mark.parametrize(
     ("fault", "told"),
     [

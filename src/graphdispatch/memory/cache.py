@@ -289,15 +289,6 @@ class GraphCache:
             self._entries[key] = entry
             return displaced + self._drop(choice.victims)
 
-    def evict_one(self, reason: EvictionReason) -> list[Victim]:
-        """Drop the least recently used entry that is in no replay of this thread, if there is one.
-
-        For a capture that ran out of memory although the limits hold.
-        """
-        with self._lock:
-            free = [key for key, entry in self._entries.items() if not entry.pool.is_inside_replay()]
-            return self._take(min(free, key=lambda key: self._rank(self._entries[key])), reason) if free else []
-
     def remove(self, key: Hashable) -> CUDAGraphEntry | None:
         """Drop one entry and return it for release; or None."""
         with self._lock:

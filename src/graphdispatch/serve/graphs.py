@@ -16,7 +16,7 @@ from ..capture.request import CaptureRequest, CaptureResult
 from ..config import CUDAGraphOptions
 from ..copying import make_rlock
 from ..descriptors import size_text
-from ..errors import BackendError, ConfigError, GraphDispatchError
+from ..errors import BackendError, ConfigError
 from ..memory.admission import Quarantine
 from ..memory.cache import GraphCache, MemoryReport, StateKey, Victim, bytes_of, memory_report
 from ..memory.entry import CUDAGraphEntry
@@ -364,8 +364,6 @@ class GraphSet:
         before, self._captured_on = self._captured_on, group.inputs
         try:
             result = capture_entry(request)
-            if result.reason is Reason.OUT_OF_MEMORY:
-                result = self._capture_with_less(request, result)
         finally:
             self._captured_on = before
         if result.reason is Reason.CAPTURE_WAITS:  # for a call whose run is watched
@@ -520,19 +518,6 @@ class GraphSet:
     def _trim(self) -> None:
         if self.cache.pool is not None:
             self.cache.pool.trim()
-
-    def _capture_with_less(self, request: CaptureRequest, failed: CaptureResult) -> CaptureResult:
-        """Release a graph and try once more, without effects: the caller has eager's answer."""
-        if not (victims := self.cache.evict_one(EvictionReason.OUT_OF_MEMORY)):
-            return failed
-        self.release(victims)
-        request.keep_effects = False
-        try:
-            return replace(capture_entry(request), answer=failed.answer)
-        except GraphDispatchError:
-            raise
-        except Exception:  # of the callable, which this caller must not get: its own call went well
-            return failed
 
     def _request(
         self, group: GraphGroup, values: Sequence[Any], rows: int, size: int, mode: CUDAGraphMode, keep_effects: bool
