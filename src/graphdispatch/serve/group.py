@@ -293,6 +293,22 @@ class GraphGroup:
                 sized[spec.position] = _with_order(spec.repeated(values[spec.position], rows, shift), spec.order)
         return sized
 
+    def varied(self, leaves: Sequence[Any], rows: int) -> list[Any]:
+        """Another batch, made of an example: its rows in turn, from the second one on, with other floating numbers.
+
+        Each number is up to a quarter larger or smaller, so that zeros and what is not finite stay; but a tensor of
+        zeros alone gets other numbers.
+        """
+        generator = torch.Generator().manual_seed(rows)
+        batch = self.resized(leaves, rows, shift=1)
+        for spec in self.inputs.specs:
+            if spec.dtype.is_floating_point and spec.dtype.itemsize > 1:
+                factor = 0.75 + torch.rand(spec.sized(rows), generator=generator, device="cpu") / 2
+                value = batch[spec.position] if spec.spans else batch[spec.position].clone()
+                factor = factor.to(spec.device, spec.dtype)
+                batch[spec.position] = value.mul_(factor) if bool(value.any()) else factor - 1
+        return batch
+
 
 def _with_order(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
     """The same values, with dimensions lying in memory from slowest to fastest as ``order`` says."""

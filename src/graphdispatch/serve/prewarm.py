@@ -21,8 +21,7 @@ from ..showing import html_table
 from ..sizes import lengths_of
 from .graphs import GraphSet, memory_of
 from .group import GraphGroup, Route
-from .other_batches import difference_on, varied
-from .server import Server
+from .server import Server, difference_on
 
 
 @dataclass(frozen=True)
@@ -225,9 +224,9 @@ def _compare(
 
     They are a second batch unless the example has nothing but integers, since its rows are repeated.
     """
-    other = varied(group, leaves, entry.size)
+    other = group.varied(leaves, entry.size)
     is_second = entry.differs(other)
-    if rows != entry.size and not entry.depends_on_padding(rows) and _tells(group, varied(group, leaves, rows), rows):
+    if rows != entry.size and not entry.depends_on_padding(rows) and _tells(group, group.varied(leaves, rows), rows):
         found = _compare_numbers(graphs, group, leaves, rows, entry, compares_all)
         if found is None and is_second:
             entry.passed()
@@ -270,7 +269,7 @@ def _compare_numbers(
     for number in (rows, *entry.compared.missing(rows, entry.size)):
         if number != rows and not (compares_all or (entry.proof is not None and entry.proof.needs_batches)):
             break
-        example = varied(group, leaves, number) if entry.compares(number) else None
+        example = group.varied(leaves, number) if entry.compares(number) else None
         if example is not None and _tells(group, example, number):
             found = difference_on(graphs, group, example, number, entry)
             if found is not None:
