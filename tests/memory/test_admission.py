@@ -8,7 +8,7 @@ import torch
 
 from graphdispatch import Graphed, Reason, graphed
 from graphdispatch.errors import ConfigError
-from graphdispatch.memory.admission import Admission
+from graphdispatch.memory.cache import Admission
 
 from ..helpers import Clock, check_rows, with_options
 

@@ -19,8 +19,7 @@ from ..config import CUDAGraphOptions, parse_mode
 from ..decide.decision import SizeTable
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, check_callable, check_count, check_type, shown
-from ..memory.admission import Admission
-from ..memory.cache import make_cache
+from ..memory.cache import Admission, make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..memory.replay import next_use
 from ..modes import CUDAGraphMode

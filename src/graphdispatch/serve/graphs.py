@@ -17,8 +17,7 @@ from ..config import CUDAGraphOptions
 from ..copying import make_rlock
 from ..descriptors import size_text
 from ..errors import BackendError, ConfigError
-from ..memory.admission import Quarantine
-from ..memory.cache import GraphCache, MemoryReport, StateKey, Victim, bytes_of, memory_report
+from ..memory.cache import GraphCache, MemoryReport, Quarantine, StateKey, Victim, bytes_of, memory_report
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..memory.outputs import OutputView, share_memory

@@ -14,7 +14,7 @@ from ..call.signature import Signature
 from ..call.spec import CallSpec, FlatCall
 from ..decide.decision import Decision, SizeTable, descriptor_of
 from ..descriptors import BatchDescriptor
-from ..memory.admission import Failure, Quarantine
+from ..memory.cache import Failure, Quarantine
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..memory.replay import ReplayPlan
