@@ -1,11 +1,14 @@
-"""What a batch *is* (``DispatchKey``) and what a graph *serves* (``BatchDescriptor``)."""
+"""What a batch *is* (``DispatchKey``), what a graph *serves* (``BatchDescriptor``), and what a step says of both."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Literal, NamedTuple
 
-from .errors import ConfigError, check_count
+from .errors import ConfigError, check_count, shown
+from .modes import CUDAGraphMode
 
-__all__ = ["BatchDescriptor", "DispatchKey", "create_dispatch_key", "get_padded_key", "size_text"]
+__all__ = ["BatchDescriptor", "DispatchKey", "create_dispatch_key", "cudagraph_context", "get_padded_key", "size_text"]
 
 
 class BatchDescriptor(NamedTuple):
@@ -117,3 +120,48 @@ def get_padded_key(key: DispatchKey, pad_to: int = 8) -> DispatchKey:
     seq_len = -(-key.max_seq_len // pad_to) * pad_to
     reqs = tokens if not key.is_prefill and key.num_reqs == key.num_tokens else key.num_reqs
     return DispatchKey(tokens, reqs, seq_len, key.is_prefill)
+
+
+# A context variable, so that each thread and each asyncio task has its own value.
+_CURRENT: ContextVar[tuple[CUDAGraphMode, BatchDescriptor | None] | None] = ContextVar(
+    "cudagraph_context", default=None
+)
+
+REAL_ROWS: ContextVar[int | None] = ContextVar("cudagraph_rows", default=None)
+"""How many rows of the current step's batch are real, if its caller padded it and said so, or None."""
+
+current_context = _CURRENT.get
+"""The mode and descriptor of the innermost ``cudagraph_context`` of this thread or task, or None."""
+
+
+@contextmanager
+def cudagraph_context(
+    mode: CUDAGraphMode, descriptor: BatchDescriptor | None = None, *, rows: int | None = None
+) -> Iterator[None]:
+    """Within the block, wrappers that are called without a mode and descriptor use ``mode`` and ``descriptor``.
+
+    Blocks nest. Each thread and each asyncio task has its own blocks.
+
+    Args:
+        mode: A runtime mode: ``NONE``, ``PIECEWISE`` or ``FULL``.
+        descriptor: What the graph serves; needed unless ``mode`` is ``NONE``.
+        rows: How many rows of the padded batch are real; comparisons with eager leave out the others. None: all.
+
+    Raises:
+        ConfigError: The mode is no runtime mode, a graph mode has no descriptor, or the descriptor has fewer rows.
+    """
+    if mode not in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
+        raise ConfigError(f"mode must be NONE, PIECEWISE or FULL for one step, got {shown(mode)}")
+    if mode is not CUDAGraphMode.NONE and not isinstance(descriptor, BatchDescriptor):
+        raise ConfigError(f"descriptor must be a BatchDescriptor in mode {mode.name}, got {shown(descriptor)}")
+    most = descriptor.num_tokens if descriptor is not None else 0
+    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or not 1 <= rows <= most):
+        raise ConfigError(
+            f"rows must be how many of the descriptor's {most} tokens are real, from 1 on, or None; got {shown(rows)}"
+        )
+    token, rows_token = _CURRENT.set((mode, descriptor)), REAL_ROWS.set(rows)
+    try:
+        yield
+    finally:
+        REAL_ROWS.reset(rows_token)
+        _CURRENT.reset(token)

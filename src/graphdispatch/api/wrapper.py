@@ -12,12 +12,11 @@ import torch
 
 from ..backends import Backend, Pool
 from ..backends.tracing import untraced
-from ..call.context import current_context
 from ..call.rules import ArgumentRules
 from ..call.signature import Refusal
 from ..config import CUDAGraphOptions, parse_mode
 from ..decide.decision import SizeTable
-from ..descriptors import BatchDescriptor
+from ..descriptors import BatchDescriptor, current_context
 from ..errors import ConfigError, check_callable, check_count, check_type, shown
 from ..memory.cache import Admission, make_cache
 from ..memory.entry import CUDAGraphEntry

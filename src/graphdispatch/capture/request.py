@@ -11,11 +11,10 @@ from torch import nn
 
 from ..backends.base import Backend, Pool
 from ..backends.operators import storage_key
-from ..call.context import REAL_ROWS
 from ..call.signature import Signature
 from ..call.spec import FlatCall
 from ..config import CUDAGraphOptions
-from ..descriptors import BatchDescriptor
+from ..descriptors import REAL_ROWS, BatchDescriptor
 from ..errors import CaptureError, GraphDispatchError, ReplayError, VerificationError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs

@@ -4,12 +4,12 @@ from ..api.manager import CUDAGraphManager as CUDAGraphManager
 from ..api.manager import CUDAGraphRegistry as CUDAGraphRegistry
 from ..api.wrapper import AdaptiveCUDAGraphWrapper as AdaptiveCUDAGraphWrapper
 from ..api.wrapper import CUDAGraphWrapper as CUDAGraphWrapper
-from ..call.context import cudagraph_context as cudagraph_context
 from ..config import CUDAGraphConfig as CUDAGraphConfig
 from ..config import CUDAGraphOptions as CUDAGraphOptions
 from ..descriptors import BatchDescriptor as BatchDescriptor
 from ..descriptors import DispatchKey as DispatchKey
 from ..descriptors import create_dispatch_key as create_dispatch_key
+from ..descriptors import cudagraph_context as cudagraph_context
 from ..descriptors import get_padded_key as get_padded_key
 from ..memory.entry import CUDAGraphEntry as CUDAGraphEntry
 from ..memory.entry import GraphEntry as GraphEntry
