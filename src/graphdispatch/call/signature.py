@@ -15,7 +15,7 @@ import torch
 
 from ..native.bound import CORE
 from ..reasons import Reason
-from ..sizes import HIDDEN, ROWS, Axis, lengths_of, pack
+from ..sizes import HIDDEN, ROWS, Axis, pack
 from .rules import ArgumentRules, Pad
 from .spec import Leaf, describe, is_tensor
 
@@ -200,12 +200,6 @@ class Signature:
             self._known,
         )  # fmt: skip
 
-    def rows_of_example(self, values: Sequence[Any]) -> int:
-        """What is kept of a call, so that further sizes can be captured from it: two rows, and all along other
-        dimensions."""
-        rows, *lengths = lengths_of(self.axes, self.match(values))
-        return pack(self.axes, [2 if rows else 0, *lengths])
-
     def match(self, values: Sequence[Any]) -> int:
         """The rows of a call that fits (1 if it has no batch dimension), else ``NO_MATCH``.
 
@@ -309,8 +303,6 @@ def refusal(
     if len({tensor.device for _, tensor in tensors}) > 1:
         on = ", ".join(f"{leaf.path!r} on {tensor.device}" for leaf, tensor in tensors)
         return Refusal(Reason.DEVICES_DISAGREE, f"arguments are on different devices: {on}")
-    if not tensors and rules.dynamic:
-        return no_tensors(leaves, values)
     if tensors and tensors[0][1].device.type != device.type:
         return Refusal(Reason.DEVICE_UNSUPPORTED, f"the arguments are on {tensors[0][1].device}, not on {device}")
     extents: dict[str, dict[str, int]] = {}

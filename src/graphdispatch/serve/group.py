@@ -177,7 +177,8 @@ class GraphGroup:
     past_replays: int = 0
     """The replays of entries that are gone."""
     example: list[Any] = field(default_factory=list)
-    """The values of a call of two rows; empty if none is kept."""
+    """The values of a call of two rows, so that further sizes can be captured when none is under way; empty if none is
+    kept."""
     missed_at: int = 0
     """When the latest call took the slow path, in uses (``next_use``)."""
     hits: Hits = field(init=False)
@@ -280,10 +281,6 @@ class GraphGroup:
         """Say aloud that a graph which has served calls is wrong: their answers may have been wrong too."""
         shapes = ", ".join(f"{spec.name} {spec.sized(rows)} {spec.dtype}" for spec in self.inputs.specs)
         _log.warning("%r served calls and no longer agrees with eager: %s; inputs: %s", entry, detail, shapes)
-
-    def keep_example(self, values: Sequence[Any]) -> None:
-        """Keep two rows of a call, so that further sizes can be captured when none is under way."""
-        self.example = self.resized(values, self.signature.rows_of_example(values))
 
     def resized(self, values: Sequence[Any], rows: int, *, shift: int = 0) -> list[Any]:
         """The example's rows repeated, from row ``shift`` on, until there are ``rows`` of them."""

@@ -18,7 +18,7 @@ from ..memory.replay import next_use
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..showing import html_table
-from ..sizes import lengths_of
+from ..sizes import lengths_of, pack
 from .graphs import GraphSet, memory_of
 from .group import GraphGroup, Route
 from .server import Server, difference_on
@@ -99,7 +99,7 @@ def prewarm(
     run = _Prewarm(server, max_seconds, compares_all=compare == "all")
     graphs.refresh()
     with paused_collector(graphs.options.gc_disable):
-        group, leaves = _example(server, route, args, kwargs)
+        group, leaves, rows = _example(server, route, args, kwargs)
         wanted = sorted(route.table.checked(sizes), reverse=True) if group.signature.has_rows else [1]
         missing = []
         for size in wanted:
@@ -118,7 +118,8 @@ def prewarm(
             graphs.refresh()
             run.capture(group, leaves, unfit)
     if group.signature.has_rows and any(graphs.current(group, size) is None for size in route.table.sizes):
-        group.keep_example(leaves)
+        axes = group.inputs.axes
+        group.example = group.resized(leaves, pack(axes, [2, *lengths_of(axes, rows)[1:]]))
     lacking = [size for size in wanted if graphs.current(group, size) is None]
     for key in [(mode, size) for size in lacking if (mode, size) not in run.left_out]:  # a later capture displaced it
         run.left_out[key], run.reasons[key] = Reason.CACHE_FULL.text, Reason.CACHE_FULL
@@ -189,16 +190,16 @@ def check_open(server: Server, route: Route) -> None:
 
 def _example(
     server: Server, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[GraphGroup, Sequence[Any]]:
+) -> tuple[GraphGroup, Sequence[Any], int]:
     found = server.graphs.find(route, args, kwargs)
     if isinstance(found, Refusal):
         why = Decision.eager(found.reason, detail=found.detail)
         raise ConfigError(f"prewarm cannot capture from this example: {why.explain()}")
-    group, leaves, rows = found
+    group, _, rows = found
     if not all(lengths_of(group.inputs.axes, rows)):
         raise ConfigError(f"prewarm cannot capture from this example: {group.decide(rows).explain()}")
     server.graphs.give_way(group)  # it shall not wait, since its example may be kept for later captures
-    return group, leaves
+    return found
 
 
 def capture_checked(
