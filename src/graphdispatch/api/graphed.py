@@ -30,8 +30,6 @@ from ..serve.server import Server
 from .lifecycle import Lifecycle
 from .options import make_table, read_mode, read_options, read_rules, read_sizes
 
-__all__ = ["Graphed", "attach", "graphed"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -12,8 +12,6 @@ from ..stats import EvictionReason
 if TYPE_CHECKING:
     from ..report import GraphTable, Report
 
-__all__ = ["Lifecycle"]
-
 
 class Lifecycle(MadeAnew):
     """Graphs that can be invalidated, put to sleep and woken, frozen and unfrozen. Thread-safe."""

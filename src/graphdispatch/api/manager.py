@@ -32,8 +32,6 @@ from ..stats import EvictionReason
 from .lifecycle import Lifecycle
 from .named_inputs import Shapes, as_arrays, as_tensors, batch_dims, check_inputs, check_outputs, make_example
 
-__all__ = ["CUDAGraphManager", "CUDAGraphRegistry"]
-
 _MOST_WAITING = 8  # callables that have no graph
 
 

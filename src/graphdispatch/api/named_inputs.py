@@ -11,10 +11,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..call.spec import is_tensor
 from ..errors import ConfigError, check_type, shown
 
-__all__ = [
-    "Shapes", "as_arrays", "as_tensors", "batch_dims", "check_inputs", "check_outputs", "make_example",
-]  # fmt: skip
-
 Shapes = Mapping[str, Sequence[int]]
 _ARRAYS = (np.ndarray, np.memmap)  # a masked array would lose its mask
 

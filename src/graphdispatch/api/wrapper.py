@@ -28,8 +28,6 @@ from ..serve.server import Server
 from ..stats import CUDAGraphStats
 from .lifecycle import Lifecycle
 
-__all__ = ["AdaptiveCUDAGraphWrapper", "CUDAGraphWrapper"]
-
 
 class CUDAGraphWrapper(Lifecycle):
     """Captures ``runnable`` the first time that a descriptor comes in ``runtime_mode``, and replays it from then on.

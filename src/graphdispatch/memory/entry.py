@@ -29,8 +29,6 @@ from .proof import Verification
 from .replay import ReplayPlan, ReplayStage, next_use
 from .windows import WINDOWS
 
-__all__ = ["CUDAGraphEntry", "GraphEntry", "WrittenSpans"]
-
 _MOST_PLANS = 8192
 _BY_FRONT_END = "serve the batch through the wrapper, manager or dispatcher that has the graph"
 

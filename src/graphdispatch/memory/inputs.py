@@ -20,8 +20,6 @@ from ..call.signature import InputSpec
 from ..copying import renew_in_child
 from ..sizes import ROWS, Axis, lengths_of, pack
 
-__all__ = ["StaticInputs"]
-
 _CONSTANT_AFTER = 16
 _MOST_PREPARED = 4096  # batches and sizes whose copies and padding are kept prepared
 

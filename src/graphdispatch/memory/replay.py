@@ -20,8 +20,6 @@ from .windows import WINDOWS, storages_of
 if TYPE_CHECKING:
     from .entry import CUDAGraphEntry
 
-__all__ = ["ReplayPlan", "ReplayStage", "next_use"]
-
 ReplayStage: TypeAlias = Literal["load", "run", "take"]
 """What a replay is doing: copying rows in, running the graph, or handing the outputs out."""
 
