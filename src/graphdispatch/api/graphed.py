@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
 from os import PathLike
 from types import MethodType
-from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -30,21 +30,13 @@ from ..serve.server import Server
 from .lifecycle import Lifecycle
 from .options import make_table, read_mode, read_options, read_rules, read_sizes
 
+if TYPE_CHECKING:
+    from ..plan.plan import Plan
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _MOST_SIGNATURES = 32
-
-
-class SizePlan(Protocol):
-    """What has chosen sizes, such as a ``Plan``."""
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The sizes of all modes, increasing."""
-
-    def sizes_of(self, mode: CUDAGraphMode) -> tuple[int, ...]:
-        """The sizes of the graphs of a runtime mode, increasing; none if it was not planned for."""
 
 
 def graphed(
@@ -54,7 +46,7 @@ def graphed(
     pad: Mapping[str, Any] | None = None,
     static: Iterable[str] = (),
     max_size: int | None = None,
-    sizes: str | Sequence[int] | SizePlan | PathLike[str] = "auto",
+    sizes: "str | Sequence[int] | Plan | PathLike[str]" = "auto",
     mode: str | CUDAGraphMode = "FULL",
     outputs: str | None = None,
     strict: bool = False,

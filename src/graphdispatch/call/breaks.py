@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
-from typing import Any, TypeGuard, TypeVar, overload
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import nn
@@ -16,8 +16,7 @@ from torch import nn
 from ..errors import ConfigError, shown
 from .rules import callable_name
 
-F = TypeVar("F", bound=Callable[..., Any])
-M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T")
 
 ORIGINAL = "_graphdispatch_unbroken"
 """The attribute by which a marked function keeps the one that it stands for."""
@@ -61,22 +60,7 @@ BREAK_CODE = next(constant for constant in as_break.__code__.co_consts if isinst
 """The code that runs around every break, by which a trace of the interpreter knows one."""
 
 
-@overload
-def eager_break(target: M, *more: str) -> M:
-    """Mark a module, or methods of it, in place."""
-
-
-@overload
-def eager_break(target: F) -> F:
-    """Mark a function, as a decorator."""
-
-
-@overload
-def eager_break(target: str, *more: str) -> None:
-    """Mark operators by their names."""
-
-
-def eager_break(target: Any, *more: Any) -> Any:
+def eager_break(target: T, *more: str) -> T:
     """Mark a part that runs eagerly in PIECEWISE captures.
 
     The marked part may do what no graph can, such as reading values back or using changing metadata. Outside of
@@ -100,33 +84,34 @@ def eager_break(target: Any, *more: Any) -> Any:
             operators, further names.
 
     Returns:
-        The marked function, the same module, or None for operators. ``remove_eager_break`` takes back the marks of
-            modules and operators.
+        The marked function, the same module, or the name of the operator. ``remove_eager_break`` takes back the marks
+            of modules and operators.
 
     Raises:
         ConfigError: ``target`` is none of these.
     """
-    if type(target) is str:
-        for name in (target, *more):
+    given: Any = target
+    if type(given) is str:
+        for name in (given, *more):
             namespace, _, rest = name.partition("::")
             if not rest or not hasattr(getattr(torch.ops, namespace), rest.split(".")[0]):
                 raise ConfigError(f"operator {name!r} is unknown to torch; write 'namespace::name', as 'aten::nonzero'")
-        BREAKS.update((target, *more))
-        return None
-    if is_module(target):
+        BREAKS.update((given, *more))
+        return target
+    if is_module(given):
         methods = more or ("forward",)
         for method in methods:
-            found = getattr(target, method, None) if type(method) is str else None
+            found = getattr(given, method, None) if type(method) is str else None
             if not callable(found) or is_module(found):
                 raise ConfigError(f"eager_break takes names of methods of the module, got {shown(method)}")
         for method in methods:
-            _mark(target, method)
+            _mark(given, method)
         return target
     if more:
         raise ConfigError("eager_break takes one function, one module with names of its methods, or names of operators")
-    if callable(target):
-        return target if is_break(target) else as_break(target, callable_name(target))
-    raise ConfigError(f"eager_break takes a function, a module or names of operators, got {shown(target)}")
+    if callable(given):
+        return target if is_break(given) else cast("T", as_break(given, callable_name(given)))
+    raise ConfigError(f"eager_break takes a function, a module or names of operators, got {shown(given)}")
 
 
 def _mark(module: nn.Module, method: str) -> None:
