@@ -268,16 +268,27 @@ class GraphSet:
 
         Raises ``ConfigError`` for rules that do not fit the call.
         """
-        call = FlatCall(self.fn, spec, values)
+        call, entry = FlatCall(self.fn, spec, values), route.entry
         leaves = call.flatten(values)
         assert leaves is not None
-        if route.entry is not None:
-            return self._adopt(key, route, route.entry, call, leaves)
-        signature = self._learn_signature(route, call, leaves)
-        if isinstance(signature, Refusal):
-            return signature
-        capacity = route.table.largest if signature.has_rows else 1
-        return self._add_group(key, route, call, signature, self._shared_inputs(signature, capacity)), leaves
+        if entry is None:
+            signature = self._learn_signature(route, call, leaves)
+            if isinstance(signature, Refusal):
+                return signature
+            inputs = self._shared_inputs(signature, route.table.largest if signature.has_rows else 1)
+        elif entry.signature.match(leaves) >= 0:
+            signature, inputs = entry.signature, entry.inputs
+        elif isinstance(entry.signature, ForeignSignature):
+            return Refusal(Reason.ADDRESS_CHANGED, "")
+        else:
+            return Refusal(Reason.ARGUMENTS_CHANGED, entry.mismatch(leaves))
+        if (known := self.groups.get(key)) is not None:  # of a forgotten route, which another thread's call still had
+            self.forget(known)
+        group = GraphGroup(key, route, call, signature, inputs, Quarantine(self.options.max_failures))
+        self.groups[key] = group
+        if entry is not None:
+            group.keep(entry)
+        return group, leaves
 
     def _learn_signature(self, route: Route, call: FlatCall, leaves: list[Any]) -> Signature | Refusal:
         """The signature of a call, by the rules of its route; chooses the backend if there is none yet."""
@@ -295,28 +306,6 @@ class GraphSet:
         rules.check_names(self.fn, call)
         why_not = refusal(call.leaves, leaves, rules, cache.backend.device)
         return why_not if why_not is not None else Signature(call.leaves, leaves, rules, cache.backend.device)
-
-    def _adopt(
-        self, key: Hashable, route: Route, entry: CUDAGraphEntry, call: FlatCall, leaves: list[Any]
-    ) -> tuple[GraphGroup, list[Any]] | Refusal:
-        """A group around the graph of somebody else, for calls that fit it."""
-        if entry.signature.match(leaves) < 0:
-            if isinstance(entry.signature, ForeignSignature):
-                return Refusal(Reason.ADDRESS_CHANGED, "")
-            return Refusal(Reason.ARGUMENTS_CHANGED, entry.mismatch(leaves))
-        group = self._add_group(key, route, call, entry.signature, entry.inputs)
-        group.keep(entry)
-        return group, leaves
-
-    def _add_group(
-        self, key: Hashable, route: Route, call: FlatCall, signature: Any, inputs: StaticInputs
-    ) -> GraphGroup:
-        """A new group without graphs, on ``inputs``."""
-        if (known := self.groups.get(key)) is not None:  # of a forgotten route, which another thread's call still had
-            self.forget(known)
-        failures = Quarantine(self.options.max_failures)
-        group = self.groups[key] = GraphGroup(key, route, call, signature, inputs, failures)
-        return group
 
     def give(self, answer: Any, *given: Any) -> Any:
         """What an eager step returned of what it was given, as a hit would hand it out. Needs no lock.
