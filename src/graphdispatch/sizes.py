@@ -85,9 +85,6 @@ class Extents(int):
     def __str__(self) -> str:
         return extents_text(self.axes, self)
 
-    def __format__(self, spec: str) -> str:
-        return format(str(self) if not spec or spec[-1] == "s" else int(self), spec)
-
 
 def pack(axes: Sequence[Axis], lengths: Sequence[int]) -> int:
     """The number of a batch with these extents, one for each axis: its rows, if these are the only axis."""
