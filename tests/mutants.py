@@ -35,7 +35,7 @@ LIMIT_S = 300.0
 
 _FOOTGUNS = "tests/behaviour/test_footguns_{}.py"
 TABLE: dict[str, list[str]] = {
-    "decide/decision": ["tests/decide", "tests/vocabulary"],
+    "decide": ["tests/decide", "tests/vocabulary"],
     "engines/keys": ["tests/engines/test_key_dispatcher.py", "tests/property/test_tables.py"],
     "call/signature": [
         *("tests/call", "tests/serve/test_refused_calls.py", "tests/api"),

@@ -14,7 +14,7 @@ from .call.breaks import remove_eager_break as remove_eager_break
 from .call.rules import Dim as Dim
 from .call.rules import Pad as Pad
 from .config import CUDAGraphOptions as CUDAGraphOptions
-from .decide.decision import Decision as Decision
+from .decide import Decision as Decision
 from .engines import *  # noqa: F403
 from .errors import CaptureError as CaptureError
 from .errors import ConfigError as ConfigError

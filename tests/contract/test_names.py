@@ -57,7 +57,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = engines.nothing  # type: ignore[attr-defined]
 
 
-WITHOUT_TORCH = ["cli", "config", "decide.decision", "engines.policies", "errors", "plan", "sizes", "stats", "testing"]
+WITHOUT_TORCH = ["cli", "config", "decide", "engines.policies", "errors", "plan", "sizes", "stats", "testing"]
 
 
 @pytest.mark.parametrize("module", ["graphdispatch", *(f"graphdispatch.{name}" for name in WITHOUT_TORCH)])

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphdispatch import CUDAGraphMode, Decision, Reason
-from graphdispatch.decide.decision import Memo, SizeTable
+from graphdispatch.decide import Memo, SizeTable
 from graphdispatch.engines import BatchDescriptor
 from graphdispatch.sizes import Extents, axes_of, pack
 

@@ -18,7 +18,7 @@ from ..backends import get_backend
 from ..backends.tracing import compiler_at_work, untraced
 from ..call.rules import ArgumentRules, Dim, callable_name, make_rules
 from ..config import CUDAGraphConfig, CUDAGraphOptions, parse_mode, roomy_config
-from ..decide.decision import Decision, SizeTable
+from ..decide import Decision, SizeTable
 from ..errors import ConfigError, shown
 from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry

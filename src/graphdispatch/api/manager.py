@@ -15,7 +15,7 @@ from ..backends.tracing import untraced
 from ..call.rules import ArgumentRules
 from ..config import CUDAGraphConfig, parse_mode
 from ..copying import make_lock
-from ..decide.decision import Decision, SizeTable
+from ..decide import Decision, SizeTable
 from ..errors import ConfigError, GuardError, ReplayError, check_callable, check_count, shown
 from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry

@@ -15,7 +15,7 @@ from ..backends.tracing import untraced
 from ..call.rules import ArgumentRules
 from ..call.signature import Refusal
 from ..config import CUDAGraphOptions, parse_mode
-from ..decide.decision import SizeTable
+from ..decide import SizeTable
 from ..descriptors import BatchDescriptor, current_context
 from ..errors import ConfigError, check_callable, check_count, check_type, shown
 from ..memory.cache import Admission, make_cache

@@ -13,7 +13,7 @@ from ..backends import get_backend
 from ..backends.base import Stopwatch
 from ..backends.tracing import untraced
 from ..copying import MadeAnew, make_lock
-from ..decide.decision import Decision
+from ..decide import Decision
 from ..descriptors import DispatchKey, create_dispatch_key
 from ..errors import CaptureError, ConfigError, ReplayError, check_callable, check_count, check_type, shown
 from ..memory.entry import CUDAGraphEntry

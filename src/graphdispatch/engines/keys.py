@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..copying import MadeAnew, Unlocked, make_lock
-from ..decide.decision import Decision, Memo
+from ..decide import Decision, Memo
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, FallbackError, check_count, check_type, shown
 from ..modes import CUDAGraphMode

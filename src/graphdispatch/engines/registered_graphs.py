@@ -25,7 +25,7 @@ from ..call.signature import ForeignSignature
 from ..call.spec import is_tensor
 from ..config import CUDAGraphOptions
 from ..copying import NotCopied, make_lock
-from ..decide.decision import Decision, Memo, SizeTable
+from ..decide import Decision, Memo, SizeTable
 from ..descriptors import BatchDescriptor, DispatchKey
 from ..errors import ConfigError, ReplayError, check_type, shown
 from ..memory.cache import GraphCache

@@ -20,7 +20,7 @@ from ..backends.tracing import untraced
 from ..call.spec import is_tensor
 from ..config import CUDAGraphOptions
 from ..copying import NotCopied, renew_in_child
-from ..decide.decision import Decision
+from ..decide import Decision
 from ..descriptors import DispatchKey
 from ..errors import BackendError, ConfigError, check_count
 from ..memory.entry import CUDAGraphEntry

@@ -15,7 +15,7 @@ from ..call.rules import graph_name
 from ..call.signature import ForeignSignature, InputSpec, Signature
 from ..call.spec import FlatCall, is_tensor
 from ..copying import NotCopied
-from ..decide.decision import HIDDEN_ROW
+from ..decide import HIDDEN_ROW
 from ..descriptors import BatchDescriptor, size_text
 from ..errors import GuardError, ReplayError, error_of_signal
 from ..modes import CUDAGraphMode, EntryState

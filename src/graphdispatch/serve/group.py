@@ -12,7 +12,7 @@ import torch
 from ..call.rules import ArgumentRules
 from ..call.signature import Signature
 from ..call.spec import CallSpec, FlatCall
-from ..decide.decision import Decision, SizeTable, descriptor_of
+from ..decide import Decision, SizeTable, descriptor_of
 from ..descriptors import BatchDescriptor
 from ..memory.cache import Failure, Quarantine
 from ..memory.entry import CUDAGraphEntry

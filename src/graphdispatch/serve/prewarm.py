@@ -10,7 +10,7 @@ import torch
 from ..call.signature import Refusal
 from ..capture.collector import paused_collector
 from ..capture.request import CaptureResult
-from ..decide.decision import Decision
+from ..decide import Decision
 from ..errors import CaptureError, ConfigError, FallbackError, shown
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry

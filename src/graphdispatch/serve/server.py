@@ -32,7 +32,7 @@ from ..call.signature import Refusal
 from ..call.spec import leaves_of
 from ..capture.request import CaptureResult
 from ..config import CUDAGraphOptions
-from ..decide.decision import Decision, SizeTable
+from ..decide import Decision, SizeTable
 from ..errors import FallbackError, GraphDispatchError, ReplayError, error_of_signal
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry

@@ -4,12 +4,12 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from ..config import CUDAGraphConfig
-from ..descriptors import BatchDescriptor
-from ..errors import ConfigError, shown
-from ..modes import CUDAGraphMode
-from ..reasons import Reason
-from ..sizes import HIDDEN, ROWS, Axis, Extents, cells_of, lengths_of, pack
+from .config import CUDAGraphConfig
+from .descriptors import BatchDescriptor
+from .errors import ConfigError, shown
+from .modes import CUDAGraphMode
+from .reasons import Reason
+from .sizes import HIDDEN, ROWS, Axis, Extents, cells_of, lengths_of, pack
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
