@@ -156,7 +156,7 @@ class CUDAGraphWrapper(Lifecycle):
             ConfigError: It is no ``BatchDescriptor``.
         """
         check_type("descriptor", descriptor, BatchDescriptor, "a BatchDescriptor")
-        return self._graph_cache.get((descriptor, 1))
+        return next((entry for entry in self._graph_cache if entry.descriptor == descriptor), None)
 
     def get_stats(self) -> CUDAGraphStats:
         """What happened so far; calls in other modes are not counted."""

@@ -121,13 +121,6 @@ def _row(entry: CUDAGraphEntry) -> EntryMemory:
     return EntryMemory(entry.size, entry.mode.name, entry.nbytes - driver, driver, entry.outputs.nbytes)
 
 
-class StateKey(NamedTuple):
-    """The key of a further entry of ``key``, captured in another state of the callable; ``number`` is unique."""
-
-    key: Hashable
-    number: int
-
-
 class Victim(NamedTuple):
     """An entry that has left its cache and is to be released, outside of the cache's lock."""
 

@@ -17,7 +17,7 @@ from ..config import CUDAGraphOptions
 from ..copying import make_rlock
 from ..descriptors import size_text
 from ..errors import BackendError, ConfigError
-from ..memory.cache import GraphCache, MemoryReport, Quarantine, StateKey, Victim, bytes_of, memory_report
+from ..memory.cache import GraphCache, MemoryReport, Quarantine, Victim, bytes_of, memory_report
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..memory.outputs import OutputView, share_memory
@@ -369,11 +369,10 @@ class GraphSet:
             _log.warning("%s: %s", callable_name(self.fn), Health.of(self.stats))
         told = callable_name(self.fn), entry.mode.name, entry.size, entry.capture_time_ms
         _log.info("captured callable=%s mode=%s rows=%s ms=%.1f", *told)
-        entry.place, entry.stats = (group.key, entry.size), self.stats
-        self.cache.admission.forget(entry.place)
-        is_further = group.current(entry.size) is None  # else it takes the place of the one of the same state
-        if is_further and entry.place in (other.place for other in group.of_size(entry.size)):
-            entry.place = StateKey(entry.place, next(self._states))
+        self.cache.admission.forget((group.key, entry.size))
+        replaced = group.current(entry.size)  # of the same state
+        entry.place = replaced.place if replaced is not None else (group.key, entry.size, next(self._states))
+        entry.stats = self.stats
         for other in self.entries():
             guard, known = entry.guard, other.guard
             if guard is not None and known is not None and known is not guard and known.reads_like(guard):
