@@ -16,7 +16,7 @@ from ..capture.request import CaptureRequest, CaptureResult
 from ..config import CUDAGraphOptions
 from ..copying import make_rlock
 from ..descriptors import size_text
-from ..errors import BackendError, ConfigError
+from ..errors import BackendError, ConfigError, GraphDispatchError, error_of_signal
 from ..memory.cache import GraphCache, MemoryReport, Quarantine, Victim, bytes_of, memory_report
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
@@ -410,6 +410,45 @@ class GraphSet:
                 self.cache.remove(entry.place)
                 entry.release()
         return result
+
+    def compare(self, group: GraphGroup, values: Sequence[Any], rows: int, entry: CUDAGraphEntry) -> CaptureResult:
+        """Compare a graph with eager on a call's batch.
+
+        A batch of zeros cannot show that the code takes another branch for so many rows; then another one is made of
+        it.
+        """
+        result = self.verify(group, values, rows, entry)
+        if entry.depends_on_padding(rows):
+            return result
+        was_dull = rows != entry.size and not entry.compared.covers(rows, entry.size)
+        found = self.settle(group, values, rows, entry) if was_dull and result.entry is not None else None
+        return result if found is None else replace(found, answer=result.answer)
+
+    def settle(
+        self, group: GraphGroup, values: Sequence[Any], rows: int, entry: CUDAGraphEntry
+    ) -> CaptureResult | None:
+        """Compare a graph on another batch made of one: all calls were alike, or this one cannot tell. What found a
+        difference, or None. Nothing is compared where none can be made, or the callable raises for it."""
+        if self.cache.is_frozen:
+            return None
+        try:
+            batch = group.varied(values, rows)
+            return self.difference_on(group, batch, rows, entry) if entry.differs(batch) else None
+        except GraphDispatchError:
+            raise
+        except Exception as error:
+            if error_of_signal(error) is not None:
+                raise
+            _log.debug("%r was not compared on another batch: %s", entry, error)
+            return None
+
+    def difference_on(
+        self, group: GraphGroup, batch: Sequence[Any], rows: int, entry: CUDAGraphEntry
+    ) -> CaptureResult | None:
+        """Compare a graph with eager on a batch that no call brought: what found a difference, or None. Leaves no
+        effects, and raises what the callable raises."""
+        result = self.verify(group, batch, rows, entry, keep_effects=False)
+        return result if result.entry is None else None
 
     def release(self, victims: Sequence[Victim]) -> None:
         """Let go of entries that left the cache; waits for calls that use them.

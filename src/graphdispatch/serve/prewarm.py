@@ -21,7 +21,7 @@ from ..showing import html_table
 from ..sizes import lengths_of, pack
 from .graphs import GraphSet, memory_of
 from .group import GraphGroup, Route
-from .server import Server, difference_on
+from .server import Server
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class _Prewarm:
                 self.left_out[key], self.reasons[key] = Reason.CACHE_FULL.text, Reason.CACHE_FULL
                 continue
             rows = table.min_batch_of(size) if group.signature.has_rows else 1
-            result = capture_checked(self._server, group, leaves, rows, size, compares_all=self._compares_all)
+            result = self._capture_checked(group, leaves, rows, size)
             self.left_out.pop(key, None)
             self.reasons.pop(key, None)
             self._latest_s = time.perf_counter() - begun
@@ -160,6 +160,36 @@ class _Prewarm:
                 self.left_out[key], self.reasons[key] = result.detail, result.reason
             else:
                 self._latest_bytes = result.entry.nbytes
+
+    def _capture_checked(self, group: GraphGroup, leaves: Sequence[Any], rows: int, size: int) -> CaptureResult:
+        """Capture one size from a full batch, and compare it on another one of ``rows`` rows, the fewest that it
+        serves, and perhaps on every further number of rows, up to ``MOST_COMPARED``.
+
+        Raises ``FallbackError`` with ``strict``.
+        """
+        result = self._server.graphs.capture(group, group.resized(leaves, size), size, size, keep_effects=False)
+        if result.entry is not None and result.entry.state is EntryState.CAPTURED:
+            result = self._compare(group, leaves, rows, result.entry) or result
+        if result.entry is None and self._server.strict:
+            raise FallbackError(f"prewarm could not capture {size} rows: {result.detail}", result.reason)
+        return result
+
+    def _compare(
+        self, group: GraphGroup, leaves: Sequence[Any], rows: int, entry: CUDAGraphEntry
+    ) -> CaptureResult | None:
+        """Compare a new graph with eager on other batches made of the example; what found a difference, or None.
+
+        They are a second batch unless the example has nothing but integers, since its rows are repeated.
+        """
+        graphs, other = self._server.graphs, group.varied(leaves, entry.size)
+        is_second = entry.differs(other)
+        is_padded = rows != entry.size and not entry.depends_on_padding(rows)
+        if is_padded and _tells(group, group.varied(leaves, rows), rows):
+            found = _compare_numbers(graphs, group, leaves, rows, entry, self._compares_all)
+            if found is None and is_second:
+                entry.passed()
+            return found
+        return graphs.difference_on(group, other, entry.size, entry) if is_second else None
 
     def _is_beyond_budget(self) -> bool:
         """Whether one more graph would not fit into the budget of memory beside those that there are.
@@ -202,39 +232,6 @@ def _example(
     return found
 
 
-def capture_checked(
-    server: Server, group: GraphGroup, leaves: Sequence[Any], rows: int, size: int, *, compares_all: bool = False
-) -> CaptureResult:
-    """Capture one size from a full batch, and compare it on another one of ``rows`` rows, the fewest that it serves;
-    with ``compares_all``, on every further number of rows, up to ``MOST_COMPARED``.
-
-    Raises ``FallbackError`` with ``strict``.
-    """
-    result = server.graphs.capture(group, group.resized(leaves, size), size, size, keep_effects=False)
-    if result.entry is not None and result.entry.state is EntryState.CAPTURED:
-        result = _compare(server.graphs, group, leaves, rows, result.entry, compares_all) or result
-    if result.entry is None and server.strict:
-        raise FallbackError(f"prewarm could not capture {size} rows: {result.detail}", result.reason)
-    return result
-
-
-def _compare(
-    graphs: GraphSet, group: GraphGroup, leaves: Sequence[Any], rows: int, entry: CUDAGraphEntry, compares_all: bool
-) -> CaptureResult | None:
-    """Compare a new graph with eager on other batches made of the example; what found a difference, or None.
-
-    They are a second batch unless the example has nothing but integers, since its rows are repeated.
-    """
-    other = group.varied(leaves, entry.size)
-    is_second = entry.differs(other)
-    if rows != entry.size and not entry.depends_on_padding(rows) and _tells(group, group.varied(leaves, rows), rows):
-        found = _compare_numbers(graphs, group, leaves, rows, entry, compares_all)
-        if found is None and is_second:
-            entry.passed()
-        return found
-    return difference_on(graphs, group, other, entry.size, entry) if is_second else None
-
-
 def capture_example(
     server: Server, route: Route, call: tuple[tuple[Any, ...], dict[str, Any]], rows: int, size: int, name: str
 ) -> CaptureResult:
@@ -272,7 +269,7 @@ def _compare_numbers(
             break
         example = group.varied(leaves, number) if entry.compares(number) else None
         if example is not None and _tells(group, example, number):
-            found = difference_on(graphs, group, example, number, entry)
+            found = graphs.difference_on(group, example, number, entry)
             if found is not None:
                 return found
     entry.state, entry.warm_batch = state, batch

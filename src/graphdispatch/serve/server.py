@@ -11,7 +11,6 @@ to ``serve_in_range``. Everything else is for ``step``.
 import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,7 +32,7 @@ from ..call.spec import leaves_of
 from ..capture.request import CaptureResult
 from ..config import CUDAGraphOptions
 from ..decide import Decision, SizeTable
-from ..errors import FallbackError, GraphDispatchError, ReplayError, error_of_signal
+from ..errors import FallbackError, ReplayError
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
 from ..memory.proof import MOST_ALIKE
@@ -274,12 +273,12 @@ class Server:
             return True, self.after_eager(choice, capture)
         if group is None or entry is None or not (reason.is_graph or reason is Reason.VERIFIED_NOW):
             return False, choice
-        batch = self.graphs, group, choice.leaves, choice.rows, entry
+        batch = group, choice.leaves, choice.rows, entry
         if reason is Reason.VERIFIED_NOW:
-            return True, self.after_eager(choice, partial(compare, *batch))
+            return True, self.after_eager(choice, partial(self.graphs.compare, *batch))
         if entry.state is EntryState.CAPTURED and entry.replay_count == MOST_ALIKE - 1:
             # Before the replay, since the caller may get the graph's own memory as the answer.
-            found = self.graphs.share.pay((Reason.VERIFIED_NOW, entry.state), partial(settle, *batch))
+            found = self.graphs.share.pay((Reason.VERIFIED_NOW, entry.state), partial(self.graphs.settle, *batch))
             if found is not None:
                 return False, choice._replace(decision=Decision.eager(found.reason, choice.rows, found.detail))
         try:
@@ -401,49 +400,6 @@ class Server:
 
     def _reach(self) -> set[int]:
         return storages_of(self.graphs.guard._tensors)
-
-
-def difference_on(
-    graphs: GraphSet, group: GraphGroup, batch: Sequence[Any], rows: int, entry: CUDAGraphEntry
-) -> CaptureResult | None:
-    """Compare a graph with eager on a batch that no call brought: what found a difference, or None. Leaves no effects,
-    and raises what the callable raises."""
-    result = graphs.verify(group, batch, rows, entry, keep_effects=False)
-    return result if result.entry is None else None
-
-
-def settle(
-    graphs: GraphSet, group: GraphGroup, values: Sequence[Any], rows: int, entry: CUDAGraphEntry
-) -> CaptureResult | None:
-    """The same with another batch made of one: all calls were alike, or this one cannot tell. Nothing is compared where
-    none can be made, or the callable raises for it."""
-    if graphs.cache.is_frozen:
-        return None
-    try:
-        batch = group.varied(values, rows)
-        return difference_on(graphs, group, batch, rows, entry) if entry.differs(batch) else None
-    except GraphDispatchError:
-        raise
-    except Exception as error:
-        if error_of_signal(error) is not None:
-            raise
-        _log.debug("%r was not compared on another batch: %s", entry, error)
-        return None
-
-
-def compare(
-    graphs: GraphSet, group: GraphGroup, values: Sequence[Any], rows: int, entry: CUDAGraphEntry
-) -> CaptureResult:
-    """Compare a graph with eager on a call's batch.
-
-    A batch of zeros cannot show that the code takes another branch for so many rows; then another one is made of it.
-    """
-    result = graphs.verify(group, values, rows, entry)
-    if entry.depends_on_padding(rows):
-        return result
-    was_dull = rows != entry.size and not entry.compared.covers(rows, entry.size)
-    found = settle(graphs, group, values, rows, entry) if was_dull and result.entry is not None else None
-    return result if found is None else replace(found, answer=result.answer)
 
 
 if CORE is not None:
