@@ -424,16 +424,14 @@ class GraphSet:
         found = self.settle(group, values, rows, entry) if was_dull and result.entry is not None else None
         return result if found is None else replace(found, answer=result.answer)
 
-    def settle(
-        self, group: GraphGroup, values: Sequence[Any], rows: int, entry: CUDAGraphEntry
-    ) -> CaptureResult | None:
+    def settle(self, group: GraphGroup, batch: Sequence[Any], rows: int, entry: CUDAGraphEntry) -> CaptureResult | None:
         """Compare a graph on another batch made of one: all calls were alike, or this one cannot tell. What found a
         difference, or None. Nothing is compared where none can be made, or the callable raises for it."""
         if self.cache.is_frozen:
             return None
         try:
-            batch = group.varied(values, rows)
-            return self.difference_on(group, batch, rows, entry) if entry.differs(batch) else None
+            other = group.varied(batch, rows)
+            return self.difference_on(group, other, rows, entry) if entry.differs(other) else None
         except GraphDispatchError:
             raise
         except Exception as error:
