@@ -80,23 +80,25 @@ def rows(effort: Effort) -> list[Row]:
     torch.manual_seed(0)
     found = [_prewarmed(f"prewarm, {len(sizes)} sizes up to {sizes[-1]}", sizes) for sizes in (_SIZES, _to_64())]
     found += [*_on_demand(), _cached(), _prewarm_time()]
-    found += [*_service("cold service", is_cold=True), *_service("after prewarm", is_cold=False)]
-    return [*found, *(_first_image(count, width) for count, width in ((1, 24), (4, 24), (4, 64)))]
+    for width in (64, 256):
+        found += _service(f"cold service of width {width}", width, is_cold=True)
+        found += _service(f"after prewarm of width {width}", width, is_cold=False)
+    return [*found, *(_first_image(*image) for image in ((1, 24, 16), (4, 24, 16), (4, 64, 16), (1, 256, 64)))]
 
 
 def _to_64() -> tuple[int, ...]:
     return (*range(1, 9), *range(12, 33, 4), 40, 48, 56, 64)
 
 
-def _batch(count: int) -> tuple[Tensor, Tensor]:
+def _batch(count: int, width: int = 64) -> tuple[Tensor, Tensor]:
     mask = torch.ones(count, 16, dtype=torch.bool)
     mask[:, 12:] = False
-    return torch.randn(count, 16, 64), mask
+    return torch.randn(count, 16, width), mask
 
 
-def _made(sizes: tuple[int, ...], **options: Any) -> tuple[Encoder, Graphed]:
+def _made(sizes: tuple[int, ...], width: int = 64, **options: Any) -> tuple[Encoder, Graphed]:
     with torch.inference_mode(False):  # as users make them
-        model = Encoder()
+        model = Encoder(width)
     return model, graphed(model, dynamic={"x": 0, "mask": 0}, sizes=sizes, **options)
 
 
@@ -165,40 +167,41 @@ def _prewarm_time() -> Row:
     )
 
 
-def _service(case: str, *, is_cold: bool) -> list[Row]:
+def _service(case: str, width: int, *, is_cold: bool) -> list[Row]:
     """The same 300 batches of 1 to 32 rows by graphs and eagerly, in turns."""
-    model, step = _made(_SIZES)
+    model, step = _made(_SIZES, width)
     generator = torch.Generator().manual_seed(0)
     # Torch prepares its kernels at the first run of each shape, with graphs or without.
     for count in range(1, _SIZES[-1] + 1):
-        model(*_batch(count))
+        model(*_batch(count, width))
     if not is_cold:
-        step.prewarm(*_batch(_SIZES[-1]))
+        step.prewarm(*_batch(_SIZES[-1], width))
     counts = torch.randint(1, _SIZES[-1] + 1, (_CALLS,), generator=generator).tolist()
-    batches = [_batch(count) for count in counts]
+    batches = [_batch(count, width) for count in counts]
     pairs = [_timed(step, model, batch, swapped=index % 2 == 1) for index, batch in enumerate(batches)]
     served, eager = (sum(times) for times in zip(*pairs, strict=True))
     usual = eager / _CALLS
+    case = f"{case}, {_CALLS} calls of {usual * 1e3:.1f} ms"
     slow = [graph for graph, _ in pairs if graph > 3 * usual]
     return [
-        Row(f"{case}, {_CALLS} calls: time of all", served / usual, eager / usual, "eager steps"),
+        Row(f"{case}: time of all", served / usual, eager / usual, "eager steps"),
         Row(f"{case}: slowest call", max(graph for graph, _ in pairs) / usual, 1, "eager steps"),
         Row(f"{case}: calls of more than three eager steps", len(slow), 0, "calls"),
     ]
 
 
-def _first_image(count: int, width: int) -> Row:
+def _first_image(count: int, width: int, side: int) -> Row:
     """The first images of the example without a prewarm: 30 steps, of which the second captures."""
     example = run_path(str(Path(__file__).parents[1] / "examples" / "diffusion.py"))
     with torch.inference_mode(False):
         model = example["Denoiser"](width).eval().requires_grad_(False)
-    step, inputs = example["make_step"](model), (torch.randn(count, 3, 16, 16), torch.arange(count))
+    step, inputs = example["make_step"](model), (torch.randn(count, 3, side, side), torch.arange(count))
     names = ("sample", "sigma", "following", "label")
     serve = graphed(step, dynamic=dict.fromkeys(names, 0), sizes=(1, 2, 4))
     eager = median(_seconds(lambda: example["generate"](step, *inputs)) for _ in range(5))
     first = _seconds(lambda: example["generate"](serve, *inputs))
     return Row(
-        f"diffusion, first {count} of width {width}, steps of {eager / 30 * 1e3:.1f} ms",
+        f"diffusion, first {count} of width {width}, {side} x {side}, steps of {eager / 30 * 1e3:.1f} ms",
         first / eager,
         1,
         "times eager",
