@@ -134,7 +134,7 @@ def _find_output_rule(attempt: CaptureAttempt, output: Any) -> OutputRule:
     """
     request, eager = attempt.request, attempt.eager.opened
     axes = request.inputs.axes
-    # A capture that ran out of memory is tried again when a graph was released, perhaps one of these.
+    # Other sets of graphs share the cache, and may have evicted one of these meanwhile.
     rule = next((peer.outputs.rule for peer in request.peers if not peer.is_released), None)
     if rule is None:
         used = {axis for spec in request.inputs.specs for _, axis in spec.spans}
