@@ -124,11 +124,15 @@ def test_a_call_that_may_have_had_effects_stays_where_it_is(fails: Callable[[], 
 
 
 def test_composites_nest() -> None:
-    """A composite is a member as any dispatcher: graphs and runners of its members serve, and calls count there."""
+    """A composite is a member as any dispatcher: graphs and runners of its members serve, and calls count there.
+
+    One that accepts nothing is passed by.
+    """
     first, second = member("a"), member("b", KEY)
-    inner = pair(first, second)
-    outer = CompositeDispatcher()
-    outer.add_dispatcher("inner", inner)
+    never, outer = CompositeDispatcher(), CompositeDispatcher()
+    never.add_dispatcher("never", member("c", KEY), accepts=lambda _: False)
+    outer.add_dispatcher("never", never, priority=1)
+    outer.add_dispatcher("inner", pair(first, second))
     assert [outer.dispatch(key) for key in (KEY, OTHER)] == ["b graph", "a eager"]
     second.dispatch(KEY)
     assert (outer.stats.graph, outer.stats.eager, outer.stats.graph_ratio) == (2, 1, 2 / 3)
@@ -166,20 +170,3 @@ def test_a_graph_released_under_a_waiting_call_leaves_it_to_its_runner() -> None
     answer = chosen.dispatcher.serve(KEY, chosen, (torch.ones(2, 3),), {})
     assert torch.equal(answer, torch.full((2, 3), 2.0))
     assert (first.has_graph(KEY), first.stats.eager) == (False, 2)
-
-
-def test_arguments_that_do_not_fit_leave_the_call_to_the_same_member() -> None:
-    """Its runner serves, not another member's graph."""
-    first = CudagraphDispatcher(lambda x: x * 2)
-    first.register_graph(KEY, entry(2))
-    assert torch.equal(pair(first, member("b", KEY)).dispatch(KEY, torch.ones(2, 5)), torch.full((2, 5), 2.0))
-    assert first.stats.reasons == {Reason.ARGUMENTS_CHANGED: 1}
-
-
-def test_a_nested_composite_may_accept_nothing() -> None:
-    """Then the next member serves."""
-    inner, outer = CompositeDispatcher(), CompositeDispatcher()
-    inner.add_dispatcher("never", CudagraphDispatcher(lambda x: x * 3), accepts=lambda _: False)
-    outer.add_dispatcher("inner", inner, 10)
-    outer.add_dispatcher("plain", CudagraphDispatcher(lambda x: x * 2))
-    assert torch.equal(outer.dispatch(KEY, torch.ones(2, 3)), torch.full((2, 3), 2.0))

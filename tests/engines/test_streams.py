@@ -16,9 +16,7 @@ from graphdispatch.backends import get_backend
 from graphdispatch.engines import (
     BatchDescriptor,
     CUDAGraphWrapper,
-    DefaultDispatchPolicy,
     DispatchKey,
-    DispatchMode,
     StreamDispatcher,
     create_dispatch_key,
 )
@@ -219,17 +217,6 @@ def test_graphs_of_one_key_go_to_several_workers_unless_they_share_a_pool(worker
         wrapper(batch(1.0, rows), batch_descriptor=BatchDescriptor(rows), cudagraph_runtime_mode=CUDAGraphMode.FULL)
         workers.register_graph(DispatchKey(rows, rows), wrapper.get_entry(BatchDescriptor(rows)))
     assert sorted(len(worker.graphs) for worker in workers.workers) == [2, 5]
-
-
-def test_modes_and_policies_hold_on_all_workers(workers: StreamDispatcher, opened: Open) -> None:
-    """A mode that is off, and a policy that says eager, keep every worker out."""
-    workers.disable_mode(DispatchMode.CUDAGRAPH)
-    workers.dispatch(KEY, batch(1.0))
-    assert workers.stats.reasons == {Reason.DISABLED: 1}
-    strict = opened(policy=DefaultDispatchPolicy(max_tokens_for_graph=1))
-    strict.capture(KEY, (batch(0.0),))
-    strict.dispatch(KEY, batch(1.0))
-    assert strict.stats.reasons == {Reason.POLICY: 1}
 
 
 @pytest.mark.parametrize("key", [KEY, OTHER], ids=["the same", "another"])
