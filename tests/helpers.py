@@ -102,6 +102,18 @@ def batch(rows: int) -> torch.Tensor:
     return torch.randn(rows, 3)
 
 
+def catching(fn: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """Goes on where ``fn`` raises."""
+
+    def caught(x: torch.Tensor) -> Any:
+        try:
+            return fn(x)
+        except Exception:
+            return x + 0
+
+    return caught
+
+
 def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
     """What the jobs return, each on a thread of its own and without gradients; raises what one of them raises."""
     threads = ThreadPoolExecutor(len(jobs))
@@ -204,6 +216,17 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class Lazy(torch.nn.Module):
+    """Makes a table when it is first called."""
+
+    table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.full((3,), 2.0)
+        return x * self.table
 
 
 class Spy(list[Any]):

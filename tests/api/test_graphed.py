@@ -19,7 +19,7 @@ from graphdispatch.engines import EvictionReason
 from graphdispatch.errors import ConfigError
 
 from ..behaviour.front_ends import FRONT_ENDS
-from ..helpers import Behind, batch, check_calls, check_rows, in_threads, make, reason
+from ..helpers import Behind, Lazy, batch, check_calls, check_rows, in_threads, make, reason
 from .test_copies import Model
 
 
@@ -154,15 +154,6 @@ def test_what_cannot_be_captured_is_given_up_in_the_end() -> None:
 
 def test_what_is_made_in_the_first_call_alone_is_captured_at_the_second() -> None:
     """A table that ``forward`` makes when it is first called."""
-
-    class Lazy(torch.nn.Module):
-        table = None
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.table is None:
-                self.table = torch.ones(3)
-            return x + self.table
-
     step = make(Lazy().eval(), sizes=(4,), capture_after=1)
     expected = [Reason.STATE_REBOUND, Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
     assert [reason(step, batch(4)) for _ in range(4)] == expected

@@ -14,6 +14,8 @@ from torch import nn
 
 import graphdispatch as gd
 
+from ..helpers import Lazy
+
 X = torch.arange(12.0).view(4, 3)
 
 
@@ -308,15 +310,6 @@ def test_nothing_is_left_behind() -> None:
 
 def test_a_table_that_the_first_call_makes_is_no_hindrance() -> None:
     """Graphs are captured as behind that call; the table is gone when the audit ends."""
-
-    class Lazy(nn.Module):
-        table: torch.Tensor | None = None
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.table is None:
-                self.table = torch.full((3,), 2.0)
-            return x * self.table
-
     model = Lazy()
     assert gd.audit(model, X).capturable
     assert model.table is None
@@ -335,35 +328,30 @@ def test_an_error_of_the_call_passes_through() -> None:
     assert done.item() == 0
 
 
-def test_an_error_at_another_number_of_rows_is_part_of_the_result() -> None:
-    """The call itself went well."""
-    found = gd.audit(lambda x: x.view(2, 2, 3).sum((0, 1)), X)
-    assert not found.capturable
-    assert "with another number of rows the call raises RuntimeError: shape '[2, 2, 3]' is invalid" in found.failures[0]
+STATE = torch.zeros(1024)
+FAILURES: dict[str, tuple[Callable[..., Any], Any, dict[str, Any], str]] = {
+    "rows": (
+        lambda x: x.view(2, 2, 3).sum((0, 1)),
+        X,
+        {},
+        "other number of rows the call raises RuntimeError: shape",
+    ),
+    "argument": (lambda x, config: x, (X, object()), {}, "argument 'config'"),
+    "state": (lambda x: x + STATE.add_(1)[0], X, {"state_limit_bytes": 1024}, "state_limit_bytes"),
+    "budget": (lambda x: x * torch.arange(3.0 * len(x)).view(-1, 3), X, {"memory_budget_bytes": 200}, "raise max_cach"),
+}
+"""By what is at fault: a callable, its arguments and options, and what is said."""
 
 
-def test_arguments_that_no_graph_can_take() -> None:
-    """They are refused with the reason of a call."""
-    found = gd.audit(lambda x, config: x, (X, object()))
-    assert not found.capturable
-    assert "argument 'config'" in found.failures[0]
-
-
-def test_too_much_state_to_save() -> None:
-    """The run stops before it writes, and the remedy is named."""
-    state = torch.zeros(1024)
-    found = gd.audit(lambda x: x + state.add_(1)[0], X, options=gd.CUDAGraphOptions(state_limit_bytes=1024))
-    assert not found.capturable
-    assert "state_limit_bytes" in found.failures[0]
-    assert state.sum().item() == 0
-
-
-def test_what_does_not_fit_into_a_budget_of_memory_is_found() -> None:
-    """The largest graph has room, and the next one has none."""
-    options = gd.CUDAGraphOptions(memory_budget_bytes=200)
-    found = gd.audit(lambda x: x * torch.arange(len(x) * 3.0).view(-1, 3), X, options=options)
-    assert found.sizes == (4,)
-    assert "raise max_cached_graphs or memory_budget_bytes" in found.failures[0]
+@pytest.mark.parametrize("name", FAILURES)
+def test_what_cannot_be_captured_is_part_of_the_result(name: str) -> None:
+    """The call itself went well: an error at other rows, an argument that no graph can take, and state that is too much
+    to save, before which the run stops. The largest graph has room in a budget, and the next one has none."""
+    fn, args, options, told = FAILURES[name]
+    found = gd.audit(fn, args, options=gd.CUDAGraphOptions(**options))
+    assert (found.capturable, found.sizes) == (False, (4,) if name == "budget" else ())
+    assert told in found.failures[0]
+    assert not STATE.any()
 
 
 def test_the_text_and_the_plain_data() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from graphdispatch import Reason
 
+from ..helpers import catching
 from .cases import Box
 from .features import needs
 from .front_end import Open
@@ -47,14 +48,7 @@ def test_what_depends_on_values(tried: Open, name: str) -> None:
 def test_caught(tried: Open, name: str) -> None:
     """The same where the callable catches the error of the recording and goes on."""
     fn, operator = REFUSED[name]
-
-    def caught(x: torch.Tensor) -> Any:
-        try:
-            return fn(x)
-        except Exception:
-            return x + 0
-
-    _refused(tried, caught, operator)
+    _refused(tried, catching(fn), operator)
 
 
 @needs("padding")

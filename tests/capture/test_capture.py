@@ -14,7 +14,7 @@ from graphdispatch import CUDAGraphOptions, Reason, graphed
 from graphdispatch.engines import AdaptiveCUDAGraphWrapper, BatchDescriptor
 
 from ..behaviour.cases import Box
-from ..helpers import Spy, assert_same, check_calls, make
+from ..helpers import Spy, assert_same, catching, check_calls, make
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _cache = torch.zeros(8, 3)
@@ -155,14 +155,7 @@ def _row_of_table(x: torch.Tensor) -> torch.Tensor:
 )
 def test_an_error_that_the_callable_catches_is_one_for_a_graph(fn: Callable[..., torch.Tensor], said: str) -> None:
     """Else the graph would hold what the callable does instead, and agree with eager by chance at first."""
-
-    def caught(x: torch.Tensor) -> torch.Tensor:
-        try:
-            return fn(x)
-        except Exception:
-            return x + 0
-
-    step = graphed(caught, dynamic={"x": 0}, sizes=(4,))
+    step = graphed(catching(fn), dynamic={"x": 0}, sizes=(4,))
     reasons = check_calls(step, *(torch.full((4, 3), value) for value in (1.0, 2.0, 2.5, 2.0, 5.0)))
     assert {*reasons[1:]} == {Reason.CAPTURE_UNSAFE}
     assert said in step.explain(torch.ones(4, 3))
