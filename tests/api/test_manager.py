@@ -45,13 +45,18 @@ def run(manager: CUDAGraphManager, fn: Callable[..., Any], rows: int = 4, times:
 
 
 def test_the_third_batch_is_a_hit() -> None:
-    """The first captures, the second compares, the third is a replay, with no more configuration than a size."""
+    """The first captures, the second compares, the third is a replay, with no more configuration than a size.
+
+    ``should_capture`` knows it, and that nothing is captured frozen, be it of a size that never came.
+    """
     assert (CUDAGraphManager().mode, CUDAGraphManager().is_enabled) == (FULL, True)
     manager = make()
     assert manager.should_capture(3, 1)
     run(manager, double, 4, times=3)
     assert (manager.stats.captures, manager.stats.verifications, manager.stats.hits) == (1, 1, 1)
-    assert not manager.should_capture(3, 1)
+    assert (manager.should_capture(3, 1), manager.should_capture(5, 1)) == (False, True)
+    manager.freeze()
+    assert not manager.should_capture(5, 1)
     assert repr(manager).startswith("<CUDAGraphManager FULL: 1 graphs, <CUDAGraphStats 3 calls, 33.3 % by graphs")
 
 
@@ -355,11 +360,3 @@ def test_a_graph_of_a_callable_that_is_remembered_no_more_is_invalidated_too() -
     entry = next(iter(manager._graph_cache))
     manager.invalidate()
     assert (manager.num_graphs, entry.is_released) == (0, True)
-
-
-def test_nothing_shall_be_captured_frozen() -> None:
-    """``should_capture`` knows, of a size that never came, too."""
-    manager = make()
-    assert manager.should_capture(4, 1)
-    manager.freeze()
-    assert not manager.should_capture(4, 1)

@@ -21,10 +21,11 @@ def make(fn: Callable[..., Any], **options: Any) -> Graphed[..., Any]:
     return helpers.make(fn, **{"sizes": (4,)} | options)
 
 
-def test_identical_batches_stay_pending() -> None:
-    """The same batch again is served, but proves nothing: the comparison waits for a different one."""
-    step = make(lambda x: x * 2)
-    x = torch.randn(4, 3)
+@pytest.mark.parametrize("first", [1.0, float("nan")])
+def test_identical_batches_stay_pending(first: float) -> None:
+    """The same batch again is served, but proves nothing: the comparison waits for a different one, of other bits."""
+    step, x = make(lambda x: x.nan_to_num() * 2), torch.randn(4, 3)
+    x[0, 0] = first
     assert check_calls(step, x, x.clone(), x) == [Reason.CAPTURED_NOW, Reason.EXACT, Reason.EXACT]
     assert step.entries[0].state is EntryState.CAPTURED
     assert check_calls(step, x + 1, x) == [Reason.VERIFIED_NOW, Reason.EXACT]
@@ -82,13 +83,6 @@ def test_a_batch_repeated_as_a_whole_is_found_while_its_rows_are_nearly_alike() 
         scale.fill_(1.0)
         check_rows(step, 3)
     assert (whole.stats.hits, together.stats.hits) == (0, 2)
-
-
-def test_a_batch_with_nan_is_the_same_batch_again() -> None:
-    """A batch is another one if its bits are; the same one again proves nothing, and is served unpublished."""
-    step = make(lambda x: x.nan_to_num())
-    x = torch.tensor([[float("nan"), 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]])
-    assert check_calls(step, x, x, x + 1) == [Reason.CAPTURED_NOW, Reason.EXACT, Reason.VERIFIED_NOW]
 
 
 def test_state_is_compared_too() -> None:
@@ -346,12 +340,15 @@ def test_zeros_tell_nothing_of_a_number_of_rows(dim: int, dynamic: Any, shapes: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex128], ids=str)
 def test_memory_that_nothing_wrote_is_not_compared(dtype: torch.dtype) -> None:
-    """Half of an output and half of the state come from ``torch.empty``; what was written is compared, and served."""
-    state = torch.zeros(4, 6, dtype=dtype)
+    """Half of an output and half of the state come from ``torch.empty``; what was written is compared, and served.
+
+    A frozen value is found on the second batch, the first that differs from its own.
+    """
+    state, hidden = torch.zeros(4, 6, dtype=dtype), Spy([1])  # no guard looks into it
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         out = torch.empty(len(x), 6, dtype=dtype)
-        out[:, :3] = x
+        out[:, :3] = x * hidden[0]
         state.copy_(torch.empty(4, 6, dtype=dtype))
         state[:, 1] = 7
         return torch.cat([out, out], 1)
@@ -362,24 +359,11 @@ def test_memory_that_nothing_wrote_is_not_compared(dtype: torch.dtype) -> None:
         assert torch.equal(step(x)[:, 6:9], x)
         assert state[:, 1].eq(7).all()
     assert step.last_decision.reason is Reason.PADDED
-
-
-def test_a_frozen_value_is_found_on_the_second_batch() -> None:
-    """It agrees with eager on its own batch, and not on the next, different one; memory that nothing wrote hides it
-    not."""
-    hidden = Spy([2.0])  # no guard looks into it
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(len(x), 6)
-        out[:, :3] = x * hidden[0]
-        return out
-
-    step = make(fn)
-    assert helpers.reason(step, torch.randn(4, 3)) is Reason.CAPTURED_NOW
-    hidden[0] = 3.0
-    x = torch.randn(4, 3)
-    assert torch.equal(step(x)[:, :3], x * 3.0)
-    assert step.last_decision.reason is Reason.VERIFICATION_FAILED
+    frozen, x = make(fn), torch.randn(2, 4, 3).mul(9).to(dtype)
+    assert helpers.reason(frozen, x[0]) is Reason.CAPTURED_NOW
+    hidden[0] = 3
+    assert torch.equal(frozen(x[1])[:, :3], x[1] * 3)
+    assert frozen.last_decision.reason is Reason.VERIFICATION_FAILED
 
 
 def _partly(x: torch.Tensor) -> torch.Tensor:
