@@ -42,19 +42,6 @@ def check(pipeline: Any, *rows: int, dtype: torch.dtype = torch.float32) -> None
         torch.testing.assert_close(pipeline(x), pipeline.head(pipeline.net._call_impl(x)))
 
 
-def test_a_module_is_served_where_it_is_held(pipeline: Any) -> None:
-    """Its calls go by graphs; its class, its state dict and its attributes are its own."""
-    names = list(pipeline.state_dict())
-    handle = attached(pipeline)
-    check(pipeline, 3, 3, 4, 3)
-    assert handle.last_decision.reason is gd.Reason.PADDED
-    assert handle.stats.hits == 2
-    assert type(pipeline.net) is nn.Sequential
-    assert list(pipeline.state_dict()) == names
-    assert repr(handle).startswith("<Graphed Sequential: 1 graphs")
-    assert "FULL graph, 3 -> 4 rows" in handle.explain(torch.randn(3, 3))
-
-
 def test_what_is_done_to_the_module_counts(pipeline: Any) -> None:
     """Another dtype, other weights in place, a hook, training with gradients."""
     handle = attached(pipeline)
@@ -88,19 +75,16 @@ def test_a_copy_is_not_attached(pipeline: Any, copied: Callable[[Any], Any]) -> 
     assert handle.stats.calls == 4
 
 
-def test_a_parent_may_be_served_too(pipeline: Any) -> None:
-    """Then one graph holds all of it."""
-    inner = attached(pipeline)
-    outer = gd.graphed(pipeline, dynamic={"input": 0}, sizes=SIZES, options=AT_ONCE)
-    reasons = check_rows(outer, *[4] * 4, fn=lambda x: pipeline.head(pipeline.net._call_impl(x)))
-    assert reasons[-1] is gd.Reason.EXACT
-    assert not inner.entries
-
-
-def test_detach_undoes_it(pipeline: Any) -> None:
-    """The graphs go, calls run as before, and it may be attached again, and prewarmed by an example."""
+def test_a_module_is_served_where_it_is_held_until_detach_undoes_it(pipeline: Any) -> None:
+    """Its calls go by graphs; its class, its state dict and its attributes are its own. Then the graphs go, calls run
+    as before, and it may be attached again, and prewarmed by an example."""
+    names = list(pipeline.state_dict())
     handle = attached(pipeline)
-    check(pipeline, 4, 4, 4)
+    check(pipeline, 3, 3, 3)
+    assert (handle.last_decision.reason, handle.stats.hits) == (gd.Reason.PADDED, 1)
+    assert (type(pipeline.net), list(pipeline.state_dict())) == (nn.Sequential, names)
+    assert repr(handle).startswith("<Graphed Sequential: 1 graphs")
+    assert "FULL graph, 3 -> 4 rows" in handle.explain(torch.randn(3, 3))
     for _ in range(2):
         handle.detach()
     assert (handle.entries, handle.memory_bytes) == ([], 0)

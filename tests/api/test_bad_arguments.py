@@ -11,7 +11,7 @@ import graphdispatch as gd
 from graphdispatch import CUDAGraphMode
 from graphdispatch.engines import BatchDescriptor, DispatchKey, DispatchMode, RankConsensus
 
-from ..helpers import AT_ONCE, double
+from ..helpers import AT_ONCE, check_rows, double
 
 KEY = DispatchKey(3, 3)
 NO_ROWS = DispatchKey(0, 1)
@@ -25,8 +25,7 @@ SHAPES: dict[str, tuple[int, ...]] = {"x": (3, 3)}
 def served() -> Any:
     """A graphed callable with a graph."""
     step = gd.graphed(double, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
-    for rows in (3, 4, 3):
-        step(torch.ones(rows, 3))
+    check_rows(step, 3, 4, 3)
     return step
 
 

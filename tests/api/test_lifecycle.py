@@ -140,8 +140,7 @@ def test_memory_is_given_back_at_once(how: str) -> None:
     with collector_off():
         before = len(_large(SIZE * width * 4))
         step = gd.graphed(lambda x: x.cos() + 1, dynamic={"x": 0}, sizes=(1, SIZE), options=AT_ONCE)
-        for rows in (SIZE, SIZE, SIZE, 1, 1, 1, SIZE):
-            step(torch.randn(rows, width))
+        check_rows(step, SIZE, SIZE, SIZE, 1, 1, 1, SIZE, width=width)
         assert len(_large(SIZE * width * 4)) > before
         getattr(step, how)()
         if how == "invalidate":

@@ -84,16 +84,6 @@ def test_nested_wrappers_act_in_their_mode() -> None:
     assert whole.get_cached_descriptors() == [BatchDescriptor(4)]
 
 
-def test_a_graph_for_each_descriptor() -> None:
-    """Descriptors that differ in any field have graphs of their own."""
-    wrapper = CUDAGraphWrapper(lambda x: x * 2)
-    descriptors = [BatchDescriptor(4), BatchDescriptor(4, 2), BatchDescriptor(4, 2, True)]
-    for descriptor in descriptors:
-        wrapper(torch.randn(4, 3), batch_descriptor=descriptor, cudagraph_runtime_mode=FULL)
-    assert wrapper.get_cached_descriptors() == descriptors
-    assert wrapper.get_entry(BatchDescriptor(8)) is None
-
-
 @pytest.mark.parametrize(("least", "left"), [(3, {1, 3}), (0, {2, 3})])
 def test_what_was_hardly_replayed_goes_first(least: int, left: set[int]) -> None:
     """A graph below ``min_replays_to_keep`` goes before one above that was used longer ago; with 0 the latter does."""

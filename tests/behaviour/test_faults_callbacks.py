@@ -128,11 +128,10 @@ def test_a_model_that_raises_is_decided_and_counted(number: int) -> None:
         return x * 2
 
     step = make(model, sizes=(4,))
-    for _ in range(number):
-        step(torch.randn(4, 2))
+    check_rows(step, *[4] * number)
     errors.append(TroubleError("mine"))
     with nothing_left_behind(step), pytest.raises(TroubleError, match="mine"):
-        step(torch.randn(4, 2))
+        step(torch.randn(4, 3))
     assert step.last_decision.reason is Reason.CALL_RAISED
     assert (step.stats.calls, step.stats.reasons[Reason.CALL_RAISED]) == (number + 1, 1)
     assert step.stats.capture_failures == 0

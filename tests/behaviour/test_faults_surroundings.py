@@ -32,8 +32,7 @@ def test_a_call_on_a_stream_is_done_when_it_returns(mode: str) -> None:
     weight = torch.randn(256, 256)
     middle = eager_break(lambda h: h * 2) if mode == "PIECEWISE" else lambda h: h * 2
     step = make(lambda x: middle(x @ weight) @ weight, sizes=(64,), backend=ThreadBackend.name, mode=mode)
-    for _ in range(3):
-        step(torch.randn(64, 256))
+    check_rows(step, *[64] * 3, width=256)
     stream = get_backend(ThreadBackend.name).make_stream()
     gate = threading.Event()
     with get_backend(ThreadBackend.name).use_stream(stream):

@@ -70,8 +70,7 @@ def test_lengths_and_batches_are_served(is_causal: bool, first: tuple[int, int])
 def test_a_decision_tells_each_dimension() -> None:
     """``explain``, the sizes, the entries and the statistics speak of batch and length."""
     step = served(lambda x: x * 2, "x")
-    for _ in range(4):
-        step(torch.randn(3, 9))
+    check_rows(step, *[(3, 9)] * 4)
     assert step.explain(torch.randn(3, 9)).startswith("FULL graph, 3 x 9 -> 4 x 16 rows, 57.8 % padding; gains")
     assert step.sizes == ((2, 8), (2, 16), (4, 8), (4, 16))
     assert [entry.key for entry in step.entries] == [(4, 16)]
@@ -104,11 +103,8 @@ def test_a_batch_of_two_rows_whose_callable_takes_no_single_one_is_served() -> N
     """As where a batch is normalised over: how outputs follow the batch is seen from one row more."""
     model = torch.nn.BatchNorm1d(3).requires_grad_(False)
     twin, step = copy.deepcopy(model), make(model, dynamic={"input": 0}, sizes=[2])
-    for _ in range(4):
-        x = torch.randn(2, 3)
-        torch.testing.assert_close(step(x), twin(x))
+    assert check_rows(step, *[2] * 4, fn=twin, **NEAR)[-1] is Reason.EXACT
     torch.testing.assert_close(model.running_mean, twin.running_mean)
-    assert last(step) is Reason.EXACT
 
 
 def test_three_dimensions() -> None:
@@ -174,8 +170,7 @@ def test_combinations_are_captured_ahead() -> None:
     """``sizes``, ``prewarm`` and ``capture_size`` take combinations of lengths."""
     step = served(lambda x: x * 2, "x", sizes=[(2, 4), (4, 6), (8, 8)])
     assert step.sizes == ((2, 4), (4, 6), (8, 8))
-    for _ in range(4):
-        step(torch.randn(2, 3))
+    check_rows(step, *[(2, 3)] * 4)
     step.prewarm(torch.randn(2, 3), sizes=())
     assert step.captured_sizes == ((2, 4),)
     assert step.capture_size((4, 6))  # type: ignore[arg-type]

@@ -109,8 +109,7 @@ COUNTER = torch.zeros(())
 def test_what_is_not_judged(fn: Callable[..., Any] | None, options: dict[str, Any]) -> None:
     """Calls that write or draw, since they are not run again for their time; and where graphs are wanted anyway."""
     step = serve(pairs(FAST, SLOW), fn, **options)
-    for _ in range(4):
-        step(torch.randn(ROWS, 3))
+    check_rows(step, *[ROWS] * 4)
     assert len(step.entries) == 1
     assert step.stats.hits > 0
 

@@ -103,8 +103,7 @@ def test_few_rows_prove_nothing_for_other_sizes(rows: int, is_shared: bool) -> N
 def test_the_proof_says_what_changed() -> None:
     """The entry keeps it, and ``explain`` prints it."""
     step = make(lambda x: (x * 2, x - x.amax(0)), sizes=(4,))
-    for rows in (4, 3):
-        step(torch.rand(rows, 3))
+    check_calls(step, torch.rand(4, 3), torch.rand(3, 3))
     proof = step.entries[0].proof
     assert (proof.independent, proof.deterministic, proof.perturbation) == (False, True, "large numbers")
     assert proof.what.startswith("output 1 changes")
@@ -225,8 +224,7 @@ def test_a_gate_of_zeros_beside_several_dimensions(dynamic: Any, extreme: Callab
     """Padding of both signs is tried in each place, so that an extreme over the batch shows behind the gate."""
     gate, sign = torch.zeros(1), -1 if extreme is torch.amin else 1
     step = make(lambda x: x + gate * extreme(x[:, 0], 0), dynamic={"x": dynamic}, sizes=(4, 8))
-    for _ in range(6):
-        step(sign * (torch.rand(2, 2) + 1))
+    check_calls(step, *(sign * (torch.rand(6, 2, 2) + 1)))
     gate.fill_(1.0)
     check_calls(step, -sign * (torch.rand(2, 2) + 1))
 
