@@ -140,17 +140,6 @@ def test_callables_that_alternate_both_keep_their_graphs() -> None:
     assert manager.stats.reasons[Reason.FIRST_SIGHTING] == 2
 
 
-def test_callables_share_the_room_there_is() -> None:
-    """They keep within ``max_cached_graphs``, and what alternates under it does not thrash."""
-    manager = make(capture_after=2, max_cached_graphs=1)
-    fns = [lambda x, n=n: x * n for n in range(3)]
-    for i in range(60):
-        manager.execute_or_capture(4, 1, fns[i % 3], {"x": torch.randn(4, 3)})
-    assert manager.num_graphs == 1
-    assert (manager.stats.captures, manager.stats.hits) == (1, 17)
-    manager.check_integrity()
-
-
 def test_callables_that_come_once_are_not_kept() -> None:
     """Closures that are new each time are neither captured nor remembered, and take no graph from others."""
     manager = make(capture_after=2)

@@ -174,12 +174,3 @@ def test_a_prewarm_under_way_ends_before_sleep_does() -> None:
     assert len(wrapper.prewarm([8, 4], lambda descriptor: torch.randn(descriptor.num_tokens, 3))) == 2
     wrapper.sleep()
     assert (kept(wrapper), wrapper.memory_bytes) == (set(), 0)
-
-
-def test_prewarm_keeps_what_it_names() -> None:
-    """Without room a graph that it does not name gives way, though it is newer."""
-    wrapper = AdaptiveCUDAGraphWrapper(double, max_cached_graphs=2)
-    wrapper.prewarm([8], lambda _: torch.randn(8, 3))
-    wrapper.prewarm([4], lambda _: torch.randn(4, 3))
-    assert len(wrapper.prewarm([16, 8], lambda descriptor: torch.randn(descriptor.num_tokens, 3))) == 2
-    assert kept(wrapper) == {8, 16}

@@ -183,32 +183,6 @@ def test_a_changed_result_is_no_answer(change: str, writes: bool) -> None:
         assert served.last_decision.reason is reason
 
 
-def test_what_a_break_keeps_for_later_parts_is_refused() -> None:
-    """A tensor that a break makes and does not return, and that a later part reads, would be stale: no graph."""
-    mask = Spy()  # else the write itself is refused
-
-    @eager_break
-    def fill(x: Tensor) -> None:
-        mask[:] = [x * 2]
-
-    def model(x: Tensor) -> Tensor:
-        fill(x + 1)
-        return x + mask[0]
-
-    served = pieces(model, ahead=False)
-    check_calls(served, torch.randn(4, 3))
-    assert served.last_decision.reason is Reason.CAPTURE_UNSAFE
-    assert "return it from the break" in served.last_decision.detail
-
-
-def test_an_unsafe_operator_between_breaks_names_its_line() -> None:
-    """Marks do not allow the parts around them more than a FULL capture does."""
-    served = pieces(lambda x: host_scale(x) + x.sum().item(), ahead=False)
-    check_calls(served, torch.randn(4, 3))
-    assert served.last_decision.reason is Reason.CAPTURE_UNSAFE
-    assert "test_piecewise.py" in served.last_decision.detail
-
-
 # Exceptions.
 
 
@@ -253,21 +227,45 @@ def test_what_a_call_wrote_to_its_argument_before_it_raised_stays(raises_in: str
     assert torch.equal(served(x.clone(), ids), model(x, ids))
 
 
-def test_a_model_that_catches_a_break_s_exception_gets_no_graph() -> None:
-    """What the model does instead was not recorded, so that nothing of it may be served."""
-    fuse = Fuse()
-    fuse.blown = fuse.only_in_capture = True
+KEPT, BLOWN = Spy(), Fuse()  # without the spy the write itself is refused
+BLOWN.blown = BLOWN.only_in_capture = True
 
-    def model(x: Tensor) -> Tensor:
-        try:
-            return fuse(x + 1) + 1
-        except ValueError:
-            return (x + 1) * 2 + 1
 
+@eager_break
+def keep(x: Tensor) -> None:
+    """Keeps a tensor, and does not return it."""
+    KEPT[:] = [x * 2]
+
+
+def reads_what_was_kept(x: Tensor) -> Tensor:
+    """A later part reads it, which would be stale."""
+    keep(x + 1)
+    return x + KEPT[0]  # type: ignore[no-any-return]
+
+
+def catches(x: Tensor) -> Tensor:
+    """What the model does instead was not recorded."""
+    try:
+        return BLOWN(x + 1) + 1
+    except ValueError:
+        return (x + 1) * 2 + 1
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (reads_what_was_kept, "return it from the break"),
+        (lambda x: host_scale(x) + x.sum().item(), "test_piecewise.py"),
+        (catches, "raised and the callable went on"),
+    ],
+    ids=["a tensor that a break keeps", "an unsafe operator between breaks", "a break's exception that is caught"],
+)
+def test_what_no_graph_in_pieces_can_hold_is_refused(model: Callable[[Tensor], Tensor], told: str) -> None:
+    """Marks do not allow the parts around them more than a FULL capture does, and the detail says what is at fault."""
     served = pieces(model, ahead=False)
     check_calls(served, torch.randn(4, 3))
     assert served.last_decision.reason is Reason.CAPTURE_UNSAFE
-    assert "raised and the callable went on" in served.last_decision.detail
+    assert told in served.last_decision.detail
     assert not get_backend("cpu").is_capturing()
 
 
