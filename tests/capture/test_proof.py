@@ -384,6 +384,27 @@ def test_what_is_written_hides_nothing(level: Tensor, pad: Any, rows: int) -> No
     check_calls(step, torch.rand(3, 4), fn=lambda x: bounded(x, eagers))
 
 
+@pytest.mark.parametrize("rows", [3, 4], ids=["padded-first", "full-first"])
+def test_what_is_written_shows_it(rows: int) -> None:
+    """Rows that would mix in state alone are found in the state."""
+
+    rate, mean, expected = torch.zeros(()), torch.ones(4), torch.ones(4)
+
+    def fn(x: Tensor) -> Tensor:
+        mean.add_(rate * x.sum(0))
+        return x * 2
+
+    step = gd.graphed(fn, dynamic={"x": 0}, sizes=[4])
+    for one in (rows, rows, rows, 3, 4, 3):
+        step(torch.rand(one, 4))
+    assert torch.equal(mean, expected)
+    rate.fill_(1)
+    for x in (torch.rand(rows, 4) + 1 for rows in (3, 2, 3)):
+        assert torch.equal(step(x), x * 2)
+        expected += x.sum(0)
+        assert torch.allclose(mean, expected), step.last_decision
+
+
 def test_rows_apart_are_served() -> None:
     """Layers with zero biases, zero statistics, integer buffers and a state of zeros are served padded, as ever."""
 
@@ -459,6 +480,14 @@ def test_a_comparison_of_two_arguments_over_rows_is_found(name: str) -> None:
     step = make(lambda x, y: x + COMPARISONS[name](x, y).float(), dynamic={"x": 0, "y": 0}, sizes=(8,))
     check_calls(step, *((torch.randn(5, 3), torch.randn(5, 3)) for _ in range(4)))
     check_calls(step, *((x, x + shift) for x, shift in zip(torch.randn(2, 5, 3), (-1.0, 1.0), strict=True)))
+
+
+def test_two_batches_that_each_hide_an_argument_prove_nothing_together() -> None:
+    """One hides what padding of the one does, the other what that of the other does."""
+    dynamic = {"x": 0, "ids": 0, "mask": 0}
+    step = make(lambda x, ids, mask: x + (ids.amin() * mask)[:, None], dynamic=dynamic, sizes=(4,))
+    for ids, mask in ([0, 0], [1, 1]), ([0, 0], [1, 1]), ([3, 5], [0, 0]), ([3, 5], [1, 1]), ([4, 2], [0, 1]):
+        check_calls(step, (torch.randn(2, 3), torch.tensor(ids), torch.tensor(mask)))
 
 
 def _beside_the_next(x: Tensor) -> Tensor:

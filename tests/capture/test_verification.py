@@ -106,6 +106,12 @@ def test_verification_can_be_switched_off() -> None:
     assert check_rows(step, 4, 4, 2) == [Reason.CAPTURED_NOW, Reason.EXACT, Reason.PADDED]
 
 
+def test_tolerance_is_the_users() -> None:
+    """Given tolerances take the place of those by dtype."""
+    loose = make(lambda x: x - x.mean(0), options=CUDAGraphOptions(rtol=10.0, atol=10.0))
+    assert check_calls(loose, torch.randn(3, 3)) == [Reason.CAPTURED_NOW]
+
+
 def test_rounding_has_its_remedy() -> None:
     """Torch computes more for ``svdvals`` under a mode, and rounds otherwise; the graph of the same rows is to have
     the same bits. The reason says what to do, which serves them."""
