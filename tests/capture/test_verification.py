@@ -32,6 +32,14 @@ def test_identical_batches_stay_pending(first: float) -> None:
     assert step.entries[0].state is EntryState.VERIFIED
 
 
+def test_weights_of_inference_mode_cost_no_call_more() -> None:
+    """They count no versions, so that each compared call is watched; the second batch is compared at once."""
+    with torch.inference_mode():
+        model = torch.nn.Linear(3, 3).eval()
+        step, batches = make(model, dynamic={"input": 0}), torch.randn(4, 4, 3).unbind()
+        assert check_calls(step, *batches) == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT, Reason.EXACT]
+
+
 @pytest.mark.parametrize("outputs", ["view", "static"])
 @pytest.mark.parametrize("feeds_back", [False, True], ids=["the same tensor", "the last answer"])
 def test_a_batch_made_of_a_call_leaves_its_answer(outputs: Literal["view", "static"], feeds_back: bool) -> None:

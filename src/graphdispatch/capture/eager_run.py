@@ -359,9 +359,9 @@ class _NewCode(CodeListener):
         self.plain[id(frame.f_code)] = frame.f_code
 
 
-def run_known(request: CaptureRequest, entry: CUDAGraphEntry) -> tuple[Any, float, EagerRun | None]:
+def run_known(request: CaptureRequest, entry: CUDAGraphEntry) -> tuple[Any, float, EagerRun | None] | None:
     """The answer of a plain run and how long it took; and what a watched run would have told, or None if it did
-    something else.
+    something else. None in place of all that, and nothing ran, if a write to some tensor could not be seen afterwards.
 
     An error of the callable passes through.
     """
@@ -376,6 +376,8 @@ def run_known(request: CaptureRequest, entry: CUDAGraphEntry) -> tuple[Any, floa
     copies += [(value, value.clone()) for value in arguments if value.is_inference() and not _is_small(value)]
     copied = {id(tensor) for tensor, _ in copies}
     versions = _versions(tensors, copied)
+    if versions is None:
+        return None
     states = [generator.get_state() for generator in walk.generators]
     started = request.clock()
     listens = new_code.begin()
@@ -388,7 +390,7 @@ def run_known(request: CaptureRequest, entry: CUDAGraphEntry) -> tuple[Any, floa
         listens
         and new_code.is_heard
         and not new_code.found
-        and (versions is not None and versions == _versions(tensors, copied))
+        and versions == _versions(tensors, copied)
         and all(bits_equal(tensor, copy) for tensor, copy in copies)
         and torch.equal(rng, request.backend.rng_state())
         and all(torch.equal(old, generator.get_state()) for old, generator in zip(states, walk.generators, strict=True))

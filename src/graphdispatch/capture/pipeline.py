@@ -120,8 +120,9 @@ def _run_eagerly(request: CaptureRequest, known: CUDAGraphEntry | None) -> tuple
     It is not watched again where that of a graph of the callable only computed. In a prewarm it is the warm-up, too.
     """
     alike = next((one for one in (request.peers if known is None else [known]) if is_known(request, one)), None)
-    if alike is not None:
-        answer, seconds, run = run_known(request, alike)
+    plain = run_known(request, alike) if alike is not None else None
+    if alike is not None and plain is not None:
+        answer, seconds, run = plain
         alike.is_known = run is not None
         if run is not None:
             return run, seconds
