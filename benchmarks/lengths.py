@@ -8,7 +8,7 @@ from time import thread_time
 import torch
 from torch import Tensor, nn
 
-from graphdispatch import Dim, Graphed, graphed
+from graphdispatch import CUDAGraphOptions, Dim, Graphed, graphed
 from graphdispatch.plan import CostModel, Plan, Workload, plan_sizes
 
 from .timing import Effort, Row
@@ -18,6 +18,7 @@ __all__ = ["TITLE", "rows"]
 TITLE = "1,500 calls of an encoder, batches of 1 to 8, lengths of 16 to 64, with masks: microseconds of a call"
 _CALLS = 1500
 _GRIDS = {"two graphs": ([4, 8], [64]), "four graphs": ([4, 8], [40, 64])}
+_SHARE = 0.5
 _BY_HAND = ([2, 4, 8], [32, 64])
 _LAYERS = 8
 Call = tuple[Tensor, Tensor]
@@ -77,6 +78,10 @@ def _rows() -> list[Row]:
     for ids, mask in calls[:20]:
         model(ids, mask)
     sides = {name: _served(model, Plan.from_sizes(product(*grid))) for name, grid in _GRIDS.items()}
+    share = CUDAGraphOptions(capture_share=_SHARE)
+    sides[f"two graphs, capture_share={_SHARE}"] = _served(
+        model, Plan.from_sizes(product(*_GRIDS["two graphs"])), share
+    )
     sides["batch alone"] = graphed(model, dynamic={"input_ids": 0, "attention_mask": 0}, sizes=(4, 8))
     found: list[Row] = []
     for name, side in sides.items():
@@ -103,10 +108,12 @@ def _rows() -> list[Row]:
     return found
 
 
-def _served(model: nn.Module, plan: Plan) -> Graphed[..., tuple[Tensor, Tensor]]:
+def _served(
+    model: nn.Module, plan: Plan, options: CUDAGraphOptions | None = None
+) -> Graphed[..., tuple[Tensor, Tensor]]:
     seq = Dim("seq", pad={"attention_mask": 0})
     dynamic = {"input_ids": {0: "batch", 1: seq}, "attention_mask": {0: "batch", 1: "seq"}}
-    return graphed(model, dynamic=dynamic, sizes=plan)
+    return graphed(model, dynamic=dynamic, sizes=plan, options=options)
 
 
 def _calls() -> list[Call]:
