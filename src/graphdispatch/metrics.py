@@ -98,7 +98,7 @@ class _Metrics:
         graphs = [
             ((name, str(size), mode), number)
             for name, report in reports
-            for (size, mode), number in Counter((entry.size, entry.mode) for entry in report.entries).items()
+            for (size, mode), number in Counter(report.graphs).items()
         ]
         yield _Metric(
             "graphs", "Graphs that are held now, by size and mode.", ("callable", "size", "mode"), False, graphs

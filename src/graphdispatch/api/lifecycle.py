@@ -86,7 +86,7 @@ class Lifecycle(MadeAnew):
         return self._graph_cache.is_frozen
 
     def memory_report(self) -> MemoryReport:
-        """The bytes held, part by part and graph by graph."""
+        """The bytes held, part by part."""
         return memory_of(self._graph_cache, self._graph_sets)
 
     @property

@@ -28,17 +28,6 @@ _log = logging.getLogger("graphdispatch")
 _FIRST_WAIT, _LONGER = 16, 4
 
 
-class EntryMemory(NamedTuple):
-    """One graph, in bytes: ``own`` is what it holds for itself and ``driver`` what the driver took for it, both beyond
-    the pool; ``outputs`` is the size of what it writes out, wherever that lies."""
-
-    size: int
-    mode: str
-    own: int
-    driver: int
-    outputs: int
-
-
 @dataclass(frozen=True)
 class MemoryReport:
     """The memory of some graphs, in bytes, as measured when it was made; ``total`` counts everything once.
@@ -47,7 +36,8 @@ class MemoryReport:
     fall of the device's free memory during the captures that no allocator accounts for (0 without a driver).
     """
 
-    entries: tuple[EntryMemory, ...]
+    graphs: tuple[tuple[int, str], ...]
+    """Size and mode of each graph; ``serve.graphs`` has the bytes that each holds for itself."""
     pool_bytes: int
     input_bytes: int
     """Static inputs; those of the caller (``inputs="static"``) are not counted."""
@@ -61,34 +51,23 @@ class MemoryReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that JSON can hold."""
-        plain = asdict(self) | {"total": self.total}
-        return plain | {"entries": [entry._asdict() for entry in self.entries]}
+        return asdict(self) | {"total": self.total}
 
     def _parts(self) -> list[tuple[str, str]]:
         parts = {
             "pool": self.pool_bytes,
             "static inputs": self.input_bytes,
-            f"{len(self.entries)} graphs": self.entry_bytes,
+            f"{len(self.graphs)} graphs": self.entry_bytes,
             "driver": self.driver_bytes,
             "total": self.total,
         }
         return [(name, storage(amount)) for name, amount in parts.items()]
 
-    def _graphs(self) -> list[tuple[str, str]]:
-        return [
-            (
-                f"{e.mode} {e.size} rows",
-                f"{storage(e.own)} own, {storage(e.driver)} driver, writes {storage(e.outputs)}",
-            )
-            for e in self.entries
-        ]
-
     def __str__(self) -> str:
-        lines = [f"{name:<14}{held:>12}" for name, held in self._parts()]
-        return "\n".join(lines + [f"  {name}: {held}" for name, held in self._graphs()])
+        return "\n".join(f"{name:<14}{held:>12}" for name, held in self._parts())
 
     def _repr_html_(self) -> str:
-        return html_table("Memory of graphs", ("part", "held"), self._parts() + self._graphs())
+        return html_table("Memory of graphs", ("part", "held"), self._parts())
 
 
 def memory_report(
@@ -101,24 +80,19 @@ def memory_report(
     graphs: dict[Pool, list[Graph]] = {pool: [] for pool in whole}
     for entry in entries:
         graphs.setdefault(entry.pool, []).append(entry.graph)
-    rows = tuple(_row(entry) for entry in entries)
+    driver_bytes = sum(entry.graph.driver_nbytes for entry in entries)
     return MemoryReport(
-        rows,
+        tuple((entry.size, entry.mode.name) for entry in entries),
         pool_bytes=sum(p.nbytes if p in whole else p.nbytes_of(kept) for p, kept in graphs.items()),
         input_bytes=sum(one.nbytes for one in {*inputs, *(entry.inputs for entry in entries)}),
-        entry_bytes=sum(row.own for row in rows),
-        driver_bytes=sum(row.driver for row in rows),
+        entry_bytes=sum(entry.nbytes for entry in entries) - driver_bytes,
+        driver_bytes=driver_bytes,
     )
 
 
 def bytes_of(entries: Iterable[CUDAGraphEntry]) -> int:
     """The bytes that would be held if there were only these entries: see Note [what shared memory costs]."""
     return memory_report(entries).total
-
-
-def _row(entry: CUDAGraphEntry) -> EntryMemory:
-    driver = entry.graph.driver_nbytes
-    return EntryMemory(entry.size, entry.mode.name, entry.nbytes - driver, driver, entry.outputs.nbytes)
 
 
 class Victim(NamedTuple):

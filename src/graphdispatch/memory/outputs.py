@@ -268,11 +268,6 @@ class Outputs:
             cut = [first_rows(tensor, dims, rows) for (_, tensor), dims in tensors]
             return [cut[first] for first in self._firsts] or cut
 
-    @property
-    def nbytes(self) -> int:
-        """The size of all output tensors, wherever they lie."""
-        return sum(tensor.nbytes for _, tensor in self._tensors)
-
 
 def _once(tensor: torch.Tensor) -> torch.Tensor:
     """Each element of a tensor once: along an expanded dimension all are one in memory."""

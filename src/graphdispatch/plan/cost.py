@@ -227,7 +227,7 @@ def _capture(served: Any, inputs: Mapping[str, Any]) -> dict[str, float]:
     for (mode, size), why in report.left_out.items():
         raise CaptureError(f"no {mode.name} graph of {size} rows: {why}")
     memory = served.memory_report()
-    own = float(sum(entry.own + entry.driver for entry in memory.entries))
+    own = float(memory.entry_bytes + memory.driver_bytes)
     return {"capture_ms": 1e3 * report.seconds, "graph_bytes": own, "pool_bytes": memory.total - own}
 
 
