@@ -61,24 +61,22 @@ def holds(kinds: Collection[Kind]) -> int:
     return sum(kind.own for kind in kinds) + sum(max(k.part for k in kinds if k.pool == pool) for pool in pools)
 
 
-def agrees(kinds: list[Kind], victims: set[int], is_enough: bool, fits: Callable[[list[Kind]], bool]) -> None:
-    """``victims`` are what has to go, in the order of ``kinds``; or nothing that may go is enough."""
+def agrees(kinds: list[Kind], victims: set[int] | None, fits: Callable[[list[Kind]], bool]) -> None:
+    """``victims`` are what has to go, in the order of ``kinds``; or None, and nothing that may go is enough."""
 
     def without(dropped: Collection[int]) -> bool:
         return fits([kind for index, kind in enumerate(kinds) if index not in dropped])
 
     allowed = [index for index, kind in enumerate(kinds) if kind.may_go]
     subsets = [subset for count in range(len(allowed) + 1) for subset in combinations(allowed, count)]
-    assert is_enough is any(without(subset) for subset in subsets)
-    assert victims <= set(allowed)
-    if is_enough:
+    assert (victims is not None) is any(without(subset) for subset in subsets)
+    if victims is not None:
+        assert victims <= set(allowed)
         assert without(victims)
         assert not any(without(victims - {index}) for index in victims)
         fewest = next(count for count in range(len(allowed) + 1) if without(allowed[:count]))
         assert victims <= set(allowed[:fewest])
         assert not fewest or allowed[fewest - 1] in victims
-    else:
-        assert victims == set(allowed)
 
 
 KINDS = st.lists(st.builds(Kind, st.integers(0, 30), st.integers(0, 2), st.integers(0, 30), st.booleans()), max_size=6)
@@ -108,11 +106,12 @@ def test_room_is_made_if_there_can_be(
         held = holds(kept) + average if newcomer is None else holds([*kept, newcomer])
         return (most is None or len(kept) < most) and (most_bytes is None or held <= most_bytes)
 
-    choice = cache.choose(None if newcomer is None else new, since)
-    agrees(kinds, {int(victim.entry.key) for victim in choice.victims}, choice.is_enough, fits)  # type: ignore[call-overload]
+    victims = cache.choose(None if newcomer is None else new, since)
+    keys = None if victims is None else {int(victim.entry.key) for victim in victims}  # type: ignore[call-overload]
+    agrees(kinds, keys, fits)
     is_count = most is not None and len(kinds) >= most
     reason = EvictionReason.COUNT if is_count else EvictionReason.BYTES
-    assert all(victim.reason is reason for victim in choice.victims)
+    assert all(victim.reason is reason for victim in victims or [])
     assert len(cache) == len(kinds)
 
 

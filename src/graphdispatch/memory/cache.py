@@ -221,13 +221,6 @@ class Quarantine(dict[int, Failure]):
         return failure if failure is not None and now < failure.retry_at else None
 
 
-class Choice(NamedTuple):
-    """The entries that have to go, and whether there is room then."""
-
-    victims: list[Victim]
-    is_enough: bool
-
-
 class GraphCache:
     """Entries by key, at most ``max_graphs`` of them and ``max_bytes`` bytes, and the pool of the sets of graphs that
     share the cache. Thread-safe.
@@ -277,8 +270,8 @@ class GraphCache:
 
     def choose(
         self, newcomer: CUDAGraphEntry | None = None, since: int | None = None, gone: CUDAGraphEntry | None = None
-    ) -> Choice:
-        """Which graphs have to go to make room for one more. Changes nothing.
+    ) -> list[Victim] | None:
+        """Which graphs have to go to make room for one more; None if there cannot be any. Changes nothing.
 
         The least recently used go first, but an entry stays if it fits beside all others that stay: one whose end frees
         nothing does not go for its bytes.
@@ -287,15 +280,9 @@ class GraphCache:
             newcomer: The entry that needs room. None: one more graph, as large as those here are on average.
             since: Only entries whose last use was before this use may go. None: any.
             gone: An entry that goes in any case.
-
-        Returns:
-            The entries that have to go, and whether there is room then. If there cannot be, all that may go.
         """
         with self._lock:
             held = {entry: key for key, entry in self._entries.items() if entry is not gone}
-        is_many = len(held) >= self.max_graphs
-        if self.max_bytes is None and not is_many:
-            return Choice([], True)
         # The average is taken before anything goes. That of the entries that stay rises when small ones go, so that
         # fewer entries might not fit where more do, and no search for the fewest victims would be right.
         average = sum(entry.nbytes for entry in held) // max(len(held), 1)
@@ -306,22 +293,23 @@ class GraphCache:
                 return False
             return self._is_small(kept, average) if newcomer is None else self._is_small(kept | {newcomer})
 
+        if is_enough([]):
+            return []
         # A break that makes this call runs on a thread that is half-way through a replay of its own.
         free = [entry for entry in held if not entry.pool.is_inside_replay()]
-        ranked = sorted((e for e in free if since is None or e.last_used < since), key=self._rank)
-        leaving, is_possible = ranked, is_enough(ranked)
-        if is_possible:
-            leaving = next((ranked[:count] for count in range(len(ranked)) if is_enough(ranked[:count])), ranked)
-            for entry in leaving[-2::-1]:
-                fewer = [other for other in leaving if other is not entry]
-                if is_enough(fewer):
-                    leaving = fewer
-        reason = EvictionReason.COUNT if is_many else EvictionReason.BYTES
-        return Choice([Victim(self, held[entry], entry, reason) for entry in leaving], is_possible)
+        leaving = sorted((e for e in free if since is None or e.last_used < since), key=self._rank)
+        if not is_enough(leaving):
+            return None
+        for entry in leaving[::-1]:
+            fewer = [other for other in leaving if other is not entry]
+            if is_enough(fewer):
+                leaving = fewer
+        reason = EvictionReason.COUNT if len(held) >= self.max_graphs else EvictionReason.BYTES
+        return [Victim(self, held[entry], entry, reason) for entry in leaving]
 
     def has_room(self, since: int | None = None) -> bool:
         """Whether there is room for one more entry, or would be without entries whose last use was before ``since``."""
-        return self.choose(since=since).is_enough
+        return self.choose(since=since) is not None
 
     def admit(self, key: Hashable) -> Reason:
         """What becomes of a call whose key has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Changes nothing."""
@@ -336,12 +324,13 @@ class GraphCache:
         return not self.has_room(0)
 
     def make_room(self, since: int | None = None) -> list[Victim]:
-        """Drop what must go before one more entry is captured, of those whose last use was before ``since``.
+        """Drop what must go before one more entry is captured, of those whose last use was before ``since``; nothing
+        if that cannot make room.
 
         What it will hold for itself is not known yet; the average of the entries here is expected.
         """
         with self._lock:
-            return self._drop(self.choose(since=since).victims)
+            return self._drop(self.choose(since=since) or [])
 
     def add(self, key: Hashable, entry: CUDAGraphEntry) -> list[Victim]:
         """Keep a complete entry; returns what it displaces (an entry of the same key, others if over a limit).
@@ -351,12 +340,12 @@ class GraphCache:
         a pool keeps its memory as long as it has a graph.
         """
         with self._lock:
-            choice = self.choose(entry, gone=self.get(key))
-            if not choice.is_enough:
+            victims = self.choose(entry, gone=self.get(key))
+            if victims is None:
                 return [Victim(self, key, entry, EvictionReason.BYTES), *self._drop_over_limit(entry.pool)]
             displaced = self._take(key, EvictionReason.REPLACED)
             self._entries[key] = entry
-            return displaced + self._drop(choice.victims)
+            return displaced + self._drop(victims)
 
     def remove(self, key: Hashable) -> CUDAGraphEntry | None:
         """Drop one entry and return it for release; or None."""
