@@ -8,9 +8,9 @@ Which dimension of an output follows the batch is learnt by comparing a run of t
 number of rows, never from a dimension that merely equals the number of rows.
 
 Note [objects among outputs]
-    An object that the call makes (a cache, a batch encoding) is a node like a dict: its attributes are outputs. A hit
-    makes a new object of the same class around the graph's results, without calling code of the class. An object that
-    was there before the call is returned itself.
+    An object that the call makes and that holds all it has in attributes (a cache, a batch encoding, a dataclass) is a
+    node like a dict: its attributes are outputs. A hit makes a new object of the same class around the graph's results,
+    without calling code of the class. An object that was there before the call is returned itself.
 """
 
 from collections import OrderedDict
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import compress, repeat
 from operator import is_, itemgetter
-from types import AsyncGeneratorType, CoroutineType, GeneratorType, SimpleNamespace
-from typing import Any, NamedTuple
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
+from typing import Any
 
 import torch
 from torch import nn
@@ -348,40 +348,10 @@ def check_values(eager: Any, graph: Any) -> None:
 _MOST_OBJECTS = 4096
 
 
-class Adapter(NamedTuple):
-    """How the objects of a class are opened into what torch takes apart, and made of that again."""
-
-    open: Callable[[Any], Any]
-    close: Callable[[type, Any], Any]
-
-
-def _entries_of(value: Any) -> dict[Any, Any]:
-    """Those of a dict in its order, which an ordered one keeps itself."""
-    return dict((OrderedDict if isinstance(value, OrderedDict) else dict).items(value))
-
-
-def _dict_of(kind: type, content: Any) -> Any:
-    made: Any = dict.__new__(kind)
-    put = (OrderedDict if isinstance(made, OrderedDict) else dict).__setitem__
-    for key, value in content.items():
-        put(made, key, value)
-    return made
-
-
-_ADAPTERS: dict[type, Adapter] = {
-    dict: Adapter(_entries_of, _dict_of),
-    tuple: Adapter(lambda value: tuple(tuple.__iter__(value)), tuple.__new__),
-    SimpleNamespace: Adapter(lambda value: None, lambda kind, content: kind()),
-    torch.Size: Adapter(list, lambda kind, content: torch.Size(content)),
-    object: Adapter(lambda value: None, lambda kind, content: object.__new__(kind)),
-}
-"""By the class that an object's class takes its ``__new__`` from. Attributes are opened besides."""
-
-
 @dataclass(eq=False, slots=True)
 class Opened:
-    """An object that the call made, as a node of its outputs: what an object of class ``kind``
-    contains, then its attributes in the order of ``names``."""
+    """An object of class ``kind`` that the call made, as a node of its outputs: its attributes, in the order of
+    ``names``; or the lengths of a shape."""
 
     kind: type
     names: tuple[str, ...]
@@ -450,7 +420,7 @@ class Opener:
     def _open_leaf(self, value: Any, made: dict[int, Any]) -> Any:
         kind = type(value)
         if kind is torch.Size:
-            return Opened(kind, (), [list(value)])
+            return Opened(kind, (), list(value))
         if issubclass(kind, _LATER):
             raise CaptureError(
                 f"an output ({kind.__name__}) runs code after the call, outside of any graph; graph a function without "
@@ -460,37 +430,19 @@ class Opener:
         if not _can_open(kind) or id(value) in made or len(made) >= _MOST_OBJECTS or self._knows(value):
             return value
         made[id(value)] = value
-        attributes = {**(attribute_table(value) or {}), **_slots(value)}
-        content = _adapter(kind).open(value)
-        parts = [content, *attributes.values()]
-        return Opened(kind, tuple(attributes), [self._open(part, made) for part in parts])
+        attributes = attribute_table(value) or {}
+        return Opened(kind, tuple(attributes), [self._open(part, made) for part in attributes.values()])
 
 
 def _can_open(kind: type) -> bool:
-    """Whether objects of a class can be made anew of what they hold."""
-    if kind in VALUES or issubclass(kind, (torch.Tensor, nn.Module, type, BaseException)) or hasattr(kind, "__del__"):
+    """Whether objects of a class can be made anew of their attributes alone."""
+    if issubclass(kind, (torch.Tensor, nn.Module)) or hasattr(kind, "__del__") or slots_of(kind):
         return False
     new: Any = kind.__new__
-    is_plain = bool(kind.__flags__ & _HEAP) or kind in _ADAPTERS
-    return is_plain and kind is not object and any(new is base.__new__ for base in _ADAPTERS)
+    return new is object.__new__ and bool(kind.__dictoffset__ and kind.__flags__ & _HEAP)
 
 
 _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a class statement
-
-
-def _adapter(kind: Any) -> Adapter:
-    new: Any = kind.__new__
-    return next(adapter for base, adapter in _ADAPTERS.items() if new is base.__new__)
-
-
-def _slots(value: Any) -> dict[str, Any]:
-    held = {}
-    for label, slot in slots_of(type(value)).items():
-        try:
-            held[label.removeprefix(".")] = slot.__get__(value)
-        except AttributeError:  # not set
-            continue
-    return held
 
 
 def closed(tree: Any) -> Any:
@@ -499,14 +451,13 @@ def closed(tree: Any) -> Any:
 
 
 def _close(node: Opened) -> Any:
-    content, *values = [closed(value) for value in node.values]
-    made = _adapter(node.kind).close(node.kind, content)
+    values = [closed(value) for value in node.values]
+    if node.kind is torch.Size:
+        return torch.Size(values)
+    made: Any = object.__new__(node.kind)
     table = attribute_table(made)
-    for name, value in zip(node.names, values, strict=True):
-        if table is not None and name not in slots_of(node.kind):
-            table[name] = value
-        else:
-            object.__setattr__(made, name, value)
+    assert table is not None
+    table.update(zip(node.names, values, strict=True))
     return made
 
 
