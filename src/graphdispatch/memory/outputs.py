@@ -15,7 +15,6 @@ Note [objects among outputs]
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress, repeat
@@ -36,7 +35,7 @@ from torch.utils._pytree import (
 )
 
 from ..backends.base import Pool
-from ..backends.operators import is_strided, storage_key, tensors_in
+from ..backends.operators import storage_key
 from ..backends.tracing import untraced
 from ..call.spec import VALUES, describe, is_tensor
 from ..errors import CaptureError, StaleOutputError
@@ -48,18 +47,17 @@ from ..state.objects import attribute_table, slots_of
 class OutputView:
     """A handle on outputs in memory that is used again: ``get()`` returns them, or raises once they were overwritten.
 
-    Outputs in graph memory are valid until the next replay of any graph in the same pool. Clone what you keep for
-    longer.
+    Outputs are valid until the next replay of any graph in the same pool; those of an eager step, too, as it may return
+    what it was given. Clone what you keep for longer.
 
     Args:
         value: The outputs.
-        source: Whose memory it is. None: memory that no replay touches, as of an eager step.
+        source: Whose memory it is. None: memory that no replay touches, as of a copy.
     """
 
     __slots__ = ("_generation", "_source", "_value")
 
     def __init__(self, value: Any, source: Pool | None) -> None:
-        """``source`` is whose memory it is; None is for outputs that no replay touches (of an eager step)."""
         self._value = value
         self._source = source
         self._generation = source.generation if source is not None else 0
@@ -459,16 +457,3 @@ def _close(node: Opened) -> Any:
     assert table is not None
     table.update(zip(node.names, values, strict=True))
     return made
-
-
-def share_memory(answer: Any, given: Any) -> bool:
-    """Whether a tensor of the one lies in the storage of a tensor of the other; or may, where the answer holds objects
-    that nobody looks into. Those of transforms of ``torch.func`` have none."""
-    if any(not is_tensor(leaf) and type(leaf) not in VALUES for leaf in tree_leaves(answer)):
-        return bool(tensors_in(given))
-    found: list[set[int]] = [set(), set()]
-    for keys, tree in zip(found, (answer, given), strict=True):
-        for tensor in filter(is_strided, tensors_in(tree)):
-            with suppress(RuntimeError):
-                keys.add(storage_key(tensor))
-    return not found[0].isdisjoint(found[1])

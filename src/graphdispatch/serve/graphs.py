@@ -20,7 +20,7 @@ from ..errors import BackendError, ConfigError, GraphDispatchError, error_of_sig
 from ..memory.cache import GraphCache, MemoryReport, Quarantine, Victim, bytes_of, memory_report
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
-from ..memory.outputs import OutputView, share_memory
+from ..memory.outputs import OutputView
 from ..memory.replay import next_use
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
@@ -307,14 +307,10 @@ class GraphSet:
         why_not = refusal(call.leaves, leaves, rules, cache.backend.device)
         return why_not if why_not is not None else Signature(call.leaves, leaves, rules, cache.backend.device)
 
-    def give(self, answer: Any, *given: Any) -> Any:
-        """What an eager step returned of what it was given, as a hit would hand it out. Needs no lock.
-
-        An argument may be an output that replays overwrite; so a handle on one is stale after a replay.
-        """
-        if not self._returns_handles:
-            return answer
-        return OutputView(answer, self.cache.pool if share_memory(answer, given) else None)
+    def give(self, answer: Any) -> Any:
+        """What an eager step returned, as a hit would hand it out: a handle on it is stale after a replay, since it may
+        be an argument that lies in a graph's memory. Needs no lock."""
+        return OutputView(answer, self.cache.pool) if self._returns_handles else answer
 
     def _shared_inputs(self, signature: Signature, capacity: int) -> StaticInputs:
         """The buffers of another group that takes the same tensors, or new ones: one pool, one user at a time."""

@@ -332,7 +332,7 @@ class Server:
         answer = result.take_answer()
         if result.entry is not None:
             answer = result.entry.outputs.with_values(answer, choice.rows)
-        return self.graphs.give(answer, *choice.leaves)
+        return self.graphs.give(answer)
 
     @property
     def decision(self) -> Decision | None:
@@ -377,7 +377,7 @@ class Server:
         run, share = WINDOWS.begin(self._reach), self.graphs.share
         started = share.clock()
         try:
-            return self.graphs.give(self.fn(*args, **kwargs), args, kwargs)
+            return self.graphs.give(self.fn(*args, **kwargs))
         finally:
             share.note_eager(share.clock() - started)
             WINDOWS.end(run)
