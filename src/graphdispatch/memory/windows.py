@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("graphdispatch")
-_CAPTURE_WAITS_S, _RUN_WAITS_S = 1.0, 10.0
-_LOOKS_AFTER_S = 0.01
+_CAPTURE_WAITS_S, _RUN_WAITS_S, _INNER_WAITS_S = 1.0, 10.0, 0.1
 _Reach = Callable[[], set[int]]
 
 
@@ -57,13 +56,8 @@ class Windows:
     def refuse(self, entry: "CUDAGraphEntry") -> None:
         """Raise ``ReplayError`` if a replay writes what another thread's window covers. Call it with the pool's lock
         held, which a capture takes after it has opened its window."""
-        if self._covers_writes(entry):
+        if entry.written is not None and self._covers({begin for begin, _ in entry.written.spans}):
             raise ReplayError("another thread captures a callable that shares state with this graph; call again")
-
-    def wait_for(self, entry: "CUDAGraphEntry") -> None:
-        """Wait, for a while, until a replay writes nothing that another thread's window covers."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._covers_writes(entry), _RUN_WAITS_S)
 
     def begin(self, reach: _Reach) -> object:
         """Begin an eager run of the calling thread, once no window covers what it reaches; returns what ``end`` takes.
@@ -95,7 +89,7 @@ class Windows:
         """A block with a window over ``storages``; False if others could not be waited for, and there is no window."""
         window = (threading.get_ident(), storages)
         with self._changed:
-            is_free = not self._is_awaited()
+            is_free = not any(awaits for _, awaits in self._others())
             is_open = is_free and self._changed.wait_for(lambda: not self._covers(storages), _CAPTURE_WAITS_S)
             if is_open:
                 self.open.append(window)
@@ -107,36 +101,23 @@ class Windows:
                     self.open.remove(window)
                 self._changed.notify_all()
 
-    def _covers_writes(self, entry: "CUDAGraphEntry") -> bool:
-        return entry.written is not None and self._covers({begin for begin, _ in entry.written.spans})
-
     def take(self, lock: Any) -> bool:
         """Take a lock that captures are made with, for the caller to release; False if the calling thread may not wait
-        for it: a run of it is under way, for which a capture waits, perhaps the one that holds the lock."""
+        long for it: a run of it is under way, for which the capture that holds the lock may wait."""
         here = threading.get_ident()
-        if all(thread != here for thread, _ in list(self._runs.values())):
-            return bool(lock.acquire())
-        while not self._is_awaited():
-            if lock.acquire(timeout=_LOOKS_AFTER_S):
-                return True
-        return False
-
-    def _is_awaited(self) -> bool:
-        """Whether another thread's capture waits for a run of the calling thread: see Note [windows]."""
-        return bool(self.open) and any(self._awaits(covered) for covered in self._others())
+        is_inner = any(thread == here for thread, _ in list(self._runs.values()))
+        return bool(lock.acquire(timeout=_INNER_WAITS_S if is_inner else -1))
 
     def _covers(self, storages: set[int]) -> bool:
-        return any(not covered.isdisjoint(storages) and not self._awaits(covered) for covered in self._others())
+        """Whether another thread's window covers some of these, which does not wait for the calling thread."""
+        return any(not (awaits or covered.isdisjoint(storages)) for covered, awaits in self._others())
 
-    def _others(self) -> list[set[int]]:
-        """What the windows of other threads cover."""
-        here = threading.get_ident()
-        return [covered for thread, covered in self.open if thread != here]
-
-    def _awaits(self, covered: set[int]) -> bool:
-        """Whether a window waits for a run of the calling thread, which began before it."""
+    def _others(self) -> list[tuple[set[int], bool]]:
+        """What the windows of other threads cover, each with whether it waits for a run of the calling thread."""
         here, runs = threading.get_ident(), list(self._runs.values())
-        return any(thread == here and not covered.isdisjoint(reach()) for thread, reach in runs)
+        reached = [reach() for thread, reach in runs if thread == here]
+        windows = [covered for thread, covered in self.open if thread != here]
+        return [(covered, not all(map(covered.isdisjoint, reached))) for covered in windows]
 
     def _drained(self, window: tuple[int, set[int]], own: Pool) -> bool:
         """Wait for the runs and replays of other threads that began before the window; whether all have ended."""
