@@ -84,9 +84,9 @@ def test_replays_are_counted(entry: gd.CUDAGraphEntry) -> None:
 
 MISFITS: list[tuple[Any, ...]] = [
     ({"x": torch.ones(4, 3), "z": torch.ones(1)}, r"inputs must be named \['x'\], got \['x', 'z'\]"),
-    ({"x": 1.0}, "input 'x' must be a strided tensor, got float; pass a dense tensor"),
-    ({"x": torch.ones(4, 3).to_sparse()}, "input 'x' must be a strided tensor, got torch.sparse_coo"),
-    ({"x": torch.ones(4, 1)}, r"input 'x' must have shape \(4, 3\).* got \(4, 1\).*reshape it"),
+    ({"x": 1.0}, "input 'x' must be a strided tensor .* got 1.0"),
+    ({"x": torch.ones(4, 3).to_sparse()}, "input 'x' must be a strided tensor .* got a torch.Tensor"),
+    ({"x": torch.ones(4, 1)}, r"input 'x' must be .* of shape \(rows, 3\).* got \(4, 1\).*reshape it"),
     ({"x": torch.ones(4, 3, dtype=torch.half)}, "torch.float32 on cpu, got .*torch.float16 on cpu; cast"),
     ({"x": torch.ones(4, 3, device="meta")}, "on cpu, got .*on meta"),
     ({"x": torch.ones(0, 3)}, "inputs must have 1 to 4 rows for this graph, got 0"),
@@ -114,14 +114,14 @@ def test_inputs_with_several_dimensions_are_checked() -> None:
     entry = step.entries[0]
     assert torch.equal(entry.replay({"y": y, "x": x}), x + y[:, None])
     for bad in ({"y": y, "x": torch.randn(4, 9)}, {"y": y, "x": torch.randn(3, 4)}, {"y": y[:0], "x": x[:0]}):
-        with pytest.raises(GuardError, match="must have"):
+        with pytest.raises(GuardError, match="must have|numbers of rows"):
             entry.replay(bad)
 
 
 def test_inputs_that_share_written_memory_are_refused() -> None:
     """A write to one would have to show in the other, which copies cannot do; their rows agree."""
     entry = capture(lambda a, b: (a.add_(1), b * 1)[1], a=(4, 3), b=(4, 3))
-    with pytest.raises(GuardError, match=r"input 'b' must have shape \(2, 3\).* got \(3, 3\)"):
+    with pytest.raises(GuardError, match="in the numbers of rows"):
         entry.replay({"a": torch.ones(2, 3), "b": torch.ones(3, 3)})
     memory = torch.zeros(4, 3)
     with pytest.raises(GuardError, match=r"\['a', 'b'\] share memory, .*; pass copies"):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..backends.operators import is_strided
 from ..native.bound import CORE
 from ..reasons import Reason
 from ..sizes import HIDDEN, ROWS, Axis, pack
@@ -247,6 +248,25 @@ class Signature:
         real would depend on padding. Python does it, since the values are looked at."""
         self._masks, self.native = tuple(masks), None
 
+    def misfit(self, values: Sequence[Any]) -> str:
+        """Why a call does not match, as a sentence: the first tensor that is another one, or what else there may be."""
+        for check in self._checks:
+            form, given = self._forms[check.position], values[check.position]
+            is_plain = type(given) is check.kind and is_strided(given)
+            if is_plain and (given.dtype, given.device) == (check.dtype, check.device) and form.extents(given.shape):
+                continue
+            axes = dict(form.spans)
+            shape = ", ".join(axes[dim].name if dim in axes else str(n) for dim, n in enumerate(form.shape))
+            got = f"{tuple(given.shape)}, {given.dtype} on {given.device}" if is_plain else describe(given)
+            return (
+                f"input {form.name!r} must be a strided tensor of shape ({shape}), {check.dtype} on {check.device}, "
+                f"got {got}; cast or reshape it, or capture anew"
+            )
+        return (
+            "the call differs from the captured one: in the numbers of rows, autocast, a constant, the address of a "
+            "static tensor, or the memory layout of an input; capture again for such calls"
+        )
+
     def match_in_any_mode(self, values: Sequence[Any]) -> int:
         """``match``, be the thread in inference mode or not: a replay gives the same values in both."""
         with torch.inference_mode(self._inference):
@@ -270,7 +290,7 @@ class ForeignSignature(Signature):
         self.addresses = addresses
         """The addresses of a call's tensors, in order; None where the graph's owner answers for what it reads."""
         self.axes = (ROWS,)
-        self.inputs = []
+        self.inputs, self._checks = [], []
         self.has_rows = False
         self.native = None
         self._inference = False

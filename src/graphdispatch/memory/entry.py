@@ -9,19 +9,18 @@ import torch
 from torch.autograd import forward_ad
 
 from ..backends.base import Backend, Graph, Pool, Stopwatch
-from ..backends.operators import is_strided
 from ..backends.tracing import default_device, dispatch_modes, function_modes, is_transformed, trace, untraced
 from ..call.rules import graph_name
-from ..call.signature import ForeignSignature, InputSpec, Signature
-from ..call.spec import FlatCall, is_tensor
+from ..call.signature import ForeignSignature, Signature
+from ..call.spec import FlatCall
 from ..copying import NotCopied
 from ..decide import HIDDEN_ROW
 from ..descriptors import BatchDescriptor, size_text
 from ..errors import GuardError, ReplayError, error_of_signal
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
-from ..sizes import HIDDEN, Axis, lengths_of, pack
-from ..state.guards import StateGuard, WorkspaceGuard
+from ..sizes import HIDDEN, lengths_of, pack
+from ..state.guards import StateGuard, WorkspaceGuard, wants_gradient
 from ..stats import CUDAGraphStats, Gain
 from .inputs import StaticInputs
 from .outputs import OutputRule, Outputs
@@ -266,8 +265,7 @@ class CUDAGraphEntry(Verification, NotCopied):
         """The flat values of a call and its number of rows, for ``serve``.
 
         Args:
-            inputs: The inputs by name. Every copied tensor must be given; static tensors and constants may be, and must
-                be those of the capture.
+            inputs: Every tensor that is copied, by name; static tensors and constants are those of the capture.
 
         Returns:
             The values, and the number of rows.
@@ -275,15 +273,25 @@ class CUDAGraphEntry(Verification, NotCopied):
         Raises:
             GuardError: An input does not fit.
         """
-        values, axes = self._named_values(inputs), self.inputs.axes
-        told: dict[Axis, int] = {}
+        names = [spec.name for spec in self.inputs.specs]
+        if not isinstance(inputs, Mapping) or inputs.keys() != set(names):
+            given = list(inputs) if isinstance(inputs, Mapping) else f"a {type(inputs).__name__}"
+            raise GuardError(f"inputs must be named {names}, got {given}")
+        if torch.is_grad_enabled() and any(map(wants_gradient, inputs.values())):
+            raise GuardError("an input requires a gradient, which no graph gives; use torch.no_grad() or detach() it")
+        values = list(self.example)
         for spec in self.inputs.specs:
-            _check_input(spec, values[spec.position], told)
-        full = lengths_of(axes, self.size)
-        own = [told.get(axis, most) for axis, most in zip(axes, full, strict=True)]
-        rows = pack(axes, own)
+            values[spec.position] = inputs[spec.name]
+        rows = self.signature.match_in_any_mode(values)
+        if rows < 0:
+            raise GuardError(self.signature.misfit(values))
+        if rows & HIDDEN:
+            raise GuardError(HIDDEN_ROW)
+        rows = rows if self.signature.has_rows else self.size
+        axes = self.inputs.axes
+        own, full = lengths_of(axes, rows), lengths_of(axes, self.size)
         if not all(1 <= length <= most for length, most in zip(own, full, strict=True)):
-            raise GuardError(f"inputs must have 1 to {self.size} rows for this graph, got {rows}")
+            raise GuardError(f"inputs must have 1 to {self.size} rows for this graph, got {pack(axes, own)}")
         clash = self.plan(rows).clash(values)
         if clash is not None:
             raise GuardError(f"{clash}; pass copies")
@@ -291,43 +299,7 @@ class CUDAGraphEntry(Verification, NotCopied):
             raise GuardError("an input carries attributes that the captured code may read; pass them as arguments")
         if self.metadata is not None and not self.metadata.knows(values):
             raise GuardError(f"{self.metadata.text}, and capture with a call like this one")
-        number = self.signature.match_in_any_mode(values)
-        if number < 0:
-            raise GuardError(
-                "the call differs from the captured one: in autocast, a constant, the address of a static tensor, or "
-                "the memory layout of an input; capture again for such calls"
-            )
-        if number & HIDDEN:
-            raise GuardError(HIDDEN_ROW)
         return values, rows
-
-    def _named_values(self, inputs: Mapping[str, Any]) -> list[Any]:
-        """The flat values of a call by name. Raises ``GuardError`` for names that are not those of the capture."""
-        if not isinstance(inputs, Mapping):
-            raise GuardError(f"inputs must be a mapping from name to tensor, got a {type(inputs).__name__}")
-        places = {spec.name: spec.position for spec in self.inputs.specs}
-        if inputs.keys() != places.keys():
-            leaves = self.call.leaves if self.call is not None else ()
-            known = {leaf.path: place for place, leaf in enumerate(leaves)} | places
-            if not places.keys() <= set(inputs) <= known.keys():
-                raise GuardError(f"inputs must be named {list(places)}, got {list(inputs)}")
-            places = known
-        values = list(self.example)
-        for name, value in inputs.items():
-            values[places[name]] = value
-        return values
-
-    def mismatch(self, values: Sequence[Any]) -> str:
-        """What is wrong with a call whose values do not fit, as a sentence.
-
-        Args:
-            values: The flat values of the call.
-        """
-        try:
-            self.check({spec.name: values[spec.position] for spec in self.inputs.specs})
-        except GuardError as error:
-            return str(error)
-        return "a constant, a static tensor or the spelling of the call is not that of the captured one"
 
     def _note_time(self, elapsed: float) -> None:
         self._times += 1
@@ -347,16 +319,6 @@ class CUDAGraphEntry(Verification, NotCopied):
     def label(self) -> str:
         """The captured callable and the size, as ranges of torch's profiler name them: ``decode 8``."""
         return graph_name(self.call.fn, self.key) if self.call is not None else size_text(self.key)
-
-    @property
-    def batch_descriptor(self) -> BatchDescriptor:
-        """``descriptor``, by the name that vLLM's entries have for it."""
-        return self.descriptor
-
-    @property
-    def cudagraph(self) -> Graph:
-        """``graph``, by the name that vLLM's entries have for it."""
-        return self.graph
 
     @property
     def input_addresses(self) -> tuple[int, ...]:
@@ -400,26 +362,6 @@ class CUDAGraphEntry(Verification, NotCopied):
         return (
             f"<CUDAGraphEntry {self.mode.name} {self.size} rows, {self.state.value}, "
             f"{self.replay_count} replays, {self.nbytes} bytes>"
-        )
-
-
-def _check_input(spec: InputSpec, tensor: Any, told: dict[Axis, int]) -> None:
-    """Raise ``GuardError`` if an input does not fit. Those before have ``told`` extents of the batch, as this one does
-    where it is the first."""
-    if not is_tensor(tensor) or not is_strided(tensor):
-        got = tensor.layout if is_tensor(tensor) else type(tensor).__name__
-        raise GuardError(f"input {spec.name!r} must be a strided tensor, got {got}; pass a dense tensor")
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise GuardError(
-            f"input {spec.name!r} requires a gradient, which no graph gives; use torch.no_grad() or detach() it"
-        )
-    shape: list[Any] = list(spec.shape)
-    for dim, axis in spec.spans:
-        shape[dim] = told.setdefault(axis, tensor.shape[dim]) if tensor.dim() == len(shape) else axis.name
-    if [*tensor.shape] != shape or tensor.dtype is not spec.dtype or tensor.device != spec.device:
-        raise GuardError(
-            f"input {spec.name!r} must have shape ({', '.join(map(str, shape))}), {spec.dtype} on {spec.device}, "
-            f"got {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}; cast or reshape it, or capture anew"
         )
 
 

@@ -281,7 +281,7 @@ class GraphSet:
         elif isinstance(entry.signature, ForeignSignature):
             return Refusal(Reason.ADDRESS_CHANGED, "")
         else:
-            return Refusal(Reason.ARGUMENTS_CHANGED, entry.mismatch(leaves))
+            return Refusal(Reason.ARGUMENTS_CHANGED, entry.signature.misfit(leaves))
         if (known := self.groups.get(key)) is not None:  # of a forgotten route, which another thread's call still had
             self.forget(known)
         group = GraphGroup(key, route, call, signature, inputs, Quarantine(self.options.max_failures))
