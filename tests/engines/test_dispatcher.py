@@ -333,7 +333,11 @@ X3, X4 = torch.ones(3, 3), torch.ones(4, 3)
     [
         (decode(4), (X4,), "FULL graph, 4 rows"),
         (decode(3), (X3,), "FULL graph, 3 -> 4 rows, 25.0 % padding"),
-        (decode(4), (X4.double(),), "eager, 4 rows: input 'x' must have shape (4, 3), torch.float32 on cpu"),
+        (
+            decode(4),
+            (X4.double(),),
+            "eager, 4 rows: input 'x' must be a strided tensor of shape (rows, 3), torch.float32 on cpu",
+        ),
         (decode(5), (), "eager, 5 rows: the batch is larger than the largest graph for it (4); capture a larger size"),
         (DispatchKey(6, 3), (), "eager, 6 rows: no graph is captured for uniform decode of this query length"),
         (DispatchKey(5, 2), (), "eager, 5 rows: the batch is mixed, and only uniform decode batches have graphs"),
