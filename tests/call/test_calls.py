@@ -156,9 +156,15 @@ def test_the_missing_entry_of_dynamic_is_named() -> None:
     assert "dynamic= may lack 'mask': 0" in str(served.explain(*batch))
 
 
-def test_one_class_without_keys_takes_no_names_from_the_others() -> None:
-    """Entries beside it keep theirs, and its own are known by place."""
-    step = make(lambda b: b["ids"] + b["pair"].left, dynamic={"b['ids']": 0, "b['pair'][0]": 0}, sizes=(4,))
+def test_the_leaves_of_a_class_without_keys_are_numbered() -> None:
+    """Those of the whole argument that holds it; another name is refused, with the names there are."""
+
+    def fn(b: dict[str, Any]) -> Tensor:
+        return b["ids"] + b["pair"].left  # type: ignore[no-any-return]
+
+    step = make(fn, dynamic={"b[0]": 0, "b[1]": 0}, sizes=(4,))
     for rows in (3, 3, 4, 3):
         check_calls(step, {"ids": torch.randn(rows, 2), "pair": Pair(torch.randn(rows, 2), torch.ones(1))})
     assert step.stats.hits >= 1
+    with pytest.raises(ConfigError, match=r"expected one of \['b', 'b\[0\]', 'b\[1\]', 'b\[2\]'\]"):
+        make(fn, dynamic={"b['ids']": 0})({"ids": torch.ones(2), "pair": Pair(torch.ones(2), torch.ones(1))})

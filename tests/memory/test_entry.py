@@ -114,7 +114,7 @@ def test_inputs_with_several_dimensions_are_checked() -> None:
     entry = step.entries[0]
     assert torch.equal(entry.replay({"y": y, "x": x}), x + y[:, None])
     for bad in ({"y": y, "x": torch.randn(4, 9)}, {"y": y, "x": torch.randn(3, 4)}, {"y": y[:0], "x": x[:0]}):
-        with pytest.raises(GuardError, match="must have|numbers of rows"):
+        with pytest.raises(GuardError, match=r"must have|numbers of rows"):
             entry.replay(bad)
 
 

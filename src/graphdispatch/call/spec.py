@@ -38,23 +38,12 @@ def leaves_of(values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _paths_of(value: Any) -> list[str]:
-    """The paths of the leaves of one argument: ``['ids']``, ``[0].weight``; empty for a leaf."""
-    node = pytree.SUPPORTED_NODES.get(pytree._get_node_type(value))
-    if node is None:
-        return [""]
-    keyed: list[tuple[Any, Any]]
-    if node.flatten_with_keys_fn is not None:
-        keyed = list(node.flatten_with_keys_fn(value)[0])
-    else:
-        keyed = [(pytree.SequenceKey(place), inner) for place, inner in enumerate(node.flatten_fn(value)[0])]
-    return [_shown(key, place) + path for place, (key, inner) in enumerate(keyed) for path in _paths_of(inner)]
-
-
-def _shown(key: Any, place: int) -> str:
+    """The paths of the leaves of one argument: ``['ids']``, ``[0].weight``; empty for a leaf. Where the keys of a class
+    are not known, or cannot be printed, the leaves are numbered."""
     try:
-        return pytree.keystr((key,))
-    except Exception:  # of a key that cannot be printed
-        return f"[{place}]"
+        return [pytree.keystr(path) for path, _ in pytree.tree_leaves_with_path(value)]
+    except Exception:
+        return [f"[{place}]" for place in range(len(pytree.tree_leaves(value)))]
 
 
 def parameter_names(fn: Callable[..., Any]) -> tuple[str, ...] | None:
