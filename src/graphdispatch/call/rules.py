@@ -131,7 +131,8 @@ def as_pad(name: str, rule: Any) -> Pad:
 class Dim:
     """A dynamic dimension with a name, and the sizes to which batches are padded along it.
 
-    It stands in ``dynamic`` of ``graphed``: ``{"ids": {0: "batch", 1: Dim("seq", [32, 64])}}``. Frozen.
+    It stands in ``dynamic`` of ``graphed``, where its name comes first: ``{"ids": {0: "batch", 1: Dim("seq", [32,
+    64])}}``. Frozen.
 
     Args:
         name: The name of the dimension. Arguments that use the same name have the same length there in each call.
@@ -171,11 +172,6 @@ class Dim:
         largest = _LONGEST if self.max_size is None else self.max_size
         doubled = [_SHORTEST << i for i in range(largest.bit_length()) if _SHORTEST << i < largest]
         return (*doubled, largest)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is a name alone."""
-        return self.sizes is None and self.max_size is None and self.pad is None
 
 
 class ArgumentRules(NamedTuple):
@@ -346,11 +342,11 @@ def _read_dim(name: str, dim: Any, one: Any, dims: dict[str, Dim]) -> str:
         one = Dim(one)
     if not isinstance(one, Dim):
         raise ConfigError(f"dynamic[{name!r}][{dim}] must be a name, as 'seq', or a Dim, got {shown(one)}")
-    known = dims.setdefault(one.name, one)
-    if known.is_plain:
-        dims[one.name] = one
-    elif not one.is_plain and one != known:
-        raise ConfigError(f"dynamic has two different Dims of the name {one.name!r}; give one, and its name elsewhere")
+    if one not in (dims.setdefault(one.name, one), Dim(one.name)):
+        raise ConfigError(
+            f"dynamic has two different Dims of the name {one.name!r}; give one where the name comes first, and its "
+            "name elsewhere"
+        )
     return one.name
 
 
