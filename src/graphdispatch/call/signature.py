@@ -33,8 +33,6 @@ _CONSTANTS = (
 _EXACT: dict[type, Callable[[Any], Any]] = {
     float: float.hex,
     complex: repr,
-    slice: lambda value: tuple(map(_exactly, (value.start, value.stop, value.step))),
-    frozenset: lambda value: frozenset(map(_exactly, value)),
     **dict.fromkeys(
         (kind for kind in np.sctypeDict.values() if not issubclass(kind, (np.object_, np.void))),
         lambda value: (value.dtype, value.tobytes()),
@@ -376,11 +374,7 @@ def no_tensors(leaves: Sequence[Leaf], values: Sequence[Any]) -> Refusal:
 
 
 def _is_plain(value: Any) -> bool:
-    kind = type(value)
-    if kind in (slice, frozenset):
-        parts = (value.start, value.stop, value.step) if kind is slice else value
-        return all(type(part) in _PLAIN for part in parts)
-    return kind in _PLAIN or issubclass(kind, (torch.Tensor, Enum, *_BY_IDENTITY))
+    return type(value) in _PLAIN or issubclass(type(value), (torch.Tensor, Enum, *_BY_IDENTITY))
 
 
 def _exactly(value: Any) -> tuple[type, Any]:
