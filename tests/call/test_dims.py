@@ -237,7 +237,7 @@ def test_bad_dims_are_named(how: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("dims", "told"),
     [
-        ({0: "batch", 2: "seq"}, r"dynamic\['x'\]\[2\] = 'seq' is out of range.*\(3, 4\).*from -2 to 1"),
+        ({0: "batch", 2: "seq"}, r"dynamic\['x'\]\[2\] = 'seq' is out of range.*\(3, 4\)"),
         ({1: "batch", -1: "seq"}, "names dimension 1 of the tensor twice"),
     ],
     ids=["out of range", "twice"],

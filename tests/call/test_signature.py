@@ -175,9 +175,9 @@ def test_a_refusal_says_what(values: list[Any], dynamic: dict[str, int], reason:
 @pytest.mark.parametrize(
     ("dim", "value", "named"),
     [
-        (2, torch.ones(4, 3), r"dynamic\['x'\] = 2 is out of range: .*\(4, 3\); give a dimension from -2 to 1"),
+        (2, torch.ones(4, 3), r"dynamic\['x'\] = 2 is out of range: .*\(4, 3\); give a dimension that it has"),
         (-3, torch.ones(4, 3), r"dynamic\['x'\] = -3 is out of range"),
-        (0, torch.tensor(1.0), r"the tensor has no dimensions; leave it out of dynamic="),
+        (0, torch.tensor(1.0), r"shape \(\); .* leave it out of dynamic="),
     ],
 )
 def test_a_batch_dimension_must_exist(dim: int, value: Tensor, named: str) -> None:

@@ -202,12 +202,10 @@ class ArgumentRules(NamedTuple):
         found: dict[int, Axis] = {}
         for dim, axis in self.dynamic.get(leaf.path, self.dynamic.get(leaf.argument, {})).items():
             named = f"dynamic[{leaf.path!r}]" + (f"[{dim}] = {axis.name!r}" if self.dims else f" = {dim}")
-            if not tensor.dim():
-                raise ConfigError(f"{named}, but the tensor has no dimensions; leave it out of dynamic=")
             if not -tensor.dim() <= dim < tensor.dim():
                 raise ConfigError(
-                    f"{named} is out of range: the tensor has shape {tuple(tensor.shape)}; "
-                    f"give a dimension from {-tensor.dim()} to {tensor.dim() - 1}"
+                    f"{named} is out of range: the tensor has shape {tuple(tensor.shape)}; give a dimension that it "
+                    "has, or leave it out of dynamic="
                 )
             if found.setdefault(dim % tensor.dim(), axis) is not axis:
                 raise ConfigError(

@@ -113,6 +113,7 @@ class InputSpec:
 
 
 class _TensorCheck(NamedTuple):
+    form: InputSpec
     position: int
     kind: type
     dtype: torch.dtype
@@ -141,7 +142,6 @@ class Signature:
         self._device_type = device.type
         self.inputs: list[InputSpec] = []
         self._checks: list[_TensorCheck] = []
-        self._forms: dict[int, InputSpec] = {}
         self._addresses: list[tuple[int, int]] = []
         self._constants: list[tuple[int, type[Any], Any, Any]] = []
         self._objects: list[tuple[int, Any]] = []
@@ -155,7 +155,7 @@ class Signature:
                 self._constants.append((position, *_exactly(value), value))
             else:
                 self._objects.append((position, value))
-        found = {axis for form in self._forms.values() for _, axis in form.spans}
+        found = {axis for check in self._checks for _, axis in check.form.spans}
         self.has_rows = bool(found)
         """Whether any argument has a batch dimension."""
         self._known = pack(self.axes, [0 if axis in found else 1 for axis in self.axes])
@@ -172,10 +172,8 @@ class Signature:
         is_given = any(pad is not None and not pad.is_left for pad in given)
         about = leaf.path, position, shape, order, tensor.dtype, tensor.device
         spec = InputSpec(*about, tuple(spans.items()), pads, dense, is_given)
-        self._forms[position] = spec
-        self._checks.append(
-            _TensorCheck(position, type(tensor), tensor.dtype, tensor.device, {}, tensor.is_contiguous())
-        )
+        check = position, type(tensor), tensor.dtype, tensor.device, {}, tensor.is_contiguous()
+        self._checks.append(_TensorCheck(spec, *check))
         if not rules.is_static(leaf):
             self.inputs.append(spec)
         elif rules.check_addresses:
@@ -184,11 +182,9 @@ class Signature:
     def _native(self, values: Sequence[Any]) -> Any:
         """The same signature in the core."""
         tensors = []
-        for check in self._checks:
-            form = self._forms[check.position]
+        for form, position, *_, contiguous in self._checks:
             spans = tuple((dim, axis.shift, axis.mask) for dim, axis in form.spans)
-            held = values[check.position]
-            tensors.append((check.position, held, form.shape, form.order, spans, check.contiguous, form.is_dense))
+            tensors.append((position, values[position], form.shape, form.order, spans, contiguous, form.is_dense))
         constants = tuple((position, kind, value) for position, kind, _, value in self._constants)
         others = tuple(self._objects), tuple(self._addresses)
         number = getattr(torch._C._autograd.DeviceType, self._device_type.upper(), None)
@@ -218,18 +214,17 @@ class Signature:
                 return NO_MATCH
         rows, known = self._known, 0
         try:
-            for position, kind, dtype, device, shapes, contiguous in self._checks:
+            for form, position, kind, dtype, device, shapes, contiguous in self._checks:
                 tensor = values[position]
                 if type(tensor) is not kind or tensor.dtype is not dtype or tensor.device != device:
                     return NO_MATCH
-                found = shapes.get(tensor.shape) or self._learn(position, tensor.shape, shapes)
+                found = shapes.get(tensor.shape) or _learn(form, tensor.shape, shapes)
                 if found is None or (rows ^ found[0]) & known & found[1]:
                     return NO_MATCH
                 rows, known = rows | found[0], known | found[1]
-                if not (contiguous and tensor.is_contiguous()):
-                    form = self._forms[position]
-                    if _memory_order(tensor) != (form.order, form.is_dense):
-                        return NO_MATCH
+                is_plain = contiguous and tensor.is_contiguous()
+                if not is_plain and _memory_order(tensor) != (form.order, form.is_dense):
+                    return NO_MATCH
         except RuntimeError:  # a sparse tensor has no strides to compare
             return NO_MATCH
         for position, address in self._addresses:
@@ -248,16 +243,16 @@ class Signature:
 
     def misfit(self, values: Sequence[Any]) -> str:
         """Why a call does not match, as a sentence: the first tensor that is another one, or what else there may be."""
-        for check in self._checks:
-            form, given = self._forms[check.position], values[check.position]
-            is_plain = type(given) is check.kind and is_strided(given)
-            if is_plain and (given.dtype, given.device) == (check.dtype, check.device) and form.extents(given.shape):
+        for form, position, kind, dtype, device, *_ in self._checks:
+            given = values[position]
+            is_plain = type(given) is kind and is_strided(given)
+            if is_plain and (given.dtype, given.device) == (dtype, device) and form.extents(given.shape):
                 continue
             axes = dict(form.spans)
             shape = ", ".join(axes[dim].name if dim in axes else str(n) for dim, n in enumerate(form.shape))
             got = f"{tuple(given.shape)}, {given.dtype} on {given.device}" if is_plain else describe(given)
             return (
-                f"input {form.name!r} must be a strided tensor of shape ({shape}), {check.dtype} on {check.device}, "
+                f"input {form.name!r} must be a strided tensor of shape ({shape}), {dtype} on {device}, "
                 f"got {got}; cast or reshape it, or capture anew"
             )
         return (
@@ -269,16 +264,6 @@ class Signature:
         """``match``, be the thread in inference mode or not: a replay gives the same values in both."""
         with torch.inference_mode(self._inference):
             return self.match(values)
-
-    def _learn(
-        self, position: int, shape: torch.Size, shapes: dict[torch.Size, tuple[int, int]]
-    ) -> tuple[int, int] | None:
-        if len(shapes) >= _MOST_SHAPES:
-            shapes.clear()
-        found = self._forms[position].extents(shape)
-        if found is not None:
-            shapes[shape] = found
-        return found
 
 
 class ForeignSignature(Signature):
@@ -371,6 +356,15 @@ def no_tensors(leaves: Sequence[Leaf], values: Sequence[Any]) -> Refusal:
     odd = [(leaf, value) for leaf, value in zip(leaves, values, strict=True) if not _is_plain(value)]
     named = [f"argument {leaf.path!r} is {describe(value)}" for leaf, value in odd]
     return Refusal(Reason.NO_TENSORS, "; ".join([Reason.NO_TENSORS.text, *named]))
+
+
+def _learn(form: InputSpec, shape: torch.Size, shapes: dict[torch.Size, tuple[int, int]]) -> tuple[int, int] | None:
+    if len(shapes) >= _MOST_SHAPES:
+        shapes.clear()
+    found = form.extents(shape)
+    if found is not None:
+        shapes[shape] = found
+    return found
 
 
 def _is_plain(value: Any) -> bool:

@@ -105,7 +105,7 @@ class Victim(NamedTuple):
     tag: str = ""
 
     def release(self) -> Eviction:
-        """Release the entry, and tell the cache what that freed; waits for calls that use it.
+        """Release the entry, and tell the cache's ``stats`` and the log what that freed; waits for calls that use it.
 
         The freed bytes are the backend's figures before and after: of a pool that others use, nothing comes back.
         """
@@ -117,7 +117,9 @@ class Victim(NamedTuple):
         eviction = Eviction(
             self.key, entry.descriptor, entry.replay_count, entry.capture_time_ms, freed, self.reason, self.tag
         )
-        self.owner.record(eviction)
+        self.owner.stats.record_eviction(eviction)
+        told = entry.descriptor.num_tokens, self.reason, entry.replay_count, freed
+        _log.info("evicted tokens=%d cause=%s replays=%d freed_bytes=%d", *told)
         return eviction
 
 
@@ -169,14 +171,6 @@ class Admission:
     def clear(self) -> None:
         """Forget all keys."""
         self._misses.clear()
-
-    @property
-    def num_keys(self) -> int:
-        """How many keys without a graph missed within the window."""
-        return len(self._misses)
-
-    def __repr__(self) -> str:
-        return f"<Admission after {self.capture_after} misses within {self.window} uses, {self.num_keys} keys missed>"
 
 
 class Failure(NamedTuple):
@@ -363,12 +357,6 @@ class GraphCache:
             dropped = list(self._entries.values())
             self._entries.clear()
             return dropped
-
-    def record(self, eviction: Eviction) -> None:
-        """Count a release in ``stats``, and log it."""
-        self.stats.record_eviction(eviction)
-        told = eviction.descriptor.num_tokens, eviction.reason, eviction.replays, eviction.freed_bytes
-        _log.info("evicted tokens=%d cause=%s replays=%d freed_bytes=%d", *told)
 
     def _rank(self, entry: CUDAGraphEntry) -> tuple[bool, int]:
         """The lowest goes first: entries that were hardly used, then by their last use."""
