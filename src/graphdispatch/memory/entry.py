@@ -265,7 +265,8 @@ class CUDAGraphEntry(Verification, NotCopied):
         """The flat values of a call and its number of rows, for ``serve``.
 
         Args:
-            inputs: Every tensor that is copied, by name; static tensors and constants are those of the capture.
+            inputs: The inputs by name. Every copied tensor must be given; static tensors and constants may be, and must
+                be those of the capture.
 
         Returns:
             The values, and the number of rows.
@@ -274,14 +275,15 @@ class CUDAGraphEntry(Verification, NotCopied):
             GuardError: An input does not fit.
         """
         names = [spec.name for spec in self.inputs.specs]
-        if not isinstance(inputs, Mapping) or inputs.keys() != set(names):
+        places = {leaf.path: place for place, leaf in enumerate(self.call.leaves if self.call is not None else ())}
+        if not isinstance(inputs, Mapping) or not set(names) <= inputs.keys() <= places.keys():
             given = list(inputs) if isinstance(inputs, Mapping) else f"a {type(inputs).__name__}"
             raise GuardError(f"inputs must be named {names}, got {given}")
         if torch.is_grad_enabled() and any(map(wants_gradient, inputs.values())):
             raise GuardError("an input requires a gradient, which no graph gives; use torch.no_grad() or detach() it")
         values = list(self.example)
-        for spec in self.inputs.specs:
-            values[spec.position] = inputs[spec.name]
+        for name, value in inputs.items():
+            values[places[name]] = value
         rows = self.signature.match_in_any_mode(values)
         if rows < 0:
             raise GuardError(self.signature.misfit(values))
