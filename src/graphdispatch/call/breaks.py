@@ -119,18 +119,12 @@ def _mark(module: nn.Module, method: str) -> None:
     if is_break(plain):
         return
     name = type(module).__name__ if method == "forward" else f"{type(module).__name__}.{method}"
-    own = vars(module).get(method)
     if isinstance(plain, MethodType) and plain.__self__ is module:
         # A method again, so that a deep copy of the module calls the copy and not this module.
         mark: Any = MethodType(as_break(plain.__func__, name), module)
     else:
         mark = as_break(plain, name)
-    vars(getattr(mark, "__func__", mark))[_BEFORE] = own
     setattr(module, method, mark)
-
-
-_BEFORE = "_graphdispatch_before"
-"""The attribute by which a mark keeps what hung on the module under its name; None: nothing did."""
 
 
 def is_module(value: Any) -> TypeGuard[nn.Module]:
@@ -156,9 +150,8 @@ def remove_eager_break(*targets: Any) -> None:
             raise ConfigError(f"remove_eager_break takes marked modules and names of operators, got {shown(target)}")
         for name in marked:
             mark = getattr(target, name)
-            before = vars(getattr(mark, "__func__", mark)).get(_BEFORE)
+            before = vars(getattr(mark, "__func__", mark))[ORIGINAL]
+            before = MethodType(before, target) if isinstance(mark, MethodType) else before
             delattr(target, name)
-            if isinstance(before, MethodType) and isinstance(mark, MethodType):
-                before = MethodType(before.__func__, target)  # a deep copy's own, and not the original's
-            if before is not None:
+            if getattr(target, name, None) != before:  # it hung on the module itself
                 setattr(target, name, before)
