@@ -334,10 +334,11 @@ class GraphCache:
         a pool keeps its memory as long as it has a graph.
         """
         with self._lock:
-            victims = self.choose(entry, gone=self.get(key))
+            old = self.get(key)
+            victims = self.choose(entry, gone=old)
             if victims is None:
                 return [Victim(self, key, entry, EvictionReason.BYTES), *self._drop_over_limit(entry.pool)]
-            displaced = self._take(key, EvictionReason.REPLACED)
+            displaced = [Victim(self, key, old, EvictionReason.REPLACED)] if old is not None else []
             self._entries[key] = entry
             return displaced + self._drop(victims)
 
@@ -349,7 +350,8 @@ class GraphCache:
     def retire(self, entry: CUDAGraphEntry, reason: EvictionReason, tag: str = "") -> list[Victim]:
         """Drop this entry, if it is still what its key stands for, so that its release counts as an eviction."""
         with self._lock:
-            return self._take(entry.place, reason, tag) if self.get(entry.place) is entry else []
+            is_held = self.get(entry.place) is entry
+            return self._drop([Victim(self, entry.place, entry, reason, tag)] if is_held else [])
 
     def clear(self) -> list[CUDAGraphEntry]:
         """Drop all entries and return them for release."""
@@ -366,10 +368,6 @@ class GraphCache:
         for victim in victims:
             del self._entries[victim.key]
         return victims
-
-    def _take(self, key: Hashable, reason: EvictionReason, tag: str = "") -> list[Victim]:
-        entry = self._entries.pop(key, None)
-        return [] if entry is None else [Victim(self, key, entry, reason, tag)]
 
     def _drop_over_limit(self, pool: Pool) -> list[Victim]:
         if self._is_small(self._entries.values()):
