@@ -31,19 +31,7 @@ across threads."""
 class ReplayPlan:
     """Copy in, replay, copy out: one graph for batches of ``rows`` rows. ``run`` is thread-safe."""
 
-    __slots__ = (
-        "_cells",
-        "_entry",
-        "_graph",
-        "_lent",
-        "_load",
-        "_pool",
-        "_size",
-        "_take",
-        "_watched",
-        "native",
-        "rows",
-    )
+    __slots__ = ("__dict__", "native", "rows")
 
     def __init__(self, entry: "CUDAGraphEntry", rows: int) -> None:
         self.rows = rows
