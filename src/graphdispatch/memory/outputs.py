@@ -20,14 +20,13 @@ from functools import partial
 from itertools import compress, repeat
 from operator import is_, itemgetter
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._pytree import (
     TreeSpec,
     is_namedtuple_instance,
-    register_pytree_node,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -343,22 +342,12 @@ def check_values(eager: Any, graph: Any) -> None:
 _MOST_OBJECTS = 4096
 
 
-@dataclass(eq=False, slots=True)
-class Opened:
-    """An object of class ``kind`` that the call made, as a node of its outputs: its attributes, in the order of
-    ``names``; or the lengths of a shape."""
+class Opened(NamedTuple):
+    """An object that the call made, as a node of its outputs: its class, and its attributes by name; or a shape, and
+    its lengths."""
 
     kind: type
-    names: tuple[str, ...]
-    values: list[Any]
-
-
-register_pytree_node(
-    Opened,
-    lambda node: (node.values, (node.kind, node.names)),
-    lambda values, context: Opened(context[0], context[1], list(values)),
-    serialized_type_name="graphdispatch.Opened",
-)
+    content: Any
 
 
 def _is_opened(node: Any) -> bool:
@@ -415,7 +404,7 @@ class Opener:
     def _open_leaf(self, value: Any, made: dict[int, Any]) -> Any:
         kind = type(value)
         if kind is torch.Size:
-            return Opened(kind, (), list(value))
+            return Opened(kind, list(value))
         if issubclass(kind, _LATER):
             raise CaptureError(
                 f"an output ({kind.__name__}) runs code after the call, outside of any graph; graph a function without "
@@ -426,7 +415,7 @@ class Opener:
             return value
         made[id(value)] = value
         attributes = attribute_table(value) or {}
-        return Opened(kind, tuple(attributes), [self._open(part, made) for part in attributes.values()])
+        return Opened(kind, {name: self._open(part, made) for name, part in attributes.items()})
 
 
 def _can_open(kind: type) -> bool:
@@ -446,11 +435,11 @@ def closed(tree: Any) -> Any:
 
 
 def _close(node: Opened) -> Any:
-    values = [closed(value) for value in node.values]
+    content = closed(node.content)
     if node.kind is torch.Size:
-        return torch.Size(values)
+        return torch.Size(content)
     made: Any = object.__new__(node.kind)
     table = attribute_table(made)
     assert table is not None
-    table.update(zip(node.names, values, strict=True))
+    table.update(content)
     return made
