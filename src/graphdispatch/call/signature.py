@@ -172,8 +172,9 @@ class Signature:
         is_given = any(pad is not None and not pad.is_left for pad in given)
         about = leaf.path, position, shape, order, tensor.dtype, tensor.device
         spec = InputSpec(*about, tuple(spans.items()), pads, dense, is_given)
-        check = position, type(tensor), tensor.dtype, tensor.device, {}, tensor.is_contiguous()
-        self._checks.append(_TensorCheck(spec, *check))
+        self._checks.append(
+            _TensorCheck(spec, position, type(tensor), tensor.dtype, tensor.device, {}, tensor.is_contiguous())
+        )
         if not rules.is_static(leaf):
             self.inputs.append(spec)
         elif rules.check_addresses:
@@ -245,7 +246,7 @@ class Signature:
         """Why a call does not match, as a sentence: the first tensor that is another one, or what else there may be."""
         for form, position, kind, dtype, device, *_ in self._checks:
             given = values[position]
-            is_plain = type(given) is kind and is_strided(given)
+            is_plain = is_tensor(given) and is_strided(given) and type(given) is kind
             if is_plain and (given.dtype, given.device) == (dtype, device) and form.extents(given.shape):
                 continue
             axes = dict(form.spans)
