@@ -323,6 +323,16 @@ class CUDAGraphEntry(Verification, NotCopied):
         return graph_name(self.call.fn, self.key) if self.call is not None else size_text(self.key)
 
     @property
+    def batch_descriptor(self) -> BatchDescriptor:
+        """``descriptor``, by the name that vLLM's entries have for it."""
+        return self.descriptor
+
+    @property
+    def cudagraph(self) -> Graph:
+        """``graph``, by the name that vLLM's entries have for it."""
+        return self.graph
+
+    @property
     def input_addresses(self) -> tuple[int, ...]:
         """The addresses of the static inputs, or those that a registered graph was said to read."""
         if isinstance(self.signature, ForeignSignature):
