@@ -165,6 +165,8 @@ class CUDAGraphEntry(Verification, NotCopied):
             is_timed: Whether its device time is added to ``avg_replay_time_ms`` once that is known.
         """
         plan = self.plan(rows)
+        if WINDOWS.open:
+            WINDOWS.wait_for(self)
         if not is_timed:
             return plan.run(values, stats)
         with self.pool.lock:

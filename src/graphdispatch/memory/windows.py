@@ -56,8 +56,13 @@ class Windows:
     def refuse(self, entry: "CUDAGraphEntry") -> None:
         """Raise ``ReplayError`` if a replay writes what another thread's window covers. Call it with the pool's lock
         held, which a capture takes after it has opened its window."""
-        if entry.written is not None and self._covers({begin for begin, _ in entry.written.spans}):
+        if self._covers_writes(entry):
             raise ReplayError("another thread captures a callable that shares state with this graph; call again")
+
+    def wait_for(self, entry: "CUDAGraphEntry") -> None:
+        """Wait, for a while, until a replay writes nothing that another thread's window covers."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._covers_writes(entry), _RUN_WAITS_S)
 
     def begin(self, reach: _Reach) -> object:
         """Begin an eager run of the calling thread, once no window covers what it reaches; returns what ``end`` takes.
@@ -107,6 +112,9 @@ class Windows:
         here = threading.get_ident()
         is_inner = any(thread == here for thread, _ in list(self._runs.values()))
         return bool(lock.acquire(timeout=_INNER_WAITS_S if is_inner else -1))
+
+    def _covers_writes(self, entry: "CUDAGraphEntry") -> bool:
+        return entry.written is not None and self._covers({begin for begin, _ in entry.written.spans})
 
     def _covers(self, storages: set[int]) -> bool:
         """Whether another thread's window covers some of these, which does not wait for the calling thread."""
