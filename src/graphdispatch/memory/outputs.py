@@ -188,6 +188,9 @@ class Outputs:
             return lambda _: OutputView(build(cut), self._pool)
         if self._mode != "clone" or not any(self._is_own):
             return lambda _: build(cut)
+        if build is _only and not self._given:
+            clone = cut[0].clone
+            return lambda _: clone()
         parts = list(zip(cut, self._is_own, strict=True))
         if self._firsts or self._given:
             return partial(self._take_once, parts)
