@@ -1,4 +1,4 @@
-"""The core asks a backend what its device does: an accelerator is one folder of ``backends``."""
+"""The core asks a backend what its device does: an accelerator is one module of ``backends``."""
 
 import ast
 import re
@@ -10,12 +10,15 @@ import graphdispatch
 from .test_names import COMPANIONS
 
 ROOT = Path(graphdispatch.__file__).parent
+MAY_NAME = {
+    ROOT / "backends" / "__init__.py",  # it finds a backend by its name
+    ROOT / "backends" / "cuda.py",
+    ROOT / "backends" / "accelerator" / "diagnosis.py",  # it knows what torch says of errors
+}
 CORE = sorted(
     path
     for path in ROOT.rglob("*.py")
-    if path.relative_to(ROOT).parts[0].removesuffix(".py") not in COMPANIONS
-    and ROOT / "backends" / "cuda" not in path.parents
-    and path != ROOT / "backends" / "accelerator" / "diagnosis.py"  # it knows what torch says of errors
+    if path.relative_to(ROOT).parts[0].removesuffix(".py") not in COMPANIONS and path not in MAY_NAME
 )
 ACCELERATOR = re.compile(r"cuda(?!_?graph)", re.IGNORECASE)
 """The device's name; graphs are called CUDA graphs everywhere, also those of the CPU."""

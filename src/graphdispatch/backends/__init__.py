@@ -1,9 +1,7 @@
-"""Backends by name: one for each folder here, those of further accelerators, and what ``register_backend`` is given."""
+"""Backends by name: those that are here, and what ``register_backend`` is given."""
 
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
-from pkgutil import iter_modules
 
 import torch
 
@@ -14,17 +12,13 @@ from .base import Backend, Capture, Graph, Pool, Stopwatch
 __all__ = ["Backend", "Capture", "Graph", "Pool", "Stopwatch", "available_backends", "get_backend", "register_backend"]
 
 _LOCK = make_lock()
-_COMMON = "accelerator"
-"""The folder of the backend of every accelerator that torch has graphs for."""
-
-
-def _class_in(folder: str) -> type[Backend]:
-    exported = vars(import_module(f".{folder}", __name__)).values()
-    return next(one for one in exported if isinstance(one, type) and issubclass(one, Backend))
-
-
 _FACTORIES: dict[str, Callable[[], type[Backend]]] = {
-    name: partial(_class_in, name) for _, name, is_folder in iter_modules(__path__) if is_folder and name != _COMMON
+    "cpu": lambda: import_module(".cpu.backend", __name__).CPUBackend,
+    "cuda": lambda: import_module(".cuda", __name__).CUDABackend,
+    # A capture on XPU has one mode, and does not follow events to side streams
+    # (https://github.com/pytorch/pytorch/pull/196490). What a side stream does is then missing in the graph, and the
+    # comparison with eager gives that graph up.
+    "xpu": lambda: import_module(".accelerator.backend", __name__).backend_of("xpu", "default"),
 }
 # One object per device, since a device has one capture stream (Note [one capture at a time] in base.py).
 _INSTANCES: dict[tuple[str, int | None], Backend] = {}
@@ -45,12 +39,6 @@ def register_backend(name: str, factory: Callable[[], type[Backend]]) -> None:
         if name in _FACTORIES:
             raise BackendError(f"backend {name!r} is registered already; choose another name")
         _FACTORIES[name] = factory
-
-
-# A capture on XPU has one mode, and does not follow events to side streams
-# (https://github.com/pytorch/pytorch/pull/196490). What a side stream does is then missing in the graph, and the
-# comparison with eager gives that graph up.
-register_backend("xpu", lambda: import_module(f".{_COMMON}", __name__).backend_of("xpu", "default"))
 
 
 def available_backends() -> tuple[str, ...]:

@@ -1,5 +1,1 @@
 """The CPU backend: records operators at torch's dispatcher and replays them against the same memory."""
-
-from .backend import CPUBackend
-
-__all__ = ["CPUBackend"]

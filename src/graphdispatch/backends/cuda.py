@@ -31,10 +31,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...errors import BackendError
-from ..accelerator.backend import AcceleratorBackend, DeviceEvent, DeviceStream
-from ..accelerator.pool import AcceleratorPool, Handle
-from ..base import Event
+from ..errors import BackendError
+from .accelerator.backend import AcceleratorBackend, DeviceEvent, DeviceStream
+from .accelerator.pool import AcceleratorPool, Handle
+from .base import Event
 
 __all__ = ["CUDABackend"]
 
