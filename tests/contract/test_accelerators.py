@@ -13,7 +13,7 @@ ROOT = Path(graphdispatch.__file__).parent
 MAY_NAME = {
     ROOT / "backends" / "__init__.py",  # it finds a backend by its name
     ROOT / "backends" / "cuda.py",
-    ROOT / "backends" / "accelerator" / "diagnosis.py",  # it knows what torch says of errors
+    ROOT / "backends" / "diagnosis.py",  # it knows what torch says of errors
 }
 CORE = sorted(
     path

@@ -12,7 +12,7 @@ from ...copying import make_lock
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
 from ..base import CAPTURE_LOCK, Backend, Capture, Event, Pool, Stream
-from .diagnosis import LOST, diagnose
+from ..diagnosis import LOST, diagnose
 from .graph import AcceleratorCapture
 from .pool import AcceleratorPool, Handle, current_stream
 

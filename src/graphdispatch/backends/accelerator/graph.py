@@ -21,7 +21,7 @@ import torch
 from ...errors import CaptureError, GraphDispatchError, ReplayError
 from ...reasons import Reason
 from ..base import CAPTURE_LOCK, Capture, Graph
-from .diagnosis import diagnose
+from ..diagnosis import diagnose
 from .pool import AcceleratorPool, end_recording
 
 __all__ = ["AcceleratorCapture", "RecordedGraph"]

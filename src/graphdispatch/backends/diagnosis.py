@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...reasons import Reason
+from ..reasons import Reason
 
 
 class Diagnosis(NamedTuple):
