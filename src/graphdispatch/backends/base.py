@@ -26,8 +26,9 @@ import torch
 from torch._ops import OpOverload
 
 from ..copying import NotCopied, Shared, make_rlock, renew_in_child
-from ..errors import DeviceLostError, ReplayError
+from ..errors import CaptureError, DeviceLostError, ReplayError
 from ..reasons import Reason
+from .diagnosis import LOST, diagnose
 from .insight import OperatorMode, run_kernel
 
 CAPTURE_LOCK = make_rlock()
@@ -444,8 +445,7 @@ class Backend(Shared, ABC):
         Args:
             error: What was raised.
         """
-        is_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-        return Reason.OUT_OF_MEMORY if is_memory else Reason.CAPTURE_FAILED
+        return error.reason if isinstance(error, CaptureError) else diagnose(error).reason
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether an error says that the device has no memory left.
@@ -461,7 +461,7 @@ class Backend(Shared, ABC):
         Args:
             error: The error.
         """
-        return False
+        return diagnose(error) is LOST
 
     def raise_if_lost(self, error: BaseException) -> None:
         """Check an error that came from the device.

@@ -1,4 +1,4 @@
-"""What an error of a device during a capture means, from its text: CUDA's, which is the same in every language."""
+"""What an error of a device means, from its text: CUDA's, which is the same in every language, and the host's."""
 
 from typing import NamedTuple
 
@@ -29,6 +29,8 @@ _SPOILT = _unsafe("an earlier operation could not be captured and its own error 
 _SIGNS = {
     "out of memory": MEMORY,
     "cublas_status_alloc_failed": MEMORY,
+    "can't allocate memory": MEMORY,  # of the host: torch's allocator tells of it in the text alone
+    "not enough memory": MEMORY,
     "cannot copy between cpu and cuda tensors": _unsafe(
         "it copies pageable host memory; keep the data on the device, or pin it"
     ),
@@ -59,7 +61,7 @@ _SIGNS = {
     "device-side assert triggered": LOST,  # torch names device-side assertions in every error of CUDA
     "unspecified launch failure": LOST,
 }
-"""What torch or CUDA say. The first text that occurs in an error decides, so specific ones come before general ones."""
+"""What torch, CUDA or the host's allocator say. The first text that occurs in an error decides, so specific ones come before general ones."""
 
 
 def diagnose(error: BaseException) -> Diagnosis:

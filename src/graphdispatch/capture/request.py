@@ -15,7 +15,7 @@ from ..call.signature import Signature
 from ..call.spec import FlatCall
 from ..config import CUDAGraphOptions
 from ..descriptors import REAL_ROWS, BatchDescriptor
-from ..errors import CaptureError, GraphDispatchError, ReplayError, VerificationError
+from ..errors import GraphDispatchError, ReplayError, VerificationError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..memory.windows import storages_of
@@ -138,7 +138,7 @@ def failed_result(request: CaptureRequest, answer: Any, error: Exception, stage:
     Raises ``DeviceLostError``.
     """
     request.backend.raise_if_lost(error)
-    reason = error.reason if isinstance(error, CaptureError) else request.backend.classify_error(error)
+    reason = request.backend.classify_error(error)
     if isinstance(error, VerificationError):
         reason = Reason.VERIFICATION_FAILED
     elif isinstance(error, ReplayError):

@@ -12,7 +12,6 @@ from ...copying import make_lock
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
 from ..base import CAPTURE_LOCK, Backend, Capture, Event, Pool, Stream
-from ..diagnosis import LOST, diagnose
 from .graph import AcceleratorCapture
 from .pool import AcceleratorPool, Handle, current_stream
 
@@ -224,14 +223,6 @@ class AcceleratorBackend(Backend):
     def set_rng_state(self, state: Any) -> None:
         """Put a state from ``rng_state`` back."""
         torch.get_device_module(self.device).set_rng_state(state, self.device)
-
-    def classify_error(self, error: BaseException) -> Reason:
-        """The reason of a capture that failed with ``error``."""
-        return error.reason if isinstance(error, CaptureError) else diagnose(error).reason
-
-    def is_lost(self, error: BaseException) -> bool:
-        """Whether ``error`` says that the device's context is corrupt."""
-        return diagnose(error) is LOST
 
     def weak_reference(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor on the same memory that does not keep it: for an output whose memory the pool may use again.

@@ -179,12 +179,6 @@ class CPUBackend(Backend):
         """Put the state of the default CPU generator back."""
         torch.set_rng_state(state)
 
-    def classify_error(self, error: BaseException) -> Reason:
-        """The reason of what failed. torch's allocator of host memory tells of failures only in the error's text."""
-        texts = ("can't allocate memory", "not enough memory")
-        is_named = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
-        return Reason.OUT_OF_MEMORY if is_named else super().classify_error(error)
-
 
 class _CPUCapture(Capture):
     def __init__(self, pool: CPUPool, backend: CPUBackend) -> None:
