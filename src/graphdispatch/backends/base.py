@@ -318,8 +318,8 @@ class Backend(Shared, ABC):
     """Capture, replay, streams, events and memory of one device.
 
     ``capture_executes`` tells whether recording runs the operators as torch's dispatcher sees them, so that a graph
-    holds no other kernels (the CPU backend), or only notes what the device is to do (CUDA). ``is_bit_exact`` tells
-    whether an unpadded replay gives the same bits as eager.
+    holds no other kernels and an unpadded replay gives eager's bits (the CPU backend), or only notes what the device is
+    to do (CUDA).
 
     Args:
         device: The device.
@@ -328,7 +328,6 @@ class Backend(Shared, ABC):
     name: ClassVar[str]
     device_type: ClassVar[str]
     capture_executes: ClassVar[bool]
-    is_bit_exact: ClassVar[bool]
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

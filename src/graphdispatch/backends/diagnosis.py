@@ -61,7 +61,8 @@ _SIGNS = {
     "device-side assert triggered": LOST,  # torch names device-side assertions in every error of CUDA
     "unspecified launch failure": LOST,
 }
-"""What torch, CUDA or the host's allocator say. The first text that occurs in an error decides, so specific ones come before general ones."""
+"""What torch, CUDA or the host's allocator say. The first text that occurs in an error decides, so specific ones come
+before general ones."""
 
 
 def diagnose(error: BaseException) -> Diagnosis:

@@ -107,7 +107,6 @@ class AcceleratorBackend(Backend):
     """
 
     capture_executes = False
-    is_bit_exact = False
     capture_mode: ClassVar[Any] = "thread_local"
     """Whom a capture forbids to wait for the device: its own thread, or who that is by the device's own mode."""
     api: ClassVar[Any] = torch.accelerator

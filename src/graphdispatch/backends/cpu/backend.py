@@ -107,7 +107,6 @@ class CPUBackend(Backend):
     name: ClassVar[str] = "cpu"
     device_type: ClassVar[str] = "cpu"
     capture_executes: ClassVar[bool] = True
-    is_bit_exact: ClassVar[bool] = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
