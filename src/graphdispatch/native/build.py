@@ -35,12 +35,10 @@ def compile_extension(
     target: Path,
     flags: Sequence[str] = (),
     run: "Callable[[list[str]], subprocess.CompletedProcess[str]]" = _run,
-    finish: Callable[[Path], object] = str,
 ) -> None:
     """Compile ``sources`` to the extension module ``target`` with the compiler that CXX names, else with ``c++``.
 
-    ``flags`` come last, ``run`` runs the compiler, and ``finish`` gets the file that it made. The target appears whole
-    or not at all. Raises ``CompileError``.
+    ``flags`` come last, and ``run`` runs the compiler. The target appears whole or not at all. Raises ``CompileError``.
     """
     if sys.platform == "win32":
         raise CompileError("the native parts are not made for Windows")
@@ -61,7 +59,6 @@ def compile_extension(
             raise CompileError(f"{command[0]} cannot be run: {error.strerror or error}") from error
         if done.returncode:
             raise CompileError(f"{command[0]} failed: {done.stderr.strip()}")
-        finish(made)
         made.replace(target)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

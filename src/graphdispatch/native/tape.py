@@ -4,9 +4,9 @@
 
 Note [the tape's cache]
     The file is in ``graphdispatch`` of the user's cache folder (``XDG_CACHE_HOME``, else ``~/.cache``). Its name has,
-    as a hash, the versions of torch and Python, the sources and the compiler's command. It ends with a hash of its
-    content, so that a broken file is seen before it is loaded, and is made anew. A folder or file that another user
-    owns or may write is not used. Of several processes that begin at once, each compiles, and the latest file stays.
+    as a hash, the versions of torch and Python, the sources and the compiler's command. A file that cannot be loaded is
+    made anew. A folder that another user owns or may enter is not used, so that nobody else can write to the file. Of
+    several processes that begin at once, each compiles, and the latest file stays.
 """
 
 import atexit
@@ -39,7 +39,6 @@ _log = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parent / "tape"
 _NAME = "graphdispatch.native._tape"
 _Step: TypeAlias = "tuple[OpOverload, tuple[Any, ...], dict[str, Any], tuple[torch.Tensor, ...] | None]"
-_HASH_BYTES = hashlib.sha256().digest_size
 
 
 class TapeExtension:
@@ -115,13 +114,11 @@ class TapeExtension:
             raise CompileError("the native parts are not made for Windows")
         flags = torch_flags()
         target = cache_folder() / f"tape-{fingerprint(flags)}.so"
-        if (module := load(target)) is not None:
-            return module
-        compile_extension(sorted(_SOURCES.glob("*.cpp")), target, flags, self._run, seal)
-        module = load(target)
-        if module is None:
-            raise CompileError(f"{target} changed while it was loaded")
-        return module
+        if target.exists():
+            with contextlib.suppress(ImportError):
+                return load(target)
+        compile_extension(sorted(_SOURCES.glob("*.cpp")), target, flags, self._run)
+        return load(target)
 
     def _run(self, command: list[str]) -> "subprocess.CompletedProcess[str]":
         """Run the compiler in a group of its own, which ``_stop`` can end."""
@@ -158,48 +155,23 @@ def cache_folder() -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise CompileError(f"there is no place to keep it: {error}; set XDG_CACHE_HOME") from error
-    if not folder.is_dir() or not _is_ours(folder.stat()):
-        raise CompileError(f"{folder} is not a folder that this user alone may write; set XDG_CACHE_HOME")
+    found = folder.stat()
+    if not folder.is_dir() or found.st_uid != os.geteuid() or found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise CompileError(f"{folder} is not a folder that this user alone may enter; set XDG_CACHE_HOME")
     return folder
 
 
-def seal(path: Path) -> None:
-    """Put a hash behind what the file holds, and have this user alone write it, whatever the umask."""
-    path.write_bytes(sealed(path.read_bytes()))
-    path.chmod(0o700)
+def load(path: Path) -> ModuleType:
+    """The extension that the file holds.
 
-
-def sealed(content: bytes) -> bytes:
-    """The content with its hash behind it, where a loader of libraries does not look."""
-    return content + hashlib.sha256(content).digest()
-
-
-def load(path: Path) -> ModuleType | None:
-    """The extension that the file holds; None if there is no such file, or a broken one.
-
-    Raises ``CompileError`` if the extension does not do what Python does.
+    Raises ``ImportError`` if it cannot be loaded, and ``CompileError`` if it does not do what Python does.
     """
-    try:
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            content = file.read() if _is_ours(os.fstat(file.fileno())) else b""
-    except OSError:
-        return None
-    if content != sealed(content[:-_HASH_BYTES]):
-        return None
     loader = ExtensionFileLoader(_NAME, str(path))
-    try:
-        module = module_from_spec(ModuleSpec(_NAME, loader, origin=str(path)))
-        loader.exec_module(module)
-    except ImportError as error:
-        raise CompileError(f"{path} cannot be loaded: {error}") from error
+    module = module_from_spec(ModuleSpec(_NAME, loader, origin=str(path)))
+    loader.exec_module(module)
     if fault := find_fault(module):
         raise CompileError(f"its self-test failed: {fault}")
     return module
-
-
-def _is_ours(found: os.stat_result) -> bool:
-    others = stat.S_IWGRP | stat.S_IWOTH
-    return found.st_uid == os.geteuid() and not found.st_mode & others
 
 
 def find_fault(module: ModuleType) -> str:
