@@ -86,10 +86,10 @@ _DIVIDE_INTEGERS = frozenset({"div", "floor_divide", "fmod", "remainder"})
 
 @per_operator
 def is_total(func: OpOverload) -> bool:
-    """Whether a graph may leave the operator out where nobody needs what it writes.
+    """Whether the operator does nothing but write its results, whatever the data.
 
-    That is so if it does nothing else: it draws no random numbers, and no data makes it raise. An index may be out of
-    range, and integers may be divided by zero. An operator that is not known here is run.
+    It draws no random numbers, and no data makes it raise. An index may be out of range, and integers may be divided by
+    zero. False for an operator that is not known here.
     """
     name = func._schema.name.removeprefix("aten::").removesuffix("_")
     if func.namespace != "aten" or is_seeded(func) or name in _DIVIDE_INTEGERS:

@@ -21,7 +21,7 @@ from ...errors import ReplayError
 from ...native import known_to_core
 from ...native.tape import TAPE
 from ..base import Graph, Pool
-from ..operators import OperatorKind, is_total, map_leaves, storage_key, tensors_in
+from ..operators import OperatorKind, map_leaves, storage_key, tensors_in
 from .kernels import ALIGNMENT, Call, parts_of, with_outs
 from .recorder import Instruction, Recording, Slot, TensorRef
 
@@ -29,26 +29,16 @@ from .recorder import Instruction, Recording, Slot, TensorRef
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
-def prune(program: list[Instruction], pinned: set[Slot]) -> tuple[list[Instruction], list[Instruction]]:
+def split(program: list[Instruction], pinned: set[Slot]) -> tuple[list[Instruction], list[Instruction]]:
     """Split a program into the instructions that run once, to make constants, and those that run at each replay.
 
-    ``pinned`` slots are read after the program. They must then hold what eager would have left in them. Operators
-    that are known to do nothing but compute results, which nobody needs, are dropped (``is_total``).
+    ``pinned`` slots are read after the program. They must then hold what eager would have left in them.
     """
-    needed = set(pinned)
-    kept: list[Instruction] = []
-    for instruction in reversed(program):
-        is_pure = instruction.kind not in (OperatorKind.RANDOM, OperatorKind.OPAQUE) and is_total(instruction.func)
-        must_run = instruction.writes_outside or not is_pure
-        if must_run or not needed.isdisjoint(instruction.writes):
-            kept.append(instruction)
-            needed |= instruction.reads
-    kept.reverse()
-    overwritten = {slot for i in kept if i.kind is OperatorKind.WRITE for slot in i.writes} | pinned
+    overwritten = {slot for i in program if i.kind is OperatorKind.WRITE for slot in i.writes} | pinned
     constant = set[Slot]()
     once: list[Instruction] = []
     each: list[Instruction] = []
-    for instruction in kept:
+    for instruction in program:
         if (
             instruction.kind is OperatorKind.PURE
             and not instruction.touches_outside
@@ -310,7 +300,7 @@ class _Binder:
             storage = slot.live_storage()
             if storage is not None:
                 self._storages[slot] = storage
-        once, each = prune(recording.program, shared | set(self._storages))
+        once, each = split(recording.program, shared | set(self._storages))
         constant = {slot for i in once for slot in i.reads | i.writes}
         for slot in constant - set(self._storages):
             self._storages[slot] = torch.empty(slot.nbytes, dtype=torch.uint8, device="cpu").untyped_storage()

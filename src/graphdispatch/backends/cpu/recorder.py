@@ -78,8 +78,6 @@ class Instruction:
     reads: frozenset[Slot] = frozenset()
     touches_outside: bool = False
     """Whether any argument is external, and somebody else's."""
-    writes_outside: bool = False
-    """Whether it writes to an external argument."""
 
 
 class Recording(NamedTuple):
@@ -199,8 +197,8 @@ class Recorder(OperatorMode):
         if any(tensor.is_quantized for tensor in results):  # a place in memory has no scale
             what = f"{func} makes a quantized tensor, which no graph of the CPU holds"
             raise unsafe(f"{what}; dequantize() it outside, or use fake_quantize")
-        if kind is OperatorKind.VIEW and not results:
-            return result
+        if made and not results and kind in (OperatorKind.VIEW, OperatorKind.PURE):
+            return result  # it only looks at its arguments in another way
         for tensor in results:
             self._make_slot(tensor)
         if kind is OperatorKind.EMPTY:
@@ -228,7 +226,6 @@ class Recorder(OperatorMode):
                 reads=frozenset(filter(None, used)),
                 writes=frozenset(filter(None, (*writes, *map(self._slot_of, results)))),
                 touches_outside=None in used,
-                writes_outside=None in writes,
             )
         )
         return result
