@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from graphdispatch.backends.cpu.kernels import parts_of
+from graphdispatch.backends.cpu.graph import parts_of
 from graphdispatch.backends.operators import bits_equal
 from graphdispatch.native.tape import TAPE
 

@@ -19,6 +19,7 @@ def test_what_need_not_run_is_not_replayed() -> None:
     assert follows(lambda x: x.t()[1:].unsqueeze(0) * 2, 4, 6).num_replayed == 1
     assert follows(lambda x: x + torch.tensor([1.0, 2.0]).exp().sum(), 4, 6).num_replayed == 1
 
+
 KEPT: list[torch.Tensor] = []
 
 

@@ -5,12 +5,18 @@ Note [one replay, two loops]
     random numbers and raise the same errors. The tape releases the GIL. It leaves to Python what cannot be prepared:
     compiled code, collectives, and arguments that it does not know. Where a mode or a transform of torch watches the
     calling thread, the whole replay is Python's.
+
+Note [calls of parts]
+    Some ``out=`` kernels only call other operators: ``clone(out=)`` makes a copy and copies that; ``mean`` is a sum and
+    a division; ``relu`` is a ``clamp_min``. These are replaced by the calls that torch's kernel makes, for every value
+    (tests/backends/test_parts.py compares the bits). That takes half the time.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +28,12 @@ from ...native import known_to_core
 from ...native.tape import TAPE
 from ..base import Graph, Pool
 from ..operators import OperatorKind, map_leaves, storage_key, tensors_in
-from .kernels import ALIGNMENT, Call, parts_of, with_outs
-from .recorder import Instruction, Recording, Slot, TensorRef
+from .recorder import ALIGNMENT, Instruction, Recording, Slot, TensorRef, with_outs
 
 # The recorder saw the operators below autograd. Replaying them there saves the way through autograd.
 below_autograd = torch._C._AutoDispatchBelowAutograd
+_aten = torch.ops.aten
+_FLOATS = (torch.float32, torch.float64)  # kernels of 16-bit floats sum in another dtype
 
 
 def split(program: list[Instruction], pinned: set[Slot]) -> tuple[list[Instruction], list[Instruction]]:
@@ -344,3 +351,66 @@ class _Binder:
         if func.namespace == "c10d":
             return [Step(partial(run_collective, func, args, kwargs), func)]
         return [step_of(func, args, kwargs, outs if outs or instruction.kind is OperatorKind.OPAQUE else None)]
+
+
+class Call(NamedTuple):
+    """A call of an operator that writes its result to a tensor among its operands."""
+
+    func: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def parts_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call] | None:
+    """What to call instead of an ``out=`` overload: see Note [calls of parts]. None: call the overload."""
+    if func not in _ROWS:
+        return None
+    names = (formal.name for formal in func._schema.arguments)
+    return _ROWS[func](dict(zip(names, args, strict=False)) | kwargs)
+
+
+def _copy(given: Mapping[str, Any]) -> list[Call] | None:
+    return [Call(_aten.copy_.default, (given["out"], given["self"]), {})]
+
+
+def _fill(given: Mapping[str, Any], value: int | None = None) -> list[Call] | None:
+    return [Call(_aten.fill_.Scalar, (given["out"], given["fill_value"] if value is None else value), {})]
+
+
+def _masked_fill(given: Mapping[str, Any]) -> list[Call] | None:
+    return [*(_copy(given) or ()), Call(_aten.masked_fill_.Scalar, (given["out"], given["mask"], given["value"]), {})]
+
+
+def _relu(given: Mapping[str, Any]) -> list[Call] | None:
+    return [Call(_aten.clamp_min.out, (given["self"], 0), {"out": given["out"]})]
+
+
+def _embedding(given: Mapping[str, Any]) -> list[Call] | None:
+    weight, indices, out = given["weight"], given["indices"], given["out"]
+    if not (indices.is_contiguous() and out.is_contiguous()):
+        return None
+    rows = out.view(indices.numel(), weight.shape[1])
+    return [Call(_aten.index_select.out, (weight, 0, indices.view(-1)), {"out": rows})]
+
+
+def _mean(given: Mapping[str, Any]) -> list[Call] | None:
+    x, out = given["self"], given["out"]
+    dims = list(given.get("dim") or range(x.dim()))
+    if out.dtype not in _FLOATS or x.dtype != out.dtype or not x.numel():
+        return None
+    count = prod(x.shape[dim] for dim in dims) if x.dim() else 1
+    summed = Call(_aten.sum.IntList_out, (x, dims, given.get("keepdim", False)), {"out": out})
+    return [summed, Call(_aten.div_.Tensor, (out, count), {})]
+
+
+_ROWS: dict[Any, Callable[[Mapping[str, Any]], list[Call] | None]] = {
+    **dict.fromkeys((_aten.clone.out, _aten._to_copy.out), _copy),
+    **dict.fromkeys((_aten.zeros_like.out, _aten.new_zeros.out, _aten.zeros.out), partial(_fill, value=0)),
+    **dict.fromkeys((_aten.ones_like.out, _aten.new_ones.out, _aten.ones.out), partial(_fill, value=1)),
+    **dict.fromkeys((_aten.full_like.out, _aten.new_full.out, _aten.full.out), _fill),
+    _aten.masked_fill.Scalar_out: _masked_fill,
+    _aten.relu.out: _relu,
+    _aten.embedding.out: _embedding,
+    _aten.mean.out: _mean,
+    _aten.mean.dtype_out: _mean,
+}

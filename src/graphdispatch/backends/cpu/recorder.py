@@ -5,10 +5,16 @@ view of that slot, so memory is freed during recording as it is in eager. A tens
 ends belongs to the caller: an output, or anything that the callable kept. All other slots belong to the program, and
 ``graph.py`` lays them out. A tensor that no recorded operator made is external: the program holds it and uses it at
 its own address.
+
+Most operators have an ``out=`` overload, which writes the results where a replay wants them. It is not trusted: it runs
+once on the real arguments, and is used only if it gives the same bits. An operator without one is called as recorded,
+and its result is copied. So is one whose result might have another shape in another replay.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +25,12 @@ from torch.utils._pytree import tree_map, tree_map_only
 from ..insight import CompiledRegion, OperatorMode, run_kernel
 from ..operators import (
     OperatorKind,
+    bits_equal,
     changes_view,
     check_geometry,
     forbidden,
     geometry,
+    has_fixed_shapes,
     is_strided,
     kind_of,
     map_leaves,
@@ -32,7 +40,11 @@ from ..operators import (
     written_tensors,
 )
 from ..standins import HostReads
-from .kernels import choose_kernel
+
+ALIGNMENT = 64
+"""Of each tensor of a graph, in bytes: as in torch's CPU allocator, so that kernels take the same vector path as in
+eager."""
+_OPTIONS = frozenset(("dtype", "layout", "device", "pin_memory"))  # of operators that make a tensor of a given kind
 
 
 @dataclass(eq=False)
@@ -295,3 +307,69 @@ def _left_torch(func: OpOverload) -> str:
         f"the Python of operator {name!r} works outside of torch's dispatcher, and a graph would freeze what it did: "
         f"break there in PIECEWISE mode with eager_break({name!r}), or register it in C++"
     )
+
+
+def choose_kernel(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[torch.Tensor]
+) -> OpOverload | None:
+    """The overload that writes exactly these results into given tensors; None if the results must be copied."""
+    overload = _out_overload(func) if has_fixed_shapes(func) else None
+    if overload is None or len(results) != len(overload._schema.returns):
+        return None
+    outs = _in_one_storage(results)
+    places = [t.data_ptr() for t in outs]
+    try:
+        overload(*args, **with_outs(overload, kwargs, outs))
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+        return None
+    is_same = all(
+        new.data_ptr() == place and new.stride() == old.stride() and bits_equal(new, old)
+        for new, old, place in zip(outs, results, places, strict=True)
+    )
+    return overload if is_same else None
+
+
+def _in_one_storage(results: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors like these, one behind another as in a graph's memory. A kernel may ask whether its results share a
+    storage, and then go another way (``linalg_qr``)."""
+    ends = [0]
+    for one in results:
+        ends.append(ends[-1] + -(-one.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT)
+    storage = torch.empty(ends[-1], dtype=torch.uint8, device="cpu").untyped_storage()
+    return [
+        torch.empty(0, dtype=one.dtype, device="cpu").set_(storage, start // one.itemsize, one.size(), one.stride())
+        for one, start in zip(results, ends, strict=False)
+    ]
+
+
+def with_outs(overload: OpOverload, kwargs: dict[str, Any], outs: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Keyword arguments for an ``out=`` overload: those of the functional one, and where the results go.
+
+    What says of which kind a new tensor is (``dtype``, ``device``) is left out: the given tensor says it.
+    """
+    names, given_out = _keywords(overload)
+    return {name: kwargs[name] for name in kwargs if name in names} | dict(zip(given_out, outs, strict=True))
+
+
+@cache
+def _keywords(overload: OpOverload) -> tuple[frozenset[str], tuple[str, ...]]:
+    """The names of the arguments of an overload that are given, and of those that take the results."""
+    arguments = overload._schema.arguments
+    given, outs = ([arg.name for arg in arguments if arg.is_out is is_out] for is_out in (False, True))
+    return frozenset(given), tuple(outs)
+
+
+@cache
+def _out_overload(func: OpOverload) -> OpOverload | None:
+    packet = func.overloadpacket
+    wanted = [(arg.name, str(arg.type)) for arg in func._schema.arguments]
+    if {name for name, _ in wanted} >= _OPTIONS:
+        wanted = [(name, kind) for name, kind in wanted if name not in _OPTIONS]
+    for name in packet.overloads():
+        candidate: OpOverload = getattr(packet, name)
+        arguments = candidate._schema.arguments
+        if any(arg.is_out for arg in arguments) and wanted == [
+            (arg.name, str(arg.type)) for arg in arguments if not arg.is_out
+        ]:
+            return candidate
+    return None
