@@ -89,9 +89,6 @@ class RecordedGraph(Graph):
         """Equal to ``nbytes``: everything that the allocator counts is in the pool."""
         return self.nbytes
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._pool.device} {'released' if self._graph is None else 'ready'}>"
-
 
 class AcceleratorCapture(Capture):
     """A capture on the device's capture stream, which is current, with ``CAPTURE_LOCK`` held, while it records.

@@ -191,10 +191,6 @@ class AcceleratorPool(Pool):
                     known[tuple(segment["segment_pool_id"])] += int(segment["total_size"])
         return known
 
-    def __repr__(self) -> str:
-        condition = "open" if self._placeholder is not None else "empty"
-        return f"<{type(self).__name__} {self.device} {condition} generation={self.generation}>"
-
 
 def end_recording(graph: Any) -> None:
     """End a recording. It may be empty: a callable may do nothing before its first break, as a placeholder does."""

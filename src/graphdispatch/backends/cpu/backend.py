@@ -48,7 +48,7 @@ class InlineStream(Stream):
 
     def wait_stream(self, other: Stream) -> None:
         """Block until other threads' work on ``other`` is done."""
-        checked(other).synchronize()
+        other.synchronize()
 
     def synchronize(self) -> None:
         """Block until other threads' work on this stream is done."""
@@ -64,7 +64,7 @@ class _CPUEvent(Event):
         self._time = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
-        checked(stream or self._backend.current_stream()).synchronize()
+        (stream or self._backend.current_stream()).synchronize()
         self._time = time.perf_counter()
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -81,17 +81,10 @@ class _CPUEvent(Event):
         return (end._time - self._time) * 1e3
 
 
-def checked(stream: Stream) -> InlineStream:
-    """The stream itself; raises ``BackendError`` for one of another backend."""
-    if not isinstance(stream, InlineStream):
-        raise BackendError(f"stream must come from the CPU backend, got {stream!r}; make one with its make_stream()")
-    return stream
-
-
 class _Here(threading.local):
     """What is current on the calling thread; each thread begins on the default stream."""
 
-    def __init__(self, default: InlineStream) -> None:
+    def __init__(self, default: Stream) -> None:
         self.stream = default
         self.is_capturing = False
         """Whether the thread's work is being recorded."""
@@ -139,7 +132,7 @@ class CPUBackend(Backend):
         """Within the block, code that asks torch whether anyone captures is told so, as it is while recording."""
         return SaysCapturing()
 
-    def current_stream(self) -> InlineStream:
+    def current_stream(self) -> Stream:
         """The calling thread's current stream."""
         return self.here.stream
 
@@ -147,7 +140,7 @@ class CPUBackend(Backend):
     def use_stream(self, stream: Stream) -> Iterator[Stream]:
         """Make ``stream`` the calling thread's current stream within a ``with`` block. Blocks may nest."""
         before = self.here.stream
-        self.here.stream = checked(stream)
+        self.here.stream = stream
         try:
             yield stream
         finally:

@@ -290,10 +290,6 @@ class CPUGraph(Graph):
         """The number of operators that a replay runs."""
         return len(self.program or ())
 
-    def __repr__(self) -> str:
-        state = "released" if self.program is None else f"{self.num_replayed} of {self.num_recorded} operators"
-        return f"<CPUGraph {state}, {self._nbytes} bytes>"
-
 
 class _Binder:
     """Turns a recording into bound calls: finds what is still alive, lays out the rest, builds the tensors."""
