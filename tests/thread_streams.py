@@ -28,6 +28,7 @@ from graphdispatch.backends import available_backends, register_backend
 from graphdispatch.backends.base import Event, Pool, Stream
 from graphdispatch.backends.cpu.backend import CPUBackend, InlineStream
 from graphdispatch.backends.cpu.graph import CPUPool
+from graphdispatch.copying import NotCopied
 from graphdispatch.errors import BackendError
 
 __all__ = ["ThreadBackend"]
@@ -42,12 +43,17 @@ class DefaultStream(InlineStream):
     """The default stream: work runs at once on the calling thread. Waiting for another stream blocks that thread."""
 
     def __init__(self, backend: "ThreadBackend") -> None:
-        super().__init__(backend, contextlib.nullcontext())
+        super().__init__(contextlib.nullcontext())
         self.backend = backend
 
     def wait_stream(self, other: Stream) -> None:
         """Make later work begin after all work given to ``other`` so far. Raise its failure."""
         self.after(_checked(other).mark())
+
+    def submit(self, work: Job) -> None:
+        """Run ``work`` now, with this stream current."""
+        with self.backend.use_stream(self):
+            work()
 
     def mark(self) -> Mark:
         """A mark that is already reached."""
@@ -197,6 +203,10 @@ class ThreadBackend(CPUBackend):
         """A new stream."""
         return ThreadStream(self)
 
+    def submit(self, stream: DefaultStream, work: Job) -> None:
+        """Put ``work`` at the end of the stream's queue."""
+        stream.submit(work)
+
     def make_event(self, *, timing: bool = False) -> Event:
         """A new event, which knows its time in any case."""
         return ThreadEvent(self)
@@ -210,7 +220,7 @@ if ThreadBackend.name not in available_backends():
     register_backend(ThreadBackend.name, lambda: ThreadBackend)
 
 
-class ThreadEvent(Event):
+class ThreadEvent(NotCopied):
     """A mark that can be set again. A wait refers to the mark that was set last before the wait.
 
     A wait on the default stream, which has no queue, blocks the caller.
@@ -236,7 +246,7 @@ class ThreadEvent(Event):
         """Block until the mark is reached."""
         self._mark.result()
 
-    def elapsed_ms(self, end: Event) -> float:
+    def elapsed_time(self, end: Event) -> float:
         """Milliseconds between two marks that are reached."""
         assert isinstance(end, ThreadEvent)
         return (end._mark.result() - self._mark.result()) * 1e3

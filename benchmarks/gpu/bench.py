@@ -168,14 +168,14 @@ def _turn(bench: Bench, calls: Sequence[Call], count: int) -> tuple[float, float
     calls[0]()
     bench.synchronize()
     begin, end = (bench.backend.make_event(timing=True) for _ in range(2))
-    begin.record()
+    begin.record(bench.backend.current_stream())
     start = time.perf_counter()
     for number in range(count):
         calls[number % len(calls)]()
     host = time.perf_counter() - start
-    end.record()
+    end.record(bench.backend.current_stream())
     end.synchronize()
-    return host / count, begin.elapsed_ms(end) / 1e3 / count
+    return host / count, begin.elapsed_time(end) / 1e3 / count
 
 
 def _calls_in_a_turn(bench: Bench, calls: Sequence[Call]) -> int:

@@ -58,7 +58,6 @@ def raw_graph(bench: Bench, fn: Callable[..., Any], args: Sequence[Tensor], pool
     bench.synchronize()
     with _recorded(bench, pool if pool is not None else new_pool(bench)) as made:
         outputs = fn(*args)
-    stream.close()
     return made[0], outputs
 
 

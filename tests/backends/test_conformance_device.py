@@ -68,11 +68,9 @@ def test_work_on_a_stream_runs_in_order(backend: Backend) -> None:
     x = torch.zeros(1, device=backend.device)
     stream.wait_stream(backend.current_stream())
     for factor in (1, 2, 3):
-        stream.submit(partial(append_digit, x, factor))
+        backend.submit(stream, partial(append_digit, x, factor))
     stream.synchronize()
     assert x.item() == 123
-    stream.close()
-    stream.close()
 
 
 def test_a_replay_goes_to_the_current_stream(backend: Backend, pool: Pool, draw: Draw, record: Record) -> None:
@@ -87,7 +85,6 @@ def test_a_replay_goes_to_the_current_stream(backend: Backend, pool: Pool, draw:
     with pool.lock:
         pool.order_after_last_use()
     torch.testing.assert_close(out, x.cumsum(0))
-    stream.close()
 
 
 def test_an_event_orders_two_streams(backend: Backend) -> None:
@@ -98,15 +95,13 @@ def test_an_event_orders_two_streams(backend: Backend) -> None:
     assert event.query()
     event.synchronize()
     one.wait_stream(backend.current_stream())
-    one.submit(partial(append_digit, x, 1))
+    backend.submit(one, partial(append_digit, x, 1))
     event.record(one)
     event.wait(two)
-    two.submit(partial(append_digit, x, 0))
+    backend.submit(two, partial(append_digit, x, 0))
     two.synchronize()
     assert x.item() == 10
     assert event.query()
-    one.close()
-    two.close()
 
 
 def test_a_stopwatch_tells_later(backend: Backend, draw: Draw) -> None:

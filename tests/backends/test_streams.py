@@ -56,14 +56,14 @@ def test_an_inline_stream_runs_one_piece_at_a_time(backend: Backend, gate: threa
         assert backend.current_stream() is stream
         inside.set()
         passed(gate)
-        stream.submit(lambda: seen.append("nested"))
+        backend.submit(stream, lambda: seen.append("nested"))
         seen.append("first")
 
-    others = [threading.Thread(target=stream.submit, args=(first,))]
+    others = [threading.Thread(target=backend.submit, args=(stream, first))]
     others[0].start()
     passed(inside)
     others += [
-        threading.Thread(target=stream.submit, args=(lambda: seen.append("second"),)),
+        threading.Thread(target=backend.submit, args=(stream, lambda: seen.append("second"))),
         threading.Thread(target=lambda: (backend.current_stream().wait_stream(stream), seen.append("waited"))),
         threading.Thread(target=lambda: (backend.make_event().record(stream), seen.append("marked"))),
     ]
@@ -75,5 +75,4 @@ def test_an_inline_stream_runs_one_piece_at_a_time(backend: Backend, gate: threa
         other.join(TIMEOUT_S)
     assert (seen[:2], sorted(seen[2:])) == (["nested", "first"], ["marked", "second", "waited"])
     with pytest.raises(ArithmeticError):
-        stream.submit(break_down)  # at once
-    stream.close()
+        backend.submit(stream, break_down)  # at once

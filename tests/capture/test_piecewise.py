@@ -364,7 +364,7 @@ def test_an_error_on_a_side_stream_is_the_break_s() -> None:
             attended.append(x)
 
         side.wait_stream(backend.current_stream())
-        side.submit(attention)
+        backend.submit(side, attention)
         own = x * 2
         backend.current_stream().wait_stream(side)
         return own + attended[0]
@@ -375,7 +375,6 @@ def test_an_error_on_a_side_stream_is_the_break_s() -> None:
         served(x=torch.randn(4, 3))
     blown[0] = False
     agrees(served)
-    side.close()
 
 
 def test_a_call_that_has_written_cannot_run_again() -> None:

@@ -292,7 +292,7 @@ def test_closing_does_not_wait_for_a_step_that_waits_for_it(opened: Open) -> Non
 
 
 def test_a_worker_closed_behind_a_step_has_run_it_once(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its stream takes no mark any more; the step is finished, and not run by the runner again."""
+    """The step is finished, and not run by the runner again."""
     count = torch.zeros(())
 
     def counts(x: torch.Tensor) -> torch.Tensor:

@@ -220,7 +220,7 @@ def test_a_resume_that_fails_is_contained(driver: ScriptedCUDA, backend: Backend
 def test_another_stream_left_current_inside_is_no_trap(driver: ScriptedCUDA, backend: Backend, pool: Pool) -> None:
     """The capture ends on its own stream, and the caller's is put back."""
     with backend.begin_capture(pool) as made:
-        driver.set_stream(backend.make_stream().native)  # type: ignore[attr-defined]
+        driver.set_stream(backend.make_stream())
         driver.set_device(0)
     made.graph.replay()
     assert_restored(driver)

@@ -236,7 +236,6 @@ def test_a_stream_replays_natively() -> None:
         with pytest.raises(IndexError, match="out of range") as caught:
             graph.replay()
     assert "index_select" in caught.value.__notes__[0]
-    stream.close()
 
 
 def test_reset_frees_everything() -> None:

@@ -156,8 +156,6 @@ class Soak:
             with self.gate, backend.use_stream(stream) if stream is not None else nullcontext():
                 self._call(net, step, chance)
             made += 1
-        if stream is not None:
-            stream.close()
         self.count(calls=made)
 
     def _move(self, net: Net, chance: random.Random, backend: Backend) -> None:

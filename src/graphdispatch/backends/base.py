@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
 from torch._ops import OpOverload
@@ -35,55 +35,13 @@ CAPTURE_LOCK = make_rlock()
 _POLLS = 4  # times that are asked for at once
 
 
-class Event(NotCopied, ABC):
-    """A point in a stream's order of work."""
-
-    @abstractmethod
-    def record(self, stream: "Stream | None" = None) -> None:
-        """Mark the end of all work given to ``stream`` (default: the current one) so far."""
-
-    @abstractmethod
-    def wait(self, stream: "Stream | None" = None) -> None:
-        """Make later work of ``stream`` (default: the current one) begin after the mark.
-
-        On a device with queues this never blocks the caller. An event that was never recorded delays nothing.
-        """
-
-    @abstractmethod
-    def query(self) -> bool:
-        """Whether the work before the mark is done. True for an event that was never recorded."""
-
-    @abstractmethod
-    def synchronize(self) -> None:
-        """Block the calling thread until the work before the mark is done."""
-
-    @abstractmethod
-    def elapsed_ms(self, end: "Event") -> float:
-        """Milliseconds of device time from this mark to ``end``. Both were made with ``timing=True``, and are done."""
-
-
-class Stream(NotCopied, ABC):
-    """A queue of work that runs in order; two streams run independently of each other."""
-
-    @abstractmethod
-    def submit(self, work: Callable[[], None]) -> None:
-        """Put ``work`` at the end of the queue.
-
-        It is called at once with this stream current, and on a device with queues what it launches is queued. A backend
-        whose streams are threads queues ``work`` itself.
-        """
-
-    @abstractmethod
-    def wait_stream(self, other: "Stream") -> None:
-        """Make later work of this stream begin after all work given to ``other`` so far."""
-
-    @abstractmethod
-    def synchronize(self) -> None:
-        """Block until the queue is empty. If a piece of work raised, raise its error, once."""
-
-    def close(self) -> None:
-        """Finish the queue and release the stream; idempotent. Here there is nothing to release."""
-        self.synchronize()
+Stream: TypeAlias = Any
+"""A queue of work that runs in order: torch's own, or what has its ``wait_stream(other)`` and ``synchronize()``, which
+raises what a piece of work raised, once."""
+Event: TypeAlias = Any
+"""A point in a stream's order of work: torch's own, or what has its ``record(stream)``, ``wait(stream)``, ``query()``,
+``synchronize()`` and ``elapsed_time(end)``. Name the stream: torch takes that of the current device otherwise. An event
+that was never recorded delays nothing."""
 
 
 class Stopwatch:
@@ -101,35 +59,37 @@ class Stopwatch:
         self._spare: list[tuple[Event, Event]] = []
         """Marks whose time was told. They are used again, since making some costs as much as a short replay."""
 
-    def start(self, backend: "Backend") -> tuple[Event, Event] | None:
+    def start(self, backend: "Backend") -> tuple[Event, Event, Stream] | None:
         """Mark the begin of some work, on the current stream; None while too many times are outstanding.
 
         Args:
             backend: Where it runs, the same each time.
 
         Returns:
-            The marks of its begin and its end, for ``stop``.
+            The marks of its begin and its end, and the stream, for ``stop``.
         """
         if self._pending:
             self.collect()
             if len(self._pending) >= self._most:
                 return None
         try:
-            marks = self._spare.pop()
+            begin, end = self._spare.pop()
         except IndexError:
-            marks = backend.make_event(timing=True), backend.make_event(timing=True)
-        marks[0].record()
-        return marks
+            begin, end = backend.make_event(timing=True), backend.make_event(timing=True)
+        stream = backend.current_stream()
+        begin.record(stream)
+        return begin, end, stream
 
-    def stop(self, marks: tuple[Event, Event], tell: Callable[[float], None]) -> None:
-        """Mark the end of the work, on the current stream.
+    def stop(self, marks: tuple[Event, Event, Stream], tell: Callable[[float], None]) -> None:
+        """Mark the end of the work, on the same stream.
 
         Args:
             marks: What ``start`` gave.
             tell: Called with the milliseconds of device time, now or later, by whoever finds that the device has them.
         """
-        marks[1].record()
-        self._pending.append((*marks, tell))
+        begin, end, stream = marks
+        end.record(stream)
+        self._pending.append((begin, end, tell))
         self.collect()
 
     def collect(self) -> None:
@@ -141,7 +101,7 @@ class Stopwatch:
             except IndexError:  # another thread took it
                 return
             if begin.query() and end.query():
-                elapsed = begin.elapsed_ms(end)
+                elapsed = begin.elapsed_time(end)
                 self._spare.append((begin, end))
                 tell(elapsed)
             else:
@@ -383,7 +343,7 @@ class Backend(Shared, ABC):
         """A new event.
 
         Args:
-            timing: Whether it allows ``elapsed_ms``.
+            timing: Whether it allows ``elapsed_time``.
         """
 
     @abstractmethod
@@ -401,6 +361,17 @@ class Backend(Shared, ABC):
         Args:
             state: What ``rng_state`` returned.
         """
+
+    def submit(self, stream: Stream, work: Callable[[], None]) -> None:
+        """Put work at the end of a stream's queue: it is called at once with the stream current, and what it launches
+        is queued. A backend whose streams are threads queues ``work`` itself.
+
+        Args:
+            stream: The stream.
+            work: Called without arguments.
+        """
+        with self.use_stream(stream):
+            work()
 
     @contextmanager
     def watched(self) -> Iterator[None]:

@@ -27,24 +27,17 @@ Note [all segments are asked for]
 """
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 
 from ..errors import BackendError
-from .accelerator.backend import AcceleratorBackend, DeviceEvent, DeviceStream
+from .accelerator.backend import AcceleratorBackend
 from .accelerator.pool import AcceleratorPool, Handle
-from .base import Event
+from .base import Event, Stream
 
 __all__ = ["CUDABackend"]
-
-
-class CUDAStream(DeviceStream):
-    """A CUDA stream."""
-
-    def entered(self) -> contextlib.AbstractContextManager[object]:
-        """A block in which this stream is current."""
-        return torch.cuda.stream(self.native)
 
 
 class CUDAPool(AcceleratorPool):
@@ -143,17 +136,23 @@ class CUDABackend(AcceleratorBackend):
         except (RuntimeError, AssertionError):  # a build without CUDA
             return False
 
-    def current_stream(self) -> DeviceStream:
+    def current_stream(self) -> Stream:
         """The device's current stream on the calling thread."""
-        return CUDAStream(torch.cuda.current_stream(self.device))
+        return torch.cuda.current_stream(self.device)
 
-    def next_stream(self) -> DeviceStream:
+    def next_stream(self) -> Stream:
         """The stream that torch hands out next."""
-        return CUDAStream(torch.cuda.Stream(self.device))
+        return torch.cuda.Stream(self.device)
+
+    @contextlib.contextmanager
+    def use_stream(self, stream: Stream) -> Iterator[Stream]:
+        """Make ``stream`` current within a ``with`` block."""
+        with torch.cuda.stream(stream):
+            yield stream
 
     def make_event(self, *, timing: bool = False) -> Event:
-        """A new event; ``timing`` allows ``elapsed_ms``."""
-        return DeviceEvent(torch.cuda.Event(enable_timing=timing), self.current_stream)
+        """A new event; ``timing`` allows ``elapsed_time``."""
+        return torch.cuda.Event(enable_timing=timing)
 
     def make_graph(self, handle: Handle | None) -> Any:
         """An empty graph; CUDA is given the handle when a recording begins."""

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import count, product
 from typing import Any, cast
 
+import torch
 from torch.utils._pytree import tree_leaves
 
 from ..backends import Backend, get_backend
@@ -64,7 +65,7 @@ class StreamResult(NotCopied):
         Orders the calling thread's current stream after the worker. Blocks the host only where the stream has no queue.
         """
         if self._done is not None:
-            self._done.wait()
+            self._done.wait(self._backend.current_stream())
             if not self._is_filled:
                 self._done.synchronize()
             _hold(self._value, self._backend.current_stream())
@@ -122,21 +123,16 @@ class StreamWorker(Worker):
         self._check_open()
         arrived, done = self.backend.make_event(), self.backend.make_event()
         outcome = StreamResult(self.backend, self.index, done)
-        arrived.record()
+        arrived.record(self.backend.current_stream())
         _hold(arguments, self.stream)
 
         def after_caller() -> Any:
             # Inside the step, so that a failure of the caller's stream is this step's and not the worker's.
-            arrived.wait()
+            arrived.wait(self.stream)
             return step()
 
-        self.stream.submit(lambda: outcome.fill(after_caller))
-        try:
-            done.record(self.stream)
-        except BackendError:
-            if not self.is_closed:
-                raise
-            self.stream.close()  # another thread closes it: it finishes the step, which must not run again
+        self.backend.submit(self.stream, lambda: outcome.fill(after_caller))
+        done.record(self.stream)
         return outcome
 
     def _check_open(self) -> None:
@@ -144,11 +140,10 @@ class StreamWorker(Worker):
             raise BackendError("this worker takes no more steps: its dispatcher was closed, or the process forked")
 
     def close(self) -> None:
-        """Finish all steps, and release the graphs captured here and the stream. Idempotent."""
+        """Finish all steps, and release the graphs captured here. Idempotent."""
         self.is_closed = True
         self.stream.synchronize()
         self.clear()
-        self.stream.close()
         self.pool.trim()
 
 
@@ -241,7 +236,7 @@ class StreamDispatcher(CudagraphDispatcher):
         return done
 
     def close(self) -> None:
-        """Finish all steps, release the workers' graphs and streams; later calls run eagerly. Idempotent."""
+        """Finish all steps, release the workers' graphs; later calls run eagerly. Idempotent."""
         for worker in self.workers:  # without a lock: a step that is under way may register a graph
             worker.close()
 
@@ -276,8 +271,7 @@ def _hold(tree: Any, stream: Stream) -> None:
 
     A caching allocator knows only the stream that a tensor was made on.
     """
-    native = getattr(stream, "native", None)
-    if native is not None:
+    if isinstance(stream, torch.Stream):
         for leaf in tree_leaves(tree):
             if is_tensor(leaf) and leaf.device.type != "cpu":
-                leaf.record_stream(native)
+                leaf.record_stream(stream)

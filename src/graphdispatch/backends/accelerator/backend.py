@@ -1,8 +1,8 @@
-"""The backend of one accelerator, and its streams and events: thin wrappers of ``torch.Stream`` and ``torch.Event``."""
+"""The backend of one accelerator, whose streams and events are torch's own."""
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar
 
@@ -15,89 +15,7 @@ from ..base import CAPTURE_LOCK, Backend, Capture, Event, Pool, Stream
 from .graph import AcceleratorCapture
 from .pool import AcceleratorPool, Handle, current_stream
 
-__all__ = ["AcceleratorBackend", "DeviceEvent", "DeviceStream", "backend_of"]
-
-
-class DeviceStream(Stream):
-    """A stream of a device. It equals every other wrapper of the same stream.
-
-    A device may report an error of its work in any later call, not only in ``synchronize``.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self.native = stream
-
-    @staticmethod
-    def checked(stream: Stream) -> "DeviceStream":
-        """The stream itself; raises ``BackendError`` for one that is no stream of a device."""
-        if not isinstance(stream, DeviceStream):
-            raise BackendError(f"stream must come from this backend, got {stream!r}; make one with its make_stream()")
-        return stream
-
-    def entered(self) -> AbstractContextManager[object]:
-        """A block in which this stream is current."""
-        own = self.native
-        # A new object, since torch keeps in it which stream was current before: two threads would mix that up.
-        return torch.Stream(stream_id=own.stream_id, device_index=own.device_index, device_type=own.device_type)
-
-    def submit(self, work: Callable[[], None]) -> None:
-        """Call ``work`` now, with this stream current. What it launches is queued."""
-        with self.entered():
-            work()
-
-    def wait_stream(self, other: Stream) -> None:
-        """Make later work of this stream begin after all work given to ``other`` so far."""
-        self.native.wait_stream(self.checked(other).native)
-
-    def synchronize(self) -> None:
-        """Block until the queue is empty."""
-        self.native.synchronize()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DeviceStream) and bool(self.native == other.native)
-
-    def __hash__(self) -> int:
-        return hash(self.native)
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.native.device} {self.native.stream_id:#x}>"
-
-
-class DeviceEvent(Event):
-    """An event of one device.
-
-    Args:
-        event: Torch's event.
-        current: Returns the device's current stream.
-    """
-
-    def __init__(self, event: Any, current: Callable[[], Stream]) -> None:
-        self._native = event
-        self._current = current
-
-    def record(self, stream: Stream | None = None) -> None:
-        """Mark the end of all work given to ``stream`` (default: the device's current one) so far."""
-        self._native.record(self._target(stream))
-
-    def wait(self, stream: Stream | None = None) -> None:
-        """Make later work of ``stream`` (default: the device's current one) begin after the mark."""
-        self._native.wait(self._target(stream))
-
-    def query(self) -> bool:
-        """Whether the work before the mark is done. True for an event that was never recorded."""
-        return bool(self._native.query())
-
-    def synchronize(self) -> None:
-        """Block the calling thread until the work before the mark is done."""
-        self._native.synchronize()
-
-    def elapsed_ms(self, end: Event) -> float:
-        """Milliseconds of device time from this mark to ``end``. Both were made with ``timing=True``, and are done."""
-        assert isinstance(end, DeviceEvent)
-        return float(self._native.elapsed_time(end._native))
-
-    def _target(self, stream: Stream | None) -> Any:
-        return DeviceStream.checked(self._current() if stream is None else stream).native
+__all__ = ["AcceleratorBackend", "backend_of"]
 
 
 class AcceleratorBackend(Backend):
@@ -120,7 +38,7 @@ class AcceleratorBackend(Backend):
         self.capturer: int | None = None
         """The thread that records on the stream of captures now."""
         self._making = make_lock()
-        self._capture_stream: DeviceStream | None = None
+        self._capture_stream: Stream = None
 
     @classmethod
     def is_available(cls) -> bool:
@@ -173,16 +91,16 @@ class AcceleratorBackend(Backend):
 
     def current_stream(self) -> Stream:
         """The device's current stream on the calling thread."""
-        return DeviceStream(current_stream(self.device.index))
+        return current_stream(self.device.index)
 
-    def make_stream(self) -> DeviceStream:
+    def make_stream(self) -> Stream:
         """A stream of the device, never that of captures. Torch hands out the same few in turn."""
         made = self.next_stream()
         return self.next_stream() if made == self.capture_stream else made
 
-    def next_stream(self) -> DeviceStream:
+    def next_stream(self) -> Stream:
         """The stream that torch hands out next."""
-        return DeviceStream(torch.Stream(self.device))
+        return torch.Stream(self.device)
 
     def refuse_foreign_work(self) -> None:
         """Raise ``BackendError`` if another thread is recording what the calling thread submits to its current stream.
@@ -200,12 +118,13 @@ class AcceleratorBackend(Backend):
     @contextmanager
     def use_stream(self, stream: Stream) -> Iterator[Stream]:
         """Make ``stream`` current within a ``with`` block."""
-        with DeviceStream.checked(stream).entered():
+        # A new object, since torch keeps in it which stream was current before: two threads would mix that up.
+        with torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type):
             yield stream
 
     def make_event(self, *, timing: bool = False) -> Event:
-        """A new event; ``timing`` allows ``elapsed_ms``."""
-        return DeviceEvent(torch.Event(self.device, enable_timing=timing), self.current_stream)
+        """A new event; ``timing`` allows ``elapsed_time``."""
+        return torch.Event(self.device, enable_timing=timing)
 
     def synchronize(self) -> None:
         """Block until all work on the device is done, and while another thread captures.
@@ -241,7 +160,7 @@ class AcceleratorBackend(Backend):
             return tensor
 
     @property
-    def capture_stream(self) -> DeviceStream:
+    def capture_stream(self) -> Stream:
         """The stream of all captures, made on first use."""
         if self._capture_stream is None:
             with self._making:

@@ -104,7 +104,7 @@ class AcceleratorCapture(Capture):
         """Begin a recording. On failure, restore everything and raise ``CaptureError``, caused by its error."""
         backend, device = self._pool.backend, self._pool.device
         try:
-            self._stream = backend.capture_stream.native
+            self._stream = backend.capture_stream
             self._caller_device, self._caller_stream = backend.default_index(), backend.api.current_stream(device)
         except RuntimeError as error:
             raise_classified(error, device)

@@ -70,7 +70,7 @@ class AcceleratorPool(Pool):
         if self._placeholder is None:
             new = self.new_handle()
             graph = self.backend.make_graph(new)
-            with self.backend.capture_stream.entered():
+            with self.backend.use_stream(self.backend.capture_stream):
                 try:
                     self.begin_recording(graph, new)
                     end_recording(graph)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
-from ...copying import make_rlock
+from ...copying import NotCopied, make_rlock
 from ...errors import BackendError, CaptureError
 from ...native import known_to_core
 from ...native.tape import TAPE
@@ -30,21 +30,15 @@ from .graph import CPUGraph, CPUPool
 from .recorder import Recorder, Recording
 
 
-class InlineStream(Stream):
+class InlineStream(NotCopied):
     """A stream whose work runs at once on the thread that submits it, which gets what the work raises.
 
-    Of work that several threads submit, one piece runs at a time. The default stream is an exception, since it stands
-    for the default streams of all threads.
+    Of work that several threads submit, one piece runs at a time: the one that holds ``lock``. The default stream is an
+    exception, since it stands for the default streams of all threads.
     """
 
-    def __init__(self, backend: "CPUBackend", lock: AbstractContextManager[object]) -> None:
-        self._backend = backend
-        self._lock = lock
-
-    def submit(self, work: Callable[[], None]) -> None:
-        """Run ``work`` now, with this stream current."""
-        with self._lock, self._backend.use_stream(self):
-            work()
+    def __init__(self, lock: AbstractContextManager[object]) -> None:
+        self.lock = lock
 
     def wait_stream(self, other: Stream) -> None:
         """Block until other threads' work on ``other`` is done."""
@@ -52,22 +46,20 @@ class InlineStream(Stream):
 
     def synchronize(self) -> None:
         """Block until other threads' work on this stream is done."""
-        with self._lock:
+        with self.lock:
             pass
 
 
-class _CPUEvent(Event):
+class _CPUEvent(NotCopied):
     """A point in time. Work that was given before it is done, so nobody ever waits for it."""
 
-    def __init__(self, backend: "CPUBackend") -> None:
-        self._backend = backend
-        self._time = 0.0
+    time = 0.0
 
-    def record(self, stream: Stream | None = None) -> None:
-        (stream or self._backend.current_stream()).synchronize()
-        self._time = time.perf_counter()
+    def record(self, stream: Stream) -> None:
+        stream.synchronize()
+        self.time = time.perf_counter()
 
-    def wait(self, stream: Stream | None = None) -> None:
+    def wait(self, stream: Stream) -> None:
         """Do nothing: the work before the mark is done."""
 
     def query(self) -> bool:
@@ -76,9 +68,8 @@ class _CPUEvent(Event):
     def synchronize(self) -> None:
         """Do nothing: the work before the mark is done."""
 
-    def elapsed_ms(self, end: Event) -> float:
-        assert isinstance(end, _CPUEvent)
-        return (end._time - self._time) * 1e3
+    def elapsed_time(self, end: "_CPUEvent") -> float:
+        return (end.time - self.time) * 1e3
 
 
 class _Here(threading.local):
@@ -103,7 +94,7 @@ class CPUBackend(Backend):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.default = InlineStream(self, nullcontext())
+        self.default = InlineStream(nullcontext())
         self.here = _Here(self.default)
 
     @classmethod
@@ -146,13 +137,18 @@ class CPUBackend(Backend):
         finally:
             self.here.stream = before
 
-    def make_stream(self) -> InlineStream:
+    def make_stream(self) -> Stream:
         """A new stream."""
-        return InlineStream(self, make_rlock())
+        return InlineStream(make_rlock())
+
+    def submit(self, stream: Stream, work: Callable[[], None]) -> None:
+        """Run ``work`` now, with the stream current."""
+        with stream.lock:
+            super().submit(stream, work)
 
     def make_event(self, *, timing: bool = False) -> Event:
         """A new event."""
-        return _CPUEvent(self)
+        return _CPUEvent()
 
     @property
     def is_settled(self) -> bool:
