@@ -4,7 +4,7 @@ A ``TorchFunctionMode`` would see host reads, too. But ``torch.nn`` leaves its f
 would hold other operators than eager runs. Stand-ins change nothing else.
 
 They are in place only while some thread is in ``HostReads`` or ``SaysCapturing``, and each thread is served for itself:
-for all others they do what torch does.
+for all others they do what torch does. A child that is forked meanwhile keeps them, and nobody listens there.
 """
 
 import functools
@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import torch
 
-from ..copying import make_lock, renew_in_child
+from ..copying import make_lock
 from .code_events import is_own_code
 
 _LENGTHS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "_pad_packed_sequence", "tensor_split")
@@ -42,7 +42,6 @@ class StandIns:
         self._lock = make_lock()
         self._users = 0
         self._replaced: list[tuple[Any, str, Any, Any]] = []
-        renew_in_child(self)
 
     def listeners(self) -> list[Any]:
         """The listeners of the calling thread; the latest is the last."""
@@ -65,12 +64,6 @@ class StandIns:
             self._users -= 1
             if not self._users:
                 self._take_out()
-
-    def after_fork(self) -> None:
-        """In a child only the forking thread listens; see Note [after a fork] in ``copying.py``."""
-        self._users = len(self.listeners())
-        if not self._users:
-            self._take_out()
 
     def _put_in(self) -> None:
         for owner, name in self.places:
