@@ -259,7 +259,6 @@ class CPUGraph(Graph):
         self._memory = binder.memory
         self.arena = binder.arena
         """The memory of the pool that the graph uses, or None."""
-        self._nbytes = binder.nbytes
         self.outputs = binder.outputs
         """The shared outputs. They lie in the arena and hold the pool's latest replay."""
         self.num_recorded = len(recording.program)
@@ -277,13 +276,12 @@ class CPUGraph(Graph):
         self.program = None
         self._memory = []
         self.arena = None
-        self._nbytes = 0
         self.outputs = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of its own: constants, and results that somebody holds. The arena belongs to the pool."""
-        return self._nbytes
+        return sum(storage.nbytes() for storage in self._memory)
 
     @property
     def num_replayed(self) -> int:
@@ -311,14 +309,12 @@ class _Binder:
         self.arena = pool.take_arena(nbytes) if nbytes else None
         if self.arena is not None:
             self._storages |= dict.fromkeys(self._offsets, self.arena.untyped_storage())
-        own = [s for slot, s in self._storages.items() if slot not in self._offsets]
-        self.nbytes = sum(storage.nbytes() for storage in own)
+        self.memory = [s for slot, s in self._storages.items() if slot not in self._offsets]
         with torch.inference_mode(False), torch.no_grad():
             for step in chain.from_iterable(map(self._bind, once)):
                 step.run()
             self.steps = list(chain.from_iterable(map(self._bind, each)))
             self.outputs = tree_map_only(TensorRef, self._tensor, recording.outputs)
-        self.memory = own
 
     def _tensor(self, ref: TensorRef) -> torch.Tensor:
         if ref not in self._tensors:
