@@ -228,6 +228,28 @@ def test_a_step_of_a_dispatcher_keeps_the_callers_memory() -> None:
     dispatcher.close()
 
 
+def test_a_step_of_a_dispatcher_waits_for_the_caller_and_the_caller_for_it() -> None:
+    """A worker's stream waits for what the caller's was given before, and each that asks for the result for the worker;
+    steps of one worker, given while it waits, keep their own inputs and outputs."""
+    options = CUDAGraphOptions(verify=False)
+    dispatcher = StreamDispatcher(lambda x: x * 2, 1, backend=get_backend("queued"), options=options)
+    key = DispatchKey(4, 4)
+    dispatcher.capture(key, (x_of(0),))
+    own, other = torch.Stream(DEVICE), torch.Stream(DEVICE)
+    torch.accelerator.synchronize()
+    with held(own):
+        with own:
+            batches = [x_of(value) for value in (3, 4)]
+            submitted = [dispatcher.submit(key, x) for x in batches]
+        assert not any(one.is_done for one in submitted)
+        with other:
+            sums = [one.result() + 1 for one in submitted]
+    other.synchronize()
+    assert all(one.is_done for one in submitted)
+    assert [one.cpu()[0, 0] for one in sums] == [7, 9]
+    dispatcher.close()
+
+
 def test_a_weak_reference_keeps_nothing(backend: Backend) -> None:
     """Its memory is handed out again."""
     x = x_of(1)

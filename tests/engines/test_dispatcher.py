@@ -173,7 +173,7 @@ def test_hybrid_asks_the_policy(mode: DispatchMode, answer: str) -> None:
 
 @pytest.mark.parametrize("hybrid", [True, False])
 def test_the_policy_is_asked_whether_at_all(hybrid: bool) -> None:
-    """``should_use_graph`` has its say, whatever ``select_mode`` would answer, and the default one, None, has limits.
+    """``should_use_graph`` has its say, whatever ``select_mode`` would answer, and the default one has limits.
 
     So it is where ``HYBRID`` is disabled, and the policy does not choose the kind of graph.
     """
@@ -185,7 +185,7 @@ def test_the_policy_is_asked_whether_at_all(hybrid: bool) -> None:
     dispatcher.policy = DefaultDispatchPolicy(max_tokens_for_graph=3)
     assert dispatcher.dispatch(KEY) == "eager"
     assert dispatcher.stats.reasons == {Reason.POLICY: 2}
-    dispatcher.policy = None
+    dispatcher.policy = DefaultDispatchPolicy()
     assert dispatcher.dispatch(KEY) == "graph"
 
 
@@ -249,7 +249,7 @@ def test_a_call_counts_in_the_mode_its_graph_was_registered_in() -> None:
     step(torch.ones(4, 3), batch_descriptor=BatchDescriptor(4), cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE)
     made = step.get_entry(BatchDescriptor(4))
     dispatcher = over((KEY, made))
-    assert [*dispatcher.workers[0].graphs] == [(KEY, PIECEWISE)]
+    assert dispatcher.choose(KEY).found.mode is PIECEWISE
     assert dispatcher.get_entry(KEY) is made
     dispatcher = CudagraphDispatcher(double)
     dispatcher.register_graph(KEY, entry(), mode=PIECEWISE)
@@ -286,7 +286,7 @@ def four() -> CUDAGraphEntry:
 
 def serving(dispatcher: CudagraphDispatcher, key: DispatchKey) -> tuple[DispatchKey | None, Reason]:
     """The key of the graph that is chosen, and the reason."""
-    found, decision = dispatcher.workers[0].choose(key, dispatcher.policy, dispatcher.enabled_modes)
+    _, found, decision, _ = dispatcher.choose(key)
     return (found.key if found is not None else None), decision.reason
 
 
@@ -319,7 +319,7 @@ def test_the_policy_chooses_among_padded_graphs(four: CUDAGraphEntry) -> None:
     """What the tables offer in each mode, exact or padded, is what the policy may take."""
     dispatcher = over((decode(8), compared(8)), policy=DefaultDispatchPolicy(prefer_piecewise=True))
     dispatcher.register_graph(decode(4), four, mode=PIECEWISE)
-    found, _ = dispatcher.workers[0].choose(decode(3), dispatcher.policy, dispatcher.enabled_modes)
+    found = dispatcher.choose(decode(3)).found
     assert (found.key, found.mode) == (decode(4), PIECEWISE)
     dispatcher.disable_mode(PIECEWISE)
     assert serving(dispatcher, decode(3)) == (decode(8), Reason.PADDED)
@@ -394,7 +394,7 @@ def test_decode_is_decided_as_by_the_key_dispatcher(four: CUDAGraphEntry, sizes:
     keys = CudagraphKeyDispatcher(capture_sizes=sorted(sizes), max_num_reqs=16)
     keys.initialize_cudagraph_keys(CUDAGraphMode.FULL)
     dispatcher = over(*((decode(size), four) for size in sizes))
-    _, decision = dispatcher.workers[0].choose(decode(rows), dispatcher.policy, dispatcher.enabled_modes)
+    decision = dispatcher.choose(decode(rows)).decision
     wanted = keys.decide(rows, rows, query_len=1)
     assert (decision.mode, decision.size, decision.reason) == (wanted.mode, wanted.size, wanted.reason)
 
@@ -416,14 +416,14 @@ def test_a_call_that_chose_the_older_graph_does_not_bring_it_back() -> None:
     """It runs eagerly, makes no group that nobody would forget, and what it drops is not the newer graph."""
     dispatcher = over((KEY, entry()))
     worker = dispatcher.workers[0]
-    older, _ = worker.choose(KEY, dispatcher.policy, dispatcher.enabled_modes)
+    older = dispatcher.choose(KEY).found
     newer = entry()
     dispatcher.register_graph(KEY, newer)
     x = torch.randn(4, 3)
     assert torch.equal(worker.server.serve(older.route, (x,), {}), x * 2)
     assert worker.server.local.decision.reason is Reason.NOT_CAPTURED
     assert not worker.server.graphs.groups
-    worker.drop(older)
+    worker.drop(older.route)
     serve(dispatcher, times=2)
     dispatcher.register_graph(OTHER, scripted())
     assert (dispatcher.get_graph(KEY), dispatcher.stats.graph) == (newer, 1)

@@ -1,9 +1,10 @@
-"""Stream workers on a CPU whose streams are threads.
+"""Stream workers on the CPU: overlap of threads, shown with barriers inside custom operators; graphs that come and go.
 
-Overlap and order are shown with barriers and gates inside custom operators.
+``tests/device`` and ``tests/gpu`` have the order of streams.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,12 +19,10 @@ from graphdispatch.engines import (
     CUDAGraphWrapper,
     DispatchKey,
     StreamDispatcher,
-    create_dispatch_key,
 )
-from graphdispatch.errors import BackendError, ConfigError
+from graphdispatch.errors import ConfigError, ReplayError
 
 from ..helpers import Spy, compiled_operator, scripted
-from ..thread_streams import ThreadBackend
 
 TIMEOUT_S = 30.0
 """Bound on every wait of a test: reached only where the code under test hangs, and then the test fails."""
@@ -70,18 +69,19 @@ Open = Callable[..., StreamDispatcher]
 
 @pytest.fixture
 def opened() -> Iterator[Open]:
-    """Makes dispatchers over streams that are threads; they are closed in the end, when nothing waits any more."""
+    """Makes dispatchers, which are closed in the end, when nothing waits any more."""
     made: list[StreamDispatcher] = []
 
     def make(runner: Callable[..., Any] = model, num_streams: int = 2, **options: Any) -> StreamDispatcher:
-        backend = get_backend(ThreadBackend.name)
-        made.append(StreamDispatcher(runner, num_streams, **{"backend": backend, "options": TRUST} | options))
+        made.append(
+            StreamDispatcher(runner, num_streams, **{"backend": get_backend("cpu"), "options": TRUST} | options)
+        )
         return made[-1]
 
     HOOKS.clear()
     yield make
     for hook in HOOKS:
-        hook.abort() if isinstance(hook, threading.Barrier) else hook.set()
+        hook.abort()
     HOOKS.clear()
     for dispatcher in made:
         dispatcher.close()
@@ -95,74 +95,41 @@ def workers(opened: Open) -> StreamDispatcher:
     return dispatcher
 
 
-@pytest.fixture
-def gate(workers: StreamDispatcher) -> threading.Event:
-    """A closed gate in the middle of every step from now on."""
-    gate = threading.Event()
-    HOOKS.append(gate)
-    return gate
-
-
 def test_two_workers_overlap(workers: StreamDispatcher) -> None:
     """Both steps are in the middle of their graphs at one time: each waits there for the other, in its own memory."""
     entries = [entry for _, entry in workers.entries]
     assert [found.pool for found in entries] == [worker.pool for worker in workers.workers]
     assert not set.intersection(*({*found.input_addresses} for found in entries))
     HOOKS.append(threading.Barrier(2))
-    first, second = workers.submit(KEY, batch(1.0)), workers.submit(KEY, batch(5.0))
-    assert torch.equal(first.result(), batch(4.0))
-    assert torch.equal(second.result(), batch(12.0))
-    assert {first.worker, second.worker} == {0, 1}
     with ThreadPoolExecutor(2) as pool:
+        submitted = list(pool.map(lambda value: workers.submit(KEY, batch(value)), (1.0, 5.0), timeout=TIMEOUT_S))
         answers = pool.map(lambda value: workers.dispatch(KEY, batch(value)), (1.0, 5.0), timeout=TIMEOUT_S)
+    assert {one.worker for one in submitted} == {0, 1}
+    assert [one.result()[0, 0].item() for one in submitted] == [4.0, 12.0]
     assert [answer[0, 0].item() for answer in answers] == [4.0, 12.0]
 
 
-def test_steps_of_one_worker_keep_their_inputs(workers: StreamDispatcher, gate: threading.Event) -> None:
-    """Steps that wait in one worker's queue load their own inputs when their turn comes, and own their outputs."""
-    queued = [workers.submit(KEY, batch(float(v))) for v in range(6)]
-    assert not any(one.is_done for one in queued)
-    gate.set()
-    assert [one.result()[0, 0].item() for one in queued] == [2.0 * (v + 1) for v in range(6)]
-    assert all(one.is_done for one in queued)
+def test_workers_take_turns(workers: StreamDispatcher) -> None:
+    """Steps go to each in turn, and own their outputs."""
+    submitted = [workers.submit(KEY, batch(float(value))) for value in range(6)]
+    assert sorted(one.worker for one in submitted) == [0, 0, 0, 1, 1, 1]
+    assert all(one.is_done for one in submitted)
+    assert [one.result()[0, 0].item() for one in submitted] == [2.0 * (value + 1) for value in range(6)]
+    assert "2 of 128 graphs" in repr(workers)
 
 
-def test_workers_take_turns(workers: StreamDispatcher, gate: threading.Event) -> None:
-    """Steps go to each in turn."""
-    assert sorted(workers.submit(KEY, batch(1.0)).worker for _ in range(6)) == [0, 0, 0, 1, 1, 1]
-    assert "2 workers, 2 graphs" in repr(workers)
-    gate.set()
-
-
-def test_a_worker_waits_for_the_callers_stream(workers: StreamDispatcher) -> None:
-    """A step reads its input only after what the caller's stream was given before."""
-    gate = threading.Event()
-    x = batch(0.0)
-    stream = workers.backend.make_stream()
-    stream.submit(lambda: (gate.wait(TIMEOUT_S), x.fill_(7.0)))
-    with workers.backend.use_stream(stream):
-        pending = workers.submit(KEY, x)
-    gate.set()
-    assert torch.equal(pending.result(), batch(16.0))
-    stream.close()
-
-
-def test_a_failing_callers_stream_fails_the_step_alone(workers: StreamDispatcher) -> None:
-    """An error before the call comes out of its result, and the worker goes on serving."""
-    stream = workers.backend.make_stream()
-    stream.submit(lambda: {}["missing"])
-    with workers.backend.use_stream(stream):
-        pending = workers.submit(KEY, batch(1.0))
-    with pytest.raises(KeyError):
-        pending.result()
-    with pytest.raises(KeyError):
-        stream.close()
+def test_a_step_that_fails_fails_alone(workers: StreamDispatcher) -> None:
+    """Its error comes out of its result, and its worker goes on serving."""
+    workers.register_graph(OTHER, scripted(on_replay=lambda: {}["missing"]))
+    pending = workers.submit(OTHER)
     for _ in range(2):
         assert torch.equal(workers.dispatch(KEY, batch(1.0)), batch(4.0))
+    with pytest.raises(ReplayError, match="KeyError"):
+        pending.result()
 
 
 def test_a_call_without_a_graph_runs_here_and_now(opened: Open) -> None:
-    """Before there is one, and after ``close``, which may be called twice; the workers themselves then refuse."""
+    """Before there is one, and after ``close``, which may be called twice."""
     dispatcher = opened()
     for _ in range(2):
         pending = dispatcher.submit(KEY, batch(1.0))
@@ -170,20 +137,6 @@ def test_a_call_without_a_graph_runs_here_and_now(opened: Open) -> None:
         assert torch.equal(pending.result(), batch(4.0))
         dispatcher.close()
     assert dispatcher.stats.reasons == {Reason.NOT_CAPTURED: 2}
-    with pytest.raises(BackendError, match="this worker takes no more steps"):
-        dispatcher.workers[0].launch(lambda: None, ())
-
-
-def test_a_graph_evicted_while_queued_runs_eagerly_once(workers: StreamDispatcher, gate: threading.Event) -> None:
-    """A step whose graph goes before its turn comes is run by the runner on the worker, once."""
-    queued = [workers.submit(KEY, batch(1.0)) for _ in range(4)]
-    clearing = threading.Thread(target=workers.clear_cache)
-    clearing.start()
-    gate.set()
-    assert all(torch.equal(one.result(), batch(4.0)) for one in queued)
-    clearing.join(TIMEOUT_S)
-    assert workers.stats.total == 4
-    assert workers.num_graphs == 0
 
 
 def test_workers_that_write_one_state_are_refused(opened: Open) -> None:
@@ -216,7 +169,7 @@ def test_graphs_of_one_key_go_to_several_workers_unless_they_share_a_pool(worker
     for rows in (5, 6, 7):
         wrapper(batch(1.0, rows), batch_descriptor=BatchDescriptor(rows), cudagraph_runtime_mode=CUDAGraphMode.FULL)
         workers.register_graph(DispatchKey(rows, rows), wrapper.get_entry(BatchDescriptor(rows)))
-    assert sorted(len(worker.graphs) for worker in workers.workers) == [2, 5]
+    assert sorted(Counter(found.worker.index for found in workers._registered.graphs).values()) == [2, 5]
 
 
 @pytest.mark.parametrize("key", [KEY, OTHER], ids=["the same", "another"])
@@ -279,54 +232,12 @@ def test_closing_does_not_wait_for_a_step_that_waits_for_it(opened: Open) -> Non
         dispatcher.register_graph(OTHER, scripted())
 
     dispatcher.register_graph(KEY, scripted("served", on_replay=registers))
-    pending = dispatcher.submit(KEY)
-    assert inside.wait(TIMEOUT_S)
-    closes = threading.Thread(target=dispatcher.close, daemon=True)
-    closes.start()
-    while not dispatcher.workers[0].is_closed:
-        pass
-    gate.set()
-    closes.join(TIMEOUT_S)
-    assert not closes.is_alive()
-    assert pending.result() == "served"
-
-
-def test_a_worker_closed_behind_a_step_has_run_it_once(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step is finished, and not run by the runner again."""
-    count = torch.zeros(())
-
-    def counts(x: torch.Tensor) -> torch.Tensor:
-        count.add_(1)
-        return x * 2
-
-    dispatcher = opened(counts, 1)
-    dispatcher.capture(KEY, (batch(0.0),))
-    stream = dispatcher.workers[0].stream
-    submit = stream.submit
-
-    def closing(work: Callable[[], None]) -> None:
-        submit(work)
-        monkeypatch.undo()
-        dispatcher.close()
-
-    monkeypatch.setattr(stream, "submit", closing)
-    x = torch.randn(2, 3)
-    assert torch.equal(dispatcher.submit(KEY, x).result(), x * 2)
-    assert (count.item(), dispatcher.stats.graph, dispatcher.stats.eager) == (1, 1, 0)
-
-
-def test_a_worker_that_closes_as_a_step_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step runs eagerly, as those behind it, and is counted once."""
-    dispatcher = StreamDispatcher(lambda x: x * 2, num_streams=1)
-    key, x = create_dispatch_key(4, 4), torch.ones(4, 2)
-    dispatcher.capture(key, (x,))
-    (worker,) = dispatcher.workers
-    launch = worker.launch
-
-    def closing(*step: Any) -> Any:
-        worker.close()
-        return launch(*step)
-
-    monkeypatch.setattr(worker, "launch", closing)
-    assert torch.equal(dispatcher.submit(key, x).result(), x * 2)
-    assert dispatcher.stats.reasons == {Reason.NOT_CAPTURED: 1}
+    with ThreadPoolExecutor(2) as pool:
+        call = pool.submit(dispatcher.dispatch, KEY)
+        assert inside.wait(TIMEOUT_S)
+        closes = pool.submit(dispatcher.close)
+        while dispatcher.has_graph(KEY):
+            pass
+        gate.set()
+        closes.result(TIMEOUT_S)
+        assert call.result(TIMEOUT_S) == "served"

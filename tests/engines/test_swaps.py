@@ -105,7 +105,7 @@ def test_a_change_in_the_middle_of_a_choice_is_not_seen(rows: int) -> None:
             dispatcher.register_graph(decode(8), piecewise, mode=DispatchMode.PIECEWISE)
 
         def ask() -> Any:
-            found, decision = dispatcher.workers[0].choose(decode(rows), dispatcher.policy, dispatcher.enabled_modes)
+            _, found, decision, _ = dispatcher.choose(decode(rows))
             return found and found.key, decision
 
         return ask, change
@@ -145,6 +145,5 @@ def test_every_call_under_changes_gets_eagers_answer() -> None:
     assert next(made) > len(entries)
     assert dispatcher.stats.graph > 0
     assert dispatcher.num_graphs <= 2
-    worker = dispatcher.workers[0]
-    served = {id(found.route) for found in worker.graphs.values()}
-    assert {id(group.route) for group in worker.server.graphs.groups.values()} <= served
+    served = {id(found.route) for found in dispatcher._registered.graphs}
+    assert {id(group.route) for group in dispatcher.workers[0].server.graphs.groups.values()} <= served

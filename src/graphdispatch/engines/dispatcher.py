@@ -1,11 +1,17 @@
 """``CudagraphDispatcher``: runs each key by a registered graph or by the eager runner, and counts why.
 
 ``CompositeDispatcher`` is one front for several of them, such as an encoder's, a draft model's and a decoder's.
+
+Note [locks of a dispatcher]
+    A comparison runs the eager runner with the server's lock and the pool's lock held, and the runner may register
+    graphs. So nobody takes one of these two while holding the dispatcher's: a graph is published under that lock, and
+    what it displaces is released after.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
@@ -22,7 +28,15 @@ from ..reasons import Reason
 from ..serve.prewarm import arguments_of
 from ..stats import DispatchStats
 from .policies import DefaultDispatchPolicy, DispatchPolicy
-from .registered_graphs import GRAPH_MODES, Registered, Replayable, Worker, check_key, entry_around
+from .registered_graphs import (
+    GRAPH_MODES,
+    Registered,
+    RegisteredGraphs,
+    Replayable,
+    Worker,
+    check_key,
+    entry_around,
+)
 
 __all__ = ["Chosen", "CompositeDispatcher", "CudagraphDispatcher"]
 
@@ -66,37 +80,27 @@ class CudagraphDispatcher(MadeAnew):
     ) -> None:
         check_callable("eager_runner", eager_runner)
         check_count("max_cached_graphs", max_cached_graphs)
+        check_type("policy", policy, (DispatchPolicy, type(None)), "a DispatchPolicy or None")
         self.eager_runner = eager_runner
-        self.policy = policy
+        self.policy = policy or DefaultDispatchPolicy()
+        """What decides, among the graphs of a key, whether and how to use them. Another may take its place at any
+        time."""
         self.max_cached_graphs = max_cached_graphs
-        self._enabled_modes = frozenset(DispatchMode)
+        self.enabled_modes = frozenset(DispatchMode)
+        """The modes that are allowed now: see ``enable_mode`` and ``disable_mode``."""
         self._lock = make_lock()
         self._stopwatch = Stopwatch()
         self._dummy_fn: Callable[[DispatchKey], Any] | None = None
         self.stats = DispatchStats()
         """Calls by mode, and the reason for every eager one."""
         self.workers: Sequence[Worker] = (Worker(eager_runner, max_cached_graphs),)
-        """Where the graphs are registered and served."""
-
-    @property
-    def policy(self) -> DispatchPolicy:
-        """What decides, among the graphs of a key, whether and how to use them. It may be replaced at any time, by None
-        with the default one."""
-        return self._policy
-
-    @policy.setter
-    def policy(self, policy: DispatchPolicy | None) -> None:
-        check_type("policy", policy, (DispatchPolicy, type(None)), "a DispatchPolicy or None")
-        self._policy = policy or DefaultDispatchPolicy()
-
-    @property
-    def enabled_modes(self) -> frozenset[DispatchMode]:
-        """The modes that are allowed now: see ``enable_mode`` and ``disable_mode``."""
-        return self._enabled_modes
+        """Where the graphs are served."""
+        self._registered = RegisteredGraphs()
+        self._turns = count()
 
     def _recipe(self) -> Any:
         make, args, kwargs, _ = super()._recipe()
-        return make, args, kwargs, {"policy": self.policy, "_enabled_modes": self.enabled_modes}
+        return make, args, kwargs, {"policy": self.policy, "enabled_modes": self.enabled_modes}
 
     def register_graph(
         self,
@@ -133,28 +137,35 @@ class CudagraphDispatcher(MadeAnew):
             entry = graph
         if entry.mode is CUDAGraphMode.PIECEWISE:
             mode = DispatchMode.PIECEWISE
-        self._publish([self._home(key, entry).wrap(key, mode, graph, entry)])
+        self._change([self._home(key, entry).wrap(key, mode, graph, entry)])
 
     def _home(self, key: DispatchKey, entry: CUDAGraphEntry) -> Worker:
         """Where a graph is registered: with the others of its pool, since these never run at the same time, or else
         where the key has no graph, and where the fewest are."""
 
         def order(worker: Worker) -> tuple[bool, bool, int]:
-            pools = {worker.cache.pool, *(found.entry.pool for found in worker.graphs.values())}
-            has_key = any(known == key for known, _ in worker.graphs)
-            return entry.pool not in pools, has_key, len(worker.graphs)
+            own = [found for found in self._registered.graphs if found.worker is worker]
+            pools = {worker.cache.pool, *(found.entry.pool for found in own)}
+            return entry.pool not in pools, any(found.key == key for found in own), len(own)
 
         return min(self.workers, key=order)
 
-    def _publish(self, made: Sequence[Registered]) -> None:
-        """Serve by these graphs from now on; by none of them if one must not run beside another worker's."""
+    def _change(self, new: Sequence[Registered] = (), without: Collection[Registered] = ()) -> None:
+        """Serve by ``new`` graphs from now on, in the place of older ones, and no longer by those of ``without``; by
+        none of the new ones if one must not run beside another worker's. See Note [locks of a dispatcher]."""
         with self._lock:
-            self._check_apart(made)
-            leaving = [(found.worker, found.worker.publish(found)) for found in made]
-        for worker, gone in leaving:
-            worker.let_go(gone)
+            self._check_apart(new)
+            known = self._registered.graphs
+            kept = {one.place: one for one in known if one not in without and not one.entry.is_released}
+            kept |= {found.place: found for found in new}
+            oldest = sorted(set(kept.values()).difference(new), key=lambda found: found.entry.last_used)
+            for found in oldest[: max(len(kept) - self.max_cached_graphs * len(self.workers), 0)]:
+                del kept[found.place]
+            self._registered = RegisteredGraphs(kept.values())
+        for found in {*known, *new, *without}.difference(kept.values()):
+            found.worker.drop(found.route)
 
-    def _check_apart(self, made: Sequence[Registered]) -> None:
+    def _check_apart(self, new: Sequence[Registered]) -> None:
         """Raise ``ConfigError`` if new graphs must not run at the same time as those of other workers."""
 
     def has_graph(self, key: DispatchKey) -> bool:
@@ -163,7 +174,7 @@ class CudagraphDispatcher(MadeAnew):
         Args:
             key: The key; a graph that would serve it padded does not count.
         """
-        return self._registered(key) is not None
+        return self._own(key) is not None
 
     def get_graph(self, key: DispatchKey) -> Replayable | CUDAGraphEntry | None:
         """The graph registered for a key, as it was given; a full one before a piecewise one.
@@ -174,7 +185,7 @@ class CudagraphDispatcher(MadeAnew):
         Returns:
             The graph, or None.
         """
-        found = self._registered(key)
+        found = self._own(key)
         return found.graph if found is not None else None
 
     def get_entry(self, key: DispatchKey) -> CUDAGraphEntry | None:
@@ -186,14 +197,12 @@ class CudagraphDispatcher(MadeAnew):
         Returns:
             The entry, or None.
         """
-        found = self._registered(key)
+        found = self._own(key)
         return found.entry if found is not None else None
 
-    def _registered(self, key: DispatchKey) -> Registered | None:
-        """The graph of a key on the first worker that has one, or None."""
+    def _own(self, key: DispatchKey) -> Registered | None:
         check_key(key)
-        found = (worker.graphs.get((key, mode)) for worker in self.workers for mode in GRAPH_MODES)
-        return next((one for one in found if one is not None), None)
+        return self._registered.of(key)
 
     @untraced
     def capture(self, key: DispatchKey, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
@@ -218,10 +227,9 @@ class CudagraphDispatcher(MadeAnew):
         try:
             for worker in self.workers:
                 made.append(worker.capture(key, tuple(args), dict(kwargs or {})))
-            self._publish(made)
+            self._change(made)
         except BaseException:
-            for found in made:
-                found.worker.drop(found)
+            self._change(without=made)
             raise
 
     @untraced
@@ -231,7 +239,7 @@ class CudagraphDispatcher(MadeAnew):
         A key that cannot be captured is left out. What ``dummy_fn`` and the runner raise passes through.
 
         Args:
-            keys: The keys, or one.
+            keys: The keys.
             dummy_fn: ``dummy_fn(key)`` gives the arguments of a call: a tensor, a tuple of positional arguments, a
                 mapping of keyword arguments, or a pair of the latter two. It is kept for ``capture_size``.
 
@@ -242,11 +250,11 @@ class CudagraphDispatcher(MadeAnew):
             ConfigError: One of ``keys`` is no key; raised before anything is captured.
         """
         check_callable("dummy_fn", dummy_fn, "a function from a key to arguments")
-        wanted = [keys] if isinstance(keys, DispatchKey) else list(keys)
+        wanted = list(dict.fromkeys(keys))
         for key in wanted:
             check_key(key)
         self._dummy_fn = dummy_fn
-        wanted = sorted(dict.fromkeys(wanted), key=lambda key: -key.num_tokens)
+        wanted.sort(key=lambda key: -key.num_tokens)
         for key in wanted:
             if not self.has_graph(key):
                 with suppress(CaptureError):
@@ -297,7 +305,7 @@ class CudagraphDispatcher(MadeAnew):
         return self.serve(key, self.choose(key), args, kwargs)
 
     def choose(self, key: DispatchKey) -> Chosen:
-        """What shall serve a call: the first worker's graph for its key, or the runner. Nothing is run.
+        """What shall serve a call: a graph for its key, or the runner. Nothing is run.
 
         Whether the arguments fit the graph shows when it is served; if they do not, the runner serves the call.
 
@@ -308,19 +316,30 @@ class CudagraphDispatcher(MadeAnew):
             The choice, for ``serve``.
         """
         start = perf_counter_ns()
-        answer: Decision | None = None
-        for worker in self._in_order():
-            found, decision = worker.choose(key, self.policy, self.enabled_modes)
-            if found is not None or decision.reason is Reason.POLICY:
-                return Chosen(self, found, decision, perf_counter_ns() - start)
-            if answer is None or decision.reason is not Reason.NOT_CAPTURED:
-                answer = decision
-        assert answer is not None
-        return Chosen(self, None, answer, perf_counter_ns() - start)
+        found, decision = self._choose(key)
+        return Chosen(self, found, decision, perf_counter_ns() - start)
 
-    def _in_order(self) -> Sequence[Worker]:
-        """The workers in the order in which they are asked."""
-        return self.workers
+    def _choose(self, key: DispatchKey) -> tuple[Registered | None, Decision]:
+        """Takes no lock, unless a graph's owner has released it."""
+        modes, policy = self.enabled_modes, self.policy
+        try:
+            graphs, offered, eager = self._registered.candidates[key, modes]
+        except TypeError:
+            check_key(key)
+            raise
+        if not graphs:
+            return None, eager
+        mode = DispatchMode.EAGER
+        if policy.should_use_graph(key, True):
+            mode = policy.select_mode(key, offered) if DispatchMode.HYBRID in modes else offered[0]
+        if mode not in graphs:
+            return None, Decision.eager(Reason.POLICY, key.num_tokens)
+        found, decision = graphs[mode]
+        one = found[next(self._turns) % len(found)]
+        if one.entry.is_released:  # by its owner
+            self._change(without=[one])
+            return self._choose(key)
+        return one, decision
 
     def serve(self, key: DispatchKey, chosen: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call as chosen, count it, and tell the policy how long it took.
@@ -360,7 +379,7 @@ class CudagraphDispatcher(MadeAnew):
         if found is not None and decision.mode is not CUDAGraphMode.NONE:
             mode = found.mode
         elif found is not None and found.is_gone:
-            found.worker.drop(found)
+            self._change(without=[found])
         self.stats.record(mode, decision.reason, chosen.spent)
         return mode
 
@@ -375,7 +394,7 @@ class CudagraphDispatcher(MadeAnew):
         """
         check_type("mode", mode, DispatchMode, "a DispatchMode, as DispatchMode.PIECEWISE")
         with self._lock:
-            self._enabled_modes |= {mode}
+            self.enabled_modes |= {mode}
 
     def disable_mode(self, mode: DispatchMode) -> None:
         """Forbid a mode; graphs stay registered.
@@ -390,22 +409,21 @@ class CudagraphDispatcher(MadeAnew):
         if mode is DispatchMode.EAGER:
             raise ConfigError("EAGER cannot be disabled: it serves whatever no graph can")
         with self._lock:
-            self._enabled_modes -= {mode}
+            self.enabled_modes -= {mode}
 
     @property
     def num_graphs(self) -> int:
         """How many graphs are registered."""
-        return sum(len(worker.graphs) for worker in self.workers)
+        return len(self._registered.graphs)
 
     @property
     def entries(self) -> list[tuple[DispatchKey, CUDAGraphEntry]]:
         """All registered graphs with their keys."""
-        return [(found.key, found.entry) for worker in self.workers for found in worker.graphs.values()]
+        return [(found.key, found.entry) for found in self._registered.graphs]
 
     def clear_cache(self) -> None:
         """Forget all graphs; registered ones stay their owners'. The statistics stay."""
-        for worker in self.workers:
-            worker.clear()
+        self._change(without=self._registered.graphs)
 
     @untraced
     def explain(self, key: DispatchKey, *args: Any, **kwargs: Any) -> str:
@@ -425,7 +443,8 @@ class CudagraphDispatcher(MadeAnew):
         return found.worker.server.explain(found.route, args, kwargs, key.num_tokens)
 
     def __repr__(self) -> str:
-        return f"<CudagraphDispatcher {self.num_graphs} of {self.max_cached_graphs} graphs, {self.stats!r}>"
+        most = self.max_cached_graphs * len(self.workers)
+        return f"<{type(self).__name__} {self.num_graphs} of {most} graphs, {self.stats!r}>"
 
 
 _Member = tuple[int, Any, Callable[[DispatchKey], bool] | None]

@@ -1,15 +1,14 @@
 """``StreamDispatcher``: a dispatcher over several streams, whose graphs run at the same time.
 
 Note [a step on a worker's stream]
-    Everything that touches a worker's pool runs on the worker's queue: loading, replay, handing out, and captures and
-    comparisons too. A thread that held the pool's lock while it waited for the queue would wait for work that needs
-    that lock. The worker first waits for what the caller's stream was given before the call, and the caller's stream
-    waits for the worker before it sees the outputs. Failures stay in the step's ``StreamResult``: a worker never fails.
+    Everything that touches a worker's pool is given to the worker's stream: loading, replay, handing out, and captures
+    and comparisons too. The stream first waits for what the caller's stream was given before the call, and the caller's
+    stream waits for the worker's before it sees the outputs.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count, product
+from itertools import product
 from typing import Any, cast
 
 import torch
@@ -20,12 +19,10 @@ from ..backends.base import Event, Pool, Stream
 from ..backends.tracing import untraced
 from ..call.spec import is_tensor
 from ..config import CUDAGraphOptions
-from ..copying import NotCopied, renew_in_child
-from ..decide import Decision
+from ..copying import NotCopied
 from ..descriptors import DispatchKey
-from ..errors import BackendError, ConfigError, check_count
+from ..errors import ConfigError, check_count
 from ..memory.entry import CUDAGraphEntry
-from ..reasons import Reason
 from .dispatcher import Chosen, CudagraphDispatcher
 from .policies import DispatchPolicy
 from .registered_graphs import Registered, Worker
@@ -42,48 +39,40 @@ class StreamResult(NotCopied):
     """The handle on a submitted call.
 
     Attributes:
-        worker: The index of the worker that runs it; None for a call that ran at once.
+        worker: The index of the worker that runs it; None for a call that ran on the caller's stream.
     """
 
-    def __init__(self, backend: Backend, worker: int | None = None, done: Event | None = None) -> None:
-        self.worker = worker
-        self._backend = backend
-        self._done = done
-        self._is_filled = False
+    def __init__(self, step: Callable[[], Any], worker: "StreamWorker | None" = None) -> None:
+        self.worker = worker.index if worker is not None else None
+        self._backend = worker.backend if worker is not None else None
+        self._done: Event | None = None
         self._value: Any = None
         self._error: BaseException | None = None
+        try:
+            self._value = step()
+        except BaseException as error:  # whatever it is, it belongs to whoever asks for the result
+            self._error = error
+        if self._backend is not None:
+            self._done = self._backend.make_event()
+            self._done.record(self._backend.current_stream())
 
     @property
     def is_done(self) -> bool:
         """Whether the device has finished the step. Never blocks."""
-        return self._is_filled and (self._done is None or self._done.query())
+        return self._done is None or self._done.query()
 
     @untraced
     def result(self) -> Any:
         """The outputs, which are the caller's; raises what the step raised.
 
-        Orders the calling thread's current stream after the worker. Blocks the host only where the stream has no queue.
+        Orders the calling thread's current stream after the worker, and does not block the host.
         """
-        if self._done is not None:
+        if self._done is not None and self._backend is not None:
             self._done.wait(self._backend.current_stream())
-            if not self._is_filled:
-                self._done.synchronize()
             _hold(self._value, self._backend.current_stream())
         if self._error is not None:
             raise self._error
         return self._value
-
-    def fill(self, step: Callable[[], Any]) -> None:
-        """Run the step and keep what it returns or raises. Called once, by whoever runs the step.
-
-        Args:
-            step: The step.
-        """
-        try:
-            self._value = step()
-        except BaseException as error:  # whatever it is, it belongs to whoever asks for the result
-            self._error = error
-        self._is_filled = True
 
     def __repr__(self) -> str:
         where = "eager" if self.worker is None else f"worker {self.worker}"
@@ -101,50 +90,21 @@ class StreamWorker(Worker):
         self.index = index
         self.backend = backend = dispatcher.backend
         self.stream = backend.make_stream()
-        runner, most = dispatcher.eager_runner, dispatcher.max_cached_graphs
-        super().__init__(runner, most, dispatcher.options, backend=backend)
+        super().__init__(dispatcher.eager_runner, dispatcher.max_cached_graphs, dispatcher.options, backend=backend)
         self.pool = cast(Pool, self.cache.pool)
-        self.is_closed = False
-        """Whether it takes no more steps."""
-        renew_in_child(self)
-
-    def after_fork(self) -> None:
-        """Take no more steps, so that they run eagerly: see Note [after a fork] in ``copying.py``."""
-        self.is_closed = True
 
     def capture(self, key: DispatchKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Registered:
         """The same, on the worker's stream."""
-        step = self.launch(partial(super().capture, key, args, kwargs), (args, kwargs))
-        return cast(Registered, step.result())
+        return cast(Registered, self.launch(partial(super().capture, key, args, kwargs), (args, kwargs)).result())
 
     def launch(self, step: Callable[[], Any], arguments: Any) -> StreamResult:
-        """Put a step on the worker's queue: see Note [a step on a worker's stream]. Raises ``BackendError`` after
-        ``close``."""
-        self._check_open()
-        arrived, done = self.backend.make_event(), self.backend.make_event()
-        outcome = StreamResult(self.backend, self.index, done)
+        """Give a step to the worker's stream: see Note [a step on a worker's stream]."""
+        arrived = self.backend.make_event()
         arrived.record(self.backend.current_stream())
         _hold(arguments, self.stream)
-
-        def after_caller() -> Any:
-            # Inside the step, so that a failure of the caller's stream is this step's and not the worker's.
+        with self.backend.use_stream(self.stream):
             arrived.wait(self.stream)
-            return step()
-
-        self.backend.submit(self.stream, lambda: outcome.fill(after_caller))
-        done.record(self.stream)
-        return outcome
-
-    def _check_open(self) -> None:
-        if self.is_closed:
-            raise BackendError("this worker takes no more steps: its dispatcher was closed, or the process forked")
-
-    def close(self) -> None:
-        """Finish all steps, and release the graphs captured here. Idempotent."""
-        self.is_closed = True
-        self.stream.synchronize()
-        self.clear()
-        self.pool.trim()
+            return StreamResult(step, self)
 
 
 class StreamDispatcher(CudagraphDispatcher):
@@ -152,16 +112,16 @@ class StreamDispatcher(CudagraphDispatcher):
 
     Workers take turns among those that have a graph for the key. A graph of somebody else is registered with one
     worker: that of its pool, else one without a graph for the key. ``submit`` starts a call and returns at once;
-    ``dispatch`` waits (on CUDA: lets the caller's stream wait) for its outputs. Calls overlap if they come from several
-    streams or threads, or were all submitted before the first ``result``. On the CPU, whose streams have no queues,
-    only those of several threads do. Graphs of two workers must not share memory that one of them writes; it is refused
+    ``dispatch`` lets the caller's stream wait for its outputs. Calls overlap if they come from several streams or
+    threads, or were all submitted before the first ``result``. On the CPU, whose streams have no queues, only those of
+    several threads do. Graphs of two workers must not share memory that one of them writes; it is refused
     as far as it can be seen (entries of this library). Thread-safe.
 
     Args:
         eager_runner: Called as ``eager_runner(*args, **kwargs)`` wherever no graph serves; its answer is the reference.
         num_streams: The number of workers.
         policy: Decides whether and how to use graphs. None: ``DefaultDispatchPolicy()``.
-        max_cached_graphs: The most graphs that each worker keeps; the least recently used goes.
+        max_cached_graphs: The most graphs kept for each worker; of all graphs the least recently used goes.
         backend: Where graphs run. None: as ``get_backend("auto")``.
         options: How graphs are captured, checked and replayed.
 
@@ -187,14 +147,13 @@ class StreamDispatcher(CudagraphDispatcher):
         self.options.refuse(_NOT_HONOURED, "StreamDispatcher", "it keeps max_cached_graphs= graphs for each worker")
         super().__init__(eager_runner, policy, max_cached_graphs)
         self.workers = tuple(StreamWorker(index, self) for index in range(num_streams))
-        self._turns = count()
 
     @untraced
     def submit(self, key: DispatchKey, *args: Any, **kwargs: Any) -> StreamResult:
         """Start one call on a worker. Never raises what the call raises.
 
-        A call without a graph runs here and now, on the caller's stream: a runner may write state of its own, and would
-        do so on two streams at once.
+        A call without a graph runs on the caller's stream: a runner may write state of its own, and would do so on two
+        streams at once.
 
         Args:
             key: What the batch is.
@@ -221,41 +180,27 @@ class StreamDispatcher(CudagraphDispatcher):
         return self._start(key, chosen, args, kwargs).result()
 
     def _start(self, key: DispatchKey, chosen: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StreamResult:
-        """Give a step to its worker; or run it here and now, without a graph or if the worker was closed meanwhile."""
-        serve = super().serve
-        if chosen.found is not None:
-            worker = cast(StreamWorker, chosen.found.worker)
-            try:
-                return worker.launch(partial(serve, key, chosen, args, kwargs), (args, kwargs))
-            except BackendError:
-                if not worker.is_closed:
-                    raise
-            chosen = chosen._replace(found=None, decision=Decision.eager(Reason.NOT_CAPTURED, key.num_tokens))
-        done = StreamResult(self.backend)
-        done.fill(partial(serve, key, chosen, args, kwargs))
-        return done
+        step = partial(super().serve, key, chosen, args, kwargs)
+        if chosen.found is None:
+            return StreamResult(step)
+        return cast(StreamWorker, chosen.found.worker).launch(step, (args, kwargs))
 
     def close(self) -> None:
-        """Finish all steps, release the workers' graphs; later calls run eagerly. Idempotent."""
-        for worker in self.workers:  # without a lock: a step that is under way may register a graph
-            worker.close()
+        """Finish all steps, and release the graphs and the memory of the workers; later calls run eagerly.
+        Idempotent."""
+        self.clear_cache()
+        for worker in self.workers:
+            worker.stream.synchronize()
+            worker.pool.trim()
 
-    def __repr__(self) -> str:
-        return f"<StreamDispatcher {len(self.workers)} workers, {self.num_graphs} graphs, {self.stats!r}>"
-
-    def _check_apart(self, made: Sequence[Registered]) -> None:
-        every = {*made, *(found for worker in self.workers for found in worker.graphs.values())}
-        for one, other in product(made, every):
+    def _check_apart(self, new: Sequence[Registered]) -> None:
+        for one, other in product(new, (*new, *self._registered.graphs)):
             if one.worker is not other.worker and _do_share_writes(one.entry, other.entry):
                 workers = sorted(cast(StreamWorker, found.worker).index for found in (one, other))
                 raise ConfigError(
                     f"graphs for workers {workers[0]} and {workers[1]} share memory that one of them writes, and would "
                     "run at the same time; use num_streams=1, or a CudagraphDispatcher"
                 )
-
-    def _in_order(self) -> Sequence[StreamWorker]:
-        turn = next(self._turns) % len(self.workers)
-        return (*self.workers[turn:], *self.workers[:turn])
 
 
 def _do_share_writes(*entries: CUDAGraphEntry) -> bool:
