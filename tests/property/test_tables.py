@@ -125,7 +125,7 @@ def test_the_quick_way_decides_as_the_general_one(keys: set[Key], batch: Batch) 
     allowed = frozenset({NONE, PIECEWISE, FULL}) - batch.excluded
     options = {"query_len": batch.query_len, "variant": batch.variant}
     quick = dispatcher.decide(batch.tokens, batch.reqs, **options, allowed_modes=allowed)
-    general = dispatcher.table.decide(batch.tokens, batch.reqs, **options, allowed_modes=list(allowed))
+    general = dispatcher.table.decide(batch.tokens, batch.reqs, **options, allowed=allowed)
     assert quick[:5] == general[:5]
     assert quick == decide(dispatcher, batch)
 

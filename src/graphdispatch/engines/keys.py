@@ -14,7 +14,6 @@ import sys
 import warnings
 from bisect import bisect_left
 from collections.abc import Collection, Hashable, Iterable, Mapping
-from functools import partial
 from itertools import chain, islice, product
 from operator import attrgetter
 from types import MappingProxyType
@@ -80,24 +79,17 @@ class KeyTable(MadeAnew):
         self.keys: _Keys = MappingProxyType({graph: frozenset(keys.get(graph, ())) for graph in (PIECEWISE, FULL)})
         """All keys, by runtime mode."""
         self.mode, self.query_len, self.max_num_reqs = mode, query_len, max_num_reqs
-        lengths = {key: query_len_of(key, query_len) for key in self.keys[FULL] if key.is_uniform_decode}
         self._ranked: dict[CUDAGraphMode, list[BatchDescriptor]] = {}
         """By mode, FULL first, the keys that can serve a batch, in order of preference."""
         for graph in (FULL, PIECEWISE) if mode is not None else ():
-            usable = (key for key in self.keys[graph] if not key.is_uniform_decode or (graph is FULL and lengths[key]))
+            usable = (key for key in self.keys[graph] if graph is FULL or not key.is_uniform_decode)
             self._ranked[graph] = sorted(usable, key=_rank)
-        every = list(chain.from_iterable(self._ranked.values()))
-        self.variants = tuple(sorted({key.variant for key in every}, key=repr))
-        """The variants that have graphs."""
-        self.query_lens = tuple(sorted({length for length in lengths.values() if length}))
-        """The uniform query lengths that have graphs of their own."""
-        self._free = min(map(request_limit, every), default=sys.maxsize)
+        self._free = min(map(request_limit, chain.from_iterable(self._ranked.values())), default=sys.maxsize)
         """The number of requests that every graph has room for."""
         self._decisions = Memo[_Batch, Decision](self._decide)
-        self.answers = Memo[BatchDescriptor, _Answer](partial(self._answer, (FULL, PIECEWISE)))
-        """What a descriptor is dispatched to: the exact full graph, a general full one, a general piecewise one."""
-        self.piecewise_answers = Memo[BatchDescriptor, _Answer](partial(self._answer, (PIECEWISE,)))
-        """What a descriptor is dispatched to without full graphs."""
+        self.answers = Memo[tuple[BatchDescriptor, bool], _Answer](self._answer)
+        """What a descriptor is dispatched to, with full graphs or without: the exact full graph, a general full one, a
+        general piecewise one."""
 
     def decide(
         self,
@@ -105,20 +97,14 @@ class KeyTable(MadeAnew):
         num_reqs: int | None = None,
         query_len: int | None = None,
         variant: Hashable = None,
-        allowed_modes: Collection[CUDAGraphMode] | None = None,
-        excluded_modes: Collection[CUDAGraphMode] = (),
+        allowed: frozenset[CUDAGraphMode] = RUNTIME_MODES,
     ) -> Decision:
-        """The decision for any batch; see ``CudagraphKeyDispatcher.decide``."""
+        """The decision for any batch, by a graph of a mode that is allowed; see ``CudagraphKeyDispatcher.decide``."""
         if query_len is not None and num_reqs is not None and num_reqs * query_len != num_tokens:
             query_len = None
-        if allowed_modes is None:
-            allowed_modes = RUNTIME_MODES
-        if excluded_modes or allowed_modes.__class__ is not frozenset:
-            # New sets: the caller's own must not change.
-            allowed_modes = frozenset(allowed_modes) - frozenset(excluded_modes)
         if (num_reqs or num_tokens) <= self._free:
             num_reqs = 0  # it makes no difference
-        return self._decisions[query_len, variant, allowed_modes, num_reqs, num_tokens]
+        return self._decisions[query_len, variant, allowed, num_reqs, num_tokens]
 
     def _decide(self, batch: _Batch) -> Decision:
         """Make a decision, at its first lookup."""
@@ -163,40 +149,42 @@ class KeyTable(MadeAnew):
     ) -> Decision:
         """The eager decision for a batch that no graph serves, with the reason."""
         kind = 0, query_len, variant
-        last = (
-            next((key for key in reversed(keys) if self._serves(key, kind)), None) for keys in self._ranked.values()
-        )
-        largest = max((key.num_tokens for key in last if key is not None), default=0)
+        keys = list(chain.from_iterable(self._ranked.values()))
+        variants = {key.variant for key in keys}
+        lengths = {query_len_of(key, self.query_len) for key in keys if key.is_uniform_decode} - {None}
+        largest = max((key.num_tokens for key in keys if self._serves(key, kind)), default=0)
         roomy = {graph for graph in self._ranked if self._first(graph, num_tokens, kind) is not None}
         reason, detail = Reason.NOT_CAPTURED, ""
         if not num_tokens:
             reason = Reason.NO_ROWS
         elif self.mode is None:
             reason = Reason.NOT_INITIALIZED
-        elif not any(self._ranked.values()):
+        elif not keys:
             reason = Reason.DISABLED if self.mode is NONE else Reason.NOT_CAPTURED
-        elif not any(_takes(captured, variant) for captured in self.variants):
+        elif not any(_takes(captured, variant) for captured in variants):
             reason = Reason.VARIANT_NOT_CAPTURED
-            detail = f"{reason.text} (asked: {variant!r}, captured: {_names(self.variants)})"
+            detail = f"{reason.text} (asked: {variant!r}, captured: {_names(variants)})"
         elif roomy:
             reason = Reason.MODE_EXCLUDED if allowed.isdisjoint(roomy) else Reason.TOO_MANY_REQUESTS
         elif largest:
             reason = Reason.ABOVE_LARGEST_SIZE
             detail = f"the batch is larger than the largest graph for it ({largest}); capture a larger size"
-        elif self.query_lens and query_len is None:
+        elif lengths and query_len is None:
             reason = Reason.MIXED_BATCH
-        elif self.query_lens:
+        elif lengths:
             reason = Reason.QUERY_LEN_NOT_CAPTURED
-            detail = f"{reason.text} (asked: {query_len}, captured: {_names(self.query_lens)})"
+            detail = f"{reason.text} (asked: {query_len}, captured: {_names(lengths)})"
         return Decision.eager(reason, num_tokens, detail)
 
-    def _answer(self, modes: Collection[CUDAGraphMode], asked: BatchDescriptor) -> _Answer:
+    def _answer(self, question: tuple[BatchDescriptor, bool]) -> _Answer:
         """What vLLM 0.11.1's rules give for a batch that the caller has padded."""
+        asked, has_full = question
         check_type("batch_descriptor", asked, BatchDescriptor, "a BatchDescriptor")
         num_tokens, num_reqs, uniform, variant = asked
+        modes = (FULL, PIECEWISE) if has_full else (PIECEWISE,)
         if self.mode is None:
             return NONE, None
-        if uniform and FULL in modes and asked in self.keys[FULL]:
+        if uniform and has_full and asked in self.keys[FULL]:
             return FULL, asked
         for mode in modes:
             if asked.non_uniform in self.keys[mode]:
@@ -205,7 +193,7 @@ class KeyTable(MadeAnew):
             return NONE, None
         # A key without a number of requests serves every number of them, but no uniform batch of another length.
         is_uniform = uniform and num_reqs * (self.query_len or 0) == num_tokens
-        return self._answer(modes, BatchDescriptor(num_tokens, None, is_uniform, variant))
+        return self._answer((BatchDescriptor(num_tokens, None, is_uniform, variant), has_full))
 
 
 _tokens = attrgetter("num_tokens")
@@ -239,7 +227,7 @@ def _check_batch(num_tokens: int, query_len: int | None, allowed: frozenset[CUDA
 
 
 def _names(values: Iterable[object]) -> str:
-    return ", ".join(str(getattr(value, "name", value)) for value in values) or "none"
+    return ", ".join(sorted(str(getattr(value, "name", value)) for value in values)) or "none"
 
 
 _AUTO_LARGEST = 512
@@ -252,34 +240,27 @@ class EngineSettings(NamedTuple):
     max_num_reqs: int = 256
     variants: Iterable[Hashable] = (None,)
     piecewise: bool = True
-    mode: CUDAGraphMode = CUDAGraphMode.NONE
 
     @classmethod
     def of(cls, config: Any) -> "EngineSettings":
         """Read ``compilation_config``, ``scheduler_config`` and ``lora_config`` of ``config``, as vLLM 0.11.1 does.
 
-        Their attributes may be missing or None, but for ``scheduler_config.max_num_seqs``. Raises ``ConfigError`` for
-        an object of another shape.
+        Raises ``ConfigError`` for an object of another shape.
         """
-        compilation = getattr(config, "compilation_config", None)
-        max_num_seqs = getattr(getattr(config, "scheduler_config", None), "max_num_seqs", None)
-        if compilation is None or max_num_seqs is None:
+        try:
+            compilation, most = config.compilation_config, config.scheduler_config.max_num_seqs
+            sizes = compilation.cudagraph_capture_sizes or "auto"
+        except AttributeError:
             raise ConfigError(
-                "vllm_config must have compilation_config and scheduler_config.max_num_seqs, as vLLM's VllmConfig has, "
-                f"got {shown(config)}; give capture_sizes=, max_num_reqs= and the others instead"
-            )
+                "vllm_config must have compilation_config.cudagraph_capture_sizes and scheduler_config.max_num_seqs, "
+                f"as vLLM's VllmConfig has, got {shown(config)}; give capture_sizes=, max_num_reqs= and the others "
+                "instead"
+            ) from None
         variants: tuple[Hashable, ...] = (None,)
         if getattr(config, "lora_config", None) is not None:
             variants = (True, False) if getattr(compilation, "cudagraph_specialize_lora", True) else (True,)
-        is_split = getattr(compilation, "is_attention_compiled_piecewise", None)
-        mode = getattr(compilation, "cudagraph_mode", None)
-        return cls(
-            capture_sizes=getattr(compilation, "cudagraph_capture_sizes", None) or "auto",
-            max_num_reqs=max_num_seqs,
-            variants=variants,
-            piecewise=is_split is None or bool(is_split()),
-            mode=CUDAGraphMode.NONE if mode is None else mode_of(mode),
-        )
+        is_split = getattr(compilation, "is_attention_compiled_piecewise", lambda: True)
+        return cls(sizes, most, variants, bool(is_split()))
 
 
 def mode_of(value: Any) -> CUDAGraphMode:
@@ -326,22 +307,21 @@ def get_cudagraph_sizes(
     bound = max_num_tokens
     if mode is CUDAGraphMode.FULL_DECODE_ONLY:
         bound = min(bound, max_num_reqs * query_len)
-    if capture_sizes is not None and not isinstance(capture_sizes, str):
-        given = sorted_sizes(capture_sizes)
-        if given[0] > bound:
-            raise ConfigError(
-                f"capture_sizes must hold a size that a batch of at most {bound} tokens reaches, got {given[0]} as the "
-                "smallest"
-            )
-        dropped = ", ".join(str(size) for size in given if size > max_num_tokens)
-        if dropped:
-            text = f"capture_sizes {dropped} are above max_num_tokens={max_num_tokens} and were dropped"
-            warnings.warn(f"{text}: no batch reaches them", UserWarning, stacklevel=2)
-        return [size for size in given if size <= bound]
-    largest = min(2 * max_num_reqs, _AUTO_LARGEST, bound)
-    exact = {size for size in (max_num_reqs, bound) if size <= largest}
-    name = "vllm" if capture_sizes is None or capture_sizes == "auto" else capture_sizes
-    return sorted(exact.union(named_sizes(name, largest)))
+    if capture_sizes is None or isinstance(capture_sizes, str):
+        largest = min(2 * max_num_reqs, _AUTO_LARGEST, bound)
+        exact = {size for size in (max_num_reqs, bound) if size <= largest}
+        return sorted(exact.union(named_sizes("vllm" if capture_sizes in (None, "auto") else capture_sizes, largest)))
+    given = sorted_sizes(capture_sizes)
+    if given[0] > bound:
+        raise ConfigError(
+            f"capture_sizes must hold a size that a batch of at most {bound} tokens reaches, got {given[0]} as the "
+            "smallest"
+        )
+    dropped = ", ".join(str(size) for size in given if size > max_num_tokens)
+    if dropped:
+        text = f"capture_sizes {dropped} are above max_num_tokens={max_num_tokens} and were dropped"
+        warnings.warn(f"{text}: no batch reaches them", UserWarning, stacklevel=2)
+    return [size for size in given if size <= bound]
 
 
 def sorted_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
@@ -352,15 +332,6 @@ def sorted_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
     for index, size in enumerate(given):
         check_count(f"capture_sizes[{index}]", size)
     return check_sizes(sorted(set(given)), "capture_sizes")
-
-
-def check_split(mode: CUDAGraphMode, piecewise: bool) -> None:
-    """Raise ``ConfigError`` for a mode that needs piecewise graphs if the model is not split for them."""
-    if mode.has_piecewise_cudagraphs() and not piecewise:
-        raise ConfigError(
-            f"cudagraph_mode must not need piecewise graphs with piecewise=False, got {mode.name}; "
-            "split the model around attention, or use FULL or FULL_DECODE_ONLY"
-        )
 
 
 class CudagraphKeyDispatcher(Unlocked):
@@ -379,7 +350,7 @@ class CudagraphKeyDispatcher(Unlocked):
         piecewise: Whether the model is split around what no graph can hold. None: as in ``vllm_config``, or True.
 
     Raises:
-        ConfigError: An argument is wrong, or the configured mode needs a split model and ``piecewise`` is False.
+        ConfigError: An argument is wrong.
     """
 
     table: KeyTable
@@ -399,7 +370,6 @@ class CudagraphKeyDispatcher(Unlocked):
         self.piecewise = engine.piecewise if piecewise is None else piecewise
         self.variants = tuple(dict.fromkeys(engine.variants if variants is None else variants))
         check_count("max_num_reqs", self.max_num_reqs)
-        check_split(engine.mode, self.piecewise)
         sizes = engine.capture_sizes if capture_sizes is None else capture_sizes
         if isinstance(sizes, str):
             sizes = get_cudagraph_sizes(sizes, self.max_num_reqs, 2 * self.max_num_reqs, FULL)
@@ -452,7 +422,11 @@ class CudagraphKeyDispatcher(Unlocked):
         """
         cudagraph_mode = mode_of(cudagraph_mode)
         check_count("uniform_decode_query_len", uniform_decode_query_len)
-        check_split(cudagraph_mode, self.piecewise)
+        if cudagraph_mode.has_piecewise_cudagraphs() and not self.piecewise:
+            raise ConfigError(
+                f"cudagraph_mode must not need piecewise graphs with piecewise=False, got {cudagraph_mode.name}; "
+                "split the model around attention, or use FULL or FULL_DECODE_ONLY"
+            )
         every = list(product(self.capture_sizes, self.variants))
         mixed, most = cudagraph_mode.mixed_mode(), uniform_decode_query_len * self.max_num_reqs
         with self._lock:
@@ -480,8 +454,7 @@ class CudagraphKeyDispatcher(Unlocked):
             The mode and the key of the graph. If a more general graph serves a uniform batch, it is the key of that
                 graph.
         """
-        table = self.table
-        return (table.piecewise_answers if use_cascade_attn else table.answers)[batch_descriptor]
+        return self.table.answers[batch_descriptor, not use_cascade_attn]
 
     def decide(
         self,
@@ -514,13 +487,10 @@ class CudagraphKeyDispatcher(Unlocked):
             ConfigError: ``num_tokens`` is negative, or no mode is left.
             FallbackError: No graph serves the batch, and ``NONE`` is not allowed.
         """
-        return self.table.decide(num_tokens, num_reqs, query_len, variant, allowed_modes, excluded_modes)
-
-    def __repr__(self) -> str:
-        table = self.table
-        mode = "not initialised" if table.mode is None else table.mode.name
-        counts = ", ".join(f"{len(keys)} {runtime.name}" for runtime, keys in table.keys.items())
-        return f"<CudagraphKeyDispatcher {mode}, {counts} keys>"
+        allowed = RUNTIME_MODES if allowed_modes is None else frozenset(allowed_modes)
+        if excluded_modes:
+            allowed = allowed.difference(excluded_modes)
+        return self.table.decide(num_tokens, num_reqs, query_len, variant, allowed)
 
     def _change(self, keys: _Keys, mode: CUDAGraphMode | None = None, query_len: int | None = None) -> None:
         """Swap the table for one with other keys in some modes; None: in the mode, and of the query length, that it
