@@ -88,13 +88,6 @@ class DefaultDispatchPolicy(DispatchPolicy):
         self.max_tokens_for_graph = max_tokens_for_graph
         self.prefer_piecewise = prefer_piecewise
 
-    def __repr__(self) -> str:
-        preferred = "piecewise" if self.prefer_piecewise else "full"
-        return (
-            f"<DefaultDispatchPolicy {preferred} graphs for {self.min_tokens_for_graph} to "
-            f"{self.max_tokens_for_graph} tokens>"
-        )
-
     def should_use_graph(self, key: DispatchKey, graph_available: bool) -> bool:
         """Whether there is a graph and the number of tokens is within the limits.
 

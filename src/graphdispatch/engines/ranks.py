@@ -13,7 +13,7 @@ Note [collectives inside a graph]
 
 from collections.abc import Collection, Sequence
 from datetime import timedelta
-from itertools import compress, pairwise
+from itertools import compress
 from typing import NamedTuple
 from zlib import crc32
 
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, ConsensusError, check_count
 from ..modes import CUDAGraphMode
+from ..sizes import check_sizes
 
 __all__ = ["Agreement", "RankConsensus", "RankVote", "merge_votes"]
 
@@ -112,14 +113,12 @@ class RankConsensus:
         timeout_s: How long a call waits for the votes of the other ranks, in seconds.
 
     Raises:
-        ConfigError: The sizes are out of order, or differ between the ranks.
+        ConfigError: The sizes are not increasing, or differ between the ranks.
         ConsensusError: A rank did not come in time.
     """
 
     def __init__(self, sizes: Sequence[int], group: dist.ProcessGroup | None = None, timeout_s: float = 60.0) -> None:
-        if not sizes or any(a >= b for a, b in pairwise((0, *sizes))):
-            raise ConfigError(f"sizes must be positive and strictly increasing, got {list(sizes)}")
-        self.sizes = tuple(sizes)
+        self.sizes = check_sizes(sizes, "sizes")
         self._graphs = [(mode, size) for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE) for size in sizes]
         self._tried: set[_Graph] = set()
         """Graphs that all ranks captured in the same step, and that were not seen on all of them since."""
