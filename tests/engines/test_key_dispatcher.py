@@ -179,7 +179,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
         ),
         "must not need piecewise graphs",
     ),
-    (lambda: CudagraphKeyDispatcher([8, 16]), "vllm_config must have compilation_config"),
+    (lambda: CudagraphKeyDispatcher([8, 16]), "vllm_config must have what"),
     (lambda: CudagraphKeyDispatcher(SimpleNamespace(compilation_config=None)), "vllm_config must have"),
 ]
 

@@ -28,15 +28,7 @@ from ..reasons import Reason
 from ..serve.prewarm import arguments_of
 from ..stats import DispatchStats
 from .policies import DefaultDispatchPolicy, DispatchPolicy
-from .registered_graphs import (
-    GRAPH_MODES,
-    Registered,
-    RegisteredGraphs,
-    Replayable,
-    Worker,
-    check_key,
-    entry_around,
-)
+from .registered_graphs import GRAPH_MODES, Registered, RegisteredGraphs, Replayable, Worker, check_key, entry_around
 
 __all__ = ["Chosen", "CompositeDispatcher", "CudagraphDispatcher"]
 
@@ -129,12 +121,11 @@ class CudagraphDispatcher(MadeAnew):
         check_key(key)
         if mode not in tuple(GRAPH_MODES):
             raise ConfigError(f"mode must be CUDAGRAPH or PIECEWISE for a graph, got {shown(mode)}")
-        if not isinstance(graph, CUDAGraphEntry):
-            entry = entry_around(graph, key, outputs, mode=GRAPH_MODES[mode], addresses=input_ptrs)
-        elif graph.is_released:
+        entry = graph
+        if not isinstance(entry, CUDAGraphEntry):
+            entry = entry_around(entry, key, outputs, mode=GRAPH_MODES[mode], addresses=input_ptrs)
+        if entry.is_released:
             raise ConfigError(f"graph must not be released, got {graph!r}; capture it again")
-        else:
-            entry = graph
         if entry.mode is CUDAGraphMode.PIECEWISE:
             mode = DispatchMode.PIECEWISE
         self._change([self._home(key, entry).wrap(key, mode, graph, entry)])
@@ -174,7 +165,7 @@ class CudagraphDispatcher(MadeAnew):
         Args:
             key: The key; a graph that would serve it padded does not count.
         """
-        return self._own(key) is not None
+        return self._registered.of(key) is not None
 
     def get_graph(self, key: DispatchKey) -> Replayable | CUDAGraphEntry | None:
         """The graph registered for a key, as it was given; a full one before a piecewise one.
@@ -185,7 +176,7 @@ class CudagraphDispatcher(MadeAnew):
         Returns:
             The graph, or None.
         """
-        found = self._own(key)
+        found = self._registered.of(key)
         return found.graph if found is not None else None
 
     def get_entry(self, key: DispatchKey) -> CUDAGraphEntry | None:
@@ -197,12 +188,8 @@ class CudagraphDispatcher(MadeAnew):
         Returns:
             The entry, or None.
         """
-        found = self._own(key)
+        found = self._registered.of(key)
         return found.entry if found is not None else None
-
-    def _own(self, key: DispatchKey) -> Registered | None:
-        check_key(key)
-        return self._registered.of(key)
 
     @untraced
     def capture(self, key: DispatchKey, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:

@@ -19,6 +19,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ..config import parse_mode
 from ..copying import MadeAnew, Unlocked, make_lock
 from ..decide import Decision, Memo
 from ..descriptors import BatchDescriptor
@@ -250,12 +251,8 @@ class EngineSettings(NamedTuple):
         try:
             compilation, most = config.compilation_config, config.scheduler_config.max_num_seqs
             sizes = compilation.cudagraph_capture_sizes or "auto"
-        except AttributeError:
-            raise ConfigError(
-                "vllm_config must have compilation_config.cudagraph_capture_sizes and scheduler_config.max_num_seqs, "
-                f"as vLLM's VllmConfig has, got {shown(config)}; give capture_sizes=, max_num_reqs= and the others "
-                "instead"
-            ) from None
+        except AttributeError as error:
+            raise ConfigError(f"vllm_config must have what vLLM's has, got {shown(config)}: {error}") from None
         variants: tuple[Hashable, ...] = (None,)
         if getattr(config, "lora_config", None) is not None:
             variants = (True, False) if getattr(compilation, "cudagraph_specialize_lora", True) else (True,)
@@ -264,11 +261,8 @@ class EngineSettings(NamedTuple):
 
 
 def mode_of(value: Any) -> CUDAGraphMode:
-    """The mode that ``value`` is: a ``CUDAGraphMode``, or an engine's enumeration member of the same name."""
-    mode = CUDAGraphMode.__members__.get(str(getattr(value, "name", "")))
-    if mode is None:
-        raise ConfigError(f"cudagraph_mode must be a CUDAGraphMode, got {shown(value)}")
-    return mode
+    """The mode that ``value`` means, as a member of an engine's own enumeration, too; by its name."""
+    return parse_mode(getattr(value, "name", value))
 
 
 def get_cudagraph_sizes(

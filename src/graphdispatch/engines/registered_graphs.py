@@ -236,6 +236,7 @@ class RegisteredGraphs:
 
     def of(self, key: DispatchKey) -> Registered | None:
         """A graph of the key itself, a full one before a piecewise one; or None."""
+        check_key(key)
         found = (self._own.get((key, mode)) for mode in GRAPH_MODES.values())
         return next((graphs[0] for graphs in found if graphs is not None), None)
 
