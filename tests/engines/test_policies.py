@@ -137,7 +137,6 @@ def test_prefill_and_decode_are_learnt_apart() -> None:
 def test_thresholds_follow_the_measurements() -> None:
     """They are the smallest and the largest measured size whose graph wins; there may be none."""
     policy = AdaptiveDispatchPolicy()
-    assert "no size" in repr(policy)
     for tokens in (8, 32, 128, 512):
         feed(policy, EAGER, tokens, 4.0)
         feed(policy, GRAPH, tokens, 1.0 if tokens in (32, 128) else 9.0)
@@ -159,7 +158,7 @@ def test_threads_may_select_and_record_at_once() -> None:
             policy.record(key, policy.select_mode(key, BOTH), rng.random())
 
     in_threads(*(partial(work, seed) for seed in range(8)))
-    assert "4000 records" in repr(policy)
+    assert sum(bucket.records for bucket in policy._buckets.values()) == 4000
 
 
 def test_a_dispatcher_that_asks_first_tries_graphs_again() -> None:

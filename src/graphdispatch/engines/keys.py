@@ -43,7 +43,8 @@ _Answer = tuple[CUDAGraphMode, BatchDescriptor | None]
 _Keys = Mapping[CUDAGraphMode, frozenset[BatchDescriptor]]
 _Kind = tuple[int, int | None, Hashable]
 """What decides, besides its tokens, which graphs may serve a batch: requests, query length and variant."""
-_Batch = tuple[int | None, Hashable, frozenset[CUDAGraphMode], int | None, int]
+_Batch = tuple[int, int | None, int | None, Hashable, frozenset[CUDAGraphMode]]
+"""The arguments of ``KeyTable.decide``."""
 
 
 def request_limit(key: BatchDescriptor) -> int:
@@ -85,8 +86,6 @@ class KeyTable(MadeAnew):
         for graph in (FULL, PIECEWISE) if mode is not None else ():
             usable = (key for key in self.keys[graph] if graph is FULL or not key.is_uniform_decode)
             self._ranked[graph] = sorted(usable, key=_rank)
-        self._free = min(map(request_limit, chain.from_iterable(self._ranked.values())), default=sys.maxsize)
-        """The number of requests that every graph has room for."""
         self._decisions = Memo[_Batch, Decision](self._decide)
         self.answers = Memo[tuple[BatchDescriptor, bool], _Answer](self._answer)
         """What a descriptor is dispatched to, with full graphs or without: the exact full graph, a general full one, a
@@ -101,21 +100,17 @@ class KeyTable(MadeAnew):
         allowed: frozenset[CUDAGraphMode] = RUNTIME_MODES,
     ) -> Decision:
         """The decision for any batch, by a graph of a mode that is allowed; see ``CudagraphKeyDispatcher.decide``."""
-        if query_len is not None and num_reqs is not None and num_reqs * query_len != num_tokens:
-            query_len = None
-        if (num_reqs or num_tokens) <= self._free:
-            num_reqs = 0  # it makes no difference
-        return self._decisions[query_len, variant, allowed, num_reqs, num_tokens]
+        return self._decisions[num_tokens, num_reqs, query_len, variant, allowed]
 
     def _decide(self, batch: _Batch) -> Decision:
         """Make a decision, at its first lookup."""
-        query_len, variant, allowed, num_reqs, num_tokens = batch
+        num_tokens, num_reqs, query_len, variant, allowed = batch
         _check_batch(num_tokens, query_len, allowed)
-        if query_len is not None and num_tokens % query_len:
-            query_len = None
+        if query_len is not None:
+            reqs = num_tokens // query_len if num_reqs is None else num_reqs
+            query_len = query_len if reqs * query_len == num_tokens else None
         if num_reqs is None:
-            most = num_tokens // (query_len or 1)
-            num_reqs = most if self.max_num_reqs is None else min(most, self.max_num_reqs)
+            num_reqs = min(num_tokens // (query_len or 1), self.max_num_reqs or num_tokens)
         for graph in self._ranked if num_tokens else ():
             key = self._first(graph, num_tokens, (num_reqs, query_len, variant)) if graph in allowed else None
             if key is not None:

@@ -170,7 +170,6 @@ class _Cost:
 class _Bucket:
     """Batches that share one decision: the same kind, and about the same number of tokens."""
 
-    tokens: int
     costs: dict[DispatchMode, _Cost] = field(default_factory=lambda: {mode: _Cost() for mode in _BEST_FIRST})
     preferred: DispatchMode = _FULL
     available: Collection[DispatchMode] = _BEST_FIRST
@@ -284,23 +283,19 @@ class AdaptiveDispatchPolicy(Unlocked, DispatchPolicy):
         """The largest measured number of tokens that prefers a graph; 0 if none does."""
         return max(self._graph_sizes(), default=0)
 
-    def __repr__(self) -> str:
-        sizes, records = self._graph_sizes(), sum(bucket.records for bucket in self._measured())
-        graphs = f"{min(sizes)} to {max(sizes)} tokens" if sizes else "no size"
-        return f"<AdaptiveDispatchPolicy {records} records, graphs for {graphs}>"
-
     def _bucket(self, key: DispatchKey) -> _Bucket:
         place = bool(key.is_prefill), bucket_of(key.num_tokens)
         found = self._buckets.get(place)
         if found is None:
             with self._lock:
-                found = self._buckets.setdefault(place, _Bucket(place[1]))
+                found = self._buckets.setdefault(place, _Bucket())
         return found
-
-    def _measured(self) -> list[_Bucket]:
-        with self._lock:
-            return [bucket for bucket in self._buckets.values() if bucket.records]
 
     def _graph_sizes(self) -> list[int]:
         """The measured numbers of tokens that prefer a graph, each the largest of its bucket."""
-        return [bucket.tokens for bucket in self._measured() if bucket.preferred is not _EAGER]
+        with self._lock:
+            return [
+                tokens
+                for (_, tokens), bucket in self._buckets.items()
+                if bucket.records and bucket.preferred is not _EAGER
+            ]

@@ -74,10 +74,6 @@ class StreamResult(NotCopied):
             raise self._error
         return self._value
 
-    def __repr__(self) -> str:
-        where = "eager" if self.worker is None else f"worker {self.worker}"
-        return f"<StreamResult {where}, {'done' if self.is_done else 'under way'}>"
-
 
 class StreamWorker(Worker):
     """A worker with a stream and a pool of its own; made by ``StreamDispatcher``. Thread-safe.
