@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from graphdispatch.demo import generate_trace
-from graphdispatch.engines import named_sizes
+from graphdispatch.engines import DispatchKey, named_sizes
 from graphdispatch.engines.registered_graphs import entry_around
 from graphdispatch.memory.cache import Admission, GraphCache
 from graphdispatch.testing import MockCUDAGraph
@@ -54,7 +54,7 @@ def simulate(keys: Sequence[int], room: int, *, guarded: bool) -> Outcome:
             continue
         for victim in cache.make_room(since if guarded else None):
             victim.release()
-        entry = entry_around(MockCUDAGraph(), key)
+        entry = entry_around(MockCUDAGraph(), DispatchKey(key, 1))
         cache.add(key, entry)
         admission.forget(key)
         captures += 1

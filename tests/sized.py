@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from graphdispatch.backends import Graph, Pool
-from graphdispatch.engines import CUDAGraphEntry
+from graphdispatch.engines import CUDAGraphEntry, DispatchKey
 from graphdispatch.engines.registered_graphs import entry_around
 from graphdispatch.memory.cache import GraphCache, Victim
 from graphdispatch.testing import MockCUDAGraph
@@ -39,7 +39,8 @@ class Unused(Pool):
 
 def entry(nbytes: int = 0, replays: int = 0, capture_ms: float = 1.0, key: object = "key") -> CUDAGraphEntry:
     """An entry whose graph holds ``nbytes`` bytes and that was replayed so often."""
-    made = entry_around(MockCUDAGraph(), key)
+    made = entry_around(MockCUDAGraph(), DispatchKey(1, 1))
+    made.key = made.place = key
     made.graph = Sized(nbytes)
     made.capture_time_ms = capture_ms
     for _ in range(replays):

@@ -474,8 +474,6 @@ class CompositeDispatcher(MadeAnew):
         Raises:
             ConfigError: The name is taken, or an argument is wrong.
         """
-        for what, value, kind in (("name", name, str), ("priority", priority, int)):
-            check_type(what, value, kind, f"of type {kind.__name__}")
         if accepts is not None:
             check_callable("accepts", accepts, "a function of a key, or None")
         if not isinstance(dispatcher, (CudagraphDispatcher, CompositeDispatcher)) or dispatcher is self:

@@ -176,20 +176,18 @@ class KeyTable(MadeAnew):
         """What vLLM 0.11.1's rules give for a batch that the caller has padded."""
         asked, has_full = question
         check_type("batch_descriptor", asked, BatchDescriptor, "a BatchDescriptor")
-        num_tokens, num_reqs, uniform, variant = asked
-        modes = (FULL, PIECEWISE) if has_full else (PIECEWISE,)
         if self.mode is None:
             return NONE, None
-        if uniform and has_full and asked in self.keys[FULL]:
+        if asked.is_uniform_decode and has_full and asked in self.keys[FULL]:
             return FULL, asked
-        for mode in modes:
+        for mode in (FULL, PIECEWISE) if has_full else (PIECEWISE,):
             if asked.non_uniform in self.keys[mode]:
                 return mode, asked.non_uniform
-        if num_reqs is None:
+        if asked.num_reqs is None:
             return NONE, None
         # A key without a number of requests serves every number of them, but no uniform batch of another length.
-        is_uniform = uniform and num_reqs * (self.query_len or 0) == num_tokens
-        return self._answer((BatchDescriptor(num_tokens, None, is_uniform, variant), has_full))
+        is_uniform = asked.is_uniform_decode and asked.num_reqs * (self.query_len or 0) == asked.num_tokens
+        return self._answer((asked._replace(num_reqs=None, is_uniform_decode=is_uniform), has_full))
 
 
 _tokens = attrgetter("num_tokens")

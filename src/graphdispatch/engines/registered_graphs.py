@@ -6,7 +6,7 @@ What the graphs decide for every key is one immutable thing, swapped whole, so t
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol, runtime_checkable
@@ -75,7 +75,7 @@ class _ForeignGraph(Graph):
 
 def entry_around(
     graph: Replayable,
-    key: Hashable,
+    key: DispatchKey,
     outputs: Any = None,
     *,
     mode: CUDAGraphMode = CUDAGraphMode.FULL,
@@ -87,7 +87,7 @@ def entry_around(
 
     Args:
         graph: The graph.
-        key: The front end's name for it.
+        key: What it serves.
         outputs: The tensors that it writes, or any nest of them, which are returned themselves. None: its ``outputs``.
         mode: ``PIECEWISE`` if it consists of graphs between eager breaks.
         addresses: The addresses of the tensors that it reads; None: not known.
@@ -100,20 +100,16 @@ def entry_around(
     """
     if not isinstance(graph, Replayable):
         raise ConfigError(f"graph must have a replay() method, got {shown(graph)}")
-    if addresses is not None:
-        if not isinstance(addresses, Sequence) or not all(isinstance(pointer, int) for pointer in addresses):
-            raise ConfigError(f"input_ptrs must be addresses (tensor.data_ptr()) or None, got {shown(addresses)}")
-        addresses = tuple(addresses)
+    check_type("input_ptrs", addresses, (Sequence, type(None)), "addresses (tensor.data_ptr()) or None")
     outputs = outputs if outputs is not None else getattr(graph, "outputs", None)
     backend = get_backend("auto")
     pool = backend.make_pool()  # of which only the lock is used
     tensors = sum(is_tensor(leaf) for leaf in tree_leaves(outputs))
-    rows = key.num_tokens if isinstance(key, (DispatchKey, BatchDescriptor)) else 1
     return CUDAGraphEntry(
-        descriptor=key if isinstance(key, BatchDescriptor) else BatchDescriptor(rows),
+        descriptor=BatchDescriptor(key.num_tokens),
         mode=mode,
         key=key,
-        size=rows,
+        size=key.num_tokens,
         graph=_ForeignGraph(graph),
         pool=pool,
         backend=backend,
@@ -121,7 +117,7 @@ def entry_around(
         outputs=Outputs(outputs, OutputRule(((),) * tensors), [False] * tensors, "static", pool),
         state=EntryState.VERIFIED,
         knows_effects=False,
-        signature=ForeignSignature(addresses),
+        signature=ForeignSignature(None if addresses is None else tuple(addresses)),
     )
 
 
