@@ -5,7 +5,8 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ..errors import CaptureError, DeviceLostError, ReplayError
+from ..backends.base import Backend
+from ..errors import CaptureError, DeviceLostError, ReplayError, error_of_signal
 from ..memory.entry import CUDAGraphEntry
 from ..memory.labels import Labels
 from ..modes import CUDAGraphMode
@@ -105,6 +106,15 @@ class CaptureAttempt:
         finally:
             undo_run(request, effects, eager.rng_before, None if has_kept_state else eager.trace.walk)
 
+    def try_apart(self, effects: EffectRecorder, values: Sequence[Any], read: Callable[[Any], _T]) -> _T | None:
+        """``run_apart`` for values that the callable may not take; None if it failed."""
+        try:
+            return self.run_apart(effects, values, read)
+        except Exception as error:
+            if ends_capture(self.request.backend, error):
+                raise
+            return None
+
     def replay(self, entry: CUDAGraphEntry) -> None:
         """Replay what the static inputs hold. Raises ``ReplayError``, and what says that no memory is left."""
         self._reset_generator()  # a pad rule may have drawn random numbers
@@ -114,6 +124,12 @@ class CaptureAttempt:
             if isinstance(error, ReplayError) or self.request.backend.is_out_of_memory(error):
                 raise
             raise ReplayError(f"{type(error).__name__}: {error}") from error
+
+    def replay_again(self, entry: CUDAGraphEntry, stage: str) -> None:
+        """Replay the request's batch from where the eager run began, as ``stage``."""
+        self.start_over(stage)
+        self.load()
+        self.replay(entry)
 
     def replay_with(self, entry: CUDAGraphEntry, rows: int, padding: Padding) -> None:
         """Replay the first ``rows`` rows from where the eager run began, with this padding.
@@ -162,3 +178,12 @@ class CaptureAttempt:
             if self.eager.draws:
                 self.request.backend.set_rng_state(self.eager.rng_after)
         self.request.inputs.mark_dirty()
+
+
+def ends_capture(backend: Backend, error: Exception) -> bool:
+    """Whether an error is not one of the callable for such numbers: no memory is left, or a signal's handler raised it.
+    Raises ``DeviceLostError``."""
+    if backend.is_out_of_memory(error) or error_of_signal(error) is not None:
+        return True
+    backend.raise_if_lost(error)
+    return False

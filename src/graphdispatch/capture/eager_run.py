@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import call
 from types import CodeType, FrameType
 from typing import Any
@@ -88,6 +88,13 @@ class EagerRun:
         self.outputs = [tensor.detach().clone() for tensor in tensors_in(self.opened)]
         written = ((i, value) for i, value in enumerate(self.arguments) if self.effects.writes_to(value))
         self.written_inputs = {i: value.detach().clone() for i, value in written}
+
+    def of_other_rows(self, output: Any, arguments: list[torch.Tensor], effects: EffectRecorder) -> "EagerRun":
+        """A run apart, on other rows, of which this is the output; it begins where this one began, too."""
+        effects.note_outputs(output)
+        for region in effects.regions:
+            region.after = region.read().clone()
+        return replace(self, answer=output, arguments=arguments, effects=effects, draws=False)
 
     def check_state(self) -> None:
         """Raise ``CaptureError`` if a run since then changed Python state, or drew where no graph draws."""

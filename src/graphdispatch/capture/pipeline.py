@@ -20,6 +20,8 @@ Note [kernels that round otherwise]
 While torch's profiler is on, each capture and each comparison is a range of it: ``capture`` or ``verify``.
 """
 
+from functools import partial
+
 from ..backends.tracing import profiler_range
 from ..call.rules import graph_name
 from ..errors import CaptureError, GraphDispatchError, VerificationError, error_of_signal
@@ -199,15 +201,14 @@ def _compare(attempt: CaptureAttempt, entry: CUDAGraphEntry, *, proves: bool) ->
     if eager.effects.uses_rng is not entry.uses_rng and not request.is_piecewise:
         what = "draw no random numbers" if entry.uses_rng else "draw random numbers"
         raise VerificationError(f"{request.rows} rows {what}, unlike the graph of {request.size}")
+    check = partial(check_replay, request, eager, entry, partial(_runs_program, attempt, entry))
     try:
-        _check_replay(attempt, entry)
+        check()
     except VerificationError as error:
         if padding is BY_RULE:
             raise
-        attempt.start_over(f"comparing the replay of {request.rows} rows with eager once more")
-        attempt.load()
-        attempt.replay(entry)
-        _check_replay(attempt, entry)
+        attempt.replay_again(entry, f"comparing the replay of {request.rows} rows with eager once more")
+        check()
         entry.program.proof = RowProof(False, True, padding.name, str(error))
     if request.is_padded:
         check_padding_writes(request, eager, attempt.warm_run.regions)
@@ -222,31 +223,19 @@ def _compare(attempt: CaptureAttempt, entry: CUDAGraphEntry, *, proves: bool) ->
         entry.metadata.note(request.values)
 
 
-def _check_replay(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
-    """Compare the replay with eager: see Note [kernels that round otherwise]. Raises ``VerificationError``."""
-    request, eager = attempt.request, attempt.eager
-    try:
-        check_replay(request, eager, entry)
-    except VerificationError:
-        if not request.is_padded:
-            raise
-        check_replay(request, eager, entry, is_far=True)
-        if not _runs_program(attempt, entry):
-            raise
-        attempt.start_over(f"comparing the replay of {request.rows} rows with eager once more")
-        attempt.load()
-        attempt.replay(entry)
-
-
 def _runs_program(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> bool:
-    """Whether eager dispatches the graph's operators, on the same memory, for the real rows alone."""
+    """Whether eager dispatches the graph's operators, on the same memory, for the real rows alone. Then what a replay
+    gives lies there again."""
     request = attempt.request
     arguments = request.arguments()
     labels = Labels.of_arguments(arguments, request.inputs.specs)
     effects = EffectRecorder(request.options.state_limit_bytes, strict=True, labels=labels)
     attempt.start_over(f"asking which operators {request.rows} rows run")
     attempt.run_apart(effects, request.values_with(arguments), effects.note_outputs)
-    return runs_program(entry, effects, arguments, request.rows)
+    is_same = runs_program(entry, effects, arguments, request.rows)
+    if is_same:
+        attempt.replay_again(entry, f"comparing the replay of {request.rows} rows with eager once more")
+    return is_same
 
 
 def _find_dependence(attempt: CaptureAttempt, entry: CUDAGraphEntry, error: GraphDispatchError) -> RowProof | None:

@@ -17,7 +17,7 @@ Note [what padding rows may hold]
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +29,10 @@ from ..sizes import Axis
 _WIDEST = 20  # powers of two
 
 
+Rows = Sequence[torch.Tensor | None]
+"""What arguments (by index) hold; None for what they hold otherwise."""
+
+
 class Padding(NamedTuple):
     """Other padding: what it is, in words, and for each argument (by index) the whole of it, of which the padding along
     ``axes`` (empty: all) is taken; or None for the padding of its rule.
@@ -37,7 +41,7 @@ class Padding(NamedTuple):
     """
 
     name: str
-    rows: Sequence[torch.Tensor | None]
+    rows: Rows
     real: Sequence[torch.Tensor] = ()
     axes: Sequence[Axis] = ()
 
@@ -87,11 +91,11 @@ def telling_places(
 _MOST_PLACES = 3
 
 
-Make = Callable[[int, InputSpec, torch.Tensor, int], torch.Tensor | None]
-"""Makes so many rows of an argument, by its index, its spec and its value; or None to leave it as it is."""
+Kind = Callable[[InputSpec, torch.Tensor, int], torch.Tensor]
+"""Makes an argument of so many rows, by its spec and its value."""
 
 
-def uniform(place: Mapping[Axis, int], index: int, spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
+def uniform(place: Mapping[Axis, int], spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
     """Rows that are all the one at a place; of a mask, one that hides what all rows hide."""
     if holds_flags(value):
         return edge(-1 if spec.pads and spec.pads[-1].fill == 1 else 1, spec, value, rows)
@@ -99,43 +103,6 @@ def uniform(place: Mapping[Axis, int], index: int, spec: InputSpec, value: torch
     for dim, axis in spec.spans:
         one = one.narrow(dim, place.get(axis, 0), 1)
     return spec.repeated(one, rows)
-
-
-def zeros(index: int, spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
-    """What padding holds of an argument without a pad rule."""
-    return torch.zeros(spec.sized(rows), dtype=value.dtype, device=value.device)
-
-
-def in_turns(
-    axis: Axis, make: Make, other: Make, index: int, spec: InputSpec, value: torch.Tensor, rows: int
-) -> torch.Tensor | None:
-    """Rows of one kind and of another, in turns along an axis that each argument has."""
-    one, two = make(index, spec, value, rows), other(index, spec, value, rows)
-    dims = [dim for dim, along in spec.spans if along is axis]
-    if one is None or two is None or not dims:
-        return one
-    turns = one.clone()
-    turns.movedim(dims[0], 0)[1::2].copy_(two.movedim(dims[0], 0)[1::2])
-    return turns
-
-
-def of_kind(
-    indices: Collection[int],
-    kind: Callable[[InputSpec, torch.Tensor, int], torch.Tensor],
-    index: int,
-    spec: InputSpec,
-    value: torch.Tensor,
-    rows: int,
-) -> torch.Tensor | None:
-    """Rows of a kind, for the arguments ``indices`` alone."""
-    return kind(spec, value, rows) if index in indices else None
-
-
-def beside_flags(
-    flags: Collection[int], make: Make, index: int, spec: InputSpec, value: torch.Tensor, rows: int
-) -> torch.Tensor | None:
-    """What ``make`` gives, beside ``flags`` (by index) that hide what all rows of the batch hide."""
-    return uniform({}, index, spec, value, rows) if index in flags else make(index, spec, value, rows)
 
 
 def small(spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
