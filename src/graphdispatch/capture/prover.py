@@ -377,18 +377,18 @@ class RowProver:
         places = probes.telling_places(self._specs, self._arguments, self.rows, discrete)
         every = [self._made(partial(probes.uniform, place), self._spanned) for place in places]
         has_state = bool(self._state or self._unseen)  # what another row writes is other state
-        alone = every[:1] if flags == discrete and not has_state else every
-        for rows, other in zip(alone, [*every[1:], *every[:1]], strict=False):
+        is_one_enough = flags == discrete and not has_state and len(every) > 1
+        for rows, other in zip(every[:1] if is_one_enough else every, [*every[1:], *every[:1]], strict=False):
             tried = [rows] if other is rows or has_state else [rows, other]
             name = "one row of the batch (in place of the real rows, too)"
             yield _Probe(name, rows, [rule, *map(self._as_padding, tried)])
         takes = self._takes_any if self._earlier is None or limited else []
-        near = self._made(probes.small, takes)
+        # A mask that hides the padding would hide these numbers, too.
+        shown = self._made(partial(probes.uniform, {}), [] if limited else flags)
+        near, far = _overlaid(self._made(probes.small, takes), shown), probes.edge if limited else probes.far
         if takes and not limited:
-            yield _Probe("large numbers (and small ones in the real rows)", near, [rule, *self._large()])
-        # A mask of integers that hides the padding would hide these numbers, too.
-        beside = [i for i in flags if i not in takes] if takes and not limited else []
-        shown, far = self._made(partial(probes.uniform, {}), beside), probes.edge if limited else probes.far
+            tried = [*self._large(), *([near] if is_one_enough else [])]
+            yield _Probe("large numbers (and small ones in the real rows)", near, [rule, *tried])
         high, low = (_overlaid(shown, self._made(partial(far, sign), takes)) for sign in (1, -1))
         name = "the largest or smallest numbers of the batch" if limited else "large numbers of one sign"
         # Padding that a rule leaves as it is may hold anything, and nobody knows what it holds now.
