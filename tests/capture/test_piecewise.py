@@ -1,7 +1,6 @@
 """PIECEWISE captures: graphs and eager parts in turn give eager's answer, or a clear error, and nothing in between."""
 
 import gc
-import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -64,17 +63,6 @@ def test_graphs_and_breaks_alternate() -> None:
     assert len(graph_of(pieces(lambda x: x * 2 + 1)).graphs) == 1
 
 
-def test_breaks_are_timed_by_the_clock_of_their_graphs() -> None:
-    """Each reading is a second later than the last; a replay reads at its ends and around each of its two breaks."""
-    double = eager_break(lambda x: x * 2)
-    served = graphed(lambda x: double(double(x) + 1), dynamic={}, mode="PIECEWISE", options=AT_ONCE)
-    seconds = itertools.count()
-    served._graphs.clock = lambda: float(next(seconds))
-    served(torch.ones(3))
-    assert "breaks: 2 x " in served.explain(torch.ones(3))
-    assert served.explain(torch.ones(3)).endswith(" (40 % of the time)")
-
-
 def test_an_explanation_names_the_breaks() -> None:
     """``explain`` says of a graph in pieces how many there are and where it breaks; one in one piece has none."""
     x = torch.randn(3, 3)
@@ -82,7 +70,6 @@ def test_an_explanation_names_the_breaks() -> None:
     agrees(served, rows=3)
     text = served.explain(x=x)
     assert "% padding; graphs: 3, breaks: 2 x host_scale at test_piecewise.py:" in text
-    assert text.endswith(" % of the time)")
     assert pieces(lambda x: x + 1).explain(x=x).endswith("; graphs: 1, breaks: none")
 
 

@@ -14,7 +14,7 @@ Note [whose memory a break returns]
     somebody else's memory later, since the graphs behind it may write to the result in place.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from inspect import getattr_static
@@ -49,10 +49,6 @@ class EagerPart:
     spec: TreeSpec
     made: list[bool]
     """For each leaf, whether it is a tensor that the break made; see Note [whose memory a break returns]."""
-    clock: Callable[[], float]
-    """In seconds."""
-    time_s: float = 0.0
-    """Time on the calling thread, in seconds; on a device with queues, the time to launch."""
 
     def __post_init__(self) -> None:
         self._arguments = {storage_key(t) for t in _strided((self.args, self.kwargs))}
@@ -65,13 +61,11 @@ class EagerPart:
         Raises ``ReplayError`` if the results differ from those at the capture in structure, shape, type, constant
         values, or in whose memory they are.
         """
-        start = self.clock()
         result = self.fn(*self.args, **self.kwargs)
         if self._is_one_tensor and type(result) is torch.Tensor:
             self._put(0, result, self.leaves[0])
         else:
             self._put_all(result)
-        self.time_s += self.clock() - start
 
     def _put_all(self, result: Any) -> None:
         leaves, spec = tree_flatten(result)
@@ -108,22 +102,13 @@ class EagerPart:
 class PiecewiseGraph(Graph):
     """Graphs and eager parts in turn; whoever replays it sees one graph."""
 
-    def __init__(
-        self,
-        parts: list[Graph | EagerPart],
-        held: list[torch.Tensor],
-        pool: Pool,
-        clock: Callable[[], float],
-    ) -> None:
-        """``held`` are the tensors that cross a break; ``clock`` times the replays, in seconds."""
+    def __init__(self, parts: list[Graph | EagerPart], held: list[torch.Tensor], pool: Pool) -> None:
+        """``held`` are the tensors that cross a break."""
         self._parts = parts
         self._calls = [part.run if isinstance(part, EagerPart) else part.replay for part in parts]
         self._held = held
         self._pool = pool
-        self._clock = clock
         self._released = False
-        self.time_s = 0.0
-        """The time of completed replays on the calling thread, in seconds."""
         # Tensors that cross a break are inference tensors or not, as at the capture; the other mode cannot write them.
         self._inference_mode = torch.is_inference_mode_enabled()
 
@@ -138,7 +123,6 @@ class PiecewiseGraph(Graph):
             self._run_parts()
 
     def _run_parts(self) -> None:
-        start = self._clock()
         self._pool.replaying_on = get_ident()
         try:
             for call in self._calls:
@@ -150,7 +134,6 @@ class PiecewiseGraph(Graph):
                 "a break changed an attribute, a variable or an entry that code outside of it reads, and the graphs "
                 "behind it were captured for the old value; return what they need from the break"
             )
-        self.time_s += self._clock() - start
 
     def reset(self) -> None:
         """Release all graphs, and the tensors held for them."""
@@ -185,20 +168,10 @@ class PiecewiseGraph(Graph):
         return sum(graph.driver_nbytes for graph in self.graphs)
 
     def describe(self) -> str:
-        """How many graphs and breaks it has, and each break's share of the replays so far, the longest first.
-
-        A break in a loop counts as one. On a device with queues the share is that of the launches.
-        """
-        counts, spent = Counter[str](), defaultdict[str, float](float)
-        for part in self.breaks:
-            # ``where`` in short: ``decoder.py:12``.
-            place = f"{part.name} at {PurePath(part.where.split(': ')[0]).name}"
-            counts[place] += 1
-            spent[place] += part.time_s
-        texts = [
-            f"{counts[place]} x {place} ({100 * spent[place] / (self.time_s or 1):.0f} % of the time)"
-            for place in sorted(spent, key=lambda place: -spent[place])
-        ]
+        """How many graphs and breaks it has, and where; a break in a loop counts as one."""
+        # ``where`` in short: ``decoder.py:12``.
+        counts = Counter(f"{part.name} at {PurePath(part.where.split(': ')[0]).name}" for part in self.breaks)
+        texts = [f"{count} x {place}" for place, count in counts.items()]
         return f"graphs: {len(self.graphs)}, breaks: {', '.join(texts) or 'none'}"
 
     def __repr__(self) -> str:

@@ -114,7 +114,7 @@ class CaptureWatch(OperatorMode):
         finally:
             self._is_paused = False
         self._next_part(leaves)
-        self.parts.append(EagerPart(name, user_line(), fn, args, kwargs, leaves, spec, made, self._request.clock))
+        self.parts.append(EagerPart(name, user_line(), fn, args, kwargs, leaves, spec, made))
         self._capture.resume()
         return tree_unflatten(leaves, spec)
 
@@ -273,7 +273,7 @@ def record(attempt: CaptureAttempt, *, is_known: bool = False) -> Recording:
         watch.parts.append(capture.graph)
         graph = capture.graph
         if request.is_piecewise:
-            graph = PiecewiseGraph(watch.parts, watch.crossing, request.pool, request.clock)
+            graph = PiecewiseGraph(watch.parts, watch.crossing, request.pool)
         return Recording(graph, capture.outputs, is_own, firsts, given)
     except BaseException as error:
         for part in watch.parts:
