@@ -135,8 +135,7 @@ def first_uncovered(regions: list[Region], allowed: list[Region]) -> Region | No
         near = [r for r in allowed if storage_key(r.target) == storage_key(target) and r.target.dtype is target.dtype]
         if any(not r.indices and view_key(r.target) == view_key(target) for r in near):
             continue
-        covered = [element_offsets(other) for other in near]
-        if not covered or not bool(torch.isin(element_offsets(region), torch.cat(covered)).all()):
+        if not _are_covered(element_offsets(region), [element_offsets(other) for other in near]):
             return region
     return None
 
@@ -151,21 +150,21 @@ def first_uncovered_within(
         return None
     covered = [_places(region, argument) for region in near if region.target.dtype is argument.dtype]
     for region in (region for region in regions if storage_key(region.target) == storage_key(buffer)):
-        is_told = covered and region.target.dtype is buffer.dtype
-        if not is_told or not bool(torch.isin(_places(region, buffer), torch.cat(covered)).all()):
+        if region.target.dtype is not buffer.dtype or not _are_covered(_places(region, buffer), covered):
             return region
     return None
 
 
+def _are_covered(places: torch.Tensor, covered: list[torch.Tensor]) -> bool:
+    return bool(covered) and bool(torch.isin(places, torch.cat(covered)).all())
+
+
 def _places(region: Region, whole: torch.Tensor) -> torch.Tensor:
     """Which elements of a tensor without overlaps a region covers, counted by its dimensions in order."""
-    rest = element_offsets(region) - int(whole.storage_offset())
-    places = torch.zeros_like(rest)
-    for dim in sorted(range(whole.dim()), key=lambda dim: whole.stride(dim), reverse=True):
-        if whole.shape[dim] > 1:
-            steps = rest // whole.stride(dim)
-            places, rest = places + steps * prod(whole.shape[dim + 1 :]), rest - steps * whole.stride(dim)
-    return places
+    order = torch.arange(whole.numel(), device=whole.device).view(whole.shape)
+    places = torch.full((whole.untyped_storage().nbytes() // whole.itemsize,), -1, device=whole.device)
+    places.as_strided(whole.shape, whole.stride(), whole.storage_offset()).copy_(order)
+    return places[element_offsets(region)]
 
 
 def element_offsets(region: Region) -> torch.Tensor:

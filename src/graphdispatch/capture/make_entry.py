@@ -22,7 +22,6 @@ from .compare import check_aliases
 from .eager_run import check_may_capture
 from .effects import EffectRecorder
 from .recording import Recording
-from .request import CaptureRequest
 
 _SMALL_BYTES = 1 << 20
 _FEWEST = 2  # rows of a batch that may be too few for a callable if there is one less
@@ -146,27 +145,13 @@ def _find_output_rule(attempt: CaptureAttempt, output: Any) -> OutputRule:
 
 def _run_apart_along(attempt: CaptureAttempt, axis: Axis, output: Any) -> tuple[int, Any]:
     """A batch with another extent along one axis, and its outputs: that of the graph, whose ``output`` is known if
-    it differs along this axis alone. Else one less; or one more than one, or than two where the call does not take
-    one, as a normalisation over the batch."""
+    it differs along this axis alone. Else one less; or one more than one or two, since the call may not take one, as a
+    normalisation over the batch."""
     request = attempt.request
     own, full = axis.of(request.rows), axis.of(request.size)
-    if own != full:
-        rows = _with_extent(request, axis, full)
-        return rows, output if rows == request.size else _outputs_of(attempt, rows)
-    fewer, more = (_with_extent(request, axis, extent) for extent in (own - 1, own + 1))
-    if own > 1:
-        try:
-            return fewer, _outputs_of(attempt, fewer)
-        except CaptureError as error:
-            if own > _FEWEST or error.__cause__ is None:
-                raise
-    return more, _outputs_of(attempt, more)
-
-
-def _with_extent(request: CaptureRequest, axis: Axis, extent: int) -> int:
-    """The number of the batch with another extent along one axis."""
-    axes = request.inputs.axes
-    return pack(axes, [extent if one is axis else one.of(request.rows) for one in axes])
+    other = full if own != full else own - 1 if own > _FEWEST else own + 1
+    rows = pack(request.inputs.axes, [other if one is axis else one.of(request.rows) for one in request.inputs.axes])
+    return rows, output if rows == request.size else _outputs_of(attempt, rows)
 
 
 def _outputs_of(attempt: CaptureAttempt, rows: int) -> Any:
