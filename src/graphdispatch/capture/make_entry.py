@@ -145,13 +145,24 @@ def _find_output_rule(attempt: CaptureAttempt, output: Any) -> OutputRule:
 
 def _run_apart_along(attempt: CaptureAttempt, axis: Axis, output: Any) -> tuple[int, Any]:
     """A batch with another extent along one axis, and its outputs: that of the graph, whose ``output`` is known if
-    it differs along this axis alone. Else one less; or one more than one or two, since the call may not take one, as a
-    normalisation over the batch."""
-    request = attempt.request
+    it differs along this axis alone. Else one less; or one more than one, or than two where the call does not take
+    one, as a normalisation over the batch."""
+    request, axes = attempt.request, attempt.request.inputs.axes
     own, full = axis.of(request.rows), axis.of(request.size)
-    other = full if own != full else own - 1 if own > _FEWEST else own + 1
-    rows = pack(request.inputs.axes, [other if one is axis else one.of(request.rows) for one in request.inputs.axes])
-    return rows, output if rows == request.size else _outputs_of(attempt, rows)
+
+    def along(extent: int) -> tuple[int, Any]:
+        rows = pack(axes, [extent if one is axis else one.of(request.rows) for one in axes])
+        return rows, output if rows == request.size else _outputs_of(attempt, rows)
+
+    if own != full:
+        return along(full)
+    if own > 1:
+        try:
+            return along(own - 1)
+        except CaptureError as error:
+            if own > _FEWEST or error.__cause__ is None:
+                raise
+    return along(own + 1)
 
 
 def _outputs_of(attempt: CaptureAttempt, rows: int) -> Any:

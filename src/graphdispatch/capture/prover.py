@@ -195,7 +195,7 @@ class RowProver:
 
     def _hidden_matters(self) -> bool:
         """Whether real elements of the base are unlike eager's, or change with padding."""
-        if self._gap_to_eager() is not None:
+        if not self._is_as_eager("hidden rows"):
             return True
         base = self._read()
         return any(
@@ -203,9 +203,9 @@ class RowProver:
             for rows in (self._elements(), *self._large())
         )
 
-    def _gap_to_eager(self) -> tuple[Reason, str] | None:
-        """How a replay of the base differs from an eager run without the padding that is asked about, and what that
-        writes: None if it does not, and no words if one of them fails."""
+    def _is_as_eager(self, name: str) -> bool:
+        """Compare a replay of the base with an eager run without the padding that is asked about, and what that writes.
+        False if one of them fails. Raises ``_DependentRowsError`` if they differ; ``name`` says what real rows hold."""
         request, entry, attempt = self._request, self._entry, self._attempt
         attempt.start_over("asking what eager gives for other rows")
         try:
@@ -213,7 +213,7 @@ class RowProver:
         except Exception as error:  # of a pad function
             if ends_capture(request.backend, error):
                 raise
-            return Reason.VERIFICATION_FAILED, ""
+            return False
         parts = zip(self._specs, request.inputs.views(request.size), self._base.real, strict=True)
         alone = [spec.cut(view, self.rows, self._along).clone() if spec.spans else one for spec, view, one in parts]
         values, labels = request.values_with(alone), Labels.of_arguments(alone, self._specs)
@@ -228,22 +228,24 @@ class RowProver:
 
         eager = attempt.try_apart(effects, values, read)
         if eager is None:
-            return Reason.VERIFICATION_FAILED, ""
+            return False
         is_asked = request.options.padding_writes == "refuse" and not self._along
         writes = is_asked and StateProber(attempt, entry).writes_more_of_others(values, self.rows)
         try:
             self._replay(self._base)
-            if writes or find_padding_writes(request, effects.regions, attempt.warm_run.regions) is not None:
-                # It may write there what is there already, as now and then a flag.
-                return Reason.PADDING_WRITES_STATE, "padding writes where the real rows leave memory alone"
-            check_replay(
-                replace(request, rows=self.rows), eager, entry, lambda: runs_program(entry, effects, alone, self.rows)
-            )
         except _DependentRowsError:
-            return Reason.VERIFICATION_FAILED, ""
+            return False
+        if writes or find_padding_writes(request, effects.regions, attempt.warm_run.regions) is not None:
+            # It may write there what is there already, as now and then a flag.
+            what = f"and {name} in the real ones, padding writes where the real rows leave memory alone"
+            raise _DependentRowsError(RowProof(False, True, BY_RULE.name, what, Reason.PADDING_WRITES_STATE))
+        asked = replace(request, rows=self.rows)
+        try:
+            check_replay(asked, eager, entry, lambda: runs_program(entry, effects, alone, self.rows))
         except VerificationError as error:
-            return Reason.VERIFICATION_FAILED, str(error)
-        return None
+            what = f"and {name} in the real ones, {error}"
+            raise _DependentRowsError(RowProof(False, True, BY_RULE.name, what)) from error
+        return True
 
     def _last_further(self, spec: InputSpec) -> int:
         """The last dimension of a mask along which it says what is padding: one that is not the batch."""
@@ -400,12 +402,10 @@ class RowProver:
     def _prove_for_rules(self) -> int:
         """Compare with eager for real rows of other kinds; see Note [rows that a rule hides]. Gives how many there
         were."""
-        batch_base = self._base
-        compared = sum([self._is_as_eager(name, rows) for name, rows in self._probes_of_rules()])
-        if self._kept:  # a mask may make zeros of what it hides
-            beside = [i for i in self._takes_any if self._specs[i].dtype.is_floating_point]
-            for sign in (1, -1):
-                self._is_as_eager("numbers of one sign", self._made(partial(probes.of_sign, sign), beside))
+        batch_base, compared = self._base, 0
+        for name, rows in self._probes_of_rules():
+            self._base = Padding("", [], _overlaid(self._arguments, rows), self._along)
+            compared += self._is_as_eager(name)
         self._base = batch_base
         return compared
 
@@ -423,15 +423,9 @@ class RowProver:
         # A rule may name what one row holds: then the largest or the smallest number is another one.
         for place in probes.telling_places(self._specs, self._arguments, self.rows, whole, takes_smallest=True):
             yield "one row of the batch", self._made(partial(probes.uniform, place), self._spanned)
-
-    def _is_as_eager(self, name: str, rows: Rows) -> bool:
-        """Whether both take such real rows. Raises ``_DependentRowsError`` if a replay gives something else."""
-        self._base = Padding("", [], _overlaid(self._arguments, rows), self._along)
-        found = self._gap_to_eager()
-        if found is not None and found[1]:
-            what = f"and {name} in the real ones, {found[1]}"
-            raise _DependentRowsError(RowProof(False, True, BY_RULE.name, what, found[0]))
-        return found is None
+        beside = [i for i in self._takes_any if self._specs[i].dtype.is_floating_point]
+        for sign in (1, -1) if self._kept else ():  # a mask may make zeros of what it hides
+            yield "numbers of one sign", self._made(partial(probes.of_sign, sign), beside)
 
     def _prove_for_other_batches(self) -> None:
         """Once more with other values of tensors of zeros, and with fewer rows; see ``capture/state_probes.py``."""

@@ -126,11 +126,6 @@ class CaptureResult:
     answer_s: float = 0.0
     """The seconds of the run that gave the answer, if it was a plain one: they are no part of a graph's price."""
 
-    def take_answer(self) -> Any:
-        """The answer. Drops the error, whose traceback would keep the frames of this call and its batch alive."""
-        self.error = None
-        return self.answer
-
 
 def failed_result(request: CaptureRequest, answer: Any, error: Exception, stage: str) -> CaptureResult:
     """The result of a capture or verification that failed with ``error`` during ``stage``.
@@ -169,10 +164,10 @@ def _nearest_break(request: CaptureRequest, error: Exception) -> str:
     """The smallest method or module around what no graph can hold, under its name in the served one."""
     fn: Any = request.call.fn
     within = list(places_within(error))
-    outermost = within[-1][0] if within else None  # where a plain function calls the model
-    root = next((one for one in (fn, getattr(fn, "__self__", None), outermost) if isinstance(one, nn.Module)), None)
-    if root is None:
+    if not within:
         return ""
+    outermost = within[-1][0]  # where a plain function calls the model
+    root = next((one for one in (fn, getattr(fn, "__self__", None)) if isinstance(one, nn.Module)), outermost)
     found = {module: name for name, module in root.named_modules()}
     served = {"forward", getattr(fn, "__name__", "forward")}
     place = next(((m, method) for m, method in within if m in found and (found[m] or method not in served)), None)

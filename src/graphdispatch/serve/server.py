@@ -329,7 +329,7 @@ class Server:
         if result.reason is not decision.reason:
             decision = Decision.eager(result.reason, choice.rows, result.detail)
         self.count_eager(decision, result.error)
-        answer = result.take_answer()
+        answer, result.error = result.answer, None  # whose traceback would keep the frames of this call and its batch
         if result.entry is not None:
             answer = result.entry.outputs.with_values(answer, choice.rows)
         return self.graphs.give(answer)
