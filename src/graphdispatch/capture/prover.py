@@ -22,7 +22,7 @@ Note [rows that a rule hides]
     runs real rows of other kinds, without padding, and a replay must give the same.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -68,8 +68,8 @@ class _Probe(NamedTuple):
     """What padding and the real rows hold, in words."""
     real: Rows
     """The arguments of which the real rows are taken; None for those of the batch."""
-    paddings: Iterable[Rows]
-    """What padding holds in turn: each is compared with the first."""
+    paddings: Sequence[Rows]
+    """What padding holds in turn: each is compared with the first, and where that is all, with eager without it."""
 
 
 class _DependentRowsError(Exception):
@@ -260,8 +260,7 @@ class RowProver:
                     self._prove_for_other_padding()
                 else:
                     self._is_limited = self._earlier.limited
-                self._prove_for_other_rows()
-                made = self._prove_for_rules()
+                made = self._prove_for_other_rows()
                 if self._earlier is None:
                     self._prove_for_other_batches()
             except _DependentRowsError as found:
@@ -356,12 +355,15 @@ class RowProver:
             what = str(error) if writes else f"the call raises {type(error).__name__}: {error}"
             raise _DependentRowsError(RowProof(False, perturbation=padding.name, what=what, reason=reason)) from error
 
-    def _prove_for_other_rows(self) -> None:
-        """Once more with real rows that hide less. Kinds that the callable does not take are left out."""
-        batch_base = self._base
-        for name, real, paddings in self._probes():
-            first, *others = paddings
+    def _prove_for_other_rows(self) -> int:
+        """Once more with real rows that hide less. Gives how many were compared with eager. Kinds that the callable
+        does not take are left out."""
+        batch_base, compared = self._base, 0
+        for name, real, (first, *others) in self._probes():
             self._base = Padding("", first, _overlaid(self._arguments, real), self._along)
+            if not others:
+                compared += self._is_as_eager(name)
+                continue
             try:
                 self._replay(self._base)
             except _DependentRowsError:
@@ -371,6 +373,7 @@ class RowProver:
                 self._replay(self._base._replace(rows=rows))
                 self._compare(name, base, self._read())
         self._base = batch_base
+        return compared
 
     def _probes(self) -> Iterator[_Probe]:
         """Real rows that hide less: see Note [rows that hide less], and Note [what padding rows may hold]."""
@@ -398,34 +401,25 @@ class RowProver:
         for one_sign, other_sign in ((high, low), (low, high)) if takes else ():
             tried = [one_sign, *([other_sign] if limited else further)]
             yield _Probe(f"{name} (in the real rows, too)", one_sign, [rule, *tried])
+        yield from self._probes_of_rules()
 
-    def _prove_for_rules(self) -> int:
-        """Compare with eager for real rows of other kinds; see Note [rows that a rule hides]. Gives how many there
-        were."""
-        batch_base, compared = self._base, 0
-        for name, rows in self._probes_of_rules():
-            self._base = Padding("", [], _overlaid(self._arguments, rows), self._along)
-            compared += self._is_as_eager(name)
-        self._base = batch_base
-        return compared
-
-    def _probes_of_rules(self) -> Iterator[tuple[str, Rows]]:
-        """What real rows hold, in words, and the rows: arguments whose padding keeps to a rule get numbers of other
-        kinds, or the edges of the batch if the callable limits what it takes; integers and masks one row."""
-        ruled = self._follow_rules()
+    def _probes_of_rules(self) -> Iterator[_Probe]:
+        """Arguments whose padding keeps to a rule get numbers of other kinds, or the edges of the batch if the callable
+        limits what it takes; integers and masks one row. See Note [rows that a rule hides]."""
+        rule, ruled = [BY_RULE.rows], self._follow_rules()
         real = [i for i in ruled if self._specs[i].dtype.is_floating_point and i not in self._kept]
         if real and not self._is_limited:
-            yield "small numbers", self._made(probes.small, real)
+            yield _Probe("small numbers", self._made(probes.small, real), rule)
         far = probes.edge if self._is_limited else probes.far
         for sign in (1, -1) if real else ():
-            yield "numbers of one sign", self._made(partial(far, sign), real)
+            yield _Probe("numbers of one sign", self._made(partial(far, sign), real), rule)
         whole = [i for i in ruled if i in self._kept or self._is_discrete(i)]
         # A rule may name what one row holds: then the largest or the smallest number is another one.
         for place in probes.telling_places(self._specs, self._arguments, self.rows, whole, takes_smallest=True):
-            yield "one row of the batch", self._made(partial(probes.uniform, place), self._spanned)
+            yield _Probe("one row of the batch", self._made(partial(probes.uniform, place), self._spanned), rule)
         beside = [i for i in self._takes_any if self._specs[i].dtype.is_floating_point]
         for sign in (1, -1) if self._kept else ():  # a mask may make zeros of what it hides
-            yield "numbers of one sign", self._made(partial(probes.of_sign, sign), beside)
+            yield _Probe("numbers of one sign", self._made(partial(probes.of_sign, sign), beside), rule)
 
     def _prove_for_other_batches(self) -> None:
         """Once more with other values of tensors of zeros, and with fewer rows; see ``capture/state_probes.py``."""
