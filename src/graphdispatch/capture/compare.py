@@ -173,6 +173,11 @@ class Tolerance(NamedTuple):
     rtol: float
     atol: float
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the bits must be the same."""
+        return self.rtol == 0.0 and self.atol == 0.0
+
 
 # For the wide types about the square root of the type's resolution; for the narrow ones a few units of the resolution.
 _BY_DTYPE = {
@@ -220,10 +225,9 @@ def difference(eager: torch.Tensor, graph: torch.Tensor, tolerance: Tolerance) -
     if not bool((finite | (a == b) | (a.isnan() & b.isnan())).all()):
         return "elements that are not finite differ"
     a, gaps = a.where(finite, 0.0), (a - b).where(finite, 0.0).abs()
-    is_exact = not any(tolerance)
     if float(gaps.max()) == 0.0:
-        return "bits differ (sign of zero or NaN payload)" if is_exact else None
-    if not is_exact:
+        return None if not tolerance.is_exact else "bits differ (sign of zero or NaN payload)"
+    if not tolerance.is_exact:
         a, gaps = _in_rows(a), _in_rows(gaps)
         allowed = tolerance.atol + tolerance.rtol * a.abs()
         rows = (gaps > allowed).any(1)
