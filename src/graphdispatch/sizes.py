@@ -101,49 +101,21 @@ def cells_of(number: int) -> int:
     return cells
 
 
-def _vllm(largest: int) -> Iterable[int]:
-    """1, 2, 4, then steps of 8 below 256 and of 16 from there (``vllm/config/vllm.py``, vLLM 0.32)."""
-    return [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
-
-
-def _vllm_interactivity(largest: int) -> Iterable[int]:
-    """Every size up to 32, then vLLM's steps (``performance_mode="interactivity"``, vLLM 0.32)."""
-    return [*range(1, 33), *_vllm(largest)]
-
-
-def _sglang(largest: int) -> Iterable[int]:
-    """Steps of 8 to 256, 16 to 512 and 32 beyond, with ``largest`` (SGLang ``arg_groups/cuda_graph_hook.py``)."""
-    return [1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, largest + 1, 32), largest]
-
-
-def _trtllm(largest: int) -> Iterable[int]:
-    """Steps of 8 to 128 and of 64 beyond, with ``largest`` (TensorRT-LLM ``llmapi/llm_args.py``, padding on)."""
-    return [1, 2, 4, *range(8, 129, 8), *range(192, largest + 1, 64), largest]
-
-
-def _megatron(largest: int) -> Iterable[int]:
-    """``largest`` halved down to 1 (Megatron-LM's exponential distribution, one tensor-parallel rank)."""
-    return [largest >> shift for shift in range(largest.bit_length())]
-
-
-def _pow2(largest: int) -> Iterable[int]:
-    """The powers of two, with ``largest``."""
-    return [*(1 << shift for shift in range(largest.bit_length())), largest]
-
-
-def _dense(largest: int) -> Iterable[int]:
-    """Every size: no padding, and a graph for each."""
-    return range(1, largest + 1)
-
-
 NAMED_SIZES: Mapping[str, Callable[[int], Iterable[int]]] = {
-    "vllm": _vllm,
-    "vllm-interactivity": _vllm_interactivity,
-    "sglang": _sglang,
-    "trtllm": _trtllm,
-    "megatron": _megatron,
-    "pow2": _pow2,
-    "dense": _dense,
+    # 1, 2, 4, then steps of 8 below 256 and of 16 from there (``vllm/config/vllm.py``, vLLM 0.32).
+    "vllm": lambda most: [1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16)],
+    # Every size up to 32, then vLLM's steps (``performance_mode="interactivity"``, vLLM 0.32).
+    "vllm-interactivity": lambda most: [*range(1, 33), *range(40, 256, 8), *range(256, most + 1, 16)],
+    # Steps of 8 to 256, 16 to 512 and 32 beyond, with the largest (SGLang ``arg_groups/cuda_graph_hook.py``).
+    "sglang": lambda most: [1, 2, 4, 8, 12, *range(16, 257, 8), *range(272, 512, 16), *range(512, most, 32), most],
+    # Steps of 8 to 128 and of 64 beyond, with the largest (TensorRT-LLM ``llmapi/llm_args.py``, padding on).
+    "trtllm": lambda most: [1, 2, 4, *range(8, 129, 8), *range(192, most, 64), most],
+    # The largest halved down to 1 (Megatron-LM's exponential distribution, one tensor-parallel rank).
+    "megatron": lambda most: [most >> shift for shift in range(most.bit_length())],
+    # The powers of two, with the largest.
+    "pow2": lambda most: [*(1 << shift for shift in range(most.bit_length())), most],
+    # Every size: no padding, and a graph for each.
+    "dense": lambda most: range(1, most + 1),
 }
 """The rules by name; ``named_sizes`` sorts what they give and cuts it at the largest size."""
 
