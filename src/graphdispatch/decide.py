@@ -73,8 +73,8 @@ class Decision(NamedTuple):
 class Memo(dict[K, V], Generic[K, V]):
     """``memo[question]`` is ``answer(question)``, computed once. When ``most`` answers are kept, all are dropped.
 
-    A kept answer costs one lookup. Thread-safe: two threads that ask the same at once may both compute the answer. What
-    ``answer`` raises passes through, and nothing is kept.
+    A kept answer costs one lookup. Thread-safe: two threads that ask the same at once may both compute the answer, and
+    get the same one. What ``answer`` raises passes through, and nothing is kept.
     """
 
     __slots__ = ("_answer", "_most")
@@ -88,8 +88,7 @@ class Memo(dict[K, V], Generic[K, V]):
         answer = self._answer(question)
         if len(self) >= self._most:
             self.clear()
-        self[question] = answer
-        return answer
+        return self.setdefault(question, answer)
 
 
 class SizeTable:

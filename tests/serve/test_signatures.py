@@ -89,12 +89,11 @@ def call_wrapper(wrapper: CUDAGraphWrapper, rows: int) -> None:
 def test_a_wrapper_remembers_so_many_descriptors() -> None:
     """Those without a graph make way; the graphs stay, and serve."""
     wrapper = CUDAGraphWrapper(twice, max_cached_graphs=4)
-    graphs, routes = wrapper._graphs, wrapper._routes
-    graphs.max_groups = routes._most = 8
+    graphs = wrapper._graphs
+    graphs.max_groups = 8
     for rows in range(1, 30):
         call_wrapper(wrapper, rows)
     assert len(graphs.groups) <= 8 + 1
-    assert len(routes) <= 8 + 2
     kept = wrapper.get_cached_descriptors()
     assert len(kept) == 4
     for _ in range(2):
@@ -111,11 +110,10 @@ def test_a_manager_remembers_so_many_lengths() -> None:
     x = torch.randn(4, 3)
     manager.execute_or_capture(4, 1, twice, {"x": x})
     latest = manager._callables[-1]
-    latest.server.graphs.max_groups = latest.routes._most = 16
+    latest.server.graphs.max_groups = 16
     for seq_len in range(1, 60):
         manager.execute_or_capture(4, seq_len, twice, {"x": x})
     assert len(latest.server.graphs.groups) <= 16 + 1
-    assert len(latest.routes) <= 16 + 2
     assert len({id(group.inputs) for group in latest.server.graphs.groups.values()}) == 1
 
 

@@ -15,7 +15,7 @@ from ..backends.tracing import untraced
 from ..call.rules import ArgumentRules
 from ..config import CUDAGraphConfig, parse_mode
 from ..copying import make_lock
-from ..decide import Decision, SizeTable
+from ..decide import Decision, Memo, SizeTable
 from ..errors import ConfigError, GuardError, ReplayError, check_callable, check_count, shown
 from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
@@ -23,7 +23,7 @@ from ..memory.outputs import OutputView
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..serve.graphs import GraphSet
-from ..serve.group import GraphGroup, Route, Routes
+from ..serve.group import MOST_ROUTES, GraphGroup, Route
 from ..serve.prewarm import capture_example, refuse_closed
 from ..serve.server import Choice, Server
 from ..sizes import ROWS
@@ -39,7 +39,7 @@ class _Callable(NamedTuple):
     """One callable with its server, and its routes by sequence length, mode and batch dimensions."""
 
     server: Server
-    routes: Routes
+    routes: Memo[Any, Route]
 
     def groups_of(self, size: int, seq_len: int) -> list[GraphGroup]:
         """The groups whose calls of this sequence length the graph of ``size`` would serve."""
@@ -114,7 +114,7 @@ class CUDAGraphRegistry(Lifecycle):
         gone = waiting[: len(waiting) - _MOST_WAITING + 1] if len(waiting) >= _MOST_WAITING else []
         self._callables = [one for one in self._callables if one not in gone]
         server = Server(fn, self.config.options, self._graph_cache, strict=self.config.strict, times_replays=True)
-        return _Callable(server, Routes(partial(self._make_route, next(self._numbers))))
+        return _Callable(server, Memo(partial(self._make_route, next(self._numbers)), MOST_ROUTES))
 
     def _route(self, one: _Callable, size: int, seq_len: int, mode: CUDAGraphMode, dynamic: Mapping[str, int]) -> Route:
         """The route of batches that graphs of one size serve; sizes of the configuration share one."""

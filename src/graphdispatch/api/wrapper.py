@@ -15,14 +15,14 @@ from ..backends.tracing import untraced
 from ..call.rules import ArgumentRules
 from ..call.signature import Refusal
 from ..config import CUDAGraphOptions, parse_mode
-from ..decide import SizeTable
+from ..decide import Memo, SizeTable
 from ..descriptors import BatchDescriptor, current_context
 from ..errors import ConfigError, check_callable, check_count, check_type, shown
 from ..memory.cache import Admission, make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..memory.replay import next_use
 from ..modes import CUDAGraphMode
-from ..serve.group import Route, Routes
+from ..serve.group import MOST_ROUTES, Route
 from ..serve.prewarm import arguments_of, check_open, prewarm
 from ..serve.server import Server
 from ..stats import CUDAGraphStats
@@ -85,7 +85,7 @@ class CUDAGraphWrapper(Lifecycle):
         )
         self._server = Server(runnable, self.options, self._graph_cache)
         self._graphs = self._server.graphs
-        self._routes = Routes(self._make_route)
+        self._routes = Memo[Any, Route](self._make_route, MOST_ROUTES)
 
     @untraced
     def __call__(
@@ -118,12 +118,9 @@ class CUDAGraphWrapper(Lifecycle):
                 check_type("cudagraph_runtime_mode", cudagraph_runtime_mode, CUDAGraphMode, "a CUDAGraphMode")
             return self.runnable(*args, **kwargs)
         try:
-            route = self._routes.get(batch_descriptor)
-        except Exception:  # of the variant's class, too
+            route = self._routes[batch_descriptor]
+        except TypeError:
             raise ConfigError(f"batch_descriptor must be hashable, got {shown(batch_descriptor)}") from None
-        if route is None:
-            with self._server.lock:
-                route = self._routes[batch_descriptor]
         return self._server.serve(route, args, kwargs)
 
     def _make_route(self, descriptor: Any) -> Route:

@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,6 +23,8 @@ from ..sizes import Extents
 from ..state.guards import StateGuard
 
 _log = logging.getLogger("graphdispatch")
+MOST_ROUTES = 16384
+"""A front end keeps so many routes by its own keys; when there are more, all are made anew."""
 _MOST_HITS = 8192
 _MOST_STATES = 8
 
@@ -74,32 +76,6 @@ class Route:
     def groups(self) -> list["GraphGroup"]:
         """The groups of all forms of calls."""
         return [group for spelling in self.spellings.values() for group in spelling.groups]
-
-
-class Routes(dict[Hashable, Route]):
-    """The routes of a front end by its own keys; ``routes[key]`` makes one that is new.
-
-    Not thread-safe: used with the server's lock held, but for lookups with ``get``.
-
-    Args:
-        make: Makes the route of a key.
-        most: Beyond so many routes, those that no call has made a group of are forgotten.
-    """
-
-    __slots__ = ("_make", "_most")
-
-    def __init__(self, make: Callable[[Any], Route], most: int = 1024) -> None:
-        super().__init__()
-        self._make = make
-        self._most = most
-
-    def __missing__(self, key: Hashable) -> Route:
-        if len(self) >= self._most:
-            for known, route in list(self.items()):
-                if not route.spellings:
-                    del self[known]
-        route = self[key] = self._make(key)
-        return route
 
 
 class Spelling:
