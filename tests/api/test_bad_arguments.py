@@ -82,7 +82,7 @@ MISTAKES: list[tuple[str, Callable[[Any], Any], str]] = [
     ("wrapper", lambda w: gd.CUDAGraphWrapper(3), "runnable must be callable, got 3"),
     ("adaptive", lambda w: w.get_hot_shapes(0), "top_k must be an integer >= 1, got 0"),
     ("adaptive", lambda w: type(w)(double, min_replays_to_keep=-1), "min_replays_to_keep must be"),
-    ("adaptive", lambda w: w.prewarm([1, 2, 3], pytest.fail), "of 3 shapes needs max_cached_graphs >= 3, got 2"),
+    ("adaptive", lambda w: w.prewarm([1, 2, 3], pytest.fail), "of 3 sizes needs max_cached_graphs >= 3, got 2"),
     ("manager", lambda m: m.invalidate(3), "tag"),
     ("manager", lambda m: m.execute_or_capture(3, 1, double, {3: X}), "name of an input"),
     ("manager", lambda m: m.capture_graph(3, 1, double, inputs={"x": X}, dynamic=["x"]), "dynamic"),

@@ -123,7 +123,7 @@ def test_what_is_asked_of_a_frozen_or_sleeping_object_says_so() -> None:
     for asleep in (step, unused := make()):
         asleep.sleep()
         assert "wake()" in asleep.explain(torch.randn(4, 3))
-    with pytest.raises(gd.ConfigError, match=r"prewarm cannot capture now: .*sleep"):
+    with pytest.raises(gd.CaptureError, match=r"nothing can be captured now: .*sleep"):
         unused.prewarm(torch.randn(4, 3))
 
 

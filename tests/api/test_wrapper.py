@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch import CUDAGraphMode
+from graphdispatch import CaptureError, CUDAGraphMode
 from graphdispatch.engines import AdaptiveCUDAGraphWrapper, BatchDescriptor, CUDAGraphWrapper
 
 from ..helpers import double
@@ -111,7 +111,8 @@ def test_prewarm_captures_before_the_first_call() -> None:
     assert (wrapper.get_stats().captures, wrapper.get_stats().calls, wrapper.get_hot_shapes()) == (3, 0, [])
     serve(wrapper, 4, 4, 2, 2)
     assert (wrapper.get_stats().captures, wrapper.get_stats().hits) == (3, 4)
-    assert wrapper.prewarm([4], lambda descriptor: pytest.fail("it has its graph")) == [BatchDescriptor(4)]
+    assert wrapper.prewarm([4], lambda descriptor: torch.zeros(4, 3)) == [BatchDescriptor(4)]
+    assert wrapper.get_stats().captures == 3
 
 
 A, B = torch.zeros(4), torch.ones(4)
@@ -162,7 +163,7 @@ def test_a_call_that_began_before_clear_cache_leaves_no_graph_behind() -> None:
 
 
 def test_a_prewarm_under_way_ends_before_sleep_does() -> None:
-    """``sleep`` of another thread waits for it, and releases what it captured."""
+    """``sleep`` of another thread waits for the capture under way, which is the last one, and releases its graph."""
     wrapper = AdaptiveCUDAGraphWrapper(double)
     capture = wrapper._graphs.capture
 
@@ -171,6 +172,8 @@ def test_a_prewarm_under_way_ends_before_sleep_does() -> None:
         return capture(*args, **kwargs)
 
     wrapper._graphs.capture = sleeping  # type: ignore[method-assign]
-    assert len(wrapper.prewarm([8, 4], lambda descriptor: torch.randn(descriptor.num_tokens, 3))) == 2
+    with pytest.raises(CaptureError, match="sleep"):
+        wrapper.prewarm([8, 4], lambda descriptor: torch.randn(descriptor.num_tokens, 3))
+    assert kept(wrapper) == {8}
     wrapper.sleep()
     assert (kept(wrapper), wrapper.memory_bytes) == (set(), 0)

@@ -132,7 +132,7 @@ def test_one_size_in_a_pause(model: torch.nn.Module) -> None:
     assert step.capture_size(8)
     assert (step.stats.captures, step.stats.calls) == (1, calls)
     assert {*serves(step, 5, 6, 7, 8)} <= {Reason.PADDED, Reason.EXACT}
-    with pytest.raises(ConfigError, match=r"size must be one of \(1, 2, 4, 8, 16\), got 17"):
+    with pytest.raises(ConfigError, match=r"among the capture sizes \(1, 2, 4, 8, 16\), got 17"):
         step.capture_size(17)
 
 

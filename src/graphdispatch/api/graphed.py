@@ -11,7 +11,6 @@ from os import PathLike
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar
 
-import torch
 from torch import nn
 
 from ..backends import get_backend
@@ -25,7 +24,7 @@ from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
 from ..native.bound import CORE
 from ..serve.group import Route
-from ..serve.prewarm import PrewarmReport, capture_size, captured_sizes, check_open, prewarm
+from ..serve.prewarm import PrewarmReport, capture_size, captured_sizes, prewarm
 from ..serve.server import Server
 from ..sizes import ROWS
 from .lifecycle import Lifecycle
@@ -272,7 +271,7 @@ class Graphed(Lifecycle, Generic[P, R]):
         Args:
             *args: The positional arguments of the example call.
             sizes: The sizes to capture. None: all.
-            max_seconds: The time that capturing may take; it stops before it would pass that. None: no limit.
+            max_seconds: After so many seconds no further capture begins. None: no limit.
             compare: ``"all"`` compares every number of rows now, up to 64: for servers that ``freeze()``, or that
                 cannot have a call wait for its comparison.
             **kwargs: The keyword arguments of the example call.
@@ -281,12 +280,11 @@ class Graphed(Lifecycle, Generic[P, R]):
             What was captured, and which sizes were left out and why. Those are captured later, as they come.
 
         Raises:
-            ConfigError: A size cannot be, or nothing may be captured now.
+            ConfigError: A size cannot be.
+            CaptureError: Nothing may be captured now, as between ``sleep()`` and ``wake()``.
             FallbackError: A size cannot be captured, and the callable is ``strict``.
         """
-        with torch.no_grad(), self._server.lock:
-            check_open(self._server, self._route)
-            return prewarm(self._server, self._route, args, kwargs, sizes, max_seconds, compare=compare)
+        return prewarm(self._server, self._route, args, kwargs, sizes, max_seconds, compare=compare)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -310,8 +308,7 @@ class Graphed(Lifecycle, Generic[P, R]):
             ConfigError: There is no such size.
             FallbackError: It cannot be captured, and the callable is ``strict``.
         """
-        with torch.no_grad(), self._server.lock:
-            return capture_size(self._server, self._route, size)
+        return capture_size(self._server, self._route, size)
 
     def clear(self) -> None:
         """Release all graphs and their memory; calls capture anew. The statistics stay."""
@@ -325,8 +322,7 @@ class Graphed(Lifecycle, Generic[P, R]):
     @property
     def captured_sizes(self) -> tuple[int, ...]:
         """The sizes that have a graph for every signature seen so far, increasing."""
-        with self._server.lock:
-            return captured_sizes(self._route)
+        return captured_sizes(self._server, self._route)
 
     def detach(self) -> None:
         """Undo ``attach``: the module is called as before, and the graphs are released. Harmless when done twice.

@@ -24,7 +24,7 @@ from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..serve.graphs import GraphSet
 from ..serve.group import MOST_ROUTES, GraphGroup, Route
-from ..serve.prewarm import capture_example, refuse_closed
+from ..serve.prewarm import capture_example
 from ..serve.server import Choice, Server
 from ..sizes import ROWS
 from ..state.objects import same_callable
@@ -88,13 +88,10 @@ class CUDAGraphRegistry(Lifecycle):
             for victim in self._graph_cache.retire(entry, reason, tag):
                 victim.release()
 
-    def _forget_callables(self) -> list[GraphSet]:
-        """Let go of all callables, which may hold weights; one that comes again is new. Returns their graphs."""
+    def _forget_callables(self) -> None:
+        """Let go of all callables, which may hold weights; one that comes again is new."""
         with self._lock:
-            forgotten, self._callables = self._graph_sets, []
-        for graphs in forgotten:
-            graphs.is_over = True
-        return forgotten
+            self._callables = []
 
     def _find(self, fn: Callable[..., Any]) -> _Callable:
         """The server and routes of a callable, made if it is new."""
@@ -186,7 +183,6 @@ class CUDAGraphRegistry(Lifecycle):
             CaptureError: There can be no graph, or the registry is frozen or sleeps.
         """
         check_callable("capture_fn", capture_fn)
-        refuse_closed(self._graph_cache)
         check_count("batch_size", batch_size)
         if inputs is None:
             inputs = make_example(input_shapes, self._device)
@@ -198,10 +194,10 @@ class CUDAGraphRegistry(Lifecycle):
         if mode not in self._tables:
             raise ConfigError(f"mode must be CUDAGraphMode.FULL or PIECEWISE, got {shown(mode)}")
         one = self._find(capture_fn)
-        self._drop(size, seq_len, but=one)
         route = self._route(one, size, seq_len, mode, batch_dims(inputs, batch_size, dynamic))
         name = f"batch_size={batch_size}, seq_len={seq_len}"
         result = capture_example(one.server, route, ((), dict(inputs)), batch_size, size, name)
+        self._drop(size, seq_len, but=one)
         try:
             check_outputs(result.answer, output_shapes)
         except ConfigError:
@@ -261,11 +257,11 @@ class CUDAGraphRegistry(Lifecycle):
 
     def clear(self) -> None:
         """Release all graphs, and let go of all callables. The statistics stay."""
-        for entry in self._graph_cache.clear():  # those of callables that are remembered no more, too
-            entry.release()
-        for graphs in self._forget_callables():
+        for graphs in self._graph_sets:
             graphs.clear()
-        self._graph_cache.admission.clear()
+        for entry in self._graph_cache.clear():  # of callables that are remembered no more
+            entry.release()
+        self._forget_callables()
 
     @property
     def num_graphs(self) -> int:

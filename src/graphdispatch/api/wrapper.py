@@ -20,10 +20,9 @@ from ..descriptors import BatchDescriptor, current_context
 from ..errors import ConfigError, check_callable, check_count, check_type, shown
 from ..memory.cache import Admission, make_cache
 from ..memory.entry import CUDAGraphEntry
-from ..memory.replay import next_use
 from ..modes import CUDAGraphMode
 from ..serve.group import MOST_ROUTES, Route
-from ..serve.prewarm import arguments_of, check_open, prewarm
+from ..serve.prewarm import arguments_of, prewarm, refuse_closed, refuse_too_many
 from ..serve.server import Server
 from ..stats import CUDAGraphStats
 from .lifecycle import Lifecycle
@@ -263,29 +262,18 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
             The descriptors that have a graph afterwards, largest first.
 
         Raises:
-            ConfigError: A shape is none, there are more than ``max_cached_graphs``, or the wrapper sleeps or is frozen;
-                raised before anything is captured.
+            ConfigError: A shape is none, or there are more than ``max_cached_graphs``.
+            CaptureError: The wrapper sleeps or is frozen.
         """
         check_callable("dummy_fn", dummy_fn, "a function from a descriptor to arguments")
         self._dummy_fn = dummy_fn
         wanted = dict.fromkeys(_descriptors(shapes))
-        most = self._graph_cache.max_graphs
-        if len(wanted) > most:
-            raise ConfigError(
-                f"prewarm of {len(wanted)} shapes needs max_cached_graphs >= {len(wanted)}, got {most}; "
-                "raise it, or name fewer in shapes"
-            )
+        refuse_too_many(self._graph_cache, wanted)
         largest_first = sorted(wanted, key=lambda descriptor: -descriptor.num_tokens)
         with torch.no_grad(), self._server.lock:
             for descriptor in largest_first[:1]:
-                check_open(self._server, self._routes[descriptor])
-            missing = []
-            for descriptor in largest_first:
-                if (entry := self.get_entry(descriptor)) is None:
-                    missing.append(descriptor)
-                else:
-                    entry.last_used = next_use()  # so that others give way first
-            calls = [(self._routes[descriptor], *arguments_of(dummy_fn(descriptor))) for descriptor in missing]
+                refuse_closed(self._server, self._routes[descriptor])
+            calls = [(self._routes[descriptor], *arguments_of(dummy_fn(descriptor))) for descriptor in largest_first]
             calls = [call for call in calls if not isinstance(self._graphs.find(*call), Refusal)]
             for call in calls:
                 prewarm(self._server, *call)

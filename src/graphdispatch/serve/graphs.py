@@ -155,8 +155,6 @@ class GraphSet:
         self.cache = cache
         self.stats = cache.stats
         self.groups: dict[Hashable, GraphGroup] = {}
-        self.is_over = False
-        """Whether the front end has forgotten the callable: a call that still comes here runs eagerly."""
         self.judges_gain = False
         """Whether graphs that replay slower than eager are given up."""
         self.clock = time.perf_counter

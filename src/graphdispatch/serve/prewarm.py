@@ -1,7 +1,7 @@
 """Captures made on purpose, before batches need them: all sizes at the start, or one while nothing is to be served."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,23 +51,21 @@ class PrewarmReport:
 
 
 def capture_size(server: Server, route: Route, size: Any) -> bool:
-    """See ``Graphed.capture_size``. Called with the server's lock held."""
-    sizes = route.table.points
-    if not isinstance(size, int | tuple) or isinstance(size, bool) or size not in sizes:
-        raise ConfigError(f"size must be one of {sizes}, got {shown(size)}")
-    graphs, number = server.graphs, route.table.number_of(size)
-    if server.closed(route) is not None or graphs.cache.is_frozen:
-        return False
-    open_groups = [group for group in _groups(route) if group.example and group.blocked(number) is None]
-    for group in open_groups:
-        if graphs.current(group, number) is None:
-            _Prewarm(server, None, compares_all=True).capture(group, group.example, [number])
-    return size in captured_sizes(route)
+    """See ``Graphed.capture_size``."""
+    with torch.no_grad(), server.lock:
+        graphs, number = server.graphs, route.table.number_of(size)
+        if server.closed(route) is not None or graphs.cache.is_frozen:
+            return False
+        for group in _groups(route):
+            if group.example and group.blocked(number) is None and graphs.current(group, number) is None:
+                _Prewarm(server, compares_all=True).capture(group, group.example, [number])
+        return size in captured_sizes(server, route)
 
 
-def captured_sizes(route: Route) -> tuple[Any, ...]:
-    """See ``Graphed.captured_sizes``. Called with the server's lock held."""
-    groups = [set(group.entries) for group in _groups(route)]
+def captured_sizes(server: Server, route: Route) -> tuple[Any, ...]:
+    """See ``Graphed.captured_sizes``."""
+    with server.lock:
+        groups = [set(group.entries) for group in _groups(route)]
     return tuple(getattr(size, "lengths", size) for size in sorted(set.intersection(*groups))) if groups else ()
 
 
@@ -86,8 +84,8 @@ def prewarm(
     *,
     compare: str = "ends",
 ) -> PrewarmReport:
-    """Capture the sizes of a route that have no graph yet, from a call of it. See ``Graphed.prewarm``. Called with the
-    server's lock held, and once ``check_open`` has passed: who puts graphs to sleep meanwhile waits for the lock."""
+    """Capture the sizes of a route that have no graph yet, from a call of it. See ``Graphed.prewarm``. Who puts graphs
+    to sleep meanwhile waits for the lock."""
     if max_seconds is not None and (
         isinstance(max_seconds, bool) or not isinstance(max_seconds, int | float) or not max_seconds > 0
     ):
@@ -95,10 +93,10 @@ def prewarm(
     if compare not in ("ends", "all"):
         raise ConfigError(f"compare must be 'ends' or 'all', got {shown(compare)}")
     graphs, mode = server.graphs, route.table.mode
-    most = graphs.cache.max_graphs
-    run = _Prewarm(server, max_seconds, compares_all=compare == "all")
-    graphs.refresh()
-    with paused_collector(graphs.options.gc_disable):
+    with torch.no_grad(), server.lock, paused_collector(graphs.options.gc_disable):
+        refuse_closed(server, route)
+        run = _Prewarm(server, max_seconds, compares_all=compare == "all")
+        graphs.refresh()
         group, leaves, rows = _example(server, route, args, kwargs)
         wanted = sorted(route.table.checked(sizes), reverse=True) if group.signature.has_rows else [1]
         missing = []
@@ -107,82 +105,67 @@ def prewarm(
                 missing.append(size)
             else:
                 entry.last_used = next_use()  # so that others give way first
-        if len(missing) > most:
-            raise ConfigError(
-                f"prewarm of {len(missing)} sizes needs max_cached_graphs >= {len(missing)}, got {most}; raise it, or "
-                "name fewer in sizes="
-            )
+        refuse_too_many(graphs.cache, missing)
         run.capture(group, leaves, missing)
         # The run of one size may move a workspace that graphs made before read.
         if unfit := [size for size in missing if graphs.is_stale(group, size)]:
             graphs.refresh()
             run.capture(group, leaves, unfit)
-    if group.signature.has_rows and any(graphs.current(group, size) is None for size in route.table.sizes):
-        axes = group.inputs.axes
-        group.example = group.resized(leaves, pack(axes, [2, *lengths_of(axes, rows)[1:]]))
-    lacking = [size for size in wanted if graphs.current(group, size) is None]
-    for key in [(mode, size) for size in lacking if (mode, size) not in run.left_out]:  # a later capture displaced it
-        run.left_out[key], run.reasons[key] = Reason.CACHE_FULL.text, Reason.CACHE_FULL
-    captured = {mode: tuple(size for size in missing if size not in lacking)}
-    held = memory_of(graphs.cache, [graphs]).total
-    return PrewarmReport(captured, run.left_out, time.perf_counter() - run.started, held, run.reasons)
+        if group.signature.has_rows and any(graphs.current(group, size) is None for size in route.table.sizes):
+            axes = group.inputs.axes
+            group.example = group.resized(leaves, pack(axes, [2, *lengths_of(axes, rows)[1:]]))
+        lacking = [size for size in wanted if graphs.current(group, size) is None]
+        left_out = dict.fromkeys(lacking, (Reason.CACHE_FULL.text, Reason.CACHE_FULL)) | run.left_out
+        return PrewarmReport(
+            {mode: tuple(size for size in missing if size not in lacking)},
+            {(mode, size): why for size, (why, _) in left_out.items()},
+            time.perf_counter() - run.started,
+            memory_of(graphs.cache, [graphs]).total,
+            {(mode, size): reason for size, (_, reason) in left_out.items() if reason is not None},
+        )
 
 
 class _Prewarm:
     """The captures of one prewarm, within its limits."""
 
-    def __init__(self, server: Server, max_seconds: float | None, *, compares_all: bool) -> None:
+    def __init__(self, server: Server, max_seconds: float | None = None, *, compares_all: bool) -> None:
         self._server, self._max_seconds, self._compares_all = server, max_seconds, compares_all
-        self.left_out: dict[tuple[CUDAGraphMode, int], str] = {}
-        self.reasons: dict[tuple[CUDAGraphMode, int], Reason] = {}
+        self.left_out: dict[int, tuple[str, Reason | None]] = {}
+        """Why sizes have no graph, in words and, unless there was no time, by its reason."""
         self.started = time.perf_counter()
-        self._latest_s = 0.0
-        self._latest_bytes = max((entry.nbytes for entry in server.graphs.cache), default=0)
 
     def capture(self, group: GraphGroup, leaves: Sequence[Any], sizes: Iterable[int]) -> None:
         """Capture these sizes from an example, and note why each of the others has no graph."""
-        table = group.route.table
         for size in sizes:
-            key = table.mode, size
-            begun = time.perf_counter()
-            if self._max_seconds is not None and begun - self.started + self._latest_s > self._max_seconds:
-                self.left_out[key] = f"max_seconds={self._max_seconds} are used up"
-                continue
-            if self._is_beyond_budget():
-                self.left_out[key], self.reasons[key] = Reason.CACHE_FULL.text, Reason.CACHE_FULL
-                continue
-            rows = table.min_batch_of(size) if group.signature.has_rows else 1
-            result = self._capture_checked(group, leaves, rows, size)
-            self.left_out.pop(key, None)
-            self.reasons.pop(key, None)
-            self._latest_s = time.perf_counter() - begun
-            if result.entry is None:
-                self.left_out[key], self.reasons[key] = result.detail, result.reason
-            else:
-                self._latest_bytes = result.entry.nbytes
+            self.left_out.pop(size, None)
+            if self._max_seconds is not None and time.perf_counter() - self.started > self._max_seconds:
+                self.left_out[size] = f"max_seconds={self._max_seconds} are used up", None
+            elif self._is_beyond_budget():
+                self.left_out[size] = Reason.CACHE_FULL.text, Reason.CACHE_FULL
+            elif (result := self._capture_checked(group, leaves, size)).entry is None:
+                self.left_out[size] = result.detail, result.reason
 
-    def _capture_checked(self, group: GraphGroup, leaves: Sequence[Any], rows: int, size: int) -> CaptureResult:
-        """Capture one size from a full batch, and compare it on another one of ``rows`` rows, the fewest that it
-        serves, and perhaps on every further number of rows, up to ``MOST_COMPARED``.
+    def _capture_checked(self, group: GraphGroup, leaves: Sequence[Any], size: int) -> CaptureResult:
+        """Capture one size from a full batch, and compare it on another one of the fewest rows that it serves, and
+        perhaps on every further number of rows, up to ``MOST_COMPARED``.
 
         Raises ``FallbackError`` with ``strict``.
         """
         result = self._server.graphs.capture(group, group.resized(leaves, size), size, size, keep_effects=False)
         if result.entry is not None and result.entry.state is EntryState.CAPTURED:
-            result = self._compare(group, leaves, rows, result.entry) or result
+            result = self._compare(group, leaves, result.entry) or result
         if result.entry is None and self._server.strict:
             raise FallbackError(f"prewarm could not capture {size} rows: {result.detail}", result.reason)
         return result
 
-    def _compare(
-        self, group: GraphGroup, leaves: Sequence[Any], rows: int, entry: CUDAGraphEntry
-    ) -> CaptureResult | None:
+    def _compare(self, group: GraphGroup, leaves: Sequence[Any], entry: CUDAGraphEntry) -> CaptureResult | None:
         """Compare a new graph with eager on other batches made of the example; what found a difference, or None.
 
         They are a second batch unless the example has nothing but integers, since its rows are repeated.
         """
         graphs, other = self._server.graphs, group.varied(leaves, entry.size)
         is_second = entry.differs(other)
+        rows = group.route.table.min_batch_of(entry.size) if group.signature.has_rows else entry.size
         is_padded = rows != entry.size and not entry.depends_on_padding(rows)
         if is_padded and _tells(group, group.varied(leaves, rows), rows):
             found = _compare_numbers(graphs, group, leaves, rows, entry, self._compares_all)
@@ -192,30 +175,26 @@ class _Prewarm:
         return graphs.difference_on(group, other, entry.size, entry) if is_second else None
 
     def _is_beyond_budget(self) -> bool:
-        """Whether one more graph would not fit into the budget of memory beside those that there are.
-
-        It is expected to take as much as the one before it, and as those that there are on average.
-        """
+        """Whether one more graph, as large as the largest there is, would not fit into the budget of memory."""
         cache = self._server.graphs.cache
-        if cache.max_bytes is None:
-            return False
-        sizes = [entry.nbytes for entry in cache]
-        average = sum(sizes) // max(len(sizes), 1)
-        return cache.nbytes + max(average, self._latest_bytes) > cache.max_bytes
+        largest = max((entry.nbytes for entry in cache), default=0)
+        return cache.max_bytes is not None and cache.nbytes + largest > cache.max_bytes
 
 
-def refuse_closed(cache: GraphCache, *, is_over: bool = False) -> None:
-    """Raise ``CaptureError`` if graphs sleep or are frozen, or their callable was forgotten."""
-    if cache.is_frozen or cache.is_asleep or is_over:
-        closed = Reason.FROZEN if cache.is_frozen else Reason.ASLEEP if cache.is_asleep else Reason.NOT_CAPTURED
-        raise CaptureError(f"no capture: {closed.text}", closed)
-
-
-def check_open(server: Server, route: Route) -> None:
-    """Raise ``ConfigError`` if nothing may be captured now, such as between ``sleep()`` and ``wake()``, or frozen."""
+def refuse_closed(server: Server, route: Route) -> None:
+    """Raise ``CaptureError`` if nothing may be captured now, such as between ``sleep()`` and ``wake()``, or frozen."""
     closed = server.closed(route) or (Reason.FROZEN if server.graphs.cache.is_frozen else None)
     if closed is not None:
-        raise ConfigError(f"prewarm cannot capture now: {Decision.eager(closed).explain()}")
+        raise CaptureError(f"nothing can be captured now: {closed.text}", closed)
+
+
+def refuse_too_many(cache: GraphCache, wanted: Collection[Any]) -> None:
+    """Raise ``ConfigError`` if there may not be as many graphs as are wanted."""
+    if len(wanted) > cache.max_graphs:
+        raise ConfigError(
+            f"prewarm of {len(wanted)} sizes needs max_cached_graphs >= {len(wanted)}, got {cache.max_graphs}; raise "
+            "it, or name fewer"
+        )
 
 
 def _example(
@@ -238,8 +217,7 @@ def capture_example(
     """Capture one size from a call of ``rows`` rows, and compare it on all numbers of rows that it pads. Leaves no
     effect. Raises ``CaptureError`` if there can be no graph."""
     with torch.no_grad(), server.lock:
-        # Which another thread may have done since the caller asked.
-        refuse_closed(server.graphs.cache, is_over=server.graphs.is_over)
+        refuse_closed(server, route)
         server.graphs.refresh()
         found = server.graphs.find(route, *call)
         if isinstance(found, Refusal):

@@ -351,7 +351,7 @@ class Server:
         """Why no graph may replay on the calling thread now, whatever the call; or None.
 
         The thread is in a capture, in a break of a replay in this pool, in somebody's mode, or in forward-mode
-        differentiation, or the graphs are asleep or forgotten. Needs no lock, and must be asked before one is taken: a
+        differentiation, or the graphs are asleep. Needs no lock, and must be asked before one is taken: a
         break runs with its pool's lock held. Raises ``BackendError`` if another thread's capture records what this one
         submits.
         """
@@ -367,9 +367,7 @@ class Server:
             return Reason.MODE_ACTIVE
         if forward_ad._current_level >= 0:  # tangents come with plain tensors, whatever the grad mode
             return Reason.NEEDS_GRADIENTS
-        if cache.is_asleep:
-            return Reason.ASLEEP
-        return Reason.NOT_CAPTURED if self.graphs.is_over else None
+        return Reason.ASLEEP if cache.is_asleep else None
 
     def run_eagerly(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the callable, and count why. Raises ``FallbackError`` with ``strict``. Needs no lock."""
