@@ -523,14 +523,10 @@ class GraphSet:
     def clear(self) -> None:
         """Release everything, and forget all signatures and misses."""
         with self.lock:
-            for group in self.groups.values():
-                group.route.spellings.clear()
-            victims = [entry for entry in self.entries() if self.cache.remove(entry.place)]
+            for group in list(self.groups.values()):
+                self.forget(group)
             self.cache.admission.clear()
             self.share.clear()
-            self.groups.clear()
-            for entry in victims:
-                entry.release()
             self._trim()
 
     def _trim(self) -> None:
