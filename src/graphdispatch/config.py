@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer, model_validator
 from pydantic_core import ErrorDetails
 
-from .errors import ConfigError, shown
+from .errors import ConfigError, check_type, shown
 from .modes import CUDAGraphMode
 from .sizes import NAMED_SIZES, check_sizes, resolve_sizes
 
-__all__ = ["CUDAGraphConfig", "CUDAGraphOptions", "parse_mode", "roomy_config"]
+__all__ = ["CUDAGraphConfig", "CUDAGraphOptions", "parse_mode"]
 
 # The lookup table has an entry for each batch size, so that a mistyped limit would otherwise fill the memory.
 _LARGEST_BATCH = 2**20
@@ -50,7 +50,6 @@ def parse_mode(value: object) -> CUDAGraphMode:
 
 
 def _parse_capture_sizes(value: object) -> str | tuple[int, ...]:
-    value = getattr(value, "sizes", value)  # a plan
     if isinstance(value, str):
         if value != "auto" and value not in NAMED_SIZES:
             known = ", ".join(map(repr, ("auto", *NAMED_SIZES)))
@@ -75,25 +74,6 @@ class _Settings(BaseModel):
             raise self._config_error(error) from None
 
     @classmethod
-    def model_validate(cls, obj: Any, **how: Any) -> Self:
-        """An instance from a mapping or an instance, as pydantic's.
-
-        Args:
-            obj: The mapping or instance.
-            **how: Further arguments of pydantic's method.
-
-        Returns:
-            The instance.
-
-        Raises:
-            ConfigError: An option is unknown, or its value is wrong.
-        """
-        try:
-            return super().model_validate(obj, **how)
-        except ValidationError as error:
-            raise cls._config_error(error) from None
-
-    @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Self:
         """The object that ``to_dict`` described.
 
@@ -106,7 +86,8 @@ class _Settings(BaseModel):
         Raises:
             ConfigError: An option is unknown, or its value is wrong.
         """
-        return cls.model_validate(dict(d) if isinstance(d, Mapping) else d)
+        check_type("d", d, Mapping, f"a mapping of the options of {cls.__name__}")
+        return cls(**d)
 
     @classmethod
     def or_default(cls, given: Self | None, name: str) -> Self:
@@ -157,7 +138,7 @@ class _Settings(BaseModel):
     def _describe(cls, details: ErrorDetails) -> str:
         where = ".".join(map(str, details["loc"]))
         if details["type"] == "extra_forbidden":
-            return f"option {where!r} is unknown to {cls.__name__}; {cls._remedy(where)}"
+            return f"option {where!r} is unknown to {cls.__name__}; expected one of {', '.join(cls.model_fields)}"
         cause = details.get("ctx", {}).get("error")
         if cause is not None:
             # Raised by a validator of ours, which names the option, or by the options nested in this one.
@@ -165,11 +146,6 @@ class _Settings(BaseModel):
             return text if text.startswith(where) else f"{where}: {text}"
         expected = details["msg"].removeprefix("Input should be ")
         return f"{where or cls.__name__} must be {expected}, got {reprlib.repr(details['input'])}"
-
-    @classmethod
-    def _remedy(cls, unknown: str) -> str:
-        """What to do about an option that is unknown."""
-        return f"expected one of {', '.join(cls.model_fields)}"
 
 
 class CUDAGraphOptions(_Settings):
@@ -286,7 +262,8 @@ class CUDAGraphConfig(_Settings):
         backend: The name of a backend; ``"auto"`` follows the device of the arguments.
         capture_sizes: ``"auto"`` (vLLM's sizes) or a name of ``named_sizes``, which both end at ``max_batch_size``; a
             ``Plan``, of which those of uniform decode are taken; or the sizes themselves, strictly increasing.
-        max_batch_size: The largest batch that a graph may serve, in rows.
+        max_batch_size: The largest batch that a graph may serve, in rows. By default the largest of sizes that are
+            given one by one, and else 256.
         max_seq_len: The longest sequence that a graph may serve, in tokens.
         pad_batches: Serve a batch by the next larger size; False serves only exact sizes.
         strict: Raise ``FallbackError`` where a call would otherwise run eagerly.
@@ -295,7 +272,7 @@ class CUDAGraphConfig(_Settings):
 
     mode: Annotated[CUDAGraphMode, BeforeValidator(parse_mode)] = CUDAGraphMode.FULL
     backend: str = "auto"
-    capture_sizes: Annotated[str | tuple[int, ...], BeforeValidator(_parse_capture_sizes)] = "auto"
+    capture_sizes: str | tuple[int, ...] = "auto"
     max_batch_size: Annotated[int, Field(ge=1, le=_LARGEST_BATCH)] = 256
     max_seq_len: _Count = 8192
     pad_batches: bool = True
@@ -308,12 +285,16 @@ class CUDAGraphConfig(_Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _take_plan(cls, values: Any) -> Any:
-        plan: Any = values.get("capture_sizes") if isinstance(values, dict) else None
-        if not hasattr(plan, "sizes_of"):
+    def _read_sizes(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "capture_sizes" not in values:
             return values
-        mode = parse_mode(values.get("mode", CUDAGraphMode.FULL))
-        return values | {"capture_sizes": plan.sizes_of(mode.decode_mode()) or plan.sizes}
+        sizes = values["capture_sizes"]
+        if hasattr(sizes, "sizes_of"):  # a plan
+            mode = parse_mode(values.get("mode", CUDAGraphMode.FULL))
+            sizes = sizes.sizes_of(mode.decode_mode()) or sizes.sizes
+        sizes = _parse_capture_sizes(sizes)
+        largest = {} if isinstance(sizes, str) else {"max_batch_size": sizes[-1]}
+        return largest | values | {"capture_sizes": sizes}
 
     @model_validator(mode="after")
     def _sizes_are_reachable(self) -> Self:
@@ -330,12 +311,6 @@ class CUDAGraphConfig(_Settings):
         """The most graphs kept at once: ``options.max_cached_graphs``, or enough for every capture size and mode."""
         most = len(self.sizes) * (1 + self.mode.separate_routine())
         return self.options.max_cached_graphs or max(_MOST_GRAPHS, most)
-
-    @classmethod
-    def _remedy(cls, unknown: str) -> str:
-        if unknown in CUDAGraphOptions.model_fields:
-            return f"give options=CUDAGraphOptions({unknown}=...)"
-        return super()._remedy(unknown)
 
     @classmethod
     def disabled(cls) -> Self:
@@ -393,17 +368,3 @@ def _whole(name: str, value: int) -> int:
         return index(value)
     except TypeError:
         raise ConfigError(f"{name} must be an integer, got {shown(value)}") from None
-
-
-def roomy_config(sizes: object, max_size: int | None, settings: Mapping[str, Any]) -> CUDAGraphConfig:
-    """A configuration whose largest batch is the largest size given, unless ``max_size`` says otherwise.
-
-    ``settings`` are other options. Raises ``ConfigError``.
-    """
-    settings = dict(settings)
-    all_sizes = _parse_capture_sizes(sizes)
-    if not isinstance(all_sizes, str):
-        max_size = max(all_sizes, default=None) if max_size is None else max_size
-    if max_size is not None:
-        settings["max_batch_size"] = max_size
-    return CUDAGraphConfig.model_validate({"capture_sizes": sizes, **settings})

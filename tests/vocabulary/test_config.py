@@ -21,7 +21,6 @@ BAD_CONFIG: list[tuple[str, Any, str]] = [
     ("capture_sizes", 8, r"'auto', a name such as 'vllm', or increasing sizes, got 8"),
     ("capture_sizes", (), r"hold at least one size, got none; use mode NONE"),
     ("capture_sizes", (1, 4, 4, 2), r"strictly increasing, got 4 before 4 at index 1"),
-    ("capture_sizes", (1, 512), r"at most max_batch_size=256, got 512; raise max_batch_size"),
     ("max_batch_size", 0, r"greater than or equal to 1, got 0"),
     ("max_batch_size", 2**40, r"less than or equal to 1048576, got 1099511627776"),
     ("max_seq_len", -1, r"greater than or equal to 1, got -1"),
@@ -58,15 +57,11 @@ def test_a_bad_value_is_one_error(name: str, value: Any, expected: str) -> None:
 
 LOADED: dict[str, tuple[Callable[[], Any], str]] = {
     "plain data": (lambda: CUDAGraphConfig.from_dict({"max_seq_len": 0}), "^max_seq_len must be greater than or eq"),
-    "validated": (lambda: CUDAGraphConfig.model_validate({"max_seq_len": 0}), "^max_seq_len must be greater .* got 0$"),
     "nested": (lambda: CUDAGraphConfig.from_dict({"options": {"rtol": -1}}), "^options: rtol must be .*, got -1"),
     "several": (lambda: CUDAGraphConfig(max_seq_len=0, max_batch_size=0), "max_batch_size must .*; max_seq_len must "),
     "unknown": (lambda: CUDAGraphConfig.from_dict({"max_graphs": 3}), "'max_graphs' is unknown .* one of mode"),
-    "an option of graphs": (
-        lambda: CUDAGraphConfig.from_dict({"capture_after": 1}),
-        r"'capture_after' is unknown .*; give options=CUDAGraphOptions\(capture_after=",
-    ),
-    "no mapping": (lambda: CUDAGraphConfig.from_dict([1]), r"CUDAGraphConfig must be a valid dictionary .*, got \[1\]"),
+    "no mapping": (lambda: CUDAGraphConfig.from_dict([1]), r"d must be a mapping of the options .*, got \[1\]"),
+    "too large": (lambda: CUDAGraphConfig(capture_sizes=(1, 512), max_batch_size=256), "at most max_batch_size=256"),
     "weak and handed out": (
         lambda: CUDAGraphOptions(weak_ref_output=True, outputs="view"),
         "weak_ref_output=True .* outputs='clone', got outputs='view'",
@@ -134,7 +129,7 @@ def test_a_batch_is_served_when_a_size_holds_it(config: CUDAGraphConfig, batch_s
 def test_named_sizes_always_contain_the_largest_batch(name: str) -> None:
     """Every batch up to ``max_batch_size`` is served, also where the named sizes have no step there."""
     assert CUDAGraphConfig(capture_sizes=name, max_batch_size=301).sizes[-1] == 301
-    assert CUDAGraphConfig(capture_sizes=(2, 7)).sizes == (2, 7)  # explicit ones stay as given
+    assert CUDAGraphConfig(capture_sizes=(2, 700)).sizes == (2, 700)  # explicit ones stay as given
     assert CUDAGraphConfig(max_batch_size=512).sizes == named_sizes("vllm", 512)
     first, second = CUDAGraphConfig(strict=True), CUDAGraphConfig()
     assert first.sizes is second.sizes

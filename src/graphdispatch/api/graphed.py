@@ -16,7 +16,7 @@ from torch import nn
 from ..backends import get_backend
 from ..backends.tracing import compiler_at_work, untraced
 from ..call.rules import ArgumentRules, Dim, callable_name, make_rules
-from ..config import CUDAGraphConfig, CUDAGraphOptions, parse_mode, roomy_config
+from ..config import CUDAGraphConfig, CUDAGraphOptions, parse_mode
 from ..decide import Decision, SizeTable
 from ..errors import ConfigError, shown
 from ..memory.cache import make_cache
@@ -88,31 +88,30 @@ def graphed(
     Raises:
         ConfigError: An argument cannot be; raised here where that can be known, and else at the first call.
     """
-    settings = {
-        "mode": _read_mode(mode),
-        "backend": backend,
-        "strict": strict,
-        "options": _read_options(options, outputs),
-    }
-    config, rules = _read_rules(
-        fn, (dynamic, {} if pad is None else pad, static), (_read_sizes(sizes), max_size), settings
-    )
+    chosen = _read_options(options, outputs)
+    rules, sizes = make_rules(fn, dynamic, {} if pad is None else pad, static), _read_sizes(sizes)
+    if rules.dims:
+        rules, sizes, max_size = _read_dims(rules, sizes, max_size)
+    limit = {} if max_size is None else {"max_batch_size": max_size}
+    try:
+        config = CUDAGraphConfig(
+            capture_sizes=sizes, mode=_read_mode(mode), backend=backend, strict=strict, options=chosen, **limit
+        )
+    except ConfigError as error:  # in the words of this function
+        short = str(error).replace("capture_sizes", "sizes").replace("max_batch_size", "max_size")
+        raise ConfigError(short) from None
     return Graphed(fn, config, rules)
 
 
 def _read_options(options: CUDAGraphOptions | None, outputs: str | None) -> CUDAGraphOptions:
-    """The options with ``outputs``. Raises ``ConfigError`` where the two contradict each other."""
+    """The options with ``outputs``, if they are given apart. Raises ``ConfigError`` for static inputs."""
     chosen = CUDAGraphOptions.or_default(options, "options")
     if chosen.inputs != "copy":
         raise ConfigError(
             f"options.inputs must be 'copy' for graphed, got {chosen.inputs!r}; name the tensors whose address never "
             "changes in static=, or use CUDAGraphWrapper"
         )
-    if outputs is None or outputs == chosen.outputs:
-        return chosen
-    if chosen.outputs != CUDAGraphOptions().outputs:
-        raise ConfigError(f"outputs={outputs!r} contradicts options.outputs={chosen.outputs!r}; give one of them")
-    return chosen.replace(outputs=outputs)
+    return chosen if outputs is None else chosen.replace(outputs=outputs)
 
 
 def _read_mode(mode: str | CUDAGraphMode) -> CUDAGraphMode:
@@ -135,47 +134,22 @@ def _read_sizes(sizes: Any) -> Any:
     return Plan.load(sizes)
 
 
-def _read_rules(
-    fn: Callable[..., Any], arguments: tuple[Any, Any, Any], sizes: tuple[Any, int | None], settings: Mapping[str, Any]
-) -> tuple[CUDAGraphConfig, ArgumentRules]:
-    """The configuration and the rules that follow from the arguments of ``graphed``."""
-    try:
-        rules = make_rules(fn, *arguments)
-        if rules.dims:
-            return _named_config(rules, sizes, settings)
-        return roomy_config(*sizes, settings), rules
-    except ConfigError as error:
-        raise _in_short_names(error) from None
-
-
-def _named_config(
-    rules: ArgumentRules, sizes: tuple[Any, int | None], settings: Mapping[str, Any]
-) -> tuple[CUDAGraphConfig, ArgumentRules]:
-    """The configuration and the rules for dimensions with names, from ``(sizes, max_size)``.
+def _read_dims(rules: ArgumentRules, sizes: Any, max_size: int | None) -> tuple[ArgumentRules, Any, int | None]:
+    """The rules, and the sizes of the first dimension, for dimensions with names.
 
     A single dimension, one of each argument, is what its number would be. Raises ``ConfigError``.
     """
-    chosen, max_size = sizes
-    if _are_points(chosen):
-        rules = rules._replace(chosen=tuple(rules.checked_points(chosen)))
-        chosen, max_size = sorted({point[0] for point in rules.chosen}), None
+    if _are_points(sizes):
+        rules = rules._replace(chosen=tuple(rules.checked_points(sizes)))
+        sizes, max_size = sorted({point[0] for point in rules.chosen}), None
     else:
-        chosen, max_size = _of_first(rules.dims[0], chosen, max_size)
-    config = roomy_config(chosen, max_size, settings)
+        sizes, max_size = _of_first(rules.dims[0], sizes, max_size)
     if len(rules.axes) == 1 and all(len(places) == 1 for places in rules.dynamic.values()):
         given = {name: rules.rule_along(rules.axes[0], name, name) for name in rules.dynamic}
         pads = {name: rule for name, rule in given.items() if rule is not None}
         rows = {name: dict.fromkeys(places, ROWS) for name, places in rules.dynamic.items()}
-        return config, ArgumentRules(rows, {**rules.pad, **pads}, rules.static)
-    if config.options.max_cached_graphs is None:
-        most = max(config.max_cached_graphs, len(_make_table(config, rules).sizes))
-        config = config.replace(options=config.options.replace(max_cached_graphs=most))
-    return config, rules
-
-
-def _in_short_names(error: ConfigError) -> ConfigError:
-    """The error in the words of ``graphed``, whose arguments ``sizes`` and ``max_size`` have longer names elsewhere."""
-    return type(error)(str(error).replace("capture_sizes", "sizes").replace("max_batch_size", "max_size"))
+        rules = ArgumentRules(rows, {**rules.pad, **pads}, rules.static)
+    return rules, sizes, max_size
 
 
 def _make_table(config: CUDAGraphConfig, rules: ArgumentRules) -> SizeTable:
@@ -214,11 +188,13 @@ class Graphed(Lifecycle, Generic[P, R]):
     def __init__(self, fn: Callable[P, R], config: CUDAGraphConfig, rules: ArgumentRules) -> None:
         options = config.options
         backend = get_backend(config.backend) if config.backend != "auto" else None
-        self._graph_cache = make_cache(options, config.max_cached_graphs, backend=backend)
+        table = _make_table(config, rules)
+        most = options.max_cached_graphs or max(config.max_cached_graphs, len(table.sizes))
+        self._graph_cache = make_cache(options, most, backend=backend)
         self._server = Server(fn, options, self._graph_cache, strict=config.strict, max_groups=_MOST_SIGNATURES)
         self._graphs = self._server.graphs
         self._graphs.judges_gain = options.verify and not config.strict
-        self._route = Route(0, _make_table(config, rules), rules)
+        self._route = Route(0, table, rules)
         self._undo: Callable[[], None] | None = None
         """Gives a module back what ``attach`` replaced; None if that did not make this."""
         self.stats = self._server.stats
