@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from .errors import ConfigError, check_count, shown
 from .modes import CUDAGraphMode
@@ -49,28 +49,19 @@ def size_text(key: Hashable) -> str:
 class DispatchKey(NamedTuple):
     """What one batch is, before padding. Immutable and hashable.
 
-    ``create_dispatch_key`` makes a checked one. ``kind`` is part of the tuple, so that a key never equals a
-    ``BatchDescriptor`` with the same numbers. Keys are compared and hashed as plain tuples, so this costs nothing.
+    ``create_dispatch_key`` makes a checked one. Keys are compared and hashed as plain tuples.
 
     Args:
         num_tokens: The number of tokens, at least 1.
         num_reqs: The number of requests, at most ``num_tokens``.
         max_seq_len: The longest sequence in tokens; 0 if unknown.
         is_prefill: Whether the batch is a prefill.
-        kind: Always ``"batch"``; leave it out.
     """
 
     num_tokens: int
     num_reqs: int
     max_seq_len: int = 0
     is_prefill: bool = False
-    kind: Literal["batch"] = "batch"
-
-    def __repr__(self) -> str:
-        return (
-            f"DispatchKey(num_tokens={self.num_tokens}, num_reqs={self.num_reqs}, "
-            f"max_seq_len={self.max_seq_len}, is_prefill={self.is_prefill})"
-        )
 
 
 def create_dispatch_key(num_tokens: int, num_reqs: int, max_seq_len: int = 0, is_prefill: bool = False) -> DispatchKey:
