@@ -362,8 +362,8 @@ def attach(
             "attach() returned, or attach to a part that is not compiled"
         )
     handle = graphed(module._call_impl, dynamic=dynamic, **settings)
-    handle._undo = partial(_uncompile, module, handle)
     module._compiled_call_impl = handle
+    handle._undo = partial(_take_back, module, "_compiled_call_impl", handle)
     if module._compiled_call_impl is not handle:  # a traced module keeps no attribute of its own
         raise ConfigError(
             f"module must be served in place, which a {type(module).__name__} does not allow; use graphed()"
@@ -387,19 +387,16 @@ def _attach_method(
     def served(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return handle(*args, **kwargs) if self is module else function(self, *args, **kwargs)
 
-    setattr(module, method, MethodType(served, module))  # a method, so that a deep copy calls the copy
-    handle._undo = partial(_take_back, module, method, served)
+    bound = MethodType(served, module)  # a method, so that a deep copy calls the copy
+    setattr(module, method, bound)
+    handle._undo = partial(_take_back, module, method, bound)
     return handle
 
 
-def _uncompile(module: nn.Module, handle: Graphed[..., Any]) -> None:
-    if module._compiled_call_impl is handle:
-        module._compiled_call_impl = None
-
-
-def _take_back(module: nn.Module, method: str, served: Callable[..., Any]) -> None:
-    if getattr(vars(module).get(method), "__func__", None) is served:
-        delattr(module, method)
+def _take_back(module: nn.Module, name: str, attached: Any) -> None:
+    """Let go of what ``attach`` has put into a module, unless somebody else has replaced it: its class has the same."""
+    if vars(module).get(name) is attached:
+        delattr(module, name)
 
 
 if CORE is not None:
