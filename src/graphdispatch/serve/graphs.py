@@ -235,16 +235,20 @@ class GraphSet:
         if newcomer.route.entry is not None:
             return
         while self.num_groups > self.max_groups + spare:
-            owned = (group for group in self.groups.values() if group.route.entry is None)
-            others = [group for group in owned if group is not newcomer]
+            others = [group for group in self.owned if group is not newcomer]
             waiting = next((group for group in others if group.key == self._waiting and group.is_idle), None)
             self.forget(waiting or min(others, key=lambda group: (not group.is_idle, group.last_used)))
         self._waiting = newcomer.key if self.num_groups > self.max_groups else None
 
     @property
+    def owned(self) -> list[GraphGroup]:
+        """The groups that are not around a graph of somebody else."""
+        return [group for group in self.groups.values() if group.route.entry is None]
+
+    @property
     def num_groups(self) -> int:
         """The groups that count for ``max_groups``; one more while a new one waits for its second call."""
-        return sum(group.route.entry is None for group in self.groups.values())
+        return len(self.owned)
 
     def forget(self, group: GraphGroup) -> None:
         """Let go of a group, with its graphs and static inputs, and of its form of call if it was the only one."""
@@ -458,9 +462,8 @@ class GraphSet:
     def _free_inputs(self) -> None:
         """Free the static inputs that no graph reads, nor the one that is captured now. Those of a graph that somebody
         else captured are not ours."""
-        owned = [group for group in self.groups.values() if group.route.entry is None]
-        read = {entry.inputs for group in owned for entry in group.all_entries if not entry.is_released}
-        for unread in {group.inputs for group in owned} - read - {self._captured_on}:
+        read = {entry.inputs for entry in self.entries() if not entry.is_released}
+        for unread in {group.inputs for group in self.owned} - read - {self._captured_on}:
             unread.free()
 
     def refresh(self) -> None:
@@ -498,8 +501,7 @@ class GraphSet:
 
     def entries(self) -> list[CUDAGraphEntry]:
         """The entries that the set has captured, of all states."""
-        owned = [group for group in self.groups.values() if group.route.entry is None]
-        return [entry for group in owned for entry in group.all_entries]
+        return [entry for group in self.owned for entry in group.all_entries]
 
     def rearm(self, reason: EvictionReason, tag: str = "") -> None:
         """Release all graphs, with the buffers that they shared; sizes are captured anew when they come again. Takes
