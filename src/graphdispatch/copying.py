@@ -15,7 +15,7 @@ Note [after a fork]
 import os
 import threading
 from copy import copy, deepcopy
-from typing import Any, NoReturn, Protocol, Self
+from typing import Any, NoReturn, Self
 from weakref import WeakSet
 
 from .errors import CopyError
@@ -64,14 +64,12 @@ class Unlocked:
 
     _lock: Any
 
-    def _attributes(self) -> dict[str, Any]:
-        """All attributes by name, those that lie in slots first."""
-        slots = [name for kind in type(self).__mro__ for name in getattr(kind, "__slots__", ()) if name != "__dict__"]
-        return {name: getattr(self, name) for name in slots} | vars(self)
-
     def __getstate__(self) -> dict[str, Any]:
+        """All attributes by name, those that lie in slots first."""
+        slots = getattr(self, "__slots__", ())
         with self._lock:
-            return {name: copy(value) for name, value in self._attributes().items() if name != "_lock"}
+            held = {name: getattr(self, name) for name in slots} | vars(self)
+            return {name: copy(value) for name, value in held.items() if name != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
@@ -109,17 +107,10 @@ class NotCopied:
     __copy__ = __deepcopy__ = __reduce__ = _refuse
 
 
-class Forkable(Protocol):
-    """What must be put right in a forked child."""
-
-    def after_fork(self) -> None:
-        """Called once in the child, before anything else runs there; all locks are free."""
-
-
 NO_FORK = threading.RLock()
 """While a thread holds it, ``os.fork`` in another one waits. Hold it for moments, and wait for nothing meanwhile."""
 _LOCKS: WeakSet[Any] = WeakSet()
-_OBJECTS: WeakSet[Forkable] = WeakSet()
+_OBJECTS: WeakSet[Any] = WeakSet()
 
 
 def make_lock() -> threading.Lock:
@@ -136,8 +127,9 @@ def make_rlock() -> "threading.RLock":
     return lock
 
 
-def renew_in_child(thing: Forkable) -> None:
-    """Call ``thing.after_fork()`` in every forked child, as long as it lives."""
+def renew_in_child(thing: Any) -> None:
+    """Call ``thing.after_fork()`` in every forked child, as long as it lives, before anything else runs there; all
+    locks are free then."""
     _OBJECTS.add(thing)
 
 
