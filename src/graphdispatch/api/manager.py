@@ -53,7 +53,8 @@ class CUDAGraphRegistry(Lifecycle):
     A function takes its static inputs by name, as keyword arguments, and returns a tensor or a nest of tensors. Every
     input's dimension 0 is the batch unless ``dynamic`` says which inputs have one and where. Shapes may be omitted
     where ``inputs=`` shows them. A key has one graph; a manager, which captures what comes often, has one for each
-    callable. Of the callables without a graph, the eight that were used last are remembered. Thread-safe.
+    callable. Of the callables without a graph, the eight that were used last are remembered; ``sleep`` and ``clear``
+    let go of all of them. Thread-safe.
 
     Args:
         config: What to capture, how, and within which limits. None: ``CUDAGraphConfig()``.
@@ -87,6 +88,8 @@ class CUDAGraphRegistry(Lifecycle):
         for entry in self._graph_cache:  # of callables that are remembered no more
             for victim in self._graph_cache.retire(entry, reason, tag):
                 victim.release()
+        if reason is EvictionReason.ASLEEP:
+            self._forget_callables()
 
     def _forget_callables(self) -> None:
         """Let go of all callables, which may hold weights; one that comes again is new."""
@@ -108,7 +111,7 @@ class CUDAGraphRegistry(Lifecycle):
     def _make(self, fn: Callable[..., Any]) -> _Callable:
         """A server for a callable that is new; room is made by forgetting one that has no graph."""
         waiting = [one for one in self._callables if all(e.is_released for e in one.server.graphs.entries())]
-        gone = waiting[: len(waiting) - _MOST_WAITING + 1] if len(waiting) >= _MOST_WAITING else []
+        gone = waiting[: 1 - _MOST_WAITING]
         self._callables = [one for one in self._callables if one not in gone]
         server = Server(fn, self.config.options, self._graph_cache, strict=self.config.strict, times_replays=True)
         return _Callable(server, Memo(partial(self._make_route, next(self._numbers)), MOST_ROUTES))
@@ -239,21 +242,6 @@ class CUDAGraphRegistry(Lifecycle):
             Whether there was a graph.
         """
         return self._drop(batch_size, seq_len)
-
-    def sleep(self, tag: str = "") -> None:
-        """Release graphs and buffers, and run calls eagerly until ``wake()``: while weights are unloaded or replaced.
-
-        Waits for calls that a graph serves now. The pool's memory goes with its last graph. Callables are let go of,
-        too, since they may hold weights.
-
-        Args:
-            tag: Why; it is kept with the statistics' ``last_evictions``.
-
-        Raises:
-            ConfigError: ``tag`` is no text.
-        """
-        super().sleep(tag)
-        self._forget_callables()
 
     def clear(self) -> None:
         """Release all graphs, and let go of all callables. The statistics stay."""
