@@ -5,7 +5,7 @@ A name is imported when it is first used.
 
 from typing import Any
 
-from ..exports import LazyNames
+from .. import LazyNames
 
 _NAMES = LazyNames(__name__, __file__)
 
