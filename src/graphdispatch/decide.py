@@ -4,7 +4,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from .config import CUDAGraphConfig
 from .descriptors import BatchDescriptor
 from .errors import ConfigError, shown
 from .modes import CUDAGraphMode
@@ -121,11 +120,6 @@ class SizeTable:
         self.pads = pad_batches
         """Whether a batch is served by a larger size."""
         self._decisions = Memo(self._decide)
-
-    @classmethod
-    def of(cls, config: CUDAGraphConfig, mode: CUDAGraphMode) -> "SizeTable":
-        """The table of a configuration's sizes for one runtime mode."""
-        return cls(config.sizes, mode, pad_batches=config.pad_batches)
 
     @classmethod
     def of_one(

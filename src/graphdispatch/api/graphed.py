@@ -154,11 +154,8 @@ def _read_dims(rules: ArgumentRules, sizes: Any, max_size: int | None) -> tuple[
 
 def _make_table(config: CUDAGraphConfig, rules: ArgumentRules) -> SizeTable:
     """The sizes of a configuration; with several dynamic dimensions, combinations of them."""
-    table = SizeTable.of(config, config.mode)
-    if not rules.dims:
-        return table
-    points = (rules.chosen or rules.points(table.sizes)) if table.sizes else ()
-    return SizeTable(points, config.mode, axes=rules.axes, pad_batches=table.pads)
+    points = (rules.chosen or rules.points(config.sizes)) if rules.dims and config.sizes else config.sizes
+    return SizeTable(points, config.mode, axes=rules.axes, pad_batches=config.pad_batches)
 
 
 def _are_points(sizes: Any) -> bool:

@@ -76,7 +76,8 @@ class CUDAGraphRegistry(Lifecycle):
         self._numbers = count(1)
         self._lock = make_lock()
         self._sizes = sizes = config.replace(mode=CUDAGraphMode.FULL)
-        self._tables = {mode: SizeTable.of(sizes, mode) for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)}
+        runtime_modes = (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)
+        self._tables = {m: SizeTable(sizes.sizes, m, pad_batches=sizes.pad_batches) for m in runtime_modes}
         """The sizes of the configuration by runtime mode."""
 
     @property

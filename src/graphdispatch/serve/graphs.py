@@ -510,7 +510,7 @@ class GraphSet:
             if self.cache.is_asleep and self.cache.backend is not None:
                 self.cache.backend.synchronize()
             for group in self.groups.values():
-                group.forgive()
+                group.failures.clear()
             self.release([victim for entry in self.entries() for victim in self.cache.retire(entry, reason, tag)])
             self._free_inputs()
             self._guard = None

@@ -53,12 +53,9 @@ class Route:
     is_single: bool = False
     """Whether only the calls like the first one are served; others are odd."""
     captures: bool = True
-    """Whether the server captures what comes often; else only the front end does, or somebody else did."""
+    """Whether the server captures what comes often, unless there is ``entry``; else only the front end does."""
     spellings: "dict[tuple[Any, ...], Spelling]" = field(init=False, default_factory=dict)
     """The forms of calls that came, by the number of positional arguments and the keywords."""
-
-    def __post_init__(self) -> None:
-        self.captures = self.captures and self.entry is None
 
     def descriptor_of(self, size: int) -> BatchDescriptor:
         """What the graph of ``size`` serves."""
@@ -242,12 +239,6 @@ class GraphGroup:
     def quarantine(self, size: int, reason: Reason, detail: str, *, is_final: bool = False) -> None:
         """Note a failed capture: the size stays eager for a while, or for good."""
         self.failures.fail(size, self.misses[size], reason, detail, is_final=is_final)
-        self.hits.clear()
-
-    def forgive(self) -> None:
-        """Forget all failed captures."""
-        self.failures.clear()
-        self.hits.clear()
 
     def blocked(self, size: int) -> Failure | None:
         """The failure that keeps ``size`` from being captured at the next call, if any."""

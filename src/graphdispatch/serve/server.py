@@ -239,7 +239,7 @@ class Server:
 
     def admit(self, group: GraphGroup, size: int) -> tuple[Reason, str]:
         """What becomes of a call whose size has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Counts nothing."""
-        if not group.route.captures:
+        if not group.route.captures or group.route.entry is not None:
             return Reason.NOT_CAPTURED, ""
         failure = group.blocked(size)
         if failure is not None:
