@@ -167,8 +167,6 @@ class GraphSet:
         self._states, self._numbers = itertools.count(1), itertools.count()
         self._captured_on: StaticInputs | None = None
         """Those of the capture under way, which its own callable may interrupt."""
-        self._waiting: Hashable = None
-        """The key of the group beyond the limit that waits for its second call."""
         self._has_fitted = False
         """Whether the rules have fitted a call."""
 
@@ -224,7 +222,8 @@ class GraphSet:
         return group, leaves, group.signature.match(leaves)
 
     def give_way(self, newcomer: GraphGroup, *, spare: int = 0) -> None:
-        """Forget groups beyond the limit: first the one that waits, then the least recently used, an idle one if any.
+        """Forget groups beyond the limit: the one that was made last if it waits, else the least recently used, an idle
+        one if any.
 
         One group more than the limit may wait for its second call, which captures; it is the first to go. So in a cycle
         over more signatures than the limit, those beyond it make each other give way before they come again: they run
@@ -236,9 +235,8 @@ class GraphSet:
             return
         while self.num_groups > self.max_groups + spare:
             others = [group for group in self.owned if group is not newcomer]
-            waiting = next((group for group in others if group.key == self._waiting and group.is_idle), None)
-            self.forget(waiting or min(others, key=lambda group: (not group.is_idle, group.last_used)))
-        self._waiting = newcomer.key if self.num_groups > self.max_groups else None
+            oldest = min(others, key=lambda group: (not group.is_idle, group.last_used))
+            self.forget(others[-1] if others[-1].is_idle else oldest)
 
     @property
     def owned(self) -> list[GraphGroup]:
