@@ -150,7 +150,7 @@ def check_sizes(sizes: Iterable[int], name: str = "capture_sizes") -> tuple[int,
 
     Raises ``ConfigError`` that names the argument as ``name`` and the first entry or pair at fault.
     """
-    if not isinstance(sizes, Iterable):
+    if not isinstance(sizes, Iterable) or isinstance(sizes, (str, bytes, Mapping)):
         raise ConfigError(f"{name} must be increasing sizes, got {shown(sizes)}")
     checked = tuple(sizes)
     if not checked:
