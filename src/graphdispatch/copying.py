@@ -39,9 +39,6 @@ class MadeAnew:
         """What makes an object like this one: a class or function, its arguments, and attributes to set then."""
         return type(self), *self._made_with, {}
 
-    def __copy__(self) -> Any:
-        return _make(*self._recipe())
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         recipe = deepcopy(self._recipe(), memo)
         if id(self) not in memo:  # else the callable itself holds this object, which has just been copied with it
