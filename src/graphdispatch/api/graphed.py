@@ -92,11 +92,11 @@ def graphed(
     rules, sizes = make_rules(fn, dynamic, {} if pad is None else pad, static), _read_sizes(sizes)
     if rules.dims:
         rules, sizes, max_size = _read_dims(rules, sizes, max_size)
-    limit = {} if max_size is None else {"max_batch_size": max_size}
+    settings: dict[str, Any] = {"capture_sizes": sizes, "mode": _read_mode(mode), "options": chosen}
+    if max_size is not None:
+        settings["max_batch_size"] = max_size
     try:
-        config = CUDAGraphConfig(
-            capture_sizes=sizes, mode=_read_mode(mode), backend=backend, strict=strict, options=chosen, **limit
-        )
+        config = CUDAGraphConfig(backend=backend, strict=strict, **settings)
     except ConfigError as error:  # in the words of this function
         short = str(error).replace("capture_sizes", "sizes").replace("max_batch_size", "max_size")
         raise ConfigError(short) from None
