@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, eager_break, graphed
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper, OutputView
-from graphdispatch.errors import ConfigError, StaleOutputError
+from graphdispatch.errors import CaptureError, ConfigError, StaleOutputError
 
 from .calls import Plan, plans, sound_plans, twists
 from .compare import Done, assert_same, assert_same_outcome, assert_same_state, perform, snapshot
@@ -128,7 +128,7 @@ class Sequences(RuleBasedStateMachine):
         for step, model in self.served:
             args, kwargs = plan.make(model)
             # A model that raises at one of the sizes, and a cache without room for all sizes, are told; both are right.
-            with contextlib.suppress(ConfigError, IndexError):
+            with contextlib.suppress(CaptureError, ConfigError, IndexError):
                 step.prewarm(*args, sizes=None if place is None else (), **kwargs)
                 if place is not None:
                     step.capture_size(step.sizes[place % len(step.sizes)])

@@ -12,7 +12,7 @@ import torch
 
 from ..api.graphed import Graphed, graphed
 from ..config import CUDAGraphOptions, parse_mode
-from ..errors import ConfigError, DeviceLostError
+from ..errors import CaptureError, ConfigError, DeviceLostError
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..sizes import named_sizes
@@ -132,7 +132,7 @@ def _try_captures(
         report = served.prewarm(*args, **kwargs)
     except DeviceLostError:
         raise
-    except ConfigError:  # the call can have no graph, whatever its size
+    except (CaptureError, ConfigError):  # the call can have no graph, whatever its size
         return {Reason.ARGUMENTS_CHANGED: line}, ""
     except Exception as error:
         return {Reason.CALL_RAISED: f"with another number of rows the call raises {type(error).__name__}: {error}"}, ""
