@@ -1164,14 +1164,8 @@ def with_attributes(held: Any, **attributes: Any) -> Any:
     return held
 
 
-read("attribute of a thread")(Worker, lambda h: h.k, put(k=5))
-read("attribute of a class of threads")(Worker, lambda h: h.kind, put(kind=5))
 read("attribute of a class of queues")(lambda: own_class(asyncio.Queue, k=2)(), lambda h: h.k, put("__class__", k=5))
 read("attribute of a condition", serves=False)(threading.Condition, lambda h: getattr(h, "k", 2.0), put(k=5.0))
-read("attribute of a logger")(lambda: with_attributes(logging.Logger("x"), k=2.0), lambda h: h.k, put(k=5.0))
-read("extra of a logger")(
-    lambda: logging.LoggerAdapter(logging.Logger("x"), {"k": 2}), lambda h: h.extra["k"], lambda h: h.extra.update(k=5)
-)
 
 
 kept("code of the user that is not called")(lambda: odd_error(), lambda h: h is not None, lambda _: None)
@@ -1229,15 +1223,6 @@ KEPT["number that a break reads"] = Read(
 # What stands behind a class of the user over one of a library.
 
 
-class Sink(logging.Handler):
-    """A handler with settings."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.k = 2.0
-
-
-read("setting of a handler by a computed name")(Sink, lambda h: getattr(h, "".join(["", "k"])), put(k=5.0))
 read("attribute of a static method")(
     lambda: Box(k=with_attributes(staticmethod(abs), n=2)), lambda h: h.k.n, lambda h: vars(h.k).update(n=5)
 )

@@ -9,7 +9,6 @@ import hashlib
 import hmac
 import importlib
 import io
-import logging
 import mmap
 import multiprocessing
 import os
@@ -537,15 +536,12 @@ foreign("text in memory")(io.StringIO, lambda o, _: o.write("x"), lambda o: (o.g
 foreign("ctypes")(ctypes.c_int, add, "value")
 foreign("array of ctypes")(ctypes.c_int * 2, count, list)
 foreign("structure of ctypes")(own_class(ctypes.Structure, _fields_=(("calls", ctypes.c_float),)), calls, "calls")
-write("attribute of a thread")(Worker, calls, "calls")
+foreign("attribute of a thread", is_shared=True)(Worker, calls, "calls")
 foreign("attribute of an event", is_shared=True)(lambda: with_attributes(threading.Event(), calls=0), calls, "calls")
 foreign("attribute of an array")(lambda: np.zeros(2).view(Marked), calls, vars)
 foreign("array of a class of its own")(lambda: np.zeros(2).view(Marked), count, list)
 foreign("array of Python")(lambda: array.array("i", [9]), lambda o, _: o.append(1), list)
 foreign("bytes")(lambda: bytearray(2), lambda o, _: o.append(1), bytes)
-write("extra of a logger")(
-    lambda: logging.LoggerAdapter(logging.Logger("x"), {0: 0}), lambda o, _: count(o.extra, _), lambda o: o.extra[0]
-)
 write("object that a queue holds, too")(lambda: shared_with(asyncio.Queue()), lambda o, _: calls(o.zero), "zero.calls")
 
 
@@ -558,6 +554,8 @@ unseen("event_read", threading.Event, lambda o: 1 + o.is_set(), row=True)
 unseen("event_read: shared value", lambda: multiprocessing.Value("i", 2), lambda o: o.value, row=True)
 unseen("event_read: decimal context", lambda: decimal.Context(prec=5), lambda o: o.prec, row=True)
 unseen("thread_local_read", lambda: type("Local", (threading.local,), {"k": 2.0})(), lambda o: o.k, row=True)
+unseen("attribute of a thread", Worker, lambda o: o.k)
+unseen("attribute of a class of threads", Worker, lambda o: o.kind)
 unseen("attribute given to a thread", lambda: with_attributes(threading.Thread(), k=2), lambda o: o.k)
 unseen("entry of an array of Python", lambda: array.array("d", [2.0]), lambda o: o[0])
 unseen("attribute of an array", lambda: np.zeros(2).view(Marked), lambda o: o.k)

@@ -98,7 +98,7 @@ class EagerRun:
 
     def check_state(self) -> None:
         """Raise ``CaptureError`` if a run since then changed Python state, or drew where no graph draws."""
-        _check_python_state(self.trace.walk.change(self.trace.spelled))
+        _check_python_state(self.trace.walk.change())
         _check_draws(self.trace.walk.drew())
 
     def find_metadata(
@@ -152,7 +152,7 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
             answer = within(request.call, values)
         has_run = True
         after = request.backend.rng_state()
-        changed, drew = within(walk.change, trace.spelled), walk.drew()
+        changed, drew = within(walk.change), walk.drew()
         for region in effects.regions:
             region.after = region.read().clone()
         may_draw = effects.runs_custom or trace.sets_generator

@@ -79,6 +79,7 @@ _TORCH_NEEDS = ("sympy", "mpmath", "networkx", "jinja2", "fsspec", "filelock")
 """Packages that torch's compiler is made of."""
 _MACHINES = ("threading", "asyncio", "multiprocessing", "subprocess")
 _MACHINERY = (*_TORCH_NEEDS, "triton", *_MACHINES, "importlib", "inspect", "logging")
+_LOGGERS = (logging.Filterer, logging.LoggerAdapter)
 _CTYPES = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union, ctypes._Pointer)
 _OPAQUE = (
     array,
@@ -125,22 +126,20 @@ def home_of(kind: type) -> str:
 
 def is_followed(kind: type) -> bool:
     """Whether the objects of a class are a part of the callable's state: not those of this package (but for its demo),
-    and no machinery of torch, Triton or the standard library. Modules are, loggers, and the user's kinds of threads."""
+    no machinery of torch, Triton or the standard library, and no kinds of loggers. Modules of torch are."""
     module = home_of(kind)
     root = module.partition(".")[0] if not module.startswith(f"{_PACKAGE}.demo") else "demo"
-    if root == _PACKAGE:
-        return False
-    if issubclass(kind, (nn.Module, logging.Filterer, logging.LoggerAdapter)):
+    if issubclass(kind, nn.Module) and root != _PACKAGE:
         return True
-    if root in _MACHINERY:
+    if root in (_PACKAGE, *_MACHINERY) or issubclass(kind, _LOGGERS):
         return False
     return root != "torch" or module.startswith(_TORCH_STATE) or module.endswith(".amp.grad_scaler")
 
 
 def is_machine(kind: type) -> bool:
-    """Whether a class is one of the standard library's whose objects threads and processes share: nobody puts them
-    back, since others may have changed them."""
-    return home_of(kind).partition(".")[0] in _MACHINES
+    """Whether a class is one of threads, or of the standard library's whose objects threads and processes share: nobody
+    puts them back, since others may have changed them."""
+    return home_of(kind).partition(".")[0] in _MACHINES or issubclass(kind, threading.Thread)
 
 
 @lru_cache(maxsize=8192)
@@ -181,9 +180,8 @@ def attribute_table(value: Any) -> dict[str, Any] | None:
     """The attributes of an object by name, live and writable; None if it has none."""
     if type(value) in _BARE:
         return None
-    home: Any = threading.local if issubclass(type(value), threading.local) else object
     try:
-        table = home.__getattribute__(value, "__dict__")
+        table = object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
         return None
     return table if issubclass(type(table), dict) else None

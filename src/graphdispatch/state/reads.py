@@ -5,7 +5,6 @@ too much now and then, and never too little.
 """
 
 import copyreg
-import logging
 import os
 import random
 import sys
@@ -28,7 +27,7 @@ from ..call.breaks import is_break
 from . import objects
 from .bytecode import code_reads, original_of
 from .objects import ABSENT, CONTAINERS, is_library_code
-from .snapshot import FORM, MEMBERS, OF_LOGGERS, random_holder
+from .snapshot import FORM, MEMBERS, random_holder
 
 
 class Reader(NamedTuple):
@@ -294,18 +293,19 @@ class StateReads:
             self._note_absent(objects.attribute_table(value) or {})
 
     def _may_use(self, machine: Any) -> bool:
-        """Whether the code may have read a lock, event or thread: code of its class's file ran, or code spells one of
-        its attributes. So one that lies among what is copied or printed as a whole is not refused. A private attribute
-        that code of a library spells is that of the library's own objects.
+        """Whether the code may have read a lock, event or thread: code of the library behind its class ran, or code of
+        the user spells one of its attributes. So one that lies among what is copied or printed as a whole is not
+        refused, but for those of a class of the user.
         """
-        table = objects.attribute_table(machine)
-        if table is None:
+        kind, table = type(machine), objects.attribute_table(machine)
+        users = objects.user_classes(kind)
+        if table is None or (users and (self._all or kind in self._notes.whole_types)):
             return True
-        file = getattr(sys.modules.get(objects.home_of(type(machine))), "__file__", None)
-        public = {name for name in table if not name.startswith("_")}
-        return not self._library_names.isdisjoint(public) or any(
-            code.co_filename == file
-            or not (objects.is_library_code(code.co_filename) or table.keys().isdisjoint(code.co_names))
+        homes = {sys.modules.get(objects.home_of(base)) for base in type.mro(kind)}
+        files = {getattr(home, "__file__", None) for home in homes}
+        names = table.keys() | {name for base in users for name in vars(base) if not name.startswith("__")}
+        return any(
+            code.co_filename in files if is_library_code(code.co_filename) else not names.isdisjoint(code.co_names)
             for code in self._notes.codes
         )
 
@@ -443,8 +443,6 @@ class StateReads:
         """The names to compare of the objects of a class: those of the user's code, where libraries wrote some of the
         class of their code, too; all, if code reads them without spelling their names."""
         users = objects.user_classes(kind)
-        if issubclass(kind, logging.Filterer) and not users:
-            return self._names - OF_LOGGERS  # else handlers, and the streams behind them, would count
         has_own_access = any({"__getattr__", "__getattribute__"} & vars(base).keys() for base in users)
         if self._all or kind in self._notes.whole_types or has_own_access:
             return _ALL

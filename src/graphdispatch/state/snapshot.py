@@ -4,12 +4,10 @@ A ``Way`` reads all that an object of one kind holds: as a dict by label, a list
 that back.
 """
 
-import logging
 import operator
 import pickle
 import random
 import re
-import threading
 from collections.abc import Callable, Collection
 from functools import partial
 from operator import is_
@@ -39,18 +37,9 @@ class Holder(NamedTuple):
     way: Way
     before: Any
 
-    @property
-    def is_set_by_itself(self) -> bool:
-        """Whether these are the attributes of another thread that runs: it sets them at any time."""
-        if not (self.way.is_by_name and issubclass(type(self.value), threading.Thread)):
-            return False
-        return self.value is not threading.current_thread() and any(one is self.value for one in threading.enumerate())
-
-    def change(self, names: Collection[str] | None = None) -> str | None:
-        """How it differs from before, in words, or None; with ``names``, of attributes those of these names alone."""
+    def change(self) -> str | None:
+        """How it differs from before, in words, or None."""
         now, before = self.way.read(self.value), self.before
-        if names is not None:
-            now, before = ({name: held[name] for name in held if name in names} for held in (now, before))
         kind = type(before)
         if kind is list:
             if len(now) == len(before) and all(map(is_, now, before)):
@@ -79,30 +68,15 @@ class Holder(NamedTuple):
         self.way.write(self.value, held)
 
 
-OF_LOGGERS = vars(logging.Logger("")).keys() | vars(logging.Handler()).keys()
-"""What loggers and handlers keep of themselves; other threads write it."""
-_KEPT_BY_LIBRARY = {threading.Thread: vars(threading.Thread(name="")).keys(), logging.Filterer: OF_LOGGERS}
-
-
-def _read_attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object by name; of a thread, logger or handler those that somebody else gave it."""
-    table = dict(objects.attribute_table(value) or {})
-    for kind, own in _KEPT_BY_LIBRARY.items():
-        if issubclass(type(value), kind):
-            return {name: held for name, held in table.items() if name not in own}
-    return table
-
-
 def _write_attributes(value: Any, before: dict[str, Any]) -> None:
     """Make these the attributes of an object."""
     table = objects.attribute_table(value)
     assert table is not None
-    for name in _read_attributes(value):
-        del table[name]
+    table.clear()
     table.update(before)
 
 
-ATTRIBUTES = Way(_read_attributes, _write_attributes, is_by_name=True)
+ATTRIBUTES = Way(lambda value: dict(objects.attribute_table(value) or {}), _write_attributes, is_by_name=True)
 
 
 Read = Callable[[Any], dict[str, Any]]

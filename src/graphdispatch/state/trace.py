@@ -130,16 +130,11 @@ class CodeTrace(CodeNotes, CodeListener):
     @property
     def touched(self) -> set[str] | None:
         """The names of all attributes that the code can have changed; None if it does not spell them all."""
-        breaks, names = self.of_breaks, self.spelled
+        breaks = self.of_breaks
         if self.is_deaf or self.reads_whole or breaks.reads_whole or breaks.whole_types:
             return None
+        names = self.names.union(self.library_names, breaks.names, breaks.library_names)
         return names if names.isdisjoint(("__setattr__", "__delattr__")) else None
-
-    @property
-    def spelled(self) -> set[str]:
-        """The names of all attributes that the code spells."""
-        breaks = self.of_breaks
-        return set().union(self.names, self.library_names, breaks.names, breaks.library_names)
 
     def shares_with_breaks(self) -> bool:
         """Whether the user's code in breaks may change what the other code reads: it has a name in common with that."""

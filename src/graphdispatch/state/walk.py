@@ -7,7 +7,6 @@ that runs while a ``CodeTrace`` feeds it. Nothing of the user's is called.
 
 import os
 import random
-import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -131,20 +130,19 @@ class StateWalk:
         """Whether it met this very object."""
         return id(value) in self._seen
 
-    def change(self, spelled: Collection[str] | None = None) -> str | None:
+    def change(self) -> str | None:
         """The first of ``changes``, or None; with what to use instead where a cache is among what it met."""
-        change = next(self.changes(spelled), None)
+        change = next(self.changes(), None)
         if change is None:
             return None
         advice = advice_for(self._seen.values())
         return f"{change} ({advice})" if advice else change
 
-    def changes(self, spelled: Collection[str] | None = None) -> Iterator[str]:
+    def changes(self) -> Iterator[str]:
         """What is not as it was met, each in words (``Model.cache.layers[1].k was rebound``). Random generators are not
-        asked (see ``drew``). With ``spelled``, attributes of threads that run count by these names alone: such threads
-        set theirs."""
+        asked (see ``drew``)."""
         for holder in (*self._holders, *self._filled()):
-            how = holder.change(spelled if holder.is_set_by_itself else None)
+            how = holder.change()
             if how is not None:
                 yield told((holder.path, how))
 
@@ -164,14 +162,12 @@ class StateWalk:
         """Put back everything that is not as it was met, and random generators only if told so: others may use them.
 
         With ``names``, only attributes of these names, and what containers hold that some way of such names leads to:
-        code that spells no others did not change the rest, and another thread may have. Without, attributes that a
-        thread sets by itself are left alone. Raises the first error of what cannot be put back, once all else is.
+        code that spells no others did not change the rest, and another thread may have. Raises the first error of what
+        cannot be put back, once all else is.
         """
         failed: Exception | None = None
         for holder in (*self._holders, *self._filled(), *(self._generators if generators else ())):
             try:
-                if names is None and holder.is_set_by_itself:
-                    continue
                 is_shared = names is not None and issubclass(type(holder.value), _SHARED) and not holder.way.is_by_name
                 if holder.change() is not None and (not is_shared or self._is_reached(holder, names or (), set())):
                     holder.restore(names)
@@ -265,12 +261,9 @@ class StateWalk:
         return chain(snapshot.labelled(container, entries).items(), (("[key]", key) for key in keys))
 
     def _opaque_edges(self, value: Any, path: Any) -> Edges:
-        """What nobody can compare. A thread's own attributes can be put back."""
+        """What nobody can compare."""
         self.has_opaque = True
-        kind = type(value)
-        if issubclass(kind, (threading.local, threading.Thread)):
-            return self._instance_edges(value, path)
-        if not objects.is_machine(kind):
+        if not objects.is_machine(type(value)):
             self.unrestorable = self.unrestorable or told(path)
         return iter(())
 
