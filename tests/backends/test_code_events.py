@@ -2,7 +2,6 @@
 
 import sys
 import threading
-from collections.abc import Iterable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -14,7 +13,6 @@ import graphdispatch as gd
 from graphdispatch import Reason
 from graphdispatch.backends.code_events import CodeListener, pause, resume
 from graphdispatch.backends.insight import OperatorMode
-from graphdispatch.call.breaks import BREAK_CODE
 
 from ..helpers import AT_ONCE, in_threads
 
@@ -29,14 +27,8 @@ class Listener(CodeListener):
         self.heard: list[str] = []
         self.followed = follows
 
-    def own(self) -> Iterable[CodeType]:
-        return (BREAK_CODE,)
-
     def follows(self, code: CodeType) -> bool:
         return code.co_name == self.followed
-
-    def may_follow(self, code: CodeType) -> bool:
-        return self.follows(code)
 
     def on_call(self, frame: FrameType) -> None:
         self.heard.append(frame.f_code.co_name)

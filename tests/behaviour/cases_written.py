@@ -17,6 +17,7 @@ import random
 import sys
 import threading
 import types
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -228,7 +229,7 @@ write("attribute of an entry")(lambda: Box(c=[Box(k=None)]), lambda o, x: setatt
 write("never read")(lambda: Box(c=Box()), lambda o, x: setattr(o.c, "hidden", x[0] * 1))
 write("attribute that goes")(lambda: Box(calls=1), comes_and_goes)
 write("class attribute")(lambda: own_class()(), lambda o, _: calls(type(o)), lambda o: getattr(type(o), "calls", 0))
-write("dict that describes a class")(
+write("dict that describes a class", reason=Reason.STATE_UNSEEN)(
     lambda: own_class(__parameters__={0: 0})(), lambda o, x: count(o.__parameters__, x), lambda o: o.__parameters__[0]
 )
 write("attribute of a metaclass")(with_metaclass, lambda o, _: calls(type(o[0])), lambda o: getattr(o[1], "calls", 0))
@@ -258,7 +259,7 @@ write("hooks")(OrderedDict, lambda o, _: (o.update({len(o): 1}), calls(o)), lamb
 write("set")(lambda: {9}, lambda o, _: o.add(len(o)), sorted)
 write("deque")(lambda: deque([9]), lambda o, _: o.append(1), list)
 write("numpy_writes", row=True)(lambda: np.zeros(3, dtype=np.float32), lambda o, _: o.__iadd__(3.0))
-write("entry of an array")(lambda: np.array([0], dtype=object), count)
+write("entry of an array", reason=Reason.STATE_UNSEEN)(lambda: np.array([0], dtype=object), count)
 write("shape of an array")(
     lambda: np.zeros((1, 1024)), lambda o, _: setattr(o, "shape", (2 * o.shape[0], -1)), np.shape
 )
@@ -364,7 +365,7 @@ for name, find in FINDERS.items():
     write(f"module found by {name}")(named_module, count_in_named(find), lambda name: sys.modules[name].value)
 WRITES["entry of a global list"] = Write(module_code("latest[0] += 1"))
 WRITES["variable of the module that comes"] = Write(module_code("global made", "made = len(x)"))
-WRITES["globals()"] = Write(module_code("globals()['newest'] += 1"), in_breaks=False)
+WRITES["globals()"] = Write(module_code("globals()['newest'] += 1"), reason=Reason.STATE_UNSEEN)
 
 
 # The process and its libraries.
@@ -454,6 +455,7 @@ ITERATORS: dict[str, Callable[[], Iterator[int]]] = {
     "generator that has begun": lambda: (lambda line: (next(line), line)[1])(n for n in range(400)),
 }
 LINE: Any = None
+FACTOR = 2
 BOX, LOCAL = Box(), threading.local()
 
 
@@ -558,6 +560,11 @@ unseen("attribute of a thread", Worker, lambda o: o.k)
 unseen("attribute of a class of threads", Worker, lambda o: o.kind)
 unseen("attribute given to a thread", lambda: with_attributes(threading.Thread(), k=2), lambda o: o.k)
 unseen("entry of an array of Python", lambda: array.array("d", [2.0]), lambda o: o[0])
+unseen("object in an array", lambda: np.array([{"k": 2}], dtype=object), lambda o: o[0]["k"])
+unseen("weak proxy", lambda: (box := Box(k=2.0), weakref.proxy(box)), lambda o: o[1].k)
+unseen("lock given back by name", threading.Lock, lambda o: (o.acquire() and o.release()) or 2)
+unseen("annotations", lambda: own_class(__annotations__={"k": 2}), lambda o: o.__annotations__["k"])
+unseen("globals()", lambda: 2, lambda k: globals()["FACTOR"] * k)
 unseen("attribute of an array", lambda: np.zeros(2).view(Marked), lambda o: o.k)
 unseen("entry of an array of a class of its own", lambda: np.full(3, 2.0).view(Marked), lambda o: float(o[0]))
 unseen("mask of an array", lambda: np.ma.array([2.0, 8.0], mask=[False, True]), lambda o: float(o.mean()))

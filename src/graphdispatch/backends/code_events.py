@@ -9,7 +9,6 @@ Note [a profiler of Python 3.12 is not taken away for an operator]
 
 import os
 import sys
-from collections.abc import Iterable
 from threading import get_ident
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodDescriptorType, MethodType
 from typing import Any
@@ -51,19 +50,11 @@ class CodeListener:
         """A function begins whose code is not plain."""
 
     def follows(self, code: CodeType) -> bool:
-        """Whether ``on_return`` shall hear of the ends of this code now."""
+        """Whether ``on_return`` shall hear of the ends of this code."""
         return False
-
-    def may_follow(self, code: CodeType) -> bool:
-        """Whether it may later on, in this run."""
-        return False
-
-    def own(self) -> Iterable[CodeType]:
-        """Code of this package that it may follow."""
-        return ()
 
     def on_return(self, code: CodeType) -> None:
-        """A function that ``follows`` ends."""
+        """A function ends whose code it ``follows``."""
 
     def on_c_call(self, frame: FrameType, owner: Any, name: str) -> None:
         """A compiled function is about to run; ``owner`` is the object of a method, else the module or None."""
@@ -98,8 +89,6 @@ if sys.version_info >= (3, 12):
     """By thread, who began to listen last."""
     _begun = [0]
     """How often somebody began to listen: what was told before is told again then."""
-    _kept = set[int]()
-    """Own code, by ``id``, that somebody may follow."""
     _taken: list[int] = []
     """The number under which this process listens, once it does."""
     _NAME = __name__.partition(".")[0]
@@ -109,13 +98,14 @@ if sys.version_info >= (3, 12):
         *(os.path.join(_PACKAGE, "backends", name) for name in ("code_events.py", "insight.py")),
     }
     """Files of the code that runs on the way to a mode and through it."""
+    _FOLLOWED = {os.path.join(_PACKAGE, "call", name) for name in ("breaks.py", "spec.py")}
+    """Files of this package of whose code somebody may hear: that around breaks, and around callables."""
 
     def _begin(listener: CodeListener) -> bool:
         tool = _take_tool()
         if tool is None:
             return False
         listener.outer, listener.is_paused = _listeners.get(get_ident()), False
-        _kept.update(map(id, listener.own()))
         _begun[0] += 1
         _listeners[get_ident()] = listener
         wanted = _events.PY_START | _events.PY_RETURN | _events.PY_UNWIND | _events.CALL
@@ -164,8 +154,8 @@ if sys.version_info >= (3, 12):
         return _taken[0]
 
     def _is_own(code: CodeType) -> bool:
-        """Whether code is this package's, in which nothing is to be heard of, and nobody follows it."""
-        return is_own_code(code.co_filename) and id(code) not in _kept
+        """Whether code is this package's, in which nothing is to be heard of."""
+        return is_own_code(code.co_filename) and code.co_filename not in _FOLLOWED
 
     def _is_silent(code: CodeType) -> bool:
         """Whether nobody is to hear of code: it runs around each operator that is watched."""
@@ -200,7 +190,7 @@ if sys.version_info >= (3, 12):
         if not listeners:
             return _DISABLE if _is_own(code) else None
         _tell_end(code, listeners)
-        is_over = len(_listeners) == 1 and not any(each.may_follow(code) for each in listeners)
+        is_over = len(_listeners) == 1 and not any(each.follows(code) for each in listeners)
         return _DISABLE if is_over and begun == _begun[0] else None
 
     @untraced

@@ -353,10 +353,6 @@ class _NewCode(CodeListener):
         self.found = self.is_heard = False
         self.plain.pop(id(_CALL), None)
 
-    def own(self) -> Iterable[CodeType]:
-        """The code around the callable."""
-        return (_CALL,)
-
     def on_call(self, frame: FrameType) -> None:
         """Any code that comes here is new, but for that around the callable."""
         if frame.f_code is _CALL:

@@ -97,12 +97,13 @@ _OPAQUE = (
 classes are compared; those of others may hide some of what they hold."""
 
 
-_DESCRIBES = frozenset(
+DESCRIBES = frozenset(
     (
         *("__annotations__", "__match_args__", "__orig_bases__", "__parameters__", "__type_params__", "__signature__"),
         *("__dataclass_fields__", "__dataclass_params__"),
     )
 )
+"""Attributes of classes in which nobody looks for state: code of the user that spells one of them runs eagerly."""
 _NOTHING_IN = (*CONSTANTS, *_TRUSTED)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 _COMPILED_MEMBERS: dict[type, tuple[str, ...]] = {
@@ -204,8 +205,7 @@ def is_compiled_member(member: Any) -> bool:
 
 
 def content(container: Any) -> list[Any]:
-    """The keys and values of a dict, or the entries of another container or of an array of objects, all of one moment:
-    threads may write it."""
+    """The keys and values of a dict, or the entries of another container, all of one moment: threads may write it."""
     if type(container) is dict:
         held = container.copy()
         return [*held, *held.values()]
@@ -213,8 +213,6 @@ def content(container: Any) -> list[Any]:
     if issubclass(kind, dict):
         pairs = list(dict_of(container).items(container))
         return [*(key for key, _ in pairs), *(value for _, value in pairs)]
-    if issubclass(kind, np.ndarray):
-        return list(container.flat) if container.dtype.hasobject else []
     kinds: tuple[Any, ...] = (list, tuple, set, deque, frozenset)
     base = next((base for base in kinds if issubclass(kind, base)), None)
     return [] if base is None else list(base.__iter__(container))
@@ -272,8 +270,8 @@ def _nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 def describes(name: str) -> bool:
     """Whether a class attribute of this name describes the class to ``typing``, ``dataclasses`` or pydantic. It may be
-    rebound, but what it holds is no state, unless code of the user spells the name."""
-    return name in _DESCRIBES or name.startswith("__pydantic_")
+    rebound, but what it holds is no state."""
+    return name in DESCRIBES or name.startswith("__pydantic_")
 
 
 def functions_in(value: Any) -> list[types.FunctionType]:
@@ -306,7 +304,7 @@ _ROLES: dict[str, tuple[Any, ...]] = {
     "method": (types.MethodType, property, staticmethod, classmethod),
     "module": (types.ModuleType,),
     "cell": (types.CellType,),
-    "reference": (weakref.ref, *weakref.ProxyTypes, ContextVar),
+    "reference": (weakref.ref, ContextVar),
 }
 
 
@@ -456,15 +454,8 @@ def _assigns_outer(code: types.CodeType) -> bool:
 
 
 def referent(reference: Any) -> Any:
-    """What a weak reference or proxy points to, or a context variable holds here; ``ABSENT`` if that is nothing."""
-    if type(reference) is ContextVar:
-        return reference.get(ABSENT)
-    if issubclass(type(reference), weakref.ref):
-        return weakref.ref.__call__(reference)
-    try:
-        return reference.__reduce_ex__.__self__
-    except ReferenceError:
-        return None
+    """What a weak reference points to, or a context variable holds here; ``ABSENT`` if that is nothing."""
+    return reference.get(ABSENT) if type(reference) is ContextVar else weakref.ref.__call__(reference)
 
 
 def name_of(value: Any) -> str:

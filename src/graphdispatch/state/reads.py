@@ -5,7 +5,6 @@ too much now and then, and never too little.
 """
 
 import copyreg
-import os
 import random
 import sys
 import types
@@ -45,10 +44,8 @@ class Reader(NamedTuple):
 
 
 _SETS = (
-    *("codes", "names", "asked", "library_names", "whole_types", "functions"),
-    *("variables", "whole_tables"),
+    *("codes", "names", "asked", "library_names", "whole_types", "functions", "variables"),
 )
-_FLAGS = ("reads_environment", "reads_whole")
 
 
 class CodeNotes:
@@ -72,26 +69,21 @@ class CodeNotes:
         self.variables: set[tuple[int, str]] = set()
         """The variables that it looks up there, each by the ``id`` of its namespace and its name. Where one is not
         there, a builtin serves, or a default."""
-        self.whole_tables: set[int] = set()
-        """The namespaces that it gets hold of by ``globals()``."""
         self.reads_whole = False
         """Whether code reads objects of any class under names that it does not spell."""
-        self.reads_environment = False
-        """Whether code of the user names the environment variables."""
 
     def lacks(self, other: "CodeNotes") -> bool:
         """Whether ``other`` notes code of the user, or what any code reads, that these notes do not have."""
         further = {kind: getattr(other, kind) - getattr(self, kind) for kind in _SETS}
         further["codes"] = {code for code in further["codes"] if not is_library_code(code.co_filename)}
-        return any(further.values()) or any(getattr(other, flag) and not getattr(self, flag) for flag in _FLAGS)
+        return any(further.values()) or (other.reads_whole and not self.reads_whole)
 
     def absorb(self, other: "CodeNotes") -> None:
         """Note all that ``other`` notes."""
         self.tables |= other.tables
         for kind in _SETS:
             getattr(self, kind).update(getattr(other, kind))
-        for flag in _FLAGS:
-            setattr(self, flag, getattr(self, flag) or getattr(other, flag))
+        self.reads_whole = self.reads_whole or other.reads_whole
 
     def note_variables(self, table: dict[str, Any], names: Iterable[str]) -> None:
         """Note that code looks variables of a namespace up."""
@@ -361,12 +353,12 @@ class StateReads:
         return _BY_TORCH | _TABLES
 
     def _visit_array(self, array: Any) -> None:
-        """An array of numbers or of objects, by its bytes as they lie in memory."""
+        """An array of numbers, by its bytes as they lie in memory."""
+        if array.dtype.hasobject:
+            self._refuse("an array of objects")
+            return
         self.readers += (Reader(partial(read, array)) for read in (np.ndarray.tobytes, _form_of))
         self._count(array.nbytes // 8, array)
-        if array.dtype.hasobject:
-            self.contents.append(array)
-            self._pending += objects.content(array)
 
     def _visit_class(self, kind: type) -> None:
         """A class of the user: what code reads of it. Of torch's modules the methods that ran, which others replace."""
@@ -426,12 +418,9 @@ class StateReads:
 
     def _compare_namespaces(self, notes: CodeNotes) -> None:
         self._pending += notes.functions
-        if notes.reads_environment:
-            self.contents.append(vars(os.environ)["_data"])
         for table, names in notes.by_table():
             self._compare_variables(table, names)
             self.absent.append((table, frozenset(names) - table.keys()))
-        self.tables += map(notes.tables.__getitem__, notes.whole_tables)
 
     def _compare_variables(self, table: dict[str, Any], names: Iterable[str]) -> None:
         known = [name for name in names if name in table]

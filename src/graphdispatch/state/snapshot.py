@@ -110,7 +110,6 @@ CONTEXT = _way_of_members(
     lambda variable, _, held: variable.set(held),
     lambda *_: None,  # one that had no value keeps the one that it got
 )
-ENVIRONMENT = _way_of_members(dict, operator.setitem, operator.delitem)
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__name__", "__doc__")
 _LABELS, _get_all = tuple(f".{name}" for name in _OF_FUNCTIONS), operator.attrgetter(*_OF_FUNCTIONS)
 FUNCTION = _way_of_members(
@@ -158,9 +157,6 @@ def _write_container(value: Any, before: list[Any]) -> None:
         set.update(value, before)
     elif issubclass(type(value), list):
         list.__setitem__(value, slice(None), before)
-    elif issubclass(type(value), np.ndarray):
-        for index, inner in enumerate(before):
-            value.flat[index] = inner
     else:
         value.clear()
         value.extend(before)
@@ -240,17 +236,15 @@ def _write_tensor(tensor: torch.Tensor, before: dict[str, Any]) -> None:
     tensor.requires_grad_(before[".requires_grad"])
 
 
-_SET: dict[str, Callable[[Any], None]] = {
-    "the default dtype": torch.set_default_dtype,
-    # Torch sets its compiler's determinism to the same.
-    "the setting of determinism": lambda mode: torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1),
-}
-_READ = (torch.get_default_dtype, torch.get_deterministic_debug_mode)
-SETTINGS = _way_of_members(
-    lambda _: {label: read() for label, read in zip(_SET, _READ, strict=True)},
-    lambda _, label, held: _SET[label](held),
-    lambda *_: None,  # they are always there
-)
+def _write_settings(_: Any, before: tuple[torch.dtype, int]) -> None:
+    """Set the default dtype and determinism."""
+    dtype, mode = before
+    torch.set_default_dtype(dtype)
+    if torch.get_deterministic_debug_mode() != mode:  # torch sets its compiler's determinism to the same
+        torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
+
+
+SETTINGS = Way(lambda _: (torch.get_default_dtype(), torch.get_deterministic_debug_mode()), _write_settings)
 """Of the settings of the process that operators read: the default dtype, and determinism."""
 
 
@@ -278,23 +272,15 @@ def random_holder(path: Any, generator: Any) -> Holder:
 
 MEMBERS = ("_parameters", "_buffers", "_modules")
 """What a module keeps its members in."""
-MEMBER = "\0"
-"""The label of what has the members of a module: in a text they are attributes, or entries of a list."""
-_AS_SPELLED = (
-    (re.compile(r"\0\['(\d+)'\]"), r"[\1]"),
-    (re.compile(r"\0\['(\w+)'\]"), r".\1"),
-    (re.compile("\0"), ""),
-    (re.compile(r"\[key \d+\]"), "[key]"),
-)
+_MEMBER = re.compile(r"\._(?:parameters|buffers|modules)\['(\w+)'\]")
+_KEY = re.compile(r"\[key \d+\]")
 
 
 def told(path: Any) -> str:
-    """A path as the user would spell it: a chain (path of its owner, label)."""
+    """A path as the user would spell it, with members of modules as torch names them: a chain (path of its owner,
+    label)."""
     labels = []
     while path:
         path, label = path
         labels.append(label)
-    text = "".join(f"{label}" for label in reversed(labels))
-    for pattern, spelled in _AS_SPELLED:
-        text = pattern.sub(spelled, text)
-    return text
+    return _KEY.sub("[key]", _MEMBER.sub(r".\1", "".join(f"{label}" for label in reversed(labels))))

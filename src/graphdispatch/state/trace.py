@@ -54,7 +54,6 @@ _SEEN_THROUGH = frozenset(
 """Where compiled classes are at home whose objects never change, or whose state a walk compares."""
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _COMPILED = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
-_TAKEN = ("acquire", "release")
 _UNHEARD = {
     **dict.fromkeys(("start_new_thread", "start_new", "start_joinable_thread"), _thread),
     **({"setprofile": sys} if sys.version_info < (3, 12) else {}),
@@ -108,13 +107,12 @@ class CodeTrace(CodeNotes, CodeListener):
         beside a profiler in compiled code."""
         self.sets_generator = False
         """Whether it called what sets torch's random generators (``manual_seed``, ``fork_rng``)."""
-        self._skipped = {_IMPORT_CODE, BREAK_CODE} if skips_breaks else {_IMPORT_CODE}
+        self._skipped = {id(code): code for code in (_IMPORT_CODE, *([BREAK_CODE] if skips_breaks else []))}
+        """The code around breaks, and around what runs beside the callable, by ``id``: its hash takes long."""
         self.seeds: str | None = None
         """Which random generator the callable set, in words."""
         self._within = within
         self._unseen_call: str | None = None
-        self._locks: dict[int, tuple[Any, str]] = {}
-        """Locks that it took or gave back, and how they were before."""
         self._spelled = set[str]()
         """The names that code of the user spelled so far."""
         self._settled = 0
@@ -146,9 +144,10 @@ class CodeTrace(CodeNotes, CodeListener):
         self._depth = self._beside = 0
         self._is_heard = self._within is None
         self._inside = int(self._within is None)
-        self._skipped |= {hook.__code__ for hook in gc.callbacks if isinstance(hook, types.FunctionType)}
-        for code in self._skipped:
-            self.plain.pop(id(code), None)
+        hooks = (hook.__code__ for hook in gc.callbacks if isinstance(hook, types.FunctionType))
+        self._skipped |= {id(code): code for code in hooks}
+        for key in self._skipped:
+            self.plain.pop(key, None)
         self.is_deaf |= not self.begin()
         return self
 
@@ -176,21 +175,13 @@ class CodeTrace(CodeNotes, CodeListener):
 
     def follows(self, code: types.CodeType) -> bool:
         """Whether its ends tell what is inside of the callable, or beside it."""
-        return code is self._within or (self._depth > 0 and self._inside > 0 and code in self._skipped)
-
-    def may_follow(self, code: types.CodeType) -> bool:
-        """Whether its ends may tell that, once the callable runs."""
-        return code is self._within or code in self._skipped
-
-    def own(self) -> Iterable[types.CodeType]:
-        """The code around the callable, and around breaks."""
-        return (BREAK_CODE, *([self._within] if self._within is not None else []))
+        return code is self._within or id(code) in self._skipped
 
     def on_return(self, code: types.CodeType) -> None:
         """The end of the callable, of a break, or of what runs beside it."""
         if code is self._within:
             self._inside -= 1
-        else:
+        elif self._depth and self._inside:
             self._depth -= 1
             self._beside -= code is not BREAK_CODE
 
@@ -231,9 +222,7 @@ class CodeTrace(CodeNotes, CodeListener):
         kind = type(owner)
         if method == "__setstate__":  # the only way to change a partial
             return False
-        if issubclass(kind, _LOCKS) and method in (*_TAKEN, *_IN_BLOCKS):
-            if method in _TAKEN:
-                self._locks.setdefault(id(owner), (owner, repr(owner)))
+        if issubclass(kind, _LOCKS) and method in _IN_BLOCKS:
             return True
         home = next((base for base in type.mro(kind) if isinstance(vars(base).get(method), _COMPILED)), None)
         # Without one it is a function that keeps data of its own there, as those of pybind11 do.
@@ -242,10 +231,8 @@ class CodeTrace(CodeNotes, CodeListener):
     def unseen(self, roots: Iterable[Any]) -> str | None:
         """What the runs may have changed or read that nobody can compare or put back, in words; or None. ``roots`` are
         the callable and its arguments."""
-        left = (f"{was}, which it leaves otherwise" for lock, was in self._locks.values() if repr(lock) != was)
-        unseen = self._unseen_call or next(left, None)
-        if unseen is not None or not self.walk.has_opaque:
-            return unseen
+        if self._unseen_call is not None or not self.walk.has_opaque:
+            return self._unseen_call
         notes = CodeNotes()
         notes.absorb(self)
         notes.absorb(self.of_breaks)
@@ -257,8 +244,8 @@ class CodeTrace(CodeNotes, CodeListener):
         if code is self._within:
             self._inside += 1
             self._is_heard = True
-        elif self._inside and (code in self._skipped or code.co_filename.endswith(_COMPILER)):
-            self._skipped.add(code)
+        elif self._inside and (id(code) in self._skipped or code.co_filename.endswith(_COMPILER)):
+            self._skipped[id(code)] = code
             self._depth += 1
             self._beside += code is not BREAK_CODE
         elif self._inside and self._beside:
@@ -297,10 +284,11 @@ class CodeTrace(CodeNotes, CodeListener):
             self._note_unseen(f"{code.co_name}(), which torch.compile made and tells nothing of")
         if code is _START and notes is self:
             self._note_unseen("start() of a thread, which runs code unheard")
+        if "globals" in reads.variables and original is None and not _is_library(frame):
+            self._note_unseen("globals(), of which it may read anything")
         names = reads.attributes | reads.variables
         if not names.isdisjoint(("environ", "getenv")) and not is_torch_code(path):
-            notes.reads_environment = True
-            self.walk.visit_environment()
+            self._use(notes, vars(os), ["environ"], "os")
         if original is None and _is_library(frame):
             self._read_library(notes, code, frame)
             return
@@ -312,7 +300,9 @@ class CodeTrace(CodeNotes, CodeListener):
             self._each_time.add(code)
             notes.whole_types.add(type(frame.f_locals.get(code.co_varnames[0])))
         self._note_variables(notes, code, frame.f_globals, reads)
-        self.walk.visit_descriptions(reads.attributes)
+        described = sorted(code_reads(code).attributes & objects.DESCRIBES)
+        if described:
+            self._note_unseen(f"{described[0]} of a class")
         is_written = not path.startswith("<")  # else a class was given it, which the walk follows
         if is_written and code.co_freevars and code not in self._nested and code not in self.walk.codes:
             # Nobody within reach holds the function: a hook of the whole process, a registered operator.
@@ -362,9 +352,6 @@ class CodeTrace(CodeNotes, CodeListener):
         """The variables that code is about to use: of its own module, and of the modules of the user that it names."""
         built_in, used = vars(builtins), set(reads.variables)
         notes.note_variables(built_in, [name for name in used if name not in table and name in built_in])
-        if "globals" in used:  # globals()["scale"], or under any other name
-            used |= reads.attributes | {name for name in (*table, *reads.texts) if not name.startswith("__")}
-            notes.whole_tables.add(id(table))
         self._use(notes, table, used, table.get("__name__", ""))
         package = table.get("__package__") or ""
         if "__import__" in reads.variables:  # which may find any module, by a name that it computes

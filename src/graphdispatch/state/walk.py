@@ -5,7 +5,6 @@ user's classes, without a limit of depth. It reads globals of the functions that
 that runs while a ``CodeTrace`` feeds it. Nothing of the user's is called.
 """
 
-import os
 import random
 import types
 from collections import OrderedDict
@@ -23,7 +22,7 @@ from ..call.breaks import is_break
 from ..call.signature import advice_for
 from . import objects, snapshot
 from .objects import ABSENT, CONTAINERS
-from .snapshot import MEMBER, MEMBERS, Holder, Way, told
+from .snapshot import Holder, Way, told
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _PLAIN_CONTAINERS = frozenset(CONTAINERS)
@@ -66,15 +65,11 @@ class StateWalk:
         """Empty containers of classes of Python's own, most of them for hooks, each with its path."""
         self._again: list[tuple[Any, Any]] = []
         """Containers that it met once more, with the other path."""
-        self._described: list[tuple[str, Any, Any]] = []
-        """What describes classes: the name, the value and its path."""
-        self._spelled = set[str]()
-        """Such names that code spells, which may change what they hold."""
         for root in roots:
             self.visit(root, ((), objects.name_of(root)))
         for hooks in objects.GLOBAL_HOOKS:
             self.visit(hooks, ((), "hooks of all modules"))
-        self._hold(((), ""), None, snapshot.SETTINGS)
+        self._hold(((), "the default dtype or determinism"), None, snapshot.SETTINGS)
         for path, generator in ((((), "random"), random), (((), "numpy.random"), np.random)):
             self._generators.append(snapshot.random_holder(path, generator))
 
@@ -110,21 +105,6 @@ class StateWalk:
             if name not in known:
                 known[name] = value = table.get(name, ABSENT)
                 self.visit(value, ((), f"{where}.{name}"))
-
-    def visit_descriptions(self, names: Iterable[str]) -> None:
-        """Follow what describes classes under ``names``, which code is about to use. Only pydantic spells its own."""
-        new = {name for name in names if objects.describes(name) and "pydantic" not in name} - self._spelled
-        if new:
-            self._spelled |= new
-            for name, value, path in list(self._described):
-                if name in new:
-                    self.visit(value, path)
-
-    def visit_environment(self) -> None:
-        """Note the environment variables, which code is about to use. Torch sets some of its own, so not before."""
-        if id(os.environ) not in self._seen:
-            self._seen[id(os.environ)] = os.environ
-            self._hold(((), "os.environ"), os.environ, snapshot.ENVIRONMENT)
 
     def knows(self, value: Any) -> bool:
         """Whether it met this very object."""
@@ -226,10 +206,10 @@ class StateWalk:
         return iter(())
 
     def _array_edges(self, array: Any, path: Any) -> Edges:
-        """What an array of objects holds."""
-        self._hold(path, array, snapshot.FORM)
+        """Nothing, or what nobody can compare: an array of objects."""
         if array.dtype.hasobject:
-            return self._entries(array, path)
+            return self._opaque_edges(array, path)
+        self._hold(path, array, snapshot.FORM)
         self._hold(path, array, snapshot.NUMBERS)
         return iter(())
 
@@ -249,7 +229,7 @@ class StateWalk:
         if objects.attribute_table(value) is None:
             return iter(())
         held = self._hold(path, value, snapshot.ATTRIBUTES)
-        return ((f".{name}" if name not in MEMBERS else MEMBER, inner) for name, inner in held.items())
+        return ((f".{name}", inner) for name, inner in held.items())
 
     def _entries(self, container: Any, path: Any) -> Edges:
         if type(container) is dict and "__builtins__" in container:
@@ -318,8 +298,7 @@ class StateWalk:
                 yield "", type(kind)
                 held = self._hold(path, kind, snapshot.CLASS)
                 for name, inner in held.items():
-                    if objects.describes(name) and name not in self._spelled:
-                        self._described.append((name, inner, (path, f".{name}")))
+                    if objects.describes(name):
                         continue
                     functions = objects.functions_in(inner)
                     for fn in functions:
