@@ -7,7 +7,6 @@ import dataclasses
 import decimal
 import enum
 import functools
-import importlib
 import inspect
 import io
 import logging
@@ -715,7 +714,7 @@ read("default by inspect")(
 )
 read("attribute_tried_for_instead", row=True)(lambda: copy_of(function), lambda h: getattr(h, "k", 2.0), put(k=5))
 read("attribute of a function")(lambda: (f := copy_of(function), to(f, k=2))[0], lambda h: h.k, put(k=5))
-read("state of a partial")(lambda: partial(int, "2"), lambda h: h(), lambda h: h.__setstate__((int, ("5",), {}, None)))
+read("keyword of a partial")(lambda: partial(int, "12", base=4), lambda h: h(), lambda h: h.keywords.update(base=8))
 read("single dispatch")(
     lambda: functools.singledispatch(lambda _: 2), lambda h: h(1), lambda h: h.register(int, lambda _: 5)
 )
@@ -919,11 +918,6 @@ run("builtin replaced")(none, lambda _, x: x * abs(-2), patch(builtins, "abs", l
 read("import inside")(settings, of_settings, put_there)
 read("import of a name inside")(settings, from_settings, put_there)
 read("import inside of another module")(settings, of_settings, patch(sys.modules, "users_settings", module(k=5)))
-read("import_module")(settings, lambda _: importlib.import_module("users_settings").k, put_there)
-read("import_module of another module")(
-    settings, lambda _: found().k, patch(sys.modules, "users_settings", module(k=5))
-)
-read("__import__ by another")(settings, lambda _: found_by_builtin().k, put_there)
 read("import, tried for in vain beside what is asked for")(settings, tries_and_asks, put("owner", bonus=5))
 read("module of a package passed on")(none, lambda _: k_of(PACKAGE.settings), patch(PACKAGE.settings, "k", 5.0))
 read("module that a helper gives")(none, lambda _: the_settings().k, patch(SETTINGS, "k", 5.0))
@@ -936,17 +930,6 @@ read("module that an object holds, and whose code runs")(
 )
 read("sys.modules")(settings, lambda _: sys.modules[f"users_{'settings'}"].k, put_there)
 read("getter of a global")(lambda: attrgetter("k"), lambda h: h(BOXES[0]), patch(BOXES[0], "k", 5.0))
-read("sys.modules by another")(settings, lambda _: found().config["k"], lambda h: h.owner.config.update(k=5))
-
-
-def found() -> Any:
-    """A module of a computed name."""
-    return importlib.import_module(f"users_{'settings'}")
-
-
-def found_by_builtin() -> Any:
-    """The same by the interpreter's own function."""
-    return __import__(f"users_{'settings'}")
 
 
 # Tensors.

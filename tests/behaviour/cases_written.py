@@ -265,8 +265,10 @@ write("shape of an array")(
 )
 write("default factory")(lambda: defaultdict(int), lambda o, _: next_factory(o), lambda o: o.default_factory())
 write("member of an enumeration")(choice, calls, lambda o: getattr(o, "calls", 0))
-write("partial")(lambda: partial(int, 0), lambda o, _: o.__setstate__((int, (o.args[0] + 1,), {}, None)), "args")
-write("constructor of an exception")(lambda: ValueError(0), lambda o, _: o.__init__(int(f"{o}") + 1), repr)
+write("partial", reason=Reason.STATE_UNSEEN)(
+    lambda: partial(int, 0), lambda o, _: o.__setstate__((int, (o.args[0] + 1,), {}, None)), "args"
+)
+write("arguments of an exception")(lambda: ValueError(0), lambda o, _: setattr(o, "args", (o.args[0] + 1,)), repr)
 write("name of a function")(
     lambda: copy_of(function), lambda o, _: setattr(o, "__name__", f"{o.__name__}x"), "__name__"
 )
@@ -345,10 +347,10 @@ def named_module() -> str:
     return made.__name__
 
 
-FINDERS: dict[str, Callable[[str], Any]] = {
-    "import_module": lambda name: importlib.import_module(name, None),
-    "__import__": lambda name: __import__(name),
-    "sys.modules": lambda name: sys.modules[name],
+FINDERS: dict[str, tuple[Callable[[str], Any], Reason]] = {
+    "import_module": (lambda name: importlib.import_module(name, None), Reason.STATE_UNSEEN),
+    "__import__": (lambda name: __import__(name), Reason.STATE_UNSEEN),
+    "sys.modules": (lambda name: sys.modules[name], Reason.STATE_REBOUND),
 }
 
 
@@ -361,8 +363,10 @@ def count_in_named(find: Callable[[str], Any]) -> Act:
     return act
 
 
-for name, find in FINDERS.items():
-    write(f"module found by {name}")(named_module, count_in_named(find), lambda name: sys.modules[name].value)
+for name, (find, reason) in FINDERS.items():
+    write(f"module found by {name}", reason=reason)(
+        named_module, count_in_named(find), lambda name: sys.modules[name].value
+    )
 WRITES["entry of a global list"] = Write(module_code("latest[0] += 1"))
 WRITES["variable of the module that comes"] = Write(module_code("global made", "made = len(x)"))
 WRITES["globals()"] = Write(module_code("globals()['newest'] += 1"), reason=Reason.STATE_UNSEEN)

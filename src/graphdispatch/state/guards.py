@@ -51,15 +51,6 @@ def _dict_of(table: Any) -> int:
     return id(gc.get_referents(table)[0] if type(table) is types.MappingProxyType else table)
 
 
-def _subject_of(reader: Reader) -> tuple[Any, ...]:
-    """What a reader reads, by ids."""
-    if reader.kind != "call":
-        return reader.kind, id(reader.subject), id(reader.further)
-    call, args = (reader.call.func, reader.call.args) if isinstance(reader.call, partial) else (reader.call, ())
-    given = args if reader.further is None else args[:1]  # what a cache held is compared by itself
-    return "call", id(getattr(call, "__self__", None) or call), *map(id, given)
-
-
 class StateGuard:
     """Fingerprint of what a callable reads besides its arguments; ``holds()`` tells whether it still fits.
 
@@ -227,7 +218,7 @@ class StateGuard:
         ours, theirs = self.notes, other.notes
         is_known = ours.codes >= theirs.codes and not ours.lacks(theirs)
         is_of_same = same_objects(self._roots, other._roots) and self.storages == other.storages
-        # A cache that holds more than it held is as it was, so that two guards may both hold and not be alike.
+        # As many are read by calls. A cache that holds more than it held is as it was, so that both may hold.
         results = ([one.further for one in guard._readers if one.kind == "call"] for guard in (self, other))
         is_alike = is_known and is_of_same and next(results) == next(results) and self._subjects() == other._subjects()
         return is_alike and self.holds() and other.holds()
@@ -235,8 +226,8 @@ class StateGuard:
     def _subjects(self) -> set[Any]:
         """What is watched, whatever it holds."""
         named = ((_dict_of(table), name) for table, names in (*self._named, *self._absent) for name in names)
-        others = map(id, (*self._watched, *self._objects))
-        return {*named, *map(_dict_of, self._tables), *others, *map(_subject_of, self._readers)}
+        read = ((one.kind, id(one.subject), id(one.further)) for one in self._readers if one.kind != "call")
+        return {*named, *map(_dict_of, self._tables), *map(id, (*self._watched, *self._objects)), *read}
 
     def _no_new_hooks(self) -> bool:
         """Whether hooks were registered meanwhile only elsewhere in the process, and none on the callable's modules."""

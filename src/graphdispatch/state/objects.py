@@ -106,12 +106,8 @@ DESCRIBES = frozenset(
 """Attributes of classes in which nobody looks for state: code of the user that spells one of them runs eagerly."""
 _NOTHING_IN = (*CONSTANTS, *_TRUSTED)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
-_COMPILED_MEMBERS: dict[type, tuple[str, ...]] = {
-    defaultdict: ("default_factory",),
-    partial: ("func", "args", "keywords"),
-    BaseException: ("args",),
-}
-"""Attributes that compiled classes keep outside of ``__dict__``, as slots do."""
+_COMPILED_MEMBERS = {defaultdict: "default_factory", BaseException: "args"}
+"""An attribute that compiled classes keep outside of ``__dict__``, as slots do."""
 
 
 def is_leaf(kind: type) -> bool:
@@ -195,13 +191,9 @@ def slots_of(kind: type) -> dict[str, Any]:
         table = vars(base)
         if "__slots__" in table:
             found |= {name: held for name, held in table.items() if type(held) is types.MemberDescriptorType}
-        found |= {name: table[name] for name in _COMPILED_MEMBERS.get(base, ())}
+        if base in _COMPILED_MEMBERS:
+            found[_COMPILED_MEMBERS[base]] = table[_COMPILED_MEMBERS[base]]
     return found
-
-
-def is_compiled_member(member: Any) -> bool:
-    """Whether a descriptor of ``slots_of`` is that of a compiled class, whose code reads it under no name."""
-    return member.__objclass__ in _COMPILED_MEMBERS
 
 
 def content(container: Any) -> list[Any]:
@@ -301,7 +293,7 @@ _ROLES: dict[str, tuple[Any, ...]] = {
     "tensor": (torch.Tensor,),
     "function": (types.FunctionType,),
     "class": (type,),
-    "method": (types.MethodType, property, staticmethod, classmethod),
+    "method": (types.MethodType, partial, property, staticmethod, classmethod),
     "module": (types.ModuleType,),
     "cell": (types.CellType,),
     "reference": (weakref.ref, ContextVar),
@@ -335,8 +327,10 @@ def role_of(kind: type) -> str:
 
 
 def stands_for(value: Any) -> list[Any]:
-    """The functions and objects in a method, a property or a callable with graphs."""
+    """The functions and objects in a method, a partial, a property or a callable with graphs."""
     kind = type(value)
+    if issubclass(kind, partial):
+        return [value.func, value.args, value.keywords]
     if issubclass(kind, property):
         return [vars(property)[name].__get__(value) for name in ("fget", "fset", "fdel")]
     if issubclass(kind, types.MethodType):

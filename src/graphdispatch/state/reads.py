@@ -43,9 +43,7 @@ class Reader(NamedTuple):
         return self.kind, self.call if self.kind == "call" else self.subject, self.further, value
 
 
-_SETS = (
-    *("codes", "names", "asked", "library_names", "whole_types", "functions", "variables"),
-)
+_SETS = (*("codes", "names", "asked", "library_names", "whole_types", "functions", "variables"),)
 
 
 class CodeNotes:
@@ -167,7 +165,6 @@ _BY_TORCH = frozenset(("training", "forward", "_call_impl"))
 """Attributes of modules that torch's code spells, and that of a model need not."""
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} - _TABLES
 _TENSOR_ATTRIBUTES = frozenset(dir(torch.Tensor))
-_MOST_COMPARED = 1_000_000
 _STATES = {random.Random: "getstate", np.random.RandomState: "get_state", np.random.BitGenerator: "state"}
 """Names by which code reads the state of a generator, and does not change it."""
 
@@ -206,7 +203,7 @@ class StateReads:
         self._library_names = self._names | notes.library_names
         self._all = notes.reads_whole
         self._seen: dict[int, Any] = {}
-        self._kinds, self._compared = objects.Kinds(), 0
+        self._kinds = objects.Kinds()
         self._pending: list[Any] = []
         self._fix(None, [*roots, *(hook for hooks in objects.GLOBAL_HOOKS for hook in hooks.values())])
         self._compare_namespaces(notes)
@@ -309,9 +306,7 @@ class StateReads:
         if issubclass(kind, CONTAINERS):
             if self._is_traced or _matters(value):
                 self.contents.append(value)
-            held = objects.content(value)
-            self._count(len(held), value)
-            self._pending += held
+            self._pending += objects.content(value)
         elif issubclass(kind, (tuple, frozenset)):
             self._fix(value, objects.content(value))
         table, slots = objects.attribute_table(value), self._kinds[kind].slots
@@ -322,11 +317,9 @@ class StateReads:
             self.objects.append(value)
             self._compare(table, names)
         for name, member in slots.items():
-            is_compiled = objects.is_compiled_member(member)
-            if not self._is_traced or self._all or name in names or is_compiled:
-                # One of compiled code is always there, and only its own descriptor can read it.
-                read = partial(member.__get__, value) if is_compiled else partial(objects.slot_value, member, value)
-                self.readers.append(Reader(read, *(() if is_compiled else ("slot", value, member))))
+            if not self._is_traced or self._all or name in names:
+                read, is_slot = partial(objects.slot_value, member, value), "__slots__" in vars(member.__objclass__)
+                self.readers.append(Reader(read, *(("slot", value, member) if is_slot else ())))
                 self._pending.append(read())
         if not slots and not issubclass(kind, (tuple, frozenset, *CONTAINERS)):
             self._fix(value, objects.referents(value))
@@ -358,7 +351,6 @@ class StateReads:
             self._refuse("an array of objects")
             return
         self.readers += (Reader(partial(read, array)) for read in (np.ndarray.tobytes, _form_of))
-        self._count(array.nbytes // 8, array)
 
     def _visit_class(self, kind: type) -> None:
         """A class of the user: what code reads of it. Of torch's modules the methods that ran, which others replace."""
@@ -451,14 +443,8 @@ class StateReads:
             chosen = [name for name in table if name in named and name not in _MODULE_ATTRIBUTES]
             self._pending += (table[name] for name in chosen if name not in _TABLES)
         self.tables.append(table)
-        self._count(len(chosen), table)
         if chosen:
             self.attributes.append((table, chosen))
-
-    def _count(self, number: int, value: Any) -> None:
-        self._compared += number
-        if self._compared > _MOST_COMPARED:
-            self._refuse(f"a {type(value).__name__} with {number} entries, which are too many to compare at each call")
 
     def _refuse(self, what: str) -> None:
         if self._is_traced:

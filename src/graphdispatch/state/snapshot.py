@@ -131,7 +131,6 @@ def way_of_variables(names: dict[str, Any]) -> Way:
 def way_of_slots(slots: dict[str, Any]) -> Way:
     """The way of objects with slots, by the slots' descriptors."""
     by_label = {f".{name}": member for name, member in slots.items()}
-    is_by_name = not any(map(objects.is_compiled_member, slots.values()))  # which are set by other names than theirs
 
     def read(value: Any) -> dict[str, Any]:
         return {label: objects.slot_value(member, value) for label, member in by_label.items()}
@@ -140,7 +139,7 @@ def way_of_slots(slots: dict[str, Any]) -> Way:
         read,
         lambda value, label, held: by_label[label].__set__(value, held),
         lambda value, label: by_label[label].__delete__(value),
-        is_by_name=is_by_name,
+        is_by_name=True,
     )
 
 

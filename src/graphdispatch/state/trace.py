@@ -15,9 +15,7 @@ import threading
 import types
 from _lsprof import Profiler as _Profiler
 from collections.abc import Collection, Iterable
-from contextlib import suppress
 from contextvars import Context
-from importlib.util import resolve_name
 from itertools import accumulate
 from typing import Any
 
@@ -284,8 +282,9 @@ class CodeTrace(CodeNotes, CodeListener):
             self._note_unseen(f"{code.co_name}(), which torch.compile made and tells nothing of")
         if code is _START and notes is self:
             self._note_unseen("start() of a thread, which runs code unheard")
-        if "globals" in reads.variables and original is None and not _is_library(frame):
-            self._note_unseen("globals(), of which it may read anything")
+        finders = sorted({"globals", "__import__"} & code_reads(code).variables)
+        if finders and not _is_library(frame):
+            self._note_unseen(f"{finders[0]}(), by which it may find anything")
         names = reads.attributes | reads.variables
         if not names.isdisjoint(("environ", "getenv")) and not is_torch_code(path):
             self._use(notes, vars(os), ["environ"], "os")
@@ -320,22 +319,12 @@ class CodeTrace(CodeNotes, CodeListener):
             self.sets_generator = True
             if notes is self and code.co_name.startswith(("set_rng_state", *_SETS)):
                 self.seeds = f"torch's own, by {code.co_name}()"
-        if code is _IMPORT_MODULE:
-            self._each_time.add(code)
-            self._note_import(notes, frame.f_locals)
+        if code is _IMPORT_MODULE and not (frame.f_back and is_torch_code(frame.f_back.f_code.co_filename)):
+            self._note_unseen("import_module(), which may find any module")
         if code.co_filename.endswith(_READ_WHOLE) and frame.f_back is not None:
             notes.reads_whole |= not objects.is_library_code(frame.f_back.f_code.co_filename)
 
-    def _note_import(self, notes: CodeNotes, given: dict[str, Any]) -> None:
-        """``importlib.import_module`` is about to find a module, maybe by a name that its caller computed."""
-        with suppress(ImportError, AttributeError):
-            name = resolve_name(given["name"], given["package"])
-            if objects.is_settings(module := sys.modules.get(name)):
-                notes.note_variables(sys.modules, [name])
-                self.walk.visit(module, ((), name))
-                self._note_settings()
-
-    def _note_settings(self, spelled: Collection[str] = ()) -> None:
+    def _note_settings(self, spelled: Collection[str]) -> None:
         """Code that is about to run spells these names, and may use under them any module of the user's that somebody
         holds. One that came since may be used by code that began before, too."""
         self._spelled.update(spelled)
@@ -354,8 +343,6 @@ class CodeTrace(CodeNotes, CodeListener):
         notes.note_variables(built_in, [name for name in used if name not in table and name in built_in])
         self._use(notes, table, used, table.get("__name__", ""))
         package = table.get("__package__") or ""
-        if "__import__" in reads.variables:  # which may find any module, by a name that it computes
-            self._use(notes, vars(sys), ["modules"], "sys")
         texts = reads.texts | {table.get("__name__", "")} if "modules" in reads.attributes else reads.texts
         imports = [*reads.imports, *(f"{package}.{name}".rstrip(".") for name in reads.imports)]
         paths = {path for name in imports for path in accumulate(name.split("."), "{}.{}".format)}

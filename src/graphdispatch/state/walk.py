@@ -190,7 +190,7 @@ class StateWalk:
         return (("", part) for part in objects.stands_for(front_end))
 
     def _method_edges(self, method: Any, path: Any) -> Edges:
-        yield from (("", part) for part in objects.stands_for(method))
+        yield from (("", part) for part in (*objects.stands_for(method), type(method)))
         if not issubclass(type(method), types.MethodType):
             yield from self._attributes(method, path)
 
