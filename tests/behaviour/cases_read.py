@@ -464,7 +464,6 @@ read("computed name of a part")(lambda: [Box(k=2.0), "k"], lambda h: getattr(h[0
 read("computed name, arguments in a list")(lambda: [Box(k=2.0), "k"], lambda h: getattr(*h), lambda h: to(h[0], k=5.0))
 read("name as a text")(lambda: Box(k=2.0), lambda h: getattr(h, "k", 0), put(k=5.0))
 read("names in a text")(lambda: Box(a=Box(k=2.0)), lambda h: attrgetter("a.k")(h), put("a", k=5.0))
-read("attrgetter")(lambda: (Box(a=Box(k=2.0)), attrgetter("a.k")), lambda h: h[1](h[0]), lambda h: to(h[0].a, k=5.0))
 read("name in a text")(lambda: Box(k=2.0, t="{0.k}"), lambda h: float(h.t.format(h)), put(k=5.0))
 read("one of two objects")(
     lambda: Box(a=Box(k=2), b=Box(k=4), on=True), lambda h: (h.a if h.on else h.b).k, put("a", k=5)
@@ -756,14 +755,6 @@ for kind in (staticmethod, classmethod):
 read("static method of an object")(
     lambda: Apart(o := Operand(), own_class(k=staticmethod(o.__len__))), lambda h: h.k(), put("owner", k=5)
 )
-read("property of a getter")(
-    lambda: own_class(k=property(attrgetter("number")), number=2)(), lambda h: h.k, put(number=5)
-)
-read("another property of a getter")(
-    lambda: own_class(k=property(attrgetter("number")), number=2, other=5)(),
-    lambda h: h.k,
-    put("__class__", k=property(attrgetter("other"))),
-)
 read("attribute of a metaclass")(with_metaclass, lambda h: h[0].k, lambda h: to(h[1], k=5))
 read("text of a class")(lambda: own_class(__doc__="2"), lambda h: float(h.__doc__), put(__doc__="5"))
 read("enumeration_changed", row=True)(choice, lambda h: h.value["k"], lambda h: h.value.update(k=5))
@@ -929,7 +920,6 @@ read("module that an object holds, and whose code runs")(
     module_with_code, lambda h: h.number() * h.module.k, put("module", k=5)
 )
 read("sys.modules")(settings, lambda _: sys.modules[f"users_{'settings'}"].k, put_there)
-read("getter of a global")(lambda: attrgetter("k"), lambda h: h(BOXES[0]), patch(BOXES[0], "k", 5.0))
 
 
 # Tensors.
@@ -1090,21 +1080,21 @@ def stub(**attributes: Any) -> Any:
     return made
 
 
-def operator() -> Made:
-    """What the Python of a custom operator reads besides its arguments is frozen, as on CUDA, and compared."""
-    context, library = Box(k=2.0), torch.library.Library("graphdispatch_cases", "FRAGMENT")
+def operator(kernel: Fn) -> Fn:
+    """A custom operator in Python."""
+    library, name = torch.library.Library("graphdispatch_cases", "FRAGMENT"), f"attend_{id(kernel)}"
     PATCH.setattr(Box, "library", library, raising=False)
-
-    def attend(x: Tensor) -> Tensor:
-        return x * context.k
-
-    library.define("attend(Tensor x) -> Tensor")
-    library.impl("attend", attend, "CPU")
+    library.define(f"{name}(Tensor x) -> Tensor")
+    library.impl(name, kernel, "CPU")
     PATCH.setattr(Box, "library", None)
-    return lambda x: torch.ops.graphdispatch_cases.attend(x), lambda: to(context, k=5.0)
+    attend = getattr(torch.ops.graphdispatch_cases, name)
+    return lambda x: attend(x)
 
 
-READS["operator_context_changed"] = Read(operator, row=True)
+# What its Python reads besides its arguments is frozen, as on CUDA, and compared.
+run("operator_context_changed", row=True)(
+    lambda: operator(lambda x: x * BOXES[0].k), lambda h, x: h(x), patch(BOXES[0], "k", 5.0)
+)
 
 
 # Threads and what else belongs to the machinery.
@@ -1127,7 +1117,6 @@ def with_attributes(held: Any, **attributes: Any) -> Any:
 
 
 read("attribute of a class of queues")(lambda: own_class(asyncio.Queue, k=2)(), lambda h: h.k, put("__class__", k=5))
-read("attribute of a condition", serves=False)(threading.Condition, lambda h: getattr(h, "k", 2.0), put(k=5.0))
 
 
 kept("code of the user that is not called")(lambda: odd_error(), lambda h: h is not None, lambda _: None)

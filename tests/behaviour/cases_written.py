@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from graphdispatch import Reason
 
 from .cases import PATCH, WRITES, Box, Made, Slots, Slotted, Write
-from .cases_read import Worker, choice, copy_of, function, module, own_class, with_attributes, with_metaclass
+from .cases_read import Worker, choice, copy_of, function, module, operator, own_class, with_attributes, with_metaclass
 
 __all__ = ["WRITES"]
 
@@ -560,6 +560,7 @@ unseen("event_read", threading.Event, lambda o: 1 + o.is_set(), row=True)
 unseen("event_read: shared value", lambda: multiprocessing.Value("i", 2), lambda o: o.value, row=True)
 unseen("event_read: decimal context", lambda: decimal.Context(prec=5), lambda o: o.prec, row=True)
 unseen("thread_local_read", lambda: type("Local", (threading.local,), {"k": 2.0})(), lambda o: o.k, row=True)
+unseen("attribute of a condition", threading.Condition, lambda o: getattr(o, "k", 2.0))
 unseen("attribute of a thread", Worker, lambda o: o.k)
 unseen("attribute of a class of threads", Worker, lambda o: o.kind)
 unseen("attribute given to a thread", lambda: with_attributes(threading.Thread(), k=2), lambda o: o.k)
@@ -567,7 +568,12 @@ unseen("entry of an array of Python", lambda: array.array("d", [2.0]), lambda o:
 unseen("object in an array", lambda: np.array([{"k": 2}], dtype=object), lambda o: o[0]["k"])
 unseen("weak proxy", lambda: (box := Box(k=2.0), weakref.proxy(box)), lambda o: o[1].k)
 unseen("lock given back by name", threading.Lock, lambda o: (o.acquire() and o.release()) or 2)
+unseen("attrgetter", lambda: (Box(k=2.0), attrgetter("k")), lambda o: o[1](o[0]))
+unseen("property of a getter", lambda: own_class(k=property(attrgetter("number")), number=2)(), lambda o: o.k)
 unseen("annotations", lambda: own_class(__annotations__={"k": 2}), lambda o: o.__annotations__["k"])
+answer("operator_over_a_closure", reason=Reason.STATE_UNSEEN)(
+    lambda: (lambda box: (box, operator(lambda x: x * box.k)))(Box(k=2.0)), lambda o, x: o[1](x), lambda o: o[0].k
+)
 unseen("globals()", lambda: 2, lambda k: globals()["FACTOR"] * k)
 unseen("attribute of an array", lambda: np.zeros(2).view(Marked), lambda o: o.k)
 unseen("entry of an array of a class of its own", lambda: np.full(3, 2.0).view(Marked), lambda o: float(o[0]))

@@ -21,6 +21,7 @@ from ..call.breaks import BREAKS
 from ..call.spec import CallSpec, FlatCall
 from ..capture.effects import EffectRecorder, retry_once, undo
 from ..errors import CaptureError
+from ..state.reads import StateReads
 from ..state.trace import CodeTrace
 from ..state.walk import StateWalk
 
@@ -127,7 +128,8 @@ class Observer:
         """
         walk = StateWalk(self._call.fn)
         self._walks.append(walk)
-        self.modules, self.names = walk.modules, _names_of(walk.modules)
+        self.modules = StateReads([self._call.fn], None).modules
+        self.names = _names_of(self.modules)
         trace, generator = CodeTrace(walk, skips_breaks=self._skips_breaks), self.backend.rng_state()
         watch = _Watch(self._limit_bytes, self.names, trace, skips_breaks=self._skips_breaks)
 

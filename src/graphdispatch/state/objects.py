@@ -21,7 +21,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterator, MutableMapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,9 +92,10 @@ _OPAQUE = (
     decimal.Context,
     random.SystemRandom,
     threading.local,
+    attrgetter,
 )
-"""Compiled classes whose objects code reads and writes without calling a method of theirs. Arrays of NumPy's own two
-classes are compared; those of others may hide some of what they hold."""
+"""Compiled classes whose objects code reads and writes without calling a method of theirs, or that read others under
+names that no code spells. Arrays of NumPy's own two classes are compared; those of others may hide what they hold."""
 
 
 DESCRIBES = frozenset(
@@ -267,12 +268,8 @@ def describes(name: str) -> bool:
 
 
 def functions_in(value: Any) -> list[types.FunctionType]:
-    """The function of a method, property or partial; a function itself."""
-    if issubclass(type(value), (staticmethod, classmethod, types.MethodType)):
-        value = value.__func__
-    elif issubclass(type(value), (partial, cached_property)):
-        value = value.func
-    parts = (value.fget, value.fset, value.fdel) if issubclass(type(value), property) else (value,)
+    """The functions in a method, property or partial; a function itself."""
+    parts = stands_for(value) if issubclass(type(value), (cached_property, *_ROLES["method"])) else [value]
     return [part for part in parts if isinstance(part, types.FunctionType)]
 
 
@@ -280,13 +277,6 @@ def wrapped_by(fn: types.FunctionType) -> list[Any]:
     """What a decorator of the library's holds of others: functions, methods and modules."""
     kinds = (types.FunctionType, types.MethodType, partial, nn.Module)
     return [held for held in map(cell_value, fn.__closure__ or ()) if issubclass(type(held), kinds)]
-
-
-def is_code(value: Any) -> bool:
-    """Whether a class attribute is code: a function, a method or property of some, a class or a built-in descriptor."""
-    wrappers = (types.FunctionType, property, staticmethod, classmethod, cached_property)
-    is_function = issubclass(type(value), wrappers) and bool(functions_in(value))
-    return is_function or issubclass(type(value), (type, *_TRUSTED))
 
 
 _ROLES: dict[str, tuple[Any, ...]] = {
@@ -329,6 +319,8 @@ def role_of(kind: type) -> str:
 def stands_for(value: Any) -> list[Any]:
     """The functions and objects in a method, a partial, a property or a callable with graphs."""
     kind = type(value)
+    if issubclass(kind, cached_property):
+        return [value.func]
     if issubclass(kind, partial):
         return [value.func, value.args, value.keywords]
     if issubclass(kind, property):

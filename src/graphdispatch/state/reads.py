@@ -6,7 +6,6 @@ too much now and then, and never too little.
 
 import copyreg
 import random
-import sys
 import types
 import weakref
 from collections import defaultdict
@@ -22,10 +21,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..backends.code_events import is_own_code
-from ..call.breaks import is_break
 from . import objects
 from .bytecode import code_reads, original_of
-from .objects import ABSENT, CONTAINERS, is_library_code
+from .objects import CONTAINERS, is_library_code
 from .snapshot import FORM, MEMBERS, random_holder
 
 
@@ -43,7 +41,7 @@ class Reader(NamedTuple):
         return self.kind, self.call if self.kind == "call" else self.subject, self.further, value
 
 
-_SETS = (*("codes", "names", "asked", "library_names", "whole_types", "functions", "variables"),)
+_SETS = ("codes", "names", "asked", "library_names", "whole_types", "variables")
 
 
 class CodeNotes:
@@ -60,8 +58,6 @@ class CodeNotes:
         """Those that code of libraries reads."""
         self.whole_types: set[type] = set()
         """Classes whose objects are read under names that are not spelled in the code."""
-        self.functions: set[types.FunctionType] = set()
-        """Functions that ran and that nothing within reach holds, but for the interpreter."""
         self.tables: dict[int, dict[str, Any]] = {}
         """The namespaces that code of the user uses, by their ``id``."""
         self.variables: set[tuple[int, str]] = set()
@@ -164,6 +160,7 @@ _TABLES = frozenset((*MEMBERS, *_HOOKS))
 _BY_TORCH = frozenset(("training", "forward", "_call_impl"))
 """Attributes of modules that torch's code spells, and that of a model need not."""
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} - _TABLES
+_WRAPPERS = (property, staticmethod, classmethod, partial, partialmethod)
 _TENSOR_ATTRIBUTES = frozenset(dir(torch.Tensor))
 _STATES = {random.Random: "getstate", np.random.RandomState: "get_state", np.random.BitGenerator: "state"}
 """Names by which code reads the state of a generator, and does not change it."""
@@ -172,11 +169,10 @@ _STATES = {random.Random: "getstate", np.random.RandomState: "get_state", np.ran
 class StateReads:
     """What the code in ``trace`` reads of what the ``roots`` and the traced variables reach.
 
-    Without a trace: what tells which modules and tensors the callable reaches. What breaks read counts only
-    ``with_breaks``. Holds what it found.
+    Without a trace: what tells which modules and tensors the callable reaches. Holds what it found.
     """
 
-    def __init__(self, roots: Iterable[Any], trace: CodeNotes | None, *, with_breaks: bool = False) -> None:
+    def __init__(self, roots: Iterable[Any], trace: CodeNotes | None) -> None:
         self.modules: list[nn.Module] = []
         self.tensors: list[torch.Tensor] = []
         self.objects: list[Any] = []
@@ -198,7 +194,6 @@ class StateReads:
         self.unguarded = ""
         self._is_traced = trace is not None
         self._notes = notes = CodeNotes() if trace is None else trace
-        self._with_breaks = with_breaks
         self._names = frozenset(notes.names)
         self._library_names = self._names | notes.library_names
         self._all = notes.reads_whole
@@ -230,6 +225,7 @@ class StateReads:
             self.objects.append(tensor)
             self._compare(table, self._names)
         self.readers += _tensor_readers(tensor, self._names)
+        self._pending.append(type(tensor))
 
     def _visit_method(self, method: Any) -> None:
         self._fix(method, objects.stands_for(method))
@@ -252,51 +248,19 @@ class StateReads:
         if known and (id(table) not in self._notes.tables or objects.is_settings(module)):
             self.attributes.append((table, known))
             self._pending += (table[name] for name in known)
-        self._note_absent(table)
-
-    def _note_absent(self, table: Mapping[str, Any]) -> None:
-        """What code asks for, and is not in a table, may come to be there."""
-        self.absent.append((table, frozenset(self._notes.asked - table.keys())))
+        self.absent.append((table, frozenset(self._notes.asked - table.keys())))  # it may come to be there
 
     def _visit_cell(self, cell: types.CellType) -> None:
-        held = objects.cell_value(cell)
-        # Without a call of Python where that can be.
-        read = partial(objects.cell_value, cell) if held is ABSENT else partial(getattr, cell, "cell_contents")
-        self.readers.append(Reader(read, "cell", cell))
-        self._pending.append(held)
+        self.readers.append(Reader(partial(objects.cell_value, cell), "cell", cell))
+        self._pending.append(objects.cell_value(cell))
 
     def _visit_reference(self, reference: Any) -> None:
-        if type(reference) in (weakref.ref, weakref.KeyedRef):
-            self.readers.append(Reader(reference, "reference", reference))
-        elif type(reference) is ContextVar:
-            self.readers.append(Reader(partial(reference.get, ABSENT), "context", reference))
-        else:
-            self.readers.append(Reader(partial(objects.referent, reference)))
+        kind = {ContextVar: "context", weakref.ref: "reference", weakref.KeyedRef: "reference"}.get(type(reference))
+        self.readers.append(Reader(partial(objects.referent, reference), kind or "call", reference))
         self._pending.append(objects.referent(reference))
 
     def _visit_opaque(self, value: Any) -> None:
-        kind = type(value)
-        if not objects.is_machine(kind) or self._may_use(value):
-            self._refuse(f"a {kind.__module__}.{kind.__qualname__}")
-        else:
-            self._note_absent(objects.attribute_table(value) or {})
-
-    def _may_use(self, machine: Any) -> bool:
-        """Whether the code may have read a lock, event or thread: code of the library behind its class ran, or code of
-        the user spells one of its attributes. So one that lies among what is copied or printed as a whole is not
-        refused, but for those of a class of the user.
-        """
-        kind, table = type(machine), objects.attribute_table(machine)
-        users = objects.user_classes(kind)
-        if table is None or (users and (self._all or kind in self._notes.whole_types)):
-            return True
-        homes = {sys.modules.get(objects.home_of(base)) for base in type.mro(kind)}
-        files = {getattr(home, "__file__", None) for home in homes}
-        names = table.keys() | {name for base in users for name in vars(base) if not name.startswith("__")}
-        return any(
-            code.co_filename in files if is_library_code(code.co_filename) else not names.isdisjoint(code.co_names)
-            for code in self._notes.codes
-        )
+        self._refuse(f"a {type(value).__module__}.{type(value).__qualname__}")
 
     def _visit_instance(self, value: Any) -> None:
         """An object with attributes, slots or entries."""
@@ -310,14 +274,14 @@ class StateReads:
         elif issubclass(kind, (tuple, frozenset)):
             self._fix(value, objects.content(value))
         table, slots = objects.attribute_table(value), self._kinds[kind].slots
-        names = self._named(kind)
+        names = self._named(kind, (*(table or ()), *slots))
         if issubclass(kind, nn.Module):
             names |= self._visit_members(value, table or {})
         if table is not None:
             self.objects.append(value)
             self._compare(table, names)
         for name, member in slots.items():
-            if not self._is_traced or self._all or name in names:
+            if not self._is_traced or name in names:
                 read, is_slot = partial(objects.slot_value, member, value), "__slots__" in vars(member.__objclass__)
                 self.readers.append(Reader(read, *(("slot", value, member) if is_slot else ())))
                 self._pending.append(read())
@@ -378,24 +342,24 @@ class StateReads:
             self.attributes.append((table, known))
 
     def _is_read(self, name: str, member: Any, *, is_whole: bool) -> bool:
-        """Whether code reads a class attribute: a method that ran, or data under a name of the code; under any name if
-        it reads the class as a whole (``getattr(self, self.names[0])``).
+        """Whether code reads a class attribute: a method that ran, or another one under a name of the code; data under
+        any name if it reads the class as a whole (``getattr(self, self.names[0])``).
 
         Data under names with two underscores tells of the class itself: its fields, its annotations.
         """
-        if not objects.is_code(member) or objects.user_classes(type(member)):
-            wraps = issubclass(type(member), (property, staticmethod, classmethod, partial, partialmethod))
-            return wraps or name in self._names or (is_whole and not name.startswith("__"))
-        return any(fn.__code__ in self._notes.codes for fn in objects.functions_in(member))
+        functions = objects.functions_in(member)
+        if functions and not objects.user_classes(type(member)):
+            return any(fn.__code__ in self._notes.codes for fn in functions)
+        is_data = not name.startswith("__") and not issubclass(type(member), type)
+        return issubclass(type(member), _WRAPPERS) or name in self._names or (is_whole and is_data)
 
     def _visit_function(self, fn: types.FunctionType) -> None:
-        """The closure and defaults of a function whose code ran, or of any without a trace; not of a break."""
+        """The closure and defaults of a function whose code ran, or of any without a trace."""
         if fn.__dict__ or self._notes.asked:
             self._compare(fn.__dict__, self._names)
         if objects.is_library_code(fn.__code__.co_filename):
             self._pending += (held for held in fn.__dict__.values() if type(held) is types.MappingProxyType)
-            if self._with_breaks or not is_break(fn):
-                self._pending += objects.wrapped_by(fn)
+            self._pending += objects.wrapped_by(fn)
             return
         if self._is_traced and not self._all and fn.__code__ not in self._notes.codes:
             return
@@ -409,7 +373,6 @@ class StateReads:
             self._compare_variables(fn.__globals__, objects.variables_of(fn))
 
     def _compare_namespaces(self, notes: CodeNotes) -> None:
-        self._pending += notes.functions
         for table, names in notes.by_table():
             self._compare_variables(table, names)
             self.absent.append((table, frozenset(names) - table.keys()))
@@ -420,13 +383,13 @@ class StateReads:
             self.attributes.append((table, known))
             self._pending += map(table.__getitem__, known)
 
-    def _named(self, kind: type) -> frozenset[str]:
-        """The names to compare of the objects of a class: those of the user's code, where libraries wrote some of the
-        class of their code, too; all, if code reads them without spelling their names."""
+    def _named(self, kind: type, own: Iterable[str]) -> frozenset[str]:
+        """The names to compare of an object of a class: those of the user's code, where libraries wrote some of the
+        class of their code, too; all its ``own``, if code reads them without spelling their names."""
         users = objects.user_classes(kind)
         has_own_access = any({"__getattr__", "__getattribute__"} & vars(base).keys() for base in users)
         if self._all or kind in self._notes.whole_types or has_own_access:
-            return _ALL
+            return frozenset(own)
         is_library = not {nn.Module, *users}.issuperset(objects.written_classes(kind))
         return self._library_names if is_library else self._names
 
@@ -449,19 +412,6 @@ class StateReads:
     def _refuse(self, what: str) -> None:
         if self._is_traced:
             self.unguarded = self.unguarded or what
-
-
-class _All(frozenset[str]):
-    """Every name."""
-
-    def __or__(self, other: Any) -> "_All":
-        return self
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-
-_ALL = _All()
 
 
 def _form_of(array: np.ndarray[Any, Any]) -> str:

@@ -150,7 +150,6 @@ class CodeTrace(CodeNotes, CodeListener):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        self.names |= self.walk.getter_names
         self.end()
         self.is_deaf |= not self._is_heard
         refusal = self.refusal()
@@ -234,7 +233,7 @@ class CodeTrace(CodeNotes, CodeListener):
         notes = CodeNotes()
         notes.absorb(self)
         notes.absorb(self.of_breaks)
-        return StateReads(roots, notes, with_breaks=True).unguarded or None
+        return StateReads(roots, notes).unguarded or None
 
     def on_call(self, frame: types.FrameType) -> None:
         """Note what a function reads, unless it runs outside of the callable, or beside it."""
@@ -302,13 +301,11 @@ class CodeTrace(CodeNotes, CodeListener):
         described = sorted(code_reads(code).attributes & objects.DESCRIBES)
         if described:
             self._note_unseen(f"{described[0]} of a class")
-        is_written = not path.startswith("<")  # else a class was given it, which the walk follows
-        if is_written and code.co_freevars and code not in self._nested and code not in self.walk.codes:
+        # Not what the compiler made, or code that ran, or who gave a class code that lies in no file.
+        is_written = original is None and code not in self._nested and not path.startswith("<")
+        if is_written and code.co_freevars and code not in self.walk.codes:
             # Nobody within reach holds the function: a hook of the whole process, a registered operator.
-            for fn in gc.get_referrers(code):
-                if isinstance(fn, types.FunctionType) and fn.__globals__ is frame.f_globals:
-                    notes.functions.add(fn)
-                    self.walk.visit(fn, ((), fn.__qualname__))
+            self._note_unseen(f"{code.co_name}(), a closure that the callable does not reach")
         self._nested.update(inner for inner in code.co_consts if isinstance(inner, types.CodeType))
         self._note_settings(reads.attributes)
 
@@ -319,10 +316,11 @@ class CodeTrace(CodeNotes, CodeListener):
             self.sets_generator = True
             if notes is self and code.co_name.startswith(("set_rng_state", *_SETS)):
                 self.seeds = f"torch's own, by {code.co_name}()"
-        if code is _IMPORT_MODULE and not (frame.f_back and is_torch_code(frame.f_back.f_code.co_filename)):
+        if frame.f_back is None or objects.is_library_code(frame.f_back.f_code.co_filename):
+            return
+        if code is _IMPORT_MODULE:
             self._note_unseen("import_module(), which may find any module")
-        if code.co_filename.endswith(_READ_WHOLE) and frame.f_back is not None:
-            notes.reads_whole |= not objects.is_library_code(frame.f_back.f_code.co_filename)
+        notes.reads_whole |= code.co_filename.endswith(_READ_WHOLE)
 
     def _note_settings(self, spelled: Collection[str]) -> None:
         """Code that is about to run spells these names, and may use under them any module of the user's that somebody

@@ -1,8 +1,8 @@
 """Walks over everything that a callable reaches, notes what it holds, and puts back what a run changed.
 
-The walk follows attributes, slots, containers, closures, defaults, partials, weak references, hooks and the data of the
-user's classes, without a limit of depth. It reads globals of the functions that it meets as variables, and of all code
-that runs while a ``CodeTrace`` feeds it. Nothing of the user's is called.
+The walk follows attributes, slots, containers, closures, defaults, partials, weak references, hooks and the user's
+classes, without a limit of depth. A ``CodeTrace`` tells it of variables of modules, before code that names them runs.
+Nothing of the user's is called.
 """
 
 import random
@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextvars import ContextVar
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -49,8 +48,6 @@ class StateWalk:
         """Modules of the user that something holds, other than a variable of a module."""
         self.codes: set[types.CodeType] = set()
         """The code of the functions that it met."""
-        self.getter_names: set[str] = set()
-        """The names that the ``operator.attrgetter`` s which it met ask for."""
         self.has_opaque = False
         """Whether it met something that nobody can compare, or a cache, which may come to hold such."""
         self.unrestorable: str | None = None
@@ -261,8 +258,6 @@ class StateWalk:
         elif issubclass(kind, (tuple, frozenset)):
             yield from ((f"[{index}]", inner) for index, inner in enumerate(objects.content(value)))
         elif not slots:
-            if issubclass(kind, attrgetter):
-                self.getter_names.update(part for name in value.__reduce__()[1] for part in str(name).split("."))
             self.has_opaque |= issubclass(kind, objects.CACHES)
             yield from (("", inner) for inner in objects.referents(value))
         yield "", kind
@@ -271,9 +266,9 @@ class StateWalk:
         self.tensors.append(tensor)
         if type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided:
             self._hold(path, tensor, snapshot.way_of_tensor(tensor))
-        return self._attributes(tensor, path)
+        return chain([("", type(tensor))], self._attributes(tensor, path))
 
-    def _function_edges(self, fn: types.FunctionType, path: Any, *, with_globals: bool = True) -> Edges:
+    def _function_edges(self, fn: types.FunctionType, path: Any) -> Edges:
         """Closure, defaults and attributes of a function; of the library's decorators only what they wrap."""
         self.codes.add(fn.__code__)
         if objects.is_library_code(fn.__code__.co_filename):
@@ -284,8 +279,6 @@ class StateWalk:
             yield from (
                 (f" {name}", cell) for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
             )
-            if with_globals:
-                self.visit_variables(fn.__globals__, objects.variables_of(fn), fn.__module__ or "")
         self._hold(path, fn, snapshot.FUNCTION)
         yield from (("", held) for held in (fn.__defaults__, fn.__kwdefaults__, fn.__dict__) if held)
 
@@ -298,12 +291,6 @@ class StateWalk:
                 yield "", type(kind)
                 held = self._hold(path, kind, snapshot.CLASS)
                 for name, inner in held.items():
-                    if objects.describes(name):
-                        continue
-                    functions = objects.functions_in(inner)
-                    for fn in functions:
-                        if id(fn) not in self._seen:
-                            self._seen[id(fn)] = fn
-                            yield from self._function_edges(fn, (path, f".{name}"), with_globals=False)
-                    if not functions and not issubclass(type(inner), type) and name not in ("__dict__", "__weakref__"):
+                    is_own = not objects.describes(name) and name not in ("__dict__", "__weakref__")
+                    if is_own and not issubclass(type(inner), type):
                         yield f".{name}", inner
