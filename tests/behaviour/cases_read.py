@@ -909,6 +909,7 @@ run("builtin replaced")(none, lambda _, x: x * abs(-2), patch(builtins, "abs", l
 read("import inside")(settings, of_settings, put_there)
 read("import of a name inside")(settings, from_settings, put_there)
 read("import inside of another module")(settings, of_settings, patch(sys.modules, "users_settings", module(k=5)))
+read("__import__")(settings, lambda _: found_by_builtin().k, put_there)
 read("import, tried for in vain beside what is asked for")(settings, tries_and_asks, put("owner", bonus=5))
 read("module of a package passed on")(none, lambda _: k_of(PACKAGE.settings), patch(PACKAGE.settings, "k", 5.0))
 read("module that a helper gives")(none, lambda _: the_settings().k, patch(SETTINGS, "k", 5.0))
@@ -920,6 +921,11 @@ read("module that an object holds, and whose code runs")(
     module_with_code, lambda h: h.number() * h.module.k, put("module", k=5)
 )
 read("sys.modules")(settings, lambda _: sys.modules[f"users_{'settings'}"].k, put_there)
+
+
+def found_by_builtin() -> Any:
+    """A module of a computed name, by the interpreter's own function."""
+    return __import__(f"users_{'settings'}")
 
 
 # Tensors.
@@ -1080,21 +1086,21 @@ def stub(**attributes: Any) -> Any:
     return made
 
 
-def operator(kernel: Fn) -> Fn:
-    """A custom operator in Python."""
-    library, name = torch.library.Library("graphdispatch_cases", "FRAGMENT"), f"attend_{id(kernel)}"
+def operator() -> Made:
+    """What the Python of a custom operator reads besides its arguments is frozen, as on CUDA, and compared."""
+    context, library = Box(k=2.0), torch.library.Library("graphdispatch_cases", "FRAGMENT")
     PATCH.setattr(Box, "library", library, raising=False)
-    library.define(f"{name}(Tensor x) -> Tensor")
-    library.impl(name, kernel, "CPU")
+
+    def attend(x: Tensor) -> Tensor:
+        return x * context.k
+
+    library.define("attend(Tensor x) -> Tensor")
+    library.impl("attend", attend, "CPU")
     PATCH.setattr(Box, "library", None)
-    attend = getattr(torch.ops.graphdispatch_cases, name)
-    return lambda x: attend(x)
+    return lambda x: torch.ops.graphdispatch_cases.attend(x), lambda: to(context, k=5.0)
 
 
-# What its Python reads besides its arguments is frozen, as on CUDA, and compared.
-run("operator_context_changed", row=True)(
-    lambda: operator(lambda x: x * BOXES[0].k), lambda h, x: h(x), patch(BOXES[0], "k", 5.0)
-)
+READS["operator_context_changed"] = Read(operator, row=True)
 
 
 # Threads and what else belongs to the machinery.

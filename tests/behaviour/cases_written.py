@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from graphdispatch import Reason
 
 from .cases import PATCH, WRITES, Box, Made, Slots, Slotted, Write
-from .cases_read import Worker, choice, copy_of, function, module, operator, own_class, with_attributes, with_metaclass
+from .cases_read import Worker, choice, copy_of, function, module, own_class, with_attributes, with_metaclass
 
 __all__ = ["WRITES"]
 
@@ -349,7 +349,7 @@ def named_module() -> str:
 
 FINDERS: dict[str, tuple[Callable[[str], Any], Reason]] = {
     "import_module": (lambda name: importlib.import_module(name, None), Reason.STATE_UNSEEN),
-    "__import__": (lambda name: __import__(name), Reason.STATE_UNSEEN),
+    "__import__": (lambda name: __import__(name), Reason.STATE_REBOUND),
     "sys.modules": (lambda name: sys.modules[name], Reason.STATE_REBOUND),
 }
 
@@ -571,9 +571,6 @@ unseen("lock given back by name", threading.Lock, lambda o: (o.acquire() and o.r
 unseen("attrgetter", lambda: (Box(k=2.0), attrgetter("k")), lambda o: o[1](o[0]))
 unseen("property of a getter", lambda: own_class(k=property(attrgetter("number")), number=2)(), lambda o: o.k)
 unseen("annotations", lambda: own_class(__annotations__={"k": 2}), lambda o: o.__annotations__["k"])
-answer("operator_over_a_closure", reason=Reason.STATE_UNSEEN)(
-    lambda: (lambda box: (box, operator(lambda x: x * box.k)))(Box(k=2.0)), lambda o, x: o[1](x), lambda o: o[0].k
-)
 unseen("globals()", lambda: 2, lambda k: globals()["FACTOR"] * k)
 unseen("attribute of an array", lambda: np.zeros(2).view(Marked), lambda o: o.k)
 unseen("entry of an array of a class of its own", lambda: np.full(3, 2.0).view(Marked), lambda o: float(o[0]))

@@ -286,8 +286,8 @@ def test_what_is_rebound_is_named_as_it_is_spelled() -> None:
     step = _Method().run
     for fn, name, what in (
         (_Anchors().eval(), "x", "_Anchors.cell_anchors was rebound"),
-        (nested, "input", "Sequential[1][0].cell_anchors was rebound"),
+        (nested, "input", "Sequential.1.0.cell_anchors was rebound"),
         (step, "x", "_Method.last was rebound"),
-        (lambda x: nested(x), "x", "[1][0].cell_anchors was rebound"),
+        (lambda x: nested(x), "x", ".1.0.cell_anchors was rebound"),
     ):
         assert what in _explain(fn, **{name: torch.randn(4, 4)})

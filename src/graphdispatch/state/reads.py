@@ -41,7 +41,7 @@ class Reader(NamedTuple):
         return self.kind, self.call if self.kind == "call" else self.subject, self.further, value
 
 
-_SETS = ("codes", "names", "asked", "library_names", "whole_types", "variables")
+_SETS = ("codes", "names", "asked", "library_names", "whole_types", "functions", "variables")
 
 
 class CodeNotes:
@@ -58,6 +58,8 @@ class CodeNotes:
         """Those that code of libraries reads."""
         self.whole_types: set[type] = set()
         """Classes whose objects are read under names that are not spelled in the code."""
+        self.functions: set[types.FunctionType] = set()
+        """Functions that ran and that nothing within reach holds, but for the interpreter."""
         self.tables: dict[int, dict[str, Any]] = {}
         """The namespaces that code of the user uses, by their ``id``."""
         self.variables: set[tuple[int, str]] = set()
@@ -373,6 +375,7 @@ class StateReads:
             self._compare_variables(fn.__globals__, objects.variables_of(fn))
 
     def _compare_namespaces(self, notes: CodeNotes) -> None:
+        self._pending += notes.functions
         for table, names in notes.by_table():
             self._compare_variables(table, names)
             self.absent.append((table, frozenset(names) - table.keys()))

@@ -281,9 +281,8 @@ class CodeTrace(CodeNotes, CodeListener):
             self._note_unseen(f"{code.co_name}(), which torch.compile made and tells nothing of")
         if code is _START and notes is self:
             self._note_unseen("start() of a thread, which runs code unheard")
-        finders = sorted({"globals", "__import__"} & code_reads(code).variables)
-        if finders and not _is_library(frame):
-            self._note_unseen(f"{finders[0]}(), by which it may find anything")
+        if "globals" in reads.variables and original is None and not _is_library(frame):
+            self._note_unseen("globals(), by which it may find anything")
         names = reads.attributes | reads.variables
         if not names.isdisjoint(("environ", "getenv")) and not is_torch_code(path):
             self._use(notes, vars(os), ["environ"], "os")
@@ -301,11 +300,13 @@ class CodeTrace(CodeNotes, CodeListener):
         described = sorted(code_reads(code).attributes & objects.DESCRIBES)
         if described:
             self._note_unseen(f"{described[0]} of a class")
-        # Not what the compiler made, or code that ran, or who gave a class code that lies in no file.
-        is_written = original is None and code not in self._nested and not path.startswith("<")
-        if is_written and code.co_freevars and code not in self.walk.codes:
+        is_written = not path.startswith("<")  # else a class was given it, which the walk follows
+        if is_written and code.co_freevars and code not in self._nested and code not in self.walk.codes:
             # Nobody within reach holds the function: a hook of the whole process, a registered operator.
-            self._note_unseen(f"{code.co_name}(), a closure that the callable does not reach")
+            for fn in gc.get_referrers(code):
+                if isinstance(fn, types.FunctionType) and fn.__globals__ is frame.f_globals:
+                    notes.functions.add(fn)
+                    self.walk.visit(fn, ((), fn.__qualname__))
         self._nested.update(inner for inner in code.co_consts if isinstance(inner, types.CodeType))
         self._note_settings(reads.attributes)
 
@@ -341,6 +342,8 @@ class CodeTrace(CodeNotes, CodeListener):
         notes.note_variables(built_in, [name for name in used if name not in table and name in built_in])
         self._use(notes, table, used, table.get("__name__", ""))
         package = table.get("__package__") or ""
+        if "__import__" in reads.variables:  # which may find any module, by a name that it computes
+            self._use(notes, vars(sys), ["modules"], "sys")
         texts = reads.texts | {table.get("__name__", "")} if "modules" in reads.attributes else reads.texts
         imports = [*reads.imports, *(f"{package}.{name}".rstrip(".") for name in reads.imports)]
         paths = {path for name in imports for path in accumulate(name.split("."), "{}.{}".format)}
