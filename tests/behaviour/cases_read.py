@@ -447,6 +447,14 @@ read("proxy of a dict")(
     lambda: Apart(t := {"k": 2}, types.MappingProxyType(t)), lambda h: h["k"], lambda h: h.owner.update(k=5)
 )
 read("default factory")(lambda: defaultdict(lambda: 2), lambda h: h.default_factory(), put(default_factory=lambda: 5))
+read("default factory by a miss")(
+    lambda: defaultdict(lambda: 2), lambda h: (h[0], h.clear())[0], put(default_factory=lambda: 5)
+)
+read("closure of a default factory")(
+    lambda: Apart(k := [2], defaultdict(lambda: k[0])),
+    lambda h: (h[0], h.clear())[0],
+    lambda h: h.owner.append(h.owner.pop() + 3),
+)
 read("attribute")(lambda: Box(k=2.0), lambda h: h.k, put(k=5.0))
 read("attribute of the class, shadowed")(Box, lambda h: h.limit, put(limit=5.0))
 read("attribute that comes")(Box, lambda h: getattr(h, "k", 2.0), put(k=5.0))
@@ -471,6 +479,11 @@ read("one of two objects")(
 read("result of a call")(lambda: Apart(b := Box(mean=2.0), lambda: b), lambda h: h().mean, put("owner", mean=5.0))
 read("lru_cache")(lambda: functools.cache(lambda: Box(k=2.0)), lambda h: h().k, lambda h: to(h(), k=5.0))
 read("lru_cache cleared")(cached_number, lambda h: h(), lambda h: (to(h.owner, k=5.0), h.seen.cache_clear()))
+read("class of a weak reference")(
+    lambda: (b := Box(k=2.0), type("Ref", (weakref.ref,), {"k": 2.0})(b)),
+    lambda h: h[1]().k * h[1].k,
+    lambda h: setattr(type(h[1]), "k", 5.0),
+)
 read("weak reference")(lambda: Apart(b := Box(k=2.0), weakref.ref(b)), lambda h: h().k, put("owner", k=5.0))
 read("arguments of an exception")(lambda: ValueError(2), lambda h: h.args[0], put(args=(5,)))
 read("equal arguments")(

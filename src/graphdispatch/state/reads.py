@@ -259,7 +259,7 @@ class StateReads:
     def _visit_reference(self, reference: Any) -> None:
         kind = {ContextVar: "context", weakref.ref: "reference", weakref.KeyedRef: "reference"}.get(type(reference))
         self.readers.append(Reader(partial(objects.referent, reference), kind or "call", reference))
-        self._pending.append(objects.referent(reference))
+        self._pending += (objects.referent(reference), type(reference))
 
     def _visit_opaque(self, value: Any) -> None:
         self._refuse(f"a {type(value).__module__}.{type(value).__qualname__}")
@@ -283,8 +283,9 @@ class StateReads:
             self.objects.append(value)
             self._compare(table, names)
         for name, member in slots.items():
-            if not self._is_traced or name in names:
-                read, is_slot = partial(objects.slot_value, member, value), "__slots__" in vars(member.__objclass__)
+            is_slot = "__slots__" in vars(member.__objclass__)
+            if not self._is_traced or name in names or not is_slot:  # compiled code reads its own under no name
+                read = partial(objects.slot_value, member, value)
                 self.readers.append(Reader(read, *(("slot", value, member) if is_slot else ())))
                 self._pending.append(read())
         if not slots and not issubclass(kind, (tuple, frozenset, *CONTAINERS)):

@@ -216,7 +216,7 @@ class StateWalk:
     def _reference_edges(self, reference: Any, path: Any) -> Edges:
         is_variable = type(reference) is ContextVar
         held = self._hold(path, reference, snapshot.CONTEXT) if is_variable else {"()": objects.referent(reference)}
-        return iter(held.items())
+        return chain([("", type(reference))], held.items())
 
     def _generator_edges(self, generator: Any, path: Any) -> Edges:
         self._generators.append(snapshot.random_holder(path, generator))
