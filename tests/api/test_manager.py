@@ -240,6 +240,21 @@ def test_a_function_of_one_batch_size_has_no_batch_dimension(registry: CUDAGraph
         entry.replay({"x": torch.ones(3, 3)})
 
 
+def test_a_new_graph_of_a_key_takes_the_place_of_the_old_one() -> None:
+    """Also where there may be no more graphs: that of another key stays, though it was used longer ago. A registry that
+    refuses captures keeps the old graph."""
+    options = CUDAGraphOptions(max_cached_graphs=2)
+    registry = CUDAGraphRegistry(CUDAGraphConfig(capture_sizes=(1, 2), options=options))
+    other = registry.capture(2, 1, double, {"x": (2, 3)})
+    old = registry.capture(1, 1, double, {"x": (1, 3)})
+    new = registry.capture(1, 1, lambda x: x * 3, {"x": (1, 3)})
+    assert (registry.get(1, 1), registry.get(2, 1), old.is_released) == (new, other, True)
+    registry.freeze()
+    with pytest.raises(CaptureError, match="freeze"):
+        registry.capture(1, 1, double, {"x": (1, 3)})
+    assert registry.get(1, 1) is new
+
+
 def test_a_failing_capture_leaves_the_registry_usable(registry: CUDAGraphRegistry) -> None:
     """It raises with a reason and the cause, or the function's own error; it makes no entry, and touches no other."""
     kept = registry.capture(4, 1, double, {"x": (4, 3)})

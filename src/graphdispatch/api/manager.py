@@ -24,7 +24,7 @@ from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..serve.graphs import GraphSet
 from ..serve.group import MOST_ROUTES, GraphGroup, Route
-from ..serve.prewarm import capture_example
+from ..serve.prewarm import capture_example, refuse_closed
 from ..serve.server import Choice, Server
 from ..sizes import ROWS
 from ..state.objects import same_callable
@@ -200,8 +200,9 @@ class CUDAGraphRegistry(Lifecycle):
         one = self._find(capture_fn)
         route = self._route(one, size, seq_len, mode, batch_dims(inputs, batch_size, dynamic))
         name = f"batch_size={batch_size}, seq_len={seq_len}"
+        refuse_closed(one.server, route)
+        self._drop(size, seq_len, but=one)  # before, or the graph of another key would make room
         result = capture_example(one.server, route, ((), dict(inputs)), batch_size, size, name)
-        self._drop(size, seq_len, but=one)
         try:
             check_outputs(result.answer, output_shapes)
         except ConfigError:
