@@ -122,9 +122,10 @@ class Windows:
 
     def _others(self) -> list[tuple[set[int], bool]]:
         """What the windows of other threads cover, each with whether it waits for a run of the calling thread."""
-        here, runs = threading.get_ident(), list(self._runs.values())
-        reached = [reach() for thread, reach in runs if thread == here]
+        here = threading.get_ident()
         windows = [covered for thread, covered in self.open if thread != here]
+        runs = list(self._runs.values()) if windows else []  # a replay asks, and what a run reaches takes long to tell
+        reached = [reach() for thread, reach in runs if thread == here]
         return [(covered, not all(map(covered.isdisjoint, reached))) for covered in windows]
 
     def _drained(self, window: tuple[int, set[int]], own: Pool) -> bool:
