@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,3 +192,12 @@ def test_a_callable_may_invalidate_its_own_graph() -> None:
 
     step = make(restless, sizes=(4,), options=gd.CUDAGraphOptions(verify=False, capture_after=1))
     assert check_rows(step, 4, 4, fn=double) == [Reason.CAPTURED_NOW, Reason.EXACT]
+
+
+def test_a_call_that_looks_at_the_guard_while_graphs_are_put_to_sleep_is_served() -> None:
+    """It asks for gradients without a lock, and another thread may forget the guard at that moment."""
+    step = make(double)
+    graphs = step._graphs
+    graphs._guard = guard = SimpleNamespace(holds=lambda: setattr(graphs, "_guard", None) is None, trainable=False)
+    assert graphs.guard is guard
+    assert torch.equal(step(torch.ones(3)), torch.full((3,), 2.0))

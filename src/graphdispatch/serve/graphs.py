@@ -173,9 +173,10 @@ class GraphSet:
     @property
     def guard(self) -> StateGuard:
         """Which modules and tensors the callable reaches now, whatever it reads of them. Needs no lock."""
-        if self._guard is None or not self._guard.holds():
-            self._guard = StateGuard(self.fn)
-        return self._guard
+        guard = self._guard  # which another thread's sleep() may forget meanwhile
+        if guard is None or not guard.holds():
+            guard = self._guard = StateGuard(self.fn)
+        return guard
 
     def find(
         self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]
