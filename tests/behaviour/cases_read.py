@@ -23,7 +23,7 @@ from collections.abc import Callable, MutableMapping
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import pydantic
@@ -37,6 +37,7 @@ from .cases import KEPT, PATCH, READS, Box, Fn, Made, Read, Slots, Slotted
 __all__ = ["KEPT", "READS"]
 
 Change = Callable[[Any], Any]
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,13 @@ class Frozen:
 def which(held: Any) -> float:
     """Tells whether two attributes are one object."""
     return 2.0 if held.a is held.b else 5.0
+
+
+class Pair(Generic[T]):
+    """What code may spell with a type."""
+
+    def __init__(self, k: T) -> None:
+        self.k = k
 
 
 class Apart(NamedTuple):
@@ -464,6 +472,11 @@ run("number_type_changed", row=True)(lambda: Box(k=2.0), lambda h, x: x.long() *
 read("text of another type")(lambda: Box(k="a"), lambda h: 2 if isinstance(h.k, str) else 5, put(k=b"a"))
 read("large integer")(lambda: Box(k=1 << 70), lambda h: h.k % 4 + 1, put(k=(1 << 70) + 1))
 read("not a number")(lambda: Box(k=math.nan), lambda h: 2 if h.k != h.k else 5, put(k=1.0))
+read("attribute by a generic class")(
+    lambda: Box(k=2.0),
+    lambda h: Pair[type("New", (), {})](h.k).k,
+    put(k=5.0),  # type: ignore[misc]
+)
 read("type of data")(lambda: Box(dtype=torch.float32), lambda h: ones(3).to(h.dtype), put(dtype=torch.float64))
 read("slot")(lambda: Slotted(2.0), lambda h: h.k, put(k=5.0))
 read("slot that goes")(lambda: Slotted(2.0), lambda h: getattr(h, "k", 5.0), lambda h: delattr(h, "k"))

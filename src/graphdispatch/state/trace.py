@@ -38,7 +38,8 @@ _SETS = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset"
 _IMPORT_CODE = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
 """The code around every first import. What runs inside of it runs once in the process."""
 _IMPORT_MODULE = importlib.import_module.__code__
-
+_OF_GENERICS = {"__parameters__", "__orig_bases__", "__type_params__"}
+"""What typing, and typing_extensions in its place, read of a class where code spells ``Pair[int]``."""
 
 _COMPILER = os.path.join("torch", "_dynamo", "convert_frame.py")
 """Where torch compiles a function before its first run. What that reads is no part of the run."""
@@ -297,7 +298,8 @@ class CodeTrace(CodeNotes, CodeListener):
             self._each_time.add(code)
             notes.whole_types.add(type(frame.f_locals.get(code.co_varnames[0])))
         self._note_variables(notes, code, frame.f_globals, reads)
-        described = sorted(code_reads(code).attributes & objects.DESCRIBES)
+        known = _OF_GENERICS if path.endswith(("typing.py", "typing_extensions.py")) else set[str]()
+        described = sorted(code_reads(code).attributes & objects.DESCRIBES - known)
         if described:
             self._note_unseen(f"{described[0]} of a class")
         is_written = not path.startswith("<")  # else a class was given it, which the walk follows
