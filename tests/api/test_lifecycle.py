@@ -198,6 +198,13 @@ def test_a_call_that_looks_at_the_guard_while_graphs_are_put_to_sleep_is_served(
     """It asks for gradients without a lock, and another thread may forget the guard at that moment."""
     step = make(double)
     graphs = step._graphs
-    graphs._guard = guard = SimpleNamespace(holds=lambda: setattr(graphs, "_guard", None) is None, trainable=False)
+    guard: Any = SimpleNamespace(trainable=False)
+
+    def holds() -> bool:
+        graphs._guard = None
+        return True
+
+    guard.holds = holds
+    graphs._guard = guard
     assert graphs.guard is guard
     assert torch.equal(step(torch.ones(3)), torch.full((3,), 2.0))
