@@ -148,7 +148,7 @@ class SizeTable:
     def number_of(self, size: Any) -> int:
         """The number of a size that the user named. Raises ``ConfigError`` for one that is not captured here."""
         given = getattr(size, "lengths", size)
-        if isinstance(given, (bool, float)) or given not in self.points:
+        if isinstance(given, (bool, float)) or getattr(given, "ndim", False) or given not in self.points:
             raise ConfigError(f"sizes must be among the capture sizes {self.points}, got {shown(size)}")
         return self.sizes[self.points.index(given)]
 

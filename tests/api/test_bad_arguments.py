@@ -66,6 +66,7 @@ MISTAKES: list[tuple[str, Callable[[Any], Any], str]] = [
     ("graphed", lambda s: s.prewarm(X, sizes=(3,)), r"among the capture sizes \(4,\), got 3"),
     ("graphed", lambda s: s.prewarm(X[:0]), "prewarm cannot capture from this example"),
     ("graphed", lambda s: s.capture_size("4"), "size"),
+    ("graphed", lambda s: s.capture_size(torch.tensor([2, 4])), "size"),
     ("graphed", lambda s: s.invalidate(3), "tag"),
     ("graphed", lambda s: s.sleep(["x"]), "tag"),
     ("graphed", lambda s: gd.graphed(3, dynamic={}), "fn must be callable, got 3"),
