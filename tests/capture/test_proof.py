@@ -515,3 +515,27 @@ def test_a_maximum_over_what_a_mask_makes_zero_is_found() -> None:
     shapes = [(2, 8), (2, 8), (2, 8), (2, 7), (2, 7), (1, 6), (1, 7)]
     check_calls(step, *((sign * (torch.rand(*s, 3) + 1), torch.ones(s)) for sign in (1, -1) for s in shapes))
     assert step.last_decision.reason is Reason.VERIFICATION_FAILED
+
+
+def test_gates_that_are_zero_or_one_in_each_early_batch() -> None:
+    """Floats that look like flags may hold other numbers later, by which what padding does shows."""
+
+    def fn(x: Tensor, gate: Tensor) -> Tensor:
+        return x + (gate * (1 - gate))[:, None] * (x.amax(0) - x.amin(0) > 2)
+
+    step = make(fn, dynamic={"x": 0, "gate": 0}, sizes=(8,))
+    check_calls(step, *((torch.randn(5, 3), torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0])) for _ in range(5)))
+    check_calls(step, *((torch.rand(rows, 3) + 5, torch.rand(rows)) for rows in (5, 6, 7) * 2), **NEAR)
+
+
+def test_a_mask_of_what_to_skip_is_tried_beside_several_rows() -> None:
+    """Nothing is skipped in some early batches, and only their last row shows what padding does."""
+
+    def fn(x: Tensor, skip: Tensor) -> Tensor:
+        return (~skip)[:, None] * (1 + x * (x.sum(-1) > 0.5).all())
+
+    step = make(fn, dynamic={"x": 0, "skip": 0}, sizes=(8,))
+    early = torch.tensor([[-1.0], [2.0], [-3.0], [1.0], [4.0]]).expand(5, 3)
+    for skipped in [[0, 0, 0, 0, 0], [1, 0, 0, 1, 0]] * 3:
+        check_calls(step, (early * (1 + torch.rand(5, 1)), torch.tensor(skipped).bool()))
+    check_calls(step, *((torch.rand(5, 3) + 1, torch.zeros(5).bool()) for _ in range(3)), **NEAR)

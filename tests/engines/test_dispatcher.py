@@ -442,6 +442,13 @@ def test_registering_over_and_over_leaves_nothing_behind() -> None:
         dispatcher.register_graph(KEY, again)
 
 
+@pytest.mark.parametrize("given", [[torch.zeros(2)], ["0x10"], "16", 16], ids=["tensors", "texts", "a text", "one"])
+def test_addresses_that_are_none_are_refused(given: Any) -> None:
+    """At once, and not at the first call."""
+    with pytest.raises(ConfigError, match="input_ptrs must be addresses"):
+        CudagraphDispatcher(double).register_graph(KEY, scripted(), input_ptrs=given)
+
+
 def test_a_runner_may_register_while_it_is_compared() -> None:
     """Another thread that replaces the same graph at that time does not hang it, nor the other way round."""
     comparing = replaced = False

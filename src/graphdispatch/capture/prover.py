@@ -13,8 +13,7 @@ Note [what keeps its padding]
 
 Note [rows that hide less]
     The real rows may hide what padding does. So all of them become one row of the batch, before padding of zeros, of
-    the row itself, which is neutral for a maximum and for all else that counts a row once, and of another row. Rows of
-    flags are alike at all places, so that one place is enough.
+    the row itself, which is neutral for a maximum and for all else that counts a row once, and of another row.
 
 Note [rows that a rule hides]
     Some padding always keeps to its rule: that of the user, a scratch row of zeros, a mask whose padding hides what it
@@ -382,18 +381,16 @@ class RowProver:
         places = probes.telling_places(self._specs, self._arguments, self.rows, discrete)
         every = [self._made(partial(probes.uniform, place), self._spanned) for place in places]
         has_state = bool(self._state or self._unseen)  # what another row writes is other state
-        is_one_enough = flags == discrete and not has_state and len(every) > 1
-        for rows, other in zip(every[:1] if is_one_enough else every, [*every[1:], *every[:1]], strict=False):
+        for rows, other in zip(every, [*every[1:], *every[:1]], strict=True):
             tried = [rows] if other is rows or has_state else [rows, other]
             name = "one row of the batch (in place of the real rows, too)"
             yield _Probe(name, rows, [rule, *map(self._as_padding, tried)])
         takes = self._takes_any if self._earlier is None or limited else []
-        # A mask that hides the padding would hide these numbers, too.
+        # A mask that hides the padding would hide these numbers, too; but flags may as well be gates.
         shown = self._made(partial(probes.uniform, {}), [] if limited else flags)
-        near, far = _overlaid(self._made(probes.small, takes), shown), probes.edge if limited else probes.far
-        if takes and not limited:
-            tried = [*self._large(), *([near] if is_one_enough else [])]
-            yield _Probe("large numbers (and small ones in the real rows)", near, [rule, *tried])
+        near, far = self._made(probes.small, takes), probes.edge if limited else probes.far
+        for rows in [near, *([_overlaid(near, shown)] if flags else [])] if takes and not limited else []:
+            yield _Probe("large numbers (and small ones in the real rows)", rows, [rule, *self._large()])
         high, low = (_overlaid(shown, self._made(partial(far, sign), takes)) for sign in (1, -1))
         name = "the largest or smallest numbers of the batch" if limited else "large numbers of one sign"
         # Padding that a rule leaves as it is may hold anything, and nobody knows what it holds now.

@@ -100,7 +100,9 @@ def entry_around(
     """
     if not isinstance(graph, Replayable):
         raise ConfigError(f"graph must have a replay() method, got {shown(graph)}")
-    check_type("input_ptrs", addresses, (Sequence, type(None)), "addresses (tensor.data_ptr()) or None")
+    is_told = isinstance(addresses, Sequence) and all(isinstance(pointer, int) for pointer in addresses)
+    if addresses is not None and not is_told:
+        raise ConfigError(f"input_ptrs must be addresses (tensor.data_ptr()) or None, got {shown(addresses)}")
     outputs = outputs if outputs is not None else getattr(graph, "outputs", None)
     backend = get_backend("auto")
     pool = backend.make_pool()  # of which only the lock is used
