@@ -13,7 +13,11 @@ Note [what keeps its padding]
 
 Note [rows that hide less]
     The real rows may hide what padding does. So all of them become one row of the batch, before padding of zeros, of
-    the row itself, which is neutral for a maximum and for all else that counts a row once, and of another row.
+    the row itself, which is neutral for a maximum and for all else that counts a row once, and of another row. Of
+    flags, zeros and ones, only what lies beside them differs. So padding of zeros and of the other row, in turns, is
+    compared with padding of the row itself: it differs from both together if it differs from either. What counts rows
+    up to some number may take two kinds of padding for one. Integers that are no flags, and numbers that may become
+    indices, are compared one by one.
 
 Note [rows that a rule hides]
     Some padding always keeps to its rule: that of the user, a scratch row of zeros, a mask whose padding hides what it
@@ -381,16 +385,21 @@ class RowProver:
         places = probes.telling_places(self._specs, self._arguments, self.rows, discrete)
         every = [self._made(partial(probes.uniform, place), self._spanned) for place in places]
         has_state = bool(self._state or self._unseen)  # what another row writes is other state
+        in_turns = flags == discrete and not limited and self._holds_two_kinds
         for rows, other in zip(every, [*every[1:], *every[:1]], strict=True):
-            tried = [rows] if other is rows or has_state else [rows, other]
-            name = "one row of the batch (in place of the real rows, too)"
-            yield _Probe(name, rows, [rule, *map(self._as_padding, tried)])
+            if other is rows or has_state:
+                tried = [rule, self._as_padding(rows)]
+            elif in_turns:
+                tried = [self._as_padding(one) for one in (self._beside_zeros(other), rows)]
+            else:
+                tried = [rule, self._as_padding(rows), self._as_padding(other)]
+            yield _Probe("one row of the batch (in place of the real rows, too)", rows, tried)
         takes = self._takes_any if self._earlier is None or limited else []
-        # A mask that hides the padding would hide these numbers, too; but flags may as well be gates.
+        # A mask that hides the padding would hide these numbers, too.
         shown = self._made(partial(probes.uniform, {}), [] if limited else flags)
         near, far = self._made(probes.small, takes), probes.edge if limited else probes.far
-        for rows in [near, *([_overlaid(near, shown)] if flags else [])] if takes and not limited else []:
-            yield _Probe("large numbers (and small ones in the real rows)", rows, [rule, *self._large()])
+        if takes and not limited:
+            yield _Probe("large numbers (and small ones in the real rows)", near, [rule, *self._large()])
         high, low = (_overlaid(shown, self._made(partial(far, sign), takes)) for sign in (1, -1))
         name = "the largest or smallest numbers of the batch" if limited else "large numbers of one sign"
         # Padding that a rule leaves as it is may hold anything, and nobody knows what it holds now.
@@ -399,6 +408,26 @@ class RowProver:
             tried = [one_sign, *([other_sign] if limited else further)]
             yield _Probe(f"{name} (in the real rows, too)", one_sign, [rule, *tried])
         yield from self._probes_of_rules()
+
+    @property
+    def _holds_two_kinds(self) -> bool:
+        """Whether rows of two kinds, in turns, are all among the padding along each dimension."""
+        rows = self._axes[0]
+        real, padding = rows.of(self.rows), rows.of(self._request.size) - rows.of(self.rows)
+        have_rows = all(any(axis is rows for _, axis in spec.spans) for spec in self._specs if spec.spans)
+        return have_rows and padding != 1 and (real >= _FEW or len(self._axes) == 1)
+
+    def _beside_zeros(self, rows: Rows) -> Rows:
+        """Rows of zeros and these, in turns."""
+        made = list[torch.Tensor | None]()
+        for spec, one in zip(self._specs, rows, strict=True):
+            turns = one
+            if one is not None:
+                turns = torch.zeros(one.shape, dtype=one.dtype, device=one.device)
+                for dim in (dim for dim, axis in spec.spans if axis is self._axes[0]):
+                    turns.movedim(dim, 0)[1::2].copy_(one.movedim(dim, 0)[1::2])
+            made.append(turns)
+        return made
 
     def _probes_of_rules(self) -> Iterator[_Probe]:
         """Arguments whose padding keeps to a rule get numbers of other kinds, or the edges of the batch if the callable
