@@ -1,5 +1,6 @@
 """What the callable returns: memory that replays share, objects, the argument itself, state."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -152,9 +153,10 @@ def test_output_row_count(tried: Open) -> None:
 
 
 def test_output_object(tried: Open) -> None:
-    """An object that the call makes cannot be given back by a graph."""
-    step = tried(lambda x: (x * 2, object()))
-    step.check(Reason.OUTPUT_UNSUPPORTED)
+    """An object that the call makes, and that holds something besides attributes, cannot be given back by a graph."""
+    for made in (lambda x: object(), lambda x: SimpleNamespace(y=x * 3)):
+        step = tried(lambda x, made=made: (x * 2, made(x)))
+        step.check(Reason.OUTPUT_UNSUPPORTED)
 
 
 def test_output_rows_fixed_by_accident(settled: Open) -> None:
