@@ -33,6 +33,7 @@ from .recorder import ALIGNMENT, Instruction, Recording, Slot, TensorRef, with_o
 # The recorder saw the operators below autograd. Replaying them there saves the way through autograd.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 _aten = torch.ops.aten
+_BITS_OF_INT = 63
 _FLOATS = (torch.float32, torch.float64)  # kernels of 16-bit floats sum in another dtype
 
 
@@ -111,6 +112,7 @@ def step_of(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outs: tuple[torch.Tensor, ...] | None = None
 ) -> Step:
     """The step that calls an operator or compiled code. New results are copied to ``outs``, if there are any."""
+    func, args, kwargs = with_tensors(func, args, kwargs)
     run = partial(getattr(func, "_op", func), *args, **kwargs)
     if outs is not None:
         run = partial(run_and_copy, func, args, kwargs, outs)
@@ -353,6 +355,23 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
+def with_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The same call with the tensor that torch would make, at each call, of a number in the second place.
+
+    It has the dtype of the first operand, with the bits of a cast, whatever the number. Kernels of 16-bit floats look
+    at the number itself.
+    """
+    overload, (first, number) = _OF_TENSORS.get(func), args[:2] if len(args) > 1 else (None, None)
+    kind = {float: torch.float64, int: torch.int64}.get(type(number))
+    if overload is None or kind is None or (kind is torch.int64 and number.bit_length() > _BITS_OF_INT):
+        return Call(func, args, kwargs)
+    if first.dtype not in _FLOATS or kwargs.get("out", first).dtype not in (first.dtype, torch.bool):
+        return Call(func, args, kwargs)
+    number = torch.tensor(number, dtype=kind, device="cpu").to(first.dtype)
+    named = {"alpha": args[2]} if len(args) > 2 else {}  # which the overload for a number takes by its place
+    return Call(overload, (first, number), named | kwargs)
+
+
 def parts_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call] | None:
     """What to call instead of an ``out=`` overload: see Note [calls of parts]. None: call the overload."""
     if func not in _ROWS:
@@ -393,6 +412,14 @@ def _mean(given: Mapping[str, Any]) -> list[Call] | None:
     count = prod(x.shape[dim] for dim in dims) if x.dim() else 1
     summed = Call(_aten.sum.IntList_out, (x, dims, given.get("keepdim", False)), {"out": out})
     return [summed, Call(_aten.div_.Tensor, (out, count), {})]
+
+
+_OF_TENSORS: dict[Any, OpOverload] = {
+    **{getattr(p, o): p.out for p in (_aten.add, _aten.sub, _aten.mul, _aten.div) for o in ("out", "Scalar_out")},
+    **{getattr(p, o): p.Tensor for p in (_aten.add_, _aten.sub_, _aten.mul_, _aten.div_) for o in ("Tensor", "Scalar")},
+    **{p.Scalar_out: p.Tensor_out for p in (_aten.eq, _aten.ne, _aten.lt, _aten.le, _aten.gt, _aten.ge)},
+}
+"""Operators of a tensor and a number or tensor, with the overload for two tensors."""
 
 
 _ROWS: dict[Any, Callable[[Mapping[str, Any]], list[Call] | None]] = {

@@ -7,7 +7,6 @@
 #include <torch/csrc/MemoryFormat.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <set>
 
 namespace graphdispatch {
 namespace {
@@ -151,21 +150,6 @@ bool is_plain(const TypePtr& type) {
 
 }  // namespace
 
-bool compares(const std::string& name) {
-  static const std::set<std::string> known = {"aten::eq", "aten::ne", "aten::lt", "aten::le", "aten::gt", "aten::ge"};
-  return known.count(name) != 0;
-}
-
-bool casts_number(const std::string& name, PyObject* args) {
-  if (PyTuple_GET_SIZE(args) < 2 || !THPVariable_Check(PyTuple_GET_ITEM(args, 0))) return false;
-  PyObject* number = PyTuple_GET_ITEM(args, 1);
-  const at::ScalarType dtype = THPVariable_Unpack(PyTuple_GET_ITEM(args, 0)).scalar_type();
-  if (dtype != at::kFloat && dtype != at::kDouble) return false;
-  if (!PyFloat_CheckExact(number) && !PyLong_CheckExact(number)) return false;
-  static const std::set<std::string> known = {"aten::add", "aten::sub", "aten::mul", "aten::div"};
-  return known.count(name.back() == '_' ? name.substr(0, name.size() - 1) : name) != 0 || compares(name);
-}
-
 bool convert_arguments(const c10::FunctionSchema& schema, PyObject* args, PyObject* kwargs, torch::jit::Stack& stack) {
   const auto& formals = schema.arguments();
   const size_t positional = PyTuple_GET_SIZE(args);
@@ -179,10 +163,6 @@ bool convert_arguments(const c10::FunctionSchema& schema, PyObject* args, PyObje
       if (!convert(value, formal.real_type(), made)) {
         PyErr_Clear();
         return false;
-      }
-      if (index == 1 && formal.real_type()->kind() == TypeKind::TensorType && casts_number(schema.name(), args)) {
-        made = IValue(made.toTensor().to(stack[0].toTensor().scalar_type()));  // once, and not at each replay
-        made.toTensor().unsafeGetTensorImpl()->set_wrapped_number(true);
       }
     } else if (formal.default_value()) {
       made = *formal.default_value();

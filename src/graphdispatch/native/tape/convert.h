@@ -12,13 +12,6 @@ namespace graphdispatch {
 // Takes values exactly as torch's own conversion does (torch/csrc/jit/python/pybind_utils.cpp), and no others.
 bool convert_arguments(const c10::FunctionSchema& schema, PyObject* args, PyObject* kwargs, torch::jit::Stack& stack);
 
-// Whether the operator makes of the number in the second place a tensor of the first one's dtype, with the bits of a
-// cast, whatever the number. Kernels of 16-bit floats look at the number itself.
-bool casts_number(const std::string& name, PyObject* args);
-
-// Whether the operator is a comparison, whose overload for a tensor and results in given memory has a name of its own.
-bool compares(const std::string& name);
-
 // Whether all results of the operator are tensors, lists of tensors, or plain values, so that the tape can find them.
 bool has_plain_results(const c10::FunctionSchema& schema);
 

@@ -188,12 +188,7 @@ PyObject* replay(PyObject* self, PyObject*) {
 }
 
 bool prepare(Step& step, const char* name, const char* overload, PyObject* args, PyObject* kwargs) {
-  std::string kind = overload;
-  if ((kind == "Scalar" || kind == "Scalar_out") && graphdispatch::casts_number(name, args)) {
-    // Which it calls itself, with a tensor made at each replay.
-    kind = kind == "Scalar" ? "Tensor" : graphdispatch::compares(name) ? "Tensor_out" : "out";
-  }
-  const auto op = c10::Dispatcher::singleton().findSchema({name, kind});
+  const auto op = c10::Dispatcher::singleton().findSchema({name, overload});
   if (!op || !graphdispatch::has_plain_results(op->schema())) return false;
   if (!graphdispatch::convert_arguments(op->schema(), args, kwargs, step.arguments)) return false;
   step.op = op;
