@@ -7,7 +7,6 @@
 #include <torch/csrc/MemoryFormat.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-
 namespace graphdispatch {
 namespace {
 
