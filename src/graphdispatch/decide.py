@@ -149,7 +149,7 @@ class SizeTable:
         """The number of a size that the user named. Raises ``ConfigError`` for one that is not captured here."""
         given = getattr(size, "lengths", size)
         if isinstance(given, (bool, float)) or getattr(given, "ndim", False) or given not in self.points:
-            raise ConfigError(f"sizes must be among the capture sizes {self.points}, got {shown(size)}")
+            raise ConfigError(f"a size must be among the capture sizes {self.points}, got {shown(size)}")
         return self.sizes[self.points.index(given)]
 
     def checked(self, sizes: Sequence[Any] | None) -> tuple[int, ...]:

@@ -177,7 +177,7 @@ def test_combinations_are_captured_ahead() -> None:
     check_rows(step, (3, 6))
     step.prewarm(torch.randn(2, 3), sizes=[(8, 8)])  # type: ignore[list-item]
     assert step.captured_sizes == ((2, 4), (4, 6), (8, 8))
-    with pytest.raises(ConfigError, match=r"sizes must be among the capture sizes .*, got \(4, 9\)"):
+    with pytest.raises(ConfigError, match=r"a size must be among the capture sizes .*, got \(4, 9\)"):
         step.prewarm(torch.randn(2, 3), sizes=[(4, 9)])  # type: ignore[list-item]
 
 
