@@ -43,7 +43,6 @@ class DefaultStream(InlineStream):
     """The default stream: work runs at once on the calling thread. Waiting for another stream blocks that thread."""
 
     def __init__(self, backend: "ThreadBackend") -> None:
-        super().__init__(contextlib.nullcontext())
         self.backend = backend
 
     def wait_stream(self, other: Stream) -> None:
@@ -202,10 +201,6 @@ class ThreadBackend(CPUBackend):
     def make_stream(self) -> ThreadStream:
         """A new stream."""
         return ThreadStream(self)
-
-    def submit(self, stream: DefaultStream, work: Job) -> None:
-        """Put ``work`` at the end of the stream's queue."""
-        stream.submit(work)
 
     def make_event(self, *, timing: bool = False) -> Event:
         """A new event, which knows its time in any case."""

@@ -17,8 +17,6 @@ from .errors import ConfigError, check_type, shown
 from .modes import CUDAGraphMode
 from .sizes import NAMED_SIZES, check_sizes, resolve_sizes
 
-__all__ = ["CUDAGraphConfig", "CUDAGraphOptions", "parse_mode"]
-
 # The lookup table has an entry for each batch size, so that a mistyped limit would otherwise fill the memory.
 _LARGEST_BATCH = 2**20
 _MOST_GRAPHS = 64

@@ -20,8 +20,6 @@ from weakref import WeakSet
 
 from .errors import CopyError
 
-__all__ = ["NO_FORK", "MadeAnew", "NotCopied", "Shared", "Unlocked", "make_lock", "make_rlock", "renew_in_child"]
-
 
 class MadeAnew:
     """A copy is made anew, by the constructor's arguments; ``deepcopy`` and ``pickle`` copy these."""

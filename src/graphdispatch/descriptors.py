@@ -8,8 +8,6 @@ from typing import NamedTuple
 from .errors import ConfigError, check_count, shown
 from .modes import CUDAGraphMode
 
-__all__ = ["BatchDescriptor", "DispatchKey", "create_dispatch_key", "cudagraph_context", "get_padded_key", "size_text"]
-
 
 class BatchDescriptor(NamedTuple):
     """The key of a captured graph: padded tokens, requests, kind of batch, and a variant. Immutable and hashable.

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 else:
     Collector = object  # a registry asks it for no more than ``collect``
 
-__all__ = ["OpenTelemetryMetrics", "PrometheusCollector"]
-
 _COUNTED = {
     "hits": "Calls that a graph served.",
     "real_rows": "Rows of hits before padding.",

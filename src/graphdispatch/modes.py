@@ -2,8 +2,6 @@
 
 from enum import Enum, IntEnum
 
-__all__ = ["CUDAGraphMode", "DispatchMode", "EntryState"]
-
 
 class CUDAGraphMode(IntEnum):
     """How batches are served: without a graph, by graphs between breaks, by one graph, or by kind of batch.

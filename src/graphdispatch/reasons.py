@@ -3,8 +3,6 @@
 from enum import StrEnum
 from typing import Self
 
-__all__ = ["Explained", "Reason"]
-
 
 class Explained(StrEnum):
     """A closed list of answers: the value of each, and as ``text`` the sentence for people."""

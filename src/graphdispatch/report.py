@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from .memory.entry import CUDAGraphEntry
     from .serve.group import GraphGroup
 
-__all__ = ["Bar", "GraphRow", "GraphTable", "ReasonRow", "Report", "make_report"]
-
 _UNKNOWN = "not measured"
 _MOST_BARS = 64
 _MOST_DETAILS = 3

@@ -4,8 +4,6 @@ from collections.abc import Iterable, Sequence
 
 from markupsafe import Markup
 
-__all__ = ["count", "html_table", "milliseconds", "percent", "storage"]
-
 
 def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """An HTML table of ``rows`` under ``columns``, with ``title`` as its caption; every text is escaped.

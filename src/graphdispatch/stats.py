@@ -12,8 +12,6 @@ from .reasons import Reason
 from .showing import html_table, milliseconds
 from .sizes import cells_of
 
-__all__ = ["CUDAGraphStats", "DispatchStats", "Eviction", "EvictionReason", "Gain"]
-
 _MOST_ROWS = 4096  # this many different numbers of rows get a counter of their own
 _MOST_EVICTIONS = 64  # this many are remembered one by one
 

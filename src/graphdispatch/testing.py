@@ -5,8 +5,6 @@ from typing import Any
 
 from .errors import CaptureError, ReplayError
 
-__all__ = ["MockCUDAGraph"]
-
 
 class MockCUDAGraph:
     """A scripted graph: counts captures and replays, runs a function on each replay, and fails on request.

@@ -41,7 +41,8 @@ def test_break_on_side_stream(opened: Open) -> None:
 
     @eager_break
     def part(x: Tensor) -> Tensor:
-        backend.submit(side, lambda: cache.add_(1))
+        with backend.use_stream(side):
+            cache.add_(1)
         backend.current_stream().wait_stream(side)
         return x + cache
 

@@ -351,7 +351,8 @@ def test_an_error_on_a_side_stream_is_the_break_s() -> None:
             attended.append(x)
 
         side.wait_stream(backend.current_stream())
-        backend.submit(side, attention)
+        with backend.use_stream(side):
+            attention()
         own = x * 2
         backend.current_stream().wait_stream(side)
         return own + attended[0]

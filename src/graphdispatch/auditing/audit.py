@@ -20,8 +20,6 @@ from .observe import Observer
 from .result import Audit, Breaks, Rows
 from .watch import Watched, watch
 
-__all__ = ["audit"]
-
 _MOST_ROWS = 16
 _NONE_PADDED = (
     "no batch was padded, since each number of rows has a size; give an example of 4 rows or more, or sizes with gaps"

@@ -8,8 +8,6 @@ from typing import Any
 
 from ..showing import html_table, percent, storage
 
-__all__ = ["Audit", "Breaks", "Finding", "Findings", "Memory", "Rows"]
-
 
 @dataclass(frozen=True)
 class Finding:

@@ -11,8 +11,6 @@ from ..errors import CaptureError
 from .observe import Event, Observer, Run
 from .result import Finding, Findings, Memory
 
-__all__ = ["Watched", "watch"]
-
 _LONGEST = 60
 _FURTHER_RUNS = 2
 

@@ -362,17 +362,6 @@ class Backend(Shared, ABC):
             state: What ``rng_state`` returned.
         """
 
-    def submit(self, stream: Stream, work: Callable[[], None]) -> None:
-        """Put work at the end of a stream's queue: it is called at once with the stream current, and what it launches
-        is queued. A backend whose streams are threads queues ``work`` itself.
-
-        Args:
-            stream: The stream.
-            work: Called without arguments.
-        """
-        with self.use_stream(stream):
-            work()
-
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Mark a block in which the calling thread's work is captured or compared. Nothing may replay in it."""

@@ -17,8 +17,6 @@ import torch
 
 from .tracing import untraced
 
-__all__ = ["CodeListener", "is_own_code", "is_torch_code", "pause", "resume"]
-
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _DEMO = os.path.join(_PACKAGE, "demo", "")
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")

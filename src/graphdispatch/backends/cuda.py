@@ -37,8 +37,6 @@ from .accelerator.backend import AcceleratorBackend
 from .accelerator.pool import AcceleratorPool, Handle
 from .base import Event, Stream
 
-__all__ = ["CUDABackend"]
-
 
 class CUDAPool(AcceleratorPool):
     """A private pool of CUDA's caching allocator."""

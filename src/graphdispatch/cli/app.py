@@ -10,8 +10,6 @@ from .doctor import doctor
 if TYPE_CHECKING:
     import typer
 
-__all__ = ["main"]
-
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run a command and exit.

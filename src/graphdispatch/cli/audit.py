@@ -6,8 +6,6 @@ import typer
 
 from .models import MODEL_HELP, load_model
 
-__all__ = ["audit"]
-
 
 def audit(
     model: Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")],

@@ -13,8 +13,6 @@ from ..showing import count, percent
 if TYPE_CHECKING:
     from ..demo import DemoResult
 
-__all__ = ["demo"]
-
 _FIGURES = "steps", "padding", "eager", "graphs", "ratio"
 
 

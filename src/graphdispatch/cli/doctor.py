@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import NamedTuple
 
-__all__ = ["doctor"]
-
 _UNLISTED = ("all", "test", "dev", "docs")
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from ..errors import ConfigError
 
-__all__ = ["MODEL_HELP", "load_model"]
-
 MODEL_HELP = (
     "my_package.model:build, a function that takes nothing and returns the callable, the keyword arguments of one call "
     "and, if wanted, options for graphed. graphdispatch.demo:build is the demo's decoder."

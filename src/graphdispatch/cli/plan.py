@@ -12,8 +12,6 @@ from ..plan import CostModel, Plan, Workload, plan_sizes
 from ..sizes import named_sizes
 from .models import MODEL_HELP, load_model
 
-__all__ = ["plan"]
-
 _TRACE_HELP = (
     "Steps as CSV, JSON lines or Parquet, or vLLM's log with --cudagraph-metrics; also .gz. Default: the demo's."
 )

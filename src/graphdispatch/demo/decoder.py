@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["PRESETS", "Decoder", "DecoderConfig"]
-
 
 @dataclass(frozen=True)
 class DecoderConfig:

@@ -22,8 +22,6 @@ from ..errors import ConfigError
 from ..reasons import Reason
 from .decoder import PRESETS, Decoder
 
-__all__ = ["DemoResult", "SideBySide", "Step", "StepRecord", "build", "generate_trace"]
-
 Model = tuple[Decoder, dict[str, Any], dict[str, Any]]
 """The decoder, the keyword arguments of one call, and options for ``graphed``."""
 

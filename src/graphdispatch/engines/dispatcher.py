@@ -30,8 +30,6 @@ from ..stats import DispatchStats
 from .policies import DefaultDispatchPolicy, DispatchPolicy
 from .registered_graphs import GRAPH_MODES, Registered, RegisteredGraphs, Replayable, Worker, check_key, entry_around
 
-__all__ = ["Chosen", "CompositeDispatcher", "CudagraphDispatcher"]
-
 
 class Chosen(NamedTuple):
     """What shall serve a call: a dispatcher's graph (None: its eager runner), the decision, and the nanoseconds that it

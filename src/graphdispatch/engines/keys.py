@@ -28,13 +28,6 @@ from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..sizes import check_sizes, named_sizes
 
-__all__ = [
-    "CudagraphKeyDispatcher",
-    "KeyTable",
-    "get_cudagraph_sizes",
-    "mode_of",
-]
-
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 RUNTIME_MODES = frozenset((NONE, PIECEWISE, FULL))
 """The modes that one batch can run in."""

@@ -14,9 +14,6 @@ from ..descriptors import DispatchKey
 from ..errors import ConfigError, check_count, shown
 from ..modes import DispatchMode
 
-__all__ = ["AdaptiveDispatchPolicy", "DefaultDispatchPolicy", "DispatchPolicy"]
-
-
 _EAGER, _FULL, _PIECEWISE = DispatchMode.EAGER, DispatchMode.CUDAGRAPH, DispatchMode.PIECEWISE
 
 

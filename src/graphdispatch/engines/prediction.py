@@ -12,8 +12,6 @@ from ..descriptors import DispatchKey
 from ..errors import ConfigError, check_count
 from ..sizes import check_sizes
 
-__all__ = ["Prewarmer", "SizePredictor"]
-
 
 class SizePredictor(Unlocked):
     """Forecasts padded sizes from the sequence of keys so far. Thread-safe.

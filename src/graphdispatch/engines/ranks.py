@@ -25,8 +25,6 @@ from ..errors import ConfigError, ConsensusError, check_count
 from ..modes import CUDAGraphMode
 from ..sizes import check_sizes
 
-__all__ = ["Agreement", "RankConsensus", "RankVote", "merge_votes"]
-
 _Graph = tuple[CUDAGraphMode, int]
 
 

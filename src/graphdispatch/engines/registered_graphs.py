@@ -34,8 +34,6 @@ from ..serve.prewarm import capture_example
 from ..serve.server import Server
 from .keys import RUNTIME_MODES, KeyTable
 
-__all__ = ["GRAPH_MODES", "Registered", "RegisteredGraphs", "Replayable", "Worker", "check_key", "entry_around"]
-
 GRAPH_MODES = {DispatchMode.CUDAGRAPH: CUDAGraphMode.FULL, DispatchMode.PIECEWISE: CUDAGraphMode.PIECEWISE}
 """The modes that a graph can be registered in, the better first, and the runtime mode of each."""
 

@@ -27,8 +27,6 @@ from .dispatcher import Chosen, CudagraphDispatcher
 from .policies import DispatchPolicy
 from .registered_graphs import Registered, Worker
 
-__all__ = ["StreamDispatcher", "StreamResult", "StreamWorker"]
-
 _NOT_HONOURED = (
     *("capture_after", "capture_share", "max_signatures"),
     *("max_cached_graphs", "memory_budget_bytes"),

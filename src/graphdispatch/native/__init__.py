@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from .build import CORE_SOURCES, fingerprint
 
-__all__ = ["EXTENSION", "IS_ENABLED", "WHY_NO_EXTENSION", "known_to_core"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 

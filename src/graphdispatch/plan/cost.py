@@ -14,8 +14,6 @@ from ..errors import CaptureError, ConfigError, check_count, shown
 from ..modes import CUDAGraphMode
 from .workload import LARGEST_SIZE, Floats
 
-__all__ = ["Cost", "CostModel", "Document"]
-
 _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Points = dict[Annotated[int, Field(ge=1, le=LARGEST_SIZE)], _Amount]
 

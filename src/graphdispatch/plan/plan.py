@@ -15,8 +15,6 @@ from ..sizes import named_sizes
 from .cost import CostModel, Document
 from .workload import LARGEST_SIZE, Floats, Ints, Shape, Workload
 
-__all__ = ["Evaluation", "Plan", "weights_by_mode"]
-
 _Mode = Annotated[CUDAGraphMode, BeforeValidator(parse_mode), PlainSerializer(lambda mode: mode.name)]
 _Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
 _Point = Annotated[tuple[_Size, ...], Field(min_length=2)]

@@ -21,8 +21,6 @@ from .cost import CostModel
 from .plan import Plan, weights_by_mode
 from .workload import Floats, Ints, Workload
 
-__all__ = ["plan_sizes"]
-
 _MOST_CANDIDATES = 1024  # sizes of one dimension
 _MOST_POINTS = 1600  # combinations of sizes of several dimensions
 _VLLM_LARGEST = 512

@@ -19,8 +19,6 @@ from ..descriptors import DispatchKey
 from ..errors import ConfigError, shown
 from ..stats import CUDAGraphStats
 
-__all__ = ["LARGEST_SIZE", "Floats", "Ints", "Shape", "Workload"]
-
 LARGEST_SIZE = 2**20
 """The largest size in any dimension, as in ``CUDAGraphConfig``."""
 

@@ -15,8 +15,6 @@ from ..base import CAPTURE_LOCK, Backend, Capture, Event, Pool, Stream
 from .graph import AcceleratorCapture
 from .pool import AcceleratorPool, Handle, current_stream
 
-__all__ = ["AcceleratorBackend", "backend_of"]
-
 
 class AcceleratorBackend(Backend):
     """Graphs on one device of the process's accelerator, by torch's common interface to it.

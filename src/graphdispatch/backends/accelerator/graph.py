@@ -24,8 +24,6 @@ from ..base import CAPTURE_LOCK, Capture, Graph
 from ..diagnosis import diagnose
 from .pool import AcceleratorPool, end_recording
 
-__all__ = ["AcceleratorCapture", "RecordedGraph"]
-
 
 class RecordedGraph(Graph):
     """A captured graph. Any thread that holds its pool's lock may replay it."""

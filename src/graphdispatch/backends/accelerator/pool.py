@@ -37,8 +37,6 @@ from ..base import CAPTURE_LOCK, Pool
 if TYPE_CHECKING:
     from .backend import AcceleratorBackend
 
-__all__ = ["AcceleratorPool", "Handle", "current_stream", "end_recording"]
-
 current_stream = torch._C._accelerator_getStream
 """A device's current stream, by the device's index; ``torch.accelerator.current_stream`` takes ten times as long."""
 

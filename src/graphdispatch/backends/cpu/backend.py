@@ -5,8 +5,8 @@ Work runs at once on the calling thread, so no stream has a queue.
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
-from ...copying import NotCopied, make_rlock
+from ...copying import NotCopied
 from ...errors import BackendError, CaptureError
 from ...native import known_to_core
 from ...native.tape import TAPE
@@ -31,23 +31,13 @@ from .recorder import Recorder, Recording
 
 
 class InlineStream(NotCopied):
-    """A stream whose work runs at once on the thread that submits it, which gets what the work raises.
-
-    Of work that several threads submit, one piece runs at a time: the one that holds ``lock``. The default stream is an
-    exception, since it stands for the default streams of all threads.
-    """
-
-    def __init__(self, lock: AbstractContextManager[object]) -> None:
-        self.lock = lock
+    """A stream whose work runs at once, on the thread that gives it."""
 
     def wait_stream(self, other: Stream) -> None:
-        """Block until other threads' work on ``other`` is done."""
-        other.synchronize()
+        """Do nothing: what was given to ``other`` is done."""
 
     def synchronize(self) -> None:
-        """Block until other threads' work on this stream is done."""
-        with self.lock:
-            pass
+        """Do nothing: what was given to this stream is done."""
 
 
 class _CPUEvent(NotCopied):
@@ -56,7 +46,6 @@ class _CPUEvent(NotCopied):
     time = 0.0
 
     def record(self, stream: Stream) -> None:
-        stream.synchronize()
         self.time = time.perf_counter()
 
     def wait(self, stream: Stream) -> None:
@@ -94,7 +83,7 @@ class CPUBackend(Backend):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.default = InlineStream(nullcontext())
+        self.default = InlineStream()
         self.here = _Here(self.default)
 
     @classmethod
@@ -139,12 +128,7 @@ class CPUBackend(Backend):
 
     def make_stream(self) -> Stream:
         """A new stream."""
-        return InlineStream(make_rlock())
-
-    def submit(self, stream: Stream, work: Callable[[], None]) -> None:
-        """Run ``work`` now, with the stream current."""
-        with stream.lock:
-            super().submit(stream, work)
+        return InlineStream()
 
     def make_event(self, *, timing: bool = False) -> Event:
         """A new event."""

@@ -14,8 +14,6 @@ except ImportError as error:
         "graphdispatch.integrations.transformers needs transformers; install graphdispatch[transformers]"
     ) from error
 
-__all__ = ["FIRST_VERSION", "LAST_VERSION", "check_seams", "check_version"]
-
 FIRST_VERSION = (5, 10)
 """The first version with which the tests pass."""
 LAST_VERSION = (5, 24)

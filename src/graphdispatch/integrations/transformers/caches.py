@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from transformers.cache_utils import LinearAttentionLayer, StaticCache, StaticSlidingWindowLayer
 
-__all__ = ["KeptCache", "take_out"]
-
 
 class KeptCache(StaticCache):
     """A static cache for ``max_cache_len`` tokens whose tensors stay where they are, whatever a request does.

@@ -19,8 +19,6 @@ from .caches import KeptCache, take_out
 from .hooks import Hooks, hooked_class
 from .slots import CACHE_NAMES, GenerationStats, NotServed, Slot, SlotKey, SlotPool
 
-__all__ = ["GraphedGeneration", "Request", "graphed_generation"]
-
 _SERVED_MODES = (
     GenerationMode.GREEDY_SEARCH,
     GenerationMode.SAMPLE,

@@ -13,8 +13,6 @@ from .slots import NotServed
 if TYPE_CHECKING:
     from .generation import GraphedGeneration, Request
 
-__all__ = ["Hooks", "hooked_class"]
-
 
 class Hooks:
     """What the class of a served model does before that model's own methods. Other objects of the class, if somebody

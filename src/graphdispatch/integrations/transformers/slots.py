@@ -15,8 +15,6 @@ from ...reasons import Explained, Reason
 from ...stats import CUDAGraphStats
 from .caches import KeptCache
 
-__all__ = ["CACHE_NAMES", "GenerationStats", "NotServed", "Slot", "SlotKey", "SlotPool"]
-
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 """The arguments by which models take their cache."""
 
