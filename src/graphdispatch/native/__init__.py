@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from .build import CORE_SOURCES, fingerprint
 
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 IS_ENABLED = os.environ.get("GRAPHDISPATCH_NATIVE", "1") != "0"
