@@ -63,7 +63,7 @@ def python_kernel(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
         return "CPU" if of_torch in torch.library._impls and _device_key(args, kwargs) == "CPU" else None
     name = func.name()
     device = _device_key(args, kwargs)
-    if func.namespace == "_c10d_functional":  # its Python only wraps a tensor that is still on its way
+    if func.namespace in ("prim", "_c10d_functional"):  # its Python only wraps a tensor that is still on its way
         return None
     for key in (device, "CompositeExplicitAutograd", _COMPOSITE):
         if _has_kernel(name, key):
@@ -97,6 +97,11 @@ def _device_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         return "CPU"
     kinds = (tensor.device.type for tensor in tensors_in(args, kwargs))
     return str(torch._C._dispatch_key_for_device(next((kind for kind in kinds if kind != "cpu"), "cpu")))
+
+
+def _dispatches(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a class that runs operators in its own way."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 _revealed: dict[tuple[str, str], torch.library.Library] = {}
@@ -271,7 +276,7 @@ class OperatorMode(UntracedMode):
         ``reshape`` may copy, ``batch_norm`` writes to buffers. The mode therefore enters itself again and runs the
         kernel that has the parts, so that it sees them, as it does without inference mode.
         """
-        if not _has_parts(func):
+        if not _has_parts(func) or any(map(_dispatches, tensors_in(args, kwargs))):
             return False
         place = id(func), _device_key(args, kwargs)
         if place not in self._composite:  # torch takes long to tell

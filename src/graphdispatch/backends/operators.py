@@ -66,6 +66,9 @@ _UNMARKED_WRITES = {
     "aten::native_batch_norm": (3, 4),
     "aten::cudnn_batch_norm": (3, 4),
     "aten::miopen_batch_norm": (3, 4),
+    "aten::batch_norm_update_stats": (1, 2),
+    "aten::batch_norm_gather_stats": (3, 4),
+    "aten::batch_norm_gather_stats_with_counts": (3, 4),
 }
 _EMPTY = {f"aten::{new}empty{how}" for new in ("", "new_") for how in ("", "_like", "_permuted", "_strided")}
 _PLAIN_VALUE = frozenset({"bool", "complex", "float", "int", "number", "str"})
@@ -259,6 +262,8 @@ def _always_forbidden(func: OpOverload) -> str | None:
         return "reads an error code back to the host (linalg); use the *_ex variant"
     if func is _aten._local_scalar_dense.default:
         return "reads a value back to the host (.item(), int(), bool(), if tensor, print); keep it on the device"
+    if func is _aten._efficientzerotensor.default:
+        return "makes a tensor without memory (a zero tangent); keep forward-mode differentiation outside of the call"
     if func is _aten._nested_tensor_from_mask_left_aligned.default:
         return (
             "reads a padding mask back to the host, to make a nested tensor; give the torch.nn.TransformerEncoder "

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import torch
 
-from ..copying import make_lock
+from ..copying import make_rlock
 from .code_events import is_own_code
 
 _LENGTHS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "_pad_packed_sequence", "tensor_split")
@@ -39,7 +39,7 @@ class StandIns:
                 setattr(owner, name, getattr(owner, name))
         self._make = make
         self._here = threading.local()
-        self._lock = make_lock()
+        self._lock = make_rlock()  # which a signal's handler may find held by its own thread
         self._users = 0
         self._replaced: list[tuple[Any, str, Any, Any]] = []
 
@@ -124,7 +124,10 @@ def _tell_of_capture(_: str, original: Any, listeners: Callable[[], list[Any]]) 
     return is_capturing
 
 
-_SHARING = {torch.Tensor: "numpy __array__ __dlpack__ data_ptr", torch.UntypedStorage: "data_ptr fill_ __setitem__"}
+_SHARING = {
+    torch.Tensor: "numpy __array__ __dlpack__ data_ptr",
+    torch.UntypedStorage: "data_ptr fill_ resize_ __setitem__",
+}
 EXPOSED = StandIns([(owner, name) for owner in _SHARING for name in _SHARING[owner].split()], _tell_of_read)
 """Methods, of classes alone, that let the host's code write unseen; pickling asks a storage for its ``data_ptr``."""
 _READS = StandIns(

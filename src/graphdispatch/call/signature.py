@@ -219,6 +219,8 @@ class Signature:
                 tensor = values[position]
                 if type(tensor) is not kind or tensor.dtype is not dtype or tensor.device != device:
                     return NO_MATCH
+                if tensor.layout is not torch.strided:
+                    return NO_MATCH
                 found = shapes.get(tensor.shape) or _learn(form, tensor.shape, shapes)
                 if found is None or (rows ^ found[0]) & known & found[1]:
                     return NO_MATCH

@@ -161,6 +161,8 @@ class CaptureAttempt:
         except DeviceLostError:
             raise
         except Exception as error:
+            if error_of_signal(error) is not None:  # then it was put back
+                raise
             raise CaptureError(
                 f"the memory that the call writes could not be put back and holds values of another run: {error}"
             ) from error

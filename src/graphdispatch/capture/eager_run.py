@@ -212,6 +212,12 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
         raise CaptureError(
             f"saving what the call overwrites failed: {unsaved}", request.backend.classify_error(unsaved)
         )
+    if not torch.is_inference_mode_enabled() and any(one.target.is_inference() for one in eager.effects.regions):
+        raise CaptureError(
+            "the call writes to a tensor that was made in inference mode, and is made outside of it; call it within "
+            "torch.inference_mode()",
+            Reason.CAPTURE_UNSAFE,
+        )
     _check_python_state(eager.changed)
     _check_draws(eager.unseen)
     if eager.trace.walk.overflow is not None:
@@ -413,6 +419,7 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 def _versions(tensors: Sequence[torch.Tensor], copied: Collection[int]) -> list[int] | None:
     """How often each tensor was written; None if one does not count that and was not ``copied`` (``id`` s)."""
-    if any(tensor.is_inference() and id(tensor) not in copied for tensor in tensors):
-        return None
-    return [tensor._version for tensor in tensors if not tensor.is_inference()]
+    with torch._C.DisableTorchFunction():
+        if any(tensor.is_inference() and id(tensor) not in copied for tensor in tensors):
+            return None
+        return [tensor._version for tensor in tensors if not tensor.is_inference()]

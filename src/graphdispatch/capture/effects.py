@@ -34,6 +34,7 @@ from ..backends.operators import (
     per_operator,
     storage_key,
     tensors_in,
+    unsafe,
     view_key,
     written_tensors,
 )
@@ -64,16 +65,27 @@ class Region:
         """What it holds now; memory itself, where that is a whole tensor."""
         if self.generator is not None:
             return self.generator.get_state()
+        self._check_memory()
         return _elements(self.target, self.indices) if self.indices else self.target
 
     def write(self, value: torch.Tensor) -> None:
         """Have it hold this."""
         if self.generator is not None:
             self.generator.set_state(value)
-        elif self.indices:
-            torch.ops.aten.index_put_.default(self.target, self.indices, value)
-        else:
-            self.target.copy_(value)
+            return
+        self._check_memory()
+        with torch.inference_mode(self.target.is_inference()), torch.no_grad():
+            if self.indices:
+                torch.ops.aten.index_put_.default(self.target, self.indices, value)
+            else:
+                self.target.copy_(value)
+
+    def _check_memory(self) -> None:
+        """Raise ``CaptureError`` where the storage has become too small to be read: somebody has freed it."""
+        spans = zip(self.target.shape, self.target.stride(), strict=True)
+        last = self.target.storage_offset() + sum((extent - 1) * stride for extent, stride in spans)
+        if self.target.numel() and self.target.untyped_storage().nbytes() < (last + 1) * self.target.itemsize:
+            raise CaptureError("the memory of a tensor that the call writes was freed (resize_)", Reason.CAPTURE_UNSAFE)
 
 
 _elements = torch.ops.aten.index.Tensor
@@ -302,7 +314,7 @@ class EffectRecorder(OperatorMode):
             ]
             self._saved = saved + sum(region.before.nbytes for region in self.regions[start:])
         for tensor in tensors_in(result):
-            self._note_made(tensor)
+            self._note_result(tensor, is_new=False)
         return result
 
     def watch_region(self, region: CompiledRegion, args: tuple[Any, ...]) -> Any:
@@ -338,9 +350,13 @@ class EffectRecorder(OperatorMode):
         self.runs_custom = self.runs_custom or traits.is_custom
         if self._labels is not None:
             self.dispatched.operators.append(self._labels.operator(func, args, kwargs, keys, given))
-        shapes = []
+        shapes, written = [], list[torch.Tensor]()
         if kind is OperatorKind.WRITE:
             written = written_tensors(func, args, kwargs)
+            if not all(map(is_strided, written)):
+                what = f"{func} writes to a tensor without strides, which nobody could put back"
+                self.give_up(unsafe(f"{what}; keep it in a dense one"))
+                return func(*args, **kwargs)
             shapes = [(tensor, geometry(tensor)) for tensor in written if storage_key(tensor) not in made]
             self._save_written(func, args, kwargs)
         if draws(func, args, kwargs):
@@ -350,16 +366,15 @@ class EffectRecorder(OperatorMode):
             self._check_geometry(func, shapes)  # nothing would put another view back
         result = func(*args, **kwargs)
         self._check_geometry(func, shapes)
-        gives = tensors_in(result)
-        if kind is OperatorKind.WRITE:
-            gives += written
+        gives = written + tensors_in(result)
         # Where torch fills new memory, eager's answer may hold that.
         if kind is OperatorKind.EMPTY and not _fills_new_memory():
             _mark_unwritten(result)
             self.reserves_memory = True
         if func is _LIFT:  # its argument is what Python values were made into
             outside.pop(storage_key(args[0]), None)
-        results = [self._note_made(tensor) for tensor in gives]
+        is_new = kind is not OperatorKind.VIEW or func is _LIFT
+        results = [self._note_result(one, is_new and place >= len(written)) for place, one in enumerate(gives)]
         if self._labels is not None:
             self._labels.note_made(results, keys.values())
             self._note_traits(traits, given, gives)
@@ -390,13 +405,17 @@ class EffectRecorder(OperatorMode):
         if self._strict:
             raise error
 
-    def _note_made(self, tensor: torch.Tensor) -> int | None:
-        """The key of a result's storage, which the run has made unless it was there before."""
+    def _note_result(self, tensor: torch.Tensor, is_new: bool) -> int | None:
+        """The key of a result's storage, which the run has made unless it was there before. What no operator made new
+        is somebody else's: inside of a sparse tensor, or of a storage that the code holds."""
         if not is_strided(tensor):
             return None
         key = storage_key(tensor)
         if key not in self._made and key not in self.outside:
-            self._made[key] = StorageWeakRef(tensor.untyped_storage())
+            if is_new:
+                self._made[key] = StorageWeakRef(tensor.untyped_storage())
+            else:
+                self.outside[key] = tensor.detach()
         return key
 
     def unwritten(self, value: torch.Tensor) -> torch.Tensor | None:
@@ -475,6 +494,12 @@ class EffectRecorder(OperatorMode):
                     if bits_equal(held.read(), held.before):
                         self.regions.remove(held)
                 self._exposed.clear()
+                return
+            if name == "UntypedStorage.resize_":
+                if value._cdata not in self._made:
+                    self._exposed.clear()  # some of it may be gone
+                    what = "the call frees or moves memory that it did not make (UntypedStorage.resize_)"
+                    self.give_up(CaptureError(f"{what}; do that before and after the call", Reason.CAPTURE_UNSAFE))
                 return
             target = _exposed_memory(value)
             # A storage may belong to others, though the run has made a tensor on it.
@@ -557,5 +582,7 @@ _UNWRITTEN = 0x5B
 
 def _mark_unwritten(made: Any) -> None:
     """Fill new memory with one byte, so that it shows later what was never written."""
-    if isinstance(made, torch.Tensor) and is_strided(made) and made.dtype.itemsize > 1:
-        torch.empty(0, dtype=torch.uint8, device=made.device).set_(made.untyped_storage()).fill_(_UNWRITTEN)
+    is_plain = type(made) is torch.Tensor and is_strided(made)  # a fake one has no memory
+    if is_plain and made.dtype.itemsize > 1:
+        with _disable_current_modes():  # those that the call has entered itself
+            torch.empty(0, dtype=torch.uint8, device=made.device).set_(made.untyped_storage()).fill_(_UNWRITTEN)

@@ -13,7 +13,6 @@ from ..errors import CaptureError
 from ..memory.entry import CUDAGraphEntry, WrittenSpans
 from ..memory.outputs import OutputRule, Outputs, check_values, learn_output_rule
 from ..memory.proof import Compared, Program
-from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..sizes import Axis, pack
 from ..state.guards import StateGuard, WorkspaceGuard
@@ -21,6 +20,7 @@ from .attempt import CaptureAttempt
 from .compare import check_aliases
 from .eager_run import check_may_capture
 from .effects import EffectRecorder
+from .piecewise import PiecewiseGraph
 from .recording import Recording
 
 _SMALL_BYTES = 1 << 20
@@ -108,7 +108,13 @@ def runs_program(entry: CUDAGraphEntry, run: EffectRecorder, arguments: Iterable
 
 
 def _watch_breaks(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
-    if entry.mode is CUDAGraphMode.PIECEWISE and attempt.eager.trace.shares_with_breaks():
+    if not isinstance(entry.graph, PiecewiseGraph):
+        return
+    views = attempt.request.inputs.views(attempt.request.size)
+    unwritten = [view for index, view in enumerate(views) if index not in entry.mutated]
+    state = [one for one in attempt.request.tensors if not (isinstance(one, torch.nn.Parameter) or one.is_inference())]
+    entry.graph.watch(unwritten, state)
+    if attempt.eager.trace.shares_with_breaks():
         entry.graph.is_unchanged = entry.is_current
 
 

@@ -15,7 +15,7 @@ Note [whose memory a break returns]
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import getattr_static
 from pathlib import PurePath
@@ -109,6 +109,7 @@ class PiecewiseGraph(Graph):
         self._held = held
         self._pool = pool
         self._released = False
+        self._watched: tuple[Sequence[torch.Tensor], ...] = ()
         # Tensors that cross a break are inference tensors or not, as at the capture; the other mode cannot write them.
         self._inference_mode = torch.is_inference_mode_enabled()
 
@@ -122,11 +123,25 @@ class PiecewiseGraph(Graph):
         else:
             self._run_parts()
 
+    def watch(self, arguments: Sequence[torch.Tensor], state: Sequence[torch.Tensor]) -> None:
+        """Notice from now on what breaks write: static inputs that the capture did not write, and state."""
+        self._watched = arguments, state
+
+    def _versions(self) -> list[list[int]]:
+        """How often what is watched was written."""
+        return [[tensor._version for tensor in tensors] for tensors in self._watched]
+
     def _run_parts(self) -> None:
+        before = self._versions()
         self._pool.replaying_on = get_ident()
         try:
             for call in self._calls:
                 call()
+            if self._versions()[:1] != before[:1]:
+                raise ReplayError("a break writes to an argument, and did not at the capture; return what it makes")
+        except ReplayError as error:
+            error.had_effects |= self._versions()[1:] != before[1:]
+            raise
         finally:
             self._pool.replaying_on = None
         if self.is_unchanged is not None and not self.is_unchanged():
@@ -144,6 +159,7 @@ class PiecewiseGraph(Graph):
         self._parts = []
         self._calls = []
         self._held = []
+        self._watched = ()
 
     @property
     def graphs(self) -> list[Graph]:

@@ -93,12 +93,13 @@ class Windows:
     def capturing(self, storages: set[int], pool: Pool) -> Iterator[bool]:
         """A block with a window over ``storages``; False if others could not be waited for, and there is no window."""
         window = (threading.get_ident(), storages)
-        with self._changed:
-            is_free = not any(awaits for _, awaits in self._others())
-            is_open = is_free and self._changed.wait_for(lambda: not self._covers(storages), _CAPTURE_WAITS_S)
-            if is_open:
-                self.open.append(window)
+        is_open = False
         try:
+            with self._changed:
+                is_free = not any(awaits for _, awaits in self._others())
+                is_open = is_free and self._changed.wait_for(lambda: not self._covers(storages), _CAPTURE_WAITS_S)
+                if is_open:
+                    self.open.append(window)
             yield is_open and self._drained(window, pool)
         finally:
             with self._changed:
@@ -156,4 +157,5 @@ WINDOWS = Windows()
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:
     """The addresses of the storages of some tensors."""
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    with torch._C.DisableTorchFunction():
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors}

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..backends.code_events import is_own_code
+from ..backends.operators import is_strided
 from . import objects
 from .bytecode import code_reads, original_of
 from .objects import CONTAINERS, is_library_code
@@ -102,7 +103,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor has an address to compare: not a lazy parameter, or one of a class that computes in its own way.
     Of these the identity is compared, and what they hold."""
     is_own = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    return is_own and not is_lazy(tensor) and tensor.layout is torch.strided
+    return is_own and not is_lazy(tensor) and is_strided(tensor) and not tensor._is_zerotensor()
 
 
 def _bytes_beside(tensor: torch.Tensor) -> int:

@@ -69,14 +69,22 @@ class Holder(NamedTuple):
 
 
 def _write_attributes(value: Any, before: dict[str, Any]) -> None:
-    """Make these the attributes of an object."""
+    """Make these the class and the attributes of an object."""
+    kind = before["__class__"]
+    if type(value) is not kind:
+        object.__setattr__(value, "__class__", kind)
     table = objects.attribute_table(value)
     assert table is not None
     table.clear()
-    table.update(before)
+    table.update((name, held) for name, held in before.items() if name != "__class__")
 
 
-ATTRIBUTES = Way(lambda value: dict(objects.attribute_table(value) or {}), _write_attributes, is_by_name=True)
+def _read_attributes(value: Any) -> dict[str, Any]:
+    """The class of an object, and its attributes."""
+    return {"__class__": type(value), **(objects.attribute_table(value) or {})}
+
+
+ATTRIBUTES = Way(_read_attributes, _write_attributes, is_by_name=True)
 
 
 Read = Callable[[Any], dict[str, Any]]

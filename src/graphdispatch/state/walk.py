@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..backends.operators import is_strided
 from ..call.breaks import is_break
 from ..call.signature import advice_for
 from . import objects, snapshot
@@ -129,7 +130,7 @@ class StateWalk:
             if container:
                 yield Holder(path, container, snapshot.ENTRIES, [])
             if type(container) is OrderedDict and container.__dict__:
-                yield Holder(path, container, snapshot.ATTRIBUTES, {})
+                yield Holder(path, container, snapshot.ATTRIBUTES, {"__class__": OrderedDict})
 
     def drew(self) -> str | None:
         """Which random generator of Python or NumPy is not as it was met, or None. Other threads may have drawn."""
@@ -264,7 +265,7 @@ class StateWalk:
 
     def _tensor_edges(self, tensor: torch.Tensor, path: Any) -> Edges:
         self.tensors.append(tensor)
-        if type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided:
+        if type(tensor) in _PLAIN_TENSORS and is_strided(tensor):
             self._hold(path, tensor, snapshot.way_of_tensor(tensor))
         return chain([("", type(tensor))], self._attributes(tensor, path))
 
