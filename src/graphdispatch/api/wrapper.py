@@ -181,9 +181,10 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
     """A ``CUDAGraphWrapper`` that keeps the graphs in use, knows the shapes that are hot, and prewarms.
 
     When a limit is reached, graphs with fewer than ``min_replays_to_keep`` replays go first, and then the least
-    recently used. While there is room, a descriptor is captured when it first comes, as by ``CUDAGraphWrapper``;
-    without room, when it comes again within a while, and only in place of a graph that was not used for longer than
-    that. So descriptors that come once, or in a cycle that is larger than the cache, run eagerly and displace nothing.
+    recently used. While there is room, a descriptor is captured when it first comes, as far as ``capture_share``
+    leaves time; without room, when it comes again within a while, and only in place of a graph that was not used for
+    longer than that. So descriptors that come once, or in a cycle that is larger than the cache, run eagerly and
+    displace nothing.
 
     After a ``prewarm``, ``Prewarmer.capture_one`` can drive the wrapper, to capture in pauses the sizes that are
     forecast. Thread-safe.

@@ -17,7 +17,7 @@ Note [what padding rows may hold]
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -149,6 +149,22 @@ def edge(sign: int, spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Te
     return spec.repeated(one, rows)
 
 
+def largest(spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:
+    """The largest number of the batch at all places."""
+    return spec.repeated(torch.full_like(value, value.amax().item() if value.numel() else 0), rows)
+
+
+def points_beyond(specs: Sequence[InputSpec], cut: Collection[Axis]) -> tuple[str, ...]:
+    """The arguments that may name elements beyond a batch that is cut along these axes: integers, such as lengths, that
+    are not cut along all of them themselves."""
+    whole = ((spec, {axis for _, axis in spec.spans}) for spec in specs if spec.spans and spec.dtype is not torch.bool)
+    return tuple(
+        spec.name
+        for spec, axes in whole
+        if not (spec.dtype.is_floating_point or spec.dtype.is_complex or axes.issuperset(cut))
+    )
+
+
 def is_discrete(spec: InputSpec, value: torch.Tensor) -> bool:
     """Whether an argument holds integers, or zeros and ones of any type."""
     return not (spec.dtype.is_floating_point or spec.dtype.is_complex) or holds_flags(value)
@@ -171,7 +187,8 @@ def _large(
     magnitude = (value if value.is_complex() else value.to(torch.float64)).detach().abs()
     largest = magnitude.where(magnitude.isfinite(), 0.0).amax() if value.numel() else 0.0
     numbers = (_drawn(shape, generator) + 1).to(value.device)
-    return _as_finite(numbers * turns * (4 * largest + 4), value.dtype)
+    numbers = numbers * turns * (4 * largest + 4)
+    return _as_finite(numbers, value.dtype) * (1 + 1j if value.is_complex() else 1)
 
 
 def wide(spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:

@@ -38,7 +38,7 @@ from ..errors import CaptureError, VerificationError
 from ..memory.entry import CUDAGraphEntry
 from ..memory.labels import Labels
 from ..memory.outputs import first_rows
-from ..memory.proof import RowProof
+from ..memory.proof import Program, RowProof
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..sizes import Axis, lengths_of, pack
@@ -150,6 +150,9 @@ class RowProver:
         whole = self._prove_along((), alike)
         if whole.independent or len(self._axes) == 1:
             return whole
+        cut = [axis for axis in self._axes if axis.of(self.rows) != axis.of(self._request.rows)]
+        if beyond := probes.points_beyond(self._specs, cut):  # a batch that does not fill these axes can tell
+            return RowProof(True, untested=beyond)
         alone = {axis: self._prove_along((axis,), alike) for axis in self._axes}
         bound = tuple(axis for axis, proof in alone.items() if not proof.independent)
         found = next((proof for proof in alone.values() if not proof.independent), whole)
@@ -266,6 +269,7 @@ class RowProver:
                 made = self._prove_for_other_rows()
                 if self._earlier is None:
                     self._prove_for_other_batches()
+                    self._prove_for_other_numbers()
             except _DependentRowsError as found:
                 return found.proof
         untested, assumed = self._untested(alike)
@@ -394,6 +398,11 @@ class RowProver:
             else:
                 tried = [rule, self._as_padding(rows), self._as_padding(other)]
             yield _Probe("one row of the batch (in place of the real rows, too)", rows, tried)
+        whole = [i for i in discrete if i not in flags]
+        if whole and not limited:
+            is_safe = self._entry.program.takes_any or all(one.is_cpu for one in self._arguments)
+            most = self._made(probes.largest if is_safe else partial(probes.edge, 1), whole)
+            yield _Probe("the largest numbers of the batch (in the real rows, too)", most, [rule, most])
         takes = self._takes_any if self._earlier is None or limited else []
         # A mask that hides the padding would hide these numbers, too.
         shown = self._made(partial(probes.uniform, {}), [] if limited else flags)
@@ -442,7 +451,8 @@ class RowProver:
         whole = [i for i in ruled if i in self._kept or self._is_discrete(i)]
         # A rule may name what one row holds: then the largest or the smallest number is another one.
         for place in probes.telling_places(self._specs, self._arguments, self.rows, whole, takes_smallest=True):
-            yield _Probe("one row of the batch", self._made(partial(probes.uniform, place), self._spanned), rule)
+            if not self._is_padding(place):
+                yield _Probe("one row of the batch", self._made(partial(probes.uniform, place), self._spanned), rule)
         beside = [i for i in self._takes_any if self._specs[i].dtype.is_floating_point]
         for sign in (1, -1) if self._kept else ():  # a mask may make zeros of what it hides
             yield _Probe("numbers of one sign", self._made(partial(probes.of_sign, sign), beside), rule)
@@ -458,6 +468,31 @@ class RowProver:
             self._needs_more_rows, what = prober.writes_more_with_fewer_rows(self.rows)
             if what is not None:
                 raise _DependentRowsError(RowProof(False, True, BY_RULE.name, what, Reason.PADDING_WRITES_STATE))
+
+    def _prove_for_other_numbers(self) -> None:
+        """Run the real rows alone: numbers of how many there are may matter for other batches, as a capacity does."""
+        if self._along or self._entry.proof is not None:
+            return
+        request, attempt = self._request, self._attempt
+        attempt.start_over("asking whether the call computes with the number of rows")
+        alone = [spec.cut(one, self.rows).clone() for spec, one in zip(self._specs, self._arguments, strict=True)]
+        labels = Labels.of_arguments(alone, self._specs)
+        effects = EffectRecorder(request.options.state_limit_bytes, strict=True, labels=labels)
+        attempt.try_apart(effects, request.values_with(alone), effects.note_outputs)
+        if self._entry.program.counts_rows(Program(effects.dispatched, self.rows, self._axes)):
+            what = "as many as the batch has, the call computes with other numbers, made of how many there are"
+            raise _DependentRowsError(RowProof(False, True, "rows", what))
+
+    def _is_padding(self, place: Mapping[Axis, int]) -> bool:
+        """Whether an argument has its own pad value at a place along a further dimension: all of a row of such would be
+        hidden."""
+        for spec, value in zip(self._specs, self._arguments, strict=True):
+            if spec.is_pad_given and any(axis is not self._axes[0] for _, axis in spec.spans):
+                for dim, axis in spec.spans:
+                    value = value.narrow(dim, place.get(axis, 0), 1)
+                if any(pad.kind == "value" and bool((value == pad.fill).all()) for pad in spec.pads):
+                    return True
+        return False
 
     @property
     def _spanned(self) -> list[int]:

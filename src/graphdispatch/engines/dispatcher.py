@@ -15,7 +15,7 @@ from itertools import count
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
-from ..backends import get_backend
+from ..backends import Backend, get_backend
 from ..backends.base import Stopwatch
 from ..backends.tracing import untraced
 from ..copying import MadeAnew, make_lock
@@ -80,6 +80,8 @@ class CudagraphDispatcher(MadeAnew):
         """The modes that are allowed now: see ``enable_mode`` and ``disable_mode``."""
         self._lock = make_lock()
         self._stopwatch = Stopwatch()
+        self._timed_on: Backend | None = None
+        """Where steps are timed, for a policy that learns."""
         self._dummy_fn: Callable[[DispatchKey], Any] | None = None
         self.stats = DispatchStats()
         """Calls by mode, and the reason for every eager one."""
@@ -340,7 +342,8 @@ class CudagraphDispatcher(MadeAnew):
         """
         found, policy = chosen.found, self.policy
         server = (found.worker if found is not None else self.workers[0]).server
-        marks = self._stopwatch.start(get_backend("auto")) if policy.learns else None
+        self._timed_on = backend = self._timed_on or get_backend("auto")
+        marks = self._stopwatch.start(backend) if policy.learns and not backend.is_watched() else None
         server.local.decision = None
         try:
             if found is None:

@@ -23,6 +23,7 @@ from ..copying import NotCopied
 from ..descriptors import DispatchKey
 from ..errors import ConfigError, check_count
 from ..memory.entry import CUDAGraphEntry
+from ..memory.outputs import OutputView
 from .dispatcher import Chosen, CudagraphDispatcher
 from .policies import DispatchPolicy
 from .registered_graphs import Registered, Worker
@@ -140,6 +141,7 @@ class StreamDispatcher(CudagraphDispatcher):
         self.options = CUDAGraphOptions.or_default(options, "options")
         self.options.refuse(_NOT_HONOURED, "StreamDispatcher", "it keeps max_cached_graphs= graphs for each worker")
         super().__init__(eager_runner, policy, max_cached_graphs)
+        self._timed_on = self.backend
         self.workers = tuple(StreamWorker(index, self) for index in range(num_streams))
 
     @untraced
@@ -211,6 +213,6 @@ def _hold(tree: Any, stream: Stream) -> None:
     A caching allocator knows only the stream that a tensor was made on.
     """
     if isinstance(stream, torch.Stream):
-        for leaf in tree_leaves(tree):
+        for leaf in tree_leaves(tree._value if isinstance(tree, OutputView) else tree):
             if is_tensor(leaf) and leaf.device.type != "cpu":
                 leaf.record_stream(stream)

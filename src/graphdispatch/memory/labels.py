@@ -128,6 +128,26 @@ def follows_batch(func: OpOverload) -> tuple[bool, ...]:
     return tuple(argument.name in _LENGTHS for argument in func._schema.arguments)
 
 
+@cache
+def _computed_with(func: OpOverload) -> tuple[tuple[str, ...], frozenset[str]]:
+    """The names of an operator's arguments, and of those that take numbers to compute with: no lengths, no places."""
+    arguments = func._schema.arguments
+    numbers = (one.name for one in arguments if "int" not in str(one.type).lower() and one.name not in _LENGTHS)
+    return tuple(argument.name for argument in arguments), frozenset(numbers)
+
+
+def numbers_of(operator: Operator) -> list[str]:
+    """The numbers that an operator computes with, or makes a tensor of; each as it is spelled."""
+    func, values, _ = operator
+    names, taken = _computed_with(func)
+    pairs = [
+        value if type(value) is tuple and value and value[0] in names else (name, value)  # given by its name
+        for value, name in zip(values, names, strict=False)
+    ]
+    lifted = values[-1:] if func is _LIFT else ()
+    return [*(repr(one) for name, one in pairs if name in taken and type(one) in (int, float)), *map(repr, lifted)]
+
+
 def is_alike(
     mine: Sequence[Any], theirs: Sequence[Any], follows: Sequence[bool], ratios: Sequence[tuple[int, int]]
 ) -> bool:

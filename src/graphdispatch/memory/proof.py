@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product, starmap
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ..modes import EntryState
 from ..reasons import Reason
 from ..sizes import ROWS, Axis, lengths_of, pack
 from ..state.reads import IDENTITY, TENSOR_READERS
-from .labels import Dispatched, follows_batch, is_alike, is_same
+from .labels import Dispatched, follows_batch, is_alike, is_same, numbers_of
 
 MOST_COMPARED = 64
 """The largest size of which each number of rows, or each length, is compared with eager by itself."""
@@ -125,8 +125,9 @@ class Compared:
     shorter than in the one, or longer than in the other. So code is found that branches on several extents at once, by
     their product or by which of them is larger.
 
-    Above ``MOST_COMPARED`` along an axis it is enough that a shorter extent was compared: code that takes another
-    branch below some number is found so.
+    Above ``MOST_COMPARED`` along an axis it is enough that a shorter extent was compared, and that what divides all of
+    those divides this one: code that takes another branch below some number is found so, and code that cuts the batch
+    into blocks.
     """
 
     def __init__(self, axes: Sequence[Axis] = (ROWS,), others: Sequence["Compared"] = ()) -> None:
@@ -178,7 +179,11 @@ class Compared:
 
     def _has(self, axis: Axis, extent: int, size: int) -> bool:
         known, full = self._known(axis, size), axis.of(size)
-        return extent == full or extent in known or (full > MOST_COMPARED and extent > min(known, default=extent))
+        if extent == full or extent in known:
+            return True
+        # Blocks of rows may all be full in what was compared.
+        is_like = full > MOST_COMPARED and extent > min(known, default=extent)
+        return is_like and extent % gcd(full, *known) == 0
 
     def _is_between(self, rows: int, size: int) -> bool:
         """Whether a batch lies between two that were compared. The graph's own extents need no comparison."""
@@ -296,6 +301,13 @@ class Program:
             or is_same(mine[1:], theirs[1:], ())
             for mine, theirs in zip(self._operators, other._operators, strict=True)
         )
+
+    def counts_rows(self, other: "Program") -> bool:
+        """Whether the other program, a run of other rows, is this one but for numbers that it computes with: these are
+        made of how many rows there are."""
+        pairs = list(zip(self._operators, other._operators, strict=False))
+        is_same_code = len(self._operators) == len(other._operators) and all(a[0] is b[0] for a, b in pairs)
+        return is_same_code and any(numbers_of(a) != numbers_of(b) for a, b in pairs)
 
     def _has_operators_of(self, other: "Program") -> bool:
         if len(self._operators) != len(other._operators) or min(self._lengths) < _LEAST:

@@ -423,12 +423,19 @@ class GraphSet:
 
     def settle(self, group: GraphGroup, batch: Sequence[Any], rows: int, entry: CUDAGraphEntry) -> CaptureResult | None:
         """Compare a graph on another batch made of one: all calls were alike, or this one cannot tell. What found a
-        difference, or None. Nothing is compared where none can be made, or the callable raises for it."""
+        difference, or None."""
         if self.cache.is_frozen:
             return None
+        other = group.varied(batch, rows)
+        return self.difference_on(group, other, rows, entry) if entry.differs(other) else None
+
+    def difference_on(
+        self, group: GraphGroup, batch: Sequence[Any], rows: int, entry: CUDAGraphEntry
+    ) -> CaptureResult | None:
+        """Compare a graph with eager on a batch that no call brought: what found a difference, or None. Leaves no
+        effects. Nothing is compared where the callable raises for it."""
         try:
-            other = group.varied(batch, rows)
-            return self.difference_on(group, other, rows, entry) if entry.differs(other) else None
+            result = self.verify(group, batch, rows, entry, keep_effects=False)
         except GraphDispatchError:
             raise
         except Exception as error:
@@ -436,13 +443,6 @@ class GraphSet:
                 raise
             _log.debug("%r was not compared on another batch: %s", entry, error)
             return None
-
-    def difference_on(
-        self, group: GraphGroup, batch: Sequence[Any], rows: int, entry: CUDAGraphEntry
-    ) -> CaptureResult | None:
-        """Compare a graph with eager on a batch that no call brought: what found a difference, or None. Leaves no
-        effects, and raises what the callable raises."""
-        result = self.verify(group, batch, rows, entry, keep_effects=False)
         return result if result.entry is None else None
 
     def release(self, victims: Sequence[Victim]) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from ..call.signature import Refusal
 from ..capture.collector import paused_collector
+from ..capture.probes import points_beyond
 from ..capture.request import CaptureResult
 from ..decide import Decision
 from ..errors import CaptureError, ConfigError, FallbackError, shown
@@ -243,6 +244,8 @@ def _compare_numbers(
     ``compares_all`` of as many as its proof needs. What found a difference, or None. No batch counts as the second."""
     state, batch = entry.state, entry.warm_batch
     for number in (rows, *entry.compared.missing(rows, entry.size)):
+        if points_beyond(group.inputs.specs, [a for a in group.inputs.axes if a.of(number) != a.of(entry.size)]):
+            continue  # such an example holds lengths that it does not have
         if number != rows and not (compares_all or (entry.proof is not None and entry.proof.needs_batches)):
             break
         example = group.varied(leaves, number) if entry.compares(number) else None

@@ -84,7 +84,7 @@ class AcceleratorBackend(Backend):
         """Whether anyone is capturing the calling thread's current stream. Never raises."""
         try:
             return bool(current_stream(self.device.index).is_capturing())
-        except (RuntimeError, AssertionError):  # a device that is lost
+        except (RuntimeError, AssertionError, AttributeError):  # a device that is lost, or a torch without its graphs
             return False
 
     def current_stream(self) -> Stream:
