@@ -151,12 +151,12 @@ def test_what_is_moved_in_the_narrowest_types_is_served(dtype: torch.dtype) -> N
 )
 def test_a_wider_type_makes_no_result_more_exact(coarse: torch.dtype, fine: torch.dtype, written: bool) -> None:
     """What a model computes in bfloat16 is compared as such after ``.float()``: padding may change its last bits."""
-    kept = torch.zeros(3, dtype=fine)
+    kept, last_bits = torch.zeros(3, dtype=fine), torch.zeros(5)
+    last_bits[4] = torch.finfo(coarse).eps  # from memory: a number that follows the rows would be found
 
     def make_step(dtype: torch.dtype, multiplies: bool) -> Graphed[..., Any]:
         def fn(x: torch.Tensor) -> torch.Tensor:
-            last_bit = torch.finfo(coarse).eps if len(x) == 4 else 0.0
-            y = (x.to(dtype) * (1 + last_bit)).to(fine)
+            y = (x.to(dtype) * (1 + last_bits[len(x)]).to(dtype)).to(fine)
             if multiplies:
                 y = y + (x.to(dtype) @ torch.eye(3, dtype=dtype)).to(fine)
             return torch.real(kept.copy_(y[0])) + x * 0 if written else y
