@@ -471,7 +471,8 @@ class RowProver:
 
     def _prove_for_other_numbers(self) -> None:
         """Run the real rows alone: numbers of how many there are may matter for other batches, as a capacity does."""
-        if self._along or self._entry.proof is not None:
+        is_first = not self._along and self._entry.proof is None
+        if not is_first or self._entry.mode is not CUDAGraphMode.FULL:  # breaks may take any number from their data
             return
         request, attempt = self._request, self._attempt
         attempt.start_over("asking whether the call computes with the number of rows")

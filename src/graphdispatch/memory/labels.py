@@ -113,6 +113,7 @@ _FIXED = "fixed "
 """Begins the labels of memory that the run did not make and whose length does not follow the batch."""
 _LIFT = torch.ops.aten.lift_fresh.default
 _MOST_NUMBERS = 64
+_OF_A_NUMBER = 2  # what ``_numbers`` tells of a tensor without dimensions
 
 
 def _numbers(made: torch.Tensor) -> object:
@@ -144,7 +145,7 @@ def numbers_of(operator: Operator) -> list[str]:
         value if type(value) is tuple and value and value[0] in names else (name, value)  # given by its name
         for value, name in zip(values, names, strict=False)
     ]
-    lifted = values[-1:] if func is _LIFT else ()
+    lifted = [one for one in values[-1:] if func is _LIFT and isinstance(one, tuple) and len(one) == _OF_A_NUMBER]
     return [*(repr(one) for name, one in pairs if name in taken and type(one) in (int, float)), *map(repr, lifted)]
 
 

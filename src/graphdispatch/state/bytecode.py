@@ -12,7 +12,7 @@ import builtins
 import dis
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import chain
 from types import CodeType
@@ -34,6 +34,10 @@ _VARIABLES = ("STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_GLOBAL", "LOAD_NAME", "LOAD
 _BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
 _WHOLE = ("vars", "dir", "__dict__", "__getattribute__", "__getstate__", "__reduce_ex__")
 """Names by which code gets at all attributes of an object."""
+
+
+_GETTERS = ("attrgetter", "methodcaller")
+"""Those that make something which reads an attribute."""
 
 
 _STORED = ("ATTR", "GLOBAL", "NAME", "DEREF", "SUBSCR", "SLICE")
@@ -71,7 +75,7 @@ def code_reads(code: CodeType) -> CodeReads:
     """What ``code`` reads, from its instructions and constants alone."""
     attributes, variables, imports, compared = (set[str]() for _ in range(4))
     instructions = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG")]
-    owner = code.co_varnames[0] if code.co_argcount else None
+    owner, passed_on = _parameters(code, instructions)
     of_self = of_others = False
     for index, instruction in enumerate(instructions):
         kind, name = instruction.opname, instruction.argval
@@ -81,7 +85,7 @@ def code_reads(code: CodeType) -> CodeReads:
         elif kind in _VARIABLES:
             variables.add(name)
             is_own = _is_given_first(instructions[index + 1 :], owner)
-            if name in _BY_NAME and _names_a_constant(instructions[index + 1 :]):
+            if name in _BY_NAME and _names_a_constant(instructions[index + 1 :], or_variable=passed_on):
                 continue
         elif kind == "IMPORT_NAME":
             imports.add(name)
@@ -91,7 +95,11 @@ def code_reads(code: CodeType) -> CodeReads:
             continue
         else:
             continue
-        if name in _WHOLE or (kind in _VARIABLES and name in _BY_NAME):
+        if name in _GETTERS and _names_a_constant(instructions[index + 1 :], first=True):
+            continue
+        if name == "__getattribute__" and passed_on:  # under a name that other code spells
+            continue
+        if name in (*_WHOLE, *_GETTERS) or (kind in _VARIABLES and name in _BY_NAME):
             of_self, of_others = of_self or is_own, of_others or not is_own
     texts = frozenset(text for text in code.co_consts if isinstance(text, str) and len(text) < 200)
     # Dotted ones too: operator.attrgetter("config.scale").
@@ -110,6 +118,15 @@ def code_reads(code: CodeType) -> CodeReads:
         of_others,
         of_self,
     )
+
+
+def _parameters(code: CodeType, instructions: Iterable[dis.Instruction]) -> tuple[str | None, str | None]:
+    """The first parameter, unless the code assigns it, and the name that ``__getattr__`` is asked for, if it is one."""
+    owner, asked, *_ = (*code.co_varnames[: code.co_argcount], None, None)
+    stores = (i for i in instructions if i.opname.startswith(("STORE_FAST", "DELETE_FAST")))
+    stored = {name for i in stores for name in (i.argval if type(i.argval) is tuple else (i.argval,))}
+    is_asked = code.co_name in ("__getattr__", "__getattribute__") and asked not in stored
+    return None if owner in stored else owner, asked if is_asked else None
 
 
 @lru_cache(maxsize=1024)
@@ -185,10 +202,14 @@ def _is_given_first(following: Sequence[dis.Instruction], variable: str | None) 
     return bool(first) and _loads(first[-1], variable)
 
 
-def _names_a_constant(following: Sequence[dis.Instruction]) -> bool:
-    """Whether the call whose arguments ``following`` loads gets a constant as its second argument; False if unsure."""
-    _, second = _arguments(following)
-    return len(second) == 1 and second[0].opname == "LOAD_CONST"
+def _names_a_constant(
+    following: Sequence[dis.Instruction], *, first: bool = False, or_variable: str | None = None
+) -> bool:
+    """Whether the call whose arguments ``following`` loads gets a constant, or a variable, as its second argument, or
+    as its first and only one; False if unsure."""
+    one, second = _arguments(following)
+    asked = one if first and not second else second
+    return len(asked) == 1 and (asked[0].opname == "LOAD_CONST" or _loads(asked[0], or_variable))
 
 
 _MADE = "__compiled_fn"

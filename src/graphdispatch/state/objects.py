@@ -3,6 +3,7 @@
 Nothing here calls code of the user: no comparison, no attribute hook, no ``__len__`` or ``__iter__`` of a subclass.
 """
 
+import builtins
 import ctypes
 import decimal
 import gc
@@ -39,7 +40,7 @@ CONSTANTS = (bool, int, float, complex, str, bytes, torch.device, type(None), ty
 CONTAINERS = (dict, list, set, deque)
 """Containers that can change. Their own methods read them, so that a subclass cannot hide what it holds."""
 
-_EQUAL_BY_CONTENT = (tuple, list, dict, set)
+_EQUAL_BY_CONTENT = (tuple, list, dict, set, frozenset)
 _DEEPEST = 4
 _BARE = frozenset({dict, list, set, deque, tuple, frozenset})
 """Types whose objects have no attributes."""
@@ -78,7 +79,7 @@ _TORCH_STATE = (
 _TORCH_NEEDS = ("sympy", "mpmath", "networkx", "jinja2", "fsspec", "filelock")
 """Packages that torch's compiler is made of."""
 _MACHINES = ("threading", "asyncio", "multiprocessing", "subprocess")
-_MACHINERY = (*_TORCH_NEEDS, "triton", *_MACHINES, "importlib", "inspect", "logging")
+_MACHINERY = ("sympy", "mpmath", "fsspec", "filelock", "triton", *_MACHINES, "importlib", "inspect", "logging")
 _LOGGERS = (logging.Filterer, logging.LoggerAdapter)
 _CTYPES = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union, ctypes._Pointer)
 _OPAQUE = (
@@ -168,6 +169,8 @@ _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a class statement
 
 
 def _is_library_class(kind: type) -> bool:
+    if home_of(kind) == "builtins":
+        return getattr(builtins, kind.__name__, None) is kind  # else exec() has made it
     if home_of(kind) in sys.builtin_module_names:
         return True
     module = sys.modules.get(home_of(kind))
@@ -306,7 +309,7 @@ def role_of(kind: type) -> str:
     for role, classes in _ROLES.items():
         if issubclass(kind, classes):
             return role
-    if is_machine(kind) or issubclass(kind, _OPAQUE) or _iterates(kind):
+    if is_machine(kind) or issubclass(kind, _OPAQUE) or _iterates(kind) or any(map(_is_compiled, type.mro(kind))):
         return "opaque"
     if issubclass(kind, _GENERATORS):
         return "generator"
@@ -346,6 +349,18 @@ class Kinds(dict[type, Kind]):
         role = role_of(kind)
         known = self[kind] = Kind(role, {} if role == "leaf" else slots_of(kind))
         return known
+
+
+_KNOWN = frozenset((*sys.stdlib_module_names, "numpy", "torch", "pydantic_core", "pybind11_builtins", _PACKAGE))
+
+
+def _is_compiled(base: type) -> bool:
+    """Whether a class is compiled code of somebody else's, whose objects hold what nobody sees: of Cython and C, which
+    make no class statements, or of pybind11 and nanobind, by their metaclasses."""
+    if base.__name__.startswith("Imaging"):  # Pillow's, which say that they are at home among the builtins
+        return not base.__flags__ & _HEAP
+    is_bound = home_of(type(base)).startswith(("pybind11", "nanobind"))
+    return (is_bound or not base.__flags__ & _HEAP) and home_of(base).partition(".")[0] not in _KNOWN
 
 
 def _iterates(kind: type) -> bool:
@@ -389,7 +404,7 @@ def equal_content(new: Any, old: Any, moved: MutableMapping[int, Any] | None = N
         return False
     if _is_frozen(kind):
         held = [vars(new)], [vars(old)]
-    elif kind in _EQUAL_BY_CONTENT:
+    elif kind in _EQUAL_BY_CONTENT or (issubclass(kind, tuple) and not kind.__dictoffset__):
         held = content(new), content(old)
     else:
         return False
@@ -450,6 +465,17 @@ def name_of(value: Any) -> str:
         value = value.__self__
     named = (types.FunctionType, types.BuiltinFunctionType, type)
     return value.__qualname__ if issubclass(type(value), named) else type(value).__name__
+
+
+def is_whole(module: types.ModuleType) -> bool:
+    """Whether all variables of a module count where code reads names that it does not spell: of one of the user's."""
+    return is_settings(module) and str(module.__name__).partition(".")[0] not in (*sys.stdlib_module_names, "numpy")
+
+
+def is_module_table(table: dict[str, Any]) -> bool:
+    """Whether variables are those of a module: not of a text that ``exec`` or ``runpy`` ran, which is nobody's else."""
+    module = sys.modules.get(str(table.get("__name__")))
+    return module is not None and getattr(module, "__dict__", None) is table
 
 
 def is_settings(value: Any) -> bool:

@@ -152,6 +152,7 @@ def metadata_names(codes: Iterable[types.CodeType]) -> list[str]:
         not code_reads(code).compared.isdisjoint(code.co_varnames) for code in others
     )
     spelled = set().union(*(code_reads(code).attributes for code in theirs))
+    compares = compares or torch.Tensor.__hash__.__code__ in others or not spelled.isdisjoint(("_cdata", "is_set_to"))
     if any(original_of(code) is not None for code in others):  # functions that the compiler put inline may ask, too
         spelled, compares = {*spelled, "requires_grad"}, True
     return sorted(TENSOR_READERS.keys() & spelled) + [IDENTITY] * compares
@@ -163,7 +164,10 @@ _TABLES = frozenset((*MEMBERS, *_HOOKS))
 _BY_TORCH = frozenset(("training", "forward", "_call_impl"))
 """Attributes of modules that torch's code spells, and that of a model need not."""
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} - _TABLES
+_COMPILED_METHODS = (types.BuiltinFunctionType, types.MethodType)
 _WRAPPERS = (property, staticmethod, classmethod, partial, partialmethod)
+_READ_WHOLE = (nn.ParameterList, nn.ParameterDict)
+"""Classes of torch whose own code reads attributes under names that nobody spells."""
 _TENSOR_ATTRIBUTES = frozenset(dir(torch.Tensor))
 _STATES = {random.Random: "getstate", np.random.RandomState: "get_state", np.random.BitGenerator: "state"}
 """Names by which code reads the state of a generator, and does not change it."""
@@ -226,7 +230,7 @@ class StateReads:
         table = objects.attribute_table(tensor)
         if table or self._notes.asked:
             self.objects.append(tensor)
-            self._compare(table, self._names)
+            self._compare(table, self._spelled_in(table))
         self.readers += _tensor_readers(tensor, self._names)
         self._pending.append(type(tensor))
 
@@ -252,6 +256,7 @@ class StateReads:
             self.attributes.append((table, known))
             self._pending += (table[name] for name in known)
         self.absent.append((table, frozenset(self._notes.asked - table.keys())))  # it may come to be there
+        self._pending.append(type(module))
 
     def _visit_cell(self, cell: types.CellType) -> None:
         self.readers.append(Reader(partial(objects.cell_value, cell), "cell", cell))
@@ -269,7 +274,9 @@ class StateReads:
         """An object with attributes, slots or entries."""
         kind = type(value)
         if kind is dict and "__builtins__" in value:
-            return  # the variables of a module, which are followed by name
+            if not objects.is_module_table(value):
+                self._compare_variables(value, self._spelled_in(value))
+            return  # those of a module are followed by name
         if issubclass(kind, CONTAINERS):
             if self._is_traced or _matters(value):
                 self.contents.append(value)
@@ -353,14 +360,16 @@ class StateReads:
         """
         functions = objects.functions_in(member)
         if functions and not objects.user_classes(type(member)):
-            return any(fn.__code__ in self._notes.codes for fn in functions)
-        is_data = not name.startswith("__") and not issubclass(type(member), type)
-        return issubclass(type(member), _WRAPPERS) or name in self._names or (is_whole and is_data)
+            return name in self._names or any(fn.__code__ in self._notes.codes for fn in functions)
+        is_data = not name.startswith("__") or issubclass(type(member), _COMPILED_METHODS)
+        return (
+            issubclass(type(member), _WRAPPERS) or name in self._names or (is_data and (is_whole or name[:2] == "__"))
+        )
 
     def _visit_function(self, fn: types.FunctionType) -> None:
         """The closure and defaults of a function whose code ran, or of any without a trace."""
         if fn.__dict__ or self._notes.asked:
-            self._compare(fn.__dict__, self._names)
+            self._compare(fn.__dict__, self._spelled_in(fn.__dict__))
         if objects.is_library_code(fn.__code__.co_filename):
             self._pending += (held for held in fn.__dict__.values() if type(held) is types.MappingProxyType)
             self._pending += objects.wrapped_by(fn)
@@ -393,10 +402,15 @@ class StateReads:
         class of their code, too; all its ``own``, if code reads them without spelling their names."""
         users = objects.user_classes(kind)
         has_own_access = any({"__getattr__", "__getattribute__"} & vars(base).keys() for base in users)
-        if self._all or kind in self._notes.whole_types or has_own_access:
+        is_whole = self._all or kind in self._notes.whole_types or issubclass(kind, _READ_WHOLE)
+        if is_whole or has_own_access:
             return frozenset(own)
         is_library = not {nn.Module, *users}.issuperset(objects.written_classes(kind))
         return self._library_names if is_library else self._names
+
+    def _spelled_in(self, table: Mapping[str, Any] | None) -> frozenset[str]:
+        """The names to compare in a table, whatever it belongs to: those of the code, or all but the interpreter's."""
+        return frozenset(n for n in table or () if not f"{n}".startswith("__")) if self._all else self._names
 
     def _compare(self, table: Mapping[str, Any] | None, names: Iterable[str]) -> None:
         """Compare the attributes in ``table`` under ``names``; without a trace, those that hold modules or tensors."""

@@ -17,6 +17,7 @@ from _lsprof import Profiler as _Profiler
 from collections.abc import Collection, Iterable
 from contextvars import Context
 from itertools import accumulate
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -52,6 +53,9 @@ _SEEN_THROUGH = frozenset(
 )
 """Where compiled classes are at home whose objects never change, or whose state a walk compares."""
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
+_ACCESSORS = {each.__name__: each for each in (getattr, setattr, vars, attrgetter, methodcaller)}
+"""What reads attributes under names that it is given; under another name code does not spell that."""
+_KINDS_OF_ACCESSORS = (types.BuiltinFunctionType, type)
 _COMPILED = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 _UNHEARD = {
     **dict.fromkeys(("start_new_thread", "start_new", "start_joinable_thread"), _thread),
@@ -190,6 +194,10 @@ class CodeTrace(CodeNotes, CodeListener):
         if type(owner) is str:
             if name in ("format", "format_map"):  # "{0.scale}".format(config)
                 self.names |= set(_FIELDS.findall(owner))
+        elif name in ("dump", "dumps") and getattr(owner, "__name__", "") == "_pickle":
+            self.reads_whole = True
+        elif name == "__subclasses__" and not _is_library(frame):
+            self._note_unseen("__subclasses__() of a class")
         elif _UNHEARD.get(name, self) is owner:
             if not self._depth and not is_own_code(frame.f_code.co_filename):
                 self._note_unseen(f"{name}(), which runs code unheard")
@@ -292,16 +300,21 @@ class CodeTrace(CodeNotes, CodeListener):
             return
         notes.names |= reads.attributes
         self._note_asked(reads)
-        # What a class reads to find its attributes is compared anyway: all of its objects' attributes are.
-        notes.reads_whole |= reads.whole and code.co_name not in ("__getattr__", "__getattribute__")
+        notes.reads_whole |= reads.whole
         if reads.whole_self:
             self._each_time.add(code)
-            notes.whole_types.add(type(frame.f_locals.get(code.co_varnames[0])))
+            kind = type(first := frame.f_locals.get(code.co_varnames[0]))
+            if issubclass(kind, (type, types.ModuleType)) or any(
+                "__getattr__" in vars(c) for c in objects.user_classes(kind)
+            ):
+                notes.reads_whole = True  # of whatever class, and of what the object asks in its place
+            else:
+                notes.whole_types.add(type(first))
         self._note_variables(notes, code, frame.f_globals, reads)
         known = _OF_GENERICS if path.endswith(("typing.py", "typing_extensions.py")) else set[str]()
-        described = sorted(code_reads(code).attributes & objects.DESCRIBES - known)
+        described = sorted(code_reads(code).attributes & (objects.DESCRIBES | {"__globals__"}) - known)
         if described:
-            self._note_unseen(f"{described[0]} of a class")
+            self._note_unseen(f"{described[0]} of a class or function")
         is_written = not path.startswith("<")  # else a class was given it, which the walk follows
         if is_written and code.co_freevars and code not in self._nested and code not in self.walk.codes:
             # Nobody within reach holds the function: a hook of the whole process, a registered operator.
@@ -319,19 +332,21 @@ class CodeTrace(CodeNotes, CodeListener):
             self.sets_generator = True
             if notes is self and code.co_name.startswith(("set_rng_state", *_SETS)):
                 self.seeds = f"torch's own, by {code.co_name}()"
-        if frame.f_back is None or objects.is_library_code(frame.f_back.f_code.co_filename):
-            return
-        if code is _IMPORT_MODULE:
+        caller = frame.f_back.f_code.co_filename if frame.f_back is not None else ""
+        if code is _IMPORT_MODULE and not (is_torch_code(caller) or is_own_code(caller)):
             self._note_unseen("import_module(), which may find any module")
+        if not caller or objects.is_library_code(caller):
+            return
         notes.reads_whole |= code.co_filename.endswith(_READ_WHOLE)
 
     def _note_settings(self, spelled: Collection[str]) -> None:
         """Code that is about to run spells these names, and may use under them any module of the user's that somebody
         holds. One that came since may be used by code that began before, too."""
         self._spelled.update(spelled)
-        for index, module in enumerate(self.walk.settings):  # which may grow meanwhile
+        for index, held in enumerate(self.walk.settings):  # which may grow meanwhile
             names = spelled if index < self._settled else self._spelled
-            self.walk.visit_variables(vars(module), names, module.__name__)
+            table = held if type(held) is dict else vars(held)
+            self.walk.visit_variables(table, names, str(table.get("__name__", "")))
         self._settled = len(self.walk.settings)
 
     def _note_asked(self, reads: CodeReads) -> None:
@@ -341,13 +356,16 @@ class CodeTrace(CodeNotes, CodeListener):
     def _note_variables(self, notes: CodeNotes, code: types.CodeType, table: dict[str, Any], reads: CodeReads) -> None:
         """The variables that code is about to use: of its own module, and of the modules of the user that it names."""
         built_in, used = vars(builtins), set(reads.variables)
+        aliased = (table.get(name) for name in used if name not in _ACCESSORS)
+        notes.reads_whole |= any(type(one) in _KINDS_OF_ACCESSORS and one in _ACCESSORS.values() for one in aliased)
         notes.note_variables(built_in, [name for name in used if name not in table and name in built_in])
         self._use(notes, table, used, table.get("__name__", ""))
         package = table.get("__package__") or ""
         if "__import__" in reads.variables:  # which may find any module, by a name that it computes
             self._use(notes, vars(sys), ["modules"], "sys")
         texts = reads.texts | {table.get("__name__", "")} if "modules" in reads.attributes else reads.texts
-        imports = [*reads.imports, *(f"{package}.{name}".rstrip(".") for name in reads.imports)]
+        parents = ["", *accumulate(package.split("."), "{}.{}".format)]  # of which one is where ``from ..a`` begins
+        imports = [f"{parent}.{name}".strip(".") for parent in parents for name in reads.imports]
         paths = {path for name in imports for path in accumulate(name.split("."), "{}.{}".format)}
         notes.note_variables(sys.modules, [path for path in paths if path in sys.modules])
         modules: list[Any] = [*map(table.get, reads.variables), *map(sys.modules.get, paths | texts)]
@@ -360,6 +378,8 @@ class CodeTrace(CodeNotes, CodeListener):
             if id(table) not in seen and (is_module or (type(table) is dict and "__builtins__" in table)):
                 seen.add(id(table))
                 names = [name for name in reads.attributes if name in table]
+                if (reads.whole or reads.whole_self) and is_module and objects.is_whole(module):
+                    names = [name for name in table if not name.startswith("__")]
                 self._use(notes, table, names, str(table.get("__name__", "")))
                 if objects.is_settings(module):  # of a library, whether somebody replaced what the code calls
                     notes.note_variables(table, reads.attributes)

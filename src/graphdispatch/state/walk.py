@@ -45,8 +45,8 @@ class StateWalk:
         """Tensors wherever they are held, parameters and buffers included."""
         self.generators: list[torch.Generator] = []
         """Those of torch, of which operators draw: it does not put them back."""
-        self.settings: list[types.ModuleType] = []
-        """Modules of the user that something holds, other than a variable of a module."""
+        self.settings: list[types.ModuleType | dict[str, Any]] = []
+        """Modules of the user that something holds, other than a variable of a module; and namespaces without one."""
         self.codes: set[types.CodeType] = set()
         """The code of the functions that it met."""
         self.has_opaque = False
@@ -201,7 +201,7 @@ class StateWalk:
         """Nothing: code that runs names the variables that count."""
         if objects.is_followed(type(module)) and objects.is_settings(module):
             self.settings.append(module)
-        return iter(())
+        return iter([("", type(module))])
 
     def _array_edges(self, array: Any, path: Any) -> Edges:
         """Nothing, or what nobody can compare: an array of objects."""
@@ -231,7 +231,9 @@ class StateWalk:
 
     def _entries(self, container: Any, path: Any) -> Edges:
         if type(container) is dict and "__builtins__" in container:
-            return iter(())  # the variables of a module, which are followed by name
+            if not objects.is_module_table(container):
+                self.settings.append(container)
+            return iter(())  # variables, which are followed by name
         entries = self._hold(path, container, snapshot.ENTRIES)
         if not entries:
             return iter(())
@@ -293,5 +295,5 @@ class StateWalk:
                 held = self._hold(path, kind, snapshot.CLASS)
                 for name, inner in held.items():
                     is_own = not objects.describes(name) and name not in ("__dict__", "__weakref__")
-                    if is_own and not issubclass(type(inner), type):
+                    if is_own:
                         yield f".{name}", inner
