@@ -139,7 +139,8 @@ def cudagraph_context(
     Raises:
         ConfigError: The mode is no runtime mode, a graph mode has no descriptor, or the descriptor has fewer rows.
     """
-    if mode not in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
+    modes = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
+    if not isinstance(mode, CUDAGraphMode) or mode not in modes:  # a number equals a mode
         raise ConfigError(f"mode must be NONE, PIECEWISE or FULL for one step, got {shown(mode)}")
     if mode is not CUDAGraphMode.NONE and not isinstance(descriptor, BatchDescriptor):
         raise ConfigError(f"descriptor must be a BatchDescriptor in mode {mode.name}, got {shown(descriptor)}")

@@ -5,6 +5,7 @@
 The front end for every callable. It makes a route, and the server does the rest.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
 from os import PathLike
@@ -312,9 +313,14 @@ class Graphed(Lifecycle, Generic[P, R]):
         """The wrapped callable."""
         return self._server.fn
 
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._server.fn)
+
     def __getattr__(self, name: str) -> Any:
         # Protocols (copying, tensors, arrays) ask an object itself; and half-made there is no callable.
-        if (name.startswith("__") and name.endswith("__")) or name in Graphed.__slots__:
+        is_protocol = name.startswith("__") and name.endswith("__") and name not in ("__name__", "__qualname__")
+        if is_protocol or name in Graphed.__slots__:
             raise AttributeError(name)
         return getattr(self._server.fn, name)
 

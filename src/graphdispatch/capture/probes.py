@@ -91,6 +91,20 @@ def telling_places(
 _MOST_PLACES = 3
 
 
+def holds_padding(
+    specs: Sequence[InputSpec], arguments: Sequence[torch.Tensor], rows: Axis, place: Mapping[Axis, int]
+) -> bool:
+    """Whether an argument has its own pad value at a place along another dimension than the rows: all of a row of such
+    would be hidden. Reads results back to the host."""
+    for spec, value in zip(specs, arguments, strict=True):
+        if spec.is_pad_given and any(axis is not rows for _, axis in spec.spans):
+            for dim, axis in spec.spans:
+                value = value.narrow(dim, place.get(axis, 0), 1)
+            if any(pad.kind == "value" and bool((value == pad.fill).all()) for pad in spec.pads):
+                return True
+    return False
+
+
 Kind = Callable[[InputSpec, torch.Tensor, int], torch.Tensor]
 """Makes an argument of so many rows, by its spec and its value."""
 

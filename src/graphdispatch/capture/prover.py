@@ -451,7 +451,7 @@ class RowProver:
         whole = [i for i in ruled if i in self._kept or self._is_discrete(i)]
         # A rule may name what one row holds: then the largest or the smallest number is another one.
         for place in probes.telling_places(self._specs, self._arguments, self.rows, whole, takes_smallest=True):
-            if not self._is_padding(place):
+            if not probes.holds_padding(self._specs, self._arguments, self._axes[0], place):
                 yield _Probe("one row of the batch", self._made(partial(probes.uniform, place), self._spanned), rule)
         beside = [i for i in self._takes_any if self._specs[i].dtype.is_floating_point]
         for sign in (1, -1) if self._kept else ():  # a mask may make zeros of what it hides
@@ -483,17 +483,6 @@ class RowProver:
         if self._entry.program.counts_rows(Program(effects.dispatched, self.rows, self._axes)):
             what = "as many as the batch has, the call computes with other numbers, made of how many there are"
             raise _DependentRowsError(RowProof(False, True, "rows", what))
-
-    def _is_padding(self, place: Mapping[Axis, int]) -> bool:
-        """Whether an argument has its own pad value at a place along a further dimension: all of a row of such would be
-        hidden."""
-        for spec, value in zip(self._specs, self._arguments, strict=True):
-            if spec.is_pad_given and any(axis is not self._axes[0] for _, axis in spec.spans):
-                for dim, axis in spec.spans:
-                    value = value.narrow(dim, place.get(axis, 0), 1)
-                if any(pad.kind == "value" and bool((value == pad.fill).all()) for pad in spec.pads):
-                    return True
-        return False
 
     @property
     def _spanned(self) -> list[int]:
