@@ -1,7 +1,6 @@
 """Streams, events, timers, generators and memory as ``backends/base.py`` promises them, by every backend."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -68,7 +67,8 @@ def test_work_on_a_stream_runs_in_order(backend: Backend) -> None:
     x = torch.zeros(1, device=backend.device)
     stream.wait_stream(backend.current_stream())
     for factor in (1, 2, 3):
-        backend.submit(stream, partial(append_digit, x, factor))
+        with backend.use_stream(stream):
+            append_digit(x, factor)
     stream.synchronize()
     assert x.item() == 123
 
@@ -95,10 +95,12 @@ def test_an_event_orders_two_streams(backend: Backend) -> None:
     assert event.query()
     event.synchronize()
     one.wait_stream(backend.current_stream())
-    backend.submit(one, partial(append_digit, x, 1))
+    with backend.use_stream(one):
+        append_digit(x, 1)
     event.record(one)
     event.wait(two)
-    backend.submit(two, partial(append_digit, x, 0))
+    with backend.use_stream(two):
+        append_digit(x, 0)
     two.synchronize()
     assert x.item() == 10
     assert event.query()

@@ -351,7 +351,7 @@ class Kinds(dict[type, Kind]):
         return known
 
 
-_KNOWN = frozenset((*sys.stdlib_module_names, "numpy", "torch", "pydantic_core", "pybind11_builtins", _PACKAGE))
+_KNOWN = frozenset((*sys.stdlib_module_names, "numpy", "torch", "pydantic_core", "pybind11_builtins", "_regex", _PACKAGE))
 
 
 def _is_compiled(base: type) -> bool:
