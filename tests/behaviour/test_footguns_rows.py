@@ -109,6 +109,14 @@ def test_rows_in_blocks(opened: Open) -> None:
     step.check(Reason.VERIFICATION_FAILED)
 
 
+@needs("padding", "comparisons")
+def test_place_beyond_real(settled: Open) -> None:
+    """LIMIT: a pointer that counts from the end meets padding, where eager meets the last real row."""
+    batch = lambda rows: (torch.randn(rows, 3), torch.arange(rows) // 2)  # noqa: E731
+    step = settled(lambda x, place: x + x[place], batch, dynamic={"x": 0, "place": 0})
+    assert torch.equal(step(torch.ones(3, 3), torch.tensor([-1, 0, 1]))[:, 0], torch.tensor([1.0, 2.0, 2.0]))
+
+
 @needs("padding", "pad_rules")
 @pytest.mark.parametrize("pad", [7.0, 0.0])
 def test_pad_rule_not_neutral(opened: Open, pad: float) -> None:
