@@ -224,6 +224,23 @@ answer("buffer_rebound", row=True)(with_buffer, rebind_buffer, lambda m: m.b.tol
 answer("buffer_resized", reason=Reason.CAPTURE_UNSAFE, row=True)(
     lambda: torch.zeros(0), lambda o, x: o.resize_(x.shape).copy_(x) + 1
 )
+write("class_changed", row=True)(
+    Box, lambda o, _: setattr(o, "__class__", type("Next", (type(o),), {"limit": o.limit + 1})), "limit"
+)
+write("sparse_tensor_written", reason=Reason.CAPTURE_UNSAFE, row=True)(
+    lambda: torch.eye(3).to_sparse(), lambda o, _: o.mul_(0.5), lambda o: o.to_dense().tolist()
+)
+write("values of a sparse tensor", reason=Reason.CAPTURE_UNSAFE)(
+    lambda: torch.eye(3).to_sparse(), lambda o, _: o._values().add_(1), lambda o: o._values().tolist()
+)
+write("inference_tensor_written", reason=Reason.CAPTURE_UNSAFE, row=True)(
+    torch.inference_mode()(lambda: torch.zeros(3)), torch.inference_mode()(lambda o, _: o.add_(1))
+)
+answer("memory_freed", reason=Reason.CAPTURE_UNSAFE, row=True)(
+    lambda: torch.ones(3),
+    lambda o, x: (o.untyped_storage().resize_(12), x * o.fill_(3.0), o.untyped_storage().resize_(0))[1],
+    "shape",
+)
 write("python_queue", row=True)(list, lambda o, x: o.append(len(x) > 0))
 write("attribute of an entry")(lambda: Box(c=[Box(k=None)]), lambda o, x: setattr(o.c[0], "k", x[0] * 1))
 write("never read")(lambda: Box(c=Box()), lambda o, x: setattr(o.c, "hidden", x[0] * 1))

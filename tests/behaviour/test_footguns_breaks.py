@@ -87,3 +87,16 @@ def test_break_changes_state(opened: Open) -> None:
         assert torch.equal(step(x), (x * 2 + 1) * (3 if number % 4 == 3 else 2))
         Chosen.scale = 2
     assert step.hits
+
+
+@needs("pieces")
+def test_break_writes_for_some_values(opened: Open) -> None:
+    """A break that leaves its argument alone at the capture, and writes to it later, ends the replay: eager again."""
+    clip = eager_break(lambda x: x.clamp_(-3, 3) if float(x.abs().amax()) > 3 else x)
+    step = opened(lambda x: clip(x) * 2, mode="PIECEWISE")
+    step.prepare(torch.rand(4, 3))
+    for by in (1.0, 2.0, 1.0, 9.0, 8.0):
+        x, left = torch.full((4, 3), by), torch.full((4, 3), min(by, 3.0))
+        assert torch.equal(step(x), left * 2)
+        assert torch.equal(x, left)
+    step.check(Reason.REPLAY_FAILED)

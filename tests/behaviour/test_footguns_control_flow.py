@@ -13,12 +13,14 @@ from .cases import Box
 from .features import needs
 from .front_end import Open
 
+LINEAR = torch.nn.Linear(3, 3)
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "item": (lambda x: x * x.sum().item(), "_local_scalar_dense"),
     "if_tensor": (lambda x: x if x.sum() > 0 else -x, "if tensor"),
     "nonzero": (lambda x: x.nonzero(), "nonzero"),
     "boolean_mask": (lambda x: x[x > 0], "mask"),
     "unique": (lambda x: x.unique(), "unique"),
+    "forward_mode_inside": (lambda x: torch.func.jvp(LINEAR, (x,), (x,))[1], "forward-mode"),
     "host_read: numpy": (lambda x: x + torch.from_numpy(x.numpy()), "numpy"),
     "host_read: tolist": (lambda x: x + x.tolist()[0][0], "tolist"),
     "host_read: data_ptr": (lambda x: x + 0.0 * x.data_ptr(), "data_ptr"),

@@ -24,6 +24,9 @@ MIXERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "softmax": lambda x: x.softmax(0),
     "sort": lambda x: x.sort(0).values,
     "reverse_cumsum": lambda x: x.flip(0).cumsum(0) * x.flip(0).argmax(),
+    "number": lambda x: x / x.shape[0],
+    "score": lambda x: torch.cat([x[:, :2].sigmoid() * 1000 + 200, (x[:, 2:] / len(x)).sigmoid()], 1),
+    "imaginary": lambda x: torch.complex(x, x) * torch.complex(x, x).imag.amax(),
 }
 
 
@@ -31,12 +34,14 @@ MIXERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("mixer", MIXERS.values(), ids=MIXERS)
 @pytest.mark.parametrize("first", [3, 4], ids=["padded-first", "full-first"])
 def test_rows_mixed(opened: Open, mixer: Callable[[torch.Tensor], torch.Tensor], first: int) -> None:
-    """A model that mixes rows is found when it is captured; padded batches run eagerly, also after full ones."""
+    """A model that mixes rows, or computes with how many there are, is found when it is captured; padded batches run
+    eagerly, also after full ones, which are served."""
     step = opened(mixer)
     step.prepare(torch.randn(first, 3))
     step.check_calls(first, first, first, 3, 3)
     step.check(Reason.VERIFICATION_FAILED)
     step.check_calls(4)
+    assert step.was_hit() or first == 3
 
 
 def test_rows_mixed_instead(opened: Open) -> None:
@@ -56,6 +61,7 @@ MIXED_FOR_SOME_DATA: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "masked_softmax": lambda x: x.masked_fill(x == 0, -1e9).softmax(0),
     "bounded_maximum": lambda x: x + x.clamp(min=0).amax(0).clamp(max=0.3),
     "bounded_sum": lambda x: (x.sum(0).clamp(-1, 1) + x).tanh(),
+    "share": lambda x: torch.where((x[:, :1] < 0).cumsum(0) <= len(x) // 2, x, 0.0),
     "capacity": lambda x: torch.where(x[:, :1].argsort(0, descending=True).argsort(0) < 3, x, 0.0),
 }
 
@@ -92,6 +98,23 @@ def test_rows_mixed_unseen(opened: Open, fn: Callable[[torch.Tensor], torch.Tens
     for rows in (3, 2, 3):
         step.check_calls(torch.rand(rows, 3) * 7 + 2)
         step.check(Reason.VERIFICATION_FAILED)
+
+
+@needs("padding", "comparisons")
+def test_rows_in_blocks(opened: Open) -> None:
+    """Above 64 rows not each number is compared; one whose last block of rows is not full is."""
+    step = opened(lambda x: torch.cat([part - part.amax(0) for part in x.split(32)]), sizes=(128,))
+    step.prepare(torch.randn(128, 3))
+    step.check_calls(128, 96, 96, 96, 100)
+    step.check(Reason.VERIFICATION_FAILED)
+
+
+@needs("padding", "comparisons")
+def test_place_beyond_real(settled: Open) -> None:
+    """LIMIT: a pointer that counts from the end meets padding, where eager meets the last real row."""
+    batch = lambda rows: (torch.randn(rows, 3), torch.arange(rows) // 2)  # noqa: E731
+    step = settled(lambda x, place: x + x[place], batch, dynamic={"x": 0, "place": 0})
+    assert torch.equal(step(torch.ones(3, 3), torch.tensor([-1, 0, 1]))[:, 0], torch.tensor([1.0, 2.0, 2.0]))
 
 
 @needs("padding", "pad_rules")

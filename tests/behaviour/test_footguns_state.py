@@ -37,6 +37,27 @@ def test_state_written_in_place(settled: Open) -> None:
     assert torch.equal(total, torch.full((3,), float(sum(step.order) + 4)))
 
 
+KEPT = torch.zeros(2)
+
+
+@torch.library.custom_op("graphdispatch_footguns::workspace", mutates_args=())
+def workspace(x: torch.Tensor) -> torch.Tensor:
+    """Memory that it keeps."""
+    return KEPT
+
+
+@pytest.mark.parametrize("get", [workspace, lambda x: x.new_empty(0).set_(KEPT.untyped_storage(), 0, (2,))])
+def test_memory_that_no_operator_made(opened: Open, get: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """What is written there is written once for each call, and not by a capture ahead."""
+    step, x = opened(lambda x: (get(x).add_(1), x * 2)[1]), torch.ones(4, 3)
+    KEPT.zero_()
+    (step.front.prewarm if step.name == "graphed" else step.prepare)(x)
+    for count in range(5):
+        assert torch.equal(KEPT, torch.full((2,), float(count)))
+        step.check_calls(x, fn=lambda x: x * 2)
+    assert step.was_hit()
+
+
 def test_state_too_large(tried: Open) -> None:
     """State that is too large to be saved keeps the call eager, and is written once."""
     state = torch.zeros(1000)

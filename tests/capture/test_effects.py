@@ -103,11 +103,13 @@ def test_own_memory_is_not_saved() -> None:
     assert _written(run, torch.ones(3)).regions == []
 
 
-def test_batch_norm_statistics_are_saved() -> None:
+@pytest.mark.parametrize("run", [None, torch.batch_norm_update_stats])
+def test_batch_norm_statistics_are_saved(run: Any) -> None:
     """Running statistics, which the operator's schema does not mark as written, are put back."""
     norm = torch.nn.BatchNorm1d(3)
     before = norm.running_mean.clone()
-    effects = _written(norm, torch.randn(4, 3))
+    update = partial(run, running_mean=norm.running_mean, running_var=norm.running_var, momentum=0.1) if run else norm
+    effects = _written(update, torch.randn(4, 3))
     assert not torch.equal(norm.running_mean, before)
     undo(effects.regions)
     assert torch.equal(norm.running_mean, before)

@@ -170,6 +170,18 @@ def test_a_changed_result_is_no_answer(change: str, writes: bool) -> None:
         assert served.last_decision.reason is reason
 
 
+def test_a_break_that_wrote_some_state_before_a_changed_result() -> None:
+    """It writes for values that the capture did not have, and is not run again."""
+    seen = torch.zeros(1)
+    note = eager_break(lambda x: x + 1 if x.sum() < 0 else None if seen.add_(1) else x)
+    served = pieces(lambda x: x if (y := note(x * 2)) is None else y + x, ahead=False)
+    check_calls(served, *(torch.full((4, 3), -scale) for scale in (1.0, 2.0, 3.0)))
+    with pytest.raises(ReplayError, match="returned None") as caught:
+        served(torch.ones(4, 3))
+    assert caught.value.had_effects
+    assert float(seen) == 1.0
+
+
 # Exceptions.
 
 

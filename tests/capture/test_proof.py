@@ -10,9 +10,10 @@ from torch import Tensor, nn
 import graphdispatch as gd
 from graphdispatch import Reason
 
-from ..helpers import check_calls, check_rows, make
+from ..helpers import AT_ONCE, check_calls, check_rows, make
 
 NEAR = {"rtol": 1e-5, "atol": 1e-8}
+IN_TWO = {0: gd.Dim("batch", [4]), 1: gd.Dim("seq", [8])}
 
 
 class Experts(nn.Module):
@@ -208,11 +209,11 @@ def test_small_numbers_in_each_early_batch(name: str, pad: Any, ahead: bool) -> 
     check_calls(step, *(torch.rand(rows, 3) * 9 + 2 for rows in (3, 5, 1, 7, 2, 6) * 2), **NEAR)
 
 
-@pytest.mark.parametrize("kind", [torch.int64, torch.float32])
-def test_what_one_batch_hides_the_next_one_shows(kind: torch.dtype) -> None:
+@pytest.mark.parametrize(("kind", "hiding"), [(torch.int64, 2), (torch.float32, 2), (torch.int64, 6)])
+def test_what_one_batch_hides_the_next_one_shows(kind: torch.dtype, hiding: int) -> None:
     """Numbers that may become indices come from batches. So padded ones are served after two that proved, at least."""
     step, batches = make(lambda x: x + x.long().amin(), sizes=(4,)), torch.randint(2, 9, (8, 3, 3)).to(kind)
-    batches[:2, :, 0] = 0  # as padding is
+    batches[:hiding, :, 0] = 0  # as padding is
     assert check_calls(step, *batches)[-1] is Reason.VERIFICATION_FAILED
 
 
@@ -296,6 +297,44 @@ def test_along_a_sequence(name: str, rule: bool) -> None:
         if number < 30:
             mask[:, length // 2 :] = 0
         check_calls(step, (ids, mask), rtol=1e-5, atol=1e-5)
+
+
+def test_a_large_sum_that_counts_rows() -> None:
+    """A few rows more are small beside it."""
+    seen = torch.tensor(50_000.0)
+    check_rows(make(lambda x: (seen.add_(len(x)), x * 2)[1]), 4, 4, 3, 3, 3, fn=lambda x: x * 2)
+    assert float(seen) == 50_017.0
+
+
+def _mean(h: Tensor, lengths: Tensor) -> Tensor:
+    return (h * (torch.arange(h.shape[1]) < lengths[:, None])[..., None]).sum(1) / lengths[:, None]
+
+
+def _last(h: Tensor, lengths: Tensor) -> Tensor:
+    return h.cumsum(1)[torch.arange(len(h)), lengths - 1]
+
+
+@pytest.mark.parametrize(("fn", "first"), [(_mean, 0), (_mean, 5), (_mean, 8), (_last, 0), (_last, 5)])
+def test_lengths_that_the_first_batch_fills(fn: Callable[..., Tensor], first: int) -> None:
+    """Such a batch cannot tell; later ones can, and a prewarm does not cut its example shorter than they say."""
+    step = gd.graphed(fn, dynamic={"h": IN_TWO, "lengths": 0}, options=AT_ONCE)
+    if not first:
+        step.prewarm(torch.randn(4, 8, 3), torch.tensor([1, 2, 3, 4]))
+    lengths = [first or 8] * 2 + [8, 8, 5, 5, 5, 5]
+    reasons = check_calls(step, *((torch.randn(3, n, 3), torch.tensor([n, 1, 2])) for n in lengths), **NEAR)
+    assert reasons[-1] is Reason.PADDED, step.last_decision
+
+
+def _encoded(ids: Tensor) -> Tensor:
+    h = EMBEDDINGS[ids] + EMBEDDINGS[: ids.shape[1]]
+    return (h @ h.mT).masked_fill((ids == 0)[:, None], -1e9).softmax(-1) @ h
+
+
+def test_ids_whose_mask_is_made_of_them_are_served() -> None:
+    """Under a pad rule of zero, where ragged batches hold zeros themselves, and positions are added."""
+    step = gd.graphed(_encoded, dynamic={"ids": IN_TWO}, pad={"ids": 0}, options=AT_ONCE)
+    ragged = (torch.randint(1, 50, shape).tril(2) for shape in [(4, 8), (3, 5), (2, 6)] * 3)
+    assert check_calls(step, *ragged, rtol=1e-4, atol=1e-4)[-1] is Reason.PADDED, step.last_decision
 
 
 def test_rows_that_do_not_depend_are_served() -> None:

@@ -13,7 +13,7 @@ from graphdispatch import CUDAGraphOptions, DispatchKey, Reason, graphed
 from graphdispatch.backends import Backend, get_backend
 from graphdispatch.backends.base import Stream
 from graphdispatch.backends.insight import reveal_operators
-from graphdispatch.engines import StreamDispatcher
+from graphdispatch.engines import AdaptiveDispatchPolicy, CudagraphDispatcher, StreamDispatcher
 from graphdispatch.errors import BackendError, CaptureError, DeviceLostError, ReplayError
 
 from ..helpers import AT_ONCE, Behind, assert_served, compiled_operator, in_threads, may_capture, run_python
@@ -341,3 +341,12 @@ except CaptureError as error:
 def test_a_device_without_graphs_is_refused_in_words() -> None:
     """With what to install."""
     assert "has no graphs for 'cuda' devices; install a newer one" in run_python("-c", NO_GRAPHS)
+
+
+def test_a_policy_that_learns_takes_no_times_within_a_capture() -> None:
+    """A graph holds the step."""
+    inner = CudagraphDispatcher(lambda x: x * 2, policy=AdaptiveDispatchPolicy())
+    step = graphed(lambda x: inner.dispatch(DispatchKey(4, 4), x) + 1, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    for value in range(4):
+        step(x_of(value))
+    assert step.last_decision.reason is Reason.EXACT

@@ -137,3 +137,13 @@ def test_captures_on_purpose_keep_to_the_limit() -> None:
         call(step, columns)
         step.prewarm(torch.randn(4, columns))
         assert len(step._graphs.groups) <= 2
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.to_sparse, torch.Tensor.to_mkldnn])
+@pytest.mark.parametrize("early", [torch.ones(4, 3), torch.ones(1, 1).expand(4, 3)], ids=["dense", "expanded"])
+def test_a_tensor_without_strides(change: Callable[[torch.Tensor], torch.Tensor], early: torch.Tensor) -> None:
+    """It is another layout, whatever the graph asks of its strides."""
+    step = make(lambda x: x * 2)
+    assert check_calls(step, early, early, early)[-1] is Reason.EXACT
+    assert torch.equal(step(change(early)).to_dense(), early * 2)
+    assert step.last_decision.reason is Reason.TENSOR_SUBCLASS

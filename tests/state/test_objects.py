@@ -7,9 +7,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import pytest
+import torch
+from torch import nn
 
 from graphdispatch import Reason
 from graphdispatch.state import objects
@@ -79,3 +82,23 @@ def test_what_is_not_named_is_no_obstacle(name: str) -> None:
         check_rows(step, 4)
         holder.random.random()
     assert step.last_decision.reason is reason, step.last_decision
+
+
+class Refusing(torch.Tensor):
+    """A tensor that takes no function."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+NESTED = partial(torch.nested.nested_tensor, [torch.ones(2), torch.ones(3)])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("held", [NESTED, partial(nn.LazyLinear, 2), partial(Refusing, torch.ones(3))])
+def test_what_a_model_holds_unused_is_no_obstacle(held: Callable[[], Any]) -> None:
+    """Tensors without sizes, without memory yet, or that refuse functions."""
+    model = nn.ReLU().eval()
+    model.held = held()
+    assert check_rows(make(model, dynamic={"input": 0}), 4, 4, 4)[-1] is Reason.EXACT
