@@ -1,0 +1,163 @@
+"""State that code reads under names that it does not spell, and from where it lies out of sight."""
+
+import pickle
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from tests.helpers import batch, check_rows, make
+from torch import nn
+
+FILES = {
+    "config": "FACTOR = 2.0\nSCALE_a = 2.0\n",
+    "sub/mod": """
+        from .. import config
+
+        _read = getattr
+        KEY = "".join(["sca", "le"])
+
+        class Settings:
+            scale = 2.0
+
+            @classmethod
+            def get(cls, name):
+                return getattr(cls, name)
+
+        class Inner:
+            scale = 2.0
+
+        class Proxy:
+            def __init__(self):
+                self.inner = Inner()
+
+            def __getattr__(self, name):
+                return getattr(self.inner, "sca" + name)
+
+        class Held:
+            class small:
+                count = 0
+
+        held, proxy, namespace = Inner(), Proxy(), {}
+        exec("scale = 2.0", namespace)
+
+        def parent(x):
+            from ..config import FACTOR
+            return x * FACTOR
+
+        def reduced(x, of=Settings, path="scale"):
+            for part in path.split("."):
+                of = getattr(of, part)
+            return x * of
+
+        def whole(x):
+            return x * getattr(config, "_".join(["SCALE", "a"]))
+
+        def by_class(x):
+            return x * Settings.get(KEY)
+
+        def by_proxy(x):
+            return x * proxy.le
+
+        def aliased(x):
+            return x * _read(held, KEY)
+
+        def ran(x):
+            return x * namespace["scale"]
+
+        def counts(x):
+            Held.small.count += 1
+            return x * 2
+    """,
+    "sub/__init__": "",
+    "__init__": "",
+}
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A package of the user's: ``user_package.sub.mod``."""
+    for name, text in FILES.items():
+        file = tmp_path / "user_package" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(textwrap.dedent(text))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield import_module("user_package.sub.mod")
+    for name in [name for name in sys.modules if name.startswith("user_package")]:
+        del sys.modules[name]
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "parent": lambda m: setattr(m.config, "FACTOR", 5.0),
+    "reduced": lambda m: setattr(m.Settings, "scale", 5.0),
+    "whole": lambda m: setattr(m.config, "SCALE_a", 5.0),
+    "by_class": lambda m: setattr(m.Settings, "scale", 5.0),
+    "by_proxy": lambda m: setattr(m.proxy.inner, "scale", 5.0),
+    "aliased": lambda m: setattr(m.held, "scale", 5.0),
+    "ran": lambda m: m.namespace.update(scale=5.0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_code_does_not_spell_is_compared(made: ModuleType, name: str) -> None:
+    """Graphs serve, or refuse; once it has changed, the next answer is eager's."""
+    step = make(getattr(made, name))
+    check_rows(step, 4, 4, 4, 3)
+    CHANGES[name](made)
+    check_rows(step, 4, 3)
+
+
+def test_a_class_in_a_class_counts_once(made: ModuleType) -> None:
+    """The runs of captures are undone there, too."""
+    step = make(made.counts)
+    check_rows(step, *[4] * 6)
+    assert made.Held.small.count == 12  # six of them eager's own
+
+
+class Base:
+    """Has a registry by ``__subclasses__``, and pickles itself."""
+
+    scales: ClassVar[list[float]] = [2.0]
+
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+
+KEPT = Base()
+PARAMETERS = nn.ParameterList([2.0])
+
+
+@pytest.mark.parametrize(
+    ("fn", "change"),
+    [
+        (lambda x: x * PARAMETERS[int(len(x) > 9)], lambda: PARAMETERS.__setitem__(0, 5.0)),
+        (lambda x: x * float(len(pickle.dumps(KEPT))), lambda: setattr(KEPT, "scale", "a longer text")),
+        (lambda x: x * len(Base.__subclasses__()), lambda: setattr(Base, "one", type("Other", (Base,), {}))),
+        (lambda x: x * test_a_class_in_a_class_counts_once.__globals__["FACTOR"], lambda: globals().update(FACTOR=5.0)),
+    ],
+    ids=["parameters", "pickle", "subclasses", "globals"],
+)
+def test_what_compiled_code_reads_is_compared_or_refused(fn: Any, change: Callable[[], Any]) -> None:
+    """The next answer after a change is eager's."""
+    step = make(fn)
+    check_rows(step, 4, 4, 4)
+    change()
+    check_rows(step, 4)
+
+
+FACTOR = 2.0
+
+
+def test_equal_named_tuples_are_the_same_state() -> None:
+    """A shape set anew before each call leaves the graph in use."""
+    holder = Base()
+    step = make(lambda x: x * holder.scale[0])
+    for _ in range(8):
+        holder.scale = torch.Size([3])  # type: ignore[assignment]
+        step(batch(4))
+    assert step.last_decision.reason.is_graph
