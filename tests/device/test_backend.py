@@ -266,14 +266,18 @@ def test_threads_on_one_stream_go_back_to_their_own(backend: Backend) -> None:
 
     def leaves_first() -> None:
         with backend.use_stream(backend.make_stream()) as own:
-            backend.submit(shared, lambda: (inside[0].set(), inside[1].wait(30)))
+            with backend.use_stream(shared):
+                inside[0].set()
+                inside[1].wait(30)
             after.append(backend.current_stream() == own)
         left.set()
 
     def leaves_last() -> None:
         with backend.use_stream(backend.make_stream()) as own:
             inside[0].wait(30)
-            backend.submit(shared, lambda: (inside[1].set(), left.wait(30)))
+            with backend.use_stream(shared):
+                inside[1].set()
+                left.wait(30)
             after.append(backend.current_stream() == own)
 
     in_threads(leaves_first, leaves_last)
