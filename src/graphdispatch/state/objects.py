@@ -90,6 +90,7 @@ _OPAQUE = (
     mmap.mmap,
     *_CTYPES,
     np.ndarray,
+    np.void,
     decimal.Context,
     random.SystemRandom,
     threading.local,
@@ -351,7 +352,9 @@ class Kinds(dict[type, Kind]):
         return known
 
 
-_KNOWN = frozenset((*sys.stdlib_module_names, "numpy", "torch", "pydantic_core", "pybind11_builtins", "_regex", _PACKAGE))
+_KNOWN = frozenset(
+    (*sys.stdlib_module_names, "numpy", "torch", "pydantic_core", "pybind11_builtins", "_regex", _PACKAGE)
+)
 
 
 def _is_compiled(base: type) -> bool:

@@ -337,7 +337,13 @@ class StateReads:
         if kind in users:
             self.readers.append(Reader(partial(getattr, kind, "__mro__"), "__mro__", kind))
             is_whole = self._all or any(issubclass(each, kind) for each in self._notes.whole_types)
-            self._compare(table, [name for name, held in table.items() if self._is_read(name, held, is_whole=is_whole)])
+            nested = f"{kind.__qualname__}."
+            read = (
+                name
+                for name, held in table.items()
+                if self._is_read(name, held, is_whole=is_whole and _is_data_of(nested, held))
+            )
+            self._compare(table, list(read))
             self._pending += (type(kind), *dict.values(table.get("_member_map_", {})))
         elif issubclass(kind, nn.Module):
             self._compare_torch(kind)
@@ -431,6 +437,11 @@ class StateReads:
     def _refuse(self, what: str) -> None:
         if self._is_traced:
             self.unguarded = self.unguarded or what
+
+
+def _is_data_of(nested: str, member: Any) -> bool:
+    """Whether a class attribute is data, or a class that the class itself has made: not one of somebody else's."""
+    return not issubclass(type(member), type) or str(member.__qualname__).startswith(nested)
 
 
 def _form_of(array: np.ndarray[Any, Any]) -> str:
