@@ -157,7 +157,8 @@ class RowProver:
         bound = tuple(axis for axis, proof in alone.items() if not proof.independent)
         found = next((proof for proof in alone.values() if not proof.independent), whole)
         names = " and ".join(repr(axis.name) for axis in bound or self._axes)
-        return replace(found, bound=bound or self._axes, perturbation=f"{found.perturbation} along {names}")
+        along = found.perturbation and f"{found.perturbation} along {names}"
+        return replace(found, bound=bound or self._axes, perturbation=along)
 
     def _prove_along(self, axes: Sequence[Axis], alike: Mapping[int, torch.Tensor]) -> RowProof:
         """The proof of padding along these axes, with as few masks left alone as it takes."""
@@ -481,8 +482,7 @@ class RowProver:
         effects = EffectRecorder(request.options.state_limit_bytes, strict=True, labels=labels)
         attempt.try_apart(effects, request.values_with(alone), effects.note_outputs)
         if self._entry.program.counts_rows(Program(effects.dispatched, self.rows, self._axes)):
-            what = "as many as the batch has, the call computes with other numbers, made of how many there are"
-            raise _DependentRowsError(RowProof(False, True, "rows", what))
+            raise _DependentRowsError(RowProof(False, what="the call computes with a number that is made of that"))
 
     @property
     def _spanned(self) -> list[int]:

@@ -41,7 +41,7 @@ class RowProof:
     """Whether equal replays give equal bits, and no kernel multiplies groups of rows whose sizes are data. If not, rows
     were compared within the tolerance."""
     perturbation: str = ""
-    """What the padding rows held when a real row changed; empty if none did."""
+    """What the padding rows held when a real row changed; empty if none did, or if their number alone matters."""
     what: str = ""
     """What changed, and by how much."""
     reason: Reason = Reason.VERIFICATION_FAILED
@@ -107,6 +107,8 @@ class RowProof:
     @property
     def text(self) -> str:
         """What was found, as a sentence."""
+        if not (self.independent or self.perturbation):
+            return f"real rows depend on how many there are: {self.what}"
         if not self.independent:
             return f"real rows depend on padding: with {self.perturbation} in the padding rows, {self.what}"
         if not self.deterministic:
