@@ -38,6 +38,7 @@ _WHOLE = ("vars", "dir", "__dict__", "__getattribute__", "__getstate__", "__redu
 
 _GETTERS = ("attrgetter", "methodcaller")
 """Those that make something which reads an attribute."""
+_ACCESS = ("__getattr__", "__getattribute__")
 
 
 _STORED = ("ATTR", "GLOBAL", "NAME", "DEREF", "SUBSCR", "SLICE")
@@ -97,7 +98,7 @@ def code_reads(code: CodeType) -> CodeReads:
             continue
         if name in _GETTERS and _names_a_constant(instructions[index + 1 :], first=True):
             continue
-        if name == "__getattribute__" and passed_on:  # under a name that other code spells
+        if name == "__getattribute__" and code.co_name in _ACCESS:  # of the object itself, all of which is compared
             continue
         if name in (*_WHOLE, *_GETTERS) or (kind in _VARIABLES and name in _BY_NAME):
             of_self, of_others = of_self or is_own, of_others or not is_own
@@ -125,7 +126,7 @@ def _parameters(code: CodeType, instructions: Iterable[dis.Instruction]) -> tupl
     owner, asked, *_ = (*code.co_varnames[: code.co_argcount], None, None)
     stores = (i for i in instructions if i.opname.startswith(("STORE_FAST", "DELETE_FAST")))
     stored = {name for i in stores for name in (i.argval if type(i.argval) is tuple else (i.argval,))}
-    is_asked = code.co_name in ("__getattr__", "__getattribute__") and asked not in stored
+    is_asked = code.co_name in _ACCESS and asked not in stored
     return None if owner in stored else owner, asked if is_asked else None
 
 

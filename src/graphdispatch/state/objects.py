@@ -79,7 +79,7 @@ _TORCH_STATE = (
 _TORCH_NEEDS = ("sympy", "mpmath", "networkx", "jinja2", "fsspec", "filelock")
 """Packages that torch's compiler is made of."""
 _MACHINES = ("threading", "asyncio", "multiprocessing", "subprocess")
-_MACHINERY = ("sympy", "mpmath", "fsspec", "filelock", "triton", *_MACHINES, "importlib", "inspect", "logging")
+_MACHINERY = ("sympy", "mpmath", "fsspec", "filelock", "tqdm", "triton", *_MACHINES, "importlib", "inspect", "logging")
 _LOGGERS = (logging.Filterer, logging.LoggerAdapter)
 _CTYPES = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union, ctypes._Pointer)
 _OPAQUE = (
