@@ -476,7 +476,7 @@ def is_whole(module: types.ModuleType) -> bool:
 
 
 def is_module_table(table: dict[str, Any]) -> bool:
-    """Whether variables are those of a module: not of a text that ``exec`` or ``runpy`` ran, which is nobody's else."""
+    """Whether variables are those of a module: not of a text that ``exec`` or ``runpy`` ran."""
     module = sys.modules.get(str(table.get("__name__")))
     return module is not None and getattr(module, "__dict__", None) is table
 
