@@ -63,7 +63,7 @@ def python_kernel(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
         return "CPU" if of_torch in torch.library._impls and _device_key(args, kwargs) == "CPU" else None
     name = func.name()
     device = _device_key(args, kwargs)
-    if func.namespace in ("prim", "_c10d_functional"):  # its Python only wraps a tensor that is still on its way
+    if func.namespace in ("prim", "_c10d_functional"):  # torch's own Python: it wraps or describes what C++ computes
         return None
     for key in (device, "CompositeExplicitAutograd", _COMPOSITE):
         if _has_kernel(name, key):
