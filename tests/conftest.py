@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, register_random, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
+from torch._inductor.utils import fresh_cache
 
 from graphdispatch.capture import pipeline
 from graphdispatch.native import tape
@@ -97,9 +98,10 @@ def no_gradients() -> Iterator[None]:
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
-    """``torch.compile`` has compiled nothing before the test, and keeps nothing of it."""
+    """``torch.compile`` has compiled nothing before the test, on disk neither, and keeps nothing of it."""
     torch._dynamo.reset()
-    yield
+    with fresh_cache():
+        yield
     torch._dynamo.reset()
 
 

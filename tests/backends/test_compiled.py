@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from graphdispatch import Reason, graphed
 from graphdispatch.backends import get_backend
@@ -45,6 +46,35 @@ def test_compiled_model_is_served() -> None:
     assert int(model.count) == 6
     assert served.stats.hits == 3
     assert Reason.CAPTURE_UNSAFE not in served.stats.reasons
+
+
+def test_a_prewarm_may_be_what_compiles() -> None:
+    """Notes that torch's compiler leaves on parameters are no state of the model."""
+    served = graphed(torch.compile(nn.Linear(3, 3), dynamic=True), dynamic={"input": 0}, sizes=[4])
+    assert not served.prewarm(torch.randn(3, 3)).left_out
+
+
+class Scaled(nn.Module):
+    """A model with a number that compiled code gets as an argument, and that its guards compare."""
+
+    scale = 1.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.scale + (1 if self.scale < 2 else 0)
+        return torch.nn.functional.layer_norm(y, (3,))
+
+
+def test_a_capture_compiles_nothing_again() -> None:
+    """What a call was compiled to is what all runs of a capture use: their guards hold, and are no work of the call."""
+    counters.clear()
+    model = Scaled()
+    served = graphed(torch.compile(model, dynamic=True), dynamic={"x": 0}, sizes=[4])
+    for model.scale in (1.5, 1.5, 1.75, 1.75):
+        for rows in (4, 3, 4, 3):
+            x = torch.randn(rows, 3)
+            torch.testing.assert_close(served(x=x), model(x))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert served.stats.hits == 8
 
 
 def test_compiled_code_is_one_call_of_a_graph() -> None:

@@ -41,7 +41,7 @@ from ..memory.proof import ArgumentMetadata
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard
-from ..state.objects import attribute_table, same_callable
+from ..state.objects import attribute_table, own_attributes, same_callable
 from ..state.reads import metadata_names
 from ..state.trace import CodeTrace
 from ..state.walk import StateWalk
@@ -176,10 +176,15 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
 
 @contextmanager
 def uncached_casts() -> Iterator[None]:
-    """Within the block the calling thread casts weights anew each time. The cache is cleared before and after."""
+    """Within the block no cast of a weight is one that autocast kept from before, and autocast keeps none for later.
+
+    The cache is turned off for an autocast that the block is in. Elsewhere it is left on: compiled code is guarded by
+    that setting, and would be compiled again. An autocast that ends within the block clears the cache itself.
+    """
     before = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(False)
+    if torch._C._is_any_autocast_enabled():
+        torch.set_autocast_cache_enabled(False)
     try:
         yield
     finally:
@@ -251,7 +256,7 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
                 f"an output is a {'nested ' * output.is_nested}{type(output).__name__} with layout {output.layout}",
                 Reason.OUTPUT_UNSUPPORTED,
             )
-        given = [name for name in attribute_table(output) or () if not f"{name}".startswith("_dynamo_")]
+        given = list(own_attributes(output))
         if given and not eager.trace.walk.knows(output):
             raise CaptureError(
                 f"an output carries the attributes {given}, which no replay would set; return them beside it",

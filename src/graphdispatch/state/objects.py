@@ -189,6 +189,12 @@ def attribute_table(value: Any) -> dict[str, Any] | None:
     return table if issubclass(type(table), dict) else None
 
 
+def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes of a tensor by name, but for the notes that torch's compiler leaves there."""
+    table = attribute_table(tensor) or {}
+    return {name: held for name, held in table.items() if not f"{name}".startswith("_dynamo_")}
+
+
 def slots_of(kind: type) -> dict[str, Any]:
     """The descriptors of the slots of a class by attribute name, and of what its compiled classes keep like that."""
     found: dict[str, Any] = {}

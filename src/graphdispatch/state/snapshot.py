@@ -107,6 +107,13 @@ def _way_of_members(
     return Way(read, write, is_by_name)
 
 
+OF_TENSORS = _way_of_members(
+    lambda tensor: {"__class__": type(tensor), **objects.own_attributes(tensor)},
+    object.__setattr__,
+    object.__delattr__,
+    is_by_name=True,
+)
+"""As ATTRIBUTES, of tensors: the notes of torch's compiler stay as they are."""
 CLASS = _way_of_members(lambda kind: dict(vars(kind)), type.__setattr__, type.__delattr__, is_by_name=True)
 CELL = _way_of_members(
     lambda cell: {"": objects.cell_value(cell)},

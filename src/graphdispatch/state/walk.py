@@ -226,7 +226,8 @@ class StateWalk:
     def _attributes(self, value: Any, path: Any) -> Edges:
         if objects.attribute_table(value) is None:
             return iter(())
-        held = self._hold(path, value, snapshot.ATTRIBUTES)
+        is_tensor = issubclass(type(value), torch.Tensor)
+        held = self._hold(path, value, snapshot.OF_TENSORS if is_tensor else snapshot.ATTRIBUTES)
         return ((f".{name}", inner) for name, inner in held.items())
 
     def _entries(self, container: Any, path: Any) -> Edges:
