@@ -17,7 +17,9 @@ from torch import nn
 FILES = {
     "config": "FACTOR = 2.0\nSCALE_a = 2.0\n",
     "sub/mod": """
-        from .. import config
+        from .. import config, sub
+        from . import parent as _
+        from .. import aside as _
 
         _read = getattr
         KEY = "".join(["sca", "le"])
@@ -58,6 +60,35 @@ FILES = {
         def whole(x):
             return x * getattr(config, "_".join(["SCALE", "a"]))
 
+        def get(of, *names, default=1.0):
+            for name in names:
+                of = getattr(of, name, default)
+            return of
+
+        def passed(x):
+            return x * get(config, "_".join(["SCALE", "a"]))
+
+        def nested(x):
+            return x * get(sub.parent.held, "".join(["conf", "ig"]), "_".join(["SCALE", "a"]))
+
+        def later(x):
+            return x * get(config, "_".join(["SCALE", "b"]))
+
+        class Keeps:
+            config, held = config, Inner()
+
+            def get(self, name):
+                return getattr(self.held, name)
+
+        keeps = Keeps()
+
+        def kept(x):
+            return x * keeps.get(KEY) * vars(keeps.config)["_".join(["SCALE", "a"])]
+
+        def beside(x, of=keeps):
+            import user_package.aside
+            return x * getattr(of.held, KEY)
+
         def by_class(x):
             return x * Settings.get(KEY)
 
@@ -74,8 +105,10 @@ FILES = {
             Held.small.count += 1
             return x * 2
     """,
+    "aside": "import threading\nlocal = threading.local()\n",
+    "sub/parent": "import user_package as held\n",
     "sub/__init__": "",
-    "__init__": "",
+    "__init__": "from . import config\n",
 }
 
 
@@ -96,6 +129,11 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "parent": lambda m: setattr(m.config, "FACTOR", 5.0),
     "reduced": lambda m: setattr(m.Settings, "scale", 5.0),
     "whole": lambda m: setattr(m.config, "SCALE_a", 5.0),
+    "passed": lambda m: setattr(m.config, "SCALE_a", 5.0),
+    "nested": lambda m: setattr(m.config, "SCALE_a", 5.0),
+    "later": lambda m: setattr(m.config, "SCALE_b", 5.0),
+    "kept": lambda m: setattr(m.config, "SCALE_a", 5.0),
+    "beside": lambda m: setattr(m.keeps.held, "scale", 5.0),
     "by_class": lambda m: setattr(m.Settings, "scale", 5.0),
     "by_proxy": lambda m: setattr(m.proxy.inner, "scale", 5.0),
     "aliased": lambda m: setattr(m.held, "scale", 5.0),
@@ -110,6 +148,13 @@ def test_what_code_does_not_spell_is_compared(made: ModuleType, name: str) -> No
     check_rows(step, 4, 4, 4, 3)
     CHANGES[name](made)
     check_rows(step, 4, 3)
+
+
+def test_modules_beside_do_not_count(made: ModuleType) -> None:
+    """Where code reads parts of its parameters under made-up names, it reads no module that it names."""
+    step = make(made.beside)
+    check_rows(step, *[4] * 6)
+    assert step.stats.hits
 
 
 def test_a_class_in_a_class_counts_once(made: ModuleType) -> None:

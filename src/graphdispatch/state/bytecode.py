@@ -69,6 +69,8 @@ class CodeReads(NamedTuple):
     """Whether it reads attributes under names that it does not spell: ``vars(x)``, ``getattr(x, name)``."""
     whole_self: bool
     """Whether it does so with its first parameter alone."""
+    whole_variables: bool
+    """Whether it may do so with a variable: not with its parameters alone, and what they hold."""
 
 
 @lru_cache(maxsize=8192)
@@ -76,16 +78,19 @@ def code_reads(code: CodeType) -> CodeReads:
     """What ``code`` reads, from its instructions and constants alone."""
     attributes, variables, imports, compared = (set[str]() for _ in range(4))
     instructions = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG")]
-    owner, passed_on = _parameters(code, instructions)
-    of_self = of_others = False
+    owner, passed_on, kept = _parameters(code, instructions)
+    of_self = of_others = of_variables = False
     for index, instruction in enumerate(instructions):
         kind, name = instruction.opname, instruction.argval
         if kind in _ATTRIBUTES:
             attributes.add(name)
             is_own = name == "__dict__" and index > 0 and _loads(instructions[index - 1], owner, at=-1)
+            is_given = is_own
         elif kind in _VARIABLES:
             variables.add(name)
-            is_own = _is_given_first(instructions[index + 1 :], owner)
+            first, _ = _arguments(instructions[index + 1 :])
+            is_own = bool(first) and _loads(first[-1], owner)
+            is_given = bool(first) and any(_loads(first[0], parameter) for parameter in kept)
             if name in _BY_NAME and _names_a_constant(instructions[index + 1 :], or_variable=passed_on):
                 continue
         elif kind == "IMPORT_NAME":
@@ -102,6 +107,7 @@ def code_reads(code: CodeType) -> CodeReads:
             continue
         if name in (*_WHOLE, *_GETTERS) or (kind in _VARIABLES and name in _BY_NAME):
             of_self, of_others = of_self or is_own, of_others or not is_own
+            of_variables = of_variables or not is_given
     texts = frozenset(text for text in code.co_consts if isinstance(text, str) and len(text) < 200)
     # Dotted ones too: operator.attrgetter("config.scale").
     dotted = (text.split(".") for text in texts)
@@ -118,16 +124,21 @@ def code_reads(code: CodeType) -> CodeReads:
         frozenset((compared - {code.co_name}) | (variables & {"id", "hash"})),  # itself is a function
         of_others,
         of_self,
+        of_variables,
     )
 
 
-def _parameters(code: CodeType, instructions: Iterable[dis.Instruction]) -> tuple[str | None, str | None]:
-    """The first parameter, unless the code assigns it, and the name that ``__getattr__`` is asked for, if it is one."""
+def _parameters(
+    code: CodeType, instructions: Iterable[dis.Instruction]
+) -> tuple[str | None, str | None, frozenset[str]]:
+    """The first parameter, unless the code assigns it; the name that ``__getattr__`` is asked for, if it is one; and
+    all parameters that the code does not assign."""
     owner, asked, *_ = (*code.co_varnames[: code.co_argcount], None, None)
     stores = (i for i in instructions if i.opname.startswith(("STORE_FAST", "DELETE_FAST")))
     stored = {name for i in stores for name in (i.argval if type(i.argval) is tuple else (i.argval,))}
     is_asked = code.co_name in _ACCESS and asked not in stored
-    return None if owner in stored else owner, asked if is_asked else None
+    kept = frozenset(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]) - stored
+    return None if owner in stored else owner, asked if is_asked else None, kept
 
 
 @lru_cache(maxsize=1024)
@@ -195,12 +206,6 @@ def _arguments(following: Sequence[dis.Instruction]) -> tuple[list[dis.Instructi
             elif depth == 2:
                 second.append(instruction)
     return [], []
-
-
-def _is_given_first(following: Sequence[dis.Instruction], variable: str | None) -> bool:
-    """Whether the call whose arguments ``following`` loads gets the variable itself first, and no part of it."""
-    first, _ = _arguments(following)
-    return bool(first) and _loads(first[-1], variable)
 
 
 def _names_a_constant(

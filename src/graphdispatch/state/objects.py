@@ -481,6 +481,21 @@ def is_whole(module: types.ModuleType) -> bool:
     return is_settings(module) and str(module.__name__).partition(".")[0] not in (*sys.stdlib_module_names, "numpy")
 
 
+def settings_in(module: types.ModuleType) -> list[str]:
+    """The variables of a module of the user that may be settings: constants, containers of these, tensors, and other
+    modules of the same package."""
+    package = str(module.__name__).partition(".")[0]
+    return [n for n, held in vars(module).items() if not n.startswith("__") and _is_setting(held, package)]
+
+
+def _is_setting(held: Any, package: str) -> bool:
+    if type(held) in (list, tuple, dict, set, frozenset):
+        return all(type(inner) in CONSTANTS for inner in content(held))
+    if issubclass(type(held), types.ModuleType):
+        return str(held.__name__).partition(".")[0] == package
+    return type(held) in CONSTANTS or issubclass(type(held), torch.Tensor)
+
+
 def is_module_table(table: dict[str, Any]) -> bool:
     """Whether variables are those of a module: not of a text that ``exec`` or ``runpy`` ran."""
     module = sys.modules.get(str(table.get("__name__")))

@@ -249,10 +249,14 @@ class StateReads:
 
     def _visit_module(self, module: types.ModuleType) -> None:
         """A module is compared as any object, since code may pass it on. Of one of a library it is noted what is read
-        there, where code spells it as a variable."""
+        there, where code spells it as a variable. Where code reads names that it does not spell, its settings count."""
         table = vars(module)
         known = [name for name in self._names if name in table]
-        if known and (id(table) not in self._notes.tables or objects.is_settings(module)):
+        is_whole = self._all and objects.is_whole(module)
+        if is_whole:
+            known += (name for name in objects.settings_in(module) if name not in self._names)
+            self.tables.append(table)
+        if known and (is_whole or id(table) not in self._notes.tables or objects.is_settings(module)):
             self.attributes.append((table, known))
             self._pending += (table[name] for name in known)
         self.absent.append((table, frozenset(self._notes.asked - table.keys())))  # it may come to be there

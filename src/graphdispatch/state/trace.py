@@ -378,7 +378,7 @@ class CodeTrace(CodeNotes, CodeListener):
             if id(table) not in seen and (is_module or (type(table) is dict and "__builtins__" in table)):
                 seen.add(id(table))
                 names = [name for name in reads.attributes if name in table]
-                if (reads.whole or reads.whole_self) and is_module and objects.is_whole(module):
+                if reads.whole_variables and is_module and objects.is_whole(module):
                     names = [name for name in table if not name.startswith("__")]
                 self._use(notes, table, names, str(table.get("__name__", "")))
                 if objects.is_settings(module):  # of a library, whether somebody replaced what the code calls
