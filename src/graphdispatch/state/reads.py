@@ -228,7 +228,7 @@ class StateReads:
     def _visit_tensor(self, tensor: torch.Tensor) -> None:
         self.tensors.append(tensor)
         table = objects.attribute_table(tensor)
-        if table or self._notes.asked:
+        if objects.own_attributes(tensor) or self._notes.asked:
             self.objects.append(tensor)
             self._compare(table, self._spelled_in(table))
         self.readers += _tensor_readers(tensor, self._names)
