@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from graphdispatch import CUDAGraphOptions, Dim, Graphed, OutputView, Reason
+from graphdispatch import CUDAGraphOptions, Dim, Graphed, OutputView, Pad, Reason
 from graphdispatch.capture.compare import Tolerance, difference, tolerance_for
 from graphdispatch.engines import EntryState
 
@@ -449,6 +449,23 @@ def test_kernels_of_another_size_may_round_otherwise(
         step(x, table)
     assert (step.last_decision.reason is Reason.PADDED) == is_served, step.explain(x, table)
     assert is_served or step.last_decision.reason is Reason.VERIFICATION_FAILED
+
+
+ALLOWED = CUDAGraphOptions(padding_writes="allow")
+
+
+@pytest.mark.parametrize("far", [0.1, 0.5])
+def test_what_such_kernels_write_may_be_rounded_otherwise(far: float) -> None:
+    """A cache of a model in bfloat16 is no more exact than its answers."""
+    cache = torch.zeros(16, 16, dtype=torch.bfloat16)
+
+    def fn(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        return cache.index_copy_(0, slots, _rounded(x, far))[slots]
+
+    step = make(fn, sizes=(8,), dynamic={"x": 0, "slots": 0}, pad={"slots": Pad.value(15)}, options=ALLOWED)
+    for rows in (8, 8, 3, 3, 3):
+        step(torch.randn(rows, 16, dtype=torch.bfloat16), torch.randperm(15)[:rows])
+    assert (step.last_decision.reason is Reason.PADDED) == (far < 0.5), step.last_decision.detail
 
 
 @pytest.mark.parametrize("few", [1, 7])

@@ -62,25 +62,31 @@ def _check_replay(request: CaptureRequest, eager: EagerRun, entry: CUDAGraphEntr
         ignored = None if region.is_generator else unwritten(region.after)
         _compare(entry, request, name, region.after, region.read(), ignored, is_far=is_far)
         if request.is_padded and region.after.dtype.is_floating_point:
-            _compare_change(request, entry, name, region, ignored)
+            _compare_change(request, entry, name, region, ignored, is_far=is_far)
     is_comparable = request.backend.capture_executes and not request.is_padded  # padding rows draw more numbers
     if eager.draws and (is_comparable or torch.equal(eager.rng_before, eager.rng_after)):
         _compare(entry, request, "the state of the random generator", eager.rng_after, request.backend.rng_state())
 
 
 def _compare_change(
-    request: CaptureRequest, entry: CUDAGraphEntry, name: str, region: Region, ignored: torch.Tensor | None
+    request: CaptureRequest,
+    entry: CUDAGraphEntry,
+    name: str,
+    region: Region,
+    ignored: torch.Tensor | None,
+    *,
+    is_far: bool,
 ) -> None:
     """Raise ``VerificationError`` if a replay has changed written state by another amount than eager: one that is small
     beside a large sum."""
     assert region.after is not None
     before, after, now = (one.to(torch.float64) for one in (region.before, region.after, region.read()))
     dtype = coarsest(region.after.dtype, entry.program.float_types)
-    usual = tolerance_for(dtype, exact=False, rtol=request.options.rtol, atol=request.options.atol)
+    allowed = tolerance_for(dtype, exact=False, rtol=request.options.rtol, atol=request.options.atol, is_far=is_far)
     is_told = (before.isfinite() & after.isfinite()) if ignored is None else ~ignored
     rounding = 8 * torch.finfo(dtype).eps * (before.abs() + after.abs())
     gap, change = (((after - one).abs() - less).where(is_told, 0.0) for one, less in ((now, rounding), (before, 0.0)))
-    if bool((gap > usual.atol + usual.rtol * change.amax()).any()):
+    if bool((gap > allowed.atol + allowed.rtol * change.amax()).any()):
         raise VerificationError(
             f"{name} of {request.rows} rows in a graph of {request.size} is changed by another amount than in eager, "
             f"where it changes by {float(change.amax()):.3g} at most"
