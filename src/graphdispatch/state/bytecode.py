@@ -85,7 +85,8 @@ def code_reads(code: CodeType) -> CodeReads:
         if kind in _ATTRIBUTES:
             attributes.add(name)
             is_own = name == "__dict__" and index > 0 and _loads(instructions[index - 1], owner, at=-1)
-            is_given = is_own
+            root = next((i for i in reversed(instructions[:index]) if i.opname != "LOAD_ATTR"), None)
+            is_given = root is not None and any(_loads(root, parameter, at=-1) for parameter in kept)
         elif kind in _VARIABLES:
             variables.add(name)
             first, _ = _arguments(instructions[index + 1 :])

@@ -485,7 +485,7 @@ def settings_in(module: types.ModuleType) -> list[str]:
     """The variables of a module of the user that may be settings: constants, containers of these, tensors, and other
     modules of the same package."""
     package = str(module.__name__).partition(".")[0]
-    return [n for n, held in vars(module).items() if not n.startswith("__") and _is_setting(held, package)]
+    return [n for n, held in vars(module).copy().items() if not n.startswith("__") and _is_setting(held, package)]
 
 
 def _is_setting(held: Any, package: str) -> bool:
