@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -328,6 +328,16 @@ def factor_of(fn: Callable[..., object]) -> float:
         return fn.factor  # type: ignore[attr-defined, no-any-return]
     except AttributeError:
         return 2.0
+
+
+def test_made_name_in_module(settled: Open) -> None:
+    """LIMIT: an object of a module that the code was given, under a name that it makes up."""
+    module = ModuleType("user_settings")
+    module.inner = SimpleNamespace(scale=2.0)  # type: ignore[attr-defined]
+    name = "".join(["in", "ner"])
+    step = settled(lambda x: x * vars(module)[name].scale)
+    module.inner.scale = 5.0
+    step.check_calls(4, fn=lambda x: x * 2.0)
 
 
 def test_attribute_tried_for(settled: Open) -> None:
