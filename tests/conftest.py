@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, register_random, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
+from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals
 from torch._inductor.utils import fresh_cache
 
 from graphdispatch.capture import pipeline
@@ -100,6 +101,8 @@ def no_gradients() -> Iterator[None]:
 def fresh_compiler() -> Iterator[None]:
     """``torch.compile`` has compiled nothing before the test, on disk neither, and keeps nothing of it."""
     torch._dynamo.reset()
+    torch.utils._python_dispatch._is_in_any_mode_without_ignore_compile_internals = False
+    set_is_in_mode_without_ignore_compile_internals(False)  # modes of two threads may have left it on
     with fresh_cache():
         yield
     torch._dynamo.reset()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from graphdispatch import CUDAGraphOptions, Reason, graphed
+from graphdispatch import Reason, graphed
 from graphdispatch.backends import get_backend
 
 from ..helpers import AT_ONCE, follows
@@ -67,8 +67,8 @@ class Scaled(nn.Module):
 def test_a_capture_compiles_nothing_again() -> None:
     """What a call was compiled to is what all runs of a capture use: their guards hold, and are no work of the call."""
     counters.clear()
-    model, options = Scaled(), CUDAGraphOptions(capture_share=None)
-    served = graphed(torch.compile(model, dynamic=True), dynamic={"x": 0}, sizes=[4], options=options)
+    model = Scaled()
+    served = graphed(torch.compile(model, dynamic=True), dynamic={"x": 0}, sizes=[4])
     for model.scale in (1.5, 1.5, 1.75, 1.75):
         for rows in (4, 3, 4, 3):
             x = torch.randn(rows, 3)

@@ -5,7 +5,6 @@ import gc
 import types
 import weakref
 
-import pytest
 import torch
 from torch import nn
 from torch._inductor import config as inductor_config
@@ -126,9 +125,9 @@ def test_a_guard_that_watches_less_is_not_shared() -> None:
             check_rows(step, *[rows] * 4)
 
 
-def test_determinism_of_the_compiler_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@inductor_config.patch(deterministic=True)  # type: ignore[untyped-decorator]
+def test_determinism_of_the_compiler_is_left_alone() -> None:
     """A callable that changes the default dtype has that put back, and nothing else."""
-    monkeypatch.setattr(inductor_config, "deterministic", True)
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         torch.set_default_dtype(torch.float64 if torch.get_default_dtype() is torch.float32 else torch.float32)
