@@ -47,6 +47,7 @@ LAUNCHER = "triton.runtime.jit"
 """The module of Triton whose kernels no mode sees, unless they are revealed."""
 _OPEN = ("flex_attention", "triton_kernel_wrapper_mutation", "triton_kernel_wrapper_functional")
 """Operators that take functions of which all is seen."""
+_READ_BACK = torch.ops.aten._local_scalar_dense.default
 _COMPOSITE = "CompositeImplicitAutograd"
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 
@@ -233,7 +234,7 @@ class OperatorMode(UntracedMode):
         kwargs = kwargs or {}
         if type(func) is not OpOverload and isinstance(func, HigherOrderOperator):
             return self.watch_higher_order(func, args, kwargs)
-        if func is torch.ops.aten._local_scalar_dense.default and _is_guard_read():
+        if func is _READ_BACK and _is_guard_read():
             with _disable_current_modes():
                 return func(*args)
         # Who listens shall hear of the callable's Python, and not of what watches that, which is much more.

@@ -70,7 +70,7 @@ class CodeReads(NamedTuple):
     whole_self: bool
     """Whether it does so with its first parameter alone."""
     whole_variables: bool
-    """Whether it may do so with a variable: not with its parameters alone, and what they hold."""
+    """Whether it may do so with a variable: not with its parameters and their attributes alone."""
 
 
 @lru_cache(maxsize=8192)
@@ -91,7 +91,7 @@ def code_reads(code: CodeType) -> CodeReads:
             variables.add(name)
             first, _ = _arguments(instructions[index + 1 :])
             is_own = bool(first) and _loads(first[-1], owner)
-            is_given = bool(first) and any(_loads(first[0], parameter) for parameter in kept)
+            is_given = _is_attribute_of(first, kept)
             if name in _BY_NAME and _names_a_constant(instructions[index + 1 :], or_variable=passed_on):
                 continue
         elif kind == "IMPORT_NAME":
@@ -186,6 +186,12 @@ def _loads(instruction: dis.Instruction, variable: str | None, at: int = 0) -> b
         return False
     loaded = instruction.argval
     return bool((loaded[at] if type(loaded) is tuple else loaded) == variable)
+
+
+def _is_attribute_of(chain: Sequence[dis.Instruction], parameters: Iterable[str]) -> bool:
+    """Whether ``chain`` loads one of the parameters or an attribute of one (``self.config``), and nothing else."""
+    is_chain = bool(chain) and all(i.opname == "LOAD_ATTR" for i in chain[1:])
+    return is_chain and any(_loads(chain[0], parameter) for parameter in parameters)
 
 
 def _arguments(following: Sequence[dis.Instruction]) -> tuple[list[dis.Instruction], list[dis.Instruction]]:
