@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="needs vLLM; make vllm-test makes an environm
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, ForwardContext, get_forward_context
 
-from graphdispatch_vllm.steps import FixedStep, Schedule
+from graphdispatch_vllm.steps import FixedStep, Schedule, Schedules, vary_slots
 
 
 @dataclasses.dataclass
@@ -29,14 +29,19 @@ def schedule(*numbers: int) -> torch.Tensor:
     return words.view(torch.int8)
 
 
-def context(tokens: int, lengths: list[int], numbers: tuple[int, int] = (1, 2), **extra: Any) -> ForwardContext:
-    """What vLLM makes for a step: new objects and new tensors; both layers share one object."""
-    metadata = Metadata(tokens, torch.tensor(lengths), schedule(*numbers), **extra)
-    slots = torch.arange(len(lengths))
+def context(
+    tokens: int, lengths: list[int], *numbers: tuple[int, int], layers: tuple[str, ...] = ("ab",), **extra: Any
+) -> ForwardContext:
+    """What vLLM makes for a step: new objects and new tensors for each group of layers; those of one share them."""
+    metadata, mappings = {}, {}
+    for group, own in zip(layers, numbers or [(1, 2)], strict=True):
+        made = Metadata(tokens, torch.tensor(lengths), schedule(*own), **extra)
+        metadata |= dict.fromkeys(group, made)
+        mappings |= dict.fromkeys(group, torch.arange(len(lengths)))
     return ForwardContext(
         no_compile_layers={},
-        attn_metadata={"a": metadata, "b": metadata},
-        slot_mapping={"a": slots, "b": slots},
+        attn_metadata=metadata,
+        slot_mapping=mappings,
         cudagraph_runtime_mode=CUDAGraphMode.FULL,
         batch_descriptor=BatchDescriptor(len(lengths)),
     )
@@ -44,8 +49,7 @@ def context(tokens: int, lengths: list[int], numbers: tuple[int, int] = (1, 2), 
 
 def test_each_step_fills_the_same_objects() -> None:
     """Tensors at the same addresses with new values; numbers are assigned; layers go on sharing."""
-    memory = Schedule()
-    step = FixedStep(context(2, [5, 6]), memory)
+    step = FixedStep(context(2, [5, 6]), Schedules())
     own = step.context.attn_metadata["a"]
     assert own is step.context.attn_metadata["b"]
     places = [own.seq_lens.data_ptr(), step.context.slot_mapping["a"].data_ptr()]
@@ -58,6 +62,22 @@ def test_each_step_fills_the_same_objects() -> None:
         assert get_forward_context() is step.context
     assert step.load(context(1, [7, 8]))
     assert own.num_actual_tokens == 1
+
+
+def test_each_group_of_layers_has_a_schedule_of_its_own() -> None:
+    """Whatever the order in which they come: none reads that of another, and the layers of one group share theirs. The
+    graphs of a model share the memory."""
+    schedules = Schedules()
+    for layers in (("ab", "c"), ("ab", "c")):
+        step = FixedStep(context(2, [5, 6], (1, 2), (3, 4), layers=layers), schedules)
+        for first, second in (((5, 6), (7, 8)), ((9, 1), (2, 3))):
+            assert step.load(context(2, [5, 6], first, second, layers=layers))
+            found = {layer: own.scheduler_metadata for layer, own in step.context.attn_metadata.items()}
+            assert {layer: tuple(own[:2].tolist()) for layer, own in found.items()} == dict.fromkeys("ab", first) | {
+                "c": second
+            }
+            assert found["a"] is found["b"]
+    assert schedules.keys() == {"a", "c"}
 
 
 def test_a_schedule_keeps_its_pointers_into_itself() -> None:
@@ -91,12 +111,12 @@ def test_a_schedule_without_room_is_refused() -> None:
 )
 def test_another_form_is_refused(other: ForwardContext) -> None:
     """A graph cannot be told it; the step runs eagerly."""
-    assert not FixedStep(context(2, [5, 6]), Schedule()).load(other)
+    assert not FixedStep(context(2, [5, 6]), Schedules()).load(other)
 
 
 def test_the_warm_up_writes_slots_of_the_null_block_once_each() -> None:
     """Tokens beyond one block write nowhere."""
-    step = FixedStep(context(3, [1, 1, 1]), Schedule())
-    step.context.slot_mapping["a"].fill_(-1)
-    step.vary(2, 1)
-    assert step.context.slot_mapping["b"].tolist() == [1, 0, -1]
+    given = context(3, [1, 1, 1])
+    given.slot_mapping["a"].fill_(-1)
+    vary_slots(given, 2, 1)
+    assert given.slot_mapping["b"].tolist() == [1, 0, -1]

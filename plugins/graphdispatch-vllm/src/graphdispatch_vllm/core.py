@@ -1,7 +1,8 @@
-"""All that the plug-in takes from graphdispatch: its public names, and two modules that are internal to it."""
+"""All that the plug-in takes from graphdispatch: its public names, and three modules that are internal to it."""
 
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Decision, Reason
 from graphdispatch.backends import get_backend
+from graphdispatch.backends.operators import bits_equal, tensors_in
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.engines.keys import KeyTable, mode_of
 from graphdispatch.errors import ConfigError, FallbackError
@@ -16,6 +17,8 @@ __all__ = [
     "FallbackError",
     "KeyTable",
     "Reason",
+    "bits_equal",
     "get_backend",
     "mode_of",
+    "tensors_in",
 ]

@@ -15,7 +15,8 @@ Note [metadata at fixed addresses]
     their place stands an object that raises when it is used.
 
     The CPU's schedule (``scheduler_metadata``) is a C++ structure in a tensor, with pointers into itself. They are the
-    words that in every step point into the tensor; a copy has them moved by as much as the tensor.
+    words that in every step point into the tensor; a copy has them moved by as much as the tensor. Each attention group
+    has a schedule of its own, since layers with a window have other work to share out than layers without one.
 """
 
 import dataclasses
@@ -26,13 +27,13 @@ import torch
 from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
-__all__ = ["FixedStep", "Schedule"]
+__all__ = ["FixedStep", "Schedule", "Schedules", "uncompiled", "vary_slots"]
 
 _SCHEDULE = "scheduler_metadata"
 
 
 class Schedule:
-    """Memory for the CPU's schedules, which every graph of a model reads. Not thread-safe."""
+    """Memory for the CPU's schedules of one attention group, which every graph of a model reads. Not thread-safe."""
 
     def __init__(self, nbytes: int = 1 << 20) -> None:
         self._words = np.zeros(nbytes // 8, dtype=np.int64)
@@ -61,17 +62,31 @@ class Schedule:
         return True
 
 
-class FixedStep:
-    """The forward context of one graph: an object that stays, with memory that stays. Not thread-safe."""
+class Schedules(dict[str, Schedule]):
+    """The memory for schedules, one for each attention group, by the name of the group's first layer."""
 
-    def __init__(self, given: ForwardContext, schedule: Schedule) -> None:
-        self._schedule = schedule
+    def __missing__(self, layer: str) -> Schedule:
+        self[layer] = Schedule()
+        return self[layer]
+
+
+class FixedStep:
+    """The forward context of one graph: an object that stays, with memory that stays. Not thread-safe.
+
+    ``schedules`` are those of all graphs of a model.
+    """
+
+    def __init__(self, given: ForwardContext, schedules: Schedules) -> None:
+        self._schedules = dict[int, Schedule]()
+        """By the ``id`` of each object with metadata, which stays, the memory of its schedule."""
         self._metadata: dict[int, Any] = {}
         """By the ``id`` of what vLLM gave for the first step, the objects that stay; layers share them."""
         self.context = dataclasses.replace(given, skip_compiled=True)
         metadata = given.attn_metadata
         if isinstance(metadata, dict):
             self.context.attn_metadata = {layer: self._own(each) for layer, each in metadata.items()}
+            for layer, each in metadata.items():
+                self._give_schedule(self.context.attn_metadata[layer], each, schedules, layer)
         if isinstance(given.slot_mapping, dict):
             self.context.slot_mapping = {layer: self._own(each) for layer, each in given.slot_mapping.items()}
         if given.is_padding is not None:
@@ -90,12 +105,18 @@ class FixedStep:
         if not dataclasses.is_dataclass(given) or isinstance(given, type):
             return given
         tensors = {
-            field.name: self._schedule.tensor if field.name == _SCHEDULE else self._own(value)
+            field.name: self._own(value)
             for field in dataclasses.fields(given)
-            if isinstance(value := getattr(given, field.name), torch.Tensor)
+            if isinstance(value := getattr(given, field.name), torch.Tensor) and field.name != _SCHEDULE
         }
         unread = _UNREAD_NAMES if type(given) is CPUAttentionMetadata else ()
         return dataclasses.replace(given, **tensors, **dict.fromkeys(unread, _UNREAD))
+
+    def _give_schedule(self, own: Any, given: Any, schedules: Schedules, layer: str) -> None:
+        """Have metadata that holds a schedule read it in the memory of its group, of which ``layer`` is one."""
+        if id(own) not in self._schedules and isinstance(getattr(given, _SCHEDULE, None), torch.Tensor):
+            self._schedules[id(own)] = schedules[layer]
+            setattr(own, _SCHEDULE, schedules[layer].tensor)
 
     def load(self, given: ForwardContext) -> bool:
         """Fill the context from vLLM's for this step. False if it has another form, so that the graph cannot serve."""
@@ -130,7 +151,8 @@ class FixedStep:
         for name, value in vars(theirs).items():
             own = getattr(ours, name, None)
             if name == _SCHEDULE and isinstance(value, torch.Tensor):
-                if own is not self._schedule.tensor or not self._schedule.load(value):
+                schedule = self._schedules.get(id(ours))
+                if schedule is None or not schedule.load(value):
                     return False
             elif isinstance(own, torch.Tensor):
                 if not isinstance(value, torch.Tensor) or not _copied(own, value):
@@ -145,15 +167,21 @@ class FixedStep:
         """A block in which vLLM's code finds this context."""
         return override_forward_context(self.context)
 
-    def vary(self, block_size: int, round_: int) -> None:
-        """Write into the null block, which no request has: a step of the warm-up has no slots of its own.
 
-        ``round_`` tells the steps of one graph apart. No two tokens write the same slot.
-        """
-        mappings = self.context.slot_mapping
-        for slots in {id(each): each for each in mappings.values()}.values() if isinstance(mappings, dict) else ():
-            count = min(block_size, slots.numel())
-            slots[:count] = (torch.arange(count) + round_) % block_size
+def uncompiled(given: ForwardContext) -> Any:
+    """A block in which vLLM's code finds vLLM's own context and metadata, and runs the model's own Python."""
+    return override_forward_context(dataclasses.replace(given, skip_compiled=True))
+
+
+def vary_slots(given: ForwardContext, block_size: int, round_: int) -> None:
+    """Have a step of the warm-up, which has no slots of its own, write into the null block, which no request has.
+
+    ``round_`` tells the steps of one graph apart. No two tokens write the same slot.
+    """
+    mappings = given.slot_mapping
+    for slots in {id(each): each for each in mappings.values()}.values() if isinstance(mappings, dict) else ():
+        count = min(block_size, slots.numel())
+        slots[:count] = (torch.arange(count) + round_) % block_size
 
 
 _KEPT = ("attn_metadata", "slot_mapping", "is_padding", "additional_kwargs", "batch_descriptor", "skip_compiled")

@@ -36,6 +36,7 @@ class GraphCpuModelRunner(CPUModelRunner):
 
     model: Any
     execute_model_state: Any
+    attn_groups: list[list[Any]]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, and put the wrapper for FULL graphs around it.
@@ -67,20 +68,29 @@ class GraphCpuModelRunner(CPUModelRunner):
         set_cudagraph_capturing_enabled(True)
         try:
             for mode, descriptors in self.cudagraph_dispatcher.get_capture_descs():
-                for descriptor in descriptors:
-                    if not any(self._serves(mode, descriptor, step) for step in range(_MOST_ROUNDS)):
-                        self.cudagraph_dispatcher.cudagraph_keys[mode].discard(descriptor)
-                        _logger.warning("no %s graph could be kept for %s on all ranks", mode, descriptor)
+                self._capture(mode, descriptors)
         finally:
             set_cudagraph_capturing_enabled(False)
             self.maybe_remove_all_loras(self.lora_config)
         self._report(time.perf_counter() - started)
         return 0
 
+    def _capture(self, mode: CUDAGraphMode, descriptors: list[BatchDescriptor]) -> None:
+        """Capture the graphs of one mode; the dispatcher forgets those that cannot be kept."""
+        keys = self.cudagraph_dispatcher.cudagraph_keys[mode]
+        for descriptor in descriptors:
+            if any(self._serves(mode, descriptor, step) for step in range(_MOST_ROUNDS)):
+                continue
+            if isinstance(self.model, StaticGraphWrapper) and not _agreed(not self.model.is_refused):
+                keys.clear()
+                _logger.warning("no %s graph is kept: one gave other values than vLLM's own eager", mode)
+                return
+            keys.discard(descriptor)
+            _logger.warning("no %s graph could be kept for %s on all ranks", mode, descriptor)
+
     def _serves(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, step: int) -> bool:
         """Run one step of the warm-up: whether graphs served it, on all ranks, so that all keep the same graphs."""
         self._fill_buffers(step)
-        longest = self.model_config.max_model_len
         self._dummy_run(
             descriptor.num_tokens,
             mode,
@@ -90,12 +100,30 @@ class GraphCpuModelRunner(CPUModelRunner):
             skip_eplb=True,
             remove_lora=False,
             is_graph_capturing=True,
-            profile_seq_lens=min(longest, descriptor.num_tokens + 13 * step) if step else None,
+            profile_seq_lens=self._lengths(descriptor, step),  # a tensor, too: vLLM assigns it as its own
         )
         if step + 1 < _ROUNDS:
             return False
-        served = StaticGraphWrapper.why_any_eager(mode_of(mode)) is None
-        return on_all_ranks(served, get_world_group().cpu_group)
+        return _agreed(StaticGraphWrapper.why_any_eager(mode_of(mode)) is None)
+
+    def _lengths(self, descriptor: BatchDescriptor, step: int) -> int | torch.Tensor | None:
+        """The lengths of the sequences of one step of the warm-up, which differ from step to step.
+
+        In the last one that of the first request is beyond all windows, so that the attention groups of a model with
+        several share out other work, and those of the others are short, so that threads share the first one's.
+        """
+        longest: int = self.model_config.max_model_len
+        tokens: int = descriptor.num_tokens
+        reqs: int | None = descriptor.num_reqs
+        if not step:
+            return None
+        if reqs is None or step + 1 < _ROUNDS:
+            return min(longest, tokens + 13 * step)
+        builders = (group.get_metadata_builder() for groups in self.attn_groups for group in groups)
+        window = max((getattr(each, "window_size", 0) for each in builders), default=0)
+        lengths = torch.full((reqs,), tokens - tokens // reqs * (reqs - 1), dtype=torch.int32)
+        lengths[0] += 2 * max(window, 0) + 13 * step
+        return lengths.clamp(max=longest)
 
     def _fill_buffers(self, step: int) -> None:
         """Tokens and positions that differ from step to step, so that a value that a capture froze shows."""
@@ -128,6 +156,11 @@ class GraphCpuModelRunner(CPUModelRunner):
                 total.failures,
                 reasons or "none",
             )
+
+
+def _agreed(is_so: bool) -> bool:
+    """Whether something is so on all ranks."""
+    return on_all_ranks(is_so, get_world_group().cpu_group)
 
 
 def _make_parameters_plain(model: torch.nn.Module) -> None:

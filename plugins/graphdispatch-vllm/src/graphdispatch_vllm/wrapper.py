@@ -12,9 +12,19 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from .core import BatchDescriptor, ConfigError, CUDAGraphMode, CUDAGraphOptions, Decision, Reason, mode_of
+from .core import (
+    BatchDescriptor,
+    ConfigError,
+    CUDAGraphMode,
+    CUDAGraphOptions,
+    Decision,
+    Reason,
+    bits_equal,
+    mode_of,
+    tensors_in,
+)
 from .engine import EagerSteps, EngineGraphs
-from .steps import FixedStep, Schedule
+from .steps import FixedStep, Schedules, uncompiled, vary_slots
 
 __all__ = ["GraphTotals", "StaticGraphWrapper", "graph_stats"]
 
@@ -63,6 +73,10 @@ class StaticGraphWrapper:
     Captures and comparisons with eager happen while vLLM allows captures (``set_cudagraph_capturing_enabled``). After
     that a step that no verified graph serves runs eagerly, and the first of each reason is logged. Not thread-safe, as
     vLLM's own is not. Attributes that it does not have are the runnable's.
+
+    A FULL graph reads metadata in memory of its own (``steps.py``), and so does the eager run that it is captured and
+    compared with. So each step of the warm-up runs once more, by vLLM's own metadata in vLLM's own memory. If a step
+    gave other bits, what all the graphs read is in doubt: they are released, and there are none until ``clear_graphs``.
     """
 
     _all_instances: ClassVar["weakref.WeakSet[StaticGraphWrapper]"] = weakref.WeakSet()
@@ -98,7 +112,9 @@ class StaticGraphWrapper:
             inputs="static", outputs="static", state_limit_bytes=max(_STATE_BYTES, written + _STATE_BYTES)
         )
         self._served: dict[Any, _Served] = {}
-        self._schedule = Schedule() if runtime_mode == TheirMode.FULL else None
+        self.is_refused = False
+        """Whether some step gave other bits than eager by vLLM's own metadata, so that no graph serves."""
+        self._schedules = Schedules() if runtime_mode == TheirMode.FULL else None
         self._captures = True
         self._rounds = 0
         self._left = EagerSteps(f"{self._mode.name} step", _logger)
@@ -111,6 +127,8 @@ class StaticGraphWrapper:
         context = forward_context._forward_context
         if context is None or context.cudagraph_runtime_mode != self.runtime_mode:
             return self.runnable(*args, **kwargs)
+        if self.is_refused:
+            return self._eagerly(Reason.VERIFICATION_FAILED, args, kwargs)
         if self._captures is not monitor.cudagraph_capturing_enabled:
             self._follow(monitor.cudagraph_capturing_enabled)
         served = self._served.get(context.batch_descriptor)
@@ -121,13 +139,30 @@ class StaticGraphWrapper:
         step = served.step
         if step is None:
             return self._serve(served, args, kwargs)
-        if not step.load(context):
-            return self._eagerly(Reason.ARGUMENTS_CHANGED, args, kwargs)
         if self._captures:
             self._rounds += 1
-            step.vary(self.vllm_config.cache_config.block_size, self._rounds)
+            vary_slots(context, self.vllm_config.cache_config.block_size, self._rounds)
+        if not step.load(context):
+            return self._eagerly(Reason.ARGUMENTS_CHANGED, args, kwargs)
         with step.entered():
-            return self._serve(served, args, kwargs)
+            answer = self._serve(served, args, kwargs)
+        return self._compared(context, answer, args, kwargs) if self._captures else answer
+
+    def _compared(self, context: Any, answer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The answer of a step of the warm-up; that of eager by vLLM's own metadata, if they differ.
+
+        Eager runs behind the graph, which must not find what eager wrote.
+        """
+        with uncompiled(context):
+            eager = self.runnable(*args, **kwargs)
+        pairs = zip(tensors_in(answer), tensors_in(eager), strict=True)
+        if all(bits_equal(got, want) for got, want in pairs):
+            return answer
+        for each in self._served.values():
+            each.graphs.clear_cache()
+        self.is_refused, self.why_eager = True, Reason.VERIFICATION_FAILED
+        self._left.note(Decision.eager(Reason.VERIFICATION_FAILED))
+        return eager
 
     def _make(self, context: Any) -> _Served:
         given = context.batch_descriptor
@@ -135,7 +170,7 @@ class StaticGraphWrapper:
         key = BatchDescriptor(given.num_tokens, given.num_reqs, given.uniform, variant)
         backend, pool = self.graph_pool
         graphs = EngineGraphs(self.runnable, self._mode, self._options, backend=backend, pool=pool)
-        return _Served(key, graphs, None if self._schedule is None else FixedStep(context, self._schedule))
+        return _Served(key, graphs, None if self._schedules is None else FixedStep(context, self._schedules))
 
     def _serve(self, served: _Served, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         graphs = served.graphs
@@ -173,6 +208,7 @@ class StaticGraphWrapper:
         for each in self._served.values():
             each.graphs.clear_cache()
         self._served.clear()
+        self.is_refused = False
 
     def unwrap(self) -> Any:
         """The runnable, however many wrappers are around it."""
