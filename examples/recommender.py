@@ -56,7 +56,7 @@ def main() -> None:
     print(plan.evaluate(Workload.from_steps(counts[200:])))
 
     serve = gd.graphed(model, dynamic={"history": 0, "weights": 0, "item": 0, "features": 0}, sizes=plan)
-    serve.prewarm(*make_request(64), compare="all")
+    serve.prewarm(*make_request(64))
     requests = [make_request(count) for count in counts[200:]]
     for one in (model, serve):  # both are warm before the clock runs
         rank(one, requests)

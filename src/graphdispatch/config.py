@@ -161,8 +161,11 @@ class CUDAGraphOptions(_Settings):
             which raises ``StaleOutputError`` once a later replay overwrote it; ``"static"``, the graph's own tensors,
             unguarded.
         warmup_iterations: Runs before a capture, so that lazy initialisation does not end up in the graph.
-        verify: Compare a new graph with eager on its first replay and on the next, different batch. ``graphed`` also
-            compares their times, on the CPU and without ``strict``: a graph that is slower is given up, and padded
+        rows: Whether the rows of a batch are independent, so that padding is harmless: ``"proven"`` pads where the
+            operators show it; ``"independent"`` is your word where an operator has no rule, and padded batches are then
+            compared with eager at both ends of each size. Rows that an operator mixes are never padded.
+        verify: Compare a new graph with eager on its first replay; the first one of a signature also on the next,
+            different batch, and on the first padded one. ``graphed`` also compares their times, on the CPU and without ``strict``: a graph that is slower is given up, and padded
             batches for which eager is faster run eagerly (``no_gain``).
         verify_every: Compare a graph with eager again once in so many of its replays: what no guard can see (a counter
             or a global of Python that the capture froze) is found then. None never does.
@@ -178,8 +181,8 @@ class CUDAGraphOptions(_Settings):
             more rarely.
         capture_after: Sightings of a size, within 4,096 uses (replays in the process, and sightings), before it is
             captured; 1 captures at once. None: 2, and 1 in ``CUDAGraphWrapper``.
-        capture_share: The largest share of the time of calls that captures and comparisons may take, after the first
-            of each kind. A call whose graph has to wait runs eagerly. None, or ``capture_after=1``: no limit.
+        capture_share: The largest share of the time of calls that captures may take, after the first one; comparisons
+            count, too. A call whose graph has to wait runs eagerly. None, or ``capture_after=1``: no limit.
         max_signatures: The most different kinds of argument lists (dtypes, trailing shapes, constants) that are kept at
             a time, and one more that waits for its second call. The least recently used one gives way to a new one that
             comes twice; one without a graph goes first. None: 32 in ``graphed``, 1024 elsewhere.
@@ -196,6 +199,7 @@ class CUDAGraphOptions(_Settings):
     inputs: Literal["copy", "static"] = "copy"
     outputs: Literal["clone", "view", "static"] = "clone"
     warmup_iterations: _Count = 1
+    rows: Literal["proven", "independent"] = "proven"
     verify: bool = True
     verify_every: _Count | None = None
     rtol: _Tolerance = None

@@ -8,15 +8,11 @@ from .descriptors import BatchDescriptor
 from .errors import ConfigError, shown
 from .modes import CUDAGraphMode
 from .reasons import Reason
-from .sizes import HIDDEN, ROWS, Axis, Extents, cells_of, lengths_of, pack
+from .sizes import ROWS, Axis, Extents, cells_of, lengths_of, pack
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
-HIDDEN_ROW = (
-    "a mask hides a whole row, so that what is real in it would depend on padding; leave such rows out, or give the "
-    "mask a pad rule, which says that this does not matter"
-)
 _AGAINST_PADDING = (
     "; where padding is the cause, call eval(), give a mask or a pad rule, or have a size for it (sizes=)"
 )
@@ -182,8 +178,6 @@ class SizeTable:
         batch = pack(self.axes, self._lengths(rows))
         if not self.sizes:
             return Decision.eager(Reason.DISABLED, batch)
-        if self._has_axes and rows & HIDDEN:
-            return Decision.eager(Reason.PADDING_UNPROVEN, batch, HIDDEN_ROW)
         if not all(self._lengths(batch)):
             return Decision.eager(Reason.NO_ROWS)
         size = next((size for size in self._by_cells if self._covers(size, batch)), None) if batch > 0 else None

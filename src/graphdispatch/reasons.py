@@ -35,7 +35,7 @@ class Reason(Explained):
     FIRST_SIGHTING = "first_sighting", "this size was seen for the first time; it is captured when it comes again"
     CAPTURE_WAITS = (
         "capture_waits",
-        "captures and comparisons have used their share of the time for now; raise capture_share, or prewarm()",
+        "captures have used their share of the time for now; raise capture_share, or prewarm()",
     )
     CACHE_FULL = (
         "cache_full",
@@ -93,10 +93,18 @@ class Reason(Explained):
         "padding rows changed state that the real rows leave alone; give a pad rule that points at scratch "
         "rows and padding_writes='allow'",
     )
+    ROWS_MIX = (
+        "rows_mix",
+        "rows of the batch depend on each other, so that padding would change real ones; have a size for it (sizes=)",
+    )
+    PATH_CHANGES = (
+        "path_changes",
+        "Python takes another path for this batch than for the graph's size; have a size for it (sizes=)",
+    )
     PADDING_UNPROVEN = (
         "padding_unproven",
-        "the batch needs padding, and no batch of so many rows was compared with eager; capture the graph from a "
-        "smaller example whose rows differ (size=), or with verify=False",
+        "the batch needs padding, and nothing shows that its rows are independent; capture the graph from a smaller "
+        "example (size=), or give rows='independent' in the options",
     )
     OUTPUT_UNSUPPORTED = "output_unsupported", "an output is an object that a graph cannot return"
     OUTPUT_ROWS_UNKNOWN = "output_rows_unknown", "the rows of an output do not follow the batch, so it cannot be cut"

@@ -20,8 +20,6 @@ _BITS = 21
 MOST_AXES = 3
 LONGEST = (1 << _BITS) - 1
 """What a longer extent counts as; no size is as large."""
-HIDDEN = 1 << 63
-"""Set in the number of a batch of which some row is padding alone, as its mask says."""
 
 
 class Axis(NamedTuple):

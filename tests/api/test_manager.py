@@ -230,10 +230,13 @@ def test_dynamic_says_where_the_batch_is(registry: CUDAGraphRegistry) -> None:
 
 
 def test_a_function_of_one_batch_size_has_no_batch_dimension(registry: CUDAGraphRegistry) -> None:
-    """With ``dynamic={}`` a function that fits one size alone is captured as it is, and takes that size alone."""
+    """With ``dynamic={}`` a function that fits one size alone is captured as it is, and takes that size alone; without
+    it no other batch is served."""
     weights = torch.randn(4, 3)
-    with pytest.raises(CaptureError, match="if it takes one size alone"):
-        registry.capture(4, 1, lambda x: x * weights, {"x": (4, 3)})
+    entry = registry.capture(4, 1, lambda x: x * weights, {"x": (4, 3)})
+    assert torch.equal(entry.replay({"x": torch.ones(4, 3)}), weights)
+    with pytest.raises(ReplayError, match="3 rows in a graph of 4"):
+        entry.replay({"x": torch.ones(3, 3)})
     entry = registry.capture(4, 1, lambda x: x * weights, {"x": (4, 3)}, dynamic={})
     assert torch.equal(entry.replay({"x": torch.ones(4, 3)}), weights)
     with pytest.raises(GuardError, match=r"of shape \(4, 3\)"):

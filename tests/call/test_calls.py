@@ -149,7 +149,7 @@ def test_constants_select_the_graph(kind: str) -> None:
 def test_the_missing_entry_of_dynamic_is_named() -> None:
     """A tensor that follows the batch and is not declared is named, with the entry that lacks."""
     served = graphed(lambda ids, mask: ids * mask, dynamic={"ids": 0}, sizes=[4, 8])
-    batch = torch.randn(4, 3), torch.randn(4, 3)
+    batch = torch.randn(3, 3), torch.randn(3, 3)
     check_calls(served, batch, batch, batch)
     assert "dynamic= may lack 'mask': 0" in str(served.explain(*batch))
 

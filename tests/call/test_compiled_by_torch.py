@@ -47,9 +47,11 @@ MADE: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("by_name", [False, True], ids=["by place", "by name"])
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 def test_torchscript_is_served(make: Callable[[], Any], by_name: bool) -> None:
-    """Also by names, and after its weights have moved."""
+    """Also by names, and after its weights have moved; padded by the user's word, since nobody sees what a script reads of
+    sizes."""
     fn = make()
-    step = gd.graphed(fn, dynamic={"x": 0, "y": 0}, sizes=(4,))
+    options = gd.CUDAGraphOptions(rows="independent")
+    step = gd.graphed(fn, dynamic={"x": 0, "y": 0}, sizes=(4,), options=options)
     moves = isinstance(fn, nn.Module) and bool(list(fn.parameters()))
     for dtype in (torch.float32, torch.float64)[: 1 + moves]:
         if dtype is torch.float64:
@@ -58,6 +60,18 @@ def test_torchscript_is_served(make: Callable[[], Any], by_name: bool) -> None:
             x, y = torch.randn(2, rows, 4, dtype=dtype)
             torch.testing.assert_close(step(x, y=y) if by_name else step(x, y), fn(x, y))
         assert step.last_decision.reason is gd.Reason.PADDED, step.explain(x, y)
+
+
+def test_a_script_is_not_padded_by_itself() -> None:
+    """Without the user's word exact sizes are served, and the reason says why."""
+    fn = torch.jit.script(scaled)
+    step = gd.graphed(fn, dynamic={"x": 0, "y": 0}, sizes=(4,))
+    for rows in (4, 4, 4, 3):
+        x, y = torch.randn(2, rows, 4)
+        torch.testing.assert_close(step(x, y), fn(x, y))
+    assert step.last_decision.reason is gd.Reason.PADDING_UNPROVEN
+    assert "a script of torch.jit" in step.explain(x, y)
+    assert step.stats.hits == 1
 
 
 def test_a_number_is_an_argument_of_its_own() -> None:

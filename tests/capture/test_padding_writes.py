@@ -51,7 +51,7 @@ def test_an_argument_of_zeros_keeps_its_rest(name: str, rows: int, layout: str) 
     step = gd.graphed(fn, dynamic={"slots": 0}, sizes=[4])
     for one in (rows, rows, rows, 3, 4, 3):
         step(laid(torch.zeros(6, 2)), torch.arange(one) + 1)
-    assert step.last_decision.reason in (Reason.PADDING_WRITES_STATE, Reason.VERIFICATION_FAILED)
+    assert step.last_decision.reason in (Reason.PADDING_WRITES_STATE, Reason.ROWS_MIX, Reason.PADDING_UNPROVEN)
     for slots in ([1, 2, 3], [5, 4], [4, 3, 2, 1]):
         got, want = laid(torch.ones(6, 2)), laid(torch.ones(6, 2))
         assert torch.equal(step(got, torch.tensor(slots)), fn(want, torch.tensor(slots)))
@@ -135,22 +135,6 @@ def test_a_rule_that_names_a_slot_in_use_hides_nothing(name: str, order: list[in
             held.zero_()
         check_calls(step, (torch.randn(len(later)), torch.tensor(later)), fn=lambda x, slots: x * eager(slots))
         assert torch.equal(seen, expected), step.last_decision
-
-
-@pytest.mark.parametrize("mark", [torch.zeros(7), torch.zeros(7, dtype=torch.bool)], ids=["age", "flag"])
-def test_a_mark_that_padding_leaves_at_its_scratch_slot_is_served(mark: Tensor) -> None:
-    """All rows read what the slots hold that are marked, and padding takes the mark of its own away."""
-    held = torch.zeros(7, 3)
-
-    def fn(x: Tensor, slots: Tensor) -> Tensor:
-        held[slots] = x
-        mark[slots] = (slots < 6).to(mark.dtype)
-        return x + held.where((mark > 0)[:, None], 0).sum(0)
-
-    options = gd.CUDAGraphOptions(padding_writes="allow")
-    step = gd.graphed(fn, dynamic={"x": 0, "slots": 0}, sizes=[4], pad={"slots": 6}, options=options)
-    check_calls(step, *((torch.randn(3, 3), torch.randperm(6)[:3]) for _ in range(6)))
-    assert step.last_decision.reason is Reason.PADDED, step.last_decision
 
 
 @pytest.mark.parametrize("rows", [2, 3, 4])

@@ -27,7 +27,7 @@ def pieces(fn: Callable[..., Any], *, ahead: bool = True, **options: Any) -> Gra
     """``fn`` of one tensor ``x`` whose rows are dimension 0, served in pieces and captured ahead, or at once."""
     served = make(fn, **{"sizes": (4,), "mode": "PIECEWISE"} | options)
     if ahead:
-        served.prewarm(x=torch.linspace(-1, 1, 12).view(4, 3), compare="all")
+        served.prewarm(x=torch.linspace(-1, 1, 12).view(4, 3))
     return served
 
 

@@ -250,7 +250,7 @@ def test_a_side_stream_that_is_joined_is_part_of_the_graph(cuda: Backend) -> Non
         return left + right
 
     served = gd.graphed(two_streams, dynamic={"x": 0}, sizes=(4,))
-    served.prewarm(torch.randn(4, 64, device=cuda.device), compare="all")
+    served.prewarm(torch.randn(4, 64, device=cuda.device))
     batches = [torch.randn(rows, 64, device=cuda.device) for rows in (4, 3)]
     reasons = check_calls(served, *batches, fn=lambda x: x.sin() + x.cos(), rtol=1.3e-6, atol=1e-5)
     assert all(reason.is_graph for reason in reasons)
@@ -306,7 +306,7 @@ def test_workers_serve_several_threads(cuda: Backend, model: torch.nn.Module) ->
 def test_new_numbers_of_rows_beside_a_capture(cuda: Backend, model: torch.nn.Module) -> None:
     """The first hits of each number of rows, which prepare a replay, do not disturb the captures of another thread."""
     served = gd.graphed(model, dynamic={"input": 0}, sizes=(64,))
-    served.prewarm(batch(1), compare="all")
+    served.prewarm(batch(1))
     inputs = [batch(rows) for rows in range(1, 65)]
     expected = [model(x) for x in inputs]
     example, outputs, captured = batch(3), list[Tensor](), list[int]()

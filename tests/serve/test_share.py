@@ -1,4 +1,4 @@
-"""Captures and comparisons that calls pay for take at most a share of the time; until then calls run eagerly."""
+"""Captures that calls pay for take at most a share of the time; until then calls run eagerly."""
 
 import itertools
 from typing import Any
@@ -19,7 +19,7 @@ def serve(**options: Any) -> Graphed[..., Any]:
     step = graphed(double, dynamic={"x": 0}, sizes=(1, 2, 3, 4, 8, 16), options=CUDAGraphOptions(**options))
     share = step._server.graphs.share
     share.clock, pay = itertools.count().__next__, share.pay
-    share.pay = lambda kind, work: pay(kind, lambda: (share.clock(), work())[1])
+    share.pay = lambda work, is_capture: pay(lambda: (share.clock(), work())[1], is_capture=is_capture)
     return step
 
 
@@ -31,12 +31,14 @@ def settled(**options: Any) -> Graphed[..., Any]:
 
 
 def test_the_next_graph_waits_for_its_share() -> None:
-    """First for its capture, then for its comparison with a second batch, before which it serves nothing."""
+    """Its capture does; once it is there, it serves."""
     step = settled()
     found = check_rows(step, *[3] * 21)
-    waiting = Reason.CAPTURE_WAITS
-    until_captured = [Reason.FIRST_SIGHTING, *[waiting] * (CALLS_FOR_ONE - 3), Reason.CAPTURED_NOW]
-    assert found == [*until_captured, *[waiting] * CALLS_FOR_ONE, Reason.VERIFIED_NOW, Reason.EXACT]
+    until_captured = [Reason.FIRST_SIGHTING, *[Reason.CAPTURE_WAITS] * found.count(Reason.CAPTURE_WAITS)]
+    assert found.count(Reason.CAPTURE_WAITS) >= CALLS_FOR_ONE - 3
+    assert found[: len(until_captured)] == until_captured
+    assert found[len(until_captured)] is Reason.CAPTURED_NOW
+    assert set(found[len(until_captured) + 1 :]) <= {Reason.VERIFIED_NOW, Reason.EXACT}
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
@@ -49,15 +51,11 @@ def test_replays_count_as_time_of_calls(is_gone: bool) -> None:
     assert check_rows(step, *[3] * 4)[1:] == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
 
 
-def test_a_padded_batch_waits_for_its_comparison() -> None:
-    """The proof and the first number of rows come at once; a size that was captured serves full batches
-    meanwhile."""
+def test_no_comparison_waits() -> None:
+    """The first padded batch is compared at once, and the others are hits."""
     step = serve()
     check_rows(step, *[16] * 4)
-    found = check_rows(step, 15, 14, 13, 16)
-    assert found == [*[Reason.VERIFIED_NOW] * 2, Reason.CAPTURE_WAITS, Reason.EXACT]
-    check_rows(step, *[16] * CALLS_FOR_ONE)
-    assert check_rows(step, 13, 13) == [Reason.VERIFIED_NOW, Reason.PADDED]
+    assert check_rows(step, 15, 14, 13, 16) == [Reason.VERIFIED_NOW, Reason.PADDED, Reason.PADDED, Reason.EXACT]
 
 
 def test_what_waits_says_so() -> None:

@@ -227,7 +227,6 @@ class Graphed(Lifecycle, Generic[P, R]):
         *args: Any,
         sizes: Sequence[int] | None = None,
         max_seconds: float | None = None,
-        compare: Literal["ends", "all"] = "ends",
         **kwargs: Any,
     ) -> PrewarmReport:
         """Capture ``sizes`` (default: all) now, largest first, from an example call of any number of rows.
@@ -237,17 +236,15 @@ class Graphed(Lifecycle, Generic[P, R]):
         call it with real data. What it raises passes through, as where it takes no batch of the largest size: give
         ``sizes`` that it takes.
 
-        Each graph is compared with eager on a full batch, and on one of the fewest rows that it serves; the first call
-        of any other number of rows is compared when it comes. Where the example's rows are all alike that proves
-        nothing of padding, and serving compares the first padded batches. A size that cannot be captured stays eager,
-        with its reason in ``explain``.
+        Afterwards every batch that a graph can serve is a hit. One run of a few rows shows whether rows are independent
+        and for which batches Python takes the same path; each graph is compared with eager on a full batch, the first
+        one on a second and on a padded batch, too. A size that cannot be captured stays eager, with its reason in
+        ``explain``.
 
         Args:
             *args: The positional arguments of the example call.
             sizes: The sizes to capture. None: all.
             max_seconds: After so many seconds no further capture begins. None: no limit.
-            compare: ``"all"`` compares every number of rows now, up to 64: for servers that ``freeze()``, or that
-                cannot have a call wait for its comparison.
             **kwargs: The keyword arguments of the example call.
 
         Returns:
@@ -258,7 +255,7 @@ class Graphed(Lifecycle, Generic[P, R]):
             CaptureError: Nothing may be captured now, as between ``sleep()`` and ``wake()``.
             FallbackError: A size cannot be captured, and the callable is ``strict``.
         """
-        return prewarm(self._server, self._route, args, kwargs, sizes, max_seconds, compare=compare)
+        return prewarm(self._server, self._route, args, kwargs, sizes, max_seconds)
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -145,18 +145,19 @@ def _try_captures(
 
 
 def _rows(served: Graphed[..., Any], difference: str) -> Rows:
-    """What the proofs of all graphs that pad batches come to: the first that failed, or what none could test. A padded
-    graph that differs from eager is a proof, too."""
+    """What the proofs of all graphs that pad batches come to: the first that speaks against it. A padded graph that
+    differs from eager does, too."""
     held = {(entry.mode, entry.size) for entry in served.entries}
     padded = [entry for entry in served.entries if entry.size > 1 and (entry.mode, entry.size - 1) not in held]
     proofs = [entry.proof for entry in padded if entry.proof is not None]
     text = difference or next((proof.text for proof in proofs if not proof.independent), "")
     if text:
-        return Rows("dependent", text)
-    if not proofs or any(not proof.is_complete for proof in proofs):
-        unknown = _NONE_PADDED if held else _NONE_CAPTURED
-        return Rows("untested", next((proof.text for proof in proofs if not proof.is_complete), unknown))
-    return Rows("independent", next((proof.text for proof in proofs if not proof.deterministic), ""))
+        found = [proof.refused or proof.against_rows for proof in proofs]
+        is_unknown = not difference and all(one[0] is Reason.PADDING_UNPROVEN for one in found if one is not None)
+        return Rows("unknown" if is_unknown else "dependent", text)
+    if not proofs:
+        return Rows("untested", _NONE_PADDED if held else _NONE_CAPTURED)
+    return Rows("independent", proofs[0].text)
 
 
 def _breaks(served: Graphed[..., Any], observer: Observer, watched: Watched) -> Breaks:

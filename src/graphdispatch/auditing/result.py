@@ -42,8 +42,8 @@ class Rows:
     """Whether padding can change real rows.
 
     Attributes:
-        verdict: ``"independent"``, ``"dependent"``, ``"untested"`` or ``"no batch dimension"``.
-        text: What showed that real rows depend on padding, or what could not be tested.
+        verdict: ``"independent"``, ``"dependent"``, ``"unknown"``, ``"untested"`` or ``"no batch dimension"``.
+        text: Where rows mix, or which operator has no rule, with the user's line.
     """
 
     verdict: str

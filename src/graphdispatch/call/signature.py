@@ -16,7 +16,7 @@ import torch
 from ..backends.operators import is_strided
 from ..native.bound import CORE
 from ..reasons import Reason
-from ..sizes import HIDDEN, ROWS, Axis, pack
+from ..sizes import ROWS, Axis, pack
 from .rules import ArgumentRules, Pad
 from .spec import Leaf, describe, is_tensor
 
@@ -145,7 +145,6 @@ class Signature:
         self._addresses: list[tuple[int, int]] = []
         self._constants: list[tuple[int, type[Any], Any, Any]] = []
         self._objects: list[tuple[int, Any]] = []
-        self._masks: tuple[tuple[int, int], ...] = ()
         self.native: Any = None
         """What matches a call in the core; None where Python does."""
         for position, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
@@ -199,8 +198,7 @@ class Signature:
     def match(self, values: Sequence[Any]) -> int:
         """The rows of a call that fits (1 if it has no batch dimension), else ``NO_MATCH``.
 
-        Where there are several dynamic dimensions it is the number of all extents; with ``HIDDEN`` if a mask hides a
-        whole row.
+        Where there are several dynamic dimensions it is the number of all extents.
         """
         if _is_inference() is not self._inference or (
             (self._autocast is not None or torch.is_autocast_enabled(self._device_type))
@@ -235,14 +233,7 @@ class Signature:
                 return NO_MATCH
         if not all(values[position] is held for position, held in self._objects):
             return NO_MATCH
-        if self._masks and any(is_hidden(values[place], dim) for place, dim in self._masks):
-            rows |= HIDDEN
         return rows if known else 1
-
-    def watch(self, masks: Sequence[tuple[int, int]]) -> None:
-        """Look from now on, at each call, for rows that these masks (place and dimension) hide: in such a row what is
-        real would depend on padding. Python does it, since the values are looked at."""
-        self._masks, self.native = tuple(masks), None
 
     def misfit(self, values: Sequence[Any]) -> str:
         """Why a call does not match, as a sentence: the first tensor that is another one, or what else there may be."""
@@ -329,11 +320,6 @@ def refusal(
                 "pass tensors and constants, or name it in static= if it is the same each time",
             )
     return None
-
-
-def is_hidden(mask: torch.Tensor, dim: int, fill: complex = 0) -> bool:
-    """Whether a mask holds what its padding holds all along a dimension, somewhere. Reads values back to the host."""
-    return not bool(mask.ne(fill).any(dim).all())
 
 
 def device_of(

@@ -1,6 +1,7 @@
 """Runs a call again after its watched eager run, each time from where that began: warm-ups, probes and replays."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from ..modes import CUDAGraphMode
 from .compare import check_padding_writes
 from .eager_run import EagerRun, uncached_casts, undo_run
 from .effects import EffectRecorder, Region, redo, retry_once, undo
-from .probes import Padding
+from .padding import Padding
 from .request import CaptureRequest
 
 _T = TypeVar("_T")
@@ -84,13 +85,24 @@ class CaptureAttempt:
         views, specs = request.inputs.views(request.size), request.inputs.specs
         labels = Labels.of_arguments(views, specs) if keeps_operators else None
         self.warm_run = EffectRecorder(request.options.state_limit_bytes, strict=True, labels=labels)
-        with uncached_casts(), request.backend.rehearsing(), self.eager.trace, self.warm_run.guarding():
+        with uncached_casts(), request.backend.rehearsing(), self.tracing(), self.warm_run.guarding():
             output = copy_context().run(request.call, request.static_values())
         self.warm_run.note_outputs(self.eager.open_outputs(output))
         self.eager.draws |= self.warm_run.uses_rng
 
-    def run_apart(self, effects: EffectRecorder, values: Sequence[Any], read: Callable[[Any], _T]) -> _T:
-        """What ``read`` gives of the output of a run on these values, of which nothing stays.
+    def tracing(self) -> AbstractContextManager[Any]:
+        """Traces the code of a further run, unless that of the eager run was not traced."""
+        return self.eager.trace if self.eager.like is None else nullcontext()
+
+    def run_apart(
+        self,
+        effects: EffectRecorder,
+        values: Sequence[Any],
+        read: Callable[[Any], _T],
+        around: AbstractContextManager[Any] | None = None,
+    ) -> _T:
+        """What ``read`` gives of the output of a run on these values, of which nothing stays. ``around`` is entered right
+        around the call, whose code is not traced then.
 
         Raises what the call raises, and ``CaptureError`` if it changes Python state or draws where no graph draws.
         """
@@ -98,7 +110,8 @@ class CaptureAttempt:
         self.runs_code = True
         within = copy_context().run
         try:
-            with uncached_casts(), request.backend.rehearsing(), eager.trace, effects.guarding():
+            tracing = self.tracing() if around is None else nullcontext()
+            with uncached_casts(), request.backend.rehearsing(), tracing, effects.guarding(), around or nullcontext():
                 output = within(request.call, values)
             within(eager.check_state)
             has_kept_state = True

@@ -6,12 +6,10 @@ Note [autocast inside a capture]
     copy that a capture makes lies in the graph's memory, and eager code of the same region would read it. So the cache
     is off while a call is warmed up and recorded: the graph casts the weights itself in each replay.
 
-Note [a run that is not watched again]
-    A watched run takes several times as long as a plain one, and each number of rows would take one. Where the captured
-    run did nothing but compute, a plain run is enough, if no code ran that did not run then, and if it left all as it
-    was: the tensors within reach by their versions, small ones by their bits, random generators and Python state. The
-    graph's outputs are compared as ever. Any other run is the caller's answer and proves nothing: the next batch of so
-    many rows is watched.
+Note [a run that is not traced]
+    To trace the code of a run and to walk over Python state takes longer than the run. Where it is proven that Python
+    takes the path of a graph that was captured before, it reads and changes what it did then, and the guard of that
+    graph holds. So only the operators are watched: what they write is undone or done again as ever.
 """
 
 import logging
@@ -19,7 +17,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import call
 from types import CodeType, FrameType
 from typing import Any
@@ -73,6 +71,8 @@ class EagerRun:
     """What state it advanced that cannot be put back, in words, or None."""
     warms_up: bool = False
     """Whether it ran on the static inputs, as the recording will."""
+    like: CUDAGraphEntry | None = None
+    """The graph whose code it ran, so that it was not traced: see Note [a run that is not traced]."""
     open_outputs: Callable[[Any], Any] = field(init=False)
     """Opens the objects among the outputs of a run that this run did not meet: see Note [objects among outputs]."""
     opened: Any = field(init=False)
@@ -89,13 +89,6 @@ class EagerRun:
         written = ((i, value) for i, value in enumerate(self.arguments) if self.effects.writes_to(value))
         self.written_inputs = {i: value.detach().clone() for i, value in written}
 
-    def of_other_rows(self, output: Any, arguments: list[torch.Tensor], effects: EffectRecorder) -> "EagerRun":
-        """A run apart, on other rows, of which this is the output; it begins where this one began, too."""
-        effects.note_outputs(output)
-        for region in effects.regions:
-            region.after = region.read().clone()
-        return replace(self, answer=output, arguments=arguments, effects=effects, draws=False)
-
     def check_state(self) -> None:
         """Raise ``CaptureError`` if a run since then changed Python state, or drew where no graph draws."""
         _check_python_state(self.trace.walk.change())
@@ -111,8 +104,10 @@ class EagerRun:
         return ArgumentMetadata(names, values, guard.tensors)
 
 
-def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> EagerRun | CaptureResult:
-    """Run the call on the real rows, and watch what it writes.
+def run_eagerly(
+    request: CaptureRequest, *, on_static_inputs: bool = False, like: CUDAGraphEntry | None = None
+) -> EagerRun | CaptureResult:
+    """Run the call on the real rows, and watch what it writes; its code, too, unless that is ``like`` a graph's.
 
     With ``on_static_inputs`` it runs on these, after loading a full batch; so it is a warm-up, too.
     An error of the callable passes through. If the request does not want the effects, they are undone on every way out
@@ -120,7 +115,7 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
     overwrites could not be saved, or what it did could not be noted (no memory left).
     """
     before = request.backend.rng_state()
-    walk = StateWalk(*request.roots)
+    walk = StateWalk(*(request.roots if like is None else ()))
     trace = CodeTrace(
         walk,
         skips_breaks=request.is_piecewise,
@@ -148,7 +143,8 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
     answer, has_run = None, False
     pads_by_code = request.is_padded and any(pad.runs_code for spec in request.inputs.specs for pad in spec.pads)
     try:
-        with uncached_casts() if on_static_inputs else nullcontext(), trace, effects.guarding():
+        around = uncached_casts() if on_static_inputs else nullcontext()
+        with around, trace if like is None else nullcontext(), effects.guarding():
             answer = within(request.call, values)
         has_run = True
         after = request.backend.rng_state()
@@ -157,8 +153,9 @@ def run_eagerly(request: CaptureRequest, *, on_static_inputs: bool = False) -> E
             region.after = region.read().clone()
         may_draw = effects.runs_custom or trace.sets_generator
         draws = effects.uses_rng or pads_by_code or (may_draw and not torch.equal(before, after))
-        warms_up = on_static_inputs and ASKS.isdisjoint(trace.codes)
-        run = EagerRun(answer, values, arguments, effects, before, after, draws, trace, changed, drew, warms_up)
+        codes = trace.codes if like is None or like.guard is None else like.guard.notes.codes
+        warms_up = on_static_inputs and ASKS.isdisjoint(codes)
+        run = EagerRun(answer, values, arguments, effects, before, after, draws, trace, changed, drew, warms_up, like)
         effects.note_outputs(run.opened)
     except BaseException as error:
         if not request.keep_effects:
@@ -257,7 +254,7 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
                 Reason.OUTPUT_UNSUPPORTED,
             )
         given = list(own_attributes(output))
-        if given and not eager.trace.walk.knows(output):
+        if given and eager.like is None and not eager.trace.walk.knows(output):
             raise CaptureError(
                 f"an output carries the attributes {given}, which no replay would set; return them beside it",
                 Reason.OUTPUT_UNSUPPORTED,
@@ -326,105 +323,3 @@ def _check_python_state(changed: str | None) -> None:
             "it once before a prewarm",
             Reason.STATE_REBOUND,
         )
-
-
-_UNCOUNTED = ("data", "set_", "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage")
-"""Attributes of a tensor by which code can write to its memory while no version counts that."""
-
-
-def is_known(request: CaptureRequest, entry: CUDAGraphEntry) -> bool:
-    """Whether the call's run need not be watched: it is a caller's own, and that of the ``entry``, of any size, was
-    free of effects."""
-    guard = entry.guard
-    return (
-        request.keep_effects
-        and entry.is_known
-        and entry.call is not None
-        and same_callable(entry.call.fn, request.call.fn)  # a dispatcher may run something else than what was captured
-        and entry.state is not EntryState.FAILED
-        and entry.mode is CUDAGraphMode.FULL
-        and guard is not None
-        and not (entry.uses_rng or entry.writes_outside or entry.metadata)
-        and guard.notes.names.isdisjoint(_UNCOUNTED)
-        and entry.program.computes
-    )
-
-
-_MOST_STATISTICS = 1 << 16
-"""The bytes up to which a tensor that is no parameter may hold statistics."""
-_CALL = FlatCall.__call__.__code__
-
-
-class _NewCode(CodeListener):
-    """Notes whether a run calls code that is not known."""
-
-    def __init__(self, known: Iterable[CodeType]) -> None:
-        super().__init__()
-        self.plain.update((id(code), code) for code in known)  # their hash takes long
-        self.found = self.is_heard = False
-        self.plain.pop(id(_CALL), None)
-
-    def on_call(self, frame: FrameType) -> None:
-        """Any code that comes here is new, but for that around the callable."""
-        if frame.f_code is _CALL:
-            self.is_heard = True
-        else:
-            self.found = True
-        self.plain[id(frame.f_code)] = frame.f_code
-
-
-def run_known(request: CaptureRequest, entry: CUDAGraphEntry) -> tuple[Any, float, EagerRun | None] | None:
-    """The answer of a plain run and how long it took; and what a watched run would have told, or None if it did
-    something else. None in place of all that, and nothing ran, if a write to some tensor could not be seen afterwards.
-
-    An error of the callable passes through.
-    """
-    assert entry.guard is not None
-    new_code = _NewCode(entry.guard.notes.codes)
-    rng, arguments = request.backend.rng_state(), request.arguments()
-    walk = StateWalk(*request.roots, *arguments)
-    for table, names in entry.guard.notes.by_table():
-        walk.visit_variables(table, names, str(table.get("__name__", "")))
-    tensors = [*{id(tensor): tensor for tensor in (*arguments, *request.tensors, *walk.tensors)}.values()]
-    copies = [(tensor, tensor.clone()) for tensor in tensors if _is_small(tensor)]
-    copies += [(value, value.clone()) for value in arguments if value.is_inference() and not _is_small(value)]
-    copied = {id(tensor) for tensor, _ in copies}
-    versions = _versions(tensors, copied)
-    if versions is None:
-        return None
-    states = [generator.get_state() for generator in walk.generators]
-    started = request.clock()
-    listens = new_code.begin()
-    try:
-        answer = request.call(request.values)
-    finally:
-        new_code.end()
-    seconds = request.clock() - started
-    is_pure = (
-        listens
-        and new_code.is_heard
-        and not new_code.found
-        and versions == _versions(tensors, copied)
-        and all(bits_equal(tensor, copy) for tensor, copy in copies)
-        and torch.equal(rng, request.backend.rng_state())
-        and all(torch.equal(old, generator.get_state()) for old, generator in zip(states, walk.generators, strict=True))
-    )
-    if not is_pure or walk.overflow is not None or walk.change() is not None or walk.drew() is not None:
-        return answer, seconds, None
-    effects = EffectRecorder(request.options.state_limit_bytes)
-    trace = CodeTrace(walk, within=FlatCall.__call__.__code__)
-    return answer, seconds, EagerRun(answer, request.values, arguments, effects, rng, rng, False, trace)
-
-
-def _is_small(tensor: torch.Tensor) -> bool:
-    """Whether a tensor may hold statistics, which batch norm writes without counting a version."""
-    is_plain = type(tensor) in (torch.Tensor, torch.nn.Buffer) and is_strided(tensor)
-    return is_plain and tensor.nbytes <= _MOST_STATISTICS and not (tensor.is_meta or tensor.is_quantized)
-
-
-def _versions(tensors: Sequence[torch.Tensor], copied: Collection[int]) -> list[int] | None:
-    """How often each tensor was written; None if one does not count that and was not ``copied`` (``id`` s)."""
-    with torch._C.DisableTorchFunction():
-        if any(tensor.is_inference() and id(tensor) not in copied for tensor in tensors):
-            return None
-        return [tensor._version for tensor in tensors if not tensor.is_inference()]

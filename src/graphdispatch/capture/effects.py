@@ -315,11 +315,13 @@ class EffectRecorder(OperatorMode):
             self._saved = saved + sum(region.before.nbytes for region in self.regions[start:])
         for tensor in tensors_in(result):
             self._note_result(tensor, is_new=False)
+        if self._labels is not None and not was_inside:
+            self._note_shapes(func, result)
         return result
 
     def watch_region(self, region: CompiledRegion, args: tuple[Any, ...]) -> Any:
         """Save what compiled code overwrites. Python inside it would not be frozen, so no graph may hold that."""
-        before = torch.get_rng_state()
+        before, self.dispatched.has_regions = torch.get_rng_state(), True
         with PythonCalls() as inside:
             result = super().watch_region(region, args)
         # What it draws on a device, and which data it checks there, nobody sees.
@@ -378,7 +380,13 @@ class EffectRecorder(OperatorMode):
         if self._labels is not None:
             self._labels.note_made(results, keys.values())
             self._note_traits(traits, given, gives)
+            if not self._is_inside:
+                self._note_shapes(func, result)
         return result
+
+    def _note_shapes(self, func: OpOverload, result: Any) -> None:
+        """Note the shapes of an operator's results."""
+        self.dispatched.results.append((func, tuple(tuple(tensor.shape) for tensor in tensors_in(result))))
 
     def _check_geometry(self, func: OpOverload, shapes: list[tuple[torch.Tensor, tuple[Any, ...]]]) -> None:
         try:
@@ -397,7 +405,7 @@ class EffectRecorder(OperatorMode):
     def note_outputs(self, output: Any) -> None:
         """Note what the run gave back; call it while that is at hand."""
         if self._labels is not None:
-            self.dispatched.outputs = self._labels.outputs(tensors_in(output)) or (object(),)
+            self.dispatched.outputs = self._labels.outputs(tensors_in(output))
 
     def give_up(self, error: CaptureError) -> None:
         """Note that the run cannot be captured; raise that if the run must be undone."""

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..backends.operators import storage_key
+from ..backends.operators import storage_key, tensors_in
 from ..call.spec import is_tensor
 from ..errors import CaptureError
 from ..memory.entry import CUDAGraphEntry, WrittenSpans
 from ..memory.outputs import OutputRule, Outputs, check_values, learn_output_rule
-from ..memory.proof import Compared, Program
+from ..memory.proof import Program
 from ..reasons import Reason
 from ..sizes import Axis, pack
 from ..state.guards import StateGuard, WorkspaceGuard
@@ -22,16 +22,19 @@ from .eager_run import check_may_capture
 from .effects import EffectRecorder
 from .piecewise import PiecewiseGraph
 from .recording import Recording
+from .row_proof import RowsShown
 
 _SMALL_BYTES = 1 << 20
 _FEWEST = 2  # rows of a batch that may be too few for a callable if there is one less
 
 
-def make_entry(attempt: CaptureAttempt, recording: Recording, program: Program) -> CUDAGraphEntry:
+def make_entry(
+    attempt: CaptureAttempt, recording: Recording, program: Program, shown: RowsShown
+) -> CUDAGraphEntry:
     """The entry around a recorded graph of this program. Raises ``CaptureError`` if nobody could serve by it."""
     request, eager, warm_run, output = attempt.request, attempt.eager, attempt.warm_run, recording.outputs
     check_values(eager.opened, output)
-    rule = _find_output_rule(attempt, output)
+    rule = _find_output_rule(attempt, output, shown)
     views = request.inputs.views(request.size)
     mutated = tuple(index for index, view in enumerate(views) if warm_run.writes_to(view))
     check_aliases(request, eager, mutated)
@@ -40,11 +43,12 @@ def make_entry(attempt: CaptureAttempt, recording: Recording, program: Program) 
     buffers = request.buffer_storages()
     held = {key: tensor for key, tensor in warm_run.outside.items() if key not in buffers}
     arguments = {storage_key(value) for value in request.values if is_tensor(value)}
-    guard = _make_guard(attempt, held.keys() | eager.effects.outside.keys())
+    like = eager.like
+    guard = _make_guard(attempt, held.keys() | eager.effects.outside.keys()) if like is None else like.guard
+    assert guard is not None
     workspaces = [held[key] for key in held.keys() - guard.storages - arguments]
     regions = [region for region in warm_run.regions if storage_key(region.target) not in buffers]
     written = [region.target for region in regions if not region.is_generator]  # its state is read as a copy
-    others = [peer.compared for peer in request.peers if peer.guard is not None]  # else nobody knows which code ran
     entry = CUDAGraphEntry(
         descriptor=request.descriptor,
         mode=request.mode,
@@ -60,12 +64,12 @@ def make_entry(attempt: CaptureAttempt, recording: Recording, program: Program) 
         mutated=mutated,
         written=WrittenSpans(written) if regions else None,
         held=tuple(held.values()),
-        metadata=eager.find_metadata(request.values, guard),
+        metadata=eager.find_metadata(request.values, guard) if like is None else like.metadata,
         workspaces=WorkspaceGuard(workspaces) if workspaces else None,
         guard=guard if request.options.guard_weights else None,
         bare=request.inputs.positions if guard.missing else (),
-        compared=Compared(request.inputs.axes, others),
         program=program,
+        proof=shown.proof,
         uses_rng=warm_run.uses_rng,
         signature=request.signature,
         call=request.call,
@@ -90,21 +94,6 @@ def grow_guard(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
     entry.guard = _make_guard(attempt, used)
     entry.metadata = eager.find_metadata(attempt.request.values, entry.guard, entry.metadata)
     _watch_breaks(attempt, entry)
-    entry.compared.part()
-
-
-def find_program(attempt: CaptureAttempt) -> Program:
-    """The operators of the run on the static inputs: the very program of a graph of another size that has the same."""
-    request = attempt.request
-    made = Program(attempt.warm_run.dispatched, request.size, request.inputs.axes)
-    return next((peer.program for peer in request.peers if peer.program.is_like(made)), made)
-
-
-def runs_program(entry: CUDAGraphEntry, run: EffectRecorder, arguments: Iterable[torch.Tensor], rows: int) -> bool:
-    """Whether a run on so many ``rows``, which kept its operators, was of the entry's program, on the same memory."""
-    given = set(map(storage_key, arguments))
-    is_of_same = [key for key in run.outside if key not in given] == list(map(storage_key, entry.held))
-    return is_of_same and entry.program.computes_as(Program(run.dispatched, rows, entry.inputs.axes))
 
 
 def _watch_breaks(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
@@ -129,10 +118,10 @@ def _make_guard(attempt: CaptureAttempt, used: Collection[int]) -> StateGuard:
     return guard
 
 
-def _find_output_rule(attempt: CaptureAttempt, output: Any) -> OutputRule:
+def _find_output_rule(attempt: CaptureAttempt, output: Any, shown: RowsShown) -> OutputRule:
     """Which dimensions of ``output``, which a run of ``size`` rows gave, follow the batch: that of an earlier size
-    if there is one (in the present state of the callable, since in another one it may give other outputs), else found
-    by a run for each axis, with another extent along that axis alone.
+    if there is one (in the present state of the callable, since in another one it may give other outputs), else what
+    the run shows whose rows were followed, else found by a run for each axis, with another extent along that axis alone.
 
     Raises ``CaptureError`` if the outputs cannot be cut to the real rows, or follow the batch differently than in
     other sizes.
@@ -141,11 +130,30 @@ def _find_output_rule(attempt: CaptureAttempt, output: Any) -> OutputRule:
     axes = request.inputs.axes
     # Other sets of graphs share the cache, and may have evicted one of these meanwhile.
     rule = next((peer.outputs.rule for peer in request.peers if not peer.is_released), None)
+    if rule is None and shown.verdict is not None:
+        rule = _rule_of(attempt, shown)
     if rule is None:
         used = {axis for spec in request.inputs.specs for _, axis in spec.spans}
         others = [(axis, *_run_apart_along(attempt, axis, output)) for axis in axes if axis in used]
         rule = learn_output_rule(axes, eager, request.rows, others)
     rule.check(axes, eager, request.rows, output, request.size)
+    return rule
+
+
+def _rule_of(attempt: CaptureAttempt, shown: RowsShown) -> OutputRule | None:
+    """The rule that the labels of the outputs tell of the run whose rows were followed; None if they do not tell it."""
+    axes, follows = attempt.request.inputs.axes, list[tuple[tuple[int, int, Axis], ...]]()
+    assert shown.verdict is not None
+    for tensor, dims in zip(tensors_in(shown.outputs), shown.verdict.outputs, strict=True):
+        if dims is None or any(len(followed) > 1 for followed in dims):
+            return None
+        along = [(dim, axes[followed[0]]) for dim, followed in enumerate(dims) if followed]
+        follows.append(tuple((dim, tensor.shape[dim] // axis.of(shown.rows), axis) for dim, axis in along))
+    rule = OutputRule(tuple(follows))
+    try:
+        rule.check(axes, attempt.eager.opened, attempt.request.rows, shown.outputs, shown.rows)
+    except CaptureError:
+        return None
     return rule
 
 

@@ -1,50 +1,50 @@
 """The one capture path: run eagerly, undo, warm up, capture, replay, compare, put back one execution's effects.
 
     eager run on the real rows (watched)            -> the caller's answer, and everything it writes
-    undo; load the static inputs; warm up (watched) -> everything the padded run writes
+    undo; load the static inputs; warm up (watched) -> everything the padded run writes, and its operators
+    undo; run a few rows, and follow them           -> whether rows are independent (``row_proof.py``)
     undo; capture (undo, if recording executes)     -> the graph
     replay; compare outputs and written state with eager's
     undo; do eager's writes again; put the generator where eager left it
 
-``verify_entry`` does the same without the capture, for the next, different batch: a value that the capture froze agrees
-with eager on the first batch only. If anything fails after the eager run, the caller still has eager's answer.
+``verify_entry`` does the same without the capture, for another batch: a value that the capture froze agrees with eager
+on the first batch only.
+
+A graph of a further size is proven by the run that proved the first one. Python takes the same path for it, so its code
+is not traced again: it is warmed up, recorded and compared.
 
 Note [kernels that round otherwise]
     Libraries choose a kernel by the number of rows, and each adds up in an order of its own. A deep model in bfloat16
-    multiplies such differences until an element is further from eager than usual. A graph gives what eager gives for a
-    batch of the graph's size, as the comparison of a full batch and the proof of the rows have shown. So in such narrow
-    types a padded batch may be four times as far from eager, if eager dispatches the same operators for it, at the same
-    places of the same memory and with the same constants: then no branch of the callable makes the difference. Where
-    the user gave a tolerance, that alone counts.
+    multiplies such differences until an element is further from eager than usual. That padding is harmless follows from
+    the operators, and the comparison of a padded batch is an alarm only. So in such narrow types a padded batch may be
+    four times as far from eager. Where the user gave a tolerance, that alone counts.
 
 While torch's profiler is on, each capture and each comparison is a range of it: ``capture`` or ``verify``.
 """
 
-from functools import partial
-
 from ..backends.tracing import profiler_range
 from ..call.rules import graph_name
-from ..errors import CaptureError, GraphDispatchError, VerificationError, error_of_signal
+from ..errors import CaptureError, VerificationError, error_of_signal
 from ..memory.entry import CUDAGraphEntry
-from ..memory.labels import Labels
 from ..memory.outputs import check_values
-from ..memory.proof import RowProof
+from ..memory.proof import Program
 from ..memory.windows import WINDOWS
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from .attempt import CaptureAttempt
 from .collector import paused_collector
 from .compare import check_padding_writes, check_replay
-from .eager_run import EagerRun, check_may_capture, is_known, run_eagerly, run_known
-from .effects import EffectRecorder, Region
+from .eager_run import EagerRun, check_may_capture, run_eagerly
+from .effects import Region
 from .gain import measure_gain, seconds_of
-from .make_entry import find_program, grow_guard, make_entry, runs_program
-from .probes import BY_RULE
-from .prover import RowProver
+from .lengths import replay_other_padding
+from .make_entry import grow_guard, make_entry
+from .padding_writes import EqualRows
 from .recording import record
 from .request import CaptureRequest, CaptureResult, failed_result
+from .row_proof import prove_rows, speak_for_batch
 
-_UNLIKE = "the call did something that calls of other sizes did not do; the next one is watched"
+_UNLIKE = "the call did not do what calls of other sizes did; the next one is watched closely"
 
 
 def capture_entry(request: CaptureRequest) -> CaptureResult:
@@ -61,28 +61,27 @@ def verify_entry(request: CaptureRequest, entry: CUDAGraphEntry) -> CaptureResul
     """Run the call eagerly and compare the entry's replay with it. Raises as ``capture_entry`` does.
 
     Afterwards ``entry.state`` is ``VERIFIED`` or ``FAILED``; or still ``CAPTURED``, if this was the batch of the
-    capture once more.
+    capture once more, or if its padding alone was looked at.
     """
     is_other = entry.state is not EntryState.CAPTURED or entry.differs(request.values)
     result = _in_window(request, entry)
     if result.entry is None:
         entry.failed()
-    elif is_other and entry.is_known and not entry.depends_on_padding(request.rows):
-        # Otherwise only the padding was looked at, or the call did something new, and nothing was compared.
+    elif is_other and result.reason is Reason.VERIFIED_NOW:
         entry.passed()
     return result
 
 
-def _in_window(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureResult:
-    """Verify the entry ``known``, or capture one if there is none, while nobody else writes what the call reaches."""
+def _in_window(request: CaptureRequest, entry: CUDAGraphEntry | None) -> CaptureResult:
+    """Verify ``entry``, or capture one if there is none, while nobody else writes what the call reaches."""
     with WINDOWS.capturing(request.reach, request.pool) as is_alone:
         if is_alone:
-            span = profiler_range("capture" if known is None else "verify", graph_name(request.call.fn, request.key))
+            span = profiler_range("capture" if entry is None else "verify", graph_name(request.call.fn, request.key))
             # The walks over Python state make many objects, for which the collector would look at all memory.
             pause = paused_collector(request.options.gc_disable)
             with pause, request.pool.lock, request.backend.watched(), span:
                 request.pool.order_after_last_use()
-                return _run(request, known)
+                return _run(request, entry)
     answer = None
     if request.keep_effects:
         run = WINDOWS.begin(lambda: request.reach)
@@ -93,52 +92,52 @@ def _in_window(request: CaptureRequest, known: CUDAGraphEntry | None) -> Capture
     return CaptureResult(answer, None, Reason.STATE_SHARED, Reason.STATE_SHARED.text)
 
 
-def _run(request: CaptureRequest, known: CUDAGraphEntry | None) -> CaptureResult:
+def _run(request: CaptureRequest, entry: CUDAGraphEntry | None) -> CaptureResult:
     """The eager run; then the capture or the comparison, after which one execution's effects are put back."""
-    eager, seconds = _run_eagerly(request, known)
+    is_for_graph = entry is None and not request.keep_effects
+    like = _like(request, entry)
+    eager = run_eagerly(request, on_static_inputs=is_for_graph and not request.is_padded, like=like)
     if isinstance(eager, CaptureResult):
         return eager
     attempt = CaptureAttempt(request, eager)
     try:
-        if known is None:
-            return CaptureResult(eager.answer, _capture(attempt), Reason.CAPTURED_NOW, answer_s=seconds)
-        _verify(attempt, known)
-        if known.proof is not None and known.depends_on_padding(request.rows):
-            return CaptureResult(eager.answer, known, known.proof.reason, known.proof.text)
-        return CaptureResult(eager.answer, known, Reason.VERIFIED_NOW, answer_s=seconds)
+        if entry is None:
+            made = _capture(attempt)
+            if made is None:
+                return CaptureResult(eager.answer, None, Reason.CAPTURE_WAITS, _UNLIKE)
+            return CaptureResult(eager.answer, made, Reason.CAPTURED_NOW)
+        _verify(attempt, entry)
+        if (padding := entry.against_padding(request.rows)) is not None:
+            return CaptureResult(eager.answer, entry, *padding)
+        return CaptureResult(eager.answer, entry, Reason.VERIFIED_NOW)
     except Exception as error:
         if (raised := error_of_signal(error)) is not None:
             raise raised from raised.__cause__
-        if known is not None:
-            known.failed()
+        if entry is not None:
+            entry.failed()
         return failed_result(request, eager.answer, error, attempt.stage)
     finally:
         attempt.restore()
 
 
-def _run_eagerly(request: CaptureRequest, known: CUDAGraphEntry | None) -> tuple[EagerRun | CaptureResult, float]:
-    """The eager run of the call, or what comes of the call if no graph can follow; and the seconds of a plain run.
-
-    It is not watched again where that of a graph of the callable only computed. In a prewarm it is the warm-up, too.
-    """
-    alike = next((one for one in (request.peers if known is None else [known]) if is_known(request, one)), None)
-    plain = run_known(request, alike) if alike is not None else None
-    if alike is not None and plain is not None:
-        answer, seconds, run = plain
-        alike.is_known = run is not None
-        if run is not None:
-            return run, seconds
-        reason, detail = (Reason.CAPTURE_WAITS, _UNLIKE) if known is None else (Reason.VERIFIED_NOW, "")
-        return CaptureResult(answer, known, reason, detail, answer_s=seconds), seconds
-    is_for_graph = known is None and not request.keep_effects
-    eager = run_eagerly(request, on_static_inputs=is_for_graph and not request.is_padded)
-    if known is not None:
-        known.is_known = True
-    return eager, 0.0
+def _like(request: CaptureRequest, entry: CUDAGraphEntry | None) -> CUDAGraphEntry | None:
+    """A graph that the call's run is like, by what is proven of its rows: so the run's code need not be traced again."""
+    for one in request.peers if entry is None else [entry]:
+        proof, is_plain = one.proof, one.guard is not None and one.mode is CUDAGraphMode.FULL
+        if proof is None or not is_plain or proof.is_doubted or one.outputs.has_objects or one.program.has_regions:
+            continue
+        if one.state is EntryState.FAILED:
+            continue
+        if request.rows == one.size or (
+            proof.speaks_for(request.rows, request.size) and proof.speaks_for(request.size, request.size)
+        ):
+            return one
+    return None
 
 
-def _capture(attempt: CaptureAttempt) -> CUDAGraphEntry:
-    """Warm up, record and compare; returns a complete entry.
+def _capture(attempt: CaptureAttempt) -> CUDAGraphEntry | None:
+    """Warm up, prove, record and compare; returns a complete entry. None if the call's code was to be like that of
+    another graph, and is not.
 
     Raises ``CaptureError``, ``VerificationError`` or ``ReplayError`` if there can be no graph, and whatever the
     callable raises in one of these runs.
@@ -148,15 +147,22 @@ def _capture(attempt: CaptureAttempt) -> CUDAGraphEntry:
     started = request.clock()
     for _ in range(request.options.warmup_iterations - eager.warms_up):
         attempt.warm_up(keeps_operators=True)
-    program = find_program(attempt)
-    recording = record(attempt, is_known=any(peer.program is program for peer in request.peers))
+    program = Program(attempt.warm_run.dispatched)
+    shown = prove_rows(attempt, program)
+    if eager.like is not None and shown.proof is not eager.like.proof:
+        eager.like.proof.is_doubted = True
+        return None
+    recording = record(attempt)
     entry = None
     try:
-        entry = make_entry(attempt, recording, program)
+        entry = make_entry(attempt, recording, program, shown)
         entry.capture_time_ms = (request.clock() - started) * 1e3
         if request.options.verify:
-            # A caller's call leaves the proof to the first padded one behind it.
-            _compare(attempt, entry, proves=not request.keep_effects)
+            if entry.against_padding(request.rows) is None:  # else a full batch is compared when one comes
+                _compare_or_refuse(attempt, entry)
+            same = (peer for peer in request.peers if peer.proof is shown.proof is not None)
+            if any(p.state is EntryState.VERIFIED and program.has_numbers_of(p.program) for p in same):
+                entry.passed()  # a value that was frozen would be among the numbers
             measure_gain(attempt, entry)
         else:
             entry.trust()
@@ -168,7 +174,7 @@ def _capture(attempt: CaptureAttempt) -> CUDAGraphEntry:
 
 def _verify(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
     """Compare the entry's replay on this batch with the eager run. Raises as ``_capture`` does."""
-    request, eager = attempt.request, attempt.eager
+    request, eager, proof = attempt.request, attempt.eager, entry.proof
     eager.draws |= entry.uses_rng  # as the replay will, whatever branch eager took
     check_may_capture(request, eager)
     attempt.lent = [Region(tensor, tensor.clone()) for tensor in entry.outputs.lent(request.size)]
@@ -177,76 +183,53 @@ def _verify(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
     if writes or entry.mode is not CUDAGraphMode.FULL:  # else it writes its rows at most
         attempt.warm_up()
     check_values(eager.opened, entry.output)
+    if request.is_padded and proof is not None and not proof.speaks_for(request.rows, request.size):
+        speak_for_batch(attempt, proof, entry.program)
+        if request.rows in proof.unlike:
+            return
+    _compare_or_refuse(attempt, entry)
+
+
+def _compare_or_refuse(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
+    """Compare a replay of this batch with eager. What shows that padding alone is at fault is noted in the proof: a graph
+    of full batches is not wrong for that."""
+    request, proof, was_verified = attempt.request, entry.proof, entry.state is EntryState.VERIFIED
     try:
-        _compare(attempt, entry, proves=request.is_padded)
+        _compare(attempt, entry)
     except (CaptureError, VerificationError) as error:
-        # A graph of full batches is not wrong because padding changes the real rows of this one.
-        found = _find_dependence(attempt, entry, error) if request.is_padded and entry.proof is None else None
-        if found is None:
+        is_write = isinstance(error, CaptureError) and error.reason is Reason.PADDING_WRITES_STATE
+        if not request.is_padded or proof is None or not (is_write or was_verified):
             raise
-        entry.program.proof = found
+        proof.refused = (Reason.PADDING_WRITES_STATE if is_write else Reason.VERIFICATION_FAILED), str(error)
 
 
-def _compare(attempt: CaptureAttempt, entry: CUDAGraphEntry, *, proves: bool) -> None:
-    """Replay this batch from where the eager run began, compare, and note in the entry what the batch tested. With
-    ``proves`` find out whether rows are independent, if that is not known."""
-    request, eager = attempt.request, attempt.eager
+def _compare(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
+    """Replay this batch from where the eager run began, compare, and note in the entry what the batch has shown."""
+    request, eager, proof = attempt.request, attempt.eager, entry.proof
     attempt.start_over(f"comparing the replay of {request.rows} rows with eager")
-    prover = RowProver(attempt, entry)
-    proves = proves and prover.is_wanted
-    padding = BY_RULE if proves else prover.further_padding()
-    load_s = seconds_of(request, lambda: attempt.load(request.rows, padding))
-    alike = request.inputs.alike(request.size) if proves else {}
+    load_s = seconds_of(request, attempt.load)
     attempt.replay_s = load_s + seconds_of(request, lambda: attempt.replay(entry))
     if eager.effects.uses_rng is not entry.uses_rng and not request.is_piecewise:
         what = "draw no random numbers" if entry.uses_rng else "draw random numbers"
         raise VerificationError(f"{request.rows} rows {what}, unlike the graph of {request.size}")
-    check = partial(check_replay, request, eager, entry, partial(_runs_program, attempt, entry))
-    try:
-        check()
-    except VerificationError as error:
-        if padding is BY_RULE:
-            raise
-        attempt.replay_again(entry, f"comparing the replay of {request.rows} rows with eager once more")
-        check()
-        entry.program.proof = RowProof(False, True, padding.name, str(error))
+    check_replay(request, eager, entry)
     if request.is_padded:
         check_padding_writes(request, eager, attempt.warm_run.regions)
-    if proves:
-        if not prover.is_ample:
-            entry.program = entry.program.apart()
-        entry.program.proof = prover.prove(alike).after(entry.proof)
-    if request.tells_numbers():
+    if request.is_padded and proof is not None and proof.is_due(request.rows, request.size):
+        _prove_padding(attempt, entry)
+    if eager.like is None:
         grow_guard(attempt, entry)
-        entry.compared.note(request.rows, request.size)
     if entry.metadata is not None:
         entry.metadata.note(request.values)
 
 
-def _runs_program(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> bool:
-    """Whether eager dispatches the graph's operators, on the same memory, for the real rows alone. Then what a replay
-    gives lies there again."""
-    request = attempt.request
-    arguments = request.arguments()
-    labels = Labels.of_arguments(arguments, request.inputs.specs)
-    effects = EffectRecorder(request.options.state_limit_bytes, strict=True, labels=labels)
-    attempt.start_over(f"asking which operators {request.rows} rows run")
-    attempt.run_apart(effects, request.values_with(arguments), effects.note_outputs)
-    is_same = runs_program(entry, effects, arguments, request.rows)
-    if is_same:
-        attempt.replay_again(entry, f"comparing the replay of {request.rows} rows with eager once more")
-    return is_same
-
-
-def _find_dependence(attempt: CaptureAttempt, entry: CUDAGraphEntry, error: GraphDispatchError) -> RowProof | None:
-    """What shows that real rows depend on padding, after a comparison of the first padded batch failed; or None."""
-    request = attempt.request
-    if isinstance(error, CaptureError):
-        is_cause = error.reason is Reason.PADDING_WRITES_STATE
-        return RowProof(False, True, BY_RULE.name, str(error), error.reason) if is_cause else None
-    attempt.start_over(f"asking whether {request.rows} rows depend on padding")
-    attempt.load()
-    alike = request.inputs.alike(request.size)
-    attempt.replay(entry)
-    proof = RowProver(attempt, entry).prove(alike)
-    return None if proof.independent else proof
+def _prove_padding(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
+    """Note in the proof what this padded batch shows, which agreed with eager: what padding writes, and does along lengths."""
+    request, proof = attempt.request, entry.proof
+    assert proof is not None
+    replay_other_padding(attempt, entry)
+    tells, writes = EqualRows(attempt).objection() if not proof.is_compared else (True, "")
+    if writes:
+        proof.refused = Reason.PADDING_WRITES_STATE, writes
+    if tells:
+        proof.note_compared(request.rows, request.size)

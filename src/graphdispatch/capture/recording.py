@@ -238,12 +238,12 @@ class Recording(NamedTuple):
     """For each output tensor, the position of the argument that it is."""
 
 
-def record(attempt: CaptureAttempt, *, is_known: bool = False) -> Recording:
+def record(attempt: CaptureAttempt) -> Recording:
     """Record the call.
 
-    Neither operators nor code are watched where the eager run on the same inputs was the warm-up and ran a program that
-    is known: then the outputs lie where eager's did. Else the eager run's trace notes the code that the call runs. The
-    recording begins where the eager run began. Raises ``CaptureError`` with the operator that ran last.
+    Neither operators nor code are watched where the eager run on the same inputs was the warm-up and did what the run of
+    a graph did: then the outputs lie where eager's did. Else the eager run's trace notes the code that the call runs.
+    The recording begins where the eager run began. Raises ``CaptureError`` with the operator that ran last.
     """
     request, eager = attempt.request, attempt.eager
     attempt.start_over(f"capturing {request.size} rows")
@@ -252,12 +252,12 @@ def record(attempt: CaptureAttempt, *, is_known: bool = False) -> Recording:
     existing = set(attempt.warm_run.outside) | attempt.warm_run.made_storages()
     existing |= {storage_key(value) for value in values if is_tensor(value)}
     watch = CaptureWatch(request, existing)
-    watches = request.is_piecewise or not (is_known and eager.warms_up)
+    watches = request.is_piecewise or not (eager.like is not None and eager.warms_up)
     try:
         begin, watched = request.backend.begin_capture, watch.recording if watches else nullcontext
         with uncached_casts(), begin(request.pool) as capture, watched(capture):
             # The trace is here, since the end of a capture runs much Python that reads nothing.
-            with eager.trace if watches else nullcontext():
+            with attempt.tracing() if watches else nullcontext():
                 output = copy_context().run(request.call, values)  # nobody could unset a context variable
             output = eager.open_outputs(output)
             made, source = (watch.made, output) if watches else (eager.effects.made, eager.opened)

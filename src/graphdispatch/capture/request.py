@@ -47,6 +47,8 @@ class CaptureRequest:
     """The graphs of other sizes of the same signature, in the present state of the callable."""
     tensors: Sequence[torch.Tensor] = ()
     """The tensors that the callable reaches."""
+    follows_rows: bool = True
+    """Whether a run is made whose rows are followed: it speaks for batches that are padded, and for other sizes."""
     keep_effects: bool = True
     """Whether the caller wants the call itself, with the effects of one run, or only the graph and no effects."""
     judges_gain: bool = False
@@ -87,13 +89,6 @@ class CaptureRequest:
             return value[:rows]
         return value
 
-    def tells_numbers(self) -> bool:
-        """Whether a comparison could show that the code takes another branch for so many rows: not with an argument of
-        zeros, which any factor leaves zeros."""
-        parts = zip(self.inputs.specs, self.arguments(), strict=True)
-        floats = (value for spec, value in parts if spec.spans and spec.dtype.is_floating_point)
-        return all(value.dtype.itemsize == 1 or bool((value.isfinite() & (value != 0)).any()) for value in floats)
-
     def arguments(self) -> list[torch.Tensor]:
         """The call's tensors that are copied to static inputs, in the order of ``inputs.specs``."""
         return [self.values[spec.position] for spec in self.inputs.specs]
@@ -123,8 +118,6 @@ class CaptureResult:
     reason: Reason
     detail: str = ""
     error: BaseException | None = None
-    answer_s: float = 0.0
-    """The seconds of the run that gave the answer, if it was a plain one: they are no part of a graph's price."""
 
 
 def failed_result(request: CaptureRequest, answer: Any, error: Exception, stage: str) -> CaptureResult:

@@ -196,7 +196,7 @@ class SideBySide:
         self._tokens = torch.Generator().manual_seed(seed)
         with torch.inference_mode():
             self.eager(**example)
-            self.graphed.prewarm(**example, compare="all")
+            self.graphed.prewarm(**example)
 
     def run(self, trace: Iterable[Step]) -> Iterator[StepRecord]:
         """Run the trace, one step for each record taken. The two sides take turns at going first."""

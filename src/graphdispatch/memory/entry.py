@@ -14,12 +14,11 @@ from ..call.rules import graph_name
 from ..call.signature import ForeignSignature, Signature
 from ..call.spec import FlatCall
 from ..copying import NotCopied
-from ..decide import HIDDEN_ROW
 from ..descriptors import BatchDescriptor, size_text
 from ..errors import GuardError, ReplayError, error_of_signal
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
-from ..sizes import HIDDEN, lengths_of, pack
+from ..sizes import lengths_of, pack
 from ..state.guards import StateGuard, WorkspaceGuard, wants_gradient
 from ..stats import CUDAGraphStats, Gain
 from .inputs import StaticInputs
@@ -232,7 +231,7 @@ class CUDAGraphEntry(Verification, NotCopied):
             The outputs of the real rows, owned as the front end's options say.
 
         Raises:
-            GuardError: An input does not fit or needs a gradient, or a mask hides a row. Nothing was copied.
+            GuardError: An input does not fit or needs a gradient. Nothing was copied.
             ReplayError: The graph was released, weights or captured variables have moved, or the batch is not proven:
                 its padding is one that no comparison tested, or ``verify_every`` wants it compared.
         """
@@ -241,10 +240,10 @@ class CUDAGraphEntry(Verification, NotCopied):
             return self.plan(self.size).run(None, self.stats)
         values, rows = self.check(inputs)
         batch = f"{rows} rows in a graph of {self.size}"
-        if self.proof is not None and self.depends_on_padding(rows):
-            raise ReplayError(f"{batch}: {self.proof.text}")
-        is_as_proven = rows == self.size or self.proof is None or self.proof.holds_for(values)
-        if not (self.may_pad(rows) and is_as_proven):
+        if (padding := self.against_padding(rows)) is not None:
+            reason, text = padding
+            raise ReplayError(f"{batch}: {text or reason.text}")
+        if not self.may_pad(rows):
             raise ReplayError(f"{batch}: {Reason.PADDING_UNPROVEN.text}; or {_BY_FRONT_END}, which compares it")
         return self.serve(values, rows, self.stats, is_timed=True)
 
@@ -289,8 +288,6 @@ class CUDAGraphEntry(Verification, NotCopied):
         rows = self.signature.match_in_any_mode(values)
         if rows < 0:
             raise GuardError(self.signature.misfit(values))
-        if rows & HIDDEN:
-            raise GuardError(HIDDEN_ROW)
         rows = rows if self.signature.has_rows else self.size
         axes = self.inputs.axes
         own, full = lengths_of(axes, rows), lengths_of(axes, self.size)

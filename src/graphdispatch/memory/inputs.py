@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 
-from ..backends.operators import bits_equal
 from ..call.signature import InputSpec
 from ..copying import renew_in_child
 from ..sizes import ROWS, Axis, lengths_of, pack
 
-_CONSTANT_AFTER = 16
 _MOST_PREPARED = 4096  # batches and sizes whose copies and padding are kept prepared
 
 
@@ -58,7 +56,6 @@ class StaticInputs:
         self._held: tuple[int, int] | None = None
         """The batch and the size that the buffers hold, padding included, in any other layout."""
         self._flat: list[torch.Tensor] = []
-        self._constants: dict[int, tuple[torch.Tensor, int]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -125,30 +122,6 @@ class StaticInputs:
     def real(self, index: int, rows: int, size: int) -> torch.Tensor:
         """The real rows of argument ``index`` (in ``specs``) as they lie in the buffer."""
         return self.specs[index].cut(self.views(size)[index], rows)
-
-    def alike(self, size: int) -> dict[int, torch.Tensor]:
-        """The arguments (by index in ``specs``) whose rows, as they lie in the buffers, are all alike, with that row.
-
-        Reads values back to the host.
-        """
-        alike: dict[int, torch.Tensor] = {}
-        one = pack(self.axes, [1] * len(self.axes))
-        for index, (spec, view) in enumerate(zip(self.specs, self.views(size), strict=True)):
-            if spec.spans:
-                first = spec.cut(view, one)
-                every = first.expand_as(view)
-                if bits_equal(view, every) or torch.equal(view, every):  # by value too: 0.0 is no other row than -0.0
-                    alike[index] = first.clone()
-        return alike
-
-    def constants(self, alike: Mapping[int, torch.Tensor]) -> set[int]:
-        """Note a batch in which these arguments were ``alike``; those that were alike, and the same, in the latest 16
-        such batches. Nothing says that they stay so."""
-        before, self._constants = self._constants, {}
-        for index, row in alike.items():
-            value, times = before.get(index, (row, 0))
-            self._constants[index] = (row, times + 1 if bits_equal(value, row) else 1)
-        return {index for index, (_, times) in self._constants.items() if times >= _CONSTANT_AFTER}
 
     def put(self, padding: Sequence[torch.Tensor | None], rows: int, size: int, axes: Sequence[Axis] = ()) -> None:
         """Put other padding behind the batch that was loaded: for each argument the whole of it, of which the padding

@@ -23,6 +23,10 @@ class Dispatched:
     operators: list[Operator] = field(default_factory=list)
     outputs: tuple[Any, ...] = ()
     """The tensors that it gave back: their labels, and how they lie in their memory."""
+    results: list[tuple[OpOverload, tuple[tuple[int, ...], ...]]] = field(default_factory=list)
+    """The operators again, those inside of others left out, with the shapes of what they gave."""
+    has_regions: bool = False
+    """Whether it called compiled code, or launched kernels that no operator stands for."""
     limits_values: bool = False
     """Whether it may fail for numbers unlike those of the batch: it checks data, or made integers or probabilities of
     floating-point numbers. On a GPU such a failure ends the process's use of the device."""
@@ -149,26 +153,29 @@ def numbers_of(operator: Operator) -> list[str]:
     return [*(repr(one) for name, one in pairs if name in taken and type(one) in (int, float)), *map(repr, lifted)]
 
 
-def is_alike(
-    mine: Sequence[Any], theirs: Sequence[Any], follows: Sequence[bool], ratios: Sequence[tuple[int, int]]
-) -> bool:
-    """Whether two operators have the same arguments, of which those that ``follows`` marks may follow the batch."""
-    return len(mine) == len(theirs) and all(
-        is_same(a, b, ratios if place < len(follows) and follows[place] else ())
-        for place, (a, b) in enumerate(zip(mine, theirs, strict=True))
-    )
+def arguments_of(operator: Operator, *, of_made: bool = True) -> tuple[Any, ...]:
+    """The arguments of an operator, but for lengths that may follow the batch. Without ``of_made`` results of other
+    operators are all the same."""
+    func, values, _ = operator
+    follows = follows_batch(func)
+    kept = tuple(one for place, one in enumerate(values) if not (place < len(follows) and follows[place]))
+    return kept if of_made else _without_made(kept)
 
 
-def is_same(a: Any, b: Any, ratios: Sequence[tuple[int, int]]) -> bool:
-    """Whether two constants are the same, or each is as many times the length of its batch."""
+def _without_made(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_without_made, value))
+    return "#" if isinstance(value, str) and value.startswith("#") else value
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two constants are the same."""
     if a is b:
         return True
     if type(a) is not type(b):
         return False
-    if type(a) is int:
-        return a == b or any(a % m == 0 and b == a // m * n for m, n in ratios)
     if isinstance(a, tuple):
-        return len(a) == len(b) and all(is_same(x, y, ratios) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(is_same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, torch.ScriptObject):  # one of compiled code may raise when compared
         return False
     return repr(a) == repr(b) if type(a) is float else bool(a == b)  # -0.0 is another number

@@ -175,8 +175,8 @@ class Outputs:
         self._mode = mode
         self._pool = pool
         self._build = _builder(leaves, spec)
-        self._has_objects = any(map(_is_opened, tree_leaves(tree, is_leaf=_is_opened)))
-        if self._has_objects:
+        self.has_objects = any(map(_is_opened, tree_leaves(tree, is_leaf=_is_opened)))
+        if self.has_objects:
             build = self._build
             self._build = lambda tensors: closed(build(tensors))
 
@@ -228,7 +228,7 @@ class Outputs:
         """
         if self._mode != "static":
             return answer
-        if self._has_objects:
+        if self.has_objects:
             kept = set(map(id, tree_leaves(self.tree)))  # objects that were there before the call
             answer = Opener(lambda value: id(value) in kept).open(answer)
         with self._pool.lock:

@@ -1,200 +1,114 @@
-"""What comparisons with eager have shown of a graph, and which batches it may serve by that.
+"""What is shown of a graph and of its rows, and which batches it may serve by that.
 
-RowProof           what replays with other padding have shown of its rows
-Compared           which numbers of rows, and lengths, were compared
+RowProof           what runs that speak for all batches have shown of rows; the graphs of a signature share it
 ArgumentMetadata   what its code reads of arguments besides their values
-Program            its operators, by which graphs of several sizes share what was proven of one of them (``labels.py``)
+Program            its operators and their results
 Verification       all of it for one graph, and the one policy: what it may serve, and what is compared before
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from copy import copy
-from dataclasses import dataclass, field, replace
-from itertools import combinations, product, starmap
-from math import gcd, prod
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import starmap
+from typing import Any, Protocol
 
 import torch
 
-from ..backends.operators import OperatorKind, bits_equal, is_total, kind_of
+from ..backends.operators import OperatorKind, bits_equal, kind_of
 from ..call.spec import is_tensor
 from ..modes import EntryState
 from ..reasons import Reason
-from ..sizes import ROWS, Axis, lengths_of, pack
+from ..sizes import Axis, lengths_of
 from ..state.reads import IDENTITY, TENSOR_READERS
-from .labels import Dispatched, follows_batch, is_alike, is_same, numbers_of
-
-MOST_COMPARED = 64
-"""The largest size of which each number of rows, or each length, is compared with eager by itself."""
-
-_BATCHES, _BATCHES_IF_LIMITED = 2, 3
-"""How many batches a proof is made with, where it takes numbers from them, and where it may try no others."""
+from .labels import Dispatched, arguments_of, is_same, numbers_of
 
 
-@dataclass(frozen=True)
+class Speaker(Protocol):
+    """A run that speaks for batches besides its own; ``proof/rows/verdict.py`` has its verdict."""
+
+    def speaks_for(self, extents: Sequence[int]) -> bool:
+        """Whether Python takes the path of the run for a batch of these extents."""
+
+
+@dataclass(eq=False, kw_only=True)
 class RowProof:
-    """Whether a graph's real rows are the same whatever its padding rows hold; ``capture/prover.py`` finds out."""
+    """What is shown of the rows of a signature, in one state of the callable. Its graphs share it, as far as they
+    dispatch the operators of its runs. Changed only with the pool's lock held.
 
-    independent: bool
-    deterministic: bool = True
-    """Whether equal replays give equal bits, and no kernel multiplies groups of rows whose sizes are data. If not, rows
-    were compared within the tolerance."""
-    perturbation: str = ""
-    """What the padding rows held when a real row changed; empty if none did, or if their number alone matters."""
-    what: str = ""
-    """What changed, and by how much."""
-    reason: Reason = Reason.VERIFICATION_FAILED
-    """Why padded batches run eagerly, if a real row changed."""
-    untested: tuple[str, ...] = ()
-    """The arguments (and ``"state"``) of which the batch could not tell; padded batches are compared until one can."""
+    Rows are the first axis. Elements along a further axis may mix, as in attention: whether padding along it is
+    harmless, under a mask, show replays (``capture/lengths.py``).
+    """
 
-    limited: bool = False
-    """Whether the callable checks its data, or makes indices of it, so that no numbers of another kind may be tried."""
+    axes: Sequence[Axis]
+    runs: list[Speaker] = field(default_factory=list)
+    """The runs that dispatched the graphs' operators: they speak for the batches that may be served."""
+    against_rows: tuple[Reason, str] | None = None
+    """Why no rows may be padded, in a word and in detail; None where rows are independent, by their structure or by the
+    user's word."""
+    refused: tuple[Reason, str] | None = None
+    """What a padded batch has shown that speaks against padding along any axis: it wrote where it must not, or was wrong."""
+    mixed: frozenset[Axis] = frozenset()
+    """The further axes along which elements mix."""
+    along: dict[Axis, str] = field(default_factory=dict)
+    """Of these, what replays have shown: why padding along the axis is not harmless; empty where it is."""
+    is_word: bool = False
+    """Whether rows are independent by the user's word, so that batches at both ends of a size are compared."""
+    unlike: dict[int, str] = field(default_factory=dict)
+    """Batches for which Python takes another path than for the graph's size, and why that is so."""
+    is_compared: bool = False
+    """Whether a padded batch has agreed with eager: an alarm for a rule that is wrong."""
+    is_doubted: bool = False
+    """Whether a run that was not watched did something else than the runs before it: then all are watched."""
+    is_trusted: bool = False
+    """Whether all batches are served without any comparison."""
+    _ends: dict[int, set[int]] = field(default_factory=dict)
+    """By size, the padded batches that were compared."""
 
-    kept: tuple[int, ...] = ()
-    """The arguments (by index) whose padding was left as their rule says, as masks of zeros and ones."""
+    def objection(self, rows: int, size: int) -> tuple[Reason, str] | None:
+        """Why a batch may not be padded to ``size``, as far as is known; None if nothing speaks against it."""
+        padded = [axis for axis in self.axes if axis.of(rows) != axis.of(size)]
+        if self.is_trusted or not padded:
+            return None
+        if self.refused is not None or (self.axes[0] in padded and self.against_rows is not None):
+            return self.refused or self.against_rows
+        along = next((self.along[axis] for axis in padded if self.along.get(axis)), "")
+        if along:
+            return Reason.ROWS_MIX, along
+        return (Reason.PATH_CHANGES, self.unlike[rows]) if rows in self.unlike else None
 
-    batches: int = 0
-    """How many batches it was made with, if it takes numbers from them, as of integers: what one of them hides, another
-    may show. Else 0."""
+    def is_due(self, rows: int, size: int) -> bool:
+        """Whether a padded batch must be compared with eager before the graph of ``size`` serves it."""
+        if self.is_trusted or rows == size or self.objection(rows, size) is not None:
+            return False
+        is_new = any(a in self.mixed and a not in self.along and a.of(rows) != a.of(size) for a in self.axes)
+        return is_new or not self.is_compared or not self.speaks_for(rows, size)
 
-    single: bool = False
-    """Whether it was made with one real row where padding keeps to a rule: more rows may show more."""
-
-    bound: tuple[Axis, ...] = ()
-    """Where there are several dynamic dimensions, those along which real ones changed."""
-
-    assumed: tuple[tuple[int, torch.Tensor], ...] = ()
-    """Values of a call, by place, with the row that all of theirs were in many batches. No padding could test them, so
-    that padded batches are served while they stay so, and compared as soon as they do not."""
-
-    def holds_for(self, values: Sequence[Any]) -> bool:
-        """Whether the rows of a call are as the proof assumes. Reads values back to the host, if it assumes any."""
-        return all(torch.equal(values[place], row.expand_as(values[place])) for place, row in self.assumed)
-
-    def allows(self, rows: int, size: int) -> bool:
-        """Whether a batch of ``rows`` rows has padding in a graph of ``size`` only where that changes no real row."""
-        if self.independent or rows == size:
+    def speaks_for(self, rows: int, size: int) -> bool:
+        """Whether Python is known to take the path of the graph of ``size`` for a batch."""
+        lengths = lengths_of(self.axes, rows)
+        if any(run.speaks_for(lengths) for run in self.runs):
             return True
-        return bool(self.bound) and all(axis.of(rows) == axis.of(size) for axis in self.bound)
+        # By the user's word, what lies between batches that were compared is like them.
+        ends = [lengths_of(self.axes, one) for one in self._ends.get(size, ())] if self.is_word else []
+        return any(all(low <= own for low, own in zip(end, lengths, strict=True)) for end in ends)
+
+    def note_compared(self, rows: int, size: int) -> None:
+        """Note that a batch agreed with eager in the graph of ``size``."""
+        if rows != size:
+            self.is_compared = True
+            self._ends.setdefault(size, set()).add(rows)
 
     @property
-    def needs_batches(self) -> bool:
-        """Whether it takes numbers from batches, and from too few of them yet."""
-        return 0 < self.batches < (_BATCHES_IF_LIMITED if self.limited else _BATCHES)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether rows are independent whatever an argument holds, as far as the batches could show."""
-        return self.independent and not (self.untested or self.assumed)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether no further batch needs to be tested."""
-        return not self.independent or (self.is_whole and not (self.needs_batches or self.single))
-
-    def after(self, earlier: "RowProof | None") -> "RowProof":
-        """This proof as one of a further batch: what an earlier one has shown stays known."""
-        if earlier is None or not self.independent:
-            return self
-        batches = max(earlier.batches, self.batches) + 1 if earlier.batches or self.batches else 0
-        if earlier.is_whole:
-            return replace(self, untested=(), assumed=(), batches=batches, single=self.single and earlier.single)
-        # Two batches that each leave something untested show nothing together: the one that leaves less counts.
-        return replace(earlier if {*earlier.untested} < {*self.untested} else self, batches=batches)
+    def independent(self) -> bool:
+        """Whether real rows are the same whatever padding rows hold."""
+        return self.refused is None and self.against_rows is None
 
     @property
     def text(self) -> str:
-        """What was found, as a sentence."""
-        if not (self.independent or self.perturbation):
-            return f"real rows depend on how many there are: {self.what}"
-        if not self.independent:
-            return f"real rows depend on padding: with {self.perturbation} in the padding rows, {self.what}"
-        if not self.deterministic:
-            return "bits are not the same in all replays, so that rows were compared within the tolerance"
-        if self.untested:
-            return f"padding was not tested for {', '.join(self.untested)}"
-        return "rows are independent" if self.is_complete else "padding was tested with too few batches"
-
-
-class Compared:
-    """Which batches were compared with eager: another one may take another branch of the Python code.
-
-    Kept are their extents along each axis. They count for all graphs as long along the axis, as long as the same
-    code runs for each. Where there are several axes, a batch is covered if each of its extents was
-    compared, and if it lies between two batches of as many rows that were compared: none of its other extents is
-    shorter than in the one, or longer than in the other. So code is found that branches on several extents at once, by
-    their product or by which of them is larger.
-
-    Above ``MOST_COMPARED`` along an axis it is enough that a shorter extent was compared, and that what divides all of
-    those divides this one: code that takes another branch below some number is found so, and code that cuts the batch
-    into blocks.
-    """
-
-    def __init__(self, axes: Sequence[Axis] = (ROWS,), others: Sequence["Compared"] = ()) -> None:
-        """``others`` are those of graphs of other sizes, in the same state of the callable."""
-        self.axes = tuple(axes)
-        self._extents: dict[tuple[Axis, int], set[int]] = others[0]._extents if others else {}
-        """By axis and the graph's extent along it, the extents that were compared."""
-        self._others: dict[int, list[tuple[int, ...]]] = {}
-        """By number of rows, the other extents of the batches that were compared with this graph."""
-        self._is_trusted = False
-
-    def part(self) -> None:
-        """Share what is noted from here on with no other graph, since other code ran."""
-        self._extents = {key: set(known) for key, known in self._extents.items()}
-
-    def trust(self) -> None:
-        """Take all batches for compared."""
-        self._is_trusted = True
-
-    def note(self, rows: int, size: int) -> None:
-        """Note that a batch was compared with the graph of ``size``."""
-        for axis in self.axes:
-            self._known(axis, size).add(axis.of(rows))
-        first, *others = lengths_of(self.axes, rows)
-        same = self._others.setdefault(first, [])
-        if tuple(others) not in same:
-            same.append(tuple(others))
-
-    def covers(self, rows: int, size: int) -> bool:
-        """Whether a batch may be padded to ``size``, as far as comparisons go."""
-        return self._is_trusted or (
-            all(self._has(axis, axis.of(rows), size) for axis in self.axes) and self._is_between(rows, size)
-        )
-
-    def missing(self, rows: int, size: int) -> Iterable[int]:
-        """What may have to be compared: for each number of rows from that of ``rows`` on the shortest and the longest
-        batches; then a full one with each other extent in turn."""
-        least, full = lengths_of(self.axes, rows), lengths_of(self.axes, size)
-        ends = ((low, high) for low, high in zip(least[1:], full[1:], strict=True))
-        for lengths in product(range(least[0], full[0] + 1), *ends):
-            yield pack(self.axes, lengths)
-        for place in range(1, len(full)):
-            for extent in range(least[place], full[place]):
-                yield pack(self.axes, [*full[:place], extent, *full[place + 1 :]])
-
-    def _known(self, axis: Axis, size: int) -> set[int]:
-        """The extents along an axis that were compared with graphs as long as this one."""
-        return self._extents.setdefault((axis, axis.of(size)), set())
-
-    def _has(self, axis: Axis, extent: int, size: int) -> bool:
-        known, full = self._known(axis, size), axis.of(size)
-        if extent == full or extent in known:
-            return True
-        # Blocks of rows may all be full in what was compared.
-        is_like = full > MOST_COMPARED and extent > min(known, default=extent)
-        return is_like and extent % gcd(full, *known) == 0
-
-    def _is_between(self, rows: int, size: int) -> bool:
-        """Whether a batch lies between two that were compared. The graph's own extents need no comparison."""
-        (first, *now), (most, *full) = lengths_of(self.axes, rows), lengths_of(self.axes, size)
-        if most > MOST_COMPARED and first not in self._others and first > min(self._others, default=first):
-            first = min(self._others)
-        same = [*self._others.get(first, ()), *([tuple(full)] if first == most else [])]
-        has_less = any(all(a <= b for a, b in zip(other, now, strict=True)) for other in same)
-        return has_less and any(all(a >= b for a, b in zip(other, now, strict=True)) for other in same)
+        """What is known, as a sentence."""
+        if found := self.refused or self.against_rows:
+            return found[1]
+        return "rows are independent, by the user's word" if self.is_word else "rows are independent"
 
 
 _MOST_KNOWN = 8
@@ -252,92 +166,66 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is int and type(b) is int and a == b)
 
 
-_LEAST = 4
-
-
 class Program:
-    """The operators that a run of one size dispatched, in order, and what is proven of the rows of all such runs.
-
-    Whether padding can change a real row depends on the operators, not on how many rows they run on. So a graph whose
-    operators and constants are those of a proven one, but for the lengths that follow the batch, needs no proof of its
-    own. Fewer than two real rows and two of padding prove too little for others.
+    """The operators that a run of one size dispatched, in order, with the shapes of their results.
 
     Args:
-        run: What a run on the static inputs told of it.
-        size: The rows of the run, padding included.
-        axes: The dynamic dimensions of the batch.
+        run: What the run noted of it.
     """
 
-    def __init__(self, run: Dispatched | None = None, size: int = 0, axes: Sequence[Axis] = (ROWS,)) -> None:
+    def __init__(self, run: Dispatched | None = None) -> None:
         run = run or Dispatched()
         self._operators, self._outputs = run.operators, run.outputs
-        self._is_apart = False
+        self.results = run.results
         self.limits_values = run.limits_values
         self.groups_rows = run.groups_rows
+        self.has_regions = run.has_regions
         self.float_types = run.float_types
-        self._lengths = [axis.of(size) for axis in axes]
-        distinct = {func for func, *_ in run.operators}
-        kinds = {kind_of(func) for func in distinct}
-        self.computes = bool(run.operators) and kinds <= {OperatorKind.PURE, OperatorKind.VIEW, OperatorKind.RANDOM}
-        """Whether all that it does is to make tensors of others and views of them, and perhaps to draw numbers."""
-        self.takes_any = all(kind_of(func) is OperatorKind.VIEW or is_total(func) for func in distinct)
-        """Whether no number in a tensor can make it fail, such as an index out of range."""
-        self.proof: RowProof | None = None
-        """Whether real rows are independent of padding; None until a comparison has tested that."""
 
-    def apart(self) -> "Program":
-        """The same program for one graph, of which a proof by few rows holds for no graph of another size."""
-        other = copy(self)
-        other._is_apart = True
-        return other
+    def computes_like(self, other: "Program") -> bool:
+        """Whether the other program is this one for another batch but for views and copies: where there is one row, torch
+        makes a view in place of a copy."""
+        mine, theirs = (
+            [one for one in program._operators if kind_of(one[0]) is not OperatorKind.VIEW and one[0] not in _COPIES]
+            for program in (self, other)
+        )
+        return len(mine) == len(theirs) and all(
+            a[0] is b[0] and is_same(arguments_of(a, of_made=False), arguments_of(b, of_made=False))
+            for a, b in zip(mine, theirs, strict=True)
+        )
+
+    def has_numbers_of(self, other: "Program") -> bool:
+        """Whether the other program has the same operators, which compute with the same numbers."""
+        pairs = zip(self._operators, other._operators, strict=False)
+        return len(self._operators) == len(other._operators) and all(
+            a[0] is b[0] and numbers_of(a) == numbers_of(b) for a, b in pairs
+        )
 
     def is_like(self, other: "Program") -> bool:
-        """Whether the other program is this one for another size, and what is proven of this one holds for it."""
-        return not self._is_apart and self._has_operators_of(other)
-
-    def computes_as(self, other: "Program") -> bool:
-        """Whether the other program is this one for other rows, and makes no number of how many these are."""
-        return self._has_operators_of(other) and all(
-            (mine[2] and mine[0]._schema.name not in _FILLING)
-            or kind_of(mine[0]) is OperatorKind.EMPTY
-            or is_same(mine[1:], theirs[1:], ())
-            for mine, theirs in zip(self._operators, other._operators, strict=True)
-        )
-
-    def counts_rows(self, other: "Program") -> bool:
-        """Whether the other program, a run of other rows, is this one but for numbers that it computes with: these are
-        made of how many rows there are."""
-        pairs = list(zip(self._operators, other._operators, strict=False))
-        is_same_code = len(self._operators) == len(other._operators) and all(a[0] is b[0] for a, b in pairs)
-        return is_same_code and any(numbers_of(a) != numbers_of(b) for a, b in pairs)
-
-    def _has_operators_of(self, other: "Program") -> bool:
-        if len(self._operators) != len(other._operators) or min(self._lengths) < _LEAST:
+        """Whether the other program is this one for another batch: the same operators on the same memory, with the same
+        arguments but for lengths that may follow the batch."""
+        if len(self._operators) != len(other._operators) or len(self._outputs) != len(other._outputs):
             return False
-        places = range(len(self._lengths))
-        chosen = [some for count in range(1, len(places) + 1) for some in combinations(places, count)]
-        ratios = [(prod(self._lengths[i] for i in some), prod(other._lengths[i] for i in some)) for some in chosen]
-        return is_same(self._outputs, other._outputs, ratios) and all(
-            mine[0] is theirs[0]
-            and is_alike(mine[1], theirs[1], follows_batch(mine[0]), ratios)
-            and is_same(mine[2], theirs[2], ratios)
-            for mine, theirs in zip(self._operators, other._operators, strict=True)
+        outputs = zip(self._outputs, other._outputs, strict=True)
+        return all(a[:1] == b[:1] for a, b in outputs) and all(
+            a[0] is b[0] and is_same(arguments_of(a), arguments_of(b))
+            for a, b in zip(self._operators, other._operators, strict=True)
         )
 
 
-_FILLING = frozenset(f"aten::{name}" for name in ("ones_like", "full_like", "new_ones", "new_full", "fill", "fill_"))
-"""Operators that make equal numbers, as many as a tensor has."""
+_COPIES = frozenset((torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default))
+_UNPROVEN = Reason.PADDING_UNPROVEN, ""
 MOST_ALIKE = 8
 """Calls with the first batch that a graph serves before it is compared on one made of it."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Verification:
-    """What comparisons with eager have shown of a graph of ``size`` rows, and when the next one is due.
+    """What is shown of a graph of ``size`` rows, and when the next comparison with eager is due.
 
-    Compared are the batch of the capture; the second, different batch; a padded one of each number of rows (above
-    ``MOST_COMPARED`` rows: of one smaller than all before); one after a replay that failed; and one in every
-    ``verify_every``. What a graph of somebody else does to memory is not known, so it is not compared.
+    Compared are the batch of the capture; of the first graph of a signature a second, different batch; the first padded
+    one; one after a replay that failed; and one in every ``verify_every``. What a graph of somebody else does to memory
+    is not known, so it is not compared.
     """
 
     size: int
@@ -346,24 +234,17 @@ class Verification:
     warm_batch: tuple[Any, ...] = ()
     """The first batch, until a different one has been verified."""
     program: Program = field(default_factory=Program)
-    """The operators of the graph, which it may share with graphs of other sizes, and what is proven of their rows."""
-    compared: Compared = field(default_factory=Compared)
+    """The operators of the graph."""
+    proof: RowProof | None = None
+    """What is shown of its rows; None where nobody pads a batch to it, or where that is not known."""
     metadata: ArgumentMetadata | None = None
     """What the code reads of its arguments besides their values, in the calls that were compared; None: nothing."""
-    is_known: bool = True
-    """Whether a further eager run need not be watched if the captured one only computed; not after one that did
-    something else."""
     knows_effects: bool = True
     """Whether the graph's effects are known, so that it can be compared; not so if somebody else captured it."""
     verify_at: float = math.inf
     """The number of replays from which on the next batch is compared with eager."""
     verify_every: int | None = None
     """After how many replays a comparison is due again; None: never."""
-
-    @property
-    def proof(self) -> RowProof | None:
-        """Whether its real rows are independent of padding; None until a comparison has tested that."""
-        return self.program.proof
 
     def due(self, values: Sequence[Any], rows: int) -> bool:
         """Whether this batch must be compared with eager before the graph serves it.
@@ -374,11 +255,9 @@ class Verification:
         """
         if not self.knows_effects:
             return False
-        if rows != self.size and self.proof is not None and not self.proof.holds_for(values):
-            return True
         if self.metadata is not None and not self.metadata.knows(values):
             return True
-        if self.compares(rows) or self.is_due_again:
+        if (self.proof is not None and self.proof.is_due(rows, self.size)) or self.is_due_again:
             return True
         return self.state is EntryState.FAILED or (self.state is EntryState.CAPTURED and self.differs(values))
 
@@ -390,8 +269,8 @@ class Verification:
             rows: The number of real rows.
             is_frozen: Whether no comparison is allowed now.
         """
-        if self.proof is not None and self.depends_on_padding(rows):
-            return self.proof.reason, self.proof.text
+        if (padding := self.against_padding(rows)) is not None:
+            return padding
         if self.metadata is not None and self.metadata.is_full and not self.metadata.knows(values):
             return Reason.STATE_UNSEEN, self.metadata.text
         if not self.due(values, rows):
@@ -407,8 +286,6 @@ class Verification:
         """
         if not self.may_pad(rows):
             return False
-        if rows != self.size and self.proof is not None and self.proof.assumed:
-            return False  # the slow path looks at the values
         return self.state is EntryState.VERIFIED or (self.serves_one_batch and rows == self.size)
 
     def passed(self) -> None:
@@ -422,9 +299,8 @@ class Verification:
     def trust(self) -> None:
         """Serve all batches without any comparison."""
         self.state = EntryState.VERIFIED
-        self.program.proof = RowProof(True)
+        self.proof = RowProof(axes=(), is_trusted=True)
         self.metadata = None
-        self.compared.trust()
 
     def schedule_check(self, *, rests: bool = False) -> None:
         """Have a batch compared with eager after ``verify_every`` further replays, or none while it ``rests``.
@@ -456,30 +332,23 @@ class Verification:
         return not pairs or not all(starmap(bits_equal, pairs))
 
     def may_pad(self, rows: int) -> bool:
-        """Whether comparisons with eager allow a batch: a full one, or a padded one if rows are proven independent.
+        """Whether the graph may serve a batch without a comparison: a full one, or a padded one if that is proven.
 
         Args:
-            rows: The number of real rows; so many must have been compared.
+            rows: The number of real rows.
         """
         if rows == self.size:
             return True
         proof = self.proof
-        if proof is None or proof.untested or proof.needs_batches or not proof.allows(rows, self.size):
-            return False
-        return self.compared.covers(rows, self.size)
+        return proof is not None and proof.objection(rows, self.size) is None and not proof.is_due(rows, self.size)
 
-    def compares(self, rows: int) -> bool:
-        """Whether a batch would be padded, and has to be compared with eager before.
-
-        Args:
-            rows: The number of real rows.
-        """
-        return rows != self.size and not self.may_pad(rows) and not self.depends_on_padding(rows)
-
-    def depends_on_padding(self, rows: int) -> bool:
-        """Whether a batch would be padded although rows are known to depend on padding.
+    def against_padding(self, rows: int) -> tuple[Reason, str] | None:
+        """Why a batch may not be padded to the graph's size, in a word and in detail; None if it may, as far as is
+        known.
 
         Args:
             rows: The number of real rows.
         """
-        return self.proof is not None and not self.proof.allows(rows, self.size)
+        if self.proof is None:
+            return None if rows == self.size or not self.knows_effects else _UNPROVEN
+        return self.proof.objection(rows, self.size)

@@ -73,13 +73,12 @@ class Health(NamedTuple):
 
 
 class TimeShare:
-    """Says whether there is time for work on graphs that a call would pay for: a capture, or a comparison.
+    """Says whether there is time for a capture that a call would pay for.
 
-    All of it may take at most ``share`` of the time that eager would take for the calls served so far: eager calls and
-    replays, each as long as an eager call on average. Work counts beyond the eager run that answers its call, which
-    takes as long as one on average unless the work says how long it took: the first of a shape takes longer. It is
-    expected to take as long as the latest of its kind. The first of each kind is done whatever it takes, and does
-    not count, so that the first graph comes soon.
+    Captures may take at most ``share`` of the time that eager would take for the calls served so far: eager calls and
+    replays, each as long as an eager call on average. What a call pays beyond the eager run that answers it counts, be
+    it a capture or a comparison. A capture is expected to take as long as the latest one. The first is made whatever it
+    takes, and does not count, so that the first graph comes soon.
 
     Used with the server's lock held, but for ``note_eager``, which may lose a call of another thread.
 
@@ -99,25 +98,26 @@ class TimeShare:
     def clear(self) -> None:
         """Forget what was done."""
         self._spent_s, self._eager_s, self._eager_calls = 0.0, 0.0, 0
-        self._latest_s: dict[Hashable, float] = {}
+        self._capture_s: float | None = None
+        """How long the latest capture took; None before the first."""
 
-    def allows(self, kind: Hashable) -> bool:
-        """Whether there is time for work of this kind now."""
-        if self.share is None or kind not in self._latest_s:
+    @property
+    def has_time(self) -> bool:
+        """Whether there is time for a capture now."""
+        if self.share is None or self._capture_s is None:
             return True
-        return self._spent_s + self._latest_s[kind] <= self.share * self._served_s
+        return self._spent_s + self._capture_s <= self.share * self._served_s
 
-    def pay(self, kind: Hashable, work: Callable[[], T]) -> T:
-        """``work()``, which counts as work of this kind."""
-        started, done = self.clock(), None
+    def pay(self, work: Callable[[], T], *, is_capture: bool) -> T:
+        """``work()``, a capture or a comparison, whose time counts."""
+        started = self.clock()
         try:
-            done = work()
-            return done
+            return work()
         finally:
-            answer_s = max(done.answer_s if done is not None else 0.0, self._usual_s)
-            taken_s = max(self.clock() - started - answer_s, 0.0)
-            self._spent_s += taken_s if kind in self._latest_s else 0.0
-            self._latest_s[kind] = taken_s
+            taken_s = max(self.clock() - started - self._usual_s, 0.0)
+            self._spent_s += taken_s if self._capture_s is not None else 0.0
+            if is_capture:
+                self._capture_s = taken_s
 
     def note_eager(self, seconds: float) -> None:
         """Note a call that ran eagerly. Needs no lock."""
@@ -351,7 +351,7 @@ class GraphSet:
             result = capture_entry(request)
         finally:
             self._captured_on = before
-        if result.reason is Reason.CAPTURE_WAITS:  # for a call whose run is watched
+        if result.reason is Reason.CAPTURE_WAITS:  # for a call whose code is traced
             return result
         if result.entry is None:
             self.stats.record_capture_failure()
@@ -408,22 +408,8 @@ class GraphSet:
                 entry.release()
         return result
 
-    def compare(self, group: GraphGroup, values: Sequence[Any], rows: int, entry: CUDAGraphEntry) -> CaptureResult:
-        """Compare a graph with eager on a call's batch.
-
-        A batch of zeros cannot show that the code takes another branch for so many rows; then another one is made of
-        it.
-        """
-        result = self.verify(group, values, rows, entry)
-        if entry.depends_on_padding(rows):
-            return result
-        was_dull = rows != entry.size and not entry.compared.covers(rows, entry.size)
-        found = self.settle(group, values, rows, entry) if was_dull and result.entry is not None else None
-        return result if found is None else replace(found, answer=result.answer)
-
     def settle(self, group: GraphGroup, batch: Sequence[Any], rows: int, entry: CUDAGraphEntry) -> CaptureResult | None:
-        """Compare a graph on another batch made of one: all calls were alike, or this one cannot tell. What found a
-        difference, or None."""
+        """Compare a graph on another batch made of one, since all calls were alike. What found a difference, or None."""
         if self.cache.is_frozen:
             return None
         other = group.varied(batch, rows)
@@ -559,6 +545,7 @@ class GraphSet:
             options=self.options,
             peers=peers,
             tensors=self.guard._tensors,
+            follows_rows=group.has_several_batches(size),
             clock=self.clock,
             keep_effects=keep_effects,
             judges_gain=self.judges_gain and keep_effects,

@@ -187,6 +187,12 @@ class GraphGroup:
         """The decision for a call of ``rows`` rows that fits the signature."""
         return self.route.table.decide(rows) if self.signature.has_rows else self.route.table.fixed
 
+    def has_several_batches(self, size: int) -> bool:
+        """Whether batches are padded to ``size``, or there are graphs of other sizes."""
+        table = self.route.table
+        pads = table.pads and table.min_batch_of(size) != size
+        return self.signature.has_rows and (pads or len(table.sizes) > 1)
+
     def make_hit(self, rows: int) -> Hit | None:
         """The hit of calls of ``rows`` rows, if a graph may serve them by hits; needs no lock."""
         if rows < 0:

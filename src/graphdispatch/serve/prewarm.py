@@ -3,13 +3,14 @@
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, product
 from typing import Any
 
 import torch
 
 from ..call.signature import Refusal
 from ..capture.collector import paused_collector
-from ..capture.probes import points_beyond
+from ..capture.padding import points_beyond
 from ..capture.request import CaptureResult
 from ..decide import Decision
 from ..errors import CaptureError, ConfigError, FallbackError, shown
@@ -23,6 +24,10 @@ from ..sizes import lengths_of, pack
 from .graphs import GraphSet, memory_of
 from .group import GraphGroup, Route
 from .server import Server
+
+
+_MOST_LOOKED_AT = 4096
+"""The most batches of a size of which a prewarm sees whether its proof covers them."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ def capture_size(server: Server, route: Route, size: Any) -> bool:
             return False
         for group in _groups(route):
             if group.example and group.blocked(number) is None and graphs.current(group, number) is None:
-                _Prewarm(server, compares_all=True).capture(group, group.example, [number])
+                _Prewarm(server).capture(group, group.example, [number])
         return size in captured_sizes(server, route)
 
 
@@ -82,8 +87,6 @@ def prewarm(
     kwargs: dict[str, Any],
     sizes: Sequence[int] | None = None,
     max_seconds: float | None = None,
-    *,
-    compare: str = "ends",
 ) -> PrewarmReport:
     """Capture the sizes of a route that have no graph yet, from a call of it. See ``Graphed.prewarm``. Who puts graphs
     to sleep meanwhile waits for the lock."""
@@ -91,12 +94,10 @@ def prewarm(
         isinstance(max_seconds, bool) or not isinstance(max_seconds, int | float) or not max_seconds > 0
     ):
         raise ConfigError(f"max_seconds must be a number above 0 or None, got {shown(max_seconds)}")
-    if compare not in ("ends", "all"):
-        raise ConfigError(f"compare must be 'ends' or 'all', got {shown(compare)}")
     graphs, mode = server.graphs, route.table.mode
     with torch.no_grad(), server.lock, paused_collector(graphs.options.gc_disable):
         refuse_closed(server, route)
-        run = _Prewarm(server, max_seconds, compares_all=compare == "all")
+        run = _Prewarm(server, max_seconds)
         graphs.refresh()
         group, leaves, rows = _example(server, route, args, kwargs)
         wanted = sorted(route.table.checked(sizes), reverse=True) if group.signature.has_rows else [1]
@@ -129,8 +130,8 @@ def prewarm(
 class _Prewarm:
     """The captures of one prewarm, within its limits."""
 
-    def __init__(self, server: Server, max_seconds: float | None = None, *, compares_all: bool) -> None:
-        self._server, self._max_seconds, self._compares_all = server, max_seconds, compares_all
+    def __init__(self, server: Server, max_seconds: float | None = None) -> None:
+        self._server, self._max_seconds = server, max_seconds
         self.left_out: dict[int, tuple[str, Reason | None]] = {}
         """Why sizes have no graph, in words and, unless there was no time, by its reason."""
         self.started = time.perf_counter()
@@ -147,13 +148,16 @@ class _Prewarm:
                 self.left_out[size] = result.detail, result.reason
 
     def _capture_checked(self, group: GraphGroup, leaves: Sequence[Any], size: int) -> CaptureResult:
-        """Capture one size from a full batch, and compare it on another one of the fewest rows that it serves, and
-        perhaps on every further number of rows, up to ``MOST_COMPARED``.
+        """Capture one size from a full batch, and compare it on what its proof needs besides: a second batch, a padded
+        one, and those for which no run speaks yet.
 
         Raises ``FallbackError`` with ``strict``.
         """
-        result = self._server.graphs.capture(group, group.resized(leaves, size), size, size, keep_effects=False)
-        if result.entry is not None and result.entry.state is EntryState.CAPTURED:
+        graphs, batch = self._server.graphs, group.resized(leaves, size)
+        result = graphs.capture(group, batch, size, size, keep_effects=False)
+        if result.reason is Reason.CAPTURE_WAITS:  # its code is not that of other sizes, and is traced now
+            result = graphs.capture(group, batch, size, size, keep_effects=False)
+        if result.entry is not None:
             result = self._compare(group, leaves, result.entry) or result
         if result.entry is None and self._server.strict:
             raise FallbackError(f"prewarm could not capture {size} rows: {result.detail}", result.reason)
@@ -164,16 +168,13 @@ class _Prewarm:
 
         They are a second batch unless the example has nothing but integers, since its rows are repeated.
         """
-        graphs, other = self._server.graphs, group.varied(leaves, entry.size)
-        is_second = entry.differs(other)
-        rows = group.route.table.min_batch_of(entry.size) if group.signature.has_rows else entry.size
-        is_padded = rows != entry.size and not entry.depends_on_padding(rows)
-        if is_padded and _tells(group, group.varied(leaves, rows), rows):
-            found = _compare_numbers(graphs, group, leaves, rows, entry, self._compares_all)
-            if found is None and is_second:
-                entry.passed()
-            return found
-        return graphs.difference_on(group, other, entry.size, entry) if is_second else None
+        if entry.state is EntryState.CAPTURED:
+            other = group.varied(leaves, entry.size)
+            found = self._server.graphs.difference_on(group, other, entry.size, entry) if entry.differs(other) else None
+            if found is not None:
+                return found
+        least = group.route.table.min_batch_of(entry.size) if group.signature.has_rows else entry.size
+        return _compare_padded(self._server.graphs, group, leaves, least, entry)
 
     def _is_beyond_budget(self) -> bool:
         """Whether one more graph, as large as the largest there is, would not fit into the budget of memory."""
@@ -215,8 +216,7 @@ def _example(
 def capture_example(
     server: Server, route: Route, call: tuple[tuple[Any, ...], dict[str, Any]], rows: int, size: int, name: str
 ) -> CaptureResult:
-    """Capture one size from a call of ``rows`` rows, and compare it on all numbers of rows that it pads. Leaves no
-    effect. Raises ``CaptureError`` if there can be no graph."""
+    """Capture one size from a call of ``rows`` rows, for all batches from that on. Leaves no effect. Raises ``CaptureError`` if there can be no graph."""
     with torch.no_grad(), server.lock:
         refuse_closed(server, route)
         server.graphs.refresh()
@@ -226,40 +226,34 @@ def capture_example(
         group, leaves, _ = found
         result = server.graphs.capture(group, leaves, rows, size, keep_effects=False)
         if result.entry is not None and rows < size:
-            result = _compare_numbers(server.graphs, group, leaves, rows, result.entry) or result
+            result = _compare_padded(server.graphs, group, leaves, rows, result.entry) or result
     if result.entry is None:
         raise CaptureError(f"no graph for {name}: {result.detail}", result.reason) from result.error
     return result
 
 
-def _compare_numbers(
-    graphs: GraphSet,
-    group: GraphGroup,
-    leaves: Sequence[Any],
-    rows: int,
-    entry: CUDAGraphEntry,
-    compares_all: bool = True,
+def _compare_padded(
+    graphs: GraphSet, group: GraphGroup, leaves: Sequence[Any], least: int, entry: CUDAGraphEntry
 ) -> CaptureResult | None:
-    """Compare a new graph with eager on a batch of ``rows`` rows, and of each further number that it pads: without
-    ``compares_all`` of as many as its proof needs. What found a difference, or None. No batch counts as the second."""
+    """Compare a new graph with eager on the padded batches, from that of ``least`` rows on, that its proof does not
+    cover: as a rule on the first one alone. What found a difference, or None. None of them counts as the second."""
+    proof, axes = entry.proof, group.inputs.axes
+    if proof is None:
+        return None
     state, batch = entry.state, entry.warm_batch
-    for number in (rows, *entry.compared.missing(rows, entry.size)):
-        if points_beyond(group.inputs.specs, [a for a in group.inputs.axes if a.of(number) != a.of(entry.size)]):
+    pairs = zip(lengths_of(axes, least), lengths_of(axes, entry.size), strict=True)
+    for lengths in islice(product(*(range(low, high + 1) for low, high in pairs)), _MOST_LOOKED_AT):
+        rows = pack(axes, lengths)
+        if not proof.is_due(rows, entry.size):
+            continue
+        if points_beyond(group.inputs.specs, [axis for axis in axes if axis.of(rows) != axis.of(entry.size)]):
             continue  # such an example holds lengths that it does not have
-        if number != rows and not (compares_all or (entry.proof is not None and entry.proof.needs_batches)):
-            break
-        example = group.varied(leaves, number) if entry.compares(number) else None
-        if example is not None and _tells(group, example, number):
-            found = graphs.difference_on(group, example, number, entry)
-            if found is not None:
-                return found
-    entry.state, entry.warm_batch = state, batch
+        found = graphs.difference_on(group, group.varied(leaves, rows), rows, entry)
+        if found is not None:
+            return found
+    if entry.state is not EntryState.FAILED:
+        entry.state, entry.warm_batch = state, batch
     return None
-
-
-def _tells(group: GraphGroup, batch: Sequence[Any], rows: int) -> bool:
-    """Whether a batch made of an example is one that graphs serve: not if a mask in it hides a whole row."""
-    return group.signature.match(batch) == rows
 
 
 def arguments_of(dummy: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -10,7 +10,7 @@ to ``serve_in_range``. Everything else is for ``step``.
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -58,14 +58,6 @@ class Choice(NamedTuple):
     size: int = 0
     """The size whose graph would serve the call; 0 if none can."""
     entry: CUDAGraphEntry | None = None
-
-    @property
-    def kind(self) -> Hashable:
-        """What kind of work a capture or comparison is: those that prove something take longer than others."""
-        entry = self.entry
-        if entry is None:
-            return self.decision.reason
-        return self.decision.reason, entry.state, entry.proof is None and self.decision.rows != entry.size
 
 
 class Server:
@@ -198,20 +190,13 @@ class Server:
         if reason is None:
             assert entry is not None
             return Choice(decision._replace(mode=entry.mode), group, leaves, rows, size, entry)
-        choice = Choice(Decision.eager(reason, rows, detail), group, leaves, rows, size, entry)
-        if reason in (Reason.CAPTURED_NOW, Reason.VERIFIED_NOW) and self._has_to_wait(choice):
-            return choice._replace(decision=Decision.eager(Reason.CAPTURE_WAITS, rows))
-        return choice
+        if reason is Reason.CAPTURED_NOW and self._has_to_wait():
+            reason = Reason.CAPTURE_WAITS
+        return Choice(Decision.eager(reason, rows, detail), group, leaves, rows, size, entry)
 
-    def _has_to_wait(self, choice: Choice) -> bool:
-        """Whether there is no time to capture or compare now.
-
-        A graph that was not compared on a second batch waits, too, and serves nothing meanwhile. With
-        ``capture_after=1`` captures are wanted at once, and ``verify_every`` wants its comparisons.
-        """
-        if self.graphs.cache.admission.capture_after == 1 or self.graphs.share.allows(choice.kind):
-            return False
-        return choice.entry is None or not choice.entry.is_due_again
+    def _has_to_wait(self) -> bool:
+        """Whether there is no time to capture now. With ``capture_after=1`` captures are wanted at once."""
+        return self.graphs.cache.admission.capture_after != 1 and not self.graphs.share.has_time
 
     def _eager_reason(
         self, group: GraphGroup, leaves: Sequence[Any], rows: int, size: int, entry: CUDAGraphEntry | None
@@ -275,10 +260,10 @@ class Server:
             return False, choice
         batch = group, choice.leaves, choice.rows, entry
         if reason is Reason.VERIFIED_NOW:
-            return True, self.after_eager(choice, partial(self.graphs.compare, *batch))
+            return True, self.after_eager(choice, partial(self.graphs.verify, *batch))
         if entry.state is EntryState.CAPTURED and entry.replay_count == MOST_ALIKE - 1:
             # Before the replay, since the caller may get the graph's own memory as the answer.
-            found = self.graphs.share.pay((Reason.VERIFIED_NOW, entry.state), partial(self.graphs.settle, *batch))
+            found = self.graphs.share.pay(partial(self.graphs.settle, *batch), is_capture=False)
             if found is not None:
                 return False, choice._replace(decision=Decision.eager(found.reason, choice.rows, found.detail))
         try:
@@ -322,7 +307,7 @@ class Server:
         decision = choice.decision
         self.local.decision = Decision.eager(Reason.CALL_RAISED, choice.rows)  # if it does
         try:
-            result = self.graphs.share.pay(choice.kind, work)
+            result = self.graphs.share.pay(work, is_capture=choice.entry is None)
         except BaseException:
             self.stats.record_eager(Reason.CALL_RAISED, choice.rows)
             raise
