@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from .models import MODEL_HELP, load_model
+from .waiting import waiting
 
 
 def audit(
@@ -23,7 +24,8 @@ def audit(
 
     options = {} if sizes is None else {"sizes": _parse_sizes(sizes)}
     fn, example, given = load_model(model, "MODEL")
-    found = run_audit(fn, example, **{**given, "mode": mode, **options})
+    with waiting("running the model, and capturing it"):
+        found = run_audit(fn, example, **{**given, "mode": mode, **options})
     typer.echo(found)
     if not found.capturable:
         raise typer.Exit(1)

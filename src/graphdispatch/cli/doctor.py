@@ -5,11 +5,14 @@ import platform
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
+from itertools import chain
 from typing import NamedTuple
 
 _UNLISTED = ("all", "test", "dev", "docs")
+_WIDTH = len("extra transformers")
 
 
 class _Finding(NamedTuple):
@@ -22,11 +25,10 @@ class _Finding(NamedTuple):
 
 def doctor() -> int:
     """Say what is installed, what serves on this machine, and what is wrong. Exits with 1 if something is."""
-    findings = [*_packages(), *_parts()]
-    width = max(len(name) for name, _, _ in findings)
-    for name, found, _ in findings:
-        print(f"{name:{width}}  {found}")
-    wrong = [f"wrong: {name}: {remedy}" for name, _, remedy in findings if remedy]
+    wrong: list[str] = []
+    for name, found, remedy in chain(_packages(), _parts()):  # some take seconds, so that each is shown at once
+        print(f"{name:{_WIDTH}}  {found}", flush=True)
+        wrong += [f"wrong: {name}: {remedy}"] * bool(remedy)
     print("\n".join(wrong or ["all is well"]))
     return 1 if wrong else 0
 
@@ -45,8 +47,14 @@ def _packages() -> Iterator[_Finding]:
             extras.setdefault(extra[1], []).append(name)
     for title, names in extras.items():
         versions = ", ".join(f"{name} {_version(name)}" for name in names)
-        missing = f"not installed: pip install 'graphdispatch[{title}]'"
+        missing = f"not installed; in the folder of the sources: {_installed_by(title, names)}"
         yield _Finding(f"extra {title}", versions if all(map(_version, names)) else missing)
+
+
+def _installed_by(extra: str, names: list[str]) -> str:
+    """The command that installs an extra from a copy of the sources, where its plug-in lies in a folder of its own."""
+    plugins = [f"./plugins/{name}" for name in names if name.startswith("graphdispatch-")]
+    return f"pip install {' '.join(['.', *plugins]) if plugins else repr(f'.[{extra}]')}"
 
 
 def _required(name: str, least: str) -> _Finding:
@@ -100,5 +108,7 @@ def _parts() -> Iterator[_Finding]:
     else:
         remedy = "install a C++ compiler and Python's headers, then reinstall graphdispatch" if IS_ENABLED else ""
         yield _Finding("native core", f"not in use, Python serves, more slowly: {WHY_NO_CORE}", remedy)
+    if not TAPE.is_settled and sys.stdout.isatty():
+        print("compiling the loop that replays graphs on the CPU ...", end="\r", flush=True)
     TAPE.wait()
     yield _Finding("graphs on the CPU", "compiled" if TAPE.module is not None else f"run in Python: {TAPE.why_not}")
