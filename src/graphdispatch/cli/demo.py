@@ -37,7 +37,7 @@ def demo(
     with waiting("capturing graphs, and comparing each with eager"):
         both = SideBySide(preset, device, max_size=max_size, seed=seed)
     trace = generate_trace(steps, seed=seed, window=both.eager.config.window)
-    records = track(both.run(trace), "running steps", steps, transient=True, disable=not console.is_terminal)
+    records = track(both.run(trace), "running steps", steps, transient=True, disable=not console.is_interactive)
     result = DemoResult(tuple(records), both.tolerance)
     weight = both.eager.head.weight
     dtype = str(weight.dtype).removeprefix("torch.")

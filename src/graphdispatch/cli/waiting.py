@@ -12,4 +12,4 @@ def waiting(task: str) -> AbstractContextManager[object]:
         task: What is done, as "capturing graphs".
     """
     console = Console(stderr=True)
-    return console.status(task) if console.is_terminal else nullcontext()
+    return console.status(task) if console.is_interactive else nullcontext()
