@@ -104,9 +104,9 @@ def test_a_plan_is_printed_judged_and_saved(folder: Path, run: Callable[..., Any
     assert code == 0
     assert Plan.load("plan.json") == plan_sizes(workload, **limits)
     tried = plan_sizes(seen, **limits)
-    assert f"on the second\n{tried}\n{tried.evaluate(judged)}\n" in out
+    assert f"on the second half\n{tried}\n{tried.evaluate(judged)}\n" in out
     named = Plan.from_sizes("vllm", 7)
-    assert f"vLLM's sizes, on the same steps\n{named}\n{named.evaluate(judged)}\n" in out
+    assert f"vLLM's sizes, judged on these steps\n{named}\n{named.evaluate(judged)}\n" in out
 
 
 def test_without_a_trace_the_demo_s_is_planned(run: Callable[..., Any]) -> None:
@@ -122,7 +122,7 @@ def test_one_step_is_judged_on_itself(tmp_path: Path, run: Callable[..., Any]) -
     (tmp_path / "one.csv").write_text("num_tokens\n3\n")
     code, out, _ = run("plan", tmp_path / "one.csv")
     assert code == 0
-    assert "planned for these steps, on the same" in out
+    assert "this plan, judged on the same steps" in out
 
 
 def test_measured_costs_are_printed(folder: Path, run: Callable[..., Any]) -> None:

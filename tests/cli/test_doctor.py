@@ -68,7 +68,7 @@ def test_a_missing_core_is_wrong_unless_it_is_turned_off(
     monkeypatch.setattr("graphdispatch.native.bound.CORE", None)
     monkeypatch.setattr("graphdispatch.native.bound.WHY_NO_CORE", "it was not compiled")
     outcome = run("doctor")
-    assert "Python serves, more slowly: it was not compiled" in outcome.out
+    assert "not in use: it was not compiled; Python serves, more slowly" in outcome.out
     assert (outcome.code, remedy in outcome.out) == (code, True)
 
 

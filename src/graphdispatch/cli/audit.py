@@ -16,7 +16,7 @@ def audit(
     ] = None,
     mode: Annotated[str, typer.Option(help="FULL, or PIECEWISE, with graphs between eager_break parts.")] = "FULL",
 ) -> None:
-    """Say whether graphs can hold your model, and everything that stands against: operators, state, rows, constants.
+    """Say whether graphs can hold your model, and name all that prevents it: operators, state, rows, constants.
 
     No GPU is needed. Exits with 1 if the model cannot be captured.
     """

@@ -24,9 +24,9 @@ def demo(
     max_size: Annotated[int, typer.Option(help="The rows of the largest graph. Larger steps run eagerly.", min=1)] = 64,
     seed: Annotated[int, typer.Option(help="Seeds the weights, the tokens and the trace.", min=0)] = 0,
 ) -> None:
-    """Run a decoder under a trace of batch shapes, eagerly and through graphs side by side, and compare each step.
+    """Run a decoder on a trace of batch sizes, eagerly and by graphs side by side, and compare each step.
 
-    On the CPU it takes one thread, so that the times of small steps vary less. Exits with 1 if any output differs.
+    It uses one CPU thread, so that the times of small steps vary less. Exits with 1 if any output differs.
     """
     import torch  # here and below, since help and completion need neither torch nor the decoder
 

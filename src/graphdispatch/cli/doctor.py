@@ -79,9 +79,7 @@ def _numbers(release: str) -> list[int]:
 def _parts() -> Iterator[_Finding]:
     """Devices, backends, the native parts and the compiler that makes them."""
     compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
-    yield _Finding(
-        "compiler", shutil.which(compiler) or f"{compiler} is not found; the CPU's graphs run in Python then"
-    )
+    yield _Finding("compiler", shutil.which(compiler) or f"{compiler} is not found, so graphs on the CPU run in Python")
     try:
         import torch
 
@@ -91,7 +89,7 @@ def _parts() -> Iterator[_Finding]:
         from ..native.tape import TAPE
     except Exception as error:  # a broken installation raises anything
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        yield _Finding("backends", f"cannot be loaded: {text}", "mend or reinstall what the error names")
+        yield _Finding("backends", f"cannot be loaded: {text}", "repair or reinstall what the error names")
         return
     backends = available_backends()
     yield _Finding("backends", ", ".join(backends))
@@ -102,12 +100,10 @@ def _parts() -> Iterator[_Finding]:
         built = f"for CUDA {torch.version.cuda} and sees no GPU" if torch.version.cuda else "without CUDA"
         yield _Finding("cuda", f"torch is built {built}; graphs run on the CPU")
     if CORE is not None:
-        yield _Finding(
-            "native core", "compiled, in use" + (f"; it asks Python for {', '.join(ASKED)}" if ASKED else "")
-        )
+        yield _Finding("native core", "compiled, in use" + (f"; Python does {', '.join(ASKED)}" if ASKED else ""))
     else:
         remedy = "install a C++ compiler and Python's headers, then reinstall graphdispatch" if IS_ENABLED else ""
-        yield _Finding("native core", f"not in use, Python serves, more slowly: {WHY_NO_CORE}", remedy)
+        yield _Finding("native core", f"not in use: {WHY_NO_CORE}; Python serves, more slowly", remedy)
     if not TAPE.is_settled and sys.stdout.isatty():
         print("compiling the loop that replays graphs on the CPU ...", end="\r", flush=True)
     TAPE.wait()

@@ -47,7 +47,7 @@ def plan(
 ) -> None:
     """Choose the sizes to capture for recorded traffic, and judge them beside vLLM's.
 
-    They are judged on the second half of the steps, after planning on the first, where the order of the steps is known.
+    If the steps have an order, a plan for their first half is judged on the second half.
     """
     workload = Workload.from_trace(trace) if trace is not None else _generated()
     largest = min(max_size, workload.largest)
@@ -63,13 +63,13 @@ def plan(
         seen, judged = workload.split()
         with waiting("choosing sizes for the first half"):
             tried = plan_sizes(seen, costs, **limits)
-        typer.echo(f"\nplanned for the first half of the steps, on the second\n{tried}")
+        typer.echo(f"\na plan for the first half of the steps, judged on the second half\n{tried}")
     else:
         judged, tried = workload, chosen
-        typer.echo("\nplanned for these steps, on the same")
+        typer.echo("\nthis plan, judged on the same steps")
     typer.echo(tried.evaluate(judged, costs))
     named = Plan.from_sizes("vllm", largest, mode=mode)
-    typer.echo(f"\nvLLM's sizes, on the same steps\n{named}\n{named.evaluate(judged, costs)}")
+    typer.echo(f"\nvLLM's sizes, judged on these steps\n{named}\n{named.evaluate(judged, costs)}")
     if output is not None:
         try:
             chosen.save(output)
