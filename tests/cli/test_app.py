@@ -147,3 +147,15 @@ def test_a_warning_names_sizes_that_are_shown(folder: Path, run: Callable[..., A
         (idle,) = re.findall(r"no step reaches the FULL graphs of (.*):", judged)
         (sizes,) = re.findall(r"^FULL +(.*)$", judged, re.M)
         assert set(idle.split(", ")) <= set(sizes.split())
+
+
+def test_a_terminal_is_shown_what_takes_long(
+    folder: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On stderr, and on a terminal alone: what is printed is the same elsewhere."""
+    _, plain, silent = run("plan", "steps.csv")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("TTY_INTERACTIVE", "1")
+    _, out, err = run("plan", "steps.csv")
+    assert (out, silent) == (plain, "")
+    assert "choosing sizes" in err
