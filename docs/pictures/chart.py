@@ -69,8 +69,8 @@ def gpu_table() -> str:
         measured = rates(run, "decode")
         for title, case in TRACES:
             figures = [measured[case, way] for way in ("eager", *(way for _, way, _ in ON_GPU))]
-            told = " | ".join(f"{one['tokens_per_s']:,.0f}" for one in figures)
-            lines.append(f"| {card.removeprefix('NVIDIA ')}, {title} | {told}{_remark(figures[-1])} |")
+            cells = " | ".join(f"{one['tokens_per_s']:,.0f}" for one in figures)
+            lines.append(f"| {card.removeprefix('NVIDIA ')}, {title} | {cells}{_remark(figures[-1])} |")
     made = rates("gpu_h200", "generate")
     eager, ours = (made["batch 1", way]["tokens_per_s"] for way in ("default cache", "graphed_generation()"))
     lines.append(f"| H200, 1B, `generate()` | {eager:,.0f} | | {ours:,.0f} |")
@@ -101,7 +101,7 @@ def gpu() -> str:
     parts, y = _legend([(name, kind) for name, _, kind in ON_GPU], (0, 130)), 34.0
     parts.append(text(LEFT + scale, 36, "eager", "note"))
     for run, card in CARDS:
-        parts.append(text(8, y + 12, f"{card}", "left"))
+        parts.append(text(8, y + 12, card, "left"))
         top, y = y + 6, y + 22
         drawn, y = _bars(_decodes(run), [kind for _, _, kind in ON_GPU], y, scale)
         x = LEFT + scale

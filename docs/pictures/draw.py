@@ -3,8 +3,8 @@
 A picture is 360 units wide, so that it can be read on a telephone.
 
 Note [colours]
-    Each element has its plain colours as attributes, so that a viewer without style sheets shows them. Where variables
-    are known, the style sheet puts the colours of the site's theme over them, or those for a dark background.
+    Each element has its plain colours as attributes, so that a viewer without style sheets shows them. Where a viewer
+    has variables, the style sheet puts the colours of the site's theme over them, or those for a dark background.
 """
 
 from collections.abc import Callable, Iterable
