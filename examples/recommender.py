@@ -53,7 +53,9 @@ def main() -> None:
     model = Ranker().eval().requires_grad_(False)
     counts = (64 * torch.rand(400) ** 2).int().clamp(1, 64).tolist()  # many small requests, a few large ones
     plan = plan_sizes(Workload.from_steps(counts[:200]), max_graphs=8)
-    print(plan.evaluate(Workload.from_steps(counts[200:])))
+    print(
+        plan, f"padding on new traffic {100 * plan.evaluate(Workload.from_steps(counts[200:])).padding:.0f} %", sep="\n"
+    )
 
     serve = gd.graphed(model, dynamic={"history": 0, "weights": 0, "item": 0, "features": 0}, sizes=plan)
     serve.prewarm(*make_request(64))

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from html import escape, unescape
 from pathlib import Path
 
 from rich._export_format import CONSOLE_SVG_FORMAT
@@ -19,6 +20,12 @@ TARGET = Path(__file__).with_name("demo.svg")
 COMMAND = "graphdispatch demo"
 TERMINAL = {"COLUMNS": str(COLUMNS), "FORCE_COLOR": "1", "TTY_INTERACTIVE": "0"}
 PROGRESS = re.compile(r"^.*\d+%.*\d:\d\d.*\n?|\x1b\[\?\d+[hl]\n?", re.M)
+CHARACTER = 12.2  # the width of one, where rich draws it
+RUN = re.compile(
+    r'<text class="(?P<kind>demo-r\d+)" x="(?P<x>[\d.]+)" y="(?P<y>[\d.]+)" textLength="[\d.]+" '
+    r'clip-path="url\(#demo-line-(?P<line>\d+)\)">(?P<text>[^<]*)</text>'
+)
+FONT = "ui-monospace, Menlo, Consolas, monospace"
 REVEAL = """
     @media (prefers-reduced-motion: no-preference) {
         @keyframes reveal { from { opacity: 0 } }
@@ -39,17 +46,33 @@ def drawn(printed: str, command: str) -> str:
     console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
     console.print(Text.assemble(("$ ", "bold green"), (command, "bold")))
     console.print(Text.from_ansi(PROGRESS.sub("", printed).strip("\n")))
-    plain = CONSOLE_SVG_FORMAT.replace("Fira Code, monospace", "ui-monospace, Menlo, Consolas, monospace")
+    plain = CONSOLE_SVG_FORMAT.replace("Fira Code, monospace", FONT)
+    plain = plain.replace(
+        'class="{unique_id}-matrix"', f'class="{{unique_id}}-matrix" font-family="{FONT}" font-size="20"'
+    )
     plain = re.sub(r"@font-face \{\{.*?\}\}", "", plain, flags=re.S)
     plain = plain.replace("</style>", REVEAL.replace("{", "{{").replace("}", "}}") + "</style>")
     svg = console.export_svg(title=command, code_format=plain, unique_id="demo")
     svg = svg.replace("<svg ", '<svg width="720" ', 1)
-    return re.sub(r'(<text class="demo-r\d+")(.*?clip-path="url\(#demo-line-(\d+)\)")', _delayed, svg)
+    svg = re.sub(r'<clipPath id="demo-line-.*?</clipPath>\s*', "", svg, flags=re.S)  # lines need none
+    rules = dict(re.findall(r"\.(demo-r\d+) \{ (.*?) \}", svg))
+    looks = {kind: _as_attributes(rule) for kind, rule in rules.items()}
+    return RUN.sub(lambda found: _placed(found, looks[found["kind"]]), svg)
 
 
-def _delayed(found: re.Match[str]) -> str:
-    kind = found[1].removesuffix('"') + ' later"'
-    return f'{kind} style="animation-delay: {0.08 * int(found[3]):.2f}s"{found[2]}'
+def _as_attributes(rule: str) -> str:
+    """A rule of the style sheet as attributes, for viewers without style sheets."""
+    return re.sub(r"([\w-]+): ([^;]+);?", r'\1="\2" ', rule).strip()
+
+
+def _placed(found: re.Match[str], look: str) -> str:
+    """A run of text as a text for each word, so that columns keep their places in any font; each line comes later."""
+    later = f'class="{found["kind"]} later" style="animation-delay: {0.08 * int(found["line"]):.2f}s"'
+    run, at = unescape(found["text"]).replace("\N{NO-BREAK SPACE}", " "), float(found["x"])
+    return "".join(
+        f'<text {later} x="{at + CHARACTER * word.start():g}" y="{found["y"]}" {look}>{escape(word[0])}</text>'
+        for word in re.finditer(r"\S+", run)
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 """Draws the pictures of the concepts: ``python docs/pictures/draw.py`` writes the SVG files beside this one.
 
-A picture is 360 units wide, so that it can be read on a telephone. Its colours are those of the site's theme where the
-site puts it into a page, and the plain ones that follow them elsewhere.
+A picture is 360 units wide, so that it can be read on a telephone.
+
+Note [colours]
+    Each element has its plain colours as attributes, so that a viewer without style sheets shows them. Where a viewer
+    has variables, the style sheet puts the colours of the site's theme over them, or those for a dark background.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,30 +12,47 @@ from html import escape
 from pathlib import Path
 
 WIDTH = 360
-STYLE = """
-text { font: 13px system-ui, sans-serif; fill: var(--md-typeset-color, #24292f); text-anchor: middle; }
-.note { font-size: 11.5px; fill: var(--md-default-fg-color--light, #57606a); }
-.left { text-anchor: start; }
-rect { rx: 5px; fill: none; stroke: var(--md-default-fg-color--light, #57606a); }
-.graph { fill: #2a78d633; stroke: #2a78d6; }
-.eager { fill: #d9822b33; stroke: #d9822b; }
-.pad { fill: #8884; stroke-dasharray: 3 2; }
-path { fill: none; stroke: var(--md-default-fg-color--light, #57606a); stroke-width: 1.4; }
-.head { fill: var(--md-default-fg-color--light, #57606a); stroke: none; }
-@media (prefers-color-scheme: dark) { .picture text { fill: var(--md-typeset-color, #d1d7e0); } }
-@media (prefers-color-scheme: dark) { .picture .note { fill: var(--md-default-fg-color--light, #9198a1); } }
-"""
+_INK, _GREY, _INK_IN_DARK, _GREY_IN_DARK = "#24292f", "#57606a", "#d1d7e0", "#9198a1"
+_LOOKS = {
+    "": f'fill="none" stroke="{_GREY}"',
+    "graph": 'fill="#2a78d6" fill-opacity="0.2" stroke="#2a78d6"',
+    "eager": 'fill="#d9822b" fill-opacity="0.2" stroke="#d9822b"',
+    "pad": f'fill="#888888" fill-opacity="0.27" stroke="{_GREY}" stroke-dasharray="3 2"',
+}
+"""The looks of boxes, by kind."""
+_ANCHORS = {"left": "start", "right": "end"}
+
+
+def _themed(ink: str, grey: str) -> str:
+    """The rules that take the theme's colours, or these where there is no theme."""
+    grey = f"var(--md-default-fg-color--light, {grey})"
+    rules = {"text": f"fill: var(--md-typeset-color, {ink})", "text.note, .picture .head": f"fill: {grey}"}
+    return "\n".join(f".picture {name} {{ {rule}; }}" for name, rule in (rules | {".line": f"stroke: {grey}"}).items())
+
+
+STYLE = f"""<style>
+@supports (fill: var(--any)) {{
+{_themed(_INK, _GREY)}
+@media (prefers-color-scheme: dark) {{
+{_themed(_INK_IN_DARK, _GREY_IN_DARK)}
+}}
+}}
+</style>"""
 
 
 def text(x: float, y: float, words: str, kind: str = "") -> str:
-    """Words with their baseline at ``y``."""
-    return f'<text x="{x:g}" y="{y:g}" class="{kind}">{escape(words)}</text>'
+    """Words with their baseline at ``y``; ``kind`` may hold ``left`` or ``right``, and ``note``, which is smaller."""
+    kinds = kind.split()
+    anchor = next((_ANCHORS[one] for one in kinds if one in _ANCHORS), "middle")
+    look = f'class="note" fill="{_GREY}" font-size="11.5"' if "note" in kinds else f'fill="{_INK}"'
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" {look}>{escape(words)}</text>'
 
 
 def box(x: float, y: float, width: float, words: str = "", kind: str = "", note: str = "", height: float = 34) -> str:
     """A box with words in it, and perhaps a note below them."""
-    middle = x + width / 2
-    lines = [f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" class="{kind}"/>']
+    middle, themed = x + width / 2, "" if kind in ("graph", "eager") else ' class="line"'
+    place = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="5"'
+    lines = [f"<rect {place} {_LOOKS[kind]}{themed}/>"]
     if words:
         lines.append(text(middle, y + height / 2 + (-3 if note else 4.5), words))
     if note:
@@ -47,7 +67,10 @@ def arrow(*points: tuple[float, float]) -> str:
     dx, dy = (x > x0) - (x < x0), (y > y0) - (y < y0)
     left, right = f"{x - 7 * dx - 4 * dy:g} {y - 7 * dy - 4 * dx:g}", f"{x - 7 * dx + 4 * dy:g} {y - 7 * dy + 4 * dx:g}"
     head = f"M{x:g} {y:g} L{left} L{right} Z"
-    return f'<path d="{line}"/><path class="head" d="{head}"/>'
+    return (
+        f'<path class="line" d="{line}" fill="none" stroke="{_GREY}" stroke-width="1.4"/>'
+        f'<path class="head" d="{head}" fill="{_GREY}"/>'
+    )
 
 
 def column(steps: Iterable[tuple[str, str, str]], x: float, width: float, y: float = 8, step: float = 62) -> list[str]:
@@ -67,8 +90,8 @@ def call() -> tuple[str, int, list[str]]:
         [
             ("decode(batch of 3)", "your call", ""),
             ("signature", "types, shapes, constants", ""),
-            ("decision", "3 rows → graph of 4, or a reason", ""),
-            ("guards", "weights and state as captured?", ""),
+            ("decision", "a graph of 4, or a reason", ""),
+            ("guards", "is all as it was captured?", ""),
             ("copy in and pad", "3 real rows + 1 padding row", "graph"),
             ("replay", "all kernels in one launch", "graph"),
             ("copy out", "the 3 real rows", "graph"),
@@ -111,7 +134,7 @@ def checks() -> tuple[str, int, list[str]]:
         [
             ("run eagerly, watched", "this is the caller's answer", "eager"),
             ("undo what it wrote", "caches, counters, random state", ""),
-            ("warm up, undo", "workspaces grow before the capture", "eager"),
+            ("warm up, undo", "workspaces grow now", "eager"),
             ("record", "the kernels, on static memory", "graph"),
             ("replay, compare, undo", "outputs and written state", "graph"),
             ("replay with other padding", "the real rows keep their bits", "graph"),
@@ -161,14 +184,14 @@ PICTURES: tuple[Callable[[], tuple[str, int, list[str]]], ...] = (call, padding,
 def svg(picture: Callable[[], tuple[str, int, list[str]]]) -> str:
     """The file of one picture."""
     title, height, parts = picture()
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" class="picture" viewBox="0 0 {WIDTH} {height}" role="img">'
-    return "\n".join([head, f"<title>{escape(title)}</title>", styled(STYLE), *parts, "</svg>\n"])
+    return document(title, WIDTH, height, parts)
 
 
-def styled(rules: str) -> str:
-    """The style element of a picture: its rules hold within pictures alone."""
-    scoped = (rule if rule.startswith("@") else f".picture {rule}" for rule in rules.splitlines() if rule)
-    return "\n".join(["<style>", *scoped, "</style>"])
+def document(title: str, width: int, height: int, parts: Iterable[str], head: str = 'class="picture"') -> str:
+    """A picture as SVG."""
+    font = 'font-family="system-ui, sans-serif" font-size="13"'
+    top = f'<svg xmlns="http://www.w3.org/2000/svg" {head} viewBox="0 0 {width} {height}" {font} role="img">'
+    return "\n".join([top, f"<title>{escape(title)}</title>", STYLE, *parts, "</svg>\n"])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer, model_validator
 from pydantic_core import ErrorDetails
 
-from .errors import ConfigError, check_type, shown
+from .errors import ConfigError, check_type, did_you_mean, shown
 from .modes import CUDAGraphMode
 from .sizes import NAMED_SIZES, check_sizes, resolve_sizes
 
@@ -44,15 +44,24 @@ def parse_mode(value: object) -> CUDAGraphMode:
     if type(value) is int and value in set(CUDAGraphMode):
         return CUDAGraphMode(value)
     known = ", ".join(f"{mode.name} ({mode.value})" for mode in CUDAGraphMode)
-    raise ConfigError(f"mode must be one of {known}, got {shown(value)}")
+    meant = did_you_mean(value, CUDAGraphMode.__members__)
+    raise ConfigError(f"mode must be one of {known}, got {shown(value)}{meant}")
 
 
 def _parse_capture_sizes(value: Any) -> str | tuple[int, ...]:
     if isinstance(value, str):
         if value != "auto" and value not in NAMED_SIZES:
-            known = ", ".join(map(repr, ("auto", *NAMED_SIZES)))
-            raise ConfigError(f"capture_sizes must be one of {known}, or increasing sizes, got {shown(value)}")
+            names = ("auto", *NAMED_SIZES)
+            raise ConfigError(
+                f"capture_sizes must be one of {', '.join(map(repr, names))}, or increasing sizes, got {shown(value)}"
+                f"{did_you_mean(value, names)}"
+            )
         return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        raise ConfigError(
+            f"capture_sizes must be increasing sizes, as (1, 2, 4, 8), or the name of some, got {shown(value)}; "
+            f"max_batch_size={value} sets the largest alone"
+        )
     return check_sizes(value)
 
 
@@ -132,7 +141,8 @@ class _Settings(BaseModel):
     def _describe(cls, details: ErrorDetails) -> str:
         where = ".".join(map(str, details["loc"]))
         if details["type"] == "extra_forbidden":
-            return f"option {where!r} is unknown to {cls.__name__}; expected one of {', '.join(cls.model_fields)}"
+            meant = did_you_mean(where, cls.model_fields) or f"; expected one of {', '.join(cls.model_fields)}"
+            return f"option {where!r} is unknown to {cls.__name__}{meant}"
         cause = details.get("ctx", {}).get("error")
         if cause is not None:
             # Raised by a validator of ours, which names the option, or by the options nested in this one.

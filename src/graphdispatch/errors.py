@@ -2,6 +2,8 @@
 
 import signal
 import traceback
+from collections.abc import Iterable
+from difflib import get_close_matches
 from functools import partial
 from inspect import getattr_static
 from types import FunctionType, MethodType
@@ -138,6 +140,18 @@ def shown(value: object) -> str:
     except Exception:  # of the user's class
         text = ""
     return text if text and len(text) < 200 and "\n" not in text else f"an object of type {type(value).__qualname__}"
+
+
+def did_you_mean(given: object, known: Iterable[str]) -> str:
+    """The end of a message about a name: ``; did you mean 'vllm'?`` where one that is known is close to it, else empty.
+
+    Args:
+        given: What was given as a name.
+        known: The names that there are.
+    """
+    by_letters = {name.lower(): name for name in known}
+    close = get_close_matches(given.lower(), by_letters, 1) if isinstance(given, str) else []
+    return f"; did you mean {by_letters[close[0]]!r}?" if close else ""
 
 
 def error_of_signal(error: BaseException | None) -> BaseException | None:

@@ -173,7 +173,7 @@ def _library(name: str, extra: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        raise ImportError(f"these metrics need {name.partition('.')[0]}; install graphdispatch[{extra}]") from error
+        raise ImportError(f"these metrics need {name.partition('.')[0]}; pip install '.[{extra}]'") from error
 
 
 def _stats(served: Any) -> Any:

@@ -41,7 +41,10 @@ class Reason(Explained):
         "cache_full",
         "the cache is full of graphs that are used more often; raise max_cached_graphs or memory_budget_bytes",
     )
-    ABOVE_LARGEST_SIZE = "above_largest_size", "the batch is larger than the largest graph; raise max_size to cover it"
+    ABOVE_LARGEST_SIZE = (
+        "above_largest_size",
+        "the batch is larger than the largest graph; raise max_size, or add a larger size to sizes",
+    )
     NOT_CAPTURED = "not_captured", "no graph is captured for this key"
     MODE_MISMATCH = "mode_mismatch", "this call asks for a mode that these graphs do not serve"
     POLICY = "policy", "the dispatch policy chose eager"

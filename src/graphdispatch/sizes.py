@@ -14,7 +14,7 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from .errors import ConfigError, check_count, shown
+from .errors import ConfigError, check_count, did_you_mean, shown
 
 _BITS = 21
 MOST_AXES = 3
@@ -138,6 +138,7 @@ def named_sizes(name: str, max_size: int) -> tuple[int, ...]:
     if name not in NAMED_SIZES:
         raise ConfigError(
             f"the name of capture sizes must be one of {', '.join(map(repr, NAMED_SIZES))}, got {shown(name)}"
+            f"{did_you_mean(name, NAMED_SIZES)}"
         )
     check_count("max_size", max_size)
     return tuple(sorted({size for size in NAMED_SIZES[name](max_size) if size <= max_size}))
@@ -149,7 +150,7 @@ def check_sizes(sizes: Iterable[int], name: str = "capture_sizes") -> tuple[int,
     Raises ``ConfigError`` that names the argument as ``name`` and the first entry or pair at fault.
     """
     if not isinstance(sizes, Iterable) or isinstance(sizes, (str, bytes, Mapping)):
-        raise ConfigError(f"{name} must be increasing sizes, got {shown(sizes)}")
+        raise ConfigError(f"{name} must be increasing sizes, as (1, 2, 4, 8), got {shown(sizes)}")
     checked = tuple(sizes)
     if not checked:
         raise ConfigError(f"{name} must hold at least one size, got none; use mode NONE to switch graphs off")

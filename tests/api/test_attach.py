@@ -158,4 +158,4 @@ def test_what_cannot_be_attached_is_refused() -> None:
     with pytest.raises(gd.ConfigError, match="a TopLevelTracedModule does not allow; use graphed"):
         gd.attach(torch.jit.trace(nn.Linear(3, 3), torch.randn(2, 3)), dynamic={"input": 0})
     with pytest.raises(gd.ConfigError, match=r"made by graphed\(\); call unwrap\(\)"):
-        gd.graphed(net, dynamic={"input": 0}).detach()
+        gd.graphed(nn.Linear(3, 3), dynamic={"input": 0}).detach()

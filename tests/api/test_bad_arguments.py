@@ -175,10 +175,15 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"sizes": (4, 2)}, "^sizes must be strictly increasing, got 4 before 2"),
     ({"sizes": (0, 2)}, r"^sizes\[0\] must be an integer >= 1"),
     ({"sizes": "fibonacci"}, "^sizes must be one of"),
+    ({"sizes": "vlm"}, r"got 'vlm'; did you mean 'vllm'\?$"),
+    ({"sizes": 8}, r"^sizes must be increasing sizes, as \(1, 2, 4, 8\), .*got 8; max_size=8 sets the largest alone"),
+    ({"maxsize": 8}, r"^graphed\(\) has no argument 'maxsize'; did you mean 'max_size'\?$"),
+    ({"bananas": 8}, r"^graphed\(\) has no argument 'bananas'; it takes fn, dynamic, pad, "),
     ({"sizes": "none.json"}, "none.json cannot be read"),
     ({"sizes": (2, 4), "max_size": 3}, "^sizes must be at most max_size=3, got 4; raise max_size"),
     ({"max_size": 0}, "^max_size must be greater than or equal to 1, got 0"),
     ({"mode": "PIECE"}, "mode must be one of"),
+    ({"mode": "ful"}, r"did you mean 'FULL'\?$"),
     ({"mode": "FULL_AND_PIECEWISE"}, "mode must be FULL, PIECEWISE or NONE for graphed"),
     ({"outputs": "copy"}, "outputs must be 'clone', 'view' or 'static'"),
     ({"backend": "tpu"}, "tpu"),
@@ -193,3 +198,37 @@ def test_bad_option_is_an_error(options: dict[str, Any], words: str) -> None:
     """Every bad option is refused when the step is made, in a sentence that names it."""
     with pytest.raises(gd.errors.GraphDispatchError, match=words):
         gd.graphed(double, **({"dynamic": {"x": 0}, "sizes": (2, 4)} | options))
+
+
+CALLS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: gd.graphed(double, {"x": 0}), r"^graphed\(\) takes only fn without a name, got 2; .* as dynamic={'x': 0}"),
+    (lambda: gd.graphed(double), r"^graphed\(\) needs dynamic=, .*; give it by name, as dynamic={'x': 0}"),
+    (lambda: gd.graphed(3), r"^graphed\(\) needs dynamic=, .*; give it by name, as dynamic={'x': 0}"),
+    (lambda: gd.graphed(dynamic={}), r"^graphed\(\) needs fn, which it serves, as graphed\(model, dynamic={...}\)"),
+    (lambda: gd.attach(torch.nn.ReLU()), r"^attach\(\) needs dynamic=, .* as dynamic={'input': 0}"),
+    (lambda: gd.attach(torch.nn.ReLU(), dynamic={}, metod="x"), r"^attach\(\) has .* did you mean 'method'\?$"),
+    (lambda: gd.attach(torch.nn.ReLU(), dynamic={}, maxsize=4), r"^attach\(\) has .* did you mean 'max_size'\?$"),
+    (lambda: gd.CUDAGraphOptions(max_cached_graph=4), r"unknown to CUDAGraphOptions; did you mean 'max_cached_graphs'"),
+    (lambda: gd.CUDAGraphOptions(bananas=4), "unknown to CUDAGraphOptions; expected one of debug_log_enable, "),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), CALLS)
+def test_a_name_that_is_wrong_or_missing_says_what_was_meant(call: Callable[[], Any], words: str) -> None:
+    """A keyword that there is not, one that is missing, or a position in place of a name is a ``ConfigError`` that
+    names the argument, with the name that was probably meant, or those that there are."""
+    with pytest.raises(gd.ConfigError, match=words):
+        call()
+
+
+def test_what_graphs_serve_already_is_not_served_once_more() -> None:
+    """Neither what ``graphed`` returned nor a module with ``attach``, until it is given back; the error says how."""
+    step, module = gd.graphed(double, dynamic={"x": 0}), torch.nn.ReLU()
+    with pytest.raises(gd.ConfigError, match=r"must not be served by graphs already, .*; give what it wraps"):
+        gd.graphed(step, dynamic={"x": 0})
+    gd.graphed(step.unwrap(), dynamic={"x": 0})
+    handle = gd.attach(module, dynamic={"input": 0})
+    with pytest.raises(gd.ConfigError, match=r"must not be served by graphs already, .*; detach\(\) what attach"):
+        gd.graphed(module, dynamic={"input": 0})
+    handle.detach()
+    gd.graphed(module, dynamic={"input": 0})

@@ -1,5 +1,6 @@
 """What all commands share, ``audit`` and ``plan``; what these find is tested where audit and planning are."""
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ OF_THE_COMMANDS = [
     ("audit audited:fine --mode half", "mode must be"),
     ("audit audited:fine --sizes 0", "must be an integer >= 1, got 0"),
     ("demo --preset huge", "preset must be one of tiny, small, 1b, got 'huge'"),
+    ("demo --preset 1b --device cpu", "preset '1b' needs a GPU, and this would run on the CPU; choose tiny or small"),
     ("demo --device tpu", "backend 'tpu' is unknown; expected one of 'auto', 'cpu'"),
     ("plan nowhere.csv", "nowhere.csv cannot be read"),
     ("plan steps.csv --memory 1KiB", "memory"),
@@ -81,7 +83,7 @@ def test_a_missing_extra_is_one_line(run: Callable[..., Any], monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "typer", None)
     code, _, err = run("demo")
     assert (code, err.count("\n")) == (2, 1)
-    assert "pip install 'graphdispatch[cli]'" in err
+    assert "pip install '.[cli]'" in err
 
 
 def test_help_needs_no_torch() -> None:
@@ -101,8 +103,10 @@ def test_a_plan_is_printed_judged_and_saved(folder: Path, run: Callable[..., Any
     limits: dict[str, Any] = {"max_graphs": 2, "memory": 2**30, "max_size": 7}
     assert code == 0
     assert Plan.load("plan.json") == plan_sizes(workload, **limits)
-    assert f"on the second\n{plan_sizes(seen, **limits).evaluate(judged)}\n" in out
-    assert f"vLLM's sizes, on the same steps\n{Plan.from_sizes('vllm', 7).evaluate(judged)}\n" in out
+    tried = plan_sizes(seen, **limits)
+    assert f"on the second half\n{tried}\n{tried.evaluate(judged)}\n" in out
+    named = Plan.from_sizes("vllm", 7)
+    assert f"vLLM's sizes, judged on these steps\n{named}\n{named.evaluate(judged)}\n" in out
 
 
 def test_without_a_trace_the_demo_s_is_planned(run: Callable[..., Any]) -> None:
@@ -118,11 +122,40 @@ def test_one_step_is_judged_on_itself(tmp_path: Path, run: Callable[..., Any]) -
     (tmp_path / "one.csv").write_text("num_tokens\n3\n")
     code, out, _ = run("plan", tmp_path / "one.csv")
     assert code == 0
-    assert "planned for these steps, on the same" in out
+    assert "this plan, judged on the same steps" in out
 
 
 def test_measured_costs_are_printed(folder: Path, run: Callable[..., Any]) -> None:
-    """A line for each size that was measured."""
+    """A line for each size that was measured, and whose they are."""
     code, out, err = run("plan", "steps.csv", "--max-size", 2, "--measure", "audited:fine")
     assert code == 0, err
     assert [line.split()[:2] for line in out.splitlines()[:2]] == [["1", "rows"], ["2", "rows"]]
+    assert out.splitlines()[2] == "costs: those of audited:fine, measured here"
+
+
+def test_a_plan_says_first_whose_costs_it_assumes(folder: Path, run: Callable[..., Any]) -> None:
+    """Those of another model and machine than the reader's, unless he has measured."""
+    _, out, _ = run("plan", "steps.csv")
+    assert out.startswith("costs: assumed, of an 8B model on one large GPU, true to a factor of two; --measure MODEL")
+
+
+def test_a_warning_names_sizes_that_are_shown(folder: Path, run: Callable[..., Any]) -> None:
+    """A size that no step of the second half reaches stands in the plan above it: of the first half, and of vLLM."""
+    _, out, _ = run("plan", "steps.csv", "--max-graphs", 3)
+    _, first_half, vllm = out.split("\n\n")
+    for judged in (first_half, vllm):
+        (idle,) = re.findall(r"no step reaches the FULL graphs of (.*):", judged)
+        (sizes,) = re.findall(r"^FULL +(.*)$", judged, re.M)
+        assert set(idle.split(", ")) <= set(sizes.split())
+
+
+def test_a_terminal_is_shown_what_takes_long(
+    folder: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On stderr, and on a terminal alone: what is printed is the same elsewhere."""
+    _, plain, silent = run("plan", "steps.csv")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("TTY_INTERACTIVE", "1")
+    _, out, err = run("plan", "steps.csv")
+    assert (out, silent) == (plain, "")
+    assert "choosing sizes" in err

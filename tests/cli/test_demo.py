@@ -1,5 +1,6 @@
 """``graphdispatch demo``, and the run and the trace behind it."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -64,3 +65,11 @@ def test_a_difference_is_exit_code_1(run: Callable[..., Any], monkeypatch: pytes
     monkeypatch.setattr("graphdispatch.demo.run._TOLERANCES", {torch.float32: -1.0})
     code, out, _ = run("demo", "--steps", 2, "--max-size", 1, "--device", "cpu")
     assert (code, out.splitlines()[-1]) == (1, "WRONG: 2 of 2 steps differ from eager")
+
+
+def test_steps_without_a_graph_are_counted_and_not_timed(run: Callable[..., Any]) -> None:
+    """Both sides run them eagerly, so that a ratio would be noise; ratios of the others have one decimal."""
+    _, out, _ = run("demo", "--steps", 12, "--max-size", 2, "--device", "cpu")
+    (eager,) = [line.split() for line in out.splitlines() if " none " in line]
+    assert eager[1:] == ["none", re.findall(r"(\d+) steps ran eagerly", out)[0]]
+    assert re.findall(r"\d+\.(\d+)x", out) == re.findall(r"\d+\.(\d)x", out)

@@ -40,7 +40,8 @@ def test_a_whole_installation_is_well(run: Callable[..., Any]) -> None:
     [
         ("torch", "2.9.1+cu128", 1, "wrong: torch: pip install --upgrade 'torch>=2.11'"),
         ("numpy", None, 1, "wrong: numpy: pip install --upgrade"),
-        ("prometheus-client", None, 0, "not installed: pip install 'graphdispatch[metrics]'"),
+        ("prometheus-client", None, 0, "not installed; in the folder of the sources: pip install '.[metrics]'"),
+        ("graphdispatch-vllm", None, 0, "folder of the sources: pip install . ./plugins/graphdispatch-vllm"),
     ],
 )
 def test_a_package_that_is_old_or_missing_has_its_remedy(
@@ -67,7 +68,7 @@ def test_a_missing_core_is_wrong_unless_it_is_turned_off(
     monkeypatch.setattr("graphdispatch.native.bound.CORE", None)
     monkeypatch.setattr("graphdispatch.native.bound.WHY_NO_CORE", "it was not compiled")
     outcome = run("doctor")
-    assert "Python serves, more slowly: it was not compiled" in outcome.out
+    assert "not in use: it was not compiled; Python serves, more slowly" in outcome.out
     assert (outcome.code, remedy in outcome.out) == (code, True)
 
 

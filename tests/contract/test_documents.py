@@ -11,6 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
+_WIDE = "docs/concepts/checks", "docs/concepts/padding"
+
 
 def _name(path: Path) -> str:
     return str(path.relative_to(ROOT).with_suffix(""))
@@ -21,6 +23,13 @@ def blocks(language: str) -> list[Any]:
     fence = re.compile(rf"^```{language}\n(.*?)^```", re.S | re.M)
     found = ((path, *block) for path in DOCUMENTS for block in enumerate(fence.findall(path.read_text())))
     return [pytest.param(code, id=f"{_name(path)}-{index}") for path, index, code in found]
+
+
+def lines_of_code() -> list[Any]:
+    """The lines of fenced blocks, with an id for each document."""
+    fence = re.compile(r"^```\w.*\n(.*?)^```", re.S | re.M)
+    found = [(path, "".join(fence.findall(path.read_text())).splitlines()) for path in DOCUMENTS]
+    return [pytest.param(lines, id=_name(path)) for path, lines in found if lines and _name(path) not in _WIDE]
 
 
 def targets() -> list[str]:
@@ -64,12 +73,18 @@ def test_python_snippet_runs(code: str, capsys: pytest.CaptureFixture[str]) -> N
     try:
         exec(compile(code, "<snippet>", "exec"), {"__name__": "snippet"})
     except ImportError as error:
-        if "; install graphdispatch[" not in str(error):
+        if "; pip install '.[" not in str(error):
             raise
         pytest.skip(str(error))
     printed = capsys.readouterr().out
     for promise in re.findall(r"print\(.*\)\s+# (.+)", code):
         assert promise.removesuffix("...").strip(" ;") in printed
+
+
+@pytest.mark.parametrize("lines", lines_of_code())
+def test_code_is_seen_whole(lines: list[str]) -> None:
+    """The site shows 88 columns of a block of code; what is behind them has to be scrolled to."""
+    assert [line for line in lines if len(line) > 88] == []
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=_name)

@@ -31,7 +31,7 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
     all_needed = (needs, *["prometheus_client", "httpx"] * (needs == "fastapi"))
     missing = [one for one in all_needed if one and find_spec(one) is None]
     if missing:
-        pytest.skip(f"needs {', '.join(missing)}, which is not installed here: pip install 'graphdispatch[examples]'")
+        pytest.skip(f"needs {', '.join(missing)}, which is not installed here: pip install '.[examples]'")
     command = [sys.executable, "-W", "error", str(EXAMPLES / f"{name}.py")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

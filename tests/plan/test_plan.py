@@ -115,8 +115,8 @@ def test_a_missing_file_and_bad_sizes_are_named(tmp_path: Path) -> None:
     """Before anything else happens."""
     with pytest.raises(ConfigError, match=r"none\.json cannot be read"):
         Plan.load(tmp_path / "none.json")
-    with pytest.raises(ConfigError, match="name of capture sizes must be one of"):
-        Plan.from_sizes("mine")
+    with pytest.raises(ConfigError, match=r"name of capture sizes must be one of .*; did you mean 'vllm'\?$"):
+        Plan.from_sizes("vlm")
     with pytest.raises(ConfigError, match="workload must have the 1 dimensions of the plan, got 2"):
         Plan.from_sizes((1, 2)).evaluate(Workload.from_steps([(1, 2)]))
 

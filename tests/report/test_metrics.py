@@ -156,7 +156,7 @@ def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "prometheus_client.core", None)
     monkeypatch.setitem(sys.modules, "opentelemetry.metrics", None)
     for make, extra in ((gd.metrics.PrometheusCollector, "metrics"), (gd.metrics.OpenTelemetryMetrics, "otel")):
-        with pytest.raises(ImportError, match=rf"install graphdispatch\[{extra}\]"):
+        with pytest.raises(ImportError, match=rf"pip install '.\[{extra}\]'"):
             make(served())
 
 

@@ -1,6 +1,6 @@
 """vLLM on the CPU, served by this library's graphs: eager's tokens, the hit rate, and the speed beside inductor.
 
-    pip install graphdispatch-vllm
+    pip install . ./plugins/graphdispatch-vllm
     python examples/vllm_cpu.py --modes FULL PIECEWISE --requests 48
 
 Each engine runs in a process of its own: vLLM eagerly, vLLM with the code that inductor compiles, and vLLM with our

@@ -28,6 +28,7 @@ from ..serve.group import Route
 from ..serve.prewarm import PrewarmReport, capture_size, captured_sizes, prewarm
 from ..serve.server import Server
 from ..sizes import ROWS
+from .checked_call import check_names, checked_call
 from .lifecycle import Lifecycle
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ R = TypeVar("R")
 _MOST_SIGNATURES = 32
 
 
+@checked_call
 def graphed(
     fn: Callable[P, R],
     *,
@@ -89,6 +91,7 @@ def graphed(
     Raises:
         ConfigError: An argument cannot be; raised here where that can be known, and else at the first call.
     """
+    _refuse_served(fn)
     chosen = _read_options(options, outputs)
     rules, sizes = make_rules(fn, dynamic, {} if pad is None else pad, static), _read_sizes(sizes)
     if rules.dims:
@@ -102,6 +105,14 @@ def graphed(
         short = str(error).replace("capture_sizes", "sizes").replace("max_batch_size", "max_size")
         raise ConfigError(short) from None
     return Graphed(fn, config, rules)
+
+
+def _refuse_served(fn: Any) -> None:
+    """Raise ``ConfigError`` for what graphs serve already: around them no other graph could serve."""
+    served = fn._compiled_call_impl if issubclass(type(fn), nn.Module) else fn
+    if issubclass(type(served), Graphed):
+        remedy = "give what it wraps, fn.unwrap()" if served is fn else "detach() what attach() returned"
+        raise ConfigError(f"fn must not be served by graphs already, got {shown(served)}; {remedy}")
 
 
 def _read_options(options: CUDAGraphOptions | None, outputs: str | None) -> CUDAGraphOptions:
@@ -329,6 +340,10 @@ class Graphed(Lifecycle, Generic[P, R]):
         )
 
 
+_SETTINGS = (*inspect.signature(graphed).parameters, "method")[1:]
+
+
+@checked_call
 def attach(
     module: nn.Module, *, dynamic: Mapping[str, Any], method: str | None = None, **settings: Any
 ) -> Graphed[..., Any]:
@@ -352,6 +367,7 @@ def attach(
     Raises:
         ConfigError: An argument cannot be.
     """
+    check_names("attach()", settings, _SETTINGS)
     if not isinstance(module, nn.Module):
         raise ConfigError(f"module must be a torch.nn.Module, got {shown(module)}; graphed() wraps any callable")
     if method is not None:

@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
-        _fail("this command needs typer and rich: pip install 'graphdispatch[cli]'")
+        _fail("this command needs typer and rich; in the folder of the sources: pip install '.[cli]'")
     sys.exit()
 
 

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from .models import MODEL_HELP, load_model
+from .waiting import waiting
 
 
 def audit(
@@ -15,7 +16,7 @@ def audit(
     ] = None,
     mode: Annotated[str, typer.Option(help="FULL, or PIECEWISE, with graphs between eager_break parts.")] = "FULL",
 ) -> None:
-    """Say whether graphs can hold your model, and everything that stands against: operators, state, rows, constants.
+    """Say whether graphs can hold your model, and name all that prevents it: operators, state, rows, constants.
 
     No GPU is needed. Exits with 1 if the model cannot be captured.
     """
@@ -23,7 +24,8 @@ def audit(
 
     options = {} if sizes is None else {"sizes": _parse_sizes(sizes)}
     fn, example, given = load_model(model, "MODEL")
-    found = run_audit(fn, example, **{**given, "mode": mode, **options})
+    with waiting("running the model, and capturing it"):
+        found = run_audit(fn, example, **{**given, "mode": mode, **options})
     typer.echo(found)
     if not found.capturable:
         raise typer.Exit(1)

@@ -9,6 +9,7 @@ from rich.progress import track
 from rich.table import Table
 
 from ..showing import count, percent
+from .waiting import waiting
 
 if TYPE_CHECKING:
     from ..demo import DemoResult
@@ -23,9 +24,9 @@ def demo(
     max_size: Annotated[int, typer.Option(help="The rows of the largest graph. Larger steps run eagerly.", min=1)] = 64,
     seed: Annotated[int, typer.Option(help="Seeds the weights, the tokens and the trace.", min=0)] = 0,
 ) -> None:
-    """Run a decoder under a trace of batch shapes, eagerly and through graphs side by side, and compare each step.
+    """Run a decoder on a trace of batch sizes, eagerly and by graphs side by side, and compare each step.
 
-    On the CPU it takes one thread, so that the times of small steps vary less. Exits with 1 if any output differs.
+    It uses one CPU thread, so that the times of small steps vary less. Exits with 1 if any output differs.
     """
     import torch  # here and below, since help and completion need neither torch nor the decoder
 
@@ -33,10 +34,10 @@ def demo(
 
     console = Console(highlight=False)
     torch.set_num_threads(1)
-    with console.status("capturing graphs"):
+    with waiting("capturing graphs, and comparing each with eager"):
         both = SideBySide(preset, device, max_size=max_size, seed=seed)
     trace = generate_trace(steps, seed=seed, window=both.eager.config.window)
-    records = track(both.run(trace), "running steps", steps, console=console, transient=True)
+    records = track(both.run(trace), "running steps", steps, transient=True, disable=not console.is_interactive)
     result = DemoResult(tuple(records), both.tolerance)
     weight = both.eager.head.weight
     dtype = str(weight.dtype).removeprefix("torch.")
@@ -52,7 +53,8 @@ def demo(
 
 
 def _table(result: "DemoResult") -> Table:
-    """A line for the steps of each graph and for the eager ones; all together in the footer."""
+    """A line for the steps of each graph and for those that no graph served, of which there is nothing to compare; all
+    together in the footer."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_footer=True)
     for name, total in zip(("rows", "graph", *_FIGURES), ("all", "", *_figures(result)), strict=True):
         table.add_column(name, total, justify="right")
@@ -60,11 +62,16 @@ def _table(result: "DemoResult") -> Table:
         rows = [record.rows for record in group.records]
         first, last = min(rows), max(rows)
         span = str(last) if first == last else f"{first}\N{EN DASH}{last}"
-        table.add_row(span, str(size or "eager"), *_figures(group))
+        table.add_row(span, *((str(size), *_figures(group)) if size else ("none", count(len(rows)))))
     return table
 
 
 def _figures(group: "DemoResult") -> tuple[str, ...]:
     eager, graphed = group.median_ms
     padding = percent(group.padding) if group.hit_rate else ""
-    return count(len(group.records)), padding, f"{eager:.2f} ms", f"{graphed:.2f} ms", f"{eager / graphed:.2f}x"
+    return count(len(group.records)), padding, _two_digits(eager), _two_digits(graphed), f"{eager / graphed:.1f}x"
+
+
+def _two_digits(time_ms: float) -> str:
+    """A median without the digits that differ from run to run."""
+    return f"{time_ms:.{2 if time_ms < 1 else 1 if time_ms < 10 else 0}f} ms"

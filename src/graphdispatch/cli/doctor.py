@@ -5,11 +5,14 @@ import platform
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
+from itertools import chain
 from typing import NamedTuple
 
 _UNLISTED = ("all", "test", "dev", "docs")
+_WIDTH = len("extra transformers")
 
 
 class _Finding(NamedTuple):
@@ -22,11 +25,10 @@ class _Finding(NamedTuple):
 
 def doctor() -> int:
     """Say what is installed, what serves on this machine, and what is wrong. Exits with 1 if something is."""
-    findings = [*_packages(), *_parts()]
-    width = max(len(name) for name, _, _ in findings)
-    for name, found, _ in findings:
-        print(f"{name:{width}}  {found}")
-    wrong = [f"wrong: {name}: {remedy}" for name, _, remedy in findings if remedy]
+    wrong: list[str] = []
+    for name, found, remedy in chain(_packages(), _parts()):  # some take seconds, so that each is shown at once
+        print(f"{name:{_WIDTH}}  {found}", flush=True)
+        wrong += [f"wrong: {name}: {remedy}"] * bool(remedy)
     print("\n".join(wrong or ["all is well"]))
     return 1 if wrong else 0
 
@@ -45,8 +47,14 @@ def _packages() -> Iterator[_Finding]:
             extras.setdefault(extra[1], []).append(name)
     for title, names in extras.items():
         versions = ", ".join(f"{name} {_version(name)}" for name in names)
-        missing = f"not installed: pip install 'graphdispatch[{title}]'"
+        missing = f"not installed; in the folder of the sources: {_installed_by(title, names)}"
         yield _Finding(f"extra {title}", versions if all(map(_version, names)) else missing)
+
+
+def _installed_by(extra: str, names: list[str]) -> str:
+    """The command that installs an extra from a copy of the sources, where its plug-in lies in a folder of its own."""
+    plugins = [f"./plugins/{name}" for name in names if name.startswith("graphdispatch-")]
+    return f"pip install {' '.join(['.', *plugins]) if plugins else repr(f'.[{extra}]')}"
 
 
 def _required(name: str, least: str) -> _Finding:
@@ -71,9 +79,7 @@ def _numbers(release: str) -> list[int]:
 def _parts() -> Iterator[_Finding]:
     """Devices, backends, the native parts and the compiler that makes them."""
     compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
-    yield _Finding(
-        "compiler", shutil.which(compiler) or f"{compiler} is not found; the CPU's graphs run in Python then"
-    )
+    yield _Finding("compiler", shutil.which(compiler) or f"{compiler} is not found, so graphs on the CPU run in Python")
     try:
         import torch
 
@@ -83,7 +89,7 @@ def _parts() -> Iterator[_Finding]:
         from ..native.tape import TAPE
     except Exception as error:  # a broken installation raises anything
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        yield _Finding("backends", f"cannot be loaded: {text}", "mend or reinstall what the error names")
+        yield _Finding("backends", f"cannot be loaded: {text}", "repair or reinstall what the error names")
         return
     backends = available_backends()
     yield _Finding("backends", ", ".join(backends))
@@ -94,11 +100,11 @@ def _parts() -> Iterator[_Finding]:
         built = f"for CUDA {torch.version.cuda} and sees no GPU" if torch.version.cuda else "without CUDA"
         yield _Finding("cuda", f"torch is built {built}; graphs run on the CPU")
     if CORE is not None:
-        yield _Finding(
-            "native core", "compiled, in use" + (f"; it asks Python for {', '.join(ASKED)}" if ASKED else "")
-        )
+        yield _Finding("native core", "compiled, in use" + (f"; Python does {', '.join(ASKED)}" if ASKED else ""))
     else:
         remedy = "install a C++ compiler and Python's headers, then reinstall graphdispatch" if IS_ENABLED else ""
-        yield _Finding("native core", f"not in use, Python serves, more slowly: {WHY_NO_CORE}", remedy)
+        yield _Finding("native core", f"not in use: {WHY_NO_CORE}; Python serves, more slowly", remedy)
+    if not TAPE.is_settled and sys.stdout.isatty():
+        print("compiling the loop that replays graphs on the CPU ...", end="\r", flush=True)
     TAPE.wait()
     yield _Finding("graphs on the CPU", "compiled" if TAPE.module is not None else f"run in Python: {TAPE.why_not}")

@@ -11,10 +11,12 @@ from ..errors import ConfigError
 from ..plan import CostModel, Plan, Workload, plan_sizes
 from ..sizes import named_sizes
 from .models import MODEL_HELP, load_model
+from .waiting import waiting
 
 _TRACE_HELP = (
     "Steps as CSV, JSON lines or Parquet, or vLLM's log with --cudagraph-metrics; also .gz. Default: the demo's."
 )
+_ASSUMED = "assumed, of an 8B model on one large GPU, true to a factor of two; --measure MODEL takes yours"
 _LARGEST = 512  # vLLM's default limit
 
 
@@ -45,24 +47,29 @@ def plan(
 ) -> None:
     """Choose the sizes to capture for recorded traffic, and judge them beside vLLM's.
 
-    They are judged on the second half of the steps, after planning on the first, where the order of the steps is known.
+    If the steps have an order, a plan for their first half is judged on the second half.
     """
     workload = Workload.from_trace(trace) if trace is not None else _generated()
     largest = min(max_size, workload.largest)
     costs = CostModel.default() if measure is None else _measured(measure, largest, mode)
     limits: dict[str, Any] = {"max_graphs": max_graphs, "memory": memory, "capture_time": capture_time}
     limits |= {"max_size": largest, "mode": mode}
-    chosen = plan_sizes(workload, costs, **limits)
-    typer.echo(f"{workload!r}\n{chosen}")
+    with waiting("choosing sizes"):
+        chosen = plan_sizes(workload, costs, **limits)
+    typer.echo(
+        f"costs: {_ASSUMED if measure is None else f'those of {measure}, measured here'}\n{workload!r}\n{chosen}"
+    )
     if workload.is_ordered and len(workload.weights) > 1:
         seen, judged = workload.split()
-        typer.echo("\nplanned for the first half of the steps, on the second")
+        with waiting("choosing sizes for the first half"):
+            tried = plan_sizes(seen, costs, **limits)
+        typer.echo(f"\na plan for the first half of the steps, judged on the second half\n{tried}")
     else:
-        seen = judged = workload
-        typer.echo("\nplanned for these steps, on the same")
-    typer.echo(plan_sizes(seen, costs, **limits).evaluate(judged, costs))
+        judged, tried = workload, chosen
+        typer.echo("\nthis plan, judged on the same steps")
+    typer.echo(tried.evaluate(judged, costs))
     named = Plan.from_sizes("vllm", largest, mode=mode)
-    typer.echo(f"\nvLLM's sizes, on the same steps\n{named.evaluate(judged, costs)}")
+    typer.echo(f"\nvLLM's sizes, judged on these steps\n{named}\n{named.evaluate(judged, costs)}")
     if output is not None:
         try:
             chosen.save(output)
@@ -80,7 +87,8 @@ def _generated() -> Workload:
 def _measured(model: str, largest: int, mode: str) -> CostModel:
     fn, example, options = load_model(model, "--measure")
     sizes = named_sizes("pow2", largest)
-    costs = CostModel.measure(fn, example, sizes, **{**options, "mode": mode})
+    with waiting("measuring eager steps and graphs"):
+        costs = CostModel.measure(fn, example, sizes, **{**options, "mode": mode})
     eager, graph = costs.at("eager_ms", sizes), costs.step_ms(parse_mode(mode), sizes)
     for size, eager_ms, graph_ms in zip(sizes, eager, graph, strict=True):
         typer.echo(f"{size:>6} rows  eager {eager_ms:8.3f} ms  graph {graph_ms:8.3f} ms  {eager_ms / graph_ms:5.2f}x")

@@ -44,12 +44,14 @@ def build(preset: str = "tiny", device: str = "auto", seed: int = 0) -> Model:
         seed: Seeds the weights.
 
     Raises:
-        ConfigError: The preset is unknown.
+        ConfigError: The preset is unknown, or is too large for the CPU.
         BackendError: The device is unknown or not available.
     """
     if preset not in PRESETS:
         raise ConfigError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
     backend, config = get_backend(device), PRESETS[preset]
+    if preset == "1b" and backend.device_type == "cpu":
+        raise ConfigError("preset '1b' needs a GPU, and this would run on the CPU; choose tiny or small")
     dtype = torch.bfloat16 if backend.device_type == "cuda" and preset == "1b" else torch.float32
     decoder = Decoder(config, _SLOTS, seed=seed, device=backend.device, dtype=dtype)
     row = torch.arange(_EXAMPLE_ROWS, device=backend.device)

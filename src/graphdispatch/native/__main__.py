@@ -5,6 +5,6 @@ from .tape import TAPE
 
 if __name__ == "__main__":
     TAPE.wait()
-    asked = f"; it asks Python for {', '.join(ASKED)}" if ASKED else ""
-    print("native core:", f"not in use, Python serves, more slowly: {WHY_NO_CORE}" if WHY_NO_CORE else f"in use{asked}")
+    asked = f"; Python does {', '.join(ASKED)}" if ASKED else ""
+    print("native core:", f"not in use: {WHY_NO_CORE}; Python serves, more slowly" if WHY_NO_CORE else f"in use{asked}")
     print("graphs on the CPU:", "compiled" if TAPE.module is not None else f"run in Python: {TAPE.why_not}")

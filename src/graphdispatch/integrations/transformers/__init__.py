@@ -1,4 +1,4 @@
-"""transformers' ``generate`` by graphs. Install it as ``graphdispatch[transformers]``.
+"""transformers' ``generate`` by graphs. ``pip install '.[transformers]'`` brings it.
 
 from graphdispatch.integrations.transformers import GraphedGeneration
 

@@ -11,7 +11,7 @@ try:
     from transformers.cache_utils import StaticCache, StaticSlidingWindowLayer
 except ImportError as error:
     raise ImportError(
-        "graphdispatch.integrations.transformers needs transformers; install graphdispatch[transformers]"
+        "graphdispatch.integrations.transformers needs transformers; pip install '.[transformers]'"
     ) from error
 
 FIRST_VERSION = (5, 10)
