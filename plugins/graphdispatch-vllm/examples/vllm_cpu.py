@@ -6,7 +6,8 @@
 Each engine runs in a process of its own: vLLM eagerly, vLLM with the code that inductor compiles, and vLLM with our
 graphs in each of the modes. The model is a tiny Llama with random weights, so nothing is downloaded.
 ``--tensor-parallel 2`` splits it over two processes that talk by gloo; ``--spawn`` gives the engine's core a process of
-its own. ``--sizes`` takes other capture sizes, as those of a plan that ``graphdispatch plan`` has made.
+its own. ``--sizes`` takes other capture sizes, as those of a plan that ``graphdispatch plan`` has made, and ``--threads`` another
+number of OpenMP's threads.
 
 Speeds are in time of the processor, so that other work on the machine counts little: the thread's for a forward, the
 process's for tokens. A start-up includes the imports of torch and vLLM. With ``--rounds`` the engines take turns, and
@@ -48,7 +49,7 @@ SETTINGS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
     "PYTHONHASHSEED": "0",
 }
 
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--spawn", action="store_true", help="put the engine's core into a process of its own")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="the capture sizes")
+    parser.add_argument("--threads", type=int, default=1, help="OpenMP's threads of each process")
     parser.add_argument("--no-inductor", action="store_true", help="leave out vLLM with compiled code")
     parser.add_argument("--repeats", type=int, default=3, help="how often each speed is measured; 0: not at all")
     parser.add_argument("--rounds", type=int, default=1, help="how often each engine is started")
@@ -86,7 +88,7 @@ def run_all(args: argparse.Namespace, dtype: str, place: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for _ in range(args.rounds):
         for kind in ["eager", *([] if args.no_inductor else ["inductor"]), *args.modes]:
-            got = start(kind, dtype, place)
+            got = start(kind, dtype, place, args.threads)
             if kind not in found:
                 found[kind] = got
                 report(kind, got, found["eager"])
@@ -103,9 +105,9 @@ def run_all(args: argparse.Namespace, dtype: str, place: str) -> dict[str, Any]:
     return found
 
 
-def start(kind: str, dtype: str, place: str) -> dict[str, Any]:
+def start(kind: str, dtype: str, place: str, threads: int) -> dict[str, Any]:
     """One engine in a process of its own."""
-    own = {"GRAPHDISPATCH_VLLM": "graphs"} if kind in MODES else {}
+    own = {"OMP_NUM_THREADS": str(threads)} | ({"GRAPHDISPATCH_VLLM": "graphs"} if kind in MODES else {})
     command = [sys.executable, __file__, *sys.argv[1:], "--child", f"{kind}:{dtype}:{place}"]
     done = subprocess.run(command, env={**os.environ, **SETTINGS, **own}, capture_output=True, text=True, check=False)
     result = Path(place) / f"{kind}.json"
@@ -138,7 +140,7 @@ def run_engine(args: argparse.Namespace) -> None:
     import torch
     from vllm import LLM, SamplingParams
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     how: dict[str, Any] = {"enforce_eager": True}
     if kind == "inductor":
         how = {"compilation_config": {"mode": 3}}

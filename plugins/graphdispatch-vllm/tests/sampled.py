@@ -38,6 +38,11 @@ def make(place: str) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(place)
 
 
+def numbers(logprobs: dict[int, Any]) -> list[tuple[int, float]]:
+    """The tokens of one place with their logprobs, which JSON keeps to the last bit."""
+    return sorted((token, each.logprob) for token, each in logprobs.items())
+
+
 def serve(kind: str, place: str, dtype: str) -> None:
     """Four requests in each way, one way after the other, by an engine in this process."""
     graphs = {"mode": 3 if "PIECEWISE" in kind else 0, "cudagraph_mode": kind, "cudagraph_capture_sizes": [4, 32]}
@@ -55,7 +60,7 @@ def serve(kind: str, place: str, dtype: str) -> None:
     for way, how in WAYS.items():
         params = SamplingParams(max_tokens=COUNT, ignore_eos=True, detokenize=False, **how)
         outputs = [done.outputs[0] for done in llm.generate(prompts, params, use_tqdm=False)]
-        tokens = [[list(output.token_ids), *map(sorted, output.logprobs or ())] for output in outputs]
+        tokens = [[list(output.token_ids), *map(numbers, output.logprobs or ())] for output in outputs]
         found[way] = {"tokens": tokens, "totals": llm.collective_rpc("graph_totals")[0]}
     print(json.dumps(found))
 

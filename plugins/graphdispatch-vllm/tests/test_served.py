@@ -75,6 +75,13 @@ def test_every_mode_has_the_tokens_of_eager(found: dict[str, Any], mode: str) ->
     assert sent_to_no_graph(got) == ({"mixed_batch": mixed} if mixed else {})
 
 
+def test_two_threads_have_the_tokens_of_eager(tmp_path: Path) -> None:
+    """In every mode, as one thread does."""
+    found = serve(tmp_path, "--requests", REQUESTS, "--threads", "2", "--modes", *MODES)
+    for mode in MODES:
+        check(found[mode])
+
+
 def test_a_spawned_engine_has_the_tokens_of_eager(tmp_path: Path) -> None:
     """The engine's core, and its worker, are processes that vLLM spawns."""
     got = serve(tmp_path, "--requests", REQUESTS, "--spawn", "--modes", "FULL_AND_PIECEWISE")

@@ -1,22 +1,23 @@
-"""Requests that sample in several ways, in pieces too and in bfloat16."""
+"""Requests that sample in several ways and prompts beyond a window, in pieces too, in bfloat16, and by two threads."""
 
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM; make vllm-test makes an environment that has it")
 
-from .test_sampled import COUNT, LLAMA, run
+from .test_sampled import COUNT, LLAMA, MISTRAL, check_full, check_windows, served, windows
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
-def test_modes_with_pieces_serve_on_however_requests_sample(tmp_path: Path, mode: str, dtype: str) -> None:
+def test_modes_with_pieces_serve_on_however_requests_sample(
+    tmp_path: Path, mode: str, dtype: str, threads: int
+) -> None:
     """The tokens are eager's; nothing is captured late, and after the warm-up no step runs eagerly."""
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    run("make", str(tmp_path))
-    eager, graphs = (json.loads(run(kind, str(tmp_path), dtype).splitlines()[-1]) for kind in ("eager", mode))
+    eager, graphs = served(tmp_path, LLAMA, dtype, mode, threads)
     assert [each["tokens"] for each in graphs.values()] == [each["tokens"] for each in eager.values()]
     totals = [each["totals"] for each in graphs.values()]
     for kind in totals[0]:
@@ -24,3 +25,28 @@ def test_modes_with_pieces_serve_on_however_requests_sample(tmp_path: Path, mode
     assert all(total["NONE"]["eager"] == {} for total in totals)
     hits = [sum(total[kind]["hits"] for kind in total) for total in totals]
     assert hits[-1] - hits[0] >= COUNT * (len(hits) - 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [(LLAMA, "float32"), (LLAMA, "bfloat16"), (MISTRAL, "float32")],
+    ids=["llama", "bfloat16", "a sliding window"],
+)
+def test_two_threads_serve_on_however_requests_sample(tmp_path: Path, model: dict[str, Any], dtype: str) -> None:
+    """As one does."""
+    check_full(*served(tmp_path, model, dtype, "FULL", 2))
+
+
+@pytest.mark.parametrize(
+    ("layers", "modes"),
+    [
+        (["sliding_attention", "full_attention"], ["FULL", "FULL_AND_PIECEWISE"]),
+        (["full_attention", "sliding_attention"], ["PIECEWISE", "FULL_AND_PIECEWISE"]),
+    ],
+    ids=["full last", "full first"],
+)
+def test_windows_are_kept_in_every_mode_and_order_of_layers(
+    tmp_path: Path, layers: list[str], modes: list[str]
+) -> None:
+    """Tokens and logprobs are eager's to the last bit, and graphs serve every step."""
+    check_windows(*windows(tmp_path, layers, *modes))
