@@ -8,7 +8,8 @@ import torch
 import torch._decomp  # which gives operators other parts, in Python
 
 from graphdispatch import Reason
-from graphdispatch.backends.cpu.recorder import Recorder
+from graphdispatch.backends.cpu import recorder
+from graphdispatch.backends.cpu.recorder import Recorder, choose_kernel
 from graphdispatch.errors import CaptureError, ReplayError
 
 from ..helpers import compiled_operator, follows, recorded
@@ -48,10 +49,10 @@ def test_an_operator_has_the_parts_that_eager_runs() -> None:
     model, x = torch.nn.GRU(8, 8).eval(), torch.randn(5, 4, 8)
 
     def operators() -> list[Any]:
-        recorder = Recorder()
-        with recorder:
+        mode = Recorder()
+        with mode:
             model(x)
-        return [instruction.func for instruction in recorder.pause().program]
+        return [instruction.func for instruction in mode.pause().program]
 
     with torch.no_grad():
         expected = operators()
@@ -64,6 +65,41 @@ def test_results_share_a_storage() -> None:
     follows(lambda x: torch.linalg.qr(x)[1], 2, 3, 3)
     follows(lambda x: torch.cat(torch.linalg.qr(x + 1)), 2, 3, 3)
     follows(lambda x: torch.cat([one.float() for one in x.max(1)]), 4, 6)
+
+
+OTHER = torch.ones(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("fn", "tested"),
+    [
+        (lambda x: x.add(1.0).add(1.0).add(1.0), 1),
+        (lambda x: x.add(0.0).add(-0.0), 2),
+        (lambda x: x.mul(1).mul(1.0), 2),
+        (lambda x: x.add(1.0).t().add(1.0), 2),
+        (lambda x: x.double().add(1.0).float().add(1.0), 4),
+        (lambda x: x.add(OTHER).add(x).add(OTHER), 1),
+        (lambda x: x.add(OTHER, alpha=2).add(OTHER, alpha=3), 2),
+        (lambda x: x.mul(OTHER).mul(OTHER[:, :1]), 2),
+        (lambda x: x.flatten()[:8].add(x.flatten()[8:]).add(x.flatten()[1:9]), 2),
+        (lambda x: (y := x.add(OTHER)).add(y), 2),
+        (lambda x: torch.cat([x.add(1.0), x]).add(1.0).sum(0).sum(-1), 5),
+    ],
+)
+def test_calls_that_differ_in_numbers_alone_are_tested_once(
+    fn: Callable[[torch.Tensor], torch.Tensor], tested: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether an ``out=`` kernel gives the same bits: others differ in types, places in memory or constants."""
+    calls = 0
+
+    def count(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return choose_kernel(*args)
+
+    monkeypatch.setattr(recorder, "choose_kernel", count)
+    follows(fn, 4, 4)
+    assert calls == tested
 
 
 TABLE = torch.randn(3, 2)

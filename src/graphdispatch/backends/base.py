@@ -207,6 +207,31 @@ class Capture(ABC):
     is_open = False
     """Whether the recording has begun, and has neither ended nor been aborted."""
 
+    def watching(self, mode: OperatorMode) -> AbstractContextManager[object]:
+        """A block in which a mode sees each operator, and has the capture ``run`` it.
+
+        Args:
+            mode: The mode.
+        """
+        return mode
+
+    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+        """Run an operator for the mode that is ``watching``, unless no graph can hold it.
+
+        Args:
+            func: The operator, which is not ``forbidden``, unless the capture is paused.
+            args: The operator's positional arguments.
+            kwargs: The operator's keyword arguments.
+            tensors: The tensors among its arguments.
+
+        Returns:
+            The operator's result.
+
+        Raises:
+            CaptureError: The recording cannot hold the call.
+        """
+        return func(*args, **kwargs)
+
     def look_inside(
         self, mode: OperatorMode, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:

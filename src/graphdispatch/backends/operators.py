@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import wraps
+from operator import attrgetter
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -177,6 +178,8 @@ def tensors_in(*trees: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for tree in trees:
         kind = type(tree)
+        if kind in LEAVES:  # most arguments, which need no further question
+            continue
         if issubclass(kind, torch.Tensor):
             found.append(tree)
         elif kind is tuple or kind is list:
@@ -188,6 +191,10 @@ def tensors_in(*trees: Any) -> list[torch.Tensor]:
     return found
 
 
+LEAVES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+"""The types of what operators are given beside tensors, for the most part."""
+
+
 def _is_nest(kind: type) -> bool:
     return kind in SUPPORTED_NODES or issubclass(kind, tuple)
 
@@ -195,6 +202,8 @@ def _is_nest(kind: type) -> bool:
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Arguments or results of an operator, with ``fn`` of each leaf in its place."""
     kind = type(tree)
+    if kind is torch.Tensor or kind in LEAVES:
+        return fn(tree)
     if kind is tuple:
         return tuple([map_leaves(fn, value) for value in tree])
     if kind is list:
@@ -238,26 +247,32 @@ def forbidden(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], ten
     A CUDA stream refuses these calls during a capture: reading a value back to the host, results whose shape depends
     on data, and copies between devices.
     """
-    name = func._schema.name
+    name, why = _always_forbidden(func)
     if name in _INDEXING:
         return _masked_index(func, args)
     if name == "aten::repeat_interleave" and kwargs.get("output_size") is not None:
         return None
-    why = _always_forbidden(func)
     if why is not None:
         return why
+    if name != "aten::_to_copy" and all(map(_is_cpu, tensors)):
+        return None
     kinds = {"cpu" if t.is_cpu else t.device.type for t in tensors if not t.is_cpu or t.dim()}
     if isinstance(kwargs.get("device"), torch.device) and name == "aten::_to_copy":
         kinds.add(kwargs["device"].type)
     return "copies between devices; do it before the call" if len(kinds) > 1 else None
 
 
+_is_cpu = attrgetter("is_cpu")
 _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
 
 
 @per_operator
-def _always_forbidden(func: OpOverload) -> str | None:
-    """Why no graph can hold any call of the operator, or None."""
+def _always_forbidden(func: OpOverload) -> tuple[str, str | None]:
+    """The operator's name, and why no graph can hold any call of it, or None."""
+    return func._schema.name, _why_forbidden(func)
+
+
+def _why_forbidden(func: OpOverload) -> str | None:
     if func is _aten._linalg_check_errors.default:
         return "reads an error code back to the host (linalg); use the *_ex variant"
     if func is _aten._local_scalar_dense.default:

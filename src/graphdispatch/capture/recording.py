@@ -63,7 +63,7 @@ class CaptureWatch(OperatorMode):
         self._capture = capture
         token = ACTIVE.set(self.run_break) if self._breaks else None
         try:
-            with self:
+            with capture.watching(self):
                 yield
         finally:
             if token is not None:
@@ -77,9 +77,9 @@ class CaptureWatch(OperatorMode):
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator as a break, if it is one, or watch it."""
-        if isinstance(func, HigherOrderOperator):
+        if type(func) is not OpOverload and isinstance(func, HigherOrderOperator):
             return super().__torch_dispatch__(func, types, args, kwargs)
-        is_break = func._schema.name in BREAKS or is_unsafe(func)
+        is_break = bool(BREAKS and func._schema.name in BREAKS) or is_unsafe(func)
         if is_break and self._breaks and not self._is_paused:
             return self._heard(self.run_break, str(func), func, args, kwargs or {})
         if is_break and is_unsafe(func) and not self._is_paused:
@@ -159,19 +159,23 @@ class CaptureWatch(OperatorMode):
     def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Check one operator's arguments, then run it."""
         self.latest = func
-        if func is torch.ops.aten.lift_fresh.default:
+        if func is _LIFT:
             self._note(args[0])
-        self._note_crossing(args, kwargs)
+        tensors = tensors_in(*args, *kwargs.values())
+        if self._part:
+            self._note_crossing(tensors)
         if not self._is_paused:
-            self._check(func, args, kwargs)
-        result = func(*args, **kwargs)
+            self._check(func, args, kwargs, tensors)
+        assert self._capture is not None
+        result = self._capture.run(func, args, kwargs, tensors)
         for tensor in tensors_in(result):
             self._note(tensor)
         return result
 
-    def _check(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._check_returned(args, kwargs)
-        tensors = tensors_in(args, kwargs)
+    def _check(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+    ) -> None:
+        self._check_returned(tensors)
         why = forbidden(func, args, kwargs, tensors)
         if why is not None:
             raise CaptureError(f"{func} {why}; at {user_line()}", Reason.CAPTURE_UNSAFE)
@@ -204,12 +208,11 @@ class CaptureWatch(OperatorMode):
             self._note(tensor)
         self._part += 1
 
-    def _note_crossing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._part:
-            for tensor in tensors_in(args, kwargs):
-                if is_strided(tensor) and self._part_of.get(storage_key(tensor), self._part) != self._part:
-                    self.crossing.append(tensor.detach())
-                    self._part_of[storage_key(tensor)] = self._part
+    def _note_crossing(self, tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if is_strided(tensor) and self._part_of.get(storage_key(tensor), self._part) != self._part:
+                self.crossing.append(tensor.detach())
+                self._part_of[storage_key(tensor)] = self._part
 
     def made(self, tensor: torch.Tensor) -> bool:
         """Whether the captured call made the memory of ``tensor``."""
@@ -223,6 +226,9 @@ class CaptureWatch(OperatorMode):
     def _note(self, tensor: torch.Tensor) -> None:
         if is_strided(tensor) and (key := storage_key(tensor)) not in self._existing and key not in self._made:
             self._made[key], self._part_of[key] = StorageWeakRef(tensor.untyped_storage()), self._part
+
+
+_LIFT = torch.ops.aten.lift_fresh.default
 
 
 class Recording(NamedTuple):

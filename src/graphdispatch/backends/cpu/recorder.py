@@ -7,14 +7,17 @@ ends belongs to the caller: an output, or anything that the callable kept. All o
 its own address.
 
 Most operators have an ``out=`` overload, which writes the results where a replay wants them. It is not trusted: it runs
-once on the real arguments, and is used only if it gives the same bits. An operator without one is called as recorded,
-and its result is copied. So is one whose result might have another shape in another replay.
+once on the real arguments, and is used only if it gives the same bits. What it found holds for the recording's other
+calls that a kernel cannot tell from this one but by the numbers: the layers of a model are tested once. An operator
+without one is called as recorded, and its result is copied. So is one whose result might have another shape in another
+replay.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +27,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from ..insight import CompiledRegion, OperatorMode, run_kernel
 from ..operators import (
+    LEAVES,
     OperatorKind,
     bits_equal,
     changes_view,
@@ -45,6 +49,12 @@ ALIGNMENT = 64
 """Of each tensor of a graph, in bytes: as in torch's CPU allocator, so that kernels take the same vector path as in
 eager."""
 _OPTIONS = frozenset(("dtype", "layout", "device", "pin_memory"))  # of operators that make a tensor of a given kind
+
+
+_LIFT = torch.ops.aten.lift_fresh.default
+_PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
+_is_quantized = attrgetter("is_quantized")
+_address = torch._C.TensorBase.data_ptr  # no host read, which would be refused
 
 
 @dataclass(eq=False)
@@ -142,6 +152,8 @@ class Recorder(OperatorMode):
         self.is_paused = False
         self.program: list[Instruction] = []
         self._slots: dict[int, Slot] = {}
+        self._kernels: dict[Any, OpOverload | None] = {}
+        """The overload that was chosen for each ``call_key``."""
         self._outputs = None
 
     def look_inside(
@@ -186,27 +198,49 @@ class Recorder(OperatorMode):
     def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operator that has no parts and record it."""
         tensors = tensors_in(*args, *kwargs.values())
-        if any(hasattr(t, "trigger_wait") for t in tensors):
+        return self._record(func, args, kwargs, tensors, forbidden(func, args, kwargs, tensors))
+
+    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+        """``watch`` for a mode in the recorder's place, which knows that the operator is not forbidden."""
+        if self.is_paused:
+            return func(*args, **kwargs)
+        try:
+            return self._record(func, args, kwargs, tensors, None)
+        except Exception as error:
+            self._note_error(func, error)
+            raise
+
+    def _record(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
+        why: str | None,
+    ) -> Any:
+        """Run an operator with these ``tensors`` and record it, unless there is a ``why`` not."""
+        if any(map(_waits, tensors)):
             # Eager waits for a functional collective below all modes. Here the wait must be seen, to be recorded.
             with self:
-                args, kwargs = tree_map(lambda v: v.trigger_wait() if hasattr(v, "trigger_wait") else v, (args, kwargs))
+                args, kwargs = tree_map(lambda v: v.trigger_wait() if _waits(v) else v, (args, kwargs))
                 return func(*args, **kwargs)
-        self._refuse(func, args, kwargs, tensors)
+        _refuse(func, tensors, why)
         kind = kind_of(func)
-        if func is torch.ops.aten.lift_fresh.default and self._slot_of(args[0]) is None:
+        if func is _LIFT and self._slot_of(args[0]) is None:
             self._make_literal(args[0])
         written = written_tensors(func, args, kwargs) if kind is OperatorKind.WRITE else []
         before = [(tensor, geometry(tensor)) for tensor in written if self._slot_of(tensor) is None]
         result = func(*args, **kwargs)
-        check_geometry(func, before)
-        if hasattr(result, "trigger_wait"):
+        if before:
+            check_geometry(func, before)
+        if _waits(result):
             return result  # it only wraps its argument
         made = tensors_in(result)
         if not all(map(is_strided, made)):
             raise unsafe(f"{func} makes a nested tensor or one without strided layout")
         given = list(map(storage_key, tensors))
-        results = [t for t in made if (key := storage_key(t)) not in self._slots and key not in given]
-        if any(tensor.is_quantized for tensor in results):  # a place in memory has no scale
+        results = [t for t in made if (key := storage_key(t)) not in given and key not in self._slots]
+        if any(map(_is_quantized, results)):  # a place in memory has no scale
             what = f"{func} makes a quantized tensor, which no graph of the CPU holds"
             raise unsafe(f"{what}; dequantize() it outside, or use fake_quantize")
         if made and not results and kind in (OperatorKind.VIEW, OperatorKind.PURE):
@@ -218,7 +252,7 @@ class Recorder(OperatorMode):
                 self._fill(tensor)
             self._unwritten.update(map(storage_key, results))
             return result
-        kernel = choose_kernel(func, args, kwargs, results) if kind is OperatorKind.PURE else None
+        kernel = self._kernel_of(func, args, kwargs, results) if kind is OperatorKind.PURE else None
         for tensor in written:
             self._slot_grows(tensor, is_blank=changes_view(func))
         if changes_view(func):  # only the tensor looks at memory in another way, as after a view
@@ -242,17 +276,14 @@ class Recorder(OperatorMode):
         )
         return result
 
-    def _refuse(self, func: OpOverload, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> None:
-        why = forbidden(func, args, kwargs, tensors)
-        for tensor in tensors:
-            if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-                why = f"is given a {type(tensor).__name__}, a tensor subclass with its own dispatch"
-            elif not is_strided(tensor):
-                why = f"is given a {'nested ' * tensor.is_nested}tensor of layout {tensor.layout}"
-            elif not tensor.is_cpu:
-                why = f"is given a tensor on {tensor.device}"
-        if why is not None:
-            raise unsafe(f"{func} {why}")
+    def _kernel_of(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[torch.Tensor]
+    ) -> OpOverload | None:
+        """``choose_kernel``, for the first of the calls that are alike."""
+        key = call_key(func, args, kwargs, results)
+        if key not in self._kernels:
+            self._kernels[key] = choose_kernel(func, args, kwargs, results)
+        return self._kernels[key]
 
     def _make_slot(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -309,6 +340,46 @@ def _left_torch(func: OpOverload) -> str:
     )
 
 
+def _refuse(func: OpOverload, tensors: list[torch.Tensor], why: str | None) -> None:
+    for tensor in tensors:
+        if type(tensor).__torch_dispatch__ is not _PLAIN_DISPATCH:
+            why = f"is given a {type(tensor).__name__}, a tensor subclass with its own dispatch"
+        elif not is_strided(tensor):
+            why = f"is given a {'nested ' * tensor.is_nested}tensor of layout {tensor.layout}"
+        elif not tensor.is_cpu:
+            why = f"is given a tensor on {tensor.device}"
+    if why is not None:
+        raise unsafe(f"{func} {why}")
+
+
+def _waits(value: Any) -> bool:
+    """Whether a value is the result of a collective that may still be under way."""
+    return hasattr(value, "trigger_wait")
+
+
+def call_key(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[torch.Tensor]
+) -> tuple[Any, ...]:
+    """What calls have in common that take the same way through an operator's kernels: all but the numbers in their
+    tensors. A call that is given objects of other kinds has nothing in common with any other."""
+    places: dict[int, int] = {}
+
+    def described(value: Any) -> Any:
+        kind = type(value)
+        if issubclass(kind, torch.Tensor):
+            # A kernel may look whether tensors share memory, and where in a vector's width they begin.
+            place = places.setdefault(storage_key(value), len(places))
+            begin = _address(value) % ALIGNMENT
+            return place, begin, value.dtype, value.size(), value.stride(), value.is_conj(), value.is_neg()
+        if kind is list or kind is tuple:
+            return kind, tuple([described(part) for part in value])
+        # -0.0 is another number.
+        return kind, object() if kind not in LEAVES else repr(value) if kind is float else value
+
+    given = map(described, (*args, *kwargs.values()))
+    return id(func), *given, *kwargs, *[(one.dtype, one.size(), one.stride()) for one in results]
+
+
 def choose_kernel(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[torch.Tensor]
 ) -> OpOverload | None:
@@ -317,13 +388,13 @@ def choose_kernel(
     if overload is None or len(results) != len(overload._schema.returns):
         return None
     outs = _in_one_storage(results)
-    places = [t.data_ptr() for t in outs]
+    places = [_address(t) for t in outs]
     try:
         overload(*args, **with_outs(overload, kwargs, outs))
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
         return None
     is_same = all(
-        new.data_ptr() == place and new.stride() == old.stride() and bits_equal(new, old)
+        _address(new) == place and new.stride() == old.stride() and bits_equal(new, old)
         for new, old, place in zip(outs, results, places, strict=True)
     )
     return overload if is_same else None
