@@ -23,6 +23,7 @@ from .errors import GraphDispatchError as GraphDispatchError
 from .errors import ReplayError as ReplayError
 from .errors import StaleOutputError as StaleOutputError
 from .modes import CUDAGraphMode as CUDAGraphMode
+from .proof.rows.custom import row_rule as row_rule
 from .reasons import Reason as Reason
 
 __version__: str
