@@ -1,18 +1,20 @@
 """All batches that may come, and the numbers that a program makes of their sizes.
 
-A ``Num`` is what ``x.shape[0]`` gives in a run. It is a ``torch.SymInt``, so that torch takes it wherever a size may stand,
-but it has no node of torch's: its value is an array with an entry for each batch. Arithmetic is exact for each entry.
-Whatever makes a decision or a plain number of it (``==``, ``bool``, ``range``, ``hash``, text, ``math.sqrt``) narrows the
-batches that the run speaks for to those with the outcome of the run.
+A ``Num`` is what ``x.shape[0]`` gives in a run. It is a ``torch.SymInt``, so that torch takes it wherever a size may
+stand, but it has no node of torch's: its value is an array with an entry for each batch. Arithmetic is exact for each
+entry. Whatever makes a decision or a plain number of it (``==``, ``bool``, ``range``, ``hash``, text, ``math.sqrt``)
+narrows the batches that the run speaks for to those with the outcome of the run.
 
 Note [a batch of one]
-    A size of one broadcasts. So a run on several rows, or on a length above one, does not speak for one row or one element.
+    A size of one broadcasts. So a run on several rows, or on a length above one, does not speak for one row, or for one
+    element.
 """
 
 import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -67,7 +69,8 @@ class BatchSpace:
     def __init__(self, extents: Sequence[range], own: Sequence[int]) -> None:
         if not 1 <= len(extents) <= MOST_AXES or len(own) != len(extents):
             raise ConfigError(
-                f"extents and own must have one entry for each of 1 to {MOST_AXES} axes, got {len(extents)} and {len(own)}"
+                f"extents and own must each have 1 to {MOST_AXES} entries, one for each axis, "
+                f"got {len(extents)} and {len(own)}"
             )
         for axis, (extent, length) in enumerate(zip(extents, own, strict=True)):
             if length not in extent:
@@ -360,13 +363,19 @@ def _divmod_of(self: Any, other: Any) -> Any:
 class Num(SizeNumber, torch.SymInt):
     """An integer made of sizes."""
 
-    __class__ = property(lambda self: int)  # type: ignore[assignment]  # isinstance(n, int), as in eager
+    @property
+    def __class__(self) -> Any:
+        """``isinstance(n, int)`` is true, as without the run."""
+        return int
 
 
 class Real(SizeNumber, torch.SymFloat):
     """A real number made of sizes."""
 
-    __class__ = property(lambda self: float)  # type: ignore[assignment]
+    @property
+    def __class__(self) -> Any:
+        """As of integers."""
+        return float
 
 
 def _define() -> None:
@@ -378,9 +387,8 @@ def _define() -> None:
     for name in ("eq", "ne", "lt", "le", "gt", "ge"):
         methods[f"__{name}__"] = _comparison(name)
     methods |= {"__pow__": _power, "__divmod__": _divmod, "__rdivmod__": _divmod_of}
-    for kind in (Num, Real):
-        for name, method in methods.items():
-            setattr(kind, name, method)
+    for kind, name in product((Num, Real), methods):
+        setattr(kind, name, methods[name])
 
 
 _define()

@@ -24,7 +24,7 @@ def made(c: Call) -> list[Label]:
     """All elements alike, or drawn."""
     shape, sizes = c.outs[0].shape, c.asked.sizes
     if sizes is not None and len(sizes) == len(shape):
-        return c.each(Label(tuple(map(lambda size: _given(c, size), sizes))))
+        return c.each(Label(tuple(_given(c, size) for size in sizes)))
     return c.each(Label(tuple(map(c.given, shape))))
 
 
