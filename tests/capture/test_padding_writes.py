@@ -51,7 +51,7 @@ def test_an_argument_of_zeros_keeps_its_rest(name: str, rows: int, layout: str) 
     step = gd.graphed(fn, dynamic={"slots": 0}, sizes=[4])
     for one in (rows, rows, rows, 3, 4, 3):
         step(laid(torch.zeros(6, 2)), torch.arange(one) + 1)
-    assert step.last_decision.reason in (Reason.PADDING_WRITES_STATE, Reason.ROWS_MIX, Reason.PADDING_UNPROVEN)
+    assert not step.last_decision.reason.is_graph
     for slots in ([1, 2, 3], [5, 4], [4, 3, 2, 1]):
         got, want = laid(torch.ones(6, 2)), laid(torch.ones(6, 2))
         assert torch.equal(step(got, torch.tensor(slots)), fn(want, torch.tensor(slots)))

@@ -103,15 +103,6 @@ def test_no_graph_is_captured_that_nobody_hears_of() -> None:
     assert step.last_decision.reason is gd.Reason.STATE_UNSEEN
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="such a run is heard of")
-def test_a_comparison_that_nobody_hears_of_ends_the_graph() -> None:
-    """The batch may take a branch that no guard knows."""
-    step = served()
-    check_rows(step, 4)
-    with cProfile.Profile():
-        check_rows(step, 3)
-    assert not step.entries
-
 
 def test_a_graph_is_bound_untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trace of a recording ends with the call: to make the graph runs much Python, none of it the callable's."""

@@ -80,6 +80,11 @@ class CaptureRequest:
         """Whether the graph has more rows than the batch."""
         return self.rows != self.size
 
+    @property
+    def has_gaps(self) -> bool:
+        """Whether an argument leaves gaps in memory, which its static buffer does not: code may ask for that."""
+        return not all(spec.is_dense for spec in self.inputs.specs)
+
     def real_rows_of(self, value: torch.Tensor) -> torch.Tensor:
         """The real rows of an output or argument, if the caller padded the batch and said how many are real: of what
         has as many rows as the descriptor has tokens. Else all of it."""

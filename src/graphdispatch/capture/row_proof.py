@@ -143,7 +143,8 @@ def speak_for_batch(attempt: CaptureAttempt, proof: RowProof, program: Program) 
     if not isinstance(found, str):
         run, _ = found
         is_like = run.binds(request, program) or program.computes_like(run.program)
-        if is_like and run.objection(is_word=proof.is_word) is None:
+        pads_rows = axes[0].of(request.rows) != axes[0].of(request.size)
+        if is_like and not (pads_rows and run.objection(is_word=proof.is_word) is not None):
             proof.runs.append(run)
             proof.mixed |= {axes[i] for i in run.verdict.mixed_axes}
             return

@@ -78,14 +78,14 @@ def is_permutation(c: Call, index: Tensor | None) -> bool:
     return is_turned and np.array_equal(c.sizes.values(label.dims[0]), c.sizes.values(label.tag.of))
 
 
-def arrangement_put(c: Call) -> Label | None:
-    """``x[order] = values``, where ``x`` was made for it and each row is written once: rows go back, or say where they
+def arrangement_put(c: Call, index: Tensor | None, values: Tensor) -> Label | None:
+    """``x[index] = values``, where ``x`` was made for it and each row is written once: rows go back, or say where they
     lie. None if it is something else."""
-    tensor, indices, values = c.a["self"], c.a["indices"], c.a["values"]
+    tensor = c.a["self"]
     label = c.known(tensor)
-    if len(indices) != 1 or not is_permutation(c, indices[0]) or c.is_outside(tensor) or c.a.get("accumulate"):
+    if index is None or not is_permutation(c, index) or c.is_outside(tensor) or c.a.get("accumulate"):
         return None
-    order = c.label(indices[0])
+    order = c.label(index)
     assert order.tag is not None
     arranged, back, given = order.dims[0], order.tag.of, c.known(values)
     if label.dims[:1] != (arranged,) or not _is_arranged(arranged) or not _is_whole(tensor):

@@ -88,7 +88,7 @@ def index_put(c: Call) -> list[Label]:
             c.sizes.joined(own, dim)
         c.blend_others(tensor, indices[0])
         return [Label(label.dims)]
-    rearranged = arrangement_put(c)
+    rearranged = arrangement_put(c, indices[0], values) if len(indices) == 1 else None
     if rearranged is not None:
         return [rearranged]
     picked = Picked(c, tensor, indices)
@@ -115,6 +115,8 @@ def index_dim(c: Call) -> list[Label]:
     """Entries along a dimension are written: ``index_copy``, ``index_add``, ``index_fill``."""
     label, chosen = c.known("self"), c.known("index")
     at = c.place("dim", len(label.dims))
+    if c.name == "index_copy" and at == 0 and (put := arrangement_put(c, c.a["index"], c.a["source"])) is not None:
+        return [put]
     c.check_data(label)
     spot = chosen.dims[0] if chosen.dims else ()
     wanted = (*label.dims[:at], spot, *label.dims[at + 1 :])
