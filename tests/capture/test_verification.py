@@ -2,6 +2,7 @@
 
 import logging
 import re
+import time
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -127,13 +128,24 @@ def test_tolerance_is_the_users(given: float | None, found: Reason) -> None:
 
 
 def test_rounding_has_its_remedy() -> None:
-    """Torch computes more for ``svdvals`` under a mode, and rounds otherwise; the graph of the same rows is to have
-    the same bits. The reason says what to do, which serves them."""
-    exact, loose = (make(lambda x: torch.linalg.svdvals(x), options=CUDAGraphOptions(rtol=r)) for r in (None, 1e-4))
-    for step in (exact, loose):
-        check_calls(step, *torch.randn(8, 4, 3, 3), rtol=1.3e-6, atol=1e-5)
-    assert "as rounding makes it; CUDAGraphOptions(rtol=0.0001) serves it" in exact.last_decision.explain()
-    assert loose.last_decision.reason is Reason.EXACT
+    """The graph of the same rows is to have the same bits; the reason says which tolerance serves others, and it does."""
+    rounding = Spy([0.0])  # no guard looks into it
+    for rtol in (None, 1e-4):
+        step = make(lambda x: x * (1 + rounding[0]), options=CUDAGraphOptions(rtol=rtol))
+        for rounding[0] in (0.0, 1e-5, 1e-5):
+            step(torch.rand(4, 3) + 1)
+        text = step.last_decision.explain()
+        assert ("as rounding makes it; CUDAGraphOptions(rtol=0.0001) serves it" in text) is (rtol is None)
+        assert (step.last_decision.reason is Reason.EXACT) is (rtol is not None)
+
+
+def test_no_tolerance_is_offered_for_a_clock() -> None:
+    """What eager itself gives anew each time is no rounding, however small it is."""
+    step = make(lambda x: x + time.perf_counter() * 1e-3 % 1)
+    for _ in range(3):
+        step(torch.rand(4, 3))
+    assert step.last_decision.reason is Reason.VERIFICATION_FAILED
+    assert "rtol" not in step.last_decision.detail
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2], ids=str)

@@ -22,6 +22,7 @@ Note [kernels that round otherwise]
 While torch's profiler is on, each capture and each comparison is a range of it: ``capture`` or ``verify``.
 """
 
+from ..backends.operators import bits_equal, tensors_in
 from ..backends.tracing import profiler_range
 from ..call.rules import graph_name
 from ..errors import CaptureError, VerificationError, error_of_signal
@@ -33,9 +34,9 @@ from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from .attempt import CaptureAttempt
 from .collector import paused_collector
-from .compare import check_padding_writes, check_replay
+from .compare import SmallDifferenceError, check_padding_writes, check_replay
 from .eager_run import EagerRun, check_may_capture, run_eagerly
-from .effects import Region
+from .effects import EffectRecorder, Region
 from .gain import measure_gain, seconds_of
 from .lengths import replay_other_padding
 from .make_entry import grow_guard, make_entry
@@ -223,7 +224,10 @@ def _compare(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
     if eager.effects.uses_rng is not entry.uses_rng and not request.is_piecewise:
         what = "draw no random numbers" if entry.uses_rng else "draw random numbers"
         raise VerificationError(f"{request.rows} rows {what}, unlike the graph of {request.size}")
-    check_replay(request, eager, entry)
+    try:
+        check_replay(request, eager, entry)
+    except SmallDifferenceError as error:
+        raise VerificationError(f"{error}{_remedy_for(attempt, error.rtol)}") from error
     if request.is_padded:
         check_padding_writes(request, eager, attempt.warm_run.regions)
     if request.is_padded and proof is not None and proof.is_due(request.rows, request.size):
@@ -232,6 +236,24 @@ def _compare(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
         grow_guard(attempt, entry)
     if entry.metadata is not None:
         entry.metadata.note(request.values)
+
+
+def _remedy_for(attempt: CaptureAttempt, rtol: float) -> str:
+    """What to do about a small difference: a tolerance serves it if eager gives the same bits for the same batch."""
+    request = attempt.request
+    values = request.values_with(attempt.eager.arguments)
+    runs = []
+    for _ in range(2):
+        attempt.start_over("asking whether eager gives the same twice")
+        effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
+        runs.append(attempt.try_apart(effects, values, lambda output: [one.clone() for one in tensors_in(output)]))
+    first, second = runs
+    if first is None or second is None or not all(map(bits_equal, first, second)):
+        return (
+            "; eager itself gives another result for the same batch, so that no tolerance helps: it reads a clock, or draws "
+            "numbers that torch does not draw; pass them as tensors"
+        )
+    return f", as rounding makes it; CUDAGraphOptions(rtol={rtol:g}) serves it"
 
 
 def _prove_padding(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
