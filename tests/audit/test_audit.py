@@ -2,8 +2,8 @@
 
 import json
 import random
-from collections import OrderedDict
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphdispatch import Dim, Graphed, Pad, Reason, graphed
-from graphdispatch.errors import ConfigError, FallbackError, GuardError
+from graphdispatch.errors import ConfigError, FallbackError
 
 from ..helpers import AT_ONCE, assert_same, check_calls, check_rows, make
 
@@ -297,7 +297,9 @@ def test_a_mask_of_which_a_one_hides_is_served_by_a_rule() -> None:
     assert step.stats.verifications == 1
 
 
-@pytest.mark.parametrize(("sizes", "lengths"), [([16, 32], range(32, 16, -1)), ([64, 200], (150, 170, 65, 66, 199, 200))])
+@pytest.mark.parametrize(
+    ("sizes", "lengths"), [([16, 32], range(32, 16, -1)), ([64, 200], (150, 170, 65, 66, 199, 200))]
+)
 def test_no_length_is_compared_by_itself(sizes: list[int], lengths: Sequence[int]) -> None:
     """After the second batch all are hits."""
     step = make(dynamic={"x": {0: "b", 1: Dim("s", sizes)}}, sizes=[2])

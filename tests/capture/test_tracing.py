@@ -103,7 +103,6 @@ def test_no_graph_is_captured_that_nobody_hears_of() -> None:
     assert step.last_decision.reason is gd.Reason.STATE_UNSEEN
 
 
-
 def test_a_graph_is_bound_untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trace of a recording ends with the call: to make the graph runs much Python, none of it the callable's."""
     traces: list[Any] = []

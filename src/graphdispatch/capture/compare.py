@@ -7,7 +7,7 @@ constants such as the value of masked logits, or they would hide errors in all o
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -67,7 +67,9 @@ def _compare_change(
     assert region.after is not None
     before, after, now = (one.to(torch.float64) for one in (region.before, region.after, region.read()))
     dtype = coarsest(region.after.dtype, entry.program.float_types)
-    allowed = tolerance_for(dtype, exact=False, rtol=request.options.rtol, atol=request.options.atol, is_far=request.is_padded)
+    allowed = tolerance_for(
+        dtype, exact=False, rtol=request.options.rtol, atol=request.options.atol, is_far=request.is_padded
+    )
     is_told = (before.isfinite() & after.isfinite()) if ignored is None else ~ignored
     rounding = 8 * torch.finfo(dtype).eps * (before.abs() + after.abs())
     gap, change = (((after - one).abs() - less).where(is_told, 0.0) for one, less in ((now, rounding), (before, 0.0)))
@@ -114,7 +116,9 @@ def _compare(
     is_like_eager = not request.is_padded and all(spec.is_dense for spec in request.inputs.specs)
     exact = request.backend.capture_executes and is_like_eager
     dtype = coarsest(want.dtype, entry.program.float_types)
-    tolerance = tolerance_for(dtype, exact=exact, rtol=request.options.rtol, atol=request.options.atol, is_far=request.is_padded)
+    tolerance = tolerance_for(
+        dtype, exact=exact, rtol=request.options.rtol, atol=request.options.atol, is_far=request.is_padded
+    )
     gap = difference(want, got, tolerance)
     if gap is not None:
         text = f"{what} of {request.rows} rows in a graph of {request.size} is not what eager gives: {gap}"

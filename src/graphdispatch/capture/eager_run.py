@@ -14,20 +14,19 @@ Note [a run that is not traced]
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from operator import call
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch
 from torch.nn.utils import parametrize
 
-from ..backends.code_events import CodeListener
 from ..backends.insight import reveal_operators
-from ..backends.operators import bits_equal, is_strided, tensors_in
+from ..backends.operators import is_strided, tensors_in
 from ..backends.standins import ASKS
 from ..call.signature import PLAIN_TENSORS
 from ..call.spec import FlatCall, Leaves
@@ -36,10 +35,9 @@ from ..memory.entry import CUDAGraphEntry
 from ..memory.labels import Labels
 from ..memory.outputs import Opener
 from ..memory.proof import ArgumentMetadata
-from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..state.guards import StateGuard
-from ..state.objects import attribute_table, own_attributes, same_callable
+from ..state.objects import attribute_table, own_attributes
 from ..state.reads import metadata_names
 from ..state.trace import CodeTrace
 from ..state.walk import StateWalk

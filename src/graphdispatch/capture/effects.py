@@ -378,7 +378,8 @@ class EffectRecorder(OperatorMode):
         if self._labels is not None:
             self._labels.note_made(results, keys.values())
             self._note_traits(traits, given, gives)
-            self.dispatched.results.append((func, tuple(tuple(tensor.shape) for tensor in tensors_in(result))))
+            shapes_of = (tuple(tensor.shape) if is_strided(tensor) else () for tensor in tensors_in(result))
+            self.dispatched.results.append((func, tuple(shapes_of)))
         return result
 
     def _check_geometry(self, func: OpOverload, shapes: list[tuple[torch.Tensor, tuple[Any, ...]]]) -> None:

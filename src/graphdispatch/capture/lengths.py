@@ -146,7 +146,9 @@ class PaddingReplays:
             if i not in kept and spec.spans and not (spec.dtype.is_floating_point or spec.dtype.is_complex):
                 value = self._arguments[i].to(torch.float64) * sign
                 for pad in spec.pads if spec.is_pad_given else ():
-                    value = value.masked_fill(value == float(pad.fill) * sign, -math.inf) if pad.kind == "value" else value
+                    value = (
+                        value.masked_fill(value == float(pad.fill) * sign, -math.inf) if pad.kind == "value" else value
+                    )
                 at = np.unravel_index(int(value.argmax()), value.shape)  # torch's own imports sympy, which takes long
                 return {axis: int(at[dim]) for dim, axis in spec.spans}
         return {}
@@ -189,7 +191,9 @@ class PaddingReplays:
         request, entry, rows = self._request, self._entry, self._rows
         values = []
         for index, (output, dims) in enumerate(zip(entry.outputs.peek(rows), entry.outputs.rule.follows, strict=True)):
-            unwritten = self._attempt.eager.effects.unwritten(first_rows(self._attempt.eager.outputs[index], dims, rows))
+            unwritten = self._attempt.eager.effects.unwritten(
+                first_rows(self._attempt.eager.outputs[index], dims, rows)
+            )
             real = output.clone() if unwritten is None else output.masked_fill(unwritten, 0)
             values.append((f"output {index}", real))
         for index in entry.mutated:
@@ -216,4 +220,3 @@ def replay_other_padding(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None
     for axis in padded:
         if axis in proof.mixed and axis not in proof.along:
             proof.along[axis] = PaddingReplays(attempt, entry, [axis]).objection()
-

@@ -1,6 +1,6 @@
 """Makes an entry of a recording: which rows its outputs give, what it reads and writes, and what guards it."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from itertools import repeat
 from typing import Any
 
@@ -28,9 +28,7 @@ _SMALL_BYTES = 1 << 20
 _FEWEST = 2  # rows of a batch that may be too few for a callable if there is one less
 
 
-def make_entry(
-    attempt: CaptureAttempt, recording: Recording, program: Program, shown: RowsShown
-) -> CUDAGraphEntry:
+def make_entry(attempt: CaptureAttempt, recording: Recording, program: Program, shown: RowsShown) -> CUDAGraphEntry:
     """The entry around a recorded graph of this program. Raises ``CaptureError`` if nobody could serve by it."""
     request, eager, warm_run, output = attempt.request, attempt.eager, attempt.warm_run, recording.outputs
     check_values(eager.opened, output)

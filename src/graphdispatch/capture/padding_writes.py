@@ -52,7 +52,11 @@ class EqualRows:
             return True, ""
         places = self._places()
         writes = any(self._writes_more(place) for place in places)
-        text = "padding writes where real rows leave memory alone as soon as they are all like one of them" if writes else ""
+        text = (
+            "padding writes where real rows leave memory alone as soon as they are all like one of them"
+            if writes
+            else ""
+        )
         return len(places) > 1, text
 
     def _places(self) -> list[int]:
@@ -62,7 +66,11 @@ class EqualRows:
         for spec, value in zip(self._specs, self._request.arguments(), strict=True):
             dim = next((dim for dim, axis in spec.spans if axis is rows), None)
             if dim is not None and _is_integer(value) and value.numel():
-                wide = value.to(torch.int64).movedim(dim, 0).flatten(1) if value.dim() > 1 else value.to(torch.int64)[:, None]
+                wide = (
+                    value.to(torch.int64).movedim(dim, 0).flatten(1)
+                    if value.dim() > 1
+                    else value.to(torch.int64)[:, None]
+                )
                 found = [int(wide.amax(1).argmax()), int(wide.amin(1).argmin())]
                 break
         return list(dict.fromkeys(found))

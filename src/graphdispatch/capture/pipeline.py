@@ -35,7 +35,7 @@ from ..reasons import Reason
 from .attempt import CaptureAttempt
 from .collector import paused_collector
 from .compare import SmallDifferenceError, check_padding_writes, check_replay
-from .eager_run import EagerRun, check_may_capture, run_eagerly
+from .eager_run import check_may_capture, run_eagerly
 from .effects import EffectRecorder, Region
 from .gain import measure_gain, seconds_of
 from .lengths import replay_other_padding
@@ -180,7 +180,7 @@ def _capture(attempt: CaptureAttempt) -> CUDAGraphEntry | None:
 
 def _verify(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
     """Compare the entry's replay on this batch with the eager run. Raises as ``_capture`` does."""
-    request, eager, proof = attempt.request, attempt.eager, entry.proof
+    request, eager = attempt.request, attempt.eager
     eager.draws |= entry.uses_rng  # as the replay will, whatever branch eager took
     check_may_capture(request, eager)
     attempt.lent = [Region(tensor, tensor.clone()) for tensor in entry.outputs.lent(request.size)]
@@ -189,17 +189,17 @@ def _verify(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
     if writes or entry.mode is not CUDAGraphMode.FULL:  # else it writes its rows at most
         attempt.warm_up()
     check_values(eager.opened, entry.output)
-    if request.is_padded and proof is not None and not proof.speaks_for(request.rows, request.size):
-        speak_for_batch(attempt, proof, entry.program)
-        if request.rows in proof.unlike:
-            return
     _compare_or_refuse(attempt, entry)
 
 
 def _compare_or_refuse(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
-    """Compare a replay of this batch with eager. What shows that padding alone is at fault is noted in the proof: a graph
-    of full batches is not wrong for that."""
+    """Compare a replay of this batch with eager, unless Python takes another path for it. What shows that padding alone is
+    at fault is noted in the proof: a graph of full batches is not wrong for that."""
     request, proof, was_verified = attempt.request, entry.proof, entry.state is EntryState.VERIFIED
+    if request.is_padded and proof is not None and not proof.speaks_for(request.rows, request.size):
+        speak_for_batch(attempt, proof, entry.program)
+        if request.rows in proof.unlike:
+            return
     try:
         _compare(attempt, entry)
     except (CaptureError, VerificationError) as error:

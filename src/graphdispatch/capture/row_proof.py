@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload
 
 from ..backends.operators import is_strided, storage_key, tensors_in
 from ..errors import CaptureError
@@ -161,7 +160,8 @@ def speak_for_batch(attempt: CaptureAttempt, proof: RowProof, program: Program) 
 def _batches(request: CaptureRequest) -> Iterator[int]:
     """The batches to try: one that betrays no number, the call's own, and that of the graph."""
     axes, most = request.inputs.axes, request.inputs.capacity
-    taken = {extent for tensor in (*request.arguments(), *request.tensors) for extent in tensor.shape}
+    tensors = (one for one in (*request.arguments(), *request.tensors) if type(one) in _PLAIN)
+    taken = {extent for tensor in tensors for extent in tensor.shape}
     chosen: list[int] = []
     for axis in axes:
         longest, own = axis.of(most), axis.of(request.size)

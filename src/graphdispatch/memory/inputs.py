@@ -9,7 +9,7 @@ Note [one layout]
     another size lays other elements at an address, and padding is put anew unless the latest batch was as long.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from ..call.signature import InputSpec
 from ..copying import renew_in_child
-from ..sizes import ROWS, Axis, lengths_of, pack
+from ..sizes import ROWS, Axis, lengths_of
 
 _MOST_PREPARED = 4096  # batches and sizes whose copies and padding are kept prepared
 

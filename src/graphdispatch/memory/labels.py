@@ -11,6 +11,7 @@ from torch._ops import OpOverload
 from ..backends.operators import is_strided, per_operator, storage_key, view_key
 from ..call.spec import is_tensor
 
+
 class Named(NamedTuple):
     """An argument that was given by its name."""
 
@@ -152,10 +153,7 @@ def numbers_of(operator: Operator) -> list[str]:
     """The numbers that an operator computes with, or makes a tensor of; each as it is spelled."""
     func, values, _ = operator
     names, taken = _computed_with(func)
-    pairs = [
-        value if isinstance(value, Named) else (name, value)
-        for value, name in zip(values, names, strict=False)
-    ]
+    pairs = [value if isinstance(value, Named) else (name, value) for value, name in zip(values, names, strict=False)]
     lifted = [one for one in values[-1:] if func is _LIFT and isinstance(one, tuple) and len(one) == _OF_A_NUMBER]
     return [*(repr(one) for name, one in pairs if name in taken and type(one) in (int, float)), *map(repr, lifted)]
 

@@ -25,7 +25,6 @@ from .graphs import GraphSet, memory_of
 from .group import GraphGroup, Route
 from .server import Server
 
-
 _MOST_LOOKED_AT = 4096
 """The most batches of a size of which a prewarm sees whether its proof covers them."""
 
