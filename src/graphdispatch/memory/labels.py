@@ -1,6 +1,6 @@
 """Compares the operators of two runs: labels stand for the memory that each run used, in the order of its use."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Self
@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch._ops import OpOverload
 
-from ..backends.operators import is_strided, storage_key, view_key
+from ..backends.operators import is_strided, storage_key
 from ..call.spec import is_tensor
 
 Operator = tuple[OpOverload, tuple[Any, ...], tuple[Any, ...]]
@@ -72,17 +72,17 @@ class Labels(dict[int, str]):
         if func is _LIFT:
             values.append(_numbers(args[0]))
         values += [(name, self._of(value, keys)) for name, value in kwargs.items()]
-        return func, tuple(values), tuple(map(self._layout, tensors))
+        return func, tuple(values), tuple([self._layout(one, keys.get(id(one))) for one in tensors])
 
     def outputs(self, tensors: Iterable[torch.Tensor]) -> tuple[Any, ...]:
         """What a run gave back."""
-        return tuple((self.get(storage_key(t)), self._layout(t)) if is_strided(t) else (object(),) for t in tensors)
+        keys = ((one, storage_key(one) if is_strided(one) else None) for one in tensors)
+        return tuple((object(),) if key is None else (self.get(key), self._layout(one, key)) for one, key in keys)
 
-    def note_made(self, results: Iterable[int | None], used: Collection[int]) -> None:
-        """Name what it made, by the keys: memory that it did not use may lie where other memory was before."""
+    def note_made(self, results: Iterable[int]) -> None:
+        """Name what it made and did not use, by the keys: that may lie where other memory was before."""
         for key in dict.fromkeys(results):
-            if key is not None and key not in used:
-                self[key] = self._next()
+            self[key] = self._next()
 
     def _of(self, value: Any, keys: Mapping[int, int]) -> Any:
         kind = type(value)
@@ -97,12 +97,13 @@ class Labels(dict[int, str]):
             label = self[key] = _FIXED + self._next()
         return label
 
-    def _layout(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        """How a tensor lies in its memory."""
-        if not is_strided(tensor):
+    def _layout(self, tensor: torch.Tensor, key: int | None) -> tuple[Any, ...]:
+        """How a tensor lies in the memory of this ``key``; None where nobody can tell."""
+        if key is None:
             return ()
-        is_fixed = self.get(storage_key(tensor), "").startswith(_FIXED)
-        return (is_fixed and str(tensor.storage_offset()), *view_key(tensor))  # text follows no batch
+        offset = tensor.storage_offset()
+        is_fixed = self.get(key, "").startswith(_FIXED)
+        return is_fixed and str(offset), offset, tensor.size(), tensor.stride(), tensor.dtype  # text follows no batch
 
     def _next(self) -> str:
         self._count += 1
