@@ -368,7 +368,7 @@ class EffectRecorder(OperatorMode):
         result = func(*args, **kwargs)
         if shapes:
             self._check_geometry(func, shapes)
-        gives = written + tensors_in(result)
+        gives = written + tensors_in(result) if written else tensors_in(result)
         # Where torch fills new memory, eager's answer may hold that.
         if kind is OperatorKind.EMPTY and not _fills_new_memory():
             _mark_unwritten(result)

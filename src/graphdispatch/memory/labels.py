@@ -68,7 +68,7 @@ class Labels(dict[int, str]):
     ) -> Operator:
         """An operator that is about to run. ``keys`` has those of its tensors' storages, by the tensors' ``id``, in the
         order of the tensors."""
-        values = [self._of(value, keys) for value in args]
+        values = [value if type(value) in _CONSTANTS else self._of(value, keys) for value in args]
         if func is _LIFT:
             values.append(_numbers(args[0]))
         values += [(name, self._of(value, keys)) for name, value in kwargs.items()]
@@ -85,13 +85,10 @@ class Labels(dict[int, str]):
             self[key] = self._next()
 
     def _of(self, value: Any, keys: Mapping[int, int]) -> Any:
-        kind = type(value)
-        if kind in _CONSTANTS:
-            return value
-        key = keys.get(id(value))
+        key, kind = keys.get(id(value)), type(value)
         if key is None:
-            if kind in (list, tuple, torch.Size):
-                return tuple([self._of(part, keys) for part in value])
+            if kind is list or kind is tuple or kind is torch.Size:
+                return tuple([part if type(part) in _CONSTANTS else self._of(part, keys) for part in value])
             return None if is_tensor(value) else value
         if (label := self.get(key)) is None:
             label = self[key] = _FIXED + self._next()
