@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import pytest
@@ -20,15 +20,12 @@ SCALE = 2.0
 
 
 class Listener(CodeListener):
-    """Notes the names of functions, and the ends of those that it follows."""
+    """Notes the names of functions, and the ends of those whose code is followed."""
 
-    def __init__(self, *, follows: str = "") -> None:
+    def __init__(self, *follows: FunctionType) -> None:
         super().__init__()
         self.heard: list[str] = []
-        self.followed = follows
-
-    def follows(self, code: CodeType) -> bool:
-        return code.co_name == self.followed
+        self.followed = {id(fn.__code__): fn.__code__ for fn in follows}
 
     def on_call(self, frame: FrameType) -> None:
         self.heard.append(frame.f_code.co_name)
@@ -52,9 +49,9 @@ def outer() -> str:
     return inner() + inner()
 
 
-def heard_of(follows: str = "") -> list[str]:
+def heard_of(*follows: FunctionType) -> list[str]:
     """What a new listener hears of a call of ``outer``."""
-    listener = Listener(follows=follows)
+    listener = Listener(*follows)
     assert listener.begin()
     outer()
     listener.end()
@@ -66,7 +63,7 @@ def test_each_listener_hears_of_code_that_others_called_plain() -> None:
     """Once of each function, of each end that it follows, and of each compiled method."""
     for _ in range(3):
         assert heard_of() == ["outer", "inner", "upper", "upper"]
-    assert heard_of("inner") == ["outer", "inner", "upper", "end of inner", "upper", "end of inner"]
+    assert heard_of(inner) == ["outer", "inner", "upper", "end of inner", "upper", "end of inner"]
 
 
 def test_nothing_is_heard_in_a_pause_or_of_another_thread() -> None:

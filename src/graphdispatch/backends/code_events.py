@@ -20,6 +20,12 @@ from .tracing import untraced
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _DEMO = os.path.join(_PACKAGE, "demo", "")
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_AROUND_OPERATORS = {
+    *(os.path.join(_TORCH, *path) for path in (["_ops.py"], ["_library", "simple_registry.py"])),
+    os.path.join(_TORCH, "multiprocessing", "reductions.py"),
+    *(os.path.join(_PACKAGE, "backends", name) for name in ("code_events.py", "insight.py")),
+}
+"""Files of the code that runs on the way to a mode and through it."""
 
 
 def is_own_code(path: str) -> bool:
@@ -35,24 +41,22 @@ def is_torch_code(path: str) -> bool:
 class CodeListener:
     """Hears of the code that one thread runs from ``begin`` to ``end``, on that thread. They may be nested.
 
-    ``plain`` is the code, by its ``id``, of which nothing more is told.
+    ``plain`` is the code, by its ``id``, of which nothing more is told, and ``followed`` that of whose ends
+    ``on_return`` hears.
     """
 
     def __init__(self) -> None:
         ends = CodeListener.end.__code__, _end.__code__
         self.plain: dict[int, CodeType] = {id(code): code for code in ends}
+        self.followed: dict[int, CodeType] = {}
         self.is_paused = False
         self.outer: Any = None
 
     def on_call(self, frame: FrameType) -> None:
         """A function begins whose code is not plain."""
 
-    def follows(self, code: CodeType) -> bool:
-        """Whether ``on_return`` shall hear of the ends of this code."""
-        return False
-
     def on_return(self, code: CodeType) -> None:
-        """A function ends whose code it ``follows``."""
+        """A function ends whose code is ``followed``."""
 
     def on_c_call(self, frame: FrameType, owner: Any, name: str) -> None:
         """A compiled function is about to run; ``owner`` is the object of a method, else the module or None."""
@@ -66,9 +70,9 @@ class CodeListener:
             if id(frame.f_code) not in self.plain:
                 self.on_call(frame)
         elif event == "return":
-            if self.follows(frame.f_code):
+            if id(frame.f_code) in self.followed:
                 self.on_return(frame.f_code)
-        elif event == "c_call":
+        elif event == "c_call" and frame.f_code.co_filename not in _AROUND_OPERATORS:
             self.on_c_call(frame, getattr(arg, "__self__", None), arg.__name__)
 
     def begin(self) -> bool:
@@ -90,12 +94,6 @@ if sys.version_info >= (3, 12):
     _taken: list[int] = []
     """The number under which this process listens, once it does."""
     _NAME = __name__.partition(".")[0]
-    _AROUND_OPERATORS = {
-        *(os.path.join(_TORCH, *path) for path in (["_ops.py"], ["_library", "simple_registry.py"])),
-        os.path.join(_TORCH, "multiprocessing", "reductions.py"),
-        *(os.path.join(_PACKAGE, "backends", name) for name in ("code_events.py", "insight.py")),
-    }
-    """Files of the code that runs on the way to a mode and through it."""
     _FOLLOWED = {os.path.join(_PACKAGE, "call", name) for name in ("breaks.py", "spec.py")}
     """Files of this package of whose code somebody may hear: that around breaks, and around callables."""
 
@@ -188,7 +186,7 @@ if sys.version_info >= (3, 12):
         if not listeners:
             return _DISABLE if _is_own(code) else None
         _tell_end(code, listeners)
-        is_over = len(_listeners) == 1 and not any(each.follows(code) for each in listeners)
+        is_over = len(_listeners) == 1 and not any(id(code) in each.followed for each in listeners)
         return _DISABLE if is_over and begun == _begun[0] else None
 
     @untraced
@@ -197,7 +195,7 @@ if sys.version_info >= (3, 12):
 
     def _tell_end(code: CodeType, listeners: list[CodeListener]) -> None:
         for each in listeners:
-            if each.follows(code):
+            if id(code) in each.followed:
                 each.on_return(code)
 
     @untraced

@@ -107,6 +107,8 @@ def _dispatches(tensor: torch.Tensor) -> bool:
 
 _revealed: dict[tuple[str, str], torch.library.Library] = {}
 """What holds the registrations, by the operator's name and the key. There is one, as torch has one set of operators."""
+_of_torch: set[str] = set()
+"""Names of torch's own operators, which are seen as their parts."""
 _reveal_lock = make_lock()
 
 
@@ -120,9 +122,11 @@ def reveal_operators(device: torch.device) -> None:
         device: A device of the call, besides the CPU.
     """
     keys = {f"Autograd{torch._C._dispatch_key_for_device(kind)}" for kind in ("cpu", device.type)}
-    for full, key in product(torch._C._dispatch_get_registrations_for_dispatch_key(_COMPOSITE), keys):
+    registered = set(torch._C._dispatch_get_registrations_for_dispatch_key(_COMPOSITE)) - _of_torch
+    _of_torch.update(full for full in registered if full.partition("::")[0] in (*_MADE_OF_OTHERS, "prim"))
+    for full, key in product(registered - _of_torch, keys):
         namespace, _, name = full.partition("::")
-        if namespace in _MADE_OF_OTHERS or namespace == "prim" or (full, key) in _revealed:
+        if (full, key) in _revealed:
             continue
         with _reveal_lock:
             if (full, key) not in _revealed and not _has_kernel(full, key):

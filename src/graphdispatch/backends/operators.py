@@ -178,9 +178,9 @@ def tensors_in(*trees: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for tree in trees:
         kind = type(tree)
-        if kind in LEAVES:  # most arguments, which need no further question
+        if kind in LEAVES:
             continue
-        if issubclass(kind, torch.Tensor):
+        if kind is _TENSOR or issubclass(kind, _TENSOR):
             found.append(tree)
         elif kind is tuple or kind is list:
             found += tensors_in(*tree)
@@ -191,6 +191,7 @@ def tensors_in(*trees: Any) -> list[torch.Tensor]:
     return found
 
 
+_TENSOR = torch.Tensor
 LEAVES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 """The types of what operators are given beside tensors, for the most part."""
 
@@ -202,7 +203,7 @@ def _is_nest(kind: type) -> bool:
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Arguments or results of an operator, with ``fn`` of each leaf in its place."""
     kind = type(tree)
-    if kind is torch.Tensor or kind in LEAVES:
+    if kind is _TENSOR or kind in LEAVES:
         return fn(tree)
     if kind is tuple:
         return tuple([map_leaves(fn, value) for value in tree])

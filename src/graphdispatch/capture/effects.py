@@ -29,6 +29,7 @@ from ..backends.operators import (
     check_geometry,
     draws,
     geometry,
+    is_seeded,
     is_strided,
     kind_of,
     per_operator,
@@ -349,7 +350,7 @@ class EffectRecorder(OperatorMode):
                     outside[key] = tensor.detach()
         self.runs_custom = self.runs_custom or traits.is_custom
         if self._labels is not None:
-            self.dispatched.operators.append(self._labels.operator(func, args, kwargs, keys, given))
+            self.dispatched.operators.append(self._labels.operator(func, args, kwargs, keys))
         shapes, written = [], list[torch.Tensor]()
         if kind is OperatorKind.WRITE:
             written = written_tensors(func, args, kwargs)
@@ -359,14 +360,15 @@ class EffectRecorder(OperatorMode):
                 return func(*args, **kwargs)
             shapes = [(tensor, geometry(tensor)) for tensor in written if storage_key(tensor) not in made]
             self._save_written(func, args, kwargs)
-        if draws(func, args, kwargs):
+        if (traits.is_seeded or kwargs) and draws(func, args, kwargs):
             self.uses_rng = True
             self._save_generators(args, kwargs)
-        if self._strict:
+        if shapes and self._strict:
             self._check_geometry(func, shapes)  # nothing would put another view back
         result = func(*args, **kwargs)
-        self._check_geometry(func, shapes)
-        gives = written + tensors_in(result)
+        if shapes:
+            self._check_geometry(func, shapes)
+        gives = written + tensors_in(result) if written else tensors_in(result)
         # Where torch fills new memory, eager's answer may hold that.
         if kind is OperatorKind.EMPTY and not _fills_new_memory():
             _mark_unwritten(result)
@@ -376,7 +378,8 @@ class EffectRecorder(OperatorMode):
         is_new = kind is not OperatorKind.VIEW or func is _LIFT
         results = [self._note_result(one, is_new and place >= len(written)) for place, one in enumerate(gives)]
         if self._labels is not None:
-            self._labels.note_made(results, keys.values())
+            used = keys.values()
+            self._labels.note_made([key for key in results if key is not None and key not in used])
             self._note_traits(traits, given, gives)
             shapes_of = (tuple(tensor.shape) if is_strided(tensor) else () for tensor in tensors_in(result))
             self.dispatched.results.append((func, tuple(shapes_of)))
@@ -394,7 +397,8 @@ class EffectRecorder(OperatorMode):
         told.groups_rows |= traits.groups
         if traits.sums:
             told.float_types.update(filter(_is_float, (tensor.dtype.to_real() for tensor in gives)))
-        told.limits_values |= traits.checks or (not traits.orders and _makes_integers(given, gives))
+        if not told.limits_values:
+            told.limits_values = traits.checks or (not traits.orders and _makes_integers(given, gives))
 
     def note_outputs(self, output: Any) -> None:
         """Note what the run gave back; call it while that is at hand."""
@@ -546,6 +550,7 @@ class _Traits(NamedTuple):
     """What the watch asks of each operator."""
 
     kind: OperatorKind
+    is_seeded: bool
     is_custom: bool
     """Whether it is somebody else's and may do more than make new tensors."""
     groups: bool
@@ -561,6 +566,7 @@ def _traits_of(func: OpOverload) -> _Traits:
     name, kind = func._schema.name, kind_of(func)
     return _Traits(
         kind,
+        is_seeded(func),
         is_custom=kind not in _COMPUTES and func.namespace not in ("aten", "prims"),
         groups=name in _GROUPING,
         sums=func.namespace != "aten" or torch.Tag.reduction in func.tags or any(part in name for part in _SUMMING),
@@ -571,8 +577,12 @@ def _traits_of(func: OpOverload) -> _Traits:
 
 def _makes_integers(given: Sequence[torch.Tensor], gives: Sequence[torch.Tensor]) -> bool:
     """Whether an operator made integers of floating-point numbers, which may become indices."""
-    made = [t for t in gives if not (t.is_floating_point() or t.is_complex() or t.dtype is torch.bool)]
-    return bool(made) and any(tensor.is_floating_point() or tensor.is_complex() for tensor in given)
+    made = [kind for one in gives if (kind := one.dtype) is not torch.bool and not _is_inexact(kind)]
+    return bool(made) and any(_is_inexact(one.dtype) for one in given)
+
+
+def _is_inexact(kind: torch.dtype) -> bool:
+    return kind.is_floating_point or kind.is_complex
 
 
 def _fills_new_memory() -> bool:

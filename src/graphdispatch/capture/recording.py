@@ -96,7 +96,8 @@ class CaptureWatch(OperatorMode):
         """End the current graph, run ``fn`` eagerly, begin the next graph. An inner break runs inside the outer one."""
         if self._is_paused or self._failed is not None:
             return fn(*args, **kwargs)
-        self._check_returned(args, kwargs)
+        if self._unreturned:
+            self._check_returned(args, kwargs)
         assert self._capture is not None
         graph = self._capture.pause()
         self.parts.append(graph)
@@ -175,12 +176,14 @@ class CaptureWatch(OperatorMode):
     def _check(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
     ) -> None:
-        self._check_returned(tensors)
+        if self._unreturned:
+            self._check_returned(tensors)
         why = forbidden(func, args, kwargs, tensors)
         if why is not None:
             raise CaptureError(f"{func} {why}; at {user_line()}", Reason.CAPTURE_UNSAFE)
+        made, existing = self._made, self._existing
         for tensor in tensors:
-            if is_strided(tensor) and not self._has_seen(tensor):
+            if is_strided(tensor) and (key := storage_key(tensor)) not in made and key not in existing:
                 raise CaptureError(
                     f"{func} is given a tensor of shape {tuple(tensor.shape)} that no operator of the call made "
                     f"and that did not exist before, at {user_line()}; work outside of torch's dispatcher "
@@ -191,7 +194,7 @@ class CaptureWatch(OperatorMode):
     def _check_returned(self, *trees: Any) -> None:
         """Raise ``CaptureError`` if a break made one of the tensors and did not return it: later parts would go on
         reading what the break made at the capture."""
-        for tensor in tensors_in(*trees) if self._unreturned else ():
+        for tensor in tensors_in(*trees):
             name = self._unreturned.get(storage_key(tensor)) if is_strided(tensor) else None
             if name is not None:
                 self.give_up(
@@ -224,7 +227,7 @@ class CaptureWatch(OperatorMode):
         return key in self._made or key in self._existing
 
     def _note(self, tensor: torch.Tensor) -> None:
-        if is_strided(tensor) and (key := storage_key(tensor)) not in self._existing and key not in self._made:
+        if is_strided(tensor) and (key := storage_key(tensor)) not in self._made and key not in self._existing:
             self._made[key], self._part_of[key] = StorageWeakRef(tensor.untyped_storage()), self._part
 
 

@@ -1,6 +1,6 @@
 """Compares the operators of two runs: labels stand for the memory that each run used, in the order of its use."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple, Self
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch._ops import OpOverload
 
-from ..backends.operators import is_strided, per_operator, storage_key, view_key
+from ..backends.operators import is_strided, per_operator, storage_key
 from ..call.spec import is_tensor
 
 
@@ -19,9 +19,8 @@ class Named(NamedTuple):
     value: Any
 
 
-Operator = tuple[OpOverload, tuple[Any, ...], tuple[Any, ...]]
-"""An operator with its arguments, in which the label of its memory stands for each tensor; and how each of its tensors
-lies there."""
+Operator = tuple[OpOverload, tuple[Any, ...]]
+"""An operator with its arguments, in which the label of its memory stands for each tensor."""
 
 
 @dataclass
@@ -30,7 +29,7 @@ class Dispatched:
 
     operators: list[Operator] = field(default_factory=list)
     outputs: tuple[Any, ...] = ()
-    """The tensors that it gave back: their labels, and how they lie in their memory."""
+    """The labels of the tensors that it gave back."""
     results: list[tuple[OpOverload, tuple[tuple[int, ...], ...]]] = field(default_factory=list)
     """The operators again, with the shapes of what they gave."""
     has_regions: bool = False
@@ -57,17 +56,14 @@ _CONSTANTS = frozenset({int, float, bool, type(None), torch.dtype})
 class Labels(dict[int, str]):
     """Names the memory of tensors, by the keys of their storages: by the order in which a run meets it or makes it. So
     equal operators on other tensors are another program.
-
-    Memory that the run did not make, and whose length does not follow the batch, is used at the same places by the same
-    program: ``table[n : 2 * n]`` holds other numbers for another n.
     """
 
     _count = 0
 
     @classmethod
     def of_arguments(cls, tensors: Iterable[torch.Tensor], specs: Iterable[Any]) -> Self:
-        """Labels in which the arguments of a call have names already. ``specs`` say which of them follow the batch."""
-        names = (f"{'' if spec.spans else _FIXED}argument {index}" for index, spec in enumerate(specs))
+        """Labels in which the arguments of a call have names already."""
+        names = (f"argument {index}" for index, _ in enumerate(specs))
         return cls(zip(map(storage_key, tensors), names, strict=True))
 
     def operator(
@@ -76,45 +72,32 @@ class Labels(dict[int, str]):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         keys: Mapping[int, int],
-        tensors: Iterable[torch.Tensor],
     ) -> Operator:
-        """An operator that is about to run. ``keys`` has those of its tensors' storages, by the tensors' ``id``, in the
-        order of the tensors."""
-        values = [self._of(value, keys) for value in args]
+        """An operator that is about to run. ``keys`` has those of its tensors' storages, by the tensors' ``id``."""
+        values = [value if type(value) in _CONSTANTS else self._of(value, keys) for value in args]
         if func is _LIFT:
             values.append(_numbers(args[0]))
         values += [Named(name, self._of(value, keys)) for name, value in kwargs.items()]
-        return func, tuple(values), tuple(map(self._layout, tensors))
+        return func, tuple(values)
 
     def outputs(self, tensors: Iterable[torch.Tensor]) -> tuple[Any, ...]:
         """What a run gave back."""
-        return tuple((self.get(storage_key(t)), self._layout(t)) if is_strided(t) else (object(),) for t in tensors)
+        return tuple(self.get(storage_key(one)) if is_strided(one) else object() for one in tensors)
 
-    def note_made(self, results: Iterable[int | None], used: Collection[int]) -> None:
-        """Name what it made, by the keys: memory that it did not use may lie where other memory was before."""
+    def note_made(self, results: Iterable[int]) -> None:
+        """Name what it made and did not use, by the keys: that may lie where other memory was before."""
         for key in dict.fromkeys(results):
-            if key is not None and key not in used:
-                self[key] = self._next()
+            self[key] = self._next()
 
     def _of(self, value: Any, keys: Mapping[int, int]) -> Any:
-        kind = type(value)
-        if kind in _CONSTANTS:
-            return value
-        key = keys.get(id(value))
+        key, kind = keys.get(id(value)), type(value)
         if key is None:
-            if kind in (list, tuple, torch.Size):
-                return tuple([self._of(part, keys) for part in value])
+            if kind is list or kind is tuple or kind is torch.Size:
+                return tuple([part if type(part) in _CONSTANTS else self._of(part, keys) for part in value])
             return None if is_tensor(value) else value
         if (label := self.get(key)) is None:
             label = self[key] = _FIXED + self._next()
         return label
-
-    def _layout(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        """How a tensor lies in its memory."""
-        if not is_strided(tensor):
-            return ()
-        is_fixed = self.get(storage_key(tensor), "").startswith(_FIXED)
-        return (is_fixed and str(tensor.storage_offset()), *view_key(tensor))  # text follows no batch
 
     def _next(self) -> str:
         self._count += 1
@@ -122,7 +105,7 @@ class Labels(dict[int, str]):
 
 
 _FIXED = "fixed "
-"""Begins the labels of memory that the run did not make and whose length does not follow the batch."""
+"""Begins the labels of memory that the run did not make."""
 _LIFT = torch.ops.aten.lift_fresh.default
 _MOST_NUMBERS = 64
 _OF_A_NUMBER = 2  # what ``_numbers`` tells of a tensor without dimensions
@@ -151,7 +134,7 @@ def _computed_with(func: OpOverload) -> tuple[tuple[str, ...], frozenset[str]]:
 
 def numbers_of(operator: Operator) -> list[str]:
     """The numbers that an operator computes with, or makes a tensor of; each as it is spelled."""
-    func, values, _ = operator
+    func, values = operator
     names, taken = _computed_with(func)
     pairs = [value if isinstance(value, Named) else (name, value) for value, name in zip(values, names, strict=False)]
     lifted = [one for one in values[-1:] if func is _LIFT and isinstance(one, tuple) and len(one) == _OF_A_NUMBER]
@@ -161,7 +144,7 @@ def numbers_of(operator: Operator) -> list[str]:
 def arguments_of(operator: Operator, *, of_made: bool = True) -> tuple[Any, ...]:
     """The arguments of an operator, but for lengths that may follow the batch. Without ``of_made`` results of other
     operators are all the same."""
-    func, values, _ = operator
+    func, values = operator
     given = {name: default for name, default in _defaults(func)}
     names = list(given)
     for place, value in enumerate(values):

@@ -204,10 +204,9 @@ class Program:
     def is_like(self, other: "Program") -> bool:
         """Whether the other program is this one for another batch: the same operators on the same memory, with the same
         arguments but for lengths that may follow the batch."""
-        if len(self._operators) != len(other._operators) or len(self._outputs) != len(other._outputs):
+        if len(self._operators) != len(other._operators):
             return False
-        outputs = zip(self._outputs, other._outputs, strict=True)
-        return all(a[:1] == b[:1] for a, b in outputs) and all(
+        return self._outputs == other._outputs and all(
             a[0] is b[0] and is_same(arguments_of(a), arguments_of(b))
             for a, b in zip(self._operators, other._operators, strict=True)
         )

@@ -230,10 +230,9 @@ def way_of_tensor(tensor: torch.Tensor) -> Way:
 def _read_tensor(alias: torch.Tensor, tensor: torch.Tensor) -> dict[str, Any]:
     """A tensor's gradient, memory and extent; ``alias`` stands for the memory that it had."""
     with torch._C.DisableTorchFunction():
-        now = tensor.data
-        is_same = _place(now) == _place(alias)
+        is_same = _place(tensor) == _place(alias)
         grad = tensor.grad if tensor.is_leaf else None
-        return {".grad": grad, ".data": alias if is_same else now, ".requires_grad": tensor.requires_grad}
+        return {".grad": grad, ".data": alias if is_same else tensor.data, ".requires_grad": tensor.requires_grad}
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -110,8 +110,9 @@ class CodeTrace(CodeNotes, CodeListener):
         beside a profiler in compiled code."""
         self.sets_generator = False
         """Whether it called what sets torch's random generators (``manual_seed``, ``fork_rng``)."""
-        self._skipped = {id(code): code for code in (_IMPORT_CODE, *([BREAK_CODE] if skips_breaks else []))}
-        """The code around breaks, and around what runs beside the callable, by ``id``: its hash takes long."""
+        # The code around the callable, around breaks, and around what runs beside the callable.
+        around = (_IMPORT_CODE, *([BREAK_CODE] if skips_breaks else []), *([within] if within else []))
+        self.followed |= {id(code): code for code in around}
         self.seeds: str | None = None
         """Which random generator the callable set, in words."""
         self._within = within
@@ -148,8 +149,8 @@ class CodeTrace(CodeNotes, CodeListener):
         self._is_heard = self._within is None
         self._inside = int(self._within is None)
         hooks = (hook.__code__ for hook in gc.callbacks if isinstance(hook, types.FunctionType))
-        self._skipped |= {id(code): code for code in hooks}
-        for key in self._skipped:
+        self.followed |= {id(code): code for code in hooks}
+        for key in self.followed:
             self.plain.pop(key, None)
         self.is_deaf |= not self.begin()
         return self
@@ -174,10 +175,6 @@ class CodeTrace(CodeNotes, CodeListener):
             "gives as an argument, or capture by calls",
             Reason.STATE_UNSEEN,
         )
-
-    def follows(self, code: types.CodeType) -> bool:
-        """Whether its ends tell what is inside of the callable, or beside it."""
-        return code is self._within or id(code) in self._skipped
 
     def on_return(self, code: types.CodeType) -> None:
         """The end of the callable, of a break, or of what runs beside it."""
@@ -250,8 +247,8 @@ class CodeTrace(CodeNotes, CodeListener):
         if code is self._within:
             self._inside += 1
             self._is_heard = True
-        elif self._inside and (id(code) in self._skipped or code.co_filename.endswith(_COMPILER)):
-            self._skipped[id(code)] = code
+        elif self._inside and (id(code) in self.followed or code.co_filename.endswith(_COMPILER)):
+            self.followed[id(code)] = code
             self._depth += 1
             self._beside += code is not BREAK_CODE
         elif self._inside and self._beside:

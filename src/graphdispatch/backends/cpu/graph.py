@@ -319,7 +319,8 @@ class _Binder:
             self.outputs = tree_map_only(TensorRef, self._tensor, recording.outputs)
 
     def _tensor(self, ref: TensorRef) -> torch.Tensor:
-        if ref not in self._tensors:
+        tensor = self._tensors.get(ref)
+        if tensor is None:
             offset = self._offsets.get(ref.slot, 0) // ref.dtype.itemsize + ref.offset
             tensor = torch.empty(0, dtype=ref.dtype, device="cpu").set_(
                 self._storages[ref.slot], offset, ref.size, ref.stride
@@ -329,7 +330,7 @@ class _Binder:
             if ref.neg:
                 tensor = torch._neg_view(tensor)
             self._tensors[ref] = tensor
-        return self._tensors[ref]
+        return tensor
 
     def _bound(self, value: Any) -> Any:
         return self._tensor(value) if type(value) is TensorRef else value

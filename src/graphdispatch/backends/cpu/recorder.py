@@ -16,7 +16,6 @@ replay.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -38,6 +37,7 @@ from ..operators import (
     is_strided,
     kind_of,
     map_leaves,
+    per_operator,
     storage_key,
     tensors_in,
     unsafe,
@@ -240,11 +240,11 @@ class Recorder(OperatorMode):
             raise unsafe(f"{func} makes a nested tensor or one without strided layout")
         given = list(map(storage_key, tensors))
         results = [t for t in made if (key := storage_key(t)) not in given and key not in self._slots]
+        if made and not results and (kind is OperatorKind.VIEW or kind is OperatorKind.PURE):
+            return result  # it only looks at its arguments in another way
         if any(map(_is_quantized, results)):  # a place in memory has no scale
             what = f"{func} makes a quantized tensor, which no graph of the CPU holds"
             raise unsafe(f"{what}; dequantize() it outside, or use fake_quantize")
-        if made and not results and kind in (OperatorKind.VIEW, OperatorKind.PURE):
-            return result  # it only looks at its arguments in another way
         for tensor in results:
             self._make_slot(tensor)
         if kind is OperatorKind.EMPTY:
@@ -260,7 +260,7 @@ class Recorder(OperatorMode):
         self._written.extend(map(storage_key, written))
         self._unwritten.difference_update(map(storage_key, written))
         used, writes = list(map(self._slots.get, given)), list(map(self._slot_of, written))
-        sym_args, sym_kwargs = map_leaves(self._symbol, args), map_leaves(self._symbol, kwargs)
+        sym_args, sym_kwargs = map_leaves(self._symbol, args), map_leaves(self._symbol, kwargs) if kwargs else {}
         self.program.append(
             Instruction(
                 func,
@@ -316,7 +316,7 @@ class Recorder(OperatorMode):
         return self._slots.get(storage_key(tensor))
 
     def _symbol(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
+        if type(value) in LEAVES or not isinstance(value, torch.Tensor):
             return value
         slot = self._slot_of(value)
         if slot is None:
@@ -327,7 +327,7 @@ class Recorder(OperatorMode):
             value.size(),
             value.stride(),
             int(value.storage_offset()),
-            value.is_conj(),
+            value.dtype.is_complex and value.is_conj(),
             value.is_neg(),
         )
 
@@ -370,7 +370,8 @@ def call_key(
             # A kernel may look whether tensors share memory, and where in a vector's width they begin.
             place = places.setdefault(storage_key(value), len(places))
             begin = _address(value) % ALIGNMENT
-            return place, begin, value.dtype, value.size(), value.stride(), value.is_conj(), value.is_neg()
+            is_conj = value.dtype.is_complex and value.is_conj()
+            return place, begin, value.dtype, value.size(), value.stride(), is_conj, value.is_neg()
         if kind is list or kind is tuple:
             return kind, tuple([described(part) for part in value])
         # -0.0 is another number.
@@ -419,10 +420,11 @@ def with_outs(overload: OpOverload, kwargs: dict[str, Any], outs: Sequence[torch
     What says of which kind a new tensor is (``dtype``, ``device``) is left out: the given tensor says it.
     """
     names, given_out = _keywords(overload)
-    return {name: kwargs[name] for name in kwargs if name in names} | dict(zip(given_out, outs, strict=True))
+    placed = dict(zip(given_out, outs, strict=True))
+    return {name: kwargs[name] for name in kwargs if name in names} | placed if kwargs else placed
 
 
-@cache
+@per_operator
 def _keywords(overload: OpOverload) -> tuple[frozenset[str], tuple[str, ...]]:
     """The names of the arguments of an overload that are given, and of those that take the results."""
     arguments = overload._schema.arguments
@@ -430,7 +432,7 @@ def _keywords(overload: OpOverload) -> tuple[frozenset[str], tuple[str, ...]]:
     return frozenset(given), tuple(outs)
 
 
-@cache
+@per_operator
 def _out_overload(func: OpOverload) -> OpOverload | None:
     packet = func.overloadpacket
     wanted = [(arg.name, str(arg.type)) for arg in func._schema.arguments]
