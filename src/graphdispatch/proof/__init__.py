@@ -1,0 +1,1 @@
+"""What one run of a callable proves of all batches."""

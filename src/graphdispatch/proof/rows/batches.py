@@ -1,0 +1,394 @@
+"""All batches that may come, and the numbers that a program makes of their sizes.
+
+A ``Num`` is what ``x.shape[0]`` gives in a run. It is a ``torch.SymInt``, so that torch takes it wherever a size may
+stand, but it has no node of torch's: its value is an array with an entry for each batch. Arithmetic is exact for each
+entry. Whatever makes a decision or a plain number of it (``==``, ``bool``, ``range``, ``hash``, text, ``math.sqrt``)
+narrows the batches that the run speaks for to those with the outcome of the run.
+
+Note [a batch of one]
+    A size of one broadcasts. So a run on several rows, or on a length above one, does not speak for one row, or for one
+    element.
+"""
+
+import operator
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
+from types import FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...backends.code_events import is_own_code, is_torch_code
+from ...errors import ConfigError
+from ...sizes import MOST_AXES
+
+Array = NDArray[Any]
+
+_MOST = 2**62
+_MOST_EXACT = 2**53
+"""Above it a float does not hold each integer."""
+_LONGEST_TEXT = 60
+
+
+def place() -> str:
+    """The line of the user's code that is running, as ``file.py:line``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        is_inside = path.startswith(("<frozen", "<eval_with", "<string")) or is_torch_code(path) or is_own_code(path)
+        if not is_inside and f"{os.sep}contextlib.py" not in path:
+            return f"{os.path.basename(path)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown line"
+
+
+class Guard(NamedTuple):
+    """Something by which the run stands for some batches alone."""
+
+    mask: Array
+    """True for the batches with the outcome of the run; it broadcasts to all of them."""
+    what: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.what}, {self.where}"
+
+
+class BatchSpace:
+    """All batches that may come: their extents along each dynamic axis, and the extents of the run's own batch.
+
+    Args:
+        extents: The extents along each axis: the numbers of rows, then lengths.
+        own: The extents of the batch that the run is made with.
+    """
+
+    def __init__(self, extents: Sequence[range], own: Sequence[int]) -> None:
+        if not 1 <= len(extents) <= MOST_AXES or len(own) != len(extents):
+            raise ConfigError(
+                f"extents and own must each have 1 to {MOST_AXES} entries, one for each axis, "
+                f"got {len(extents)} and {len(own)}"
+            )
+        for axis, (extent, length) in enumerate(zip(extents, own, strict=True)):
+            if length not in extent:
+                raise ConfigError(f"own[{axis}] must be one of extents[{axis}] = {extent}, got {length}; add it there")
+        self.extents, self.own = tuple(extents), tuple(own)
+        self.at = tuple(extent.index(length) for extent, length in zip(extents, own, strict=True))
+        self.guards: list[Guard] = []
+        self.stray = ""
+        """Where a number made of sizes reached code that takes it apart, if it did."""
+        many = len(extents)
+        names = ["n", "s"] if many <= 2 else ["n", *(f"s{axis}" for axis in range(1, many))]
+        self.numbers = tuple(
+            Num(
+                self, np.arange(e.start, e.stop, e.step).reshape([-1 if i == axis else 1 for i in range(many)]), o, name
+            )
+            for axis, (e, o, name) in enumerate(zip(extents, own, names, strict=False))
+        )
+        """The extents as numbers, by axis."""
+
+    def of_run(self, values: Array) -> Any:
+        """The entry of the run's own batch in an array that broadcasts to all batches."""
+        return values[tuple(i if k > 1 else 0 for i, k in zip(self.at, values.shape, strict=True))]
+
+    def guard(self, outcome: Array, what: str) -> None:
+        """Speak for the batches alone whose outcome is that of the run."""
+        mask = outcome == self.of_run(outcome)
+        if mask.all() or any(g.mask.shape == mask.shape and np.array_equal(g.mask, mask) for g in self.guards):
+            return
+        self.guards.append(Guard(mask, what, place()))
+
+    def bind(self, axes: Iterable[int], what: str) -> None:
+        """Speak for the extents of the run alone along these axes."""
+        for axis in axes:
+            self.guard(self.numbers[axis].values, what)
+
+    def speaks_for(self, extents: Sequence[int]) -> bool:
+        """Whether no guard excludes a batch of these extents; see Note [a batch of one]."""
+        return not self.why_not(extents)
+
+    def why_not(self, extents: Sequence[int]) -> str:
+        """The first guard that excludes a batch of these extents, or an empty text."""
+        at = self.place_of(extents)
+        if at is None:
+            return f"the run looked at batches of {' x '.join(f'{e.start} to {e[-1]}' for e in self.extents)}"
+        if any(extent < 2 and extent != own for extent, own in zip(extents, self.own, strict=True)):
+            return "a size of one broadcasts, so that it takes a run of its own"
+        return next((str(g) for g in self.guards if not _entry(g.mask, at)), "")
+
+    def place_of(self, extents: Sequence[int]) -> tuple[int, ...] | None:
+        """Where a batch lies in arrays over all batches."""
+        if len(extents) != len(self.extents) or any(x not in e for x, e in zip(extents, self.extents, strict=True)):
+            return None
+        return tuple(e.index(x) for x, e in zip(extents, self.extents, strict=True))
+
+
+def _entry(values: Array, at: Sequence[int]) -> Any:
+    return values[tuple(i if k > 1 else 0 for i, k in zip(at, values.shape, strict=True))]
+
+
+def entry(values: Array, at: Sequence[int]) -> int:
+    """The entry of a batch in an array of integers that broadcasts to all batches."""
+    return int(_entry(values, at))
+
+
+class SizeNumber:
+    """What integers and reals made of sizes share."""
+
+    def __init__(self, space: BatchSpace, values: Array, own: Any, text: str) -> None:
+        self.space, self.values, self.own, self.text = space, values, own, text[:_LONGEST_TEXT]
+
+    @property
+    def node(self) -> Any:
+        """What torch's own symbols have; asked where C++ takes the number apart, which no narrowing would see."""
+        self.space.stray = self.space.stray or place()
+        self.plain()
+        raise TypeError("a number made of the sizes of a batch came to code that takes plain numbers")
+
+    @property
+    def of_what(self) -> str:
+        """The sizes that the number is made of, in words."""
+        rows, lengths = self.values.shape[0] > 1, any(k > 1 for k in self.values.shape[1:])
+        return "sizes" if rows and lengths else "a length" if lengths else "the number of rows"
+
+    def plain(self) -> Any:
+        """The number itself. The run then speaks for batches with this number alone."""
+        self.space.guard(self.values, f"Python computes with {self.of_what} ({self.text})")
+        return self.own
+
+    def decide(self, outcome: Array, own: bool, text: str) -> bool:
+        """The outcome of a decision. The run then speaks for batches with this outcome alone."""
+        self.space.guard(np.asarray(outcome), f"Python decides by {self.of_what} ({text})")
+        return own
+
+    def make(self, values: Array, own: Any, text: str) -> Any:
+        """Another number made of sizes."""
+        kind = Num if values.dtype.kind in "iu" else Real
+        return kind(self.space, values, own, text)
+
+    def __repr__(self) -> str:
+        return repr(self.plain())
+
+    def __str__(self) -> str:
+        return str(self.plain())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.plain(), spec)
+
+    def __hash__(self) -> int:
+        return hash(self.plain())
+
+    def __bool__(self) -> bool:
+        return self.decide(self.values != 0, bool(self.own), self.text)
+
+    def __int__(self) -> int:
+        return int(self.plain())
+
+    def __float__(self) -> float:
+        return float(self.plain())
+
+    def __index__(self) -> int:
+        return operator.index(self.plain())
+
+    def __neg__(self) -> Any:
+        return self.make(-self.values, -self.own, f"-{self.text}")
+
+    def __pos__(self) -> Any:
+        return self
+
+    def __abs__(self) -> Any:
+        return self.make(abs(self.values), abs(self.own), f"abs({self.text})")
+
+    def __invert__(self) -> Any:
+        return ~self.plain()
+
+    def __ceil__(self) -> Any:
+        return self._rounded(np.ceil)
+
+    def __floor__(self) -> Any:
+        return self._rounded(np.floor)
+
+    def __trunc__(self) -> Any:
+        return self._rounded(np.trunc)
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return round(self.plain(), digits) if digits is not None else self._rounded(np.round)
+
+    def _rounded(self, how: Callable[[Array], Array]) -> Any:
+        if not np.isfinite(self.values).all() or abs(self.values).max() >= _MOST_EXACT:
+            return int(how(np.asarray(self.plain())))
+        values = how(self.values).astype(np.int64)
+        return self.make(values, int(self.space.of_run(values)), f"round({self.text})")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(self.own), (self.plain(),)
+
+    def is_integer(self) -> bool:
+        """As of plain numbers."""
+        return self.decide(
+            self.values == np.trunc(self.values), float(self.own).is_integer(), f"{self.text}.is_integer()"
+        )
+
+    def as_integer_ratio(self) -> tuple[int, int]:
+        """As of plain numbers."""
+        ratio: tuple[int, int] = self.plain().as_integer_ratio()
+        return ratio
+
+    def bit_length(self) -> int:
+        """As of integers."""
+        return int(self.plain()).bit_length()
+
+    @property
+    def real(self) -> Any:
+        """The number itself."""
+        return self
+
+    @property
+    def imag(self) -> int:
+        """Nothing."""
+        return 0
+
+    @property
+    def numerator(self) -> Any:
+        """The number itself, as of integers."""
+        return self.plain().numerator
+
+    @property
+    def denominator(self) -> Any:
+        """One, as of integers."""
+        return self.plain().denominator
+
+
+_SIGNS = {
+    "add": "+", "sub": "-", "mul": "*", "floordiv": "//", "truediv": "/", "mod": "%", "pow": "**", "lshift": "<<",
+    "rshift": ">>", "and_": "&", "or_": "|", "xor": "^", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
+    "ge": ">=",
+}
+_DIVISIONS = frozenset({"floordiv", "truediv", "mod"})
+
+
+def _values(number: Any) -> Any:
+    return number.values if isinstance(number, SizeNumber) else np.asarray(number)
+
+
+def _own(number: Any) -> Any:
+    return number.own if isinstance(number, SizeNumber) else number
+
+
+def _text(number: Any) -> str:
+    return number.text if isinstance(number, SizeNumber) else repr(number)
+
+
+def _is_number(value: Any) -> bool:
+    return issubclass(type(value), (int, float, SizeNumber))
+
+
+def _is_exact(name: str, left: Array, right: Array) -> bool:
+    """Whether arrays give the numbers that Python gives, which has integers of any length."""
+    if not (left.size and right.size) or left.dtype.kind not in "iub" or right.dtype.kind not in "iub":
+        return left.dtype.kind in "iubf" and right.dtype.kind in "iubf"
+    a, b = int(abs(left).max()), int(abs(right).max())
+    if name == "mul":
+        return a * b < _MOST
+    if name in ("pow", "lshift"):
+        return bool((right >= 0).all()) and b < 64 and (a**b if name == "pow" else a << b) < _MOST
+    if name == "rshift":
+        return bool((right >= 0).all()) and b < 64
+    return max(a, b) < (_MOST_EXACT if name == "truediv" else _MOST // 2)
+
+
+def _compute(name: str, left: Any, right: Any) -> Any:
+    """``left`` and ``right`` combined for each batch; plain where numbers of Python alone would be exact."""
+    number = left if isinstance(left, SizeNumber) else right
+    a, b, op = _values(left), _values(right), getattr(operator, name)
+    if name in _DIVISIONS:
+        number.decide(np.broadcast_arrays(b == 0, number.values)[0], True, f"{_text(right)} == 0")
+    is_plain = not _is_exact(name, a, b) or (name in _DIVISIONS and _own(right) == 0)
+    if is_plain or (name == "pow" and bool((a <= 0).any())):
+        for one in (left, right):
+            if isinstance(one, SizeNumber):
+                one.plain()
+        return op(_own(left), _own(right))
+    with np.errstate(all="ignore"):
+        values = np.asarray(op(a, b))
+    return number.make(values, op(_own(left), _own(right)), f"({_text(left)} {_SIGNS[name]} {_text(right)})")
+
+
+def _arithmetic(name: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
+    def forward(self: Any, other: Any) -> Any:
+        return _compute(name, self, other) if _is_number(other) else NotImplemented
+
+    def backward(self: Any, other: Any) -> Any:
+        return _compute(name, other, self) if _is_number(other) else NotImplemented
+
+    return forward, backward
+
+
+def _comparison(name: str) -> Callable[[Any, Any], Any]:
+    op = getattr(operator, name)
+
+    def compare(self: Any, other: Any) -> Any:
+        if not _is_number(other):
+            return NotImplemented
+        outcome = np.asarray(op(self.values, _values(other)))
+        return self.decide(outcome, bool(op(self.own, _own(other))), f"{self.text} {_SIGNS[name]} {_text(other)}")
+
+    return compare
+
+
+def _power(self: Any, other: Any, modulo: Any = None) -> Any:
+    if modulo is not None:
+        return pow(_plain(self), _plain(other), _plain(modulo))
+    return _compute("pow", self, other) if _is_number(other) else NotImplemented
+
+
+def _plain(number: Any) -> Any:
+    return number.plain() if isinstance(number, SizeNumber) else number
+
+
+def _divmod(self: Any, other: Any) -> Any:
+    return (self // other, self % other) if _is_number(other) else NotImplemented
+
+
+def _divmod_of(self: Any, other: Any) -> Any:
+    return (other // self, other % self) if _is_number(other) else NotImplemented
+
+
+class Num(SizeNumber, torch.SymInt):
+    """An integer made of sizes."""
+
+    @property
+    def __class__(self) -> Any:
+        """``isinstance(n, int)`` is true, as without the run."""
+        return int
+
+
+class Real(SizeNumber, torch.SymFloat):
+    """A real number made of sizes."""
+
+    @property
+    def __class__(self) -> Any:
+        """As of integers."""
+        return float
+
+
+def _define() -> None:
+    """Give both kinds of numbers all operators; torch's classes have some of their own, which would come first."""
+    methods: dict[str, Any] = {name: value for name, value in vars(SizeNumber).items() if callable(value)}
+    for name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "lshift", "rshift", "and_", "or_", "xor"):
+        plain = name.rstrip("_")
+        methods[f"__{plain}__"], methods[f"__r{plain}__"] = _arithmetic(name)
+    for name in ("eq", "ne", "lt", "le", "gt", "ge"):
+        methods[f"__{name}__"] = _comparison(name)
+    methods |= {"__pow__": _power, "__divmod__": _divmod, "__rdivmod__": _divmod_of}
+    for kind, name in product((Num, Real), methods):
+        setattr(kind, name, methods[name])
+
+
+_define()

@@ -1,0 +1,190 @@
+"""One call of an operator, as a rule reads it."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from ...backends.operators import storage_key
+from .labels import (
+    ROWS_AXIS,
+    Dim,
+    Label,
+    MixError,
+    Sizes,
+    UnknownError,
+    axes_of,
+    has_rows,
+    is_dynamic,
+    merged,
+    own_size,
+    plain_dim,
+    plain_dims,
+)
+
+
+class Asked(Protocol):
+    """What Python asked of torch, within which an operator is called."""
+
+    function: str
+    arguments: tuple[Any, ...]
+    sizes: tuple[Any, ...] | None
+    """The sizes that it gave to a function that makes or expands, in order; None: another function."""
+
+    def size(self, own: int) -> Any:
+        """The number made of sizes that Python gave as this plain number, or None."""
+
+    def around(self) -> Mapping[int, Dim]:
+        """The dimensions of the function's tensors that follow the batch, by their size; one of several is left out."""
+
+
+class Call:
+    """One call of an operator: its arguments by name, its results, and the labels of its tensors."""
+
+    def __init__(
+        self,
+        func: OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        labels: Mapping[int, Label],
+        sizes: Sizes,
+    ) -> None:
+        self.func, self.labels, self.sizes, self.space = func, labels, sizes, sizes.space
+        self.name = func._schema.name.partition("::")[2].removesuffix("_")
+        self.outs: list[Tensor] = []
+        self.mixed: set[int] = set()
+        """The lengths along which it mixes elements."""
+        self.asked: Asked
+        self.made: Collection[int] = ()
+        """The storages that the run made, and whether the operator writes to its arguments."""
+        self.writes = False
+        self.rearranges = False
+        """Whether it writes rows in another order over all of a memory that it was given."""
+        self.a: dict[str, Any] = {}
+        for place, argument in enumerate(func._schema.arguments):
+            given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+            self.a[argument.name] = given
+
+    def label(self, tensor: Tensor | str) -> Label:
+        """The label of a tensor, or of the argument of this name."""
+        found = self.a[tensor] if isinstance(tensor, str) else tensor
+        known = self.labels.get(id(found))
+        return known if known is not None else Label(plain_dims(found.shape))
+
+    def known(self, tensor: Tensor | str) -> Label:
+        """The label, if it tells the shape for all batches."""
+        label = self.label(tensor)
+        if label.is_lost:
+            raise UnknownError("a shape that is not known for other batches")
+        return label
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors among the arguments."""
+        values = ((v if isinstance(v, (list, tuple)) else (v,)) for v in self.a.values())
+        return [t for value in values for t in value if isinstance(t, Tensor)]
+
+    @property
+    def first(self) -> Tensor:
+        """The first tensor among the arguments."""
+        return self.tensors()[0]
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor for the argument of this name."""
+        return isinstance(self.a.get(name), Tensor)
+
+    def place(self, name: str, count: int, default: int = 0) -> int:
+        """An argument that names one of ``count`` dimensions."""
+        value = self.a.get(name)
+        return (default if value is None else int(value)) % max(count, 1)
+
+    def places(self, value: Any, count: int) -> list[int]:
+        """The dimensions that an argument names: one, several, or all."""
+        if value is None or value == []:
+            return list(range(count))
+        return [int(one) % max(count, 1) for one in ([value] if isinstance(value, int) else value)]
+
+    def blend(self, dims: Iterable[Dim], what: str) -> None:
+        """Elements along these dimensions go into each other."""
+        for dim in dims:
+            axes = axes_of(dim)
+            if ROWS_AXIS in axes:
+                raise MixError(what)
+            self.mixed |= axes
+
+    def blend_others(self, *but: Tensor) -> None:
+        """Tensors besides these may have no rows: nobody knows which element meets which."""
+        skip = set(map(id, but))
+        for tensor in self.tensors():
+            if id(tensor) not in skip:
+                self.blend(self.label(tensor).dims, "rows in another operand")
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> tuple[Dim, ...]:
+        """The shape of operands that broadcast."""
+        count = max((t.dim() for t in tensors), default=0)
+        dims: list[Dim] = [()] * count
+        for tensor in tensors:
+            label = self.known(tensor)
+            for place, dim in enumerate(label.dims, count - len(label.dims)):
+                dims[place] = self.sizes.joined(dims[place], dim)
+        return tuple(dims)
+
+    def fit(self, dims: Sequence[Dim], tensor: Tensor) -> None:
+        """A tensor must broadcast to these dimensions, and lie along their rows."""
+        label = self.known(tensor)
+        for dim, own in zip(reversed(dims), reversed(label.dims), strict=False):
+            if has_rows(own) and not has_rows(dim):
+                raise MixError("rows where none lie")
+            self.sizes.joined(dim, own)
+
+    def given(self, size: int) -> Dim:
+        """The dimension of a size that torch computed within the function around, by the tensors of that function."""
+        number = self.asked.size(size)
+        if number is not None:
+            return self.sizes.dim_of(number)
+        if size == 1 or self.asked.sizes is not None:
+            return plain_dim(size)
+        return self.asked.around().get(size, plain_dim(size))
+
+    def resized(self, old: Dim, size: int) -> Dim:
+        """A dimension that an operator gave another size, in a way that no rule tells for other batches."""
+        if size == own_size(old) or not is_dynamic(old):
+            return old if size == own_size(old) else plain_dim(size)
+        self.space.bind(sorted(axes_of(old)), "a size that no rule tells for other batches")
+        return plain_dim(size)
+
+    def computed(self, old: Dim, values: Any, size: int) -> Dim:
+        """A dimension whose size follows from that of ``old``, with elements that lie at other places than there."""
+        if not is_dynamic(old):
+            return plain_dim(size)
+        self.blend([old], "rows at other places")
+        return self.sizes.dim_of_values(values)
+
+    def is_outside(self, tensor: Tensor) -> bool:
+        """Whether the operator writes to this tensor, and the run did not make its memory."""
+        return self.writes and storage_key(tensor) not in self.made
+
+    def check_data(self, label: Label) -> None:
+        """Elements are used as data: places among all rows are none."""
+        if label.tag is not None and label.tag.fault is not None:
+            raise MixError("places among all rows")
+
+    def each(self, label: Label) -> list[Label]:
+        """The same label for each result."""
+        return [label] * len(self.outs)
+
+
+def torch_shape(label: Label) -> tuple[int, ...]:
+    """The shape in the run, by the label."""
+    return tuple(map(own_size, label.dims))
+
+
+def flat(dims: Iterable[Dim]) -> Dim:
+    """All dimensions as one."""
+    return merged(atom for dim in dims for atom in dim)
+
+
+def is_flags(tensor: Tensor) -> bool:
+    """Whether a tensor used as an index chooses by flags."""
+    return tensor.dtype in (torch.bool, torch.uint8)

@@ -1,0 +1,134 @@
+"""Rules of operators that make tensors of sizes, or put tensors together."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .batches import Num
+from .calls import Call
+from .elementwise import WIDE, Rule
+from .labels import (
+    Dim,
+    Label,
+    Tag,
+    has_rows,
+    is_dynamic,
+    merged,
+    own_size,
+    plain_dim,
+    plain_dims,
+)
+
+
+def made(c: Call) -> list[Label]:
+    """All elements alike, or drawn."""
+    shape, sizes = c.outs[0].shape, c.asked.sizes
+    if sizes is not None and len(sizes) == len(shape):
+        return c.each(Label(tuple(_given(c, size) for size in sizes)))
+    return c.each(Label(tuple(map(c.given, shape))))
+
+
+def _given(c: Call, size: object) -> Dim:
+    if isinstance(size, Num):
+        c.asked.size(size.own)
+    return c.sizes.dim_of(size)
+
+
+def arange(c: Call) -> list[Label]:
+    """Numbers in a row; from zero on, each is the number of its own place."""
+    start, end, step = c.a.get("start") or 0, c.a["end"], 1 if c.a.get("step") is None else c.a["step"]
+    count = c.outs[0].shape[0]
+    if not all(type(v) is int for v in (start, end, step)):
+        return [Label(plain_dims((count,)))]
+    number = c.asked.size(end)
+    if number is not None:
+        dim = c.sizes.dim_of_values(np.maximum(-((start - number.values) // step), 0))
+    else:
+        dim = c.given(end) if (start, step) == (0, 1) else plain_dim(count)
+    inner = [atom for atom in dim[1:] if type(atom) is not int]
+    for atom in inner:  # the number of a place follows the lengths within it
+        c.space.bind(atom.axes, "numbers of places follow a length")  # type: ignore[union-attr]
+    is_number = start == 0 and step == 1 and has_rows(dim) and c.outs[0].dtype in WIDE
+    return [Label((dim,), tag=Tag("numbers", dim) if is_number else None)]
+
+
+def like(c: Call) -> list[Label]:
+    """All elements alike, in the shape of another tensor."""
+    return c.each(Label(c.known(c.first).dims))
+
+
+def cat(c: Call) -> list[Label]:
+    """Tensors one behind the other."""
+    tensors = [t for t in c.a["tensors"] if t.dim() > 1 or t.numel()]
+    labels = list(map(c.known, tensors))
+    at = c.place("dim", c.outs[0].dim())
+    dims = [
+        _joined_all(c, [label.dims[i] for label in labels]) if i != at else _behind(c, [x.dims[at] for x in labels])
+        for i in range(c.outs[0].dim())
+    ]
+    return [Label(tuple(dims))]
+
+
+def _joined_all(c: Call, dims: Sequence[Dim]) -> Dim:
+    joined = dims[0]
+    for dim in dims[1:]:
+        joined = c.sizes.joined(joined, dim)
+    return joined
+
+
+def _behind(c: Call, parts: Sequence[Dim]) -> Dim:
+    """One dimension of several, one behind the other."""
+    if len(parts) == 1:
+        return parts[0]
+    if not any(map(is_dynamic, parts)):
+        return plain_dim(sum(map(own_size, parts)))
+    heads = [part[0] if part and type(part[0]) is int else 1 for part in parts]
+    tails = {part[1:] if part and type(part[0]) is int else part for part in parts}
+    if len(tails) == 1:
+        return merged((sum(heads), *tails.pop()))  # type: ignore[arg-type]
+    c.blend(parts, "rows behind others")
+    return c.sizes.dim_of_values(sum(map(c.sizes.values, parts[1:]), c.sizes.values(parts[0])))
+
+
+def stack(c: Call) -> list[Label]:
+    """Tensors beside each other."""
+    dims = c.broadcast(c.a["tensors"])
+    at = c.place("dim", c.outs[0].dim())
+    return [Label((*dims[:at], plain_dim(len(c.a["tensors"])), *dims[at:]))]
+
+
+def repeat(c: Call) -> list[Label]:
+    """Each dimension several times, one behind the other."""
+    label = c.known(c.first)
+    times, sizes = c.a["repeats"], c.asked.sizes
+    more = len(times) - len(label.dims)
+    dims = []
+    for place, count in enumerate(times):
+        old = label.dims[place - more] if place >= more else ()
+        is_given = sizes is not None and len(sizes) == len(times)
+        factor = _given(c, sizes[place]) if is_given and sizes is not None else c.given(count)
+        dims.append(merged((*factor, *old)))
+    return [Label(tuple(dims))]
+
+
+def pad(c: Call) -> list[Label]:
+    """Elements before and after a dimension."""
+    label, widths = c.known(c.first), c.a["pad"]
+    dims = list(label.dims)
+    for place in range(len(widths) // 2):
+        before, after = widths[2 * place : 2 * place + 2]
+        at = len(dims) - 1 - place
+        if before or after:
+            dims[at] = c.computed(dims[at], c.sizes.values(dims[at]) + before + after, c.outs[0].shape[at])
+    return [Label(tuple(dims))]
+
+
+RULES: dict[Rule, str] = {
+    made: "zeros ones empty full rand randn new_zeros new_ones new_empty new_full empty_strided new_empty_strided",
+    arange: "arange",
+    like: "zeros_like ones_like empty_like full_like",
+    cat: "cat",
+    stack: "stack",
+    repeat: "repeat",
+    pad: "constant_pad_nd",
+}

@@ -1,0 +1,183 @@
+"""Mixtures of experts: rows are sorted by expert, multiplied in groups, and put back.
+
+Note [rows in another order]
+    What sorts rows gives them an order of their own, an arrangement, in which each still belongs to itself. An index that
+    numbers rows picks them, and an index that says where each row lies brings them back. Both say which place a row has
+    among all, so as numbers they mix; they may only serve as places. A capacity compares such places, and mixes.
+
+    The groups of a grouped product are right for each row if their bounds are the counts of the choice that the rows are
+    sorted by, and if all choices lie below the number of groups: an operator chose them among as many.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .calls import Call
+from .elementwise import Rule, along, pointwise, reduction
+from .labels import (
+    Dim,
+    Label,
+    MixError,
+    Tag,
+    UnknownError,
+    fault_here,
+    has_rows,
+    is_dynamic,
+    merged,
+    own_size,
+    plain_dims,
+)
+
+
+def choice(c: Call) -> list[Label]:
+    """The largest elements along a dimension, and where they lie."""
+    label, dim = c.known(c.first), c.a.get("dim")
+    results = along(c) if c.name == "topk" else reduction(c)
+    if dim is None or not label.dims:
+        return results
+    place = int(dim) % len(label.dims)
+    if not is_dynamic(label.dims[place]):
+        results[-1] = results[-1]._replace(tag=Tag("chosen", (object(), own_size(label.dims[place]))))
+    return results
+
+
+def sort(c: Call) -> list[Label]:
+    """Elements in order, and where they lay. Rows themselves may be sorted if they are the only dimension."""
+    label = c.known(c.first)
+    tag = label.tag
+    c.check_data(label)
+    if len(label.dims) != 1 or not has_rows(label.dims[0]):
+        return along(c)
+    dim = label.dims[0]
+    if tag is not None and is_permutation(c, c.first) and _is_arranged(dim) and not c.a.get("descending"):
+        back = Tag("numbers", dim, fault_here(True, c.func._schema.name, "places among all rows"))
+        return [Label((tag.of,), fault_here(True, c.func._schema.name))] * (len(c.outs) - 1) + [
+            Label((tag.of,), tag=back)
+        ]
+    arranged = c.sizes.arranged(dim)
+    if tag is not None and tag.kind == "chosen" and not c.a.get("descending"):
+        c.sizes.sorted_by[arranged] = tag.of
+    values, places = Label((arranged,), tag=tag if tag and tag.kind == "chosen" else None), Tag("numbers", dim)
+    return [values] * (len(c.outs) - 1) + [Label((arranged,), tag=places)]
+
+
+def _is_arranged(dim: Dim) -> bool:
+    return len(dim) == 1 and type(dim[0]) is not int and dim[0].is_arranged  # type: ignore[union-attr]
+
+
+def is_permutation(c: Call, index: Tensor | None) -> bool:
+    """Whether an index holds the number of each row once."""
+    if index is None:
+        return False
+    label = c.label(index)
+    is_numbers = label.tag is not None and label.tag.kind == "numbers" and len(label.dims) == 1
+    if not is_numbers or label.tag is None:
+        return False
+    is_turned = _is_arranged(label.dims[0]) != _is_arranged(label.tag.of)
+    return is_turned and np.array_equal(c.sizes.values(label.dims[0]), c.sizes.values(label.tag.of))
+
+
+def arrangement_put(c: Call) -> Label | None:
+    """``x[order] = values``, where ``x`` was made for it and each row is written once: rows go back, or say where they
+    lie. None if it is something else."""
+    tensor, indices, values = c.a["self"], c.a["indices"], c.a["values"]
+    label = c.known(tensor)
+    if len(indices) != 1 or not is_permutation(c, indices[0]) or c.is_outside(tensor) or c.a.get("accumulate"):
+        return None
+    order = c.label(indices[0])
+    assert order.tag is not None
+    arranged, back, given = order.dims[0], order.tag.of, c.known(values)
+    if label.dims[:1] != (arranged,) or not _is_arranged(arranged) or not _is_whole(tensor):
+        return None
+    if given.dims[:1] == (arranged,):
+        c.fit(label.dims, values)
+        c.rearranges = True
+        return Label((back, *label.dims[1:]))
+    if len(given.dims) == 1 and given.tag is not None and given.tag[:2] == ("numbers", back) and given.dims[0] == back:
+        c.rearranges = True  # the numbers of places, one after the other
+        fault = fault_here(True, c.func._schema.name, "places among all rows")
+        return Label((back,), tag=Tag("numbers", arranged, fault))
+    return None
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def histogram(c: Call) -> list[Label]:
+    """How many elements lie in each bin; of a choice, how many chose each."""
+    label = c.known(c.first)
+    bins, low, high = c.a["bins"], c.a["min"], c.a["max"]
+    if label.tag is None or label.tag.kind != "chosen" or (bins, low, high) != (label.tag.of[1], 0, bins - 1):
+        c.check_data(label)
+        c.blend(label.dims, "counts of all rows")
+        return [Label(plain_dims(c.outs[0].shape))]
+    fault = fault_here(True, c.func._schema.name, "counts of all rows")
+    return [Label(((bins,),) if bins > 1 else ((),), tag=Tag("counts", label.tag.of, fault))]
+
+
+def cumulate(c: Call) -> list[Label]:
+    """Sums of all elements up to each; of counts, the bounds of groups."""
+    label = c.known(c.first)
+    if label.tag is not None and label.tag.kind == "counts" and c.outs[0].dtype in (torch.int32, torch.int64):
+        return [Label(label.dims, tag=label.tag._replace(kind="bounds"))]
+    c.check_data(label)
+    return along(c)
+
+
+def grouped_product(c: Call) -> list[Label]:
+    """Each row by the matrix of its group."""
+    names = ("self", "mat2") if "mat2" in c.a else ("input", "weight")
+    rows, weight = c.known(names[0]).dims, c.known(names[1]).dims
+    for name in (*names, *(["bias"] if c.has("bias") else [])):
+        c.check_data(c.label(name))
+    if len(rows) != 2 or len(weight) != 3:
+        raise UnknownError("groups of another kind")
+    c.blend([rows[1]], "a product over rows")
+    c.blend(weight, "matrices made of rows")
+    bounds = c.label("offs").tag if c.has("offs") else None
+    key = c.sizes.sorted_by.get(rows[0])
+    if (
+        bounds is None
+        or bounds.kind != "bounds"
+        or key is None
+        or bounds.of is not key
+        or key[1] != own_size(weight[0])
+    ):
+        raise MixError("groups that are not those of the rows' own choice")
+    if c.has("bias"):
+        c.blend(c.known("bias").dims, "rows in another operand")
+    return [Label((rows[0], weight[2]))]
+
+
+def whole_quotient(c: Call) -> list[Label]:
+    """A quotient of integers; of the number of a row's part, the number of the row."""
+    label = c.known(c.first)
+    result = pointwise(c)
+    divisor = c.asked.arguments[1] if len(c.asked.arguments) > 1 else None
+    is_numbers = label.tag is not None and label.tag.kind == "numbers" and label.tag.fault is None
+    rounds = c.name == "floor_divide" or c.a.get("rounding_mode") == "floor"
+    if not is_numbers or label.tag is None or type(divisor) is not int or not rounds:
+        c.check_data(label)
+        return result
+    of = label.tag.of
+    if (
+        c.asked.function in ("__floordiv__", "floor_divide", "div")
+        and of
+        and of[-1] == divisor
+        and c.outs[0].dtype == c.first.dtype
+    ):
+        return [result[0]._replace(tag=Tag("numbers", merged(of[:-1])))]
+    return result
+
+
+RULES: dict[Rule, str] = {
+    choice: "topk argmax max",
+    sort: "sort argsort",
+    histogram: "histc",
+    cumulate: "cumsum",
+    grouped_product: "_grouped_mm",
+    whole_quotient: "floor_divide",
+}
+READ_TAGS = (sort, histogram, cumulate, grouped_product, whole_quotient)

@@ -1,0 +1,300 @@
+"""What Python asks of torch during the run: sizes, which it gets as numbers made of sizes, and functions that take such numbers.
+
+C++ gets plain numbers. Where a function takes a size, the rules label its result; whatever number no rule has accounted for
+narrows the run. Whatever tells Python of data, so that it may decide by that, is a fault.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ...backends.operators import tensors_in
+from .batches import Num, SizeNumber
+from .labels import Dim, Label, is_dynamic, own_size, shape_of
+
+if TYPE_CHECKING:
+    from .run import RowRun
+
+_DATA = frozenset(
+    ["numpy", "__array__", "tolist", "item", "__dlpack__", "data_ptr", "untyped_storage", "storage", "_typed_storage", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__", "__reduce_ex__", "__deepcopy__", "const_data_ptr", "__cuda_array_interface__", "_storage", "__repr__", "__format__", "__str__"]
+)
+"""What takes data, or the memory that it lies in, to Python."""
+_METADATA = frozenset(
+    ["dim", "ndim", "ndimension", "dtype", "device", "layout", "is_contiguous", "requires_grad", "is_floating_point", "is_complex", "is_signed", "element_size", "itemsize", "is_cuda", "is_cpu", "is_leaf", "grad_fn", "grad", "is_sparse", "is_quantized", "is_nested", "is_meta", "is_inference", "names", "is_conj", "is_neg", "type", "get_device", "result_type", "promote_types", "can_cast", "is_mps", "is_xla", "is_mkldnn", "is_tensor", "__hash__", "is_sparse_csr", "is_xpu", "is_vulkan", "is_ipu", "is_maia", "is_mtia", "output_nr", "retains_grad", "_is_view", "_backward_hooks", "type_as", "is_distributed", "is_coalesced", "has_names", "__dir__"]
+)
+"""What Python may know of a tensor that follows the batch: it is the same for all batches."""
+_PLAIN = (Tensor, type(None), torch.dtype, torch.device, torch.layout)
+_TAKES_SHAPE = frozenset(
+    ["view", "reshape", "expand", "broadcast_to", "zeros", "ones", "empty", "rand", "randn", "new_zeros", "new_ones", "new_empty"]
+)
+"""Functions all of whose numbers are the sizes of their result."""
+_MAKES = _TAKES_SHAPE - {"view", "reshape"} | {"full", "new_full", "repeat", "tile"}
+_SIZE_NAMES = frozenset({"size", "sizes", "shape", "repeats", "dims"})
+_SETTABLE = frozenset({"requires_grad", "grad", "names"})
+
+
+class Functions(TorchFunctionMode):
+    """Sees what Python asks of torch."""
+
+    def __init__(self, run: "RowRun") -> None:
+        super().__init__()
+        self.run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer one function."""
+        run, name, kwargs = self.run, getattr(func, "__name__", ""), kwargs or {}
+        if name in ("__get__", "__set__"):
+            return self._attribute(func, name, args)
+        answer = _SIZES.get(name)
+        if answer is not None and args and isinstance(args[0], Tensor):
+            label = run.label_of_size(args[0])
+            if label is not None:
+                return answer(run, label, *args, **kwargs)
+        with run.asking(name, args, kwargs) as asked:
+            if name in _DATA and run.any_follows(args, kwargs):
+                run.doubt(f"{name}() takes data to the host")
+            if name == "tensor_split" and run.any_follows(args[1:], kwargs):
+                run.doubt("tensor_split() by data")
+            plain_args, plain_kwargs = asked.plain() if _has_numbers((args, kwargs)) else (args, kwargs)
+            try:
+                out = func(*plain_args, **plain_kwargs)
+            except Exception:  # whether it raises may depend on sizes, and Python may catch it
+                if run.any_follows(args, kwargs) or asked.numbers:
+                    run.space.bind(range(len(run.space.own)), f"{name}() raises")
+                raise
+            if type(out) is not Tensor:
+                self._check_told(name, out, args, kwargs)
+            asked.check(out)
+        return out
+
+    def _attribute(self, func: Any, name: str, args: Any) -> Any:
+        """Answer a question for an attribute of a tensor, or set it."""
+        run, attribute = self.run, getattr(func.__self__, "__name__", "")
+        if name == "__set__":
+            if attribute not in _SETTABLE:
+                run.doubt(f"{attribute} of a tensor is set")
+            return func(*args)
+        label = run.label_of_size(args[0])
+        if attribute == "shape" and label is not None:
+            return shape_of(label, run.sizes)
+        with run.asking(attribute, args, {}):
+            if label is None:
+                return func(*args)
+            if attribute == "nbytes":
+                return run.sizes.numel(label.dims) * args[0].itemsize
+            if attribute in _DATA and run.follows(args[0]):
+                run.doubt(f"{attribute} takes data to the host")
+            out = func(*args)
+            if attribute == "data" or (attribute == "real" and not args[0].is_complex()):
+                run.put(out, label)
+            if not isinstance(out, Tensor):
+                self._check_told(attribute, out, args, {})
+        return out
+
+    def _check_told(self, name: str, out: Any, args: Any, kwargs: Any) -> None:
+        """Python may learn nothing of data."""
+        if name in _METADATA or isinstance(out, _PLAIN) or all(isinstance(v, _PLAIN) for v in _leaves(out)):
+            return
+        if self.run.any_follows(args, kwargs):
+            self.run.doubt(f"{name}() tells Python of data")
+
+
+class Asked:
+    """One function that Python called, and the numbers made of sizes that it gave."""
+
+    def __init__(self, run: "RowRun", function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.run, self.function, self.arguments, self.named = run, function, args, kwargs
+        self.sizes: tuple[Any, ...] | None = None
+        self.numbers: dict[int, Num] = {}
+        """The numbers given as sizes, by their value in the run."""
+        self._accounted: set[int] = set()
+        self._around: dict[int, Dim] | None = None
+        if function in _MAKES:
+            self.sizes = self._given_sizes()
+
+    def size(self, own: int) -> Num | None:
+        """The number that Python gave as this plain number; a rule that asks accounts for it."""
+        number = self.numbers.get(own)
+        if number is not None:
+            self._accounted.add(own)
+        return number
+
+    def around(self) -> Mapping[int, Dim]:
+        """The dimensions of the function's tensors that follow the batch, by their size. A size that stands for several
+        binds the batch, so that a coincidence is none."""
+        if self._around is None:
+            labels = [self.run.label(t) for t in tensors_in(self.arguments, dict(self.named))]
+            dims = {dim for label in labels if label is not None and not label.is_lost for dim in label.dims}
+            found: dict[int, Dim] = {}
+            for dim in sorted(filter(is_dynamic, dims), key=repr):
+                own = own_size(dim)
+                if own in found or any(d == (own,) for d in dims):
+                    self.run.sizes.lose(Label((dim,)), f"a size of {own} that stands for several")
+                found.setdefault(own, dim)
+            self._around = found
+        return self._around
+
+    def _given_sizes(self) -> tuple[Any, ...]:
+        args = self.arguments
+        rest = args[1:] if args and isinstance(args[0], Tensor) else args
+        if self.function in ("full", "new_full"):
+            rest = rest[:1]
+        named = [value for name, value in self.named.items() if name in _SIZE_NAMES]
+        return tuple(v for v in _leaves((rest, named)) if _is_size(v))
+
+    # -- plain numbers for C++
+
+    def plain(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with plain numbers. Numbers that are no sizes narrow the run."""
+        name, args, named = self.function, self.arguments, self.named
+        by_name = {key: (self._size if key in _SIZE_NAMES else _number)(value) for key, value in named.items()}
+        if name in _TAKES_SHAPE or name in ("repeat", "tile"):
+            return tuple(map(self._size, args)), by_name
+        if name in ("full", "new_full"):
+            at = 0 if name == "full" else 1
+            return tuple((self._size if i == at else _number)(v) for i, v in enumerate(args)), by_name
+        if name in ("broadcast_shapes", "expand_as", "view_as"):
+            return args, dict(named)
+        self._find_doubles()
+        if name in ("__getitem__", "__setitem__"):
+            return (args[0], self._index(args[1]), *map(_number, args[2:])), by_name
+        if name == "unflatten":
+            return (args[0], _number(args[1]), *map(self._size, args[2:])), by_name
+        if name == "arange":
+            at = 0 if len(args) == 1 else 1
+            ends = {key: self._size(value) for key, value in named.items() if key == "end"}
+            return tuple((self._size if i == at else _number)(v) for i, v in enumerate(args)), by_name | ends
+        if name == "narrow":
+            ends = {key: self._size(value) for key, value in named.items() if key == "length"}
+            return tuple((self._size if i == 3 else _number)(v) for i, v in enumerate(args)), by_name | ends
+        return tuple(map(_number, args)), {key: _number(value) for key, value in named.items()}
+
+    def _find_doubles(self) -> None:
+        """A plain number of the same call that equals a size by chance would be taken for it: such a size is bound."""
+        leaves = list(_leaves((self.arguments, list(self.named.values()))))
+        plain = {v for v in leaves if type(v) is int}
+        seen: dict[int, Num] = {}
+        for number in leaves:
+            if isinstance(number, Num):
+                other = seen.setdefault(number.own, number)
+                if number.own in plain or (other is not number and not _is_same(other, number)):
+                    number.plain()
+                    other.plain()
+
+    def _size(self, value: Any) -> Any:
+        if isinstance(value, Num):
+            if value.own < 0:  # it would mean another thing than a size
+                return value.plain()
+            self.numbers.setdefault(value.own, value)
+            return value.own
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self._size, value))
+        return _number(value)
+
+    def _index(self, value: Any) -> Any:
+        if isinstance(value, slice):
+            return slice(self._size(value.start), self._size(value.stop), _number(value.step))
+        return tuple(map(self._index, value)) if isinstance(value, tuple) else _number(value)
+
+    # -- afterwards
+
+    def check(self, out: Any) -> None:
+        """Each number that was given as a size must be that of the result for all batches; any other narrows the run."""
+        label = self.run.label(out) if isinstance(out, Tensor) else None
+        if self.function in _TAKES_SHAPE and label is not None:
+            self._check_sizes(label)
+        for own, number in self.numbers.items():
+            if own not in self._accounted:
+                number.plain()
+
+    def _check_sizes(self, label: Label) -> None:
+        given = self.sizes if self.sizes is not None else self._given_sizes()
+        if label.is_lost or len(given) != len(label.dims):
+            return
+        for size, dim in zip(given, label.dims, strict=True):
+            self._accounted.add(size.own if isinstance(size, Num) else 0)
+            if size is self.run.sizes.number(dim) or (type(size) is int and (size == -1 or not is_dynamic(dim))):
+                continue
+            values = size.values if isinstance(size, Num) else np.asarray(size)
+            outcome = np.broadcast_arrays(self.run.sizes.values(dim) == values, self.run.sizes.values(dim))[0]
+            own = size.text if isinstance(size, Num) else str(size)
+            self.run.space.guard(outcome, f"{self.function}() takes {own} for a size of {own_size(dim)}")
+
+
+def _is_same(one: Num, other: Num) -> bool:
+    return bool(np.array_equal(one.values, other.values))
+
+
+def _is_size(value: Any) -> bool:
+    return (type(value) is int) or isinstance(value, Num)
+
+
+def _number(value: Any) -> Any:
+    """A value with plain numbers; they narrow the run."""
+    if isinstance(value, SizeNumber):
+        return value.plain()
+    if type(value) is slice:
+        return slice(_number(value.start), _number(value.stop), _number(value.step))
+    if type(value) is dict:
+        return {key: _number(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)) and _has_numbers(value):
+        return list(map(_number, value)) if type(value) is list else tuple(map(_number, value))
+    return value
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """The values in nests of lists, tuples, dicts and slices."""
+    if isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _leaves(one)
+    elif isinstance(value, dict):
+        yield from _leaves(list(value.values()))
+    elif type(value) is slice:
+        yield from (value.start, value.stop, value.step)
+    else:
+        yield value
+
+
+def _has_numbers(value: Any) -> bool:
+    if isinstance(value, SizeNumber):
+        return True
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_numbers, value))
+    if type(value) is slice:
+        return any(map(_has_numbers, (value.start, value.stop, value.step)))
+    return isinstance(value, dict) and any(map(_has_numbers, value.values()))
+
+
+def _size_answer(run: "RowRun", label: Label, tensor: Tensor, dim: Any = None) -> Any:
+    shape = shape_of(label, run.sizes)
+    return shape if dim is None else shape[dim]
+
+
+def _numel_answer(run: "RowRun", label: Label, tensor: Tensor) -> Any:
+    if label.is_lost:
+        run.sizes.lose(label, "a shape that no rule tells")
+    return run.sizes.numel(label.dims)
+
+
+def _length_answer(run: "RowRun", label: Label, tensor: Tensor) -> Any:
+    return shape_of(label, run.sizes)[0]
+
+
+def _stride_answer(run: "RowRun", label: Label, tensor: Tensor, dim: Any = None) -> Any:
+    run.sizes.lose(label, "Python reads strides")
+    return tensor.stride() if dim is None else tensor.stride(dim)
+
+
+_SIZES: dict[str, Callable[..., Any]] = {
+    "size": _size_answer,
+    "sym_size": _size_answer,
+    "numel": _numel_answer,
+    "nelement": _numel_answer,
+    "__len__": _length_answer,
+    "stride": _stride_answer,
+}
+"""Questions that are answered with numbers made of sizes."""

@@ -1,0 +1,246 @@
+"""What is known of a tensor during the run: its shape as products of atoms, and where rows mixed first.
+
+The label of a tensor promises: an element whose place has the row ``i`` depends on row ``i`` of the arguments alone, and on
+what no row changes; a tensor without rows depends on no row. Along a length the same holds, unless the run notes that the
+length is mixed. A label follows from shapes and arguments of operators, never from data.
+"""
+
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from .batches import Array, BatchSpace, Num, SizeNumber, place
+
+ROWS_AXIS = 0
+
+
+class Atom(NamedTuple):
+    """A factor of a size that follows the batch."""
+
+    key: int
+    """The axis, or a number of its own for a size that is made of the axes, or for an arrangement of rows."""
+    own: int
+    """Its value in the run."""
+    axes: tuple[int, ...]
+    """The axes that it follows."""
+    is_arranged: bool = False
+    """Whether its elements are rows in another order than that of the batch."""
+
+
+Dim = tuple[Atom | int, ...]
+"""The factors of one dimension, the outermost first; ``()`` is a dimension of one element."""
+
+
+class Fault(NamedTuple):
+    """Why rows may depend on each other."""
+
+    is_mix: bool
+    """Whether rows mix for sure; else no rule says what happens."""
+    text: str
+
+
+class MixError(Exception):
+    """Rows mix here."""
+
+
+class UnknownError(Exception):
+    """No rule says how rows go through this."""
+
+
+class Tag(NamedTuple):
+    """What the elements of a tensor of integers say of rows."""
+
+    kind: str
+    """``"numbers"``: each is the number of its own row; ``"chosen"``: a choice of an operator's; ``"counts"`` of choices,
+    and their ``"bounds"``."""
+    of: Any
+    """The dimension whose rows they number, or which choice it was and below which number it lies."""
+    fault: Fault | None = None
+    """What is at fault with whoever takes the elements for more than places."""
+
+
+class Label(NamedTuple):
+    """What is known of one tensor."""
+
+    dims: tuple[Dim, ...]
+    fault: Fault | None = None
+    is_lost: bool = False
+    """Whether its shape is not known for other batches."""
+    tag: Tag | None = None
+
+
+def own_size(dim: Dim) -> int:
+    """The size of a dimension in the run."""
+    return prod(atom if type(atom) is int else atom.own for atom in dim)  # type: ignore[union-attr]
+
+
+def axes_of(dim: Dim) -> set[int]:
+    """The axes that a dimension follows."""
+    return {axis for atom in dim if type(atom) is not int for axis in atom.axes}  # type: ignore[union-attr]
+
+
+def has_rows(dim: Dim) -> bool:
+    """Whether rows lie along a dimension."""
+    return any(type(atom) is not int and ROWS_AXIS in atom.axes for atom in dim)  # type: ignore[union-attr]
+
+
+def is_dynamic(dim: Dim) -> bool:
+    """Whether a dimension follows the batch."""
+    return any(type(atom) is not int for atom in dim)
+
+
+def plain_dim(size: int) -> Dim:
+    """A dimension of the same size for all batches."""
+    return () if size == 1 else (size,)
+
+
+def plain_dims(shape: Iterable[int]) -> tuple[Dim, ...]:
+    """A shape that is the same for all batches."""
+    return tuple([() if size == 1 else (size,) for size in shape])
+
+
+def merged(atoms: Iterable[Atom | int]) -> Dim:
+    """One dimension of several factors; neighbouring plain numbers are multiplied."""
+    made: list[Atom | int] = []
+    for atom in atoms:
+        if type(atom) is int and made and type(made[-1]) is int:
+            made[-1] *= atom
+        elif atom != 1:
+            made.append(atom)
+    return tuple(made)
+
+
+def row_place(dims: tuple[Dim, ...]) -> int | None:
+    """The first dimension along which rows lie."""
+    return next((place for place, dim in enumerate(dims) if has_rows(dim)), None)
+
+
+class Sizes:
+    """The sizes of dimensions for all batches, and the dimensions of sizes that Python computed."""
+
+    def __init__(self, space: BatchSpace) -> None:
+        self.space = space
+        self.axes = tuple(Atom(axis, own, (axis,)) for axis, own in enumerate(space.own))
+        self._by_key: dict[int, Array] = {axis: number.values for axis, number in enumerate(space.numbers)}
+        self._values: dict[Dim, Array] = {}
+        self._numbers: dict[Dim, Num] = {(atom,): n for atom, n in zip(self.axes, space.numbers, strict=True)}
+        self._atoms: dict[tuple[Any, ...], Atom] = {}
+        self.sorted_by: dict[Dim, Any] = {}
+        """The choice that rows are sorted by, by their arrangement."""
+        self._one = np.ones([1] * len(space.own), dtype=np.int64)
+
+    def values(self, dim: Dim) -> Array:
+        """The size for each batch."""
+        known = self._values.get(dim)
+        if known is None:
+            known = self._one
+            for atom in dim:
+                known = known * (atom if type(atom) is int else self._by_key[atom.key])  # type: ignore[union-attr]
+            self._values[dim] = known
+        return known
+
+    def number(self, dim: Dim) -> Any:
+        """The size as Python gets it."""
+        if not is_dynamic(dim):
+            return own_size(dim)
+        known = self._numbers.get(dim)
+        if known is None:
+            values = self.values(dim)
+            known = self._numbers[dim] = Num(self.space, values, own_size(dim), "*".join(map(self._name, dim)))
+        return known
+
+    def _name(self, atom: Atom | int) -> str:
+        if type(atom) is int:
+            return str(atom)
+        assert isinstance(atom, Atom)
+        return self.space.numbers[atom.key].text if atom.key < len(self.axes) else "size"
+
+    def numel(self, dims: Iterable[Dim]) -> Any:
+        """The number of elements as Python gets it."""
+        return self.number(merged(atom for dim in dims for atom in dim))
+
+    def dim_of(self, number: Any) -> Dim:
+        """The dimension of a size that Python or a rule computed."""
+        if not isinstance(number, SizeNumber):
+            return plain_dim(int(number))
+        for dim, known in self._numbers.items():
+            if known is number and not any(type(a) is not int and a.is_arranged for a in dim):  # type: ignore[union-attr]
+                return dim
+        return self.dim_of_values(number.values)
+
+    def dim_of_values(self, values: Array) -> Dim:
+        """The dimension of a size with these values for all batches."""
+        own = int(self.space.of_run(values))
+        follows = self._followed(values)
+        if not follows:
+            return plain_dim(own)
+        base = tuple(self.axes[axis] for axis in follows)
+        factor, rest = divmod(own, own_size(base))
+        if factor and not rest and np.array_equal(*np.broadcast_arrays(values, self.values(base) * factor)):
+            return merged((*base, factor))
+        if ROWS_AXIS in follows or own < 2:  # rows lie there in a way that no label tells
+            self.space.bind(follows, "a size that does not grow with the rows")
+            return plain_dim(own)
+        self.space.guard(np.minimum(values, 2), "a size of one or less")
+        key = values.shape, values.tobytes()
+        if key not in self._atoms:
+            self._atoms[key] = self._new_atom(values, own, follows)
+        return (self._atoms[key],)
+
+    def _new_atom(self, values: Array, own: int, axes: tuple[int, ...], is_arranged: bool = False) -> Atom:
+        atom = Atom(len(self._by_key), own, axes, is_arranged)
+        self._by_key[atom.key] = values
+        return atom
+
+    def arranged(self, dim: Dim) -> Dim:
+        """The elements of a dimension in another order, which is like no other."""
+        return (self._new_atom(self.values(dim), own_size(dim), tuple(sorted(axes_of(dim))), is_arranged=True),)
+
+    def _followed(self, values: Array) -> tuple[int, ...]:
+        return tuple(
+            axis for axis, k in enumerate(values.shape) if k > 1 and bool((np.diff(values, axis=axis) != 0).any())
+        )
+
+    def joined(self, one: Dim, other: Dim) -> Dim:
+        """The dimension of two that must be equal, or one."""
+        if one == other or other == ():
+            return one
+        if one == ():
+            return other
+        if has_rows(one) and has_rows(other):
+            raise MixError("rows beside rows in another order")
+        self.space.guard(self.values(one) == self.values(other), f"a size of {own_size(one)} beside {own_size(other)}")
+        return one if is_dynamic(one) else other
+
+    def lose(self, label: Label, what: str) -> None:
+        """Speak for the own extents alone along all axes that a label follows."""
+        axes = range(len(self.axes)) if label.is_lost else sorted(axes_of(merged(a for dim in label.dims for a in dim)))
+        self.space.bind(axes, what)
+
+    def at(self, dim: Dim, where: tuple[int, ...]) -> int:
+        """The size in the batch that lies there."""
+        values = self.values(dim)
+        return int(values[tuple(i if k > 1 else 0 for i, k in zip(where, values.shape, strict=True))])
+
+
+def shape_of(label: Label, sizes: Sizes) -> torch.Size:
+    """The shape as Python gets it."""
+    if label.is_lost:
+        sizes.lose(label, "a shape that no rule tells")
+    return torch.Size(map(sizes.number, label.dims))
+
+
+def fault_here(is_mix: bool, operator: str, why: str = "") -> Fault:
+    """A fault of an operator at the running line of the user's."""
+    if is_mix:
+        return Fault(True, f"rows mix in {operator}{why and f' ({why})'}, {place()}")
+    return Fault(False, f"no rule for {operator}{why and f' ({why})'}, called at {place()}")
+
+
+def first_fault(labels: Mapping[int, Label]) -> Fault | None:
+    """The first fault among labels, one that mixes before one that is unknown."""
+    faults = [label.fault for label in labels.values() if label.fault is not None]
+    return next((fault for fault in faults if fault.is_mix), faults[0] if faults else None)

@@ -1,0 +1,176 @@
+"""Rules of operators that read or write at places which a tensor names."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .calls import Call, is_flags
+from .elementwise import Rule
+from .experts import arrangement_put, is_permutation
+from .labels import Dim, Label, MixError, UnknownError, has_rows, is_dynamic, plain_dim, row_place
+
+
+def embedding(c: Call) -> list[Label]:
+    """Rows of a table."""
+    c.blend(c.label("weight").dims, "a table made of rows")
+    return [Label((*c.known("indices").dims, plain_dim(c.outs[0].shape[-1])))]
+
+
+def names_own(label: Label, dim: Dim) -> bool:
+    """Whether each element of an index is the number of its own row along a dimension."""
+    return label.tag is not None and label.tag.kind == "numbers" and label.tag.of == dim
+
+
+class Picked:
+    """What ``x[indices]`` takes: its dimensions, and whether rows name the places."""
+
+    def __init__(self, c: Call, tensor: Tensor, indices: Sequence[Tensor | None]) -> None:
+        dims = c.known(tensor).dims
+        at = [place for place, index in enumerate(indices) if index is not None]
+        given = [index for index in indices if index is not None]
+        if any(map(is_flags, given)):
+            raise UnknownError("a choice by flags")
+        joint = c.broadcast(given)
+        self.row, self.is_by_rows = row_place(dims), row_place(joint) is not None
+        for place, index in zip(at, given, strict=True):
+            if not names_own(c.label(index), dims[place]):
+                c.check_data(c.label(index))
+                c.blend([dims[place]], "rows by an index")
+            elif row_place(c.label(index).dims) is None:
+                raise MixError("one row for all")
+        if self.row is not None and self.row not in at and self.is_by_rows:
+            raise MixError("rows by an index of rows")
+        is_adjacent = at == list(range(at[0], at[-1] + 1))
+        before = at[0] if is_adjacent else 0
+        others = [dim for place, dim in enumerate(dims) if place not in at]
+        self.dims = (*others[:before], *joint, *others[before:])
+
+
+def index(c: Call) -> list[Label]:
+    """``x[indices]``."""
+    tensor, indices = c.a["self"], c.a["indices"]
+    picked, label = Picked(c, tensor, indices), c.label(tensor)
+    tag = label.tag
+    if tag is not None and tag.kind != "numbers":
+        is_whole = len(label.dims) == 1 and is_permutation(c, indices[0])
+        tag = tag if is_whole else None if tag.fault is None else tag
+    return [Label(picked.dims, tag=tag)]
+
+
+def _rows_name_places(c: Call) -> None:
+    """Rows write where they say: two of them may name one place, and padding names places, too."""
+    if c.is_outside(c.a["self"]):
+        raise UnknownError("rows write state at places that they name")
+    raise MixError("rows write at places that they name")
+
+
+def index_put(c: Call) -> list[Label]:
+    """``x[indices] = values``."""
+    tensor, indices, values = c.a["self"], c.a["indices"], c.a["values"]
+    label = c.known(tensor)
+    if len(indices) == 1 and indices[0] is not None and is_flags(indices[0]):
+        if values.dim():
+            raise UnknownError("a choice by flags")
+        flags = c.known(indices[0]).dims
+        for dim, own in zip(flags, label.dims, strict=False):
+            if has_rows(dim) and not has_rows(own):
+                raise MixError("rows where none lie")
+            c.sizes.joined(own, dim)
+        c.blend_others(tensor, indices[0])
+        return [Label(label.dims)]
+    rearranged = arrangement_put(c)
+    if rearranged is not None:
+        return [rearranged]
+    picked = Picked(c, tensor, indices)
+    c.fit(picked.dims, values)
+    c.check_data(c.label(values))
+    c.check_data(label)
+    if picked.row is None and picked.is_by_rows:
+        _rows_name_places(c)
+    return [Label(label.dims)]
+
+
+def index_select(c: Call) -> list[Label]:
+    """Entries along a dimension."""
+    label, chosen = c.known("self"), c.known("index")
+    c.check_data(label)
+    at = c.place("dim", len(label.dims))
+    indices: list[Tensor | None] = [None] * at + [c.a["index"]]
+    dims = Picked(c, c.a["self"], indices).dims if label.dims else ()
+    return [Label(dims if chosen.dims or not dims else (*dims[:at], (), *dims[at:]))]
+
+
+def index_dim(c: Call) -> list[Label]:
+    """Entries along a dimension are written: ``index_copy``, ``index_add``, ``index_fill``."""
+    label, chosen = c.known("self"), c.known("index")
+    at = c.place("dim", len(label.dims))
+    c.check_data(label)
+    spot = chosen.dims[0] if chosen.dims else ()
+    wanted = (*label.dims[:at], spot, *label.dims[at + 1 :])
+    if not names_own(chosen, label.dims[at]):
+        c.check_data(chosen)
+        c.blend([label.dims[at]], "rows by an index")
+    if c.has("source"):
+        source = c.known("source").dims
+        for one, other in zip(wanted, source, strict=True):
+            if has_rows(other) and not has_rows(one):
+                raise MixError("rows where none lie")
+            c.sizes.joined(one, other)
+        c.check_data(c.known("source"))
+    elif c.has("value"):
+        c.blend(c.known("value").dims, "rows in a value for all")
+    if has_rows(spot) and not has_rows(label.dims[at]):
+        if row_place(label.dims) is not None:
+            raise MixError("rows by an index of rows")
+        _rows_name_places(c)
+    return [Label(label.dims)]
+
+
+def gather(c: Call) -> list[Label]:
+    """For each place of an index an element of the same line."""
+    label, chosen = c.known("self"), c.known("index")
+    at = c.place("dim", len(label.dims))
+    c.blend(label.dims[at : at + 1], "rows by an index")
+    dims = []
+    for place, (one, other) in enumerate(zip(label.dims, chosen.dims, strict=True)):
+        if place == at:
+            dims.append(other)
+        elif is_dynamic(one) or is_dynamic(other):  # an index may be shorter, and takes the first lines then
+            dims.append(c.sizes.joined(one, other) if () not in (one, other) else _one_line(c, one, other))
+        else:
+            dims.append(other)
+    return [Label(tuple(dims))]
+
+
+def _one_line(c: Call, one: Dim, other: Dim) -> Dim:
+    c.blend([one], "one row for all")
+    return other
+
+
+def scatter(c: Call) -> list[Label]:
+    """For each place of an index an element of the same line is written."""
+    label = c.known("self")
+    at = c.place("dim", len(label.dims))
+    c.blend([*label.dims[at : at + 1], *c.known("index").dims[at : at + 1]], "rows by an index")
+    given = [c.a["index"], *([c.a["src"]] if c.has("src") else [])]
+    for tensor in given:
+        for place, (own, dim) in enumerate(zip(label.dims, c.known(tensor).dims, strict=True)):
+            if place == at or not (is_dynamic(own) or is_dynamic(dim)):
+                continue
+            if has_rows(dim) != has_rows(own):
+                raise MixError("rows written where none lie")
+            c.sizes.joined(own, dim)
+    c.blend_others(c.a["self"], *given)
+    return [Label(label.dims)]
+
+
+RULES: dict[Rule, str] = {
+    embedding: "embedding",
+    index: "index _unsafe_index",
+    index_put: "index_put _index_put_impl",
+    index_select: "index_select",
+    index_dim: "index_copy index_add index_fill",
+    gather: "gather",
+    scatter: "scatter scatter_add scatter_reduce",
+}
+READ_TAGS = (index, index_put, index_select, index_dim)

@@ -1,0 +1,58 @@
+"""Which rule an operator has. A rule reads shapes and arguments, never data; where it tells nothing, rows may mix.
+
+Note [checked versions]
+    The table was checked with the operators of the versions of torch named here. Another version may have given a name
+    another meaning, so it has no rules.
+"""
+
+import re
+from itertools import chain
+
+import torch
+from torch._ops import OpOverload
+
+from ...backends.operators import per_operator
+from . import creation, custom, elementwise, experts, places, products, views
+from .elementwise import Rule, pointwise
+
+CHECKED = ((2, 11), (2, 13))
+"""The first and the last version of torch that the table was checked with; see Note [checked versions]."""
+
+_MODULES = (elementwise, views, creation, products, places, experts)
+TABLE: dict[str, Rule] = {
+    name: rule for module in _MODULES for rule, names in module.RULES.items() for name in names.split()
+}
+"""The rules of torch's operators, by name."""
+_READ_TAGS: frozenset[Rule] = frozenset(chain(views.RULES, places.READ_TAGS, experts.READ_TAGS, (elementwise.keep,)))
+"""The rules that know what a tag means; for all others, places among all rows are data that mixes."""
+
+
+def version_of_torch() -> tuple[int, ...]:
+    """The running version of torch, as ``(2, 13)``."""
+    return tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
+
+
+IS_CHECKED = CHECKED[0] <= version_of_torch() <= CHECKED[1]
+
+
+@per_operator
+def _rule_of_torch(func: OpOverload) -> Rule | None:
+    schema = func._schema
+    if not IS_CHECKED or func.namespace not in ("aten", "prims"):
+        return None
+    name = schema.name.partition("::")[2]
+    if name == "view" and func._overloadname == "dtype":
+        return views.retyped
+    found = TABLE.get(name) or (TABLE.get(name[:-1]) if name.endswith("_") and not name.startswith("__") else None)
+    return found or (pointwise if torch.Tag.pointwise in func.tags else None)
+
+
+def rule_of(func: OpOverload) -> Rule | None:
+    """The rule of an operator; None: nobody knows what it does to rows."""
+    found = _rule_of_torch(func)
+    return found or (custom.apply_rule if custom.has_rule(func._schema.name) else None)
+
+
+def may_read_tags(func: OpOverload) -> bool:
+    """Whether the rule of an operator knows what a tag means."""
+    return rule_of(func) in _READ_TAGS

@@ -1,0 +1,500 @@
+"""The run: labels each tensor that the operators of one call make.
+
+Note [memory and labels]
+    A label lies on a tensor, and holds for its memory. Memory that was made to hold rows is known: a tensor that has no
+    label and lies there is one that nobody saw made. A write in place must agree with what the memory was made for; one
+    that does not makes the whole memory faulty. The numbers that a tag promises end with a write to their memory.
+
+Note [a tensor from nowhere]
+    Memory that the callable reached before, or that an operator of the run made, is known. All other memory comes from a
+    thread, or from code outside of torch's dispatcher, so nobody knows what it follows. The run holds a weak reference to
+    what its operators made, so that no other memory comes in its place.
+"""
+
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ...backends.insight import OperatorMode, run_kernel
+from ...backends.operators import (
+    changes_view,
+    draws,
+    is_seeded,
+    is_strided,
+    storage_key,
+    tensors_in,
+    written_tensors,
+)
+from .batches import BatchSpace, place
+from .calls import Call, torch_shape
+from .custom import has_rule
+from .functions import Asked, Functions
+from .labels import (
+    ROWS_AXIS,
+    Fault,
+    Label,
+    MixError,
+    Sizes,
+    UnknownError,
+    axes_of,
+    fault_here,
+    first_fault,
+    has_rows,
+    is_dynamic,
+    plain_dim,
+    plain_dims,
+)
+from .rules import may_read_tags, rule_of
+from .scripts import eager_compiler, watched_scripts
+from .verdict import Step, Verdict
+
+_PLAIN_TYPES = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
+_RULE_FAILS = (IndexError, KeyError, ValueError, AttributeError, TypeError, StopIteration, AssertionError)
+
+
+class RowRun(OperatorMode):
+    """Follows the rows of one run through its operators.
+
+    Args:
+        space: All batches that may come. The run's own has at least two rows.
+        reached: The storages (``storage_key``) of all tensors that the callable reaches, its arguments included.
+    """
+
+    def __init__(self, space: BatchSpace, reached: Collection[int]) -> None:
+        super().__init__()
+        self.space, self.sizes, self.reached = space, Sizes(space), frozenset(reached)
+        self._token = object()
+        self._functions = Functions(self)
+        self._asked: Asked | None = None
+        self._is_muted = False
+        """Whether parts of an operator run whose rule somebody gave: nothing follows from them."""
+        self._serial = 0
+        self._made: dict[int, StorageWeakRef] = {}
+        self._rows_in: set[int] = set()
+        """Memory that was made to hold rows."""
+        self._faulty: dict[int, Fault] = {}
+        self._changed: dict[int, int] = {}
+        """When memory was written last, and when it got rows in another order; see Note [memory and labels]."""
+        self._rearranged: dict[int, int] = {}
+        self._labelled: list[weakref.ref[Tensor]] = []
+        self._steps: list[tuple[Any, list[tuple[Label | None, tuple[int, ...]]]]] = []
+        self._mixed: set[int] = set()
+        self._doubts: list[Fault] = []
+        self._state: list[Fault] = []
+        self._writes_state = False
+        self._notes: dict[str, None] = {}
+        if any(own < 2 for own in space.own):
+            self._doubts.append(Fault(False, "a run on one row, or one element of a length, tells nothing of more"))
+
+    # -- before and after
+
+    def follow(self, tensor: Tensor, dims: Mapping[int, int]) -> None:
+        """Say which dimensions of an argument follow which axes. Call it before the run.
+
+        Args:
+            tensor: A tensor of the run's batch.
+            dims: The axis (its place in the space) that a dimension follows, by dimension.
+        """
+        label = Label(
+            tuple((self.sizes.axes[dims[d]],) if d in dims else plain_dim(size) for d, size in enumerate(tensor.shape))
+        )
+        if torch_shape(label) != tuple(tensor.shape):
+            self._doubts.append(
+                Fault(False, f"an argument of shape {tuple(tensor.shape)} is not of the batch {self.space.own}")
+            )
+        if not is_strided(tensor):
+            self._doubts.append(Fault(False, f"an argument of layout {tensor.layout}"))
+            return
+        self._rows_in.add(storage_key(tensor))
+        self.put(tensor, label)
+
+    def watching(self) -> AbstractContextManager[None]:
+        """The block in which the callable runs once. Whatever it changes of torch is as before on every way out."""
+        return self._watching()
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.callback(self._remove_labels)
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(eager_compiler())
+            stack.enter_context(watched_scripts(self))
+            stack.enter_context(self)
+            stack.enter_context(self._functions)
+            yield
+
+    def _remove_labels(self) -> None:
+        """Labels stay in the run, for its verdict, and leave the tensors."""
+        self._kept: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
+        for ref in self._labelled:
+            tensor = ref()
+            if tensor is not None and (found := tensor.__dict__.pop("_rows", None)) is not None:
+                self._kept[id(tensor)] = ref, found
+        self._labelled.clear()
+
+    def verdict(self, outputs: Sequence[Tensor]) -> Verdict:
+        """What the run says.
+
+        Args:
+            outputs: The tensors that the callable returned, in order.
+        """
+        faults, followed = [*self._doubts, *self._state], []
+        if self.space.stray:
+            faults.append(
+                Fault(False, f"a number made of sizes came to code that takes plain numbers, {self.space.stray}")
+            )
+        for number, tensor in enumerate(outputs):
+            label = self._label_of_output(tensor)
+            fault = label.fault or (label.tag and label.tag.fault) or _fault_of_output(number, label)
+            faults += [fault] if fault else []
+            is_cut = any(len(dim) > 1 and type(dim[0]) is int for dim in label.dims)
+            followed.append(
+                None if label.is_lost or fault or is_cut else tuple(_axes_in_order(dim) for dim in label.dims)
+            )
+        return Verdict(
+            mixes=next((fault.text for fault in faults if fault.is_mix), ""),
+            unknown=next((fault.text for fault in faults if not fault.is_mix), ""),
+            mixed_axes=frozenset(self._mixed - {ROWS_AXIS}),
+            outputs=tuple(followed),
+            steps=tuple(Step(func, tuple(_dims_of(*result) for result in results)) for func, results in self._steps),
+            writes_state=self._writes_state,
+            notes=tuple(self._notes),
+            space=self.space,
+            sizes=self.sizes,
+        )
+
+    def _label_of_output(self, tensor: Tensor) -> Label:
+        label = self.label(tensor)
+        if label is None and self._is_from_nowhere(tensor):
+            return Label(plain_dims(tensor.shape), Fault(False, "an output that no operator made"))
+        return label if label is not None else Label(plain_dims(tensor.shape))
+
+    # -- labels
+
+    def label(self, tensor: Tensor) -> Label | None:
+        """The label of a tensor; None if nothing in it follows the batch."""
+        if not is_strided(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return None
+        found = tensor.__dict__.get("_rows") or self._kept_for(tensor)
+        label: Label | None = None
+        key = storage_key(tensor)
+        if found is not None and found[0] is self._token:
+            serial, label = found[1:]
+            if len(label.dims) != tensor.dim() or self._rearranged.get(key, 0) > serial:
+                return Label(plain_dims(tensor.shape), Fault(False, f"a tensor that changed, {place()}"), is_lost=True)
+            if label.tag is not None and self._changed.get(key, 0) > serial:
+                label = label._replace(tag=None, fault=label.fault or label.tag.fault)
+        if self._faulty and (fault := self._faulty.get(key)) is not None:
+            return (label or Label(plain_dims(tensor.shape)))._replace(fault=fault)
+        if label is None and key in self._rows_in:
+            return Label(plain_dims(tensor.shape), Fault(False, f"memory of rows that nobody saw shared, {place()}"))
+        return label
+
+    def _kept_for(self, tensor: Tensor) -> Any:
+        kept: Any = getattr(self, "_kept", {}).get(id(tensor))
+        return kept[1] if kept is not None and kept[0]() is tensor else None
+
+    def label_of_size(self, tensor: Tensor) -> Label | None:
+        """The label of a tensor whose size Python asks for."""
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            self.doubt("a transform of torch.func hides sizes")
+        return self.label(tensor)
+
+    def put(self, tensor: Tensor, label: Label) -> None:
+        """Label a tensor."""
+        counts: dict[int, int] = {}
+        for axis in (axis for dim in label.dims for atom in dim if type(atom) is not int for axis in atom.axes):  # type: ignore[union-attr]
+            counts[axis] = counts.get(axis, 0) + 1
+        if counts.pop(ROWS_AXIS, 0) > 1 and label.fault is None:
+            label = label._replace(fault=Fault(True, f"rows beside rows, {place()}"))
+        self._mixed.update(axis for axis, count in counts.items() if count > 1)
+        with torch._C.DisableTorchFunction():
+            if "_rows" not in tensor.__dict__:
+                self._labelled.append(weakref.ref(tensor))
+            tensor._rows = self._token, self._serial, label  # type: ignore[attr-defined]
+
+    def follows(self, tensor: Tensor) -> bool:
+        """Whether a tensor follows the batch, or may."""
+        if not is_strided(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return True
+        label = self.label(tensor)
+        return label is not None and (label.fault is not None or any(map(is_dynamic, label.dims)))
+
+    def any_follows(self, *trees: Any) -> bool:
+        """Whether some tensor in these nests follows the batch."""
+        return any(map(self.follows, tensors_in(*trees)))
+
+    def doubt(self, what: str) -> None:
+        """Something happens that nobody follows."""
+        self._doubts.append(Fault(False, f"{what}, {place()}"))
+
+    # -- functions
+
+    @contextmanager
+    def asking(self, function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Asked]:
+        """The block in which a function of torch runs that Python called."""
+        outer, self._asked = self._asked, Asked(self, function, args, kwargs)
+        try:
+            yield self._asked
+        finally:
+            self._asked = outer
+
+    def note_script(self, args: Any, kwargs: Any) -> None:
+        """A script of TorchScript runs: no mode sees what it reads of sizes."""
+        if self.any_follows(args, kwargs):
+            self.doubt("a script of torch.jit")
+
+    # -- operators
+
+    def look_inside(self, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator's Python kernel within both modes, unless somebody gave a rule for the operator."""
+        outer_asked, outer_muted = self._asked, self._is_muted
+        is_ruled = has_rule(func._schema.name)
+        self._asked, self._is_muted = None, outer_muted or is_ruled
+        try:
+            with self, self._functions:
+                out = run_kernel(func, key, args, kwargs)
+        finally:
+            self._asked, self._is_muted = outer_asked, outer_muted
+        if is_ruled and not outer_muted:
+            self._label_results(func, args, kwargs, out)
+        return out
+
+    def give_up(self, error: Exception) -> None:
+        """Note that an operator takes functions of which nobody sees what they do; the run goes on."""
+        self.doubt(str(error))
+
+    def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operator and label its results."""
+        self._serial += 1
+        if type(func) is not OpOverload:
+            return self._watch_region(func, args)
+        out = func(*args, **kwargs)
+        self._label_results(func, args, kwargs, out, is_step=True)
+        return out
+
+    def _watch_region(self, region: Any, args: tuple[Any, ...]) -> Any:
+        """Run compiled code, whose rows nobody can follow."""
+        out = region(*args)
+        tensors = tensors_in(args, out)
+        if any(map(self.follows, tensors)):
+            fault = fault_here(False, str(region))
+            self._doubts.append(fault)
+            for tensor in tensors:
+                self._faulty[storage_key(tensor)] = fault
+        self._note_made(tensors_in(out))
+        return out
+
+    def _label_results(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, is_step: bool = False
+    ) -> None:
+        outs = [out] if type(out) is Tensor else tensors_in(out)
+        results: list[tuple[Label | None, tuple[int, ...]]] = [(None, tuple(o.shape)) for o in outs]
+        if is_step:
+            self._steps.append((func, results))
+        given = tensors_in(args, kwargs)
+        written = written_tensors(func, args, kwargs)
+        if self._is_muted:
+            self._note_made(outs)
+            return
+        labels = self._labels_of(func, given)
+        asked = self._asked
+        if asked is None and labels:
+            self.doubt(f"{func._schema.name} is called by code that is not Python")
+        if not labels and (asked is None or not asked.numbers):
+            self._note_plain(func, outs, written)
+            return
+        call = Call(func, args, kwargs, labels, self.sizes)
+        call.outs = outs or written
+        call.made, call.writes = self._made, bool(written)
+        call.asked = asked or Asked(self, "?", (), {})
+        made = self._ruled(call)
+        self._check_random(call, func, args, kwargs, made)
+        self._put_results(call, func, given, written, made)
+        for place_, (result, label) in enumerate(zip(results, made, strict=False)):
+            results[place_] = (self.label(outs[place_]) or label, result[1])
+        self._mixed |= call.mixed
+
+    def _labels_of(self, func: OpOverload, given: Iterable[Tensor]) -> dict[int, Label]:
+        """The labels of an operator's tensors; what is no tensor of memory that is known is a doubt."""
+        labels: dict[int, Label] = {}
+        for tensor in given:
+            kind = type(tensor)
+            if kind not in _PLAIN_TYPES and not _is_plain(kind):
+                self.doubt(f"{func._schema.name} takes a {kind.__name__}, a class with operators of its own")
+            if not is_strided(tensor):
+                self.doubt(f"{func._schema.name} takes a tensor of layout {tensor.layout}")
+                continue
+            label = self.label(tensor)
+            if label is not None:
+                labels[id(tensor)] = label
+            elif self._is_from_nowhere(tensor) and not func._schema.name.startswith("aten::lift_fresh"):
+                self.doubt(f"{func._schema.name} reads a tensor from nowhere")
+        return labels
+
+    def _is_from_nowhere(self, tensor: Tensor) -> bool:
+        key = storage_key(tensor)
+        return key not in self._made and key not in self.reached
+
+    def _note_made(self, outs: Iterable[Tensor], but: Collection[int] = ()) -> None:
+        for out in outs:
+            if (
+                is_strided(out)
+                and (key := storage_key(out)) not in self._made
+                and key not in self.reached
+                and key not in but
+            ):
+                self._made[key] = StorageWeakRef(out.untyped_storage())
+
+    def _note_plain(self, func: OpOverload, outs: list[Tensor], written: list[Tensor]) -> None:
+        """An operator whose results follow no batch."""
+        self._note_made(outs)
+        for tensor in written:
+            self._note_write(tensor)
+
+    def _note_write(self, tensor: Tensor) -> bool:
+        """Note a write in place; returns whether the memory is that of arguments or of state."""
+        key = storage_key(tensor)
+        self._changed[key] = self._serial
+        is_outside = key not in self._made
+        self._writes_state |= is_outside
+        return is_outside
+
+    def _ruled(self, call: Call) -> list[Label]:
+        """The labels of the results, by the operator's rule."""
+        rule, name = rule_of(call.func), call.func._schema.name
+        fault = first_fault(call.labels)
+        if fault is None and not may_read_tags(call.func):
+            fault = next((x.tag.fault for x in call.labels.values() if x.tag is not None and x.tag.fault), None)
+        is_mix, why = False, ""
+        if rule is not None:
+            try:
+                made = rule(call)
+                more = call.outs[len(made) :]
+                made = [
+                    *made,
+                    *(Label(plain_dims(o.shape), fault_here(False, name, "a further result"), True) for o in more),
+                ]
+                return [label._replace(fault=label.fault or fault) for label in made]
+            except MixError as error:
+                is_mix, why = True, str(error)
+            except UnknownError as error:
+                why = str(error)
+            except _RULE_FAILS as error:
+                why = f"its rule fails, {type(error).__name__}: {error}"
+        return self._without_rule(call, fault, is_mix, why)
+
+    def _without_rule(self, call: Call, fault: Fault | None, is_mix: bool, why: str) -> list[Label]:
+        """What is known of the results of an operator that mixes, or of which no rule tells."""
+        axes = set().union(*(axes_of(dim) for label in call.labels.values() for dim in label.dims))
+        follows_rows = ROWS_AXIS in axes or any(label.is_lost for label in call.labels.values())
+        if follows_rows and not call.outs:
+            self.doubt(f"{call.func._schema.name} takes data to the host")
+        self._mixed |= axes - {ROWS_AXIS}
+        if ROWS_AXIS in axes:
+            self.space.bind([ROWS_AXIS], f"{call.func._schema.name} may raise for other numbers of rows")
+        if fault is None and follows_rows:
+            fault = fault_here(is_mix, call.func._schema.name, why)
+        return [Label(plain_dims(o.shape), fault, is_lost=True) for o in call.outs]
+
+    def _check_random(
+        self, call: Call, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[Label]
+    ) -> None:
+        if not is_seeded(func) or not draws(func, args, kwargs) or _is_still(call):
+            return
+        if call.labels or any(is_dynamic(dim) for label in made for dim in label.dims):
+            self.doubt(f"{func._schema.name} draws random numbers")
+
+    def _put_results(
+        self, call: Call, func: OpOverload, given: list[Tensor], written: list[Tensor], made: list[Label]
+    ) -> None:
+        written_keys = {storage_key(t) for t in written}
+        read = {storage_key(t) for t in given if is_strided(t)}
+        for out, label in zip(call.outs, made, strict=False):
+            if torch_shape(label) != tuple(out.shape):
+                fault = label.fault or fault_here(False, func._schema.name, "a shape that its rule does not tell")
+                label = Label(plain_dims(out.shape), fault if call.labels else None, is_lost=True)
+            key = storage_key(out)
+            if key in written_keys and not changes_view(func):
+                self._write(call, out, label)
+            elif label.fault or label.is_lost or any(map(is_dynamic, label.dims)):
+                self.put(out, label)
+            if key not in read:
+                self._note_made([out])
+                if any(map(has_rows, label.dims)):
+                    self._rows_in.add(key)
+        fault = next((label.fault for label in made if label.fault), None)
+        outs = {id(t) for t in call.outs}
+        for tensor in written:
+            is_outside = self._note_write(tensor)
+            if fault is not None:
+                self._faulty[storage_key(tensor)] = fault
+            elif id(tensor) not in outs and any(has_rows(d) for x in call.labels.values() for d in x.dims):
+                self._write(call, tensor, self.label(tensor) or Label(plain_dims(tensor.shape)))
+            if is_outside and (bad := self._faulty.get(storage_key(tensor))) is not None:
+                self._state.append(bad)
+
+    def _write(self, call: Call, tensor: Tensor, label: Label) -> None:
+        """A write in place: it must agree with what the memory was made for."""
+        key, name = storage_key(tensor), call.func._schema.name
+        before = self.label(tensor)
+        mine = before.dims if before is not None else plain_dims(tensor.shape)
+        if label.fault is None and any(map(has_rows, label.dims)):
+            if label.dims != mine and call.rearranges:
+                self._rearranged[key] = self._serial
+                self.put(tensor, label)
+                return
+            if label.dims != mine or key not in self._rows_in:
+                label = label._replace(fault=fault_here(False, name, "rows are written into other memory"))
+        if label.fault is not None or label.is_lost:
+            self._faulty[key] = label.fault or fault_here(False, name, "a shape that is not known")
+
+
+def _is_plain(kind: type) -> bool:
+    """Whether a class of tensors leaves all functions and operators to torch."""
+    functions = kind.__dict__.get("__torch_function__") or getattr(kind, "__torch_function__", None)
+    is_plain = (
+        getattr(functions, "__func__", functions)
+        in (
+            getattr(Tensor.__torch_function__, "__func__", Tensor.__torch_function__),
+            torch._C._disabled_torch_function_impl,
+        )
+        and getattr(kind, "__torch_dispatch__", None) is Tensor.__torch_dispatch__
+    )
+    if is_plain:
+        _PLAIN_TYPES.add(kind)
+    return is_plain
+
+
+def _is_still(call: Call) -> bool:
+    """Whether a random operator draws nothing as it is called here."""
+    a = call.a
+    if "dropout" in a or "rnn" in call.name:
+        return not a.get("dropout") or not a.get("train")
+    return a.get("train") is False
+
+
+def _axes_in_order(dim: Any) -> tuple[int, ...]:
+    return tuple(axis for atom in dim if type(atom) is not int for axis in atom.axes)
+
+
+def _fault_of_output(number: int, label: Label) -> Fault | None:
+    """What keeps anybody from cutting the real rows out of an output."""
+    for dim in label.dims:
+        if any(type(atom) is not int and atom.is_arranged for atom in dim):  # type: ignore[union-attr]
+            return Fault(True, f"output {number} has its rows in an order that depends on all of them")
+        if has_rows(dim) and type(dim[0]) is int:
+            return Fault(False, f"output {number} has each row in several places")
+    return None
+
+
+def _dims_of(label: Label | None, shape: tuple[int, ...]) -> Any:
+    if label is None:
+        return plain_dims(shape)
+    return None if label.is_lost else label.dims

@@ -1,0 +1,86 @@
+"""What runs past torch's modes while a run is watched: scripts of TorchScript, and compiled functions.
+
+Both switches belong to the process. The first run that begins sets them and the last one that ends puts them back; code
+on other threads passes through.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from threading import get_ident
+from typing import Any, Protocol
+
+import torch
+
+from ...copying import make_lock
+
+_KINDS: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
+_lock = make_lock()
+_watchers: dict[int, list["Watcher"]] = {}
+"""The runs that are watched, by thread; the innermost last."""
+_eager = ExitStack()
+_eager_runs: list[int] = []
+
+
+class Watcher(Protocol):
+    """Who wants to know of scripts."""
+
+    def note_script(self, args: Any, kwargs: Any) -> None:
+        """A script is about to run."""
+
+
+@contextmanager
+def watched_scripts(watcher: Watcher) -> Iterator[None]:
+    """The block in which the calling thread's scripts are noted: they read sizes where no mode looks."""
+    thread = get_ident()
+    with _lock:
+        if not _watchers:
+            _plain.update((kind, kind.__call__) for kind in _KINDS)
+            for kind in _KINDS:
+                kind.__call__ = _noted(kind.__call__)
+        _watchers.setdefault(thread, []).append(watcher)
+    try:
+        yield
+    finally:
+        with _lock:
+            _watchers[thread].remove(watcher)
+            if not _watchers[thread]:
+                del _watchers[thread]
+            if not _watchers:
+                for kind in _KINDS:
+                    kind.__call__ = _plain.pop(kind)
+
+
+_plain: dict[Any, Callable[..., Any]] = {}
+"""What is called without us."""
+
+
+def _noted(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for watcher in _watchers.get(get_ident(), ()):
+            watcher.note_script(args, kwargs)
+        return call(self, *args, **kwargs)
+
+    return noted
+
+
+@contextmanager
+def eager_compiler() -> Iterator[None]:
+    """The block in which compiled functions run as they are written; other threads' do, too, and give the same results."""
+    if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and loading it takes a second
+        yield
+        return
+    thread = get_ident()
+    with _lock:
+        if not _eager_runs:
+            _eager.enter_context(torch.compiler.set_stance("force_eager"))
+        _eager_runs.append(thread)
+    try:
+        yield
+    finally:
+        with _lock:
+            _eager_runs.remove(thread)
+            if not _eager_runs:
+                _eager.close()

@@ -1,0 +1,237 @@
+"""Rules of operators that look at the same elements in another shape."""
+
+import numpy as np
+
+from .calls import Call, flat
+from .elementwise import Rule
+from .labels import Atom, Dim, Label, MixError, UnknownError, has_rows, is_dynamic, merged, own_size, plain_dim
+
+
+def _moved(label: Label, dims: tuple[Dim, ...], *, is_whole: bool = True) -> Label:
+    """The label of the same elements in another shape, or of some of them."""
+    tag = label.tag
+    if tag is not None and not is_whole and tag.kind != "numbers":
+        return Label(dims, label.fault or tag.fault)
+    return Label(dims, label.fault, tag=tag)
+
+
+def view(c: Call) -> list[Label]:
+    """The factors of the old shape, in order, are dealt to the sizes of the new one."""
+    label = c.known(c.first)
+    rest = list(flat(label.dims))
+    try:
+        dims = tuple(_dealt(rest, size) for size in c.outs[0].shape)
+    except UnknownError:
+        if not any(map(has_rows, label.dims)):
+            c.blend(label.dims, "")
+        raise
+    return [_moved(label, dims)]
+
+
+def _dealt(rest: list[Atom | int], size: int) -> Dim:
+    """The next factors, as many as make ``size``."""
+    taken: list[Atom | int] = []
+    now = 1
+    while now != size:
+        if not rest:
+            raise UnknownError("a view of another size")
+        atom = rest.pop(0)
+        if isinstance(atom, Atom):
+            now *= atom.own
+            taken.append(atom)
+            if size % now:
+                raise UnknownError("a view that cuts the batch")
+            continue
+        need, left = divmod(size, now)
+        factor = 0 if left else atom if need % atom == 0 else need if atom % need == 0 else 0
+        if not factor:
+            raise UnknownError("a view across sizes")
+        if atom != factor:
+            rest.insert(0, atom // factor)
+        taken.append(factor)
+        now *= factor
+    return merged(taken)
+
+
+def permute(c: Call) -> list[Label]:
+    """Dimensions in another order."""
+    label = c.known(c.first)
+    order = list(range(len(label.dims)))
+    if c.name == "t":
+        order.reverse()
+    elif c.name in ("transpose", "swapaxes"):
+        one, other = c.place("dim0", len(order)), c.place("dim1", len(order))
+        order[one], order[other] = order[other], order[one]
+    else:
+        order = c.places(c.a["dims"], len(order))
+    return [_moved(label, tuple(label.dims[d] for d in order))]
+
+
+def unsqueeze(c: Call) -> list[Label]:
+    """A further dimension of one element."""
+    label = c.known(c.first)
+    at = c.place("dim", len(label.dims) + 1)
+    return [_moved(label, (*label.dims[:at], (), *label.dims[at:]))]
+
+
+def squeeze(c: Call) -> list[Label]:
+    """Dimensions of one element go; a dynamic one is never of one element, see Note [a batch of one]."""
+    label = c.known(c.first)
+    places = c.places(c.a.get("dim"), len(label.dims))
+    for place in places:
+        c.space.guard(np.minimum(c.sizes.values(label.dims[place]), 2), "squeezes a size of one")
+    return [_moved(label, tuple(dim for i, dim in enumerate(label.dims) if i not in places or dim != ()))]
+
+
+def expand(c: Call) -> list[Label]:
+    """Dimensions of one element become longer."""
+    label = c.known(c.first)
+    shape = c.outs[0].shape
+    more = len(shape) - len(label.dims)
+    sizes = c.asked.sizes
+    dims: list[Dim] = []
+    for place, size in enumerate(shape):
+        old = label.dims[place - more] if place >= more else ()
+        if size == own_size(old):
+            dims.append(old)
+        elif sizes is not None and len(sizes) == len(shape):
+            dims.append(c.sizes.dim_of(sizes[place]))
+        else:
+            dims.append(c.given(size))
+    return [_moved(label, tuple(dims), is_whole=False)]
+
+
+def select(c: Call) -> list[Label]:
+    """One element along a dimension."""
+    label = c.known(c.first)
+    at = c.place("dim", len(label.dims))
+    c.blend([label.dims[at]], "one row for all")
+    return [_moved(label, (*label.dims[:at], *label.dims[at + 1 :]), is_whole=False)]
+
+
+def slice_(c: Call) -> list[Label]:
+    """A part of a dimension."""
+    label = c.known(c.first)
+    at = c.place("dim", len(label.dims))
+    new = _sliced(c, label.dims[at], c.outs[0].shape[at])
+    return [_moved(label, (*label.dims[:at], new, *label.dims[at + 1 :]), is_whole=new == label.dims[at])]
+
+
+_SLICES = frozenset({"__getitem__", "__setitem__", "narrow"})
+
+
+def _sliced(c: Call, old: Dim, size: int) -> Dim:
+    start, end = (c.asked.size(v) if v else None for v in (c.a["start"], c.a["end"]))
+    is_plain = start is None and end is None
+    if is_plain and not is_dynamic(old):
+        return plain_dim(size)
+    whole = c.sizes.values(old)
+
+    def cut(number: object, value: int | None, default: int) -> object:
+        given = number.values if number is not None else np.asarray(default if value is None else value)  # type: ignore[attr-defined]
+        return np.clip(np.where(given < 0, given + whole, given), 0, whole)
+
+    first, last, step = cut(start, c.a["start"], 0), cut(end, c.a["end"], 2**62), c.a["step"]
+    sizes = np.maximum(-(-(last - first) // step), 0)  # type: ignore[operator]
+    is_from_start = not np.any(first)  # type: ignore[arg-type]
+    if step == 1 and is_from_start and np.array_equal(*np.broadcast_arrays(sizes, whole)):
+        return old
+    if has_rows(old):
+        raise MixError("a part of the rows")
+    if is_plain and c.asked.function not in _SLICES:
+        return c.resized(old, size)  # torch computed the ends, and for another batch they are others
+    if not is_from_start or step != 1:
+        c.blend([old], "")
+    new = c.sizes.dim_of_values(np.asarray(sizes))
+    if has_rows(new) and not (is_from_start and step == 1):
+        raise UnknownError("a slice that starts at a number of rows")
+    return new
+
+
+def split(c: Call) -> list[Label]:
+    """Parts of a dimension."""
+    label = c.known(c.first)
+    at = c.place("dim", len(label.dims))
+    old, before, after = label.dims[at], label.dims[:at], label.dims[at + 1 :]
+    is_unbind = c.name.startswith("unbind")
+    if not is_dynamic(old):
+        if is_unbind:
+            return c.each(_moved(label, (*before, *after), is_whole=False))
+        return [_moved(label, (*before, plain_dim(o.shape[at]), *after), is_whole=False) for o in c.outs]
+    count, head = len(c.outs), old[0]
+    if not is_unbind and c.asked.function == "chunk" and type(head) is int and head % count == 0:
+        chunks = c.asked.arguments[1] if len(c.asked.arguments) > 1 else count
+        if chunks == count:
+            return c.each(_moved(label, (*before, merged((head // count, *old[1:])), *after), is_whole=False))
+    if count == 1 and not is_unbind and _is_one_part(c, old):
+        return [label]
+    c.space.guard(c.sizes.values(old), "splits a size that follows the batch")
+    c.blend([old], "parts of the rows")
+    if is_unbind:
+        return c.each(Label((*before, *after)))
+    return [Label((*before, plain_dim(o.shape[at]), *after)) for o in c.outs]
+
+
+def _is_one_part(c: Call, old: Dim) -> bool:
+    """Whether a split gives all in one part; then the run speaks for the sizes of which it does."""
+    size = c.a.get("split_size")
+    if c.asked.function != "split" or type(size) is not int or c.asked.size(size) is not None:
+        return False
+    c.space.guard(np.minimum(-(-c.sizes.values(old) // size), 2), "splits a size that follows the batch")
+    return True
+
+
+def retyped(c: Call) -> list[Label]:
+    """The same memory as numbers of another type."""
+    label, out = c.known(c.first), c.outs[0]
+    dims = label.dims
+    if tuple(out.shape) == tuple(map(own_size, dims)):
+        return [Label(dims)]
+    if out.dim() == len(dims) + 1:
+        return [Label((*dims, plain_dim(out.shape[-1])))]
+    c.blend([dims[-1]], "rows as parts of numbers")
+    if out.dim() == len(dims) - 1:
+        return [Label(dims[:-1])]
+    return [Label((*dims[:-1], c.resized(dims[-1], out.shape[-1])))]
+
+
+def as_strided(c: Call) -> list[Label]:
+    """Any view of memory; only the same one is known."""
+    given, out = c.first, c.outs[0]
+    if (out.shape, out.stride(), out.storage_offset()) == (given.shape, given.stride(), given.storage_offset()):
+        return [c.label(given)]
+    raise UnknownError("strides")
+
+
+def diagonal(c: Call) -> list[Label]:
+    """A diagonal of two dimensions."""
+    label, out = c.known(c.first), c.outs[0]
+    one, other = c.place("dim1", len(label.dims)), c.place("dim2", len(label.dims))
+    c.blend([label.dims[one], label.dims[other]], "a diagonal of rows")
+    rest = tuple(dim for i, dim in enumerate(label.dims) if i not in (one, other))
+    return [Label((*rest, c.resized(label.dims[one], out.shape[-1])))]
+
+
+def unfold(c: Call) -> list[Label]:
+    """Windows along a dimension."""
+    label = c.known(c.first)
+    at = c.place("dimension", len(label.dims))
+    old, length, step = label.dims[at], c.a["size"], c.a["step"]
+    new = c.computed(old, (c.sizes.values(old) - length) // step + 1, c.outs[0].shape[at])
+    return [Label((*label.dims[:at], new, *label.dims[at + 1 :], plain_dim(length)))]
+
+
+RULES: dict[Rule, str] = {
+    view: "view _unsafe_view _reshape_alias reshape _reshape_copy",
+    permute: "permute transpose t swapaxes permute_copy",
+    unsqueeze: "unsqueeze",
+    squeeze: "squeeze",
+    expand: "expand expand_copy",
+    select: "select",
+    slice_: "slice",
+    split: "split split_with_sizes unbind unsafe_split split_with_sizes_copy unbind_copy",
+    retyped: "view_as_complex view_as_real",
+    as_strided: "as_strided",
+    diagonal: "diagonal",
+    unfold: "unfold",
+}
