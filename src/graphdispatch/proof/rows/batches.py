@@ -89,6 +89,7 @@ class BatchSpace:
             for axis, (e, o, name) in enumerate(zip(extents, own, names, strict=False))
         )
         """The extents as numbers, by axis."""
+        self._ones = [number.values < 2 for number in self.numbers if number.own > 1]
 
     def of_run(self, values: Array) -> Any:
         """The entry of the run's own batch in an array that broadcasts to all batches."""
@@ -97,6 +98,11 @@ class BatchSpace:
     def guard(self, outcome: Array, what: str) -> None:
         """Speak for the batches alone whose outcome is that of the run."""
         mask = outcome == self.of_run(outcome)
+        if mask.all():
+            return
+        for is_one in self._ones:  # what has a run of its own needs no guard
+            if any(k > 1 and mask.shape[axis] > 1 for axis, k in enumerate(is_one.shape)):
+                mask = mask | is_one
         if mask.all() or any(g.mask.shape == mask.shape and np.array_equal(g.mask, mask) for g in self.guards):
             return
         self.guards.append(Guard(mask, what, place()))

@@ -4,7 +4,7 @@ C++ gets plain numbers. Where a function takes a size, the rules label its resul
 narrows the run. Whatever tells Python of data, so that it may decide by that, is a fault.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -205,17 +205,21 @@ class Asked:
     def check(self, out: Any) -> None:
         """Each number that was given as a size must be that of the result for all batches; any other narrows the run."""
         label = self.run.label(out) if isinstance(out, Tensor) else None
-        if self.function in _TAKES_SHAPE and label is not None:
-            self._check_sizes(label)
+        if label is not None and not label.is_lost:
+            if self.function in _TAKES_SHAPE:
+                self._check_sizes(self.sizes if self.sizes is not None else self._given_sizes(), label.dims)
+            elif self.function == "unflatten" and self.numbers:
+                sizes = tuple(filter(_is_size, _leaves(self.arguments[2:])))
+                at = self.arguments[1] % (len(label.dims) - len(sizes) + 1)
+                self._check_sizes(sizes, label.dims[at : at + len(sizes)])
         for own, number in self.numbers.items():
             if own not in self._accounted:
                 number.plain()
 
-    def _check_sizes(self, label: Label) -> None:
-        given = self.sizes if self.sizes is not None else self._given_sizes()
-        if label.is_lost or len(given) != len(label.dims):
+    def _check_sizes(self, given: Sequence[Any], dims: Sequence[Dim]) -> None:
+        if len(given) != len(dims):
             return
-        for size, dim in zip(given, label.dims, strict=True):
+        for size, dim in zip(given, dims, strict=True):
             self._accounted.add(size.own if isinstance(size, Num) else 0)
             if size is self.run.sizes.number(dim) or (type(size) is int and (size == -1 or not is_dynamic(dim))):
                 continue

@@ -53,6 +53,12 @@ def rule_of(func: OpOverload) -> Rule | None:
     return found or (custom.apply_rule if custom.has_rule(func._schema.name) else None)
 
 
+@per_operator
+def takes_sizes(func: OpOverload) -> bool:
+    """Whether sizes are among the arguments, so that a result may follow the batch where no argument does."""
+    return _rule_of_torch(func) in (views.expand, creation.made, creation.arange, creation.repeat)
+
+
 def may_read_tags(func: OpOverload) -> bool:
     """Whether the rule of an operator knows what a tag means."""
     return rule_of(func) in _READ_TAGS

@@ -50,7 +50,7 @@ from .labels import (
     plain_dim,
     plain_dims,
 )
-from .rules import may_read_tags, rule_of
+from .rules import may_read_tags, rule_of, takes_sizes
 from .scripts import eager_compiler, watched_scripts
 from .verdict import Step, Verdict
 
@@ -307,7 +307,7 @@ class RowRun(OperatorMode):
         asked = self._asked
         if asked is None and labels:
             self.doubt(f"{func._schema.name} is called by code that is not Python")
-        if not labels and (asked is None or not asked.numbers):
+        if not labels and not (asked is not None and (asked.numbers or takes_sizes(func))):
             self._note_plain(func, outs, written)
             return
         call = Call(func, args, kwargs, labels, self.sizes)
