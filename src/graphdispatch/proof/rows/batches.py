@@ -175,6 +175,11 @@ class SizeNumber:
         kind = Num if values.dtype.kind in "iu" else Real
         return kind(self.space, values, own, text)
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.plain(), name)  # whatever plain numbers have
+
     def __repr__(self) -> str:
         return repr(self.plain())
 
@@ -241,15 +246,6 @@ class SizeNumber:
             self.values == np.trunc(self.values), float(self.own).is_integer(), f"{self.text}.is_integer()"
         )
 
-    def as_integer_ratio(self) -> tuple[int, int]:
-        """As of plain numbers."""
-        ratio: tuple[int, int] = self.plain().as_integer_ratio()
-        return ratio
-
-    def bit_length(self) -> int:
-        """As of integers."""
-        return int(self.plain()).bit_length()
-
     @property
     def real(self) -> Any:
         """The number itself."""
@@ -259,16 +255,6 @@ class SizeNumber:
     def imag(self) -> int:
         """Nothing."""
         return 0
-
-    @property
-    def numerator(self) -> Any:
-        """The number itself, as of integers."""
-        return self.plain().numerator
-
-    @property
-    def denominator(self) -> Any:
-        """One, as of integers."""
-        return self.plain().denominator
 
 
 _SIGNS = {

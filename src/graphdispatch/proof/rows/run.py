@@ -224,7 +224,9 @@ class RowRun(OperatorMode):
         if not is_strided(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return True
         label = self.label(tensor)
-        return label is not None and (label.fault is not None or any(map(is_dynamic, label.dims)))
+        if label is None:
+            return False
+        return label.fault is not None or label.tag is not None or any(map(is_dynamic, label.dims))
 
     def any_follows(self, *trees: Any) -> bool:
         """Whether some tensor in these nests follows the batch."""
@@ -247,8 +249,9 @@ class RowRun(OperatorMode):
 
     def note_script(self, args: Any, kwargs: Any) -> None:
         """A script of TorchScript runs: no mode sees what it reads of sizes."""
-        if self.any_follows(args, kwargs):
-            self.doubt("a script of torch.jit")
+        with torch._C.DisableTorchFunction():
+            if self.any_follows(args, kwargs):
+                self.doubt("a script of torch.jit runs")
 
     # -- operators
 
@@ -414,16 +417,19 @@ class RowRun(OperatorMode):
     def _put_results(
         self, call: Call, func: OpOverload, given: list[Tensor], written: list[Tensor], made: list[Label]
     ) -> None:
-        written_keys = {storage_key(t) for t in written}
+        written_keys = {storage_key(t) for t in written if is_strided(t)}
         read = {storage_key(t) for t in given if is_strided(t)}
         for out, label in zip(call.outs, made, strict=False):
+            if not is_strided(out):
+                self.doubt(f"{func._schema.name} makes a tensor of layout {out.layout}")
+                continue
             if torch_shape(label) != tuple(out.shape):
                 fault = label.fault or fault_here(False, func._schema.name, "a shape that its rule does not tell")
                 label = Label(plain_dims(out.shape), fault if call.labels else None, is_lost=True)
             key = storage_key(out)
             if key in written_keys and not changes_view(func):
                 self._write(call, out, label)
-            elif label.fault or label.is_lost or any(map(is_dynamic, label.dims)):
+            elif label.fault or label.is_lost or label.tag or any(map(is_dynamic, label.dims)):
                 self.put(out, label)
             if key not in read:
                 self._note_made([out])
