@@ -11,6 +11,7 @@ import operator
 import pickle
 import random
 import struct
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from fractions import Fraction
@@ -19,10 +20,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .runs import Batch
+
+F = nn.functional
 
 D, E, K = 8, 4, 2
 torch.manual_seed(0)
@@ -30,19 +32,14 @@ W, V, TABLE, EXPERTS = torch.randn(D, D), torch.randn(D), torch.randn(200, D), t
 ROUTER = torch.randn(D, E)
 
 
-def rows(n: int) -> Batch:
+def _rows(n: int) -> Batch:
     x = torch.randn(n, D)
     return (x,), {}, [(x, {0: 0})]
 
 
-def rows_and_ids(n: int) -> Batch:
+def _rows_and_ids(n: int) -> Batch:
     x, i = torch.randn(n, D), torch.randint(0, D, (n,))
     return (x, i), {}, [(x, {0: 0}), (i, {0: 0})]
-
-
-def rows_of_vectors(n: int) -> Batch:
-    x = torch.randn(n, 4, D)
-    return (x,), {}, [(x, {0: 0})]
 
 
 def _tried(of: Any) -> Any:
@@ -274,18 +271,18 @@ def _fair_share(x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("graphdispatch_attacks::branch", mutates_args=())
-def branch(x: Tensor) -> Tensor:
+def _branch(x: Tensor) -> Tensor:
     return x + 1 if x.shape[0] == 3 else x * 1
 
 
 @torch.library.custom_op("graphdispatch_attacks::centre_", mutates_args={"x"})
-def centre_(x: Tensor) -> None:
+def _centre_(x: Tensor) -> None:
     x.sub_(x.mean(0))
 
 
 def _centred(x: Tensor) -> Tensor:
     y = x * 1
-    centre_(y)
+    _centre_(y)
     return y
 
 
@@ -294,8 +291,10 @@ class Scripted(nn.Module):
         return x + 1 if x.size(0) == 3 else x
 
 
-def _traced(x: Tensor) -> Tensor:
-    return x - x.mean(0)
+def _trace() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.trace(lambda x: x - x.mean(0), torch.randn(5, D))
 
 
 MIXES: dict[str, Any] = {
@@ -371,8 +370,8 @@ MIXES: dict[str, Any] = {
     "permutation": lambda x: x[torch.randperm(x.shape[0])],
     "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
     "a script": torch.jit.script(Scripted()),
-    "a trace": torch.jit.trace(_traced, torch.randn(5, D)),
-    "a size in a custom operator": branch,
+    "a trace": _trace(),
+    "a size in a custom operator": _branch,
     "a custom operator that writes": _centred,
     "rows as a sequence": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None])[0],
     "rows as time": lambda x: GRU(x[:, None])[0][:, 0],
@@ -416,92 +415,92 @@ def _back(x: Tensor, y: Tensor, order: Tensor) -> Tensor:
     return y[order.argsort()].view(x.shape[0], K, D).sum(1)
 
 
-def capacity_of_places(x: Tensor) -> Tensor:
+def _capacity_of_places(x: Tensor) -> Tensor:
     _, order = _routed(x)
     return x * (order.argsort().view(-1, K)[:, :1] < 4)
 
 
-def capacity_of_sorted(x: Tensor) -> Tensor:
+def _capacity_of_sorted(x: Tensor) -> Tensor:
     chosen, order = _routed(x)
     kept = torch.arange(order.shape[0]) < 8
     return _back(x, _grouped(x, order, _bounds(chosen)) * kept[:, None], order)
 
 
-def load_as_data(x: Tensor) -> Tensor:
+def _load_as_data(x: Tensor) -> Tensor:
     chosen, _ = _routed(x)
     return x * torch.histc(chosen.float(), E, 0, E - 1)[0]
 
 
-def bounds_as_data(x: Tensor) -> Tensor:
+def _bounds_as_data(x: Tensor) -> Tensor:
     chosen, _ = _routed(x)
     return x + _bounds(chosen)[-2]
 
 
-def groups_of_another_choice(x: Tensor) -> Tensor:
+def _groups_of_another_choice(x: Tensor) -> Tensor:
     _, order = _routed(x)
     other, _ = _routed(x * W[0])
     return _back(x, _grouped(x, order, _bounds(other)), order)
 
 
-def groups_of_a_part(x: Tensor) -> Tensor:
+def _groups_of_a_part(x: Tensor) -> Tensor:
     both = (x @ ROUTER).topk(K, -1).indices
     order = both.reshape(-1).argsort()
     return _back(x, _grouped(x, order, _bounds(both[:, :1].reshape(-1))), order)
 
 
-def groups_shifted(x: Tensor) -> Tensor:
+def _groups_shifted(x: Tensor) -> Tensor:
     chosen, order = _routed(x)
     return _back(x, _grouped(x, order, (_bounds(chosen) - 1).clamp(min=0)), order)
 
 
-def groups_after_a_write(x: Tensor) -> Tensor:
+def _groups_after_a_write(x: Tensor) -> Tensor:
     chosen, order = _routed(x)
     chosen.clamp_(max=1)
     return _back(x, _grouped(x, order, _bounds(chosen)), order)
 
 
-def groups_downwards(x: Tensor) -> Tensor:
+def _groups_downwards(x: Tensor) -> Tensor:
     chosen, _ = _routed(x)
     order = chosen.argsort(descending=True)
     return _back(x, _grouped(x, order, _bounds(chosen)), order)
 
 
-def groups_unsorted(x: Tensor) -> Tensor:
+def _groups_unsorted(x: Tensor) -> Tensor:
     chosen, _ = _routed(x)
     own = torch.arange(chosen.shape[0])
     return _grouped(x, own, _bounds(chosen)).view(x.shape[0], K, D).sum(1)
 
 
-def never_put_back(x: Tensor) -> Tensor:
+def _never_put_back(x: Tensor) -> Tensor:
     chosen, order = _routed(x)
     return _grouped(x, order, _bounds(chosen)).view(x.shape[0], K, D).sum(1)
 
 
-def put_back_by_the_order(x: Tensor) -> Tensor:
+def _put_back_by_the_order(x: Tensor) -> Tensor:
     chosen, order = _routed(x)
     return _grouped(x, order, _bounds(chosen))[order].view(x.shape[0], K, D).sum(1)
 
 
-def put_back_by_another(x: Tensor) -> Tensor:
+def _put_back_by_another(x: Tensor) -> Tensor:
     chosen, order = _routed(x)
     other = _routed(x * W[0])[1]
     return _grouped(x, order, _bounds(chosen))[other.argsort()].view(x.shape[0], K, D).sum(1)
 
 
-def added_in_another_order(x: Tensor) -> Tensor:
+def _added_in_another_order(x: Tensor) -> Tensor:
     chosen, order = _routed(x)
     return _back(x, _grouped(x, order, _bounds(chosen)) + x.repeat_interleave(K, 0), order)
 
 
-def answer_in_order(x: Tensor) -> Tensor:
+def _answer_in_order(x: Tensor) -> Tensor:
     return x[x[:, 0].argsort()] * 2
 
 
-def smallest_in_order(x: Tensor) -> Tensor:
+def _smallest_in_order(x: Tensor) -> Tensor:
     return x + x[x[:, 0].argsort()][:1]
 
 
-def alias_of_the_places(x: Tensor) -> Tensor:
+def _alias_of_the_places(x: Tensor) -> Tensor:
     order = x[:, 0].argsort()
     places = torch.empty_like(order)
     alias = places.view(-1)
@@ -509,7 +508,7 @@ def alias_of_the_places(x: Tensor) -> Tensor:
     return x[alias]
 
 
-def groups_by_an_argument(x: Tensor, i: Tensor) -> Tensor:
+def _groups_by_an_argument(x: Tensor, i: Tensor) -> Tensor:
     order = i.argsort()
     bounds = torch.histc(i.float(), D, 0, D - 1).cumsum(0, dtype=torch.int32)
     weights = torch.ones(D, D, D, dtype=torch.bfloat16)
@@ -519,19 +518,33 @@ def groups_by_an_argument(x: Tensor, i: Tensor) -> Tensor:
 SORTED: dict[str, Any] = {
     fn.__name__: fn
     for fn in (
-        *(capacity_of_places, capacity_of_sorted, load_as_data, bounds_as_data, groups_of_another_choice),
-        *(groups_of_a_part, groups_shifted, groups_after_a_write, groups_downwards, groups_unsorted, never_put_back),
-        *(put_back_by_the_order, put_back_by_another, added_in_another_order, answer_in_order, smallest_in_order),
-        *(alias_of_the_places, groups_by_an_argument),
+        *(_capacity_of_places, _capacity_of_sorted, _load_as_data, _bounds_as_data, _groups_of_another_choice),
+        *(
+            _groups_of_a_part,
+            _groups_shifted,
+            _groups_after_a_write,
+            _groups_downwards,
+            _groups_unsorted,
+            _never_put_back,
+        ),
+        *(_put_back_by_the_order, _put_back_by_another, _added_in_another_order, _answer_in_order, _smallest_in_order),
+        *(_alias_of_the_places, _groups_by_an_argument),
     )
 }
 """Programs that sort rows by expert, and do something else with the order."""
 
 _IDS = frozenset(
-    {"bincount", "cross entropy", "state by name", "state by name, added", "the last event of each", "rows to one place"}
+    {
+        "bincount",
+        "cross entropy",
+        "state by name",
+        "state by name, added",
+        "the last event of each",
+        "rows to one place",
+    }
     | {"scattered to one place", "added to one place", "embedding of rows", "bag", "groups_by_an_argument"}
 )
 
 ATTACKS: dict[str, tuple[Any, Any]] = {
-    name: (program, rows_and_ids if name in _IDS else rows) for name, program in (PATHS | MIXES | SORTED).items()
+    name: (program, _rows_and_ids if name in _IDS else _rows) for name, program in (PATHS | MIXES | SORTED).items()
 }

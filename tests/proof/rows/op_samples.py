@@ -1,7 +1,7 @@
 """Torch's own samples of its operators as an oracle for the rules: ``python -m tests.proof.rows.op_samples [SECONDS]``.
 
-One dimension of one tensor of a sample follows the rows. Where the labels say that an element belongs to a row, it keeps
-its value when another row changes; where they say that it belongs to none, it keeps its value whatever row changes.
+One dimension of one tensor of a sample follows the rows. Where the labels say that an element belongs to a row, it
+keeps its value when another row changes; where they say that it belongs to none, it keeps its value anyway.
 """
 
 import sys
@@ -40,7 +40,8 @@ class Case(NamedTuple):
 def operators() -> list[Any]:
     """All operators of torch's own tests."""
     sys.modules.setdefault(
-        "expecttest", types.SimpleNamespace(TestCase=object, assert_expected_inline=None)  # type: ignore[arg-type]
+        "expecttest",
+        types.SimpleNamespace(TestCase=object, assert_expected_inline=None),  # type: ignore[arg-type]
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

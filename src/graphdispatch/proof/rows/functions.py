@@ -1,7 +1,7 @@
-"""What Python asks of torch during the run: sizes, which it gets as numbers made of sizes, and functions that take such numbers.
+"""What Python asks of torch during the run: for sizes, which it gets as numbers made of sizes, and for results.
 
-C++ gets plain numbers. Where a function takes a size, the rules label its result; whatever number no rule has accounted for
-narrows the run. Whatever tells Python of data, so that it may decide by that, is a fault.
+C++ gets plain numbers. Where a function takes a size, the rules label its result; whatever number no rule has
+accounted for narrows the run. Whatever gives Python data, so that it may decide by that, is a fault.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,16 +20,105 @@ if TYPE_CHECKING:
     from .run import RowRun
 
 _DATA = frozenset(
-    ["numpy", "__array__", "tolist", "item", "__dlpack__", "data_ptr", "untyped_storage", "storage", "_typed_storage", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__", "__reduce_ex__", "__deepcopy__", "const_data_ptr", "__cuda_array_interface__", "_storage", "__repr__", "__format__", "__str__"]
+    [
+        "numpy",
+        "__array__",
+        "tolist",
+        "item",
+        "__dlpack__",
+        "data_ptr",
+        "untyped_storage",
+        "storage",
+        "_typed_storage",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__complex__",
+        "__index__",
+        "__contains__",
+        "__reduce_ex__",
+        "__deepcopy__",
+        "const_data_ptr",
+        "__cuda_array_interface__",
+        "_storage",
+        "__repr__",
+        "__format__",
+        "__str__",
+    ]
 )
 """What takes data, or the memory that it lies in, to Python."""
 _METADATA = frozenset(
-    ["dim", "ndim", "ndimension", "dtype", "device", "layout", "is_contiguous", "requires_grad", "is_floating_point", "is_complex", "is_signed", "element_size", "itemsize", "is_cuda", "is_cpu", "is_leaf", "grad_fn", "grad", "is_sparse", "is_quantized", "is_nested", "is_meta", "is_inference", "names", "is_conj", "is_neg", "type", "get_device", "result_type", "promote_types", "can_cast", "is_mps", "is_xla", "is_mkldnn", "is_tensor", "__hash__", "is_sparse_csr", "is_xpu", "is_vulkan", "is_ipu", "is_maia", "is_mtia", "output_nr", "retains_grad", "_is_view", "_backward_hooks", "type_as", "is_distributed", "is_coalesced", "has_names", "__dir__"]
+    [
+        "dim",
+        "ndim",
+        "ndimension",
+        "dtype",
+        "device",
+        "layout",
+        "is_contiguous",
+        "requires_grad",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "element_size",
+        "itemsize",
+        "is_cuda",
+        "is_cpu",
+        "is_leaf",
+        "grad_fn",
+        "grad",
+        "is_sparse",
+        "is_quantized",
+        "is_nested",
+        "is_meta",
+        "is_inference",
+        "names",
+        "is_conj",
+        "is_neg",
+        "type",
+        "get_device",
+        "result_type",
+        "promote_types",
+        "can_cast",
+        "is_mps",
+        "is_xla",
+        "is_mkldnn",
+        "is_tensor",
+        "__hash__",
+        "is_sparse_csr",
+        "is_xpu",
+        "is_vulkan",
+        "is_ipu",
+        "is_maia",
+        "is_mtia",
+        "output_nr",
+        "retains_grad",
+        "_is_view",
+        "_backward_hooks",
+        "type_as",
+        "is_distributed",
+        "is_coalesced",
+        "has_names",
+        "__dir__",
+    ]
 )
 """What Python may know of a tensor that follows the batch: it is the same for all batches."""
 _PLAIN = (Tensor, type(None), torch.dtype, torch.device, torch.layout)
 _TAKES_SHAPE = frozenset(
-    ["view", "reshape", "expand", "broadcast_to", "zeros", "ones", "empty", "rand", "randn", "new_zeros", "new_ones", "new_empty"]
+    [
+        "view",
+        "reshape",
+        "expand",
+        "broadcast_to",
+        "zeros",
+        "ones",
+        "empty",
+        "rand",
+        "randn",
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+    ]
 )
 """Functions all of whose numbers are the sizes of their result."""
 _MAKES = _TAKES_SHAPE - {"view", "reshape"} | {"full", "new_full", "repeat", "tile"}
@@ -124,8 +213,10 @@ class Asked:
         return number
 
     def around(self) -> Mapping[int, Dim]:
-        """The dimensions of the function's tensors that follow the batch, by their size. A size that stands for several
-        binds the batch, so that a coincidence is none."""
+        """The dimensions of the function's tensors that follow the batch, by their size.
+
+        A size that stands for several binds the batch, so that a coincidence is none.
+        """
         if self._around is None:
             labels = [self.run.label(t) for t in tensors_in(self.arguments, dict(self.named))]
             dims = {dim for label in labels if label is not None and not label.is_lost for dim in label.dims}

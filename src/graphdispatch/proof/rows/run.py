@@ -1,9 +1,9 @@
 """The run: labels each tensor that the operators of one call make.
 
 Note [memory and labels]
-    A label lies on a tensor, and holds for its memory. Memory that was made to hold rows is known: a tensor that has no
-    label and lies there is one that nobody saw made. A write in place must agree with what the memory was made for; one
-    that does not makes the whole memory faulty. The numbers that a tag promises end with a write to their memory.
+    A label lies on a tensor, and holds for its memory. Memory that was made to hold rows is known: a tensor that has
+    no label and lies there is one that nobody saw made. A write in place must agree with what the memory was made for;
+    one that does not makes the whole memory faulty. What a tag promises ends with a write to the memory.
 
 Note [a tensor from nowhere]
     Memory that the callable reached before, or that an operator of the run made, is known. All other memory comes from a
