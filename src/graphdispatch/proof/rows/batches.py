@@ -89,6 +89,7 @@ class BatchSpace:
             for axis, (e, o, name) in enumerate(zip(extents, own, names, strict=False))
         )
         """The extents as numbers, by axis."""
+        self._ones = [number.values < 2 for number in self.numbers if number.own > 1]
 
     def of_run(self, values: Array) -> Any:
         """The entry of the run's own batch in an array that broadcasts to all batches."""
@@ -97,6 +98,11 @@ class BatchSpace:
     def guard(self, outcome: Array, what: str) -> None:
         """Speak for the batches alone whose outcome is that of the run."""
         mask = outcome == self.of_run(outcome)
+        if mask.all():
+            return
+        for is_one in self._ones:  # what has a run of its own needs no guard
+            if any(k > 1 and mask.shape[axis] > 1 for axis, k in enumerate(is_one.shape)):
+                mask = mask | is_one
         if mask.all() or any(g.mask.shape == mask.shape and np.array_equal(g.mask, mask) for g in self.guards):
             return
         self.guards.append(Guard(mask, what, place()))
@@ -169,6 +175,11 @@ class SizeNumber:
         kind = Num if values.dtype.kind in "iu" else Real
         return kind(self.space, values, own, text)
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.plain(), name)  # whatever plain numbers have
+
     def __repr__(self) -> str:
         return repr(self.plain())
 
@@ -235,15 +246,6 @@ class SizeNumber:
             self.values == np.trunc(self.values), float(self.own).is_integer(), f"{self.text}.is_integer()"
         )
 
-    def as_integer_ratio(self) -> tuple[int, int]:
-        """As of plain numbers."""
-        ratio: tuple[int, int] = self.plain().as_integer_ratio()
-        return ratio
-
-    def bit_length(self) -> int:
-        """As of integers."""
-        return int(self.plain()).bit_length()
-
     @property
     def real(self) -> Any:
         """The number itself."""
@@ -253,16 +255,6 @@ class SizeNumber:
     def imag(self) -> int:
         """Nothing."""
         return 0
-
-    @property
-    def numerator(self) -> Any:
-        """The number itself, as of integers."""
-        return self.plain().numerator
-
-    @property
-    def denominator(self) -> Any:
-        """One, as of integers."""
-        return self.plain().denominator
 
 
 _SIGNS = {

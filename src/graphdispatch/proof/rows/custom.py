@@ -1,4 +1,4 @@
-"""Rules for operators of other libraries, as text: those that users give, and those of libraries that many models use."""
+"""Rules for operators of other libraries, as text: those that users give, and those of libraries that many use."""
 
 import re
 from collections.abc import Callable
@@ -61,7 +61,8 @@ def _parsed(rule: str) -> RowRule:
 def _term(rule: str, term: str) -> tuple[str, ...]:
     if not _TERM.fullmatch(term):
         raise ConfigError(
-            f"rule must have names of dimensions, '...', '_' or '?' for each tensor, got {shown(term)} in {shown(rule)}; {_REMEDY}"
+            f"rule must name the dimensions of each tensor, or have '...', '_' or '?' for them, got {shown(term)} "
+            f"in {shown(rule)}; {_REMEDY}"
         )
     names = tuple(term.split())
     if names.count(_ROWS) > 1 or names.count(_REST) > 1:

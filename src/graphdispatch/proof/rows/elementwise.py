@@ -121,9 +121,11 @@ def batch_norm(c: Call) -> list[Label]:
     for name in ("weight", "bias", "running_mean", "running_var"):
         if c.has(name):
             c.fit((label.dims[1],), c.a[name])
-    if has_rows(label.dims[1]):
-        raise UnknownError("rows as channels")
-    return [Label(label.dims), *(Label(plain_dims(out.shape)) for out in c.outs[1:])]
+    channels = tuple(map(own_size, label.dims[1:2]))
+    statistics = [
+        Label(label.dims[1:2] if tuple(out.shape) == channels else plain_dims(out.shape)) for out in c.outs[1:]
+    ]
+    return [Label(label.dims), *statistics]
 
 
 def copy(c: Call) -> list[Label]:

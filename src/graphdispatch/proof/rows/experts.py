@@ -1,12 +1,12 @@
 """Mixtures of experts: rows are sorted by expert, multiplied in groups, and put back.
 
 Note [rows in another order]
-    What sorts rows gives them an order of their own, an arrangement, in which each still belongs to itself. An index that
-    numbers rows picks them, and an index that says where each row lies brings them back. Both say which place a row has
-    among all, so as numbers they mix; they may only serve as places. A capacity compares such places, and mixes.
+    What sorts rows gives them an order of their own, an arrangement, in which each still belongs to itself. An index
+    that numbers rows picks them, and an index that says where each row lies brings them back. The latter follows from
+    all rows, so as numbers its elements mix; they may only serve as places. A capacity compares them, and mixes.
 
-    The groups of a grouped product are right for each row if their bounds are the counts of the choice that the rows are
-    sorted by, and if all choices lie below the number of groups: an operator chose them among as many.
+    The groups of a grouped product are right for each row if their bounds are the counts of the choice that the rows
+    are sorted by, and if all choices lie below the number of groups: an operator chose them among as many.
 """
 
 import numpy as np

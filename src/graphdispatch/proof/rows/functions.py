@@ -1,12 +1,12 @@
-"""What Python asks of torch during the run: sizes, which it gets as numbers made of sizes, and functions that take such numbers.
+"""What Python asks of torch during the run: for sizes, which it gets as numbers made of sizes, and for results.
 
-C++ gets plain numbers. Where a function takes a size, the rules label its result; whatever number no rule has accounted for
-narrows the run. Whatever tells Python of data, so that it may decide by that, is a fault.
+C++ gets plain numbers. Where a function takes a size, the rules label its result; whatever number no rule has
+accounted for narrows the run. Whatever gives Python data, so that it may decide by that, is a fault.
 """
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -195,8 +195,10 @@ class Asked:
         return number
 
     def around(self) -> Mapping[int, Dim]:
-        """The dimensions of the function's tensors that follow the batch, by their size. A size that stands for several
-        binds the batch, so that a coincidence is none."""
+        """The dimensions of the function's tensors that follow the batch, by their size.
+
+        A size that stands for several binds the batch, so that a coincidence is none.
+        """
         if self._around is None:
             labels = [self.run.label(t) for t in tensors_in(self.arguments, dict(self.named))]
             dims = {dim for label in labels if label is not None and not label.is_lost for dim in label.dims}
@@ -276,17 +278,21 @@ class Asked:
     def check(self, out: Any) -> None:
         """Each number that was given as a size must be that of the result for all batches; any other narrows the run."""
         label = self.run.label(out) if isinstance(out, Tensor) else None
-        if self.function in _TAKES_SHAPE and label is not None:
-            self._check_sizes(label)
+        if label is not None and not label.is_lost:
+            if self.function in _TAKES_SHAPE:
+                self._check_sizes(self.sizes if self.sizes is not None else self._given_sizes(), label.dims)
+            elif self.function == "unflatten" and self.numbers:
+                sizes = tuple(filter(_is_size, _leaves(self.arguments[2:])))
+                at = self.arguments[1] % (len(label.dims) - len(sizes) + 1)
+                self._check_sizes(sizes, label.dims[at : at + len(sizes)])
         for own, number in self.numbers.items():
             if own not in self._accounted:
                 number.plain()
 
-    def _check_sizes(self, label: Label) -> None:
-        given = self.sizes if self.sizes is not None else self._given_sizes()
-        if label.is_lost or len(given) != len(label.dims):
+    def _check_sizes(self, given: Sequence[Any], dims: Sequence[Dim]) -> None:
+        if len(given) != len(dims):
             return
-        for size, dim in zip(given, label.dims, strict=True):
+        for size, dim in zip(given, dims, strict=True):
             self._accounted.add(size.own if isinstance(size, Num) else 0)
             if size is self.run.sizes.number(dim) or (type(size) is int and (size == -1 or not is_dynamic(dim))):
                 continue

@@ -1,8 +1,8 @@
 """What is known of a tensor during the run: its shape as products of atoms, and where rows mixed first.
 
-The label of a tensor promises: an element whose place has the row ``i`` depends on row ``i`` of the arguments alone, and on
-what no row changes; a tensor without rows depends on no row. Along a length the same holds, unless the run notes that the
-length is mixed. A label follows from shapes and arguments of operators, never from data.
+The label of a tensor promises: an element whose place has the row ``i`` depends on row ``i`` of the arguments alone,
+and on what no row changes; a tensor without rows depends on no row. Along a length the same holds, unless the run
+notes that the length is mixed. A label follows from shapes and arguments of operators, never from data.
 """
 
 from collections.abc import Iterable, Mapping
@@ -54,7 +54,7 @@ class Tag(NamedTuple):
     """What the elements of a tensor of integers say of rows."""
 
     kind: str
-    """``"numbers"``: each is the number of its own row; ``"chosen"``: a choice of an operator's; ``"counts"`` of choices,
+    """``"numbers"``: each is the number of its own row; ``"chosen"``: an operator's choice; ``"counts"`` of choices,
     and their ``"bounds"``."""
     of: Any
     """The dimension whose rows they number, or which choice it was and below which number it lies."""

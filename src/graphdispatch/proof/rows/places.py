@@ -178,8 +178,9 @@ def scatter(c: Call) -> list[Label]:
     """For each place of an index an element of the same line is written."""
     label = c.known("self")
     at = c.place("dim", len(label.dims))
-    c.blend([*label.dims[at : at + 1], *c.known("index").dims[at : at + 1]], "rows by an index")
     given = [c.a["index"], *([c.a["src"]] if c.has("src") else [])]
+    for tensor in (c.a["self"], *given):
+        c.blend(c.known(tensor).dims[at : at + 1], "rows by an index")
     for tensor in given:
         for place, (own, dim) in enumerate(zip(label.dims, c.known(tensor).dims, strict=True)):
             if place == at or not (is_dynamic(own) or is_dynamic(dim)):

@@ -1,9 +1,9 @@
 """The run: labels each tensor that the operators of one call make.
 
 Note [memory and labels]
-    A label lies on a tensor, and holds for its memory. Memory that was made to hold rows is known: a tensor that has no
-    label and lies there is one that nobody saw made. A write in place must agree with what the memory was made for; one
-    that does not makes the whole memory faulty. The numbers that a tag promises end with a write to their memory.
+    A label lies on a tensor, and holds for its memory. Memory that was made to hold rows is known: a tensor that has
+    no label and lies there is one that nobody saw made. A write in place must agree with what the memory was made for;
+    one that does not makes the whole memory faulty. What a tag promises ends with a write to the memory.
 
 Note [a tensor from nowhere]
     Memory that the callable reached before, or that an operator of the run made, is known. All other memory comes from a
@@ -51,7 +51,7 @@ from .labels import (
     plain_dims,
     shape_of,
 )
-from .rules import keeps_places, makes_tensors, may_name_places, may_read_tags, rule_of
+from .rules import keeps_places, may_name_places, may_read_tags, rule_of, takes_sizes
 from .scripts import eager_compiler, watched_scripts
 from .verdict import Step, Verdict
 
@@ -227,7 +227,9 @@ class RowRun(OperatorMode):
         if not is_strided(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return True
         label = self.label(tensor)
-        return label is not None and (label.fault is not None or any(map(is_dynamic, label.dims)))
+        if label is None:
+            return False
+        return label.fault is not None or label.tag is not None or any(map(is_dynamic, label.dims))
 
     def any_follows(self, *trees: Any) -> bool:
         """Whether some tensor in these nests follows the batch."""
@@ -250,8 +252,9 @@ class RowRun(OperatorMode):
 
     def note_script(self, args: Any, kwargs: Any) -> None:
         """A script of TorchScript runs: no mode sees what it reads of sizes."""
-        if self.any_follows(args, kwargs):
-            self.doubt("a script of torch.jit")
+        with torch._C.DisableTorchFunction():
+            if self.any_follows(args, kwargs):
+                self.doubt("a script of torch.jit runs")
 
     def length(self, tensor: Tensor) -> Any:
         """What ``len`` gives of a tensor that follows the batch; None of another one."""
@@ -318,7 +321,7 @@ class RowRun(OperatorMode):
         asked = self._asked
         if asked is None and labels:
             self.doubt(f"{func._schema.name} is called by code that is not Python")
-        if not labels and (asked is None or not (asked.numbers or (makes_tensors(func) and asked.around()))):
+        if not labels and not (asked is not None and (asked.numbers or takes_sizes(func))):
             self._note_plain(func, outs, written)
             return
         call = Call(func, args, kwargs, labels, self.sizes)
@@ -438,16 +441,19 @@ class RowRun(OperatorMode):
     def _put_results(
         self, call: Call, func: OpOverload, given: list[Tensor], written: list[Tensor], made: list[Label]
     ) -> None:
-        written_keys = {storage_key(t) for t in written}
+        written_keys = {storage_key(t) for t in written if is_strided(t)}
         read = {storage_key(t) for t in given if is_strided(t)}
         for out, label in zip(call.outs, made, strict=False):
+            if not is_strided(out):
+                self.doubt(f"{func._schema.name} makes a tensor of layout {out.layout}")
+                continue
             if torch_shape(label) != tuple(out.shape):
                 fault = label.fault or fault_here(False, func._schema.name, "a shape that its rule does not tell")
                 label = Label(plain_dims(out.shape), fault if call.labels else None, is_lost=True)
             key = storage_key(out)
             if key in written_keys and not changes_view(func):
                 self._write(call, out, label)
-            elif label.fault or label.is_lost or any(map(is_dynamic, label.dims)):
+            elif label.fault or label.is_lost or label.tag or any(map(is_dynamic, label.dims)):
                 self.put(out, label)
             if key not in read:
                 self._note_made([out])

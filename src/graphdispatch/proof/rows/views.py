@@ -4,7 +4,7 @@ import numpy as np
 
 from .calls import Call, flat
 from .elementwise import Rule
-from .labels import Atom, Dim, Label, MixError, UnknownError, has_rows, is_dynamic, merged, own_size, plain_dim
+from .labels import Atom, Dim, Label, UnknownError, has_rows, is_dynamic, merged, own_size, plain_dim
 
 
 def _moved(label: Label, dims: tuple[Dim, ...], *, is_whole: bool = True) -> Label:
@@ -136,12 +136,9 @@ def _sliced(c: Call, old: Dim, size: int) -> Dim:
     is_from_start = not np.any(first)  # type: ignore[arg-type]
     if step == 1 and is_from_start and np.array_equal(*np.broadcast_arrays(sizes, whole)):
         return old
-    if has_rows(old):
-        raise MixError("a part of the rows")
+    c.blend([old], "a part of the rows")
     if is_plain and c.asked.function not in _SLICES:
         return c.resized(old, size)  # torch computed the ends, and for another batch they are others
-    if not is_from_start or step != 1:
-        c.blend([old], "")
     new = c.sizes.dim_of_values(np.asarray(sizes))
     if has_rows(new) and not (is_from_start and step == 1):
         raise UnknownError("a slice that starts at a number of rows")

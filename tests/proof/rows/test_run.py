@@ -1,0 +1,347 @@
+"""What a run says, for which batches, and what it leaves behind."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphdispatch.backends.operators import storage_key, tensors_in
+from graphdispatch.errors import ConfigError
+from graphdispatch.proof.rows.batches import BatchSpace
+from graphdispatch.proof.rows.run import RowRun
+
+from .runs import Batch, judge, tensors_of
+
+F = nn.functional
+D = 6
+WEIGHT = torch.randn(D, D, generator=torch.Generator().manual_seed(0))
+
+
+def _rows(n: int) -> Batch:
+    x = torch.randn(n, D)
+    return (x,), {}, [(x, {0: 0})]
+
+
+def _grid(n: int, s: int) -> Batch:
+    x = torch.randn(n, s, D)
+    return (x,), {}, [(x, {0: 0, 1: 1})]
+
+
+def _of_four(n: int) -> Batch:
+    x = torch.randn(n, 4, D)
+    return (x,), {}, [(x, {0: 0})]
+
+
+def _two_lengths(n: int, s: int, t: int) -> Batch:
+    x, y = torch.randn(n, s, D), torch.randn(n, t, D)
+    return (x, y), {}, [(x, {0: 0, 1: 1}), (y, {0: 0, 1: 2})]
+
+
+class Shapes(TorchDispatchMode):
+    """The operators of a plain run, and the shapes of their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[OpOverload, tuple[tuple[int, ...], ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.steps.append((func, tuple(tuple(t.shape) for t in tensors_in(out))))
+        return out
+
+
+def _shapes(fn: Callable[..., Any], make: Callable[..., Batch], *extents: int) -> Any:
+    args, kwargs, _ = make(*extents)
+    with torch.no_grad(), Shapes() as shapes:
+        fn(*args, **kwargs)
+    return shapes.steps
+
+
+# -- what is said
+
+
+def test_a_fault_names_the_operator_and_the_line() -> None:
+    """The verdict says where rows mix first."""
+    verdict = judge(lambda x: x - x.mean(0), _rows)
+    line = test_a_fault_names_the_operator_and_the_line.__code__.co_firstlineno + 2
+    assert verdict.mixes == f"rows mix in aten::mean, test_run.py:{line}"
+    assert verdict.unknown == ""
+
+
+def test_an_operator_without_a_rule_is_named() -> None:
+    """What only the user can know is no mix."""
+    verdict = judge(lambda x: torch.linalg.qr(x)[0], _rows)
+    assert verdict.mixes == ""
+    assert verdict.unknown.startswith("no rule for aten::linalg_qr, called at test_run.py:")
+
+
+def test_a_fault_and_an_unknown_are_both_said() -> None:
+    """One output mixes, and another is unknown."""
+    verdict = judge(lambda x: (x.cumsum(0), torch.linalg.qr(x)[0]), _rows)
+    assert verdict.mixes
+    assert verdict.unknown
+
+
+def test_a_guard_excludes_one_number_and_says_where() -> None:
+    """``if n == 3`` leaves all other numbers."""
+    verdict = judge(lambda x: x + 1 if x.shape[0] == 3 else x, _rows)
+    assert [n for n in range(2, 65) if not verdict.speaks_for((n,))] == [3]
+    assert verdict.why_not((3,)).startswith("Python decides by the number of rows (n == 3), test_run.py:")
+    assert verdict.why_not((4,)) == ""
+
+
+def test_a_run_with_the_other_outcome_speaks_for_it_alone() -> None:
+    """A run on three rows speaks for three."""
+    verdict = judge(lambda x: x + 1 if x.shape[0] == 3 else x, _rows, own=(3,))
+    assert [n for n in range(1, 65) if verdict.speaks_for((n,))] == [3]
+
+
+def test_one_row_takes_a_run_of_its_own() -> None:
+    """A size of one broadcasts, so that no run on more rows speaks for it; and a batch beyond the space is unknown."""
+    verdict = judge(lambda x: x @ WEIGHT, _rows)
+    assert "a size of one broadcasts" in verdict.why_not((1,))
+    assert "1 to 64" in verdict.why_not((65,))
+
+
+def test_a_run_on_one_row_is_unknown() -> None:
+    """Nothing mixes where there is one row, which says nothing of more."""
+    assert "one row" in judge(lambda x: x - x.mean(0), _rows, own=(1,)).unknown
+
+
+def test_an_extent_outside_of_the_space_is_refused() -> None:
+    """The error names the argument and the remedy."""
+    with pytest.raises(ConfigError, match=r"own\[0\] must be one of extents\[0\] = range\(1, 5\), got 7; add it there"):
+        BatchSpace([range(1, 5)], [7])
+    with pytest.raises(ConfigError, match="1 to 3 entries"):
+        BatchSpace([], [])
+
+
+# -- lengths
+
+
+def test_a_length_that_meets_no_other_element_is_not_mixed() -> None:
+    """A layer for each element leaves the length alone, and the output follows both axes."""
+    verdict = judge(lambda x: (x @ WEIGHT).relu(), _grid, own=(7, 11))
+    assert (verdict.independent, verdict.mixed_axes, verdict.outputs) == (True, frozenset(), (((0,), (1,), ()),))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: F.scaled_dot_product_attention(x, x, x),
+        lambda x: (x @ x.mT).softmax(-1) @ x,
+        lambda x: x + x.mean(1, keepdim=True),
+        lambda x: F.conv1d(x.mT, torch.ones(D, D, 3), padding=1).mT,
+        lambda x: x.flip(1),
+        lambda x: x[:, :1] + x,
+        lambda x: x[:, torch.arange(x.shape[1]) // 2],
+        lambda x: torch.cat([x[:, :1], x], 1)[:, : x.shape[1]],
+        lambda x: F.pad(x, (0, 0, 1, 0))[:, : x.shape[1]],
+        lambda x: x[:, :, None] + x[:, None, :],
+        lambda x: x.unfold(1, 2, 1).sum(-1),
+        lambda x: x.cumsum(1),
+    ],
+)
+def test_a_length_along_which_elements_meet_is_mixed(fn: Callable[..., Any]) -> None:
+    """Rows stay independent, and the length is named."""
+    verdict = judge(fn, _grid, own=(7, 11))
+    assert (verdict.independent, verdict.mixed_axes) == (True, {1})
+
+
+def test_two_lengths_are_told_from_each_other() -> None:
+    """Attention over the second length mixes that one alone."""
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        return (x @ y.mT).softmax(-1) @ y + x
+
+    verdict = judge(fn, _two_lengths, own=(7, 11, 5))
+    assert (verdict.mixed_axes, verdict.outputs) == ({2}, (((0,), (1,), ()),))
+
+
+def test_a_guard_may_join_rows_and_a_length() -> None:
+    """A decision by the number of elements excludes the batches with that product, and no others."""
+    verdict = judge(lambda x: x + 1 if x.shape[0] * x.shape[1] == 24 else x, _grid, own=(7, 11))
+    assert not verdict.speaks_for((4, 6))
+    assert verdict.speaks_for((4, 7))
+
+
+def test_a_guard_of_one_axis_keeps_no_grid() -> None:
+    """A decision by a length is kept for the lengths alone."""
+    verdict = judge(lambda x: x + 1 if x.shape[1] > 20 else x, _grid, own=(7, 11))
+    assert [guard.mask.shape for guard in verdict.space.guards] == [(1, 48)]
+
+
+def test_numbers_of_places_bind_the_length_within() -> None:
+    """The place of an element in the flat batch follows the length, which no label tells."""
+    verdict = judge(lambda x: x + torch.arange(x.shape[0] * x.shape[1]).view(*x.shape[:2], 1), _grid, own=(7, 11))
+    assert verdict.speaks_for((9, 11))
+    assert not verdict.speaks_for((9, 12))
+
+
+def test_an_output_that_repeats_the_length_is_not_told() -> None:
+    """Nobody can cut padding out of two lengths one behind the other by their end."""
+    assert judge(lambda x: torch.cat([x, x], 1), _grid, own=(7, 11)).outputs == (None,)
+
+
+def test_rows_in_several_places_of_an_output_are_refused() -> None:
+    """A doubled batch as the answer has padding between its halves."""
+    assert "several places" in judge(lambda x: torch.cat([x, x]), _rows).unknown
+
+
+# -- another batch's operators
+
+
+def _heads(x: Tensor) -> Tensor:
+    n, s, _ = x.shape
+    return (x @ WEIGHT).view(n, s, 2, 3).transpose(1, 2).reshape(n * 2, s, 3).softmax(-1).view(n, 2, s, 3)
+
+
+@pytest.mark.parametrize("extents", [(7, 11), (2, 3), (64, 48)])
+def test_the_operators_of_another_batch_have_the_shapes_of_the_labels(extents: tuple[int, int]) -> None:
+    """A plain run of any batch is the run that the labels tell of."""
+    verdict = judge(_heads, _grid, own=(7, 11))
+    assert verdict.has_shapes(_shapes(_heads, _grid, *extents), extents)
+
+
+def test_a_label_that_was_right_by_chance_shows_in_another_batch() -> None:
+    """Seven literal elements beside seven rows are others in a batch of nine, and so are other operators."""
+    verdict = judge(lambda x: (x * 2, torch.zeros(7)), _rows)
+    assert verdict.has_shapes(_shapes(lambda x: (x * 2, torch.zeros(7)), _rows, 9), (9,))
+    assert not verdict.has_shapes(_shapes(lambda x: (x * 2, torch.zeros(9)), _rows, 9), (9,))
+    assert not verdict.has_shapes(_shapes(lambda x: (x + 2, torch.zeros(7)), _rows, 9), (9,))
+    assert not verdict.has_shapes(_shapes(lambda x: x * 2, _rows, 9), (9,))
+    assert not verdict.has_shapes(_shapes(lambda x: (x * 2, torch.zeros(7)), _rows, 9), (10,))
+
+
+# -- state and memory
+
+
+def test_a_write_to_state_is_noted() -> None:
+    """A counter that no row changes leaves rows independent."""
+
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("steps", torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps.add_(1)
+            return x * 2
+
+    verdict = judge(Steps(), _rows)
+    assert verdict.independent
+    assert verdict.writes_state
+    assert not judge(lambda x: x * 2, _rows).writes_state
+
+
+def test_a_tensor_from_elsewhere_is_unknown() -> None:
+    """Memory that the callable does not reach may hold anything of other rows."""
+    x, far = torch.randn(7, D), torch.randn(7, D)
+    run = RowRun(BatchSpace([range(1, 9)], [7]), {storage_key(x)})
+    run.follow(x, {0: 0})
+    with run.watching():
+        out = x + far
+    assert "aten::add reads a tensor from nowhere" in run.verdict([out]).unknown
+    assert "no operator made" in RowRun(BatchSpace([range(1, 9)], [7]), ()).verdict([far]).unknown
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_the_verdict_is_the_same_in_each_mode(mode: Callable[[], Any]) -> None:
+    """Operators that torch hands over as a whole in inference mode are followed through their parts."""
+    layer = nn.TransformerEncoderLayer(D, 2, 8, batch_first=True).eval()
+    with mode():
+        verdict = judge(lambda x: layer(x).reshape(x.shape[0], -1), _of_four)
+        mixed = judge(lambda x: F.batch_norm(x.flatten(0, 1), None, None, training=True), _of_four)
+    assert verdict.independent
+    assert "aten::native_batch_norm" in mixed.mixes
+
+
+def test_nothing_is_left_of_a_run_that_raises() -> None:
+    """Labels, modes, scripts and gradients are as before."""
+    x, call, has_gradients = torch.randn(7, D), torch._C.ScriptFunction.__call__, torch.is_grad_enabled()
+    run = RowRun(BatchSpace([range(1, 9)], [7]), {storage_key(x)})
+    run.follow(x, {0: 0})
+    with pytest.raises(ValueError, match="mine"), run.watching():
+        raise ValueError("mine")
+    assert torch._C.ScriptFunction.__call__ is call
+    assert torch.is_grad_enabled() == has_gradients
+    assert not torch._C._len_torch_dispatch_stack()
+    assert not torch._C._len_torch_function_stack()
+    assert "_rows" not in x.__dict__
+
+
+def test_labels_are_no_attributes_after_a_run() -> None:
+    """Arguments, outputs and state have the attributes that they had."""
+    x = torch.randn(7, D)
+    run = RowRun(BatchSpace([range(1, 9)], [7]), {storage_key(x)})
+    run.follow(x, {0: 0})
+    with run.watching():
+        out = x * 2
+    assert not {"_rows"} & {*vars(x), *vars(out)}
+    assert run.verdict([out]).outputs == (((0,), ()),)
+
+
+def test_other_threads_are_not_followed() -> None:
+    """A script that another thread calls during a run, and what it computes, are none of the run's business."""
+
+    @torch.jit.script
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    x, done = torch.randn(7, D), []
+    run = RowRun(BatchSpace([range(1, 9)], [7]), {storage_key(x)})
+    run.follow(x, {0: 0})
+    with run.watching():
+        worker = threading.Thread(target=lambda: done.append(double(torch.ones(3)).mean(0).item()))
+        worker.start()
+        worker.join()
+        out = x * 2
+    assert done == [2.0]
+    assert run.verdict([out]).independent
+    assert len(run.verdict([out]).steps) == 1
+
+
+def test_two_runs_at_once_restore_what_both_changed() -> None:
+    """Threads that enter and leave in turn leave torch as it was."""
+    call, first, second = torch._C.ScriptFunction.__call__, threading.Event(), threading.Event()
+    with RowRun(BatchSpace([range(1, 9)], [7]), ()).watching():
+
+        def other() -> None:
+            with RowRun(BatchSpace([range(1, 9)], [7]), ()).watching():
+                first.set()
+                second.wait(60)
+
+        worker = threading.Thread(target=other)
+        worker.start()
+        assert first.wait(60)
+    assert torch._C.ScriptFunction.__call__ is not call
+    second.set()
+    worker.join()
+    assert torch._C.ScriptFunction.__call__ is call
+
+
+def test_a_compiled_function_is_followed_as_it_is_written() -> None:
+    """Its operators are seen, and so is where rows mix."""
+    compiled = torch.compile(lambda x: x - x.mean(0), backend="eager")
+    assert "aten::mean" in judge(compiled, _rows).mixes
+    assert judge(torch.compile(lambda x: x * 2, backend="eager"), _rows).independent
+
+
+def test_the_answer_of_the_run_is_that_of_the_callable() -> None:
+    """Numbers made of sizes change no bit of it."""
+    x = torch.randn(7, D)
+    run = RowRun(BatchSpace([range(1, 65)], [7]), {storage_key(x), storage_key(WEIGHT)})
+    run.follow(x, {0: 0})
+
+    def fn(x: Tensor) -> Tensor:
+        return (x @ WEIGHT).view(x.shape[0], 2, -1) * x.shape[0] ** 0.5 / max(x.shape[0], 3) + torch.ones(len(x), 2, 1)
+
+    with run.watching():
+        out = fn(x)
+    assert torch.equal(out, fn(x))
+    assert len(tensors_of(out)) == 1
