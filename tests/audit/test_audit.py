@@ -3,6 +3,7 @@
 import json
 import random
 from collections import OrderedDict
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -165,7 +166,7 @@ def test_a_break_at_the_least_set_of_modules() -> None:
     for module in (inner[1], model[4]):
         gd.eager_break(module)
     found = gd.audit(model, X, mode="PIECEWISE")
-    assert (found.capturable, found.independence.verdict) == (True, "independent")
+    assert (found.capturable, found.independence.verdict) == (True, "unknown")  # the breaks read what nobody follows
 
 
 def test_marked_breaks_may_do_what_they_like() -> None:
@@ -271,7 +272,7 @@ def test_rows_that_depend_on_each_other() -> None:
     found = gd.audit(lambda x: x - x.mean(0), X)
     assert found.capturable  # full batches are served
     assert found.independence.verdict == "dependent"
-    assert "output 0" in found.independence.text
+    assert re.search(r"rows mix in aten::mean, .*test_audit.py:\d+", found.independence.text)
 
 
 def test_no_batch_dimension_and_one_row() -> None:

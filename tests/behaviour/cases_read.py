@@ -1122,6 +1122,7 @@ def operator() -> Made:
 
     library.define("attend(Tensor x) -> Tensor")
     library.impl("attend", attend, "CPU")
+    gd.row_rule("graphdispatch_cases::attend", "n ... -> n ...")
     PATCH.setattr(Box, "library", None)
     return lambda x: torch.ops.graphdispatch_cases.attend(x), lambda: to(context, k=5.0)
 

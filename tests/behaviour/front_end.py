@@ -117,6 +117,14 @@ class FrontEnd:
             args = one_tensor(batch) if isinstance(batch, int) else batch if isinstance(batch, tuple) else (batch,)
             assert_same(self(*args), (fn or self.fn)(*args), f"{self.name}: {self.reason()}")
 
+    def check_not_padded(self, *, everywhere: bool = True) -> None:
+        """No graph served the latest call, since padding might change its rows: as its operators or its path tell, or since
+        nobody knows. With ``everywhere=False`` no other front end than ``graphed`` is asked."""
+        expected = (Reason.ROWS_MIX, Reason.PADDING_UNPROVEN, Reason.PATH_CHANGES)
+        if everywhere:
+            assert not self.was_hit(), f"{self.name}: served"
+        assert self.name != "graphed" or self.reason() in expected, self.reason()
+
     def check(self, expected: Reason, *, everywhere: bool = True) -> None:
         """The latest call was served by a graph if ``expected`` says so, and else it was not, for a reason.
 

@@ -36,7 +36,7 @@ def out_of_time(number: int, frame: Any) -> None:
 
 
 @pytest.mark.parametrize("handler", [out_of_time, TimeLimit(), partial(TimeLimit())], ids=["def", "object", "partial"])
-@pytest.mark.parametrize("at", range(8))
+@pytest.mark.parametrize("at", range(4))
 def test_a_time_limit_passes_through_a_capture(handler: Any, at: int) -> None:
     """It is the caller's wherever in a capture, a comparison or a replay it comes. The call has counted once, and the
     next ones are captured and served."""

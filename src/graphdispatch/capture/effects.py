@@ -315,8 +315,6 @@ class EffectRecorder(OperatorMode):
             self._saved = saved + sum(region.before.nbytes for region in self.regions[start:])
         for tensor in tensors_in(result):
             self._note_result(tensor, is_new=False)
-        if self._labels is not None and not was_inside:
-            self._note_shapes(func, result)
         return result
 
     def watch_region(self, region: CompiledRegion, args: tuple[Any, ...]) -> Any:
@@ -380,13 +378,8 @@ class EffectRecorder(OperatorMode):
         if self._labels is not None:
             self._labels.note_made(results, keys.values())
             self._note_traits(traits, given, gives)
-            if not self._is_inside:
-                self._note_shapes(func, result)
+            self.dispatched.results.append((func, tuple(tuple(tensor.shape) for tensor in tensors_in(result))))
         return result
-
-    def _note_shapes(self, func: OpOverload, result: Any) -> None:
-        """Note the shapes of an operator's results."""
-        self.dispatched.results.append((func, tuple(tuple(tensor.shape) for tensor in tensors_in(result))))
 
     def _check_geometry(self, func: OpOverload, shapes: list[tuple[torch.Tensor, tuple[Any, ...]]]) -> None:
         try:

@@ -34,6 +34,7 @@ from .request import CaptureRequest
 _NO_EXTENT = 2
 """What stands for the extent along an axis that a run does not follow, since its batch has one element there: sizes of
 one are broadcast, so that it would tell nothing of others."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 5, 3)
 
 
@@ -180,8 +181,9 @@ def _follow(attempt: CaptureAttempt, rows: int) -> tuple[FollowedRun, Any] | str
     spaces = [range(2, max(most, _NO_EXTENT) + 1) for most in largest]
     values = _batch_of(request, rows)
     reached = [*request.tensors, *attempt.eager.trace.walk.tensors, *tensors_in(list(request.values)), *values]
+    keys = {storage_key(one) for one in reached if type(one) in _PLAIN and is_strided(one) and not one.is_nested}
     own = [_NO_EXTENT if place in single else extent for place, extent in enumerate(extents)]
-    run = RowRun(BatchSpace(spaces, own), {storage_key(one) for one in reached if is_strided(one)})
+    run = RowRun(BatchSpace(spaces, own), keys)
     for spec, value in zip(request.inputs.specs, values, strict=True):
         followed = {dim: axes.index(axis) for dim, axis in spec.spans if axes.index(axis) not in single}
         if followed:

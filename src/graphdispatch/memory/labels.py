@@ -3,13 +3,20 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch._ops import OpOverload
 
-from ..backends.operators import is_strided, storage_key, view_key
+from ..backends.operators import is_strided, per_operator, storage_key, view_key
 from ..call.spec import is_tensor
+
+class Named(NamedTuple):
+    """An argument that was given by its name."""
+
+    name: str
+    value: Any
+
 
 Operator = tuple[OpOverload, tuple[Any, ...], tuple[Any, ...]]
 """An operator with its arguments, in which the label of its memory stands for each tensor; and how each of its tensors
@@ -24,7 +31,7 @@ class Dispatched:
     outputs: tuple[Any, ...] = ()
     """The tensors that it gave back: their labels, and how they lie in their memory."""
     results: list[tuple[OpOverload, tuple[tuple[int, ...], ...]]] = field(default_factory=list)
-    """The operators again, those inside of others left out, with the shapes of what they gave."""
+    """The operators again, with the shapes of what they gave."""
     has_regions: bool = False
     """Whether it called compiled code, or launched kernels that no operator stands for."""
     limits_values: bool = False
@@ -75,7 +82,7 @@ class Labels(dict[int, str]):
         values = [self._of(value, keys) for value in args]
         if func is _LIFT:
             values.append(_numbers(args[0]))
-        values += [(name, self._of(value, keys)) for name, value in kwargs.items()]
+        values += [Named(name, self._of(value, keys)) for name, value in kwargs.items()]
         return func, tuple(values), tuple(map(self._layout, tensors))
 
     def outputs(self, tensors: Iterable[torch.Tensor]) -> tuple[Any, ...]:
@@ -127,10 +134,10 @@ def _numbers(made: torch.Tensor) -> object:
     return (made.dtype, *made.shape, *map(repr, made.flatten().tolist()))
 
 
-@cache
-def follows_batch(func: OpOverload) -> tuple[bool, ...]:
-    """For each argument in its place whether it may follow the batch."""
-    return tuple(argument.name in _LENGTHS for argument in func._schema.arguments)
+@per_operator
+def _defaults(func: OpOverload) -> tuple[tuple[Any, Any], ...]:
+    """The arguments of an operator by name, with what stands for those that are left out."""
+    return tuple((argument.name, argument.default_value) for argument in func._schema.arguments)
 
 
 @cache
@@ -146,7 +153,7 @@ def numbers_of(operator: Operator) -> list[str]:
     func, values, _ = operator
     names, taken = _computed_with(func)
     pairs = [
-        value if type(value) is tuple and value and value[0] in names else (name, value)  # given by its name
+        value if isinstance(value, Named) else (name, value)
         for value, name in zip(values, names, strict=False)
     ]
     lifted = [one for one in values[-1:] if func is _LIFT and isinstance(one, tuple) and len(one) == _OF_A_NUMBER]
@@ -157,8 +164,12 @@ def arguments_of(operator: Operator, *, of_made: bool = True) -> tuple[Any, ...]
     """The arguments of an operator, but for lengths that may follow the batch. Without ``of_made`` results of other
     operators are all the same."""
     func, values, _ = operator
-    follows = follows_batch(func)
-    kept = tuple(one for place, one in enumerate(values) if not (place < len(follows) and follows[place]))
+    given = {name: default for name, default in _defaults(func)}
+    names = list(given)
+    for place, value in enumerate(values):
+        name, value = value if isinstance(value, Named) else (names[place] if place < len(names) else place, value)
+        given[name] = value
+    kept = tuple(value for name, value in given.items() if name not in _LENGTHS)
     return kept if of_made else _without_made(kept)
 
 

@@ -44,12 +44,16 @@ def arange(c: Call) -> list[Label]:
     if number is not None:
         dim = c.sizes.dim_of_values(np.maximum(-((start - number.values) // step), 0))
     else:
-        dim = c.given(end) if (start, step) == (0, 1) else plain_dim(count)
+        dim = c.given(count) if start == 0 and end == count * step else plain_dim(count)
     inner = [atom for atom in dim[1:] if type(atom) is not int]
     for atom in inner:  # the number of a place follows the lengths within it
         c.space.bind(atom.axes, "numbers of places follow a length")  # type: ignore[union-attr]
-    is_number = start == 0 and step == 1 and has_rows(dim) and c.outs[0].dtype in WIDE
-    return [Label((dim,), tag=Tag("numbers", dim) if is_number else None)]
+    if start != 0 or not has_rows(dim) or c.outs[0].dtype not in WIDE:
+        return [Label((dim,))]
+    if step == 1:
+        return [Label((dim,), tag=Tag("numbers", dim))]
+    whole = (*dim, step) if number is None else c.sizes.dim_of(number)
+    return [Label((dim,), tag=Tag("starts", whole) if whole == (*dim, step) else None)]
 
 
 def like(c: Call) -> list[Label]:

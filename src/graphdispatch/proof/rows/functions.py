@@ -26,8 +26,9 @@ _DATA = frozenset(
     ["numpy", "__array__", "tolist", "item", "__dlpack__", "data_ptr", "untyped_storage", "storage", "_typed_storage", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__contains__", "__reduce_ex__", "__deepcopy__", "const_data_ptr", "__cuda_array_interface__", "_storage", "__repr__", "__format__", "__str__"]
 )
 """What takes data, or the memory that it lies in, to Python."""
-_METADATA = frozenset(
-    ["dim", "ndim", "ndimension", "dtype", "device", "layout", "is_contiguous", "requires_grad", "is_floating_point", "is_complex", "is_signed", "element_size", "itemsize", "is_cuda", "is_cpu", "is_leaf", "grad_fn", "grad", "is_sparse", "is_quantized", "is_nested", "is_meta", "is_inference", "names", "is_conj", "is_neg", "type", "get_device", "result_type", "promote_types", "can_cast", "is_mps", "is_xla", "is_mkldnn", "is_tensor", "__hash__", "is_sparse_csr", "is_xpu", "is_vulkan", "is_ipu", "is_maia", "is_mtia", "output_nr", "retains_grad", "_is_view", "_backward_hooks", "type_as", "is_distributed", "is_coalesced", "has_names", "__dir__"]
+_OF_DATA = {"is_nonzero", "is_set_to", "is_same_size"}
+_METADATA = frozenset(name for name in dir(Tensor) if name.startswith("is_")) - _OF_DATA | frozenset(
+    ["dim", "ndim", "ndimension", "dtype", "device", "layout", "requires_grad", "element_size", "itemsize", "grad_fn", "grad", "names", "type", "get_device", "result_type", "promote_types", "can_cast", "__hash__", "output_nr", "retains_grad", "_is_view", "_backward_hooks", "type_as", "has_names", "__dir__"]
 )
 """What Python may know of a tensor that follows the batch: it is the same for all batches."""
 _PLAIN = (Tensor, type(None), torch.dtype, torch.device, torch.layout)

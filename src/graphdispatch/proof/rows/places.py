@@ -15,7 +15,7 @@ from ...backends.operators import storage_key
 from .calls import Call, is_flags
 from .elementwise import Rule
 from .experts import arrangement_put, is_permutation
-from .labels import Dim, Label, MixError, UnknownError, has_rows, is_dynamic, plain_dim, row_place
+from .labels import Dim, Label, MixError, UnknownError, has_rows, is_dynamic, plain_dim, plain_dims, row_place
 
 
 def embedding(c: Call) -> list[Label]:
@@ -23,6 +23,19 @@ def embedding(c: Call) -> list[Label]:
     c.blend(c.label("weight").dims, "a table made of rows")
     c.check_slots(c.a["weight"], names_places=row_place(c.known("indices").dims) is not None)
     return [Label((*c.known("indices").dims, plain_dim(c.outs[0].shape[-1])))]
+
+
+def embedding_bag(c: Call) -> list[Label]:
+    """Means or sums of as many rows of a table for each row, whose parts lie one behind the other."""
+    c.blend(c.label("weight").dims, "a table made of rows")
+    parts, starts = c.known("indices"), c.known("offsets")
+    is_own = starts.tag is not None and starts.tag.kind == "starts" and parts.dims == (starts.tag.of,)
+    if not is_own or c.a.get("include_last_offset"):
+        raise MixError("bags of any length")
+    if c.has("per_sample_weights") and c.known("per_sample_weights").dims != parts.dims:
+        raise UnknownError("weights of another shape")
+    result = Label((*starts.dims, plain_dim(c.outs[0].shape[-1])))
+    return [result, *(Label(plain_dims(out.shape), is_lost=True) for out in c.outs[1:])]
 
 
 def names_own(label: Label, dim: Dim) -> bool:
@@ -180,6 +193,7 @@ def scatter(c: Call) -> list[Label]:
 
 RULES: dict[Rule, str] = {
     embedding: "embedding",
+    embedding_bag: "_embedding_bag _embedding_bag_forward_only",
     index: "index _unsafe_index",
     index_put: "index_put _index_put_impl",
     index_select: "index_select",
@@ -188,4 +202,4 @@ RULES: dict[Rule, str] = {
     scatter: "scatter scatter_add scatter_reduce",
 }
 NAME_PLACES = (embedding, index, index_put, index_select, index_dim, gather)
-READ_TAGS = (index, index_put, index_select, index_dim)
+READ_TAGS = (embedding_bag, index, index_put, index_select, index_dim)

@@ -61,6 +61,11 @@ def may_name_places(func: OpOverload) -> bool:
     return rule_of(func) in _NAME_PLACES
 
 
+def makes_tensors(func: OpOverload) -> bool:
+    """Whether the operator makes a tensor of sizes alone, which a function of torch may have read of its arguments."""
+    return rule_of(func) in (creation.made, creation.arange)
+
+
 def keeps_places(func: OpOverload) -> bool:
     """Whether each element of a result is made of those at its own place."""
     return rule_of(func) in (pointwise, elementwise.keep) or kind_of(func) is OperatorKind.VIEW

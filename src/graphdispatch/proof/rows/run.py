@@ -51,7 +51,7 @@ from .labels import (
     plain_dims,
     shape_of,
 )
-from .rules import keeps_places, may_name_places, may_read_tags, rule_of
+from .rules import keeps_places, makes_tensors, may_name_places, may_read_tags, rule_of
 from .scripts import eager_compiler, watched_scripts
 from .verdict import Step, Verdict
 
@@ -308,7 +308,8 @@ class RowRun(OperatorMode):
             self._steps.append((func, results))
         given = tensors_in(args, kwargs)
         written = written_tensors(func, args, kwargs)
-        if self._is_muted:
+        if self._is_muted:  # parts of an operator with a rule of its own
+            results[:] = [(Label(plain_dims(shape), is_lost=True), shape) for _, shape in results]
             self._note_made(outs)
             return
         labels = self._labels_of(func, given)
@@ -317,7 +318,7 @@ class RowRun(OperatorMode):
         asked = self._asked
         if asked is None and labels:
             self.doubt(f"{func._schema.name} is called by code that is not Python")
-        if not labels and (asked is None or not asked.numbers):
+        if not labels and (asked is None or not (asked.numbers or (makes_tensors(func) and asked.around()))):
             self._note_plain(func, outs, written)
             return
         call = Call(func, args, kwargs, labels, self.sizes)
