@@ -136,8 +136,7 @@ def run_eagerly(
             return failed_result(request, None, error, "copying the batch into the static inputs")
         arguments = [view.detach() for view in request.inputs.views(request.size)]
         values = request.call.in_new_containers(request.values_with(arguments))
-    keeps_operators = on_static_inputs or request.has_gaps
-    labels = Labels.of_arguments(arguments, request.inputs.specs) if keeps_operators else None
+    labels = Labels.of_arguments(arguments, request.inputs.specs) if on_static_inputs else None
     effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects, labels=labels)
     answer, has_run = None, False
     pads_by_code = request.is_padded and any(pad.runs_code for spec in request.inputs.specs for pad in spec.pads)

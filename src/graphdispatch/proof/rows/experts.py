@@ -162,13 +162,15 @@ def whole_quotient(c: Call) -> list[Label]:
         c.check_data(label)
         return result
     of = label.tag.of
+    parts = of[-1] if of else 1
     if (
         c.asked.function in ("__floordiv__", "floor_divide", "div")
-        and of
-        and of[-1] == divisor
+        and divisor > 1
+        and type(parts) is int
+        and not parts % divisor
         and c.outs[0].dtype == c.first.dtype
     ):
-        return [result[0]._replace(tag=Tag("numbers", merged(of[:-1])))]
+        return [result[0]._replace(tag=Tag("numbers", merged((*of[:-1], parts // divisor))))]
     return result
 
 
