@@ -6,8 +6,8 @@
 Each engine runs in a process of its own: vLLM eagerly, vLLM with the code that inductor compiles, and vLLM with our
 graphs in each of the modes. The model is a tiny Llama with random weights, so nothing is downloaded.
 ``--tensor-parallel 2`` splits it over two processes that talk by gloo; ``--spawn`` gives the engine's core a process of
-its own. ``--sizes`` takes other capture sizes, as those of a plan that ``graphdispatch plan`` has made, and ``--threads`` another
-number of OpenMP's threads.
+its own. ``--sizes`` takes other capture sizes, as those of a plan that ``graphdispatch plan`` has made, and
+``--threads`` another number of OpenMP's threads.
 
 Speeds are in time of the processor, so that other work on the machine counts little: the thread's for a forward, the
 process's for tokens. A start-up includes the imports of torch and vLLM. With ``--rounds`` the engines take turns, and

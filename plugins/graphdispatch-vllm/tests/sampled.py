@@ -22,12 +22,12 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def make(place: str) -> None:
+def make(place: str, seed: str = "0") -> None:
     """A checkpoint of random weights so large that a wrong token of attention changes what comes out.
 
     Its tokenizer has a token for each byte.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(int(seed))
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place)).float().save_pretrained(place)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(
@@ -67,6 +67,6 @@ def serve(kind: str, place: str, dtype: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "make":
-        make(sys.argv[2])
+        make(*sys.argv[2:])
     else:
         serve(*sys.argv[1:])

@@ -1,5 +1,7 @@
 """Requests that sample in several ways and prompts beyond a window, in pieces too, in bfloat16, and by two threads."""
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM; make vllm-test makes an environment that has it")
 
-from .test_sampled import COUNT, LLAMA, MISTRAL, check_full, check_windows, served, windows
+from .test_sampled import COUNT, LLAMA, MISTRAL, check_full, check_windows, run, served, windows
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -50,3 +52,26 @@ def test_windows_are_kept_in_every_mode_and_order_of_layers(
 ) -> None:
     """Tokens and logprobs are eager's to the last bit, and graphs serve every step."""
     check_windows(*windows(tmp_path, layers, *modes))
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
+def test_graphs_serve_on_after_the_weights_were_reloaded(tmp_path: Path, mode: str) -> None:
+    """Tokens are eager's before and behind it, those of requests in the middle, too. Each graph is captured once more,
+    and no step runs eagerly."""
+    places = [str(tmp_path / name) for name in ("first", "second")]
+    for seed, place in enumerate(places):
+        Path(place).mkdir()
+        Path(place, "config.json").write_text(json.dumps(LLAMA))
+        run("make", place, str(seed))
+    count = os.environ.get("GRAPHDISPATCH_VLLM_REQUESTS", "500")
+    eager, graphs = (
+        json.loads(run(kind, *places, count, script="reloaded.py").splitlines()[-1]) for kind in ("eager", mode)
+    )
+    assert graphs["tokens"] == eager["tokens"]
+    warm, reloaded, last = graphs["totals"]
+    for kind in warm.keys() - {"NONE"}:
+        assert last[kind]["graphs"] == warm[kind]["graphs"] > 0
+        assert reloaded[kind]["captures"] == last[kind]["captures"] == 2 * warm[kind]["captures"]
+        assert reloaded[kind]["eager"] == last[kind]["eager"] == {why: 2 * n for why, n in warm[kind]["eager"].items()}
+        assert last[kind]["hits"] > reloaded[kind]["hits"] > 2 * warm[kind]["hits"]
+    assert last["NONE"]["eager"] == {}

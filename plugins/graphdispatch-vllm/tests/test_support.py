@@ -32,6 +32,9 @@ LLAMA = SMALL | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 BERT = SMALL | {"architectures": ["BertModel"], "model_type": "bert"}
 QWEN = SMALL | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 NEOX = SMALL | {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}
+LATENT = SMALL | {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"}
+HYBRID = SMALL | {"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1"}
+SINKS = SMALL | {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 32}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 GRAPHS = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [4, 32]}
 
@@ -88,6 +91,9 @@ def test_what_the_tests_run_is_served(monkeypatch: pytest.MonkeyPatch, tmp_path:
         (LLAMA, {"runner": "pooling"}, "runner pooling"),
         (BERT, {"runner": "pooling"}, "architecture BertModel"),
         (NEOX, {}, "architecture GPTNeoXForCausalLM"),
+        (LATENT, {}, "architecture DeepseekV2ForCausalLM"),
+        (HYBRID, {}, "architecture FalconH1ForCausalLM"),
+        (SINKS, {}, "architecture GptOssForCausalLM"),
         (QWEN, {"tensor_parallel_size": 2}, "architecture in parallel Qwen2ForCausalLM"),
         (LLAMA, {"dtype": "bfloat16", "data_parallel_size": 2}, "dtype of pieces in parallel bfloat16"),
         (LLAMA, {"dtype": "float16"}, "dtype float16"),

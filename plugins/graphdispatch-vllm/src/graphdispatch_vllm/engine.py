@@ -21,9 +21,18 @@ class EngineGraphs(CUDAGraphWrapper):
 
     @property
     def why_eager(self) -> Decision | None:
-        """The decision of the calling thread's latest call, if it ran eagerly; None if a graph served it."""
+        """The decision of the calling thread's latest call, if it ran eagerly; None if a graph served it.
+
+        Where the graph was captured in another state of the model, the detail says what has changed since.
+        """
         decision = self._server.decision
-        return None if decision is None or decision.mode.has_graphs() else decision
+        if decision is None or decision.mode.has_graphs():
+            return None
+        if decision.reason is Reason.FROZEN:
+            change = self._graphs.latest_change
+            detail = f"the model is not as its graph found it at the warm-up ({change}), and none is captured later"
+            return decision._replace(detail=detail)
+        return decision
 
 
 class EagerSteps(Counter[Reason]):

@@ -49,6 +49,21 @@ class GraphCpuModelRunner(CPUModelRunner):
         if self.compilation_config.cudagraph_mode.has_full_cudagraphs():
             self.model = StaticGraphWrapper(self.model, self.vllm_config, CUDAGraphMode.FULL)
 
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Reload the weights as vLLM does, and capture every graph anew.
+
+        vLLM packs the new weights into other memory than that which the graphs read. Requests go on where they were:
+        what the captures run writes to the null block alone.
+        """
+        super().reload_weights(*args, **kwargs)
+        if self.compilation_config.cudagraph_mode == CUDAGraphMode.NONE:
+            return
+        if self.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
+            _make_parameters_plain(self.get_model())
+        StaticGraphWrapper.clear_all_graphs()
+        _logger.info("graphdispatch captures its graphs anew, since the weights were reloaded")
+        self.capture_model()
+
     def get_model(self) -> Any:
         """The model itself."""
         return self.model.unwrap() if isinstance(self.model, StaticGraphWrapper) else self.model
@@ -149,9 +164,10 @@ class GraphCpuModelRunner(CPUModelRunner):
         for mode, total in graph_stats().items():
             reasons = {reason.value: count for reason, count in total.eager.items() if not reason.leads_to_graph}
             _logger.info(
-                "%d %s graphs after %.1f s, %d captures failed, other eager steps: %s",
-                total.graphs,
+                "graphdispatch serves %s steps by %d graphs, captured and compared with eager in %.1f s; "
+                "%d captures failed, other eager steps: %s",
                 mode,
+                total.graphs,
                 seconds,
                 total.failures,
                 reasons or "none",

@@ -117,6 +117,7 @@ class StaticGraphWrapper:
         self._schedules = Schedules() if runtime_mode == TheirMode.FULL else None
         self._captures = True
         self._rounds = 0
+        self._cleared = GraphTotals.of([])
         self._left = EagerSteps(f"{self._mode.name} step", _logger)
         self.why_eager: Reason | None = None
         """Why the latest call ran eagerly; None if a graph served it."""
@@ -193,20 +194,20 @@ class StaticGraphWrapper:
             (each.graphs.unfreeze if captures else each.graphs.freeze)()
 
     def get_stats(self) -> GraphTotals:
-        """What happened so far in this wrapper's mode."""
-        every = [each.graphs.get_stats() for each in self._served.values()]
-        return GraphTotals(
-            graphs=sum(len(each.graphs.get_cached_descriptors()) for each in self._served.values()),
-            captures=sum(each.captures for each in every),
-            failures=sum(each.capture_failures for each in every),
-            hits=sum(each.hits for each in every),
-            eager=sum((each.reasons for each in every), start=Counter[Reason](self._left)),
-        )
+        """What happened so far in this wrapper's mode, with graphs that were cleared."""
+        every = ((len(each.graphs.get_cached_descriptors()), each.graphs.get_stats()) for each in self._served.values())
+        own = [
+            GraphTotals(count, stats.captures, stats.capture_failures, stats.hits, Counter(stats.reasons))
+            for count, stats in every
+        ]
+        return GraphTotals.of([*own, self._cleared, GraphTotals(0, 0, 0, 0, Counter(self._left))])
 
     def clear_graphs(self) -> None:
-        """Release the graphs of this wrapper."""
+        """Release the graphs of this wrapper; they are captured anew where vLLM allows captures."""
         for each in self._served.values():
             each.graphs.clear_cache()
+        self._cleared = self.get_stats()._replace(graphs=0)
+        self._left.clear()
         self._served.clear()
         self.is_refused = False
 
