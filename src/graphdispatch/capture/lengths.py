@@ -146,9 +146,8 @@ class PaddingReplays:
             if i not in kept and spec.spans and not (spec.dtype.is_floating_point or spec.dtype.is_complex):
                 value = self._arguments[i].to(torch.float64) * sign
                 for pad in spec.pads if spec.is_pad_given else ():
-                    value = (
-                        value.masked_fill(value == float(pad.fill) * sign, -math.inf) if pad.kind == "value" else value
-                    )
+                    if pad.kind == "value" and not isinstance(pad.fill, complex):
+                        value = torch.where(value == pad.fill * sign, -math.inf, value)
                 at = np.unravel_index(int(value.argmax()), value.shape)  # torch's own imports sympy, which takes long
                 return {axis: int(at[dim]) for dim, axis in spec.spans}
         return {}

@@ -155,8 +155,9 @@ def _capture(attempt: CaptureAttempt) -> CUDAGraphEntry | None:
     if request.has_gaps:
         _check_gaps(attempt, program)
     shown = prove_rows(attempt, program)
-    if eager.like is not None and shown.proof is not eager.like.proof:
-        eager.like.proof.is_doubted = True
+    like = None if eager.like is None else eager.like.proof
+    if like is not None and shown.proof is not like:
+        like.is_doubted = True
         return None
     recording = record(attempt)
     entry = None
