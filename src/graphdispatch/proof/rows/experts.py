@@ -9,13 +9,14 @@ Note [rows in another order]
     are sorted by, and if all choices lie below the number of groups: an operator chose them among as many.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from .batches import is_equal
 from .calls import Call
 from .elementwise import Rule, along, pointwise, reduction
 from .labels import (
+    Atom,
     Dim,
     Label,
     MixError,
@@ -63,7 +64,7 @@ def sort(c: Call) -> list[Label]:
 
 
 def _is_arranged(dim: Dim) -> bool:
-    return len(dim) == 1 and type(dim[0]) is not int and dim[0].is_arranged  # type: ignore[union-attr]
+    return len(dim) == 1 and isinstance(dim[0], Atom) and dim[0].is_arranged
 
 
 def is_permutation(c: Call, index: Tensor | None) -> bool:
@@ -75,7 +76,7 @@ def is_permutation(c: Call, index: Tensor | None) -> bool:
     if not is_numbers or label.tag is None:
         return False
     is_turned = _is_arranged(label.dims[0]) != _is_arranged(label.tag.of)
-    return is_turned and np.array_equal(c.sizes.values(label.dims[0]), c.sizes.values(label.tag.of))
+    return is_turned and is_equal(c.sizes.values(label.dims[0]), c.sizes.values(label.tag.of))
 
 
 def arrangement_put(c: Call) -> Label | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ...backends.operators import tensors_in
-from .batches import Num, SizeNumber
+from .batches import Num, SizeNumber, is_equal
 from .labels import Dim, Label, is_dynamic, own_size, shape_of
 
 if TYPE_CHECKING:
@@ -294,7 +294,7 @@ class Asked:
     # -- afterwards
 
     def check(self, out: Any) -> None:
-        """Each number that was given as a size must be that of the result for all batches; any other narrows the run."""
+        """Each number given as a size must be that of the result for all batches; any other narrows the run."""
         label = self.run.label(out) if isinstance(out, Tensor) else None
         if label is not None and not label.is_lost:
             if self.function in _TAKES_SHAPE:
@@ -321,7 +321,7 @@ class Asked:
 
 
 def _is_same(one: Num, other: Num) -> bool:
-    return bool(np.array_equal(one.values, other.values))
+    return one.values.shape == other.values.shape and is_equal(one.values, other.values)
 
 
 def _is_size(value: Any) -> bool:
