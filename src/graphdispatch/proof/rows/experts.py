@@ -162,14 +162,10 @@ def whole_quotient(c: Call) -> list[Label]:
     if not is_numbers or label.tag is None or type(divisor) is not int or not rounds:
         c.check_data(label)
         return result
-    of = label.tag.of
-    if (
-        c.asked.function in ("__floordiv__", "floor_divide", "div")
-        and of
-        and of[-1] == divisor
-        and c.outs[0].dtype == c.first.dtype
-    ):
-        return [result[0]._replace(tag=Tag("numbers", merged(of[:-1])))]
+    of, is_same = label.tag.of, c.outs[0].dtype == c.first.dtype
+    parts = of[-1] if of and type(of[-1]) is int else 1  # of each row, one after the other
+    if is_same and divisor > 0 and parts % divisor == 0 and c.asked.function in ("__floordiv__", "floor_divide", "div"):
+        return [result[0]._replace(tag=Tag("numbers", merged((*of[:-1], parts // divisor))))]
     return result
 
 

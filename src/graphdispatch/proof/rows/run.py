@@ -56,7 +56,7 @@ from .scripts import eager_compiler, watched_scripts
 from .verdict import Step, Verdict
 
 _PLAIN_TYPES: set[type] = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
-_RULE_FAILS = (IndexError, KeyError, ValueError, AttributeError, TypeError, StopIteration, AssertionError)
+_RULE_FAILS = (ArithmeticError, IndexError, KeyError, ValueError, AttributeError, TypeError, StopIteration, AssertionError)
 
 
 class RowRun(OperatorMode):
