@@ -136,9 +136,9 @@ def _entry(values: Array, at: Sequence[int]) -> Any:
     return values[tuple(i if k > 1 else 0 for i, k in zip(at, values.shape, strict=True))]
 
 
-def entry(values: Array, at: Sequence[int]) -> int:
-    """The entry of a batch in an array of integers that broadcasts to all batches."""
-    return int(_entry(values, at))
+def is_equal(one: Array, other: Array) -> bool:
+    """Whether two arrays are equal for all batches."""
+    return bool((one == other).all())
 
 
 class SizeNumber:
@@ -370,7 +370,7 @@ def _divmod_of(self: Any, other: Any) -> Any:
 class Num(SizeNumber, torch.SymInt):
     """An integer made of sizes."""
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """``isinstance(n, int)`` is true, as without the run."""
         return int
@@ -379,7 +379,7 @@ class Num(SizeNumber, torch.SymInt):
 class Real(SizeNumber, torch.SymFloat):
     """A real number made of sizes."""
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """As of integers."""
         return float

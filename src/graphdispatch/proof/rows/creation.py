@@ -11,6 +11,7 @@ from .labels import (
     Dim,
     Label,
     Tag,
+    axes_of,
     has_rows,
     is_dynamic,
     merged,
@@ -45,9 +46,8 @@ def arange(c: Call) -> list[Label]:
         dim = c.sizes.dim_of_values(np.maximum(-((start - number.values) // step), 0))
     else:
         dim = c.given(count) if start == 0 and end == count * step else plain_dim(count)
-    inner = [atom for atom in dim[1:] if type(atom) is not int]
-    for atom in inner:  # the number of a place follows the lengths within it
-        c.space.bind(atom.axes, "numbers of places follow a length")  # type: ignore[union-attr]
+    # The number of a place follows the lengths within it.
+    c.space.bind(sorted(axes_of(dim[1:])), "numbers of places follow a length")
     if start != 0 or not has_rows(dim) or c.outs[0].dtype not in WIDE:
         return [Label((dim,))]
     if step == 1:
@@ -89,7 +89,7 @@ def _behind(c: Call, parts: Sequence[Dim]) -> Dim:
     heads = [part[0] if part and type(part[0]) is int else 1 for part in parts]
     tails = {part[1:] if part and type(part[0]) is int else part for part in parts}
     if len(tails) == 1:
-        return merged((sum(heads), *tails.pop()))  # type: ignore[arg-type]
+        return merged((sum(heads), *tails.pop()))
     c.blend(parts, "rows behind others")
     return c.sizes.dim_of_values(sum(map(c.sizes.values, parts[1:]), c.sizes.values(parts[0])))
 

@@ -9,13 +9,14 @@ Note [rows in another order]
     are sorted by, and if all choices lie below the number of groups: an operator chose them among as many.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from .batches import is_equal
 from .calls import Call
 from .elementwise import Rule, along, pointwise, reduction
 from .labels import (
+    Atom,
     Dim,
     Label,
     MixError,
@@ -63,7 +64,7 @@ def sort(c: Call) -> list[Label]:
 
 
 def _is_arranged(dim: Dim) -> bool:
-    return len(dim) == 1 and type(dim[0]) is not int and dim[0].is_arranged  # type: ignore[union-attr]
+    return len(dim) == 1 and isinstance(dim[0], Atom) and dim[0].is_arranged
 
 
 def is_permutation(c: Call, index: Tensor | None) -> bool:
@@ -75,7 +76,7 @@ def is_permutation(c: Call, index: Tensor | None) -> bool:
     if not is_numbers or label.tag is None:
         return False
     is_turned = _is_arranged(label.dims[0]) != _is_arranged(label.tag.of)
-    return is_turned and np.array_equal(c.sizes.values(label.dims[0]), c.sizes.values(label.tag.of))
+    return is_turned and is_equal(c.sizes.values(label.dims[0]), c.sizes.values(label.tag.of))
 
 
 def arrangement_put(c: Call, index: Tensor | None, values: Tensor) -> Label | None:
@@ -161,15 +162,9 @@ def whole_quotient(c: Call) -> list[Label]:
     if not is_numbers or label.tag is None or type(divisor) is not int or not rounds:
         c.check_data(label)
         return result
-    of = label.tag.of
-    parts = of[-1] if of else 1
-    if (
-        c.asked.function in ("__floordiv__", "floor_divide", "div")
-        and divisor > 1
-        and type(parts) is int
-        and not parts % divisor
-        and c.outs[0].dtype == c.first.dtype
-    ):
+    of, is_same = label.tag.of, c.outs[0].dtype == c.first.dtype
+    parts = of[-1] if of and type(of[-1]) is int else 1  # of each row, one after the other
+    if is_same and divisor > 0 and parts % divisor == 0 and c.asked.function in ("__floordiv__", "floor_divide", "div"):
         return [result[0]._replace(tag=Tag("numbers", merged((*of[:-1], parts // divisor))))]
     return result
 

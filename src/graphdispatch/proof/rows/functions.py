@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...backends.code_events import is_own_code
 from ...backends.operators import tensors_in
-from .batches import Num, SizeNumber
+from .batches import Num, SizeNumber, is_equal
 from .labels import Dim, Label, is_dynamic, own_size, shape_of
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ class Asked:
     # -- afterwards
 
     def check(self, out: Any) -> None:
-        """Each number that was given as a size must be that of the result for all batches; any other narrows the run."""
+        """Each number given as a size must be that of the result for all batches; any other narrows the run."""
         label = self.run.label(out) if isinstance(out, Tensor) else None
         if label is not None and not label.is_lost:
             if self.function in _TAKES_SHAPE:
@@ -303,7 +303,7 @@ class Asked:
 
 
 def _is_same(one: Num, other: Num) -> bool:
-    return bool(np.array_equal(one.values, other.values))
+    return one.values.shape == other.values.shape and is_equal(one.values, other.values)
 
 
 def _is_size(value: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .batches import Array, BatchSpace, Num, SizeNumber, place
+from .batches import Array, BatchSpace, Num, SizeNumber, is_equal, place
 
 ROWS_AXIS = 0
 
@@ -74,22 +74,22 @@ class Label(NamedTuple):
 
 def own_size(dim: Dim) -> int:
     """The size of a dimension in the run."""
-    return prod(atom if type(atom) is int else atom.own for atom in dim)  # type: ignore[union-attr]
+    return prod([atom.own if isinstance(atom, Atom) else atom for atom in dim])
 
 
 def axes_of(dim: Dim) -> set[int]:
     """The axes that a dimension follows."""
-    return {axis for atom in dim if type(atom) is not int for axis in atom.axes}  # type: ignore[union-attr]
+    return {axis for atom in dim if isinstance(atom, Atom) for axis in atom.axes}
 
 
 def has_rows(dim: Dim) -> bool:
     """Whether rows lie along a dimension."""
-    return any(type(atom) is not int and ROWS_AXIS in atom.axes for atom in dim)  # type: ignore[union-attr]
+    return any(isinstance(atom, Atom) and ROWS_AXIS in atom.axes for atom in dim)
 
 
 def is_dynamic(dim: Dim) -> bool:
     """Whether a dimension follows the batch."""
-    return any(type(atom) is not int for atom in dim)
+    return any(isinstance(atom, Atom) for atom in dim)
 
 
 def plain_dim(size: int) -> Dim:
@@ -138,7 +138,7 @@ class Sizes:
         if known is None:
             known = self._one
             for atom in dim:
-                known = known * (atom if type(atom) is int else self._by_key[atom.key])  # type: ignore[union-attr]
+                known = known * (self._by_key[atom.key] if isinstance(atom, Atom) else atom)
             self._values[dim] = known
         return known
 
@@ -153,9 +153,8 @@ class Sizes:
         return known
 
     def _name(self, atom: Atom | int) -> str:
-        if type(atom) is int:
+        if not isinstance(atom, Atom):
             return str(atom)
-        assert isinstance(atom, Atom)
         return self.space.numbers[atom.key].text if atom.key < len(self.axes) else "size"
 
     def numel(self, dims: Iterable[Dim]) -> Any:
@@ -167,7 +166,7 @@ class Sizes:
         if not isinstance(number, SizeNumber):
             return plain_dim(int(number))
         for dim, known in self._numbers.items():
-            if known is number and not any(type(a) is not int and a.is_arranged for a in dim):  # type: ignore[union-attr]
+            if known is number and not any(isinstance(a, Atom) and a.is_arranged for a in dim):
                 return dim
         return self.dim_of_values(number.values)
 
@@ -179,7 +178,7 @@ class Sizes:
             return plain_dim(own)
         base = tuple(self.axes[axis] for axis in follows)
         factor, rest = divmod(own, own_size(base))
-        if factor and not rest and np.array_equal(*np.broadcast_arrays(values, self.values(base) * factor)):
+        if factor and not rest and is_equal(values, self.values(base) * factor):
             return merged((*base, factor))
         if ROWS_AXIS in follows or own < 2:  # rows lie there in a way that no label tells
             self.space.bind(follows, "a size that does not grow with the rows")

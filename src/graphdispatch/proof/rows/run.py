@@ -6,9 +6,9 @@ Note [memory and labels]
     one that does not makes the whole memory faulty. What a tag promises ends with a write to the memory.
 
 Note [a tensor from nowhere]
-    Memory that the callable reached before, or that an operator of the run made, is known. All other memory comes from a
-    thread, or from code outside of torch's dispatcher, so nobody knows what it follows. The run holds a weak reference to
-    what its operators made, so that no other memory comes in its place.
+    Memory that the callable reached before, or that an operator of the run made, is known. All other memory comes from
+    a thread, or from code outside of torch's dispatcher, so nobody knows what it follows. The run holds a weak
+    reference to what its operators made, so that no other memory comes in its place.
 """
 
 import weakref
@@ -37,6 +37,7 @@ from .custom import has_rule
 from .functions import Asked, Functions
 from .labels import (
     ROWS_AXIS,
+    Atom,
     Fault,
     Label,
     MixError,
@@ -55,8 +56,8 @@ from .rules import keeps_places, may_name_places, may_read_tags, rule_of, takes_
 from .scripts import eager_compiler, watched_scripts
 from .verdict import Step, Verdict
 
-_PLAIN_TYPES = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
-_RULE_FAILS = (IndexError, KeyError, ValueError, AttributeError, TypeError, StopIteration, AssertionError)
+_PLAIN_TYPES: set[type] = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
+_RULE_FAILS = (ArithmeticError, IndexError, KeyError, ValueError, AttributeError, TypeError, StopIteration, AssertionError)
 
 
 class RowRun(OperatorMode):
@@ -212,7 +213,7 @@ class RowRun(OperatorMode):
     def put(self, tensor: Tensor, label: Label) -> None:
         """Label a tensor."""
         counts: dict[int, int] = {}
-        for axis in (axis for dim in label.dims for atom in dim if type(atom) is not int for axis in atom.axes):  # type: ignore[union-attr]
+        for axis in (axis for dim in label.dims for atom in dim if isinstance(atom, Atom) for axis in atom.axes):
             counts[axis] = counts.get(axis, 0) + 1
         if counts.pop(ROWS_AXIS, 0) > 1 and label.fault is None:
             label = label._replace(fault=Fault(True, f"rows beside rows, {place()}"))
@@ -459,12 +460,12 @@ class RowRun(OperatorMode):
                 self._note_made([out])
                 if any(map(has_rows, label.dims)):
                     self._rows_in.add(key)
-        fault = next((label.fault for label in made if label.fault), None)
+        state_fault = next((label.fault for label in made if label.fault), None)
         outs = {id(t) for t in call.outs}
         for tensor in written:
             is_outside = self._note_write(tensor)
-            if fault is not None:
-                self._faulty[storage_key(tensor)] = fault
+            if state_fault is not None:
+                self._faulty[storage_key(tensor)] = state_fault
             elif id(tensor) not in outs and any(has_rows(d) for x in call.labels.values() for d in x.dims):
                 self._write(call, tensor, self.label(tensor) or Label(plain_dims(tensor.shape)))
             if is_outside and (bad := self._faulty.get(storage_key(tensor))) is not None:
@@ -511,13 +512,13 @@ def _is_still(call: Call) -> bool:
 
 
 def _axes_in_order(dim: Any) -> tuple[int, ...]:
-    return tuple(axis for atom in dim if type(atom) is not int for axis in atom.axes)
+    return tuple(axis for atom in dim if isinstance(atom, Atom) for axis in atom.axes)
 
 
 def _fault_of_output(number: int, label: Label) -> Fault | None:
     """What keeps anybody from cutting the real rows out of an output."""
     for dim in label.dims:
-        if any(type(atom) is not int and atom.is_arranged for atom in dim):  # type: ignore[union-attr]
+        if any(isinstance(atom, Atom) and atom.is_arranged for atom in dim):
             return Fault(True, f"output {number} has its rows in an order that depends on all of them")
         if has_rows(dim) and type(dim[0]) is int:
             return Fault(False, f"output {number} has each row in several places")

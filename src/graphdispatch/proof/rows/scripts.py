@@ -89,7 +89,7 @@ def _noted(call: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def eager_compiler() -> Iterator[None]:
-    """The block in which compiled functions run as they are written: those of other threads, too, with the same results."""
+    """The block in which compiled functions run as written: those of other threads, too, with the same results."""
     if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and loading it takes a second
         yield
         return

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from .batches import Array, Num, is_equal
 from .calls import Call, flat
 from .elementwise import Rule
 from .labels import Atom, Dim, Label, UnknownError, has_rows, is_dynamic, merged, own_size, plain_dim
@@ -117,6 +118,12 @@ def slice_(c: Call) -> list[Label]:
     return [_moved(label, (*label.dims[:at], new, *label.dims[at + 1 :]), is_whole=new == label.dims[at])]
 
 
+def _cut(value: int, number: Num | None, whole: Array) -> Array:
+    """An end of a slice for all batches, within the dimension."""
+    given = np.asarray(value) if number is None else number.values
+    return np.clip(np.where(given < 0, given + whole, given), 0, whole)
+
+
 _SLICES = frozenset({"__getitem__", "__setitem__", "narrow"})
 
 
@@ -127,19 +134,15 @@ def _sliced(c: Call, old: Dim, size: int) -> Dim:
         return plain_dim(size)
     whole = c.sizes.values(old)
 
-    def cut(number: object, value: int | None, default: int) -> object:
-        given = number.values if number is not None else np.asarray(default if value is None else value)  # type: ignore[attr-defined]
-        return np.clip(np.where(given < 0, given + whole, given), 0, whole)
-
-    first, last, step = cut(start, c.a["start"], 0), cut(end, c.a["end"], 2**62), c.a["step"]
-    sizes = np.maximum(-(-(last - first) // step), 0)  # type: ignore[operator]
-    is_from_start = not np.any(first)  # type: ignore[arg-type]
-    if step == 1 and is_from_start and np.array_equal(*np.broadcast_arrays(sizes, whole)):
+    first = _cut(c.a["start"] or 0, start, whole)
+    last, step = _cut(2**62 if c.a["end"] is None else c.a["end"], end, whole), c.a["step"]
+    sizes, is_from_start = np.maximum(-(-(last - first) // step), 0), not np.any(first)
+    if step == 1 and is_from_start and is_equal(sizes, whole):
         return old
     c.blend([old], "a part of the rows")
     if is_plain and c.asked.function not in _SLICES:
         return c.resized(old, size)  # torch computed the ends, and for another batch they are others
-    new = c.sizes.dim_of_values(np.asarray(sizes))
+    new = c.sizes.dim_of_values(sizes)
     if has_rows(new) and not (is_from_start and step == 1):
         raise UnknownError("a slice that starts at a number of rows")
     return new
