@@ -214,6 +214,12 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     return tree_map(fn, tree) if _is_nest(kind) else fn(tree)
 
 
+WRITTEN_PLACES: dict[str, Callable[[torch.Tensor, tuple[Any, ...]], Sequence[torch.Tensor | None]]] = {}
+"""By the full name of an operator of somebody else's, where it writes in a tensor that it writes to: called with that
+tensor and the operator's positional arguments it gives indices, one for each dimension in order, None for all of it.
+Whoever knows the operator adds it; others are taken to write the whole tensor."""
+
+
 def written_tensors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors among the arguments that the operator writes to."""
     schema = func._schema

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..backends.base import Backend
 from ..backends.insight import CompiledRegion, OperatorMode, PythonCalls, run_kernel
 from ..backends.operators import (
+    WRITTEN_PLACES,
     OperatorKind,
     as_integers,
     bits_equal,
@@ -92,14 +93,18 @@ class Region:
 _elements = torch.ops.aten.index.Tensor
 
 
-def _indexed_region(func: OpOverload, args: tuple[Any, ...]) -> Region | None:
-    """What an indexed write touches, or None if the operator writes the whole tensor.
+def _indexed_region(func: OpOverload, args: tuple[Any, ...], tensor: torch.Tensor) -> Region | None:
+    """What an indexed write touches of a tensor, or None if the operator writes the whole tensor.
 
     The indices are copied: their memory may hold other values by the time the region is put back.
     """
-    given = _written_places(func._schema.name.removeprefix("aten::"), args) if args[0].dim() else []
+    given: Sequence[torch.Tensor | None] = []
+    if (places := WRITTEN_PLACES.get(func._schema.name)) is not None:
+        given = places(tensor, args)
+    elif tensor is args[0] and tensor.dim():
+        given = _written_places(func._schema.name.removeprefix("aten::"), args)
     indices = [None if i is None else i.clone() for i in given]
-    return Region(args[0].detach(), _elements(args[0].detach(), indices), indices) if indices else None
+    return Region(tensor.detach(), _elements(tensor.detach(), indices), indices) if indices else None
 
 
 def _written_places(name: str, args: tuple[Any, ...]) -> Sequence[torch.Tensor | None]:
@@ -461,7 +466,7 @@ class EffectRecorder(OperatorMode):
             try:
                 writes = "may write" if is_guess else "writes"
                 what = f"{func} {writes} to a tensor of shape {tuple(tensor.shape)} that the call does not own"
-                self._save(tensor, what, _indexed_region(func, args) if tensor is args[0] else None)
+                self._save(tensor, what, _indexed_region(func, args, tensor) if args else None)
             except Exception as error:
                 self.unsaved = self.unsaved or error
                 if self._strict:

@@ -2,12 +2,13 @@
 
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Decision, Reason
 from graphdispatch.backends import get_backend
-from graphdispatch.backends.operators import bits_equal, tensors_in
+from graphdispatch.backends.operators import WRITTEN_PLACES, bits_equal, tensors_in
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.engines.keys import KeyTable, mode_of
 from graphdispatch.errors import ConfigError, FallbackError
 
 __all__ = [
+    "WRITTEN_PLACES",
     "BatchDescriptor",
     "CUDAGraphMode",
     "CUDAGraphOptions",

@@ -29,7 +29,6 @@ from .steps import FixedStep, Schedules, uncompiled, vary_slots
 __all__ = ["GraphTotals", "StaticGraphWrapper", "graph_stats"]
 
 _logger = init_logger("vllm.graphdispatch")
-_STATE_BYTES = 2**28
 
 
 class GraphTotals(NamedTuple):
@@ -107,10 +106,7 @@ class StaticGraphWrapper:
         self.cudagraph_options = cudagraph_options
         self.graph_pool = current_platform.get_global_graph_pool()
         self._mode = mode_of(runtime_mode)
-        written = vllm_config.cache_config.kv_cache_memory_bytes or 0
-        self._options = CUDAGraphOptions(
-            inputs="static", outputs="static", state_limit_bytes=max(_STATE_BYTES, written + _STATE_BYTES)
-        )
+        self._options = CUDAGraphOptions(inputs="static", outputs="static")
         self._served: dict[Any, _Served] = {}
         self.is_refused = False
         """Whether some step gave other bits than eager by vLLM's own metadata, so that no graph serves."""
