@@ -48,7 +48,7 @@ TABLE: dict[str, list[str]] = {
         "tests/behaviour/test_surroundings.py::test_static_outputs_stay_where_they_are",
     ],
     "memory/proof": [
-        *("tests/call", "tests/capture/test_proof.py", "tests/capture/test_verification.py"),
+        *("tests/call", "tests/capture/test_row_proof.py", "tests/capture/test_verification.py"),
         *(_FOOTGUNS.format("arguments"), _FOOTGUNS.format("dims")),
     ],
     "capture/compare": ["tests/capture", "tests/serve"],

@@ -175,8 +175,9 @@ class CUDAGraphOptions(_Settings):
             operators show it; ``"independent"`` is your word where an operator has no rule, and padded batches are then
             compared with eager at both ends of each size. Rows that an operator mixes are never padded.
         verify: Compare a new graph with eager on its first replay; the first one of a signature also on the next,
-            different batch, and on the first padded one. ``graphed`` also compares their times, on the CPU and without ``strict``: a graph that is slower is given up, and padded
-            batches for which eager is faster run eagerly (``no_gain``).
+            different batch, and on the first padded one. ``graphed`` also compares their times, on the CPU and
+            without ``strict``: a graph that is slower is given up, and padded batches for which eager is faster run
+            eagerly (``no_gain``).
         verify_every: Compare a graph with eager again once in so many of its replays: what no guard can see (a counter
             or a global of Python that the capture froze) is found then. None never does.
         rtol: Relative tolerance of that comparison. None chooses by dtype.

@@ -118,8 +118,8 @@ class FrontEnd:
             assert_same(self(*args), (fn or self.fn)(*args), f"{self.name}: {self.reason()}")
 
     def check_not_padded(self, *, everywhere: bool = True) -> None:
-        """No graph served the latest call, since padding might change its rows: as its operators or its path tell, or since
-        nobody knows. With ``everywhere=False`` no other front end than ``graphed`` is asked."""
+        """No graph served the latest call, since padding might change its rows: as its operators or its path tell,
+        or since nobody knows. With ``everywhere=False`` no other front end than ``graphed`` is asked."""
         expected = (Reason.ROWS_MIX, Reason.PADDING_UNPROVEN, Reason.PATH_CHANGES)
         if everywhere:
             assert not self.was_hit(), f"{self.name}: served"

@@ -47,8 +47,8 @@ MADE: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("by_name", [False, True], ids=["by place", "by name"])
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 def test_torchscript_is_served(make: Callable[[], Any], by_name: bool) -> None:
-    """Also by names, and after its weights have moved; padded by the user's word, since nobody sees what a script reads of
-    sizes."""
+    """Also by names, and after its weights have moved; padded by the user's word, since nobody sees what a script
+    reads of sizes."""
     fn = make()
     options = gd.CUDAGraphOptions(rows="independent")
     step = gd.graphed(fn, dynamic={"x": 0, "y": 0}, sizes=(4,), options=options)

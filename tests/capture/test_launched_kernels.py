@@ -117,8 +117,8 @@ def summed(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("is_word", [False, True])
 @pytest.mark.parametrize("fn", [doubled, summed])
 def test_an_answer_that_a_launched_kernel_writes(fn: Callable[[Tensor], Tensor], is_word: bool) -> None:
-    """Exact sizes are served, since no rule describes a kernel; padded ones by the user's word, which a kernel that mixes
-    rows does not keep."""
+    """Exact sizes are served, since no rule describes a kernel; padded ones by the user's word, which a kernel that
+    mixes rows does not keep."""
     step = make(fn, sizes=(4,), rows="independent" if is_word else "proven")
     check_rows(step, 4, 4, 4, 3, 2, 3, 2, width=4)
     is_padded = is_word and fn is doubled

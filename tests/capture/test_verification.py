@@ -128,7 +128,8 @@ def test_tolerance_is_the_users(given: float | None, found: Reason) -> None:
 
 
 def test_rounding_has_its_remedy() -> None:
-    """The graph of the same rows is to have the same bits; the reason says which tolerance serves others, and it does."""
+    """The graph of the same rows is to have the same bits; the reason says which tolerance serves others, and it
+    does."""
     rounding = Spy([0.0])  # no guard looks into it
     for rtol in (None, 1e-4):
         step = make(lambda x: x * (1 + rounding[0]), options=CUDAGraphOptions(rtol=rtol))

@@ -84,7 +84,7 @@ def test_by_the_users_word_both_ends_are_compared() -> None:
 @pytest.mark.parametrize("along", ["", "real rows depend on padding along 'seq'"])
 def test_a_length_is_looked_at_once(along: str) -> None:
     """Where elements mix along it: until then padded batches are compared, and by what it showed they are served."""
-    batch, seq = BOTH
+    _, seq = BOTH
     proof = proven(axes=BOTH, mixed=frozenset([seq]))
     full, short, few = (pack(BOTH, lengths) for lengths in ((4, 8), (4, 6), (3, 8)))
     assert (proof.is_due(short, full), proof.is_due(few, full)) == (True, False)

@@ -101,8 +101,8 @@ class CaptureAttempt:
         read: Callable[[Any], _T],
         around: AbstractContextManager[Any] | None = None,
     ) -> _T:
-        """What ``read`` gives of the output of a run on these values, of which nothing stays. ``around`` is entered right
-        around the call, whose code is not traced then.
+        """What ``read`` gives of the output of a run on these values, of which nothing stays. ``around`` is entered
+        right around the call, whose code is not traced then.
 
         Raises what the call raises, and ``CaptureError`` if it changes Python state or draws where no graph draws.
         """

@@ -129,7 +129,8 @@ def _compare(
 
 
 class SmallDifferenceError(VerificationError):
-    """Bits differ by as little as rounding makes, within a relative tolerance ``rtol``; so may a value that was frozen."""
+    """Bits differ by as little as rounding makes, within a relative tolerance ``rtol``; so may a value that was
+    frozen."""
 
     def __init__(self, text: str, rtol: float) -> None:
         super().__init__(text)

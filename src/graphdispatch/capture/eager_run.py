@@ -126,16 +126,10 @@ def run_eagerly(
     reveal_operators(request.backend.device)
     # Context variables that a run made only for the graph sets are set in a copy, since nobody could unset them.
     within: Callable[..., Any] = call if request.keep_effects else copy_context().run
-    # The dicts and lists of a run made only for the graph are its own: an example is left as it is.
-    values = request.values if request.keep_effects else request.call.in_new_containers(request.values)
-    arguments = request.arguments()
-    if on_static_inputs:
-        try:
-            request.inputs.load(request.values, request.rows, request.size)
-        except Exception as error:
-            return failed_result(request, None, error, "copying the batch into the static inputs")
-        arguments = [view.detach() for view in request.inputs.views(request.size)]
-        values = request.call.in_new_containers(request.values_with(arguments))
+    try:
+        values, arguments = _values_of_run(request, on_static_inputs=on_static_inputs)
+    except Exception as error:
+        return failed_result(request, None, error, "copying the batch into the static inputs")
     labels = Labels.of_arguments(arguments, request.inputs.specs) if on_static_inputs else None
     effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects, labels=labels)
     answer, has_run = None, False
@@ -167,6 +161,17 @@ def run_eagerly(
         raise
     trace.spares = True
     return run
+
+
+def _values_of_run(request: CaptureRequest, *, on_static_inputs: bool) -> tuple[Sequence[Any], list[torch.Tensor]]:
+    """The values that the callable gets, and its padded arguments among them."""
+    if on_static_inputs:
+        request.inputs.load(request.values, request.rows, request.size)
+        arguments = [view.detach() for view in request.inputs.views(request.size)]
+        return request.call.in_new_containers(request.values_with(arguments)), arguments
+    # The dicts and lists of a run made only for the graph are its own: an example is left as it is.
+    values = request.values if request.keep_effects else request.call.in_new_containers(request.values)
+    return values, request.arguments()
 
 
 @contextmanager

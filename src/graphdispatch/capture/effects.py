@@ -371,9 +371,8 @@ class EffectRecorder(OperatorMode):
         if shapes and self._strict:
             self._check_geometry(func, shapes)  # nothing would put another view back
         result = func(*args, **kwargs)
-        if shapes:
-            self._check_geometry(func, shapes)
-        gives = written + tensors_in(result) if written else tensors_in(result)
+        self._check_geometry(func, shapes)
+        gives = written + tensors_in(result)
         # Where torch fills new memory, eager's answer may hold that.
         if kind is OperatorKind.EMPTY and not _fills_new_memory():
             _mark_unwritten(result)
@@ -386,7 +385,7 @@ class EffectRecorder(OperatorMode):
             used = keys.values()
             self._labels.note_made([key for key in results if key is not None and key not in used])
             self._note_traits(traits, given, gives)
-            shapes_of = (tuple(tensor.shape) if is_strided(tensor) else () for tensor in tensors_in(result))
+            shapes_of = [tuple(tensor.shape) if is_strided(tensor) else () for tensor in tensors_in(result)]
             self.dispatched.results.append((func, tuple(shapes_of)))
         return result
 

@@ -1,9 +1,9 @@
 """Replays that show whether padding along a length is harmless, where elements along it mix: in attention under a mask.
 
-That rows are independent follows from the operators. That a mask hides padding does not: it holds for some data alone. So
-where elements mix along an axis, the graph replays the same real elements before other padding along it, and real
-elements must keep their bits. This is done once for a signature, and in the same way where a user says that rows are
-independent.
+That rows are independent follows from the operators. That a mask hides padding does not: it holds for some data
+alone. So where elements mix along an axis, the graph replays the same real elements before other padding along it, and
+real elements must keep their bits. This is done once for a signature, and in the same way where a user says that rows
+are independent.
 
 Note [what keeps its padding]
     A mask, zeros and ones along a further dimension, says which elements are padding: other values in its own padding
@@ -64,8 +64,8 @@ class PaddingReplays:
         return f"real rows depend on padding along {names}: with {found}"
 
     def _choices(self) -> Iterator[tuple[int, ...]]:
-        """Which arguments (by index) keep their padding: none, then each mask, then all of them. See Note [what keeps its
-        padding]."""
+        """Which arguments (by index) keep their padding: none, then each mask, then all of them. See Note [what
+        keeps its padding]."""
         yield ()
         rows = self._request.inputs.axes[0]
         pairs = list(zip(self._specs, self._arguments, strict=True))
@@ -140,8 +140,8 @@ class PaddingReplays:
             yield "a single element of each row", self._with_single(kept)
 
     def _place(self, sign: float, kept: Collection[int]) -> dict[Axis, int]:
-        """Where the first of the integers has its largest number, or the smallest; not its own pad value, which says that
-        an element is hidden. Reads the result back to the host."""
+        """Where the first of the integers has its largest number, or the smallest; not its own pad value, which says
+        that an element is hidden. Reads the result back to the host."""
         for i, spec in enumerate(self._specs):
             if i not in kept and spec.spans and not (spec.dtype.is_floating_point or spec.dtype.is_complex):
                 value = self._arguments[i].to(torch.float64) * sign
@@ -186,7 +186,8 @@ class PaddingReplays:
         return ""
 
     def _read(self) -> list[tuple[str, torch.Tensor]]:
-        """Copies of the real elements of what the latest replay gave, and of the state that padding must leave alone."""
+        """Copies of the real elements of what the latest replay gave, and of the state that padding must leave
+        alone."""
         request, entry, rows = self._request, self._entry, self._rows
         values = []
         for index, (output, dims) in enumerate(zip(entry.outputs.peek(rows), entry.outputs.rule.follows, strict=True)):
@@ -213,9 +214,9 @@ def replay_other_padding(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None
     assert proof is not None
     axes, rows = request.inputs.axes, request.inputs.axes[0]
     padded = [axis for axis in axes if axis.of(request.rows) != axis.of(request.size)]
-    if proof.is_word and rows in padded and not proof.is_compared:
-        if found := PaddingReplays(attempt, entry, [rows]).objection():
-            proof.against_rows = Reason.ROWS_MIX, f"rows='independent' is not so: {found}"
+    by_word = proof.is_word and rows in padded and not proof.is_compared
+    if by_word and (found := PaddingReplays(attempt, entry, [rows]).objection()):
+        proof.against_rows = Reason.ROWS_MIX, f"rows='independent' is not so: {found}"
     for axis in padded:
         if axis in proof.mixed and axis not in proof.along:
             proof.along[axis] = PaddingReplays(attempt, entry, [axis]).objection()

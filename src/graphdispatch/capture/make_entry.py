@@ -119,7 +119,8 @@ def _make_guard(attempt: CaptureAttempt, used: Collection[int]) -> StateGuard:
 def _find_output_rule(attempt: CaptureAttempt, output: Any, shown: RowsShown) -> OutputRule:
     """Which dimensions of ``output``, which a run of ``size`` rows gave, follow the batch: that of an earlier size
     if there is one (in the present state of the callable, since in another one it may give other outputs), else what
-    the run shows whose rows were followed, else found by a run for each axis, with another extent along that axis alone.
+    the run shows whose rows were followed, else found by a run for each axis, with another extent along that axis
+    alone.
 
     Raises ``CaptureError`` if the outputs cannot be cut to the real rows, or follow the batch differently than in
     other sizes.

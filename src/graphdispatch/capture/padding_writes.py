@@ -3,8 +3,8 @@
 Note [slots that rows name]
     Padding of zeros writes to slot 0. Nobody sees that while some real row writes there, too, as in early batches. So
     where a call writes by indices, it runs with all rows like one row of the batch, alone and padded: padding must not
-    write more. A rule that repeats a real row follows the batch. A batch of equal rows shows nothing, and a later one is
-    tried.
+    write more. A rule that repeats a real row follows the batch. A batch of equal rows shows nothing, and a later
+    one is tried.
     Where an operator of somebody else's writes, or a kernel, both runs get the same copies of what it writes, with
     other numbers in them: what changed there was written.
 """
@@ -60,7 +60,8 @@ class EqualRows:
         return len(places) > 1, text
 
     def _places(self) -> list[int]:
-        """The rows with the largest and the smallest integer, or the first and the last. Reads results back to the host."""
+        """The rows with the largest and the smallest integer, or the first and the last. Reads results back to the
+        host."""
         rows = self._request.inputs.axes[0]
         found = [0, rows.of(self._request.rows) - 1]
         for spec, value in zip(self._specs, self._request.arguments(), strict=True):

@@ -125,7 +125,8 @@ def _run(request: CaptureRequest, entry: CUDAGraphEntry | None) -> CaptureResult
 
 
 def _like(request: CaptureRequest, entry: CUDAGraphEntry | None) -> CUDAGraphEntry | None:
-    """A graph that the call's run is like, by what is proven of its rows: so the run's code need not be traced again."""
+    """A graph that the call's run is like, by what is proven of its rows: so the run's code need not be traced
+    again."""
     for one in request.peers if entry is None else [entry]:
         proof, is_plain = one.proof, one.guard is not None and one.mode is CUDAGraphMode.FULL
         if proof is None or not is_plain or proof.is_doubted or one.outputs.has_objects or one.program.has_regions:
@@ -194,8 +195,8 @@ def _verify(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
 
 
 def _check_gaps(attempt: CaptureAttempt, program: Program) -> None:
-    """Raise ``CaptureError`` if the call dispatches other operators for its own arguments, which leave gaps in memory, than
-    for the static inputs. The eager run cannot tell: code may ask whether a stream is captured."""
+    """Raise ``CaptureError`` if the call dispatches other operators for its own arguments, which leave gaps in
+    memory, than for the static inputs. The eager run cannot tell: code may ask whether a stream is captured."""
     request = attempt.request
     labels = Labels.of_arguments(request.arguments(), request.inputs.specs)
     effects = EffectRecorder(request.options.state_limit_bytes, strict=True, labels=labels)
@@ -208,14 +209,15 @@ def _check_gaps(attempt: CaptureAttempt, program: Program) -> None:
     values = request.call.in_new_containers(request.values)
     if not attempt.run_apart(effects, values, read).is_like(program):
         raise CaptureError(
-            "the call does something else for an argument with gaps in memory than for one without; pass a contiguous one",
+            "the call does something else for an argument with gaps in memory than for one without; "
+            "pass a contiguous one",
             Reason.CAPTURE_UNSAFE,
         )
 
 
 def _compare_or_refuse(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
-    """Compare a replay of this batch with eager, unless Python takes another path for it. What shows that padding alone is
-    at fault is noted in the proof: a graph of full batches is not wrong for that."""
+    """Compare a replay of this batch with eager, unless Python takes another path for it. What shows that padding
+    alone is at fault is noted in the proof: a graph of full batches is not wrong for that."""
     request, proof, was_verified = attempt.request, entry.proof, entry.state is EntryState.VERIFIED
     if request.is_padded and proof is not None and not proof.speaks_for(request.rows, request.size):
         speak_for_batch(attempt, proof, entry.program)
@@ -271,14 +273,15 @@ def _remedy_for(attempt: CaptureAttempt, rtol: float) -> str:
     first, second = runs
     if first is None or second is None or not all(map(bits_equal, first, second)):
         return (
-            "; eager itself gives another result for the same batch, so that no tolerance helps: it reads a clock, or draws "
-            "numbers that torch does not draw; pass them as tensors"
+            "; eager itself gives another result for the same batch, so that no tolerance helps: it reads a clock, or "
+            "draws numbers that torch does not draw; pass them as tensors"
         )
     return f", as rounding makes it; CUDAGraphOptions(rtol={rtol:g}) serves it"
 
 
 def _prove_padding(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
-    """Note in the proof what this padded batch shows, which agreed with eager: what padding writes, and does along lengths."""
+    """Note in the proof what this padded batch shows, which agreed with eager: what padding writes, and does along
+    lengths."""
     request, proof = attempt.request, entry.proof
     assert proof is not None
     replay_other_padding(attempt, entry)

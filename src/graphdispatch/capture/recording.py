@@ -250,9 +250,9 @@ class Recording(NamedTuple):
 def record(attempt: CaptureAttempt) -> Recording:
     """Record the call.
 
-    Neither operators nor code are watched where the eager run on the same inputs was the warm-up and did what the run of
-    a graph did: then the outputs lie where eager's did. Else the eager run's trace notes the code that the call runs.
-    The recording begins where the eager run began. Raises ``CaptureError`` with the operator that ran last.
+    Neither operators nor code are watched where the eager run on the same inputs was the warm-up and did what the
+    run of a graph did: then the outputs lie where eager's did. Else the eager run's trace notes the code that the call
+    runs. The recording begins where the eager run began. Raises ``CaptureError`` with the operator that ran last.
     """
     request, eager = attempt.request, attempt.eager
     attempt.start_over(f"capturing {request.size} rows")

@@ -145,7 +145,7 @@ def arguments_of(operator: Operator, *, of_made: bool = True) -> tuple[Any, ...]
     """The arguments of an operator, but for lengths that may follow the batch. Without ``of_made`` results of other
     operators are all the same."""
     func, values = operator
-    given = {name: default for name, default in _defaults(func)}
+    given = dict(_defaults(func))
     names = list(given)
     for place, value in enumerate(values):
         name, value = value if isinstance(value, Named) else (names[place] if place < len(names) else place, value)

@@ -46,7 +46,8 @@ class RowProof:
     """Why no rows may be padded, in a word and in detail; None where rows are independent, by their structure or by the
     user's word."""
     refused: tuple[Reason, str] | None = None
-    """What a padded batch has shown that speaks against padding along any axis: it wrote where it must not, or was wrong."""
+    """What a padded batch has shown that speaks against padding along any axis: it wrote where it must not, or was
+    wrong."""
     mixed: frozenset[Axis] = frozenset()
     """The further axes along which elements mix."""
     along: dict[Axis, str] = field(default_factory=dict)
@@ -183,8 +184,8 @@ class Program:
         self.float_types = run.float_types
 
     def computes_like(self, other: "Program") -> bool:
-        """Whether the other program is this one for another batch but for views and copies: where there is one row, torch
-        makes a view in place of a copy."""
+        """Whether the other program is this one for another batch but for views and copies: where there is one row,
+        torch makes a view in place of a copy."""
         mine, theirs = (
             [one for one in program._operators if kind_of(one[0]) is not OperatorKind.VIEW and one[0] not in _COPIES]
             for program in (self, other)

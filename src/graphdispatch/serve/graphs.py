@@ -409,7 +409,8 @@ class GraphSet:
         return result
 
     def settle(self, group: GraphGroup, batch: Sequence[Any], rows: int, entry: CUDAGraphEntry) -> CaptureResult | None:
-        """Compare a graph on another batch made of one, since all calls were alike. What found a difference, or None."""
+        """Compare a graph on another batch made of one, since all calls were alike. What found a difference, or
+        None."""
         if self.cache.is_frozen:
             return None
         other = group.varied(batch, rows)

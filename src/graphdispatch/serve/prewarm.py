@@ -215,7 +215,8 @@ def _example(
 def capture_example(
     server: Server, route: Route, call: tuple[tuple[Any, ...], dict[str, Any]], rows: int, size: int, name: str
 ) -> CaptureResult:
-    """Capture one size from a call of ``rows`` rows, for all batches from that on. Leaves no effect. Raises ``CaptureError`` if there can be no graph."""
+    """Capture one size from a call of ``rows`` rows, for all batches from that on. Leaves no effect. Raises
+    ``CaptureError`` if there can be no graph."""
     with torch.no_grad(), server.lock:
         refuse_closed(server, route)
         server.graphs.refresh()

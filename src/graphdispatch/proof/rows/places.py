@@ -1,7 +1,8 @@
 """Rules of operators that read or write at places which a tensor names.
 
 Note [slots]
-    Rows may write state at places that they name, as the slots of a cache. Real rows do the same in a graph as in eager.
+    Rows may write state at places that they name, as the slots of a cache. Real rows do the same in a graph as in
+    eager.
     Where padding rows write is another question, and each comparison of a padded batch answers it. What rows read of
     such state, or of what was made of it place by place, they must name, too: what reads all of it reads what padding
     wrote.

@@ -57,7 +57,16 @@ from .scripts import eager_compiler, watched_scripts
 from .verdict import Step, Verdict
 
 _PLAIN_TYPES: set[type] = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
-_RULE_FAILS = (ArithmeticError, IndexError, KeyError, ValueError, AttributeError, TypeError, StopIteration, AssertionError)
+_RULE_FAILS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    StopIteration,
+    TypeError,
+    ValueError,
+)
 
 
 class RowRun(OperatorMode):
@@ -337,8 +346,8 @@ class RowRun(OperatorMode):
         self._mixed |= call.mixed
 
     def _slots_read(self, func: OpOverload, given: Iterable[Tensor], outs: Iterable[Tensor]) -> dict[int, Label]:
-        """Labels of state that rows wrote at places, where an operator reads all of it; see Note [slots] in ``places.py``.
-        What keeps each element at its place makes places of the same kind."""
+        """Labels of state that rows wrote at places, where an operator reads all of it; see Note [slots] in
+        ``places.py``. What keeps each element at its place makes places of the same kind."""
         read = [t for t in given if is_strided(t) and storage_key(t) in self._slots]
         if not read:
             return {}

@@ -1,7 +1,7 @@
 """What runs past torch's modes while a run is watched: scripts of TorchScript, compiled functions, and ``len``.
 
-These switches belong to the process. The first run that begins sets them and the last one that ends puts them back; code
-on other threads passes through.
+These switches belong to the process. The first run that begins sets them and the last one that ends puts them back;
+code on other threads passes through.
 """
 
 import builtins
@@ -36,8 +36,8 @@ class Watcher(Protocol):
 
 @contextmanager
 def watched_scripts(watcher: Watcher) -> Iterator[None]:
-    """The block in which the calling thread's scripts are noted: they read sizes where no mode looks. ``len`` of a tensor
-    gives a number made of sizes there; Python would make a plain one of what ``__len__`` gives."""
+    """The block in which the calling thread's scripts are noted: they read sizes where no mode looks. ``len`` of a
+    tensor gives a number made of sizes there; Python would make a plain one of what ``__len__`` gives."""
     thread = get_ident()
     with _lock:
         if not _watchers:
