@@ -153,7 +153,7 @@ def test_a_length_along_which_elements_meet_is_mixed(fn: Callable[..., Any]) -> 
     assert (verdict.independent, verdict.mixed_axes) == (True, {1})
 
 
-def test_two_lengths_are_told_from_each_other() -> None:
+def test_each_length_is_mixed_or_not_by_itself() -> None:
     """Attention over the second length mixes that one alone."""
 
     def fn(x: Tensor, y: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def test_numbers_of_places_bind_the_length_within() -> None:
     assert not verdict.speaks_for((9, 12))
 
 
-def test_an_output_that_repeats_the_length_is_not_told() -> None:
+def test_an_output_that_repeats_the_length_is_unknown() -> None:
     """Nobody can cut padding out of two lengths one behind the other by their end."""
     assert judge(lambda x: torch.cat([x, x], 1), _grid, own=(7, 11)).outputs == (None,)
 

@@ -6,7 +6,7 @@ calls.py     one call of an operator, as a rule reads it
 rules.py     which rule an operator has; the rules themselves are in views.py, products.py, places.py and creation.py
 experts.py   rows that are sorted by expert, multiplied in groups, and put back
 custom.py    rules that users give, and those of well-known libraries
-functions.py what Python asks of torch during the run
+functions.py what Python calls of torch during the run
 run.py       the run
 verdict.py   what it says
 """

@@ -79,7 +79,7 @@ class BatchSpace:
         self.at = tuple(extent.index(length) for extent, length in zip(extents, own, strict=True))
         self.guards: list[Guard] = []
         self.stray = ""
-        """Where a number made of sizes reached code that takes it apart, if it did."""
+        """Where a number made of sizes reached code that takes plain numbers, if it did."""
         many = len(extents)
         names = ["n", "s"] if many <= 2 else ["n", *(f"s{axis}" for axis in range(1, many))]
         self.numbers = tuple(
@@ -149,7 +149,7 @@ class SizeNumber:
 
     @property
     def node(self) -> Any:
-        """What torch's own symbols have; asked where C++ takes the number apart, which no narrowing would see."""
+        """What torch's own symbols have. Where C++ reads it, no narrowing would see what becomes of the number."""
         self.space.stray = self.space.stray or place()
         self.plain()
         raise TypeError("a number made of the sizes of a batch came to code that takes plain numbers")

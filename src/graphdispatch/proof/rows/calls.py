@@ -25,8 +25,8 @@ from .labels import (
 )
 
 
-class Asked(Protocol):
-    """What Python asked of torch, within which an operator is called."""
+class Caller(Protocol):
+    """The function of torch that Python called, within which an operator runs."""
 
     function: str
     arguments: tuple[Any, ...]
@@ -56,7 +56,7 @@ class Call:
         self.outs: list[Tensor] = []
         self.mixed: set[int] = set()
         """The lengths along which it mixes elements."""
-        self.asked: Asked
+        self.caller: Caller
         self.made: Collection[int] = ()
         """The storages that the run made, and whether the operator writes to its arguments."""
         self.writes = False
@@ -142,12 +142,12 @@ class Call:
 
     def given(self, size: int) -> Dim:
         """The dimension of a size that torch computed within the function around, by the tensors of that function."""
-        number = self.asked.size(size)
+        number = self.caller.size(size)
         if number is not None:
             return self.sizes.dim_of(number)
-        if size == 1 or self.asked.sizes is not None:
+        if size == 1 or self.caller.sizes is not None:
             return plain_dim(size)
-        return self.asked.around().get(size, plain_dim(size))
+        return self.caller.around().get(size, plain_dim(size))
 
     def resized(self, old: Dim, size: int) -> Dim:
         """A dimension that an operator gave another size, in a way that no rule tells for other batches."""

@@ -23,7 +23,7 @@ from .labels import (
 
 def made(c: Call) -> list[Label]:
     """All elements alike, or drawn."""
-    shape, sizes = c.outs[0].shape, c.asked.sizes
+    shape, sizes = c.outs[0].shape, c.caller.sizes
     if sizes is not None and len(sizes) == len(shape):
         return c.each(Label(tuple(_given(c, size) for size in sizes)))
     return c.each(Label(tuple(map(c.given, shape))))
@@ -31,7 +31,7 @@ def made(c: Call) -> list[Label]:
 
 def _given(c: Call, size: object) -> Dim:
     if isinstance(size, Num):
-        c.asked.size(size.own)
+        c.caller.size(size.own)
     return c.sizes.dim_of(size)
 
 
@@ -41,7 +41,7 @@ def arange(c: Call) -> list[Label]:
     count = c.outs[0].shape[0]
     if not all(type(v) is int for v in (start, end, step)):
         return [Label(plain_dims((count,)))]
-    number = c.asked.size(end)
+    number = c.caller.size(end)
     if number is not None:
         dim = c.sizes.dim_of_values(np.maximum(-((start - number.values) // step), 0))
     else:
@@ -104,7 +104,7 @@ def stack(c: Call) -> list[Label]:
 def repeat(c: Call) -> list[Label]:
     """Each dimension several times, one behind the other."""
     label = c.known(c.first)
-    times, sizes = c.a["repeats"], c.asked.sizes
+    times, sizes = c.a["repeats"], c.caller.sizes
     more = len(times) - len(label.dims)
     dims = []
     for place, count in enumerate(times):

@@ -79,7 +79,7 @@ _torch_has: list[Callable[[str], bool]] = []
 def row_rule(operator: str, rule: str) -> None:
     """Say how rows go through an operator that graphdispatch has no rule for.
 
-    With the rule, a model that calls the operator is served in padded batches where all else keeps rows apart. The rule
+    With the rule, a model that calls the operator is served in padded batches where nothing else mixes rows. The rule
     is your word: nothing checks it, and a wrong one makes wrong answers. It holds for the whole process.
 
     For example ``row_rule("mylib::swiglu", "n ..., _ -> n ...")``: the first tensor has its rows along the first

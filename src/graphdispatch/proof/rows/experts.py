@@ -156,7 +156,7 @@ def whole_quotient(c: Call) -> list[Label]:
     """A quotient of integers; of the number of a row's part, the number of the row."""
     label = c.known(c.first)
     result = pointwise(c)
-    divisor = c.asked.arguments[1] if len(c.asked.arguments) > 1 else None
+    divisor = c.caller.arguments[1] if len(c.caller.arguments) > 1 else None
     is_numbers = label.tag is not None and label.tag.kind == "numbers" and label.tag.fault is None
     rounds = c.name == "floor_divide" or c.a.get("rounding_mode") == "floor"
     if not is_numbers or label.tag is None or type(divisor) is not int or not rounds:
@@ -164,7 +164,12 @@ def whole_quotient(c: Call) -> list[Label]:
         return result
     of, is_same = label.tag.of, c.outs[0].dtype == c.first.dtype
     parts = of[-1] if of and type(of[-1]) is int else 1  # of each row, one after the other
-    if is_same and divisor > 0 and parts % divisor == 0 and c.asked.function in ("__floordiv__", "floor_divide", "div"):
+    if (
+        is_same
+        and divisor > 0
+        and parts % divisor == 0
+        and c.caller.function in ("__floordiv__", "floor_divide", "div")
+    ):
         return [result[0]._replace(tag=Tag("numbers", merged((*of[:-1], parts // divisor))))]
     return result
 

@@ -1,4 +1,4 @@
-"""What Python asks of torch during the run: for sizes, which it gets as numbers made of sizes, and for results.
+"""What Python calls of torch during the run: for sizes, which it gets as numbers made of sizes, and for results.
 
 C++ gets plain numbers. Where a function takes a size, the rules label its result; whatever number no rule has
 accounted for narrows the run. Whatever gives Python data, so that it may decide by that, is a fault.
@@ -106,7 +106,7 @@ _SETTABLE = frozenset({"requires_grad", "grad", "names"})
 
 
 class Functions(TorchFunctionMode):
-    """Sees what Python asks of torch."""
+    """Sees what Python calls of torch."""
 
     def __init__(self, run: "RowRun") -> None:
         super().__init__()
@@ -125,21 +125,21 @@ class Functions(TorchFunctionMode):
             label = run.label_of_size(args[0])
             if label is not None:
                 return answer(run, label, *args, **kwargs)
-        with run.asking(name, args, kwargs) as asked:
+        with run.calling(name, args, kwargs) as caller:
             if name in _DATA and run.any_follows(args, kwargs):
                 run.doubt(f"{name}() takes data to the host")
             if name == "tensor_split" and run.any_follows(args[1:], kwargs):
                 run.doubt("tensor_split() by data")
-            plain_args, plain_kwargs = asked.plain() if _has_numbers((args, kwargs)) else (args, kwargs)
+            plain_args, plain_kwargs = caller.plain() if _has_numbers((args, kwargs)) else (args, kwargs)
             try:
                 out = func(*plain_args, **plain_kwargs)
             except Exception:  # whether it raises may depend on sizes, and Python may catch it
-                if run.any_follows(args, kwargs) or asked.numbers:
+                if run.any_follows(args, kwargs) or caller.numbers:
                     run.space.bind(range(len(run.space.own)), f"{name}() raises")
                 raise
             if type(out) is not Tensor:
-                self._check_told(name, out, args, kwargs)
-            asked.check(out)
+                self._check_answer(name, out, args, kwargs)
+            caller.check(out)
         return out
 
     def _attribute(self, func: Any, name: str, args: Any) -> Any:
@@ -152,7 +152,7 @@ class Functions(TorchFunctionMode):
         label = run.label_of_size(args[0])
         if attribute == "shape" and label is not None:
             return shape_of(label, run.sizes)
-        with run.asking(attribute, args, {}):
+        with run.calling(attribute, args, {}):
             if label is None:
                 return func(*args)
             if attribute == "nbytes":
@@ -163,10 +163,10 @@ class Functions(TorchFunctionMode):
             if attribute == "data" or (attribute == "real" and not args[0].is_complex()):
                 run.put(out, label)
             if not isinstance(out, Tensor):
-                self._check_told(attribute, out, args, {})
+                self._check_answer(attribute, out, args, {})
         return out
 
-    def _check_told(self, name: str, out: Any, args: Any, kwargs: Any) -> None:
+    def _check_answer(self, name: str, out: Any, args: Any, kwargs: Any) -> None:
         """Python may learn nothing of data."""
         if name in _METADATA or isinstance(out, _PLAIN) or all(isinstance(v, _PLAIN) for v in _leaves(out)):
             return
@@ -174,7 +174,7 @@ class Functions(TorchFunctionMode):
             self.run.doubt(f"{name}() tells Python of data")
 
 
-class Asked:
+class Caller:
     """One function that Python called, and the numbers made of sizes that it gave."""
 
     def __init__(self, run: "RowRun", function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -188,7 +188,7 @@ class Asked:
             self.sizes = self._given_sizes()
 
     def size(self, own: int) -> Num | None:
-        """The number that Python gave as this plain number; a rule that asks accounts for it."""
+        """The number that Python gave as this plain number; a rule that looks it up accounts for it."""
         number = self.numbers.get(own)
         if number is not None:
             self._accounted.add(own)

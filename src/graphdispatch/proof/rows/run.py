@@ -34,7 +34,7 @@ from ...backends.operators import (
 from .batches import BatchSpace, place
 from .calls import Call, torch_shape
 from .custom import has_rule
-from .functions import Asked, Functions
+from .functions import Caller, Functions
 from .labels import (
     ROWS_AXIS,
     Atom,
@@ -82,7 +82,7 @@ class RowRun(OperatorMode):
         self.space, self.sizes, self.reached = space, Sizes(space), frozenset(reached)
         self._token = object()
         self._functions = Functions(self)
-        self._asked: Asked | None = None
+        self._caller: Caller | None = None
         self._is_muted = False
         """Whether parts of an operator run whose rule somebody gave: nothing follows from them."""
         self._serial = 0
@@ -214,7 +214,7 @@ class RowRun(OperatorMode):
         return kept[1] if kept is not None and kept[0]() is tensor else None
 
     def label_of_size(self, tensor: Tensor) -> Label | None:
-        """The label of a tensor whose size Python asks for."""
+        """The label of a tensor whose size Python reads."""
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             self.doubt("a transform of torch.func hides sizes")
         return self.label(tensor)
@@ -252,13 +252,13 @@ class RowRun(OperatorMode):
     # -- functions
 
     @contextmanager
-    def asking(self, function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Asked]:
+    def calling(self, function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Caller]:
         """The block in which a function of torch runs that Python called."""
-        outer, self._asked = self._asked, Asked(self, function, args, kwargs)
+        outer, self._caller = self._caller, Caller(self, function, args, kwargs)
         try:
-            yield self._asked
+            yield self._caller
         finally:
-            self._asked = outer
+            self._caller = outer
 
     def note_script(self, args: Any, kwargs: Any) -> None:
         """A script of TorchScript runs: no mode sees what it reads of sizes."""
@@ -275,14 +275,14 @@ class RowRun(OperatorMode):
 
     def look_inside(self, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator's Python kernel within both modes, unless somebody gave a rule for the operator."""
-        outer_asked, outer_muted = self._asked, self._is_muted
+        outer_caller, outer_muted = self._caller, self._is_muted
         is_ruled = has_rule(func._schema.name)
-        self._asked, self._is_muted = None, outer_muted or is_ruled
+        self._caller, self._is_muted = None, outer_muted or is_ruled
         try:
             with self, self._functions:
                 out = run_kernel(func, key, args, kwargs)
         finally:
-            self._asked, self._is_muted = outer_asked, outer_muted
+            self._caller, self._is_muted = outer_caller, outer_muted
         if is_ruled and not outer_muted:
             self._label_results(func, args, kwargs, out)
         return out
@@ -316,7 +316,8 @@ class RowRun(OperatorMode):
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, is_step: bool = False
     ) -> None:
         outs = [out] if type(out) is Tensor else tensors_in(out)
-        results: list[tuple[Label | None, tuple[int, ...]]] = [(None, tuple(o.shape)) for o in outs]
+        unknown = Label((), is_lost=True) if self._is_muted else None
+        results: list[tuple[Label | None, tuple[int, ...]]] = [(unknown, tuple(o.shape)) for o in outs]
         if is_step:
             self._steps.append((func, results))
         given = tensors_in(args, kwargs)
@@ -328,16 +329,16 @@ class RowRun(OperatorMode):
         labels = self._labels_of(func, given)
         if self._slots and not may_name_places(func):
             labels |= self._slots_read(func, given, outs)
-        asked = self._asked
-        if asked is None and labels:
+        caller = self._caller
+        if caller is None and labels:
             self.doubt(f"{func._schema.name} is called by code that is not Python")
-        if not labels and not (asked is not None and (asked.numbers or takes_sizes(func))):
+        if not labels and not (caller is not None and (caller.numbers or takes_sizes(func))):
             self._note_plain(func, outs, written)
             return
         call = Call(func, args, kwargs, labels, self.sizes)
         call.outs = outs or written
         call.made, call.writes, call.slots = self._made, bool(written), self._slots
-        call.asked = asked or Asked(self, "?", (), {})
+        call.caller = caller or Caller(self, "?", (), {})
         made = self._ruled(call)
         self._check_random(call, func, args, kwargs, made)
         self._put_results(call, func, given, written, made)

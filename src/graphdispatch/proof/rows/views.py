@@ -89,7 +89,7 @@ def expand(c: Call) -> list[Label]:
     label = c.known(c.first)
     shape = c.outs[0].shape
     more = len(shape) - len(label.dims)
-    sizes = c.asked.sizes
+    sizes = c.caller.sizes
     dims: list[Dim] = []
     for place, size in enumerate(shape):
         old = label.dims[place - more] if place >= more else ()
@@ -128,7 +128,7 @@ _SLICES = frozenset({"__getitem__", "__setitem__", "narrow"})
 
 
 def _sliced(c: Call, old: Dim, size: int) -> Dim:
-    start, end = (c.asked.size(v) if v else None for v in (c.a["start"], c.a["end"]))
+    start, end = (c.caller.size(v) if v else None for v in (c.a["start"], c.a["end"]))
     is_plain = start is None and end is None
     if is_plain and not is_dynamic(old):
         return plain_dim(size)
@@ -140,7 +140,7 @@ def _sliced(c: Call, old: Dim, size: int) -> Dim:
     if step == 1 and is_from_start and is_equal(sizes, whole):
         return old
     c.blend([old], "a part of the rows")
-    if is_plain and c.asked.function not in _SLICES:
+    if is_plain and c.caller.function not in _SLICES:
         return c.resized(old, size)  # torch computed the ends, and for another batch they are others
     new = c.sizes.dim_of_values(sizes)
     if has_rows(new) and not (is_from_start and step == 1):
@@ -159,8 +159,8 @@ def split(c: Call) -> list[Label]:
             return c.each(_moved(label, (*before, *after), is_whole=False))
         return [_moved(label, (*before, plain_dim(o.shape[at]), *after), is_whole=False) for o in c.outs]
     count, head = len(c.outs), old[0]
-    if not is_unbind and c.asked.function == "chunk" and type(head) is int and head % count == 0:
-        chunks = c.asked.arguments[1] if len(c.asked.arguments) > 1 else count
+    if not is_unbind and c.caller.function == "chunk" and type(head) is int and head % count == 0:
+        chunks = c.caller.arguments[1] if len(c.caller.arguments) > 1 else count
         if chunks == count:
             return c.each(_moved(label, (*before, merged((head // count, *old[1:])), *after), is_whole=False))
     if count == 1 and not is_unbind and _is_one_part(c, old):
@@ -175,7 +175,7 @@ def split(c: Call) -> list[Label]:
 def _is_one_part(c: Call, old: Dim) -> bool:
     """Whether a split gives all in one part; then the run speaks for the sizes of which it does."""
     size = c.a.get("split_size")
-    if c.asked.function != "split" or type(size) is not int or c.asked.size(size) is not None:
+    if c.caller.function != "split" or type(size) is not int or c.caller.size(size) is not None:
         return False
     c.space.guard(np.minimum(-(-c.sizes.values(old) // size), 2), "splits a size that follows the batch")
     return True

@@ -1,0 +1,159 @@
+"""Rules that users give for operators."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphdispatch.errors import ConfigError
+from graphdispatch.proof.rows import custom
+from graphdispatch.proof.rows.custom import SHIPPED, row_rule
+
+from .runs import Batch, judge
+
+D = 6
+LIBRARY = torch.library.Library("graphdispatch_rules", "DEF")
+LIBRARY.define("scale(Tensor x, Tensor w, Tensor? bias=None) -> Tensor")
+LIBRARY.define("split(Tensor x) -> (Tensor, Tensor)")
+LIBRARY.define("pick(Tensor[] parts, Tensor x) -> Tensor")
+LIBRARY.define("store(Tensor(a!) out, Tensor x) -> ()")
+
+
+def _scale(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x * w if bias is None else x * w + bias
+
+
+LIBRARY.impl("scale", _scale, "CPU")
+LIBRARY.impl("split", lambda x: (x[..., :2].clone(), x.sum(-1)), "CPU")
+LIBRARY.impl("pick", lambda parts, x: sum(parts) + x, "CPU")
+LIBRARY.impl("store", lambda out, x: (out.copy_(x), None)[1], "CPU")
+OPS = torch.ops.graphdispatch_rules
+WEIGHT = torch.ones(D)
+
+
+@pytest.fixture(autouse=True)
+def _own_rules() -> Iterator[None]:
+    """Rules of one test are none of another's."""
+    before = dict(custom._known)
+    yield
+    custom._known.clear()
+    custom._known.update(before)
+
+
+def _rows(n: int) -> Batch:
+    x = torch.randn(n, D)
+    return (x,), {}, [(x, {0: 0})]
+
+
+def _grid(n: int, s: int) -> Batch:
+    x = torch.randn(n, s, D)
+    return (x,), {}, [(x, {0: 0, 1: 1})]
+
+
+def test_a_rule_says_where_the_rows_of_a_result_are() -> None:
+    """With the rule the output has its rows; its other dimensions are those of the argument."""
+    row_rule("graphdispatch_rules::scale", "n ..., _ -> n ...")
+    verdict = judge(lambda x: OPS.scale(x, WEIGHT), _rows)
+    assert (verdict.mixes, verdict.unknown, verdict.outputs) == ("", "", (((0,), ()),))
+    assert all(verdict.speaks_for((n,)) for n in range(2, 65))
+
+
+def test_a_rule_counts_a_length_as_mixed() -> None:
+    """Nothing tells what an operator does along a length, though the result has it."""
+    row_rule("graphdispatch_rules::scale", "n s d, _ -> n s d")
+    verdict = judge(lambda x: OPS.scale(x, WEIGHT), _grid, own=(7, 11))
+    assert (verdict.independent, verdict.mixed_axes, verdict.outputs) == (True, {1}, (((0,), (1,), ()),))
+
+
+def test_rows_where_the_rule_has_none_mix() -> None:
+    """The second tensor may hold no rows, nor may one that the rule leaves out."""
+    row_rule("graphdispatch_rules::scale", "n ..., _ -> n ...")
+    assert "rows where its rule has none" in judge(lambda x: OPS.scale(x, x), _rows).mixes
+    assert "rows where its rule has none" in judge(lambda x: OPS.scale(x, WEIGHT, x), _rows).mixes
+    assert "rows where its rule has none" in judge(lambda x: OPS.scale(x.T, WEIGHT[:1]).T, _rows).mixes
+
+
+def test_a_result_may_be_left_out() -> None:
+    """Nobody may use what the rule calls ``?``, and the others are as they are named."""
+    row_rule("graphdispatch_rules::split", "n ... -> n d, ?")
+    assert judge(lambda x: OPS.split(x)[0], _rows).outputs == (((0,), ()),)
+    assert "leaves out" in judge(lambda x: OPS.split(x)[1], _rows).unknown
+    row_rule("graphdispatch_rules::split", "n ... -> n d, n")
+    assert judge(lambda x: OPS.split(x)[1], _rows).outputs == (((0,),),)
+
+
+def test_a_list_of_tensors_counts_as_one() -> None:
+    """Each tensor of the list is as the rule says."""
+    row_rule("graphdispatch_rules::pick", "n ..., n ... -> n ...")
+    assert judge(lambda x: OPS.pick([x, x * 2], x), _rows).independent
+    row_rule("graphdispatch_rules::pick", "_, n ... -> n ...")
+    assert judge(lambda x: OPS.pick([x], x), _rows).mixes
+
+
+def test_what_an_operator_writes_follows_its_rule() -> None:
+    """An operator that returns nothing has as results what it writes."""
+
+    def fn(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        OPS.store(out, x)
+        return out
+
+    row_rule("graphdispatch_rules::store", "n ..., n ... -> n ...")
+    assert judge(fn, _rows).outputs == (((0,), ()),)
+
+
+def test_an_operator_in_python_is_followed_without_a_rule() -> None:
+    """Its kernel is Python, so that its own operators tell; a rule comes before."""
+    assert judge(lambda x: OPS.scale(x, WEIGHT), _rows).independent
+    assert "aten::sum" in judge(lambda x: OPS.scale(x, x.sum(0)), _rows).mixes
+    row_rule("graphdispatch_rules::scale", "_, n ... -> n ...")
+    assert judge(lambda x: OPS.scale(x, WEIGHT), _rows).mixes
+
+
+def test_the_parts_of_an_operator_with_a_rule_have_any_shapes() -> None:
+    """What runs within it is not followed, so that another batch may have other shapes there."""
+    row_rule("graphdispatch_rules::scale", "n ..., _ -> n ...")
+    verdict = judge(lambda x: OPS.scale(x, WEIGHT), _rows)
+    product = torch.ops.aten.mul.Tensor
+    assert [step.operator for step in verdict.steps] == [product]
+    assert verdict.has_shapes([(product, ((9, D),))], (9,))
+
+
+def test_a_rule_that_does_not_fit_is_unknown() -> None:
+    """A rule for other tensors says nothing of these."""
+    row_rule("graphdispatch_rules::scale", "n a b, _ -> n a b")
+    assert "n a b for a tensor of 2 dimensions" in judge(lambda x: OPS.scale(x, WEIGHT), _rows).unknown
+    row_rule("graphdispatch_rules::split", "n ..., _ -> n ..., n")
+    assert "has 2 tensors, but it takes 1" in judge(lambda x: OPS.split(x), _rows).unknown
+
+
+@pytest.mark.parametrize(
+    ("operator", "rule", "says"),
+    [
+        ("mylib.op", "n -> n", "operator must be a name with its namespace"),
+        ("mylib::", "n -> n", "operator must be a name with its namespace"),
+        (3, "n -> n", "operator must be a name"),
+        ("mylib::op", None, "rule must be text"),
+        ("mylib::op", "n ...", "rule must have one '->'"),
+        ("mylib::op", "n -> n -> n", "rule must have one '->'"),
+        ("mylib::op", "_ -> n", "rule must have rows, n, in an argument"),
+        ("mylib::op", "n n -> n", "at most once"),
+        ("mylib::op", "n ... ... -> n", "at most once"),
+        ("mylib::op", "n, ? -> n", "say of each argument"),
+        ("mylib::op", "n *, _ -> n", "rule must name the dimensions"),
+        ("mylib::op", "n, -> n", "rule must name the dimensions"),
+    ],
+)
+def test_a_wrong_rule_is_refused(operator: object, rule: object, says: str) -> None:
+    """The error names the argument and shows how to write it."""
+    with pytest.raises(ConfigError, match=says.replace("?", r"\?")) as error:
+        row_rule(operator, rule)  # type: ignore[arg-type]
+    assert "::" in str(error.value) or "->" in str(error.value)
+
+
+def test_shipped_rules_are_rules() -> None:
+    """Each is as a user would write it."""
+    for operator, rule in SHIPPED.items():
+        row_rule(operator, rule)
+        assert custom.has_rule(operator)
