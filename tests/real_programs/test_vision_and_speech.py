@@ -14,7 +14,8 @@ SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 
 
 def test_llava_is_served_around_the_method_that_reads_back() -> None:
-    """A padded prompt needs as many image tokens as a real one: it repeats the last."""
+    """Its images become a Python list, one for each row; so each number of rows has a graph of its own. A padded prompt
+    needs as many image tokens as a real one: it repeats the last."""
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(**SMALL, image_size=16, patch_size=8),
         text_config=transformers.LlamaConfig(**SMALL, vocab_size=100),
@@ -34,9 +35,9 @@ def test_llava_is_served_around_the_method_that_reads_back() -> None:
         pad=dict.fromkeys(names, "repeat_last"),
         sizes=(2, 4),
         mode="PIECEWISE",
-        options=gd.CUDAGraphOptions(capture_share=None, rows="independent"),  # nobody follows what a break reads
+        options=gd.CUDAGraphOptions(capture_share=None),
     )
-    for rows in (2, 1, 4, 3, 1, 1, 2, 2, 3, 3, 4):
+    for rows in (2, 1, 4, 3, 1, 1, 2, 2, 3, 3, 2, 4, 4):
         ids = torch.cat([torch.full((rows, 4), 99), torch.randint(1, 90, (rows, 6))], dim=1)
         pixels = torch.randn(rows, 3, 16, 16)
         torch.testing.assert_close(step(ids, pixels), logits(ids, pixels))

@@ -166,7 +166,9 @@ def split(c: Call) -> list[Label]:
     if count == 1 and not is_unbind and _is_one_part(c, old):
         return [label]
     c.space.guard(c.sizes.values(old), "splits a size that follows the batch")
-    c.blend([old], "parts of the rows")
+    if has_rows(old):
+        raise UnknownError("parts of the rows")
+    c.blend([old], "parts of a length")
     if is_unbind:
         return c.each(Label((*before, *after)))
     return [Label((*before, plain_dim(o.shape[at]), *after)) for o in c.outs]
