@@ -42,7 +42,7 @@ def test_llava_is_served_around_the_method_that_reads_back() -> None:
         pixels = torch.randn(rows, 3, 16, 16)
         torch.testing.assert_close(step(ids, pixels), logits(ids, pixels))
     assert step.last_decision.mode is gd.CUDAGraphMode.PIECEWISE
-    assert step.stats.hits >= 4
+    assert step.stats.hits == 3
 
 
 def test_whisper_generates_the_same_with_its_encoder_attached() -> None:
