@@ -165,7 +165,7 @@ def whole_quotient(c: Call) -> list[Label]:
     parts = of[-1] if of else 1
     if (
         c.asked.function in ("__floordiv__", "floor_divide", "div")
-        and divisor > 1
+        and divisor > 0
         and type(parts) is int
         and not parts % divisor
         and c.outs[0].dtype == c.first.dtype

@@ -168,8 +168,8 @@ def split(c: Call) -> list[Label]:
     c.space.guard(c.sizes.values(old), "splits a size that follows the batch")
     c.blend([old], "parts of the rows")
     if is_unbind:
-        return c.each(Label((*before, *after)))
-    return [Label((*before, plain_dim(o.shape[at]), *after)) for o in c.outs]
+        return c.each(_moved(label, (*before, *after), is_whole=False))
+    return [_moved(label, (*before, plain_dim(o.shape[at]), *after), is_whole=False) for o in c.outs]
 
 
 def _is_one_part(c: Call, old: Dim) -> bool:
@@ -235,3 +235,4 @@ RULES: dict[Rule, str] = {
     diagonal: "diagonal",
     unfold: "unfold",
 }
+READ_TAGS = (view, permute, unsqueeze, squeeze, expand, select, slice_, split, as_strided)
