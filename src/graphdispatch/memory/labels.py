@@ -47,6 +47,7 @@ _LENGTHS = frozenset(
     (
         *("size", "start", "end", "length", "split_size", "split_sizes", "repeats", "output_size"),
         *("stride", "storage_offset"),
+        *("N", "HxW"),  # of group norms: the first size and the product of the last ones
     )
 )
 """Names of the arguments, of any operator, that may be longer for a longer batch."""

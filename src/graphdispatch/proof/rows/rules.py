@@ -23,7 +23,9 @@ TABLE: dict[str, Rule] = {
     name: rule for module in _MODULES for rule, names in module.RULES.items() for name in names.split()
 }
 """The rules of torch's operators, by name."""
-_READ_TAGS: frozenset[Rule] = frozenset(chain(views.RULES, places.READ_TAGS, experts.READ_TAGS, (elementwise.keep,)))
+_READ_TAGS: frozenset[Rule] = frozenset(
+    chain(views.READ_TAGS, places.READ_TAGS, experts.READ_TAGS, (elementwise.keep,))
+)
 """The rules that know what a tag means; for all others, places among all rows are data that mixes."""
 
 

@@ -13,10 +13,11 @@ Note [a tensor from nowhere]
 
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.overrides
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -271,6 +272,12 @@ class RowRun(OperatorMode):
         label = self.label_of_size(tensor) if is_strided(tensor) and tensor.dim() else None
         return None if label is None else shape_of(label, self.sizes)[0]
 
+    def unseen(self) -> AbstractContextManager[Any]:
+        """The block in which the mode for functions is not on, if it is the innermost one."""
+        count = torch._C._len_torch_function_stack()
+        is_on = count > 0 and torch._C._get_function_stack_at(count - 1) is self._functions
+        return torch.overrides._pop_mode_temporarily() if is_on else nullcontext()
+
     # -- operators
 
     def look_inside(self, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -437,8 +444,9 @@ class RowRun(OperatorMode):
         self._mixed |= axes - {ROWS_AXIS}
         if ROWS_AXIS in axes:
             self.space.bind([ROWS_AXIS], f"{call.func._schema.name} may raise for other numbers of rows")
-        if fault is None and follows_rows:
+        if fault is None and (follows_rows or is_mix):
             fault = fault_here(is_mix, call.func._schema.name, why)
+        fault = fault or next((x.tag.fault for x in call.labels.values() if x.tag is not None and x.tag.fault), None)
         return [Label(plain_dims(o.shape), fault, is_lost=True) for o in call.outs]
 
     def _check_random(

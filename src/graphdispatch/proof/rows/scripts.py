@@ -1,4 +1,5 @@
-"""What runs past torch's modes while a run is watched: scripts of TorchScript, compiled functions, and ``len``.
+"""What runs past torch's modes while a run is watched: scripts of TorchScript, compiled functions, ``len``, and code
+that runs otherwise under a mode.
 
 These switches belong to the process. The first run that begins sets them and the last one that ends puts them back;
 code on other threads passes through.
@@ -6,13 +7,14 @@ code on other threads passes through.
 
 import builtins
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from threading import get_ident
 from typing import Any, Protocol
 
 import torch
+import torch.overrides
 
 from ...copying import make_lock
 
@@ -33,11 +35,16 @@ class Watcher(Protocol):
     def length(self, tensor: torch.Tensor) -> Any:
         """The number made of sizes that ``len`` gives of a tensor; None for a plain one."""
 
+    def unseen(self) -> AbstractContextManager[Any]:
+        """The block in which the watcher's mode for functions is not on."""
+
 
 @contextmanager
 def watched_scripts(watcher: Watcher) -> Iterator[None]:
     """The block in which the calling thread's scripts are noted: they read sizes where no mode looks. ``len`` of a
-    tensor gives a number made of sizes there; Python would make a plain one of what ``__len__`` gives."""
+    tensor gives a number made of sizes there; Python would make a plain one of what ``__len__`` gives. Layers of
+    ``torch.nn`` leave their fast kernel where functions of torch are overridden: they do not see the watcher's mode.
+    """
     thread = get_ident()
     with _lock:
         if not _watchers:
@@ -45,6 +52,7 @@ def watched_scripts(watcher: Watcher) -> Iterator[None]:
             for kind in _KINDS:
                 kind.__call__ = _noted(kind.__call__)
             builtins.len = _length
+            torch.overrides.has_torch_function = _is_overridden
         _watchers.setdefault(thread, []).append(watcher)
     try:
         yield
@@ -55,6 +63,7 @@ def watched_scripts(watcher: Watcher) -> Iterator[None]:
                 del _watchers[thread]
             if not _watchers:
                 builtins.len = _len
+                torch.overrides.has_torch_function = _has_torch_function
                 for kind in _KINDS:
                     kind.__call__ = _plain.pop(kind)
 
@@ -64,6 +73,7 @@ _plain: dict[Any, Callable[..., Any]] = {}
 
 
 _len = builtins.len
+_has_torch_function = torch.overrides.has_torch_function
 
 
 def _length(value: Any, /) -> Any:
@@ -72,6 +82,13 @@ def _length(value: Any, /) -> Any:
         length = watchers[-1].length(value)
         return _len(value) if length is None else length
     return _len(value)
+
+
+def _is_overridden(args: Iterable[Any]) -> bool:
+    """``has_torch_function`` while some run is watched."""
+    watchers = _watchers.get(get_ident())
+    with watchers[-1].unseen() if watchers else nullcontext():
+        return _has_torch_function(args)
 
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

@@ -170,8 +170,8 @@ def split(c: Call) -> list[Label]:
         raise UnknownError("parts of the rows")
     c.blend([old], "parts of a length")
     if is_unbind:
-        return c.each(Label((*before, *after)))
-    return [Label((*before, plain_dim(o.shape[at]), *after)) for o in c.outs]
+        return c.each(_moved(label, (*before, *after), is_whole=False))
+    return [_moved(label, (*before, plain_dim(o.shape[at]), *after), is_whole=False) for o in c.outs]
 
 
 def _is_one_part(c: Call, old: Dim) -> bool:
@@ -237,3 +237,4 @@ RULES: dict[Rule, str] = {
     diagonal: "diagonal",
     unfold: "unfold",
 }
+READ_TAGS = (view, permute, unsqueeze, squeeze, expand, select, slice_, split, as_strided)

@@ -1,0 +1,103 @@
+"""What models of libraries do with rows: it is served padded, and a program like it whose rows mix is not."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphdispatch import Reason
+
+from ...helpers import check_calls, make
+
+GATE, EXPERTS = torch.randn(16, 4), torch.randn(4, 16, 16) / 4
+
+
+def experts(x: Tensor, parts: int = 2, chosen: int = 2) -> tuple[Tensor, Tensor]:
+    """The sum of the products with the best experts, for each place; and how often each expert was chosen."""
+    flat = x.reshape(-1, 16)
+    weights, best = (flat @ GATE).softmax(-1).topk(chosen, -1)
+    ids, order = torch.sort(best.reshape(-1))
+    counts = torch.histc(ids.float(), 4, 0, 3)
+    groups = counts.cumsum(0, dtype=torch.int32)
+    made = torch._grouped_mm(flat[order // parts], EXPERTS, groups) * weights.reshape(-1)[order][:, None]
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.size(0))
+    return made[back].view(flat.size(0), chosen, 16).sum(1).view(x.shape), counts
+
+
+class Served(nn.Module):
+    """An encoder's layer, which torch runs as one operator; before it, all rows are centred or not."""
+
+    def __init__(self, *, is_centred: bool) -> None:
+        super().__init__()
+        self.layer, self.is_centred = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), is_centred
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rows in, rows out."""
+        return self.layer(x - x.mean(0) if self.is_centred else x)
+
+
+def grouped_heads(x: Tensor) -> Tensor:
+    """A group norm, and as many heads as the batch has rows."""
+    normed = nn.functional.group_norm(x, 3)
+    return normed + x.mean((1, 2)).view(-1, 1, 1, 1).expand(-1, 4, -1, -1).sum(1)
+
+
+PROGRAMS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "experts": (lambda x: experts(x)[0], lambda x: experts(x)[0] + experts(x)[1].sum()),
+    "experts of other rows": (lambda x: experts(x, 1, 1)[0], lambda x: experts(x, 5)[0]),
+    "bounds of groups": (lambda x: x + experts(x)[0], lambda x: x + experts(x)[1].cumsum(0)[-1]),
+    "layer": (Served(is_centred=False).eval(), Served(is_centred=True).eval()),
+    "group norm": (grouped_heads, lambda x: grouped_heads(x) - grouped_heads(x).amax(0)),
+}
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_rows_of_a_model(name: str, mixes: bool) -> None:
+    """Padded batches are served where rows are independent, and refused where they mix."""
+    step = make(PROGRAMS[name][mixes], sizes=(4,))
+    batches = [torch.randn(rows, 6, 16) for rows in (4, 4, 3, 3, 3)]
+    with torch.no_grad():
+        reasons = check_calls(step, *batches, rtol=1e-4, atol=1e-5)
+    assert reasons[-1] is (Reason.ROWS_MIX if mixes else Reason.PADDED), step.last_decision.explain()
+
+
+def test_sums_of_counts_are_no_rows() -> None:
+    """What an operator makes of counts of all rows mixes, though no row lies in it."""
+    step = make(lambda x: (x * 2, experts(x)[1].cumsum(0)), sizes=(4,))
+    reasons = check_calls(step, *(torch.randn(rows, 6, 16) for rows in (4, 4, 3, 3)), rtol=1e-4)
+    assert reasons[-1] is Reason.ROWS_MIX, step.last_decision.explain()
+
+
+def counts(x: Tensor) -> Tensor:
+    """How many rows chose each of four."""
+    return torch.histc((x @ GATE).argmax(-1).float(), 4, 0, 3)
+
+
+def places(x: Tensor) -> Tensor:
+    """Where each row lies among all, by its choice."""
+    order = (x @ GATE).argmax(-1).argsort()
+    made = torch.empty_like(order)
+    made[order] = torch.arange(order.size(0))
+    return made
+
+
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "windows": lambda x: counts(x).unfold(0, 2, 2),
+    "bits": lambda x: counts(x).view(torch.int32),
+    "bits of bounds": lambda x: counts(x).cumsum(0, dtype=torch.int32).view(torch.float32),
+    "bits of places": lambda x: places(x).view(torch.float64),
+    "diagonal": lambda x: counts(x).view(2, 2).diagonal(),
+    "pairs": lambda x: torch.view_as_complex(counts(x).view(2, 2)),
+    "parts": lambda x: counts(x).unbind()[0],
+}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+def test_counts_seen_in_another_way(part: Callable[[Tensor], Tensor]) -> None:
+    """A view of counts, or of places among all rows, mixes as they do."""
+    step = make(lambda x: (x * 2, part(x)), sizes=(4,))
+    reasons = check_calls(step, *(torch.randn(rows, 16) for rows in (4, 4, 3, 3)))
+    assert reasons[-1] is Reason.ROWS_MIX, step.last_decision.explain()
