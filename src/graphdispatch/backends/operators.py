@@ -168,6 +168,14 @@ def kind_of(func: OpOverload) -> OperatorKind:
     return OperatorKind.PURE if func.namespace == "aten" else OperatorKind.OPAQUE
 
 
+def copy_with_gaps(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, in memory of its own."""
+    if not tensor.numel():
+        return tensor
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.as_strided((span,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
+
+
 def is_strided(tensor: torch.Tensor) -> bool:
     """Whether one shape, strides and a storage tell which memory the tensor takes. A nested tensor only claims so."""
     return tensor.layout is torch.strided and not tensor.is_nested

@@ -24,7 +24,7 @@ While torch's profiler is on, each capture and each comparison is a range of it:
 
 from typing import Any
 
-from ..backends.operators import bits_equal, tensors_in
+from ..backends.operators import bits_equal, copy_with_gaps, tensors_in
 from ..backends.tracing import profiler_range
 from ..call.rules import graph_name
 from ..errors import CaptureError, VerificationError, error_of_signal
@@ -198,7 +198,8 @@ def _check_gaps(attempt: CaptureAttempt, program: Program) -> None:
     """Raise ``CaptureError`` if the call dispatches other operators for its own arguments, which leave gaps in
     memory, than for the static inputs. The eager run cannot tell: code may ask whether a stream is captured."""
     request = attempt.request
-    labels = Labels.of_arguments(request.arguments(), request.inputs.specs)
+    arguments = [copy_with_gaps(argument) for argument in request.arguments()]  # each in memory of its own
+    labels = Labels.of_arguments(arguments, request.inputs.specs)
     effects = EffectRecorder(request.options.state_limit_bytes, strict=True, labels=labels)
     attempt.start_over("running on arguments with gaps in memory")
 
@@ -206,7 +207,7 @@ def _check_gaps(attempt: CaptureAttempt, program: Program) -> None:
         effects.note_outputs(output)
         return Program(effects.dispatched)
 
-    values = request.call.in_new_containers(request.values)
+    values = request.call.in_new_containers(request.values_with(arguments))
     if not attempt.run_apart(effects, values, read).is_like(program):
         raise CaptureError(
             "the call does something else for an argument with gaps in memory than for one without; "

@@ -100,8 +100,8 @@ _TAKES_SHAPE = frozenset(
 """Functions all of whose numbers are the sizes of their result."""
 _MAKES = _TAKES_SHAPE - {"view", "reshape"} | {"full", "new_full", "repeat", "tile"}
 _SIZE_NAMES = frozenset({"size", "sizes", "shape", "repeats", "dims"})
-_CALLS = os.path.join("call", "spec.py")
-"""The only code of the library that calls the callable, which may be a function of torch."""
+_CALLS = tuple(os.path.join("call", name) for name in ("spec.py", "breaks.py"))
+"""The only code of the library that calls the callable and its breaks, which may be functions of torch."""
 _SETTABLE = frozenset({"requires_grad", "grad", "names"})
 
 
