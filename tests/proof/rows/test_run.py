@@ -363,3 +363,17 @@ def test_a_length_that_names_places_to_write_is_mixed(fn: Callable[..., Any]) ->
         return (x, i), {}, [(x, {0: 0, 1: 1}), (i, {0: 2})]
 
     assert judge(fn, make, own=(7, 11, 5)).mixed_axes == {1, 2}
+
+
+@pytest.mark.parametrize("write", [lambda y, x: y[:, : x.shape[1]].copy_(x), lambda y, x: y[:, : x.shape[1]].add_(x)])
+def test_a_length_written_into_a_longer_one_is_mixed(write: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """The longer tensor holds elements of the length, and has a size that is none of its."""
+
+    def fn(x: Tensor) -> Tensor:
+        y = torch.zeros(x.shape[0], 48, D)
+        write(y, x)
+        return y
+
+    verdict = judge(fn, _grid, own=(7, 11))
+    assert verdict.mixes == ""
+    assert verdict.mixed_axes == {1}
