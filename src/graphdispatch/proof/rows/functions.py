@@ -5,6 +5,7 @@ accounted for narrows the run. Whatever gives Python data, so that it may decide
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import GetSetDescriptorType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,107 +20,24 @@ from .labels import Dim, Label, is_dynamic, own_size, shape_of
 if TYPE_CHECKING:
     from .run import RowRun
 
-_DATA = frozenset(
-    [
-        "numpy",
-        "__array__",
-        "tolist",
-        "item",
-        "__dlpack__",
-        "data_ptr",
-        "untyped_storage",
-        "storage",
-        "_typed_storage",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__complex__",
-        "__index__",
-        "__contains__",
-        "__reduce_ex__",
-        "__deepcopy__",
-        "const_data_ptr",
-        "__cuda_array_interface__",
-        "_storage",
-        "__repr__",
-        "__format__",
-        "__str__",
-    ]
-)
+_DATA_NAMES = """
+    numpy __array__ tolist item __dlpack__ data_ptr untyped_storage storage _typed_storage __bool__ __int__ __float__
+    __complex__ __index__ __contains__ __reduce_ex__ __deepcopy__ const_data_ptr _storage __repr__ __format__ __str__
+"""
+_METADATA_NAMES = """
+    dim ndim ndimension dtype device layout is_contiguous requires_grad is_floating_point is_complex is_signed
+    element_size itemsize grad_fn grad is_inference names is_conj is_neg type get_device result_type promote_types
+    can_cast is_tensor __hash__ output_nr retains_grad _is_view _backward_hooks type_as is_distributed is_coalesced
+    has_names __dir__
+"""
+_SHAPE_NAMES = "view reshape expand broadcast_to zeros ones empty rand randn new_zeros new_ones new_empty"
+_DATA = frozenset(_DATA_NAMES.split())
 """What takes data, or the memory that it lies in, to Python."""
-_METADATA = frozenset(
-    [
-        "dim",
-        "ndim",
-        "ndimension",
-        "dtype",
-        "device",
-        "layout",
-        "is_contiguous",
-        "requires_grad",
-        "is_floating_point",
-        "is_complex",
-        "is_signed",
-        "element_size",
-        "itemsize",
-        "is_cuda",
-        "is_cpu",
-        "is_leaf",
-        "grad_fn",
-        "grad",
-        "is_sparse",
-        "is_quantized",
-        "is_nested",
-        "is_meta",
-        "is_inference",
-        "names",
-        "is_conj",
-        "is_neg",
-        "type",
-        "get_device",
-        "result_type",
-        "promote_types",
-        "can_cast",
-        "is_mps",
-        "is_xla",
-        "is_mkldnn",
-        "is_tensor",
-        "__hash__",
-        "is_sparse_csr",
-        "is_xpu",
-        "is_vulkan",
-        "is_ipu",
-        "is_maia",
-        "is_mtia",
-        "output_nr",
-        "retains_grad",
-        "_is_view",
-        "_backward_hooks",
-        "type_as",
-        "is_distributed",
-        "is_coalesced",
-        "has_names",
-        "__dir__",
-    ]
-)
+_FLAGS = {name for name, kind in vars(torch._C.TensorBase).items() if type(kind) is GetSetDescriptorType}
+_METADATA = frozenset(_METADATA_NAMES.split()) | {name for name in _FLAGS if name.startswith("is_")}
 """What Python may know of a tensor that follows the batch: it is the same for all batches."""
 _PLAIN = (Tensor, type(None), torch.dtype, torch.device, torch.layout)
-_TAKES_SHAPE = frozenset(
-    [
-        "view",
-        "reshape",
-        "expand",
-        "broadcast_to",
-        "zeros",
-        "ones",
-        "empty",
-        "rand",
-        "randn",
-        "new_zeros",
-        "new_ones",
-        "new_empty",
-    ]
-)
+_TAKES_SHAPE = frozenset(_SHAPE_NAMES.split())
 """Functions all of whose numbers are the sizes of their result."""
 _MAKES = _TAKES_SHAPE - {"view", "reshape"} | {"full", "new_full", "repeat", "tile"}
 _SIZE_NAMES = frozenset({"size", "sizes", "shape", "repeats", "dims"})
