@@ -58,7 +58,7 @@ TABLE: dict[str, list[str]] = {
     ],
     "state/guards": ["tests/behaviour/test_python_state.py", "tests/state", _FOOTGUNS.format("state")],
     "state/reads": ["tests/behaviour/test_python_state.py", "tests/state"],
-    "proof/rows/places": [f"tests/proof/rows/test_{part}.py" for part in ("programs", "experts", "op_samples")],
+    "proof/rows/places": [f"tests/proof/rows/test_{part}.py" for part in ("places", "experts", "run", "programs")],
     "serve/server": ["tests/serve", "tests/behaviour/test_guarantees.py", "tests/api"],
 }
 """The modules, and the tests that each one's mutants are shown to."""

@@ -516,7 +516,7 @@ def _groups_by_an_argument(x: Tensor, i: Tensor) -> Tensor:
 
 
 SORTED: dict[str, Any] = {
-    fn.__name__: fn
+    fn.__name__[1:].replace("_", " "): fn
     for fn in (
         *(_capacity_of_places, _capacity_of_sorted, _load_as_data, _bounds_as_data, _groups_of_another_choice),
         *(
@@ -542,7 +542,7 @@ _IDS = frozenset(
         "the last event of each",
         "rows to one place",
     }
-    | {"scattered to one place", "added to one place", "embedding of rows", "bag", "groups_by_an_argument"}
+    | {"scattered to one place", "added to one place", "embedding of rows", "bag", "groups by an argument"}
 )
 
 ATTACKS: dict[str, tuple[Any, Any]] = {

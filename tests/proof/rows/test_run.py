@@ -345,3 +345,35 @@ def test_the_answer_of_the_run_is_that_of_the_callable() -> None:
         out = fn(x)
     assert torch.equal(out, fn(x))
     assert len(tensors_of(out)) == 1
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, i: torch.zeros(4).index_fill(0, i, 1.0) + x.sum((1, 2))[:, None],
+        lambda x, i: torch.zeros(4).index_put((i,), torch.ones(())) + x.sum((1, 2))[:, None],
+        lambda x, i: torch.zeros(4).scatter(0, i, 1.0) + x.sum((1, 2))[:, None],
+    ],
+)
+def test_a_length_that_names_places_to_write_is_mixed(fn: Callable[..., Any]) -> None:
+    """Two elements of a length may name one place, and the result has the length no more."""
+
+    def make(n: int, s: int, t: int) -> Batch:
+        x, i = torch.randn(n, s, D), torch.randint(0, 4, (t,))
+        return (x, i), {}, [(x, {0: 0, 1: 1}), (i, {0: 2})]
+
+    assert judge(fn, make, own=(7, 11, 5)).mixed_axes == {1, 2}
+
+
+@pytest.mark.parametrize("write", [lambda y, x: y[:, : x.shape[1]].copy_(x), lambda y, x: y[:, : x.shape[1]].add_(x)])
+def test_a_length_written_into_a_longer_one_is_mixed(write: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """The longer tensor holds elements of the length, and has a size that is none of its."""
+
+    def fn(x: Tensor) -> Tensor:
+        y = torch.zeros(x.shape[0], 48, D)
+        write(y, x)
+        return y
+
+    verdict = judge(fn, _grid, own=(7, 11))
+    assert verdict.mixes == ""
+    assert verdict.mixed_axes == {1}

@@ -192,6 +192,11 @@ def flat(dims: Iterable[Dim]) -> Dim:
     return merged(atom for dim in dims for atom in dim)
 
 
+def is_whole(tensor: Tensor) -> bool:
+    """Whether a tensor is all of its memory, in order."""
+    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
 def is_flags(tensor: Tensor) -> bool:
     """Whether a tensor used as an index chooses by flags."""
     return tensor.dtype in (torch.bool, torch.uint8)

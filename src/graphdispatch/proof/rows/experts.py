@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .batches import is_equal
-from .calls import Call
+from .calls import Call, is_whole
 from .elementwise import Rule, along, pointwise, reduction
 from .labels import (
     Atom,
@@ -89,7 +89,7 @@ def arrangement_put(c: Call, index: Tensor | None, values: Tensor) -> Label | No
     order = c.label(index)
     assert order.tag is not None
     arranged, back, given = order.dims[0], order.tag.of, c.known(values)
-    if label.dims[:1] != (arranged,) or not _is_arranged(arranged) or not _is_whole(tensor):
+    if label.dims[:1] != (arranged,) or not _is_arranged(arranged) or not is_whole(tensor):
         return None
     if given.dims[:1] == (arranged,):
         c.fit(label.dims, values)
@@ -100,10 +100,6 @@ def arrangement_put(c: Call, index: Tensor | None, values: Tensor) -> Label | No
         fault = fault_here(True, c.func._schema.name, "places among all rows")
         return Label((back,), tag=Tag("numbers", arranged, fault))
     return None
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 def histogram(c: Call) -> list[Label]:

@@ -22,81 +22,23 @@ from .labels import Dim, Label, is_dynamic, own_size, shape_of
 if TYPE_CHECKING:
     from .run import RowRun
 
-_DATA = frozenset(name for name in dir(Tensor) if name.endswith("_array_interface__")) | frozenset(
-    [
-        "numpy",
-        "__array__",
-        "tolist",
-        "item",
-        "__dlpack__",
-        "data_ptr",
-        "untyped_storage",
-        "storage",
-        "_typed_storage",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__complex__",
-        "__index__",
-        "__contains__",
-        "__reduce_ex__",
-        "__deepcopy__",
-        "const_data_ptr",
-        "_storage",
-        "__repr__",
-        "__format__",
-        "__str__",
-    ]
-)
+_DATA_NAMES = """
+    numpy __array__ tolist item __dlpack__ data_ptr untyped_storage storage _typed_storage __bool__ __int__ __float__
+    __complex__ __index__ __contains__ __reduce_ex__ __deepcopy__ const_data_ptr _storage __repr__ __format__ __str__
+"""
+_METADATA_NAMES = """
+    dim ndim ndimension dtype device layout requires_grad element_size itemsize grad_fn grad names type get_device
+    result_type promote_types can_cast __hash__ output_nr retains_grad _backward_hooks type_as has_names __dir__ _is_view
+"""
+_SHAPE_NAMES = "view reshape expand broadcast_to zeros ones empty rand randn new_zeros new_ones new_empty"
+_DATA = {*_DATA_NAMES.split(), *(name for name in dir(Tensor) if name.endswith("_array_interface__"))}
 """What takes data, or the memory that it lies in, to Python."""
 _OF_DATA = {"is_nonzero", "is_set_to", "is_same_size"}
-_METADATA = frozenset(name for name in dir(Tensor) if name.startswith("is_")) - _OF_DATA | frozenset(
-    [
-        "dim",
-        "ndim",
-        "ndimension",
-        "dtype",
-        "device",
-        "layout",
-        "requires_grad",
-        "element_size",
-        "itemsize",
-        "grad_fn",
-        "grad",
-        "names",
-        "type",
-        "get_device",
-        "result_type",
-        "promote_types",
-        "can_cast",
-        "__hash__",
-        "output_nr",
-        "retains_grad",
-        "_is_view",
-        "_backward_hooks",
-        "type_as",
-        "has_names",
-        "__dir__",
-    ]
-)
+_FLAGS = {name for name in dir(Tensor) if name.startswith("is_")} - _OF_DATA
+_METADATA = _FLAGS.union(_METADATA_NAMES.split())
 """What Python may know of a tensor that follows the batch: it is the same for all batches."""
 _PLAIN = (Tensor, type(None), torch.dtype, torch.device, torch.layout)
-_TAKES_SHAPE = frozenset(
-    [
-        "view",
-        "reshape",
-        "expand",
-        "broadcast_to",
-        "zeros",
-        "ones",
-        "empty",
-        "rand",
-        "randn",
-        "new_zeros",
-        "new_ones",
-        "new_empty",
-    ]
-)
+_TAKES_SHAPE = frozenset(_SHAPE_NAMES.split())
 """Functions all of whose numbers are the sizes of their result."""
 _MAKES = _TAKES_SHAPE - {"view", "reshape"} | {"full", "new_full", "repeat", "tile"}
 _SIZE_NAMES = frozenset({"size", "sizes", "shape", "repeats", "dims"})

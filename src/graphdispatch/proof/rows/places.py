@@ -16,7 +16,7 @@ from ...backends.operators import storage_key
 from .calls import Call, is_flags
 from .elementwise import Rule
 from .experts import arrangement_put, is_permutation
-from .labels import Dim, Label, MixError, UnknownError, has_rows, is_dynamic, plain_dim, plain_dims, row_place
+from .labels import Dim, Label, MixError, UnknownError, axes_of, has_rows, is_dynamic, plain_dim, plain_dims, row_place
 
 
 def embedding(c: Call) -> list[Label]:
@@ -107,6 +107,8 @@ def index_put(c: Call) -> list[Label]:
         return [rearranged]
     picked = Picked(c, tensor, indices)
     c.fit(picked.dims, values)
+    named = [dim for index in indices if index is not None for dim in c.label(index).dims]
+    c.mixed.update(*map(axes_of, named))  # two elements of a length may name one place
     c.check_data(c.label(values))
     c.check_data(label)
     if picked.row is None and picked.is_by_rows:
@@ -146,6 +148,7 @@ def index_dim(c: Call) -> list[Label]:
         c.check_data(c.known("source"))
     elif c.has("value"):
         c.blend(c.known("value").dims, "rows in a value for all")
+    c.mixed |= axes_of(spot)
     if has_rows(spot) and not has_rows(label.dims[at]):
         if row_place(label.dims) is not None:
             raise MixError("rows by an index of rows")

@@ -33,7 +33,7 @@ from ...backends.operators import (
     written_tensors,
 )
 from .batches import BatchSpace, place
-from .calls import Call, torch_shape
+from .calls import Call, is_whole, torch_shape
 from .custom import has_rule
 from .functions import Caller, Functions
 from .labels import (
@@ -492,6 +492,8 @@ class RowRun(OperatorMode):
     def _write(self, call: Call, tensor: Tensor, label: Label) -> None:
         """A write in place: it must agree with what the memory was made for."""
         key, name = storage_key(tensor), call.func._schema.name
+        if not is_whole(tensor):  # other tensors there have the length as a part of a longer one, and no label says so
+            self._mixed.update(*map(axes_of, label.dims))
         before = self.label(tensor)
         mine = before.dims if before is not None else plain_dims(tensor.shape)
         if label.fault is None and any(map(has_rows, label.dims)):
