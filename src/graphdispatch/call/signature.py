@@ -91,10 +91,12 @@ class InputSpec:
                 tensor = tensor.narrow(dim, 0, axis.of(rows))
         return tensor
 
-    def repeated(self, tensor: torch.Tensor, rows: int, shift: int = 0) -> torch.Tensor:
-        """The rows of a tensor in turn, from row ``shift`` on, until there are ``rows`` of them."""
+    def repeated(self, tensor: torch.Tensor, rows: int, shift: int = 0, keeps: Collection[Axis] = ()) -> torch.Tensor:
+        """The rows of a tensor in turn, from row ``shift`` on, until there are ``rows`` of them; along the axes that it
+        ``keeps`` from the first element on."""
         for dim, axis in self.spans:
-            index = (torch.arange(axis.of(rows), device=tensor.device) + shift) % tensor.shape[dim]
+            first = 0 if axis in keeps else shift
+            index = (torch.arange(axis.of(rows), device=tensor.device) + first) % tensor.shape[dim]
             tensor = tensor.index_select(dim, index)
         return tensor
 

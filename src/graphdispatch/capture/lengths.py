@@ -140,17 +140,24 @@ class PaddingReplays:
             yield "a single element of each row", self._with_single(kept)
 
     def _place(self, sign: float, kept: Collection[int]) -> dict[Axis, int]:
-        """Where the first of the integers has its largest number, or the smallest; not its own pad value, which says
-        that an element is hidden. Reads the result back to the host."""
+        """Where the first of the integers has its largest number, or the smallest, among the elements that no given pad
+        value hides. Reads the result back to the host."""
         for i, spec in enumerate(self._specs):
             if i not in kept and spec.spans and not (spec.dtype.is_floating_point or spec.dtype.is_complex):
                 value = self._arguments[i].to(torch.float64) * sign
-                for pad in spec.pads if spec.is_pad_given else ():
-                    if pad.kind == "value" and not isinstance(pad.fill, complex):
-                        value = torch.where(value == pad.fill * sign, -math.inf, value)
+                for hidden in self._hidden(i):
+                    value = value.masked_fill(hidden, -math.inf)
                 at = np.unravel_index(int(value.argmax()), value.shape)  # torch's own imports sympy, which takes long
                 return {axis: int(at[dim]) for dim, axis in spec.spans}
         return {}
+
+    def _hidden(self, index: int) -> Iterator[torch.Tensor]:
+        """Where arguments of the same shape and axes hold the pad value that was given for them."""
+        spans, shape = self._specs[index].spans, self._arguments[index].shape
+        for spec, value in zip(self._specs, self._arguments, strict=True):
+            for pad in spec.pads if spec.is_pad_given and spec.spans == spans and value.shape == shape else ():
+                if pad.kind == "value":
+                    yield value == pad.fill
 
     def _with_single(self, kept: Collection[int]) -> list[torch.Tensor]:
         """The arguments, with masks that leave one element of each row."""

@@ -12,6 +12,7 @@ import torch
 from ..call.rules import ArgumentRules
 from ..call.signature import Signature
 from ..call.spec import CallSpec, FlatCall
+from ..capture.padding import holds_flags
 from ..decide import Decision, SizeTable, descriptor_of
 from ..descriptors import BatchDescriptor
 from ..memory.cache import Failure, Quarantine
@@ -256,11 +257,16 @@ class GraphGroup:
         _log.warning("%r served calls and no longer agrees with eager: %s; inputs: %s", entry, detail, shapes)
 
     def resized(self, values: Sequence[Any], rows: int, *, shift: int = 0) -> list[Any]:
-        """The example's rows repeated, from row ``shift`` on, until there are ``rows`` of them."""
+        """The example's rows repeated, from row ``shift`` on, until there are ``rows`` of them.
+
+        Along lengths masks begin where they did: else they would hide all of a row that has one real element.
+        """
         sized = list(values)
         for spec in self.inputs.specs:
             if spec.spans:
-                sized[spec.position] = _with_order(spec.repeated(values[spec.position], rows, shift), spec.order)
+                value = values[spec.position]
+                keeps = self.inputs.axes[1:] if spec.is_pad_given or holds_flags(value) else ()
+                sized[spec.position] = _with_order(spec.repeated(value, rows, shift, keeps), spec.order)
         return sized
 
     def varied(self, leaves: Sequence[Any], rows: int) -> list[Any]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import graphdispatch as gd
 from graphdispatch import Reason
 
 from ...helpers import check_calls, make
@@ -13,17 +14,25 @@ from ...helpers import check_calls, make
 GATE, EXPERTS = torch.randn(16, 4), torch.randn(4, 16, 16) / 4
 
 
+def best_of(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The best expert, and the best of the others."""
+    one = scores.max(-1, keepdim=True)
+    other = scores.scatter(-1, one.indices, -1.0).max(-1, keepdim=True)
+    return torch.cat((one.values, other.values), -1), torch.cat((one.indices, other.indices), -1)
+
+
 def experts(x: Tensor, parts: int = 2, chosen: int = 2) -> tuple[Tensor, Tensor]:
     """The sum of the products with the best experts, for each place; and how often each expert was chosen."""
     flat = x.reshape(-1, 16)
-    weights, best = (flat @ GATE).softmax(-1).topk(chosen, -1)
+    scores = (flat @ GATE).softmax(-1)
+    weights, best = best_of(scores) if chosen == 0 else scores.topk(chosen, -1)
     ids, order = torch.sort(best.reshape(-1))
     counts = torch.histc(ids.float(), 4, 0, 3)
     groups = counts.cumsum(0, dtype=torch.int32)
     made = torch._grouped_mm(flat[order // parts], EXPERTS, groups) * weights.reshape(-1)[order][:, None]
     back = torch.empty_like(order)
     back[order] = torch.arange(order.size(0))
-    return made[back].view(flat.size(0), chosen, 16).sum(1).view(x.shape), counts
+    return made[back].view(flat.size(0), -1, 16).sum(1).view(x.shape), counts
 
 
 class Served(nn.Module):
@@ -47,6 +56,7 @@ def grouped_heads(x: Tensor) -> Tensor:
 PROGRAMS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "experts": (lambda x: experts(x)[0], lambda x: experts(x)[0] + experts(x)[1].sum()),
     "experts of other rows": (lambda x: experts(x, 1, 1)[0], lambda x: experts(x, 5)[0]),
+    "experts chosen one by one": (lambda x: experts(x, 2, 0)[0], lambda x: x * experts(x, 2, 0)[1].amax()),
     "bounds of groups": (lambda x: x + experts(x)[0], lambda x: x + experts(x)[1].cumsum(0)[-1]),
     "layer": (Served(is_centred=False).eval(), Served(is_centred=True).eval()),
     "group norm": (grouped_heads, lambda x: grouped_heads(x) - grouped_heads(x).amax(0)),
@@ -101,3 +111,27 @@ def test_counts_seen_in_another_way(part: Callable[[Tensor], Tensor]) -> None:
     step = make(lambda x: (x * 2, part(x)), sizes=(4,))
     reasons = check_calls(step, *(torch.randn(rows, 16) for rows in (4, 4, 3, 3)))
     assert reasons[-1] is Reason.ROWS_MIX, step.last_decision.explain()
+
+
+def test_lengths_from_an_example_with_a_short_row() -> None:
+    """The batches that are made of an example hide no row of it altogether: its mask hides padding then, too."""
+    table = torch.randn(50, 8)
+
+    def fn(ids: Tensor, mask: Tensor) -> Tensor:
+        x = table[ids]
+        scores = x @ x.mT + (1.0 - mask[:, None, :].float()) * torch.finfo(torch.float32).min
+        return scores.softmax(-1) @ x
+
+    length = gd.Dim("length", sizes=[8, 16], pad={"mask": 0})
+    dynamic = {"ids": {0: "batch", 1: length}, "mask": {0: "batch", 1: "length"}}
+    step = gd.graphed(fn, dynamic=dynamic, sizes=(4,))
+    shown = torch.arange(16) < torch.tensor([16, 1, 3, 9])[:, None]
+    ids = torch.randint(0, 49, (4, 16))
+    ids[1, 9] = 49  # the largest, and hidden
+    step.prewarm(ids, shown.long())
+    batches = [
+        (ids[:rows, :long].clone(), shown[:rows, :long].clone().long())
+        for rows, long in ((3, 9), (4, 5), (2, 16), (3, 2))
+    ]
+    reasons = check_calls(step, *batches, rtol=1e-4, atol=1e-5)
+    assert set(reasons) == {Reason.PADDED}, step.last_decision.explain()

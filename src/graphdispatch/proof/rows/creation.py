@@ -70,7 +70,15 @@ def cat(c: Call) -> list[Label]:
         _joined_all(c, [label.dims[i] for label in labels]) if i != at else _behind(c, [x.dims[at] for x in labels])
         for i in range(c.outs[0].dim())
     ]
-    return [Label(tuple(dims))]
+    return [Label(tuple(dims), tag=_one_choice(c, labels))]
+
+
+def _one_choice(c: Call, labels: Sequence[Label]) -> Tag | None:
+    """Several choices among as many, as one."""
+    tags = [label.tag for label in labels]
+    limits = {tag.of[1] if tag is not None and tag.kind == "chosen" else None for tag in tags}
+    limit = limits.pop() if len(limits) == 1 else None
+    return Tag("chosen", (object(), limit)) if limit is not None and c.outs[0].dtype in WIDE else None
 
 
 def _joined_all(c: Call, dims: Sequence[Dim]) -> Dim:
