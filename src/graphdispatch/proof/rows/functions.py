@@ -28,7 +28,8 @@ _DATA_NAMES = """
 """
 _METADATA_NAMES = """
     dim ndim ndimension dtype device layout requires_grad element_size itemsize grad_fn grad names type get_device
-    result_type promote_types can_cast __hash__ output_nr retains_grad _backward_hooks type_as has_names __dir__ _is_view
+    result_type promote_types can_cast __hash__ output_nr retains_grad _backward_hooks type_as has_names __dir__
+    _is_view
 """
 _SHAPE_NAMES = "view reshape expand broadcast_to zeros ones empty rand randn new_zeros new_ones new_empty"
 _DATA = {*_DATA_NAMES.split(), *(name for name in dir(Tensor) if name.endswith("_array_interface__"))}
