@@ -17,7 +17,6 @@ FAST = [
     ("audio", "wav2vec2"),
     ("nn", "LSTM"),
     ("nn", "TransformerEncoder, mask"),
-    ("nn", "ScriptedMLP"),
 ]
 
 
