@@ -138,12 +138,6 @@ class CaptureAttempt:
                 raise
             raise ReplayError(f"{type(error).__name__}: {error}") from error
 
-    def replay_again(self, entry: CUDAGraphEntry, stage: str) -> None:
-        """Replay the request's batch from where the eager run began, as ``stage``."""
-        self.start_over(stage)
-        self.load()
-        self.replay(entry)
-
     def replay_with(self, entry: CUDAGraphEntry, rows: int, padding: Padding) -> None:
         """Replay the first ``rows`` rows from where the eager run began, with this padding.
 

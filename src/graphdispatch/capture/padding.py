@@ -33,9 +33,6 @@ class Padding(NamedTuple):
     axes: Sequence[Axis] = ()
 
 
-BY_RULE = Padding("the padding of the pad rules", [])
-
-
 def takes_any_value(spec: InputSpec) -> bool:
     """Whether padding rows may hold values that occur nowhere in the batch."""
     return not spec.is_pad_given and (spec.dtype.is_floating_point or spec.dtype.is_complex or spec.dtype is torch.bool)

@@ -1,7 +1,6 @@
 """Rules for operators of other libraries, as text: those that users give, and those of libraries that many use."""
 
 import re
-from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -73,7 +72,6 @@ def _term(rule: str, term: str) -> tuple[str, ...]:
 
 
 _known: dict[str, RowRule] = {operator: _parsed(rule) for operator, rule in SHIPPED.items()}
-_torch_has: list[Callable[[str], bool]] = []
 
 
 def row_rule(operator: str, rule: str) -> None:
