@@ -77,15 +77,16 @@ def edge(sign: int, spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Te
     return spec.repeated(one, rows)
 
 
-def points_beyond(specs: Sequence[InputSpec], cut: Collection[Axis]) -> tuple[str, ...]:
-    """The arguments that may name elements beyond a batch that is cut along these axes: integers, such as lengths, that
-    are not cut along all of them themselves."""
+def largest_within(specs: Sequence[InputSpec], rows: int, cut: Collection[Axis]) -> dict[str, int]:
+    """The largest number that arguments may hold, by name, so that they name no element beyond a batch of ``rows`` that
+    was cut along these axes: integers, such as lengths, that are not cut along all of them themselves."""
+    most = min((axis.of(rows) for axis in cut), default=0) - 1
     whole = ((spec, {axis for _, axis in spec.spans}) for spec in specs if spec.spans and spec.dtype is not torch.bool)
-    return tuple(
-        spec.name
+    return {
+        spec.name: most
         for spec, axes in whole
         if not (spec.dtype.is_floating_point or spec.dtype.is_complex or axes.issuperset(cut))
-    )
+    }
 
 
 def holds_flags(value: torch.Tensor) -> bool:

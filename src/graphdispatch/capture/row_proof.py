@@ -27,7 +27,7 @@ from ..reasons import Reason
 from ..sizes import extents_text, lengths_of, pack
 from .attempt import CaptureAttempt, ends_capture
 from .effects import EffectRecorder
-from .padding import points_beyond
+from .padding import largest_within
 from .request import CaptureRequest
 
 _NO_EXTENT = 2
@@ -211,10 +211,9 @@ def _batch_of(request: CaptureRequest, rows: int) -> list[torch.Tensor]:
     """The call's tensors with so many rows, theirs in turn. Integers that may name elements beyond it are cut."""
     arguments, specs, axes = request.arguments(), request.inputs.specs, request.inputs.axes
     shorter = [axis for axis in axes if axis.of(rows) < axis.of(request.rows)]
-    beyond = points_beyond(specs, shorter)
-    most = min((axis.of(rows) for axis in shorter), default=0) - 1
+    most = largest_within(specs, rows, shorter)
     made = [spec.repeated(value, rows) for spec, value in zip(specs, arguments, strict=True)]
     return [
-        value.clamp(max=most) if spec.name in beyond else value.clone() if value is argument else value
+        value.clamp(max=most[spec.name]) if spec.name in most else value.clone() if value is argument else value
         for spec, value, argument in zip(specs, made, arguments, strict=True)
     ]

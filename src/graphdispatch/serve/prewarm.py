@@ -10,7 +10,7 @@ import torch
 
 from ..call.signature import Refusal
 from ..capture.collector import paused_collector
-from ..capture.padding import points_beyond
+from ..capture.padding import largest_within
 from ..capture.request import CaptureResult
 from ..decide import Decision
 from ..errors import CaptureError, ConfigError, FallbackError, shown
@@ -246,9 +246,12 @@ def _compare_padded(
         rows = pack(axes, lengths)
         if not proof.is_due(rows, entry.size):
             continue
-        if points_beyond(group.inputs.specs, [axis for axis in axes if axis.of(rows) != axis.of(entry.size)]):
-            continue  # such an example holds lengths that it does not have
-        found = graphs.difference_on(group, group.varied(leaves, rows), rows, entry)
+        values = list(group.varied(leaves, rows))
+        most = largest_within(group.inputs.specs, rows, [one for one in axes if one.of(rows) != one.of(entry.size)])
+        for spec in group.inputs.specs:
+            if spec.name in most:
+                values[spec.position] = values[spec.position].clamp(max=most[spec.name])
+        found = graphs.difference_on(group, values, rows, entry)
         if found is not None:
             return found
     if entry.state is not EntryState.FAILED:
