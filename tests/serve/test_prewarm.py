@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+import graphdispatch as gd
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, graphed
 from graphdispatch.engines import named_sizes
 from graphdispatch.errors import ConfigError
@@ -50,6 +51,29 @@ def test_one_size_ahead_is_proven_with_enough_batches(fn: Callable[..., Any], ki
     step.prewarm((torch.rand(4, 3) * 9).to(kind))
     step.freeze()
     assert check_calls(step, (torch.rand(1, 3) * 9).to(kind)) == [Reason.PADDED]
+
+
+@pytest.mark.parametrize("other", ["ids", "lengths"])
+def test_a_length_is_proven_beside_integers_that_do_not_follow_it(other: str) -> None:
+    """As of a decoder beside its encoder, or numbers of elements: then no service compares a padded length."""
+    table = torch.randn(10, 4)
+
+    def attend(x: torch.Tensor, mask: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        keys, hidden = table[x], mask == 0
+        if other == "lengths":
+            hidden = hidden | (torch.arange(x.shape[1]) >= others[:, :1])
+        scores = (table[others] @ keys.mT).masked_fill(hidden[:, None], float("-inf"))
+        return scores.softmax(-1) @ keys
+
+    length = gd.Dim("length", sizes=(4, 8), pad={"mask": 0})
+    dynamic = {"x": {0: "rows", 1: length}, "mask": {0: "rows", 1: "length"}, "others": {0: "rows"}}
+    step = graphed(attend, dynamic=dynamic, sizes=(2, 4))
+    step.prewarm(torch.randint(10, (4, 8)), torch.ones(4, 8), torch.randint(7, 9, (4, 3)))
+    step.freeze()
+    for rows, tokens in (1, 3), (2, 4), (3, 7), (4, 8), (4, 5):
+        call = torch.randint(10, (rows, tokens)), torch.ones(rows, tokens), torch.randint(1, tokens + 1, (rows, 3))
+        torch.testing.assert_close(step(*call), attend(*call))
+    assert step.stats.hits == step.stats.calls == 5
 
 
 class Lazy(torch.nn.Module):
