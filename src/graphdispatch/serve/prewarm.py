@@ -246,8 +246,10 @@ def _compare_padded(
         rows = pack(axes, lengths)
         if not proof.is_due(rows, entry.size):
             continue
-        values = list(group.varied(leaves, rows))
         most = largest_within(group.inputs.specs, rows, [one for one in axes if one.of(rows) != one.of(entry.size)])
+        if 0 in most.values():
+            continue  # a length of no elements, made of one, would say something else
+        values = group.varied(leaves, rows)
         for spec in group.inputs.specs:
             if spec.name in most:
                 values[spec.position] = values[spec.position].clamp(max=most[spec.name])
