@@ -21,7 +21,7 @@ with torch.no_grad():
     assert torch.equal(serve(torch.randn(4, 4)[:3]).isfinite().all(), torch.tensor(True))
 assert serve.stats.hits == 1, serve.stats
 assert "<svg" in serve.report().html()
-assert "site-packages" in gd.__file__ and len(gd.__all__) == 24
+assert "site-packages" in gd.__file__ and len(gd.__all__) == 25
 """
 """What anyone does first."""
 
