@@ -22,8 +22,8 @@ class Reason(Explained):
 
     EXACT = "exact", "a graph of exactly this size served the batch"
     PADDED = "padded", "the batch was padded, and the next larger graph served it"
-    CAPTURED_NOW = "captured_now", "this call captured the graph; its result comes from eager"
-    VERIFIED_NOW = "verified_now", "this call compared the graph with eager; its result comes from eager"
+    CAPTURED_NOW = "captured_now", "this call captures the graph; its result comes from eager"
+    VERIFIED_NOW = "verified_now", "this call compares the graph with eager; its result comes from eager"
 
     DISABLED = "disabled", "graphs are switched off (mode NONE, or disable_mode)"
     ASLEEP = "asleep", "sleep() released the graphs; call wake() to capture them again"
@@ -32,7 +32,12 @@ class Reason(Explained):
         "freeze() forbids captures and comparisons, and no graph was compared for such a batch before; prewarm with "
         "real examples, under the same inference_mode and autocast, or call unfreeze()",
     )
-    FIRST_SIGHTING = "first_sighting", "this size was seen for the first time; it is captured when it comes again"
+    FIRST_SIGHTING = "first_sighting", "this size comes for the first time; it is captured when it comes again"
+    CONSTANT_CHANGES = (
+        "constant_changes",
+        "an argument that is no tensor has a new value in each call, and each value needs a graph of its own; pass it "
+        "as a tensor",
+    )
     CAPTURE_WAITS = (
         "capture_waits",
         "captures have used their share of the time for now; raise capture_share, or prewarm()",
@@ -43,7 +48,7 @@ class Reason(Explained):
     )
     ABOVE_LARGEST_SIZE = (
         "above_largest_size",
-        "the batch is larger than the largest graph; raise max_size, or add a larger size to sizes",
+        "the batch is larger than the largest graph; add a larger size to sizes=, or raise max_size= if you gave none",
     )
     NOT_CAPTURED = "not_captured", "no graph is captured for this key"
     MODE_MISMATCH = "mode_mismatch", "this call asks for a mode that these graphs do not serve"

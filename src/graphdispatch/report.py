@@ -6,12 +6,12 @@ It is read from the front end's counters, graphs and failures; that runs nothing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .descriptors import size_text
-from .showing import count, html_table, milliseconds, percent, storage
+from .reasons import Reason
+from .showing import count, html_table, milliseconds, percent, shortened, storage
 from .stats import CUDAGraphStats, Gain
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class Report:
     @property
     def without_graph(self) -> str:
         """``waiting`` as text, shortened in the middle."""
-        return ", ".join(self.waiting if len(self.waiting) <= 12 else (*self.waiting[:10], "...", self.waiting[-1]))
+        return shortened(self.waiting)
 
     def html(self) -> str:
         """The page: one document, which loads nothing and runs no script."""
@@ -239,6 +239,7 @@ def make_report(
     stats: CUDAGraphStats,
     entries: Iterable["CUDAGraphEntry"],
     groups: Iterable["GraphGroup"],
+    details: Mapping[Reason, Sequence[str]],
     memory_bytes: int,
 ) -> Report:
     """The report on a front end. If it is in use, the figures may be from slightly different moments.
@@ -247,7 +248,8 @@ def make_report(
         name: What the report calls it.
         stats: Its counters.
         entries: The graphs that it holds.
-        groups: Its groups, with their failed captures.
+        groups: Its groups.
+        details: What is known of reasons besides their texts, as ``details_of`` the groups gives it.
         memory_bytes: The bytes of all its graphs.
 
     Returns:
@@ -280,7 +282,7 @@ def make_report(
             for one in entries
         ),
         waiting=tuple(size_text(point) for size, point in sorted(points.items()) if size not in held),
-        reasons=tuple(_reason_rows(stats, groups)),
+        reasons=tuple(_reason_rows(stats, details)),
         bars=bars,
         marks=marks,
     )
@@ -301,12 +303,10 @@ def _padding(entry: "CUDAGraphEntry", hits: Mapping[int, int], sizes: Sequence[i
     return 1.0 - sum(rows * number for rows, number in served.items()) / (entry.size * entry.replay_count)
 
 
-def _reason_rows(stats: CUDAGraphStats, groups: Iterable["GraphGroup"]) -> Iterable[ReasonRow]:
-    failures = {(failure.reason, failure.detail): None for group in groups for failure in list(group.failures.values())}
+def _reason_rows(stats: CUDAGraphStats, known: Mapping[Reason, Sequence[str]]) -> Iterable[ReasonRow]:
     counted = stats.reasons.copy().most_common()
     for reason, number in sorted(counted, key=lambda one: one[0].leads_to_graph):
-        told = (detail for why, detail in failures if why is reason and detail and detail != reason.text)
-        details = tuple(islice(told, _MOST_DETAILS))
+        details = tuple(known.get(reason, ())[:_MOST_DETAILS])
         remedy = reason.remedy or ("" if reason.leads_to_graph else _MEND if details else _ASK)
         yield ReasonRow(reason.value, number, number / max(stats.calls, 1), reason.sentence, remedy, details)
 

@@ -1,5 +1,6 @@
 """How people are shown amounts and results: in units that fit, and in notebooks as a plain table in their colours."""
 
+import re
 from collections.abc import Iterable, Sequence
 
 from markupsafe import Markup
@@ -45,3 +46,14 @@ def storage(amount: float) -> str:
 def count(number: float) -> str:
     """A number of things, with separated thousands. A weight that is not a whole number gets four digits."""
     return f"{number:,.0f}" if number == int(number) else f"{number:,.4g}"
+
+
+def shortened(things: Sequence[object]) -> str:
+    """Things in a row, many of them shortened in the middle: ``1, 2, 4``."""
+    shown = things if len(things) <= 12 else (*things[:10], "...", things[-1])
+    return ", ".join(map(str, shown))
+
+
+def without_numbers(text: str) -> str:
+    """A text that is the same where only the numbers in it differ, to put such texts together."""
+    return re.sub(r"\d[\d.e+-]*", "", text)

@@ -224,6 +224,57 @@ def test_the_end_of_the_block_restores_everything() -> None:
     assert generation.stats.requests == 1
 
 
+def test_a_block_that_is_entered_again_has_its_graphs() -> None:
+    """They are captured once; ``unpatch`` releases them."""
+    model = make_model("llama")
+    requests = [(prompts(2, 5), GREEDY)]
+    expected = answers(model, requests)
+    generation = GraphedGeneration(model, cache_lengths=(32,))
+    for _ in range(3):
+        with generation:
+            assert all(map(torch.equal, answers(model, requests), expected))
+        assert type(model).__mro__[1] is not type(generation)
+    assert (generation.stats.served, generation.stats.captures) == (3, 1)
+    assert generation.memory_report().total > 0
+    generation.unpatch()
+    assert generation.memory_report().total == 0
+
+
+def test_prewarm_captures_before_the_first_request() -> None:
+    """For each number of rows and each length; all steps are hits then. So for a model that would end at once."""
+    model = make_model("llama")
+    expected = answers(model, [(prompts(2, 5), GREEDY)])
+    generation, said = GraphedGeneration(model, cache_lengths=(32, 64), max_batch_size=2), list[int]()
+    wanted = ((2, 64), (1, 64), (2, 32), (1, 32))
+    assert generation.prewarm((1, 2), progress=lambda done, total, left: said.append(done)) == wanted
+    assert said == [1, 2, 3, 4]
+    assert type(model) is transformers.LlamaForCausalLM
+    before = generation.stats
+    with generation:
+        assert all(map(torch.equal, answers(model, [(prompts(2, 5), GREEDY)]), expected))
+    after = generation.stats
+    assert (before.captures, after.captures) == (4, 4)
+    assert after.hits - before.hits == after.steps - before.steps == 11
+    model.generation_config.eos_token_id = list(range(99))
+    assert GraphedGeneration(model, cache_lengths=(32,)).prewarm() == ((1, 32),)
+
+
+def test_prewarm_says_what_it_cannot_capture() -> None:
+    """Each argument by its name; and a model that graphs do not serve has none afterwards."""
+    generation = GraphedGeneration(make_model("llama"), cache_lengths=(32, 64), max_batch_size=2, max_caches=3)
+    for bad, error in (
+        ({"rows": (3,)}, r"rows must be some of \(1, 2\), got \(3,\)"),
+        ({"rows": 2}, r"rows must be some of \(1, 2\), got 2"),
+        ({"cache_lengths": (16,)}, r"cache_lengths must be some of \(32, 64\), got \(16,\)"),
+        ({"rows": (1, 2)}, "prewarm of 4 caches needs max_caches >= 4, got 3"),
+    ):
+        with pytest.raises(ConfigError, match=error):
+            generation.prewarm(**bad)
+    generation.model.generation_config.use_cache = False
+    assert generation.prewarm((1,), (32,)) == ()
+    assert NotServed.NO_CACHE.text in generation.explain()
+
+
 @pytest.mark.parametrize(
     ("settings", "error"),
     [

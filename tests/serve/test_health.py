@@ -62,3 +62,27 @@ def test_every_front_end_with_counters_tells() -> None:
     health = CUDAGraphWrapper(torch.relu).health()
     assert health == Health(0, 0.0, 0, 0, ())
     assert str(health) == "graphs serve 0.0 % of 0 calls"
+
+
+def test_what_no_graph_can_hold_is_said_with_its_line() -> None:
+    """As ``explain`` says it, where failures are the cause."""
+    step = graphed(lambda x: x * x.sum().item(), dynamic={"x": 0}, options=CUDAGraphOptions(capture_after=1))
+    step(torch.ones(4, 2))
+    (detail,) = step.health().details
+    assert detail in str(step.health())
+    assert "test_health.py" in detail
+    assert ".item()" in detail
+
+
+def test_an_array_is_named_beside_the_models_own_error() -> None:
+    """The error is the model's, unchanged; a note of it says which argument is no tensor, and what makes one of it."""
+    step = graphed(torch.nn.Linear(2, 2).eval(), dynamic={"input": 0}, sizes=(4,))
+    array = torch.zeros(4, 2).numpy()
+    with pytest.raises(TypeError) as caught:
+        step(array)
+    (note,) = caught.value.__notes__
+    assert note == (
+        "graphdispatch: no argument is a tensor; argument 'input' is a numpy.ndarray (torch.from_numpy makes a tensor "
+        "of it)"
+    )
+    assert step(torch.from_numpy(array)).shape == (4, 2)

@@ -1,5 +1,6 @@
 """Captures made before batches need them: within budgets of time and memory, one at a time in pauses, other sizes."""
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -301,3 +302,92 @@ def test_a_dict_that_the_callable_changes_is_the_callers() -> None:
     batch = {"x": torch.randn(4, 2)}
     assert torch.equal(step(batch), batch["x"] + 1)
     assert torch.equal(batch["y"], batch["x"] * 2)
+
+
+def test_a_function_learns_how_far_a_prewarm_is(model: torch.nn.Module) -> None:
+    """It is called after each size; none is left at the end, and what it raises ends the prewarm."""
+    step, said = make(model), list[tuple[int, int, float]]()
+    step.prewarm(torch.randn(4, 8), progress=lambda *one: said.append(one))
+    assert [(done, total) for done, total, _ in said] == [(done, 5) for done in (1, 2, 3, 4, 5)]
+    assert said[-1][2] == 0.0 < said[0][2]
+
+    def stop(done: int, total: int, seconds_left: float) -> None:
+        raise TimeoutError
+
+    step.clear()
+    with pytest.raises(TimeoutError):
+        step.prewarm(torch.randn(4, 8), progress=stop)
+    assert step.captured_sizes == (16,)
+
+
+def test_a_bar_is_shown_on_stderr(model: torch.nn.Module, capfd: pytest.CaptureFixture[str]) -> None:
+    """Where rich is installed."""
+    make(model).prewarm(torch.randn(4, 8), progress=True)
+    out, err = capfd.readouterr()
+    assert "capturing graphs" in err
+    assert "5/5" in err
+    assert not out
+
+
+def test_a_bar_without_rich_says_what_to_do(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As does anything that is neither a flag nor a function."""
+    with pytest.raises(ConfigError, match=r"progress must be True for a bar, or a function .* got 'yes'"):
+        make(model).prewarm(torch.randn(4, 8), progress="yes")  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "rich", None)
+    with pytest.raises(ConfigError, match=r"which is not installed: pip install rich, or give a function"):
+        make(model).prewarm(torch.randn(4, 8), progress=True)
+
+
+def test_a_budget_of_time_first_has_sizes_that_serve_every_batch() -> None:
+    """The largest, its half and so on along each dimension; then the others, the largest first."""
+    clock = {"dynamic": {"input": 0}, "sizes": (1, 2, 4, 8, 16, 24, 32, 40)}
+    report = graphed(torch.nn.ReLU(), **clock).prewarm(torch.randn(2, 3), max_seconds=60)
+    assert report.captured == {CUDAGraphMode.FULL: (40, 16, 8, 4, 2, 1, 32, 24)}
+    dims = {"input": {0: "rows", 1: gd.Dim("length", (2, 3, 4))}}
+    report = graphed(torch.nn.ReLU(), dynamic=dims, sizes=(1, 2, 3)).prewarm(torch.randn(2, 3), max_seconds=60)
+    order = [getattr(size, "lengths") for size in report.captured[CUDAGraphMode.FULL]]  # noqa: B009
+    assert order == [(3, 4), (3, 2), (1, 4), (1, 2), (3, 3), (2, 4), (2, 3), (2, 2), (1, 3)]
+
+
+def test_what_fails_alike_is_said_once() -> None:
+    """With the line of the model; a size that fails for another reason has a line of its own."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x * x.sum().item() if len(x) > 2 else x + len(list(torch.unique(x)))
+
+    report = graphed(fn, dynamic={"x": 0}, sizes=SIZES).prewarm(torch.randn(4, 8))
+    lines = [line for line in str(report).splitlines() if "left out" in line]
+    assert len(report.left_out) == 5
+    assert [line.partition(":")[0] for line in lines] == ["FULL 16, 8, 4 left out", "FULL 2, 1 left out"]
+    assert all("test_prewarm.py" in line for line in lines)
+    assert report._repr_html_().count("test_prewarm.py") == 2
+
+
+def test_a_prewarm_of_a_model_that_trains_warns(caplog: pytest.LogCaptureFixture) -> None:
+    """Its calls will run eagerly; not where there are no gradients, nor behind ``eval()``, which is the remedy."""
+    model = torch.nn.Linear(8, 8)
+    with torch.no_grad():
+        make(model).prewarm(torch.randn(4, 8))
+    assert not caplog.records
+    with torch.enable_grad():
+        make(model).prewarm(torch.randn(4, 8))
+    assert "Linear is prewarmed with a call that will run eagerly: the call needs gradients; call eval()" in caplog.text
+    caplog.clear()
+    step = make(model.eval())
+    with torch.enable_grad():
+        step.prewarm(torch.randn(4, 8))
+        assert serves(step, 4) == [Reason.EXACT]
+    assert not caplog.records
+
+
+def test_very_many_graphs_are_not_captured_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    """All combinations of two dimensions are counted, with the time that they may take; fewer sizes are silent."""
+    dims = {"input": {0: "rows", 1: "length"}}
+    step = graphed(torch.nn.ReLU(), dynamic=dims, max_size=64)
+    step.prewarm(torch.randn(2, 3), max_seconds=1e-9)
+    (line,) = caplog.messages
+    assert f"prewarm captures {len(step.sizes)} graphs, one for each combination of sizes" in line
+    caplog.clear()
+    dims = {"input": {0: "rows", 1: gd.Dim("length", [64, 256])}}
+    graphed(torch.nn.ReLU(), dynamic=dims, sizes=(8,)).prewarm(torch.randn(2, 3))
+    assert not caplog.records

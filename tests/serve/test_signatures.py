@@ -57,8 +57,9 @@ def test_signatures_that_come_once_displace_nothing() -> None:
     step = serve(max_signatures=2, capture_after=2)
     for columns in (3, 5) * 4:
         call(step, columns)
-    for number in range(2000):
-        assert call(step, 3, number) is Reason.FIRST_SIGHTING
+    reasons = [call(step, 3, number) for number in range(2000)]
+    assert reasons[:2] == [Reason.FIRST_SIGHTING] * 2
+    assert {*reasons[2:]} == {Reason.CONSTANT_CHANGES}
     assert (call(step, 3), call(step, 5)) == (Reason.EXACT, Reason.EXACT)
     assert (step.stats.captures, len(step._graphs.groups)) == (2, 3)
 

@@ -30,6 +30,7 @@ from ..serve.server import Server
 from ..sizes import ROWS
 from .checked_call import check_names, checked_call
 from .lifecycle import Lifecycle
+from .progress import Progress, reporter
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
@@ -238,6 +239,7 @@ class Graphed(Lifecycle, Generic[P, R]):
         *args: Any,
         sizes: Sequence[int] | None = None,
         max_seconds: float | None = None,
+        progress: bool | Progress = False,
         **kwargs: Any,
     ) -> PrewarmReport:
         """Capture ``sizes`` (default: all) now, largest first, from an example call of any number of rows.
@@ -255,18 +257,22 @@ class Graphed(Lifecycle, Generic[P, R]):
         Args:
             *args: The positional arguments of the example call.
             sizes: The sizes to capture. None: all.
-            max_seconds: After so many seconds no further capture begins. None: no limit.
+            max_seconds: After so many seconds no further capture begins. The largest size, its half, and so on come
+                first then, so that a few graphs serve every batch. None: no limit.
+            progress: True shows a bar, where rich is installed. A function is called after each size with the number of
+                finished sizes, of all of them, and of the seconds left.
             **kwargs: The keyword arguments of the example call.
 
         Returns:
             What was captured, and which sizes were left out and why. Those are captured later, as they come.
 
         Raises:
-            ConfigError: A size cannot be.
+            ConfigError: A size or another argument cannot be.
             CaptureError: Nothing may be captured now, as between ``sleep()`` and ``wake()``.
             FallbackError: A size cannot be captured, and the callable is ``strict``.
         """
-        return prewarm(self._server, self._route, args, kwargs, sizes, max_seconds)
+        with reporter(progress) as report:
+            return prewarm(self._server, self._route, args, kwargs, sizes, max_seconds, report)
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from ..copying import MadeAnew
 from ..errors import check_type
 from ..memory.cache import GraphCache, MemoryReport
 from ..serve.graphs import GraphSet, Health, memory_of
+from ..serve.group import GraphGroup, details_of
 from ..stats import EvictionReason
 
 if TYPE_CHECKING:
@@ -25,6 +26,11 @@ class Lifecycle(MadeAnew):
     def _graph_sets(self) -> list[GraphSet]:
         """The graphs of each callable."""
         return [self._graphs]
+
+    @property
+    def _groups(self) -> list[GraphGroup]:
+        """The groups of all callables."""
+        return [group for one in self._graph_sets for group in list(one.groups.values())]
 
     def _rearm(self, reason: EvictionReason, tag: str = "") -> None:
         for graphs in self._graph_sets:
@@ -99,7 +105,7 @@ class Lifecycle(MadeAnew):
 
         The log says the same once, as a WARNING: after the first thousand calls, and after 32 captures.
         """
-        return Health.of(self._graph_cache.stats)
+        return Health.of(self._graph_cache.stats, self._groups)
 
     def report(self) -> "Report":
         """What happened so far: sizes, gains, why calls ran eagerly, and what to do; ``report().save("report.html")``.
@@ -110,8 +116,7 @@ class Lifecycle(MadeAnew):
 
         sets, cache = self._graph_sets, self._graph_cache
         name = callable_name(sets[0].fn) if len(sets) == 1 else type(self).__name__
-        groups = [group for one in sets for group in list(one.groups.values())]
-        return make_report(name, cache.stats, list(cache), groups, self.memory_bytes)
+        return make_report(name, cache.stats, list(cache), self._groups, details_of(self._groups), self.memory_bytes)
 
     @property
     def graphs(self) -> "GraphTable":

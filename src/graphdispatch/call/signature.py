@@ -237,6 +237,16 @@ class Signature:
             return NO_MATCH
         return rows if known else 1
 
+    def changed_constants(self, values: Sequence[Any]) -> dict[int, tuple[Any, Any]]:
+        """By place, the constants in which a call differs, as they were and as they are; none if it differs in more."""
+        changes, like_these = {}, list(values)
+        for position, kind, exact, value in self._constants:
+            given = values[position]
+            if type(given) in _PLAIN and _exactly(given) != (kind, exact):
+                changes[position] = (kind, exact), _exactly(given)
+                like_these[position] = value
+        return changes if changes and self.match(like_these) != NO_MATCH else {}
+
     def misfit(self, values: Sequence[Any]) -> str:
         """Why a call does not match, as a sentence: the first tensor that is another one, or what else there may be."""
         for form, position, kind, dtype, device, *_ in self._checks:

@@ -9,7 +9,6 @@ from rich.progress import track
 from rich.table import Table
 
 from ..showing import count, percent
-from .waiting import waiting
 
 if TYPE_CHECKING:
     from ..demo import DemoResult
@@ -34,8 +33,8 @@ def demo(
 
     console = Console(highlight=False)
     torch.set_num_threads(1)
-    with waiting("capturing graphs, and comparing each with eager"):
-        both = SideBySide(preset, device, max_size=max_size, seed=seed)
+    is_watched = Console(stderr=True).is_interactive
+    both = SideBySide(preset, device, max_size=max_size, seed=seed, progress=is_watched)
     trace = generate_trace(steps, seed=seed, window=both.eager.config.window)
     records = track(both.run(trace), "running steps", steps, transient=True, disable=not console.is_interactive)
     result = DemoResult(tuple(records), both.tolerance)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..api.graphed import graphed
+from ..api.progress import Progress
 from ..backends import get_backend
 from ..call.rules import Pad
 from ..config import CUDAGraphOptions
@@ -184,13 +185,22 @@ class SideBySide:
         device: ``auto``, ``cpu`` or ``cuda``.
         max_size: The rows of the largest graph. Larger steps run eagerly.
         seed: Seeds weights and tokens.
+        progress: As ``prewarm`` of ``graphed`` takes it.
 
     Raises:
         ConfigError: The preset is unknown, or ``max_size`` is not a size.
         BackendError: The device is unknown or not available.
     """
 
-    def __init__(self, preset: str = "tiny", device: str = "auto", *, max_size: int = 64, seed: int = 0) -> None:
+    def __init__(
+        self,
+        preset: str = "tiny",
+        device: str = "auto",
+        *,
+        max_size: int = 64,
+        seed: int = 0,
+        progress: bool | Progress = False,
+    ) -> None:
         self.eager, example, options = build(preset, device, seed)
         self.graphed = graphed(self.eager.twin(), sizes="pow2", max_size=max_size, backend=device, **options)
         self.tolerance = _TOLERANCES[self.eager.head.weight.dtype]
@@ -198,7 +208,7 @@ class SideBySide:
         self._tokens = torch.Generator().manual_seed(seed)
         with torch.inference_mode():
             self.eager(**example)
-            self.graphed.prewarm(**example)
+            self.graphed.prewarm(**example, progress=progress)
 
     def run(self, trace: Iterable[Step]) -> Iterator[StepRecord]:
         """Run the trace, one step for each record taken. The two sides take turns at going first."""

@@ -27,7 +27,7 @@ from ..reasons import Reason
 from ..showing import count, percent
 from ..state.guards import StateGuard
 from ..stats import CUDAGraphStats, EvictionReason
-from .group import GraphGroup, Route, Spelling
+from .group import GraphGroup, Route, Spelling, details_of
 
 _log = logging.getLogger("graphdispatch")
 
@@ -47,6 +47,7 @@ class Health(NamedTuple):
         captures: The graphs that were captured.
         lost: Those of them that were evicted.
         causes: The three commonest reasons of the other calls, each with its number.
+        details: What is known of each of these besides, such as the line of the model; empty where nothing is.
     """
 
     calls: int
@@ -54,12 +55,14 @@ class Health(NamedTuple):
     captures: int
     lost: int
     causes: tuple[tuple[Reason, int], ...]
+    details: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, stats: CUDAGraphStats) -> "Health":
-        """What the counters tell now."""
-        causes = stats.reasons.copy().most_common(3)
-        return cls(stats.calls, stats.graph_ratio, stats.captures, stats.evictions, tuple(causes))
+    def of(cls, stats: CUDAGraphStats, groups: Iterable[GraphGroup] = ()) -> "Health":
+        """What the counters and the failures of groups say now."""
+        causes, known = stats.reasons.copy().most_common(3), details_of(groups)
+        details = tuple(known.get(reason, [""])[0] for reason, _ in causes)
+        return cls(stats.calls, stats.graph_ratio, stats.captures, stats.evictions, tuple(causes), details)
 
     @property
     def is_well(self) -> bool:
@@ -67,7 +70,10 @@ class Health(NamedTuple):
         return self.share >= 0.5 and (self.captures < FIRST_CAPTURES or 2 * self.lost < self.captures)
 
     def __str__(self) -> str:
-        causes = "".join(f"; {reason}, {count(number)} times: {reason.text}" for reason, number in self.causes)
+        causes = "".join(
+            f"; {reason}, {count(number)} time{'s' * (number != 1)}: {detail or reason.text}"
+            for (reason, number), detail in zip(self.causes, self.details, strict=True)
+        )
         lost = f", and {count(self.lost)} of {count(self.captures)} graphs are gone" if self.lost else ""
         return f"graphs serve {percent(self.share)} of {count(self.calls)} calls{lost}{causes}"
 
@@ -213,6 +219,9 @@ class GraphSet:
             return made
         self._has_fitted = True
         group, leaves = made
+        group.is_of_constant = spelling is not None and route.note_constants(
+            spelling.latest[0], spec.values(args, kwargs)
+        )
         self.give_way(group, spare=1)
         spelling = route.spellings.get(key)  # which may have gone with its last group
         if spelling is None:
@@ -363,7 +372,7 @@ class GraphSet:
         """Put a new entry into the cache, if there is room for it."""
         self.stats.record_capture(entry.capture_time_ms, f"{entry.mode.name} {size_text(entry.key)}", entry.gain)
         if self.stats.captures == FIRST_CAPTURES and 2 * self.stats.evictions >= FIRST_CAPTURES:
-            _log.warning("%s: %s", callable_name(self.fn), Health.of(self.stats))
+            _log.warning("%s: %s", callable_name(self.fn), Health.of(self.stats, list(self.groups.values())))
         told = callable_name(self.fn), entry.mode.name, entry.size, entry.capture_time_ms
         _log.info("captured callable=%s mode=%s rows=%s ms=%.1f", *told)
         self.cache.admission.forget((group.key, entry.size))

@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..memory.replay import ReplayPlan
 from ..reasons import Reason
+from ..showing import count, without_numbers
 from ..sizes import Extents
 from ..state.guards import StateGuard
 
@@ -28,6 +29,7 @@ MOST_ROUTES = 16384
 """A front end keeps so many routes by its own keys; when there are more, all are made anew."""
 _MOST_HITS = 8192
 _MOST_STATES = 8
+_MOST_CONSTANTS = 4096
 
 
 @dataclass(eq=False, slots=True)
@@ -57,6 +59,27 @@ class Route:
     """Whether the server captures what comes often, unless there is ``entry``; else only the front end does."""
     spellings: "dict[tuple[Any, ...], Spelling]" = field(init=False, default_factory=dict)
     """The forms of calls that came, by the number of positional arguments and the keywords."""
+    constants: dict[str, set[int]] = field(init=False, default_factory=dict)
+    """By argument, the hashes of the constants in which alone a new call has differed from the one before."""
+
+    def note_constants(self, group: "GraphGroup", values: Sequence[Any]) -> bool:
+        """Note in which constants a new call differs from those of a group; False if it differs in more than these."""
+        apart = group.call.flatten(values)
+        changes = group.signature.changed_constants(apart) if apart is not None else {}
+        for position, pair in changes.items():
+            known = self.constants.setdefault(group.call.leaves[position].path, set())
+            if len(known) < _MOST_CONSTANTS:
+                known.update(map(hash, pair))
+        return bool(changes)
+
+    def about_constants(self) -> tuple[str, int]:
+        """Which argument had the most constants, in words, and how many there were."""
+        name, values = max(self.constants.items(), key=lambda one: len(one[1]))
+        text = (
+            f"argument {name!r} had {count(len(values))} values, and each needs a graph of its own; pass it as a "
+            "tensor, or raise max_signatures in the options if the values come again"
+        )
+        return text, len(values)
 
     def descriptor_of(self, size: int) -> BatchDescriptor:
         """What the graph of ``size`` serves."""
@@ -155,6 +178,8 @@ class GraphGroup:
     kept."""
     missed_at: int = 0
     """When the latest call took the slow path, in uses (``next_use``)."""
+    is_of_constant: bool = False
+    """Whether its first call differed from the one before it in constants alone."""
     hits: Hits = field(init=False)
 
     def __post_init__(self) -> None:
@@ -284,6 +309,19 @@ class GraphGroup:
                 factor = factor.to(spec.device, spec.dtype)
                 batch[spec.position] = value.mul_(factor) if bool(value.any()) else factor - 1
         return batch
+
+
+def details_of(groups: Iterable[GraphGroup]) -> dict[Reason, list[str]]:
+    """What is known of reasons besides their texts, such as a line of the model, each once. Needs no lock."""
+    found: dict[Reason, dict[str, str]] = {}
+    for group in groups:
+        said = [(failure.reason, failure.detail) for failure in list(group.failures.values())]
+        if group.route.constants:
+            said.append((Reason.CONSTANT_CHANGES, group.route.about_constants()[0]))
+        for reason, detail in said:
+            if detail and detail != reason.text:
+                found.setdefault(reason, {}).setdefault(without_numbers(detail), detail)
+    return {reason: list(details.values()) for reason, details in found.items()}
 
 
 def _with_order(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:

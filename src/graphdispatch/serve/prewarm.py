@@ -1,32 +1,39 @@
 """Captures made on purpose, before batches need them: all sizes at the start, or one while nothing is to be served."""
 
+import logging
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, product
+from math import inf
 from typing import Any
 
 import torch
 
+from ..call.rules import callable_name
 from ..call.signature import Refusal
 from ..capture.collector import paused_collector
 from ..capture.padding import largest_within
 from ..capture.request import CaptureResult
-from ..decide import Decision
+from ..decide import Decision, SizeTable
 from ..errors import CaptureError, ConfigError, FallbackError, shown
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
 from ..memory.replay import next_use
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
-from ..showing import html_table
+from ..showing import html_table, shortened, without_numbers
 from ..sizes import lengths_of, pack
 from .graphs import GraphSet, memory_of
 from .group import GraphGroup, Route
 from .server import Server
 
+_log = logging.getLogger("graphdispatch")
+
 _MOST_LOOKED_AT = 4096
 """The most batches of a size of which a prewarm sees whether its proof covers them."""
+_MANY = 64
+"""A prewarm of more graphs says after the first one how long all of them may take."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +53,19 @@ class PrewarmReport:
             for mode, sizes in self.captured.items()
         ]
         lines.append(f"{self.seconds:.2f} s, {self.memory_bytes / 2**20:.1f} MiB held")
-        return "\n".join(lines + [f"{mode.name} {size} left out: {why}" for (mode, size), why in self.left_out.items()])
+        return "\n".join(lines + [f"{mode} {sizes} left out: {why}" for sizes, mode, why in self._without_graph()])
+
+    def _without_graph(self) -> list[tuple[str, str, str]]:
+        """Sizes, their mode and why they have no graph. Sizes for which the same is said share a line, with the text of
+        the first of them."""
+        groups: dict[tuple[CUDAGraphMode, str], list[Any]] = {}
+        for (mode, size), why in self.left_out.items():
+            groups.setdefault((mode, without_numbers(why)), []).append(size)
+        return [(shortened(sizes), mode.name, self.left_out[mode, sizes[0]]) for (mode, _), sizes in groups.items()]
 
     def _repr_html_(self) -> str:
-        rows = [(size, mode.name, "captured") for mode, sizes in self.captured.items() for size in sizes]
-        rows += [(size, mode.name, why) for (mode, size), why in self.left_out.items()]
+        rows = [(str(size), mode.name, "captured") for mode, sizes in self.captured.items() for size in sizes]
+        rows += self._without_graph()
         title = f"{self.seconds:.2f} s, {self.memory_bytes / 2**20:.1f} MiB held"
         return html_table(title, ("size", "mode", "what became of it"), rows)
 
@@ -86,6 +101,7 @@ def prewarm(
     kwargs: dict[str, Any],
     sizes: Sequence[int] | None = None,
     max_seconds: float | None = None,
+    progress: Callable[[int, int, float], object] | None = None,
 ) -> PrewarmReport:
     """Capture the sizes of a route that have no graph yet, from a call of it. See ``Graphed.prewarm``. Who puts graphs
     to sleep meanwhile waits for the lock."""
@@ -94,9 +110,12 @@ def prewarm(
     ):
         raise ConfigError(f"max_seconds must be a number above 0 or None, got {shown(max_seconds)}")
     graphs, mode = server.graphs, route.table.mode
+    if torch.is_grad_enabled() and server.needs_gradients(args, kwargs):
+        why = Reason.NEEDS_GRADIENTS.text
+        _log.warning("%s is prewarmed with a call that will run eagerly: %s", callable_name(server.fn), why)
     with torch.no_grad(), server.lock, paused_collector(graphs.options.gc_disable):
         refuse_closed(server, route)
-        run = _Prewarm(server, max_seconds)
+        run = _Prewarm(server, max_seconds, progress)
         graphs.refresh()
         group, leaves, rows = _example(server, route, args, kwargs)
         wanted = sorted(route.table.checked(sizes), reverse=True) if group.signature.has_rows else [1]
@@ -107,6 +126,9 @@ def prewarm(
             else:
                 entry.last_used = next_use()  # so that others give way first
         refuse_too_many(graphs.cache, missing)
+        if max_seconds is not None and group.signature.has_rows:
+            missing = _usable_first(route.table, missing)
+        run.total = len(missing)
         run.capture(group, leaves, missing)
         # The run of one size may move a workspace that graphs made before read.
         if unfit := [size for size in missing if graphs.is_stale(group, size)]:
@@ -129,8 +151,16 @@ def prewarm(
 class _Prewarm:
     """The captures of one prewarm, within its limits."""
 
-    def __init__(self, server: Server, max_seconds: float | None = None) -> None:
-        self._server, self._max_seconds = server, max_seconds
+    def __init__(
+        self,
+        server: Server,
+        max_seconds: float | None = None,
+        progress: Callable[[int, int, float], object] | None = None,
+    ) -> None:
+        self._server, self._max_seconds, self._progress = server, max_seconds, progress
+        self.total = 0
+        """How many sizes are to be captured, for those who watch the progress."""
+        self._done, self._first_s = 0, 0.0
         self.left_out: dict[int, tuple[str, Reason | None]] = {}
         """Why sizes have no graph, in words and, unless there was no time, by its reason."""
         self.started = time.perf_counter()
@@ -145,6 +175,26 @@ class _Prewarm:
                 self.left_out[size] = Reason.CACHE_FULL.text, Reason.CACHE_FULL
             elif (result := self._capture_checked(group, leaves, size)).entry is None:
                 self.left_out[size] = result.detail, result.reason
+            if self._done < self.total:
+                self._note_done()
+
+    def _note_done(self) -> None:
+        """Say that one more size is done, and how long the others may take: each as long as those behind the first one,
+        whose run shows more."""
+        self._done += 1
+        taken_s, left = time.perf_counter() - self.started, self.total - self._done
+        if self._done == 1:
+            self._first_s = each_s = taken_s
+            if self.total > _MANY:
+                _log.warning(
+                    "%s: prewarm captures %d graphs, one for each combination of sizes; the first took %.2f s, so that "
+                    "all may take %.0f s. Give fewer sizes, as Dim('seq', [64, 256]) in dynamic= or (8, 64) in sizes=",
+                    *(callable_name(self._server.fn), self.total, taken_s, self.total * taken_s),
+                )
+        else:
+            each_s = (taken_s - self._first_s) / (self._done - 1)
+        if self._progress is not None:
+            self._progress(self._done, self.total, each_s * left)
 
     def _capture_checked(self, group: GraphGroup, leaves: Sequence[Any], size: int) -> CaptureResult:
         """Capture one size from a full batch, and compare it on what its proof needs besides: a second batch, a padded
@@ -180,6 +230,20 @@ class _Prewarm:
         cache = self._server.graphs.cache
         largest = max((entry.nbytes for entry in cache), default=0)
         return cache.max_bytes is not None and cache.nbytes + largest > cache.max_bytes
+
+
+def _usable_first(table: SizeTable, sizes: Sequence[int]) -> list[int]:
+    """Sizes, the largest first, in an order in which the first few serve every batch: along each dimension the largest,
+    and the next that is at most half of it, and so on; then the others."""
+    kept = []
+    for axis in table.axes:
+        halves, last = set[int](), inf
+        for length in sorted({axis.of(size) for size in sizes}, reverse=True):
+            if 2 * length <= last:
+                halves.add(length)
+                last = length
+        kept.append((axis, halves))
+    return sorted(sizes, key=lambda size: any(axis.of(size) not in halves for axis, halves in kept))
 
 
 def refuse_closed(server: Server, route: Route) -> None:

@@ -208,6 +208,9 @@ class Server:
             reason, detail = self.admit(group, size)
             if reason is Reason.FIRST_SIGHTING and group.of_size(size):
                 detail = f"{reason.text}; its graphs are of another state of the callable ({self.graphs.latest_change})"
+            elif reason is Reason.FIRST_SIGHTING and group.is_of_constant:
+                detail, values = group.route.about_constants()
+                reason = Reason.CONSTANT_CHANGES if values > self.graphs.max_groups else reason
             return reason, detail
         if group.route.entry is not None and not entry.is_current():
             return Reason.ADDRESS_CHANGED, ""
@@ -361,6 +364,10 @@ class Server:
         started = share.clock()
         try:
             return self.graphs.give(self.fn(*args, **kwargs))
+        except Exception as error:
+            if decision.reason in (Reason.NO_TENSORS, Reason.UNGUARDED_ARGUMENT):
+                error.add_note(f"graphdispatch: {decision.detail}")  # such as an array where the model takes a tensor
+            raise
         finally:
             share.note_eager(share.clock() - started)
             WINDOWS.end(run)
@@ -377,7 +384,7 @@ class Server:
             _log.info("eager callable=%s reason=%s rows=%s: %s", callable_name(self.fn), reason, decision.rows, told)
         self._eager_calls += 1  # which may lose one of another thread
         if self._eager_calls == FIRST_CALLS // 2 + 1 and self.stats.calls <= FIRST_CALLS:
-            _log.warning("%s: %s", callable_name(self.fn), Health.of(self.stats))
+            _log.warning("%s: %s", callable_name(self.fn), Health.of(self.stats, list(self.graphs.groups.values())))
         if self.strict and not reason.leads_to_graph:
             raise FallbackError(decision.explain(), reason) from cause
 

@@ -2,7 +2,8 @@
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -12,6 +13,7 @@ import transformers
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import GenerationMode
 
+from ...api.progress import Progress, reporter
 from ...config import CUDAGraphOptions
 from ...errors import ConfigError, check_count, shown
 from ...memory.cache import MemoryReport, memory_report
@@ -26,6 +28,8 @@ _SERVED_MODES = (
     GenerationMode.BEAM_SAMPLE,
 )
 _SHORTEST, _LONGEST = 64, 4096
+_TOKENS_TO_HIT = 5
+"""The prompt's only token, that of the prefill, and three steps: one captures, one compares, one is a hit."""
 _log = logging.getLogger("graphdispatch")
 
 
@@ -37,9 +41,10 @@ class GraphedGeneration:
     captured at the first decode step that uses it. Prefills run eagerly. A request that graphs do not serve runs as it
     would without the block; ``stats.not_served`` and ``explain`` say why.
 
-    The model's class is replaced by a subclass of the same name, and put back at the end of the block or by
-    ``unpatch``, which releases caches and graphs as well. Copies and pickles of the model are of the original class.
-    Threads may generate at the same time; while two of them need one cache, the second request runs without graphs.
+    The model's class is replaced by a subclass of the same name, and put back at the end of the block. Caches and
+    graphs stay for the next block of this object; ``unpatch`` releases them. Copies and pickles of the model are of the
+    original class. Threads may generate at the same time; while two of them need one cache, the second request runs
+    without graphs.
 
     Args:
         model: A model with transformers' ``generate()``.
@@ -97,15 +102,79 @@ class GraphedGeneration:
 
     def unpatch(self) -> None:
         """Give the model its class back and release caches and graphs. Requests under way finish as they began."""
+        self._put_back()
+        self._pool.close()
+
+    def _put_back(self) -> None:
         if type(self.model) is self._hooked:
             self.model.__class__ = self._original
-        self._pool.close()
 
     def __enter__(self) -> "GraphedGeneration":
         return self.patch()
 
     def __exit__(self, *error: object) -> None:
-        self.unpatch()
+        self._put_back()
+
+    def prewarm(
+        self,
+        rows: Iterable[int] = (1,),
+        cache_lengths: Iterable[int] | None = None,
+        *,
+        progress: bool | Progress = False,
+    ) -> tuple[tuple[int, int], ...]:
+        """Capture the decode steps of requests now, so that their first tokens need not wait for it.
+
+        For each cache a request of ones is made that generates a few tokens, as ``model.generate`` would with the
+        model's ``generation_config``. The counters of ``stats`` count these requests. What the model raises passes
+        through.
+
+        Args:
+            rows: The numbers of rows: of prompts, times beams or sequences for each.
+            cache_lengths: Some of the lengths of caches. None: all.
+            progress: As in ``Graphed.prewarm``; it counts caches.
+
+        Returns:
+            The rows and length of each of these caches that has a graph now; ``explain`` says why others have none.
+
+        Raises:
+            ConfigError: There are more caches than ``max_caches``, or an argument is wrong.
+        """
+        lengths = _some_of("cache_lengths", self.cache_lengths, cache_lengths)
+        counts = _some_of("rows", range(1, self.max_batch_size + 1), rows)
+        wanted = [(count, length) for length in reversed(lengths) for count in reversed(counts)]
+        if len(wanted) > self._pool.most:
+            raise ConfigError(
+                f"prewarm of {len(wanted)} caches needs max_caches >= {len(wanted)}, got {self._pool.most}; raise it, "
+                "or name fewer"
+            )
+        was_patched, started = type(self.model) is self._hooked, time.perf_counter()
+        with reporter(progress) as report:
+            self.patch()
+            try:
+                for done, (count, length) in enumerate(wanted, 1):
+                    self._request_few_tokens(count, length)
+                    if report is not None:
+                        each_s = (time.perf_counter() - started) / done
+                        report(done, len(wanted), each_s * (len(wanted) - done))
+            finally:
+                if not was_patched:
+                    self._put_back()
+        captured = {(slot.key.rows, slot.key.length) for slot in self._pool if slot.step.entries}
+        return tuple(pair for pair in wanted if pair in captured)
+
+    def _request_few_tokens(self, rows: int, length: int) -> None:
+        """Generate the tokens of a capture, of its comparison and of a hit, with the cache of this length."""
+        ids = torch.ones((rows, 1), dtype=torch.long, device=self.model.device)
+        ends = transformers.StoppingCriteriaList([_EndsAt(_TOKENS_TO_HIT)])
+        no_token = self.model.config.get_text_config(decoder=True).vocab_size  # so that nothing ends the request before
+        settings = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "eos_token_id": no_token}
+        self.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=length,
+            stopping_criteria=ends,
+            **settings,
+        )
 
     @property
     def stats(self) -> GenerationStats:
@@ -290,6 +359,24 @@ def _lengths(model: Any, given: Iterable[int] | None) -> tuple[int, ...]:
     if not lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in lengths):
         raise ConfigError(f"cache_lengths must be numbers of tokens, as (256, 1024), got {shown(given)}")
     return tuple(sorted(set(lengths)))
+
+
+def _some_of(name: str, every: Sequence[int], given: Iterable[int] | None) -> tuple[int, ...]:
+    """What is given of these numbers, increasing; None: all. Raises ``ConfigError``."""
+    chosen = tuple(every) if given is None else tuple(given) if isinstance(given, Iterable) else (None,)
+    if not chosen or any(one not in every for one in chosen):
+        raise ConfigError(f"{name} must be some of {tuple(every)}, got {shown(given)}")
+    return tuple(sorted(set(chosen)))
+
+
+class _EndsAt(transformers.StoppingCriteria):
+    """Ends a request at a number of tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self._tokens, device=input_ids.device)
 
 
 def graphed_generation(model: Any, **settings: Any) -> GraphedGeneration:

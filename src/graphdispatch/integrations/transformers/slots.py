@@ -132,7 +132,7 @@ class SlotPool:
     def __init__(self, step: Callable[..., Any], config: Any, most: int, options: CUDAGraphOptions) -> None:
         self._step = step
         self._config = config
-        self._most = most
+        self.most = most
         self._options = options
         self.lock = make_lock()
         self._slots: dict[SlotKey, Slot] = {}  # by use: the latest last
@@ -193,7 +193,7 @@ class SlotPool:
 
     def _make_room(self) -> list[Slot]:
         idle = [slot for slot in self._slots.values() if not slot.is_busy]
-        return [self._leave(slot) for slot in idle[: max(0, len(self._slots) + 1 - self._most)]]
+        return [self._leave(slot) for slot in idle[: max(0, len(self._slots) + 1 - self.most)]]
 
     def _leave(self, slot: Slot) -> Slot:
         del self._slots[slot.key]
