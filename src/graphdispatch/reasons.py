@@ -117,7 +117,7 @@ class Reason(Explained):
     OUTPUT_UNSUPPORTED = "output_unsupported", "an output is an object that a graph cannot return"
     OUTPUT_ROWS_UNKNOWN = "output_rows_unknown", "the rows of an output do not follow the batch, so it cannot be cut"
 
-    CALL_RAISED = "call_raised", "the call itself raised during its capture or comparison; the caller got the error"
+    CALL_RAISED = "call_raised", "the call itself raised during its capture or comparison, and the caller got the error"
     CAPTURE_UNSAFE = "capture_unsafe", "the model does something that a graph cannot hold"
     CAPTURE_FAILED = "capture_failed", "the capture failed"
     OUT_OF_MEMORY = "out_of_memory", "the capture ran out of memory"

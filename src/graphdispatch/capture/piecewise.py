@@ -21,7 +21,7 @@ from inspect import getattr_static
 from pathlib import PurePath
 from threading import get_ident
 from traceback import walk_tb
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ class EagerPart:
             elif not is_same_value(now, then):
                 raise ReplayError(
                     f"break {self.name!r} returned {describe(now)} where it returned {describe(then)} at the capture; "
-                    "the graphs after it were captured for that value"
+                    "the graphs after it were captured for that value. Return tensors, or the same value each time"
                 )
 
     def _put(self, index: int, now: torch.Tensor, then: torch.Tensor) -> None:
@@ -206,13 +206,23 @@ def _sharing(leaves: list[Any]) -> list[int]:
 
 def places_within(error: BaseException) -> Iterator[tuple[nn.Module, str]]:
     """The methods of modules that an error came through, from the innermost; ``"forward"`` for a whole module."""
-    cause = error.__cause__ if isinstance(error, CaptureError) and error.__cause__ is not None else error
-    for frame, _ in reversed(list(walk_tb(cause.__traceback__))):
+    for frame in reversed(_frames(error)):
         code = frame.f_code
         module, name = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None, code.co_name
         if isinstance(module, nn.Module) and (found := getattr_static(type(module), name, None)) is not None:
             is_method = isinstance(found, FunctionType) and name not in _OF_ANY_CALL
             yield module, name if is_method else "forward"
+
+
+def is_check_of_distribution(error: BaseException) -> bool:
+    """Whether an error came from what ``torch.distributions`` checks when one of them is made."""
+    return any(frame.f_globals.get("__name__") == torch.distributions.distribution.__name__ for frame in _frames(error))
+
+
+def _frames(error: BaseException) -> list[FrameType]:
+    """The frames that an error came through, the innermost last."""
+    cause = error.__cause__ if isinstance(error, CaptureError) and error.__cause__ is not None else error
+    return [frame for frame, _ in walk_tb(cause.__traceback__)]
 
 
 _OF_ANY_CALL = frozenset(name for name in vars(nn.Module) if callable(getattr(nn.Module, name)))

@@ -22,7 +22,7 @@ from ..memory.windows import storages_of
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..state.objects import CONSTANTS
-from .piecewise import places_within
+from .piecewise import is_check_of_distribution, places_within
 
 _log = logging.getLogger("graphdispatch")
 
@@ -153,6 +153,8 @@ _OF_A_MISSING_ENTRY = (
 
 def advice(request: CaptureRequest, error: Exception, reason: Reason) -> str:
     """A remedy, to be added to a refusal; empty if there is none to give."""
+    if reason is Reason.CAPTURE_UNSAFE and is_check_of_distribution(error):
+        return "; or leave the check out: torch.distributions.Distribution.set_default_validate_args(False)"
     if reason is Reason.CAPTURE_UNSAFE:
         return _nearest_break(request, error)
     return _missing_entries(request) if reason in _OF_A_MISSING_ENTRY else ""
