@@ -11,8 +11,6 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
-_WIDE = "docs/concepts/checks", "docs/concepts/padding"
-
 
 def _name(path: Path) -> str:
     return str(path.relative_to(ROOT).with_suffix(""))
@@ -27,9 +25,9 @@ def blocks(language: str) -> list[Any]:
 
 def lines_of_code() -> list[Any]:
     """The lines of fenced blocks, with an id for each document."""
-    fence = re.compile(r"^```\w.*\n(.*?)^```", re.S | re.M)
+    fence = re.compile(r"^```\w[^\n]*\n(.*?)^```", re.S | re.M)
     found = [(path, "".join(fence.findall(path.read_text())).splitlines()) for path in DOCUMENTS]
-    return [pytest.param(lines, id=_name(path)) for path, lines in found if lines and _name(path) not in _WIDE]
+    return [pytest.param(lines, id=_name(path)) for path, lines in found if lines]
 
 
 def targets() -> list[str]:
@@ -85,6 +83,20 @@ def test_python_snippet_runs(code: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_code_is_seen_whole(lines: list[str]) -> None:
     """The site shows 88 columns of a block of code; what is behind them has to be scrolled to."""
     assert [line for line in lines if len(line) > 88] == []
+
+
+def footguns() -> list[str]:
+    """The tests that the tables of limits and footguns name in their last column."""
+    tables = (ROOT / "docs" / name for name in ("limits.md", "footguns.md"))
+    return sorted({name for path in tables for name in re.findall(r"^\|.*\| `(\w+)` \|$", path.read_text(), re.M)})
+
+
+def test_each_footgun_has_its_test() -> None:
+    """It is a test of that name in ``tests/behaviour``, or a case."""
+    written = "".join(path.read_text() for path in (ROOT / "tests" / "behaviour").glob("*.py"))
+    names = {*re.findall(r"^def (?:test_)?(\w+)", written, re.M), *re.findall(r"\"(\w+)[\":]", written)}
+    assert len(footguns()) > 100
+    assert [name for name in footguns() if name not in names] == []
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=_name)
