@@ -58,7 +58,7 @@ _PARTS = {
 
 
 def main() -> None:
-    """Measure, print, and write the file that was asked for."""
+    """Measure, print, and write the file of results."""
     options = _options()
     effort = Effort(turns=options.turns, traces=tuple(options.traces))
     where = _where()
@@ -105,10 +105,10 @@ def _processor() -> str:
 def _commit() -> str:
     command = ["git", "describe", "--always", "--dirty"]
     try:
-        told = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return told.stdout.strip()
+    return done.stdout.strip()
 
 
 def _table(rows: list[Row]) -> str:

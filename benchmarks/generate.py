@@ -34,13 +34,13 @@ def rows(effort: Effort) -> list[Row]:
     found = []
     for count in (1, 4):
         batch = {"input_ids": torch.randint(2, 1000, (count, 9)), "attention_mask": torch.ones(count, 9).long()}
-        asked: dict[str, Any] = {**batch, "max_new_tokens": _TOKENS, "min_new_tokens": _TOKENS, "do_sample": False}
+        request: dict[str, Any] = {**batch, "max_new_tokens": _TOKENS, "min_new_tokens": _TOKENS, "do_sample": False}
         ways: dict[str, Callable[[], Any]] = {
-            "graphs": lambda asked=asked: twin.generate(**asked),
-            "default cache": lambda asked=asked: plain.generate(**asked),
-            "static cache": lambda asked=asked: plain.generate(**asked, cache_implementation="static"),
+            "graphs": lambda request=request: twin.generate(**request),
+            "default cache": lambda request=request: plain.generate(**request),
+            "static cache": lambda request=request: plain.generate(**request, cache_implementation="static"),
         }
-        compiled = _compiled(transformers, plain, asked)
+        compiled = _compiled(transformers, plain, request)
         if compiled is not None:
             ways["static cache, compiled"] = compiled
         for way in ways.values():
@@ -68,13 +68,13 @@ def make_model(transformers: Any, dtype: torch.dtype = torch.float32, **sizes: i
     return model
 
 
-def _compiled(transformers: Any, model: Any, asked: dict[str, Any]) -> Callable[[], Any] | None:
+def _compiled(transformers: Any, model: Any, request: dict[str, Any]) -> Callable[[], Any] | None:
     """``generate`` with transformers' compiled static cache, once it is compiled; None where that fails or is slow."""
     config = transformers.CompileConfig(mode="default")
     config._compile_all_devices = True
 
     def way() -> Any:
-        return model.generate(**asked, cache_implementation="static", compile_config=config)
+        return model.generate(**request, cache_implementation="static", compile_config=config)
 
     def give_up(*_: object) -> None:
         raise TimeoutError

@@ -14,7 +14,7 @@ STEPS, CLASSES = 30, 4
 
 
 class Denoiser(nn.Module):
-    """A small network with skip connections, told the noise level and the class."""
+    """A small network with skip connections, which takes the noise level and the class."""
 
     def __init__(self, width: int = 24) -> None:
         super().__init__()
@@ -24,9 +24,9 @@ class Denoiser(nn.Module):
 
     def forward(self, sample: Tensor, sigma: Tensor, label: Tensor) -> Tensor:
         """[N, 3, H, W], [N], [N] -> the noise in the sample."""
-        told = (self.level(sigma[:, None]) + self.label(label))[..., None, None]
-        hidden = functional.silu(self.enter(sample) + told)
-        inner = functional.silu(self.down(hidden) + told)
+        given = (self.level(sigma[:, None]) + self.label(label))[..., None, None]
+        hidden = functional.silu(self.enter(sample) + given)
+        inner = functional.silu(self.down(hidden) + given)
         return self.leave(hidden + self.up(inner))
 
 

@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 def make_model(width: int = 16, blocks: int = 4, classes: int = 10) -> nn.Module:
-    """Pixels [N, 3, 16, 16] -> logits [N, classes]. In eval mode batch norm keeps rows apart, as padding needs."""
+    """Pixels [N, 3, 16, 16] -> logits [N, classes]. In eval mode rows are independent, as padding needs."""
     stem = nn.Conv2d(3, width, 3, stride=2, padding=1)
     layers = [Block(width) for _ in range(blocks)]
     model = nn.Sequential(stem, *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes))

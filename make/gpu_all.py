@@ -3,7 +3,7 @@
     python make/gpu_all.py --out FOLDER [--parts NAME ...] [--scale FACTOR] [--commit NAME]
 
 The parts run one after another, the most important first, each with a time limit of its own. What they print goes to
-``log.txt`` in the folder, and ``summary.txt`` gets a line as each one ends, so that a run that is cut off tells most.
+``log.txt`` in the folder, and ``summary.txt`` gets a line as each one ends, so that a run that is cut off shows most.
 """
 
 import argparse

@@ -45,7 +45,7 @@ _GRACE_S = 20.0  # a section looks at the clock only between measurements
 
 
 def main() -> None:
-    """Run the sections that were asked for; or, in a process started for it, one section."""
+    """Run the chosen sections; or, in a process started for it, one section."""
     options = _options()
     if options.rows is not None:
         _run_section(options)

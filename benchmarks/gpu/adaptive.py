@@ -68,7 +68,7 @@ def _model(width: int, layers: int) -> nn.Module:
 
 
 def _calibrate(bench: Bench, model: nn.Module, step: Graphed[..., Tensor], batches: dict[int, Tensor]) -> _Costs:
-    """What each size costs either way: the median of a few steps, which no policy is told."""
+    """What each size costs either way: the median of a few steps, which no policy gets."""
     costs: _Costs = {}
     for rows, batch in batches.items():
         for mode, fn in ((EAGER, model), (GRAPH, step)):

@@ -62,10 +62,10 @@ def _compare(bench: Bench, case: str, found: dict[str, Figures], latest: str) ->
         (_PREWARM, _PREWARM + _LARGEST, "reserved_MiB", {"at_most": 1.25}),
         (_LOOP, _LOOP + _LARGEST, "device_MiB", {}),
     )
-    for one, other, figure, asked in ratios:
+    for one, other, figure, limits in ratios:
         upper, lower = (float(found.get(side, {}).get(figure, 0)) for side in (one, other))
         if latest in (one, other) and upper and lower:
-            bench.emit(Row(case, f"{one} over {other}", {f"{figure}_ratio": upper / lower, **asked}))
+            bench.emit(Row(case, f"{one} over {other}", {f"{figure}_ratio": upper / lower, **limits}))
 
 
 def _cost(bench: Bench, make: Callable[[], Any], example: Inputs) -> Figures:

@@ -31,14 +31,14 @@ def run(bench: Bench) -> None:
         plain, twin = (make_model(transformers, bench.dtype, **({} if is_small else _LLAMA)) for _ in range(2))
     serving = graphed_generation(twin, cache_lengths=(_CACHE,))
     tokens = 16 if bench.quick else 64
-    asked = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "disable_compile": True}
+    request = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "disable_compile": True}
     compiled = []
     for count in (1, 4):
         if not bench.has_time(15, f"batch {count}"):
             return
         torch.manual_seed(count)
         ids = torch.randint(2, 1000, (count, 9)).to(bench.device)
-        batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **asked}
+        batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **request}
         ways: dict[str, _Way] = {
             _GRAPHS: partial(twin.generate, **batch),
             "default cache": partial(plain.generate, **batch),

@@ -140,7 +140,7 @@ def _measure(bench: Bench, case: _Case, sides: Mapping[str, list[Call]]) -> None
 
 
 def _extra(case: _Case, side: str, timings: Mapping[str, Timing]) -> Figures:
-    """The host time beyond a bare replay's; of peers also how many times that of ``graphed()``; and what is asked."""
+    """The host time beyond a bare replay's; of peers also how many times that of ``graphed()``; and the limit."""
     extra = timings[side].host_us - timings[_BARE].host_us
     figures: Figures = {"extra_host_us": extra}
     if side == _STATIC or (side == _GRAPHED and case.is_judged):

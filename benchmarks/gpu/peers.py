@@ -39,7 +39,7 @@ def _recorded(bench: Bench, pool: Any) -> Iterator[list[Any]]:
 
 @cache
 def _capture_stream(device: torch.device) -> torch.Stream:
-    """One for all graphs, as torch does on CUDA: memory is handed out again on the stream that it was used on."""
+    """One for all graphs, as torch does on CUDA: memory is used again on the stream that it was used on."""
     return torch.Stream(device)
 
 

@@ -67,7 +67,7 @@ def _cell(value: float | str | None) -> str:
 
 def _output(*command: str) -> str:
     try:
-        told = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return told.stdout.strip().splitlines()[0] if told.stdout.strip() else "unknown"
+    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else "unknown"

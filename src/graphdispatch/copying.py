@@ -7,9 +7,9 @@ knows. A graph, or memory of a device, says that it cannot be copied.
 Note [after a fork]
     A child has one thread, the one that forked. A lock that another thread held is held for ever there. So every lock
     of the library is made here, and becomes free in the child unless the forking thread itself holds it. Objects that
-    know more of threads than a lock are told by ``after_fork``. What another thread was about to write to tensors stays
-    as it was at that moment, as with any fork. A pipe or file that it was just opening stays open in the child for
-    ever, and whoever waits for its end waits for the child: hence ``NO_FORK``.
+    hold more of threads than a lock learn of it by ``after_fork``. What another thread was about to write to tensors
+    stays as it was at that moment, as with any fork. A pipe or file that it was just opening stays open in the child
+    for ever, and whoever waits for its end waits for the child: hence ``NO_FORK``.
 """
 
 import os

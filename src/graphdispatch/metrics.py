@@ -36,7 +36,7 @@ _BY_CAUSE = {
     "evictions": ("Graphs that were evicted, by cause.", "cause"),
 }
 _OF_REQUESTS = ("hits", "captures", "capture_failures", "capture_seconds", "reasons")
-"""What the counters of a served model of transformers tell of its steps."""
+"""What the counters of a served model of transformers say of its steps."""
 _MEMORY = ("pool", "input", "entry", "driver")
 _UNITS = {"bytes": "By", "seconds": "s"}
 
@@ -45,7 +45,7 @@ class _Metric(NamedTuple):
     """One metric now: its samples, each with a text for each of ``labels``. A counter only grows, a gauge does not."""
 
     name: str
-    told: str
+    meaning: str
     labels: tuple[str, ...]
     is_counter: bool
     samples: Sequence[tuple[tuple[str, ...], float]]
@@ -82,16 +82,16 @@ class _Metrics:
         """All metrics now, always the same ones in the same order."""
         served = self._served.items()
         counted = {name: _counters(_stats(one)) for name, one in served}
-        for metric, told in _COUNTED.items():
+        for metric, meaning in _COUNTED.items():
             found = [((name,), counters[metric]) for name, counters in counted.items() if metric in counters]
-            yield _Metric(metric, told, ("callable",), True, found)
-        for metric, (told, label) in _BY_CAUSE.items():
+            yield _Metric(metric, meaning, ("callable",), True, found)
+        for metric, (meaning, label) in _BY_CAUSE.items():
             causes = [
                 ((name, str(cause)), number)
                 for name, counters in counted.items()
                 for cause, number in counters.get(metric, {}).items()
             ]
-            yield _Metric(metric, told, ("callable", label), True, causes)
+            yield _Metric(metric, meaning, ("callable", label), True, causes)
         reports = [(name, report) for name, one in served if (report := _memory(one)) is not None]
         graphs = [
             ((name, str(size), mode), number)
@@ -131,7 +131,7 @@ class PrometheusCollector(_Metrics, Collector):
         """The metrics now; a registry calls it at each scrape."""
         for metric in self._metrics():
             make = self._families.CounterMetricFamily if metric.is_counter else self._families.GaugeMetricFamily
-            family = make(f"graphdispatch_{metric.name}", metric.told, labels=metric.labels)
+            family = make(f"graphdispatch_{metric.name}", metric.meaning, labels=metric.labels)
             for labels, value in metric.samples:
                 family.add_metric(labels, value)
             yield family
@@ -161,7 +161,7 @@ class OpenTelemetryMetrics(_Metrics):
         for place, metric in enumerate(self._metrics()):
             make = meter.create_observable_counter if metric.is_counter else meter.create_observable_gauge
             unit = _UNITS.get(metric.name.rpartition("_")[2], "1")
-            make(f"graphdispatch.{metric.name}", [partial(self._observe, place)], unit, metric.told)
+            make(f"graphdispatch.{metric.name}", [partial(self._observe, place)], unit, metric.meaning)
 
     def _observe(self, place: int, _: Any) -> "Iterator[Observation]":
         metric = next(islice(self._metrics(), place, None))

@@ -73,7 +73,7 @@ class _Counted(Unlocked):
     """Counters of calls, with the reasons of those that no graph served."""
 
     _derived: ClassVar[tuple[str, ...]]
-    """The properties that ``to_dict`` tells beside the counters."""
+    """The properties that ``to_dict`` gives beside the counters."""
     reasons: Counter[Reason]
 
     def to_dict(self) -> dict[str, Any]:

@@ -185,7 +185,7 @@ def test_a_request_that_passes_the_kept_cache_by_is_not_served(
     generation = check_same(make_model("llama"), [(prompts(2, 5), GREEDY)] * 2, cache_lengths=(32,))
     assert (generation.stats.served, generation.stats.steps) == (0, 0)
     assert generation.stats.not_served.keys() == {NotServed.PASSED_BY}
-    assert "did not hand the kept cache to the model" in generation.explain()
+    assert "did not pass the kept cache to the model" in generation.explain()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert transformers.__version__ in caplog.text
 

@@ -65,8 +65,8 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 UNDER_A_DEFAULT = """
 import torch
 torch.set_default_device("meta")
-from graphdispatch.native.bound import ASKED, CORE
-assert CORE is None or not ASKED, ASKED
+from graphdispatch.native.bound import DONE_IN_PYTHON, CORE
+assert CORE is None or not DONE_IN_PYTHON, DONE_IN_PYTHON
 assert torch.zeros(2).is_meta
 """
 

@@ -15,7 +15,7 @@ from graphdispatch import Graphed, Pad, Reason, ReplayError, graphed
 from graphdispatch.backends.tracing import compiler_at_work
 from graphdispatch.engines import EntryState
 from graphdispatch.memory.replay import ReplayPlan
-from graphdispatch.native.bound import ASKED, CORE
+from graphdispatch.native.bound import CORE, DONE_IN_PYTHON
 from graphdispatch.serve.server import Server
 
 from ..helpers import AT_ONCE, check_calls, check_rows, frames_of, in_threads, serve_in_python, with_options
@@ -49,7 +49,7 @@ def served(step: Graphed[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, boo
 
 def test_nothing_is_asked_of_python() -> None:
     """The core finds out all facts itself, in the memory of tensors, too, which differs between versions of torch."""
-    assert ASKED == ()
+    assert DONE_IN_PYTHON == ()
 
 
 VIEWS: dict[str, tuple[Callable[[], Tensor], bool]] = {

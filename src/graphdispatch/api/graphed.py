@@ -117,7 +117,7 @@ def _refuse_served(fn: Any) -> None:
 
 
 def _read_options(options: CUDAGraphOptions | None, outputs: str | None) -> CUDAGraphOptions:
-    """The options with ``outputs``, if they are given apart. Raises ``ConfigError`` for static inputs."""
+    """The options with ``outputs``, if these are given besides. Raises ``ConfigError`` for static inputs."""
     chosen = CUDAGraphOptions.or_default(options, "options")
     if chosen.inputs != "copy":
         raise ConfigError(

@@ -94,7 +94,7 @@ class Observer:
         args: The positional arguments.
         kwargs: The keyword arguments.
         limit_bytes: How much of the memory that a run overwrites may be saved.
-        skips_breaks: Whether parts that are marked by ``eager_break`` may do what they like. Nothing is told of them.
+        skips_breaks: Whether parts that are marked by ``eager_break`` may do what they like, which nothing reports.
     """
 
     def __init__(

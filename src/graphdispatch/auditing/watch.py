@@ -19,7 +19,7 @@ class Watched(NamedTuple):
     """What the runs of a call show.
 
     Attributes:
-        findings: What can be told of them; nothing if they failed.
+        findings: What they show; nothing if they failed.
         failures: Why no graph can be captured, as far as the runs show.
         operators: The operators of the last run.
         repeats: Whether equal calls did the same.

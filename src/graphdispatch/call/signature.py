@@ -1,4 +1,4 @@
-"""Signatures: everything about a call's arguments, apart from the number of rows, that a graph was captured for.
+"""Signatures: everything about a call's arguments, except the number of rows, that a graph was captured for.
 
 A signature is made once from a call, where everything that can be refused is refused with a reason or an error, and
 then only compared with later calls.
@@ -24,7 +24,7 @@ NO_MATCH = -1
 _MOST_SHAPES = 4096  # per tensor; more are compared each time
 _is_inference = torch.is_inference_mode_enabled
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
-# Values whose equality is known to mean that a callable cannot tell them apart.
+# Equal values of these types look the same to every callable.
 _CONSTANTS = (
     bool, int, str, bytes, range, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
     torch.memory_format, torch.Size,
@@ -373,7 +373,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _exactly(value: Any) -> tuple[type, Any]:
-    """A constant as something that is equal exactly where a callable cannot tell it apart."""
+    """A constant as something that is equal exactly where it looks the same to a callable."""
     return type(value), _EXACT[type(value)](value) if type(value) in _EXACT else value
 
 

@@ -152,7 +152,7 @@ class KeyTable(MadeAnew):
             reason = Reason.DISABLED if self.mode is NONE else Reason.NOT_CAPTURED
         elif not any(_takes(captured, variant) for captured in variants):
             reason = Reason.VARIANT_NOT_CAPTURED
-            detail = f"{reason.text} (asked: {variant!r}, captured: {_names(variants)})"
+            detail = f"{reason.text} (wanted: {variant!r}, captured: {_names(variants)})"
         elif roomy:
             reason = Reason.MODE_EXCLUDED if allowed.isdisjoint(roomy) else Reason.TOO_MANY_REQUESTS
         elif largest:
@@ -162,25 +162,25 @@ class KeyTable(MadeAnew):
             reason = Reason.MIXED_BATCH
         elif lengths:
             reason = Reason.QUERY_LEN_NOT_CAPTURED
-            detail = f"{reason.text} (asked: {query_len}, captured: {_names(lengths)})"
+            detail = f"{reason.text} (wanted: {query_len}, captured: {_names(lengths)})"
         return Decision.eager(reason, num_tokens, detail)
 
     def _answer(self, question: tuple[BatchDescriptor, bool]) -> _Answer:
         """What vLLM 0.11.1's rules give for a batch that the caller has padded."""
-        asked, has_full = question
-        check_type("batch_descriptor", asked, BatchDescriptor, "a BatchDescriptor")
+        wanted, has_full = question
+        check_type("batch_descriptor", wanted, BatchDescriptor, "a BatchDescriptor")
         if self.mode is None:
             return NONE, None
-        if asked.is_uniform_decode and has_full and asked in self.keys[FULL]:
-            return FULL, asked
+        if wanted.is_uniform_decode and has_full and wanted in self.keys[FULL]:
+            return FULL, wanted
         for mode in (FULL, PIECEWISE) if has_full else (PIECEWISE,):
-            if asked.non_uniform in self.keys[mode]:
-                return mode, asked.non_uniform
-        if asked.num_reqs is None:
+            if wanted.non_uniform in self.keys[mode]:
+                return mode, wanted.non_uniform
+        if wanted.num_reqs is None:
             return NONE, None
         # A key without a number of requests serves every number of them, but no uniform batch of another length.
-        is_uniform = asked.is_uniform_decode and asked.num_reqs * (self.query_len or 0) == asked.num_tokens
-        return self._answer((asked._replace(num_reqs=None, is_uniform_decode=is_uniform), has_full))
+        is_uniform = wanted.is_uniform_decode and wanted.num_reqs * (self.query_len or 0) == wanted.num_tokens
+        return self._answer((wanted._replace(num_reqs=None, is_uniform_decode=is_uniform), has_full))
 
 
 _tokens = attrgetter("num_tokens")
@@ -193,11 +193,11 @@ def _rank(key: BatchDescriptor) -> tuple[int, int, bool, int, int]:
     return key.num_tokens, count, not key.is_uniform_decode, request_limit(key), key.num_reqs or 0
 
 
-def _takes(captured: Hashable, asked: Hashable) -> bool:
+def _takes(captured: Hashable, wanted: Hashable) -> bool:
     """Whether a graph of one variant serves a step of another: a number is rounded up, anything else is equal."""
-    if isinstance(captured, int) and isinstance(asked, int):
-        return captured >= asked
-    return captured == asked
+    if isinstance(captured, int) and isinstance(wanted, int):
+        return captured >= wanted
+    return captured == wanted
 
 
 def _check_batch(num_tokens: int, query_len: int | None, allowed: frozenset[CUDAGraphMode]) -> None:

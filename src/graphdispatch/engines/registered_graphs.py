@@ -236,8 +236,8 @@ class RegisteredGraphs:
         found = (self._own.get((key, mode)) for mode in GRAPH_MODES.values())
         return next((graphs[0] for graphs in found if graphs is not None), None)
 
-    def _find(self, asked: tuple[DispatchKey, frozenset[DispatchMode]]) -> _Candidates:
-        key, modes = asked
+    def _find(self, question: tuple[DispatchKey, frozenset[DispatchMode]]) -> _Candidates:
+        key, modes = question
         check_type("key", key, DispatchKey, "a DispatchKey, as create_dispatch_key() makes one")
         found = {mode: best for mode in GRAPH_MODES if (best := self._best(key, GRAPH_MODES[mode])) is not None}
         eager = Decision.eager(Reason.DISABLED, key.num_tokens) if found else self._decide(key, RUNTIME_MODES)

@@ -118,8 +118,8 @@ class Victim(NamedTuple):
             self.key, entry.descriptor, entry.replay_count, entry.capture_time_ms, freed, self.reason, self.tag
         )
         self.owner.stats.record_eviction(eviction)
-        told = entry.descriptor.num_tokens, self.reason, entry.replay_count, freed
-        _log.info("evicted tokens=%d cause=%s replays=%d freed_bytes=%d", *told)
+        fields = entry.descriptor.num_tokens, self.reason, entry.replay_count, freed
+        _log.info("evicted tokens=%d cause=%s replays=%d freed_bytes=%d", *fields)
         return eviction
 
 

@@ -25,7 +25,7 @@ Operator = tuple[OpOverload, tuple[Any, ...]]
 
 @dataclass
 class Dispatched:
-    """What a run told of its program; a run without labels tells no operators and no outputs."""
+    """What a run showed of its program; a run without labels shows no operators and no outputs."""
 
     operators: list[Operator] = field(default_factory=list)
     outputs: tuple[Any, ...] = ()

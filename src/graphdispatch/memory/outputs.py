@@ -362,7 +362,7 @@ _LATER = (CoroutineType, GeneratorType, AsyncGeneratorType)
 
 
 def _is_whole(node: Any) -> bool:
-    """Whether a node among outputs is not for torch to take apart. Raises ``CaptureError`` for an ordered dict or named
+    """Whether a node among outputs is not for torch to flatten. Raises ``CaptureError`` for an ordered dict or named
     tuple with attributes, which torch would leave out."""
     if (type(node) is OrderedDict or is_namedtuple_instance(node)) and attribute_table(node):
         raise CaptureError(
@@ -399,7 +399,7 @@ class Opener:
         return result
 
     def _open(self, tree: Any, made: dict[int, Any]) -> Any:
-        # Torch takes a shape apart and makes a tuple of it.
+        # Torch flattens a shape, and makes a tuple of it.
         leaves, spec = tree_flatten(tree, is_leaf=_is_whole)
         opened = [self._open_leaf(leaf, made) for leaf in leaves]
         return tree if all(map(is_, opened, leaves)) else tree_unflatten(opened, spec)

@@ -21,9 +21,10 @@ _CPU = 0  # the number of the device type
 
 
 def _find_ambient(core: ModuleType, library: str) -> tuple[str, ...]:
-    """Have the core look up what tells them, and compare it with Python in every state. Returns what it cannot tell.
+    """Have the core find out how to read the facts, and compare it with Python in every state. Returns those that it
+    cannot read.
 
-    Python is asked for that. Where lazy views cannot be told from plain tensors, torch copies all inputs.
+    Python reads those. Where the core cannot see which tensors are lazy views, torch copies all inputs.
     """
     with torch.inference_mode():
         made_there = torch.zeros(2)
@@ -33,9 +34,9 @@ def _find_ambient(core: ModuleType, library: str) -> tuple[str, ...]:
         lazy = (torch._neg_view(torch.zeros(2)), pair.conj())
         trained = torch.nn.Parameter(torch.zeros(2))
         profiler = torch._C._autograd._profiler_enabled
-        asked = (torch.is_inference_mode_enabled, torch.is_autocast_enabled, torch.get_autocast_dtype, profiler)
+        readers = (torch.is_inference_mode_enabled, torch.is_autocast_enabled, torch.get_autocast_dtype, profiler)
         bindings = library.replace("libtorch_cpu", "libtorch_python")
-        core.find_ambient(library, bindings, asked, plain, *lazy, made_there)
+        core.find_ambient(library, bindings, readers, plain, *lazy, made_there)
     samples = [*((t, True) for t in (*plain, trained, made_there)), *((t, False) for t in lazy)]
     was = torch.is_autocast_enabled("cpu")
     wrong: set[int] = set()
@@ -44,10 +45,10 @@ def _find_ambient(core: ModuleType, library: str) -> tuple[str, ...]:
             torch.set_autocast_enabled("cpu", autocast)
             with torch.inference_mode(inference):
                 for tensor, is_plain in samples:
-                    told = (*core.read_ambient(tensor, _CPU), True)
+                    found = (*core.read_ambient(tensor, _CPU), True)
                     figures = inference, autocast, tensor.requires_grad, is_plain, profiler()
                     true = (*figures, _is_clone(core, tensor, is_plain))
-                    wrong.update(place for place in range(len(_FACTS)) if told[place] is not true[place])
+                    wrong.update(place for place in range(len(_FACTS)) if found[place] is not true[place])
     except RuntimeError:  # a torch that refuses one of the states
         wrong.update(range(len(_FACTS)))
     finally:
@@ -89,7 +90,7 @@ def _bind() -> tuple[ModuleType | None, str, tuple[str, ...]]:
 
 
 with torch._C.DisableTorchFunction():  # what the importing thread does to torch's: a default device may not be there
-    CORE, WHY_NO_CORE, ASKED = _bind()
+    CORE, WHY_NO_CORE, DONE_IN_PYTHON = _bind()
 """The extension module after its self-test on this torch, or None; why there is none, empty if there is one; and what
 the core asks of torch or Python on each call, since its own way did not pass its test."""
 
@@ -151,7 +152,7 @@ def versions_tell(version_of: Callable[[dict[str, Any]], int]) -> bool:
 
 
 def _tells(version_of: Callable[[dict[str, Any]], int], line: str, owner: Any, table: dict[str, Any] | None) -> bool:
-    """Whether a way of changing is told. The owner's table, if it is not given, is first asked for when all is warm."""
+    """Whether a way of changing is seen. The owner's table, if it is not given, is first read when all is warm."""
     names: dict[str, Any] = {}
     exec(f"def change(owner, table, value):\n    {line}", names)
     versions = {0}

@@ -47,7 +47,7 @@ class TapeExtension:
     def __init__(self) -> None:
         self.module: ModuleType | None = None
         """The extension, from the moment on that it is tested; else None."""
-        self.why_not = "no graph asked for it yet" if IS_ENABLED else "GRAPHDISPATCH_NATIVE=0 turns it off"
+        self.why_not = "no graph needed it yet" if IS_ENABLED else "GRAPHDISPATCH_NATIVE=0 turns it off"
         """Why there is no extension, or none yet; empty if there is one."""
         self._lock = make_lock()
         self._begin()
@@ -133,14 +133,14 @@ class TapeExtension:
 
 
 def torch_flags() -> list[str]:
-    """What the compiler is told of the installed torch: headers, libraries and the ABI."""
+    """What the compiler needs of the installed torch: headers, libraries and the ABI."""
     home = Path(torch.__file__).parent
     flags = ["-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}", "-isystem"]
     return [*flags, str(home / "include"), f"-L{home / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
 
 
 def fingerprint(flags: list[str]) -> str:
-    """What tells apart binaries that must not serve each other's process."""
+    """What differs between binaries that must not serve each other's process."""
     parts = [torch.__version__, str(torch.version.git_version), sys.version, os.environ.get("CXX", "c++")]
     parts += [str(sysconfig.get_config_var("EXT_SUFFIX")), shlex.join(flags)]
     content = [p.read_bytes() for p in (*sorted(_SOURCES.iterdir()), _SOURCES.parent / "build.py")]

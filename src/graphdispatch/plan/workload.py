@@ -38,7 +38,7 @@ class Workload:
 
     Attributes:
         shapes: int64, a row for each step, a column for each dynamic dimension.
-        is_decode: Whether a step is uniform decode, which ``FULL`` graphs serve in the modes that tell it apart.
+        is_decode: Whether a step is uniform decode, which some modes serve by ``FULL`` graphs alone.
         weights: How often each step came.
         is_ordered: Whether the rows stand in the order in which the steps ran.
     """

@@ -350,7 +350,7 @@ class Kind(NamedTuple):
 
 
 class Kinds(dict[type, Kind]):
-    """Classes, each asked when it is first met. Classes may change, so make another one for each look."""
+    """Classes, each looked at when it is first met. Classes may change, so make another one for each look."""
 
     def __missing__(self, kind: type) -> Kind:
         role = role_of(kind)

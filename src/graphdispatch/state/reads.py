@@ -160,7 +160,7 @@ def metadata_names(codes: Iterable[types.CodeType]) -> list[str]:
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _TABLES = frozenset((*MEMBERS, *_HOOKS))
-"""What a module keeps its members and hooks in: compared by identity here, and by its entries apart."""
+"""What a module keeps its members and hooks in: compared by identity here; its entries are compared besides."""
 _BY_TORCH = frozenset(("training", "forward", "_call_impl"))
 """Attributes of modules that torch's code spells, and that of a model need not."""
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} - _TABLES

@@ -219,9 +219,9 @@ class GraphedGeneration:
         """The slot of a request, by the arguments of ``_prepare_cache_for_generation``; None and a count otherwise."""
         found = self._why_not(request, config, arguments)
         if not isinstance(found, NotServed):
-            known = self._pool.get(found)
-            if known is not None and (known.error or known.is_hopeless):
-                found = NotServed.RAISED if known.error else NotServed.NO_GRAPH
+            slot = self._pool.get(found)
+            if slot is not None and (slot.error or slot.is_hopeless):
+                found = NotServed.RAISED if slot.error else NotServed.NO_GRAPH
         if not isinstance(found, NotServed):
             request.slot = self._pool.take(found)
             found = found if request.slot is not None else NotServed.BUSY
@@ -300,7 +300,7 @@ class Request:
         self.slot: Slot | None = None
         self._owner = owner
         self._is_prefilled = False
-        self._was_called = self._was_handed = False
+        self._was_called = self._got_cache = False
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's answer to one step: by a graph where it is a decode step with the slot's cache."""
@@ -308,7 +308,7 @@ class Request:
         self._was_called = True
         if slot is None or not self.uses(kwargs):
             return self._owner.plain_call(*args, **kwargs)
-        self._was_handed = True
+        self._got_cache = True
         ids = kwargs.get("input_ids")
         if self._is_prefilled and not args and ids is not None and ids.shape[1] == 1 and not slot.is_hopeless:
             return slot.serve(kwargs)
@@ -319,7 +319,7 @@ class Request:
     @property
     def was_passed_by(self) -> bool:
         """Whether the model was called, and never with the cache of the request's slot."""
-        return self.slot is not None and self._was_called and not self._was_handed
+        return self.slot is not None and self._was_called and not self._got_cache
 
     @property
     def may_begin_again(self) -> bool:

@@ -54,11 +54,11 @@ class Hooks:
         config = given["generation_config"]
         if request is None or request.slot is not None or self._graphed_by.assign(request, config, given) is None:
             return plain(*args, **kwargs)
-        asked, config.cache_implementation = config.cache_implementation, "static"
+        given_cache, config.cache_implementation = config.cache_implementation, "static"
         try:
             return plain(*args, **kwargs)
         finally:
-            config.cache_implementation = asked
+            config.cache_implementation = given_cache
 
     def _prepare_static_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
         request = self._request

@@ -38,7 +38,7 @@ class NotServed(Explained):
     BUSY = "busy", "another thread is using the cache of this batch size and length"
     PASSED_BY = (
         "passed_by",
-        "this version of transformers did not hand the kept cache to the model, so that no graph could serve",
+        "this version of transformers did not pass the kept cache to the model, so that no graph could serve",
     )
     NO_GRAPH = "no_graph", "no graph could be captured for this batch size and length; explain() says why"
 
