@@ -949,6 +949,50 @@ read("module that an object holds, and whose code runs")(
 read("sys.modules")(settings, lambda _: sys.modules[f"users_{'settings'}"].k, put_there)
 
 
+def named_settings() -> Apart:
+    """The same module, whose name an object holds."""
+    return Apart(settings().owner, Box(name="users_settings"))
+
+
+def crowd() -> Box:
+    """A module of the user's that nobody names, with what nobody can compare under names of the code."""
+    PATCH.setitem(sys.modules, "users_crowd", module(k=threading.local(), name=threading.local()))
+    return Box(name="users_own", k=2.0)
+
+
+def of_loaded(held: Any) -> float:
+    """What a module gives if it is loaded."""
+    found = sys.modules.get(held.name)
+    return 2.0 if found is None else found.k
+
+
+def imports_another(_: Any) -> None:
+    """Somebody imports a module that the code does not ask for."""
+    PATCH.setitem(sys.modules, "users_other", module(k=5, name=threading.local()))
+
+
+def imports_it(_: Any) -> None:
+    """Somebody imports the module that the code asks for."""
+    PATCH.setitem(sys.modules, "users_own", module(k=5))
+
+
+read("sys.modules by a name that is held")(named_settings, lambda h: sys.modules[h.name].k, put_there)
+read("sys.modules.get by a name that is held")(named_settings, lambda h: sys.modules.get(h.name).k, put_there)
+read("module that takes another's place in sys.modules")(
+    named_settings, lambda h: sys.modules[h.name].k, patch(sys.modules, "users_settings", module(k=5))
+)
+read("sys.modules, passed on")(settings, lambda _: dict(sys.modules)["_".join(["users", "settings"])].k, put_there)
+read("whether a module is loaded")(crowd, lambda h: 3.0 if h.name in sys.modules else h.k, imports_it)
+read("whether a module that code names is loaded")(
+    crowd, lambda h: 3.0 if "users_own" in sys.modules else h.k, imports_it
+)
+read("what a module that is not loaded gives")(crowd, of_loaded, imports_it)
+kept("import beside a look whether a module is loaded")(
+    crowd, lambda h: 3.0 if h.name in sys.modules else h.k, imports_another
+)
+kept("import beside a look for a module")(crowd, of_loaded, imports_another)
+
+
 def found_by_builtin() -> Any:
     """A module of a computed name, by the interpreter's own function."""
     return __import__(f"users_{'settings'}")

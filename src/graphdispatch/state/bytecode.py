@@ -12,7 +12,8 @@ import builtins
 import dis
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from enum import IntEnum
 from functools import lru_cache
 from itertools import chain
 from types import CodeType
@@ -49,6 +50,20 @@ _CHANGES = (
 """Instructions and methods that change containers."""
 _LONGEST_CALL = 6  # instructions of ``type(model.config)``
 _TYPES = ("dtype", "device", "layout", "__class__")
+_LOADS = ("LOAD_CONST", "LOAD_ATTR", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
+"""What puts a text on the stack that was there before. A variable that the code assigns may hold one that it made."""
+
+
+class ModulesRead(IntEnum):
+    """What code does with ``sys.modules``, the largest of several."""
+
+    NOT = 0
+    ASKED = 1
+    """It asks whether a module is loaded (``name in sys.modules``) whose name is there as a text."""
+    NAMED = 2
+    """It takes a module by such a name (``sys.modules[cls.__module__]``)."""
+    WHOLE = 3
+    """It may take any: by a name that it makes up, or it passes the dict on."""
 
 
 class CodeReads(NamedTuple):
@@ -71,6 +86,8 @@ class CodeReads(NamedTuple):
     """Whether it does so with its first parameter alone."""
     whole_variables: bool
     """Whether it may do so with a variable: not with its parameters and their attributes alone."""
+    modules: ModulesRead
+    """What it does with an attribute of the name ``modules``, which may be that of ``sys``."""
 
 
 @lru_cache(maxsize=8192)
@@ -126,7 +143,57 @@ def code_reads(code: CodeType) -> CodeReads:
         of_others,
         of_self,
         of_variables,
+        ModulesRead.WHOLE if "modules" in texts else _modules_read(instructions, kept),
     )
+
+
+def _modules_read(instructions: Sequence[dis.Instruction], parameters: Collection[str]) -> ModulesRead:
+    """What code does with attributes of the name ``modules``."""
+    found = ModulesRead.NOT
+    for index, instruction in enumerate(instructions):
+        if instruction.argval != "modules" or instruction.opname not in _ATTRIBUTES or _is_method(instruction):
+            continue
+        key, use = _key_in_modules(instructions, index)
+        is_there = key is not None and (key.opname in _LOADS or any(_loads(key, name, at=-1) for name in parameters))
+        found = max(found, use if is_there else ModulesRead.WHOLE)
+    return found
+
+
+def _key_in_modules(instructions: Sequence[dis.Instruction], index: int) -> tuple[dis.Instruction | None, ModulesRead]:
+    """The instruction that gives the key of the look-up in the dict that ``instructions[index]`` loads, and what the
+    look-up is for; None where it is something else."""
+    following = instructions[index + 1 :]
+    use = following[0]
+    if use.opname == "CONTAINS_OP":
+        is_plain = index > 1 and (instructions[index - 1].opname in _LOADS or _is_fast(instructions[index - 1]))
+        return (instructions[index - 2] if is_plain else None), ModulesRead.ASKED
+    if use.argval == "get" and _is_method(use):
+        key, _ = _arguments(following[1:])
+        return (key[-1] if key else None), ModulesRead.NAMED
+    depth = 0
+    for place, instruction in enumerate(following):
+        if depth == 1 and (instruction.opname, instruction.argrepr) in _SUBSCRIPTS:
+            return following[place - 1], ModulesRead.NAMED
+        if instruction.is_jump_target or instruction.opcode in dis.hasjrel:
+            break
+        if instruction.opname not in ("PRECALL", "KW_NAMES"):
+            depth += dis.stack_effect(instruction.opcode, instruction.arg)
+        if depth < 1:
+            break
+    return None, ModulesRead.WHOLE
+
+
+_SUBSCRIPTS = (("BINARY_SUBSCR", ""), ("BINARY_OP", "[]"))
+
+
+def _is_fast(instruction: dis.Instruction) -> bool:
+    return instruction.opname.startswith("LOAD_FAST")
+
+
+def _is_method(instruction: dis.Instruction) -> bool:
+    """Whether it loads an attribute in order to call it: by an instruction of its own, or from 3.12 on by a flag."""
+    is_flagged = sys.version_info >= (3, 12) and instruction.opname == "LOAD_ATTR" and bool((instruction.arg or 0) & 1)
+    return instruction.opname == "LOAD_METHOD" or is_flagged
 
 
 def _parameters(
@@ -264,7 +331,8 @@ def with_guards(code: CodeType) -> tuple[CodeReads, frozenset[str] | None]:
     attributes, variables, asked = (
         frozenset(name for name in chain(*each) if not name.startswith(_OF_COMPILER)) for each in found
     )
-    return reads._replace(attributes=attributes, variables=variables), asked if told else None
+    modules = ModulesRead.WHOLE if "modules" in attributes else ModulesRead.NOT
+    return reads._replace(attributes=attributes, variables=variables, modules=modules), asked if told else None
 
 
 def _named_by(guards: Any) -> tuple[frozenset[str], ...]:

@@ -19,7 +19,7 @@ import types
 import weakref
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Hashable, Iterator, MutableMapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
 from operator import attrgetter, is_
@@ -234,8 +234,15 @@ def referents(value: Any) -> list[Any]:
     held = [one for one in gc.get_referents(value) if not issubclass(type(one), (type, types.ModuleType))]
     if not issubclass(type(value), CACHES):
         return held if attributes is None else []
-    *_, own = (one for one in held if type(one) is dict and one is not attributes)  # results come before it
+    own = results_of(value)
     return [inner for one in held for inner in (content(one) if one is own or one is attributes else [one])]
+
+
+def results_of(cache: Any) -> dict[Any, Any]:
+    """The table in which a ``functools.lru_cache`` keeps its results, by what it was called with."""
+    attributes = attribute_table(cache)
+    # Its results, which may be dicts, come before it.
+    return [one for one in gc.get_referents(cache) if type(one) is dict and one is not attributes][-1]
 
 
 def cell_value(cell: types.CellType) -> Any:
@@ -500,6 +507,11 @@ def is_module_table(table: dict[str, Any]) -> bool:
     """Whether variables are those of a module: not of a text that ``exec`` or ``runpy`` ran."""
     module = sys.modules.get(str(table.get("__name__")))
     return module is not None and getattr(module, "__dict__", None) is table
+
+
+def holds_modules(table: Mapping[str, Any], name: str) -> bool:
+    """Whether a variable is ``sys.modules``, of which other things are read than of any dict."""
+    return table is vars(sys) and name == "modules"
 
 
 def is_settings(value: Any) -> bool:

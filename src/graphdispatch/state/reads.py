@@ -6,13 +6,14 @@ too much now and then, and never too little.
 
 import copyreg
 import random
+import sys
 import types
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial, partialmethod
-from operator import attrgetter, methodcaller
+from operator import attrgetter, is_, methodcaller
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,8 +24,8 @@ from torch.nn.parameter import is_lazy
 from ..backends.code_events import is_own_code
 from ..backends.operators import is_strided
 from . import objects
-from .bytecode import code_reads, original_of
-from .objects import CONTAINERS, is_library_code
+from .bytecode import ModulesRead, code_reads, original_of
+from .objects import CONTAINERS, holds_modules, is_library_code
 from .snapshot import FORM, MEMBERS, random_holder
 
 
@@ -68,12 +69,14 @@ class CodeNotes:
         there, a builtin serves, or a default."""
         self.reads_whole = False
         """Whether code reads objects of any class under names that it does not spell."""
+        self.modules = ModulesRead.NOT
+        """What code of the user does with ``sys.modules``."""
 
     def lacks(self, other: "CodeNotes") -> bool:
         """Whether ``other`` notes code of the user, or what any code reads, that these notes do not have."""
         further = {kind: getattr(other, kind) - getattr(self, kind) for kind in _SETS}
         further["codes"] = {code for code in further["codes"] if not is_library_code(code.co_filename)}
-        return any(further.values()) or (other.reads_whole and not self.reads_whole)
+        return any(further.values()) or other.reads_whole > self.reads_whole or other.modules > self.modules
 
     def absorb(self, other: "CodeNotes") -> None:
         """Note all that ``other`` notes."""
@@ -81,6 +84,7 @@ class CodeNotes:
         for kind in _SETS:
             getattr(self, kind).update(getattr(other, kind))
         self.reads_whole = self.reads_whole or other.reads_whole
+        self.modules = max(self.modules, other.modules)
 
     def note_variables(self, table: dict[str, Any], names: Iterable[str]) -> None:
         """Note that code looks variables of a namespace up."""
@@ -208,15 +212,21 @@ class StateReads:
         self._kinds = objects.Kinds()
         self._pending: list[Any] = []
         self._fix(None, [*roots, *(hook for hooks in objects.GLOBAL_HOOKS for hook in hooks.values())])
+        self._texts = set[str]()
+        """What code and what is compared hold as text."""
         self._compare_namespaces(notes)
         self._follow()
+        if notes.modules:
+            self._compare_modules(notes)
         self.missing = notes.asked - _TENSOR_ATTRIBUTES
 
     def _follow(self) -> None:
         while self._pending:
             value = self._pending.pop()
             role = self._kinds[type(value)].role
-            if role not in ("leaf", "trusted") and id(value) not in self._seen:
+            if type(value) is str:
+                self._texts.add(value)
+            elif role not in ("leaf", "trusted") and id(value) not in self._seen:
                 self._seen[id(value)] = value
                 getattr(self, f"_visit_{role}")(value)
 
@@ -256,9 +266,8 @@ class StateReads:
         if is_whole:
             known += (name for name in objects.settings_in(module) if name not in self._names)
             self.tables.append(table)
-        if known and (is_whole or id(table) not in self._notes.tables or objects.is_settings(module)):
-            self.attributes.append((table, known))
-            self._pending += (table[name] for name in known)
+        if is_whole or id(table) not in self._notes.tables or objects.is_settings(module):
+            self._compare_variables(table, known)
         self.absent.append((table, frozenset(self._notes.asked - table.keys())))  # it may come to be there
         self._pending.append(type(module))
 
@@ -303,8 +312,8 @@ class StateReads:
         if not slots and not issubclass(kind, (tuple, frozenset, *CONTAINERS)):
             self._fix(value, objects.referents(value))
         if self._is_traced and issubclass(kind, objects.CACHES):
-            results = _results_in(value)
-            self.readers.append(Reader(partial(_keeps_results, value, results), further=results))
+            results = _Results(value)
+            self.readers.append(Reader(results, further=results.kept))
         self._pending.append(kind)
 
     def _visit_members(self, module: nn.Module, table: dict[str, Any]) -> frozenset[str]:
@@ -401,11 +410,27 @@ class StateReads:
             self._compare_variables(table, names)
             self.absent.append((table, frozenset(names) - table.keys()))
 
+    def _compare_modules(self, notes: CodeNotes) -> None:
+        """Of ``sys.modules`` the modules whose names are there as texts, in code or in what is compared: an import of
+        another one changes nothing."""
+        users = (code for code in notes.codes if not is_library_code(code.co_filename))
+        self._texts.update(*(code_reads(code).texts for code in users))
+        compared = set[str]()
+        while further := self._texts - compared:  # what is followed then may hold more
+            compared |= further
+            loaded = [name for name in further if name in sys.modules]
+            self.attributes.append((sys.modules, loaded))
+            self.absent.append((sys.modules, frozenset(further.difference(loaded))))
+            if notes.modules > ModulesRead.ASKED:
+                self._pending += map(sys.modules.__getitem__, loaded)
+                self._follow()
+
     def _compare_variables(self, table: dict[str, Any], names: Iterable[str]) -> None:
         known = [name for name in names if name in table]
         if known:
             self.attributes.append((table, known))
-            self._pending += map(table.__getitem__, known)
+            is_whole = self._notes.modules is ModulesRead.WHOLE or not self._is_traced
+            self._pending += (table[n] for n in known if is_whole or not holds_modules(table, n))
 
     def _named(self, kind: type, own: Iterable[str]) -> frozenset[str]:
         """The names to compare of an object of a class: those of the user's code, where libraries wrote some of the
@@ -453,9 +478,27 @@ def _form_of(array: np.ndarray[Any, Any]) -> str:
     return repr(FORM.read(array))
 
 
-def _keeps_results(cache: Any, before: set[Any]) -> bool:
-    """Whether a ``functools.lru_cache`` holds all that it held; it may hold more."""
-    return before <= _results_in(cache)
+class _Results:
+    """Tells whether a ``functools.lru_cache`` holds all that it held when this was made; it may hold more.
+
+    While its own table has the same keys and values, nothing else is looked at.
+    """
+
+    __slots__ = ("_cache", "_latest", "_table", "kept")
+
+    def __init__(self, cache: Any) -> None:
+        self._cache, self._table = cache, objects.results_of(cache)
+        self._latest = objects.content(self._table)
+        self.kept = _results_in(cache)
+
+    def __call__(self) -> bool:
+        now, latest = objects.content(self._table), self._latest
+        if len(now) == len(latest) and all(map(is_, now, latest)):
+            return True
+        holds = self.kept <= _results_in(self._cache)
+        if holds:
+            self._latest = now  # objects that are held, so that none can get the address of another
+        return holds
 
 
 def _results_in(cache: Any) -> set[Any]:

@@ -28,7 +28,7 @@ from ..call.breaks import BREAK_CODE
 from ..errors import CaptureError
 from ..reasons import Reason
 from . import objects
-from .bytecode import CodeReads, changed_by, code_reads, original_of, with_guards
+from .bytecode import CodeReads, ModulesRead, changed_by, code_reads, original_of, with_guards
 from .reads import CodeNotes, StateReads
 from .walk import StateWalk
 
@@ -117,6 +117,8 @@ class CodeTrace(CodeNotes, CodeListener):
         """Which random generator the callable set, in words."""
         self._within = within
         self._unseen_call: str | None = None
+        self._texts = set[str]()
+        """Those in code of the user that may be names of modules, and that the walk does not know yet."""
         self._spelled = set[str]()
         """The names that code of the user spelled so far."""
         self._settled = 0
@@ -296,6 +298,7 @@ class CodeTrace(CodeNotes, CodeListener):
             self._read_library(notes, code, frame)
             return
         notes.names |= reads.attributes
+        self._texts |= reads.texts
         self._note_asked(reads)
         notes.reads_whole |= reads.whole
         if reads.whole_self:
@@ -360,6 +363,7 @@ class CodeTrace(CodeNotes, CodeListener):
         package = table.get("__package__") or ""
         if "__import__" in reads.variables:  # which may find any module, by a name that it computes
             self._use(notes, vars(sys), ["modules"], "sys")
+            notes.modules = ModulesRead.WHOLE
         texts = reads.texts | {table.get("__name__", "")} if "modules" in reads.attributes else reads.texts
         parents = ["", *accumulate(package.split("."), "{}.{}".format)]  # of which one is where ``from ..a`` begins
         imports = [f"{parent}.{name}".strip(".") for parent in parents for name in reads.imports]
@@ -381,6 +385,17 @@ class CodeTrace(CodeNotes, CodeListener):
                 if objects.is_settings(module):  # of a library, whether somebody replaced what the code calls
                     notes.note_variables(table, reads.attributes)
                 modules += map(table.get, names)
+        if (id(vars(sys)), "modules") in notes.variables:
+            self._note_modules(notes, reads)
+
+    def _note_modules(self, notes: CodeNotes, reads: CodeReads) -> None:
+        """Code that is about to run may look modules up in ``sys.modules``."""
+        notes.modules = max(notes.modules, reads.modules)
+        if notes.modules is ModulesRead.WHOLE:
+            self.walk.visit(sys.modules, ((), "sys.modules"))
+        elif notes.modules is ModulesRead.NAMED:
+            texts, self._texts = self._texts, set()
+            self.walk.visit_modules(texts)
 
     def _use(self, notes: CodeNotes, table: dict[str, Any], names: Collection[str], where: str) -> None:
         notes.note_variables(table, names)

@@ -6,6 +6,7 @@ Nothing of the user's is called.
 """
 
 import random
+import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -21,7 +22,7 @@ from ..backends.operators import is_strided
 from ..call.breaks import is_break
 from ..call.signature import advice_for
 from . import objects, snapshot
-from .objects import ABSENT, CONTAINERS
+from .objects import ABSENT, CONTAINERS, holds_modules
 from .snapshot import Holder, Way, told
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
@@ -54,6 +55,9 @@ class StateWalk:
         self.unrestorable: str | None = None
         """Where it met such a thing that belongs to the callable alone: a run may change it for good."""
         self.overflow: str | None = None
+        self._modules: dict[str, Any] | None = None
+        self._named_in = 0
+        """How many of the holders were searched for names of modules."""
         self._seen: dict[int, Any] = {}
         self._kinds = objects.Kinds()
         self._holders: list[Holder] = []
@@ -102,7 +106,24 @@ class StateWalk:
         for name in names:
             if name not in known:
                 known[name] = value = table.get(name, ABSENT)
-                self.visit(value, ((), f"{where}.{name}"))
+                if not holds_modules(table, name):
+                    self.visit(value, ((), f"{where}.{name}"))
+
+    def visit_modules(self, texts: Iterable[str]) -> None:
+        """Note the modules of the user in ``sys.modules`` whose names are among ``texts``, or stand as text in what it
+        met; and which modules are there: code is about to look some up."""
+        if self._modules is None:
+            self._modules = dict(sys.modules)
+            self._holders.append(
+                Holder(((), "sys.modules"), sys.modules, snapshot.way_of_variables(self._modules), self._modules)
+            )
+        names = set(texts)
+        for holder in self._holders[self._named_in :]:
+            held = holder.before.values() if type(holder.before) is dict else holder.before
+            names.update(one for one in (held if type(holder.before) in (dict, list) else ()) if type(one) is str)
+        self._named_in = len(self._holders)
+        found = (sys.modules[name] for name in names if name in sys.modules)
+        self.settings += (one for one in found if objects.is_settings(one) and one not in self.settings)
 
     def knows(self, value: Any) -> bool:
         """Whether it met this very object."""
