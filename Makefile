@@ -39,7 +39,7 @@ gpu-test: ## the tests that need a CUDA device; GPU_PYTHON=python3 names a pytho
 	@GRAPHDISPATCH_TEST_DEVICE=cuda $(GPU_PYTHON) -m pytest $(ON_ANY_DEVICE) tests/soak $(ARGS)
 
 clean: ## remove environments and builds
-	@rm -rf $(VENV) $(CUDA_VENV) $(VLLM_VENV) $(DRIFT_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) $(CUDA_VENV) $(VLLM_VENV) $(DRIFT_VENV) $(REAL_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 help: # this list
 	@sed -n 's/^\([a-z-]*\):.* ## \(.*\)/\1:\2/p' Makefile | awk -F: '{ printf "make %-9s %s\n", $$1, $$2 }'

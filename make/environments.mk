@@ -19,6 +19,14 @@ VLLM_PLUGIN := plugins/graphdispatch-vllm
 DRIFT_VENV := .venv-drift
 DRIFT_LIBRARIES := transformers diffusers peft accelerate sentence-transformers torchao stable-baselines3 tensordict fastapi uvicorn
 
+# What the programs of benchmarks/real need. It takes 4 GB. RecBole asks for old releases, so its requirements are listed.
+REAL_VENV := .venv-real
+REAL_LIBRARIES := transformers timm torchvision vit-pytorch x-transformers vector-quantize-pytorch local-attention \
+	denoising-diffusion-pytorch peft diffusers sentence-transformers kornia segmentation-models-pytorch open-clip-torch \
+	monai torch-rechub tabm rtdl-revisiting-models torch-geometric e3nn neuraloperator pytorch-forecasting snntorch \
+	gpytorch botorch zuko stable-baselines3 tianshou torchrl tensordict
+REAL_WITHOUT_REQUIREMENTS := recbole colorlog colorama thop texttable
+
 # The native core is compiled where there is a compiler, and again when its sources change.
 NATIVE := src/graphdispatch/native
 NATIVE_SOURCES := $(NATIVE)/build.py $(wildcard $(NATIVE)/core/* $(NATIVE)/tape/*)
@@ -33,7 +41,7 @@ gpu-emulated: $(CUDA_VENV)/.test
 endif
 
 # Some systems ship venv without ensurepip; there the system's pip fills the environment.
-$(VENV)/.made $(CUDA_VENV)/.made $(VLLM_VENV)/.made $(DRIFT_VENV)/.made:
+$(VENV)/.made $(CUDA_VENV)/.made $(VLLM_VENV)/.made $(DRIFT_VENV)/.made $(REAL_VENV)/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "graphdispatch needs Python 3.11 or newer")'
 	@echo "making $(@D)"
 	@$(PYTHON) -m venv --clear $(@D) >/dev/null 2>&1 || { \
@@ -77,6 +85,18 @@ $(DRIFT_VENV)/.test: $(DRIFT_VENV)/.made $(PROJECT)
 	@$(PIP) install --constraint constraints.txt torch
 	@grep '^torch==' constraints.txt > $(DRIFT_VENV)/torch.txt
 	@$(PIP) install --constraint $(DRIFT_VENV)/torch.txt --upgrade $(DRIFT_LIBRARIES) pydantic pytest pytest-xdist hypothesis
+	@$(PIP) install --no-deps --editable .
+	@touch $@
+
+# Torchvision's compiled operators do not load beside a torch of another build; no program calls them. Torchaudio would
+# end imports there.
+$(REAL_VENV)/.test: $(REAL_VENV)/.made $(PROJECT)
+	@echo "installing the libraries of real programs (once, about 4 GB)"
+	@$(PIP) install --constraint constraints.txt torch
+	@grep '^torch==' constraints.txt > $(REAL_VENV)/torch.txt
+	@$(PIP) install --constraint $(REAL_VENV)/torch.txt $(REAL_LIBRARIES)
+	@$(PIP) install --no-deps $(REAL_WITHOUT_REQUIREMENTS)
+	@$(PIP) uninstall --yes torchaudio
 	@$(PIP) install --no-deps --editable .
 	@touch $@
 

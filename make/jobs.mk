@@ -1,6 +1,6 @@
 # Rarer jobs. CONTRIBUTING.md says when to run them.
 
-.PHONY: lint types sweep fuzz generate-test vllm-test drift gpu-emulated gpu-bench gpu-all native-check native-twins docs-serve package
+.PHONY: lint types sweep fuzz generate-test vllm-test drift real gpu-emulated gpu-bench gpu-all native-check native-twins docs-serve package
 .PHONY: mutants count device-test
 
 # What runs on a device, and what runs on whichever device GRAPHDISPATCH_TEST_DEVICE names.
@@ -100,6 +100,11 @@ native-twins: $(VENV)/.native
 # Programs of other libraries in their newest releases. Remove $(DRIFT_VENV) to have newer ones.
 drift: $(DRIFT_VENV)/.test $(NATIVE_SOURCES)
 	@$(DRIFT_VENV)/bin/python -m pytest tests/real_programs tests/integrations $(ARGS)
+
+# Programs of thirty libraries as they are, with the defaults and prewarmed; ARGS="--only timm" for some, --write for the page.
+real: $(REAL_VENV)/.test $(NATIVE_SOURCES)
+	@$(REAL_VENV)/bin/python $(NATIVE)/build.py
+	@$(REAL_VENV)/bin/python -m benchmarks.real $(ARGS)
 
 # The plug-in's tests: vLLM itself on the CPU, decided by the dispatcher and served by the graphs of this library. An older
 # vLLM's dispatcher is compared with, too, where pip can have its wheel.
