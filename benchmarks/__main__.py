@@ -20,6 +20,7 @@ from . import (
     capture,
     decisions,
     decoder,
+    eager,
     eviction,
     front,
     generate,
@@ -42,6 +43,7 @@ class _Part(NamedTuple):
 _PARTS = {
     "wrapper": _Part(wrapper.TITLE, wrapper.rows),
     "graphed": _Part(front.TITLE, front.rows),
+    "eager": _Part(eager.TITLE, eager.rows),
     "guard": _Part(guard.TITLE, guard.rows),
     "decoder": _Part(decoder.TITLE, decoder.rows),
     "peers": _Part(peers.TITLE, peers.rows),

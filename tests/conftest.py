@@ -132,9 +132,13 @@ def no_gain_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def time_for_all_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No real clock decides whether a capture has to wait: it shows no time. Clocks that tests give are asked."""
-    monkeypatch.setattr("graphdispatch.serve.graphs.TimeShare.clock", staticmethod(float))
+def no_real_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No real clock decides whether a capture has to wait, nor whether a graph serves a batch: none shows any time.
+    Clocks that tests give do."""
+    for name, value in {"clock": staticmethod(float), "first_capture_s": 0.0}.items():
+        monkeypatch.setattr(f"graphdispatch.serve.budget.CaptureBudget.{name}", value)
+    monkeypatch.setattr("graphdispatch.serve.group.ENOUGH", 0)
+    monkeypatch.setattr("graphdispatch.serve.group.EagerTimes.wants", lambda *_: False)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -175,9 +175,9 @@ class CUDAGraphOptions(_Settings):
             operators show it; ``"independent"`` is your word where an operator has no rule, and padded batches are then
             compared with eager at both ends of each size. Rows that an operator mixes are never padded.
         verify: Compare a new graph with eager on its first replay; the first one of a signature also on the next,
-            different batch, and on the first padded one. ``graphed`` also compares their times, on the CPU and
-            without ``strict``: a graph that is slower is given up, and padded batches for which eager is faster run
-            eagerly (``no_gain``).
+            different batch, and on the first padded one. ``graphed`` also compares their times, without ``strict``: a
+            graph that is slower is given up, and a batch that eager runs clearly faster than its graph, as padding can
+            make it, runs eagerly (``no_gain``).
         verify_every: Compare a graph with eager again once in so many of its replays: what no guard can see (a counter
             or a global of Python that the capture froze) is found then. None never does.
         rtol: Relative tolerance of that comparison. None chooses by dtype.
@@ -192,8 +192,9 @@ class CUDAGraphOptions(_Settings):
             more rarely.
         capture_after: Sightings of a size, within 4,096 uses (replays in the process, and sightings), before it is
             captured; 1 captures at once. None: 2, and 1 in ``CUDAGraphWrapper``.
-        capture_share: The largest share of the time of calls that captures may take, after the first one; comparisons
-            count, too. A call whose graph has to wait runs eagerly. None, or ``capture_after=1``: no limit.
+        capture_share: The largest share of the time of calls that captures and comparisons may take, beside what graphs
+            have saved. The first capture is made at once, unless it would take as long as a hundred calls. A call whose
+            graph has to wait runs eagerly. None, or ``capture_after=1``: no limit.
         max_signatures: The most different kinds of argument lists (dtypes, trailing shapes, constants) that are kept at
             a time, and one more that waits for its second call. The least recently used one gives way to a new one that
             comes twice; one without a graph goes first. None: 32 in ``graphed``, 1024 elsewhere.

@@ -40,7 +40,7 @@ class Reason(Explained):
     )
     CAPTURE_WAITS = (
         "capture_waits",
-        "captures have used their share of the time for now; raise capture_share, or prewarm()",
+        "there is no time for the capture yet; prewarm(), or raise capture_share",
     )
     CACHE_FULL = (
         "cache_full",
@@ -124,8 +124,8 @@ class Reason(Explained):
     REPLAY_FAILED = "replay_failed", "the replay failed"
     NO_GAIN = (
         "no_gain",
-        "replays were slower than eager, so the size stays eager; put more of the work into the call, keep the graph "
-        "all the same with prewarm(), or have it measured anew with invalidate()",
+        "eager runs such a batch faster than the graph; put more of the work into the call, or have a size nearer to "
+        "the batch (sizes=)",
     )
     VERIFICATION_FAILED = "verification_failed", "the graph's result differed from eager's"
 

@@ -157,7 +157,8 @@ class CUDAGraphStats(_Counted):
         Returns:
             Whether it is the first call for that reason.
         """
-        rows = cells_of(rows)
+        if rows.__class__ is not int:
+            rows = cells_of(rows)
         with self._lock:
             self.reasons[reason] = count = self.reasons[reason] + 1
             if rows > 0:

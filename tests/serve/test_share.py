@@ -17,7 +17,7 @@ def serve(**options: Any) -> Graphed[..., Any]:
     """A served callable of whose calls each takes a second, and a capture or a comparison a second more."""
     options = {"capture_share": 1 / CALLS_FOR_ONE} | options
     step = graphed(double, dynamic={"x": 0}, sizes=(1, 2, 3, 4, 8, 16), options=CUDAGraphOptions(**options))
-    share = step._server.graphs.share
+    share = step._server.graphs.budget
     share.clock, pay = itertools.count().__next__, share.pay
     share.pay = lambda work, is_capture: pay(lambda: (share.clock(), work())[1], is_capture=is_capture)
     return step
@@ -33,7 +33,7 @@ def settled(**options: Any) -> Graphed[..., Any]:
 def test_the_next_graph_waits_for_its_share() -> None:
     """Its capture does; once it is there, it serves."""
     step = settled()
-    found = check_rows(step, *[3] * 21)
+    found = check_rows(step, *[3] * 60)
     until_captured = [Reason.FIRST_SIGHTING, *[Reason.CAPTURE_WAITS] * found.count(Reason.CAPTURE_WAITS)]
     assert found.count(Reason.CAPTURE_WAITS) >= CALLS_FOR_ONE - 3
     assert found[: len(until_captured)] == until_captured
@@ -45,7 +45,7 @@ def test_the_next_graph_waits_for_its_share() -> None:
 def test_replays_count_as_time_of_calls(is_gone: bool) -> None:
     """Also those of graphs that are gone."""
     step = settled()
-    check_rows(step, *[1] * 2 * CALLS_FOR_ONE)
+    check_rows(step, *[1] * 4 * CALLS_FOR_ONE)
     if is_gone:
         step.invalidate()
     assert check_rows(step, *[3] * 4)[1:] == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]

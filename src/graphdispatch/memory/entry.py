@@ -1,5 +1,6 @@
 """The entry: one captured graph with everything that belongs to it. There is one class for all front ends."""
 
+import math
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -103,9 +104,10 @@ class CUDAGraphEntry(Verification, NotCopied):
     """Where direct replays of the entry count; its front end counts its own calls."""
     _plans: dict[int, ReplayPlan] = field(default_factory=dict)
     _stopwatch: Stopwatch = field(default_factory=lambda: Stopwatch(1))
-    _times: int = 0
+    times: int = 0
     """Of so many calls the time is known."""
     _total_ms: float = 0.0
+    _least_ms: float = math.inf
 
     def __post_init__(self) -> None:
         self.writes_outside = bool(self.mutated) or self.written is not None
@@ -303,8 +305,14 @@ class CUDAGraphEntry(Verification, NotCopied):
         return values, rows
 
     def _note_time(self, elapsed: float) -> None:
-        self._times += 1
+        self.times += 1
         self._total_ms += elapsed
+        self._least_ms = min(self._least_ms, elapsed)
+
+    @property
+    def replay_ms(self) -> float:
+        """The shortest replay that was timed, copies included, in milliseconds; infinite before the first."""
+        return min(self._least_ms, self.gain.replay_ms if self.gain is not None else math.inf)
 
     @property
     def avg_replay_time_ms(self) -> float:
@@ -314,7 +322,7 @@ class CUDAGraphEntry(Verification, NotCopied):
         """
         with self.pool.lock:
             self._stopwatch.collect()
-            return self._total_ms / self._times if self._times else 0.0
+            return self._total_ms / self.times if self.times else 0.0
 
     @property
     def label(self) -> str:

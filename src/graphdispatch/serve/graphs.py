@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ..backends import get_backend
 from ..call.rules import ArgumentRules, callable_name
@@ -27,6 +27,7 @@ from ..reasons import Reason
 from ..showing import count, percent
 from ..state.guards import StateGuard
 from ..stats import CUDAGraphStats, EvictionReason
+from .budget import CaptureBudget
 from .group import GraphGroup, Route, Spelling, details_of
 
 _log = logging.getLogger("graphdispatch")
@@ -35,7 +36,6 @@ FIRST_CALLS = 1000
 """After so many calls the log says once if graphs serve fewer than half."""
 FIRST_CAPTURES = 32
 """After so many captures it says once if half of the graphs are gone."""
-T = TypeVar("T", bound=CaptureResult | None)
 
 
 class Health(NamedTuple):
@@ -78,67 +78,6 @@ class Health(NamedTuple):
         return f"graphs serve {percent(self.share)} of {count(self.calls)} calls{lost}{causes}"
 
 
-class TimeShare:
-    """Says whether there is time for a capture that a call would pay for.
-
-    Captures may take at most ``share`` of the time that eager would take for the calls served so far: eager calls and
-    replays, each as long as an eager call on average. What a call pays beyond the eager run that answers it counts, be
-    it a capture or a comparison. A capture is expected to take as long as the latest one. The first is made whatever it
-    takes, and does not count, so that the first graph comes soon.
-
-    Used with the server's lock held, but for ``note_eager``, which may lose a call of another thread.
-
-    Args:
-        share: The largest share; None: no limit.
-        count_replays: Gives the number of replays so far, those of graphs that are gone, too.
-    """
-
-    clock = staticmethod(time.perf_counter)
-    """The time in seconds."""
-
-    def __init__(self, share: float | None, count_replays: Callable[[], int]) -> None:
-        self.share = share
-        self._count_replays = count_replays
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget what was done."""
-        self._spent_s, self._eager_s, self._eager_calls = 0.0, 0.0, 0
-        self._capture_s: float | None = None
-        """How long the latest capture took; None before the first."""
-
-    @property
-    def has_time(self) -> bool:
-        """Whether there is time for a capture now."""
-        if self.share is None or self._capture_s is None:
-            return True
-        return self._spent_s + self._capture_s <= self.share * self._served_s
-
-    def pay(self, work: Callable[[], T], *, is_capture: bool) -> T:
-        """``work()``, a capture or a comparison, whose time counts."""
-        started = self.clock()
-        try:
-            return work()
-        finally:
-            taken_s = max(self.clock() - started - self._usual_s, 0.0)
-            self._spent_s += taken_s if self._capture_s is not None else 0.0
-            if is_capture:
-                self._capture_s = taken_s
-
-    def note_eager(self, seconds: float) -> None:
-        """Note a call that ran eagerly. Needs no lock."""
-        self._eager_s += seconds
-        self._eager_calls += 1
-
-    @property
-    def _served_s(self) -> float:
-        return self._eager_s + self._count_replays() * self._usual_s
-
-    @property
-    def _usual_s(self) -> float:
-        return self._eager_s / self._eager_calls if self._eager_calls else 0.0
-
-
 class GraphSet:
     """Finds the group of a call, and captures, verifies and releases the graphs of ``fn``.
 
@@ -165,7 +104,7 @@ class GraphSet:
         """Whether graphs that replay slower than eager are given up."""
         self.clock = time.perf_counter
         """Of captures, in seconds."""
-        self.share = TimeShare(options.capture_share, lambda: sum(group.num_replays for group in self.groups.values()))
+        self.budget = CaptureBudget(options.capture_share, self._num_replays, self._saved_s)
         self.lock = make_rlock()
         self._guard: StateGuard | None = None
         self.latest_change = ""
@@ -175,6 +114,14 @@ class GraphSet:
         """Those of the capture under way, which its own callable may interrupt."""
         self._has_fitted = False
         """Whether the rules have fitted a call."""
+
+    def _num_replays(self) -> int:
+        return sum(group.num_replays for group in self.groups.values())
+
+    def _saved_s(self) -> float:
+        """The seconds that the present graphs have saved so far, if all batches are filled alike."""
+        fill = 1.0 - self.stats.padding_ratio
+        return sum(group.saved_s(fill) for group in self.groups.values())
 
     @property
     def guard(self) -> StateGuard:
@@ -294,7 +241,10 @@ class GraphSet:
             return Refusal(Reason.ARGUMENTS_CHANGED, entry.signature.misfit(leaves))
         if (known := self.groups.get(key)) is not None:  # of a forgotten route, which another thread's call still had
             self.forget(known)
-        group = GraphGroup(key, route, call, signature, inputs, Quarantine(self.options.max_failures))
+        backend = self.cache.backend if entry is None else entry.backend
+        assert backend is not None
+        failures = Quarantine(self.options.max_failures)
+        group = GraphGroup(key, route, call, signature, inputs, failures, backend=backend, judges_gain=self.judges_gain)
         self.groups[key] = group
         if entry is not None:
             group.keep(entry)
@@ -393,6 +343,8 @@ class GraphSet:
             detail = f"its graph holds {held} bytes, for which there is no room in memory_budget_bytes={limit}"
             group.quarantine(entry.size, Reason.CACHE_FULL, detail, is_final=is_final)
             return replace(result, entry=None, reason=Reason.CACHE_FULL, detail=detail)
+        if entry.gain is not None:
+            group.times.note(entry.size, entry.gain.eager_ms / 1e3)
         displaced = group.keep(entry)
         self.release([*victims, *(v for other in displaced for v in self.cache.retire(other, EvictionReason.STALE))])
         return result
@@ -506,6 +458,7 @@ class GraphSet:
                 self.cache.backend.synchronize()
             for group in self.groups.values():
                 group.failures.clear()
+                group.hits.clear()
             self.release([victim for entry in self.entries() for victim in self.cache.retire(entry, reason, tag)])
             self._free_inputs()
             self._guard = None
@@ -523,7 +476,7 @@ class GraphSet:
             for group in list(self.groups.values()):
                 self.forget(group)
             self.cache.admission.clear()
-            self.share.clear()
+            self.budget.clear()
             self._trim()
 
     def _trim(self) -> None:

@@ -1,14 +1,17 @@
 """Graph groups: all graphs of one signature, the static inputs that they share, and the calls that lead to them."""
 
 import logging
+import math
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
+from ..backends.base import Backend, Stopwatch
 from ..call.rules import ArgumentRules
 from ..call.signature import Signature
 from ..call.spec import CallSpec, FlatCall
@@ -20,9 +23,11 @@ from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
 from ..memory.replay import ReplayPlan
 from ..reasons import Reason
-from ..showing import count, without_numbers
-from ..sizes import Extents
+from ..showing import count, milliseconds, without_numbers
+from ..sizes import Extents, cells_of
 from ..state.guards import StateGuard
+from ..stats import Gain
+from .budget import ENOUGH, EagerTimes, loses, may_lose
 
 _log = logging.getLogger("graphdispatch")
 MOST_ROUTES = 16384
@@ -30,6 +35,10 @@ MOST_ROUTES = 16384
 _MOST_HITS = 8192
 _MOST_STATES = 8
 _MOST_CONSTANTS = 4096
+_ALL_LOOKED_AT, _ALL_UNMATCHED = 8, 40
+"""So many calls in a row are looked at though each ran eagerly; and of those that fit no group."""
+MOST_UNMATCHED, _MOST_SETTLED = 64, 1024
+"""So many calls run eagerly without a look, at most: of those that fit no group, and of others."""
 
 
 @dataclass(eq=False, slots=True)
@@ -59,6 +68,8 @@ class Route:
     """Whether the server captures what comes often, unless there is ``entry``; else only the front end does."""
     spellings: "dict[tuple[Any, ...], Spelling]" = field(init=False, default_factory=dict)
     """The forms of calls that came, by the number of positional arguments and the keywords."""
+    unmatched: "dict[tuple[Any, ...], StayEager]" = field(init=False, default_factory=dict)
+    """The same for calls that fit no group again and again, or that need gradients."""
     constants: dict[str, set[int]] = field(init=False, default_factory=dict)
     """By argument, the hashes of the constants in which alone a new call has differed from the one before."""
 
@@ -135,8 +146,43 @@ class Hit(NamedTuple):
     """What must be as it was at the capture; None if nobody guards it."""
 
 
-class Hits(dict[int, Hit | None]):
-    """The hits of a group by number of rows; ``hits[rows]`` is None where no graph serves so many by a hit yet.
+@dataclass(eq=False, slots=True)
+class StayEager:
+    """Calls that ran eagerly again and again for one reason: the next ones run eagerly without another look.
+
+    Each time that they are looked at and nothing has changed, twice as many follow that are not.
+    """
+
+    decision: Decision
+    group: Any = None
+    """The ``GraphGroup`` of the calls; None where they fit none."""
+    backend: Any = None
+    timed_in: "GraphGroup | None" = None
+    """The group, while it wants to know what such calls take."""
+    matched: int = 0
+    """Their number of rows, as the signature has it."""
+    size: int = 0
+    """Whose graph would serve them; 0 if none can."""
+    times: int = 0
+    """How often in a row they were looked at."""
+    left: int = 0
+    """So many more calls are not looked at. Changed without a lock."""
+
+    def again(self, decision: Decision, most: float) -> None:
+        """Note that a call was looked at, and runs eagerly; the first ones in a row are all looked at.
+
+        Args:
+            decision: What was decided.
+            most: So many calls may follow that are not looked at.
+        """
+        self.times = self.times + 1 if decision.reason is self.decision.reason else 1
+        self.decision = decision
+        doublings = min(self.times - (_ALL_LOOKED_AT if self.group is not None else _ALL_UNMATCHED), 16)
+        self.left = int(min(1 << doublings, most)) if doublings > 0 else 0
+
+
+class Hits(dict[int, Hit | StayEager | None]):
+    """The hits of a group by number of rows; ``hits[rows]`` is None where a call of so many must be looked at.
 
     A hit is made at its first lookup, by any thread, without a lock.
     """
@@ -151,10 +197,14 @@ class Hits(dict[int, Hit | None]):
         group = self._group()
         hit = group.make_hit(rows) if group is not None else None
         if hit is not None:
-            if len(self) >= _MOST_HITS:
-                self.clear()
-            self[rows] = hit
+            self.keep(rows, hit)
         return hit
+
+    def keep(self, rows: int, hit: Hit | StayEager) -> None:
+        """What calls of so many rows find from now on."""
+        if len(self) >= _MOST_HITS:
+            self.clear()
+        self[rows] = hit
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -180,6 +230,19 @@ class GraphGroup:
     """When the latest call took the slow path, in uses (``next_use``)."""
     is_of_constant: bool = False
     """Whether its first call differed from the one before it in constants alone."""
+    times: EagerTimes = field(default_factory=EagerTimes)
+    """What batches take eagerly."""
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    """Of eager calls."""
+    _: KW_ONLY
+    backend: Backend
+    is_prewarmed: bool = False
+    judges_gain: bool
+    """Whether a graph serves a batch only where it is not slower than eager."""
+    eager: dict[int, StayEager] = field(default_factory=dict)
+    """By number of rows as the signature has it, calls that ran eagerly when they were last looked at."""
+    looks_again: set[int] = field(default_factory=set)
+    """Batches for which the graph was slower than eager, and is timed once more."""
     hits: Hits = field(init=False)
 
     def __post_init__(self) -> None:
@@ -189,6 +252,11 @@ class GraphGroup:
     def is_idle(self) -> bool:
         """Whether there is neither a graph that was not evicted nor a failure to remember."""
         return not len(self.failures) and all(entry.is_released for entry in self.all_entries)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether there was but one call so far."""
+        return not self.entries and self.misses.total() == 1
 
     @property
     def last_used(self) -> int:
@@ -228,7 +296,110 @@ class GraphGroup:
         if not entries or not entries[0].may_hit(decision.rows):
             return None
         entry = entries[0]
+        if self.judges_gain and (entry.times < ENOUGH or self.loss(entry, decision.rows) is not None):
+            return None
         return Hit(entry, entry.plan(decision.rows), decision._replace(mode=entry.mode), entry.guard)
+
+    def gain(self, entry: CUDAGraphEntry, rows: int) -> Gain | None:
+        """What the graph and an eager run take for a batch, as far as that is shown; None if it is not."""
+        eager_s = self.times.expected_s(rows)
+        return None if eager_s is None or entry.replay_ms == math.inf else Gain(eager_s * 1e3, entry.replay_ms)
+
+    def loss(self, entry: CUDAGraphEntry, rows: int) -> Gain | None:
+        """The same where the graph is clearly slower for this batch, as padding can make it; else None."""
+        gain = self.gain(entry, rows) if self.judges_gain else None
+        return gain if gain is not None and loses(gain) else None
+
+    def shown_gain(self, entry: CUDAGraphEntry, rows: int) -> str:
+        """What the graph gains for a batch, in words; empty where too few runs show it, or where it is within noise."""
+        gain = self.gain(entry, rows) if self.times.is_sure(rows) and entry.times >= ENOUGH else None
+        if gain is None or not (loses(gain) or loses(Gain(gain.replay_ms, gain.eager_ms))):
+            return ""
+        return f"it takes {milliseconds(gain.replay_ms)} instead of {milliseconds(gain.eager_ms)}"
+
+    def make_sure(self, entry: CUDAGraphEntry, batches: Mapping[int, Callable[[], Sequence[Any]]]) -> None:
+        """Find out whether the graph serves the smallest batch that is padded to it faster than eager would, where that
+        is in doubt.
+
+        Args:
+            entry: A graph that leaves no effects.
+            batches: By number of rows, the smallest batch that it serves and a full one.
+        """
+        gain = self.gain(entry, min(batches)) if self.judges_gain else None
+        if entry.gain is None or gain is None or not may_lose(gain):
+            return
+        for rows, make in batches.items():
+            values = make()
+            for _ in range(ENOUGH):
+                copy_context().run(self.timed(self.call, rows), values)
+                entry.serve(values, rows, is_timed=True)
+                self.backend.current_stream().synchronize()
+                self.stopwatch.collect()
+
+    def saved_s(self, fill: float) -> float:
+        """The seconds that the present graphs have saved so far.
+
+        Args:
+            fill: The share of the rows of their batches that were real.
+        """
+        saved_s = 0.0
+        for entry in self.all_entries:
+            eager_s = self.times.between(int(cells_of(entry.size) * fill))
+            if eager_s is not None and entry.replay_ms < math.inf:
+                saved_s += entry.replay_count * (eager_s - entry.replay_ms / 1e3)
+        return saved_s
+
+    def stay_eager(self, rows: int, size: int, decision: Decision, most: float) -> None:
+        """Note that a call was looked at and runs eagerly: the next ones may do so without a look.
+
+        Args:
+            rows: Its number of rows, as the signature has it.
+            size: Whose graph would serve it; 0 if none can.
+            decision: What was decided.
+            most: So many calls may follow that are not looked at.
+        """
+        if (failure := self.failures.get(size)) is not None:
+            most = min(most, failure.retry_at - self.misses[size] - 1)
+        if len(self.eager) >= _MOST_HITS:
+            self.eager.clear()
+        stays = self.eager.setdefault(rows, StayEager(decision, self, self.backend, matched=rows, size=size))
+        stays.timed_in = self if self._wants(decision.rows) else None
+        stays.again(decision, min(most, _MOST_SETTLED))
+        self.hits.keep(rows, stays)
+
+    def look_again(self, stays: StayEager) -> None:
+        """Have the next call of these looked at."""
+        self.hits.pop(stays.matched, None)
+        if stays.decision.reason is Reason.NO_GAIN and stays.times > _ALL_LOOKED_AT:
+            self.looks_again.add(stays.decision.rows)
+
+    def leave_eager(self, matched: int, rows: int) -> None:
+        """Note that a call did not stay eager; a graph that was only timed once more may still be slower."""
+        if rows in self.looks_again:
+            self.looks_again.discard(rows)
+        else:
+            self.eager.pop(matched, None)
+
+    def _wants(self, rows: int) -> bool:
+        return self.judges_gain and self.times.wants(rows)
+
+    def timed(self, fn: Callable[..., Any], rows: int) -> Callable[..., Any]:
+        """The callable, such that what it takes for a batch is noted, if that is of interest. Needs no lock."""
+        marks = self.stopwatch.start(self.backend) if self._wants(rows) else None
+        if marks is None:
+            return fn
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            answer = fn(*args, **kwargs)
+            self.stopwatch.stop(marks, lambda elapsed_ms: self.times.note(rows, elapsed_ms / 1e3))
+            return answer
+
+        return run
+
+    @property
+    def latest_failure(self) -> Failure | None:
+        """Why captures of such calls failed, if all did so far."""
+        return None if self.entries or not self.failures else next(reversed(self.failures.values()))
 
     def current(self, size: int) -> CUDAGraphEntry | None:
         """The entry of ``size`` whose state is the present one, if there is one; it is the first choice from now on.

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, product
 from math import inf
 from typing import Any
@@ -134,6 +135,8 @@ def prewarm(
         if unfit := [size for size in missing if graphs.is_stale(group, size)]:
             graphs.refresh()
             run.capture(group, leaves, unfit)
+        run.make_sure(group, leaves, wanted)
+        group.is_prewarmed = True
         if group.signature.has_rows and any(graphs.current(group, size) is None for size in route.table.sizes):
             axes = group.inputs.axes
             group.example = group.resized(leaves, pack(axes, [2, *lengths_of(axes, rows)[1:]]))
@@ -195,6 +198,14 @@ class _Prewarm:
             each_s = (taken_s - self._first_s) / (self._done - 1)
         if self._progress is not None:
             self._progress(self._done, self.total, each_s * left)
+
+    def make_sure(self, group: GraphGroup, leaves: Sequence[Any], sizes: Iterable[int]) -> None:
+        """Find out whether graphs serve the smallest batches that are padded to them faster than eager would."""
+        for size in sizes if group.signature.has_rows else ():
+            entry = self._server.graphs.current(group, size)
+            least = group.route.table.min_batch_of(size)
+            if entry is not None and entry.may_hit(least):
+                group.make_sure(entry, {one: partial(group.resized, leaves, one) for one in (least, size)})
 
     def _capture_checked(self, group: GraphGroup, leaves: Sequence[Any], size: int) -> CaptureResult:
         """Capture one size from a full batch, and compare it on what its proof needs besides: a second batch, a padded

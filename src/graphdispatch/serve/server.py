@@ -9,6 +9,7 @@ to ``serve_in_range``. Everything else is for ``step``.
 """
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -41,9 +42,10 @@ from ..memory.windows import WINDOWS, storages_of
 from ..modes import EntryState
 from ..native.bound import CORE
 from ..reasons import Reason
+from ..showing import count, milliseconds
 from ..state.guards import StateGuard, wants_gradient
 from .graphs import FIRST_CALLS, GraphSet, Health
-from .group import GraphGroup, Route
+from .group import MOST_UNMATCHED, GraphGroup, Route, StayEager
 
 _log = logging.getLogger("graphdispatch")
 
@@ -58,6 +60,16 @@ class Choice(NamedTuple):
     size: int = 0
     """The size whose graph would serve the call; 0 if none can."""
     entry: CUDAGraphEntry | None = None
+    matched: int = 0
+    """The number of rows as the signature has it."""
+
+
+_OF_ONE_CALL = (
+    *(Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.FROZEN, Reason.MODE_ACTIVE),
+    *(Reason.CALL_RAISED, Reason.ALIASED_ARGUMENTS, Reason.REPLAY_FAILED, Reason.STATE_SHARED),
+)
+"""Reasons that say nothing of the next call of so many rows."""
+_AGAINST_LOSS = "have a size nearer to it (sizes=)"
 
 
 class Server:
@@ -103,6 +115,8 @@ class Server:
                 values = [values[place] for place in order]
             leaves = values if is_flat else group.call.flatten(values)
             hit = group.hits[group.signature.match(leaves)] if leaves is not None else None
+            if isinstance(hit, StayEager):
+                return self.stay_eager(hit, route, args, kwargs)
             if hit is not None and leaves is not None:
                 entry, plan, decision, guard = hit
                 backend = entry.backend
@@ -151,28 +165,68 @@ class Server:
         return (self.serve_in_range if is_profiled() else self.serve_in_python)(route, args, kwargs)
 
     def observed(self, entry: CUDAGraphEntry, rows: int, leaves: Sequence[Any]) -> Any:
-        """A replay that is timed or logged."""
+        """A replay that may be timed or logged."""
         if self._logs_replays:
             _log.debug("replaying %r for %d rows", entry, rows)
-        return entry.serve(leaves, rows, self.stats, is_timed=self._times_replays)
+        return entry.serve(leaves, rows, self.stats, is_timed=self._times_replays or self.graphs.judges_gain)
 
     def step(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that is no hit (yet). Raises what the callable raises, and ``FallbackError`` with ``strict``."""
         closed = self.closed(route)  # first, since it raises where another thread's capture would record this call
+        if closed is not None:
+            return self.run_eagerly(Decision.eager(closed), args, kwargs)
+        unmatched = route.unmatched.get((len(args), *kwargs)) if route.unmatched else None
+        if unmatched is not None and unmatched.left > 0 and self._is_like(unmatched):
+            unmatched.left -= 1
+            return self.run_eagerly(unmatched.decision, args, kwargs)
         if torch.is_grad_enabled() and self.needs_gradients(args, kwargs):
-            return self.run_eagerly(Decision.eager(Reason.NEEDS_GRADIENTS), args, kwargs)
+            decision = Decision.eager(Reason.NEEDS_GRADIENTS)
+            self.settle(route, args, kwargs, Choice(decision))
+            return self.run_eagerly(decision, args, kwargs)
         with torch.no_grad():
-            if closed is not None:
-                return self.run_eagerly(Decision.eager(closed), args, kwargs)
             if not WINDOWS.take(self.lock):
                 return self.run_eagerly(Decision.eager(Reason.STATE_SHARED), args, kwargs)
             try:
                 choice = self.choose(route, args, kwargs)
                 self.count(choice)
                 is_done, answer = self.perform(choice)
+                self.settle(route, args, kwargs, choice if is_done else answer)
             finally:
                 self.lock.release()
-            return answer if is_done else self.run_eagerly(answer.decision, args, kwargs)
+            return answer if is_done else self.run_eagerly(answer.decision, args, kwargs, answer.group)
+
+    def _is_like(self, stays: StayEager) -> bool:
+        """Whether a call may be like these: only where gradients are on can it need them."""
+        return torch.is_grad_enabled() or stays.decision.reason is not Reason.NEEDS_GRADIENTS
+
+    def settle(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], choice: Choice) -> None:
+        """Have the next calls like one that ran eagerly do so without a look; or forget that they did, if a graph was
+        made, compared or served. With ``strict`` each call is looked at, since it raises."""
+        group, decision = choice.group, choice.decision
+        is_eager = not decision.mode.has_graphs() and not self.strict
+        if is_eager and (group is None or (group.is_new and decision.reason is Reason.FIRST_SIGHTING)):
+            stays = route.unmatched.setdefault((len(args), *kwargs), StayEager(decision))
+            stays.again(decision, MOST_UNMATCHED)
+        elif group is not None:
+            route.unmatched.pop((len(args), *kwargs), None)
+            if is_eager and decision.reason not in _OF_ONE_CALL:
+                waits = decision.reason is Reason.CAPTURE_WAITS
+                most = self.graphs.budget.calls_until_time if waits else math.inf
+                group.stay_eager(choice.matched, choice.size, decision, most)
+            else:
+                group.leave_eager(choice.matched, decision.rows)
+
+    def stay_eager(self, stays: StayEager, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call like others that ran eagerly again and again. Needs no lock."""
+        group, backend = stays.group, stays.backend
+        if stays.left <= 0 or backend.watch.depth or backend.is_capturing():
+            if stays.left <= 0:
+                group.look_again(stays)
+            return self.step(route, args, kwargs)
+        stays.left -= 1
+        if stays.size:
+            group.misses[stays.size] += 1
+        return self.run_eagerly(stays.decision, args, kwargs, stays.timed_in)
 
     def choose(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         """What to do with a call. It releases what is stale, and makes the call's group if it can have one."""
@@ -183,20 +237,32 @@ class Server:
         group, leaves, rows = found
         decision = group.decide(rows)
         if not decision.mode.has_graphs():
-            return Choice(decision, group, leaves, rows)
-        rows, size = decision.rows, decision.size
+            return Choice(decision, group, leaves, rows, matched=rows)
+        matched, rows, size = rows, decision.rows, decision.size
         entry = self.graphs.current(group, size)
         reason, detail = self._eager_reason(group, leaves, rows, size, entry)
         if reason is None:
             assert entry is not None
-            return Choice(decision._replace(mode=entry.mode), group, leaves, rows, size, entry)
-        if reason is Reason.CAPTURED_NOW and self._has_to_wait():
-            reason = Reason.CAPTURE_WAITS
-        return Choice(Decision.eager(reason, rows, detail), group, leaves, rows, size, entry)
+            return Choice(decision._replace(mode=entry.mode), group, leaves, rows, size, entry, matched)
+        if reason is Reason.CAPTURED_NOW:
+            reason, detail = self._reason_to_wait(group) or (reason, detail)
+        return Choice(Decision.eager(reason, rows, detail), group, leaves, rows, size, entry, matched)
 
-    def _has_to_wait(self) -> bool:
-        """Whether there is no time to capture now. With ``capture_after=1`` captures are wanted at once."""
-        return self.graphs.cache.admission.capture_after != 1 and not self.graphs.share.has_time
+    def _reason_to_wait(self, group: GraphGroup) -> tuple[Reason, str] | None:
+        """Why there is no time to capture now; None if there is. With ``capture_after=1`` captures are wanted at once.
+
+        Where captures of such calls have only failed, that is the reason.
+        """
+        failure = group.latest_failure
+        if self.graphs.cache.admission.capture_after == 1 or self.graphs.budget.has_time(
+            is_doubtful=failure is not None
+        ):
+            return None
+        if failure is not None:
+            return failure.reason, failure.detail
+        waits, calls = Reason.CAPTURE_WAITS, self.graphs.budget.calls_until_time
+        remedy = "raise capture_share" if group.is_prewarmed else waits.remedy
+        return waits, f"{waits.sentence}, but after some {count(calls)} more calls; {remedy}"
 
     def _eager_reason(
         self, group: GraphGroup, leaves: Sequence[Any], rows: int, size: int, entry: CUDAGraphEntry | None
@@ -218,6 +284,9 @@ class Server:
             return Reason.STATE_UNSEEN, "an argument carries attributes that the code may read; pass them as arguments"
         if (clash := entry.plan(rows).clash(leaves)) is not None:
             return Reason.ALIASED_ARGUMENTS, clash
+        if (loss := group.loss(entry, rows)) is not None and rows not in group.looks_again:
+            times = f"a replay of {entry.size} rows takes {milliseconds(loss.replay_ms)}, and an eager run"
+            return Reason.NO_GAIN, f"{times} of these {rows} {milliseconds(loss.eager_ms)}; {_AGAINST_LOSS}"
         try:
             objection = entry.objection(leaves, rows, is_frozen=self.graphs.cache.is_frozen)
         except RuntimeError as error:  # it may look at batches on the device
@@ -266,7 +335,7 @@ class Server:
             return True, self.after_eager(choice, partial(self.graphs.verify, *batch))
         if entry.state is EntryState.CAPTURED and entry.replay_count == MOST_ALIKE - 1:
             # Before the replay, since the caller may get the graph's own memory as the answer.
-            found = self.graphs.share.pay(partial(self.graphs.settle, *batch), is_capture=False)
+            found = self.graphs.budget.pay(partial(self.graphs.settle, *batch), is_capture=False)
             if found is not None:
                 return False, choice._replace(decision=Decision.eager(found.reason, choice.rows, found.detail))
         try:
@@ -292,7 +361,8 @@ class Server:
         entry, decision = choice.entry, choice.decision._replace(rows=choice.decision.rows or rows)
         parts = [decision.explain()]
         if entry is not None and decision.mode.has_graphs():
-            parts += [f"{entry.gain}" if entry.gain is not None else "", entry.graph.describe()]
+            assert choice.group is not None
+            parts += [choice.group.shown_gain(entry, choice.rows), entry.graph.describe()]
         return "; ".join(filter(None, parts))
 
     def preview(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
@@ -310,13 +380,14 @@ class Server:
         decision = choice.decision
         self.local.decision = Decision.eager(Reason.CALL_RAISED, choice.rows)  # if it does
         try:
-            result = self.graphs.share.pay(work, is_capture=choice.entry is None)
+            result = self.graphs.budget.pay(work, is_capture=choice.entry is None)
         except BaseException:
             self.stats.record_eager(Reason.CALL_RAISED, choice.rows)
             raise
         if result.reason is not decision.reason:
             decision = Decision.eager(result.reason, choice.rows, result.detail)
         self.count_eager(decision, result.error)
+        self.local.decision = decision
         answer, result.error = result.answer, None  # whose traceback would keep the frames of this call and its batch
         if result.entry is not None:
             answer = result.entry.outputs.with_values(answer, choice.rows)
@@ -357,19 +428,23 @@ class Server:
             return Reason.NEEDS_GRADIENTS
         return Reason.ASLEEP if cache.is_asleep else None
 
-    def run_eagerly(self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_eagerly(
+        self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any], group: GraphGroup | None = None
+    ) -> Any:
         """Call the callable, and count why. Raises ``FallbackError`` with ``strict``. Needs no lock."""
         self.count_eager(decision)
-        run, share = WINDOWS.begin(self._reach), self.graphs.share
-        started = share.clock()
+        graphs = self.graphs
+        fn = self.fn if group is None else group.timed(self.fn, decision.rows)
+        run, clock = WINDOWS.begin(self._reach), graphs.budget.clock
+        started = clock()
         try:
-            return self.graphs.give(self.fn(*args, **kwargs))
+            return graphs.give(fn(*args, **kwargs))
         except Exception as error:
             if decision.reason in (Reason.NO_TENSORS, Reason.UNGUARDED_ARGUMENT):
                 error.add_note(f"graphdispatch: {decision.detail}")  # such as an array where the model takes a tensor
             raise
         finally:
-            share.note_eager(share.clock() - started)
+            graphs.budget.note_eager(clock() - started)
             WINDOWS.end(run)
             self.local.decision = decision  # the callable may have called this object, too
 
@@ -378,7 +453,7 @@ class Server:
 
         Raises ``FallbackError`` from ``cause`` with ``strict``, unless the call leads to a graph.
         """
-        self.local.decision, reason = decision, decision.reason
+        reason = decision.reason
         if self.stats.record_eager(reason, decision.rows) and not reason.leads_to_graph:
             told = decision.detail or reason.text
             _log.info("eager callable=%s reason=%s rows=%s: %s", callable_name(self.fn), reason, decision.rows, told)
@@ -386,6 +461,7 @@ class Server:
         if self._eager_calls == FIRST_CALLS // 2 + 1 and self.stats.calls <= FIRST_CALLS:
             _log.warning("%s: %s", callable_name(self.fn), Health.of(self.stats, list(self.graphs.groups.values())))
         if self.strict and not reason.leads_to_graph:
+            self.local.decision = decision
             raise FallbackError(decision.explain(), reason) from cause
 
     def _reach(self) -> set[int]:

@@ -24,6 +24,7 @@ Slot observes_of{names.observes}, stats_of{names.stats}, local_of{names.local};
 struct Call {
   PyObject *server, *route, *args, *kwargs;
   Ref spelling, group, hit;
+  Ref stays;  // the StayEager in the place of a hit
   PyObject* result = nullptr;
 };
 
@@ -123,7 +124,9 @@ int find(Call& call, const Ref& number) {
   call.hit = Ref::of(PyDict_Check(hits.get()) ? PyDict_GetItemWithError(hits.get(), number.get()) : nullptr);
   if (!call.hit && !PyErr_Occurred()) call.hit = Ref(PyObject_GetItem(hits.get(), number.get()));
   if (!call.hit) return -1;
-  return PyTuple_Check(call.hit.get()) && PyTuple_GET_SIZE(call.hit.get()) == kOfHit;
+  if (PyTuple_Check(call.hit.get())) return PyTuple_GET_SIZE(call.hit.get()) == kOfHit;
+  if (call.hit.get() != Py_None) call.stays = std::move(call.hit);
+  return 0;
 }
 
 // The same as find() for the group that fits, among those of the call's spelling. All of a call's values are leaves.
@@ -279,11 +282,13 @@ PyObject* serve(PyObject* server, PyObject* route, PyObject* args, PyObject* kwa
   PyObject* again[] = {server, route, args, kwargs};
   const int profiled = is_profiled();
   if (profiled) return profiled < 0 ? nullptr : PyObject_VectorcallMethod(names.serve_in_range, again, 4, nullptr);
-  Call call{server, route, args, kwargs, {}, {}, {}};
+  Call call{server, route, args, kwargs, {}, {}, {}, {}};
   const Outcome done = serve_call(call);
   if (done == Outcome::kServed) return call.result;
   if (done == Outcome::kRaised) return nullptr;
-  return PyObject_VectorcallMethod(names.step, again, 4, nullptr);
+  if (!call.stays) return PyObject_VectorcallMethod(names.step, again, 4, nullptr);
+  PyObject* stay[] = {server, call.stays.get(), route, args, kwargs};
+  return PyObject_VectorcallMethod(names.stay_eager, stay, 5, nullptr);
 }
 
 bool is_serve(PyObject* method) {
