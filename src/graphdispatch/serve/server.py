@@ -64,6 +64,7 @@ class Choice(NamedTuple):
     """The number of rows as the signature has it."""
 
 
+_NEW = (Reason.FIRST_SIGHTING, Reason.CONSTANT_CHANGES)
 _OF_ONE_CALL = (
     *(Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.FROZEN, Reason.MODE_ACTIVE),
     *(Reason.CALL_RAISED, Reason.ALIASED_ARGUMENTS, Reason.REPLAY_FAILED, Reason.STATE_SHARED),
@@ -204,7 +205,7 @@ class Server:
         made, compared or served. With ``strict`` each call is looked at, since it raises."""
         group, decision = choice.group, choice.decision
         is_eager = not decision.mode.has_graphs() and not self.strict
-        if is_eager and (group is None or (group.is_new and decision.reason is Reason.FIRST_SIGHTING)):
+        if is_eager and (group is None or (group.is_new and decision.reason in _NEW)):
             stays = route.unmatched.setdefault((len(args), *kwargs), StayEager(decision))
             stays.again(decision, MOST_UNMATCHED)
         elif group is not None:
