@@ -21,7 +21,7 @@ Note [compiled code]
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from types import ModuleType, SimpleNamespace
@@ -173,7 +173,7 @@ class _Launch:
     """Launches a Triton kernel with ``[*positional, *named]``, of which the last have these names."""
 
     kernel: Any
-    grid: Any
+    grid: Any = field(compare=False)
     names: tuple[str, ...]
 
     def __call__(self, inputs: list[Any]) -> None:

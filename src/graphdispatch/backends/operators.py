@@ -133,6 +133,17 @@ def changes_view(func: OpOverload) -> bool:
     return torch.Tag.inplace_view in func.tags
 
 
+_KEEPS_ELEMENTS = frozenset(
+    f"aten::{name}" for name in ("view", "_unsafe_view", "_reshape_alias", "clone", "detach", "alias")
+)
+
+
+@per_operator
+def keeps_elements(func: OpOverload) -> bool:
+    """Whether the operator gives all elements of its tensor in order: in another shape, or in memory of their own."""
+    return func._schema.name in _KEEPS_ELEMENTS and func._overloadname != "dtype"
+
+
 @per_operator
 def has_fixed_shapes(func: OpOverload) -> bool:
     """Whether the shapes of the arguments alone give the shapes of the results, as a kernel for meta tensors shows."""

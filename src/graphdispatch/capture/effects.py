@@ -32,6 +32,7 @@ from ..backends.operators import (
     geometry,
     is_seeded,
     is_strided,
+    keeps_elements,
     kind_of,
     per_operator,
     storage_key,
@@ -319,8 +320,7 @@ class EffectRecorder(OperatorMode):
                 if hidden or region.target.device.type != "cpu" or storage_key(region.target) not in seen
             ]
             self._saved = saved + sum(region.before.nbytes for region in self.regions[start:])
-        for tensor in tensors_in(result):
-            self._note_result(tensor, is_new=False)
+        self._note_results(tensors_in(result), is_new=False)
         return result
 
     def watch_region(self, region: CompiledRegion, args: tuple[Any, ...]) -> Any:
@@ -354,7 +354,8 @@ class EffectRecorder(OperatorMode):
                 if key not in made and key not in outside:
                     outside[key] = tensor.detach()
         self.runs_custom = self.runs_custom or traits.is_custom
-        if self._labels is not None:
+        taken = _shapes_of(given) if self._labels is not None else []
+        if self._labels is not None and not keeps_elements(func):
             self.dispatched.operators.append(self._labels.operator(func, args, kwargs, keys))
         shapes, written = [], list[torch.Tensor]()
         if kind is OperatorKind.WRITE:
@@ -380,13 +381,12 @@ class EffectRecorder(OperatorMode):
         if func is _LIFT:  # its argument is what Python values were made into
             outside.pop(storage_key(args[0]), None)
         is_new = kind is not OperatorKind.VIEW or func is _LIFT
-        results = [self._note_result(one, is_new and place >= len(written)) for place, one in enumerate(gives)]
+        self._note_results(gives, is_new, len(written))
         if self._labels is not None:
-            used = keys.values()
-            self._labels.note_made([key for key in results if key is not None and key not in used])
+            self._labels.note_run(func, given, tensors_in(result), written)
             self._note_traits(traits, given, gives)
-            shapes_of = [tuple(tensor.shape) if is_strided(tensor) else () for tensor in tensors_in(result)]
-            self.dispatched.results.append((func, tuple(shapes_of)))
+            if not keeps_elements(func):
+                self.dispatched.shapes.append((func, (*taken, *_shapes_of(tensors_in(result)))))
         return result
 
     def _check_geometry(self, func: OpOverload, shapes: list[tuple[torch.Tensor, tuple[Any, ...]]]) -> None:
@@ -415,18 +415,21 @@ class EffectRecorder(OperatorMode):
         if self._strict:
             raise error
 
-    def _note_result(self, tensor: torch.Tensor, is_new: bool) -> int | None:
-        """The key of a result's storage, which the run has made unless it was there before. What no operator made new
+    def _note_results(self, tensors: Sequence[torch.Tensor], is_new: bool, first: int = 0) -> None:
+        for place, tensor in enumerate(tensors):
+            self._note_result(tensor, is_new and place >= first)
+
+    def _note_result(self, tensor: torch.Tensor, is_new: bool) -> None:
+        """Note the storage of a result, which the run has made unless it was there before. What no operator made new
         is somebody else's: inside of a sparse tensor, or of a storage that the code holds."""
         if not is_strided(tensor):
-            return None
+            return
         key = storage_key(tensor)
         if key not in self._made and key not in self.outside:
             if is_new:
                 self._made[key] = StorageWeakRef(tensor.untyped_storage())
             else:
                 self.outside[key] = tensor.detach()
-        return key
 
     def unwritten(self, value: torch.Tensor) -> torch.Tensor | None:
         """Which elements of a value that the run left hold what ``torch.empty`` gave, as nothing wrote them; or None.
@@ -577,6 +580,10 @@ def _traits_of(func: OpOverload) -> _Traits:
         checks=name in _CHECKING,
         orders=name in _ORDERING or any(part in name for part in _KEEPING),
     )
+
+
+def _shapes_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape) if is_strided(tensor) else () for tensor in tensors]
 
 
 def _makes_integers(given: Sequence[torch.Tensor], gives: Sequence[torch.Tensor]) -> bool:

@@ -41,6 +41,8 @@ _PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 5, 3)
 class FollowedRun:
     """A run whose rows were followed: what it shows, and its operators."""
 
+    rows: int
+    """The number of its batch."""
     verdict: Verdict
     program: Program
     single: frozenset[int]
@@ -60,12 +62,28 @@ class FollowedRun:
     def binds(self, request: CaptureRequest, program: Program) -> bool:
         """Whether the run proves the graph of the request's size, which runs this program.
 
-        Compiled code is no list of operators. It computes what the eager run of the same code does.
+        Compiled code is no list of operators. It computes what the eager run of the same code does: of a run that
+        speaks for the size.
         """
+        extents = lengths_of(request.inputs.axes, request.size)
         if program.has_regions:
-            return True
-        lengths = self._followed(lengths_of(request.inputs.axes, request.size))
-        return self.program.is_like(program) and self.verdict.has_shapes(program.results, lengths)
+            return self.speaks_for(extents)
+        return all(extents[place] == 1 for place in self.single) and self._computes(program, extents)
+
+    def is_like(self, proof: RowProof, request: CaptureRequest, program: Program) -> bool:
+        """Whether it did what the graph of the request's size does, which runs this program and has this proof: for
+        other extents, but with the same operators on the same tensors."""
+        axes, batch = request.inputs.axes, request.size
+        if program.has_regions:  # compare with what the proof was made of
+            first = next((one for one in proof.runs if isinstance(one, FollowedRun)), self)
+            program, batch = first.program, first.rows
+        return self._computes(program, lengths_of(axes, batch))
+
+    def _computes(self, program: Program, extents: Sequence[int]) -> bool:
+        single = [extent for place, extent in enumerate(extents) if place in self.single]
+        return self.program.is_like(program) and self.verdict.has_shapes(
+            program.shapes, self._followed(extents), single
+        )
 
     def objection(self, *, is_word: bool) -> tuple[Reason, str] | None:
         """Why its rows may not be padded; ``is_word``: whether the user says that they are independent."""
@@ -142,7 +160,7 @@ def speak_for_batch(attempt: CaptureAttempt, proof: RowProof, program: Program) 
     text = found if isinstance(found, str) else ""
     if not isinstance(found, str):
         run, _ = found
-        is_like = run.binds(request, program) or program.computes_like(run.program)
+        is_like = run.is_like(proof, request, program)
         pads_rows = axes[0].of(request.rows) != axes[0].of(request.size)
         if is_like and not (pads_rows and run.objection(is_word=proof.is_word) is not None):
             proof.runs.append(run)
@@ -196,7 +214,7 @@ def _follow(attempt: CaptureAttempt, rows: int) -> tuple[FollowedRun, Any] | str
     def read(output: Any) -> tuple[FollowedRun, Any]:
         effects.note_outputs(output)
         program = Program(effects.dispatched)
-        return FollowedRun(run.verdict(tensors_in(output)), program, single), output
+        return FollowedRun(rows, run.verdict(tensors_in(output)), program, single), output
 
     try:
         return attempt.run_apart(effects, request.values_with(values), read, around=run.watching())

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..backends.operators import OperatorKind, bits_equal, kind_of
+from ..backends.operators import bits_equal
 from ..call.spec import is_tensor
 from ..modes import EntryState
 from ..reasons import Reason
@@ -168,7 +168,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class Program:
-    """The operators that a run of one size dispatched, in order, with the shapes of their results.
+    """The operators that a run of one size dispatched, in order, with the shapes of what they took and gave.
 
     Args:
         run: What the run noted of it.
@@ -177,23 +177,11 @@ class Program:
     def __init__(self, run: Dispatched | None = None) -> None:
         run = run or Dispatched()
         self._operators, self._outputs = run.operators, run.outputs
-        self.results = run.results
+        self.shapes = run.shapes
         self.limits_values = run.limits_values
         self.groups_rows = run.groups_rows
         self.has_regions = run.has_regions
         self.float_types = run.float_types
-
-    def computes_like(self, other: "Program") -> bool:
-        """Whether the other program is this one for another batch but for views and copies: where there is one row,
-        torch makes a view in place of a copy."""
-        mine, theirs = (
-            [one for one in program._operators if kind_of(one[0]) is not OperatorKind.VIEW and one[0] not in _COPIES]
-            for program in (self, other)
-        )
-        return len(mine) == len(theirs) and all(
-            a[0] is b[0] and is_same(arguments_of(a, of_made=False), arguments_of(b, of_made=False))
-            for a, b in zip(mine, theirs, strict=True)
-        )
 
     def has_numbers_of(self, other: "Program") -> bool:
         """Whether the other program has the same operators, which compute with the same numbers."""
@@ -203,17 +191,16 @@ class Program:
         )
 
     def is_like(self, other: "Program") -> bool:
-        """Whether the other program is this one for another batch: the same operators on the same memory, with the same
-        arguments but for lengths that may follow the batch."""
+        """Whether the other program is this one for another batch: the same operators on the same tensors, with the
+        same arguments but for lengths that may follow the batch, which shapes tell."""
         if len(self._operators) != len(other._operators):
             return False
         return self._outputs == other._outputs and all(
-            a[0] is b[0] and is_same(arguments_of(a), arguments_of(b))
+            a[0] == b[0] and is_same(arguments_of(a), arguments_of(b))
             for a, b in zip(self._operators, other._operators, strict=True)
         )
 
 
-_COPIES = frozenset((torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default))
 _UNPROVEN = Reason.PADDING_UNPROVEN, ""
 MOST_ALIKE = 8
 """Calls with the first batch that a graph serves before it is compared on one made of it."""

@@ -117,7 +117,7 @@ def test_the_parts_of_an_operator_with_a_rule_have_any_shapes() -> None:
     verdict = judge(lambda x: OPS.scale(x, WEIGHT), _rows)
     product = torch.ops.aten.mul.Tensor
     assert [step.operator for step in verdict.steps] == [product]
-    assert verdict.has_shapes([(product, ((9, D),))], (9,))
+    assert verdict.has_shapes([(product, ((9, D), (D, D), (9, D)))], (9,))
 
 
 def test_a_rule_that_does_not_fit_is_unknown() -> None:

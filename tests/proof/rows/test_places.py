@@ -84,7 +84,7 @@ def test_places_within_a_row_leave_rows_independent(name: str) -> None:
 def test_what_is_selected_has_the_size_of_the_index(name: str) -> None:
     """The other dimensions stay."""
     verdict = judge(INDEPENDENT[name], _rows)
-    results = verdict.steps[-1].results[0]
+    results = verdict.steps[-1].dims[-1]
     assert results is not None
     assert [verdict.sizes.at(dim, (8,)) for dim in results] == [9, SHAPES[name][1]]
 

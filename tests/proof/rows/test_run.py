@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphdispatch.backends.operators import storage_key, tensors_in
+from graphdispatch.backends.operators import keeps_elements, storage_key, tensors_in
 from graphdispatch.errors import ConfigError
 from graphdispatch.proof.rows.batches import BatchSpace
 from graphdispatch.proof.rows.run import RowRun
@@ -43,15 +43,17 @@ def _two_lengths(n: int, s: int, t: int) -> Batch:
 
 
 class Shapes(TorchDispatchMode):
-    """The operators of a plain run, and the shapes of their results."""
+    """The operators of a plain run, and the shapes of what they take and give."""
 
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[tuple[OpOverload, tuple[tuple[int, ...], ...]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        taken = [tuple(t.shape) for t in tensors_in(args, kwargs or {})]
         out = func(*args, **(kwargs or {}))
-        self.steps.append((func, tuple(tuple(t.shape) for t in tensors_in(out))))
+        if not keeps_elements(func):
+            self.steps.append((func, (*taken, *(tuple(t.shape) for t in tensors_in(out)))))
         return out
 
 

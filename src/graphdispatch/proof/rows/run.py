@@ -28,6 +28,7 @@ from ...backends.operators import (
     draws,
     is_seeded,
     is_strided,
+    keeps_elements,
     storage_key,
     tensors_in,
     written_tensors,
@@ -57,6 +58,9 @@ from .rules import keeps_places, may_name_places, may_read_tags, rule_of, takes_
 from .scripts import eager_compiler, watched_scripts
 from .verdict import Step, Verdict
 
+_Seen = tuple[Label | None, tuple[int, ...]]
+"""What is known of a tensor, and its shape in the run."""
+_UNKNOWN = Label((), is_lost=True)
 _PLAIN_TYPES: set[type] = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
 _RULE_FAILS = (
     ArithmeticError,
@@ -97,7 +101,7 @@ class RowRun(OperatorMode):
         """When memory was written last, and when it got rows in another order; see Note [memory and labels]."""
         self._rearranged: dict[int, int] = {}
         self._labelled: list[weakref.ref[Tensor]] = []
-        self._steps: list[tuple[Any, list[tuple[Label | None, tuple[int, ...]]]]] = []
+        self._steps: list[tuple[Any, list[_Seen], list[_Seen]]] = []
         self._mixed: set[int] = set()
         self._doubts: list[Fault] = []
         self._state: list[Fault] = []
@@ -176,7 +180,9 @@ class RowRun(OperatorMode):
             unknown=next((fault.text for fault in faults if not fault.is_mix), ""),
             mixed_axes=frozenset(self._mixed - {ROWS_AXIS}),
             outputs=tuple(followed),
-            steps=tuple(Step(func, tuple(_dims_of(*result) for result in results)) for func, results in self._steps),
+            steps=tuple(
+                Step(func, tuple(_dims_of(*one) for one in (*taken, *results))) for func, taken, results in self._steps
+            ),
             writes_state=self._writes_state,
             notes=tuple(self._notes),
             space=self.space,
@@ -311,6 +317,7 @@ class RowRun(OperatorMode):
         """Run compiled code, whose rows nobody can follow."""
         out = region(*args)
         tensors = tensors_in(args, out)
+        self._steps.append((region, [], [(_UNKNOWN, ()) for _ in tensors]))
         if any(map(self.follows, tensors)):
             fault = fault_here(False, str(region))
             self._doubts.append(fault)
@@ -323,17 +330,21 @@ class RowRun(OperatorMode):
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, is_step: bool = False
     ) -> None:
         outs = [out] if type(out) is Tensor else tensors_in(out)
-        unknown = Label((), is_lost=True) if self._is_muted else None
-        results: list[tuple[Label | None, tuple[int, ...]]] = [(unknown, tuple(o.shape)) for o in outs]
-        if is_step:
-            self._steps.append((func, results))
+        unknown = _UNKNOWN if self._is_muted else None
+        results: list[_Seen] = [(unknown, tuple(o.shape)) for o in outs]
         given = tensors_in(args, kwargs)
+        is_old = not changes_view(func)  # else the shape is that of afterwards
+        taken: list[_Seen] = [(unknown if is_old else _UNKNOWN, tuple(t.shape)) for t in given]
+        if is_step and not keeps_elements(func):
+            self._steps.append((func, taken, results))
         written = written_tensors(func, args, kwargs)
         if self._is_muted:  # parts of an operator with a rule of its own
             results[:] = [(Label(plain_dims(shape), is_lost=True), shape) for _, shape in results]
             self._note_made(outs)
             return
         labels = self._labels_of(func, given)
+        if labels and is_old:
+            taken[:] = [(labels.get(id(tensor)), shape) for tensor, (_, shape) in zip(given, taken, strict=True)]
         if self._slots and not may_name_places(func):
             labels |= self._slots_read(func, given, outs)
         caller = self._caller

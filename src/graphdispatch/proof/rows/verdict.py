@@ -1,6 +1,6 @@
 """What a run says of all batches."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,8 +14,8 @@ class Step(NamedTuple):
     """One operator of the run."""
 
     operator: OpOverload
-    results: tuple[tuple[Dim, ...] | None, ...]
-    """The dimensions of each result; None where no rule tells them."""
+    dims: tuple[tuple[Dim, ...] | None, ...]
+    """The dimensions of each tensor that it took, then of each result; None where no rule tells them."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Verdict:
     outputs: tuple[tuple[tuple[int, ...], ...] | None, ...]
     """For each dimension of each output the axes that it follows, the outermost first; None if nothing tells."""
     steps: tuple[Step, ...]
-    """The operators in order."""
+    """The operators in order, but for those that keep elements as they are."""
     writes_state: bool
     """Whether it wrote to memory that it did not make."""
     notes: tuple[str, ...]
@@ -52,31 +52,47 @@ class Verdict:
         return self.space.why_not(extents)
 
     def has_shapes(
-        self, shapes: Sequence[tuple[OpOverload, tuple[tuple[int, ...], ...]]], extents: Sequence[int]
+        self,
+        shapes: Sequence[tuple[OpOverload, tuple[tuple[int, ...], ...]]],
+        extents: Sequence[int],
+        single: Sequence[int] = (),
     ) -> bool:
         """Whether a plain run of another batch is the run that the labels tell of.
 
         Args:
-            shapes: The operators of the plain run in order, each with the shapes of its results.
+            shapes: The operators of the plain run in order, each with the shapes of what it took and gave.
             extents: The extents of its batch.
+            single: Those along axes that this run did not follow, since its batch had one element there. A dimension
+                may be so many times as long.
 
         Returns:
-            Whether the operators are the same, and the results have the shapes of the labels. What no rule tells is
+            Whether the operators are the same, and the tensors have the shapes of the labels. What no rule tells is
             left out. False shows a label that was right by chance alone.
         """
         where = self.space.place_of(extents)
         if where is None or len(shapes) != len(self.steps):
             return False
         known: dict[Dim, int] = {}
-        for step, (operator, results) in zip(self.steps, shapes, strict=True):
-            if step.operator is not operator or len(step.results) != len(results):
+        factors = {1}
+        for extent in single:
+            factors |= {factor * extent for factor in factors}
+        for step, (operator, given) in zip(self.steps, shapes, strict=True):
+            if step.operator != operator or len(step.dims) != len(given):
                 return False
-            for dims, shape in zip(step.results, results, strict=True):
+            for dims, shape in zip(step.dims, given, strict=True):
                 if dims is None:
                     continue
                 for dim in dims:
                     if dim not in known:
                         known[dim] = self.sizes.at(dim, where)
-                if tuple(map(known.__getitem__, dims)) != tuple(shape):
+                told = tuple(map(known.__getitem__, dims))
+                if told != tuple(shape) and not _is_multiple(told, shape, factors):
                     return False
         return True
+
+
+def _is_multiple(told: Sequence[int], shape: Sequence[int], factors: Collection[int]) -> bool:
+    """Whether each dimension is one of these multiples of what the labels tell."""
+    if len(told) != len(shape):
+        return False
+    return all(any(own == one * factor for factor in factors) for own, one in zip(shape, told, strict=True))

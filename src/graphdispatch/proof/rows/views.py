@@ -135,6 +135,7 @@ def _sliced(c: Call, old: Dim, size: int) -> Dim:
     whole = c.sizes.values(old)
 
     first = _cut(c.a["start"] or 0, start, whole)
+    c.space.guard(first, "a slice that starts at a size")
     last, step = _cut(2**62 if c.a["end"] is None else c.a["end"], end, whole), c.a["step"]
     sizes, is_from_start = np.maximum(-(-(last - first) // step), 0), not np.any(first)
     if step == 1 and is_from_start and is_equal(sizes, whole):
