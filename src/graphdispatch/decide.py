@@ -61,8 +61,8 @@ class Decision(NamedTuple):
         rows, size = cells_of(self.rows), cells_of(self.size)
         padding = 100 * (1 - rows / size) if size else 0.0
         change = f"{self.rows} -> {self.size} rows, {padding:.1f} % padding" if padding else counted
-        note = "" if self.reason.is_graph else f" ({self.detail or self.reason.text})"
-        return f"{self.mode.name} graph, {change}{note}"
+        note = self.detail or ("" if self.reason.is_graph else self.reason.text)
+        return f"{self.mode.name} graph, {change}{note and f' ({note})'}"
 
 
 class Memo(dict[K, V], Generic[K, V]):

@@ -12,6 +12,7 @@ Note [a batch that betrays no number]
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,10 @@ from .request import CaptureRequest
 _NO_EXTENT = 2
 """What stands for the extent along an axis that a run does not follow, since its batch has one element there: sizes of
 one are broadcast, so that it would tell nothing of others."""
+MOST_PARTS = 8
+"""A run speaks for batches of so many times the largest size: they may be served in as many parts."""
+_MOST_BATCHES = 1 << 14
+"""But for no more batches than these, where there are not that many of the sizes themselves: it takes time for each."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 5, 3)
 
@@ -149,6 +154,7 @@ def _proof_of(request: CaptureRequest, run: FollowedRun, *, is_word: bool) -> Ro
         mixed=frozenset(axes[i] for i in further),
         is_word=is_word and needs_word,
         against_rows=run.objection(is_word=is_word),
+        by_place=run.verdict.by_place,
     )
 
 
@@ -165,6 +171,7 @@ def speak_for_batch(attempt: CaptureAttempt, proof: RowProof, program: Program) 
         if is_like and not (pads_rows and run.objection(is_word=proof.is_word) is not None):
             proof.runs.append(run)
             proof.mixed |= {axes[i] for i in run.verdict.mixed_axes}
+            proof.by_place = proof.by_place or run.verdict.by_place
             return
         why = (one.why_not(lengths_of(axes, request.rows)) for one in proof.runs if isinstance(one, FollowedRun))
         text = next(filter(None, why), "") or "the operators differ"
@@ -196,7 +203,8 @@ def _follow(attempt: CaptureAttempt, rows: int) -> tuple[FollowedRun, Any] | str
     axes, extents = request.inputs.axes, lengths_of(request.inputs.axes, rows)
     largest = lengths_of(axes, request.inputs.capacity)
     single = frozenset(place for place, own in enumerate(extents) if own == 1)
-    spaces = [range(2, max(most, _NO_EXTENT) + 1) for most in largest]
+    most_rows = largest[0] * min(MOST_PARTS, max(_MOST_BATCHES // max(prod(largest), 1), 1))
+    spaces = [range(2, max(most, _NO_EXTENT) + 1) for most in (most_rows, *largest[1:])]
     values = _batch_of(request, rows)
     reached = [*request.tensors, *attempt.eager.trace.walk.tensors, *tensors_in(list(request.values)), *values]
     keys = {storage_key(one) for one in reached if type(one) in _PLAIN and is_strided(one) and not one.is_nested}

@@ -58,6 +58,11 @@ class RowProof:
     """Batches for which Python takes another path than for the graph's size, and why that is so."""
     is_compared: bool = False
     """Whether a padded batch has agreed with eager: an alarm for a rule that is wrong."""
+    by_place: str = ""
+    """Where rows get something by their place in the batch, if they do; then they are not served in parts."""
+    in_parts: dict[int, tuple[Reason, str]] = field(default_factory=dict)
+    """By the number of parts, how batches above the largest size are served that were compared so with eager:
+    ``IN_PARTS``, or why not."""
     is_doubted: bool = False
     """Whether a run that was not watched did something else than the runs before it: then all are watched."""
     is_trusted: bool = False

@@ -46,6 +46,7 @@ from ..showing import count, milliseconds
 from ..state.guards import StateGuard, wants_gradient
 from .graphs import FIRST_CALLS, GraphSet, Health
 from .group import MOST_UNMATCHED, GraphGroup, Route, StayEager
+from .parts import Parts, find_parts
 
 _log = logging.getLogger("graphdispatch")
 
@@ -62,6 +63,8 @@ class Choice(NamedTuple):
     entry: CUDAGraphEntry | None = None
     matched: int = 0
     """The number of rows as the signature has it."""
+    parts: Parts | None = None
+    """The parts of a batch above the largest size."""
 
 
 _NEW = (Reason.FIRST_SIGHTING, Reason.CONSTANT_CHANGES)
@@ -238,6 +241,8 @@ class Server:
         group, leaves, rows = found
         decision = group.decide(rows)
         if not decision.mode.has_graphs():
+            if decision.reason is Reason.ABOVE_LARGEST_SIZE and group.route.serves_parts:
+                return self._choose_parts(group, leaves, decision, rows)
             return Choice(decision, group, leaves, rows, matched=rows)
         matched, rows, size = rows, decision.rows, decision.size
         entry = self.graphs.current(group, size)
@@ -248,6 +253,38 @@ class Server:
         if reason is Reason.CAPTURED_NOW:
             reason, detail = self._reason_to_wait(group) or (reason, detail)
         return Choice(Decision.eager(reason, rows, detail), group, leaves, rows, size, entry, matched)
+
+    def _choose_parts(self, group: GraphGroup, leaves: Sequence[Any], decision: Decision, matched: int) -> Choice:
+        """The parts that serve a batch above the largest size; or eager, as decided, with the reason why no parts
+        do."""
+        rows, current = decision.rows, partial(self.graphs.current, group)
+        found = find_parts(group, leaves, rows, current)
+        if isinstance(found, str):
+            decision = decision._replace(detail=f"{decision.detail}; not in parts: {found}")
+            return Choice(decision, group, leaves, rows, matched=matched)
+        chosen = found.decision
+        if chosen.reason is Reason.VERIFIED_NOW and self.graphs.cache.is_frozen:
+            chosen = Decision.eager(Reason.FROZEN, rows)
+        return Choice(chosen, group, leaves, rows, entry=found.entry, matched=matched, parts=found)
+
+    def _serve_parts(self, choice: Choice, parts: Parts) -> tuple[bool, Any]:
+        """As ``perform``, for a batch that is served in parts, or compared so with eager."""
+        group, values, reason = choice.group, choice.leaves, choice.decision.reason
+        assert group is not None
+        if reason is Reason.VERIFIED_NOW:
+            clock = self.graphs.clock if self.graphs.judges_gain else None
+            run = partial(group.call, values)
+            return True, self.after_eager(choice, partial(parts.compare, values, run, self.graphs.options, clock))
+        if not reason.is_graph:
+            return False, choice
+        try:
+            with parts.entry.pool.lock:
+                answer = parts.run(values)
+                parts.count(self.stats)
+        except ReplayError as error:
+            return False, choice._replace(decision=Decision.eager(Reason.REPLAY_FAILED, choice.rows, str(error)))
+        self.local.decision = choice.decision
+        return True, answer
 
     def _reason_to_wait(self, group: GraphGroup) -> tuple[Reason, str] | None:
         """Why there is no time to capture now; None if there is. With ``capture_after=1`` captures are wanted at once.
@@ -326,6 +363,8 @@ class Server:
         Called with the lock held.
         """
         group, entry, reason = choice.group, choice.entry, choice.decision.reason
+        if choice.parts is not None:
+            return self._serve_parts(choice, choice.parts)
         if group is not None and reason is Reason.CAPTURED_NOW:
             capture = partial(self.graphs.capture, group, choice.leaves, choice.rows, choice.size)
             return True, self.after_eager(choice, capture)

@@ -178,7 +178,8 @@ class Sizes:
             return plain_dim(own)
         base = tuple(self.axes[axis] for axis in follows)
         factor, rest = divmod(own, own_size(base))
-        if factor and not rest and is_equal(values, self.values(base) * factor):
+        if factor and not rest and (ROWS_AXIS in follows or is_equal(values, self.values(base) * factor)):
+            self.space.guard(values == self.values(base) * factor, "a size that does not grow with the rows")
             return merged((*base, factor))
         if ROWS_AXIS in follows or own < 2:  # rows lie there in a way that no label tells
             self.space.bind(follows, "a size that does not grow with the rows")

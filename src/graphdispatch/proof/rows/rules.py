@@ -74,6 +74,11 @@ def takes_sizes(func: OpOverload) -> bool:
     return _rule_of_torch(func) in (views.expand, creation.made, creation.arange, creation.repeat)
 
 
+def makes_alike(func: OpOverload) -> bool:
+    """Whether an operator that makes rows of a tensor without rows makes all of them alike."""
+    return rule_of(func) in (views.expand, creation.made, creation.repeat)
+
+
 def may_read_tags(func: OpOverload) -> bool:
     """Whether the rule of an operator knows what a tag means."""
     return rule_of(func) in _READ_TAGS

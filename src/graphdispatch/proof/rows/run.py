@@ -54,7 +54,7 @@ from .labels import (
     plain_dims,
     shape_of,
 )
-from .rules import keeps_places, may_name_places, may_read_tags, rule_of, takes_sizes
+from .rules import keeps_places, makes_alike, may_name_places, may_read_tags, rule_of, takes_sizes
 from .scripts import eager_compiler, watched_scripts
 from .verdict import Step, Verdict
 
@@ -106,6 +106,7 @@ class RowRun(OperatorMode):
         self._doubts: list[Fault] = []
         self._state: list[Fault] = []
         self._writes_state = False
+        self._by_place = ""
         self._notes: dict[str, None] = {}
         if any(own < 2 for own in space.own):
             self._doubts.append(Fault(False, "a run on one row, or one element of a length, tells nothing of more"))
@@ -179,6 +180,7 @@ class RowRun(OperatorMode):
             mixes=next((fault.text for fault in faults if fault.is_mix), ""),
             unknown=next((fault.text for fault in faults if not fault.is_mix), ""),
             mixed_axes=frozenset(self._mixed - {ROWS_AXIS}),
+            by_place=self._by_place,
             outputs=tuple(followed),
             steps=tuple(
                 Step(func, tuple(_dims_of(*one) for one in (*taken, *results))) for func, taken, results in self._steps
@@ -358,6 +360,7 @@ class RowRun(OperatorMode):
         call.made, call.writes, call.slots = self._made, bool(written), self._slots
         call.caller = caller or Caller(self, "?", (), {})
         made = self._ruled(call)
+        self._note_places(call, made)
         self._check_random(call, func, args, kwargs, made)
         self._put_results(call, func, given, written, made)
         for place_, (result, label) in enumerate(zip(results, made, strict=False)):
@@ -459,6 +462,12 @@ class RowRun(OperatorMode):
             fault = fault_here(is_mix, call.func._schema.name, why)
         fault = fault or next((x.tag.fault for x in call.labels.values() if x.tag is not None and x.tag.fault), None)
         return [Label(plain_dims(o.shape), fault, is_lost=True) for o in call.outs]
+
+    def _note_places(self, call: Call, made: Sequence[Label]) -> None:
+        """Note an operator that makes rows of none, unless all of them are alike."""
+        is_new = any(has_rows(dim) for label in made for dim in label.dims) and not makes_alike(call.func)
+        if is_new and not any(has_rows(dim) for label in call.labels.values() for dim in label.dims):
+            self._by_place = self._by_place or f"{call.func._schema.name}, {place()}"
 
     def _check_random(
         self, call: Call, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[Label]

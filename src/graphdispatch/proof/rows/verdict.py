@@ -28,6 +28,9 @@ class Verdict:
     """Which operator no rule tells of, with the line, so that only the user can say; else empty."""
     mixed_axes: frozenset[int]
     """The lengths along which elements go into each other, as in attention."""
+    by_place: str
+    """Where rows get something by their place in the batch, as numbers from ``arange``, with the line; else empty. So
+    a row is the same before other padding, and another one at another place."""
     outputs: tuple[tuple[tuple[int, ...], ...] | None, ...]
     """For each dimension of each output the axes that it follows, the outermost first; None if nothing tells."""
     steps: tuple[Step, ...]
@@ -85,14 +88,14 @@ class Verdict:
                 for dim in dims:
                     if dim not in known:
                         known[dim] = self.sizes.at(dim, where)
-                told = tuple(map(known.__getitem__, dims))
-                if told != tuple(shape) and not _is_multiple(told, shape, factors):
+                wanted = tuple(map(known.__getitem__, dims))
+                if wanted != tuple(shape) and not _is_multiple(wanted, shape, factors):
                     return False
         return True
 
 
-def _is_multiple(told: Sequence[int], shape: Sequence[int], factors: Collection[int]) -> bool:
+def _is_multiple(wanted: Sequence[int], shape: Sequence[int], factors: Collection[int]) -> bool:
     """Whether each dimension is one of these multiples of what the labels tell."""
-    if len(told) != len(shape):
+    if len(wanted) != len(shape):
         return False
-    return all(any(own == one * factor for factor in factors) for own, one in zip(shape, told, strict=True))
+    return all(any(own == one * factor for factor in factors) for own, one in zip(shape, wanted, strict=True))
