@@ -402,7 +402,8 @@ class Server:
         parts = [decision.explain()]
         if entry is not None and decision.mode.has_graphs():
             assert choice.group is not None
-            parts += [choice.group.shown_gain(entry, choice.rows), entry.graph.describe()]
+            gain = choice.group.shown_gain(entry, choice.rows) if choice.parts is None else ""
+            parts += [gain, entry.graph.describe()]
         return "; ".join(filter(None, parts))
 
     def preview(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
