@@ -13,10 +13,6 @@ from .sizes import ROWS, Axis, Extents, cells_of, lengths_of, pack
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
-_AGAINST_PADDING = (
-    "; where padding is the cause, call eval(), give a mask or a pad rule, or have a size for it (sizes=)"
-)
-
 
 class Decision(NamedTuple):
     """What to do with one batch, and why. Immutable.
@@ -56,8 +52,7 @@ class Decision(NamedTuple):
         counted = f"{self.rows} row{'s' * (self.rows != 1)}"
         if self.mode is CUDAGraphMode.NONE:
             count = f", {counted}" if self.rows else ""
-            remedy = _AGAINST_PADDING if self.reason is Reason.VERIFICATION_FAILED else ""
-            return f"eager{count}: {self.detail or self.reason.text}{remedy}"
+            return f"eager{count}: {self.detail or self.reason.text}"
         rows, size = cells_of(self.rows), cells_of(self.size)
         padding = 100 * (1 - rows / size) if size else 0.0
         change = f"{self.rows} -> {self.size} rows, {padding:.1f} % padding" if padding else counted

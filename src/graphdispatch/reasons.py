@@ -49,7 +49,7 @@ class Reason(Explained):
     )
     ABOVE_LARGEST_SIZE = (
         "above_largest_size",
-        "the batch is larger than the largest graph; add a larger size to sizes=, or raise max_size= if you gave none",
+        "the batch is larger than the largest graph; add to sizes= if you gave that, else raise max_size=",
     )
     NOT_CAPTURED = "not_captured", "no graph is captured for this key"
     MODE_MISMATCH = "mode_mismatch", "this call asks for a mode that these graphs do not serve"

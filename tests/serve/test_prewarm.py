@@ -391,3 +391,17 @@ def test_very_many_graphs_are_not_captured_in_silence(caplog: pytest.LogCaptureF
     dims = {"input": {0: "rows", 1: gd.Dim("length", [64, 256])}}
     graphed(torch.nn.ReLU(), dynamic=dims, sizes=(8,)).prewarm(torch.randn(2, 3))
     assert not caplog.records
+
+
+def test_what_is_not_padded_is_said_with_its_line() -> None:
+    """Full batches are served; ``health`` says the same of the others, and nothing is said of a model whose rows are
+    independent."""
+    step = graphed(lambda x: x - x.mean(0), dynamic={"x": 0}, sizes=(2, 4))
+    report = step.prewarm(torch.randn(4, 8))
+    assert report.captured == {CUDAGraphMode.FULL: (4, 2)}
+    assert report.padding.startswith("rows mix in aten::mean")
+    assert "test_prewarm.py" in report.padding
+    assert f"batches that would be padded run eagerly: {report.padding}" in str(report)
+    assert check_rows(step, 3, width=8) == [Reason.ROWS_MIX]
+    assert report.padding in str(step.health())
+    assert graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(2, 4)).prewarm(torch.randn(4, 8)).padding == ""

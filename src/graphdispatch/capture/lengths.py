@@ -104,7 +104,7 @@ class PaddingReplays:
         for name, real in self._other_reals(kept):
             alone = [spec.cut(value, self._rows).clone() for spec, value in zip(self._specs, real, strict=True)]
             effects = EffectRecorder(self._request.options.state_limit_bytes, strict=True)
-            self._attempt.start_over("asking what eager gives for other elements")
+            self._attempt.start_over("running eager on other elements")
             want = self._attempt.try_apart(
                 effects, self._request.values_with(alone), lambda output: [t.clone() for t in tensors_in(output)]
             )

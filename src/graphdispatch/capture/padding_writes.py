@@ -82,10 +82,10 @@ class EqualRows:
         pairs = zip(self._specs, request.arguments(), strict=True)
         values = request.values_with([uniform({axes[0]: place}, spec, value, request.rows) for spec, value in pairs])
         alone, padded = EffectRecorder(self._limit, strict=True), EffectRecorder(self._limit, strict=True)
-        attempt.start_over("asking where a single row writes")
+        attempt.start_over("finding where a single row writes")
         if attempt.try_apart(alone, values, tensors_in) is None:
             return False
-        attempt.start_over("asking where a single row writes with padding")
+        attempt.start_over("finding where a single row writes with padding")
         request.inputs.load(values, request.rows, request.size)
         if attempt.try_apart(padded, request.static_values(), tensors_in) is None:
             return False
@@ -103,9 +103,9 @@ class EqualRows:
         sizes = {storage_key(one): one.untyped_storage().nbytes() for one in found}
         if not found or sum(sizes.values()) > self._limit:
             return False
-        attempt.start_over("asking what operators of others write for fewer rows")
+        attempt.start_over("finding what operators of others write for fewer rows")
         alone = self._changes(found, values)
-        attempt.start_over("asking what operators of others write for fewer rows, with padding")
+        attempt.start_over("finding what operators of others write for fewer rows, with padding")
         request.inputs.load(values, rows, request.size)
         padded = None if alone is None else self._changes(found, request.static_values())
         return any(bool((more & ~fewer).any()) for fewer, more in zip(alone or (), padded or (), strict=False))

@@ -45,7 +45,7 @@ from .lengths import replay_other_padding
 from .make_entry import grow_guard, make_entry
 from .padding_writes import EqualRows
 from .recording import record
-from .request import CaptureRequest, CaptureResult, failed_result
+from .request import CaptureRequest, CaptureResult, advice, failed_result
 from .row_proof import prove_rows, speak_for_batch
 
 _UNLIKE = "the call did not do what calls of other sizes did; the next one is watched closely"
@@ -236,7 +236,8 @@ def _compare_or_refuse(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
                 return
         if not (is_write or was_verified):
             raise
-        proof.refused = (Reason.PADDING_WRITES_STATE if is_write else Reason.VERIFICATION_FAILED), str(error)
+        reason = Reason.PADDING_WRITES_STATE if is_write else Reason.VERIFICATION_FAILED
+        proof.refused = reason, f"{error}{advice(request, error, reason)}"
 
 
 def _compare(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
@@ -268,7 +269,7 @@ def _remedy_for(attempt: CaptureAttempt, rtol: float) -> str:
     values = request.values_with(attempt.eager.arguments)
     runs = []
     for _ in range(2):
-        attempt.start_over("asking whether eager gives the same twice")
+        attempt.start_over("running eager twice on one batch")
         effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
         runs.append(attempt.try_apart(effects, values, lambda output: [one.clone() for one in tensors_in(output)]))
     first, second = runs

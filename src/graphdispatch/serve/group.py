@@ -453,6 +453,13 @@ class GraphGroup:
         """The failure that keeps ``size`` from being captured at the next call, if any."""
         return self.failures.blocked(size, self.misses[size] + 1)
 
+    def against_padding(self) -> list[tuple[Reason, str]]:
+        """Why batches are not padded to sizes that have graphs, as far as that is shown. Needs no lock."""
+        table = self.route.table
+        entries = self.all_entries if self.signature.has_rows and table.pads and self.route.entry is None else ()
+        found = (entry.against_padding(table.min_batch_of(entry.size)) for entry in entries)
+        return [why for why in found if why is not None]
+
     def warn_of(self, entry: CUDAGraphEntry, rows: int, detail: str) -> None:
         """Say aloud that a graph which has served calls is wrong: their answers may have been wrong too."""
         shapes = ", ".join(f"{spec.name} {spec.sized(rows)} {spec.dtype}" for spec in self.inputs.specs)
@@ -492,7 +499,7 @@ def details_of(groups: Iterable[GraphGroup]) -> dict[Reason, list[str]]:
     """What is known of reasons besides their texts, such as a line of the model, each once. Needs no lock."""
     found: dict[Reason, dict[str, str]] = {}
     for group in groups:
-        said = [(failure.reason, failure.detail) for failure in list(group.failures.values())]
+        said = [(failure.reason, failure.detail) for failure in list(group.failures.values())] + group.against_padding()
         if group.route.constants:
             said.append((Reason.CONSTANT_CHANGES, group.route.about_constants()[0]))
         for reason, detail in said:

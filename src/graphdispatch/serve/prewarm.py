@@ -47,6 +47,8 @@ class PrewarmReport:
     memory_bytes: int
     reasons: dict[tuple[CUDAGraphMode, int], Reason] = field(default_factory=dict)
     """The reasons of those of ``left_out`` that the time did not leave out."""
+    padding: str = ""
+    """Why batches that would be padded run eagerly with some of these graphs; empty if graphs serve them."""
 
     def __str__(self) -> str:
         lines = [
@@ -54,6 +56,7 @@ class PrewarmReport:
             for mode, sizes in self.captured.items()
         ]
         lines.append(f"{self.seconds:.2f} s, {self.memory_bytes / 2**20:.1f} MiB held")
+        lines += [f"batches that would be padded run eagerly: {self.padding}"] if self.padding else []
         return "\n".join(lines + [f"{mode} {sizes} left out: {why}" for sizes, mode, why in self._without_graph()])
 
     def _without_graph(self) -> list[tuple[str, str, str]]:
@@ -148,6 +151,7 @@ def prewarm(
             time.perf_counter() - run.started,
             memory_of(graphs.cache, [graphs]).total,
             {(mode, size): reason for size, (_, reason) in left_out.items() if reason is not None},
+            next((detail or reason.text for reason, detail in group.against_padding()), ""),
         )
 
 
