@@ -17,6 +17,8 @@ __all__ = ["TITLE", "Sum", "run"]
 
 TITLE = "Overhead of a call (a row of 64 columns; host: until the call returns; device: from first to last kernel)"
 _WIDTH, _SETS = 64, 4
+_DTYPES = (torch.float32, torch.int64, torch.bfloat16, torch.int64)
+"""Of the inputs in turn, since a model takes indices beside numbers."""
 _CASES = ((4, 300), (1, 20), (4, 2000), (16, 300))
 """Inputs and parameters."""
 _BARE, _GRAPHED, _STATIC = "bare replay", "graphed()", "CUDAGraphWrapper, static"
@@ -48,6 +50,11 @@ class Sum(nn.Module):
         return total
 
 
+def _batch(inputs: int, device: torch.device) -> tuple[Tensor, ...]:
+    numbers = (torch.randint(-8, 8, (1, _WIDTH), device=device) for _ in range(inputs))
+    return tuple(number.to(_DTYPES[place % len(_DTYPES)]) for place, number in enumerate(numbers))
+
+
 class _Case:
     """A model and inputs for it, and how to make each side's calls; each call is made once, so that it works."""
 
@@ -56,7 +63,7 @@ class _Case:
         self.is_judged = (inputs, parameters) == (4, 300)
         self._bench, self._parameters = bench, parameters
         self._model = Sum(parameters, bench.device).eval()
-        self._sets = [tuple(torch.randn(1, _WIDTH, device=bench.device) for _ in range(inputs)) for _ in range(_SETS)]
+        self._sets = [_batch(inputs, bench.device) for _ in range(_SETS)]
         self._static = tuple(x.clone() for x in self._sets[0])
         self._graph, self._output = raw_graph(bench, self._model, self._static)
 

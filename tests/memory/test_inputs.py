@@ -1,13 +1,16 @@
 """``StaticInputs``: what the buffers hold after any sequence of batches."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import graphdispatch as gd
 from graphdispatch import Pad
 from graphdispatch.call.rules import as_pad
 from graphdispatch.call.signature import InputSpec
@@ -76,3 +79,51 @@ def test_zero_in_any_spelling(rule: Any) -> None:
     padding = torch.ones(2, 3)
     as_pad("x", rule).filler(padding, torch.ones(1, 3), 0)()
     assert not bool(padding.any())
+
+
+class Copies(TorchDispatchMode):
+    """Notes the dtypes of each copy that torch makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[list[torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._foreach_copy_.default:
+            self.dtypes.append([one.dtype for one in args[0]])
+        elif func is torch.ops.aten.copy_.default:
+            self.dtypes.append([args[0].dtype])
+        return func(*args, **(kwargs or {}))
+
+
+MIXED = (torch.float32, torch.int64, torch.bfloat16, torch.int64, torch.float32)
+
+
+def test_inputs_of_one_dtype_are_copied_at_once() -> None:
+    """Torch copies a list of several dtypes one by one."""
+    specs = [replace(spec(0, Pad.zero(), position=place), dtype=dtype) for place, dtype in enumerate(MIXED)]
+    inputs = StaticInputs(specs, CAPACITY)
+    values = [torch.arange(12).reshape(4, 3).to(dtype) + place for place, dtype in enumerate(MIXED)]
+    with Copies() as copies:
+        inputs.load(values, 4, 4)
+    assert copies.dtypes == [[torch.float32] * 2, [torch.int64] * 2, [torch.bfloat16]]
+    for value, view in zip(values, inputs.views(4), strict=True):
+        assert torch.equal(view, value)
+
+
+@pytest.mark.parametrize("is_contiguous", [True, False])
+def test_a_hit_copies_inputs_of_several_dtypes(is_contiguous: bool) -> None:
+    """Each into its own place, by bytes and by torch."""
+    names = [f"x{place}" for place in range(len(MIXED))]
+
+    def total(**tensors: torch.Tensor) -> torch.Tensor:
+        return sum((2**place * value.double() for place, value in enumerate(tensors.values())), torch.zeros(()))
+
+    step = gd.graphed(total, dynamic=dict.fromkeys(names, 0), sizes=(4,))
+    for shift in range(6):
+        batch = {}
+        for place, (name, dtype) in enumerate(zip(names, MIXED, strict=True)):
+            value = (torch.arange(12) + 7 * shift + place).to(dtype)
+            batch[name] = value.reshape(4, 3) if is_contiguous else value.reshape(3, 4).t()
+        assert torch.equal(step(**batch), total(**batch))
+    assert step.stats.hits == 3

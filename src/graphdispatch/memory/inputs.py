@@ -49,7 +49,7 @@ class StaticInputs:
     def free(self) -> None:
         """Let go of the buffers, when no graph reads them any more; the next capture gets new ones."""
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._targets: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._targets: dict[tuple[int, int], list[tuple[list[torch.Tensor], tuple[int, ...]]]] = {}
         self._fills: dict[tuple[int, int, int], list[Callable[[], Any]]] = {}
         self._clean_from = self.capacity
         """Rows from here on hold padding already, in one layout."""
@@ -96,10 +96,11 @@ class StaticInputs:
             self._clean_from = max(self._clean_from, rows)
         else:
             is_clean, self._held = self._held == (rows, size), None
-        if len(targets) == 1:
-            targets[0].copy_(values[self.positions[0]])
-        else:
-            torch._foreach_copy_(targets, [values[position] for position in self.positions])
+        for parts, positions in targets:
+            if len(parts) == 1:
+                parts[0].copy_(values[positions[0]])
+            else:
+                torch._foreach_copy_(parts, [values[position] for position in positions])
         if rows != size and (self._follows_data or not is_clean):
             self.pad(rows, size)
         self._held = rows, size
@@ -113,11 +114,11 @@ class StaticInputs:
         if self._one_layout:
             self._clean_from = rows
 
-    def layout_for(self, rows: int, size: int) -> tuple[list[torch.Tensor], tuple[int, ...], bool, bool]:
-        """What the core needs to load a batch: where its rows go, the places of the arguments, whether rows lie at one
-        address for all sizes, and whether any padding follows the data."""
+    def layout_for(self, rows: int, size: int) -> tuple[list[tuple[list[torch.Tensor], tuple[int, ...]]], bool, bool]:
+        """What the core needs to load a batch: where its rows go, with the places of the arguments, those of one dtype
+        together; whether rows lie at one address for all sizes; and whether any padding follows the data."""
         targets = self._targets.get((rows, size)) or self._make_targets(rows, size)
-        return targets, self.positions, self._one_layout, self._follows_data
+        return targets, self._one_layout, self._follows_data
 
     def real(self, index: int, rows: int, size: int) -> torch.Tensor:
         """The real rows of argument ``index`` (in ``specs``) as they lie in the buffer."""
@@ -138,13 +139,19 @@ class StaticInputs:
         """Forget that any row holds padding: a graph wrote to its own inputs."""
         self._clean_from, self._held = self.capacity, None
 
-    def _make_targets(self, rows: int, size: int) -> list[torch.Tensor]:
-        """Where the rows of a batch go."""
+    def _make_targets(self, rows: int, size: int) -> list[tuple[list[torch.Tensor], tuple[int, ...]]]:
+        """Where the rows of a batch go, and the places of the arguments among a call's values. Each dtype has a group,
+        since torch copies tensors of different ones one by one (``_foreach_copy_``, pytorch#173531)."""
         if len(self._targets) >= _MOST_PREPARED:
             self._targets.clear()
         with torch.inference_mode(False), torch.no_grad():
-            targets = self._targets[rows, size] = [self.real(i, rows, size) for i in range(len(self.specs))]
-        return targets
+            by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[int]]] = {}
+            for index, spec in enumerate(self.specs):
+                parts, positions = by_dtype.setdefault(spec.dtype, ([], []))
+                parts.append(self.real(index, rows, size))
+                positions.append(spec.position)
+        groups = self._targets[rows, size] = [(parts, tuple(positions)) for parts, positions in by_dtype.values()]
+        return groups
 
     def _make_fills(self, rows: int, end: int, size: int) -> list[Callable[[], Any]]:
         """What fills the padding of a batch: up to ``end`` in one layout, but all of what follows the data."""

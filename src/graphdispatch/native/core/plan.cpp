@@ -79,35 +79,38 @@ bool prepare(PlanObject* self) {
   const Ref rows(PyLong_FromLongLong(self->rows)), size(PyLong_FromLongLong(self->size));
   if (!rows || !size) return false;
   const Ref found(PyObject_CallMethodObjArgs(self->inputs, names.layout_for, rows.get(), size.get(), nullptr));
-  PyObject *targets, *positions;
+  PyObject* targets;
   int one_layout, follows_data;
-  if (!found || !PyArg_ParseTuple(found.get(), "O!O!pp", &PyList_Type, &targets, &PyTuple_Type, &positions, &one_layout,
-                                  &follows_data)) {
-    return false;
-  }
+  if (!found || !PyArg_ParseTuple(found.get(), "O!pp", &PyList_Type, &targets, &one_layout, &follows_data)) return false;
   self->is_prepared = true;
-  if (!one_layout || PyList_GET_SIZE(targets) != PyTuple_GET_SIZE(positions)) return true;  // Python loads
+  if (!one_layout) return true;  // Python loads
   self->follows_data = follows_data;
   self->copies_bytes = true;
   size_t total = 0;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(targets); ++i) {
-    PyObject* target = PyList_GET_ITEM(targets, i);
-    Copy copy{PyLong_AsSsize_t(PyTuple_GET_ITEM(positions, i)), 0, 0, 0, nullptr, {}};
-    bool is_contiguous = false;
-    if (is_plain_tensor(target) && is_plain_host(target)) {
-      void* handle = handle_of(target);
-      const Ref nbytes(PyObject_GetAttrString(target, "nbytes"));
-      if (!nbytes) return false;
-      copy.nbytes = PyLong_AsSize_t(nbytes.get());
-      copy.kind = kind_of(handle);
-      if (shim.numel(handle, &copy.numel) || shim.data_ptr(handle, &copy.data) ||
-          shim.is_contiguous(handle, &is_contiguous)) {
-        is_contiguous = false;
-      }
+  for (Py_ssize_t group = 0; group < PyList_GET_SIZE(targets); ++group) {
+    PyObject *tensors, *places;
+    if (!PyArg_ParseTuple(PyList_GET_ITEM(targets, group), "O!O!", &PyList_Type, &tensors, &PyTuple_Type, &places)) {
+      return false;
     }
-    total += copy.nbytes;
-    self->copies_bytes = self->copies_bytes && is_contiguous && total <= kMostBytes;
-    self->copies->push_back(copy);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
+      PyObject* target = PyList_GET_ITEM(tensors, i);
+      Copy copy{PyLong_AsSsize_t(PyTuple_GET_ITEM(places, i)), 0, 0, 0, nullptr, {}};
+      bool is_contiguous = false;
+      if (is_plain_tensor(target) && is_plain_host(target)) {
+        void* handle = handle_of(target);
+        const Ref nbytes(PyObject_GetAttrString(target, "nbytes"));
+        if (!nbytes) return false;
+        copy.nbytes = PyLong_AsSize_t(nbytes.get());
+        copy.kind = kind_of(handle);
+        if (shim.numel(handle, &copy.numel) || shim.data_ptr(handle, &copy.data) ||
+            shim.is_contiguous(handle, &is_contiguous)) {
+          is_contiguous = false;
+        }
+      }
+      total += copy.nbytes;
+      self->copies_bytes = self->copies_bytes && is_contiguous && total <= kMostBytes;
+      self->copies->push_back(copy);
+    }
   }
   if (PyErr_Occurred()) return false;
   self->targets = Py_NewRef(targets);
@@ -130,17 +133,24 @@ void* bytes_of(Copy& copy, PyObject* tensor) {
 }
 
 bool copy_by_torch(PlanObject* self, const Values& values) {
-  const Ref sources(PyList_New(PyList_GET_SIZE(self->targets)));
-  if (!sources) return false;
-  for (size_t i = 0; i < self->copies->size(); ++i) {
-    PyList_SET_ITEM(sources.get(), i, Py_NewRef(values[(*self->copies)[i].position]));
+  size_t next = 0;  // of the copies, which are in the order of the groups
+  for (Py_ssize_t group = 0; group < PyList_GET_SIZE(self->targets); ++group) {
+    PyObject* tensors = PyTuple_GET_ITEM(PyList_GET_ITEM(self->targets, group), 0);
+    const Py_ssize_t count = PyList_GET_SIZE(tensors);
+    if (count == 1) {
+      PyObject* pair[] = {PyList_GET_ITEM(tensors, 0), values[(*self->copies)[next++].position]};
+      if (!Ref(PyObject_VectorcallMethod(names.copy_, pair, 2, nullptr))) return false;
+      continue;
+    }
+    const Ref sources(PyList_New(count));
+    if (!sources) return false;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      PyList_SET_ITEM(sources.get(), i, Py_NewRef(values[(*self->copies)[next++].position]));
+    }
+    PyObject* lists[] = {tensors, sources.get()};
+    if (!Ref(PyObject_Vectorcall(facts.foreach_copy, lists, 2, nullptr))) return false;
   }
-  if (self->copies->size() == 1) {
-    PyObject* pair[] = {PyList_GET_ITEM(self->targets, 0), PyList_GET_ITEM(sources.get(), 0)};
-    return static_cast<bool>(Ref(PyObject_VectorcallMethod(names.copy_, pair, 2, nullptr)));
-  }
-  PyObject* lists[] = {self->targets, sources.get()};
-  return static_cast<bool>(Ref(PyObject_Vectorcall(facts.foreach_copy, lists, 2, nullptr)));
+  return true;
 }
 
 bool copy_in(PlanObject* self, const Values& values) {

@@ -43,7 +43,7 @@ struct PlanObject {
   PyObject* here;   // the thread-local that says whether the thread is recorded; null: the backend is asked
   Local of_watch, of_here, of_server;  // what these hold, and the server's with its latest decision
   bool is_inline;                      // whether replays run at once, so that none has to be ordered after another
-  PyObject* targets;       // a list of tensors; null until the first run, and where Python loads
+  PyObject* targets;       // for each dtype a list of tensors and their places; null until the first run, and where Python loads
   PyObject* parts;         // the outputs as they lie in the graph's memory, where clones are handed out; else null
   PyObject* is_own;        // of each, whether it is the graph's memory; another one is handed out as it is
   PyObject* watched;       // the places of arguments that may share memory with what the graph writes
