@@ -58,7 +58,16 @@ TABLE: dict[str, list[str]] = {
     ],
     "state/guards": ["tests/behaviour/test_python_state.py", "tests/state", _FOOTGUNS.format("state")],
     "state/reads": ["tests/behaviour/test_python_state.py", "tests/state"],
-    "proof/rows/places": [f"tests/proof/rows/test_{part}.py" for part in ("places", "experts", "run", "programs")],
+    **{
+        f"proof/rows/{rules}": [
+            f"tests/proof/rows/test_{part}.py" for part in ("programs", "places", "experts", "run", "op_samples")
+        ]
+        for rules in ("creation", "elementwise", "experts", "places", "products", "views")
+    },
+    "proof/rows/custom": ["tests/proof/rows/test_custom.py"],
+    "proof/rows/verdict": ["tests/proof/rows/test_run.py", "tests/serve/test_same_bits.py"],
+    "memory/labels": ["tests/serve/test_same_bits.py", "tests/capture/test_row_proof.py"],
+    "serve/parts": ["tests/serve/test_parts.py"],
     "serve/server": ["tests/serve", "tests/behaviour/test_guarantees.py", "tests/api"],
 }
 """The modules, and the tests that each one's mutants are shown to."""

@@ -161,7 +161,8 @@ def test_a_break_at_the_least_set_of_modules() -> None:
     found = gd.audit(model, X)
     assert found.breaks.modules == ("1.1", "4")
     assert found.breaks.share == pytest.approx(1 - 6 / 11)
-    assert found.independence.verdict == "untested"
+    assert found.independence.verdict == "unknown"
+    assert found.independence.text.startswith("item() takes data to the host, test_audit.py:")
     assert "45.5 % of the operators then lie in graphs: mark these by eager_break" in str(found)
     for module in (inner[1], model[4]):
         gd.eager_break(module)
@@ -367,9 +368,37 @@ def test_the_text_and_the_plain_data() -> None:
     assert repr(found) == "<Audit Sequential: NOT capturable, 7 operators, 2 that CUDA forbids>"
 
 
-def test_rows_that_no_batch_of_the_example_pads_say_which_example_does() -> None:
-    """Three rows have a size each; four do not."""
-    few, more = (gd.audit(torch.nn.Linear(8, 8), (torch.randn(rows, 8),)) for rows in (3, 4))
-    assert few.independence.verdict == "untested"
-    assert "give an example of 4 rows or more" in str(few)
-    assert more.independence.verdict == "independent"
+def _centred(x: torch.Tensor) -> torch.Tensor:
+    y = x - x.mean(0)
+    return y * y.abs().max().item()
+
+
+def _inverse(x: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.qr(x[:, None] * torch.eye(3))[1]
+
+
+@pytest.mark.parametrize(
+    ("fn", "verdict", "text"),
+    [
+        (torch.nn.Linear(3, 3), "independent", "rows are independent"),
+        (_centred, "dependent", r"rows mix in aten::mean, test_audit.py:\d+"),
+        (
+            _inverse,
+            "unknown",
+            r"no rule for aten::linalg_qr, called at test_audit.py:\d+; give row_rule\('aten::linalg_qr'",
+        ),
+    ],
+)
+@pytest.mark.parametrize("rows", [3, 4])
+def test_rows_are_followed_without_a_graph_that_pads(fn: Any, verdict: str, text: str, rows: int) -> None:
+    """Where no graph is captured, or each number of rows has a size: operator and line are named, with the remedy."""
+    found = gd.audit(fn, torch.randn(rows, 3)).independence
+    assert found.verdict == verdict
+    assert re.match(text, found.text), found.text
+
+
+def test_a_call_that_takes_no_other_rows_is_untested() -> None:
+    """It says what the call raises for a few rows."""
+    found = gd.audit(lambda x: x + torch.ones(3, 3) * x.sum().item(), torch.randn(3, 3)).independence
+    assert found.verdict == "untested"
+    assert "for a few rows the call raises RuntimeError" in found.text

@@ -21,10 +21,6 @@ from .result import Audit, Breaks, Rows
 from .watch import Watched, watch
 
 _MOST_ROWS = 16
-_NONE_PADDED = (
-    "no batch was padded, since each number of rows has a size; give an example of 4 rows or more, or sizes with gaps"
-)
-_NONE_CAPTURED = "no graph was captured that could be tried with other padding"
 
 
 def audit(
@@ -79,7 +75,7 @@ def audit(
             failures=tuple(dict.fromkeys([*watched.failures, *failures.values()])),
             sizes=tuple(sorted({entry.size for entry in served.entries})),
             breaks=_breaks(served, observer, watched) if findings.forbidden else None,
-            independence=_rows(served, difference if watched.repeats else "") if dims else Rows("no batch dimension"),
+            independence=_rows(served, observer, dims, difference if watched.repeats else ""),
             memory={"pool": memory.pool_bytes, "inputs": memory.input_bytes, "graphs": memory.entry_bytes},
             **vars(findings),
         )
@@ -144,9 +140,11 @@ def _try_captures(
     return failures, difference
 
 
-def _rows(served: Graphed[..., Any], difference: str) -> Rows:
+def _rows(served: Graphed[..., Any], observer: Observer, dims: Mapping[str, int], difference: str) -> Rows:
     """What the proofs of all graphs that pad batches come to: the first that speaks against it. A padded graph that
-    differs from eager does, too."""
+    differs from eager does, too. Where there is no such graph, a run is followed."""
+    if not dims:
+        return Rows("no batch dimension")
     held = {(entry.mode, entry.size) for entry in served.entries}
     padded = [entry for entry in served.entries if entry.size > 1 and (entry.mode, entry.size - 1) not in held]
     proofs = [entry.proof for entry in padded if entry.proof is not None]
@@ -155,9 +153,20 @@ def _rows(served: Graphed[..., Any], difference: str) -> Rows:
         found = [proof.refused or proof.against_rows for proof in proofs]
         is_unknown = not difference and all(one[0] is Reason.PADDING_UNPROVEN for one in found if one is not None)
         return Rows("unknown" if is_unknown else "dependent", text)
-    if not proofs:
-        return Rows("untested", _NONE_PADDED if held else _NONE_CAPTURED)
-    return Rows("independent", proofs[0].text)
+    return Rows("independent", proofs[0].text) if proofs else _rows_of_run(observer, dims)
+
+
+def _rows_of_run(observer: Observer, dims: Mapping[str, int]) -> Rows:
+    """What a run of a few rows shows, where no graph was captured that pads batches."""
+    try:
+        verdict = observer.follow_rows(dims)
+    except DeviceLostError:
+        raise
+    except Exception as error:
+        return Rows("untested", f"for a few rows the call raises {type(error).__name__}: {error}")
+    if text := verdict.mixes or verdict.unknown:
+        return Rows("dependent" if verdict.mixes else "unknown", text)
+    return Rows("independent", "rows are independent")
 
 
 def _breaks(served: Graphed[..., Any], observer: Observer, watched: Watched) -> Breaks:

@@ -15,16 +15,31 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from ..backends import get_backend
-from ..backends.operators import OperatorKind, forbidden, is_unsafe, kind_of, tensors_in, user_line
+from ..backends.operators import (
+    OperatorKind,
+    forbidden,
+    is_strided,
+    is_unsafe,
+    kind_of,
+    storage_key,
+    tensors_in,
+    user_line,
+)
 from ..backends.standins import HostReads, Listening, SaysCapturing, StandIns
 from ..call.breaks import BREAKS
 from ..call.spec import CallSpec, FlatCall
 from ..capture.effects import EffectRecorder, retry_once, undo
 from ..errors import CaptureError
+from ..memory.outputs import Opener
+from ..proof.rows.batches import BatchSpace
+from ..proof.rows.run import RowRun
+from ..proof.rows.verdict import Verdict
 from ..state.reads import StateReads
 from ..state.trace import CodeTrace
 from ..state.walk import StateWalk
 
+_FEW_ROWS, _MOST_FOLLOWED = (7, 11, 13, 17, 19, 23), 65
+"""How many rows a run has whose rows are followed: such that no size is taken for them; and for which it speaks."""
 _CALLS_MODULE = nn.Module._call_impl.__code__
 
 
@@ -148,6 +163,46 @@ class Observer:
         return Run(
             watch.events, list(watch.outside.values()), writes, rebinds, walk.drew(), trace.unseen([self._call.fn])
         )
+
+    def follow_rows(self, dims: Mapping[str, int]) -> Verdict:
+        """What a run shows of the rows, whether or not graphs can hold the call. It runs on a few rows of the call's.
+
+        Args:
+            dims: The batch dimensions of tensors, by their paths or those of what holds them.
+
+        Raises:
+            CaptureError: The call overwrites more than can be saved. What the call raises for so many rows passes.
+        """
+        walk = StateWalk(self._call.fn)
+        self._walks.append(walk)
+        found = {path: dims.get(path, dims.get(path.partition("[")[0])) for path in self.arguments}
+        along = [found[path] if isinstance(value, torch.Tensor) else None for path, value in self.arguments.items()]
+        given = [value for value in self._values if isinstance(value, torch.Tensor)]
+        taken = {extent for tensor in (*given, *walk.tensors) for extent in tensor.shape}
+        rows = next((one for one in _FEW_ROWS if one not in taken), _FEW_ROWS[0])
+        values = [
+            value
+            if dim is None
+            else value.index_select(dim, torch.arange(rows, device=value.device) % value.shape[dim])
+            for value, dim in zip(self._values, along, strict=True)
+        ]
+        reached = {storage_key(one) for one in (*walk.tensors, *tensors_in(values)) if is_strided(one)}
+        run = RowRun(BatchSpace([range(2, _MOST_FOLLOWED)], [rows]), reached)
+        for value, dim in zip(values, along, strict=True):
+            if dim is not None:
+                run.follow(value, {dim % value.dim(): 0})
+        effects, generator = EffectRecorder(self._limit_bytes, strict=True), self.backend.rng_state()
+
+        def put_back() -> None:
+            undo(effects.regions)
+            self.backend.set_rng_state(generator)
+
+        try:
+            with effects.guarding(), run.watching():
+                output = self._call(values)
+            return run.verdict(tensors_in(Opener(walk.knows).open(output)))
+        finally:
+            retry_once(put_back, self.backend)
 
     def restore(self) -> None:
         """Put back all Python state, and the generators of Python and NumPy, as they were before the first run."""

@@ -233,11 +233,12 @@ def shape_of(label: Label, sizes: Sizes) -> torch.Size:
     return torch.Size(map(sizes.number, label.dims))
 
 
-def fault_here(is_mix: bool, operator: str, why: str = "") -> Fault:
-    """A fault of an operator at the running line of the user's."""
+def fault_here(is_mix: bool, operator: str, why: str = "", *, is_unruled: bool = False) -> Fault:
+    """A fault of an operator at the running line of the user's; ``is_unruled``: a rule would mend it."""
     if is_mix:
         return Fault(True, f"rows mix in {operator}{why and f' ({why})'}, {place()}")
-    return Fault(False, f"no rule for {operator}{why and f' ({why})'}, called at {place()}")
+    remedy = f"; give row_rule({operator!r}, ...), or rows='independent' in the options" if is_unruled else ""
+    return Fault(False, f"no rule for {operator}{why and f' ({why})'}, called at {place()}{remedy}")
 
 
 def first_fault(labels: Mapping[int, Label]) -> Fault | None:

@@ -459,7 +459,7 @@ class RowRun(OperatorMode):
         if ROWS_AXIS in axes:
             self.space.bind([ROWS_AXIS], f"{call.func._schema.name} may raise for other numbers of rows")
         if fault is None and (follows_rows or is_mix):
-            fault = fault_here(is_mix, call.func._schema.name, why)
+            fault = fault_here(is_mix, call.func._schema.name, why, is_unruled=rule_of(call.func) is None)
         fault = fault or next((x.tag.fault for x in call.labels.values() if x.tag is not None and x.tag.fault), None)
         return [Label(plain_dims(o.shape), fault, is_lost=True) for o in call.outs]
 
