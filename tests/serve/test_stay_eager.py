@@ -93,6 +93,21 @@ def test_gradients_are_looked_for_where_they_are_on() -> None:
     assert check_rows(step, *[4] * 4)[-1] is Reason.EXACT
 
 
+@pytest.mark.parametrize("is_asleep", [False, True])
+def test_answers_need_no_gradients_where_graphs_give_none(is_asleep: bool) -> None:
+    """Of a module in ``eval()``, though gradients are on; but a call that needs them gets them, with its reason."""
+    layer = nn.Linear(3, 3).eval()
+    step = graphed(lambda x: mixes(layer(x)), dynamic={"x": 0}, sizes=(4,))
+    if is_asleep:
+        step.sleep()
+    with torch.enable_grad():
+        for _ in range(40):
+            assert not step(torch.ones(3, 3)).requires_grad
+        assert step(torch.ones(3, 3, requires_grad=True)).requires_grad
+    assert step.last_decision is not None
+    assert step.last_decision.reason is Reason.NEEDS_GRADIENTS
+
+
 def test_new_constants_are_not_all_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """A number that differs in each call makes a new signature each time, which costs; calls of it stay eager."""
     step = graphed(lambda x, t: x * t, dynamic={"x": 0}, sizes=(4,))

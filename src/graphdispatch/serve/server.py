@@ -178,11 +178,11 @@ class Server:
         """Serve a call that is no hit (yet). Raises what the callable raises, and ``FallbackError`` with ``strict``."""
         closed = self.closed(route)  # first, since it raises where another thread's capture would record this call
         if closed is not None:
-            return self.run_eagerly(Decision.eager(closed), args, kwargs)
+            return self._stay(Decision.eager(closed), args, kwargs)
         unmatched = route.unmatched.get((len(args), *kwargs)) if route.unmatched else None
         if unmatched is not None and unmatched.left > 0 and self._is_like(unmatched):
             unmatched.left -= 1
-            return self.run_eagerly(unmatched.decision, args, kwargs)
+            return self._stay(unmatched.decision, args, kwargs)
         if torch.is_grad_enabled() and self.needs_gradients(args, kwargs):
             decision = Decision.eager(Reason.NEEDS_GRADIENTS)
             self.settle(route, args, kwargs, Choice(decision))
@@ -230,7 +230,18 @@ class Server:
         stays.left -= 1
         if stays.size:
             group.misses[stays.size] += 1
-        return self.run_eagerly(stays.decision, args, kwargs, stays.timed_in)
+        return self._stay(stays.decision, args, kwargs, stays.timed_in)
+
+    def _stay(
+        self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any], group: GraphGroup | None = None
+    ) -> Any:
+        """Run a call eagerly that was not looked at: without gradients, as graphs run, unless it needs them."""
+        if not torch.is_grad_enabled() or decision.reason is Reason.NEEDS_GRADIENTS:
+            return self.run_eagerly(decision, args, kwargs, group)
+        if self.needs_gradients(args, kwargs):
+            return self.run_eagerly(Decision.eager(Reason.NEEDS_GRADIENTS), args, kwargs)
+        with torch.no_grad():
+            return self.run_eagerly(decision, args, kwargs, group)
 
     def choose(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         """What to do with a call. It releases what is stale, and makes the call's group if it can have one."""
