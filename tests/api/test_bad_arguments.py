@@ -170,7 +170,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"pad": {"x": [0]}}, r"pad\['x'\] must be a Pad"),
     ({"pad": 5}, "pad must map argument names to pad rules, .*got 5"),
     ({"pad": 0}, "pad must map argument names to pad rules, .*got 0"),
-    ({"static": "x"}, r"\['x'\] are in both dynamic and static"),
+    ({"static": "x"}, "'x' is in both dynamic and static"),
     ({"static": 5}, "static must name arguments, got 5"),
     ({"sizes": (4, 2)}, "^sizes must be strictly increasing, got 4 before 2"),
     ({"sizes": (0, 2)}, r"^sizes\[0\] must be an integer >= 1"),
@@ -201,7 +201,10 @@ def test_bad_option_is_an_error(options: dict[str, Any], words: str) -> None:
 
 
 CALLS: list[tuple[Callable[[], Any], str]] = [
-    (lambda: gd.graphed(double, {"x": 0}), r"^graphed\(\) takes only fn without a name, got 2; .* as dynamic={'x': 0}"),
+    (
+        lambda: gd.graphed(double, {"x": 0}),
+        r"^graphed\(\) takes one argument without a name, fn, got 2; .* as dynamic={'x': 0}",
+    ),
     (lambda: gd.graphed(double), r"^graphed\(\) needs dynamic=, .*; give it by name, as dynamic={'x': 0}"),
     (lambda: gd.graphed(3), r"^graphed\(\) needs dynamic=, .*; give it by name, as dynamic={'x': 0}"),
     (lambda: gd.graphed(dynamic={}), r"^graphed\(\) needs fn, which it serves, as graphed\(model, dynamic={...}\)"),

@@ -71,7 +71,7 @@ def test_a_decision_tells_each_dimension() -> None:
     """``explain``, the sizes, the entries and the statistics speak of batch and length."""
     step = served(lambda x: x * 2, "x")
     check_rows(step, *[(3, 9)] * 4)
-    assert step.explain(torch.randn(3, 9)).startswith("FULL graph, 3 x 9 -> 4 x 16 rows, 57.8 % padding; gains")
+    assert step.explain(torch.randn(3, 9)).startswith("FULL graph, 3 x 9 -> 4 x 16 rows, 57.8 % padding")
     assert step.sizes == ((2, 8), (2, 16), (4, 8), (4, 16))
     assert [entry.key for entry in step.entries] == [(4, 16)]
     assert step.entries[0].descriptor.num_tokens == 64
@@ -191,7 +191,7 @@ def test_lengths_that_disagree_run_eagerly() -> None:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unknown argument": ({"dynamic": {"z": BOTH}}, "dynamic names 'z', which is no argument"),
     "no name": ({"dynamic": {"x": {0: 3}}}, r"dynamic\['x'\]\[0\] must be a name, as 'seq', or a Dim, got 3"),
-    "no dimension": ({"dynamic": {"x": {}}}, r"dynamic\['x'\] names no dimension"),
+    "no dimension": ({"dynamic": {"x": {}}}, r"dynamic\['x'\] must name a dimension"),
     "no number": ({"dynamic": {"x": {"seq": 0}}}, r"dynamic\['x'\] must map numbers of dimensions to names, got 'seq'"),
     "a name for an argument": ({"dynamic": {"x": BOTH, "y": "seq"}}, r"dynamic\['y'\] must be the number of a dim"),
     "four names": ({"dynamic": {"x": {0: "a", 1: "b", 2: "c", 3: "d"}}}, "at most 3 different dimensions"),

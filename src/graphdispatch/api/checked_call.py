@@ -26,7 +26,9 @@ def checked_call(front_end: F) -> F:
         called = f"{front_end.__name__}()"
         served = args[0] if args else kwargs.get(subject)
         if len(args) > 1:
-            raise ConfigError(f"{called} takes only {subject} without a name, got {len(args)}; {_as_dynamic(served)}")
+            raise ConfigError(
+                f"{called} takes one argument without a name, {subject}, got {len(args)}; {_as_dynamic(served)}"
+            )
         if not takes_any:
             check_names(called, kwargs, (subject, *names))
         if not args and subject not in kwargs:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ..descriptors import size_text
-from ..errors import ConfigError, check_callable, check_count, shown
+from ..errors import ConfigError, check_callable, check_count, did_you_mean, shown
 from ..sizes import LONGEST, MOST_AXES, ROWS, Axis, axes_of, check_sizes
 from .spec import FlatCall, Leaf, declared_names, describe, parameter_names
 
@@ -123,7 +123,7 @@ def as_pad(name: str, rule: Any) -> Pad:
         return Pad.function(rule)
     raise ConfigError(
         f"pad[{name!r}] must be a Pad, a number, one of {', '.join(map(repr, named))}, or a function "
-        f"(padding, real) -> None, got {shown(rule)}"
+        f"(padding, real) -> None, got {shown(rule)}{did_you_mean(rule, named)}"
     )
 
 
@@ -297,7 +297,9 @@ def make_rules(
         if name not in dynamic:
             raise ConfigError(f"pad names {name!r}, which dynamic does not; only arguments with a batch dimension pad")
     if both := names & set(dynamic):
-        raise ConfigError(f"{sorted(both)} are in both dynamic and static; a static tensor keeps its shape")
+        raise ConfigError(
+            f"{min(both)!r} is in both dynamic and static; a static tensor keeps its shape, so name it once"
+        )
     pads = {name: as_pad(name, rule) for name, rule in pad.items()}
     return rules._replace(pad=pads, static=names)
 
@@ -313,7 +315,9 @@ def _read_dynamic(dynamic: Mapping[str, Any]) -> ArgumentRules:
         if isinstance(places, Mapping):
             named[name] = {dim: _read_dim(name, dim, one, dims) for dim, one in places.items()}
             if not places:
-                raise ConfigError(f"dynamic[{name!r}] names no dimension, as {{0: 'batch'}}; leave it out of dynamic")
+                raise ConfigError(
+                    f"dynamic[{name!r}] must name a dimension, as {{0: 'batch'}}, or be left out, got {{}}"
+                )
         elif isinstance(places, bool) or not isinstance(places, int):
             raise ConfigError(
                 f"dynamic[{name!r}] must be the number of a dimension, or as {{0: 'batch', 1: 'length'}}, "
