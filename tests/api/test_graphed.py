@@ -30,9 +30,9 @@ def test_spellings_go_with_their_last_kind() -> None:
         x = torch.ones(4, columns)
         for args, kwargs in ([(x, 1), {}], [(x,), {"y": 1}], [(), {"x": x, "y": 1}])[columns % 3 :]:
             assert torch.equal(step(*args, **kwargs), x * 2)
-            spellings = step._route.spellings.values()
-            assert {group for spelling in spellings for group in spelling.groups} == set(step._graphs.groups.values())
-            assert all(spelling.latest[0] in spelling.groups for spelling in spellings)
+            forms = step._route.forms.values()
+            assert {group for form in forms for group in form.groups} == set(step._graphs.groups.values())
+            assert all(form.latest[0] in form.groups for form in forms)
 
 
 def test_a_kind_whose_graph_was_evicted_makes_way() -> None:

@@ -28,7 +28,7 @@ from ..showing import count, percent
 from ..state.guards import StateGuard
 from ..stats import CUDAGraphStats, EvictionReason
 from .budget import CaptureBudget
-from .group import GraphGroup, Route, Spelling, details_of
+from .group import CallForm, GraphGroup, Route, details_of
 
 _log = logging.getLogger("graphdispatch")
 
@@ -143,17 +143,17 @@ class GraphSet:
             # In a mode with graphs it was dropped.
             return Refusal(Reason.NOT_CAPTURED if route.table.mode.has_graphs() else Reason.DISABLED, "")
         key = (len(args), *kwargs)
-        spelling = route.spellings.get(key)
-        found = spelling.find(args, kwargs) if spelling is not None else None
-        if spelling is not None and found is not None:
-            spelling.use(found[0])
+        form = route.forms.get(key)
+        found = form.find(args, kwargs) if form is not None else None
+        if form is not None and found is not None:
+            form.use(found[0])
             return found
         captured = route.entry.call if route.entry is not None else None
-        if spelling is not None:
-            spec = spelling.spec
+        if form is not None:
+            spec = form.spec
         else:
             spec = CallSpec(self.fn if captured is None else captured.fn, len(args), tuple(kwargs))
-        if (captured is not None and spec.names != captured.names) or (route.is_single and route.spellings):
+        if (captured is not None and spec.names != captured.names) or (route.is_single and route.forms):
             return Refusal(Reason.ARGUMENTS_CHANGED, f"the arguments are not those of the graph for {route.key}")
         place = route.key if route.is_single else (route.key, next(self._numbers))
         try:
@@ -166,16 +166,14 @@ class GraphSet:
             return made
         self._has_fitted = True
         group, leaves = made
-        group.is_of_constant = spelling is not None and route.note_constants(
-            spelling.latest[0], spec.values(args, kwargs)
-        )
+        group.is_of_constant = form is not None and route.note_constants(form.latest[0], spec.values(args, kwargs))
         self.give_way(group, spare=1)
-        spelling = route.spellings.get(key)  # which may have gone with its last group
-        if spelling is None:
-            route.spellings[key] = Spelling(spec, group)
+        form = route.forms.get(key)  # which may have gone with its last group
+        if form is None:
+            route.forms[key] = CallForm(spec, group)
         else:
-            spelling.groups.append(group)
-            spelling.use(group)
+            form.groups.append(group)
+            form.use(group)
         return group, leaves, group.signature.match(leaves)
 
     def give_way(self, newcomer: GraphGroup, *, spare: int = 0) -> None:
@@ -210,13 +208,13 @@ class GraphSet:
         for entry in group.all_entries:
             self.release(self.cache.retire(entry, EvictionReason.DROPPED))
         self.groups.pop(group.key, None)
-        for key, spelling in list(group.route.spellings.items()):
-            if group in spelling.groups:
-                spelling.groups.remove(group)
-                if not spelling.groups:
-                    del group.route.spellings[key]
-                elif spelling.latest[0] is group:  # a hit that still reads it there finds that it serves nothing
-                    spelling.use(spelling.groups[-1])
+        for key, form in list(group.route.forms.items()):
+            if group in form.groups:
+                form.groups.remove(group)
+                if not form.groups:
+                    del group.route.forms[key]
+                elif form.latest[0] is group:  # a hit that still reads it there finds that it serves nothing
+                    form.use(form.groups[-1])
 
     def make_group(
         self, key: Hashable, route: Route, spec: CallSpec, values: Sequence[Any]

@@ -46,7 +46,7 @@ class Route:
     """Calls of a front end that share a table of sizes: which sizes serve them, and how their arguments are read.
 
     A front end makes a route once and gives it to the server with each call. Changed only with the server's lock held;
-    ``spellings`` is read without it.
+    ``forms`` is read without it.
     """
 
     key: Hashable
@@ -66,7 +66,7 @@ class Route:
     """Whether only the calls like the first one are served; others are odd."""
     captures: bool = True
     """Whether the server captures what comes often, unless there is ``entry``; else only the front end does."""
-    spellings: "dict[tuple[Any, ...], Spelling]" = field(init=False, default_factory=dict)
+    forms: "dict[tuple[Any, ...], CallForm]" = field(init=False, default_factory=dict)
     """The forms of calls that came, by the number of positional arguments and the keywords."""
     unmatched: "dict[tuple[Any, ...], StayEager]" = field(init=False, default_factory=dict)
     """The same for calls that fit no group again and again, or that need gradients."""
@@ -113,10 +113,10 @@ class Route:
     @property
     def groups(self) -> list["GraphGroup"]:
         """The groups of all forms of calls."""
-        return [group for spelling in self.spellings.values() for group in spelling.groups]
+        return [group for form in self.forms.values() for group in form.groups]
 
 
-class Spelling:
+class CallForm:
     """One form of a call (how many positional arguments, which keywords), with its groups, the latest used first."""
 
     __slots__ = ("groups", "latest", "spec")
@@ -129,7 +129,7 @@ class Spelling:
     def use(self, group: "GraphGroup") -> None:
         """Try ``group`` first from now on."""
         # One assignment, since hits read it without a lock. The others tell whether a call's values are its leaves, so
-        # that a hit need not flatten, and their order where it is not the spelling's.
+        # that a hit need not flatten, and their order where it is not the form's.
         self.latest = (group, group.call.is_flat, self.spec.order)
 
     def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "tuple[GraphGroup, list[Any], int] | None":

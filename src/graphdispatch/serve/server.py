@@ -111,9 +111,9 @@ class Server:
     def serve_in_python(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve one call, by a graph where one fits and eagerly elsewhere. Raises what the callable raises."""
         gradients = torch.is_grad_enabled()
-        spelling = route.spellings.get((len(args), *kwargs)) if trace() is None else None
-        if spelling is not None:
-            group, is_flat, order = spelling.latest
+        form = route.forms.get((len(args), *kwargs)) if trace() is None else None
+        if form is not None:
+            group, is_flat, order = form.latest
             values = [*args, *kwargs.values()]
             if order is not None:
                 values = [values[place] for place in order]

@@ -4,7 +4,7 @@
 
 #include <cstring>
 
-#include "handed.h"
+#include "output_copies.h"
 
 namespace gd {
 

@@ -24,7 +24,7 @@ struct Ambient {
   Py_ssize_t keys = 0;                        // where a TensorImpl has its set of dispatch keys; 0: unknown
   uint64_t plain = 0, plain_inference = 0;    // that of a CPU tensor, and of one made in inference mode
   int64_t (*version)(const void*) = nullptr;  // at::TensorBase::_version; not for a tensor made in inference mode
-  bool tells_holding = false;                 // whether a tensor's memory tells who holds it: see handed.h
+  bool tells_holding = false;                 // whether a tensor's memory tells who holds it: see output_copies.h
 };
 
 extern Ambient ambient;

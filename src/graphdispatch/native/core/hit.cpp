@@ -15,7 +15,7 @@ constexpr Py_ssize_t kOfHit = 4;  // fields of a Hit in GraphGroup.hits
 enum class Outcome { kServed, kMissed, kRaised };
 
 // What the core reads of a server and what belongs to it.
-Slot spellings_of{names.spellings}, latest_of{names.latest}, signature_of{names.signature}, hits_of{names.hits};
+Slot forms_of{names.forms}, latest_of{names.latest}, signature_of{names.signature}, hits_of{names.hits};
 Slot groups_of{names.groups}, call_of{names.call};
 Slot native_of_signature{names.native}, native_of_plan{names.native}, native_of_guard{names.native};
 Slot observes_of{names.observes}, stats_of{names.stats}, local_of{names.local};
@@ -23,15 +23,15 @@ Slot observes_of{names.observes}, stats_of{names.stats}, local_of{names.local};
 // A call under way: what Server.serve was given, and what it finds.
 struct Call {
   PyObject *server, *route, *args, *kwargs;
-  Ref spelling, group, hit;
+  Ref form, group, hit;
   Ref stays;  // the StayEager in the place of a hit
   PyObject* result = nullptr;
 };
 
 Outcome outcome(int truth) { return truth == 1 ? Outcome::kServed : truth == 0 ? Outcome::kMissed : Outcome::kRaised; }
 
-// Whether a key is the spelling of a call, by the identity of the names; another one may be equal still.
-bool is_spelling(const Call& call, PyObject* key) {
+// Whether a key is the form of a call, by the identity of the names; another one may be equal still.
+bool is_form(const Call& call, PyObject* key) {
   const Py_ssize_t keywords = PyDict_GET_SIZE(call.kwargs);
   if (!PyTuple_CheckExact(key) || PyTuple_GET_SIZE(key) != 1 + keywords) return false;
   if (PyLong_AsSsize_t(PyTuple_GET_ITEM(key, 0)) != PyTuple_GET_SIZE(call.args)) return false;
@@ -42,13 +42,13 @@ bool is_spelling(const Call& call, PyObject* key) {
   return true;
 }
 
-// The spelling of a call: (number of positional arguments, *keywords).
-Ref spelling_of(const Call& call) {
-  const Ref spellings = spellings_of.of(call.route);
-  if (!spellings || !PyDict_Check(spellings.get())) return Ref();
+// The form of a call: (number of positional arguments, *keywords).
+Ref form_of(const Call& call) {
+  const Ref forms = forms_of.of(call.route);
+  if (!forms || !PyDict_Check(forms.get())) return Ref();
   PyObject *first, *found;
   Py_ssize_t begin = 0;
-  if (PyDict_Next(spellings.get(), &begin, &first, &found) && is_spelling(call, first)) return Ref::of(found);
+  if (PyDict_Next(forms.get(), &begin, &first, &found) && is_form(call, first)) return Ref::of(found);
   const Py_ssize_t keywords = PyDict_GET_SIZE(call.kwargs);
   const Ref key(PyTuple_New(1 + keywords));
   PyObject* count = key ? PyLong_FromSsize_t(PyTuple_GET_SIZE(call.args)) : nullptr;
@@ -58,11 +58,11 @@ Ref spelling_of(const Call& call) {
   for (Py_ssize_t at = 0, i = 1; i <= keywords && PyDict_Next(call.kwargs, &at, &name, &value); ++i) {
     PyTuple_SET_ITEM(key.get(), i, Py_NewRef(name));
   }
-  return Ref::of(PyDict_GetItemWithError(spellings.get(), key.get()));
+  return Ref::of(PyDict_GetItemWithError(forms.get(), key.get()));
 }
 
-// The arguments as they are spelled, then in the order of the callable's own; false if there is no such place.
-bool spelled(const Call& call, PyObject* order, std::vector<PyObject*>& more, PyObject** values) {
+// The arguments as they come, then in the order of the callable's own; false if there is no such place.
+bool arguments(const Call& call, PyObject* order, std::vector<PyObject*>& more, PyObject** values) {
   const Py_ssize_t given = PyTuple_GET_SIZE(call.args), count = given + PyDict_GET_SIZE(call.kwargs);
   PyObject* first[kMostValues];
   PyObject** plain = values;
@@ -129,9 +129,9 @@ int find(Call& call, const Ref& number) {
   return 0;
 }
 
-// The same as find() for the group that fits, among those of the call's spelling. All of a call's values are leaves.
+// The same as find() for the group that fits, among those of the call's form. All of a call's values are leaves.
 int find_group(Call& call, const Values& values) {
-  const Ref groups = groups_of.of(call.spelling.get());
+  const Ref groups = groups_of.of(call.form.get());
   if (!groups || !PyList_Check(groups.get())) return groups ? 0 : -1;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(groups.get()); ++i) {
     Ref group = Ref::of(PyList_GET_ITEM(groups.get(), i));
@@ -149,7 +149,7 @@ int find_group(Call& call, const Values& values) {
   return 0;
 }
 
-// The same for a call whose spelling's latest group is known; the others are looked at if it does not fit.
+// The same for a call whose form's latest group is known; the others are looked at if it does not fit.
 int find_hit(Call& call, PyObject* signature, Values& values) {
   const Ref core = native_of_signature.of(signature);
   if (!core) return -1;
@@ -159,7 +159,7 @@ int find_hit(Call& call, PyObject* signature, Values& values) {
   }
   const int64_t rows = match(reinterpret_cast<SignatureObject*>(core.get()), values.items(), values.count());
   if (rows >= 0) return find(call, Ref(PyLong_FromLongLong(rows)));
-  return PyErr_Occurred() ? -1 : call.spelling ? find_group(call, values) : 0;
+  return PyErr_Occurred() ? -1 : call.form ? find_group(call, values) : 0;
 }
 
 // Whether the guard holds: 1, 0, or -1 with an error.
@@ -230,8 +230,8 @@ Outcome serve_values(Call& call, Values& values) {
 }
 
 Outcome serve_call(Call& call) {
-  Ref spelling = spelling_of(call);
-  const Ref latest = spelling ? latest_of.of(spelling.get()) : Ref();
+  Ref form = form_of(call);
+  const Ref latest = form ? latest_of.of(form.get()) : Ref();
   if (!latest) return PyErr_Occurred() ? Outcome::kRaised : Outcome::kMissed;
   if (!PyTuple_CheckExact(latest.get()) || PyTuple_GET_SIZE(latest.get()) != 3) return Outcome::kMissed;
   call.group = Ref::of(PyTuple_GET_ITEM(latest.get(), 0));
@@ -239,13 +239,13 @@ Outcome serve_call(Call& call) {
   PyObject* few[kMostValues];
   std::vector<PyObject*> more(count > kMostValues ? count : 0);
   PyObject** items = count > kMostValues ? more.data() : few;
-  if (!spelled(call, PyTuple_GET_ITEM(latest.get(), 2), more, items)) {
+  if (!arguments(call, PyTuple_GET_ITEM(latest.get(), 2), more, items)) {
     return PyErr_Occurred() ? Outcome::kRaised : Outcome::kMissed;
   }
   if (count > kMostValues) items = more.data();
   Values values(items, count);
   if (PyTuple_GET_ITEM(latest.get(), 1) == Py_True) {
-    call.spelling = std::move(spelling);
+    call.form = std::move(form);
     return serve_values(call, values);
   }
   const Ref flat = attribute(call.group.get(), names.call);

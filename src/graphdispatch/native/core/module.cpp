@@ -1,5 +1,5 @@
 // The module graphdispatch.native._core. It is built without torch and bound to the installed one when it is loaded.
-#include "door.h"
+#include "served_call.h"
 #include "guard.h"
 #include "hit.h"
 
@@ -31,7 +31,7 @@ PyModuleDef definition = {
 bool fill(PyObject* module) {
   if (PyModule_AddStringConstant(module, "SOURCES", GD_SOURCES)) return false;
   if (!gd::add_guard(module) || !gd::make_names() || !gd::add_signature(module) || !gd::add_plan(module)) return false;
-  for (PyMethodDef* functions : {gd::ambient_methods, gd::plan_methods, gd::hit_methods, gd::door_methods}) {
+  for (PyMethodDef* functions : {gd::ambient_methods, gd::plan_methods, gd::hit_methods, gd::served_call_methods}) {
     if (PyModule_AddFunctions(module, functions)) return false;
   }
   return true;

@@ -194,11 +194,11 @@ bool load(PlanObject* self, Values& values) {
   return true;
 }
 
-// A part of the outputs as it is handed out: a clone, or the tensor itself.
-PyObject* hand_out(PlanObject* self, Py_ssize_t i) {
+// A part of the outputs as the caller gets it: a clone, or the tensor itself.
+PyObject* give(PlanObject* self, Py_ssize_t i) {
   PyObject* tensor = PyTuple_GET_ITEM(self->parts, i);
   if (PyTuple_GET_ITEM(self->is_own, i) != Py_True) return Py_NewRef(tensor);
-  PyObject* made = is_plain_tensor(tensor) ? (*self->handed)[i].copy_of(tensor) : nullptr;
+  PyObject* made = is_plain_tensor(tensor) ? (*self->output_copies)[i].copy_of(tensor) : nullptr;
   return made ? made : call(tensor, names.clone);
 }
 
@@ -208,10 +208,10 @@ PyObject* take(PlanObject* self, Values& values) {
     PyObject* list = values.list();
     return list ? PyObject_CallOneArg(self->take, list) : nullptr;
   }
-  if (!self->is_tuple) return hand_out(self, 0);
+  if (!self->is_tuple) return give(self, 0);
   Ref result(PyTuple_New(PyTuple_GET_SIZE(self->parts)));
   for (Py_ssize_t i = 0; result && i < PyTuple_GET_SIZE(self->parts); ++i) {
-    PyObject* part = hand_out(self, i);
+    PyObject* part = give(self, i);
     if (!part) return nullptr;
     PyTuple_SET_ITEM(result.get(), i, part);
   }
@@ -450,7 +450,7 @@ PyObject* run(PlanObject* self, Values& values, PyObject* stats) {
     Py_CLEAR(result);
   }
   if (result) {  // else an error is set, under which no Python may run
-    for (Handed& handed : *self->handed) handed.drop_spent();
+    for (OutputCopies& copies : *self->output_copies) copies.drop_spent();
   }
   return result;
 }

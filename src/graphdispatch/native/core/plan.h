@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "ambient.h"
-#include "handed.h"
+#include "output_copies.h"
 #include "slot.h"
 
 namespace gd {
@@ -44,8 +44,8 @@ struct PlanObject {
   Local of_watch, of_here, of_server;  // what these hold, and the server's with its latest decision
   bool is_inline;                      // whether replays run at once, so that none has to be ordered after another
   PyObject* targets;       // for each dtype a list of tensors and their places; null until the first run, and where Python loads
-  PyObject* parts;         // the outputs as they lie in the graph's memory, where clones are handed out; else null
-  PyObject* is_own;        // of each, whether it is the graph's memory; another one is handed out as it is
+  PyObject* parts;         // the outputs as they lie in the graph's memory, where callers get clones; else null
+  PyObject* is_own;        // of each, whether it is the graph's memory; a caller gets another one as it is
   PyObject* watched;       // the places of arguments that may share memory with what the graph writes
   bool knows_graph;        // whether the core can tell what replay() does of a graph of the class met last
   unsigned graph_version;  // of that class, as in Slot
@@ -53,7 +53,7 @@ struct PlanObject {
   int64_t cells, all_cells;  // what statistics count of the batch, and of the graph
   bool is_prepared, is_tuple, follows_data, copies_bytes;
   std::vector<Copy>* copies;
-  std::vector<Handed>* handed;  // of each output
+  std::vector<OutputCopies>* output_copies;  // of each output
 };
 
 extern PyTypeObject* plan_type;

@@ -38,7 +38,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   auto* self = reinterpret_cast<PlanObject*>(made.get());
   if (!self) return nullptr;
   self->copies = new std::vector<Copy>();
-  self->handed = new std::vector<Handed>(parts ? PyTuple_GET_SIZE(parts) : 0);
+  self->output_copies = new std::vector<OutputCopies>(parts ? PyTuple_GET_SIZE(parts) : 0);
   self->plan = plan;
   self->entry = Py_NewRef(entry);
   self->inputs = Py_NewRef(inputs);
@@ -73,8 +73,8 @@ int traverse(PyObject* object, visitproc visit, void* arg) {
   if (const int stop = self->field.traverse(visit, arg)) return stop;
   GD_LOCALS(GD_VISIT)
 #undef GD_VISIT
-  for (const Handed& handed : *self->handed) {
-    if (const int stop = handed.traverse(visit, arg)) return stop;
+  for (const OutputCopies& copies : *self->output_copies) {
+    if (const int stop = copies.traverse(visit, arg)) return stop;
   }
   return 0;
 }
@@ -87,7 +87,7 @@ int clear(PyObject* object) {
 #define GD_CLEAR(field) self->field.clear();
   GD_LOCALS(GD_CLEAR)
 #undef GD_CLEAR
-  for (Handed& handed : *self->handed) handed.clear();
+  for (OutputCopies& copies : *self->output_copies) copies.clear();
   return 0;
 }
 
@@ -96,7 +96,7 @@ void destroy(PyObject* object) {
   PyObject_GC_UnTrack(object);
   clear(object);
   delete reinterpret_cast<PlanObject*>(object)->copies;
-  delete reinterpret_cast<PlanObject*>(object)->handed;
+  delete reinterpret_cast<PlanObject*>(object)->output_copies;
   type->tp_free(object);
   Py_DECREF(type);
 }

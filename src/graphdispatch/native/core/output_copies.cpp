@@ -1,4 +1,4 @@
-#include "handed.h"
+#include "output_copies.h"
 
 #include <atomic>
 
@@ -20,7 +20,7 @@ bool is_marked(PyObject* tensor) {
 
 }  // namespace
 
-size_t Handed::all_bytes = 0;
+size_t OutputCopies::all_bytes = 0;
 
 Holding Holding::of(PyObject* tensor) {
   Holding now;
@@ -38,7 +38,7 @@ bool Holding::is_of(PyObject* tensor) const {
   return true;
 }
 
-PyObject* Handed::copy_of(PyObject* tensor) {
+PyObject* OutputCopies::copy_of(PyObject* tensor) {
   if (!is_known_) is_kept_ = learn(tensor), is_known_ = true;
   if (!is_kept_ || !ambient.wrap || ambient.dispatch_mode() || ambient.function_mode() || !is_plain_host(tensor) ||
       !is_as(source_, layout) || !ambient.inference_mode || ambient.inference_mode() != is_inference_) {
@@ -62,7 +62,7 @@ PyObject* Handed::copy_of(PyObject* tensor) {
 }
 
 // Find out what copies of the output take, and whether any are kept.
-bool Handed::learn(PyObject* tensor) {
+bool OutputCopies::learn(PyObject* tensor) {
   if (!ambient.tells_holding || !is_plain_tensor(tensor) || !is_plain_host(tensor) || !ambient.inference_mode) {
     return false;
   }
@@ -78,7 +78,7 @@ bool Handed::learn(PyObject* tensor) {
 }
 
 // Keep a copy that was just made, in the place of none or of one that is in use.
-void Handed::keep(PyObject* copy) {
+void OutputCopies::keep(PyObject* copy) {
   int place = made_[0].tensor ? made_[1].tensor ? oldest_ : 1 : 0;
   Made& made = made_[place];
   if (made.tensor ? Py_REFCNT(made.tensor.get()) == 1 : all_bytes + nbytes_ > kMostOfAll) return;
@@ -89,13 +89,13 @@ void Handed::keep(PyObject* copy) {
   oldest_ = 1 - place;
 }
 
-int Handed::traverse(visitproc visit, void* arg) const {
+int OutputCopies::traverse(visitproc visit, void* arg) const {
   for (const Made& made : made_) Py_VISIT(made.tensor.get());
   Py_VISIT(spent_.get());
   return 0;
 }
 
-void Handed::clear() {
+void OutputCopies::clear() {
   for (Made& made : made_) {
     if (made.tensor) all_bytes -= nbytes_;
     const Ref dropped = std::move(made.tensor);

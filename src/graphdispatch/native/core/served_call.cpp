@@ -1,4 +1,4 @@
-#include "door.h"
+#include "served_call.h"
 
 #include "hit.h"
 
@@ -8,7 +8,7 @@ namespace {
 
 struct {
   Slot server{names._server}, route{names._route};
-} of_door;
+} of_served;
 
 PyObject* compiler_here = nullptr;  // what torch tells the calling thread's compiler with; kept for good
 
@@ -33,17 +33,17 @@ PyObject* serve_by_class(PyObject* server, PyObject* route, PyObject* args, PyOb
 }
 
 // The slot behind __call__.
-PyObject* call_door(PyObject* door, PyObject* args, PyObject* named) {
+PyObject* call_served(PyObject* served, PyObject* args, PyObject* named) {
   const int plain = runs_plainly();
   if (plain < 0) return nullptr;
   if (!plain) {
-    const Ref method = attribute(door, names.__call__);
+    const Ref method = attribute(served, names.__call__);
     return method ? PyObject_Call(method.get(), args, named) : nullptr;
   }
   if (named && !PyArg_ValidateKeywordArguments(named)) return nullptr;
   // A dict of which nobody else knows is the call's own, as a Python function has one.
   const Ref kwargs(!named ? PyDict_New() : Py_REFCNT(named) == 1 ? Py_NewRef(named) : PyDict_Copy(named));
-  const Ref server = of_door.server.of(door), route = of_door.route.of(door);
+  const Ref server = of_served.server.of(served), route = of_served.route.of(served);
   if (!kwargs || !server || !route) return nullptr;
   return serve_by_class(server.get(), route.get(), args, kwargs.get());
 }
@@ -55,14 +55,14 @@ PyObject* take_calls(PyObject*, PyObject* args) {
     return PyErr_Format(PyExc_TypeError, "take_calls() takes a class that was made in Python");
   }
   Py_XSETREF(compiler_here, Py_NewRef(compiler));
-  reinterpret_cast<PyTypeObject*>(type)->tp_call = call_door;
+  reinterpret_cast<PyTypeObject*>(type)->tp_call = call_served;
   PyType_Modified(reinterpret_cast<PyTypeObject*>(type));
   Py_RETURN_NONE;
 }
 
 }  // namespace
 
-PyMethodDef door_methods[] = {
+PyMethodDef served_call_methods[] = {
     {"take_calls", take_calls, METH_VARARGS,
      "take_calls(cls, compiler)\n--\n\nLet calls of the class's objects go to their servers without a frame of Python, "
      "until its __call__ is replaced; subclasses keep the one in Python. ``compiler()`` tells which torch "

@@ -1,4 +1,4 @@
-// What callers were handed out: copies of outputs, whose memory takes later ones.
+// Copies of outputs that callers got, whose memory takes later ones.
 #pragma once
 
 #include "ambient.h"
@@ -17,12 +17,12 @@ struct Holding {
 
 // The latest two copies of one output. To make a tensor costs more than to fill a small one: a copy that its caller has
 // dropped takes the next values, if nobody else holds any of its memory and it is as it was made. Wants the GIL.
-class Handed {
+class OutputCopies {
  public:
-  Handed() = default;
-  Handed(const Handed&) = delete;
-  Handed& operator=(const Handed&) = delete;
-  ~Handed() { clear(); }
+  OutputCopies() = default;
+  OutputCopies(const OutputCopies&) = delete;
+  OutputCopies& operator=(const OutputCopies&) = delete;
+  ~OutputCopies() { clear(); }
 
   // What tensor.clone() gives, with gradients off: a new reference. Null where torch has to be asked, as by clone().
   // The tensor is the same at each call.

@@ -6,6 +6,6 @@
 namespace gd {
 
 // The function ``take_calls(cls, compiler)`` of the module.
-extern PyMethodDef door_methods[];
+extern PyMethodDef served_call_methods[];
 
 }  // namespace gd
