@@ -57,6 +57,14 @@ def _has_parts(func: OpOverload) -> bool:
     return func.namespace in _MADE_OF_OTHERS and _has_kernel(func.name(), _COMPOSITE)
 
 
+@per_operator
+def _plain_name(func: OpOverload) -> str:
+    """Of an operator of torch without parts, the name under which torch keeps what somebody put in the place of its
+    compiled kernel; empty for any other."""
+    is_plain = isinstance(func, OpOverload) and func is not _READ_BACK and not _has_parts(func)
+    return _replacement(func) if is_plain else ""
+
+
 def python_kernel(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """The device's dispatch key, if the kernel that the call reaches is a Python function; else None."""
     of_torch = _replacement(func)
@@ -246,9 +254,11 @@ class OperatorMode(UntracedMode):
         if is_outermost:
             self._paused = pause()
         try:
-            if self._is_composite(func, args, kwargs):
+            plain_name = _plain_name(func)
+            is_plain = plain_name and plain_name not in torch.library._impls
+            if not is_plain and self._is_composite(func, args, kwargs):
                 return self._run_parts(func, args, kwargs)
-            key = python_kernel(func, args, kwargs)
+            key = None if is_plain else python_kernel(func, args, kwargs)
             try:
                 if key is None:
                     with torch._C.DisableTorchFunction():

@@ -241,16 +241,23 @@ Whoever knows the operator adds it; others are taken to write the whole tensor."
 
 def written_tensors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors among the arguments that the operator writes to."""
-    schema = func._schema
     if func.namespace == "c10d":
         return tensors_in(args, kwargs)
-    unmarked = _UNMARKED_WRITES.get(schema.name, ())
     written: list[torch.Tensor] = []
-    for position, arg in enumerate(schema.arguments):
-        if position in unmarked or (arg.alias_info is not None and arg.alias_info.is_write):
-            value = args[position] if position < len(args) else kwargs.get(arg.name)
-            written.extend(tensors_in(value))
+    for position, name in _written_arguments(func):
+        written.extend(tensors_in(args[position] if position < len(args) else kwargs.get(name)))
     return written
+
+
+@per_operator
+def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
+    """The positions and names of the arguments that the operator writes to."""
+    unmarked, arguments = _UNMARKED_WRITES.get(func._schema.name, ()), enumerate(func._schema.arguments)
+    return tuple(
+        (position, argument.name)
+        for position, argument in arguments
+        if position in unmarked or (argument.alias_info is not None and argument.alias_info.is_write)
+    )
 
 
 def check_geometry(func: OpOverload, before: list[tuple[torch.Tensor, tuple[Any, ...]]]) -> None:

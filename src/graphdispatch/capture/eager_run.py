@@ -20,17 +20,18 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from operator import call
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils import parametrize
 
+from ..backends.base import Graph
 from ..backends.insight import reveal_operators
 from ..backends.operators import is_strided, tensors_in
 from ..backends.standins import ASKS
 from ..call.signature import PLAIN_TENSORS
 from ..call.spec import FlatCall, Leaves
-from ..errors import CaptureError
+from ..errors import CaptureError, error_of_signal
 from ..memory.entry import CUDAGraphEntry
 from ..memory.labels import Labels
 from ..memory.outputs import Opener
@@ -38,13 +39,26 @@ from ..memory.proof import ArgumentMetadata
 from ..reasons import Reason
 from ..state.guards import StateGuard
 from ..state.objects import attribute_table, own_attributes
-from ..state.reads import metadata_names
+from ..state.reads import CodeNotes, metadata_names
 from ..state.trace import CodeTrace
 from ..state.walk import StateWalk
 from .effects import EffectRecorder, retry_once, undo
 from .request import CaptureRequest, CaptureResult, failed_result
 
 _log = logging.getLogger("graphdispatch")
+
+
+class Recording(NamedTuple):
+    """A captured graph, and the outputs in its memory."""
+
+    graph: Graph
+    outputs: Any
+    is_own: list[bool]
+    """For each output tensor, whether it lies in the graph's memory or in a static input."""
+    firsts: list[int]
+    """For each output tensor, the place of the first one that is the same object."""
+    given: list[int | None]
+    """For each output tensor, the position of the argument that it is."""
 
 
 @dataclass
@@ -70,7 +84,9 @@ class EagerRun:
     warms_up: bool = False
     """Whether it ran on the static inputs, as the recording will."""
     like: CUDAGraphEntry | None = None
-    """The graph whose code it ran, so that it was not traced: see Note [a run that is not traced]."""
+    """The graph whose code it ran, so that it was not traced."""
+    recording: Recording | None = None
+    """What was recorded of it, if it was recorded."""
     open_outputs: Callable[[Any], Any] = field(init=False)
     """Opens the objects among the outputs of a run that this run did not meet: see Note [objects among outputs]."""
     opened: Any = field(init=False)
@@ -103,11 +119,16 @@ class EagerRun:
 
 
 def run_eagerly(
-    request: CaptureRequest, *, on_static_inputs: bool = False, like: CUDAGraphEntry | None = None
+    request: CaptureRequest,
+    *,
+    on_static_inputs: bool = False,
+    like: CUDAGraphEntry | None = None,
+    record: Callable[..., tuple[Any, Recording]] | None = None,
 ) -> EagerRun | CaptureResult:
     """Run the call on the real rows, and watch what it writes; its code, too, unless that is ``like`` a graph's.
 
-    With ``on_static_inputs`` it runs on these, after loading a full batch; so it is a warm-up, too.
+    With ``on_static_inputs`` it runs on these, after loading a full batch; so it is a warm-up, too. There ``record``
+    may be what runs it, and records it.
     An error of the callable passes through. If the request does not want the effects, they are undone on every way out
     by an error. A ``CaptureResult`` says why there can be no graph: the batch could not be loaded, what the run
     overwrites could not be saved, or what it did could not be noted (no memory left).
@@ -132,35 +153,65 @@ def run_eagerly(
         return failed_result(request, None, error, "copying the batch into the static inputs")
     labels = Labels.of_arguments(arguments, request.inputs.specs) if on_static_inputs else None
     effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects, labels=labels)
-    answer, has_run = None, False
-    pads_by_code = request.is_padded and any(pad.runs_code for spec in request.inputs.specs for pad in spec.pads)
+    answer, recording, has_run = None, None, False
     try:
-        around = uncached_casts() if on_static_inputs else nullcontext()
-        with around, trace if like is None else nullcontext(), effects.guarding():
-            answer = within(request.call, values)
+        with uncached_casts() if on_static_inputs else nullcontext():
+            if record is not None:
+                answer, recording = record(request, effects, values, Opener(walk.knows).open)
+            else:
+                with trace if like is None else nullcontext(), effects.guarding():
+                    answer = within(request.call, values)
         has_run = True
         after = request.backend.rng_state()
         changed, drew = within(walk.change), walk.drew()
         for region in effects.regions:
             region.after = region.read().clone()
         may_draw = effects.runs_custom or trace.sets_generator
-        draws = effects.uses_rng or pads_by_code or (may_draw and not torch.equal(before, after))
-        codes = trace.codes if like is None or like.guard is None else like.guard.notes.codes
-        warms_up = on_static_inputs and ASKS.isdisjoint(codes)
-        run = EagerRun(answer, values, arguments, effects, before, after, draws, trace, changed, drew, warms_up, like)
-        effects.note_outputs(run.opened)
+        draws = effects.uses_rng or _pads_by_code(request) or (may_draw and not torch.equal(before, after))
+        run = EagerRun(answer, values, arguments, effects, before, after, draws, trace, changed, drew)
+        run.warms_up, run.like, run.recording = on_static_inputs and not _asks(like or trace), like, recording
+        if recording is None:
+            effects.note_outputs(run.opened)
     except BaseException as error:
         if not request.keep_effects:
             undo_run(request, effects, before, walk)
-        if isinstance(error, CaptureError) and trace.refusal() is not None:
-            return failed_result(request, None, error, "")
-        if isinstance(error, Exception) and has_run:
-            return failed_result(request, answer, error, "noting what the eager run did")
-        if isinstance(error, Exception) and not request.keep_effects and effects.unsaved is not None:
-            return failed_result(request, None, error, "saving what it overwrites")
-        raise
+        if recording is not None:
+            recording.graph.reset()
+        failed = _why_failed(request, error, effects, trace, has_run=has_run, is_recorded=record is not None)
+        if failed is None or not isinstance(error, Exception):
+            raise
+        return failed_result(request, answer, error, failed)
     trace.spares = True
     return run
+
+
+def _why_failed(
+    request: CaptureRequest,
+    error: BaseException,
+    effects: EffectRecorder,
+    trace: CodeTrace,
+    *,
+    has_run: bool,
+    is_recorded: bool,
+) -> str | None:
+    """During what an eager run failed so that there can be no graph; None for an error that passes through."""
+    if isinstance(error, CaptureError) and trace.refusal() is not None:
+        return ""
+    if has_run:
+        return "noting what the eager run did"
+    if is_recorded and error_of_signal(error) is None:
+        return "recording"
+    return "saving what it overwrites" if not request.keep_effects and effects.unsaved is not None else None
+
+
+def _asks(who: CodeTrace | CUDAGraphEntry) -> bool:
+    """Whether the code asks torch whether anyone captures, and so may do something else meanwhile."""
+    notes = who.guard.notes if isinstance(who, CUDAGraphEntry) and who.guard is not None else who
+    return isinstance(notes, CodeNotes) and not ASKS.isdisjoint(notes.codes)
+
+
+def _pads_by_code(request: CaptureRequest) -> bool:
+    return request.is_padded and any(pad.runs_code for spec in request.inputs.specs for pad in spec.pads)
 
 
 def _values_of_run(request: CaptureRequest, *, on_static_inputs: bool) -> tuple[Sequence[Any], list[torch.Tensor]]:

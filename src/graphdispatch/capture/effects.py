@@ -20,8 +20,8 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..backends.base import Backend
-from ..backends.insight import CompiledRegion, OperatorMode, PythonCalls, run_kernel
+from ..backends.base import Backend, Capture
+from ..backends.insight import CompiledRegion, OperatorMode, PythonCalls
 from ..backends.operators import (
     WRITTEN_PLACES,
     OperatorKind,
@@ -29,6 +29,7 @@ from ..backends.operators import (
     bits_equal,
     check_geometry,
     draws,
+    forbidden,
     geometry,
     is_seeded,
     is_strided,
@@ -281,12 +282,14 @@ class EffectRecorder(OperatorMode):
         self._exposed: list[Region] = []
         self._is_inside = False
         """Whether an operator's Python kernel is running."""
+        self._capture: Capture | None = None
 
     @contextmanager
-    def guarding(self) -> Iterator[Self]:
-        """Enter it, and save what the host's code gets hold of."""
+    def guarding(self, capture: Capture | None = None) -> Iterator[Self]:
+        """Enter it, and save what the host's code gets hold of. A ``capture`` in progress records what it runs."""
+        self._capture = capture
         try:
-            with Listening(self._save_exposed, EXPOSED), self:
+            with Listening(self._save_exposed, EXPOSED), self if capture is None else capture.watching(self):
                 yield self
         finally:
             self._save_exposed("", None)
@@ -306,8 +309,11 @@ class EffectRecorder(OperatorMode):
         marked, self.regions[start:] = self.regions[start:], []
         self._saved_views = views
         try:
-            with HostReads(lambda name, _: hidden.append(name)), self:
-                result = run_kernel(func, key, args, kwargs)
+            with HostReads(lambda name, _: hidden.append(name)):
+                if self._capture is not None:
+                    result = self._capture.look_inside(self, func, key, args, kwargs)
+                else:
+                    result = super().look_inside(func, key, args, kwargs)
         except BaseException:
             hidden.append("")
             raise
@@ -357,39 +363,50 @@ class EffectRecorder(OperatorMode):
         taken = _shapes_of(given) if self._labels is not None else []
         if self._labels is not None and not keeps_elements(func):
             self.dispatched.operators.append(self._labels.operator(func, args, kwargs, keys))
-        shapes, written = [], list[torch.Tensor]()
+        before, written = list[tuple[torch.Tensor, Any]](), list[torch.Tensor]()
         if kind is OperatorKind.WRITE:
             written = written_tensors(func, args, kwargs)
             if not all(map(is_strided, written)):
                 what = f"{func} writes to a tensor without strides, which nobody could put back"
                 self.give_up(unsafe(f"{what}; keep it in a dense one"))
                 return func(*args, **kwargs)
-            shapes = [(tensor, geometry(tensor)) for tensor in written if storage_key(tensor) not in made]
+            before = [(tensor, geometry(tensor)) for tensor in written if storage_key(tensor) not in made]
             self._save_written(func, args, kwargs)
-        if (traits.is_seeded or kwargs) and draws(func, args, kwargs):
+        if (traits.is_seeded or "generator" in kwargs) and draws(func, args, kwargs):
             self.uses_rng = True
             self._save_generators(args, kwargs)
-        if shapes and self._strict:
-            self._check_geometry(func, shapes)  # nothing would put another view back
-        result = func(*args, **kwargs)
-        self._check_geometry(func, shapes)
-        gives = written + tensors_in(result)
+        if self._strict:
+            self._check_geometry(func, before)  # nothing would put another view back
+        result = func(*args, **kwargs) if self._capture is None else self._record(func, args, kwargs, given)
+        self._check_geometry(func, before)
+        returned = [result] if type(result) is torch.Tensor else tensors_in(result)
+        gives = written + returned if written else returned
         # Where torch fills new memory, eager's answer may hold that.
         if kind is OperatorKind.EMPTY and not _fills_new_memory():
             _mark_unwritten(result)
             self.reserves_memory = True
         if func is _LIFT:  # its argument is what Python values were made into
             outside.pop(storage_key(args[0]), None)
-        is_new = kind is not OperatorKind.VIEW or func is _LIFT
-        self._note_results(gives, is_new, len(written))
+        self._note_results(gives, kind is not OperatorKind.VIEW or func is _LIFT, len(written))
         if self._labels is not None:
-            self._labels.note_run(func, given, tensors_in(result), written)
+            self._labels.note_run(func, given, returned, written)
             self._note_traits(traits, given, gives)
             if not keeps_elements(func):
-                self.dispatched.shapes.append((func, (*taken, *_shapes_of(tensors_in(result)))))
+                self.dispatched.shapes.append((func, (*taken, *_shapes_of(returned))))
         return result
 
+    def _record(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
+    ) -> Any:
+        """Have the capture run an operator. Raises ``CaptureError`` if no graph can hold it."""
+        assert self._capture is not None
+        if (why := forbidden(func, args, kwargs, given)) is not None:
+            raise unsafe(f"{func} {why}")
+        return self._capture.run(func, args, kwargs, given)
+
     def _check_geometry(self, func: OpOverload, shapes: list[tuple[torch.Tensor, tuple[Any, ...]]]) -> None:
+        if not shapes:
+            return
         try:
             check_geometry(func, shapes)
         except CaptureError as error:
@@ -398,7 +415,8 @@ class EffectRecorder(OperatorMode):
     def _note_traits(self, traits: "_Traits", given: list[torch.Tensor], gives: list[torch.Tensor]) -> None:
         """Note what the operators tell of the program."""
         told = self.dispatched
-        told.groups_rows |= traits.groups
+        if traits.groups:
+            told.groups_rows = True
         if traits.sums:
             told.float_types.update(filter(_is_float, (tensor.dtype.to_real() for tensor in gives)))
         if not told.limits_values:
@@ -588,12 +606,11 @@ def _shapes_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
 
 def _makes_integers(given: Sequence[torch.Tensor], gives: Sequence[torch.Tensor]) -> bool:
     """Whether an operator made integers of floating-point numbers, which may become indices."""
-    made = [kind for one in gives if (kind := one.dtype) is not torch.bool and not _is_inexact(kind)]
-    return bool(made) and any(_is_inexact(one.dtype) for one in given)
-
-
-def _is_inexact(kind: torch.dtype) -> bool:
-    return kind.is_floating_point or kind.is_complex
+    for one in gives:
+        kind = one.dtype
+        if not kind.is_floating_point and kind is not torch.bool and not kind.is_complex:
+            return any(each.dtype.is_floating_point or each.dtype.is_complex for each in given)
+    return False
 
 
 def _fills_new_memory() -> bool:

@@ -18,10 +18,9 @@ from ..sizes import Axis, pack
 from ..state.guards import StateGuard, WorkspaceGuard
 from .attempt import CaptureAttempt
 from .compare import check_aliases
-from .eager_run import check_may_capture
+from .eager_run import Recording, check_may_capture
 from .effects import EffectRecorder
 from .piecewise import PiecewiseGraph
-from .recording import Recording
 from .row_proof import RowsShown
 
 _SMALL_BYTES = 1 << 20

@@ -11,7 +11,11 @@
 on the first batch only.
 
 A graph of a further size is proven by the run that proved the first one. Python takes the same path for it, so its code
-is not traced again: it is warmed up, recorded and compared.
+is not traced again: it is warmed up, recorded and compared. Where nobody waits for eager's answer and a capture
+executes what it records, one watched run is all three: the warm-up, the recording, and what the replay is compared
+with. The first graph's eager run was apart from its recording, so a value that changes from run to run was seen there.
+One that changes with the size is among the numbers of the operators: where these are not those of a graph that agreed
+with eager on two batches, a second batch is compared.
 
 Note [kernels that round otherwise]
     Libraries choose a kernel by the number of rows, and each adds up in an order of its own. A deep model in bfloat16
@@ -25,6 +29,7 @@ While torch's profiler is on, each capture and each comparison is a range of it:
 from typing import Any
 
 from ..backends.operators import bits_equal, copy_with_gaps, tensors_in
+from ..backends.standins import ASKS
 from ..backends.tracing import profiler_range
 from ..call.rules import graph_name
 from ..errors import CaptureError, VerificationError, error_of_signal
@@ -44,7 +49,7 @@ from .gain import measure_gain, seconds_of
 from .lengths import replay_other_padding
 from .make_entry import grow_guard, make_entry
 from .padding_writes import EqualRows
-from .recording import record
+from .recording import record, record_watched
 from .request import CaptureRequest, CaptureResult, advice, failed_result
 from .row_proof import prove_rows, speak_for_batch
 
@@ -85,7 +90,10 @@ def _in_window(request: CaptureRequest, entry: CUDAGraphEntry | None) -> Capture
             pause = paused_collector(request.options.gc_disable)
             with pause, request.pool.lock, request.backend.watched(), span:
                 request.pool.order_after_last_use()
-                return _run(request, entry)
+                result = _run(request, entry)
+                if result.reason is Reason.CAPTURE_WAITS and not request.keep_effects:
+                    result = _run(request, entry)  # now watched closely
+                return result
     answer = None
     if request.keep_effects:
         run = WINDOWS.begin(lambda: request.reach)
@@ -98,17 +106,21 @@ def _in_window(request: CaptureRequest, entry: CUDAGraphEntry | None) -> Capture
 
 def _run(request: CaptureRequest, entry: CUDAGraphEntry | None) -> CaptureResult:
     """The eager run; then the capture or the comparison, after which one execution's effects are put back."""
-    is_for_graph = entry is None and not (request.keep_effects or request.has_gaps)
+    is_for_graph = entry is None and not (request.keep_effects or request.has_gaps or request.is_padded)
     like = _like(request, entry)
-    eager = run_eagerly(request, on_static_inputs=is_for_graph and not request.is_padded, like=like)
+    is_recorded = is_for_graph and like is not None and _may_record_at_once(request, like)
+    started = request.clock() if is_recorded else None
+    eager = run_eagerly(
+        request, on_static_inputs=is_for_graph, like=like, record=record_watched if is_recorded else None
+    )
     if isinstance(eager, CaptureResult):
-        return eager
+        return _unlike(like, None) if is_recorded else eager
     attempt = CaptureAttempt(request, eager)
     try:
         if entry is None:
-            made = _capture(attempt)
+            made = _capture(attempt, started)
             if made is None:
-                return CaptureResult(eager.answer, None, Reason.CAPTURE_WAITS, _UNLIKE)
+                return _unlike(like, eager.answer)
             return CaptureResult(eager.answer, made, Reason.CAPTURED_NOW)
         _verify(attempt, entry)
         if (padding := entry.against_padding(request.rows)) is not None:
@@ -140,29 +152,43 @@ def _like(request: CaptureRequest, entry: CUDAGraphEntry | None) -> CUDAGraphEnt
     return None
 
 
-def _capture(attempt: CaptureAttempt) -> CUDAGraphEntry | None:
+def _may_record_at_once(request: CaptureRequest, like: CUDAGraphEntry) -> bool:
+    """Whether one run is the warm-up, the recording, and what the replay is compared with; see the module's text."""
+    codes = like.guard.notes.codes if like.guard is not None else set()
+    return request.backend.capture_executes and request.options.warmup_iterations <= 1 and ASKS.isdisjoint(codes)
+
+
+def _unlike(like: CUDAGraphEntry | None, answer: Any) -> CaptureResult:
+    """The result of a call that did not do what a run like it did: there is a graph once it is watched closely."""
+    assert like is not None
+    assert like.proof is not None
+    like.proof.is_doubted = True
+    return CaptureResult(answer, None, Reason.CAPTURE_WAITS, _UNLIKE)
+
+
+def _capture(attempt: CaptureAttempt, started: float | None) -> CUDAGraphEntry | None:
     """Warm up, prove, record and compare; returns a complete entry. None if the call's code was to be like that of
-    another graph, and is not.
+    another graph, and is not. What was recorded already has ``started`` at that time.
 
     Raises ``CaptureError``, ``VerificationError`` or ``ReplayError`` if there can be no graph, and whatever the
     callable raises in one of these runs.
     """
     request, eager = attempt.request, attempt.eager
-    check_may_capture(request, eager)
-    started = request.clock()
-    for _ in range(request.options.warmup_iterations - eager.warms_up):
-        attempt.warm_up(keeps_operators=True)
-    program = Program(attempt.warm_run.dispatched)
-    if request.has_gaps:
-        _check_gaps(attempt, program)
-    shown = prove_rows(attempt, program)
-    like = None if eager.like is None else eager.like.proof
-    if like is not None and shown.proof is not like:
-        like.is_doubted = True
-        return None
-    recording = record(attempt)
-    entry = None
+    recording, entry = eager.recording, None
     try:
+        check_may_capture(request, eager)
+        started = request.clock() if started is None else started
+        for _ in range(request.options.warmup_iterations - eager.warms_up):
+            attempt.warm_up(keeps_operators=True)
+        program = Program(attempt.warm_run.dispatched)
+        if request.has_gaps:
+            _check_gaps(attempt, program)
+        shown = prove_rows(attempt, program)
+        if eager.like is not None and shown.proof is not eager.like.proof:
+            if recording is not None:
+                recording.graph.reset()
+            return None
+        recording = recording or record(attempt)
         entry = make_entry(attempt, recording, program, shown)
         entry.capture_time_ms = (request.clock() - started) * 1e3
         if request.options.verify:
@@ -175,7 +201,10 @@ def _capture(attempt: CaptureAttempt) -> CUDAGraphEntry | None:
         else:
             entry.trust()
     except BaseException:
-        (recording.graph.reset if entry is None else entry.release)()
+        if entry is not None:
+            entry.release()
+        elif recording is not None:
+            recording.graph.reset()
         raise
     return entry
 

@@ -5,14 +5,15 @@ dispatcher does not see some work (a compiled kernel, ctypes, numpy). Such work 
 that did not exist in the warm-up. A graph would read their first value for ever.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ..backends.base import Capture, Graph
@@ -23,7 +24,8 @@ from ..call.spec import is_tensor
 from ..errors import CaptureError
 from ..reasons import Reason
 from .attempt import CaptureAttempt
-from .eager_run import uncached_casts
+from .eager_run import Recording, uncached_casts
+from .effects import EffectRecorder
 from .piecewise import EagerPart, PiecewiseGraph
 from .request import CaptureRequest
 
@@ -234,17 +236,30 @@ class CaptureWatch(OperatorMode):
 _LIFT = torch.ops.aten.lift_fresh.default
 
 
-class Recording(NamedTuple):
-    """A captured graph, and the outputs in its memory."""
+def record_watched(
+    request: CaptureRequest, effects: EffectRecorder, values: Sequence[Any], open_outputs: Callable[[Any], Any]
+) -> tuple[Any, Recording]:
+    """Run the call on its static inputs, watched by ``effects``, and record it: on a backend whose capture executes.
 
-    graph: Graph
-    outputs: Any
-    is_own: list[bool]
-    """For each output tensor, whether it lies in the graph's memory or in a static input."""
-    firsts: list[int]
-    """For each output tensor, the place of the first one that is the same object."""
-    given: list[int | None]
-    """For each output tensor, the position of the argument that it is."""
+    Gives its opened output, with copies of what lies in the graph's memory. Raises what the call raises, and
+    ``CaptureError`` for what no graph holds.
+    """
+    buffers = request.buffer_storages()
+    with request.backend.begin_capture(request.pool) as capture:
+        with effects.guarding(capture):
+            output = copy_context().run(request.call, values)
+        effects.check_refused()
+        output = open_outputs(output)
+        effects.note_outputs(output)
+        with _disable_current_modes():
+            answer = tree_map_only(torch.Tensor, lambda one: _copied(one) if effects.made(one) else one, output)
+        described = _give_outputs(request, capture, values, buffers, output, (effects.made, output))
+        del output  # so that only the capture holds the outputs
+    return answer, Recording(capture.graph, capture.outputs, *described)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def record(attempt: CaptureAttempt) -> Recording:
@@ -269,21 +284,14 @@ def record(attempt: CaptureAttempt) -> Recording:
             with attempt.tracing() if watches else nullcontext():
                 output = copy_context().run(request.call, values)  # nobody could unset a context variable
             output = eager.open_outputs(output)
-            made, source = (watch.made, output) if watches else (eager.effects.made, eager.opened)
-            is_own = [made(tensor) or storage_key(tensor) in buffers for tensor in tensors_in(source)]
-            places = list(map(id, tensors_in(output)))
-            firsts = list(map(places.index, places))
-            positions = {id(value): position for position, value in enumerate(values)}
-            given = list(map(positions.get, places))
-            if request.options.outputs != "clone":
-                output = _apart_from(buffers, output)
-            capture.set_outputs(output, shared=request.options.shares_outputs)
+            source = (watch.made, output) if watches else (eager.effects.made, eager.opened)
+            described = _give_outputs(request, capture, values, buffers, output, source)
             del output, source  # so that only the capture holds the outputs
         watch.parts.append(capture.graph)
         graph = capture.graph
         if request.is_piecewise:
             graph = PiecewiseGraph(watch.parts, watch.crossing, request.pool)
-        return Recording(graph, capture.outputs, is_own, firsts, given)
+        return Recording(graph, capture.outputs, *described)
     except BaseException as error:
         for part in watch.parts:
             if isinstance(part, Graph):
@@ -296,6 +304,28 @@ def record(attempt: CaptureAttempt) -> Recording:
         raise CaptureError(
             f"{type(error).__name__} after {watch.latest}: {error}", request.backend.classify_error(error)
         ) from error
+
+
+def _give_outputs(
+    request: CaptureRequest,
+    capture: Capture,
+    values: Sequence[Any],
+    buffers: set[int],
+    output: Any,
+    source: tuple[Callable[[torch.Tensor], bool], Any],
+) -> tuple[list[bool], list[int], list[int | None]]:
+    """Give the capture what the call on these values returned. For each output tensor: what ``Recording`` says of it;
+    ``source`` tells of a run's outputs whether that run made them."""
+    made, sources = source
+    is_own = [made(tensor) or storage_key(tensor) in buffers for tensor in tensors_in(sources)]
+    places = list(map(id, tensors_in(output)))
+    firsts = list(map(places.index, places))
+    positions = {id(value): position for position, value in enumerate(values)}
+    given = list(map(positions.get, places))
+    if request.options.outputs != "clone":
+        output = _apart_from(buffers, output)
+    capture.set_outputs(output, shared=request.options.shares_outputs)
+    return is_own, firsts, given
 
 
 def _apart_from(buffers: set[int], output: Any) -> Any:

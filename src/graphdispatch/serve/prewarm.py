@@ -219,8 +219,6 @@ class _Prewarm:
         """
         graphs, batch = self._server.graphs, group.resized(leaves, size)
         result = graphs.capture(group, batch, size, size, keep_effects=False)
-        if result.reason is Reason.CAPTURE_WAITS:  # its code is not that of other sizes, and is traced now
-            result = graphs.capture(group, batch, size, size, keep_effects=False)
         if result.entry is not None:
             result = self._compare(group, leaves, result.entry) or result
         if result.entry is None and self._server.strict:

@@ -27,7 +27,7 @@ from ...errors import ReplayError
 from ...native import known_to_core
 from ...native.tape import TAPE
 from ..base import Graph, Pool
-from ..operators import OperatorKind, map_leaves, storage_key, tensors_in
+from ..operators import OperatorKind, map_leaves, per_operator, storage_key, tensors_in
 from .recorder import ALIGNMENT, Instruction, Recording, Slot, TensorRef, with_outs
 
 # The recorder saw the operators below autograd. Replaying them there saves the way through autograd.
@@ -362,7 +362,7 @@ def with_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
     It has the dtype of the first operand, with the bits of a cast, whatever the number. Kernels of 16-bit floats look
     at the number itself.
     """
-    overload, (first, number) = _OF_TENSORS.get(func), args[:2] if len(args) > 1 else (None, None)
+    overload, (first, number) = _for_tensors(func), args[:2] if len(args) > 1 else (None, None)
     kind = {float: torch.float64, int: torch.int64}.get(type(number))
     if overload is None or kind is None or (kind is torch.int64 and number.bit_length() > _BITS_OF_INT):
         return Call(func, args, kwargs)
@@ -375,10 +375,11 @@ def with_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ca
 
 def parts_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call] | None:
     """What to call instead of an ``out=`` overload: see Note [calls of parts]. None: call the overload."""
-    if func not in _ROWS:
+    row = _row_of(func)
+    if row is None:
         return None
     names = (formal.name for formal in func._schema.arguments)
-    return _ROWS[func](dict(zip(names, args, strict=False)) | kwargs)
+    return row(dict(zip(names, args, strict=False)) | kwargs)
 
 
 def _copy(given: Mapping[str, Any]) -> list[Call] | None:
@@ -434,3 +435,4 @@ _ROWS: dict[Any, Callable[[Mapping[str, Any]], list[Call] | None]] = {
     _aten.mean.out: _mean,
     _aten.mean.dtype_out: _mean,
 }
+_for_tensors, _row_of = per_operator(_OF_TENSORS.get), per_operator(_ROWS.get)

@@ -219,12 +219,13 @@ class Recorder(OperatorMode):
         why: str | None,
     ) -> Any:
         """Run an operator with these ``tensors`` and record it, unless there is a ``why`` not."""
-        if any(map(_waits, tensors)):
-            # Eager waits for a functional collective below all modes. Here the wait must be seen, to be recorded.
-            with self:
-                args, kwargs = tree_map(lambda v: v.trigger_wait() if _waits(v) else v, (args, kwargs))
-                return func(*args, **kwargs)
-        _refuse(func, tensors, why)
+        if why is not None or not all(map(_is_usual, tensors)):
+            if any(map(_waits, tensors)):
+                # Eager waits for a functional collective below all modes. Here the wait must be seen, to be recorded.
+                with self:
+                    args, kwargs = tree_map(lambda v: v.trigger_wait() if _waits(v) else v, (args, kwargs))
+                    return func(*args, **kwargs)
+            _refuse(func, tensors, why)
         kind = kind_of(func)
         if func is _LIFT and self._slot_of(args[0]) is None:
             self._make_literal(args[0])
@@ -233,11 +234,14 @@ class Recorder(OperatorMode):
         result = func(*args, **kwargs)
         if before:
             check_geometry(func, before)
-        if _waits(result):
+        if type(result) is torch.Tensor and is_strided(result):
+            made = [result]
+        elif _waits(result):
             return result  # it only wraps its argument
-        made = tensors_in(result)
-        if not all(map(is_strided, made)):
-            raise unsafe(f"{func} makes a nested tensor or one without strided layout")
+        else:
+            made = tensors_in(result)
+            if not all(map(is_strided, made)):
+                raise unsafe(f"{func} makes a nested tensor or one without strided layout")
         given = list(map(storage_key, tensors))
         results = [t for t in made if (key := storage_key(t)) not in given and key not in self._slots]
         if made and not results and (kind is OperatorKind.VIEW or kind is OperatorKind.PURE):
@@ -350,6 +354,14 @@ def _refuse(func: OpOverload, tensors: list[torch.Tensor], why: str | None) -> N
             why = f"is given a tensor on {tensor.device}"
     if why is not None:
         raise unsafe(f"{func} {why}")
+
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def _is_usual(tensor: torch.Tensor) -> bool:
+    """Whether nothing speaks against a tensor that an operator is given, and nobody has to wait for it."""
+    return type(tensor) in _PLAIN and tensor.is_cpu and is_strided(tensor)
 
 
 def _waits(value: Any) -> bool:

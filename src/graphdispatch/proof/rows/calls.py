@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ...backends.operators import storage_key
+from ...backends.operators import per_operator, storage_key
 from .labels import (
     ROWS_AXIS,
     Dim,
@@ -40,6 +40,14 @@ class Caller(Protocol):
         """The dimensions of the function's tensors that follow the batch, by their size; one of several is left out."""
 
 
+@per_operator
+def _described(func: OpOverload) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    """The plain name of an operator, and its arguments by name, with what stands for those that are left out."""
+    schema = func._schema
+    parameters = tuple((argument.name, argument.default_value) for argument in schema.arguments)
+    return schema.name.partition("::")[2].removesuffix("_"), parameters
+
+
 class Call:
     """One call of an operator: its arguments by name, its results, and the labels of its tensors."""
 
@@ -52,7 +60,7 @@ class Call:
         sizes: Sizes,
     ) -> None:
         self.func, self.labels, self.sizes, self.space = func, labels, sizes, sizes.space
-        self.name = func._schema.name.partition("::")[2].removesuffix("_")
+        self.name, parameters = _described(func)
         self.outs: list[Tensor] = []
         self.mixed: set[int] = set()
         """The lengths along which it mixes elements."""
@@ -65,9 +73,8 @@ class Call:
         self.slots: set[int] = set()
         """The storages of state that rows wrote at places which they named, in this run so far."""
         self.a: dict[str, Any] = {}
-        for place, argument in enumerate(func._schema.arguments):
-            given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
-            self.a[argument.name] = given
+        for place, (name, default) in enumerate(parameters):
+            self.a[name] = args[place] if place < len(args) else kwargs.get(name, default)
 
     def label(self, tensor: Tensor | str) -> Label:
         """The label of a tensor, or of the argument of this name."""

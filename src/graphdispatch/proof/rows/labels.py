@@ -6,7 +6,6 @@ notes that the length is mixed. A label follows from shapes and arguments of ope
 """
 
 from collections.abc import Iterable, Mapping
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,7 +73,10 @@ class Label(NamedTuple):
 
 def own_size(dim: Dim) -> int:
     """The size of a dimension in the run."""
-    return prod([atom.own if isinstance(atom, Atom) else atom for atom in dim])
+    own = 1
+    for atom in dim:
+        own *= atom if type(atom) is int else atom.own  # type: ignore[union-attr]
+    return own
 
 
 def axes_of(dim: Dim) -> set[int]:
