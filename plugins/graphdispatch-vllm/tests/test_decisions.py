@@ -150,7 +150,7 @@ def test_the_keys_decide() -> None:
 def test_every_step_without_a_graph_has_a_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Counted, and told once; what vLLM itself wants to be eager is only counted."""
+    """Counted, and logged once; what vLLM itself wants to be eager is only counted."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     ours = CudagraphDispatcher(config(Mode.FULL_DECODE_ONLY, SIZES, 8))
     ours.dispatch(8)
@@ -162,8 +162,8 @@ def test_every_step_without_a_graph_has_a_reason(
         ours.dispatch(8, valid_modes={Mode.NONE})
     assert ours.eager == {Reason.MIXED_BATCH: 2, Reason.ABOVE_LARGEST_SIZE: 2, Reason.MODE_EXCLUDED: 2}
     assert caplog.messages == [
-        "a step ran eagerly: the batch is mixed, and only uniform decode batches have graphs",
-        "a step ran eagerly: 65 tokens are more than the largest of cudagraph_capture_sizes, 64",
+        "graphdispatch: a step ran eagerly: the batch is mixed, and only uniform decode batches have graphs",
+        "graphdispatch: a step ran eagerly: 65 tokens are more than the largest of cudagraph_capture_sizes, 64",
     ]
 
 

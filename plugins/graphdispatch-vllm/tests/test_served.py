@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from graphdispatch.plan import Workload
 
 pytest.importorskip("vllm", reason="needs vLLM; make vllm-test makes an environment that has it")
+
+from .server import first_token, make_model
 
 ROOT = Path(__file__).resolve().parents[1]
 MODES = ("FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY")
@@ -96,6 +99,15 @@ def test_tensor_parallel_workers_have_the_tokens_of_eager(tmp_path: Path) -> Non
         check(got, tries=1)
         assert len(got["totals"]) == 2
         assert got["totals"][0] == got["totals"][1]
+
+
+def test_the_command_of_the_readme_serves(tmp_path: Path) -> None:
+    """The server answers with a token, and its log says that graphs serve both kinds of steps and that none ran
+    eagerly."""
+    got = first_token(make_model(tmp_path))
+    assert got.token
+    (line,) = got.lines
+    assert re.match(r"graphdispatch serves steps by graphs, .*: PIECEWISE at \d+ sizes .*, FULL at \d+ sizes", line)
 
 
 def test_recorded_steps_are_what_a_plan_reads(tmp_path: Path) -> None:

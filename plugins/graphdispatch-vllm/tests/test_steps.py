@@ -1,4 +1,4 @@
-"""Metadata at fixed addresses: what is copied, what is assigned, and what no graph can be told."""
+"""Metadata at fixed addresses: what is copied, what is assigned, and what no graph can have."""
 
 import dataclasses
 from typing import Any
@@ -110,7 +110,7 @@ def test_a_schedule_without_room_is_refused() -> None:
     ids=["shape", "another tensor", "no metadata", "other layers"],
 )
 def test_another_form_is_refused(other: ForwardContext) -> None:
-    """A graph cannot be told it; the step runs eagerly."""
+    """No graph can have it; the step runs eagerly."""
     assert not FixedStep(context(2, [5, 6]), Schedules()).load(other)
 
 

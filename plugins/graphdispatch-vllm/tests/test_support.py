@@ -73,9 +73,23 @@ def configure(
     ],
     ids=str,
 )
-def test_what_the_tests_run_is_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, Any]) -> None:
-    """vLLM keeps the graphs that the user wants, and its worker has them."""
+def test_what_the_tests_run_is_served(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """vLLM keeps the graphs that the user wants, and its worker has them; also when the process of an engine shows the
+    platform its configuration once more, with what vLLM has derived."""
     got = configure(monkeypatch, tmp_path, GraphCpuPlatform(), **options)
+    check_served(got, options)
+    got.cache_config.kv_cache_layout = "LBHNC"
+    with caplog.at_level(logging.WARNING):
+        got.__post_init__()
+    assert GraphCpuPlatform.support_static_graph_mode()
+    check_served(got, options)
+    assert not [record for record in caplog.records if record.name == "vllm.graphdispatch"]
+
+
+def check_served(got: VllmConfig, options: dict[str, Any]) -> None:
+    """The worker, the graphs and the compiler are those of the options."""
     assert got.parallel_config.worker_cls.endswith(".GraphCpuWorker")
     wanted = options.get("compilation_config", GRAPHS)["cudagraph_mode"]
     assert got.compilation_config.cudagraph_mode == CUDAGraphMode[wanted]
@@ -145,5 +159,5 @@ def test_an_engine_without_graphs_is_not_told_of(
 def test_every_option_that_may_change_is_one_of_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An option that vLLM renames is seen, and does not go unasked."""
     config = configure(monkeypatch, tmp_path, CpuPlatform())
-    known = {part: set(type(getattr(config, part)).__pydantic_fields__) for part in FREE_OPTIONS}
-    assert {part: options - known[part] for part, options in FREE_OPTIONS.items() if options - known[part]} == {}
+    fields = {part: set(type(getattr(config, part)).__pydantic_fields__) for part in FREE_OPTIONS}
+    assert {part: options - fields[part] for part, options in FREE_OPTIONS.items() if options - fields[part]} == {}

@@ -23,6 +23,7 @@ def test_a_graph_that_another_rank_lacks_is_left_out(monkeypatch: pytest.MonkeyP
     runner: Any = worker.GraphCpuModelRunner.__new__(worker.GraphCpuModelRunner)
     both = config(Mode.FULL, SIZES, 64)
     runner.compilation_config, runner.lora_config = both.compilation_config, None
+    runner.load_config = SimpleNamespace(use_tqdm_on_load=False)
     runner.model_config, runner.attn_groups = SimpleNamespace(max_model_len=128), []
     runner.cudagraph_dispatcher = CudagraphDispatcher(both)
     runner.cudagraph_dispatcher.initialize_cudagraph_keys(Mode.FULL)

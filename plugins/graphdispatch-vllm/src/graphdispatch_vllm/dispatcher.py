@@ -179,7 +179,7 @@ class CudagraphDispatcher:
         return (_THEIRS[decision.mode], _theirs(decision.descriptor)), decision
 
     def _why_eager(self, num_tokens: int, is_odd: bool, allowed: frozenset[TheirMode]) -> Reason | None:
-        """Why no table is asked. A batch that is ``is_odd`` has adapters and none active, or the other way round."""
+        """Why no table decides. A batch that is ``is_odd`` has adapters and none active, or the other way round."""
         if not self.keys_initialized:
             return Reason.NOT_INITIALIZED
         if self.cudagraph_mode == TheirMode.NONE or not self._largest:
@@ -227,8 +227,8 @@ class CudagraphDispatcher:
         return loras if self.specialize_lora_count or lora is None else lora.max_loras + 1
 
     def _check_compiled(self, sizes: list[int]) -> None:
-        known = [int(size) for size in self.compilation_config.compile_sizes or ()]
-        padded = [size for size in known if size <= self._largest and size not in sizes]
+        compiled = [int(size) for size in self.compilation_config.compile_sizes or ()]
+        padded = [size for size in compiled if size <= self._largest and size not in sizes]
         if padded:
             raise ConfigError(
                 f"compile_sizes must be among the capture sizes up to {self._largest}, got {padded}, which would be "

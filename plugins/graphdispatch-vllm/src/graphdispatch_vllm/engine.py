@@ -11,7 +11,7 @@ from .core import CUDAGraphWrapper, Decision, Reason
 __all__ = ["EagerSteps", "EngineGraphs", "on_all_ranks"]
 
 _QUIET = (Reason.DISABLED, Reason.MODE_EXCLUDED)
-"""What the engine or its user asked for."""
+"""What the engine or its user wants."""
 
 
 class EngineGraphs(CUDAGraphWrapper):
@@ -30,7 +30,7 @@ class EngineGraphs(CUDAGraphWrapper):
             return None
         if decision.reason is Reason.FROZEN:
             change = self._graphs.latest_change
-            detail = f"the model is not as its graph found it at the warm-up ({change}), and none is captured later"
+            detail = f"what it reads has changed since its graph was captured at the warm-up ({change})"
             return decision._replace(detail=detail)
         return decision
 
@@ -43,20 +43,20 @@ class EagerSteps(Counter[Reason]):
 
     def __init__(self, what: str, log: logging.Logger) -> None:
         super().__init__()
-        self._what, self._log, self._told = what, log, set[Reason](_QUIET)
+        self._what, self._log, self._logged = what, log, set[Reason](_QUIET)
 
     def note(self, decision: Decision, *, counts: bool = True) -> None:
-        """Count a step that ran eagerly, unless somebody else ``counts`` it, and tell why."""
+        """Count a step that ran eagerly, unless somebody else ``counts`` it, and log why."""
         reason = decision.reason
         if counts:
             self[reason] += 1
-        if reason not in self._told and not reason.leads_to_graph:
-            self._told.add(reason)
-            self._log.warning("a %s ran eagerly: %s", self._what, decision.detail or reason.text)
+        if reason not in self._logged and not reason.leads_to_graph:
+            self._logged.add(reason)
+            self._log.warning("graphdispatch: a %s ran eagerly: %s", self._what, decision.detail or reason.text)
 
 
 def on_all_ranks(is_so: bool, group: dist.ProcessGroup | None) -> bool:
-    """Whether ``is_so`` on every rank of ``group``, whose tensors are on the CPU. One small all-reduce; all must ask.
+    """Whether ``is_so`` on every rank of ``group``, whose tensors are on the CPU. One small all-reduce; all call it.
 
     Without a group, and in a group of one, it is what this rank says.
     """

@@ -23,7 +23,7 @@ def stat_loggers() -> list[Any]:
 
 
 class GraphStatLogger(loggers.StatLoggerBase):
-    """Counts an engine's steps for Prometheus. vLLM tells of them if it runs with ``--cudagraph-metrics``.
+    """Counts an engine's steps for Prometheus. vLLM reports them if it runs with ``--cudagraph-metrics``.
 
     ``graphdispatch_vllm_steps_total`` has the labels ``engine``, ``mode`` and ``reason``: why the step ran eagerly, or
     ``graph``. ``graphdispatch_vllm_padding_tokens_total`` counts the padding of steps that graphs served.
@@ -48,7 +48,7 @@ class GraphStatLogger(loggers.StatLoggerBase):
         )
 
     def log_engine_initialized(self) -> None:
-        """Nothing to tell."""
+        """There is nothing to log."""
 
 
 @cache

@@ -8,7 +8,7 @@ __all__ = ["PlainCpuWorker"]
 
 
 class PlainCpuWorker(CPUWorker):
-    """vLLM's own CPU worker, which can also be asked what graphs did."""
+    """vLLM's own CPU worker, which also says what graphs did."""
 
     def graph_totals(self) -> dict[str, dict[str, Any]]:
         """Nothing, for there are none."""

@@ -14,6 +14,8 @@ __all__ = ["GraphCpuPlatform"]
 _logger = init_logger("vllm.graphdispatch")
 _ATTENTION = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
 _HERE = "graphdispatch_vllm"
+_WITH_GRAPHS, _WITHOUT = f"{_HERE}.worker.GraphCpuWorker", f"{_HERE}.plain.PlainCpuWorker"
+"""The workers of configurations that were decided."""
 
 
 class GraphCpuPlatform(CpuPlatform):
@@ -27,15 +29,29 @@ class GraphCpuPlatform(CpuPlatform):
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: Any) -> None:
-        """Where vLLM first shows its platform a configuration: decide whether graphs serve it."""
-        from vllm.config import CUDAGraphMode  # here, since it asks for the platform
+        """Where vLLM first shows its platform a configuration: decide whether graphs serve it.
 
-        is_wanted = vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
-        reason = why_not(vllm_config) if is_wanted else None
-        cls.declines = not is_wanted or reason is not None
+        The process of an engine shows it once more when it has started, with what vLLM derived since. What was decided
+        stays.
+        """
+        worker = vllm_config.parallel_config.worker_cls
+        if worker in (_WITH_GRAPHS, _WITHOUT):
+            cls.declines = worker == _WITHOUT
+        else:
+            cls.declines = not cls._serves(vllm_config)
+        super().apply_config_platform_defaults(vllm_config)
+
+    @classmethod
+    def _serves(cls, vllm_config: Any) -> bool:
+        """Whether graphs serve a configuration; if the user wants some and they do not, a line of the log says why."""
+        from vllm.config import CUDAGraphMode  # here, since it needs the platform
+
+        if vllm_config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE:
+            return False
+        reason = why_not(vllm_config)
         if reason is not None:
             _logger.warning("graphdispatch does not serve this vLLM: %s", reason)
-        super().apply_config_platform_defaults(vllm_config)
+        return reason is None
 
     @classmethod
     def support_static_graph_mode(cls) -> bool:
@@ -55,7 +71,7 @@ class GraphCpuPlatform(CpuPlatform):
     @classmethod
     def get_attn_backend_cls(cls, *args: Any, **kwargs: Any) -> str:
         """vLLM's choice; its plain attention as one that graphs may hold, where there are graphs."""
-        from vllm.config import CUDAGraphMode, get_current_vllm_config  # here, since it asks for the platform
+        from vllm.config import CUDAGraphMode, get_current_vllm_config  # here, since it needs the platform
 
         chosen: str = super().get_attn_backend_cls(*args, **kwargs)
         has_graphs = get_current_vllm_config().compilation_config.cudagraph_mode != CUDAGraphMode.NONE
@@ -67,14 +83,14 @@ class GraphCpuPlatform(CpuPlatform):
 
         A model in pieces is traced and split, and no code is generated for the pieces: graphs run them.
         """
-        from vllm.config import CompilationMode, CUDAGraphMode  # here, since it asks for the platform
+        from vllm.config import CompilationMode, CUDAGraphMode  # here, since it needs the platform
 
         compilation, parallel = vllm_config.compilation_config, vllm_config.parallel_config
         sizes, largest = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
         mode, graphs = compilation.mode, compilation.cudagraph_mode
         has_graphs = graphs != CUDAGraphMode.NONE
         if parallel.worker_cls == "auto":
-            parallel.worker_cls = f"{_HERE}.{'worker.GraphCpuWorker' if has_graphs else 'plain.PlainCpuWorker'}"
+            parallel.worker_cls = _WITH_GRAPHS if has_graphs else _WITHOUT
         super().check_and_update_config(vllm_config)
         if not has_graphs:
             return

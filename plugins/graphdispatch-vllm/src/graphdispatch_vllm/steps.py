@@ -1,4 +1,4 @@
-"""What a step is told besides its arguments, at fixed addresses: vLLM's forward context with its attention metadata.
+"""What a step reads besides its arguments, at fixed addresses: vLLM's forward context with its attention metadata.
 
 Note [metadata at fixed addresses]
     vLLM makes a new forward context for each step, and on the CPU new attention metadata too. A graph holds addresses,
@@ -176,7 +176,7 @@ def uncompiled(given: ForwardContext) -> Any:
 def vary_slots(given: ForwardContext, block_size: int, round_: int) -> None:
     """Have a step of the warm-up, which has no slots of its own, write into the null block, which no request has.
 
-    ``round_`` tells the steps of one graph apart. No two tokens write the same slot.
+    ``round_`` numbers the steps of one graph. No two tokens write the same slot.
     """
     mappings = given.slot_mapping
     for slots in {id(each): each for each in mappings.values()}.values() if isinstance(mappings, dict) else ():
@@ -193,7 +193,7 @@ class _Unread:
     """Stands for a value that nobody reads."""
 
     def __bool__(self) -> bool:
-        raise TypeError("graphs are not told this value of the attention metadata")
+        raise TypeError("graphs do not have this value of the attention metadata")
 
 
 _UNREAD: Any = _Unread()

@@ -1,4 +1,4 @@
-"""What graphs serve of vLLM: an allowlist, asked before anything is changed.
+"""What graphs serve of vLLM: an allowlist, read before anything is changed.
 
 Only what the tests run is on it. With anything else graphdispatch declines, and vLLM runs as if it were not there.
 """
@@ -116,6 +116,6 @@ def _changed_option(config: Any) -> str | None:
 
 def _defaults(config: Any) -> dict[str, Any]:
     """The options of a configuration, or of a part of it, with their defaults; but for those that vLLM derives."""
-    known = type(config).__pydantic_fields__
+    fields = type(config).__pydantic_fields__
     names = (field.name for field in dataclasses.fields(config))
-    return {name: known[name].get_default(call_default_factory=True) for name in names if name in known}
+    return {name: fields[name].get_default(call_default_factory=True) for name in names if name in fields}

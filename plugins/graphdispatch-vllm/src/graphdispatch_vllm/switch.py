@@ -1,4 +1,4 @@
-"""Whether this library serves vLLM, and the entry points by which vLLM asks."""
+"""Whether this library serves vLLM, and the entry points that vLLM calls."""
 
 import logging
 import multiprocessing
@@ -48,7 +48,7 @@ def platform() -> str | None:
 
 
 def register() -> None:
-    """Switch on in this process what the environment asks for. May be called any number of times.
+    """Switch on in this process what the environment names. May be called any number of times.
 
     Entry point of ``vllm.general_plugins``. Only names in vLLM's modules change. ``GRAPHDISPATCH_VLLM=decisions`` has
     vLLM's model runner decide by this library; with ``graphs`` the platform's worker does. ``GRAPHDISPATCH_VLLM_TRACE``
@@ -62,7 +62,7 @@ def register() -> None:
         return
     why_not = refusal(any_device=True)
     if why_not is not None:
-        if choice != "graphs":  # of those ``platform`` has told
+        if choice != "graphs":  # there ``platform`` has logged it
             _decline(why_not)
         return
     if trace:

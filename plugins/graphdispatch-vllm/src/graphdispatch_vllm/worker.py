@@ -6,9 +6,10 @@ from collections import Counter
 from typing import Any
 
 import torch
+from tqdm import tqdm
 from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 from vllm.config import CUDAGraphMode
-from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.parallel_state import get_world_group, is_global_first_rank
 from vllm.envs import enable_envs_cache
 from vllm.forward_context import BatchDescriptor
 from vllm.logger import init_logger
@@ -91,17 +92,22 @@ class GraphCpuModelRunner(CPUModelRunner):
         return 0
 
     def _capture(self, mode: CUDAGraphMode, descriptors: list[BatchDescriptor]) -> None:
-        """Capture the graphs of one mode; the dispatcher forgets those that cannot be kept."""
+        """Capture the graphs of one mode, with a bar as vLLM's; the dispatcher forgets those that cannot be kept."""
         keys = self.cudagraph_dispatcher.cudagraph_keys[mode]
-        for descriptor in descriptors:
+        is_quiet = not (self.load_config.use_tqdm_on_load and is_global_first_rank())
+        for descriptor in tqdm(descriptors, desc=f"graphdispatch: {mode.name} graphs", disable=is_quiet):
             if any(self._serves(mode, descriptor, step) for step in range(_MOST_ROUNDS)):
                 continue
             if isinstance(self.model, StaticGraphWrapper) and not _agreed(not self.model.is_refused):
                 keys.clear()
-                _logger.warning("no %s graph is kept: one gave other values than vLLM's own eager", mode)
+                _logger.warning(
+                    "graphdispatch keeps no %s graph: one gave other values than vLLM's own eager", mode.name
+                )
                 return
             keys.discard(descriptor)
-            _logger.warning("no %s graph could be kept for %s on all ranks", mode, descriptor)
+            _logger.warning(
+                "graphdispatch keeps no %s graph for %s: some rank could not capture it", mode.name, descriptor
+            )
 
     def _serves(self, mode: CUDAGraphMode, descriptor: BatchDescriptor, step: int) -> bool:
         """Run one step of the warm-up: whether graphs served it, on all ranks, so that all keep the same graphs."""
@@ -161,17 +167,14 @@ class GraphCpuModelRunner(CPUModelRunner):
         return StaticGraphWrapper.why_any_eager(decision.mode) if decision.mode.has_graphs() else decision.reason
 
     def _report(self, seconds: float) -> None:
-        for mode, total in graph_stats().items():
-            reasons = {reason.value: count for reason, count in total.eager.items() if not reason.leads_to_graph}
-            _logger.info(
-                "graphdispatch serves %s steps by %d graphs, captured and compared with eager in %.1f s; "
-                "%d captures failed, other eager steps: %s",
-                mode,
-                total.graphs,
-                seconds,
-                total.failures,
-                reasons or "none",
-            )
+        """One line of the log: which steps graphs serve."""
+        kept = self.cudagraph_dispatcher.get_capture_descs()
+        served = [f"{mode.name} at {len(keys)} sizes up to {keys[0].num_tokens} tokens" for mode, keys in kept]
+        _logger.info(
+            "graphdispatch serves steps by graphs, captured and compared with eager in %.1f s: %s",
+            seconds,
+            ", ".join(served) or "none, so that every step runs eagerly",
+        )
 
 
 def _agreed(is_so: bool) -> bool:
@@ -203,13 +206,13 @@ def _run_compiler() -> None:
     try:
         batched_count_greater_than(torch.zeros(2, 3), torch.zeros(2, 1))
     except RuntimeError as error:  # vLLM itself can then compile nothing, so no request changes anything
-        _logger.warning("torch's compiler does not run here: %s", error)
+        _logger.warning("graphdispatch: torch's compiler, which vLLM's sampler needs for logprobs, fails: %s", error)
 
 
 def _read_annotations(model: torch.nn.Module) -> None:
     """Read the annotations of the classes of a model's modules before any graph is captured.
 
-    Python gives a class without annotations a table of them when somebody first asks, as a check against a protocol
+    Python gives a class without annotations a table of them when one is first read, as a check against a protocol
     does. vLLM checks its model in the first real step, and the guards of graphs compare what a class has.
     """
     for kind in {base for module in model.modules() for base in type(module).__mro__}:
@@ -226,7 +229,7 @@ class GraphCpuWorker(PlainCpuWorker):
         self.model_runner.cudagraph_dispatcher = CudagraphDispatcher(self.vllm_config)
 
     def graph_totals(self) -> dict[str, dict[str, Any]]:
-        """What this worker's graphs did, by mode, as plain data: ``llm.collective_rpc("graph_totals")`` asks all.
+        """What this worker's graphs did, by mode, as plain data; of all: ``llm.collective_rpc("graph_totals")``.
 
         NONE has the steps that the dispatcher sent to no graph.
         """
