@@ -1,6 +1,6 @@
 # Rarer jobs. CONTRIBUTING.md says when to run them.
 
-.PHONY: lint types sweep fuzz generate-test vllm-test drift real gpu-emulated gpu-bench gpu-all native-check native-twins docs-serve package
+.PHONY: lint types sweep fuzz generate-test vllm-test vllm-families drift real gpu-emulated gpu-bench gpu-all native-check native-twins docs-serve package
 .PHONY: mutants count device-test
 
 # What runs on a device, and what runs on whichever device GRAPHDISPATCH_TEST_DEVICE names.
@@ -111,6 +111,11 @@ real: $(REAL_VENV)/.test $(NATIVE_SOURCES)
 vllm-test: $(VLLM_VENV)/.test
 	@cd $(VLLM_PLUGIN) && $(CURDIR)/$(VLLM_VENV)/bin/python tests/sources.py
 	@cd $(VLLM_PLUGIN) && $(CURDIR)/$(VLLM_VENV)/bin/python -m pytest $(ARGS)
+
+# Random models of each family that the plug-in serves, in both dtypes, every mode, and by one and two threads, beside vLLM's
+# own eager: some 190 engines, one after the other. Puts the results and their table into the plug-in.
+vllm-families: $(VLLM_VENV)/.test
+	@cd $(VLLM_PLUGIN) && $(CURDIR)/$(VLLM_VENV)/bin/python tests/families.py --keep $(ARGS)
 
 # The site, shown while you write.
 docs docs-serve: export NO_MKDOCS_2_WARNING := 1

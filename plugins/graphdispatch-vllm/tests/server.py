@@ -30,7 +30,7 @@ SAMPLED = Path(__file__).with_name("sampled.py")
 class Started(NamedTuple):
     """What the command did until its first token."""
 
-    token: str
+    tokens: int
     wall: float
     processor: float
     gibibytes: float
@@ -69,7 +69,7 @@ def first_token(model: str, cache: str | None = None, **variables: str) -> Start
             [*words, "--host", "127.0.0.1", "--port", str(port)], env={**os.environ, **own}, stdout=log, stderr=log
         )
         try:
-            while (token := _answer(port, model)) is None:
+            while (tokens := _answer(port, model)) is None:
                 if server.poll() is not None:
                     log.seek(0)
                     raise RuntimeError(log.read()[-6000:])
@@ -82,18 +82,18 @@ def first_token(model: str, cache: str | None = None, **variables: str) -> Start
             server.send_signal(signal.SIGINT)
             server.wait()
         log.seek(0)
-        return Started(token, wall, processor, peak, re.findall(r"\] (graphdispatch.*)", log.read()))
+        return Started(tokens, wall, processor, peak, re.findall(r"\] (graphdispatch.*)", log.read()))
 
 
-def _answer(port: int, model: str) -> str | None:
-    """The first token after a prompt; None while the server does not answer."""
+def _answer(port: int, model: str) -> int | None:
+    """How many tokens came after a prompt, of one; None while the server does not answer."""
     body: dict[str, Any] = {"model": model, "prompt": "Hello", "max_tokens": 1, "temperature": 0}
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     try:
         with urllib.request.urlopen(request) as answer:
-            return str(json.load(answer)["choices"][0]["text"])
+            return int(json.load(answer)["usage"]["completion_tokens"])
     except ConnectionError:
         return None
     except urllib.error.URLError as error:

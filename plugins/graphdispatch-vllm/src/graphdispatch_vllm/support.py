@@ -14,6 +14,7 @@ SERVED: dict[str, frozenset[Any]] = {
             "GPT2LMHeadModel",
             "Gemma2ForCausalLM",
             "Gemma3ForCausalLM",
+            "GraniteForCausalLM",
             "LlamaForCausalLM",
             "MistralForCausalLM",
             "MixtralForCausalLM",
