@@ -87,8 +87,8 @@ class Route:
         """Which argument had the most constants, in words, and how many there were."""
         name, values = max(self.constants.items(), key=lambda one: len(one[1]))
         text = (
-            f"argument {name!r} had at least {count(len(values))} values, and each needs a graph of its own; pass it as "
-            "a tensor, or raise max_signatures in the options if the values come again"
+            f"argument {name!r} had at least {count(len(values))} values, and each needs a graph of its own; pass it "
+            "as a tensor, or raise max_signatures in the options if the values come again"
         )
         return text, len(values)
 
