@@ -97,8 +97,10 @@ native-check: $(VENV)/.test
 native-twins: $(VENV)/.native
 	@PYTHONPATH=tests/native $(BIN)/python -m pytest $(PARALLEL) -p twins tests $(ARGS)
 
-# Programs of other libraries in their newest releases. Remove $(DRIFT_VENV) to have newer ones.
+# The rules of rows against the samples of the torch that is installed there, whether they were checked with it or not;
+# then programs of other libraries in their newest releases. Remove $(DRIFT_VENV) to have newer ones.
 drift: $(DRIFT_VENV)/.test $(NATIVE_SOURCES)
+	@$(DRIFT_VENV)/bin/python -m tests.proof.rows.op_samples
 	@$(DRIFT_VENV)/bin/python -m pytest tests/real_programs tests/integrations $(ARGS)
 
 # Programs of thirty libraries as they are, with the defaults and prewarmed; ARGS="--only timm" for some, --write for the page.

@@ -3,6 +3,7 @@
 Later somebody writes one of the two, and a graph that was compared for such a batch would read the wrong one.
 """
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -107,3 +108,18 @@ def test_a_single_row_is_padded_where_torch_makes_a_view_for_it() -> None:
     for rows in (8, 8, 5, 1, 1, 1):
         step(torch.randn(rows, 4))
     assert step.last_decision.reason is Reason.PADDED, step.last_decision
+
+
+def test_a_number_that_is_compared_by_identity_is_seen_in_the_code() -> None:
+    """No number made of sizes is the plain number itself, so that the run would see no branch."""
+    weights: dict[bool, Tensor] = {True: torch.ones(4), False: torch.ones(4)}
+    names: dict[str, Callable[[Tensor], Tensor]] = {}
+    code = "def first(x): return x * weights[x.shape[0] is 3]\ndef second(x): return x * weights[3 is len(x)]"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        exec(compile(code, "by_identity.py", "exec"), {"weights": weights}, names)
+    for line, fn in enumerate(names.values(), 1):
+        step = make(fn, sizes=(8,))
+        for rows in (8, 8, 5, 3, 5):
+            assert_same(step(torch.ones(rows, 4)), fn(torch.ones(rows, 4)))
+        assert f"by identity (is), by_identity.py:{line}" in step.explain(torch.ones(5, 4))

@@ -26,6 +26,7 @@ from ..proof.rows.run import RowRun
 from ..proof.rows.verdict import Verdict
 from ..reasons import Reason
 from ..sizes import extents_text, lengths_of, pack
+from ..state.bytecode import number_by_identity
 from .attempt import CaptureAttempt, ends_capture
 from .effects import EffectRecorder
 from .padding import largest_within
@@ -201,6 +202,8 @@ def _follow(attempt: CaptureAttempt, rows: int) -> tuple[FollowedRun, Any] | str
     """A run of so many rows, with its outputs; or why there is none. Raises what ends a capture."""
     request = attempt.request
     axes, extents = request.inputs.axes, lengths_of(request.inputs.axes, rows)
+    if where := next(filter(None, map(number_by_identity, attempt.eager.trace.codes)), ""):
+        return f"the code compares a number by identity (is), {where}"
     largest = lengths_of(axes, request.inputs.capacity)
     single = frozenset(place for place, own in enumerate(extents) if own == 1)
     most_rows = largest[0] * min(MOST_PARTS, max(_MOST_BATCHES // max(prod(largest), 1), 1))

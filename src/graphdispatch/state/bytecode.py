@@ -10,6 +10,7 @@ something differs. So a run depends on what the code in place reads itself, and 
 
 import builtins
 import dis
+import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
@@ -223,6 +224,31 @@ def stored_by(code: CodeType) -> frozenset[str]:
     stores = (i for i in dis.get_instructions(code) if i.opname.startswith(("STORE_", "DELETE_")))
     by_kind = ((i.opname.partition("_")[2], i) for i in stores)
     return frozenset(i.opname if kind in ("SUBSCR", "SLICE") else i.argval for kind, i in by_kind if kind in _STORED)
+
+
+@lru_cache(maxsize=8192)
+def number_by_identity(code: CodeType) -> str:
+    """The line of a comparison ``is`` with a number, as ``file.py:line``; empty if there is none."""
+    kept = [one for one in dis.get_instructions(code) if one.opname not in ("CACHE", "EXTENDED_ARG")]
+    for place, one in enumerate(kept):
+        if one.opname != "IS_OP":
+            continue
+        sides = kept[place - 1], kept[_begin(kept, place - 1) - 1]
+        if any(side.opname.startswith("LOAD") and type(side.argval) in (int, float) for side in sides):
+            lines = (start for start in (each.starts_line for each in kept[place::-1]) if start)
+            return f"{os.path.basename(code.co_filename)}:{int(next(lines, code.co_firstlineno))}"
+    return ""
+
+
+def _begin(instructions: Sequence[dis.Instruction], end: int) -> int:
+    """Where the code begins that pushes what the instruction at ``end`` leaves on the stack."""
+    pushed = 0
+    for place in range(end, -1, -1):
+        one = instructions[place]
+        pushed += dis.stack_effect(one.opcode, one.arg, jump=False)
+        if pushed > 0:
+            return place
+    return 0
 
 
 def _compared_with(before: Sequence[dis.Instruction]) -> tuple[str, ...]:
