@@ -30,6 +30,7 @@ from . import (
     peers,
     piecewise,
     price,
+    structure,
     wrapper,
 )
 from .timing import Effort, Row
@@ -50,6 +51,7 @@ _PARTS = {
     "piecewise": _Part(piecewise.TITLE, piecewise.rows),
     "capture": _Part(capture.TITLE, capture.rows),
     "price": _Part(price.TITLE, price.rows),
+    "structure": _Part(structure.TITLE, structure.rows),
     "lengths": _Part(lengths.TITLE, lengths.rows),
     "models": _Part(models.TITLE, models.rows),
     "decisions": _Part(decisions.TITLE, decisions.rows),

@@ -389,7 +389,7 @@ class EffectRecorder(OperatorMode):
             outside.pop(storage_key(args[0]), None)
         self._note_results(gives, kind is not OperatorKind.VIEW or func is _LIFT, len(written))
         if self._labels is not None:
-            self._labels.note_run(func, given, returned, written)
+            self._labels.note_run(func, given, returned, written, keys)
             self._note_traits(traits, given, gives)
             if not keeps_elements(func):
                 self.dispatched.shapes.append((func, (*taken, *_shapes_of(returned))))

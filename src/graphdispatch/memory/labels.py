@@ -115,26 +115,27 @@ class Labels:
         given: Sequence[torch.Tensor],
         results: Sequence[torch.Tensor],
         written: Sequence[torch.Tensor],
+        keys: Mapping[int, int],
     ) -> None:
         """Name what an operator gave, and all in the memory that it has ``written``. Call it when it has run."""
         source: Any = None
-        if is_kept := keeps_elements(func) and is_strided(given[0]):
-            source = self._name(given[0], storage_key(given[0]))
-        else:
+        if not keeps_elements(func) or id(given[0]) not in keys:
             self._count += 1
-        used = {storage_key(one) for one in given if is_strided(one) and func is not _LIFT}
-        writes = {storage_key(one) for one in written if is_strided(one)}
-        for key in writes & self._names.keys():
+        else:
+            source = self._name(given[0], keys[id(given[0])])
+        writes = {keys[id(one)] for one in written if id(one) in keys}
+        for key in writes & self._names.keys() if writes else ():
             names = self._names[key]
             ranks = {name: rank for rank, name in enumerate(dict.fromkeys(names.values()))}
             self._names[key] = {place: (self._count, "written", ranks[name]) for place, name in names.items()}
+        used = set(keys.values()) if func is not _LIFT else set[int]()
         for number, tensor in enumerate(results):
             if is_strided(tensor) and (key := storage_key(tensor)) not in writes:
                 if key not in used:  # new memory may lie where other was before
                     used.add(key)
                     self._names[key] = {}
-                place = view_key(tensor)
-                self._names.setdefault(key, {})[place] = source if is_kept else (self._count, number)
+                name = (self._count, number) if source is None else source
+                self._names.setdefault(key, {})[view_key(tensor)] = name
 
     def _of(self, value: Any, keys: Mapping[int, int]) -> Any:
         key, kind = keys.get(id(value)), type(value)
