@@ -10,6 +10,7 @@ Note [a batch of one]
     element.
 """
 
+import dis
 import operator
 import os
 import sys
@@ -141,6 +142,10 @@ def is_equal(one: Array, other: Array) -> bool:
     return bool((one == other).all())
 
 
+_LOOK_UPS = ("BINARY_SUBSCR", "STORE_SUBSCR", "DELETE_SUBSCR", "CONTAINS_OP", "BINARY_OP", "BUILD_MAP", "BUILD_SET")
+"""Instructions that take a key, and keep it at most in a container that is put back after the run."""
+
+
 class SizeNumber:
     """What integers and reals made of sizes share."""
 
@@ -190,6 +195,11 @@ class SizeNumber:
         return format(self.plain(), spec)
 
     def __hash__(self) -> int:
+        """As the number, where it is looked up in a dict or set. In a call it has none, as torch's own symbols: a cache
+        of results would keep it, and give what was made of it to eager calls."""
+        frame = sys._getframe(1)
+        if dis.opname[frame.f_code.co_code[frame.f_lasti]] not in _LOOK_UPS:
+            raise TypeError("unhashable: a number made of the sizes of a batch")
         return hash(self.plain())
 
     def __bool__(self) -> bool:
