@@ -39,8 +39,8 @@ class Compiler:
         self.path = folder / "compiler"
         self.runs = folder / "runs"
         self.gate = folder / "gate"
-        self._copy = f'{FIND_OUTPUT}cp "{made}" "$2"\n'
-        self.write(self._copy)
+        self.copy = f'{FIND_OUTPUT}cp "{made}" "$2"\n'
+        self.write(self.copy)
 
     def write(self, lines: str) -> None:
         """Do this from now on."""
@@ -50,7 +50,7 @@ class Compiler:
     def block(self) -> None:
         """Wait from now on until the gate is opened."""
         os.mkfifo(self.gate)
-        self.write(f'read line < "{self.gate}"\n{self._copy}')
+        self.write(f'read line < "{self.gate}"\n{self.copy}')
 
     def open_gate(self) -> None:
         """Let the run that waits go on."""
@@ -94,7 +94,7 @@ def test_it_is_compiled_once(compiler: Compiler) -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert TapeExtension().wait(300)
     assert compiler.count == 1
-    assert sorted(path.suffix for path in cache_folder().iterdir()) == [".so"]
+    assert sorted(path.suffix or path.name for path in cache_folder().iterdir()) == [".so", "lock"]
 
 
 @pytest.mark.parametrize("content", [b"", b"\x7fELF", b"no library"], ids=str)
@@ -134,12 +134,33 @@ def test_without_a_tape_there_is_a_reason(compiler: Compiler, monkeypatch: pytes
 
 
 def test_several_at_once(compiler: Compiler) -> None:
-    """Each compiles, and one file stays."""
+    """One compiles, and the others wait for its file."""
     extensions = [TapeExtension() for _ in range(4)]
     for extension in extensions:
         extension.start()
     assert all(extension.wait(300) for extension in extensions)
-    assert len(list(cache_folder().iterdir())) == 1
+    assert compiler.count == 1
+    assert kept().read_bytes() == compiler.made.read_bytes()
+
+
+def test_what_an_ended_compiler_left_is_removed(compiler: Compiler) -> None:
+    """Its folder; and its lock is free, since the system gives it back."""
+    left = cache_folder() / "tmp_left"
+    left.mkdir()
+    (left / "half.so").write_text("half")
+    assert TapeExtension().wait(300)
+    assert not left.exists()
+
+
+def test_what_failed_is_kept(compiler: Compiler) -> None:
+    """The compiler's words stay in a log, which the reason names, until it succeeds."""
+    compiler.write("echo no such header >&2; exit 1\n")
+    (reason, (log,)) = why_not(), cache_folder().glob("*.log")
+    assert str(log) in reason
+    assert "no such header" in log.read_text()
+    compiler.write(compiler.copy)
+    assert TapeExtension().wait(300)
+    assert not log.exists()
 
 
 def test_python_serves_until_it_is_ready(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,16 +224,16 @@ def test_a_fork_at_a_bad_moment(compiler: Compiler, monkeypatch: pytest.MonkeyPa
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def test_an_exit_meanwhile(compiler: Compiler, tmp_path: Path) -> None:
-    """The interpreter ends without a word. Its compiler ends with it, and leaves nothing behind."""
+def test_an_exit_meanwhile(compiler: Compiler) -> None:
+    """The interpreter ends without a word, and its compiler goes on: the next process finds the file."""
     compiler.block()
     command = [sys.executable, "-W", "error", "-c", EXIT, str(compiler.runs)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert "it is being compiled" in done.stdout
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(compiler.runs.read_text()), 0)
-    assert list((tmp_path / "cache" / "graphdispatch").iterdir()) == []
+    compiler.open_gate()
+    assert TapeExtension().wait(300)
+    assert compiler.count == 1
 
 
 def test_it_can_be_turned_off() -> None:

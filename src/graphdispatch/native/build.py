@@ -2,7 +2,8 @@
 
 It imports neither torch nor graphdispatch, so that the build hook of the package can load this file alone. As a script
 it compiles the core in place, unless that was made of its sources as they are; its arguments are more flags for the
-compiler.
+compiler. As ``build.py --shared TARGET FLAGS ...`` it compiles the CPU tape (see Note [the tape's cache] in
+``native/tape.py``).
 """
 
 import hashlib
@@ -13,12 +14,16 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+
+if sys.platform != "win32":
+    import fcntl
 
 _HERE = Path(__file__).parent
 CORE_SOURCES = _HERE / "core"
 """The folder of the core's sources, which a wheel does not have."""
+TAPE_SOURCES = _HERE / "tape"
 _CORE = _HERE / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
@@ -26,19 +31,10 @@ class CompileError(Exception):
     """An extension could not be compiled; the text is the compiler's, or says that there is none."""
 
 
-def _run(command: list[str]) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def compile_extension(
-    sources: Sequence[Path],
-    target: Path,
-    flags: Sequence[str] = (),
-    run: "Callable[[list[str]], subprocess.CompletedProcess[str]]" = _run,
-) -> None:
+def compile_extension(sources: Sequence[Path], target: Path, flags: Sequence[str] = ()) -> None:
     """Compile ``sources`` to the extension module ``target`` with the compiler that CXX names, else with ``c++``.
 
-    ``flags`` come last, and ``run`` runs the compiler. The target appears whole or not at all. Raises ``CompileError``.
+    ``flags`` come last. The target appears whole or not at all. Raises ``CompileError``.
     """
     if sys.platform == "win32":
         raise CompileError("the native parts are not made for Windows")
@@ -54,7 +50,7 @@ def compile_extension(
     command += [*map(str, sources), "-o", str(made), *flags, *(["-ldl"] if sys.platform == "linux" else [])]
     try:
         try:
-            done = run(command)
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
         except OSError as error:
             raise CompileError(f"{command[0]} cannot be run: {error.strerror or error}") from error
         if done.returncode:
@@ -81,8 +77,33 @@ def _is_fresh() -> bool:
     return _CORE.exists() and fingerprint().encode() in _CORE.read_bytes()
 
 
+def compile_shared(target: Path, flags: Sequence[str]) -> None:
+    """Compile the CPU tape to ``target``, in a folder that several processes share, unless it is there by then. One of
+    them compiles, at a low priority, and the others wait. Raises ``CompileError``, and leaves its text beside the
+    target."""
+    log = target.with_suffix(".log")
+    with (target.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # which the system releases if the process ends
+        if target.exists():
+            return
+        os.nice(5)
+        for left in target.parent.glob(f"{tempfile.gettempprefix()}*"):  # by a compiler that was ended
+            shutil.rmtree(left, ignore_errors=True)
+        try:
+            compile_extension(sorted(TAPE_SOURCES.glob("*.cpp")), target, flags)
+        except CompileError as problem:
+            log.write_text(f"{problem}\n")
+            raise
+        log.unlink(missing_ok=True)
+
+
 if __name__ == "__main__":
-    if sys.argv[1:] or not _is_fresh():
+    if sys.argv[1:2] == ["--shared"]:
+        try:
+            compile_shared(Path(sys.argv[2]), sys.argv[3:])
+        except CompileError:
+            sys.exit(1)
+    elif sys.argv[1:] or not _is_fresh():
         try:
             compile_core(sys.argv[1:])
         except CompileError as problem:

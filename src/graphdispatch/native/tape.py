@@ -5,17 +5,18 @@
 Note [the tape's cache]
     The file is in ``graphdispatch`` of the user's cache folder (``XDG_CACHE_HOME``, else ``~/.cache``). Its name has,
     as a hash, the versions of torch and Python, the sources and the compiler's command. A file that cannot be loaded is
-    made anew. A folder that another user owns or may enter is not used, so that nobody else can write to the file. Of
-    several processes that begin at once, each compiles, and the latest file stays.
+    made anew. A folder that another user owns or may enter is not used, so that nobody else can write to the file.
+
+    It is made by a process of its own (``build.py --shared``), in a session of its own and at a low priority. That goes
+    on when the process that began it ends, so that short ones leave the file to the next. A lock in the folder lets one
+    of them compile at a time; who waited finds the file. What fails leaves the words of the compiler in a ``.log``.
 """
 
 import atexit
-import contextlib
 import hashlib
 import logging
 import os
 import shlex
-import signal
 import stat
 import subprocess
 import sys
@@ -32,11 +33,12 @@ import torch
 from torch._ops import OpOverload
 
 from ..copying import NO_FORK, make_lock, renew_in_child
-from . import IS_ENABLED
-from .build import CompileError, compile_extension
+from . import IS_ENABLED, build
+from .build import TAPE_SOURCES, CompileError
 
 _log = logging.getLogger(__name__)
-_SOURCES = Path(__file__).parent / "tape"
+_LOOKS_EACH = 0.1
+"""Seconds between two looks whether the compiler is done."""
 _NAME = "graphdispatch.native._tape"
 _Step: TypeAlias = "tuple[OpOverload, tuple[Any, ...], dict[str, Any], tuple[torch.Tensor, ...] | None]"
 
@@ -55,7 +57,6 @@ class TapeExtension:
 
     def _begin(self) -> None:
         self._thread: threading.Thread | None = None
-        self._compiler: subprocess.Popen[str] | None = None
         self._stopping = threading.Event()
         self._is_done = False
 
@@ -91,14 +92,10 @@ class TapeExtension:
         return "<CPU tape: native>" if self.module is not None else f"<CPU tape: Python's loop, since {self.why_not}>"
 
     def _stop(self) -> None:
-        """At exit: end the compiler, and wait for the thread, so that it never runs in a dying interpreter."""
+        """At exit: wait for the thread, so that it never runs in a dying interpreter. Its compiler goes on."""
         self._stopping.set()
-        compiler, thread = self._compiler, self._thread
-        if compiler is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(compiler.pid, signal.SIGTERM)
-        if thread is not None:
-            thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def _make(self) -> None:
         try:
@@ -115,21 +112,31 @@ class TapeExtension:
         flags = torch_flags()
         target = cache_folder() / f"tape-{fingerprint(flags)}.so"
         if target.exists():
-            with contextlib.suppress(ImportError):
+            try:
                 return load(target)
-        compile_extension(sorted(_SOURCES.glob("*.cpp")), target, flags, self._run)
+            except ImportError:
+                target.unlink(missing_ok=True)
+        self._compile(target, flags)
         return load(target)
 
-    def _run(self, command: list[str]) -> "subprocess.CompletedProcess[str]":
-        """Run the compiler in a group of its own, which ``_stop`` can end."""
-        pipe = subprocess.PIPE
+    def _compile(self, target: Path, flags: list[str]) -> None:
+        """Have another process make the file, and wait until it is there, or this process ends."""
+        if "python" not in Path(sys.executable or "").name.lower():
+            raise CompileError(
+                f"{sys.executable!r} is no Python that can compile it; run python -m graphdispatch.native"
+            )
+        command = [sys.executable, "-E", "-S", build.__file__, "--shared", str(target), *flags]
+        null = subprocess.DEVNULL
         with NO_FORK:
-            self._compiler = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
-        if self._stopping.is_set():
-            os.killpg(self._compiler.pid, signal.SIGTERM)
-        output, errors = self._compiler.communicate()
-        code, self._compiler = self._compiler.returncode, None
-        return subprocess.CompletedProcess(command, code, output, errors)
+            compiler = subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True)
+        while compiler.poll() is None:
+            if self._stopping.wait(_LOOKS_EACH):
+                compiler.returncode = 0  # nobody waits for it, and Popen must not warn of that
+                raise CompileError("the process ended while it was being compiled")
+        if compiler.returncode:
+            log = target.with_suffix(".log")
+            reason = log.read_text().strip() if log.exists() else f"{command[0]} ended with {compiler.returncode}"
+            raise CompileError(f"{reason} (kept in {log})" if log.exists() else reason)
 
 
 def torch_flags() -> list[str]:
@@ -143,7 +150,7 @@ def fingerprint(flags: list[str]) -> str:
     """What differs between binaries that must not serve each other's process."""
     parts = [torch.__version__, str(torch.version.git_version), sys.version, os.environ.get("CXX", "c++")]
     parts += [str(sysconfig.get_config_var("EXT_SUFFIX")), shlex.join(flags)]
-    content = [p.read_bytes() for p in (*sorted(_SOURCES.iterdir()), _SOURCES.parent / "build.py")]
+    content = [p.read_bytes() for p in (*sorted(TAPE_SOURCES.iterdir()), Path(build.__file__))]
     return hashlib.sha256(b"\0".join([*map(str.encode, parts), *content])).hexdigest()[:32]
 
 
