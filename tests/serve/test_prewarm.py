@@ -12,7 +12,7 @@ from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, grap
 from graphdispatch.engines import named_sizes
 from graphdispatch.errors import ConfigError
 
-from ..helpers import check_calls, check_rows
+from ..helpers import assert_served, check_calls, check_rows
 
 SIZES = (1, 2, 4, 8, 16)
 
@@ -405,3 +405,31 @@ def test_what_is_not_padded_is_said_with_its_line() -> None:
     assert check_rows(step, 3, width=8) == [Reason.ROWS_MIX]
     assert report.padding in str(step.health())
     assert graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(2, 4)).prewarm(torch.randn(4, 8)).padding == ""
+
+
+def over_edges(x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+    """A sum over the neighbours of each node: edges point to nodes of the same batch."""
+    return torch.zeros_like(x).index_add(0, edges[1], x[edges[0]] * 2)
+
+
+def test_a_size_whose_cut_example_raises_is_left_out() -> None:
+    """Edges point to nodes that were cut off: the report says so in words, and the size of the example is captured."""
+    nodes, edges = gd.Dim("nodes", sizes=[3, 6]), gd.Dim("edges", sizes=[4, 8])
+    serve = gd.graphed(over_edges, dynamic={"x": {0: nodes}, "edges": {1: edges}})
+    x, pairs = torch.randn(6, 2), torch.full((2, 8), 4)
+    report = serve.prewarm(x, pairs)
+    assert Reason.CALL_RAISED in report.reasons.values()
+    assert "raises IndexError for the example cut to this size" in str(report)
+    assert "give prewarm an example of each size" in str(report)
+    assert_served(serve, x, pairs)
+    assert_served(serve, torch.randn(6, 2), torch.randint(0, 5, (2, 8)))
+    smaller = torch.randn(3, 2), torch.full((2, 4), 2)
+    serve.prewarm(*smaller)
+    assert_served(serve, *smaller)
+
+
+def test_an_example_that_raises_raises() -> None:
+    """What the callable raises for the example itself is its own error."""
+    serve = gd.graphed(over_edges, dynamic={"x": 0}, sizes=[6])
+    with pytest.raises(IndexError):
+        serve.prewarm(torch.randn(6, 2), torch.full((2, 8), 9))

@@ -17,7 +17,7 @@ from ..capture.collector import paused_collector
 from ..capture.padding import largest_within
 from ..capture.request import CaptureResult
 from ..decide import Decision, SizeTable
-from ..errors import CaptureError, ConfigError, FallbackError, shown
+from ..errors import CaptureError, ConfigError, FallbackError, GraphDispatchError, shown
 from ..memory.cache import GraphCache
 from ..memory.entry import CUDAGraphEntry
 from ..memory.replay import next_use
@@ -33,6 +33,7 @@ _log = logging.getLogger("graphdispatch")
 
 _MOST_LOOKED_AT = 4096
 """The most batches of a size of which a prewarm sees whether its proof covers them."""
+_POINTS = "If its integers point into the batch, give prewarm an example of each size"
 _MANY = 64
 """A prewarm of more graphs says after the first one how long all of them may take."""
 
@@ -180,8 +181,8 @@ class _Prewarm:
                 self.left_out[size] = f"max_seconds={self._max_seconds} are used up", None
             elif self._is_beyond_budget():
                 self.left_out[size] = Reason.CACHE_FULL.text, Reason.CACHE_FULL
-            elif (result := self._capture_checked(group, leaves, size)).entry is None:
-                self.left_out[size] = result.detail, result.reason
+            elif (why := self._capture_cut(group, leaves, size)) is not None:
+                self.left_out[size] = why
             if self._done < self.total:
                 self._note_done()
 
@@ -210,6 +211,26 @@ class _Prewarm:
             least = group.route.table.min_batch_of(size)
             if entry is not None and entry.may_hit(least):
                 group.make_sure(entry, {one: partial(group.resized, leaves, one) for one in (least, size)})
+
+    def _capture_cut(self, group: GraphGroup, leaves: Sequence[Any], size: int) -> tuple[str, Reason] | None:
+        """Capture one size; why there is no graph of it, or None.
+
+        An error of the callable on the example passes on. On what the example was cut to, it is a reason to leave the
+        size out: where integers point into the batch, such as the edges of a graph, part of them point to what was cut.
+        """
+        try:
+            result = self._capture_checked(group, leaves, size)
+        except (GraphDispatchError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            batch = group.resized(leaves, size)
+            if not any(isinstance(a, torch.Tensor) and a.shape != b.shape for a, b in zip(leaves, batch, strict=True)):
+                raise
+            why = f"the callable raises {type(error).__name__} for the example cut to this size: {error}. {_POINTS}"
+            if self._server.strict:
+                raise FallbackError(f"prewarm could not capture {size} rows: {why}", Reason.CALL_RAISED) from error
+            return why, Reason.CALL_RAISED
+        return None if result.entry is not None else (result.detail, result.reason)
 
     def _capture_checked(self, group: GraphGroup, leaves: Sequence[Any], size: int) -> CaptureResult:
         """Capture one size from a full batch, and compare it on what its proof needs besides: a second batch, a padded
