@@ -12,6 +12,7 @@ import argparse
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,13 +28,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.real")
     parser.add_argument("--only", default="", metavar="TEXT", help="programs whose name has this text")
     parser.add_argument("--calls", type=int, default=1000, help="calls of the callable with its defaults")
+    parser.add_argument("--jobs", type=int, default=1, help="programs at once, which disturb each other a little")
     parser.add_argument("--write", action="store_true", help="write docs/real.md")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         print(json.dumps(asdict(measure(options.one, options.calls))))
         return 0
-    found = [_in_own_process(name, options.calls) for name in PROGRAMS if options.only.lower() in name.lower()]
+    names = [name for name in PROGRAMS if options.only.lower() in name.lower()]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        found = list(pool.map(lambda name: _in_own_process(name, options.calls), names))
     if options.write:
         _PAGE.write_text(page(found))
     return int(any(figures.wrong for figures in found))
