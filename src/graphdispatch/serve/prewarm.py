@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice, product
 from math import inf
 from typing import Any
@@ -210,7 +209,7 @@ class _Prewarm:
             entry = self._server.graphs.current(group, size)
             least = group.route.table.min_batch_of(size)
             if entry is not None and entry.may_hit(least):
-                group.make_sure(entry, {one: partial(group.resized, leaves, one) for one in (least, size)})
+                group.make_sure(entry, least, group.resized(leaves, least))
 
     def _capture_cut(self, group: GraphGroup, leaves: Sequence[Any], size: int) -> tuple[str, Reason] | None:
         """Capture one size; why there is no graph of it, or None.
