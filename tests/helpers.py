@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from graphdispatch import CUDAGraphOptions, Graphed, Reason, copying, graphed
 from graphdispatch.backends import Pool, get_backend
 from graphdispatch.backends.base import CAPTURE_LOCK
+from graphdispatch.backends.tracing import UntracedMode
 from graphdispatch.memory.replay import ReplayPlan
 from graphdispatch.native.bound import CORE
 from graphdispatch.serve.server import Server
@@ -235,7 +235,7 @@ class Spy(list[Any]):
     __module__ = "graphdispatch.spy"
 
 
-class Behind(TorchDispatchMode):
+class Behind(UntracedMode):
     """Each operator within it gives what ``change`` makes of the operator and its result."""
 
     def __init__(self, change: Callable[[Any, Any], Any]) -> None:

@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdispatch import Graphed, eager_break
 from graphdispatch.backends import Capture, Pool, get_backend
 from graphdispatch.backends.cpu.backend import CPUBackend
 from graphdispatch.backends.cpu.graph import CPUGraph, CPUPool, Program, Step
 from graphdispatch.backends.operators import OperatorKind, kind_of
+from graphdispatch.backends.tracing import UntracedMode
 
 from ..helpers import Spy, are_free, make, may_capture
 
 ROWS, WIDTH = 3, 4
 
 
-class FailAt(TorchDispatchMode):
+class FailAt(UntracedMode):
     """Raises ``error`` at the operator of number ``index`` (from 0), views not counted: they do no work on a device."""
 
     def __init__(self, index: int | None, error: BaseException | None = None) -> None:

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphdispatch as gd
+from graphdispatch.backends.tracing import UntracedMode
 from graphdispatch.memory.windows import WINDOWS
 
 from ..behaviour.cases import Box
 from ..helpers import AT_ONCE, make, reason
 
 
-class Gate(TorchDispatchMode):
+class Gate(UntracedMode):
     """Stops the calling thread at its ``stops_at``-th multiplication, until it is opened."""
 
     def __init__(self, stops_at: int) -> None:

@@ -39,6 +39,12 @@ def is_transformed() -> bool:
     return is_inside or any(not isinstance(mode, DeviceContext) for mode in modes)
 
 
+def is_observed() -> bool:
+    """Whether a ``TorchDispatchMode`` of somebody else sees what the running thread calls."""
+    modes = map(torch._C._get_dispatch_stack_at, range(dispatch_modes()))
+    return any(not isinstance(mode, UntracedMode) for mode in modes)
+
+
 is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 """Whether a profiler of torch is on in the calling thread."""
 

@@ -323,24 +323,24 @@ class GraphGroup:
             return ""
         return f"it takes {milliseconds(gain.replay_ms)} instead of {milliseconds(gain.eager_ms)}"
 
-    def make_sure(self, entry: CUDAGraphEntry, batches: Mapping[int, Callable[[], Sequence[Any]]]) -> None:
-        """Find out whether the graph serves the smallest batch that is padded to it faster than eager would, where that
-        is in doubt.
+    def make_sure(self, entry: CUDAGraphEntry, rows: int, values: Sequence[Any]) -> None:
+        """Time an eager run and a replay of the smallest batch that is padded to a graph, up to three times, where
+        it is in doubt whether the graph is faster.
 
         Args:
-            entry: A graph that leaves no effects.
-            batches: By number of rows, the smallest batch that it serves and a full one.
+            entry: The graph; nothing is run if its calls leave effects.
+            rows: The rows of the batch.
+            values: The flat values of the batch.
         """
-        gain = self.gain(entry, min(batches)) if self.judges_gain else None
-        if entry.gain is None or gain is None or not may_lose(gain):
-            return
-        for rows, make in batches.items():
-            values = make()
-            for _ in range(ENOUGH):
-                copy_context().run(self.timed(self.call, rows), values)
-                entry.serve(values, rows, is_timed=True)
-                self.backend.current_stream().synchronize()
-                self.stopwatch.collect()
+        is_judged = self.judges_gain and entry.gain is not None and not entry.writes_outside
+        gain = self.gain(entry, rows) if is_judged else None
+        for _ in range(ENOUGH if gain is not None and may_lose(gain) else 0):
+            copy_context().run(self.timed(self.call, rows), values)
+            entry.serve(values, rows, is_timed=True)
+            self.backend.current_stream().synchronize()
+            self.stopwatch.collect()
+            if self.loss(entry, rows) is None:
+                return
 
     def saved_s(self, fill: float) -> float:
         """The seconds that the present graphs have saved so far.
