@@ -174,9 +174,12 @@ def test_strict_serves_by_graphs_whatever_they_gain() -> None:
     assert check_rows(step, 1) == [Reason.PADDED]
 
 
-def test_a_prewarm_makes_sure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where padding may make a graph slower, the smallest batch that it serves is timed; no call has to be."""
+@pytest.mark.parametrize("is_short", [False, True])
+def test_a_prewarm_makes_sure(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where padding may make a graph slower, the smallest batch that it serves is timed; no call has to be. A short
+    run is timed twice."""
     timed = []
+    monkeypatch.setattr(serve_group, "_SHORT_MS", 1e9 if is_short else 0.0)
     monkeypatch.setattr(serve_group, "ENOUGH", 1)
     monkeypatch.setattr(serve_group, "may_lose", lambda _: True)
     monkeypatch.setattr(serve_group.GraphGroup, "timed", lambda group, fn, rows: timed.append(rows) or fn)
@@ -184,7 +187,7 @@ def test_a_prewarm_makes_sure(monkeypatch: pytest.MonkeyPatch) -> None:
     step._graphs.clock = iter(range(10**6)).__next__
     for entry in (step.prewarm(torch.ones(8, 3)), *step.entries)[1:]:
         assert entry.gain is not None
-    assert timed == [5, 1]
+    assert timed == ([8, 5, 5, 4, 1, 1] if is_short else [5, 1])
 
 
 def test_what_waits_says_what_stands_against_it() -> None:

@@ -37,6 +37,8 @@ _MOST_STATES = 8
 _MOST_CONSTANTS = 4096
 _ALL_LOOKED_AT, _ALL_UNMATCHED = 8, 40
 """So many calls in a row are looked at though each ran eagerly; and of those that fit no group."""
+_SHORT_MS = 10.0
+"""A shorter eager run is timed twice in a prewarm."""
 MOST_UNMATCHED, _MOST_SETTLED = 64, 1024
 """So many calls run eagerly without a look, at most: of those that fit no group, and of others."""
 
@@ -323,24 +325,32 @@ class GraphGroup:
             return ""
         return f"it takes {milliseconds(gain.replay_ms)} instead of {milliseconds(gain.eager_ms)}"
 
-    def make_sure(self, entry: CUDAGraphEntry, rows: int, values: Sequence[Any]) -> None:
-        """Time an eager run and a replay of the smallest batch that is padded to a graph, up to three times, where
-        it is in doubt whether the graph is faster.
+    def make_sure(self, entry: CUDAGraphEntry, leaves: Sequence[Any], least: int) -> None:
+        """Time eager runs of a full batch and of the smallest one that is padded to a graph; and up to three replays
+        of the latter, where it is in doubt whether the graph is faster. One short run alone may be noise.
 
         Args:
             entry: The graph; nothing is run if its calls leave effects.
-            rows: The rows of the batch.
-            values: The flat values of the batch.
+            leaves: The values of an example.
+            least: The rows of the smallest batch.
         """
-        is_judged = self.judges_gain and entry.gain is not None and not entry.writes_outside
-        gain = self.gain(entry, rows) if is_judged else None
-        for _ in range(ENOUGH if gain is not None and may_lose(gain) else 0):
-            copy_context().run(self.timed(self.call, rows), values)
-            entry.serve(values, rows, is_timed=True)
-            self.backend.current_stream().synchronize()
-            self.stopwatch.collect()
-            if self.loss(entry, rows) is None:
+        if not self.judges_gain or entry.gain is None or entry.writes_outside:
+            return
+        values = self.resized(leaves, least)
+        if entry.gain.eager_ms < _SHORT_MS:
+            self._time_eager(entry.size, self.resized(leaves, entry.size))
+            self._time_eager(least, values)
+        for _ in range(ENOUGH):
+            gain = self.gain(entry, least)
+            if gain is None or not may_lose(gain):
                 return
+            self._time_eager(least, values)
+            entry.serve(values, least, is_timed=True)
+
+    def _time_eager(self, rows: int, values: Sequence[Any]) -> None:
+        copy_context().run(self.timed(self.call, rows), values)
+        self.backend.current_stream().synchronize()
+        self.stopwatch.collect()
 
     def saved_s(self, fill: float) -> float:
         """The seconds that the present graphs have saved so far.

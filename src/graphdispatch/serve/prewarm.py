@@ -209,7 +209,7 @@ class _Prewarm:
             entry = self._server.graphs.current(group, size)
             least = group.route.table.min_batch_of(size)
             if entry is not None and entry.may_hit(least):
-                group.make_sure(entry, least, group.resized(leaves, least))
+                group.make_sure(entry, leaves, least)
 
     def _capture_cut(self, group: GraphGroup, leaves: Sequence[Any], size: int) -> tuple[str, Reason] | None:
         """Capture one size; why there is no graph of it, or None.
