@@ -59,6 +59,16 @@ def test_a_rule_says_where_the_rows_of_a_result_are() -> None:
     assert all(verdict.speaks_for((n,)) for n in range(2, 65))
 
 
+def test_a_result_of_another_size_speaks_for_its_length_alone() -> None:
+    """The rule does not say how long it is for another length; rows may be as many as they like."""
+    row_rule("graphdispatch_rules::split", "n s d -> n s d, n s")
+    verdict = judge(lambda x: OPS.split(x.transpose(1, 2))[0], _grid, own=(7, 11))
+    assert verdict.speaks_for((9, 11))
+    assert not verdict.speaks_for((9, 12))
+    row_rule("graphdispatch_rules::scale", "n s d, _ -> n s d")
+    assert judge(lambda x: OPS.scale(x, WEIGHT), _grid, own=(7, 11)).speaks_for((9, 12))
+
+
 def test_a_rule_counts_a_length_as_mixed() -> None:
     """Nothing tells what an operator does along a length, though the result has it."""
     row_rule("graphdispatch_rules::scale", "n s d, _ -> n s d")
