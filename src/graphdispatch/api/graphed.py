@@ -6,29 +6,37 @@ The front end for every callable. It makes a route, and the server does the rest
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from os import PathLike
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
+import torch
 from torch import nn
 
 from ..backends import get_backend
 from ..backends.tracing import compiler_at_work, untraced
 from ..call.rules import ArgumentRules, Dim, callable_name, make_rules
+from ..call.spec import leaves_of
 from ..config import CUDAGraphConfig, CUDAGraphOptions, parse_mode
+from ..copying import make_rlock
 from ..decide import Decision, SizeTable
 from ..errors import ConfigError, shown
 from ..memory.cache import make_cache
 from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
 from ..native.bound import CORE
+from ..reasons import Reason
 from ..serve.group import Route
 from ..serve.prewarm import PrewarmReport, capture_size, captured_sizes, prewarm
 from ..serve.server import Server
 from ..sizes import ROWS
+from ..state.guards import StateGuard, wants_gradient
+from ..stats import EvictionReason
 from .checked_call import check_names, checked_call
+from .gradients import Gradients, differentiating
 from .lifecycle import Lifecycle
 from .progress import Progress, reporter
 
@@ -52,6 +60,7 @@ def graphed(
     sizes: "str | Sequence[int] | Plan | PathLike[str]" = "auto",
     mode: str | CUDAGraphMode = "FULL",
     outputs: str | None = None,
+    gradients: str = "eager",
     strict: bool = False,
     backend: str = "auto",
     options: CUDAGraphOptions | None = None,
@@ -65,6 +74,7 @@ def graphed(
 
     Graphs are for inference. A call that needs gradients (gradients are on, and an input or a captured tensor requires
     one, or a module that does is in training mode) runs eagerly; every other call runs under ``torch.no_grad()``.
+    A whole training step is served with ``gradients="inside"``.
 
     Args:
         fn: A module or any other callable; where no graph serves, it is called as it is.
@@ -81,6 +91,9 @@ def graphed(
             marks), or ``"NONE"``.
         outputs: ``"clone"`` returns copies that the caller owns; ``"view"`` a handle (``.get()``) that raises
             ``StaleOutputError`` after the next replay; ``"static"`` the graph's own tensors. None: as in ``options``.
+        gradients: ``"eager"`` runs calls that need gradients eagerly. ``"inside"`` is for a training step: ``fn`` itself
+            calls ``backward()`` and the optimizer, and gives its caller no gradients. It runs with gradients on, its
+            outputs are detached, and ``.grad`` of a parameter is one tensor, which each step overwrites.
         strict: Raise ``FallbackError`` instead of an eager step.
         backend: The name of a backend; ``"auto"`` follows the device of the arguments.
         options: How graphs are captured, checked and kept: when a size is captured, how many graphs and bytes there may
@@ -105,7 +118,7 @@ def graphed(
     except ConfigError as error:  # in the words of this function
         short = str(error).replace("capture_sizes", "sizes").replace("max_batch_size", "max_size")
         raise ConfigError(short) from None
-    return Graphed(fn, config, rules)
+    return (Graphed if gradients == "eager" else GraphedStep)(fn, _for_gradients(config, gradients), rules)
 
 
 def _refuse_served(fn: Any) -> None:
@@ -136,6 +149,20 @@ def _read_mode(mode: str | CUDAGraphMode) -> CUDAGraphMode:
             "use CUDAGraphManager"
         )
     return chosen
+
+
+def _for_gradients(config: CUDAGraphConfig, gradients: str) -> CUDAGraphConfig:
+    """The configuration. Raises ``ConfigError`` where it does not fit ``gradients``."""
+    if gradients not in ("eager", "inside"):
+        raise ConfigError(f"gradients must be 'eager' or 'inside', got {shown(gradients)}")
+    if gradients == "inside" and config.options.outputs != "clone":
+        raise ConfigError(
+            f"outputs must be 'clone' with gradients='inside', got {config.options.outputs!r}; leave it out, since a "
+            "step returns detached copies"
+        )
+    if gradients == "inside" and config.mode is CUDAGraphMode.PIECEWISE:
+        raise ConfigError("mode must be FULL or NONE with gradients='inside', got PIECEWISE; backward() passes breaks by")
+    return config
 
 
 def _read_sizes(sizes: Any) -> Any:
@@ -329,14 +356,14 @@ class Graphed(Lifecycle, Generic[P, R]):
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._server.fn)
+        return inspect.signature(self.unwrap())
 
     def __getattr__(self, name: str) -> Any:
         # Protocols (copying, tensors, arrays) ask an object itself; and half-made there is no callable.
         is_protocol = name.startswith("__") and name.endswith("__") and name not in ("__name__", "__qualname__")
-        if is_protocol or name in Graphed.__slots__:
+        if is_protocol or name in Graphed.__slots__ or name in GraphedStep.__slots__:
             raise AttributeError(name)
-        return getattr(self._server.fn, name)
+        return getattr(self.unwrap(), name)
 
     def __repr__(self) -> str:
         return (
@@ -346,6 +373,65 @@ class Graphed(Lifecycle, Generic[P, R]):
         )
 
 
+class GraphedStep(Graphed[P, R]):
+    """A training step served by graphs; made by ``graphed(step, gradients="inside")``.
+
+    One call runs at a time: others wait. See Note [gradients of a step] in ``gradients.py``.
+    """
+
+    __slots__ = ("_fn", "_gradients", "_reached", "_turn")
+
+    def __init__(self, fn: Callable[P, R], config: CUDAGraphConfig, rules: ArgumentRules) -> None:
+        self._fn = fn
+        self._gradients = Gradients()
+        self._reached: StateGuard | None = None
+        """Of whose tensors the gradients are looked after."""
+        self._turn = make_rlock()
+        super().__init__(differentiating(fn, self._gradients), config, rules)
+
+    @untraced
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Serve one step, by a graph where one fits and eagerly elsewhere. Raises what the callable raises."""
+        with self._ready():
+            if any(map(wants_gradient, leaves_of((*args, *kwargs.values())))):
+                answer, given = self._server.run_eagerly(Decision.eager(Reason.NEEDS_GRADIENTS, detail=_GIVES_NONE), args, kwargs)
+            else:
+                answer, given = self._server.serve(self._route, args, kwargs)
+            self._gradients.bind(given)
+        return answer
+
+    @contextmanager
+    def _ready(self) -> Iterator[None]:
+        """A block in which steps may run: gradients are off, and those of what is trained are where runs expect them."""
+        graphs, gradients = self._graphs, self._gradients
+        with self._turn, torch.no_grad():
+            is_new = False
+            if self._reached is None or self._reached is not graphs._guard:
+                self._reached = graphs.guard
+                is_new = gradients.take(self._reached.tensors)
+            if (gradients.begin() or is_new) and graphs.entries():
+                graphs.rearm(EvictionReason.STALE)
+            yield
+
+    def explain(self, /, *args: P.args, **kwargs: P.kwargs) -> str:
+        with self._ready():
+            return super().explain(*args, **kwargs)
+
+    def prewarm(self, *args: Any, **kwargs: Any) -> PrewarmReport:
+        with self._ready():
+            return super().prewarm(*args, **kwargs)
+
+    def capture_size(self, size: int) -> bool:
+        with self._ready():
+            return super().capture_size(size)
+
+    def unwrap(self) -> Callable[P, R]:
+        return self._fn
+
+
+_GIVES_NONE = (
+    "an argument requires a gradient, and a step with gradients='inside' gives its caller none; pass its detach()"
+)
 _SETTINGS = (*inspect.signature(graphed).parameters, "method")[1:]
 
 

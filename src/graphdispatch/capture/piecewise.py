@@ -219,6 +219,12 @@ def is_check_of_distribution(error: BaseException) -> bool:
     return any(frame.f_globals.get("__name__") == torch.distributions.distribution.__name__ for frame in _frames(error))
 
 
+def optimizer_within(error: BaseException) -> torch.optim.Optimizer | None:
+    """The optimizer of torch whose step an error came through, or None."""
+    held = (frame.f_locals.get("self") for frame in _frames(error) if frame.f_code.co_name == "step")
+    return next((one for one in held if isinstance(one, torch.optim.Optimizer)), None)
+
+
 def _frames(error: BaseException) -> list[FrameType]:
     """The frames that an error came through, the innermost last."""
     cause = error.__cause__ if isinstance(error, CaptureError) and error.__cause__ is not None else error

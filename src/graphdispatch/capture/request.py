@@ -22,7 +22,7 @@ from ..memory.windows import storages_of
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..state.objects import CONSTANTS
-from .piecewise import is_check_of_distribution, places_within
+from .piecewise import is_check_of_distribution, optimizer_within, places_within
 
 _log = logging.getLogger("graphdispatch")
 
@@ -156,7 +156,7 @@ def advice(request: CaptureRequest, error: Exception, reason: Reason) -> str:
     if reason is Reason.CAPTURE_UNSAFE and is_check_of_distribution(error):
         return "; or leave the check out: torch.distributions.Distribution.set_default_validate_args(False)"
     if reason is Reason.CAPTURE_UNSAFE:
-        return _nearest_break(request, error)
+        return _other_optimizer(request, error) or _nearest_break(request, error)
     if (
         reason is Reason.VERIFICATION_FAILED
         and request.is_padded
@@ -164,6 +164,18 @@ def advice(request: CaptureRequest, error: Exception, reason: Reason) -> str:
     ):
         return f"{_missing_entries(request)}; call eval(), give a mask or a pad rule, or have a size for it (sizes=)"
     return _missing_entries(request) if reason in _OF_A_MISSING_ENTRY else ""
+
+
+def _other_optimizer(request: CaptureRequest, error: Exception) -> str:
+    """How to make the optimizer whose step no graph can hold, where its class has such a way."""
+    optimizer = optimizer_within(error)
+    if optimizer is None:
+        return ""
+    wanted = {"fused": True} if request.backend.device_type == "cpu" else {"capturable": True}
+    name = f"{type(optimizer).__name__}({', '.join(f'{key}={value}' for key, value in wanted.items())})"
+    if any(optimizer.defaults.get(key, True) for key in wanted):
+        return ""
+    return f"; make the optimizer as {name}"
 
 
 def _nearest_break(request: CaptureRequest, error: Exception) -> str:

@@ -269,14 +269,18 @@ class StateGuard:
         return None if any(type(flag) is not bool for flag in found) else not found or any(found)
 
     def _held_attributes(self) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
-        """Each attribute and variable that is compared: its table, its name, and what it held."""
+        """Each attribute, variable and entry of a dict that is compared: its table, its name, and what it held."""
         values = iter(self._held)
         for table, names in self._named:
             yield from ((table, name, next(values)) for name in names)
+        for container in self._watched:
+            keys, *entries = (_until_end(values) for _ in _parts(container))
+            if type(container) is dict:
+                yield from ((container, key, held) for key, held in zip(keys, *entries, strict=False))
 
     def difference(self) -> str:
-        """What of the state is not as it was: the first attribute or variable with what it held and holds, or in
-        general words."""
+        """What of the state is not as it was: the first attribute, variable or entry of a dict with what it held and
+        holds, or in general words."""
         for table, name, held in self._held_attributes():
             now = table.get(name, objects.ABSENT)
             if now is not held and not equal_content(now, held):

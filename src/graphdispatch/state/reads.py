@@ -146,6 +146,25 @@ def _tensor_readers(tensor: torch.Tensor, names: Collection[str]) -> list[Reader
     return [Reader(partial(TENSOR_READERS[name], tensor)) for name in sorted(asked)]
 
 
+_DIFFERENTIATES = torch.autograd.graph._engine_run_backward.__code__
+"""What runs for each backward pass."""
+
+
+def _readers_of_leaf(tensor: torch.Tensor) -> list[Reader]:
+    """What to compare of a tensor besides where a call differentiates: no code need name it."""
+    if not (has_memory(tensor) and tensor.is_leaf):
+        return []
+    trains = tensor.requires_grad or isinstance(tensor, nn.Parameter)
+    reads = [attrgetter("requires_grad"), *[attrgetter("grad"), _hooks_of] * trains]
+    return [Reader(partial(read, tensor)) for read in reads]
+
+
+def _hooks_of(leaf: torch.Tensor) -> int:
+    """Which hooks a backward pass runs at a leaf, as a number: of later ones the identities are larger."""
+    ids = [*(leaf._backward_hooks or ()), *(leaf._post_accumulate_grad_hooks or ())]  # type: ignore[attr-defined]
+    return len(ids) << 32 | max(ids, default=0)
+
+
 def metadata_names(codes: Iterable[types.CodeType]) -> list[str]:
     """What of ``TENSOR_READERS`` all this code of the user reads, of whatever tensors; and ``IDENTITY`` where any code
     compares objects."""
@@ -208,6 +227,7 @@ class StateReads:
         self._names = frozenset(notes.names)
         self._library_names = self._names | notes.library_names
         self._all = notes.reads_whole
+        self._differentiates = _DIFFERENTIATES in notes.codes
         self._seen: dict[int, Any] = {}
         self._kinds = objects.Kinds()
         self._pending: list[Any] = []
@@ -242,6 +262,8 @@ class StateReads:
             self.objects.append(tensor)
             self._compare(table, self._spelled_in(table))
         self.readers += _tensor_readers(tensor, self._names)
+        if self._differentiates:
+            self.readers += _readers_of_leaf(tensor)
         self._pending.append(type(tensor))
 
     def _visit_method(self, method: Any) -> None:

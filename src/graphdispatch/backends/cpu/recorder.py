@@ -397,11 +397,13 @@ def choose_kernel(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[torch.Tensor]
 ) -> OpOverload | None:
     """The overload that writes exactly these results into given tensors; None if the results must be copied."""
-    overload = _out_overload(func) if has_fixed_shapes(func) else None
+    is_fit = has_fixed_shapes(func) and func._schema.name not in _RESIZE
+    overload = _out_overload(func) if is_fit else None
     if overload is None or len(results) != len(overload._schema.returns):
         return None
     outs = _in_one_storage(results)
     places = [_address(t) for t in outs]
+    sizes = [t.untyped_storage().nbytes() for t in outs]
     try:
         overload(*args, **with_outs(overload, kwargs, outs))
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
@@ -410,16 +412,23 @@ def choose_kernel(
         _address(new) == place and new.stride() == old.stride() and bits_equal(new, old)
         for new, old, place in zip(outs, results, places, strict=True)
     )
-    return overload if is_same else None
+    # One that wants more memory for a while, as for a loss before its mean, writes over what lies behind.
+    has_room = sizes == [t.untyped_storage().nbytes() for t in outs]
+    return overload if is_same and has_room else None
+
+
+_RESIZE = frozenset(f"aten::{name}_loss" for name in ("mse", "smooth_l1", "huber", "soft_margin"))
+"""Losses that resize the given tensor for a while, of which torch warns at each call."""
 
 
 def _in_one_storage(results: list[torch.Tensor]) -> list[torch.Tensor]:
     """Tensors like these, one behind another as in a graph's memory. A kernel may ask whether its results share a
     storage, and then go another way (``linalg_qr``)."""
-    ends = [0]
+    ends, last = [0], 0
     for one in results:
-        ends.append(ends[-1] + -(-one.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT)
-    storage = torch.empty(ends[-1], dtype=torch.uint8, device="cpu").untyped_storage()
+        last = ends[-1] + one.untyped_storage().nbytes()
+        ends.append(-(-last // ALIGNMENT) * ALIGNMENT)
+    storage = torch.empty(last, dtype=torch.uint8, device="cpu").untyped_storage()
     return [
         torch.empty(0, dtype=one.dtype, device="cpu").set_(storage, start // one.itemsize, one.size(), one.stride())
         for one, start in zip(results, ends, strict=False)

@@ -1,0 +1,129 @@
+"""What a callable that differentiates inside, a whole training step, needs around it.
+
+Note [gradients of a step]
+    A step rebinds ``.grad`` of its parameters: ``zero_grad()`` sets it to None, and ``backward()`` makes a new tensor.
+    A replay rebinds nothing. So each parameter has one tensor for its gradient, in which every run leaves it, and a run
+    ends with each ``.grad`` bound as it began. Which of them the step leaves at None is a part of its answer, so that
+    eager runs and replays both return it; ``.grad`` is then bound by that. For a guard and for the undo of a run,
+    gradients are tensors that the step writes in place. Which of them were None at its begin, the guard compares.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from operator import is_
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+
+class Gradients:
+    """The tensors in which a step leaves the gradients of what it trains."""
+
+    def __init__(self) -> None:
+        self.leaves: list[torch.Tensor] = []
+        self._homes: list[torch.Tensor | None] = []
+        """For each leaf the tensor of its gradient; None before it had one."""
+        self._places: list[int] = []
+        self._bound: list[torch.Tensor | None] = []
+        """What ``.grad`` of each leaf is when a run begins."""
+        self._given: tuple[bool, ...] = ()
+        """Whether that is a tensor."""
+
+    def take(self, tensors: tuple[torch.Tensor, ...]) -> bool:
+        """Look after the gradients of these tensors. Returns whether others were looked after before."""
+        leaves = [one for one in tensors if one.is_leaf and (one.requires_grad or isinstance(one, nn.Parameter))]
+        if len(leaves) == len(self.leaves) and all(map(is_, leaves, self.leaves)):
+            return False
+        known = {id(leaf): home for leaf, home in zip(self.leaves, self._homes, strict=True)}
+        self.leaves, self._homes = leaves, [known.get(id(leaf)) for leaf in leaves]
+        self._bound, self._given = [], ()
+        return True
+
+    def begin(self) -> bool:
+        """Have ``.grad`` of each leaf be its own tensor, or None. Returns whether a tensor is another than before, so
+        that no graph may go on writing to that."""
+        found = list(map(_grad, self.leaves))
+        if len(found) == len(self._bound) and all(map(is_, found, self._bound)) and self._places == self._where():
+            return False
+        is_new, places = False, dict(zip(map(id, self._homes), self._places, strict=False))
+        for index, (leaf, grad) in enumerate(zip(self.leaves, found, strict=True)):
+            home = self._homes[index]
+            if grad is None or (grad is home and places.get(id(home), grad.data_ptr()) == grad.data_ptr()):
+                continue
+            if home is not None and grad is not home and _fits(grad, home):
+                home.copy_(grad)
+            else:
+                is_used = any(grad is other for other in self._homes)
+                home, is_new = (grad.clone() if is_used else grad), True
+                self._homes[index] = home
+            leaf.grad = home
+        self._note()
+        return is_new
+
+    def end(self) -> tuple[bool, ...]:
+        """Leave the gradients of a run in their tensors, and ``.grad`` as it was when the run began. Returns which
+        leaves have a gradient. One that cannot be kept so stays where it is."""
+        found, given, targets = list(map(_grad, self.leaves)), [], []
+        for leaf, grad, home, before in zip(self.leaves, found, self._homes, self._bound, strict=True):
+            given.append(grad is not None)
+            if grad is not None and grad is not home:
+                if home is None or not _fits(grad, home):
+                    continue
+                targets.append((home, grad))
+            if grad is not before:
+                leaf.grad = before
+        if targets:
+            with torch.no_grad():
+                torch._foreach_copy_(*map(list, zip(*targets, strict=True)))
+        return tuple(given)
+
+    def bind(self, given: tuple[bool, ...]) -> None:
+        """Bind ``.grad`` of each leaf to what ``end`` said of a run or of the run that a graph repeats."""
+        if given == self._given:
+            return
+        for leaf, home, has in zip(self.leaves, self._homes, given, strict=True):
+            grad = leaf.grad
+            if (grad is None and has) or (grad is home and not has):
+                leaf.grad = home if has else None
+        self._note()
+
+    def _note(self) -> None:
+        found = map(_grad, self.leaves)
+        self._bound = [grad if grad is home else None for grad, home in zip(found, self._homes, strict=True)]
+        self._given = tuple(one is not None for one in self._bound)
+        self._places = self._where()
+
+    def _where(self) -> list[int]:
+        return [0 if home is None else home.data_ptr() for home in self._homes]
+
+
+def _grad(leaf: torch.Tensor) -> torch.Tensor | None:
+    return leaf.grad
+
+
+def _fits(grad: torch.Tensor, home: torch.Tensor) -> bool:
+    """Whether a gradient may be copied into the tensor of a leaf: it has no graph of its own, and the same form."""
+    if type(grad) is not torch.Tensor or grad.layout is not torch.strided or grad.requires_grad:
+        return False
+    return (grad.shape, grad.stride(), grad.dtype, grad.device) == (home.shape, home.stride(), home.dtype, home.device)
+
+
+def differentiating(fn: Callable[..., Any], gradients: Gradients) -> Callable[..., Any]:
+    """``fn`` with gradients on: gives its answer, detached, and which leaves have a gradient then."""
+    kinds = (FunctionType, MethodType, nn.Module)
+    call = fn if isinstance(fn, kinds) else fn.__call__  # type: ignore[operator]  # what a walk finds in a closure
+
+    @wraps(fn)
+    def step(*args: Any, **kwargs: Any) -> tuple[Any, tuple[bool, ...]]:
+        with torch.enable_grad():
+            answer = call(*args, **kwargs)
+        return tree_map(_detached, answer), gradients.end()
+
+    return step
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value
