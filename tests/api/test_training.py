@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.optim import SGD, Adam, AdamW
 
 import graphdispatch as gd
@@ -117,7 +117,7 @@ class Regression(Learner):
         """The natural step, as it stands in every tutorial."""
         (optimizer,) = self.optimizers
         optimizer.zero_grad()
-        loss = F.mse_loss(self.nets(x), y)
+        loss = functional.mse_loss(self.nets(x), y)
         loss.backward()
         optimizer.step()
         return loss
@@ -139,7 +139,9 @@ class Language(Learner):
             """Logits of the next ids."""
             x = self.embed(ids)
             q, k, v = (one.unflatten(-1, (2, -1)).transpose(1, 2) for one in self.mix(self.norm(x)).chunk(3, -1))
-            x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+            x = x + self.out(
+                functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            )
             logits: Tensor = self.head(self.drop(x))
             return logits
 
@@ -153,7 +155,7 @@ class Language(Learner):
     def step(self, ids: Tensor) -> dict[str, Tensor]:
         (optimizer,) = self.optimizers
         optimizer.zero_grad()
-        loss = F.cross_entropy(self.nets(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        loss = functional.cross_entropy(self.nets(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.nets.parameters(), 1.0)
         optimizer.step()
@@ -176,7 +178,7 @@ class Images(Learner):
         (optimizer,) = self.optimizers
         optimizer.zero_grad()
         logits = self.nets(images)
-        loss = F.cross_entropy(logits, labels)
+        loss = functional.cross_entropy(logits, labels)
         loss.backward()
         optimizer.step()
         return loss, (logits.argmax(-1) == labels).float().mean()
@@ -207,7 +209,7 @@ class SoftActorCritic(Learner):
         with torch.no_grad():
             later, density = self.act(then)
             wanted = reward + 0.99 * (self.nets["target"](torch.cat([then, later], -1)) - 0.2 * density)
-        loss = F.mse_loss(self.nets["critic"](torch.cat([seen, action], -1)), wanted)
+        loss = functional.mse_loss(self.nets["critic"](torch.cat([seen, action], -1)), wanted)
         critic.zero_grad()
         loss.backward()
         critic.step()
@@ -236,7 +238,7 @@ class Values(Learner):
         (optimizer,) = self.optimizers
         with torch.no_grad():
             wanted = reward + 0.99 * self.nets["target"](then).amax(-1)
-        loss = F.smooth_l1_loss(self.nets["online"](seen).gather(-1, action)[:, 0], wanted)
+        loss = functional.smooth_l1_loss(self.nets["online"](seen).gather(-1, action)[:, 0], wanted)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -297,7 +299,7 @@ class Accumulated(Regression):
         (optimizer,) = self.optimizers
         optimizer.zero_grad()
         for part, wanted in zip(x.chunk(4), y.chunk(4), strict=True):
-            F.mse_loss(self.nets(part), wanted).backward()
+            functional.mse_loss(self.nets(part), wanted).backward()
         with torch.autocast("cpu", torch.bfloat16):
             loss = self.nets(x).float().pow(2).mean()
         loss.backward()
@@ -338,7 +340,7 @@ def test_gradients_between_steps_are_the_callers() -> None:
 
     class Adds(Regression):
         def step(self, x: Tensor, y: Tensor) -> Tensor:
-            loss = F.mse_loss(self.nets(x), y)
+            loss = functional.mse_loss(self.nets(x), y)
             loss.backward()
             self.optimizers[0].step()
             return loss
@@ -437,7 +439,7 @@ def test_a_step_that_raises_leaves_what_eager_leaves() -> None:
     class Careful(Regression):
         def step(self, x: Tensor, y: Tensor) -> Tensor:
             self.optimizers[0].zero_grad()
-            loss = F.mse_loss(self.nets(x), y)
+            loss = functional.mse_loss(self.nets(x), y)
             loss.backward()
             if x.shape[0] == 3:
                 raise ArithmeticError("NaN")
@@ -502,7 +504,7 @@ def test_a_second_backward_raises_as_eager_does() -> None:
 
     class Twice(Regression):
         def step(self, x: Tensor, y: Tensor) -> Tensor:
-            loss = F.mse_loss(self.nets(x), y)
+            loss = functional.mse_loss(self.nets(x), y)
             loss.backward()
             loss.backward()
             return loss

@@ -66,18 +66,21 @@ class Gradients:
     def end(self) -> tuple[bool, ...]:
         """Leave the gradients of a run in their tensors, and ``.grad`` as it was when the run began. Returns which
         leaves have a gradient. One that cannot be kept so stays where it is."""
-        found, given, targets = list(map(_grad, self.leaves)), [], []
+        found, given = list(map(_grad, self.leaves)), []
+        homes: list[torch.Tensor] = []
+        made: list[torch.Tensor] = []
         for leaf, grad, home, before in zip(self.leaves, found, self._homes, self._bound, strict=True):
             given.append(grad is not None)
             if grad is not None and grad is not home:
                 if home is None or not _fits(grad, home):
                     continue
-                targets.append((home, grad))
+                homes.append(home)
+                made.append(grad)
             if grad is not before:
                 leaf.grad = before
-        if targets:
+        if made:
             with torch.no_grad():
-                torch._foreach_copy_(*map(list, zip(*targets, strict=True)))
+                torch._foreach_copy_(homes, made)
         return tuple(given)
 
     def bind(self, given: tuple[bool, ...]) -> None:

@@ -91,8 +91,8 @@ def graphed(
             marks), or ``"NONE"``.
         outputs: ``"clone"`` returns copies that the caller owns; ``"view"`` a handle (``.get()``) that raises
             ``StaleOutputError`` after the next replay; ``"static"`` the graph's own tensors. None: as in ``options``.
-        gradients: ``"eager"`` runs calls that need gradients eagerly. ``"inside"`` is for a training step: ``fn`` itself
-            calls ``backward()`` and the optimizer, and gives its caller no gradients. It runs with gradients on, its
+        gradients: ``"eager"`` runs calls that need gradients eagerly. ``"inside"`` is for a training step, which calls
+            ``backward()`` and the optimizer itself and gives its caller no gradients. It runs with gradients on, its
             outputs are detached, and ``.grad`` of a parameter is one tensor, which each step overwrites.
         strict: Raise ``FallbackError`` instead of an eager step.
         backend: The name of a backend; ``"auto"`` follows the device of the arguments.
@@ -161,7 +161,9 @@ def _for_gradients(config: CUDAGraphConfig, gradients: str) -> CUDAGraphConfig:
             "step returns detached copies"
         )
     if gradients == "inside" and config.mode is CUDAGraphMode.PIECEWISE:
-        raise ConfigError("mode must be FULL or NONE with gradients='inside', got PIECEWISE; backward() passes breaks by")
+        raise ConfigError(
+            "mode must be FULL or NONE with gradients='inside', got PIECEWISE; backward() passes breaks by"
+        )
     return config
 
 
@@ -392,9 +394,11 @@ class GraphedStep(Graphed[P, R]):
     @untraced
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Serve one step, by a graph where one fits and eagerly elsewhere. Raises what the callable raises."""
+        answer: R
         with self._ready():
             if any(map(wants_gradient, leaves_of((*args, *kwargs.values())))):
-                answer, given = self._server.run_eagerly(Decision.eager(Reason.NEEDS_GRADIENTS, detail=_GIVES_NONE), args, kwargs)
+                decision = Decision.eager(Reason.NEEDS_GRADIENTS, detail=_GIVES_NONE)
+                answer, given = self._server.run_eagerly(decision, args, kwargs)
             else:
                 answer, given = self._server.serve(self._route, args, kwargs)
             self._gradients.bind(given)
@@ -402,7 +406,7 @@ class GraphedStep(Graphed[P, R]):
 
     @contextmanager
     def _ready(self) -> Iterator[None]:
-        """A block in which steps may run: gradients are off, and those of what is trained are where runs expect them."""
+        """A block in which steps may run: gradients are off, and ``.grad`` of what is trained is what runs expect."""
         graphs, gradients = self._graphs, self._gradients
         with self._turn, torch.no_grad():
             is_new = False
@@ -414,18 +418,22 @@ class GraphedStep(Graphed[P, R]):
             yield
 
     def explain(self, /, *args: P.args, **kwargs: P.kwargs) -> str:
+        """As ``Graphed.explain``."""
         with self._ready():
             return super().explain(*args, **kwargs)
 
     def prewarm(self, *args: Any, **kwargs: Any) -> PrewarmReport:
+        """As ``Graphed.prewarm``; nothing is trained. Call the step once before."""
         with self._ready():
             return super().prewarm(*args, **kwargs)
 
     def capture_size(self, size: int) -> bool:
+        """As ``Graphed.capture_size``; nothing is trained."""
         with self._ready():
             return super().capture_size(size)
 
     def unwrap(self) -> Callable[P, R]:
+        """The wrapped callable."""
         return self._fn
 
 

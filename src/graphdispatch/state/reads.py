@@ -155,13 +155,14 @@ def _readers_of_leaf(tensor: torch.Tensor) -> list[Reader]:
     if not (has_memory(tensor) and tensor.is_leaf):
         return []
     trains = tensor.requires_grad or isinstance(tensor, nn.Parameter)
-    reads = [attrgetter("requires_grad"), *[attrgetter("grad"), _hooks_of] * trains]
+    reads: list[Callable[[Any], Any]] = [attrgetter("requires_grad")]
+    reads += [_grad, _hooks_of] if trains else []
     return [Reader(partial(read, tensor)) for read in reads]
 
 
 def _hooks_of(leaf: torch.Tensor) -> int:
     """Which hooks a backward pass runs at a leaf, as a number: of later ones the identities are larger."""
-    ids = [*(leaf._backward_hooks or ()), *(leaf._post_accumulate_grad_hooks or ())]  # type: ignore[attr-defined]
+    ids = [*(leaf._backward_hooks or ()), *(leaf._post_accumulate_grad_hooks or ())]
     return len(ids) << 32 | max(ids, default=0)
 
 
