@@ -612,6 +612,9 @@ def test_settings_that_cannot_be() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             gd.graphed(lambda x: x, dynamic={}, **settings)
+    for front_end in (gd.graphed, gd.attach):
+        with pytest.raises(ConfigError, match="fn must be a whole training step"):
+            front_end(perceptron(), dynamic={}, gradients="inside")
 
 
 def test_it_is_the_callable_that_it_wraps() -> None:

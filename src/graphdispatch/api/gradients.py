@@ -9,7 +9,9 @@ Note [gradients of a step]
 """
 
 from collections.abc import Callable
-from functools import wraps
+from contextlib import suppress
+from functools import update_wrapper
+from inspect import signature
 from operator import is_
 from types import FunctionType, MethodType
 from typing import Any
@@ -51,7 +53,11 @@ class Gradients:
         is_new, places = False, dict(zip(map(id, self._homes), self._places, strict=False))
         for index, (leaf, grad) in enumerate(zip(self.leaves, found, strict=True)):
             home = self._homes[index]
-            if grad is None or (grad is home and places.get(id(home), grad.data_ptr()) == grad.data_ptr()):
+            if (
+                grad is None
+                or not _is_plain(grad)
+                or (grad is home and places.get(id(home), grad.data_ptr()) == grad.data_ptr())
+            ):
                 continue
             if home is not None and grad is not home and _fits(grad, home):
                 home.copy_(grad)
@@ -107,11 +113,19 @@ def _grad(leaf: torch.Tensor) -> torch.Tensor | None:
     return leaf.grad
 
 
+def _is_plain(grad: torch.Tensor) -> bool:
+    """Whether a gradient is dense and has no graph of its own: others stay as they are, and no graph serves them."""
+    return type(grad) is torch.Tensor and grad.layout is torch.strided and not grad.requires_grad
+
+
 def _fits(grad: torch.Tensor, home: torch.Tensor) -> bool:
-    """Whether a gradient may be copied into the tensor of a leaf: it has no graph of its own, and the same form."""
-    if type(grad) is not torch.Tensor or grad.layout is not torch.strided or grad.requires_grad:
-        return False
-    return (grad.shape, grad.stride(), grad.dtype, grad.device) == (home.shape, home.stride(), home.dtype, home.device)
+    """Whether a gradient may be copied into the tensor of a leaf."""
+    return _is_plain(grad) and (grad.shape, grad.stride(), grad.dtype, grad.device) == (
+        home.shape,
+        home.stride(),
+        home.dtype,
+        home.device,
+    )
 
 
 def differentiating(fn: Callable[..., Any], gradients: Gradients) -> Callable[..., Any]:
@@ -119,12 +133,15 @@ def differentiating(fn: Callable[..., Any], gradients: Gradients) -> Callable[..
     kinds = (FunctionType, MethodType, nn.Module)
     call = fn if isinstance(fn, kinds) else fn.__call__  # type: ignore[operator]  # what a walk finds in a closure
 
-    @wraps(fn)
     def step(*args: Any, **kwargs: Any) -> tuple[Any, tuple[bool, ...]]:
         with torch.enable_grad():
             answer = call(*args, **kwargs)
         return tree_map(_detached, answer), gradients.end()
 
+    update_wrapper(step, fn, updated=())
+    del step.__wrapped__  # type: ignore[attr-defined]  # else what the callable reaches is named after that
+    with suppress(TypeError, ValueError):  # a builtin without one
+        step.__signature__ = signature(fn)  # type: ignore[attr-defined]
     return step
 
 

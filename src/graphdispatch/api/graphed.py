@@ -118,7 +118,7 @@ def graphed(
     except ConfigError as error:  # in the words of this function
         short = str(error).replace("capture_sizes", "sizes").replace("max_batch_size", "max_size")
         raise ConfigError(short) from None
-    return (Graphed if gradients == "eager" else GraphedStep)(fn, _for_gradients(config, gradients), rules)
+    return (Graphed if gradients == "eager" else GraphedStep)(fn, _for_gradients(fn, config, gradients), rules)
 
 
 def _refuse_served(fn: Any) -> None:
@@ -151,10 +151,15 @@ def _read_mode(mode: str | CUDAGraphMode) -> CUDAGraphMode:
     return chosen
 
 
-def _for_gradients(config: CUDAGraphConfig, gradients: str) -> CUDAGraphConfig:
+def _for_gradients(fn: Any, config: CUDAGraphConfig, gradients: str) -> CUDAGraphConfig:
     """The configuration. Raises ``ConfigError`` where it does not fit ``gradients``."""
     if gradients not in ("eager", "inside"):
         raise ConfigError(f"gradients must be 'eager' or 'inside', got {shown(gradients)}")
+    if gradients == "inside" and (isinstance(fn, nn.Module) or getattr(fn, "__func__", None) is nn.Module._call_impl):
+        raise ConfigError(
+            "fn must be a whole training step with gradients='inside', got the call of a module, whose caller "
+            "differentiates; give the function that calls it, backward() and the optimizer"
+        )
     if gradients == "inside" and config.options.outputs != "clone":
         raise ConfigError(
             f"outputs must be 'clone' with gradients='inside', got {config.options.outputs!r}; leave it out, since a "
