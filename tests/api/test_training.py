@@ -6,11 +6,13 @@ After every call the twins agree bit for bit: answers, parameters, buffers, grad
 import os
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.nn import functional
 from torch.optim import SGD, Adam, AdamW
 
@@ -537,6 +539,23 @@ def test_an_argument_that_requires_a_gradient_runs_eagerly() -> None:
     assert "detach()" in twins.step.last_decision.explain()
 
 
+def test_data_parallel_training_runs_eagerly() -> None:
+    """Its processes might capture at different steps, and then wait for each other."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+
+        class Parallel(Regression):
+            def __init__(self) -> None:
+                super().__init__()
+                self.nets = nn.parallel.DistributedDataParallel(self.nets)
+
+        twins = Twins(Parallel)
+        assert set(twins.calls_of(4)) == {Reason.CAPTURE_UNSAFE}
+        assert "data parallel" in twins.step.explain(*twins.served.batch())
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_failed_capture_leaves_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison fails at its very end: parameters, moments and gradients are those of one step."""
     from graphdispatch.capture import pipeline
@@ -623,3 +642,84 @@ def test_it_is_the_callable_that_it_wraps() -> None:
     step = gd.graphed(learner.step, dynamic={}, gradients="inside")
     assert step.unwrap() == learner.step
     assert list(step.__signature__.parameters) == ["x", "y"]
+
+
+def test_gradients_change_places() -> None:
+    """A step that binds the gradient of one parameter to another, and back."""
+
+    class Swaps(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nets = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3))
+            self.optimizers = (SGD(self.nets.parameters(), lr=1e-2),)
+
+        def step(self, x: Tensor, y: Tensor) -> Tensor:
+            first, second = self.nets[0].weight, self.nets[1].weight
+            loss = functional.mse_loss(self.nets(x), y)
+            loss.backward()
+            first.grad, second.grad = second.grad, first.grad
+            self.optimizers[0].step()
+            return loss
+
+    twins = Twins(Swaps)
+    twins.settle()
+    assert twins.calls_of(24)[-1] is Reason.EXACT
+
+
+def test_hooks_that_come_later() -> None:
+    """Of a gradient, and of what happens once it is there: graphs without them do not serve on."""
+    twins = Twins(Regression)
+    for hook in (lambda grad: grad * 0.5, lambda grad: grad * 3):
+        twins.settle()
+        twins.both(lambda one, hook=hook: one.nets[0].weight.register_hook(hook))
+        assert twins.calls_of(24)[-1] is Reason.EXACT
+
+    def shrink(parameter: Tensor) -> None:
+        parameter.grad.mul_(0.5)  # type: ignore[union-attr]
+
+    twins.both(lambda one: one.nets[2].weight.register_post_accumulate_grad_hook(shrink))
+    assert twins.calls_of(24)[-1] is Reason.EXACT
+
+
+def test_a_sparse_gradient_stays_eager() -> None:
+    """It has no memory that each step could write to."""
+
+    class Sparse(Regression):
+        def __init__(self) -> None:
+            self.nets = nn.Embedding(10, 3, sparse=True)
+            self.optimizers = (SGD(self.nets.parameters(), lr=1e-2),)
+
+        def batch(self) -> tuple[Tensor, ...]:
+            return torch.randint(0, 10, (6,)), torch.randn(6, 3)
+
+        def state(self) -> dict[str, Any]:
+            (grad,) = (one.grad for one in self.nets.parameters())
+            return {"weights": dict(self.nets.state_dict()), "gradient": None if grad is None else grad.to_dense()}
+
+    twins = Twins(Sparse)
+    assert twins.calls_of(6)[1] is Reason.STATE_REBOUND
+
+
+def test_a_step_under_no_grad_sees_frozen_layers_too() -> None:
+    """One that turns gradients on itself, without the option: a replay would go on training a frozen layer."""
+    learner, twin = Twins._made(Regression), Twins._made(Regression)
+    for one in (learner, twin):
+        one.optimizers[0].zero_grad = partial(one.optimizers[0].zero_grad, set_to_none=False)  # type: ignore[method-assign]
+        for parameter in one.nets.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return learner.step(x, y).detach()
+
+    serve = gd.graphed(step, dynamic={}, options=PATIENT)
+    for call in range(16):
+        if call == 8:
+            assert serve.last_decision.reason is Reason.EXACT
+            for one in (learner, twin):
+                one.nets[0].requires_grad_(False)
+        batch = learner.batch()
+        with torch.no_grad():
+            serve(*batch)
+        twin.step(*batch)
+        assert_same(learner.state()["nets"], twin.state()["nets"])

@@ -31,8 +31,8 @@ class Gradients:
         self._places: list[int] = []
         self._bound: list[torch.Tensor | None] = []
         """What ``.grad`` of each leaf is when a run begins."""
-        self._given: tuple[bool, ...] = ()
-        """Whether that is a tensor."""
+        self._given = b""
+        """For each leaf 1 if that is a tensor, else 0."""
 
     def take(self, tensors: tuple[torch.Tensor, ...]) -> bool:
         """Look after the gradients of these tensors. Returns whether others were looked after before."""
@@ -41,7 +41,7 @@ class Gradients:
             return False
         known = {id(leaf): home for leaf, home in zip(self.leaves, self._homes, strict=True)}
         self.leaves, self._homes = leaves, [known.get(id(leaf)) for leaf in leaves]
-        self._bound, self._given = [], ()
+        self._bound, self._given, self._places = [], b"", self._where()
         return True
 
     def begin(self) -> bool:
@@ -53,11 +53,7 @@ class Gradients:
         is_new, places = False, dict(zip(map(id, self._homes), self._places, strict=False))
         for index, (leaf, grad) in enumerate(zip(self.leaves, found, strict=True)):
             home = self._homes[index]
-            if (
-                grad is None
-                or not _is_plain(grad)
-                or (grad is home and places.get(id(home), grad.data_ptr()) == grad.data_ptr())
-            ):
+            if grad is None or not _is_plain(grad) or (grad is home and places.get(id(home)) == grad.data_ptr()):
                 continue
             if home is not None and grad is not home and _fits(grad, home):
                 home.copy_(grad)
@@ -69,27 +65,27 @@ class Gradients:
         self._note()
         return is_new
 
-    def end(self) -> tuple[bool, ...]:
-        """Leave the gradients of a run in their tensors, and ``.grad`` as it was when the run began. Returns which
-        leaves have a gradient. One that cannot be kept so stays where it is."""
-        found, given = list(map(_grad, self.leaves)), []
+    def end(self) -> bytes:
+        """Leave the gradients of a run in their tensors, and ``.grad`` as it was when the run began. Returns 1
+        for each leaf that has a gradient then, and 0 for others. One that cannot be kept so stays where it is."""
+        found = list(map(_grad, self.leaves))
+        kept = {_memory_of(home) for home in self._homes if home is not None}
         homes: list[torch.Tensor] = []
         made: list[torch.Tensor] = []
         for leaf, grad, home, before in zip(self.leaves, found, self._homes, self._bound, strict=True):
-            given.append(grad is not None)
             if grad is not None and grad is not home:
                 if home is None or not _fits(grad, home):
                     continue
                 homes.append(home)
-                made.append(grad)
+                made.append(grad.clone() if _memory_of(grad) in kept else grad)  # another leaf's, which is written too
             if grad is not before:
                 leaf.grad = before
         if made:
             with torch.no_grad():
                 torch._foreach_copy_(homes, made)
-        return tuple(given)
+        return bytes(grad is not None for grad in found)
 
-    def bind(self, given: tuple[bool, ...]) -> None:
+    def bind(self, given: bytes) -> None:
         """Bind ``.grad`` of each leaf to what ``end`` said of a run or of the run that a graph repeats."""
         if given == self._given:
             return
@@ -102,7 +98,7 @@ class Gradients:
     def _note(self) -> None:
         found = map(_grad, self.leaves)
         self._bound = [grad if grad is home else None for grad, home in zip(found, self._homes, strict=True)]
-        self._given = tuple(one is not None for one in self._bound)
+        self._given = bytes(one is not None for one in self._bound)
         self._places = self._where()
 
     def _where(self) -> list[int]:
@@ -111,6 +107,10 @@ class Gradients:
 
 def _grad(leaf: torch.Tensor) -> torch.Tensor | None:
     return leaf.grad
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _is_plain(grad: torch.Tensor) -> bool:
@@ -133,7 +133,7 @@ def differentiating(fn: Callable[..., Any], gradients: Gradients) -> Callable[..
     kinds = (FunctionType, MethodType, nn.Module)
     call = fn if isinstance(fn, kinds) else fn.__call__  # type: ignore[operator]  # what a walk finds in a closure
 
-    def step(*args: Any, **kwargs: Any) -> tuple[Any, tuple[bool, ...]]:
+    def step(*args: Any, **kwargs: Any) -> tuple[Any, bytes]:
         with torch.enable_grad():
             answer = call(*args, **kwargs)
         return tree_map(_detached, answer), gradients.end()

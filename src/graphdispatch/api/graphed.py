@@ -386,13 +386,15 @@ class GraphedStep(Graphed[P, R]):
     One call runs at a time: others wait. See Note [gradients of a step] in ``gradients.py``.
     """
 
-    __slots__ = ("_fn", "_gradients", "_reached", "_turn")
+    __slots__ = ("_fn", "_gradients", "_is_parallel", "_reached", "_turn")
 
     def __init__(self, fn: Callable[P, R], config: CUDAGraphConfig, rules: ArgumentRules) -> None:
         self._fn = fn
         self._gradients = Gradients()
         self._reached: StateGuard | None = None
         """Of whose tensors the gradients are looked after."""
+        self._is_parallel = False
+        """Whether it reaches a module that exchanges gradients with other processes."""
         self._turn = make_rlock()
         super().__init__(differentiating(fn, self._gradients), config, rules)
 
@@ -401,13 +403,23 @@ class GraphedStep(Graphed[P, R]):
         """Serve one step, by a graph where one fits and eagerly elsewhere. Raises what the callable raises."""
         answer: R
         with self._ready():
-            if any(map(wants_gradient, leaves_of((*args, *kwargs.values())))):
-                decision = Decision.eager(Reason.NEEDS_GRADIENTS, detail=_GIVES_NONE)
-                answer, given = self._server.run_eagerly(decision, args, kwargs)
-            else:
+            objection = self._objection(args, kwargs)
+            if objection is None:
                 answer, given = self._server.serve(self._route, args, kwargs)
+            else:
+                answer, given = self._server.run_eagerly(objection, args, kwargs)
             self._gradients.bind(given)
         return answer
+
+    def _objection(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Decision | None:
+        """The decision to run a step eagerly, whatever graphs there are; or None."""
+        if self._is_parallel:
+            why = "it reaches a module of data parallel training, whose processes might capture at different steps"
+            return Decision.eager(Reason.CAPTURE_UNSAFE, detail=f"{why}; serve a step of one process")
+        if any(map(wants_gradient, leaves_of((*args, *kwargs.values())))):
+            why = "an argument requires a gradient, and a step with gradients='inside' gives its caller none"
+            return Decision.eager(Reason.NEEDS_GRADIENTS, detail=f"{why}; pass its detach()")
+        return None
 
     @contextmanager
     def _ready(self) -> Iterator[None]:
@@ -417,6 +429,7 @@ class GraphedStep(Graphed[P, R]):
             is_new = False
             if self._reached is None or self._reached is not graphs._guard:
                 self._reached = graphs.guard
+                self._is_parallel = any(map(_is_parallel, self._reached._modules))
                 is_new = gradients.take(self._reached.tensors)
             if (gradients.begin() or is_new) and graphs.entries():
                 graphs.rearm(EvictionReason.STALE)
@@ -425,7 +438,8 @@ class GraphedStep(Graphed[P, R]):
     def explain(self, /, *args: P.args, **kwargs: P.kwargs) -> str:
         """As ``Graphed.explain``."""
         with self._ready():
-            return super().explain(*args, **kwargs)
+            objection = self._objection(args, kwargs)
+            return super().explain(*args, **kwargs) if objection is None else objection.explain()
 
     def prewarm(self, *args: Any, **kwargs: Any) -> PrewarmReport:
         """As ``Graphed.prewarm``; nothing is trained. Call the step once before."""
@@ -442,9 +456,11 @@ class GraphedStep(Graphed[P, R]):
         return self._fn
 
 
-_GIVES_NONE = (
-    "an argument requires a gradient, and a step with gradients='inside' gives its caller none; pass its detach()"
-)
+def _is_parallel(module: nn.Module) -> bool:
+    """Whether a module belongs to data parallel training of several processes or devices."""
+    return any(base.__module__.startswith(("torch.nn.parallel", "torch.distributed")) for base in type(module).__mro__)
+
+
 _SETTINGS = (*inspect.signature(graphed).parameters, "method")[1:]
 
 
