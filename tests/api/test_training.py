@@ -723,3 +723,66 @@ def test_a_step_under_no_grad_sees_frozen_layers_too() -> None:
             serve(*batch)
         twin.step(*batch)
         assert_same(learner.state()["nets"], twin.state()["nets"])
+
+
+def test_gradients_that_add_up_over_calls() -> None:
+    """The caller steps and clears after each fourth call: with and without gradients at its begin, a graph serves."""
+
+    class Adds(Regression):
+        def step(self, x: Tensor, y: Tensor) -> Tensor:
+            loss = functional.mse_loss(self.nets(x), y)
+            loss.backward()
+            return loss
+
+    def finish(learner: Learner) -> None:
+        learner.optimizers[0].step()
+        learner.optimizers[0].zero_grad()
+
+    twins, reasons = Twins(Adds), []
+    for _ in range(10):
+        reasons += twins.calls_of(4)
+        twins.both(finish)
+    assert set(reasons[-16:]) == {Reason.EXACT}
+
+
+def test_two_steps_share_their_networks() -> None:
+    """As those of a generator and its judge: each leaves gradients that the other clears."""
+
+    class Adversaries(Learner):
+        def __init__(self) -> None:
+            self.nets = nn.ModuleDict({"makes": nn.Linear(4, 3), "judges": nn.Linear(3, 1)})
+            self.optimizers = tuple(Adam(part.parameters(), lr=1e-3, fused=True) for part in self.nets.values())
+
+        def step(self, noise: Tensor, real: Tensor) -> Tensor:
+            made = self.nets["makes"](noise).detach()
+            loss = (self.nets["judges"](real) - 1).pow(2).mean() + self.nets["judges"](made).pow(2).mean()
+            self.optimizers[1].zero_grad()
+            loss.backward()
+            self.optimizers[1].step()
+            return loss
+
+        def make(self, noise: Tensor) -> Tensor:
+            loss = (self.nets["judges"](self.nets["makes"](noise)) - 1).pow(2).mean()
+            self.optimizers[0].zero_grad()
+            loss.backward()
+            self.optimizers[0].step()
+            return loss
+
+    twins = Twins(Adversaries)
+    make = gd.graphed(twins.served.make, dynamic={}, gradients="inside", options=PATIENT)
+    for _ in range(20):
+        reason = twins.call()
+        noise = torch.randn(16, 4)
+        assert_same(make(noise), twins.plain.make(noise).detach())
+        twins.agree()
+    assert (reason, make.last_decision.reason) == (Reason.EXACT, Reason.EXACT)
+
+
+def test_weights_of_another_type() -> None:
+    """``double()`` gives parameters and gradients other memory in place: captured anew."""
+    twins = Twins(Regression)
+    twins.settle()
+    twins.both(lambda one: one.nets.double())
+    for _ in range(12):
+        reason = twins.call(*(one.double() for one in twins.served.batch()))
+    assert reason is Reason.EXACT
