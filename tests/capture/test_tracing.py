@@ -62,7 +62,8 @@ def test_a_capture_does_not_load_the_compiler() -> None:
     """Loading it takes longer than many captures."""
     code = """
 import sys, torch, graphdispatch as gd
-step = gd.graphed(torch.nn.Linear(3, 3).eval(), sizes=(4,), dynamic={"input": 0})
+options = gd.CUDAGraphOptions(capture_share=None)
+step = gd.graphed(torch.nn.Linear(3, 3).eval(), sizes=(4,), dynamic={"input": 0}, options=options)
 with torch.no_grad():
     for _ in range(4):
         step(torch.randn(4, 3))

@@ -39,7 +39,7 @@ def captured(**given: Any) -> Verification:
 
 def test_calls_that_are_all_alike_become_hits() -> None:
     """After some of them; padded ones do not."""
-    graph = captured(replay_count=MOST_ALIKE, proof=proven())
+    graph = captured(replay_count=MOST_ALIKE, proof=proven(), traced={SIZE})
     assert (graph.may_hit(SIZE), graph.may_hit(SIZE - 1)) == (True, False)
 
 
@@ -53,7 +53,7 @@ def test_a_graph_of_somebody_else_is_never_compared() -> None:
 
 def test_one_padded_batch_is_compared() -> None:
     """It is the alarm for a wrong rule; then all batches for which the run speaks are hits."""
-    graph = captured(state=EntryState.VERIFIED, proof=proven(is_compared=False))
+    graph = captured(state=EntryState.VERIFIED, proof=proven(is_compared=False), traced={SIZE})
     assert graph.proof is not None
     assert [graph.may_hit(rows) for rows in (1, 2, 3, 4)] == [False, False, False, True]
     graph.proof.note_compared(3, SIZE)
@@ -63,10 +63,11 @@ def test_one_padded_batch_is_compared() -> None:
 def test_a_batch_outside_of_the_run_is_due_until_a_run_speaks_for_it() -> None:
     """Or until it is known that Python takes another path for it."""
     proof = proven(runs=[Above(2)])
-    assert [proof.is_due(rows, SIZE) for rows in (1, 2, 3, 4)] == [True, True, False, False]
+    graph = captured(proof=proof, traced={SIZE})
+    assert [graph.needs_look(rows) for rows in (1, 2, 3, 4)] == [True, True, False, False]
     proof.unlike[1] = "another path"
     proof.runs.append(Above(1))
-    assert not any(proof.is_due(rows, SIZE) for rows in (1, 2, 3, 4))
+    assert not any(graph.needs_look(rows) for rows in (1, 2, 3, 4))
     assert proof.objection(1, SIZE) == (Reason.PATH_CHANGES, "another path")
     assert proof.objection(2, SIZE) is None
 
@@ -74,11 +75,20 @@ def test_a_batch_outside_of_the_run_is_due_until_a_run_speaks_for_it() -> None:
 def test_by_the_users_word_both_ends_are_compared() -> None:
     """A batch smaller than all that were compared with a size is compared; what lies between is served."""
     proof = proven(runs=[], is_word=True, is_compared=False)
+    graph, other = captured(proof=proof), Verification(size=2 * SIZE, proof=proof)
     proof.note_compared(3, SIZE)
-    assert [proof.is_due(rows, SIZE) for rows in (1, 2, 3)] == [True, True, False]
+    assert [graph.needs_look(rows) for rows in (1, 2, 3)] == [True, True, False]
     proof.note_compared(1, SIZE)
-    assert not any(proof.is_due(rows, SIZE) for rows in (1, 2, 3))
-    assert proof.is_due(2, 2 * SIZE)  # the ends of another size
+    assert not any(graph.needs_look(rows) for rows in (1, 2, 3))
+    assert other.needs_look(2)  # the ends of another size
+
+
+def test_a_run_whose_code_nobody_traced_says_nothing_of_effects() -> None:
+    """It must speak for a batch whose code was traced for this graph, too."""
+    proof = proven(runs=[Above(2)])
+    graph, other = captured(proof=proof, traced={1}), captured(proof=proof, traced={1, 4})
+    assert [graph.needs_look(rows) for rows in (1, 2, 3, 4)] == [False, True, True, True]
+    assert [other.needs_look(rows) for rows in (1, 2, 3, 4)] == [False, True, False, False]
 
 
 @pytest.mark.parametrize("along", ["", "real rows depend on padding along 'seq'"])
@@ -87,9 +97,10 @@ def test_a_length_is_looked_at_once(along: str) -> None:
     _, seq = BOTH
     proof = proven(axes=BOTH, mixed=frozenset([seq]))
     full, short, few = (pack(BOTH, lengths) for lengths in ((4, 8), (4, 6), (3, 8)))
-    assert (proof.is_due(short, full), proof.is_due(few, full)) == (True, False)
+    graph = Verification(size=full, proof=proof, traced={full})
+    assert (graph.needs_look(short), graph.needs_look(few)) == (True, False)
     proof.along[seq] = along
-    assert not proof.is_due(short, full)
+    assert not graph.needs_look(short)
     assert proof.objection(short, full) == ((Reason.ROWS_MIX, along) if along else None)
     assert proof.objection(few, full) is None
     proof.against_rows = Reason.ROWS_MIX, "rows mix"

@@ -182,7 +182,7 @@ def test_a_callable_is_measured() -> None:
     seen = Spy([])  # no guard takes its content for state
 
     def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        seen.append(tuple(x.shape))
+        seen.append(tuple(map(int, x.shape)))
         return x.mul(2).relu().sub(1).mul(weight)
 
     example = {"x": torch.arange(12.0).view(3, 4), "weight": torch.ones(3, 1)}

@@ -102,7 +102,7 @@ class CaptureAttempt:
         around: AbstractContextManager[Any] | None = None,
     ) -> _T:
         """What ``read`` gives of the output of a run on these values, of which nothing stays. ``around`` is entered
-        right around the call, whose code is not traced then.
+        right around the call.
 
         Raises what the call raises, and ``CaptureError`` if it changes Python state or draws where no graph draws.
         """
@@ -110,8 +110,8 @@ class CaptureAttempt:
         self.runs_code = True
         within = copy_context().run
         try:
-            tracing = self.tracing() if around is None else nullcontext()
-            with uncached_casts(), request.backend.rehearsing(), tracing, effects.guarding(), around or nullcontext():
+            watching = effects.guarding()
+            with uncached_casts(), request.backend.rehearsing(), self.tracing(), watching, around or nullcontext():
                 output = within(request.call, values)
             within(eager.check_state)
             has_kept_state = True

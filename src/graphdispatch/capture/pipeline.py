@@ -145,9 +145,7 @@ def _like(request: CaptureRequest, entry: CUDAGraphEntry | None) -> CUDAGraphEnt
             continue
         if one.state is EntryState.FAILED:
             continue
-        if request.rows == one.size or (
-            proof.speaks_for(request.rows, request.size) and proof.speaks_for(request.size, request.size)
-        ):
+        if one.has_path(request.rows) and one.has_path(request.size):
             return one
     return None
 
@@ -249,7 +247,8 @@ def _compare_or_refuse(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
     """Compare a replay of this batch with eager, unless Python takes another path for it. What shows that padding
     alone is at fault is noted in the proof: a graph of full batches is not wrong for that."""
     request, proof, was_verified = attempt.request, entry.proof, entry.state is EntryState.VERIFIED
-    if request.is_padded and proof is not None and not proof.speaks_for(request.rows, request.size):
+    is_spoken_for = proof is None or proof.speaks_for(request.rows) or entry.has_path(request.rows)
+    if proof is not None and request.is_padded and not is_spoken_for:
         speak_for_batch(attempt, proof, entry.program)
         if request.rows in proof.unlike:
             return
@@ -271,7 +270,7 @@ def _compare_or_refuse(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
 
 def _compare(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
     """Replay this batch from where the eager run began, compare, and note in the entry what the batch has shown."""
-    request, eager, proof = attempt.request, attempt.eager, entry.proof
+    request, eager = attempt.request, attempt.eager
     attempt.start_over(f"comparing the replay of {request.rows} rows with eager")
     load_s = seconds_of(request, attempt.load)
     attempt.replay_s = load_s + seconds_of(request, lambda: attempt.replay(entry))
@@ -284,10 +283,11 @@ def _compare(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
         raise VerificationError(f"{error}{_remedy_for(attempt, error.rtol)}") from error
     if request.is_padded:
         check_padding_writes(request, eager, attempt.warm_run.regions)
-    if request.is_padded and proof is not None and proof.is_due(request.rows, request.size):
+    if request.is_padded and entry.needs_look(request.rows):
         _prove_padding(attempt, entry)
     if eager.like is None:
         grow_guard(attempt, entry)
+        entry.traced.add(request.rows)
     if entry.metadata is not None:
         entry.metadata.note(request.values)
 

@@ -227,8 +227,10 @@ def _follow(attempt: CaptureAttempt, rows: int) -> tuple[FollowedRun, Any] | str
         program = Program(effects.dispatched)
         return FollowedRun(rows, run.verdict(tensors_in(output)), program, single), output
 
+    trace = attempt.eager.trace
     try:
-        return attempt.run_apart(effects, request.values_with(values), read, around=run.watching())
+        with trace.of_another_batch():
+            return attempt.run_apart(effects, request.values_with(values), read, around=run.watching())
     except Exception as error:
         if ends_capture(request.backend, error):
             raise

@@ -7,7 +7,7 @@ Verification       all of it for one graph, and the one policy: what it may serv
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
 from typing import Any, Protocol
@@ -82,19 +82,23 @@ class RowProof:
             return Reason.ROWS_MIX, along
         return (Reason.PATH_CHANGES, self.unlike[rows]) if rows in self.unlike else None
 
-    def is_due(self, rows: int, size: int) -> bool:
-        """Whether a padded batch must be compared with eager before the graph of ``size`` serves it."""
-        if self.is_trusted or rows == size or self.objection(rows, size) is not None:
-            return False
+    def is_new_padding(self, rows: int, size: int) -> bool:
+        """Whether a batch is padded as none was that was compared with eager."""
         is_new = any(a in self.mixed and a not in self.along and a.of(rows) != a.of(size) for a in self.axes)
-        return is_new or not self.is_compared or not self.speaks_for(rows, size)
+        return rows != size and (is_new or not self.is_compared)
 
-    def speaks_for(self, rows: int, size: int) -> bool:
-        """Whether Python is known to take the path of the graph of ``size`` for a batch."""
+    def has_path(self, rows: int, traced: Iterable[int]) -> bool:
+        """Whether Python takes the path, for a batch, that it took for one of those whose code was traced."""
+        lengths = [lengths_of(self.axes, one) for one in (rows, *traced)]
+        return any(run.speaks_for(lengths[0]) and any(map(run.speaks_for, lengths[1:])) for run in self.runs)
+
+    def speaks_for(self, rows: int) -> bool:
+        """Whether there is a run that speaks for a batch, whether or not its code was traced."""
+        return any(run.speaks_for(lengths_of(self.axes, rows)) for run in self.runs)
+
+    def is_between(self, rows: int, size: int) -> bool:
+        """Whether, by the user's word, a batch is like others since it lies between such as were compared."""
         lengths = lengths_of(self.axes, rows)
-        if any(run.speaks_for(lengths) for run in self.runs):
-            return True
-        # By the user's word, what lies between batches that were compared is like them.
         ends = [lengths_of(self.axes, one) for one in self._ends.get(size, ())] if self.is_word else []
         return any(all(low <= own for low, own in zip(end, lengths, strict=True)) for end in ends)
 
@@ -229,6 +233,8 @@ class Verification:
     """The operators of the graph."""
     proof: RowProof | None = None
     """What is shown of its rows; None where nobody pads a batch to it, or where that is not known."""
+    traced: set[int] = field(default_factory=set)
+    """The batches whose code was traced for the graph's guard."""
     metadata: ArgumentMetadata | None = None
     """What the code reads of its arguments besides their values, in the calls that were compared; None: nothing."""
     knows_effects: bool = True
@@ -249,7 +255,7 @@ class Verification:
             return False
         if self.metadata is not None and not self.metadata.knows(values):
             return True
-        if (self.proof is not None and self.proof.is_due(rows, self.size)) or self.is_due_again:
+        if self.needs_look(rows) or self.is_due_again:
             return True
         return self.state is EntryState.FAILED or (self.state is EntryState.CAPTURED and self.differs(values))
 
@@ -329,10 +335,32 @@ class Verification:
         Args:
             rows: The number of real rows.
         """
-        if rows == self.size:
-            return True
+        if self.proof is None:
+            return rows == self.size
+        return self.proof.objection(rows, self.size) is None and not self.needs_look(rows)
+
+    def needs_look(self, rows: int) -> bool:
+        """Whether a batch must be run eagerly, traced and compared before the graph serves it: none was padded so, or
+        Python may take a path for it on which no code was traced.
+
+        Args:
+            rows: The number of real rows.
+        """
         proof = self.proof
-        return proof is not None and proof.objection(rows, self.size) is None and not proof.is_due(rows, self.size)
+        if proof is None or proof.is_trusted or proof.objection(rows, self.size) is not None:
+            return False
+        return proof.is_new_padding(rows, self.size) or not self.has_path(rows)
+
+    def has_path(self, rows: int) -> bool:
+        """Whether Python takes a path for a batch on which its code was traced, so that the graph's guard holds what it
+        reads, and it leaves no effect that a replay would lose.
+
+        Args:
+            rows: The number of real rows.
+        """
+        if self.proof is None or rows in self.traced:
+            return True
+        return self.proof.has_path(rows, self.traced) or self.proof.is_between(rows, self.size)
 
     def against_padding(self, rows: int) -> tuple[Reason, str] | None:
         """Why a batch may not be padded to the graph's size, in a word and in detail; None if it may, as far as is

@@ -178,7 +178,7 @@ def _objection(entry: CUDAGraphEntry, values: Sequence[Any], rows: int, part: in
         )
     if proof.by_place:
         return f"rows get something by their place in the batch, in {proof.by_place}"
-    if not any(run.speaks_for(lengths_of(axes, rows)) for run in proof.runs):
+    if not proof.has_path(rows, entry.traced):
         return "no run speaks for so many rows"
     if entry.state is not EntryState.VERIFIED or not entry.may_pad(part) or entry.is_due_again:
         return f"its graph of {entry.size} was not compared for {part} rows yet"

@@ -341,7 +341,7 @@ def _compare_padded(
     pairs = zip(lengths_of(axes, least), lengths_of(axes, entry.size), strict=True)
     for lengths in islice(product(*(range(low, high + 1) for low, high in pairs)), _MOST_LOOKED_AT):
         rows = pack(axes, lengths)
-        if not proof.is_due(rows, entry.size):
+        if not entry.needs_look(rows):
             continue
         most = largest_within(group.inputs.specs, rows, [one for one in axes if one.of(rows) != one.of(entry.size)])
         if 0 in most.values():

@@ -14,7 +14,8 @@ import sys
 import threading
 import types
 from _lsprof import Profiler as _Profiler
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import Context
 from itertools import accumulate
 from operator import attrgetter, methodcaller
@@ -163,6 +164,19 @@ class CodeTrace(CodeNotes, CodeListener):
         refusal = self.refusal()
         if refusal is not None and (error is None or isinstance(error, (Exception, _SparedError))):
             raise refusal from None
+
+    @contextmanager
+    def of_another_batch(self) -> Iterator[None]:
+        """A run that no call made: what it may not do refuses this run alone, and ends it before it is done."""
+        before = self.spares, self.spared, self._unseen_call, self.is_deaf
+        self.spares = True
+        try:
+            yield
+        except Exception:
+            _, self.spared, self._unseen_call, self.is_deaf = before
+            raise
+        finally:
+            self.spares = before[0]
 
     def is_in_break(self) -> bool:
         """Whether what runs now is inside of a break, or of a first import."""
