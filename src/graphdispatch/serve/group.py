@@ -186,7 +186,10 @@ class StayEager:
         self.times = self.times + 1 if decision.reason is self.decision.reason else 1
         self.decision = decision
         doublings = min(self.times - (_ALL_LOOKED_AT if self.group is not None else _ALL_UNMATCHED), 16)
-        self.left = int(min(1 << doublings, most)) if doublings > 0 else 0
+        if decision.reason is Reason.CAPTURE_WAITS:
+            self.left = int(most)
+        else:
+            self.left = int(min(1 << doublings, most)) if doublings > 0 else 0
 
 
 class Hits(dict[int, Hit | StayEager | None]):

@@ -216,7 +216,8 @@ class Server:
             route.unmatched.pop((len(args), *kwargs), None)
             if is_eager and decision.reason not in _OF_ONE_CALL:
                 waits = decision.reason is Reason.CAPTURE_WAITS
-                most = self.graphs.budget.calls_until_time if waits else math.inf
+                # Those of other numbers of rows come in between.
+                most = min(self.graphs.budget.calls_until_time // 8, MOST_UNMATCHED) if waits else math.inf
                 group.stay_eager(choice.matched, choice.size, decision, most)
             else:
                 group.leave_eager(choice.matched, decision.rows)
