@@ -18,6 +18,7 @@ import torch
 from .tracing import untraced
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_PROOF = os.path.join(_PACKAGE, "proof", "")
 _DEMO = os.path.join(_PACKAGE, "demo", "")
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _AROUND_OPERATORS = {
@@ -31,6 +32,11 @@ _AROUND_OPERATORS = {
 def is_own_code(path: str) -> bool:
     """Whether a file of code belongs to this package, but for its demo."""
     return path.startswith(_PACKAGE) and not path.startswith(_DEMO)
+
+
+def is_code_of_proof(path: str) -> bool:
+    """Whether a file of code belongs to what follows rows through a run, which runs in the place of torch's."""
+    return path.startswith(_PROOF)
 
 
 def is_torch_code(path: str) -> bool:

@@ -145,7 +145,10 @@ def _like(request: CaptureRequest, entry: CUDAGraphEntry | None) -> CUDAGraphEnt
             continue
         if one.state is EntryState.FAILED:
             continue
-        if one.has_path(request.rows) and one.has_path(request.size):
+        is_shown = request.rows == one.size or (
+            proof.speaks_for(request.rows, request.size) and proof.speaks_for(request.size, request.size)
+        )
+        if is_shown and one.has_path(request.rows) and one.has_path(request.size):
             return one
     return None
 
@@ -247,8 +250,7 @@ def _compare_or_refuse(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
     """Compare a replay of this batch with eager, unless Python takes another path for it. What shows that padding
     alone is at fault is noted in the proof: a graph of full batches is not wrong for that."""
     request, proof, was_verified = attempt.request, entry.proof, entry.state is EntryState.VERIFIED
-    is_spoken_for = proof is None or proof.speaks_for(request.rows) or entry.has_path(request.rows)
-    if proof is not None and request.is_padded and not is_spoken_for:
+    if request.is_padded and proof is not None and not proof.speaks_for(request.rows, request.size):
         speak_for_batch(attempt, proof, entry.program)
         if request.rows in proof.unlike:
             return

@@ -92,13 +92,12 @@ class RowProof:
         lengths = [lengths_of(self.axes, one) for one in (rows, *traced)]
         return any(run.speaks_for(lengths[0]) and any(map(run.speaks_for, lengths[1:])) for run in self.runs)
 
-    def speaks_for(self, rows: int) -> bool:
-        """Whether there is a run that speaks for a batch, whether or not its code was traced."""
-        return any(run.speaks_for(lengths_of(self.axes, rows)) for run in self.runs)
-
-    def is_between(self, rows: int, size: int) -> bool:
-        """Whether, by the user's word, a batch is like others since it lies between such as were compared."""
+    def speaks_for(self, rows: int, size: int) -> bool:
+        """Whether a batch is shown to dispatch the operators of the graph of ``size``: a run speaks for it, or, by the
+        user's word, it is like others since it lies between such as were compared."""
         lengths = lengths_of(self.axes, rows)
+        if any(run.speaks_for(lengths) for run in self.runs):
+            return True
         ends = [lengths_of(self.axes, one) for one in self._ends.get(size, ())] if self.is_word else []
         return any(all(low <= own for low, own in zip(end, lengths, strict=True)) for end in ends)
 
@@ -349,7 +348,8 @@ class Verification:
         proof = self.proof
         if proof is None or proof.is_trusted or proof.objection(rows, self.size) is not None:
             return False
-        return proof.is_new_padding(rows, self.size) or not self.has_path(rows)
+        is_shown = rows == self.size or proof.speaks_for(rows, self.size)
+        return proof.is_new_padding(rows, self.size) or not is_shown or not self.has_path(rows)
 
     def has_path(self, rows: int) -> bool:
         """Whether Python takes a path for a batch on which its code was traced, so that the graph's guard holds what it
@@ -358,9 +358,9 @@ class Verification:
         Args:
             rows: The number of real rows.
         """
-        if self.proof is None or rows in self.traced:
+        if self.proof is None or rows in self.traced or self.proof.has_path(rows, self.traced):
             return True
-        return self.proof.has_path(rows, self.traced) or self.proof.is_between(rows, self.size)
+        return self.proof.is_word and self.proof.speaks_for(rows, self.size)
 
     def against_padding(self, rows: int) -> tuple[Reason, str] | None:
         """Why a batch may not be padded to the graph's size, in a word and in detail; None if it may, as far as is

@@ -46,8 +46,8 @@ class CaptureBudget:
     clock = staticmethod(time.perf_counter)
     """The time in seconds."""
     first_capture_s, first_capture_calls = 0.08, 50
-    """The first capture is expected to take so long, and besides as long as so many calls: roughly what it takes for the
-    programs of ``make real``."""
+    """The first capture is expected to take so long, and besides as long as so many calls: roughly what it takes for
+    the programs of ``make real``."""
 
     def __init__(
         self, share: float | None, count_replays: Callable[[], int], count_saved: Callable[[], float] = float

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..backends.code_events import CodeListener, is_own_code, is_torch_code
+from ..backends.code_events import CodeListener, is_code_of_proof, is_own_code, is_torch_code
 from ..call.breaks import BREAK_CODE
 from ..errors import CaptureError
 from ..reasons import Reason
@@ -271,6 +271,8 @@ class CodeTrace(CodeNotes, CodeListener):
             if code not in self._run_beside:
                 self._run_beside.add(code)
                 self.of_breaks.names |= code_reads(code).attributes
+        elif self._inside and is_code_of_proof(code.co_filename):
+            self.plain[id(code)] = code
         elif self._inside:
             notes = self.of_breaks if self._depth else self
             place = id(code), notes is self

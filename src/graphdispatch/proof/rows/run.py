@@ -74,6 +74,20 @@ _RULE_FAILS = (
 )
 
 
+class _Calling:
+    """The block in which a function of torch runs. Its code is traced, so it uses none of the standard library."""
+
+    def __init__(self, run: "RowRun", caller: Caller) -> None:
+        self._run, self._caller = run, caller
+
+    def __enter__(self) -> Caller:
+        self._outer = self._run.replace_caller(self._caller)
+        return self._caller
+
+    def __exit__(self, *_: object) -> None:
+        self._run.replace_caller(self._outer)
+
+
 class RowRun(OperatorMode):
     """Follows the rows of one run through its operators.
 
@@ -260,14 +274,16 @@ class RowRun(OperatorMode):
 
     # -- functions
 
-    @contextmanager
-    def calling(self, function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Caller]:
+    def calling(
+        self, function: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> AbstractContextManager[Caller]:
         """The block in which a function of torch runs that Python called."""
-        outer, self._caller = self._caller, Caller(self, function, args, kwargs)
-        try:
-            yield self._caller
-        finally:
-            self._caller = outer
+        return _Calling(self, Caller(self, function, args, kwargs))
+
+    def replace_caller(self, caller: Caller | None) -> Caller | None:
+        """Have another function of torch run from now on, or none; returns the one that ran."""
+        before, self._caller = self._caller, caller
+        return before
 
     def note_script(self, args: Any, kwargs: Any) -> None:
         """A script of TorchScript runs: no mode sees what it reads of sizes."""
