@@ -13,6 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from traceback import clear_frames
 from typing import Any, NamedTuple
 
 import torch
@@ -442,7 +443,10 @@ class Server:
             decision = Decision.eager(result.reason, choice.rows, result.detail)
         self.count_eager(decision, result.error)
         self.local.decision = decision
-        answer, result.error = result.answer, None  # whose traceback would keep the frames of this call and its batch
+        answer, error, result.error = result.answer, result.error, None
+        while error is not None:  # its frames would keep the batch, and what autograd has noted on the capture's stream
+            clear_frames(error.__traceback__)
+            error = error.__cause__
         if result.entry is not None:
             answer = result.entry.outputs.with_values(answer, choice.rows)
         return self.graphs.give(answer)
