@@ -208,6 +208,7 @@ class GraphSet:
         for entry in group.all_entries:
             self.release(self.cache.retire(entry, EvictionReason.DROPPED))
         self.groups.pop(group.key, None)
+        group.route.unmatched.clear()
         for key, form in list(group.route.forms.items()):
             if group in form.groups:
                 form.groups.remove(group)

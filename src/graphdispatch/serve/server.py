@@ -73,6 +73,7 @@ _NEW = (Reason.FIRST_SIGHTING, Reason.CONSTANT_CHANGES)
 _OF_ONE_CALL = (
     *(Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.FROZEN, Reason.MODE_ACTIVE),
     *(Reason.CALL_RAISED, Reason.ALIASED_ARGUMENTS, Reason.REPLAY_FAILED, Reason.STATE_SHARED),
+    *(Reason.DISABLED, Reason.NOT_CAPTURED),
 )
 """Reasons that say nothing of the next call of so many rows."""
 _AGAINST_LOSS = "have a size nearer to it (sizes=)"
@@ -210,6 +211,8 @@ class Server:
         made, compared or served. With ``strict`` each call is looked at, since it raises."""
         group, decision = choice.group, choice.decision
         is_eager = not decision.mode.has_graphs() and not self.strict
+        if group is None and decision.reason in _OF_ONE_CALL:
+            return
         if is_eager and (group is None or (group.is_new and decision.reason in _NEW)):
             stays = route.unmatched.setdefault((len(args), *kwargs), StayEager(decision))
             stays.again(decision, MOST_UNMATCHED)
