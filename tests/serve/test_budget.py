@@ -102,6 +102,24 @@ def test_failures_use_up_nothing_that_others_need() -> None:
     assert service.budget.has_time(is_doubtful=True)
 
 
+def test_a_prewarm_uses_up_nothing() -> None:
+    """But shows how long captures take, good ones and others."""
+    service = Service()
+    service.call(100)
+
+    def work(seconds: float, entry: Any) -> Any:
+        service.now += seconds
+        return SimpleNamespace(entry=entry)
+
+    service.budget.learn(lambda: work(1.0, None))
+    assert service.budget.has_time()
+    assert not service.budget.has_time(is_doubtful=True)
+    service.budget.learn(lambda: work(0.03, object()))
+    assert service.budget.has_time()
+    service.budget.learn(lambda: work(0.05, object()))
+    assert not service.budget.has_time()
+
+
 def test_a_batch_takes_what_the_ones_beside_it_take() -> None:
     """By its rows, until three runs of its own have shown more; the shortest run counts."""
     times = EagerTimes()

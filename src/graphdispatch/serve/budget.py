@@ -116,6 +116,16 @@ class CaptureBudget:
                 self._failed_s += taken_s
                 self._failure_s = taken_s
 
+    def learn(self, capture: Callable[[], CaptureResult]) -> CaptureResult:
+        """``capture()``, which nobody waits for: it uses up nothing, and shows how long others will take."""
+        started = self.clock()
+        result = capture()
+        if result.entry is not None:
+            self._capture_s = self.clock() - started
+        else:
+            self._failure_s = self.clock() - started
+        return result
+
     def note_eager(self, seconds: float) -> None:
         """Note a call that ran eagerly. Needs no lock."""
         self._eager_s += seconds

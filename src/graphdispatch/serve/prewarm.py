@@ -238,7 +238,7 @@ class _Prewarm:
         Raises ``FallbackError`` with ``strict``.
         """
         graphs, batch = self._server.graphs, group.resized(leaves, size)
-        result = graphs.capture(group, batch, size, size, keep_effects=False)
+        result = graphs.budget.learn(lambda: graphs.capture(group, batch, size, size, keep_effects=False))
         if result.entry is not None:
             result = self._compare(group, leaves, result.entry) or result
         if result.entry is None and self._server.strict:
