@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphdispatch import Reason
+from graphdispatch import Reason, graphed
 
 from ..helpers import assert_same, make
 
@@ -123,3 +123,15 @@ def test_a_number_that_is_compared_by_identity_is_seen_in_the_code() -> None:
         for rows in (8, 8, 5, 3, 5):
             assert_same(step(torch.ones(rows, 4)), fn(torch.ones(rows, 4)))
         assert f"by identity (is), by_identity.py:{line}" in step.explain(torch.ones(5, 4))
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_a_view_changed_in_place_is_the_same_tensor(kind: type[nn.Module]) -> None:
+    """Recurrent networks turn their result (``transpose_``), for which other lengths of rows stand in memory."""
+    cells = kind(8, 8, batch_first=True).eval()
+    step = graphed(lambda x: cells(x)[0][:, -1], dynamic={"x": 0}, sizes=(4, 16))
+    step.prewarm(torch.randn(16, 3, 8))
+    for rows in (16, 4, 5, 13, 3, 2):
+        x = torch.randn(rows, 3, 8)
+        torch.testing.assert_close(step(x), cells(x)[0][:, -1])
+    assert step.stats.hits == 6

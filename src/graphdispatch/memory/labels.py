@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch._ops import OpOverload
 
-from ..backends.operators import is_strided, keeps_elements, per_operator, storage_key, view_key
+from ..backends.operators import changes_view, is_strided, keeps_elements, per_operator, storage_key, view_key
 from ..call.spec import is_tensor
 
 
@@ -123,7 +123,8 @@ class Labels:
             self._count += 1
         else:
             source = self._name(given[0], keys[id(given[0])])
-        writes = {keys[id(one)] for one in written if id(one) in keys}
+        # What only looks at its memory in another way (``transpose_``) writes nothing, and has a name in its new place.
+        writes = {keys[id(one)] for one in written if id(one) in keys and not changes_view(func)}
         for key in writes & self._names.keys() if writes else ():
             names = self._names[key]
             ranks = {name: rank for rank, name in enumerate(dict.fromkeys(names.values()))}
