@@ -208,7 +208,6 @@ class GraphSet:
         for entry in group.all_entries:
             self.release(self.cache.retire(entry, EvictionReason.DROPPED))
         self.groups.pop(group.key, None)
-        group.route.unmatched.clear()
         for key, form in list(group.route.forms.items()):
             if group in form.groups:
                 form.groups.remove(group)
@@ -474,6 +473,7 @@ class GraphSet:
         with self.lock:
             for group in list(self.groups.values()):
                 self.forget(group)
+                group.route.unmatched.clear()
             self.cache.admission.clear()
             self.budget.clear()
             self._trim()
