@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+import graphdispatch as gd
 from graphdispatch import CUDAGraphOptions, Reason, graphed
 from graphdispatch.serve import group as serve_group
 from graphdispatch.serve.budget import CaptureBudget, EagerTimes, loses, may_lose
@@ -206,6 +207,20 @@ def test_a_prewarm_makes_sure(is_short: bool, monkeypatch: pytest.MonkeyPatch) -
     for entry in (step.prewarm(torch.ones(8, 3)), *step.entries)[1:]:
         assert entry.gain is not None
     assert timed == ([8, 5, 5, 4, 1, 1] if is_short else [5, 1])
+
+
+def test_a_prewarm_times_only_what_the_callable_takes() -> None:
+    """Lengths of an example may lie beyond the batches that are cut from it: such a batch is not timed."""
+    length = gd.Dim("length", sizes=[16, 32])
+    step = graphed(
+        lambda x, n: x.gather(1, (n - 1).view(-1, 1)).squeeze(1) * 2,
+        dynamic={"x": {0: "batch", 1: length}, "n": 0},
+        pad={"n": 1},
+        sizes=(2, 4),
+    )
+    report = step.prewarm(torch.randn(4, 32), torch.tensor([32, 31, 30, 29]))
+    (captured,) = report.captured.values()
+    assert len(captured) == 2
 
 
 def test_what_waits_says_what_stands_against_it() -> None:

@@ -18,6 +18,7 @@ from ..call.spec import CallSpec, FlatCall
 from ..capture.padding import holds_flags
 from ..decide import Decision, SizeTable, descriptor_of
 from ..descriptors import BatchDescriptor
+from ..errors import GraphDispatchError, error_of_signal
 from ..memory.cache import Failure, Quarantine
 from ..memory.entry import CUDAGraphEntry
 from ..memory.inputs import StaticInputs
@@ -328,27 +329,33 @@ class GraphGroup:
             return ""
         return f"it takes {milliseconds(gain.replay_ms)} instead of {milliseconds(gain.eager_ms)}"
 
-    def make_sure(self, entry: CUDAGraphEntry, leaves: Sequence[Any], least: int) -> None:
+    def make_sure(self, entry: CUDAGraphEntry, full: Sequence[Any], least: int, values: Sequence[Any]) -> None:
         """Time eager runs of a full batch and of the smallest one that is padded to a graph; and up to three replays
         of the latter, where it is in doubt whether the graph is faster. One short run alone may be noise.
 
         Args:
             entry: The graph; nothing is run if its calls leave effects.
-            leaves: The values of an example.
+            full: The values of a full batch.
             least: The rows of the smallest batch.
+            values: The values of that.
         """
         if not self.judges_gain or entry.gain is None or entry.writes_outside:
             return
-        values = self.resized(leaves, least)
-        if entry.gain.eager_ms < _SHORT_MS:
-            self._time_eager(entry.size, self.resized(leaves, entry.size))
-            self._time_eager(least, values)
-        for _ in range(ENOUGH):
-            gain = self.gain(entry, least)
-            if gain is None or not may_lose(gain):
-                return
-            self._time_eager(least, values)
-            entry.serve(values, least, is_timed=True)
+        try:
+            if entry.gain.eager_ms < _SHORT_MS:
+                self._time_eager(entry.size, full)
+                self._time_eager(least, values)
+            for _ in range(ENOUGH):
+                gain = self.gain(entry, least)
+                if gain is None or not may_lose(gain):
+                    return
+                self._time_eager(least, values)
+                entry.serve(values, least, is_timed=True)
+        except Exception as error:
+            if error_of_signal(error) is not None or isinstance(error, GraphDispatchError):
+                raise
+            self.backend.raise_if_lost(error)
+            _log.debug("%r was not timed for %d rows: %s", entry, least, error)  # the callable takes no batch made so
 
     def _time_eager(self, rows: int, values: Sequence[Any]) -> None:
         copy_context().run(self.timed(self.call, rows), values)

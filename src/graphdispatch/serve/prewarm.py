@@ -208,8 +208,11 @@ class _Prewarm:
         for size in sizes if group.signature.has_rows else ():
             entry = self._server.graphs.current(group, size)
             least = group.route.table.min_batch_of(size)
-            if entry is not None and entry.may_hit(least):
-                group.make_sure(entry, leaves, least)
+            if entry is None or not entry.may_hit(least):
+                continue
+            values = _within(group, group.resized(leaves, least), least, size)
+            if values is not None:
+                group.make_sure(entry, group.resized(leaves, size), least, values)
 
     def _capture_cut(self, group: GraphGroup, leaves: Sequence[Any], size: int) -> tuple[str, Reason] | None:
         """Capture one size; why there is no graph of it, or None.
@@ -343,19 +346,26 @@ def _compare_padded(
         rows = pack(axes, lengths)
         if not entry.needs_look(rows):
             continue
-        most = largest_within(group.inputs.specs, rows, [one for one in axes if one.of(rows) != one.of(entry.size)])
-        if 0 in most.values():
-            continue  # a length of no elements, made of one, would say something else
-        values = group.varied(leaves, rows)
-        for spec in group.inputs.specs:
-            if spec.name in most:
-                values[spec.position] = values[spec.position].clamp(max=most[spec.name])
-        found = graphs.difference_on(group, values, rows, entry)
+        values = _within(group, group.varied(leaves, rows), rows, entry.size)
+        found = graphs.difference_on(group, values, rows, entry) if values is not None else None
         if found is not None:
             return found
     if entry.state is not EntryState.FAILED:
         entry.state, entry.warm_batch = state, batch
     return None
+
+
+def _within(group: GraphGroup, values: list[Any], rows: int, size: int) -> list[Any] | None:
+    """A batch that was cut from an example for a graph of ``size``, with integers that name elements within it; None
+    where there is no such batch: a length of no elements, made of one, would say something else."""
+    shorter = [axis for axis in group.inputs.axes if axis.of(rows) != axis.of(size)]
+    most = largest_within(group.inputs.specs, rows, shorter)
+    if 0 in most.values():
+        return None
+    for spec in group.inputs.specs:
+        if spec.name in most:
+            values[spec.position] = values[spec.position].clamp(max=most[spec.name])
+    return values
 
 
 def arguments_of(dummy: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
