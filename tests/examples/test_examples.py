@@ -1,4 +1,7 @@
-"""The examples run as they are, compare with eager themselves, and say what they did."""
+"""The examples run as they are, compare with eager themselves, and say what they did.
+
+Which calls a graph serves is no promise here: a batch for which eager is faster on this machine stays eager.
+"""
 
 import subprocess
 import sys
@@ -11,10 +14,10 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 RUN_HERE = {
     "huggingface_generation": ("transformers", "6 requests, the same tokens; "),
     "http_service": ("fastapi", 'graphdispatch_hits_total{callable="scorer"} '),
-    "image_classification": ("", "120 calls, 100.0 % by graphs"),
-    "recommender": ("", "400 calls, 100.0 % by graphs"),
+    "image_classification": ("", "120 calls, "),
+    "recommender": ("", "400 calls, "),
     "diffusion": ("", "4 samples: eager"),
-    "policy": ("", "26 calls, 100.0 % by graphs"),
+    "policy": ("", "26 calls, "),
     "sac": ("rich", "4746 updates, 9"),
 }
 RUN_ELSEWHERE = {"tensor_parallel": "tests/engines/test_ranks.py"}
