@@ -11,15 +11,16 @@ from torch import Tensor, nn
 
 from graphdispatch import CUDAGraphOptions, Graphed, graphed
 from graphdispatch.native.bound import CORE
-from graphdispatch.serve.server import Server
 
-from .timing import Effort, Row, compared, interleaved
+from .timing import Effort, Row, compared, in_python, interleaved
 
 __all__ = ["TITLE", "rows"]
 
 TITLE = "a call that no graph serves, over eager"
 _SETTLING = 3000
 """Calls before the measurement, after which nothing new is tried often."""
+_AT_ONCE = CUDAGraphOptions(capture_share=None)
+"""Nothing waits for a capture, so that each reason is the one that stays."""
 
 
 class _Case(NamedTuple):
@@ -41,13 +42,11 @@ def _compared(name: str, make: Callable[[], _Case], effort: Effort) -> list[Row]
     found = []
     for kind in ["native", "Python"] if CORE is not None else ["Python"]:
         case = make()
-        server = case.step._server
-        if kind == "Python":
-            vars(server)["serve"] = partial(Server.serve_in_python, server)
+        step = case.step if kind == "native" else in_python(case.step)
         with torch.no_grad(), case.context():
-            _call(case, case.step, _SETTLING)
+            _call(case, step, _SETTLING)
             took, base = interleaved(
-                [partial(_call, case, case.step, 10), partial(_call, case, case.step.unwrap(), 10)], effort.turns
+                [partial(_call, case, step, 10), partial(_call, case, case.step.unwrap(), 10)], effort.turns
             )
         decision = case.step.last_decision
         assert decision is not None
@@ -86,7 +85,7 @@ def _host_read() -> _Case:
     def reads(x: Tensor) -> Tensor:
         return layer(x) if x[0, 0].item() < 1e9 else x
 
-    return _Case(graphed(reads, dynamic={"x": 0}, sizes=(8,)), _batch())
+    return _Case(graphed(reads, dynamic={"x": 0}, sizes=(8,), options=_AT_ONCE), _batch())
 
 
 def _mixes() -> _Case:
@@ -96,7 +95,7 @@ def _mixes() -> _Case:
         answer: Tensor = layer(x) - x.mean(0)
         return answer
 
-    return _Case(graphed(mixes, dynamic={"x": 0}, sizes=(8,)), _batch(5))
+    return _Case(graphed(mixes, dynamic={"x": 0}, sizes=(8,), options=_AT_ONCE), _batch(5))
 
 
 def _constant() -> _Case:
@@ -118,7 +117,7 @@ def _state() -> _Case:
         answer: Tensor = layer(x)
         return answer
 
-    return _Case(graphed(counts, dynamic={"x": 0}, sizes=(8,)), _batch())
+    return _Case(graphed(counts, dynamic={"x": 0}, sizes=(8,), options=_AT_ONCE), _batch())
 
 
 def _asleep() -> _Case:

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from graphdispatch import CUDAGraphOptions, Graphed, graphed
 from graphdispatch.memory.replay import ReplayPlan
 from graphdispatch.native.bound import CORE
-from graphdispatch.serve.server import Server
 
-from .timing import Effort, Row, compared, interleaved
+from .timing import Effort, Row, compared, in_python, interleaved
 
 __all__ = ["TITLE", "rows"]
 
@@ -64,8 +63,8 @@ def _compared(
     names = ["native", "Python"] if CORE is not None else ["Python"]
     with torch.set_grad_enabled(gradients):
         steps = [_settled(inputs, count, fn) for _ in names]
-        _use_python(steps[-1][0])
-        calls = [partial(step, **batch) for step, batch in steps]
+        served = [steps[0][0], _in_python(steps[-1][0])][-len(names) :]
+        calls = [partial(step, **batch) for step, (_, batch) in zip(served, steps, strict=True)]
         *seconds, base = interleaved([*calls, steps[0][0].entries[0].graph.replay], effort.turns)
     return [compared(f"{case}: {name}", took, base) for name, took in zip(names, seconds, strict=True)]
 
@@ -87,11 +86,11 @@ def _settled(inputs: int, count: int, fn: Callable[..., Tensor]) -> tuple[Graphe
     return step, batch
 
 
-def _use_python(step: Graphed[..., Tensor]) -> None:
-    """Serve all further calls in Python, as where there is no core."""
-    server, entry = step._server, step.entries[0]
-    vars(server)["serve"] = partial(Server.serve_in_python, server)
+def _in_python(step: Graphed[..., Tensor]) -> Callable[..., Tensor]:
+    """The same, each call of which is served in Python, as where there is no core."""
+    entry = step.entries[0]
     for plan in entry._plans.values():
         plan.__class__ = _PythonPlan
     if entry.guard is not None:
         entry.guard.native, entry.guard._due = None, 0
+    return in_python(step)

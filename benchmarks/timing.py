@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import thread_time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-__all__ = ["Effort", "Row", "Seconds", "compared", "interleaved", "row"]
+from graphdispatch import Graphed
+
+__all__ = ["Effort", "Row", "Seconds", "compared", "in_python", "interleaved", "row"]
 
 _TURN_SECONDS = 0.001  # a turn of one side lasts about this long, short beside the slices that a system hands out
 
@@ -73,6 +75,12 @@ def compared(case: str, took: Seconds, base: Seconds, calls: int = 1) -> Row:
     """The line for what one of so many calls takes, beside another's."""
     figures = [seconds / calls * 1e6 for seconds in (*took, *base)]
     return Row(case, figures[0], figures[2], least=figures[1], base_least=figures[3])
+
+
+def in_python(step: Graphed[..., Any]) -> Callable[..., Any]:
+    """A served callable whose calls are served in Python, as where there is no core."""
+    server, route = step._server, step._route
+    return lambda *args, **kwargs: server.serve_in_python(route, args, kwargs)
 
 
 def row(case: str, call: Callable[[], object], base: Callable[[], object], turns: int) -> Row:

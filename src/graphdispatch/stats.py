@@ -160,11 +160,12 @@ class CUDAGraphStats(_Counted):
         if rows.__class__ is not int:
             rows = cells_of(rows)
         with self._lock:
-            self.reasons[reason] = count = self.reasons[reason] + 1
-            if rows > 0:
-                known = self._rows_of_eager
-                if rows in known or len(known) < _MOST_ROWS:
-                    known[rows] = known.get(rows, 0) + 1
+            reasons, known = self.reasons, self._rows_of_eager
+            count = reasons[reason] = reasons[reason] + 1
+            if rows in known:
+                known[rows] += 1
+            elif rows > 0 and len(known) < _MOST_ROWS:
+                known[rows] = 1
         return count == 1
 
     def record_capture(self, time_ms: float, graph: str = "", gain: Gain | None = None) -> None:

@@ -10,7 +10,7 @@ from graphdispatch import CUDAGraphOptions, Decision, FallbackError, Graphed, Re
 from graphdispatch.serve.group import StayEager
 from graphdispatch.serve.server import Server
 
-from ..helpers import check_rows, double
+from ..helpers import HAS_CORE, check_rows, double
 
 MANY = 400
 
@@ -126,6 +126,22 @@ def test_graphs_serve_beside_calls_that_fit_none() -> None:
         step(x, float(number + 1))
         step(x, 0.5)
     assert step.stats.hits > MANY - 10
+
+
+@pytest.mark.skipif(not HAS_CORE, reason="Python looks at the latest group alone")
+def test_what_fits_a_group_is_looked_at() -> None:
+    """A new size of a constant that came before is captured, though thousands of calls fitted no group."""
+    step = graphed(lambda x, t: x * t, dynamic={"x": 0}, sizes=(4, 8), options=CUDAGraphOptions(capture_share=None))
+    small, large = torch.ones(4, 3), torch.ones(8, 3)
+    for _ in range(4):
+        step(small, 0.5)
+    for number in range(2000):
+        step(small, float(number + 1))
+    assert torch.equal(step(small, 0.5), small * 0.5)
+    assert step.stats.reasons[Reason.CAPTURED_NOW] == 1
+    for _ in range(4):
+        assert torch.equal(step(large, 0.5), large * 0.5)
+    assert step.stats.reasons[Reason.CAPTURED_NOW] == 2
 
 
 def test_strict_raises_each_time() -> None:

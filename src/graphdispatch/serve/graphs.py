@@ -96,7 +96,7 @@ class GraphSet:
         self.fn = fn
         self.options = options
         self.max_groups = options.max_signatures or max_groups
-        self._returns_handles = options.returns_handles
+        self.returns_handles = options.returns_handles
         self.cache = cache
         self.stats = cache.stats
         self.groups: dict[Hashable, GraphGroup] = {}
@@ -190,8 +190,8 @@ class GraphSet:
             return
         while self.num_groups > self.max_groups + spare:
             others = [group for group in self.owned if group is not newcomer]
-            oldest = min(others, key=lambda group: (not group.is_idle, group.last_used))
-            self.forget(others[-1] if others[-1].is_idle else oldest)
+            latest = others[-1]
+            self.forget(latest if latest.is_idle else min(others, key=lambda one: (not one.is_idle, one.last_used)))
 
     @property
     def owned(self) -> list[GraphGroup]:
@@ -268,7 +268,7 @@ class GraphSet:
     def give(self, answer: Any) -> Any:
         """What an eager step returned, as a hit would hand it out: a handle on it is stale after a replay, since it may
         be an argument that lies in a graph's memory. Needs no lock."""
-        return OutputView(answer, self.cache.pool) if self._returns_handles else answer
+        return OutputView(answer, self.cache.pool) if self.returns_handles else answer
 
     def _shared_inputs(self, signature: Signature, capacity: int) -> StaticInputs:
         """The buffers of another group that takes the same tensors, or new ones: one pool, one user at a time."""

@@ -40,8 +40,8 @@ _ALL_LOOKED_AT, _ALL_UNMATCHED = 8, 40
 """So many calls in a row are looked at though each ran eagerly; and of those that fit no group."""
 _SHORT_MS = 10.0
 """A shorter eager run is timed twice in a prewarm."""
-MOST_UNMATCHED, _MOST_SETTLED = 64, 1024
-"""So many calls run eagerly without a look, at most: of those that fit no group, and of others."""
+_MOST_IN_A_ROW = 1024
+"""So many calls run eagerly without a look, at most."""
 
 
 @dataclass(eq=False, slots=True)
@@ -140,7 +140,8 @@ class CallForm:
         values = self.spec.values(args, kwargs)
         for group in self.groups:
             leaves = group.call.flatten(values)
-            if leaves is not None and (rows := group.signature.match(leaves)) >= 0:
+            signature = group.signature
+            if leaves is not None and (rows := (signature.native or signature).match(leaves)) >= 0:
                 return group, leaves, rows
         return None
 
@@ -165,19 +166,20 @@ class StayEager:
     decision: Decision
     group: Any = None
     """The ``GraphGroup`` of the calls; None where they fit none."""
-    backend: Any = None
     timed_in: "GraphGroup | None" = None
     """The group, while it wants to know what such calls take."""
     matched: int = 0
     """Their number of rows, as the signature has it."""
     size: int = 0
     """Whose graph would serve them; 0 if none can."""
+    needs_gradients: bool = False
+    """Whether that is the reason."""
     times: int = 0
     """How often in a row they were looked at."""
     left: int = 0
     """So many more calls are not looked at. Changed without a lock."""
 
-    def again(self, decision: Decision, most: float) -> None:
+    def again(self, decision: Decision, most: float = math.inf) -> None:
         """Note that a call was looked at, and runs eagerly; the first ones in a row are all looked at.
 
         Args:
@@ -185,12 +187,13 @@ class StayEager:
             most: So many calls may follow that are not looked at.
         """
         self.times = self.times + 1 if decision.reason is self.decision.reason else 1
-        self.decision = decision
+        self.decision, self.needs_gradients = decision, decision.reason is Reason.NEEDS_GRADIENTS
+        most = int(min(most, _MOST_IN_A_ROW))
         doublings = min(self.times - (_ALL_LOOKED_AT if self.group is not None else _ALL_UNMATCHED), 16)
         if decision.reason is Reason.CAPTURE_WAITS:
-            self.left = int(most)
+            self.left = most
         else:
-            self.left = int(min(1 << doublings, most)) if doublings > 0 else 0
+            self.left = min(1 << doublings, most) if doublings > 0 else 0
 
 
 class Hits(dict[int, Hit | StayEager | None]):
@@ -388,9 +391,9 @@ class GraphGroup:
             most = min(most, failure.retry_at - self.misses[size] - 1)
         if len(self.eager) >= _MOST_HITS:
             self.eager.clear()
-        stays = self.eager.setdefault(rows, StayEager(decision, self, self.backend, matched=rows, size=size))
+        stays = self.eager.setdefault(rows, StayEager(decision, self, matched=rows, size=size))
         stays.timed_in = self if self._wants(decision.rows) else None
-        stays.again(decision, min(most, _MOST_SETTLED))
+        stays.again(decision, most)
         self.hits.keep(rows, stays)
 
     def look_again(self, stays: StayEager) -> None:

@@ -30,7 +30,7 @@ from ..backends.tracing import (
     transform,
 )
 from ..call.rules import callable_name
-from ..call.signature import Refusal
+from ..call.signature import NO_MATCH, Refusal
 from ..call.spec import leaves_of
 from ..capture.request import CaptureResult
 from ..config import CUDAGraphOptions
@@ -46,8 +46,9 @@ from ..native.bound import CORE
 from ..reasons import Reason
 from ..showing import count, milliseconds
 from ..state.guards import StateGuard, wants_gradient
+from ..stats import CUDAGraphStats
 from .graphs import FIRST_CALLS, GraphSet, Health
-from .group import MOST_UNMATCHED, GraphGroup, Route, StayEager
+from .group import GraphGroup, Route, StayEager
 from .parts import Parts, find_parts
 
 _log = logging.getLogger("graphdispatch")
@@ -76,6 +77,7 @@ _OF_ONE_CALL = (
     *(Reason.DISABLED, Reason.NOT_CAPTURED),
 )
 """Reasons that say nothing of the next call of so many rows."""
+_record_eager = CORE.record_eager if CORE is not None else CUDAGraphStats.record_eager
 _AGAINST_LOSS = "have a size nearer to it (sizes=)"
 
 
@@ -114,14 +116,15 @@ class Server:
     def serve_in_python(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve one call, by a graph where one fits and eagerly elsewhere. Raises what the callable raises."""
         gradients = torch.is_grad_enabled()
-        form = route.forms.get((len(args), *kwargs)) if trace() is None else None
+        form, rows = route.forms.get((len(args), *kwargs)) if trace() is None else None, NO_MATCH
         if form is not None:
             group, is_flat, order = form.latest
             values = [*args, *kwargs.values()]
             if order is not None:
                 values = [values[place] for place in order]
             leaves = values if is_flat else group.call.flatten(values)
-            hit = group.hits[group.signature.match(leaves)] if leaves is not None else None
+            rows = group.signature.match(leaves) if leaves is not None else NO_MATCH
+            hit = group.hits[rows]
             if isinstance(hit, StayEager):
                 return self.stay_eager(hit, route, args, kwargs)
             if hit is not None and leaves is not None:
@@ -154,7 +157,7 @@ class Server:
                         return result
                     finally:
                         torch._C._set_grad_enabled(gradients)
-        return self.step(route, args, kwargs)
+        return (self.serve_unmatched if rows == NO_MATCH or gradients else self.step)(route, args, kwargs)
 
     def replay_failed(self, group: GraphGroup, rows: int, error: ReplayError) -> None:
         """Forget a hit whose replay failed. Raises ``error`` if the replay had effects; else the call runs eagerly."""
@@ -181,11 +184,7 @@ class Server:
         """Serve a call that is no hit (yet). Raises what the callable raises, and ``FallbackError`` with ``strict``."""
         closed = self.closed(route)  # first, since it raises where another thread's capture would record this call
         if closed is not None:
-            return self._stay(Decision.eager(closed), args, kwargs)
-        unmatched = route.unmatched.get((len(args), *kwargs)) if route.unmatched else None
-        if unmatched is not None and unmatched.left > 0 and self._is_like(unmatched):
-            unmatched.left -= 1
-            return self._stay(unmatched.decision, args, kwargs)
+            return self._run_as_graphs(Decision.eager(closed), args, kwargs)
         if torch.is_grad_enabled() and self.needs_gradients(args, kwargs):
             decision = Decision.eager(Reason.NEEDS_GRADIENTS)
             self.settle(route, args, kwargs, Choice(decision))
@@ -202,10 +201,6 @@ class Server:
                 self.lock.release()
             return answer if is_done else self.run_eagerly(answer.decision, args, kwargs, answer.group)
 
-    def _is_like(self, stays: StayEager) -> bool:
-        """Whether a call may be like these: only where gradients are on can it need them."""
-        return torch.is_grad_enabled() or stays.decision.reason is not Reason.NEEDS_GRADIENTS
-
     def settle(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], choice: Choice) -> None:
         """Have the next calls like one that ran eagerly do so without a look; or forget that they did, if a graph was
         made, compared or served. With ``strict`` each call is looked at, since it raises."""
@@ -215,30 +210,39 @@ class Server:
             return
         if is_eager and (group is None or (group.is_new and decision.reason in _NEW)):
             stays = route.unmatched.setdefault((len(args), *kwargs), StayEager(decision))
-            stays.again(decision, MOST_UNMATCHED)
+            stays.again(decision)
         elif group is not None:
             route.unmatched.pop((len(args), *kwargs), None)
             if is_eager and decision.reason not in _OF_ONE_CALL:
                 waits = decision.reason is Reason.CAPTURE_WAITS
-                # Those of other numbers of rows come in between.
-                most = min(self.graphs.budget.calls_until_time // 8, MOST_UNMATCHED) if waits else math.inf
+                # Those of other numbers of rows come in between, and graphs save time.
+                most = self.graphs.budget.calls_until_time // 16 if waits else math.inf
                 group.stay_eager(choice.matched, choice.size, decision, most)
             else:
                 group.leave_eager(choice.matched, decision.rows)
 
+    def serve_unmatched(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call that fits none of the groups that were looked at, or that needs gradients."""
+        stays = route.unmatched.get((len(args), *kwargs)) if route.unmatched else None
+        if stays is None or (stays.needs_gradients and not torch.is_grad_enabled()):
+            return self.step(route, args, kwargs)
+        return self.stay_eager(stays, route, args, kwargs)
+
     def stay_eager(self, stays: StayEager, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call like others that ran eagerly again and again. Needs no lock."""
-        group, backend = stays.group, stays.backend
-        if stays.left <= 0 or backend.watch.depth or backend.is_capturing():
-            if stays.left <= 0:
+        backend, group = (self.graphs.cache if route.entry is None else route.entry).backend, stays.group
+        if stays.left <= 0 or (backend is not None and (backend.watch.depth or backend.is_capturing())):
+            if stays.left <= 0 and group is not None:
                 group.look_again(stays)
             return self.step(route, args, kwargs)
         stays.left -= 1
         if stays.size:
             group.misses[stays.size] += 1
-        return self._stay(stays.decision, args, kwargs, stays.timed_in)
+        if torch.is_grad_enabled():
+            return self._run_as_graphs(stays.decision, args, kwargs, stays.timed_in)
+        return self.run_eagerly(stays.decision, args, kwargs, stays.timed_in)
 
-    def _stay(
+    def _run_as_graphs(
         self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any], group: GraphGroup | None = None
     ) -> Any:
         """Run a call eagerly that was not looked at: without gradients, as graphs run, unless it needs them."""
@@ -497,17 +501,18 @@ class Server:
         """Call the callable, and count why. Raises ``FallbackError`` with ``strict``. Needs no lock."""
         self.count_eager(decision)
         graphs = self.graphs
-        fn = self.fn if group is None else group.timed(self.fn, decision.rows)
-        run, clock = WINDOWS.begin(self._reach), graphs.budget.clock
+        fn, budget = self.fn if group is None else group.timed(self.fn, decision.rows), graphs.budget
+        run, clock = WINDOWS.begin(self._reach), budget.clock
         started = clock()
         try:
-            return graphs.give(fn(*args, **kwargs))
+            answer = fn(*args, **kwargs)
+            return graphs.give(answer) if graphs.returns_handles else answer
         except Exception as error:
             if decision.reason in (Reason.NO_TENSORS, Reason.UNGUARDED_ARGUMENT):
                 error.add_note(f"graphdispatch: {decision.detail}")  # such as an array where the model takes a tensor
             raise
         finally:
-            graphs.budget.note_eager(clock() - started)
+            budget.note_eager(clock() - started)
             WINDOWS.end(run)
             self.local.decision = decision  # the callable may have called this object, too
 
@@ -517,7 +522,7 @@ class Server:
         Raises ``FallbackError`` from ``cause`` with ``strict``, unless the call leads to a graph.
         """
         reason = decision.reason
-        if self.stats.record_eager(reason, decision.rows) and not reason.leads_to_graph:
+        if _record_eager(self.stats, reason, decision.rows) and not reason.leads_to_graph:
             told = decision.detail or reason.text
             _log.info("eager callable=%s reason=%s rows=%s: %s", callable_name(self.fn), reason, decision.rows, told)
         self._eager_calls += 1  # which may lose one of another thread

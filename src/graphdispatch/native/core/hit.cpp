@@ -25,6 +25,7 @@ struct Call {
   PyObject *server, *route, *args, *kwargs;
   Ref form, group, hit;
   Ref stays;  // the StayEager in the place of a hit
+  bool is_matched = false;  // whether it fits a group and needs no gradients
   PyObject* result = nullptr;
 };
 
@@ -119,6 +120,7 @@ int may_need_gradients(const Call& call, Values& values, PyObject* guard) {
 
 // Find the prepared hit of a call of the group with so many rows: 1, 0 if there is none, -1 with an error.
 int find(Call& call, const Ref& number) {
+  call.is_matched = number && PyLong_AsLongLong(number.get()) >= 0;
   const Ref hits = number ? hits_of.of(call.group.get()) : Ref();
   if (!hits) return -1;
   call.hit = Ref::of(PyDict_Check(hits.get()) ? PyDict_GetItemWithError(hits.get(), number.get()) : nullptr);
@@ -135,14 +137,17 @@ int find_group(Call& call, const Values& values) {
   if (!groups || !PyList_Check(groups.get())) return groups ? 0 : -1;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(groups.get()); ++i) {
     Ref group = Ref::of(PyList_GET_ITEM(groups.get(), i));
-    const Ref flat = call_of.of(group.get()), signature = signature_of.of(group.get());
-    const Ref is_flat = flat && signature ? attribute(flat.get(), names.is_flat) : Ref();
-    const Ref core = is_flat ? native_of_signature.of(signature.get()) : Ref();
+    const Ref signature = signature_of.of(group.get());
+    const Ref core = signature ? native_of_signature.of(signature.get()) : Ref();
     if (!core) return -1;
-    if (is_flat.get() != Py_True || !Py_IS_TYPE(core.get(), signature_type)) continue;  // Python knows what fits it
+    if (!Py_IS_TYPE(core.get(), signature_type)) continue;  // Python knows what fits it
     const int64_t rows = match(reinterpret_cast<SignatureObject*>(core.get()), values.items(), values.count());
     if (PyErr_Occurred()) return -1;
     if (rows < 0) continue;
+    const Ref flat = call_of.of(group.get());
+    const Ref is_flat = flat ? attribute(flat.get(), names.is_flat) : Ref();
+    if (!is_flat) return -1;
+    if (is_flat.get() != Py_True) continue;  // the same holds for nested arguments
     call.group = std::move(group);
     return find(call, Ref(PyLong_FromLongLong(rows)));
   }
@@ -222,6 +227,7 @@ Outcome serve_values(Call& call, Values& values) {
   if (may != 1) return outcome(may);
   if (!shim.grad_mode_is_enabled()) return replay(call, plan, values);
   const int needed = may_need_gradients(call, values, guard);
+  call.is_matched = !needed;
   if (needed) return needed < 0 ? Outcome::kRaised : Outcome::kMissed;
   shim.grad_mode_set_enabled(false);
   const Outcome done = replay(call, plan, values);
@@ -286,7 +292,9 @@ PyObject* serve(PyObject* server, PyObject* route, PyObject* args, PyObject* kwa
   const Outcome done = serve_call(call);
   if (done == Outcome::kServed) return call.result;
   if (done == Outcome::kRaised) return nullptr;
-  if (!call.stays) return PyObject_VectorcallMethod(names.step, again, 4, nullptr);
+  if (!call.stays) {
+    return PyObject_VectorcallMethod(call.is_matched ? names.step : names.serve_unmatched, again, 4, nullptr);
+  }
   PyObject* stay[] = {server, call.stays.get(), route, args, kwargs};
   return PyObject_VectorcallMethod(names.stay_eager, stay, 5, nullptr);
 }

@@ -19,7 +19,8 @@ namespace gd {
   NAME(_current_level) NAME(lock) NAME(pool) NAME(backend) NAME(watch) NAME(here) NAME(low) NAME(high) \
   NAME(spans) NAME(_is_known_to_core) NAME(program) NAME(tape) \
   NAME(_pool) NAME(generation) NAME(serve) NAME(_server) NAME(_route) NAME(__call__) \
-  NAME(__getattribute__) NAME(groups) NAME(is_flat) NAME(serve_in_range) NAME(stay_eager)
+  NAME(__getattribute__) NAME(groups) NAME(is_flat) NAME(serve_in_range) NAME(stay_eager) NAME(serve_unmatched) \
+  NAME(reasons) NAME(_rows_of_eager) NAME(record_eager) NAME(cells)
 // clang-format on
 
 struct Names {

@@ -29,7 +29,7 @@ struct {
 } of_entry;
 struct {
   Slot hits{names.hits}, real_rows{names.real_rows}, padded_rows{names.padded_rows};
-  Slot by_rows{names._rows_of_hits};
+  Slot by_rows{names._rows_of_hits}, reasons{names.reasons}, eager_by_rows{names._rows_of_eager};
 } of_stats;
 Slot native_of_plan{names.native}, clean_from_of{names._clean_from}, replaying_on_of{names.replaying_on};
 Slot program_of{names.program}, tape_of{names.tape}, pool_of{names._pool}, generation_of{names.generation};
@@ -48,6 +48,14 @@ bool add(PyObject* dict, PyObject* name, int64_t more) {
 
 // Whether a value is true: 1, 0, or -1 with an error.
 int truth(const Ref& value) { return value ? PyObject_IsTrue(value.get()) : -1; }
+
+// Count a batch of so many rows among others; false with an error.
+bool count_rows(PyObject* by_rows, PyObject* rows) {
+  constexpr Py_ssize_t kMostRows = 4096;  // _MOST_ROWS of stats.py
+  if (!PyDict_Check(by_rows)) return true;
+  if (PyDict_GET_SIZE(by_rows) >= kMostRows && !item(by_rows, rows)) return !PyErr_Occurred();
+  return add(by_rows, rows, 1);
+}
 
 // CUDAGraphStats.record_hit, and the figures of the entry.
 bool count_hit(PlanObject* self, PyObject* stats) {
@@ -68,10 +76,22 @@ bool count_hit(PlanObject* self, PyObject* stats) {
     return false;
   }
   const Ref by_rows = of_stats.by_rows.of(stats);
-  if (!by_rows || !PyDict_Check(by_rows.get())) return !PyErr_Occurred();
-  constexpr Py_ssize_t kMostRows = 4096;  // _MOST_ROWS of stats.py
-  if (PyDict_GET_SIZE(by_rows.get()) >= kMostRows && !item(by_rows.get(), rows.get())) return !PyErr_Occurred();
-  return add(by_rows.get(), rows.get(), 1);
+  return by_rows && count_rows(by_rows.get(), rows.get());
+}
+
+// CUDAGraphStats.record_eager. It takes no lock, since the interpreter's is held throughout.
+PyObject* record_eager(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 3) return PyErr_Format(PyExc_TypeError, "record_eager() takes statistics, a reason and rows");
+  PyObject *stats = args[0], *reason = args[1];
+  if (reinterpret_cast<PyObject*>(Py_TYPE(stats)) != facts.stats_type) {
+    return PyObject_CallMethodObjArgs(stats, names.record_eager, reason, args[2], nullptr);
+  }
+  const Ref reasons = of_stats.reasons.of(stats), by_rows = of_stats.eager_by_rows.of(stats);
+  const Ref rows = PyLong_CheckExact(args[2]) ? Ref::of(args[2]) : attribute(args[2], names.cells);
+  if (!reasons || !by_rows || !rows || !PyDict_Check(reasons.get()) || !add(reasons.get(), reason, 1)) return nullptr;
+  if (PyLong_AsLong(rows.get()) > 0 && !count_rows(by_rows.get(), rows.get())) return nullptr;
+  PyObject* number = item(reasons.get(), reason);
+  return PyErr_Occurred() ? nullptr : PyBool_FromLong(number && PyLong_AsLong(number) == 1);
 }
 
 // Find out, with the pool's lock held, where the rows of a batch go.
@@ -389,6 +409,8 @@ PyObject* run_method(PyObject*, PyObject* args) {
 PyMethodDef plan_methods[] = {
     {"run_method", run_method, METH_VARARGS,
      "run_method(cls, facts)\n--\n\nThe method `run` for a class of plans, and what of the package it needs."},
+    {"record_eager", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(record_eager)), METH_FASTCALL,
+     "record_eager(stats, reason, rows)\n--\n\nWhat the statistics' method of this name does."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -307,7 +307,7 @@ PyType_Spec spec = {"graphdispatch.native._core.Signature", sizeof(SignatureObje
 }  // namespace
 
 int64_t match(SignatureObject* self, PyObject* const* values, Py_ssize_t count) {
-  if (count != self->count || has_modes(self) != 1 || !has_constants(self, values)) return kNoMatch;
+  if (count != self->count || !has_constants(self, values) || has_modes(self) != 1) return kNoMatch;
   Extents extents{self->extents, 0};
   for (TensorForm& form : *self->forms) {
     if (!fits(form, values[form.position], extents)) return kNoMatch;
