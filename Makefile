@@ -16,7 +16,7 @@ demo: $(VENV)/.native ## a decoder under changing batch sizes, eager beside grap
 quick: $(VENV)/.native ## the tests to run while you work: under a minute
 	@$(PYTEST) $(QUICK) $(ARGS)
 
-test: $(VENV)/.native ## the tests; ARGS="tests/decide -k sizes" for some of them
+test: $(VENV)/.native ## the tests; ARGS="tests/runtime -k sizes" for some of them
 	@$(PYTEST) $(ARGS)
 
 check: lint types test ## what a change must pass

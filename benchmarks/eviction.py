@@ -17,7 +17,7 @@ from typing import NamedTuple
 from graphdispatch.demo import generate_trace
 from graphdispatch.engines import DispatchKey, named_sizes
 from graphdispatch.engines.registered_graphs import entry_around
-from graphdispatch.memory.cache import Admission, GraphCache
+from graphdispatch.runtime.cache import Admission, GraphCache
 from graphdispatch.testing import MockCUDAGraph
 
 from .timing import Effort, Row

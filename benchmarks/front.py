@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from graphdispatch import CUDAGraphOptions, Graphed, graphed
-from graphdispatch.memory.replay import ReplayPlan
 from graphdispatch.native.bound import CORE
+from graphdispatch.runtime.replay import ReplayPlan
 
 from .timing import Effort, Row, compared, in_python, interleaved
 

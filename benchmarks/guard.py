@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from graphdispatch import CUDAGraphOptions, Graphed, graphed
-from graphdispatch.state.guards import StateGuard
+from graphdispatch.proof.state.guards import StateGuard
 
 from .timing import Effort, Row, row
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from graphdispatch.backends.operators import storage_key, tensors_in
-from graphdispatch.capture.effects import EffectRecorder
-from graphdispatch.memory.labels import Labels
-from graphdispatch.memory.proof import Program
+from graphdispatch.proof.check.licence import Program
 from graphdispatch.proof.rows.batches import BatchSpace
 from graphdispatch.proof.rows.run import RowRun
 from graphdispatch.proof.rows.verdict import Verdict
+from graphdispatch.proof.watch.effects import EffectRecorder
+from graphdispatch.proof.watch.program import Labels
 
 from .price import Encoder
 from .timing import Effort, Row, compared, interleaved

@@ -7,9 +7,9 @@
 ON_DEVICE := tests/gpu tests/backends/test_conformance_capture.py tests/backends/test_conformance_device.py
 ON_ANY_DEVICE := tests/property/test_piecewise.py tests/property/test_sequences.py
 
-QUICK := tests/behaviour tests/call tests/decide tests/plan tests/vocabulary --front-ends graphed \
-	tests/engines/test_policies.py tests/engines/test_key_dispatcher.py \
-	--ignore-glob='*/test_faults_*' --ignore tests/call/test_caches.py
+QUICK := tests/behaviour tests/plan tests/vocabulary --front-ends graphed \
+	$(addprefix tests/runtime/test_,calls.py compiled_by_torch.py context.py decision.py dims.py signature.py told_arguments.py) \
+	tests/engines/test_policies.py tests/engines/test_key_dispatcher.py --ignore-glob='*/test_faults_*'
 
 # Style, and which package may import which.
 lint: $(VENV)/.dev
@@ -53,7 +53,7 @@ gpu-emulated:
 # has used it cannot fork.
 ON_QUEUED := $(ON_ANY_DEVICE) tests/behaviour/test_surroundings.py \
 	$(addprefix tests/behaviour/test_footguns_,rows.py breaks.py dims.py) \
-	$(addprefix tests/capture/test_,padding_writes.py row_proof.py) \
+	$(addprefix tests/proof/check/test_,padding_writes.py row_proof.py) \
 	--front-ends graphed -k "not pickle and not fork and not groups_of_rows"
 device-test: export PYTHONPATH := $(CURDIR)/tests/device
 device-test: $(VENV)/.native
@@ -73,7 +73,7 @@ gpu-bench:
 # The native core under the sanitizers of addresses, undefined behaviour and threads, in copies of the sources, and with
 # freed objects as traps; then the test device under the same sanitizers. Needs g++.
 SANITIZED := build/sanitized
-NATIVE_TESTS := tests/native tests/call/test_told_arguments.py
+NATIVE_TESTS := tests/native tests/runtime/test_told_arguments.py
 SANITIZER_LIBRARIES = $(shell for name in $(1) libstdc++; do g++ -print-file-name=$$name.so; done)
 native-check: $(VENV)/.test
 	@rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r src $(SANITIZED)/addresses && cp -r src $(SANITIZED)/threads

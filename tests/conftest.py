@@ -18,8 +18,8 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from torch._C._dynamo.guards import set_is_in_mode_without_ignore_compile_internals
 from torch._inductor.utils import fresh_cache
 
-from graphdispatch.capture import pipeline
 from graphdispatch.native import tape
+from graphdispatch.proof.check import pipeline
 
 LONGEST_ID = 60
 FOUND = Path(__file__).resolve().parents[1] / "build" / "fuzz"
@@ -136,9 +136,9 @@ def no_real_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """No real clock decides whether a capture has to wait, nor whether a graph serves a batch: none shows any time.
     Clocks that tests give do."""
     for name, value in {"clock": staticmethod(float), "first_capture_s": 0.0}.items():
-        monkeypatch.setattr(f"graphdispatch.serve.budget.CaptureBudget.{name}", value)
-    monkeypatch.setattr("graphdispatch.serve.group.ENOUGH", 0)
-    monkeypatch.setattr("graphdispatch.serve.group.EagerTimes.wants", lambda *_: False)
+        monkeypatch.setattr(f"graphdispatch.runtime.budget.CaptureBudget.{name}", value)
+    monkeypatch.setattr("graphdispatch.runtime.group.ENOUGH", 0)
+    monkeypatch.setattr("graphdispatch.runtime.group.EagerTimes.wants", lambda *_: False)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

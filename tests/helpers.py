@@ -17,9 +17,9 @@ from graphdispatch import CUDAGraphOptions, Graphed, Reason, copying, graphed
 from graphdispatch.backends import Pool, get_backend
 from graphdispatch.backends.base import CAPTURE_LOCK
 from graphdispatch.backends.tracing import UntracedMode
-from graphdispatch.memory.replay import ReplayPlan
 from graphdispatch.native.bound import CORE
-from graphdispatch.serve.server import Server
+from graphdispatch.runtime.replay import ReplayPlan
+from graphdispatch.runtime.server import Server
 from graphdispatch.testing import MockCUDAGraph
 
 AT_ONCE = CUDAGraphOptions(capture_after=1)

@@ -35,29 +35,29 @@ LIMIT_S = 300.0
 
 _FOOTGUNS = "tests/behaviour/test_footguns_{}.py"
 TABLE: dict[str, list[str]] = {
-    "decide": ["tests/decide", "tests/vocabulary"],
+    "runtime/decide": ["tests/runtime", "tests/vocabulary"],
     "engines/keys": ["tests/engines/test_key_dispatcher.py", "tests/property/test_tables.py"],
-    "call/signature": [
-        *("tests/call", "tests/serve/test_refused_calls.py", "tests/api"),
+    "runtime/signature": [
+        *("tests/runtime", "tests/api"),
         *(_FOOTGUNS.format("arguments"), _FOOTGUNS.format("ambient")),
     ],
-    "call/rules": ["tests/memory", _FOOTGUNS.format("rows"), "tests/api"],
-    "memory/inputs": ["tests/memory", "tests/property/test_dims.py"],
-    "memory/outputs": [
-        *("tests/memory", _FOOTGUNS.format("outputs")),
+    "runtime/rules": ["tests/runtime", _FOOTGUNS.format("rows"), "tests/api"],
+    "runtime/static_inputs": ["tests/runtime", "tests/property/test_dims.py"],
+    "runtime/outputs": [
+        *("tests/runtime", _FOOTGUNS.format("outputs")),
         "tests/behaviour/test_surroundings.py::test_static_outputs_stay_where_they_are",
     ],
-    "memory/proof": [
-        *("tests/call", "tests/capture/test_row_proof.py", "tests/capture/test_verification.py"),
+    "proof/check/licence": [
+        *("tests/proof/check", "tests/runtime"),
         *(_FOOTGUNS.format("arguments"), _FOOTGUNS.format("dims")),
     ],
-    "capture/compare": ["tests/capture", "tests/serve"],
-    "capture/effects": [
-        *("tests/capture", "tests/behaviour/test_guarantees.py", "tests/backends"),
+    "proof/check/compare": ["tests/proof/check", "tests/runtime"],
+    "proof/watch/effects": [
+        *("tests/proof/check", "tests/behaviour/test_guarantees.py", "tests/backends"),
         _FOOTGUNS.format("state"),
     ],
-    "state/guards": ["tests/behaviour/test_python_state.py", "tests/state", _FOOTGUNS.format("state")],
-    "state/reads": ["tests/behaviour/test_python_state.py", "tests/state"],
+    "proof/state/guards": ["tests/behaviour/test_python_state.py", "tests/proof/state", _FOOTGUNS.format("state")],
+    "proof/state/reads": ["tests/behaviour/test_python_state.py", "tests/proof/state"],
     **{
         f"proof/rows/{rules}": [
             f"tests/proof/rows/test_{part}.py" for part in ("programs", "places", "experts", "run", "op_samples")
@@ -65,10 +65,10 @@ TABLE: dict[str, list[str]] = {
         for rules in ("creation", "elementwise", "experts", "places", "products", "views")
     },
     "proof/rows/custom": ["tests/proof/rows/test_custom.py"],
-    "proof/rows/verdict": ["tests/proof/rows/test_run.py", "tests/serve/test_same_bits.py"],
-    "memory/labels": ["tests/serve/test_same_bits.py", "tests/capture/test_row_proof.py"],
-    "serve/parts": ["tests/serve/test_parts.py"],
-    "serve/server": ["tests/serve", "tests/behaviour/test_guarantees.py", "tests/api"],
+    "proof/rows/verdict": ["tests/proof/rows/test_run.py", "tests/runtime/test_same_bits.py"],
+    "proof/watch/program": ["tests/runtime/test_same_bits.py", "tests/proof/check/test_row_proof.py"],
+    "runtime/parts": ["tests/runtime/test_parts.py"],
+    "runtime/server": ["tests/runtime", "tests/behaviour/test_guarantees.py", "tests/api"],
 }
 """The modules, and the tests that each one's mutants are shown to."""
 

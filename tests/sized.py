@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from graphdispatch.backends import Graph, Pool
 from graphdispatch.engines import CUDAGraphEntry, DispatchKey
 from graphdispatch.engines.registered_graphs import entry_around
-from graphdispatch.memory.cache import GraphCache, Victim
+from graphdispatch.runtime.cache import GraphCache, Victim
 from graphdispatch.testing import MockCUDAGraph
 
 

@@ -11,8 +11,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from graphdispatch import CUDAGraphOptions, graphed
-from graphdispatch.capture.compare import difference, tolerance_for
 from graphdispatch.native.tape import TAPE
+from graphdispatch.proof.check.compare import difference, tolerance_for
 
 from .programs import PROGRAMS, Program
 

@@ -19,7 +19,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from graphdispatch import CUDAGraphOptions, CUDAGraphStats, graphed
-from graphdispatch.capture.compare import difference, tolerance_for
+from graphdispatch.proof.check.compare import difference, tolerance_for
 
 from .families import Case, build_cases, cases_of
 

@@ -9,12 +9,7 @@ from .api.graphed import attach as attach
 from .api.graphed import graphed as graphed
 from .auditing.audit import audit as audit
 from .auditing.result import Audit as Audit
-from .call.breaks import eager_break as eager_break
-from .call.breaks import remove_eager_break as remove_eager_break
-from .call.rules import Dim as Dim
-from .call.rules import Pad as Pad
 from .config import CUDAGraphOptions as CUDAGraphOptions
-from .decide import Decision as Decision
 from .engines import *  # noqa: F403
 from .errors import CaptureError as CaptureError
 from .errors import ConfigError as ConfigError
@@ -25,5 +20,10 @@ from .errors import StaleOutputError as StaleOutputError
 from .modes import CUDAGraphMode as CUDAGraphMode
 from .proof.rows.custom import row_rule as row_rule
 from .reasons import Reason as Reason
+from .runtime.breaks import eager_break as eager_break
+from .runtime.breaks import remove_eager_break as remove_eager_break
+from .runtime.decide import Decision as Decision
+from .runtime.rules import Dim as Dim
+from .runtime.rules import Pad as Pad
 
 __version__: str

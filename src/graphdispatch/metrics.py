@@ -11,7 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from .errors import ConfigError, shown
-from .memory.cache import MemoryReport, memory_report
+from .runtime.cache import MemoryReport, memory_report
 from .stats import CUDAGraphStats, DispatchStats
 
 if TYPE_CHECKING:

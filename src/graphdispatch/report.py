@@ -17,8 +17,8 @@ from .stats import CUDAGraphStats, Gain
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from .memory.entry import CUDAGraphEntry
-    from .serve.group import GraphGroup
+    from .runtime.entry import CUDAGraphEntry
+    from .runtime.group import GraphGroup
 
 _UNKNOWN = "not measured"
 _MOST_BARS = 64

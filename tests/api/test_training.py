@@ -558,7 +558,7 @@ def test_data_parallel_training_runs_eagerly() -> None:
 
 def test_a_failed_capture_leaves_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison fails at its very end: parameters, moments and gradients are those of one step."""
-    from graphdispatch.capture import pipeline
+    from graphdispatch.proof.check import pipeline
 
     twins = Twins(lambda: Regression(Adam, fused=True))
     twins.call()
@@ -577,7 +577,7 @@ def test_a_failed_capture_leaves_one_step(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_an_interrupted_step_leaves_what_eager_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """A key that is pressed while the graph is recorded ends the call; the step itself was made once."""
-    from graphdispatch.capture import pipeline
+    from graphdispatch.proof.check import pipeline
 
     twins = Twins(lambda: Regression(Adam, fused=True))
     twins.call()

@@ -14,7 +14,7 @@ from graphdispatch import Graphed, Reason, graphed
 from graphdispatch.backends import get_backend
 from graphdispatch.engines import CUDAGraphManager
 from graphdispatch.errors import DeviceLostError, FallbackError
-from graphdispatch.memory.outputs import Outputs
+from graphdispatch.runtime.outputs import Outputs
 
 from ..helpers import AT_ONCE, check_rows, collector_off, make
 from .inject import Faults, Model, batch, nothing_left_behind

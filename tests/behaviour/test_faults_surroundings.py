@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graphdispatch import Reason, eager_break, graphed
 from graphdispatch.backends import get_backend
-from graphdispatch.capture.collector import paused_collector
+from graphdispatch.runtime.collector import paused_collector
 
 from ..helpers import AT_ONCE, check_rows, in_threads, make
 from ..thread_streams import ThreadBackend

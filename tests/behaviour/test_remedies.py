@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphdispatch import Graphed, Pad, Reason, eager_break, graphed
 
 from ..helpers import assert_same, make, reason
-from ..serve.test_share import settled
+from ..runtime.test_share import settled
 
 CASES: list[Any] = []
 """Each makes a served callable and the arguments of a call, with the remedy or without."""
@@ -33,9 +33,9 @@ def remedy(why: Reason, name: str) -> Callable[[Callable[[bool], Made]], Callabl
 
 ROWS = torch.ones(3, 2)
 ELSEWHERE = {
-    Reason.CONSTANT_CHANGES: "tests/serve/test_constants.py",
+    Reason.CONSTANT_CHANGES: "tests/runtime/test_constants.py",
     Reason.NOT_INITIALIZED: "tests/engines/test_key_dispatcher.py",
-    Reason.NO_GAIN: "tests/capture/test_gain.py",
+    Reason.NO_GAIN: "tests/proof/check/test_gain.py",
     Reason.QUERY_LEN_NOT_CAPTURED: "tests/engines/test_key_dispatcher.py",
 }
 """The tests that follow the other remedies."""

@@ -57,7 +57,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = engines.nothing  # type: ignore[attr-defined]
 
 
-WITHOUT_TORCH = ["cli", "config", "decide", "engines.policies", "errors", "plan", "sizes", "stats", "testing"]
+WITHOUT_TORCH = ["cli", "config", "runtime.decide", "engines.policies", "errors", "plan", "sizes", "stats", "testing"]
 
 
 @pytest.mark.parametrize("module", ["graphdispatch", *(f"graphdispatch.{name}" for name in WITHOUT_TORCH)])
@@ -86,7 +86,7 @@ def test_serving_loads_no_companion() -> None:
     """A callable that is captured, compared and replayed loads the core and one backend."""
     loaded = [name.split(".")[1:] for name in python(SERVE_AND_LIST_MODULES).split()]
     packages = {parts[0] for parts in loaded}
-    assert "serve" in packages
+    assert {"runtime", "proof"} <= packages
     assert packages & COMPANIONS == set()
     assert ["backends", "cuda"] not in loaded
 

@@ -484,7 +484,7 @@ def test_what_is_no_part_of_a_guard_is_refused() -> None:
 
 def test_without_the_core_python_compares_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A guard works the same where no native one can be made."""
-    monkeypatch.setattr("graphdispatch.state.guards.GUARD", None)
+    monkeypatch.setattr("graphdispatch.proof.state.guards.GUARD", None)
     net = Net().eval()
     guard = settled(net)
     assert guard.native is None

@@ -14,9 +14,9 @@ from torch import Tensor
 from graphdispatch import Graphed, Pad, Reason, ReplayError, graphed
 from graphdispatch.backends.tracing import compiler_at_work
 from graphdispatch.engines import EntryState
-from graphdispatch.memory.replay import ReplayPlan
 from graphdispatch.native.bound import CORE, DONE_IN_PYTHON
-from graphdispatch.serve.server import Server
+from graphdispatch.runtime.replay import ReplayPlan
+from graphdispatch.runtime.server import Server
 from graphdispatch.sizes import Axis, pack
 from graphdispatch.stats import CUDAGraphStats
 

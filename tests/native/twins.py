@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from graphdispatch.backends.tracing import is_profiled
-from graphdispatch.call.signature import Signature
-from graphdispatch.memory.replay import ReplayPlan
-from graphdispatch.serve.server import Server
-from graphdispatch.state.guards import StateGuard
+from graphdispatch.proof.state.guards import StateGuard
+from graphdispatch.runtime.replay import ReplayPlan
+from graphdispatch.runtime.server import Server
+from graphdispatch.runtime.signature import Signature
 
 _holds, _match = StateGuard.holds, Signature.match
 _lock = threading.RLock()

@@ -58,8 +58,8 @@ def test_captures_and_comparisons_lie_within_the_calls_that_made_them() -> None:
 def test_a_hit_without_the_native_core_has_the_same_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python serves all calls then."""
     serve = settled()
-    monkeypatch.setattr("graphdispatch.serve.server.Server.serve", lambda self, *call: self.serve_in_range(*call))
-    monkeypatch.setattr("graphdispatch.memory.replay.ReplayPlan.run", lambda self, *call: self.run_in_python(*call))
+    monkeypatch.setattr("graphdispatch.runtime.server.Server.serve", lambda self, *call: self.serve_in_range(*call))
+    monkeypatch.setattr("graphdispatch.runtime.replay.ReplayPlan.run", lambda self, *call: self.run_in_python(*call))
     assert profiled(serve, 2) == HIT * 2
 
 

@@ -9,7 +9,7 @@ from vllm import _custom_ops as ops
 
 import graphdispatch_vllm.attention  # noqa: F401 (says where the operator writes)
 from graphdispatch.backends.insight import reveal_operators
-from graphdispatch.capture.effects import EffectRecorder, undo
+from graphdispatch.proof.watch.effects import EffectRecorder, undo
 
 HEADS, SIZE, BLOCK, BLOCKS = 2, 32, 32, 64
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from ..call.spec import declared_names
 from ..errors import ConfigError, did_you_mean
+from ..runtime.flatten import declared_names
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -18,22 +18,22 @@ from torch import nn
 
 from ..backends import get_backend
 from ..backends.tracing import compiler_at_work, untraced
-from ..call.rules import ArgumentRules, Dim, callable_name, make_rules
-from ..call.spec import leaves_of
 from ..config import CUDAGraphConfig, CUDAGraphOptions, parse_mode
 from ..copying import make_rlock
-from ..decide import Decision, SizeTable
 from ..errors import ConfigError, shown
-from ..memory.cache import make_cache
-from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
 from ..native.bound import CORE
+from ..proof.state.guards import StateGuard, wants_gradient
 from ..reasons import Reason
-from ..serve.group import Route
-from ..serve.prewarm import PrewarmReport, capture_size, captured_sizes, prewarm
-from ..serve.server import Server
+from ..runtime.cache import make_cache
+from ..runtime.decide import Decision, SizeTable
+from ..runtime.entry import CUDAGraphEntry
+from ..runtime.flatten import leaves_of
+from ..runtime.group import Route
+from ..runtime.prewarm import PrewarmReport, capture_size, captured_sizes, prewarm
+from ..runtime.rules import ArgumentRules, Dim, callable_name, make_rules
+from ..runtime.server import Server
 from ..sizes import ROWS
-from ..state.guards import StateGuard, wants_gradient
 from ..stats import EvictionReason
 from .checked_call import check_names, checked_call
 from .gradients import Gradients, differentiating

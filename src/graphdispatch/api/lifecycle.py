@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from ..call.rules import callable_name
 from ..copying import MadeAnew
 from ..errors import check_type
-from ..memory.cache import GraphCache, MemoryReport
-from ..serve.graphs import GraphSet, Health, memory_of
-from ..serve.group import GraphGroup, details_of
+from ..runtime.cache import GraphCache, MemoryReport
+from ..runtime.graph_set import GraphSet, Health, memory_of
+from ..runtime.group import GraphGroup, details_of
+from ..runtime.rules import callable_name
 from ..stats import EvictionReason
 
 if TYPE_CHECKING:

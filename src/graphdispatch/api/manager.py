@@ -12,22 +12,22 @@ import torch
 
 from ..backends import get_backend
 from ..backends.tracing import untraced
-from ..call.rules import ArgumentRules
 from ..config import CUDAGraphConfig, parse_mode
 from ..copying import make_lock
-from ..decide import Decision, Memo, SizeTable
 from ..errors import ConfigError, GuardError, ReplayError, check_callable, check_count, shown
-from ..memory.cache import make_cache
-from ..memory.entry import CUDAGraphEntry
-from ..memory.outputs import OutputView
 from ..modes import CUDAGraphMode
+from ..proof.state.objects import same_callable
 from ..reasons import Reason
-from ..serve.graphs import GraphSet
-from ..serve.group import MOST_ROUTES, GraphGroup, Route
-from ..serve.prewarm import capture_example, refuse_closed
-from ..serve.server import Choice, Server
+from ..runtime.cache import make_cache
+from ..runtime.decide import Decision, Memo, SizeTable
+from ..runtime.entry import CUDAGraphEntry
+from ..runtime.graph_set import GraphSet
+from ..runtime.group import MOST_ROUTES, GraphGroup, Route
+from ..runtime.outputs import OutputView
+from ..runtime.prewarm import capture_example, refuse_closed
+from ..runtime.rules import ArgumentRules
+from ..runtime.server import Choice, Server
 from ..sizes import ROWS
-from ..state.objects import same_callable
 from ..stats import EvictionReason
 from .lifecycle import Lifecycle
 from .named_inputs import Shapes, as_arrays, as_tensors, batch_dims, check_inputs, check_outputs, make_example

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..call.spec import is_tensor
 from ..errors import ConfigError, check_type, shown
+from ..runtime.flatten import is_tensor
 
 Shapes = Mapping[str, Sequence[int]]
 _ARRAYS = (np.ndarray, np.memmap)  # a masked array would lose its mask

@@ -12,18 +12,18 @@ import torch
 
 from ..backends import Backend, Pool
 from ..backends.tracing import untraced
-from ..call.rules import ArgumentRules
-from ..call.signature import Refusal
 from ..config import CUDAGraphOptions, parse_mode
-from ..decide import Memo, SizeTable
 from ..descriptors import BatchDescriptor, current_context
 from ..errors import ConfigError, check_callable, check_count, check_type, shown
-from ..memory.cache import Admission, make_cache
-from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode
-from ..serve.group import MOST_ROUTES, Route
-from ..serve.prewarm import arguments_of, prewarm, refuse_closed, refuse_too_many
-from ..serve.server import Server
+from ..runtime.cache import Admission, make_cache
+from ..runtime.decide import Memo, SizeTable
+from ..runtime.entry import CUDAGraphEntry
+from ..runtime.group import MOST_ROUTES, Route
+from ..runtime.prewarm import arguments_of, prewarm, refuse_closed, refuse_too_many
+from ..runtime.rules import ArgumentRules
+from ..runtime.server import Server
+from ..runtime.signature import Refusal
 from ..stats import CUDAGraphStats
 from .lifecycle import Lifecycle
 

@@ -26,17 +26,17 @@ from ..backends.operators import (
     user_line,
 )
 from ..backends.standins import HostReads, Listening, SaysCapturing, StandIns
-from ..call.breaks import BREAKS
-from ..call.spec import CallSpec, FlatCall
-from ..capture.effects import EffectRecorder, retry_once, undo
 from ..errors import CaptureError
-from ..memory.outputs import Opener
 from ..proof.rows.batches import BatchSpace
 from ..proof.rows.run import RowRun
 from ..proof.rows.verdict import Verdict
-from ..state.reads import StateReads
-from ..state.trace import CodeTrace
-from ..state.walk import StateWalk
+from ..proof.state.reads import StateReads
+from ..proof.state.walk import StateWalk
+from ..proof.watch.effects import EffectRecorder, retry_once, undo
+from ..proof.watch.trace import CodeTrace
+from ..runtime.breaks import BREAKS
+from ..runtime.flatten import CallSpec, FlatCall
+from ..runtime.outputs import Opener
 
 _FEW_ROWS, _MOST_FOLLOWED = (7, 11, 13, 17, 19, 23), 65
 """How many rows a run has whose rows are followed: such that no size is taken for them; and for which it speaks."""

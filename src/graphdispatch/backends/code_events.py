@@ -18,7 +18,7 @@ import torch
 from .tracing import untraced
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
-_PROOF = os.path.join(_PACKAGE, "proof", "")
+_PROOF = os.path.join(_PACKAGE, "proof", "rows", "")
 _DEMO = os.path.join(_PACKAGE, "demo", "")
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _AROUND_OPERATORS = {
@@ -27,6 +27,8 @@ _AROUND_OPERATORS = {
     *(os.path.join(_PACKAGE, "backends", name) for name in ("code_events.py", "insight.py")),
 }
 """Files of the code that runs on the way to a mode and through it."""
+AROUND_CALLABLES = {os.path.join(_PACKAGE, "runtime", name) for name in ("breaks.py", "flatten.py")}
+"""Files of this package whose code calls that of users: the rest of its code runs beside it."""
 
 
 def is_own_code(path: str) -> bool:
@@ -100,8 +102,6 @@ if sys.version_info >= (3, 12):
     _taken: list[int] = []
     """The number under which this process listens, once it does."""
     _NAME = __name__.partition(".")[0]
-    _FOLLOWED = {os.path.join(_PACKAGE, "call", name) for name in ("breaks.py", "spec.py")}
-    """Files of this package of whose code somebody may hear: that around breaks, and around callables."""
 
     def _begin(listener: CodeListener) -> bool:
         tool = _take_tool()
@@ -157,7 +157,7 @@ if sys.version_info >= (3, 12):
 
     def _is_own(code: CodeType) -> bool:
         """Whether code is this package's, in which nothing is to be heard of."""
-        return is_own_code(code.co_filename) and code.co_filename not in _FOLLOWED
+        return is_own_code(code.co_filename) and code.co_filename not in AROUND_CALLABLES
 
     def _is_silent(code: CodeType) -> bool:
         """Whether nobody is to hear of code: it runs around each operator that is watched."""

@@ -17,10 +17,10 @@ from torch import Tensor
 from ..api.graphed import graphed
 from ..api.progress import Progress
 from ..backends import get_backend
-from ..call.rules import Pad
 from ..config import CUDAGraphOptions
 from ..errors import ConfigError
 from ..reasons import Reason
+from ..runtime.rules import Pad
 from .decoder import PRESETS, Decoder
 
 Model = tuple[Decoder, dict[str, Any], dict[str, Any]]

@@ -11,13 +11,13 @@ from ..descriptors import DispatchKey as DispatchKey
 from ..descriptors import create_dispatch_key as create_dispatch_key
 from ..descriptors import cudagraph_context as cudagraph_context
 from ..descriptors import get_padded_key as get_padded_key
-from ..memory.entry import CUDAGraphEntry as CUDAGraphEntry
-from ..memory.entry import GraphEntry as GraphEntry
-from ..memory.outputs import OutputView as OutputView
 from ..modes import CUDAGraphMode as CUDAGraphMode
 from ..modes import DispatchMode as DispatchMode
 from ..modes import EntryState as EntryState
-from ..serve.graphs import Health as Health
+from ..runtime.entry import CUDAGraphEntry as CUDAGraphEntry
+from ..runtime.entry import GraphEntry as GraphEntry
+from ..runtime.graph_set import Health as Health
+from ..runtime.outputs import OutputView as OutputView
 from ..sizes import named_sizes as named_sizes
 from ..stats import CUDAGraphStats as CUDAGraphStats
 from ..stats import DispatchStats as DispatchStats

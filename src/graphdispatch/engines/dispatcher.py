@@ -19,13 +19,13 @@ from ..backends import Backend, get_backend
 from ..backends.base import Stopwatch
 from ..backends.tracing import untraced
 from ..copying import MadeAnew, make_lock
-from ..decide import Decision
 from ..descriptors import DispatchKey, create_dispatch_key
 from ..errors import CaptureError, ConfigError, ReplayError, check_callable, check_count, check_type, shown
-from ..memory.entry import CUDAGraphEntry
 from ..modes import CUDAGraphMode, DispatchMode
 from ..reasons import Reason
-from ..serve.prewarm import arguments_of
+from ..runtime.decide import Decision
+from ..runtime.entry import CUDAGraphEntry
+from ..runtime.prewarm import arguments_of
 from ..stats import DispatchStats
 from .policies import DefaultDispatchPolicy, DispatchPolicy
 from .registered_graphs import GRAPH_MODES, Registered, RegisteredGraphs, Replayable, Worker, check_key, entry_around

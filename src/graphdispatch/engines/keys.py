@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 from ..config import parse_mode
 from ..copying import MadeAnew, Unlocked, make_lock
-from ..decide import Decision, Memo
 from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, FallbackError, check_count, check_type, shown
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
+from ..runtime.decide import Decision, Memo
 from ..sizes import check_sizes, named_sizes
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL

@@ -15,23 +15,23 @@ from torch.utils._pytree import tree_leaves
 
 from ..backends import Backend, get_backend
 from ..backends.base import Graph
-from ..call.rules import ArgumentRules
-from ..call.signature import ForeignSignature
-from ..call.spec import is_tensor
 from ..config import CUDAGraphOptions
 from ..copying import NotCopied
-from ..decide import Decision, Memo, SizeTable
 from ..descriptors import BatchDescriptor, DispatchKey
 from ..errors import ConfigError, ReplayError, check_type, shown
-from ..memory.cache import GraphCache
-from ..memory.entry import CUDAGraphEntry
-from ..memory.inputs import StaticInputs
-from ..memory.outputs import OutputRule, Outputs
 from ..modes import CUDAGraphMode, DispatchMode, EntryState
 from ..reasons import Reason
-from ..serve.group import Route
-from ..serve.prewarm import capture_example
-from ..serve.server import Server
+from ..runtime.cache import GraphCache
+from ..runtime.decide import Decision, Memo, SizeTable
+from ..runtime.entry import CUDAGraphEntry
+from ..runtime.flatten import is_tensor
+from ..runtime.group import Route
+from ..runtime.outputs import OutputRule, Outputs
+from ..runtime.prewarm import capture_example
+from ..runtime.rules import ArgumentRules
+from ..runtime.server import Server
+from ..runtime.signature import ForeignSignature
+from ..runtime.static_inputs import StaticInputs
 from .keys import RUNTIME_MODES, KeyTable
 
 GRAPH_MODES = {DispatchMode.CUDAGRAPH: CUDAGraphMode.FULL, DispatchMode.PIECEWISE: CUDAGraphMode.PIECEWISE}

@@ -17,13 +17,13 @@ from torch.utils._pytree import tree_leaves
 from ..backends import Backend, get_backend
 from ..backends.base import Event, Pool, Stream
 from ..backends.tracing import untraced
-from ..call.spec import is_tensor
 from ..config import CUDAGraphOptions
 from ..copying import NotCopied
 from ..descriptors import DispatchKey
 from ..errors import ConfigError, check_count
-from ..memory.entry import CUDAGraphEntry
-from ..memory.outputs import OutputView
+from ..runtime.entry import CUDAGraphEntry
+from ..runtime.flatten import is_tensor
+from ..runtime.outputs import OutputView
 from .dispatcher import Chosen, CudagraphDispatcher
 from .policies import DispatchPolicy
 from .registered_graphs import Registered, Worker

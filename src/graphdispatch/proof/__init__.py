@@ -1,1 +1,1 @@
-"""What one run of a callable proves of all batches."""
+"""What makes graphs right for callables that nobody vouches for; it plugs into the runtime by three protocols."""

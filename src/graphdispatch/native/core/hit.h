@@ -1,4 +1,4 @@
-// Server.serve of serve/server.py.
+// Server.serve of runtime/server.py.
 #pragma once
 
 #include "plan.h"

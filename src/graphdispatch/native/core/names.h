@@ -29,7 +29,7 @@ struct Names {
 #undef GD_DECLARE
 };
 
-// The keys of the dicts that memory/replay.py and serve/server.py give.
+// The keys of the dicts that runtime/replay.py and runtime/server.py give.
 // clang-format off
 #define GD_FACTS(FACT) \
   FACT(evicted) FACT(failed_state) FACT(captured) FACT(windows) FACT(uses) FACT(foreach_copy) FACT(stats_type) FACT(forward_ad) \

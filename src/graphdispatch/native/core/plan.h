@@ -1,4 +1,4 @@
-// ReplayPlan.run of memory/replay.py, for the usual case; whatever is unusual calls Python.
+// ReplayPlan.run of runtime/replay.py, for the usual case; whatever is unusual calls Python.
 #pragma once
 
 #include <vector>

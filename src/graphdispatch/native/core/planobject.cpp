@@ -106,7 +106,7 @@ PyType_Slot slots[] = {
     {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
     {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
     {Py_tp_clear, reinterpret_cast<void*>(clear)},
-    {Py_tp_doc, const_cast<char*>("The replay of one graph for one number of rows; see memory/replay.py.")},
+    {Py_tp_doc, const_cast<char*>("The replay of one graph for one number of rows; see runtime/replay.py.")},
     {0, nullptr},
 };
 

@@ -297,7 +297,7 @@ PyType_Slot slots[] = {
     {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
     {Py_tp_clear, reinterpret_cast<void*>(clear)},
     {Py_tp_methods, methods},
-    {Py_tp_doc, const_cast<char*>("What a call must look like; see call/signature.py.")},
+    {Py_tp_doc, const_cast<char*>("What a call must look like; see runtime/signature.py.")},
     {0, nullptr},
 };
 

@@ -1,4 +1,4 @@
-// Signature.match of call/signature.py.
+// Signature.match of runtime/signature.py.
 #pragma once
 
 #include <vector>

@@ -4,7 +4,6 @@ C++ gets plain numbers. Where a function takes a size, the rules label its resul
 accounted for narrows the run. Whatever gives Python data, so that it may decide by that, is a fault.
 """
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ...backends.code_events import is_own_code
+from ...backends.code_events import AROUND_CALLABLES, is_own_code
 from ...backends.operators import tensors_in
 from .batches import Num, SizeNumber, is_equal
 from .labels import Dim, Label, is_dynamic, own_size, shape_of
@@ -43,8 +42,6 @@ _TAKES_SHAPE = frozenset(_SHAPE_NAMES.split())
 """Functions all of whose numbers are the sizes of their result."""
 _MAKES = _TAKES_SHAPE - {"view", "reshape"} | {"full", "new_full", "repeat", "tile"}
 _SIZE_NAMES = frozenset({"size", "sizes", "shape", "repeats", "dims"})
-_CALLS = tuple(os.path.join("call", name) for name in ("spec.py", "breaks.py"))
-"""The only code of the library that calls the callable and its breaks, which may be functions of torch."""
 _SETTABLE = frozenset({"requires_grad", "grad", "names"})
 
 
@@ -59,7 +56,7 @@ class Functions(TorchFunctionMode):
         """Answer one function."""
         run, name, kwargs = self.run, getattr(func, "__name__", ""), kwargs or {}
         path = sys._getframe(1).f_code.co_filename
-        if is_own_code(path) and not path.endswith(_CALLS):  # of a mode, where code in C++ has called an operator
+        if is_own_code(path) and path not in AROUND_CALLABLES:  # of a mode, where code in C++ has called an operator
             return func(*args, **kwargs)
         if name in ("__get__", "__set__"):
             return self._attribute(func, name, args)

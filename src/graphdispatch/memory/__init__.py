@@ -1,1 +1,0 @@
-"""What graphs keep: entries, static inputs, outputs; the cache, its budgets, who is admitted and who is evicted."""

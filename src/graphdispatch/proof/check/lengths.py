@@ -1,0 +1,229 @@
+"""Replays that show whether padding along a length is harmless, where elements along it mix: in attention under a mask.
+
+That rows are independent follows from the operators. That a mask hides padding does not: it holds for some data
+alone. So where elements mix along an axis, the graph replays the same real elements before other padding along it, and
+real elements must keep their bits. This is done once for a signature, and in the same way where a user says that rows
+are independent.
+
+Note [what keeps its padding]
+    A mask, zeros and ones along a further dimension, says which elements are padding: other values in its own padding
+    would make real elements of it. So where other padding everywhere matters, it is tried again with the padding of
+    masks left as their rule says, which is what every replay has there. The other arguments must not matter then. It is
+    tried once more for rows with a single real element, which hide the least. A row that its mask hides altogether may
+    attend to padding as to all else: that is a limit.
+
+Note [what real elements hide]
+    Whether padding is neutral may depend on the real elements: a minimum of at most zero hides zeros, and a mask that
+    hides something in each row hides that padding is hidden, too. So eager runs real elements of other kinds, without
+    padding, and a replay must give the same.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from ...backends.operators import bits_equal, storage_key, tensors_in
+from ...errors import CaptureError
+from ...reasons import Reason
+from ...runtime.batches import Padding, Rows, edge, far, holds_flags, may_replace, takes_any_value, uniform
+from ...runtime.entry import CUDAGraphEntry
+from ...runtime.outputs import first_rows
+from ...sizes import Axis, lengths_of
+from ..watch.effects import EffectRecorder
+from .attempt import CaptureAttempt, ends_capture
+from .compare import coarsest, difference, tolerance_for
+
+
+class PaddingReplays:
+    """Replays of a padded batch, which agreed with eager, with other padding along some axes.
+
+    The ``attempt`` puts everything back to where the eager run began before each replay.
+
+    Args:
+        attempt: The comparison under way.
+        entry: The graph.
+        axes: The axes along which padding is replaced.
+    """
+
+    def __init__(self, attempt: CaptureAttempt, entry: CUDAGraphEntry, axes: Collection[Axis]) -> None:
+        self._attempt, self._entry, self._request = attempt, entry, attempt.request
+        self._specs, self._arguments = self._request.inputs.specs, self._request.arguments()
+        self._along, self._rows = tuple(axes), self._request.rows
+
+    def objection(self) -> str:
+        """Why padding along the axes is not harmless; empty if it is. Raises what ends a capture."""
+        found = ""
+        for kept in self._choices():
+            what = self._differs_from_eager(kept) or self._changes(kept)
+            if not what:
+                return ""
+            found = found or what
+        names = " and ".join(repr(axis.name) for axis in self._along)
+        return f"real rows depend on padding along {names}: with {found}"
+
+    def _choices(self) -> Iterator[tuple[int, ...]]:
+        """Which arguments (by index) keep their padding: none, then each mask, then all of them. See Note [what
+        keeps its padding]."""
+        yield ()
+        rows = self._request.inputs.axes[0]
+        pairs = list(zip(self._specs, self._arguments, strict=True))
+        further = [i for i, (spec, _) in enumerate(pairs) if any(axis is not rows for _, axis in spec.spans)]
+        masks = [i for i in further if not pairs[i][0].is_pad_given and holds_flags(pairs[i][1])]
+        for kept in [(mask,) for mask in masks] + ([tuple(masks)] if len(masks) > 1 else []):
+            others = {axis for i, (spec, _) in enumerate(pairs) if i not in kept for _, axis in spec.spans}
+            if others >= {axis for i in kept for _, axis in pairs[i][0].spans}:
+                yield kept
+
+    def _changes(self, kept: tuple[int, ...]) -> str:
+        """What other padding changes, in words, if these arguments keep theirs; empty for nothing."""
+        reals: list[tuple[str, Sequence[torch.Tensor]]] = [("", self._arguments)]
+        if kept:
+            reals.append((" behind a single real element", self._with_single(kept)))
+        for name, real in reals:
+            base: list[tuple[str, torch.Tensor]] | None = None
+            for what, rows in (("", []), *self._paddings(kept)):
+                try:
+                    self._attempt.replay_with(self._entry, self._rows, Padding(what, rows, real, self._along))
+                except Exception as error:
+                    if ends_capture(self._request.backend, error):
+                        raise
+                    if isinstance(error, CaptureError) and error.reason is Reason.PADDING_WRITES_STATE:
+                        return str(error)
+                    return f"{what}{name} the call raises {type(error).__name__}: {error}"
+                read = self._read()
+                if base is None:
+                    base = read
+                elif gap := self._gap(base, read):
+                    return f"{what} in the padding{name}, {gap}"
+        return ""
+
+    def _differs_from_eager(self, kept: Collection[int]) -> str:
+        """How a replay differs from eager for other real elements, in words: see Note [what real elements hide]."""
+        for name, real in self._other_reals(kept):
+            alone = [spec.cut(value, self._rows).clone() for spec, value in zip(self._specs, real, strict=True)]
+            effects = EffectRecorder(self._request.options.state_limit_bytes, strict=True)
+            self._attempt.start_over("running eager on other elements")
+            want = self._attempt.try_apart(
+                effects, self._request.values_with(alone), lambda output: [t.clone() for t in tensors_in(output)]
+            )
+            if want is None:
+                continue
+            try:
+                self._attempt.replay_with(self._entry, self._rows, Padding(name, [], real, self._along))
+            except Exception as error:
+                if ends_capture(self._request.backend, error):
+                    raise
+                continue
+            for index, (a, b) in enumerate(zip(want, self._entry.outputs.peek(self._rows), strict=True)):
+                dtype = coarsest(a.dtype, self._entry.program.float_types)
+                if (gap := difference(a, b, tolerance_for(dtype, exact=False))) is not None:
+                    return f"{name} in place of the real elements, output {index} is not what eager gives: {gap}"
+        return ""
+
+    def _other_reals(self, kept: Collection[int]) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """Real elements of other kinds: of one sign, or all those of the place with the largest or the smallest number,
+        where masks show all; and one element of each row alone."""
+        for sign, name in ((1.0, "large numbers"), (-1.0, "small numbers")):
+            real = list(self._arguments)
+            place = self._place(sign, kept)
+            for i, spec in enumerate(self._specs):
+                if i in kept:
+                    real[i] = torch.ones_like(real[i])
+                elif spec.spans and spec.dtype.is_floating_point and spec.dtype.itemsize > 1:
+                    real[i] = real[i].abs() * sign
+                elif spec.spans:
+                    real[i] = uniform(place, spec, real[i], self._rows)
+            yield name, real
+        if kept:
+            yield "a single element of each row", self._with_single(kept)
+
+    def _place(self, sign: float, kept: Collection[int]) -> dict[Axis, int]:
+        """Where the first of the integers has its largest number, or the smallest, among the elements that no given pad
+        value hides. Reads the result back to the host."""
+        for i, spec in enumerate(self._specs):
+            if i not in kept and spec.spans and not (spec.dtype.is_floating_point or spec.dtype.is_complex):
+                value = self._arguments[i].to(torch.float64) * sign
+                for hidden in self._hidden(i):
+                    value = value.masked_fill(hidden, -math.inf)
+                at = np.unravel_index(int(value.argmax()), value.shape)  # torch's own imports sympy, which takes long
+                return {axis: int(at[dim]) for dim, axis in spec.spans}
+        return {}
+
+    def _hidden(self, index: int) -> Iterator[torch.Tensor]:
+        """Where arguments of the same shape and axes hold the pad value that was given for them."""
+        spans, shape = self._specs[index].spans, self._arguments[index].shape
+        for spec, value in zip(self._specs, self._arguments, strict=True):
+            for pad in spec.pads if spec.is_pad_given and spec.spans == spans and value.shape == shape else ():
+                if pad.kind == "value":
+                    yield value == pad.fill
+
+    def _with_single(self, kept: Collection[int]) -> list[torch.Tensor]:
+        """The arguments, with masks that leave one element of each row."""
+        real = list(self._arguments)
+        for index in kept:
+            real[index] = real[index].clone()
+            for dim, axis in self._specs[index].spans:
+                if axis in self._along and axis.of(self._rows) > 1:
+                    real[index].narrow(dim, 1, real[index].shape[dim] - 1).zero_()
+        return real
+
+    def _paddings(self, kept: Collection[int]) -> Iterator[tuple[str, Rows]]:
+        """Two kinds of padding: see Note [what padding may hold]."""
+        axes, limited = self._request.inputs.axes, self._entry.program.limits_values
+        last = {axis: extent - 1 for axis, extent in zip(axes, lengths_of(axes, self._rows), strict=True)}
+        for sign, place, name in ((1, {}, "large numbers"), (-1, last, "small numbers")):
+            rows: list[torch.Tensor | None] = []
+            for index, (spec, value) in enumerate(zip(self._specs, self._arguments, strict=True)):
+                if index in kept or not may_replace(self._specs, index, self._request.options.padding_writes):
+                    rows.append(None)
+                elif takes_any_value(spec):
+                    rows.append((edge if limited else far)(sign, spec, value, self._request.size))
+                else:
+                    rows.append(uniform(place, spec, value, self._request.size))
+            yield name, rows
+
+    def _gap(self, base: Sequence[tuple[str, torch.Tensor]], got: Sequence[tuple[str, torch.Tensor]]) -> str:
+        for (name, a), (_, b) in zip(base, got, strict=True):
+            exact = not self._entry.program.groups_rows  # groups of rows are multiplied with what lies beside them
+            gap = None if bits_equal(a, b) else difference(a, b, tolerance_for(a.dtype, exact=exact))
+            if gap is not None:
+                return f"{name} changes: {gap}"
+        return ""
+
+    def _read(self) -> list[tuple[str, torch.Tensor]]:
+        """Copies of the real elements of what the latest replay gave, and of the state that padding must leave
+        alone."""
+        request, entry, rows = self._request, self._entry, self._rows
+        values = []
+        for index, (output, dims) in enumerate(zip(entry.outputs.peek(rows), entry.outputs.rule.follows, strict=True)):
+            unwritten = self._attempt.eager.effects.unwritten(
+                first_rows(self._attempt.eager.outputs[index], dims, rows)
+            )
+            real = output.clone() if unwritten is None else output.masked_fill(unwritten, 0)
+            values.append((f"output {index}", real))
+        for index in entry.mutated:
+            name = f"argument {request.inputs.specs[index].name!r}, which the call writes,"
+            values.append((name, request.inputs.real(index, rows, request.size).clone()))
+        if request.options.padding_writes == "refuse":
+            arguments = set(map(storage_key, self._attempt.eager.arguments))
+            for region in self._attempt.eager.effects.regions:
+                if not region.is_generator and storage_key(region.target) not in arguments:
+                    values.append((f"state of shape {tuple(region.target.shape)}", region.read().clone()))
+        return values
+
+
+def replay_other_padding(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
+    """Note in the entry's proof what other padding of the request's batch shows, where its structure does not: along
+    each axis along which elements mix and that is padded, and along the rows by the user's word."""
+    request, proof = attempt.request, entry.proof
+    assert proof is not None
+    axes, rows = request.inputs.axes, request.inputs.axes[0]
+    padded = [axis for axis in axes if axis.of(request.rows) != axis.of(request.size)]
+    by_word = proof.is_word and rows in padded and not proof.is_compared
+    if by_word and (found := PaddingReplays(attempt, entry, [rows]).objection()):
+        proof.against_rows = Reason.ROWS_MIX, f"rows='independent' is not so: {found}"
+    for axis in padded:
+        if axis in proof.mixed and axis not in proof.along:
+            proof.along[axis] = PaddingReplays(attempt, entry, [axis]).objection()

@@ -1,0 +1,201 @@
+"""Makes an entry of a recording: which rows its outputs give, what it reads and writes, and what guards it."""
+
+from collections.abc import Collection
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from ...backends.operators import storage_key, tensors_in
+from ...errors import CaptureError
+from ...reasons import Reason
+from ...runtime.entry import CUDAGraphEntry, WrittenSpans
+from ...runtime.flatten import is_tensor
+from ...runtime.outputs import OutputRule, Outputs, check_values, learn_output_rule
+from ...sizes import Axis, pack
+from ..state.guards import StateGuard, WorkspaceGuard
+from ..watch.eager_run import Recording, check_may_capture
+from ..watch.effects import EffectRecorder
+from .attempt import CaptureAttempt
+from .compare import check_aliases
+from .licence import Program
+from .piecewise import PiecewiseGraph
+from .row_proof import RowsShown
+
+_SMALL_BYTES = 1 << 20
+_FEWEST = 2  # rows of a batch that may be too few for a callable if there is one less
+
+
+def make_entry(attempt: CaptureAttempt, recording: Recording, program: Program, shown: RowsShown) -> CUDAGraphEntry:
+    """The entry around a recorded graph of this program. Raises ``CaptureError`` if nobody could serve by it."""
+    request, eager, warm_run, output = attempt.request, attempt.eager, attempt.warm_run, recording.outputs
+    check_values(eager.opened, output)
+    rule = _find_output_rule(attempt, output, shown)
+    views = request.inputs.views(request.size)
+    mutated = tuple(index for index, view in enumerate(views) if warm_run.writes_to(view))
+    check_aliases(request, eager, mutated)
+    if request.options.shares_outputs:
+        output = tree_map_only(torch.Tensor, request.backend.weak_reference, output)
+    buffers = request.buffer_storages()
+    held = {key: tensor for key, tensor in warm_run.outside.items() if key not in buffers}
+    arguments = {storage_key(value) for value in request.values if is_tensor(value)}
+    like = eager.like
+    guard = _make_guard(attempt, held.keys() | eager.effects.outside.keys()) if like is None else like.guard
+    assert guard is not None
+    workspaces = [held[key] for key in held.keys() - guard.storages - arguments]
+    regions = [region for region in warm_run.regions if storage_key(region.target) not in buffers]
+    written = [region.target for region in regions if not region.is_generator]  # its state is read as a copy
+    entry = CUDAGraphEntry(
+        descriptor=request.descriptor,
+        mode=request.mode,
+        key=request.key,
+        size=request.size,
+        graph=recording.graph,
+        pool=request.pool,
+        backend=request.backend,
+        inputs=request.inputs,
+        outputs=Outputs(
+            output, rule, recording.is_own, request.options.outputs, request.pool, recording.firsts, recording.given
+        ),
+        mutated=mutated,
+        written=WrittenSpans(written) if regions else None,
+        held=tuple(held.values()),
+        metadata=eager.find_metadata(request.values, guard) if like is None else like.metadata,
+        workspaces=WorkspaceGuard(workspaces) if workspaces else None,
+        guard=guard if request.options.guard_weights else None,
+        bare=request.inputs.positions if guard.missing else (),
+        program=program,
+        proof=shown.proof,
+        traced={request.rows, request.size, shown.rows or request.rows} if like is None else set(like.traced),
+        uses_rng=warm_run.uses_rng,
+        signature=request.signature,
+        call=request.call,
+        example=request.values_with(repeat(None)),
+        warm_batch=tuple(
+            value.detach().clone() if is_tensor(value) and value.nbytes <= _SMALL_BYTES else None
+            for value in request.values
+        ),
+    )
+    _watch_breaks(attempt, entry)
+    return entry
+
+
+def grow_guard(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
+    """Guard what code reads that ran for this batch, and that the entry's guard does not know."""
+    eager = attempt.eager
+    if entry.guard is None or not (eager.trace.is_deaf or entry.guard.notes.lacks(eager.trace)):
+        return
+    check_may_capture(attempt.request, eager)
+    eager.trace.absorb(entry.guard.notes)
+    used = {*map(storage_key, entry.held), *entry.guard.storages, *eager.effects.outside}
+    entry.guard = _make_guard(attempt, used)
+    entry.metadata = eager.find_metadata(attempt.request.values, entry.guard, entry.metadata)
+    _watch_breaks(attempt, entry)
+
+
+def _watch_breaks(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
+    if not isinstance(entry.graph, PiecewiseGraph):
+        return
+    views = attempt.request.inputs.views(attempt.request.size)
+    unwritten = [view for index, view in enumerate(views) if index not in entry.mutated]
+    state = [one for one in attempt.request.tensors if not (isinstance(one, torch.nn.Parameter) or one.is_inference())]
+    entry.graph.watch(unwritten, state)
+    if attempt.eager.trace.shares_with_breaks():
+        entry.graph.is_unchanged = entry.is_current
+
+
+def _make_guard(attempt: CaptureAttempt, used: Collection[int]) -> StateGuard:
+    """What of the callable's state the runs have read. Raises ``CaptureError`` if nobody can compare it, or if a run
+    made only for the graph changed it or drew."""
+    request = attempt.request
+    guard = StateGuard(request.call.fn, attempt.eager.trace, used, request.roots)
+    if guard.unguarded and request.options.guard_weights:
+        raise CaptureError(f"the call reads state that no guard can compare: {guard.unguarded}", Reason.STATE_UNSEEN)
+    attempt.eager.check_state()
+    return guard
+
+
+def _find_output_rule(attempt: CaptureAttempt, output: Any, shown: RowsShown) -> OutputRule:
+    """Which dimensions of ``output``, which a run of ``size`` rows gave, follow the batch: that of an earlier size
+    if there is one (in the present state of the callable, since in another one it may give other outputs), else what
+    the run shows whose rows were followed, else found by a run for each axis, with another extent along that axis
+    alone.
+
+    Raises ``CaptureError`` if the outputs cannot be cut to the real rows, or follow the batch differently than in
+    other sizes.
+    """
+    request, eager = attempt.request, attempt.eager.opened
+    axes = request.inputs.axes
+    # Other sets of graphs share the cache, and may have evicted one of these meanwhile.
+    rule = next((peer.outputs.rule for peer in request.peers if not peer.is_released), None)
+    if rule is None and shown.verdict is not None:
+        rule = _rule_of(attempt, shown)
+    if rule is None:
+        used = {axis for spec in request.inputs.specs for _, axis in spec.spans}
+        others = [(axis, *_run_apart_along(attempt, axis, output)) for axis in axes if axis in used]
+        rule = learn_output_rule(axes, eager, request.rows, others)
+    rule.check(axes, eager, request.rows, output, request.size)
+    return rule
+
+
+def _rule_of(attempt: CaptureAttempt, shown: RowsShown) -> OutputRule | None:
+    """The rule that the labels of the outputs tell of the run whose rows were followed; None if they do not tell it."""
+    axes, follows = attempt.request.inputs.axes, list[tuple[tuple[int, int, Axis], ...]]()
+    assert shown.verdict is not None
+    for tensor, dims in zip(tensors_in(shown.outputs), shown.verdict.outputs, strict=True):
+        if dims is None or any(len(followed) > 1 for followed in dims):
+            return None
+        along = [(dim, axes[followed[0]]) for dim, followed in enumerate(dims) if followed]
+        follows.append(tuple((dim, tensor.shape[dim] // axis.of(shown.rows), axis) for dim, axis in along))
+    rule = OutputRule(tuple(follows))
+    try:
+        rule.check(axes, attempt.eager.opened, attempt.request.rows, shown.outputs, shown.rows)
+    except CaptureError:
+        return None
+    return rule
+
+
+def _run_apart_along(attempt: CaptureAttempt, axis: Axis, output: Any) -> tuple[int, Any]:
+    """A batch with another extent along one axis, and its outputs: that of the graph, whose ``output`` is known if
+    it differs along this axis alone. Else one less; or one more than one, or than two where the call does not take
+    one, as a normalisation over the batch."""
+    request, axes = attempt.request, attempt.request.inputs.axes
+    own, full = axis.of(request.rows), axis.of(request.size)
+
+    def along(extent: int) -> tuple[int, Any]:
+        rows = pack(axes, [extent if one is axis else one.of(request.rows) for one in axes])
+        return rows, output if rows == request.size else _outputs_of(attempt, rows)
+
+    if own != full:
+        return along(full)
+    if own > 1:
+        try:
+            return along(own - 1)
+        except CaptureError as error:
+            if own > _FEWEST or error.__cause__ is None:
+                raise
+    return along(own + 1)
+
+
+def _outputs_of(attempt: CaptureAttempt, rows: int) -> Any:
+    """The outputs for another number of rows: the batch's in turn. Fake tensors would stay in whatever caches the model
+    keeps.
+
+    Raises ``CaptureError`` if the call fails or changes Python state.
+    """
+    request = attempt.request
+    attempt.start_over(f"probing the outputs with {rows} rows")
+    pairs = zip(request.inputs.specs, request.arguments(), strict=True)
+    values = request.values_with(spec.repeated(value, rows) for spec, value in pairs)
+    effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
+    try:
+        return attempt.run_apart(effects, values, lambda output: output)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"the call fails for {rows} rows, so it cannot be seen which dimensions of its outputs follow the "
+            f"batch: {error}; if it takes one size alone, declare no batch dimension (dynamic={{}})",
+            Reason.OUTPUT_ROWS_UNKNOWN,
+        ) from error

@@ -1,0 +1,325 @@
+"""The one capture path: run eagerly, undo, warm up, capture, replay, compare, put back one execution's effects.
+
+    eager run on the real rows (watched)            -> the caller's answer, and everything it writes
+    undo; load the static inputs; warm up (watched) -> everything the padded run writes, and its operators
+    undo; run a few rows, and follow them           -> whether rows are independent (``row_proof.py``)
+    undo; capture (undo, if recording executes)     -> the graph
+    replay; compare outputs and written state with eager's
+    undo; do eager's writes again; put the generator where eager left it
+
+``verify_entry`` does the same without the capture, for another batch: a value that the capture froze agrees with eager
+on the first batch only.
+
+A graph of a further size is proven by the run that proved the first one. Python takes the same path for it, so its code
+is not traced again: it is warmed up, recorded and compared. Where nobody waits for eager's answer and a capture
+executes what it records, one watched run is all three: the warm-up, the recording, and what the replay is compared
+with. The first graph's eager run was apart from its recording, so a value that changes from run to run was seen there.
+One that changes with the size is among the numbers of the operators: where these are not those of a graph that agreed
+with eager on two batches, a second batch is compared.
+
+Note [kernels that round otherwise]
+    Libraries choose a kernel by the number of rows, and each adds up in an order of its own. A deep model in bfloat16
+    multiplies such differences until an element is further from eager than usual. That padding is harmless follows from
+    the operators, and the comparison of a padded batch is an alarm only. So in such narrow types a padded batch may be
+    four times as far from eager. Where the user gave a tolerance, that alone counts.
+
+While torch's profiler is on, each capture and each comparison is a range of it: ``capture`` or ``verify``.
+"""
+
+from typing import Any
+
+from ...backends.operators import bits_equal, copy_with_gaps, tensors_in
+from ...backends.standins import ASKS
+from ...backends.tracing import profiler_range
+from ...errors import CaptureError, VerificationError, error_of_signal
+from ...modes import CUDAGraphMode, EntryState
+from ...reasons import Reason
+from ...runtime.collector import paused_collector
+from ...runtime.entry import CUDAGraphEntry
+from ...runtime.outputs import check_values
+from ...runtime.request import CaptureRequest, CaptureResult, advice, failed_result
+from ...runtime.rules import graph_name
+from ..watch.eager_run import check_may_capture, run_eagerly
+from ..watch.effects import EffectRecorder, Region
+from ..watch.program import Labels
+from .attempt import CaptureAttempt
+from .compare import SmallDifferenceError, check_padding_writes, check_replay
+from .gain import measure_gain, seconds_of
+from .lengths import replay_other_padding
+from .licence import Program
+from .make_entry import grow_guard, make_entry
+from .padding_writes import EqualRows
+from .recording import record, record_watched
+from .row_proof import prove_rows, speak_for_batch
+from .windows import WINDOWS
+
+_UNLIKE = "the call did not do what calls of other sizes did; the next one is watched closely"
+
+
+def capture_entry(request: CaptureRequest) -> CaptureResult:
+    """Run the call eagerly and capture it; see the module's text. Holds the pool's lock throughout.
+
+    An error of the callable on the real rows passes through unchanged. Apart from that only these are raised:
+    ``KeyboardInterrupt`` and its like, and what a handler of a signal raises, after everything was put back;
+    ``DeviceLostError`` if nothing can be served any more; ``CaptureError`` if what was written cannot be put back.
+    """
+    return _in_window(request, None)
+
+
+def verify_entry(request: CaptureRequest, entry: CUDAGraphEntry) -> CaptureResult:
+    """Run the call eagerly and compare the entry's replay with it. Raises as ``capture_entry`` does.
+
+    Afterwards ``entry.state`` is ``VERIFIED`` or ``FAILED``; or still ``CAPTURED``, if this was the batch of the
+    capture once more, or if its padding alone was looked at.
+    """
+    is_other = entry.state is not EntryState.CAPTURED or entry.differs(request.values)
+    result = _in_window(request, entry)
+    if result.entry is None:
+        entry.failed()
+    elif is_other and result.reason is Reason.VERIFIED_NOW:
+        entry.passed()
+    return result
+
+
+def _in_window(request: CaptureRequest, entry: CUDAGraphEntry | None) -> CaptureResult:
+    """Verify ``entry``, or capture one if there is none, while nobody else writes what the call reaches."""
+    with WINDOWS.capturing(request.reach, request.pool) as is_alone:
+        if is_alone:
+            span = profiler_range("capture" if entry is None else "verify", graph_name(request.call.fn, request.key))
+            # The walks over Python state make many objects, for which the collector would look at all memory.
+            pause = paused_collector(request.options.gc_disable)
+            with pause, request.pool.lock, request.backend.watched(), span:
+                request.pool.order_after_last_use()
+                result = _run(request, entry)
+                if result.reason is Reason.CAPTURE_WAITS and not request.keep_effects:
+                    result = _run(request, entry)  # now watched closely
+                return result
+    answer = None
+    if request.keep_effects:
+        run = WINDOWS.begin(lambda: request.reach)
+        try:
+            answer = request.call(request.values)
+        finally:
+            WINDOWS.end(run)
+    return CaptureResult(answer, None, Reason.STATE_SHARED, Reason.STATE_SHARED.text)
+
+
+def _run(request: CaptureRequest, entry: CUDAGraphEntry | None) -> CaptureResult:
+    """The eager run; then the capture or the comparison, after which one execution's effects are put back."""
+    is_for_graph = entry is None and not (request.keep_effects or request.has_gaps or request.is_padded)
+    like = _like(request, entry)
+    is_recorded = is_for_graph and like is not None and _may_record_at_once(request, like)
+    started = request.clock() if is_recorded else None
+    eager = run_eagerly(
+        request, on_static_inputs=is_for_graph, like=like, record=record_watched if is_recorded else None
+    )
+    if isinstance(eager, CaptureResult):
+        return _unlike(like, None) if is_recorded else eager
+    attempt = CaptureAttempt(request, eager)
+    try:
+        if entry is None:
+            made = _capture(attempt, started)
+            if made is None:
+                return _unlike(like, eager.answer)
+            return CaptureResult(eager.answer, made, Reason.CAPTURED_NOW)
+        _verify(attempt, entry)
+        if (padding := entry.against_padding(request.rows)) is not None:
+            return CaptureResult(eager.answer, entry, *padding)
+        return CaptureResult(eager.answer, entry, Reason.VERIFIED_NOW)
+    except Exception as error:
+        if (raised := error_of_signal(error)) is not None:
+            raise raised from raised.__cause__
+        if entry is not None:
+            entry.failed()
+        return failed_result(request, eager.answer, error, attempt.stage)
+    finally:
+        attempt.restore()
+
+
+def _like(request: CaptureRequest, entry: CUDAGraphEntry | None) -> CUDAGraphEntry | None:
+    """A graph that the call's run is like, by what is proven of its rows: so the run's code need not be traced
+    again."""
+    for one in request.peers if entry is None else [entry]:
+        proof, is_plain = one.proof, one.guard is not None and one.mode is CUDAGraphMode.FULL
+        if proof is None or not is_plain or proof.is_doubted or one.outputs.has_objects or one.program.has_regions:
+            continue
+        if one.state is EntryState.FAILED:
+            continue
+        is_shown = request.rows == one.size or (
+            proof.speaks_for(request.rows, request.size) and proof.speaks_for(request.size, request.size)
+        )
+        if is_shown and one.has_path(request.rows) and one.has_path(request.size):
+            return one
+    return None
+
+
+def _may_record_at_once(request: CaptureRequest, like: CUDAGraphEntry) -> bool:
+    """Whether one run is the warm-up, the recording, and what the replay is compared with; see the module's text."""
+    codes = like.guard.notes.codes if like.guard is not None else set()
+    return request.backend.capture_executes and request.options.warmup_iterations <= 1 and ASKS.isdisjoint(codes)
+
+
+def _unlike(like: CUDAGraphEntry | None, answer: Any) -> CaptureResult:
+    """The result of a call that did not do what a run like it did: there is a graph once it is watched closely."""
+    assert like is not None
+    assert like.proof is not None
+    like.proof.is_doubted = True
+    return CaptureResult(answer, None, Reason.CAPTURE_WAITS, _UNLIKE)
+
+
+def _capture(attempt: CaptureAttempt, started: float | None) -> CUDAGraphEntry | None:
+    """Warm up, prove, record and compare; returns a complete entry. None if the call's code was to be like that of
+    another graph, and is not. What was recorded already has ``started`` at that time.
+
+    Raises ``CaptureError``, ``VerificationError`` or ``ReplayError`` if there can be no graph, and whatever the
+    callable raises in one of these runs.
+    """
+    request, eager = attempt.request, attempt.eager
+    recording, entry = eager.recording, None
+    try:
+        check_may_capture(request, eager)
+        started = request.clock() if started is None else started
+        for _ in range(request.options.warmup_iterations - eager.warms_up):
+            attempt.warm_up(keeps_operators=True)
+        program = Program(attempt.warm_run.dispatched)
+        if request.has_gaps:
+            _check_gaps(attempt, program)
+        shown = prove_rows(attempt, program)
+        if eager.like is not None and shown.proof is not eager.like.proof:
+            if recording is not None:
+                recording.graph.reset()
+            return None
+        recording = recording or record(attempt)
+        entry = make_entry(attempt, recording, program, shown)
+        entry.capture_time_ms = (request.clock() - started) * 1e3
+        if request.options.verify:
+            if entry.against_padding(request.rows) is None:  # else a full batch is compared when one comes
+                _compare_or_refuse(attempt, entry)
+            same = (peer for peer in request.peers if peer.proof is shown.proof is not None)
+            if any(p.state is EntryState.VERIFIED and program.has_numbers_of(p.program) for p in same):
+                entry.passed()  # a value that was frozen would be among the numbers
+            measure_gain(attempt, entry)
+        else:
+            entry.trust()
+    except BaseException:
+        if entry is not None:
+            entry.release()
+        elif recording is not None:
+            recording.graph.reset()
+        raise
+    return entry
+
+
+def _verify(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
+    """Compare the entry's replay on this batch with the eager run. Raises as ``_capture`` does."""
+    request, eager = attempt.request, attempt.eager
+    eager.draws |= entry.uses_rng  # as the replay will, whatever branch eager took
+    check_may_capture(request, eager)
+    attempt.lent = [Region(tensor, tensor.clone()) for tensor in entry.outputs.lent(request.size)]
+    writes = entry.written is not None or any(not entry.inputs.specs[i].spans for i in entry.mutated)
+    writes = writes or bool(eager.effects.opaque)
+    if writes or entry.mode is not CUDAGraphMode.FULL:  # else it writes its rows at most
+        attempt.warm_up()
+    check_values(eager.opened, entry.output)
+    _compare_or_refuse(attempt, entry)
+
+
+def _check_gaps(attempt: CaptureAttempt, program: Program) -> None:
+    """Raise ``CaptureError`` if the call dispatches other operators for its own arguments, which leave gaps in
+    memory, than for the static inputs. The eager run cannot tell: code may ask whether a stream is captured."""
+    request = attempt.request
+    arguments = [copy_with_gaps(argument) for argument in request.arguments()]  # each in memory of its own
+    labels = Labels.of_arguments(arguments, request.inputs.specs)
+    effects = EffectRecorder(request.options.state_limit_bytes, strict=True, labels=labels)
+    attempt.start_over("running on arguments with gaps in memory")
+
+    def read(output: Any) -> Program:
+        effects.note_outputs(output)
+        return Program(effects.dispatched)
+
+    values = request.call.in_new_containers(request.values_with(arguments))
+    if not attempt.run_apart(effects, values, read).is_like(program):
+        raise CaptureError(
+            "the call does something else for an argument with gaps in memory than for one without; "
+            "pass a contiguous one",
+            Reason.CAPTURE_UNSAFE,
+        )
+
+
+def _compare_or_refuse(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
+    """Compare a replay of this batch with eager, unless Python takes another path for it. What shows that padding
+    alone is at fault is noted in the proof: a graph of full batches is not wrong for that."""
+    request, proof, was_verified = attempt.request, entry.proof, entry.state is EntryState.VERIFIED
+    if request.is_padded and proof is not None and not proof.speaks_for(request.rows, request.size):
+        speak_for_batch(attempt, proof, entry.program)
+        if request.rows in proof.unlike:
+            return
+    try:
+        _compare(attempt, entry)
+    except (CaptureError, VerificationError) as error:
+        is_write = isinstance(error, CaptureError) and error.reason is Reason.PADDING_WRITES_STATE
+        if not request.is_padded or proof is None:
+            raise
+        if isinstance(error, VerificationError):
+            replay_other_padding(attempt, entry)  # a length without a mask is no fault of the graph's
+            if proof.objection(request.rows, request.size) is not None:
+                return
+        if not (is_write or was_verified):
+            raise
+        reason = Reason.PADDING_WRITES_STATE if is_write else Reason.VERIFICATION_FAILED
+        proof.refused = reason, f"{error}{advice(request, error, reason)}"
+
+
+def _compare(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
+    """Replay this batch from where the eager run began, compare, and note in the entry what the batch has shown."""
+    request, eager = attempt.request, attempt.eager
+    attempt.start_over(f"comparing the replay of {request.rows} rows with eager")
+    load_s = seconds_of(request, attempt.load)
+    attempt.replay_s = load_s + seconds_of(request, lambda: attempt.replay(entry))
+    if eager.effects.uses_rng is not entry.uses_rng and not request.is_piecewise:
+        what = "draw no random numbers" if entry.uses_rng else "draw random numbers"
+        raise VerificationError(f"{request.rows} rows {what}, unlike the graph of {request.size}")
+    try:
+        check_replay(request, eager, entry)
+    except SmallDifferenceError as error:
+        raise VerificationError(f"{error}{_remedy_for(attempt, error.rtol)}") from error
+    if request.is_padded:
+        check_padding_writes(request, eager, attempt.warm_run.regions)
+    if request.is_padded and entry.needs_look(request.rows):
+        _prove_padding(attempt, entry)
+    if eager.like is None:
+        grow_guard(attempt, entry)
+        entry.traced.add(request.rows)
+    if entry.metadata is not None:
+        entry.metadata.note(request.values)
+
+
+def _remedy_for(attempt: CaptureAttempt, rtol: float) -> str:
+    """What to do about a small difference: a tolerance serves it if eager gives the same bits for the same batch."""
+    request = attempt.request
+    values = request.values_with(attempt.eager.arguments)
+    runs = []
+    for _ in range(2):
+        attempt.start_over("running eager twice on one batch")
+        effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
+        runs.append(attempt.try_apart(effects, values, lambda output: [one.clone() for one in tensors_in(output)]))
+    first, second = runs
+    if first is None or second is None or not all(map(bits_equal, first, second)):
+        return (
+            "; eager itself gives another result for the same batch, so that no tolerance helps: it reads a clock, or "
+            "draws numbers that torch does not draw; pass them as tensors"
+        )
+    return f", as rounding makes it; CUDAGraphOptions(rtol={rtol:g}) serves it"
+
+
+def _prove_padding(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
+    """Note in the proof what this padded batch shows, which agreed with eager: what padding writes, and does along
+    lengths."""
+    request, proof = attempt.request, entry.proof
+    assert proof is not None
+    replay_other_padding(attempt, entry)
+    tells, writes = EqualRows(attempt).objection() if not proof.is_compared else (True, "")
+    if writes:
+        proof.refused = Reason.PADDING_WRITES_STATE, writes
+    if tells:
+        proof.note_compared(request.rows, request.size)

@@ -1,0 +1,250 @@
+"""Proves by the structure of one run that rows are independent, and for which batches Python takes the run's path.
+
+The callable runs once, on a batch of a few rows made of the call's, while ``proof/rows`` follows the rows through its
+operators. A run proves a graph that dispatches the same operators, with results of the shapes that follow from the run.
+So the graphs of all sizes share one run. A batch for which no run speaks (``if len(x) > 6``) gets a run of its own;
+where that dispatches other operators than the graph, the batch stays eager.
+
+Note [a batch that betrays no number]
+    A size that equals the number of rows by chance might be taken for it. So the run has a number of rows, and lengths,
+    that occur in no shape of an argument or of the callable's tensors, where there is such a number.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from ...backends.operators import is_strided, storage_key, tensors_in
+from ...errors import CaptureError
+from ...reasons import Reason
+from ...runtime.batches import largest_within
+from ...runtime.request import CaptureRequest
+from ...sizes import extents_text, lengths_of, pack
+from ..rows.batches import BatchSpace
+from ..rows.run import RowRun
+from ..rows.verdict import Verdict
+from ..watch.bytecode import number_by_identity
+from ..watch.effects import EffectRecorder
+from ..watch.program import Labels
+from .attempt import CaptureAttempt, ends_capture
+from .licence import Program, RowProof
+
+_NO_EXTENT = 2
+"""What stands for the extent along an axis that a run does not follow, since its batch has one element there: sizes of
+one are broadcast, so that it would tell nothing of others."""
+MOST_PARTS = 8
+"""A run speaks for batches of so many times the largest size: they may be served in as many parts."""
+_MOST_BATCHES = 1 << 14
+"""But for no more batches than these, where there are not that many of the sizes themselves: it takes time for each."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 5, 3)
+
+
+@dataclass(frozen=True)
+class FollowedRun:
+    """A run whose rows were followed: what it shows, and its operators."""
+
+    rows: int
+    """The number of its batch."""
+    verdict: Verdict
+    program: Program
+    single: frozenset[int]
+    """The axes (by place) along which the batch had one element: it speaks for no other extent there."""
+
+    def speaks_for(self, extents: Sequence[int]) -> bool:
+        """Whether Python takes the path of the run for a batch of these extents."""
+        return all(extents[place] == 1 for place in self.single) and self.verdict.speaks_for(self._followed(extents))
+
+    def why_not(self, extents: Sequence[int]) -> str:
+        """What keeps the run from speaking for a batch, in words."""
+        return self.verdict.why_not(self._followed(extents))
+
+    def _followed(self, extents: Sequence[int]) -> list[int]:
+        return [_NO_EXTENT if place in self.single else extent for place, extent in enumerate(extents)]
+
+    def binds(self, request: CaptureRequest, program: Program) -> bool:
+        """Whether the run proves the graph of the request's size, which runs this program.
+
+        Compiled code is no list of operators. It computes what the eager run of the same code does: of a run that
+        speaks for the size.
+        """
+        extents = lengths_of(request.inputs.axes, request.size)
+        if program.has_regions:
+            return self.speaks_for(extents)
+        return all(extents[place] == 1 for place in self.single) and self._computes(program, extents)
+
+    def is_like(self, proof: RowProof, request: CaptureRequest, program: Program) -> bool:
+        """Whether it did what the graph of the request's size does, which runs this program and has this proof: for
+        other extents, but with the same operators on the same tensors."""
+        axes, batch = request.inputs.axes, request.size
+        if program.has_regions:  # compare with what the proof was made of
+            first = next((one for one in proof.runs if isinstance(one, FollowedRun)), self)
+            program, batch = first.program, first.rows
+        return self._computes(program, lengths_of(axes, batch))
+
+    def _computes(self, program: Program, extents: Sequence[int]) -> bool:
+        single = [extent for place, extent in enumerate(extents) if place in self.single]
+        return self.program.is_like(program) and self.verdict.has_shapes(
+            program.shapes, self._followed(extents), single
+        )
+
+    def objection(self, *, is_word: bool) -> tuple[Reason, str] | None:
+        """Why its rows may not be padded; ``is_word``: whether the user says that they are independent."""
+        if self.verdict.mixes:
+            return Reason.ROWS_MIX, self.verdict.mixes
+        unknown = self.verdict.unknown or ("a kernel that no rule describes is launched" * self.program.has_regions)
+        return (Reason.PADDING_UNPROVEN, unknown) if unknown and not is_word else None
+
+    @property
+    def needs_word(self) -> bool:
+        """Whether only the user can say that rows are independent."""
+        return bool(self.verdict.unknown) or self.program.has_regions
+
+
+class RowsShown(NamedTuple):
+    """The proof of a graph's rows; with the batch and the outputs of the run that was made for it, if one was."""
+
+    proof: RowProof | None
+    rows: int = 0
+    outputs: Any = None
+    verdict: Verdict | None = None
+
+
+def prove_rows(attempt: CaptureAttempt, program: Program) -> RowsShown:
+    """What is shown of the rows of the graph that will run this program. No proof if there are no other batches.
+
+    Raises what ends a capture.
+    """
+    request = attempt.request
+    if not request.follows_rows:
+        return RowsShown(None)
+    for proof in dict.fromkeys(peer.proof for peer in request.peers if peer.proof is not None):
+        if any(isinstance(run, FollowedRun) and run.binds(request, program) for run in proof.runs):
+            return RowsShown(proof)
+    axes, is_word, failure = request.inputs.axes, request.options.rows == "independent", ""
+    for rows in dict.fromkeys(_batches(request)):
+        found = _follow(attempt, rows)
+        if isinstance(found, str):
+            failure = failure or found
+            continue
+        run, outputs = found
+        if not run.binds(request, program):
+            failure = failure or f"a run of {extents_text(axes, rows)} rows dispatches other operators than the graph"
+            continue
+        proof = _proof_of(request, run, is_word=is_word)
+        return RowsShown(proof, rows, outputs, run.verdict if not run.single else None)
+    proof = RowProof(axes=axes, is_word=is_word, mixed=frozenset(axes[1:]))
+    if not is_word:
+        text = f"{failure}, so that nothing is shown of its rows; {_REMEDY}"
+        proof.against_rows = Reason.PADDING_UNPROVEN, text
+    return RowsShown(proof)
+
+
+_REMEDY = "CUDAGraphOptions(rows='independent') says that rows are independent"
+
+
+def _proof_of(request: CaptureRequest, run: FollowedRun, *, is_word: bool) -> RowProof:
+    axes, needs_word = request.inputs.axes, run.needs_word
+    further = range(1, len(axes)) if needs_word else run.verdict.mixed_axes
+    return RowProof(
+        axes=axes,
+        runs=[run],
+        mixed=frozenset(axes[i] for i in further),
+        is_word=is_word and needs_word,
+        against_rows=run.objection(is_word=is_word),
+        by_place=run.verdict.by_place,
+    )
+
+
+def speak_for_batch(attempt: CaptureAttempt, proof: RowProof, program: Program) -> None:
+    """Follow the rows of a run of the request's own batch, for which no run of the proof speaks. It joins the proof; or
+    the proof notes that Python takes another path for this batch."""
+    request, axes = attempt.request, attempt.request.inputs.axes
+    found = _follow(attempt, request.rows)
+    text = found if isinstance(found, str) else ""
+    if not isinstance(found, str):
+        run, _ = found
+        is_like = run.is_like(proof, request, program)
+        pads_rows = axes[0].of(request.rows) != axes[0].of(request.size)
+        if is_like and not (pads_rows and run.objection(is_word=proof.is_word) is not None):
+            proof.runs.append(run)
+            proof.mixed |= {axes[i] for i in run.verdict.mixed_axes}
+            proof.by_place = proof.by_place or run.verdict.by_place
+            return
+        why = (one.why_not(lengths_of(axes, request.rows)) for one in proof.runs if isinstance(one, FollowedRun))
+        text = next(filter(None, why), "") or "the operators differ"
+    size = extents_text(axes, request.size)
+    proof.unlike[request.rows] = (
+        f"the call does not do the same for {extents_text(axes, request.rows)} rows as in the graph of {size}: {text}; "
+        "have a size for it (sizes=)"
+    )
+
+
+def _batches(request: CaptureRequest) -> Iterator[int]:
+    """The batches to try: one that betrays no number, the call's own, and that of the graph."""
+    axes, most = request.inputs.axes, request.inputs.capacity
+    tensors = (one for one in (*request.arguments(), *request.tensors) if type(one) in _PLAIN)
+    taken = {extent for tensor in tensors for extent in tensor.shape}
+    chosen: list[int] = []
+    for axis in axes:
+        longest, own = axis.of(most), axis.of(request.size)
+        free = [one for one in _PRIMES if one <= longest and one not in taken and one not in chosen]
+        chosen.append(1 if own == 1 else next(iter(free), 0) or min(max(own - 1, 2), longest))
+    yield pack(axes, chosen)
+    yield request.rows
+    yield request.size
+
+
+def _follow(attempt: CaptureAttempt, rows: int) -> tuple[FollowedRun, Any] | str:
+    """A run of so many rows, with its outputs; or why there is none. Raises what ends a capture."""
+    request = attempt.request
+    axes, extents = request.inputs.axes, lengths_of(request.inputs.axes, rows)
+    if where := next(filter(None, map(number_by_identity, attempt.eager.trace.codes)), ""):
+        return f"the code compares a number by identity (is), {where}"
+    largest = lengths_of(axes, request.inputs.capacity)
+    single = frozenset(place for place, own in enumerate(extents) if own == 1)
+    most_rows = largest[0] * min(MOST_PARTS, max(_MOST_BATCHES // max(prod(largest), 1), 1))
+    spaces = [range(2, max(most, _NO_EXTENT) + 1) for most in (most_rows, *largest[1:])]
+    values = _batch_of(request, rows)
+    reached = [*request.tensors, *attempt.eager.trace.walk.tensors, *tensors_in(list(request.values)), *values]
+    keys = {storage_key(one) for one in reached if type(one) in _PLAIN and is_strided(one) and not one.is_nested}
+    own = [_NO_EXTENT if place in single else extent for place, extent in enumerate(extents)]
+    run = RowRun(BatchSpace(spaces, own), keys)
+    for spec, value in zip(request.inputs.specs, values, strict=True):
+        followed = {dim: axes.index(axis) for dim, axis in spec.spans if axes.index(axis) not in single}
+        if followed:
+            run.follow(value, followed)
+    effects = EffectRecorder(
+        request.options.state_limit_bytes, strict=True, labels=Labels.of_arguments(values, request.inputs.specs)
+    )
+    attempt.start_over(f"following {extents_text(axes, rows)} rows")
+
+    def read(output: Any) -> tuple[FollowedRun, Any]:
+        effects.note_outputs(output)
+        program = Program(effects.dispatched)
+        return FollowedRun(rows, run.verdict(tensors_in(output)), program, single), output
+
+    trace = attempt.eager.trace
+    try:
+        with trace.of_another_batch():
+            return attempt.run_apart(effects, request.values_with(values), read, around=run.watching())
+    except Exception as error:
+        if ends_capture(request.backend, error):
+            raise
+        raised = str(error) if isinstance(error, CaptureError) else f"the call raises {type(error).__name__}: {error}"
+        return f"for {extents_text(axes, rows)} rows {raised}"
+
+
+def _batch_of(request: CaptureRequest, rows: int) -> list[torch.Tensor]:
+    """The call's tensors with so many rows, theirs in turn. Integers that may name elements beyond it are cut."""
+    arguments, specs, axes = request.arguments(), request.inputs.specs, request.inputs.axes
+    shorter = [axis for axis in axes if axis.of(rows) < axis.of(request.rows)]
+    most = largest_within(specs, rows, shorter)
+    made = [spec.repeated(value, rows) for spec, value in zip(specs, arguments, strict=True)]
+    return [
+        value.clamp(max=most[spec.name]) if spec.name in most else value.clone() if value is argument else value
+        for spec, value, argument in zip(specs, made, arguments, strict=True)
+    ]

@@ -1,0 +1,436 @@
+"""Guards: what of a callable's state must be as it was when a graph was captured.
+
+A graph holds the addresses of every parameter, buffer and captured tensor, and the code paths and constants that
+Python chose. Without a guard, the graphs of a module that was moved, reloaded by assignment or switched to training
+would go on using the old memory and the old path, without an error.
+"""
+
+import gc
+import reprlib
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import chain, repeat, takewhile
+from operator import attrgetter, call, is_
+from typing import Any
+
+import torch
+import torch.utils._device
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from ...backends.operators import storage_key
+from ...native.bound import GUARD
+from ...runtime.flatten import VALUES, describe
+from . import objects
+from .objects import ABSENT, equal_content, same_objects
+from .reads import CodeNotes, Reader, StateReads, has_memory
+
+_END = object()
+"""Stands after the entries of each container, so that none can move from one to the next unseen."""
+_SETTINGS: tuple[Callable[[], Any], ...] = (torch.get_default_dtype, torch._C._get_deterministic_algorithms)
+"""Settings of the process that operators read when they are called, and that a graph freezes."""
+_DEVICE = [(vars(torch.utils._device), [name]) for name in ("CURRENT_DEVICE",) if hasattr(torch.utils._device, name)]
+"""The setting that torch keeps in a variable."""
+_MOST_WAITED = 4096
+_GONE = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
+"""What reading raises where something was deleted meanwhile."""
+_LEAVES = frozenset((*VALUES, torch.Tensor, nn.Parameter)) - {torch.Size}
+"""Classes of which torch's pytrees make no nest."""
+_training = attrgetter("training")
+_table = attrgetter("__dict__")
+_FORMS: tuple[Callable[[torch.Tensor], Any], ...] = (torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype"))
+_KEYS: type = type({}.keys())
+_requires_grad = attrgetter("requires_grad")
+
+
+def _dict_of(table: Any) -> int:
+    """The dict that a table is, or that a class shows as one: by its id."""
+    return id(gc.get_referents(table)[0] if type(table) is types.MappingProxyType else table)
+
+
+class StateGuard:
+    """Fingerprint of what a callable reads besides its arguments; ``holds()`` tells whether it still fits.
+
+    With a ``trace`` of the runs behind a graph, it compares what that code reads: the variables, and of every object
+    that it can reach from there the attributes under the names that the code spells, all of them where the code does
+    not spell them. Without one, it compares the variables, modules and containers that tell which tensors the callable
+    reaches. It compares ``tensors`` by shape and strides, and those whose storage's key is in ``used`` by address.
+
+    Members, numbers and variables must be the same objects or equal constants. The guard holds the objects, so that no
+    other tensor can get the address of one of them.
+
+    The comparison runs in loops of C speed: tens of nanoseconds for each parameter and variable. Once it has held,
+    ``native`` compares the same in one pass of C++, where the native core is in use. What ``native`` finds as it was is
+    so; anything else Python compares again. Thread-safe.
+    """
+
+    __slots__ = ("__dict__", "__weakref__", "native")
+    is_apart = False
+    """Whether it was found to be of another state than the present one; for whoever keeps graphs of several."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        trace: CodeNotes | None = None,
+        used: Collection[int] | None = None,
+        extra: Iterable[Any] = (),
+    ) -> None:
+        self._latest_hook = RemovableHandle.next_id  # first: what is registered from here on is new
+        self.notes = CodeNotes()
+        """What the code that the guard was made for reads; empty without a trace."""
+        if trace is not None:
+            self.notes.absorb(trace)
+        with torch._C.DisableTorchFunction():  # nothing of the user's is called
+            self._roots = (fn, *extra)
+            reads = StateReads(self._roots, trace)
+        self.unguarded = reads.unguarded
+        """What the code reads and nobody can compare, so that no graph may be made; empty if there is nothing."""
+        self.missing = reads.missing
+        """Names by which the code asks whether something has an attribute; an argument may have it."""
+        self._modules = tuple(reads.modules)
+        # Tables of hooks by the ids of their handles. Later hooks have larger ids.
+        self._hooks: list[dict[int, Any]] = [*objects.GLOBAL_HOOKS, *reads.hooks]
+        self._watched = (*reads.contents, *filter(None, self._hooks))
+        self._named = [*_DEVICE, *reads.attributes]
+        self._list()
+        self._fixed = reads.fixed
+        self._homes = tuple(filter(_has_own_table, reads.objects))
+        others = (partial(objects.attribute_table, home) for home in reads.objects if not _has_own_table(home))
+        self._readers = [*map(Reader, _SETTINGS), *map(Reader, others), *reads.readers]
+        self._calls = [reader.call for reader in self._readers]
+        with torch._C.DisableTorchFunction():
+            tensors = list(filter(has_memory, reads.tensors))
+            self._tensors = tuple(t for t in tensors if used is None or storage_key(t) in used)
+            self.tensors = (*self._tensors, *(t for t in tensors if used is not None and storage_key(t) not in used))
+        self._addresses, self._forms = self._places()
+        self._objects = tuple(reads.objects)
+        self._held = tuple(self._now())
+        self._tables = tuple(reads.tables)
+        self._keys = list(map(tuple, self._tables))
+        self._absent = [(table, names) for table, names in reads.absent if names]
+        self._trains = self._find_training()
+        self.native: Any = None
+        """The native guard, or None: before ``holds`` was first true, without the core, or where only Python can tell.
+        Racing threads may make two; either serves."""
+        self._wait = 1
+        self._due = 0 if GUARD is None else 1  # checks that hold until the next native guard is made; 0: never
+
+    def holds(self) -> bool:
+        """Whether the state is as it was when the guard was made."""
+        native = self.native
+        if native is not None and native.holds():
+            return True
+        try:
+            if RemovableHandle.next_id != self._latest_hook and not self._no_new_hooks():
+                return False
+            if not all(map(is_, self._now(), self._held)):
+                now = tuple(self._now())
+                if not same_objects(now, self._held):
+                    return False
+                self._held = now  # equal constants, which are found faster the next time
+            if self._places() != (self._addresses, self._forms) or list(map(tuple, self._tables)) != self._keys:
+                return False
+            if not all(table.keys().isdisjoint(names) for table, names in self._absent):
+                return False
+        except _GONE:
+            return False
+        if self._due:
+            self._compile(native)
+        return True
+
+    def _compile(self, native: Any) -> None:
+        """Make a native guard of the present state, in place of ``native``, which no longer holds.
+
+        One that has never held was made in vain; then the next is made later.
+        """
+        if self._due > 1:
+            self._due -= 1
+            return
+        if native is not None:
+            self._wait = 1 if native.has_held else min(2 * self._wait, _MOST_WAITED)
+        self.native = compile_guard(self)
+        self._due = 0 if self.native is None else self._wait
+
+    def _now(self) -> Iterator[Any]:
+        """Everything that is compared by identity, as it is now."""
+        return chain(
+            chain.from_iterable(map(map, self._getters, self._names)),
+            chain.from_iterable(self._contents),
+            map(call, self._calls),
+            map(type, self._objects),
+            map(_table, self._homes),
+        )
+
+    def _places(self) -> tuple[list[int], list[list[Any]]]:
+        """Where the tensors that runs used lie now, and the shapes, strides and dtypes of all."""
+        with torch._C.DisableTorchFunction():
+            return list(map(torch.Tensor.data_ptr, self._tensors)), [list(map(form, self.tensors)) for form in _FORMS]
+
+    def renewed(self) -> "StateGuard | None":
+        """A guard of the present state, if that differs from the guard's own only by containers, or by instances of
+        frozen dataclasses, each in all places of another one that held the same; else None. It watches what is there
+        now."""
+        moved: dict[int, Any] = {}
+        try:
+            now = tuple(self._now())
+            pairs = zip(now, self._held, strict=False)
+            is_same = len(now) == len(self._held) and all(a is b or equal_content(a, b, moved) for a, b in pairs)
+        except _GONE:
+            return None
+        is_kept = any(id(one) in moved and id(home) not in moved for home, one in self._fixed)
+        if not is_same or not moved or is_kept:
+            return None
+
+        def follow(found: Iterable[Any]) -> tuple[Any, ...]:
+            return tuple(moved.get(id(one), one) for one in found)
+
+        new = object.__new__(StateGuard)
+        vars(new).update(vars(self), is_apart=False)
+        for name in ("_held", "_watched", "_homes", "_objects", "_tables"):
+            setattr(new, name, follow(getattr(self, name)))
+        new._named = [(moved.get(id(table), table), names) for table, names in self._named]
+        new._fixed = list(map(follow, self._fixed))
+        if self._num_apart() != new._num_apart():
+            return None  # code may ask whether two objects are one
+        new._list()
+        native, new.native = self.native, None
+        new._wait = 1 if native is not None and native.has_held else min(2 * self._wait, _MOST_WAITED)
+        new._due = 0 if GUARD is None else new._wait + 1
+        return new if new.holds() else None  # else one of the old ones is still in another place
+
+    def _num_apart(self) -> int:
+        """How many objects it watches, and finds in their places."""
+        return len(set(map(id, chain(self._held, self._watched, self._objects, *self._fixed))))
+
+    def _list(self) -> None:
+        """List what is compared by identity: in containers and under names."""
+        parts = (part for container in self._watched for part in _parts(container))
+        # A mark after each container, so that an entry cannot move from one container to the next unseen.
+        self._contents = tuple(part for values in parts for part in (values, (_END,)))
+        self._getters = [table.__getitem__ for table, _ in self._named]
+        self._names = [names for _, names in self._named]
+
+    def reads_like(self, other: "StateGuard") -> bool:
+        """Whether another guard watches the same, for code that this one was made for, too, and both hold now."""
+        ours, theirs = self.notes, other.notes
+        is_known = ours.codes >= theirs.codes and not ours.lacks(theirs)
+        is_of_same = same_objects(self._roots, other._roots) and self.storages == other.storages
+        # As many are read by calls. A cache that holds more than it held is as it was, so that both may hold.
+        results = ([one.further for one in guard._readers if one.kind == "call"] for guard in (self, other))
+        is_alike = is_known and is_of_same and next(results) == next(results) and self._subjects() == other._subjects()
+        return is_alike and self.holds() and other.holds()
+
+    def _subjects(self) -> set[Any]:
+        """What is watched, whatever it holds."""
+        named = ((_dict_of(table), name) for table, names in (*self._named, *self._absent) for name in names)
+        read = ((one.kind, id(one.subject), id(one.further)) for one in self._readers if one.kind != "call")
+        return {*named, *map(_dict_of, self._tables), *map(id, (*self._watched, *self._objects)), *read}
+
+    def _no_new_hooks(self) -> bool:
+        """Whether hooks were registered meanwhile only elsewhere in the process, and none on the callable's modules."""
+        latest = RemovableHandle.next_id
+        known = self._latest_hook
+        if any(number >= known for table in self._hooks for number in table):
+            return False
+        self._latest_hook = latest  # so that a later call need not look again; racing threads set nearly the same
+        return True
+
+    def has_moved(self) -> bool:
+        """Whether one of the tensors no longer lies where it lay: this state does not come back."""
+        return self._places()[0] != self._addresses
+
+    def within(self, other: "StateGuard") -> bool:
+        """Whether ``other`` covers all tensors that this guard compares."""
+        return {id(tensor) for tensor in self._tensors} <= {id(tensor) for tensor in other._tensors}
+
+    @property
+    def trainable(self) -> bool:
+        """Of a guard that has just been found to hold: whether a call may have to be differentiated. A captured tensor
+        requires a gradient, and if the callable reaches modules, one of them is in training mode."""
+        native = self.native
+        answer = None if native is None else native.trainable()
+        if answer is not None:
+            return bool(answer)
+        trains = any(map(_training, self._modules)) if self._trains is None else self._trains
+        return trains and any(map(_requires_grad, self._tensors))
+
+    def _find_training(self) -> bool | None:
+        """Whether a call can train: there is no module, or one in training mode. None if the guard cannot tell, because
+        it does not compare all these flags."""
+        kinds = {type(module) for module in self._modules}
+        bases = {base for kind in kinds for base in kind.__mro__[:-1]}
+        if any("training" in vars(base) or "__getattribute__" in vars(base) for base in bases):
+            return None
+        flags = {id(table): held for table, name, held in self._held_attributes() if name == "training"}
+        found = [flags.get(id(objects.attribute_table(module)), objects.ABSENT) for module in self._modules]
+        return None if any(type(flag) is not bool for flag in found) else not found or any(found)
+
+    def _held_attributes(self) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
+        """Each attribute, variable and entry of a dict that is compared: its table, its name, and what it held."""
+        values = iter(self._held)
+        for table, names in self._named:
+            yield from ((table, name, next(values)) for name in names)
+        for container in self._watched:
+            keys, *entries = (_until_end(values) for _ in _parts(container))
+            if type(container) is dict:
+                yield from ((container, key, held) for key, held in zip(keys, *entries, strict=False))
+
+    def difference(self) -> str:
+        """What of the state is not as it was: the first attribute, variable or entry of a dict with what it held and
+        holds, or in general words."""
+        for table, name, held in self._held_attributes():
+            now = table.get(name, objects.ABSENT)
+            if now is not held and not equal_content(now, held):
+                return f"{name}: {_shown(held)} -> {_shown(now)}"
+        return "a weight, a module, or an entry of a container"
+
+    @property
+    def storages(self) -> set[int]:
+        """The keys of the storages whose address ``holds`` compares."""
+        return set(map(storage_key, self._tensors))
+
+
+def compile_guard(guard: StateGuard) -> Any:
+    """A native guard that expects what ``guard`` does; None if there is no core, or the guard compares something that
+    only Python can.
+
+    It takes what is expected from ``guard``, and reads nothing anew but what it then compares with that: another thread
+    may be changing it.
+    """
+    latest = guard._latest_hook
+    if GUARD is None or any(number >= latest for table in guard._hooks for number in table):
+        return None
+    held = iter(guard._held)
+    addresses = chain(guard._addresses, repeat(None))  # of a tensor that no run used, the extent alone counts
+    try:
+        tables = _tables(guard, held)
+        contents, sequences = _contents(guard, held)
+        readers = [reader.expecting(next(held)) for reader in guard._readers]
+        native = GUARD(
+            absent=ABSENT,
+            handles=_raw(vars(RemovableHandle)),
+            latest=latest,
+            trains=-1 if guard._trains is None else int(guard._trains),
+            tables=tables,
+            contents=contents,
+            sequences=sequences,
+            types=tuple((value, next(held)) for value in guard._objects),
+            readers=tuple(readers),
+            homes=tuple((value, _raw(next(held))) for value in guard._homes),
+            tensors=tuple(zip(guard.tensors, addresses, *guard._forms[:2], strict=False)),
+            hooks=tuple(guard._hooks),
+        )
+        # The core reads dtypes, which have no names there.
+        return native if guard._places()[1] == guard._forms else None
+    except TypeError:
+        return None
+
+
+def _raw(table: Any) -> dict[str, Any]:
+    """The dict behind the attributes of a class; a dict itself. Raises ``TypeError`` for a subclass of dict."""
+    if type(table) is types.MappingProxyType:
+        (table,) = gc.get_referents(table)
+    if type(table) is not dict:
+        raise TypeError("a subclass of dict may find its entries in another way")
+    return table
+
+
+def _until_end(held: Iterator[Any]) -> tuple[Any, ...]:
+    return tuple(takewhile(lambda value: value is not _END, held))
+
+
+def _contents(guard: StateGuard, held: Iterator[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Dicts with their keys and values, and other containers with their entries."""
+    contents, sequences = [], []
+    parts = iter(guard._contents[::2])  # a mark stands after each
+    for part in parts:
+        entries = _until_end(held)
+        if type(part) is _KEYS:
+            next(parts)  # their values
+            contents.append((*gc.get_referents(part), entries, _until_end(held)))
+        else:
+            sequences.append((part, entries))
+    return tuple(contents), tuple(sequences)
+
+
+def _tables(guard: StateGuard, held: Iterator[Any]) -> tuple[tuple[Any, ...], ...]:
+    """Tables with all their keys in order, or None where these are not compared, with names and values, and with names
+    that are not there."""
+    found: dict[int, list[Any]] = {}
+    for table, keys in zip(guard._tables, guard._keys, strict=True):
+        raw = _raw(table)
+        found[id(raw)] = [raw, tuple(keys), ()]
+    for table, absent in guard._absent:
+        raw = _raw(table)
+        found.setdefault(id(raw), [raw, None, ()])[2] += tuple(absent)
+    for table, names in guard._named:
+        raw = _raw(table)
+        known = found.setdefault(id(raw), [raw, None, ()])
+        for name in names:
+            known += (name, next(held))
+    return tuple((table, keys, tuple(entries), none) for table, keys, none, *entries in found.values())
+
+
+def _has_own_table(value: Any) -> bool:
+    """Whether an object's ``__dict__`` is where its attributes are, and the object's own to tell."""
+    kind = type(value)
+    tables = [vars(base) for base in kind.__mro__[:-1]]
+    told = [table["__dict__"] for table in tables if "__dict__" in table]
+    is_plain = all(type(each) is types.GetSetDescriptorType for each in told)
+    return kind.__dictoffset__ != 0 and is_plain and not any("__getattribute__" in table for table in tables)
+
+
+def _parts(container: Any) -> tuple[Iterable[Any], ...]:
+    """Live iterables of what a container holds: the keys and the values of a dict, the entries of another."""
+    if issubclass(type(container), dict):
+        home = objects.dict_of(container)
+        return home.keys(container), home.values(container)
+    return (container if type(container) in (list, set, deque) else _Entries(container),)
+
+
+def _shown(value: Any) -> str:
+    """A value in one line, without code of the user's: a constant, or a container of constants, as it is spelled."""
+    if value is objects.ABSENT:
+        return "nothing"
+    inner = objects.content(value) if type(value) in (tuple, list, dict, set) else []
+    return reprlib.repr(value) if inner and all(type(one) in VALUES for one in inner) else describe(value)
+
+
+class _Entries:
+    """The entries of an array, or of a list, set or deque whose class may iterate in another way."""
+
+    __slots__ = ("container",)
+
+    def __init__(self, container: Any) -> None:
+        self.container = container
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(objects.content(self.container))
+
+
+class WorkspaceGuard:
+    """Holds memory that a graph reads but that no ``StateGuard`` covers, such as a library's workspace. It is neither
+    the graph's own nor one of its inputs. ``holds()`` tells whether it is still where it was, and as large."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._storages = [tensor.untyped_storage() for tensor in tensors]
+        self._spans = self._read()
+
+    def holds(self) -> bool:
+        """Whether no storage has grown, shrunk or moved."""
+        return self._read() == self._spans
+
+    def _read(self) -> list[tuple[int, int]]:
+        return [(storage.data_ptr(), storage.nbytes()) for storage in self._storages]
+
+
+def wants_gradient(value: Any) -> bool:
+    """Whether an argument is a tensor that requires a gradient, or an object that holds such a tensor."""
+    if issubclass(type(value), torch.Tensor):
+        return bool(value.requires_grad)
+    held = objects.content(value) or list((objects.attribute_table(value) or {}).values())
+    leaves = held if all(type(inner) in _LEAVES for inner in held) else tree_leaves(held)
+    return any(issubclass(type(inner), torch.Tensor) and inner.requires_grad for inner in leaves)

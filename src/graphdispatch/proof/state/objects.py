@@ -1,0 +1,520 @@
+"""Questions about Python objects: what they hold, whose code they are, and whether two of them are the same.
+
+Nothing here calls code of the user: no comparison, no attribute hook, no ``__len__`` or ``__iter__`` of a subclass.
+"""
+
+import builtins
+import ctypes
+import decimal
+import gc
+import io
+import logging
+import mmap
+import os
+import random
+import sys
+import sysconfig
+import threading
+import types
+import weakref
+from array import array
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
+from contextvars import ContextVar
+from functools import cached_property, lru_cache, partial
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch._ops import OpOverload, OpOverloadPacket
+
+from ...backends.code_events import is_own_code, is_torch_code
+from ..watch.bytecode import stored_by
+
+ABSENT = object()
+"""Stands for an attribute or variable that is not there."""
+CONSTANTS = (bool, int, float, complex, str, bytes, torch.device, type(None), type(...), type(NotImplemented))
+"""Types whose values are compared by what they are, and not by identity."""
+CONTAINERS = (dict, list, set, deque)
+"""Containers that can change. Their own methods read them, so that a subclass cannot hide what it holds."""
+
+_EQUAL_BY_CONTENT = (tuple, list, dict, set, frozenset)
+_DEEPEST = 4
+_BARE = frozenset({dict, list, set, deque, tuple, frozenset})
+"""Types whose objects have no attributes."""
+
+CACHES = (type(lru_cache(id)),)
+"""Caches of results in compiled code."""
+
+GLOBAL_HOOKS = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
+"""The hooks that torch calls for every module."""
+
+_TRUSTED = (
+    types.CodeType,
+    types.FrameType,
+    types.TracebackType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
+    type(vars(Hashable)["_abc_impl"]),  # which caches what isinstance() found; registrations are compared elsewhere
+    OpOverload,
+    OpOverloadPacket,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.UntypedStorage,
+)
+_STDLIB = os.path.join(sysconfig.get_paths()["stdlib"], "")
+_SITE = (os.path.join(_STDLIB, "site-packages", ""), os.path.join(_STDLIB, "dist-packages", ""))
+_PACKAGE = str(__package__).partition(".")[0]
+_TORCH_STATE = (
+    *("torch.nn", "torch.distributions", "torch.optim", "torch.jit", "torch.utils.data", "torch.return_types"),
+    "torch.ao",
+)
+"""Where torch keeps classes of objects that belong to a model, besides modules. Its other objects are machinery."""
+_TORCH_NEEDS = ("sympy", "mpmath", "networkx", "jinja2", "fsspec", "filelock")
+"""Packages that torch's compiler is made of."""
+_MACHINES = ("threading", "asyncio", "multiprocessing", "subprocess")
+_MACHINERY = ("sympy", "mpmath", "fsspec", "filelock", "tqdm", "triton", *_MACHINES, "importlib", "inspect", "logging")
+_LOGGERS = (logging.Filterer, logging.LoggerAdapter)
+_CTYPES = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union, ctypes._Pointer)
+_OPAQUE = (
+    array,
+    bytearray,
+    io.BytesIO,
+    io.StringIO,
+    mmap.mmap,
+    *_CTYPES,
+    np.ndarray,
+    np.void,
+    decimal.Context,
+    random.SystemRandom,
+    threading.local,
+    attrgetter,
+)
+"""Compiled classes whose objects code reads and writes without calling a method of theirs, or that read others under
+names that no code spells. Arrays of NumPy's own two classes are compared; those of others may hide what they hold."""
+
+
+DESCRIBES = frozenset(
+    (
+        *("__annotations__", "__match_args__", "__orig_bases__", "__parameters__", "__type_params__", "__signature__"),
+        *("__dataclass_fields__", "__dataclass_params__"),
+    )
+)
+"""Attributes of classes in which nobody looks for state: code of the user that spells one of them runs eagerly."""
+_NOTHING_IN = (*CONSTANTS, *_TRUSTED)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
+_COMPILED_MEMBERS = {defaultdict: "default_factory", BaseException: "args"}
+"""An attribute that compiled classes keep outside of ``__dict__``, as slots do."""
+
+
+def is_leaf(kind: type) -> bool:
+    """Whether nothing is looked for in objects of a class: constants, parts of the interpreter or of torch. A class of
+    the user that inherits from one of these may hold more."""
+    return issubclass(kind, _NOTHING_IN) and not user_classes(kind)
+
+
+def home_of(kind: type) -> str:
+    """The name of the module of a class; empty where the class has another attribute under that name."""
+    return kind.__module__ if isinstance(kind.__module__, str) else ""
+
+
+def is_followed(kind: type) -> bool:
+    """Whether the objects of a class are a part of the callable's state: not those of this package (but for its demo),
+    no machinery of torch, Triton or the standard library, and no kinds of loggers. Modules of torch are."""
+    module = home_of(kind)
+    root = module.partition(".")[0] if not module.startswith(f"{_PACKAGE}.demo") else "demo"
+    if issubclass(kind, nn.Module) and root != _PACKAGE:
+        return True
+    if root in (_PACKAGE, *_MACHINERY) or issubclass(kind, _LOGGERS):
+        return False
+    return root != "torch" or module.startswith(_TORCH_STATE) or module.endswith(".amp.grad_scaler")
+
+
+def is_machine(kind: type) -> bool:
+    """Whether a class is one of threads, or of the standard library's whose objects threads and processes share: nobody
+    puts them back, since others may have changed them."""
+    return home_of(kind).partition(".")[0] in _MACHINES or issubclass(kind, threading.Thread)
+
+
+@lru_cache(maxsize=8192)
+def is_library_code(path: str) -> bool:
+    """Whether a file of code belongs to torch, Triton, the standard library or this package (but for its demo)."""
+    is_stdlib = path.startswith((_STDLIB, "<frozen")) and not path.startswith(_SITE)
+    is_stdlib = is_stdlib or any(f"{os.sep}{name}{os.sep}" in path for name in _TORCH_NEEDS)
+    return is_stdlib or is_torch_code(path) or _is_triton_code(path) or is_own_code(path)
+
+
+def _is_triton_code(path: str) -> bool:
+    """Whether it belongs to Triton, if that is loaded. Kernels lie in folders of that name, too."""
+    home = getattr(sys.modules.get("triton"), "__file__", None)
+    return bool(home) and path.startswith(os.path.join(os.path.dirname(str(home)), ""))
+
+
+def user_classes(kind: type) -> list[type]:
+    """The class and those that it inherits from, without the library's and the interpreter's."""
+    return [base for base in written_classes(kind) if not _is_library_class(base)]
+
+
+def written_classes(kind: type) -> list[type]:
+    """The class and those that it inherits from, without the interpreter's."""
+    return [base for base in type.mro(kind) if base.__flags__ & _HEAP]
+
+
+_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a class statement
+
+
+def _is_library_class(kind: type) -> bool:
+    if home_of(kind) == "builtins":
+        return getattr(builtins, kind.__name__, None) is kind  # else exec() has made it
+    if home_of(kind) in sys.builtin_module_names:
+        return True
+    module = sys.modules.get(home_of(kind))
+    return is_library_code(getattr(module, "__file__", None) or "") or not is_followed(kind)
+
+
+def attribute_table(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object by name, live and writable; None if it has none."""
+    if type(value) in _BARE:
+        return None
+    try:
+        table = object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return None
+    return table if issubclass(type(table), dict) else None
+
+
+def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes of a tensor by name, but for the notes that torch's compiler leaves there."""
+    table = attribute_table(tensor) or {}
+    return {name: held for name, held in table.items() if not f"{name}".startswith("_dynamo_")}
+
+
+def slots_of(kind: type) -> dict[str, Any]:
+    """The descriptors of the slots of a class by attribute name, and of what its compiled classes keep like that."""
+    found: dict[str, Any] = {}
+    for base in reversed(type.mro(kind)):
+        table = vars(base)
+        if "__slots__" in table:
+            found |= {name: held for name, held in table.items() if type(held) is types.MemberDescriptorType}
+        if base in _COMPILED_MEMBERS:
+            found[_COMPILED_MEMBERS[base]] = table[_COMPILED_MEMBERS[base]]
+    return found
+
+
+def content(container: Any) -> list[Any]:
+    """The keys and values of a dict, or the entries of another container, all of one moment: threads may write it."""
+    if type(container) is dict:
+        held = container.copy()
+        return [*held, *held.values()]
+    kind = type(container)
+    if issubclass(kind, dict):
+        pairs = list(dict_of(container).items(container))
+        return [*(key for key, _ in pairs), *(value for _, value in pairs)]
+    kinds: tuple[Any, ...] = (list, tuple, set, deque, frozenset)
+    base = next((base for base in kinds if issubclass(kind, base)), None)
+    return [] if base is None else list(base.__iter__(container))
+
+
+def dict_of(table: Any) -> Any:
+    """The class of Python's own whose methods read and write a dict: an ``OrderedDict`` has another order."""
+    return OrderedDict if issubclass(type(table), OrderedDict) else dict
+
+
+def referents(value: Any) -> list[Any]:
+    """What an object of compiled code holds (a cache, an iterator, a bound built-in), but for classes and modules;
+    nothing for one that holds it in attributes. Of a cache also what its own table holds, which nobody else may write.
+    """
+    attributes = attribute_table(value)
+    held = [one for one in gc.get_referents(value) if not issubclass(type(one), (type, types.ModuleType))]
+    if not issubclass(type(value), CACHES):
+        return held if attributes is None else []
+    own = results_of(value)
+    return [inner for one in held for inner in (content(one) if one is own or one is attributes else [one])]
+
+
+def results_of(cache: Any) -> dict[Any, Any]:
+    """The table in which a ``functools.lru_cache`` keeps its results, by what it was called with."""
+    attributes = attribute_table(cache)
+    # Its results, which may be dicts, come before it.
+    return [one for one in gc.get_referents(cache) if type(one) is dict and one is not attributes][-1]
+
+
+def cell_value(cell: types.CellType) -> Any:
+    """What a closure's variable holds; ``ABSENT`` if it is not assigned yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return ABSENT
+
+
+def slot_value(member: Any, value: Any) -> Any:
+    """What a slot of an object holds; ``ABSENT`` if it is not assigned. ``member`` is the slot's descriptor."""
+    try:
+        return member.__get__(value)
+    except AttributeError:
+        return ABSENT
+
+
+def variables_of(fn: types.FunctionType) -> Iterator[str]:
+    """The names of the globals that a function and the code nested in it use."""
+    yield from (name for name in _names_in(fn.__code__) if name in fn.__globals__)
+
+
+@lru_cache(maxsize=8192)
+def _names_in(code: types.CodeType) -> frozenset[str]:
+    return frozenset(name for nested in _nested_codes(code) for name in nested.co_names)
+
+
+def _nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested_codes(constant)
+
+
+def describes(name: str) -> bool:
+    """Whether a class attribute of this name describes the class to ``typing``, ``dataclasses`` or pydantic. It may be
+    rebound, but what it holds is no state."""
+    return name in DESCRIBES or name.startswith("__pydantic_")
+
+
+def functions_in(value: Any) -> list[types.FunctionType]:
+    """The functions in a method, property or partial; a function itself."""
+    parts = stands_for(value) if issubclass(type(value), (cached_property, *_ROLES["method"])) else [value]
+    return [part for part in parts if isinstance(part, types.FunctionType)]
+
+
+def wrapped_by(fn: types.FunctionType) -> list[Any]:
+    """What a decorator of the library's holds of others: functions, methods and modules."""
+    kinds = (types.FunctionType, types.MethodType, partial, nn.Module)
+    return [held for held in map(cell_value, fn.__closure__ or ()) if issubclass(type(held), kinds)]
+
+
+_ROLES: dict[str, tuple[Any, ...]] = {
+    "tensor": (torch.Tensor,),
+    "function": (types.FunctionType,),
+    "class": (type,),
+    "method": (types.MethodType, partial, property, staticmethod, classmethod),
+    "module": (types.ModuleType,),
+    "cell": (types.CellType,),
+    "reference": (weakref.ref, ContextVar),
+}
+
+
+def role_of(kind: type) -> str:
+    """What the objects of a class are to whoever goes through a callable's state: the first that fits.
+
+    Besides those of ``_ROLES``: "leaf", in which nothing is looked for; "array", one of NumPy's own classes; "opaque",
+    which nobody can compare, so that no graph may depend on one: iterators, memory of compiled code, what each thread
+    sees otherwise, what threads and processes share; "generator" of random numbers; "instance", a container or another
+    object with entries, attributes and slots; "front_end", a callable with graphs; and "trusted", an object of the
+    libraries' own.
+    """
+    if is_leaf(kind):
+        return "leaf"
+    if kind in (np.ndarray, np.memmap):
+        return "array"
+    for role, classes in _ROLES.items():
+        if issubclass(kind, classes):
+            return role
+    if is_machine(kind) or issubclass(kind, _OPAQUE) or _iterates(kind) or any(map(_is_compiled, type.mro(kind))):
+        return "opaque"
+    if issubclass(kind, _GENERATORS):
+        return "generator"
+    if is_followed(kind):
+        return "instance"
+    is_ours = home_of(kind).partition(".")[0] == _PACKAGE and "unwrap" in dir(kind)
+    return "front_end" if is_ours else "trusted"
+
+
+def stands_for(value: Any) -> list[Any]:
+    """The functions and objects in a method, a partial, a property or a callable with graphs."""
+    kind = type(value)
+    if issubclass(kind, cached_property):
+        return [value.func]
+    if issubclass(kind, partial):
+        return [value.func, value.args, value.keywords]
+    if issubclass(kind, property):
+        return [vars(property)[name].__get__(value) for name in ("fget", "fset", "fdel")]
+    if issubclass(kind, types.MethodType):
+        return [value.__self__, value.__func__]
+    return [value.__func__] if issubclass(kind, (staticmethod, classmethod)) else [value.unwrap()]
+
+
+class Kind(NamedTuple):
+    """What a class tells of its objects."""
+
+    role: str
+    """See ``role_of``."""
+    slots: dict[str, Any]
+    """See ``slots_of``."""
+
+
+class Kinds(dict[type, Kind]):
+    """Classes, each looked at when it is first met. Classes may change, so make another one for each look."""
+
+    def __missing__(self, kind: type) -> Kind:
+        role = role_of(kind)
+        known = self[kind] = Kind(role, {} if role == "leaf" else slots_of(kind))
+        return known
+
+
+_KNOWN = frozenset(
+    (*sys.stdlib_module_names, "numpy", "torch", "pydantic_core", "pybind11_builtins", "_regex", _PACKAGE)
+)
+
+
+def _is_compiled(base: type) -> bool:
+    """Whether a class is compiled code of somebody else's, whose objects hold what nobody sees: of Cython and C, which
+    make no class statements, or of pybind11 and nanobind, by their metaclasses."""
+    if base.__name__.startswith("Imaging"):  # Pillow's, which say that they are at home among the builtins
+        return not base.__flags__ & _HEAP
+    is_bound = home_of(type(base)).startswith(("pybind11", "nanobind"))
+    return (is_bound or not base.__flags__ & _HEAP) and home_of(base).partition(".")[0] not in _KNOWN
+
+
+def _iterates(kind: type) -> bool:
+    """Whether they are generators or iterators of compiled code, whose progress cannot be compared or put back."""
+    if issubclass(kind, (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)):
+        return True
+    if issubclass(kind, io.IOBase):  # a file is outside of Python's state
+        return False
+    step = next((vars(base)["__next__"] for base in type.mro(kind) if "__next__" in vars(base)), None)
+    return step is not None and not isinstance(step, types.FunctionType)
+
+
+def same_objects(before: Sequence[Any], after: Sequence[Any]) -> bool:
+    """Whether two sequences hold the same objects. Equal constants of one type count as the same."""
+    return len(before) == len(after) and all(
+        a is b or (type(a) is type(b) and issubclass(type(a), CONSTANTS) and is_leaf(type(a)) and _spell_alike(a, b))
+        for a, b in zip(before, after, strict=True)
+    )
+
+
+def _spell_alike(a: Any, b: Any) -> bool:
+    """Whether two constants of one type are equal, and zeros of one sign."""
+    return bool(a == b) if type(a) is bytes else repr(a) == repr(b)  # an array's bytes may be many
+
+
+def equal_content(new: Any, old: Any, moved: MutableMapping[int, Any] | None = None, depth: int = _DEEPEST) -> bool:
+    """Whether an object is another one or holds the same: equal constants, containers or frozen dataclasses. What a
+    container held earlier is not known here.
+
+    Args:
+        new: The object in the place of ``old``.
+        old: The object that was there.
+        moved: Gets the new object for the identity of each old one, those within them included; two for one are not
+            the same.
+        depth: How deep containers are looked into.
+    """
+    if same_objects([new], [old]):
+        return True
+    kind = type(new)
+    if kind is not type(old) or not depth:
+        return False
+    if _is_frozen(kind):
+        held = [vars(new)], [vars(old)]
+    elif kind in _EQUAL_BY_CONTENT or (issubclass(kind, tuple) and not kind.__dictoffset__):
+        held = content(new), content(old)
+    else:
+        return False
+    if moved is not None and moved.setdefault(id(old), new) is not new:
+        return False
+    pairs = zip(*held, strict=False)
+    return len(held[0]) == len(held[1]) and all(equal_content(a, b, moved, depth - 1) for a, b in pairs)
+
+
+def _is_frozen(kind: type) -> bool:
+    """Whether it is a frozen dataclass whose instances keep everything in a table: nothing in slots, or in memory of
+    compiled code."""
+    parameters = getattr(kind, "__dataclass_params__", None)
+    is_frozen = parameters is not None and parameters.frozen and kind.__dictoffset__ != 0
+    return is_frozen and written_classes(kind) == type.mro(kind)[:-1] and not slots_of(kind)
+
+
+def same_callable(a: Any, b: Any) -> bool:
+    """Whether two callables do the same: they are one object, or the same code over the same objects.
+
+    So a lambda that is made again in a loop counts as the same callable, unless it captured something else.
+    """
+    one, other = _parts_of(a), _parts_of(b)
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+def _parts_of(fn: Any) -> list[Any]:
+    """What a callable is made of, object by object; a mark stands between those of two kinds."""
+    kind = type(fn)
+    if issubclass(kind, partial):
+        return [partial, *_parts_of(fn.func), ABSENT, *fn.args, ABSENT, *fn.keywords, *fn.keywords.values()]
+    if issubclass(kind, types.MethodType):
+        return [types.MethodType, fn.__self__, fn.__func__]
+    if not issubclass(kind, types.FunctionType):
+        return [fn]
+    # A variable that the code assigns must be the same one, else a run would assign that of the other function.
+    cells = fn.__closure__ or ()
+    held = cells if _assigns_outer(fn.__code__) else map(cell_value, cells)
+    defaults, named = fn.__defaults__ or (), fn.__kwdefaults__ or {}
+    own = (*defaults, ABSENT, *named, *named.values(), ABSENT, *fn.__dict__, *fn.__dict__.values())
+    return [fn.__code__, fn.__globals__, *held, *own]
+
+
+@lru_cache(maxsize=1024)
+def _assigns_outer(code: types.CodeType) -> bool:
+    """Whether code assigns variables of the functions around it."""
+    return any(not stored_by(nested).isdisjoint(nested.co_freevars) for nested in _nested_codes(code))
+
+
+def referent(reference: Any) -> Any:
+    """What a weak reference points to, or a context variable holds here; ``ABSENT`` if that is nothing."""
+    return reference.get(ABSENT) if type(reference) is ContextVar else weakref.ref.__call__(reference)
+
+
+def name_of(value: Any) -> str:
+    """What to call a callable or an object in a message."""
+    if issubclass(type(value), types.MethodType):
+        value = value.__self__
+    named = (types.FunctionType, types.BuiltinFunctionType, type)
+    return value.__qualname__ if issubclass(type(value), named) else type(value).__name__
+
+
+def is_whole(module: types.ModuleType) -> bool:
+    """Whether all variables of a module count where code reads names that it does not spell: of one of the user's."""
+    return is_settings(module) and str(module.__name__).partition(".")[0] not in (*sys.stdlib_module_names, "numpy")
+
+
+def settings_in(module: types.ModuleType) -> list[str]:
+    """The variables of a module of the user that may be settings: constants, containers of these, tensors, and other
+    modules of the same package."""
+    package = str(module.__name__).partition(".")[0]
+    return [n for n, held in vars(module).copy().items() if not n.startswith("__") and _is_setting(held, package)]
+
+
+def _is_setting(held: Any, package: str) -> bool:
+    if type(held) in (list, tuple, dict, set, frozenset):
+        return all(type(inner) in CONSTANTS for inner in content(held))
+    if issubclass(type(held), types.ModuleType):
+        return str(held.__name__).partition(".")[0] == package
+    return type(held) in CONSTANTS or issubclass(type(held), torch.Tensor)
+
+
+def is_module_table(table: dict[str, Any]) -> bool:
+    """Whether variables are those of a module: not of a text that ``exec`` or ``runpy`` ran."""
+    module = sys.modules.get(str(table.get("__name__")))
+    return module is not None and getattr(module, "__dict__", None) is table
+
+
+def holds_modules(table: Mapping[str, Any], name: str) -> bool:
+    """Whether a variable is ``sys.modules``, of which other things are read than of any dict."""
+    return table is vars(sys) and name == "modules"
+
+
+def is_settings(value: Any) -> bool:
+    """Whether it is a Python module of the user, which may be a place for settings."""
+    table = attribute_table(value) if issubclass(type(value), types.ModuleType) else None
+    return table is not None and not is_library_code(table.get("__file__") or "")

@@ -1,0 +1,541 @@
+"""What code reads: notes of the code that ran, and the state that it reads, as far as the callable reaches it.
+
+The code tells names, and not whose attributes they are. So every object within reach is compared under all these names:
+too much now and then, and never too little.
+"""
+
+import copyreg
+import random
+import sys
+import types
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from functools import partial, partialmethod
+from operator import attrgetter, is_, methodcaller
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ...backends.code_events import is_own_code
+from ...backends.operators import is_strided
+from ..watch.bytecode import ModulesRead, code_reads, original_of
+from . import objects
+from .objects import CONTAINERS, holds_modules, is_library_code
+from .snapshot import FORM, MEMBERS, random_holder
+
+
+class Reader(NamedTuple):
+    """How to read one thing that is compared: by a call, and in the native guard's terms. ``further`` is a slot's
+    descriptor, or what of a cache a call compares."""
+
+    call: Callable[[], Any]
+    kind: str = "call"
+    subject: Any = None
+    further: Any = None
+
+    def expecting(self, value: Any) -> tuple[str, Any, Any, Any]:
+        """What the native guard takes: the reader, and what it must read."""
+        return self.kind, self.call if self.kind == "call" else self.subject, self.further, value
+
+
+_SETS = ("codes", "names", "asked", "library_names", "whole_types", "functions", "variables")
+
+
+class CodeNotes:
+    """Notes of the code that ran: the names that it holds, its variables, and the code itself. Those of several runs
+    add up. A guard compares what they name."""
+
+    def __init__(self) -> None:
+        self.codes: set[types.CodeType] = set()
+        self.names: set[str] = set()
+        """Names of attributes that code of the user reads."""
+        self.asked: set[str] = set()
+        """Names that code of the user asks for by ``getattr`` or ``hasattr``, so that they need not exist."""
+        self.library_names: set[str] = set()
+        """Those that code of libraries reads."""
+        self.whole_types: set[type] = set()
+        """Classes whose objects are read under names that are not spelled in the code."""
+        self.functions: set[types.FunctionType] = set()
+        """Functions that ran and that nothing within reach holds, but for the interpreter."""
+        self.tables: dict[int, dict[str, Any]] = {}
+        """The namespaces that code of the user uses, by their ``id``."""
+        self.variables: set[tuple[int, str]] = set()
+        """The variables that it looks up there, each by the ``id`` of its namespace and its name. Where one is not
+        there, a builtin serves, or a default."""
+        self.reads_whole = False
+        """Whether code reads objects of any class under names that it does not spell."""
+        self.modules = ModulesRead.NOT
+        """What code of the user does with ``sys.modules``."""
+
+    def lacks(self, other: "CodeNotes") -> bool:
+        """Whether ``other`` notes code of the user, or what any code reads, that these notes do not have."""
+        further = {kind: getattr(other, kind) - getattr(self, kind) for kind in _SETS}
+        further["codes"] = {code for code in further["codes"] if not is_library_code(code.co_filename)}
+        return any(further.values()) or other.reads_whole > self.reads_whole or other.modules > self.modules
+
+    def absorb(self, other: "CodeNotes") -> None:
+        """Note all that ``other`` notes."""
+        self.tables |= other.tables
+        for kind in _SETS:
+            getattr(self, kind).update(getattr(other, kind))
+        self.reads_whole = self.reads_whole or other.reads_whole
+        self.modules = max(self.modules, other.modules)
+
+    def note_variables(self, table: dict[str, Any], names: Iterable[str]) -> None:
+        """Note that code looks variables of a namespace up."""
+        self.tables[id(table)] = table
+        self.variables.update((id(table), name) for name in names)
+
+    def by_table(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
+        """Each namespace with the names of its variables."""
+        found: defaultdict[int, list[str]] = defaultdict(list)
+        for key, name in self.variables:
+            found[key].append(name)
+        return ((self.tables[key], names) for key, names in found.items())
+
+
+IDENTITY = "is"
+"""Stands among the names for code that compares objects."""
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has an address to compare: not a lazy parameter, or one of a class that computes in its own way.
+    Of these the identity is compared, and what they hold."""
+    is_own = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return is_own and not is_lazy(tensor) and is_strided(tensor) and not tensor._is_zerotensor()
+
+
+def _bytes_beside(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes() - tensor.nbytes
+
+
+def _grad(tensor: torch.Tensor) -> Any:
+    return tensor.grad if tensor.is_leaf else None  # of others torch warns
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version  # those of inference mode have none
+
+
+TENSOR_READERS: dict[str, Callable[[Any], Any]] = {
+    **{name: attrgetter(name) for name in ("_backward_hooks", "grad_fn", "is_leaf", "output_nr")},
+    **{name: attrgetter(name) for name in ("requires_grad", "retains_grad")},
+    **{
+        name: methodcaller(name)
+        for name in ("_is_view", "is_conj", "is_inference", "is_neg", "is_shared", "storage_offset")
+    },
+    **dict.fromkeys(("storage", "typed_storage", "untyped_storage", "_typed_storage"), _bytes_beside),
+    **dict.fromkeys(("grad", "_grad"), _grad),
+    "_base": methodcaller("_is_view"),
+    "_version": _version,
+}
+"""How each of them is read, by its name."""
+
+
+def _tensor_readers(tensor: torch.Tensor, names: Collection[str]) -> list[Reader]:
+    """What to compare of a tensor besides its address and form: what code asks for under ``names``, and whether numbers
+    are conjugated."""
+    if not has_memory(tensor):
+        return [Reader(partial(getattr, tensor, "requires_grad"))] if "requires_grad" in names else []
+    asked = TENSOR_READERS.keys() & ({"is_conj", *names} if tensor.dtype.is_complex else names)
+    return [Reader(partial(TENSOR_READERS[name], tensor)) for name in sorted(asked)]
+
+
+_DIFFERENTIATES = torch.autograd.graph._engine_run_backward.__code__
+"""What runs for each backward pass."""
+
+
+def _readers_of_leaf(tensor: torch.Tensor) -> list[Reader]:
+    """What to compare of a tensor besides where a call differentiates: no code need name it."""
+    if not (has_memory(tensor) and tensor.is_leaf):
+        return []
+    trains = tensor.requires_grad or isinstance(tensor, nn.Parameter)
+    reads: list[Callable[[Any], Any]] = [attrgetter("requires_grad")]
+    reads += [_grad, _hooks_of] if trains else []
+    return [Reader(partial(read, tensor)) for read in reads]
+
+
+def _hooks_of(leaf: torch.Tensor) -> int:
+    """Which hooks a backward pass runs at a leaf, as a number: of later ones the identities are larger."""
+    ids = [*(leaf._backward_hooks or ()), *(leaf._post_accumulate_grad_hooks or ())]
+    return len(ids) << 32 | max(ids, default=0)
+
+
+def metadata_names(codes: Iterable[types.CodeType]) -> list[str]:
+    """What of ``TENSOR_READERS`` all this code of the user reads, of whatever tensors; and ``IDENTITY`` where any code
+    compares objects."""
+    others = [code for code in codes if not is_own_code(code.co_filename)]
+    theirs = [code for code in others if not is_library_code(code.co_filename)]
+    # Torch's attention compares the query with the key.
+    compares = any(code_reads(code).compared for code in theirs) or any(
+        not code_reads(code).compared.isdisjoint(code.co_varnames) for code in others
+    )
+    spelled = set().union(*(code_reads(code).attributes for code in theirs))
+    compares = compares or torch.Tensor.__hash__.__code__ in others or not spelled.isdisjoint(("_cdata", "is_set_to"))
+    if any(original_of(code) is not None for code in others):  # functions that the compiler put inline may ask, too
+        spelled, compares = {*spelled, "requires_grad"}, True
+    return sorted(TENSOR_READERS.keys() & spelled) + [IDENTITY] * compares
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_TABLES = frozenset((*MEMBERS, *_HOOKS))
+"""What a module keeps its members and hooks in: compared by identity here; its entries are compared besides."""
+_BY_TORCH = frozenset(("training", "forward", "_call_impl"))
+"""Attributes of modules that torch's code spells, and that of a model need not."""
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} - _TABLES
+_COMPILED_METHODS = (types.BuiltinFunctionType, types.MethodType)
+_WRAPPERS = (property, staticmethod, classmethod, partial, partialmethod)
+_READ_WHOLE = (nn.ParameterList, nn.ParameterDict)
+"""Classes of torch whose own code reads attributes under names that nobody spells."""
+_TENSOR_ATTRIBUTES = frozenset(dir(torch.Tensor))
+_STATES = {random.Random: "getstate", np.random.RandomState: "get_state", np.random.BitGenerator: "state"}
+"""Names by which code reads the state of a generator, and does not change it."""
+
+
+class StateReads:
+    """What the code in ``trace`` reads of what the ``roots`` and the traced variables reach.
+
+    Without a trace: what tells which modules and tensors the callable reaches. Holds what it found.
+    """
+
+    def __init__(self, roots: Iterable[Any], trace: CodeNotes | None) -> None:
+        self.modules: list[nn.Module] = []
+        self.tensors: list[torch.Tensor] = []
+        self.objects: list[Any] = []
+        """Objects, modules, tensors and arrays with attributes: their class is compared, and whether their ``__dict__``
+        itself is another."""
+        self.contents: list[Iterable[Any]] = []
+        """Containers, those of the parameters, buffers and submodules of modules among them."""
+        self.fixed: list[tuple[Any, Any]] = []
+        """Objects that stand where nothing can be replaced, each with what holds it: among the roots, in a tuple, a
+        method or an object of compiled code."""
+        self.attributes: list[tuple[Mapping[str, Any], list[str]]] = []
+        """Tables of attributes and variables, and the names in them that are compared."""
+        self.tables: list[Mapping[str, Any]] = []
+        """Tables whose keys are compared, in order: a name that was not there may hide one of a class."""
+        self.absent: list[tuple[Mapping[str, Any], frozenset[str]]] = []
+        """Tables of variables, and the names that the code looked up in vain there."""
+        self.readers: list[Reader] = []
+        self.hooks: list[dict[int, Any]] = []
+        self.unguarded = ""
+        self._is_traced = trace is not None
+        self._notes = notes = CodeNotes() if trace is None else trace
+        self._names = frozenset(notes.names)
+        self._library_names = self._names | notes.library_names
+        self._all = notes.reads_whole
+        self._differentiates = _DIFFERENTIATES in notes.codes
+        self._seen: dict[int, Any] = {}
+        self._kinds = objects.Kinds()
+        self._pending: list[Any] = []
+        self._fix(None, [*roots, *(hook for hooks in objects.GLOBAL_HOOKS for hook in hooks.values())])
+        self._texts = set[str]()
+        """What code and what is compared hold as text."""
+        self._compare_namespaces(notes)
+        self._follow()
+        if notes.modules:
+            self._compare_modules(notes)
+        self.missing = notes.asked - _TENSOR_ATTRIBUTES
+
+    def _follow(self) -> None:
+        while self._pending:
+            value = self._pending.pop()
+            role = self._kinds[type(value)].role
+            if type(value) is str:
+                self._texts.add(value)
+            elif role not in ("leaf", "trusted") and id(value) not in self._seen:
+                self._seen[id(value)] = value
+                getattr(self, f"_visit_{role}")(value)
+
+    def _fix(self, home: Any, held: Iterable[Any]) -> None:
+        """Follow what an object holds that cannot change."""
+        self._pending += held
+        self.fixed += ((home, one) for one in held if self._kinds[type(one)].role == "instance")
+
+    def _visit_tensor(self, tensor: torch.Tensor) -> None:
+        self.tensors.append(tensor)
+        table = objects.attribute_table(tensor)
+        if objects.own_attributes(tensor) or self._notes.asked:
+            self.objects.append(tensor)
+            self._compare(table, self._spelled_in(table))
+        self.readers += _tensor_readers(tensor, self._names)
+        if self._differentiates:
+            self.readers += _readers_of_leaf(tensor)
+        self._pending.append(type(tensor))
+
+    def _visit_method(self, method: Any) -> None:
+        self._fix(method, objects.stands_for(method))
+        if objects.user_classes(type(method)) or not issubclass(type(method), (property, types.MethodType)):
+            self._visit_instance(method)
+
+    def _visit_front_end(self, front_end: Any) -> None:
+        self._pending += objects.stands_for(front_end)
+
+    def _visit_generator(self, generator: Any) -> None:
+        self._visit_instance(generator)
+        if any(issubclass(type(generator), home) and name in self._names for home, name in _STATES.items()):
+            self.readers.append(Reader(partial(random_holder((), generator).way.read, None)))
+
+    def _visit_module(self, module: types.ModuleType) -> None:
+        """A module is compared as any object, since code may pass it on. Of one of a library it is noted what is read
+        there, where code spells it as a variable. Where code reads names that it does not spell, its settings count."""
+        table = vars(module)
+        known = [name for name in self._names if name in table]
+        is_whole = self._all and objects.is_whole(module)
+        if is_whole:
+            known += (name for name in objects.settings_in(module) if name not in self._names)
+            self.tables.append(table)
+        if is_whole or id(table) not in self._notes.tables or objects.is_settings(module):
+            self._compare_variables(table, known)
+        self.absent.append((table, frozenset(self._notes.asked - table.keys())))  # it may come to be there
+        self._pending.append(type(module))
+
+    def _visit_cell(self, cell: types.CellType) -> None:
+        self.readers.append(Reader(partial(objects.cell_value, cell), "cell", cell))
+        self._pending.append(objects.cell_value(cell))
+
+    def _visit_reference(self, reference: Any) -> None:
+        kind = {ContextVar: "context", weakref.ref: "reference", weakref.KeyedRef: "reference"}.get(type(reference))
+        self.readers.append(Reader(partial(objects.referent, reference), kind or "call", reference))
+        self._pending += (objects.referent(reference), type(reference))
+
+    def _visit_opaque(self, value: Any) -> None:
+        self._refuse(f"a {type(value).__module__}.{type(value).__qualname__}")
+
+    def _visit_instance(self, value: Any) -> None:
+        """An object with attributes, slots or entries."""
+        kind = type(value)
+        if kind is dict and "__builtins__" in value:
+            if not objects.is_module_table(value):
+                self._compare_variables(value, self._spelled_in(value))
+            return  # those of a module are followed by name
+        if issubclass(kind, CONTAINERS):
+            if self._is_traced or _matters(value):
+                self.contents.append(value)
+            self._pending += objects.content(value)
+        elif issubclass(kind, (tuple, frozenset)):
+            self._fix(value, objects.content(value))
+        table, slots = objects.attribute_table(value), self._kinds[kind].slots
+        names = self._named(kind, (*(table or ()), *slots))
+        if issubclass(kind, nn.Module):
+            names |= self._visit_members(value, table or {})
+        if table is not None:
+            self.objects.append(value)
+            self._compare(table, names)
+        for name, member in slots.items():
+            is_slot = "__slots__" in vars(member.__objclass__)
+            if not self._is_traced or name in names or not is_slot:  # compiled code reads its own under no name
+                read = partial(objects.slot_value, member, value)
+                self.readers.append(Reader(read, *(("slot", value, member) if is_slot else ())))
+                self._pending.append(read())
+        if not slots and not issubclass(kind, (tuple, frozenset, *CONTAINERS)):
+            self._fix(value, objects.referents(value))
+        if self._is_traced and issubclass(kind, objects.CACHES):
+            results = _Results(value)
+            self.readers.append(Reader(results, further=results.kept))
+        self._pending.append(kind)
+
+    def _visit_members(self, module: nn.Module, table: dict[str, Any]) -> frozenset[str]:
+        """What a module holds for torch; the names to compare, besides those that the code spells."""
+        self.modules.append(module)
+        for name in MEMBERS:
+            members = table.get(name)
+            # Also one that is empty and may get its first. A scripted module keeps its members elsewhere.
+            if members is not None and issubclass(type(members), dict):
+                self.contents.append(members)
+                self._pending += members.values()
+        for name in _HOOKS:
+            if name in table:
+                self.hooks.append(table[name])
+                self._pending += table[name].values()
+        if not isinstance(table.get("_parameters"), dict):
+            self._pending += (*module.parameters(), *module.buffers())
+        return _BY_TORCH | _TABLES
+
+    def _visit_array(self, array: Any) -> None:
+        """An array of numbers, by its bytes as they lie in memory."""
+        if array.dtype.hasobject:
+            self._refuse("an array of objects")
+            return
+        self.readers += (Reader(partial(read, array)) for read in (np.ndarray.tobytes, _form_of))
+
+    def _visit_class(self, kind: type) -> None:
+        """A class of the user: what code reads of it. Of torch's modules the methods that ran, which others replace."""
+        users = objects.user_classes(kind)
+        self._pending += (base for base in type.mro(kind)[1:] if base in users or issubclass(base, nn.Module))
+        if not self._is_traced:
+            return
+        table = vars(kind)
+        if kind in users:
+            self.readers.append(Reader(partial(getattr, kind, "__mro__"), "__mro__", kind))
+            is_whole = self._all or any(issubclass(each, kind) for each in self._notes.whole_types)
+            nested = f"{kind.__qualname__}."
+            read = (
+                name
+                for name, held in table.items()
+                if self._is_read(name, held, is_whole=is_whole and _is_data_of(nested, held))
+            )
+            self._compare(table, list(read))
+            self._pending += (type(kind), *dict.values(table.get("_member_map_", {})))
+        elif issubclass(kind, nn.Module):
+            self._compare_torch(kind)
+
+    def _compare_torch(self, kind: type) -> None:
+        """A class of modules of torch, which others patch: what it has at all, and there the names of the code and what
+        ran."""
+        table, codes, names = vars(kind), self._notes.codes, self._names
+        copyreg._slotnames(kind)  # type: ignore[attr-defined]  # else a pickle would add what this adds
+        self.tables.append(table)
+        known = [name for name, held in table.items() if name in names or getattr(held, "__code__", None) in codes]
+        if known:
+            self.attributes.append((table, known))
+
+    def _is_read(self, name: str, member: Any, *, is_whole: bool) -> bool:
+        """Whether code reads a class attribute: a method that ran, or another one under a name of the code; data under
+        any name if it reads the class as a whole (``getattr(self, self.names[0])``).
+
+        Data under names with two underscores tells of the class itself: its fields, its annotations.
+        """
+        functions = objects.functions_in(member)
+        if functions and not objects.user_classes(type(member)):
+            return name in self._names or any(fn.__code__ in self._notes.codes for fn in functions)
+        is_data = not name.startswith("__") or issubclass(type(member), _COMPILED_METHODS)
+        return (
+            issubclass(type(member), _WRAPPERS) or name in self._names or (is_data and (is_whole or name[:2] == "__"))
+        )
+
+    def _visit_function(self, fn: types.FunctionType) -> None:
+        """The closure and defaults of a function whose code ran, or of any without a trace."""
+        if fn.__dict__ or self._notes.asked:
+            self._compare(fn.__dict__, self._spelled_in(fn.__dict__))
+        if objects.is_library_code(fn.__code__.co_filename):
+            self._pending += (held for held in fn.__dict__.values() if type(held) is types.MappingProxyType)
+            self._pending += objects.wrapped_by(fn)
+            return
+        if self._is_traced and not self._all and fn.__code__ not in self._notes.codes:
+            return
+        self._pending += fn.__closure__ or ()
+        defaults = [name for name in ("__defaults__", "__kwdefaults__") if getattr(fn, name)]
+        self.readers += (Reader(partial(getattr, fn, name), name, fn) for name in ("__code__", *defaults))
+        self._pending += (getattr(fn, name) for name in defaults)
+        if "__wrapped__" in fn.__dict__:
+            self._pending.append(fn.__dict__["__wrapped__"])
+        if not self._is_traced:
+            self._compare_variables(fn.__globals__, objects.variables_of(fn))
+
+    def _compare_namespaces(self, notes: CodeNotes) -> None:
+        self._pending += notes.functions
+        for table, names in notes.by_table():
+            self._compare_variables(table, names)
+            self.absent.append((table, frozenset(names) - table.keys()))
+
+    def _compare_modules(self, notes: CodeNotes) -> None:
+        """Of ``sys.modules`` the modules whose names are there as texts, in code or in what is compared: an import of
+        another one changes nothing."""
+        users = (code for code in notes.codes if not is_library_code(code.co_filename))
+        self._texts.update(*(code_reads(code).texts for code in users))
+        compared = set[str]()
+        while further := self._texts - compared:  # what is followed then may hold more
+            compared |= further
+            loaded = [name for name in further if name in sys.modules]
+            self.attributes.append((sys.modules, loaded))
+            self.absent.append((sys.modules, frozenset(further.difference(loaded))))
+            if notes.modules > ModulesRead.ASKED:
+                self._pending += map(sys.modules.__getitem__, loaded)
+                self._follow()
+
+    def _compare_variables(self, table: dict[str, Any], names: Iterable[str]) -> None:
+        known = [name for name in names if name in table]
+        if known:
+            self.attributes.append((table, known))
+            is_whole = self._notes.modules is ModulesRead.WHOLE or not self._is_traced
+            self._pending += (table[n] for n in known if is_whole or not holds_modules(table, n))
+
+    def _named(self, kind: type, own: Iterable[str]) -> frozenset[str]:
+        """The names to compare of an object of a class: those of the user's code, where libraries wrote some of the
+        class of their code, too; all its ``own``, if code reads them without spelling their names."""
+        users = objects.user_classes(kind)
+        has_own_access = any({"__getattr__", "__getattribute__"} & vars(base).keys() for base in users)
+        is_whole = self._all or kind in self._notes.whole_types or issubclass(kind, _READ_WHOLE)
+        if is_whole or has_own_access:
+            return frozenset(own)
+        is_library = not {nn.Module, *users}.issuperset(objects.written_classes(kind))
+        return self._library_names if is_library else self._names
+
+    def _spelled_in(self, table: Mapping[str, Any] | None) -> frozenset[str]:
+        """The names to compare in a table, whatever it belongs to: those of the code, or all but the interpreter's."""
+        return frozenset(n for n in table or () if not f"{n}".startswith("__")) if self._all else self._names
+
+    def _compare(self, table: Mapping[str, Any] | None, names: Iterable[str]) -> None:
+        """Compare the attributes in ``table`` under ``names``; without a trace, those that hold modules or tensors."""
+        if table is None:
+            return
+        if not self._is_traced:
+            kept = {name: value for name, value in table.items() if name not in _MODULE_ATTRIBUTES}
+            chosen = [name for name, value in kept.items() if name in _TABLES or _matters(value)]
+            self._pending += (value for name, value in kept.items() if name not in _TABLES)
+        else:
+            named = names if isinstance(names, frozenset) else frozenset(names)
+            chosen = [name for name in table if name in named and name not in _MODULE_ATTRIBUTES]
+            self._pending += (table[name] for name in chosen if name not in _TABLES)
+        self.tables.append(table)
+        if chosen:
+            self.attributes.append((table, chosen))
+
+    def _refuse(self, what: str) -> None:
+        if self._is_traced:
+            self.unguarded = self.unguarded or what
+
+
+def _is_data_of(nested: str, member: Any) -> bool:
+    """Whether a class attribute is data, or a class that the class itself has made: not one of somebody else's."""
+    return not issubclass(type(member), type) or str(member.__qualname__).startswith(nested)
+
+
+def _form_of(array: np.ndarray[Any, Any]) -> str:
+    """How an array takes its memory, as a constant."""
+    return repr(FORM.read(array))
+
+
+class _Results:
+    """Tells whether a ``functools.lru_cache`` holds all that it held when this was made; it may hold more.
+
+    While its own table has the same keys and values, nothing else is looked at.
+    """
+
+    __slots__ = ("_cache", "_latest", "_table", "kept")
+
+    def __init__(self, cache: Any) -> None:
+        self._cache, self._table = cache, objects.results_of(cache)
+        self._latest = objects.content(self._table)
+        self.kept = _results_in(cache)
+
+    def __call__(self) -> bool:
+        now, latest = objects.content(self._table), self._latest
+        if len(now) == len(latest) and all(map(is_, now, latest)):
+            return True
+        holds = self.kept <= _results_in(self._cache)
+        if holds:
+            self._latest = now  # objects that are held, so that none can get the address of another
+        return holds
+
+
+def _results_in(cache: Any) -> set[Any]:
+    """What a ``functools.lru_cache`` holds: constants by value, objects by identity."""
+    outer = objects.referents(cache)
+    every = [*outer, *(inner for held in outer for inner in objects.referents(held))]
+    return {(type(v), repr(v)) if issubclass(type(v), objects.CONSTANTS) else id(v) for v in every}
+
+
+def _matters(value: Any, depth: int = 3) -> bool:
+    """Whether it is a module or a tensor with a gradient, or a container of such, ``depth`` levels deep."""
+    if issubclass(type(value), torch.Tensor):
+        return bool(value.requires_grad)
+    is_container = depth > 0 and issubclass(type(value), (tuple, *CONTAINERS))
+    return issubclass(type(value), nn.Module) or (
+        is_container and any(_matters(inner, depth - 1) for inner in objects.content(value))
+    )

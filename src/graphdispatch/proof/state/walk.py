@@ -1,0 +1,321 @@
+"""Walks over everything that a callable reaches, notes what it holds, and puts back what a run changed.
+
+The walk follows attributes, slots, containers, closures, defaults, partials, weak references, hooks and the user's
+classes, without a limit of depth. A ``CodeTrace`` tells it of variables of modules, before code that names them runs.
+Nothing of the user's is called.
+"""
+
+import random
+import sys
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextvars import ContextVar
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...backends.operators import is_strided
+from ...runtime.breaks import is_break
+from ...runtime.signature import advice_for
+from . import objects, snapshot
+from .objects import ABSENT, CONTAINERS, holds_modules
+from .snapshot import Holder, Way, told
+
+_PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
+_PLAIN_CONTAINERS = frozenset(CONTAINERS)
+_SHARED = (*CONTAINERS, np.ndarray)
+"""What code changes without the name of an attribute, once it has got hold of it."""
+_MOST_FOLLOWED = 250_000
+Edges = Iterator[tuple[str, Any]]
+
+
+class StateWalk:
+    """What the ``roots`` and the code that runs reach, as it was when the walk met it. Holds all of it.
+
+    ``overflow`` names the object at which the walk stopped, if there are too many. Meant for one thread, and for as
+    long as a capture lasts.
+    """
+
+    def __init__(self, *roots: Any) -> None:
+        self.modules: list[nn.Module] = []
+        self.tensors: list[torch.Tensor] = []
+        """Tensors wherever they are held, parameters and buffers included."""
+        self.generators: list[torch.Generator] = []
+        """Those of torch, of which operators draw: it does not put them back."""
+        self.settings: list[types.ModuleType | dict[str, Any]] = []
+        """Modules of the user that something holds, other than a variable of a module; and namespaces without one."""
+        self.codes: set[types.CodeType] = set()
+        """The code of the functions that it met."""
+        self.has_opaque = False
+        """Whether it met something that nobody can compare, or a cache, which may come to hold such."""
+        self.unrestorable: str | None = None
+        """Where it met such a thing that belongs to the callable alone: a run may change it for good."""
+        self.overflow: str | None = None
+        self._modules: dict[str, Any] | None = None
+        self._named_in = 0
+        """How many of the holders were searched for names of modules."""
+        self._seen: dict[int, Any] = {}
+        self._kinds = objects.Kinds()
+        self._holders: list[Holder] = []
+        self._variables: dict[int, dict[str, Any]] = {}
+        self._generators: list[Holder] = []
+        self._empty: list[tuple[Any, Any]] = []
+        """Empty containers of classes of Python's own, most of them for hooks, each with its path."""
+        self._again: list[tuple[Any, Any]] = []
+        """Containers that it met once more, with the other path."""
+        for root in roots:
+            self.visit(root, ((), objects.name_of(root)))
+        for hooks in objects.GLOBAL_HOOKS:
+            self.visit(hooks, ((), "hooks of all modules"))
+        self._hold(((), "the default dtype or determinism"), None, snapshot.SETTINGS)
+        for path, generator in ((((), "random"), random), (((), "numpy.random"), np.random)):
+            self._generators.append(snapshot.random_holder(path, generator))
+
+    def visit(self, value: Any, path: Any) -> None:
+        """Follow ``value``, which was met at ``path``: a chain (path of its owner, label)."""
+        pending, seen, kinds = [(value, path)], self._seen, self._kinds
+        while pending:
+            value, path = pending.pop()
+            if id(value) in seen:
+                if issubclass(type(value), _SHARED):
+                    self._again.append((value, path))
+                continue
+            if kinds[type(value)].role == "leaf":
+                continue
+            if len(seen) >= _MOST_FOLLOWED:
+                self.overflow = self.overflow or told(path)
+                return
+            seen[id(value)] = value
+            kind = type(value)
+            if not value if kind in _PLAIN_CONTAINERS else kind is OrderedDict and not (value or value.__dict__):
+                self._empty.append((value, path))
+                continue
+            pending += [(i, (path, label)) for label, i in self._edges(value, path) if kinds[type(i)].role != "leaf"]
+
+    def visit_variables(self, table: dict[str, Any], names: Iterable[str], where: str) -> None:
+        """Note and follow the variables of a module under ``names``, which code is about to use."""
+        known = self._variables.get(id(table))
+        if known is None:
+            known = self._variables[id(table)] = {}
+            self._holders.append(Holder(((), where), table, snapshot.way_of_variables(known), known))
+        self._seen[id(table)] = table
+        for name in names:
+            if name not in known:
+                known[name] = value = table.get(name, ABSENT)
+                if not holds_modules(table, name):
+                    self.visit(value, ((), f"{where}.{name}"))
+
+    def visit_modules(self, texts: Iterable[str]) -> None:
+        """Note the modules of the user in ``sys.modules`` whose names are among ``texts``, or stand as text in what it
+        met; and which modules are there: code is about to look some up."""
+        if self._modules is None:
+            self._modules = dict(sys.modules)
+            self._holders.append(
+                Holder(((), "sys.modules"), sys.modules, snapshot.way_of_variables(self._modules), self._modules)
+            )
+        names = set(texts)
+        for holder in self._holders[self._named_in :]:
+            held = holder.before.values() if type(holder.before) is dict else holder.before
+            names.update(one for one in (held if type(holder.before) in (dict, list) else ()) if type(one) is str)
+        self._named_in = len(self._holders)
+        found = (sys.modules[name] for name in names if name in sys.modules)
+        self.settings += (one for one in found if objects.is_settings(one) and one not in self.settings)
+
+    def knows(self, value: Any) -> bool:
+        """Whether it met this very object."""
+        return id(value) in self._seen
+
+    def change(self) -> str | None:
+        """The first of ``changes``, or None; with what to use instead where a cache is among what it met."""
+        change = next(self.changes(), None)
+        if change is None:
+            return None
+        advice = advice_for(self._seen.values())
+        return f"{change} ({advice})" if advice else change
+
+    def changes(self) -> Iterator[str]:
+        """What is not as it was met, each in words (``Model.cache.layers[1].k was rebound``). Random generators are not
+        asked (see ``drew``)."""
+        for holder in (*self._holders, *self._filled()):
+            how = holder.change()
+            if how is not None:
+                yield told((holder.path, how))
+
+    def _filled(self) -> Iterator[Holder]:
+        """The containers that are no longer empty."""
+        for container, path in self._empty:
+            if container:
+                yield Holder(path, container, snapshot.ENTRIES, [])
+            if type(container) is OrderedDict and container.__dict__:
+                yield Holder(path, container, snapshot.ATTRIBUTES, {"__class__": OrderedDict})
+
+    def drew(self) -> str | None:
+        """Which random generator of Python or NumPy is not as it was met, or None. Other threads may have drawn."""
+        return next((told(holder.path) for holder in self._generators if holder.change() is not None), None)
+
+    def restore(self, *, generators: bool = False, names: Collection[str] | None = None) -> None:
+        """Put back everything that is not as it was met, and random generators only if told so: others may use them.
+
+        With ``names``, only attributes of these names, and what containers hold that some way of such names leads to:
+        code that spells no others did not change the rest, and another thread may have. Raises the first error of what
+        cannot be put back, once all else is.
+        """
+        failed: Exception | None = None
+        for holder in (*self._holders, *self._filled(), *(self._generators if generators else ())):
+            try:
+                is_shared = names is not None and issubclass(type(holder.value), _SHARED) and not holder.way.is_by_name
+                if holder.change() is not None and (not is_shared or self._is_reached(holder, names or (), set())):
+                    holder.restore(names)
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def _is_reached(self, holder: Holder, names: Collection[str], asked: set[int]) -> bool:
+        """Whether code that spells only these names can come to a container: by one of the ways that lead to it."""
+        if id(holder) in asked:
+            return False
+        asked.add(id(holder))
+        for parent, label in (holder.path, *(path for value, path in self._again if value is holder.value)):
+            outer = None
+            while parent and outer is None and f"{label}".startswith("["):
+                outer = next((other for other in self._holders if other.path is parent), None)
+                parent, label = parent
+            if outer is not None:
+                if self._is_reached(outer, names, asked):
+                    return True
+            elif not f"{label}".startswith(".") or label[1:] in names:
+                return True
+        return False
+
+    def _hold(self, path: Any, value: Any, way: Way) -> Any:
+        before = way.read(value)
+        self._holders.append(Holder(path, value, way, before))
+        return before
+
+    def _edges(self, value: Any, path: Any) -> Edges:
+        """What ``value`` holds, with labels; notes what of it can change."""
+        if type(value) in _PLAIN_CONTAINERS:
+            return self._entries(value, path)
+        role = self._kinds[type(value)].role
+        edges: Callable[[Any, Any], Edges] | None = getattr(self, f"_{role}_edges", None)
+        return iter(()) if edges is None else edges(value, path)
+
+    def _front_end_edges(self, front_end: Any, path: Any) -> Edges:
+        return (("", part) for part in objects.stands_for(front_end))
+
+    def _method_edges(self, method: Any, path: Any) -> Edges:
+        yield from (("", part) for part in (*objects.stands_for(method), type(method)))
+        if not issubclass(type(method), types.MethodType):
+            yield from self._attributes(method, path)
+
+    def _trusted_edges(self, value: Any, path: Any) -> Edges:
+        if issubclass(type(value), torch.Generator):
+            self.generators.append(value)
+        return iter(())
+
+    def _module_edges(self, module: types.ModuleType, path: Any) -> Edges:
+        """Nothing: code that runs names the variables that count."""
+        if objects.is_followed(type(module)) and objects.is_settings(module):
+            self.settings.append(module)
+        return iter([("", type(module))])
+
+    def _array_edges(self, array: Any, path: Any) -> Edges:
+        """Nothing, or what nobody can compare: an array of objects."""
+        if array.dtype.hasobject:
+            return self._opaque_edges(array, path)
+        self._hold(path, array, snapshot.FORM)
+        self._hold(path, array, snapshot.NUMBERS)
+        return iter(())
+
+    def _cell_edges(self, cell: Any, path: Any) -> Edges:
+        return iter(self._hold(path, cell, snapshot.CELL).items())
+
+    def _reference_edges(self, reference: Any, path: Any) -> Edges:
+        is_variable = type(reference) is ContextVar
+        held = self._hold(path, reference, snapshot.CONTEXT) if is_variable else {"()": objects.referent(reference)}
+        return chain([("", type(reference))], held.items())
+
+    def _generator_edges(self, generator: Any, path: Any) -> Edges:
+        self._generators.append(snapshot.random_holder(path, generator))
+        return self._attributes(generator, path)
+
+    def _attributes(self, value: Any, path: Any) -> Edges:
+        if objects.attribute_table(value) is None:
+            return iter(())
+        is_tensor = issubclass(type(value), torch.Tensor)
+        held = self._hold(path, value, snapshot.OF_TENSORS if is_tensor else snapshot.ATTRIBUTES)
+        return ((f".{name}", inner) for name, inner in held.items())
+
+    def _entries(self, container: Any, path: Any) -> Edges:
+        if type(container) is dict and "__builtins__" in container:
+            if not objects.is_module_table(container):
+                self.settings.append(container)
+            return iter(())  # variables, which are followed by name
+        entries = self._hold(path, container, snapshot.ENTRIES)
+        if not entries:
+            return iter(())
+        keys = dict.keys(container) if issubclass(type(container), dict) else ()
+        return chain(snapshot.labelled(container, entries).items(), (("[key]", key) for key in keys))
+
+    def _opaque_edges(self, value: Any, path: Any) -> Edges:
+        """What nobody can compare."""
+        self.has_opaque = True
+        if not objects.is_machine(type(value)):
+            self.unrestorable = self.unrestorable or told(path)
+        return iter(())
+
+    def _instance_edges(self, value: Any, path: Any) -> Edges:
+        """An object with attributes, slots or entries: all of them."""
+        kind = type(value)
+        if issubclass(kind, nn.Module):
+            self.modules.append(value)
+        yield from self._attributes(value, path)
+        slots = self._kinds[kind].slots
+        if slots:
+            yield from self._hold(path, value, snapshot.way_of_slots(slots)).items()
+        if issubclass(kind, CONTAINERS):
+            yield from self._entries(value, path)
+        elif issubclass(kind, (tuple, frozenset)):
+            yield from ((f"[{index}]", inner) for index, inner in enumerate(objects.content(value)))
+        elif not slots:
+            self.has_opaque |= issubclass(kind, objects.CACHES)
+            yield from (("", inner) for inner in objects.referents(value))
+        yield "", kind
+
+    def _tensor_edges(self, tensor: torch.Tensor, path: Any) -> Edges:
+        self.tensors.append(tensor)
+        if type(tensor) in _PLAIN_TENSORS and is_strided(tensor):
+            self._hold(path, tensor, snapshot.way_of_tensor(tensor))
+        return chain([("", type(tensor))], self._attributes(tensor, path))
+
+    def _function_edges(self, fn: types.FunctionType, path: Any) -> Edges:
+        """Closure, defaults and attributes of a function; of the library's decorators only what they wrap."""
+        self.codes.add(fn.__code__)
+        if objects.is_library_code(fn.__code__.co_filename):
+            yield from (("", held) for held in objects.wrapped_by(fn))
+            if is_break(fn):
+                return
+        else:
+            yield from (
+                (f" {name}", cell) for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
+            )
+        self._hold(path, fn, snapshot.FUNCTION)
+        yield from (("", held) for held in (fn.__defaults__, fn.__kwdefaults__, fn.__dict__) if held)
+
+    def _class_edges(self, kind: type, path: Any) -> Edges:
+        """The data of a class of the user, and what the closures of its methods hold."""
+        for base in objects.user_classes(kind):
+            if base is not kind:
+                yield "", base
+            else:
+                yield "", type(kind)
+                held = self._hold(path, kind, snapshot.CLASS)
+                for name, inner in held.items():
+                    is_own = not objects.describes(name) and name not in ("__dict__", "__weakref__")
+                    if is_own:
+                        yield f".{name}", inner

@@ -1,0 +1,1 @@
+"""One run of the callable, watched: what it reads, writes and dispatches, and what code of Python it runs."""

@@ -1,0 +1,379 @@
+"""The eager run that every capture and verification begins with; it also shows what no graph can hold.
+
+Note [autocast inside a capture]
+    Autocast keeps cast copies of weights until the outermost region ends, in one cache for all threads. A graph that
+    reads such a copy would go on reading it after the weights were written in place, and after the copy was freed. A
+    copy that a capture makes lies in the graph's memory, and eager code of the same region would read it. So the cache
+    is off while a call is warmed up and recorded: the graph casts the weights itself in each replay.
+
+Note [a run that is not traced]
+    To trace the code of a run and to walk over Python state takes longer than the run. Where it is proven that Python
+    takes the path of a graph that was captured before, it reads and changes what it did then, and the guard of that
+    graph holds. So only the operators are watched: what they write is undone or done again as ever.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from operator import call
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.utils import parametrize
+
+from ...backends.base import Graph
+from ...backends.insight import reveal_operators
+from ...backends.operators import is_strided, tensors_in
+from ...backends.standins import ASKS
+from ...errors import CaptureError, error_of_signal
+from ...reasons import Reason
+from ...runtime.entry import CUDAGraphEntry
+from ...runtime.flatten import FlatCall, Leaves
+from ...runtime.outputs import Opener
+from ...runtime.request import CaptureRequest, CaptureResult, failed_result
+from ...runtime.signature import PLAIN_TENSORS
+from ..check.licence import ArgumentMetadata
+from ..state.guards import StateGuard
+from ..state.objects import attribute_table, own_attributes
+from ..state.reads import CodeNotes, metadata_names
+from ..state.walk import StateWalk
+from .effects import EffectRecorder, retry_once, undo
+from .program import Labels
+from .trace import CodeTrace
+
+_log = logging.getLogger("graphdispatch")
+
+
+class Recording(NamedTuple):
+    """A captured graph, and the outputs in its memory."""
+
+    graph: Graph
+    outputs: Any
+    is_own: list[bool]
+    """For each output tensor, whether it lies in the graph's memory or in a static input."""
+    firsts: list[int]
+    """For each output tensor, the place of the first one that is the same object."""
+    given: list[int | None]
+    """For each output tensor, the position of the argument that it is."""
+
+
+@dataclass
+class EagerRun:
+    """One watched run on the real rows: its answer, what it wrote, and the random generator before and after."""
+
+    answer: Any
+    values: Sequence[Any]
+    """The leaves of the call; ``Leaves`` where it had dicts or lists, which it may have changed."""
+    arguments: list[torch.Tensor]
+    """The tensors that it was given, in the order of the request's input specs: the caller's, or the static inputs."""
+    effects: EffectRecorder
+    rng_before: Any
+    rng_after: Any
+    draws: bool
+    """Whether it drew from the device's default generator, or may have; else nobody touches that generator."""
+    trace: CodeTrace
+    """The code that the run executed, and the Python state as it was before."""
+    changed: str | None = None
+    """What Python state the run changed, in words, or None."""
+    unseen: str | None = None
+    """What state it advanced that cannot be put back, in words, or None."""
+    warms_up: bool = False
+    """Whether it ran on the static inputs, as the recording will."""
+    like: CUDAGraphEntry | None = None
+    """The graph whose code it ran, so that it was not traced."""
+    recording: Recording | None = None
+    """What was recorded of it, if it was recorded."""
+    open_outputs: Callable[[Any], Any] = field(init=False)
+    """Opens the objects among the outputs of a run that this run did not meet: see Note [objects among outputs]."""
+    opened: Any = field(init=False)
+    """The answer as ``open_outputs`` gives it."""
+    outputs: list[torch.Tensor] = field(init=False)
+    """Copies of the output tensors, in order."""
+    written_inputs: dict[int, torch.Tensor] = field(init=False)
+    """Copies of the arguments that the run wrote to, by index in the request's input specs."""
+
+    def __post_init__(self) -> None:
+        self.open_outputs = Opener(self.trace.walk.knows).open
+        self.opened = self.open_outputs(self.answer)
+        self.outputs = [tensor.detach().clone() for tensor in tensors_in(self.opened)]
+        written = ((i, value) for i, value in enumerate(self.arguments) if self.effects.writes_to(value))
+        self.written_inputs = {i: value.detach().clone() for i, value in written}
+
+    def check_state(self) -> None:
+        """Raise ``CaptureError`` if a run since then changed Python state, or drew where no graph draws."""
+        _check_python_state(self.trace.walk.change())
+        _check_draws(self.trace.walk.drew())
+
+    def find_metadata(
+        self, values: Sequence[Any], guard: StateGuard, known: ArgumentMetadata | None = None
+    ) -> ArgumentMetadata | None:
+        """What its code tells of the arguments besides their values; ``known`` if that is the same, None if nothing."""
+        names = metadata_names(self.trace.codes)
+        if not names or (known is not None and known.names == names):
+            return known
+        return ArgumentMetadata(names, values, guard.tensors)
+
+
+def run_eagerly(
+    request: CaptureRequest,
+    *,
+    on_static_inputs: bool = False,
+    like: CUDAGraphEntry | None = None,
+    record: Callable[..., tuple[Any, Recording]] | None = None,
+) -> EagerRun | CaptureResult:
+    """Run the call on the real rows, and watch what it writes; its code, too, unless that is ``like`` a graph's.
+
+    With ``on_static_inputs`` it runs on these, after loading a full batch; so it is a warm-up, too. There ``record``
+    may be what runs it, and records it.
+    An error of the callable passes through. If the request does not want the effects, they are undone on every way out
+    by an error. A ``CaptureResult`` says why there can be no graph: the batch could not be loaded, what the run
+    overwrites could not be saved, or what it did could not be noted (no memory left).
+    """
+    before = request.backend.rng_state()
+    walk = StateWalk(*(request.roots if like is None else ()))
+    trace = CodeTrace(
+        walk,
+        skips_breaks=request.is_piecewise,
+        within=FlatCall.__call__.__code__,
+        spares=not request.keep_effects,
+    )
+    refusal = trace.refusal()
+    if refusal is not None:
+        return failed_result(request, None, refusal, "")
+    reveal_operators(request.backend.device)
+    # Context variables that a run made only for the graph sets are set in a copy, since nobody could unset them.
+    within: Callable[..., Any] = call if request.keep_effects else copy_context().run
+    try:
+        values, arguments = _values_of_run(request, on_static_inputs=on_static_inputs)
+    except Exception as error:
+        return failed_result(request, None, error, "copying the batch into the static inputs")
+    labels = Labels.of_arguments(arguments, request.inputs.specs) if on_static_inputs else None
+    effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects, labels=labels)
+    answer, recording, has_run = None, None, False
+    try:
+        with uncached_casts() if on_static_inputs else nullcontext():
+            if record is not None:
+                answer, recording = record(request, effects, values, Opener(walk.knows).open)
+            else:
+                with trace if like is None else nullcontext(), effects.guarding():
+                    answer = within(request.call, values)
+        has_run = True
+        after = request.backend.rng_state()
+        changed, drew = within(walk.change), walk.drew()
+        for region in effects.regions:
+            region.after = region.read().clone()
+        may_draw = effects.runs_custom or trace.sets_generator
+        draws = effects.uses_rng or _pads_by_code(request) or (may_draw and not torch.equal(before, after))
+        run = EagerRun(answer, values, arguments, effects, before, after, draws, trace, changed, drew)
+        run.warms_up, run.like, run.recording = on_static_inputs and not _asks(like or trace), like, recording
+        if recording is None:
+            effects.note_outputs(run.opened)
+    except BaseException as error:
+        if not request.keep_effects:
+            undo_run(request, effects, before, walk)
+        if recording is not None:
+            recording.graph.reset()
+        failed = _why_failed(request, error, effects, trace, has_run=has_run, is_recorded=record is not None)
+        if failed is None or not isinstance(error, Exception):
+            raise
+        return failed_result(request, answer, error, failed)
+    trace.spares = True
+    return run
+
+
+def _why_failed(
+    request: CaptureRequest,
+    error: BaseException,
+    effects: EffectRecorder,
+    trace: CodeTrace,
+    *,
+    has_run: bool,
+    is_recorded: bool,
+) -> str | None:
+    """During what an eager run failed so that there can be no graph; None for an error that passes through."""
+    if isinstance(error, CaptureError) and trace.refusal() is not None:
+        return ""
+    if has_run:
+        return "noting what the eager run did"
+    if is_recorded and error_of_signal(error) is None:
+        return "recording"
+    return "saving what it overwrites" if not request.keep_effects and effects.unsaved is not None else None
+
+
+def _asks(who: CodeTrace | CUDAGraphEntry) -> bool:
+    """Whether the code asks torch whether anyone captures, and so may do something else meanwhile."""
+    notes = who.guard.notes if isinstance(who, CUDAGraphEntry) and who.guard is not None else who
+    return isinstance(notes, CodeNotes) and not ASKS.isdisjoint(notes.codes)
+
+
+def _pads_by_code(request: CaptureRequest) -> bool:
+    return request.is_padded and any(pad.runs_code for spec in request.inputs.specs for pad in spec.pads)
+
+
+def _values_of_run(request: CaptureRequest, *, on_static_inputs: bool) -> tuple[Sequence[Any], list[torch.Tensor]]:
+    """The values that the callable gets, and its padded arguments among them."""
+    if on_static_inputs:
+        request.inputs.load(request.values, request.rows, request.size)
+        arguments = [view.detach() for view in request.inputs.views(request.size)]
+        return request.call.in_new_containers(request.values_with(arguments)), arguments
+    # The dicts and lists of a run made only for the graph are its own: an example is left as it is.
+    values = request.values if request.keep_effects else request.call.in_new_containers(request.values)
+    return values, request.arguments()
+
+
+@contextmanager
+def uncached_casts() -> Iterator[None]:
+    """Within the block no cast of a weight is one that autocast kept from before, and autocast keeps none for later.
+
+    The cache is turned off for an autocast that the block is in. Elsewhere it is left on: compiled code is guarded by
+    that setting, and would be compiled again. An autocast that ends within the block clears the cache itself.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    if torch._C._is_any_autocast_enabled():
+        torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+        torch.clear_autocast_cache()
+
+
+def undo_run(request: CaptureRequest, effects: EffectRecorder, rng_before: Any, walk: StateWalk | None = None) -> None:
+    """Put back what a run wrote and rebound, and the random generator if it drew. Raises ``DeviceLostError``."""
+
+    def put_back() -> None:
+        if walk is not None:
+            walk.restore(generators=True)
+        undo(effects.regions)
+        if effects.uses_rng or effects.runs_custom:
+            request.backend.set_rng_state(rng_before)
+
+    retry_once(put_back, request.backend)
+
+
+def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
+    """Raise ``CaptureError`` if the eager run shows that no graph can hold the call.
+
+    Call it before anything is run again: a run that cannot be undone must not be repeated.
+    """
+    unsaved = eager.effects.unsaved
+    if isinstance(unsaved, CaptureError):
+        raise unsaved
+    if unsaved is not None:
+        raise CaptureError(
+            f"saving what the call overwrites failed: {unsaved}", request.backend.classify_error(unsaved)
+        )
+    if not torch.is_inference_mode_enabled() and any(one.target.is_inference() for one in eager.effects.regions):
+        raise CaptureError(
+            "the call writes to a tensor that was made in inference mode, and is made outside of it; call it within "
+            "torch.inference_mode()",
+            Reason.CAPTURE_UNSAFE,
+        )
+    _check_python_state(eager.changed)
+    _check_draws(eager.unseen)
+    if eager.trace.walk.overflow is not None:
+        raise CaptureError(
+            f"the call reaches too many Python objects to watch them all, at {eager.trace.walk.overflow}; keep large "
+            "tables out of the callable's reach, or in a tensor",
+            Reason.STATE_UNSEEN,
+        )
+    if getattr(parametrize, "_cache_enabled", 0):
+        raise CaptureError(
+            "parametrizations are cached (torch.nn.utils.parametrize.cached()), and a graph would go on reading the "
+            "cached values; capture outside that block, for example with prewarm()",
+            Reason.CAPTURE_UNSAFE,
+        )
+    if isinstance(eager.values, Leaves) and not eager.values.still_fit():
+        raise CaptureError(
+            "the call changes a dict or list that it was given (d[...] = ..., list.append), which a replay would leave "
+            "as it is; return the new values instead",
+            Reason.STATE_REBOUND,
+        )
+    _check_reads(request, eager)
+    for output in tensors_in(eager.opened):
+        if output.requires_grad:
+            raise CaptureError(
+                "an output requires a gradient, although gradients are off: it is a parameter or a view of one, or the "
+                "call switches gradients on; return its detach()",
+                Reason.NEEDS_GRADIENTS,
+            )
+        if type(output) not in PLAIN_TENSORS or not is_strided(output):
+            raise CaptureError(
+                f"an output is a {'nested ' * output.is_nested}{type(output).__name__} with layout {output.layout}",
+                Reason.OUTPUT_UNSUPPORTED,
+            )
+        given = list(own_attributes(output))
+        if given and eager.like is None and not eager.trace.walk.knows(output):
+            raise CaptureError(
+                f"an output carries the attributes {given}, which no replay would set; return them beside it",
+                Reason.OUTPUT_UNSUPPORTED,
+            )
+
+
+def _check_draws(drew: str | None) -> None:
+    """Raise ``CaptureError`` if a run drew from a generator that no graph draws from; ``drew`` says which."""
+    if drew is not None:
+        raise CaptureError(
+            f"the call draws from {drew}, and a graph would keep the numbers of its capture; draw with torch",
+            Reason.STATE_UNSEEN,
+        )
+
+
+def _check_reads(request: CaptureRequest, eager: EagerRun) -> None:
+    """Raise ``CaptureError`` if the run used what a replay neither sees nor repeats."""
+    if eager.trace.is_deaf:
+        raise CaptureError(
+            "Python does not tell which code runs inside of a trace or profile function, as at a debugger's prompt, or "
+            "beside a profiler in compiled code; call it outside",
+            Reason.STATE_UNSEEN,
+        )
+    if eager.trace.seeds is not None:
+        raise CaptureError(
+            f"the call sets a random generator ({eager.trace.seeds}), which no replay does; seed it before the call",
+            Reason.STATE_REBOUND,
+        )
+    if request.backend.capture_executes and _package_code() in eager.trace.codes:
+        raise CaptureError(
+            "the call runs a package of AOTInductor, whose kernels no graph of this backend holds; serve the model "
+            "that it was made of",
+            Reason.CAPTURE_UNSAFE,
+        )
+    unseen = eager.trace.unseen(request.roots)
+    if unseen is not None:
+        raise CaptureError(
+            f"the call uses what nobody can compare or put back: {unseen}; use it outside of the callable, and pass "
+            "what it gives",
+            Reason.STATE_UNSEEN,
+        )
+    names = eager.trace.names | eager.trace.of_breaks.names
+    for spec in request.inputs.specs:
+        attributes = (attribute_table(request.values[spec.position]) or {}).keys() & names
+        if attributes:
+            raise CaptureError(
+                f"argument {spec.name!r} carries the attributes {sorted(attributes)}, which a graph would not see "
+                "change; pass them as arguments",
+                Reason.STATE_UNSEEN,
+            )
+
+
+def _package_code() -> CodeType | None:
+    """The code that runs a package of AOTInductor; None if nobody has loaded one."""
+    packages = sys.modules.get("torch.export.pt2_archive._package")
+    kind = getattr(packages, "AOTICompiledModel", object)
+    return getattr(vars(kind).get("__call__"), "__code__", None)
+
+
+def _check_python_state(changed: str | None) -> None:
+    """Raise ``CaptureError`` if a run changed Python state; ``changed`` says what, in words."""
+    if changed is not None:
+        raise CaptureError(
+            f"the call changes Python state: {changed}; keep it in a tensor and write that in place "
+            "(self.x.copy_(...)), or a graph would go on using the old value; if its first run alone does that, call "
+            "it once before a prewarm",
+            Reason.STATE_REBOUND,
+        )

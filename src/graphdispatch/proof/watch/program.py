@@ -1,0 +1,222 @@
+"""Compares the operators of two runs: names stand for the tensors that each run used.
+
+Note [names of tensors]
+    A tensor that the run did not make is named by its memory and by where it lies there: another weight is another one,
+    even where both hold the same numbers. What an operator gives has the operator's number. So two runs with the same
+    operators on the same names compute the same, whatever they read, and whatever anybody writes there later.
+
+    Where torch makes a view for one batch and a copy for another, both hold the same elements in order: they have the
+    name of what they are made of, and are no operators of the program. A write gives all that lies in the memory other
+    names, but not to copies of it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch._ops import OpOverload
+
+from ...backends.operators import changes_view, is_strided, keeps_elements, per_operator, storage_key, view_key
+from ...runtime.flatten import is_tensor
+
+
+class Named(NamedTuple):
+    """An argument that was given by its name."""
+
+    name: str
+    value: Any
+
+
+Operator = tuple[OpOverload, tuple[Any, ...]]
+"""An operator with its arguments, in which names stand for tensors."""
+Shapes = tuple[OpOverload, tuple[tuple[int, ...], ...]]
+"""An operator, with the shapes of the tensors that it took, then of those that it gave."""
+
+
+@dataclass
+class Dispatched:
+    """What a run showed of its program; a run without labels shows no operators and no outputs. What keeps elements as
+    they are is no operator here: see Note [names of tensors]."""
+
+    operators: list[Operator] = field(default_factory=list)
+    outputs: tuple[Any, ...] = ()
+    """The names of the tensors that it gave back."""
+    shapes: list[Shapes] = field(default_factory=list)
+    """The operators again, with the shapes of what they took and gave."""
+    has_regions: bool = False
+    """Whether it called compiled code, or launched kernels that no operator stands for."""
+    limits_values: bool = False
+    """Whether it may fail for numbers unlike those of the batch: it checks data, or made integers or probabilities of
+    floating-point numbers. On a GPU such a failure ends the process's use of the device."""
+    groups_rows: bool = False
+    """Whether it multiplied groups of rows whose sizes are data, so that the bits of a row follow its group."""
+    float_types: set[torch.dtype] = field(default_factory=set)
+    """The floating-point types in which it added terms up: no later result is more exact than the coarsest."""
+
+
+_LENGTHS = frozenset(
+    (
+        *("size", "split_size", "split_sizes", "repeats", "output_size"),
+        *("N", "HxW"),  # of group norms: the first size and the product of the last ones
+    )
+)
+"""Names of the arguments, of any operator, that may be longer for a longer batch; with ``_LENGTHS_OF`` of some. Shapes
+tell them, so that they are not compared: numbers that say where elements lie are."""
+_LENGTHS_OF = {
+    "aten::slice": frozenset({"end"}),
+    "aten::arange": frozenset({"end"}),
+    "aten::as_strided": frozenset({"size", "stride"}),
+    "aten::empty_strided": frozenset({"size", "stride"}),
+    "aten::new_empty_strided": frozenset({"size", "stride"}),
+    "aten::unfold": frozenset[str](),
+}
+_CONSTANTS = frozenset({int, float, bool, type(None), torch.dtype})
+
+
+class Labels:
+    """Names the tensors of one run: see Note [names of tensors]."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, dict[tuple[Any, ...], Any]] = {}
+        """By memory and place there. Memory of which nothing is here was not made by the run."""
+        self._count = 0
+
+    @classmethod
+    def of_arguments(cls, tensors: Iterable[torch.Tensor], specs: Iterable[Any]) -> Self:
+        """Labels in which the arguments of a call have names already."""
+        labels = cls()
+        for place, (tensor, _) in enumerate(zip(tensors, specs, strict=True)):
+            labels._names[storage_key(tensor)] = {view_key(tensor): f"argument {place}"}
+        return labels
+
+    def operator(
+        self,
+        func: OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        keys: Mapping[int, int],
+    ) -> Operator:
+        """An operator that is about to run. ``keys`` has those of its tensors' storages, by the tensors' ``id``."""
+        values = [value if type(value) in _CONSTANTS else self._of(value, keys) for value in args]
+        if func is _LIFT:
+            values = [_numbers(args[0])]
+        values += [Named(name, self._of(value, keys)) for name, value in kwargs.items()]
+        return func, tuple(values)
+
+    def outputs(self, tensors: Iterable[torch.Tensor]) -> tuple[Any, ...]:
+        """What a run gave back."""
+        return tuple(self._name(one, storage_key(one)) if is_strided(one) else object() for one in tensors)
+
+    def note_run(
+        self,
+        func: OpOverload,
+        given: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        written: Sequence[torch.Tensor],
+        keys: Mapping[int, int],
+    ) -> None:
+        """Name what an operator gave, and all in the memory that it has ``written``. Call it when it has run."""
+        source: Any = None
+        if not keeps_elements(func) or id(given[0]) not in keys:
+            self._count += 1
+        else:
+            source = self._name(given[0], keys[id(given[0])])
+        # What only looks at its memory in another way (``transpose_``) writes nothing, and has a name in its new place.
+        writes = {keys[id(one)] for one in written if id(one) in keys and not changes_view(func)}
+        for key in writes & self._names.keys() if writes else ():
+            names = self._names[key]
+            ranks = {name: rank for rank, name in enumerate(dict.fromkeys(names.values()))}
+            self._names[key] = {place: (self._count, "written", ranks[name]) for place, name in names.items()}
+        used = set(keys.values()) if func is not _LIFT else set[int]()
+        for number, tensor in enumerate(results):
+            if is_strided(tensor) and (key := storage_key(tensor)) not in writes:
+                if key not in used:  # new memory may lie where other was before
+                    used.add(key)
+                    self._names[key] = {}
+                name = (self._count, number) if source is None else source
+                self._names.setdefault(key, {})[view_key(tensor)] = name
+
+    def _of(self, value: Any, keys: Mapping[int, int]) -> Any:
+        key, kind = keys.get(id(value)), type(value)
+        if key is not None:
+            return self._name(value, key)
+        if kind is list or kind is tuple or kind is torch.Size:
+            return tuple([part if type(part) in _CONSTANTS else self._of(part, keys) for part in value])
+        return None if is_tensor(value) else value
+
+    def _name(self, tensor: torch.Tensor, key: int) -> Any:
+        names, place = self._names.get(key), view_key(tensor)
+        found = None if names is None else names.get(place)
+        return found if found is not None else (_FIXED, key, *place)
+
+
+_OF_PROCESSES = "__torch__.torch.classes.c10d."
+_FIXED = "fixed"
+"""Begins the names of what the run did not make."""
+_LIFT = torch.ops.aten.lift_fresh.default
+_MOST_NUMBERS = 64
+_OF_A_NUMBER = 2  # what ``_numbers`` tells of a tensor without dimensions
+
+
+def _numbers(made: torch.Tensor) -> object:
+    """The numbers of Python that were made into a tensor; if there are many, what equals nothing."""
+    if made.numel() > _MOST_NUMBERS:
+        return object()
+    return (made.dtype, *made.shape, *map(repr, made.flatten().tolist()))
+
+
+@per_operator
+def _defaults(func: OpOverload) -> tuple[tuple[Any, Any], ...]:
+    """The arguments of an operator by name, with what stands for those that are left out."""
+    return tuple((argument.name, argument.default_value) for argument in func._schema.arguments)
+
+
+@cache
+def _computed_with(func: OpOverload) -> tuple[tuple[str, ...], frozenset[str]]:
+    """The names of an operator's arguments, and of those that take numbers to compute with: no lengths, no places."""
+    arguments = func._schema.arguments
+    lengths = _LENGTHS_OF.get(func._schema.name, _LENGTHS)
+    numbers = (one.name for one in arguments if "int" not in str(one.type).lower() and one.name not in lengths)
+    return tuple(argument.name for argument in arguments), frozenset(numbers)
+
+
+def numbers_of(operator: Operator) -> list[str]:
+    """The numbers that an operator computes with, or makes a tensor of; each as it is spelled."""
+    func, values = operator
+    names, taken = _computed_with(func)
+    pairs = [value if isinstance(value, Named) else (name, value) for value, name in zip(values, names, strict=False)]
+    lifted = [one for one in values if func is _LIFT and isinstance(one, tuple) and len(one) == _OF_A_NUMBER]
+    return [*(repr(one) for name, one in pairs if name in taken and type(one) in (int, float)), *map(repr, lifted)]
+
+
+def arguments_of(operator: Operator) -> tuple[Any, ...]:
+    """The arguments of an operator, but for lengths that may follow the batch."""
+    func, values = operator
+    if type(func) is not OpOverload:  # a kernel that is launched, whose sizes are numbers among others
+        return tuple(value for value in values if not _is_length(value))
+    given = dict(_defaults(func))
+    names = list(given)
+    for place, value in enumerate(values):
+        name, value = value if isinstance(value, Named) else (names[place] if place < len(names) else place, value)
+        given[name] = value
+    lengths = _LENGTHS_OF.get(func._schema.name, _LENGTHS)
+    return tuple(value for name, value in given.items() if name not in lengths or not _is_length(value))
+
+
+def _is_length(value: Any) -> bool:
+    return value is None or type(value) is int or (type(value) is tuple and all(type(one) is int for one in value))
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two constants are the same."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(is_same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, torch.ScriptObject):  # it may raise when compared; c10d wraps the same group anew in each call
+        return bool(a._type() == b._type()) and str(a._type()).startswith(_OF_PROCESSES)
+    return repr(a) == repr(b) if type(a) is float else bool(a == b)  # -0.0 is another number

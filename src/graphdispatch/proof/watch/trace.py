@@ -1,0 +1,426 @@
+"""Traces which Python code a call runs, and what that code reads: names of attributes, variables, whole objects.
+
+Only what was run counts. Code that takes the same path again reads the same, and whatever decides the path is read.
+"""
+
+import _thread
+import builtins
+import gc
+import importlib._bootstrap
+import logging
+import os
+import re
+import sys
+import threading
+import types
+from _lsprof import Profiler as _Profiler
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import Context
+from itertools import accumulate
+from operator import attrgetter, methodcaller
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...backends.code_events import CodeListener, is_code_of_proof, is_own_code, is_torch_code
+from ...errors import CaptureError
+from ...reasons import Reason
+from ...runtime.breaks import BREAK_CODE
+from ..state import objects
+from ..state.reads import CodeNotes, StateReads
+from ..state.walk import StateWalk
+from .bytecode import CodeReads, ModulesRead, changed_by, code_reads, original_of, with_guards
+
+_log = logging.getLogger("graphdispatch")
+_READ_WHOLE = ("dataclasses.py", "copy.py", "pickle.py", "pprint.py", "inspect.py", "copyreg.py", "argparse.py")
+"""Modules of the standard library that read all attributes of what they are given."""
+_SETS = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset")
+_IMPORT_CODE = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
+"""The code around every first import. What runs inside of it runs once in the process."""
+_IMPORT_MODULE = importlib.import_module.__code__
+_OF_GENERICS = {"__parameters__", "__orig_bases__", "__type_params__"}
+"""What typing, and typing_extensions in its place, read of a class where code spells ``Pair[int]``."""
+
+_COMPILER = os.path.join("torch", "_dynamo", "convert_frame.py")
+"""Where torch compiles a function before its first run. What that reads is no part of the run."""
+_SEEN_THROUGH = frozenset(
+    (
+        *("builtins", "collections", "_collections", "operator", "_operator", "itertools", "re", "struct", "_struct"),
+        *("datetime", "_contextvars", "contextvars", "_weakref", "weakref", "_abc", "_random", "random", "numpy"),
+        *("torch", "decimal", "typing", "time", "functools"),
+    )
+)
+"""Where compiled classes are at home whose objects never change, or whose state a walk compares."""
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
+_ACCESSORS = {each.__name__: each for each in (getattr, setattr, vars, attrgetter, methodcaller)}
+"""What reads attributes under names that it is given; under another name code does not spell that."""
+_KINDS_OF_ACCESSORS = (types.BuiltinFunctionType, type)
+_COMPILED = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
+_UNHEARD = {
+    **dict.fromkeys(("start_new_thread", "start_new", "start_joinable_thread"), _thread),
+    **({"setprofile": sys} if sys.version_info < (3, 12) else {}),
+}
+"""Functions after which code runs that nobody hears of, with their modules: on another thread, or with a profiler of
+its own, which takes the place of what listens before Python 3.12."""
+_TOLD = (torch.Generator, _Profiler) if sys.version_info < (3, 12) else (torch.Generator,)
+"""Classes of which each method counts, whoever holds the object."""
+_START = threading.Thread.start.__code__
+"""A run has to end before it: it notes the thread as one that lives, until it has begun."""
+_IN_BLOCKS = ("__enter__", "__exit__")  # of a block, which gives back what it takes; the first of them is not seen
+
+
+class _SparedError(BaseException):
+    """Ends a run before code that may change what cannot be put back; ``except Exception`` of the user must not catch
+    it."""
+
+
+class CodeTrace(CodeNotes, CodeListener):
+    """Enter it around runs of a callable, on the thread that makes them; several runs add up.
+
+    What code is about to use of its module's variables goes to ``walk`` before the code runs. Code of torch and of the
+    standard library is trusted to keep no state of its own, and reads attributes of their classes alone. With
+    ``skips_breaks`` what runs inside ``eager_break`` is left out: it runs again at each replay. ``within`` is the code
+    around the callable; what runs outside of it (a backend of somebody else's) is left out. A profiler that was
+    written in Python goes on; under any other, ``is_deaf`` says that nothing was heard.
+
+    With ``spares`` a run ends before code that did not run before while something that nobody could put back is within
+    reach, behind the variables that this code names, too. Leaving the trace raises ``CaptureError`` then.
+    """
+
+    def __init__(
+        self,
+        walk: StateWalk,
+        *,
+        skips_breaks: bool = False,
+        within: types.CodeType | None = None,
+        spares: bool = False,
+    ) -> None:
+        CodeNotes.__init__(self)
+        CodeListener.__init__(self)
+        self.walk = walk
+        self.of_breaks = CodeNotes()
+        """What the code reads that runs inside of breaks, at each replay."""
+        self.spares = spares
+        """Whether runs are made only for the graph, so that they must not change what cannot be put back."""
+        self.spared = walk.unrestorable if spares else None
+        """That before which a run ended, or must not begin."""
+        self.is_deaf = False
+        """Whether a run was not heard of: Python tells of no code inside of somebody's trace or profile function, or
+        beside a profiler in compiled code."""
+        self.sets_generator = False
+        """Whether it called what sets torch's random generators (``manual_seed``, ``fork_rng``)."""
+        # The code around the callable, around breaks, and around what runs beside the callable.
+        around = (_IMPORT_CODE, *([BREAK_CODE] if skips_breaks else []), *([within] if within else []))
+        self.followed |= {id(code): code for code in around}
+        self.seeds: str | None = None
+        """Which random generator the callable set, in words."""
+        self._within = within
+        self._unseen_call: str | None = None
+        self._texts = set[str]()
+        """Those in code of the user that may be names of modules, and that the walk does not know yet."""
+        self._spelled = set[str]()
+        """The names that code of the user spelled so far."""
+        self._settled = 0
+        """How many of the ``walk.settings`` were noted under these names."""
+        self._run_beside = set[types.CodeType]()
+        """Code that ran in first imports, compilations and hooks of the collector: once in the process, as a rule."""
+        self._heard_of: dict[tuple[int, bool], types.CodeType] = {}
+        """The code that ran, in breaks and outside, by ``id``: that of two copies of a file is equal."""
+        self._nested, self._each_time = (set[types.CodeType]() for _ in range(2))
+        """The last is code that is read at each call: of what it is given, or by whom it is called, depends what it
+        reads."""
+
+    @property
+    def touched(self) -> set[str] | None:
+        """The names of all attributes that the code can have changed; None if it does not spell them all."""
+        breaks = self.of_breaks
+        if self.is_deaf or self.reads_whole or breaks.reads_whole or breaks.whole_types:
+            return None
+        names = self.names.union(self.library_names, breaks.names, breaks.library_names)
+        return names if names.isdisjoint(("__setattr__", "__delattr__")) else None
+
+    def shares_with_breaks(self) -> bool:
+        """Whether the user's code in breaks may change what the other code reads: it has a name in common with that."""
+        read = self.names.union((name for _, name in self.variables), *(c.co_freevars for c in self.codes))
+        users = (code for code in self.of_breaks.codes if not objects.is_library_code(code.co_filename))
+        return any(not changed_by(code).isdisjoint(read) for code in users)
+
+    def __enter__(self) -> "CodeTrace":
+        self._depth = self._beside = 0
+        self._is_heard = self._within is None
+        self._inside = int(self._within is None)
+        hooks = (hook.__code__ for hook in gc.callbacks if isinstance(hook, types.FunctionType))
+        self.followed |= {id(code): code for code in hooks}
+        for key in self.followed:
+            self.plain.pop(key, None)
+        self.is_deaf |= not self.begin()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        self.end()
+        self.is_deaf |= not self._is_heard
+        refusal = self.refusal()
+        if refusal is not None and (error is None or isinstance(error, (Exception, _SparedError))):
+            raise refusal from None
+
+    @contextmanager
+    def of_another_batch(self) -> Iterator[None]:
+        """A run that no call made: what it may not do refuses this run alone, and ends it before it is done."""
+        before = self.spares, self.spared, self._unseen_call, self.is_deaf
+        self.spares = True
+        try:
+            yield
+        except Exception:
+            _, self.spared, self._unseen_call, self.is_deaf = before
+            raise
+        finally:
+            self.spares = before[0]
+
+    def is_in_break(self) -> bool:
+        """Whether what runs now is inside of a break, or of a first import."""
+        return self._depth > 0
+
+    def refusal(self) -> CaptureError | None:
+        """The error of a run that must not change what is ``spared``; None if there is none."""
+        if self.spared is None:
+            return None
+        return CaptureError(
+            f"a run for the graph's sake would change for good what nobody can put back: {self.spared}; pass what it "
+            "gives as an argument, or capture by calls",
+            Reason.STATE_UNSEEN,
+        )
+
+    def on_return(self, code: types.CodeType) -> None:
+        """The end of the callable, of a break, or of what runs beside it."""
+        if code is self._within:
+            self._inside -= 1
+        elif self._depth and self._inside:
+            self._depth -= 1
+            self._beside -= code is not BREAK_CODE
+
+    def on_c_call(self, frame: types.FrameType, owner: Any, name: str) -> None:
+        """A method of compiled code may read or change what no guard would see."""
+        if not self._inside:
+            return
+        if type(owner) is str:
+            if name in ("format", "format_map"):  # "{0.scale}".format(config)
+                self.names |= set(_FIELDS.findall(owner))
+        elif name in ("dump", "dumps") and getattr(owner, "__name__", "") == "_pickle":
+            self.reads_whole = True
+        elif name == "__subclasses__" and not _is_library(frame):
+            self._note_unseen("__subclasses__() of a class")
+        elif _UNHEARD.get(name, self) is owner:
+            if not self._depth and not is_own_code(frame.f_code.co_filename):
+                self._note_unseen(f"{name}(), which runs code unheard")
+        elif self.walk.knows(owner) or issubclass(type(owner), _TOLD):
+            self._note_method(frame, owner, name)
+
+    def _note_method(self, frame: types.FrameType, owner: Any, method: str) -> None:
+        """A method of compiled code is about to run; in a break, too, which a capture runs more than once."""
+        if issubclass(type(owner), torch.Generator):
+            if not self._depth and method in _SETS and not _is_library(frame):
+                self.seeds = f"{method}() of a torch.Generator"
+            return
+        kind = type(owner)
+        is_profiler = method == "enable" and issubclass(kind, _TOLD)
+        if is_profiler or (self.walk.knows(owner) and not self._sees_through(owner, method)):
+            self._note_unseen(f"{method}() of a {kind.__module__}.{kind.__qualname__}")
+
+    def _note_unseen(self, what: str) -> None:
+        """The code is about to do what nobody can compare or put back."""
+        self._unseen_call = self._unseen_call or what
+        if self.spares:
+            self.spared = what
+            raise _SparedError
+
+    def _sees_through(self, owner: Any, method: str) -> bool:
+        """Whether the walk sees what a compiled method of an object that was there before may change or read, and can
+        put it back."""
+        kind = type(owner)
+        if method == "__setstate__":  # the only way to change a partial
+            return False
+        if issubclass(kind, _LOCKS) and method in _IN_BLOCKS:
+            return True
+        home = next((base for base in type.mro(kind) if isinstance(vars(base).get(method), _COMPILED)), None)
+        # Without one it is a function that keeps data of its own there, as those of pybind11 do.
+        return home is None or (objects.home_of(home).partition(".")[0] in _SEEN_THROUGH and home is not Context)
+
+    def unseen(self, roots: Iterable[Any]) -> str | None:
+        """What the runs may have changed or read that nobody can compare or put back, in words; or None. ``roots`` are
+        the callable and its arguments."""
+        if self._unseen_call is not None or not self.walk.has_opaque:
+            return self._unseen_call
+        notes = CodeNotes()
+        notes.absorb(self)
+        notes.absorb(self.of_breaks)
+        return StateReads(roots, notes).unguarded or None
+
+    def on_call(self, frame: types.FrameType) -> None:
+        """Note what a function reads, unless it runs outside of the callable, or beside it."""
+        code = frame.f_code
+        if code is self._within:
+            self._inside += 1
+            self._is_heard = True
+        elif self._inside and (id(code) in self.followed or code.co_filename.endswith(_COMPILER)):
+            self.followed[id(code)] = code
+            self._depth += 1
+            self._beside += code is not BREAK_CODE
+        elif self._inside and self._beside:
+            if code not in self._run_beside:
+                self._run_beside.add(code)
+                self.of_breaks.names |= code_reads(code).attributes
+        elif self._inside and is_code_of_proof(code.co_filename):
+            self.plain[id(code)] = code
+        elif self._inside:
+            notes = self.of_breaks if self._depth else self
+            place = id(code), notes is self
+            is_new = place not in self._heard_of
+            self._heard_of[place] = code
+            if is_new or code in self._each_time:
+                notes.codes.add(code)
+                try:
+                    with _disable_current_modes():  # which would take what is looked at for operators of the run
+                        self._read(notes, code, frame)
+                except Exception as error:  # which would end the user's call
+                    self.is_deaf = True
+                    _log.debug("cannot tell what %s reads: %r", code.co_name, error)
+            if not self._depth and code not in self._each_time:
+                self.plain[id(code)] = code
+            # A method of a lock, event or thread that somebody else holds: nothing could put back what it does.
+            first = frame.f_locals.get(code.co_varnames[0]) if is_new and self.spares and code.co_argcount else None
+            if objects.is_machine(type(first)) and self.walk.knows(first):
+                self._note_unseen(f"a {type(first).__module__}.{type(first).__qualname__}")
+            if is_new and self.spares and self.walk.unrestorable is not None and not _is_library(frame):
+                self._note_unseen(self.walk.unrestorable)
+
+    def _read(self, notes: CodeNotes, code: types.CodeType, frame: types.FrameType) -> None:
+        (reads, asked), path, original = with_guards(code), code.co_filename, original_of(code)
+        self.asked |= asked or set()
+        if original is not None:
+            notes.codes.add(original)
+            notes.reads_whole = True
+        if asked is None:
+            self._note_unseen(f"{code.co_name}(), which torch.compile made and tells nothing of")
+        if code is _START and notes is self:
+            self._note_unseen("start() of a thread, which runs code unheard")
+        if "globals" in reads.variables and original is None and not _is_library(frame):
+            self._note_unseen("globals(), by which it may find anything")
+        names = reads.attributes | reads.variables
+        if not names.isdisjoint(("environ", "getenv")) and not is_torch_code(path):
+            self._use(notes, vars(os), ["environ"], "os")
+        if original is None and _is_library(frame):
+            self._read_library(notes, code, frame)
+            return
+        notes.names |= reads.attributes
+        self._texts |= reads.texts
+        self._note_asked(reads)
+        notes.reads_whole |= reads.whole
+        if reads.whole_self:
+            self._each_time.add(code)
+            kind = type(first := frame.f_locals.get(code.co_varnames[0]))
+            if issubclass(kind, (type, types.ModuleType)) or any(
+                "__getattr__" in vars(c) for c in objects.user_classes(kind)
+            ):
+                notes.reads_whole = True  # of whatever class, and of what the object asks in its place
+            else:
+                notes.whole_types.add(type(first))
+        self._note_variables(notes, code, frame.f_globals, reads)
+        known = _OF_GENERICS if path.endswith(("typing.py", "typing_extensions.py")) else set[str]()
+        described = sorted(code_reads(code).attributes & (objects.DESCRIBES | {"__globals__"}) - known)
+        if described:
+            self._note_unseen(f"{described[0]} of a class or function")
+        is_written = not path.startswith("<")  # else a class was given it, which the walk follows
+        if is_written and code.co_freevars and code not in self._nested and code not in self.walk.codes:
+            # Nobody within reach holds the function: a hook of the whole process, a registered operator.
+            for fn in gc.get_referrers(code):
+                if isinstance(fn, types.FunctionType) and fn.__globals__ is frame.f_globals:
+                    notes.functions.add(fn)
+                    self.walk.visit(fn, ((), fn.__qualname__))
+        self._nested.update(inner for inner in code.co_consts if isinstance(inner, types.CodeType))
+        self._note_settings(reads.attributes)
+
+    def _read_library(self, notes: CodeNotes, code: types.CodeType, frame: types.FrameType) -> None:
+        """A function of a library is about to run."""
+        notes.library_names |= code_reads(code).attributes
+        if is_torch_code(code.co_filename) and code.co_filename.endswith(f"{os.sep}random.py"):  # for its generators
+            self.sets_generator = True
+            if notes is self and code.co_name.startswith(("set_rng_state", *_SETS)):
+                self.seeds = f"torch's own, by {code.co_name}()"
+        caller = frame.f_back.f_code.co_filename if frame.f_back is not None else ""
+        if code is _IMPORT_MODULE and not (is_torch_code(caller) or is_own_code(caller)):
+            self._note_unseen("import_module(), which may find any module")
+        if not caller or objects.is_library_code(caller):
+            return
+        notes.reads_whole |= code.co_filename.endswith(_READ_WHOLE)
+
+    def _note_settings(self, spelled: Collection[str]) -> None:
+        """Code that is about to run spells these names, and may use under them any module of the user's that somebody
+        holds. One that came since may be used by code that began before, too."""
+        self._spelled.update(spelled)
+        for index, held in enumerate(self.walk.settings):  # which may grow meanwhile
+            names = spelled if index < self._settled else self._spelled
+            table = held if type(held) is dict else vars(held)
+            self.walk.visit_variables(table, names, str(table.get("__name__", "")))
+        self._settled = len(self.walk.settings)
+
+    def _note_asked(self, reads: CodeReads) -> None:
+        if "__dict__" in reads.attributes or not reads.variables.isdisjoint(("getattr", "hasattr", "vars")):
+            self.asked |= {text for text in reads.texts if text.isidentifier()}
+
+    def _note_variables(self, notes: CodeNotes, code: types.CodeType, table: dict[str, Any], reads: CodeReads) -> None:
+        """The variables that code is about to use: of its own module, and of the modules of the user that it names."""
+        built_in, used = vars(builtins), set(reads.variables)
+        aliased = (table.get(name) for name in used if name not in _ACCESSORS)
+        notes.reads_whole |= any(type(one) in _KINDS_OF_ACCESSORS and one in _ACCESSORS.values() for one in aliased)
+        notes.note_variables(built_in, [name for name in used if name not in table and name in built_in])
+        self._use(notes, table, used, table.get("__name__", ""))
+        package = table.get("__package__") or ""
+        if "__import__" in reads.variables:  # which may find any module, by a name that it computes
+            self._use(notes, vars(sys), ["modules"], "sys")
+            notes.modules = ModulesRead.WHOLE
+        texts = reads.texts | {table.get("__name__", "")} if "modules" in reads.attributes else reads.texts
+        parents = ["", *accumulate(package.split("."), "{}.{}".format)]  # of which one is where ``from ..a`` begins
+        imports = [f"{parent}.{name}".strip(".") for parent in parents for name in reads.imports]
+        paths = {path for name in imports for path in accumulate(name.split("."), "{}.{}".format)}
+        notes.note_variables(sys.modules, [path for path in paths if path in sys.modules])
+        modules: list[Any] = [*map(table.get, reads.variables), *map(sys.modules.get, paths | texts)]
+        seen = set[int]()
+        while modules:
+            module = modules.pop()
+            is_module = issubclass(type(module), types.ModuleType)
+            # Or variables of functions that belong to no module, as a compiler names them.
+            table = vars(module) if is_module else module
+            if id(table) not in seen and (is_module or (type(table) is dict and "__builtins__" in table)):
+                seen.add(id(table))
+                names = [name for name in reads.attributes if name in table]
+                if reads.whole_variables and is_module and objects.is_whole(module):
+                    names = [name for name in table if not name.startswith("__")]
+                self._use(notes, table, names, str(table.get("__name__", "")))
+                if objects.is_settings(module):  # of a library, whether somebody replaced what the code calls
+                    notes.note_variables(table, reads.attributes)
+                modules += map(table.get, names)
+        if (id(vars(sys)), "modules") in notes.variables:
+            self._note_modules(notes, reads)
+
+    def _note_modules(self, notes: CodeNotes, reads: CodeReads) -> None:
+        """Code that is about to run may look modules up in ``sys.modules``."""
+        notes.modules = max(notes.modules, reads.modules)
+        if notes.modules is ModulesRead.WHOLE:
+            self.walk.visit(sys.modules, ((), "sys.modules"))
+        elif notes.modules is ModulesRead.NAMED:
+            texts, self._texts = self._texts, set()
+            self.walk.visit_modules(texts)
+
+    def _use(self, notes: CodeNotes, table: dict[str, Any], names: Collection[str], where: str) -> None:
+        notes.note_variables(table, names)
+        self.walk.visit_variables(table, names, where)
+
+
+_FIELDS = re.compile(r"\.([^\W\d]\w*)")
+
+
+def _is_library(frame: types.FrameType) -> bool:
+    path = frame.f_code.co_filename
+    return objects.is_library_code(frame.f_globals.get("__file__", "") if path.startswith("<") else path)

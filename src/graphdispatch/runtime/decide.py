@@ -1,0 +1,195 @@
+"""What to do with a batch, and why: the decision, and the table of capture sizes that makes it."""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from math import prod
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from ..descriptors import BatchDescriptor
+from ..errors import ConfigError, shown
+from ..modes import CUDAGraphMode
+from ..reasons import Reason
+from ..sizes import ROWS, Axis, Extents, cells_of, lengths_of, pack
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Decision(NamedTuple):
+    """What to do with one batch, and why. Immutable.
+
+    Attributes:
+        mode: The runtime mode; ``NONE`` is eager.
+        descriptor: What the graph serves; None in an eager step.
+        size: The padded number of rows; in an eager step, the rows themselves.
+        reason: Why.
+        rows: The number of real rows; 0 if unknown.
+        detail: The reason in words of this case; empty if ``reason.text`` says it all.
+    """
+
+    mode: CUDAGraphMode
+    descriptor: BatchDescriptor | None
+    size: int
+    reason: Reason
+    rows: int = 0
+    detail: str = ""
+
+    @classmethod
+    def eager(cls, reason: Reason, rows: int = 0, detail: str = "") -> "Decision":
+        """The decision to run eagerly.
+
+        Args:
+            reason: Why.
+            rows: The number of rows; 0 if unknown.
+            detail: The reason in words of this case.
+
+        Returns:
+            A decision of mode ``NONE`` without a descriptor.
+        """
+        return cls(CUDAGraphMode.NONE, None, rows, reason, rows, detail)
+
+    def explain(self) -> str:
+        """One line for a person."""
+        counted = f"{self.rows} row{'s' * (self.rows != 1)}"
+        if self.mode is CUDAGraphMode.NONE:
+            count = f", {counted}" if self.rows else ""
+            return f"eager{count}: {self.detail or self.reason.text}"
+        rows, size = cells_of(self.rows), cells_of(self.size)
+        padding = 100 * (1 - rows / size) if size else 0.0
+        change = f"{self.rows} -> {self.size} rows, {padding:.1f} % padding" if padding else counted
+        note = self.detail or ("" if self.reason.is_graph else self.reason.text)
+        return f"{self.mode.name} graph, {change}{note and f' ({note})'}"
+
+
+class Memo(dict[K, V], Generic[K, V]):
+    """``memo[question]`` is ``answer(question)``, computed once. When ``most`` answers are kept, all are dropped.
+
+    A kept answer costs one lookup. Thread-safe: two threads that ask the same at once may both compute the answer, and
+    get the same one. What ``answer`` raises passes through, and nothing is kept.
+    """
+
+    __slots__ = ("_answer", "_most")
+
+    def __init__(self, answer: Callable[[K], V], most: int = 65536) -> None:
+        super().__init__()
+        self._answer = answer
+        self._most = most
+
+    def __missing__(self, question: K) -> V:
+        answer = self._answer(question)
+        if len(self) >= self._most:
+            self.clear()
+        return self.setdefault(question, answer)
+
+
+class SizeTable:
+    """Decisions for every batch, each made once, at its first lookup. Immutable and thread-safe.
+
+    A batch is served by the smallest size that has room for it along each axis: of all the one with the smallest
+    product. With one dynamic dimension a size is its rows; with several, ``axes`` has them, and ``sizes`` combinations
+    of lengths, one for each axis, which need not be all combinations. A table then has their numbers: see ``Extents``.
+
+    With ``pad_batches=False`` only exact sizes are served.
+    """
+
+    def __init__(
+        self,
+        sizes: Iterable[Any],
+        mode: CUDAGraphMode,
+        *,
+        axes: Sequence[Axis] = (ROWS,),
+        pad_batches: bool = True,
+    ) -> None:
+        self.axes = tuple(axes)
+        self._has_axes = self.axes != (ROWS,)
+        numbers = [pack(self.axes, size) for size in sizes] if self._has_axes else list(sizes)
+        self._by_cells = sorted(numbers, key=lambda size: (prod(self._lengths(size)), self._lengths(size)))
+        self.sizes = tuple(sorted(numbers))
+        """The numbers of the capture sizes, increasing."""
+        self.mode = mode
+        self.fixed = Decision(mode, BatchDescriptor(1), 1, Reason.EXACT, 1)
+        """The decision for calls without a batch dimension."""
+        self.pads = pad_batches
+        """Whether a batch is served by a larger size."""
+        self._decisions = Memo(self._decide)
+
+    @classmethod
+    def of_one(
+        cls, size: int, mode: CUDAGraphMode, descriptor: BatchDescriptor | None = None, *, pads: bool = False
+    ) -> "SizeTable":
+        """The table of a single graph of ``size`` rows; if it ``pads``, it serves every batch of at most as many."""
+        table = cls((size,), mode, pad_batches=pads)
+        table.fixed = Decision(mode, descriptor or BatchDescriptor(size), size, Reason.EXACT, size)
+        return table
+
+    def decide(self, rows: int) -> Decision:
+        """The decision for a batch: for ``rows`` rows, or for the number of its lengths."""
+        return self._decisions[rows]
+
+    @property
+    def points(self) -> tuple[Any, ...]:
+        """The sizes as the user gave them: rows, or combinations of lengths; increasing."""
+        return tuple(sorted(map(self._lengths, self.sizes))) if self._has_axes else self.sizes
+
+    @property
+    def largest(self) -> int:
+        """The largest size of each axis; 0 without sizes."""
+        lengths = map(self._lengths, self.sizes)
+        return pack(self.axes, list(map(max, zip(*lengths, strict=True)))) if self.sizes else 0
+
+    def number_of(self, size: Any) -> int:
+        """The number of a size that the user named. Raises ``ConfigError`` for one that is not captured here."""
+        given = getattr(size, "lengths", size)
+        if isinstance(given, (bool, float)) or getattr(given, "ndim", False) or given not in self.points:
+            raise ConfigError(f"a size must be among the capture sizes {self.points}, got {shown(size)}")
+        return self.sizes[self.points.index(given)]
+
+    def checked(self, sizes: Sequence[Any] | None) -> tuple[int, ...]:
+        """The numbers of ``sizes``, or of all. Raises ``ConfigError`` for one that is not captured here."""
+        if sizes is None:
+            return self.sizes
+        if isinstance(sizes, (str, bytes, Mapping)) or not isinstance(sizes, Iterable):
+            example = "" if self._has_axes else ", as [8, 16]"
+            raise ConfigError(f"sizes must be several of the capture sizes {self.points}{example}, got {shown(sizes)}")
+        return tuple(map(self.number_of, sizes))
+
+    def min_batch_of(self, size: int) -> int:
+        """The smallest batch that a graph of ``size`` serves.
+
+        With several axes, a batch that needs it along each of them, by a little.
+        """
+        columns = zip(*map(self._lengths, self.sizes), strict=True) if self.sizes else [()] * len(self.axes)
+        below = zip(self._lengths(size), columns, strict=True)
+        return pack(
+            self.axes, [1 + max((other for other in column if other < own), default=0) for own, column in below]
+        )
+
+    def _lengths(self, number: int) -> tuple[int, ...]:
+        return lengths_of(self.axes, number)
+
+    def _covers(self, size: int, batch: int) -> bool:
+        return all(axis.of(batch) <= axis.of(size) for axis in self.axes)
+
+    def _decide(self, rows: int) -> Decision:
+        batch = pack(self.axes, self._lengths(rows))
+        if not self.sizes:
+            return Decision.eager(Reason.DISABLED, batch)
+        if not all(self._lengths(batch)):
+            return Decision.eager(Reason.NO_ROWS)
+        size = next((size for size in self._by_cells if self._covers(size, batch)), None) if batch > 0 else None
+        if size is None:
+            reason, names = Reason.ABOVE_LARGEST_SIZE, " x ".join(axis.name for axis in self.axes)
+            largest = f"{names}; largest: {self.largest!s}" if self._has_axes else f"largest: {self.largest}"
+            return Decision.eager(reason, batch, f"{reason.text} ({largest})")
+        if batch != size and not self.pads:
+            return Decision.eager(Reason.NOT_CAPTURED, batch)
+        reason = Reason.EXACT if batch == size else Reason.PADDED
+        return Decision(self.mode, descriptor_of(size), size, reason, batch)
+
+
+def descriptor_of(size: int) -> BatchDescriptor:
+    """What a graph of a size serves: as many tokens as its cells, in as many requests as its first extent; uniform
+    decode where each has one."""
+    if not isinstance(size, Extents):
+        return BatchDescriptor(size)
+    first = size.lengths[0]
+    return BatchDescriptor(size.cells, first, size.cells == first)

@@ -1,0 +1,521 @@
+"""The graphs of one callable: their pool, cache, guard and statistics, and the slow work that makes and ends them."""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ..backends import get_backend
+from ..config import CUDAGraphOptions
+from ..copying import make_rlock
+from ..descriptors import size_text
+from ..errors import BackendError, ConfigError, GraphDispatchError, error_of_signal
+from ..modes import CUDAGraphMode
+from ..proof.check.pipeline import capture_entry, verify_entry
+from ..proof.state.guards import StateGuard
+from ..reasons import Reason
+from ..showing import count, percent
+from ..stats import CUDAGraphStats, EvictionReason
+from .budget import CaptureBudget
+from .cache import GraphCache, MemoryReport, Quarantine, Victim, bytes_of, memory_report
+from .entry import CUDAGraphEntry
+from .flatten import CallSpec, FlatCall
+from .group import CallForm, GraphGroup, Route, details_of
+from .outputs import OutputView
+from .replay import next_use
+from .request import CaptureRequest, CaptureResult
+from .rules import ArgumentRules, callable_name
+from .signature import ForeignSignature, Refusal, Signature, device_of, no_tensors, refusal
+from .static_inputs import StaticInputs
+
+_log = logging.getLogger("graphdispatch")
+
+FIRST_CALLS = 1000
+"""After so many calls the log says once if graphs serve fewer than half."""
+FIRST_CAPTURES = 32
+"""After so many captures it says once if half of the graphs are gone."""
+
+
+class Health(NamedTuple):
+    """Whether graphs serve at least half of the calls, and stay.
+
+    Attributes:
+        calls: All calls.
+        share: The share of them that graphs served; 0.0 before the first.
+        captures: The graphs that were captured.
+        lost: Those of them that were evicted.
+        causes: The three commonest reasons of the other calls, each with its number.
+        details: What is known of each of these besides, such as the line of the model; empty where nothing is.
+    """
+
+    calls: int
+    share: float
+    captures: int
+    lost: int
+    causes: tuple[tuple[Reason, int], ...]
+    details: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, stats: CUDAGraphStats, groups: Iterable[GraphGroup] = ()) -> "Health":
+        """What the counters and the failures of groups say now."""
+        causes, known = stats.reasons.copy().most_common(3), details_of(groups)
+        details = tuple(known.get(reason, [""])[0] for reason, _ in causes)
+        return cls(stats.calls, stats.graph_ratio, stats.captures, stats.evictions, tuple(causes), details)
+
+    @property
+    def is_well(self) -> bool:
+        """Whether graphs serve at least half of the calls, and fewer than half of many captured graphs are gone."""
+        return self.share >= 0.5 and (self.captures < FIRST_CAPTURES or 2 * self.lost < self.captures)
+
+    def __str__(self) -> str:
+        causes = "".join(
+            f"; {reason}, {count(number)} time{'s' * (number != 1)}: {detail or reason.text}"
+            for (reason, number), detail in zip(self.causes, self.details, strict=True)
+        )
+        lost = f", and {count(self.lost)} of {count(self.captures)} graphs are gone" if self.lost else ""
+        return f"graphs serve {percent(self.share)} of {count(self.calls)} calls{lost}{causes}"
+
+
+class GraphSet:
+    """Finds the group of a call, and captures, verifies and releases the graphs of ``fn``.
+
+    At most ``max_groups`` signatures are kept, unless the options have another number; the least recently used one
+    gives way to a new one. Methods are called with ``lock`` held, unless they say otherwise. Other sets may share
+    ``cache``, with its pool.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        options: CUDAGraphOptions,
+        cache: GraphCache,
+        max_groups: int = 1024,
+    ) -> None:
+        self.fn = fn
+        self.options = options
+        self.max_groups = options.max_signatures or max_groups
+        self.returns_handles = options.returns_handles
+        self.cache = cache
+        self.stats = cache.stats
+        self.groups: dict[Hashable, GraphGroup] = {}
+        self.judges_gain = False
+        """Whether graphs that replay slower than eager are given up."""
+        self.clock = time.perf_counter
+        """Of captures, in seconds."""
+        self.budget = CaptureBudget(options.capture_share, self._num_replays, self._saved_s)
+        self.lock = make_rlock()
+        self._guard: StateGuard | None = None
+        self.latest_change = ""
+        """What has changed of the callable's state when its graphs last stopped fitting, in words."""
+        self._states, self._numbers = itertools.count(1), itertools.count()
+        self._captured_on: StaticInputs | None = None
+        """Those of the capture under way, which its own callable may interrupt."""
+        self._has_fitted = False
+        """Whether the rules have fitted a call."""
+
+    def _num_replays(self) -> int:
+        return sum(group.num_replays for group in self.groups.values())
+
+    def _saved_s(self) -> float:
+        """The seconds that the present graphs have saved so far, if all batches are filled alike."""
+        fill = 1.0 - self.stats.padding_ratio
+        return sum(group.saved_s(fill) for group in self.groups.values())
+
+    @property
+    def guard(self) -> StateGuard:
+        """Which modules and tensors the callable reaches now, whatever it reads of them. Needs no lock."""
+        guard = self._guard  # which another thread's sleep() may forget meanwhile
+        if guard is None or not guard.holds():
+            guard = self._guard = StateGuard(self.fn)
+        return guard
+
+    def find(
+        self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[GraphGroup, Sequence[Any], int] | Refusal:
+        """The group, leaves and rows of a call; makes the group if the call can have one.
+
+        No group with graphs gives way to it yet: one does when it is captured. Raises ``ConfigError`` for rules that
+        fit no call yet; later such a call is an odd one.
+        """
+        if not route.table.sizes:
+            # In a mode with graphs it was dropped.
+            return Refusal(Reason.NOT_CAPTURED if route.table.mode.has_graphs() else Reason.DISABLED, "")
+        key = (len(args), *kwargs)
+        form = route.forms.get(key)
+        found = form.find(args, kwargs) if form is not None else None
+        if form is not None and found is not None:
+            form.use(found[0])
+            return found
+        captured = route.entry.call if route.entry is not None else None
+        if form is not None:
+            spec = form.spec
+        else:
+            spec = CallSpec(self.fn if captured is None else captured.fn, len(args), tuple(kwargs))
+        if (captured is not None and spec.names != captured.names) or (route.is_single and route.forms):
+            return Refusal(Reason.ARGUMENTS_CHANGED, f"the arguments are not those of the graph for {route.key}")
+        place = route.key if route.is_single else (route.key, next(self._numbers))
+        try:
+            made = self.make_group(place, route, spec, spec.values(args, kwargs))
+        except ConfigError as error:
+            if not self._has_fitted:
+                raise
+            return Refusal(Reason.ARGUMENTS_CHANGED, str(error))
+        if isinstance(made, Refusal):
+            return made
+        self._has_fitted = True
+        group, leaves = made
+        group.is_of_constant = form is not None and route.note_constants(form.latest[0], spec.values(args, kwargs))
+        self.give_way(group, spare=1)
+        form = route.forms.get(key)  # which may have gone with its last group
+        if form is None:
+            route.forms[key] = CallForm(spec, group)
+        else:
+            form.groups.append(group)
+            form.use(group)
+        return group, leaves, group.signature.match(leaves)
+
+    def give_way(self, newcomer: GraphGroup, *, spare: int = 0) -> None:
+        """Forget groups beyond the limit: the one that was made last if it waits, else the least recently used, an idle
+        one if any.
+
+        One group more than the limit may wait for its second call, which captures; it is the first to go. So in a cycle
+        over more signatures than the limit, those beyond it make each other give way before they come again: they run
+        eagerly, and are not captured. A group whose captures failed is not idle, so such a cycle does not try them
+        again and again either. If each signature comes a few times and then no more, graphs are captured for all of
+        them. Groups around graphs of others (``Route.entry``) stay.
+        """
+        if newcomer.route.entry is not None:
+            return
+        while self.num_groups > self.max_groups + spare:
+            others = [group for group in self.owned if group is not newcomer]
+            latest = others[-1]
+            self.forget(latest if latest.is_idle else min(others, key=lambda one: (not one.is_idle, one.last_used)))
+
+    @property
+    def owned(self) -> list[GraphGroup]:
+        """The groups that are not around a graph of somebody else."""
+        return [group for group in self.groups.values() if group.route.entry is None]
+
+    @property
+    def num_groups(self) -> int:
+        """The groups that count for ``max_groups``; one more while a new one waits for its second call."""
+        return len(self.owned)
+
+    def forget(self, group: GraphGroup) -> None:
+        """Let go of a group, with its graphs and static inputs, and of its form of call if it was the only one."""
+        for entry in group.all_entries:
+            self.release(self.cache.retire(entry, EvictionReason.DROPPED))
+        self.groups.pop(group.key, None)
+        for key, form in list(group.route.forms.items()):
+            if group in form.groups:
+                form.groups.remove(group)
+                if not form.groups:
+                    del group.route.forms[key]
+                elif form.latest[0] is group:  # a hit that still reads it there finds that it serves nothing
+                    form.use(form.groups[-1])
+
+    def make_group(
+        self, key: Hashable, route: Route, spec: CallSpec, values: Sequence[Any]
+    ) -> tuple[GraphGroup, list[Any]] | Refusal:
+        """A new group for calls like this one, and the call's leaves; or why no graph can serve them.
+
+        Raises ``ConfigError`` for rules that do not fit the call.
+        """
+        call, entry = FlatCall(self.fn, spec, values), route.entry
+        leaves = call.flatten(values)
+        assert leaves is not None
+        if entry is None:
+            signature = self._learn_signature(route, call, leaves)
+            if isinstance(signature, Refusal):
+                return signature
+            inputs = self._shared_inputs(signature, route.table.largest if signature.has_rows else 1)
+        elif entry.signature.match(leaves) >= 0:
+            signature, inputs = entry.signature, entry.inputs
+        elif isinstance(entry.signature, ForeignSignature):
+            return Refusal(Reason.ADDRESS_CHANGED, "")
+        else:
+            return Refusal(Reason.ARGUMENTS_CHANGED, entry.signature.misfit(leaves))
+        if (known := self.groups.get(key)) is not None:  # of a forgotten route, which another thread's call still had
+            self.forget(known)
+        backend = self.cache.backend if entry is None else entry.backend
+        assert backend is not None
+        failures = Quarantine(self.options.max_failures)
+        group = GraphGroup(key, route, call, signature, inputs, failures, backend=backend, judges_gain=self.judges_gain)
+        self.groups[key] = group
+        if entry is not None:
+            group.keep(entry)
+        return group, leaves
+
+    def _learn_signature(self, route: Route, call: FlatCall, leaves: list[Any]) -> Signature | Refusal:
+        """The signature of a call, by the rules of its route; chooses the backend if there is none yet."""
+        rules = route.rules or ArgumentRules({}, {}, frozenset(call.names), self.options.validate_addresses)
+        device = device_of(call.leaves, leaves, rules, lambda: self.guard._tensors)
+        if device is None:
+            return no_tensors(call.leaves, leaves)
+        cache = self.cache
+        if cache.backend is None:
+            try:
+                cache.backend = get_backend("auto", device)
+            except BackendError as error:
+                return Refusal(Reason.DEVICE_UNSUPPORTED, str(error))
+            cache.pool = cache.backend.make_pool()
+        rules.check_names(self.fn, call)
+        why_not = refusal(call.leaves, leaves, rules, cache.backend.device)
+        return why_not if why_not is not None else Signature(call.leaves, leaves, rules, cache.backend.device)
+
+    def give(self, answer: Any) -> Any:
+        """What an eager step returned, as a hit would hand it out: a handle on it is stale after a replay, since it may
+        be an argument that lies in a graph's memory. Needs no lock."""
+        return OutputView(answer, self.cache.pool) if self.returns_handles else answer
+
+    def _shared_inputs(self, signature: Signature, capacity: int) -> StaticInputs:
+        """The buffers of another group that takes the same tensors, or new ones: one pool, one user at a time."""
+        every = (group.inputs for group in self.groups.values())
+        fitting = (one for one in every if one.specs == tuple(signature.inputs) and one.capacity == capacity)
+        return next(fitting, None) or StaticInputs(signature.inputs, capacity, signature.axes)
+
+    def current(self, group: GraphGroup, size: int) -> CUDAGraphEntry | None:
+        """The entry of ``size`` that was captured when the callable's state was as it is now, if there is one.
+
+        One whose workspace has grown or moved is released.
+        """
+        entry = group.current(size)
+        workspaces = entry.workspaces if entry is not None and group.route.entry is None else None
+        if entry is not None and workspaces is not None and not workspaces.holds():
+            self.release(self.cache.retire(entry, EvictionReason.STALE))
+            return None
+        return entry
+
+    def is_stale(self, group: GraphGroup, size: int) -> bool:
+        """Whether there are graphs of ``size``, and all of them are of another state of the callable."""
+        return bool(group.of_size(size)) and self.current(group, size) is None
+
+    def capture(
+        self, group: GraphGroup, values: Sequence[Any], rows: int, size: int, *, keep_effects: bool = True
+    ) -> CaptureResult:
+        """Run the call eagerly and capture it; room is made before, and a failure is quarantined.
+
+        Without ``keep_effects`` the call leaves none, as if it had not been made.
+        """
+        self.give_way(group)
+        if self.current(group, size) is None:  # else it takes the place of the one that it replaces
+            self.release(self.cache.make_room(self.cache.admission.since((group.key, size))))
+        request = self._request(group, values, rows, size, group.route.table.mode, keep_effects)
+        before, self._captured_on = self._captured_on, group.inputs
+        try:
+            result = capture_entry(request)
+        finally:
+            self._captured_on = before
+        if result.reason is Reason.CAPTURE_WAITS:  # for a call whose code is traced
+            return result
+        if result.entry is None:
+            self.stats.record_capture_failure()
+            group.quarantine(size, result.reason, result.detail, is_final=result.reason is Reason.NO_GAIN)
+            return result
+        return self._keep(group, result, result.entry)
+
+    def _keep(self, group: GraphGroup, result: CaptureResult, entry: CUDAGraphEntry) -> CaptureResult:
+        """Put a new entry into the cache, if there is room for it."""
+        self.stats.record_capture(entry.capture_time_ms, f"{entry.mode.name} {size_text(entry.key)}", entry.gain)
+        if self.stats.captures == FIRST_CAPTURES and 2 * self.stats.evictions >= FIRST_CAPTURES:
+            _log.warning("%s: %s", callable_name(self.fn), Health.of(self.stats, list(self.groups.values())))
+        told = callable_name(self.fn), entry.mode.name, entry.size, entry.capture_time_ms
+        _log.info("captured callable=%s mode=%s rows=%s ms=%.1f", *told)
+        self.cache.admission.forget((group.key, entry.size))
+        replaced = group.current(entry.size)  # of the same state
+        entry.place = replaced.place if replaced is not None else (group.key, entry.size, next(self._states))
+        entry.stats = self.stats
+        for other in self.entries():
+            guard, known = entry.guard, other.guard
+            if guard is not None and known is not None and known is not guard and known.reads_like(guard):
+                entry.guard = known
+        entry.verify_every = self.options.verify_every
+        entry.schedule_check()
+        held, limit = bytes_of([entry]), self.cache.max_bytes
+        victims = self.cache.add(entry.place, entry)
+        if victims and victims[0].entry is entry:
+            self.release(victims)
+            is_final = limit is not None and held > limit and len(victims) == 1  # else the pool may have grown for all
+            detail = f"its graph holds {held} bytes, for which there is no room in memory_budget_bytes={limit}"
+            group.quarantine(entry.size, Reason.CACHE_FULL, detail, is_final=is_final)
+            return replace(result, entry=None, reason=Reason.CACHE_FULL, detail=detail)
+        if entry.gain is not None:
+            group.times.note(entry.size, entry.gain.eager_ms / 1e3)
+        displaced = group.keep(entry)
+        self.release([*victims, *(v for other in displaced for v in self.cache.retire(other, EvictionReason.STALE))])
+        return result
+
+    def verify(
+        self, group: GraphGroup, values: Sequence[Any], rows: int, entry: CUDAGraphEntry, *, keep_effects: bool = True
+    ) -> CaptureResult:
+        """Run the call eagerly and compare the entry with it; an entry that differs is released and quarantined."""
+        request = self._request(group, values, rows, entry.size, entry.mode, keep_effects)
+        result = verify_entry(request, entry)
+        entry.last_used = next_use()
+        entry.schedule_check()
+        group.hits.clear()
+        if result.entry is None:
+            if entry.replay_count and result.reason is Reason.VERIFICATION_FAILED:
+                group.warn_of(entry, rows, result.detail)
+            self.stats.record_capture_failure()
+            group.drop(entry)
+            group.quarantine(entry.size, result.reason, result.detail)
+            if group.route.entry is None:
+                self.cache.remove(entry.place)
+                entry.release()
+        return result
+
+    def settle(self, group: GraphGroup, batch: Sequence[Any], rows: int, entry: CUDAGraphEntry) -> CaptureResult | None:
+        """Compare a graph on another batch made of one, since all calls were alike. What found a difference, or
+        None."""
+        if self.cache.is_frozen:
+            return None
+        other = group.varied(batch, rows)
+        return self.difference_on(group, other, rows, entry) if entry.differs(other) else None
+
+    def difference_on(
+        self, group: GraphGroup, batch: Sequence[Any], rows: int, entry: CUDAGraphEntry
+    ) -> CaptureResult | None:
+        """Compare a graph with eager on a batch that no call brought: what found a difference, or None. Leaves no
+        effects. Nothing is compared where the callable raises for it."""
+        try:
+            result = self.verify(group, batch, rows, entry, keep_effects=False)
+        except GraphDispatchError:
+            raise
+        except Exception as error:
+            if error_of_signal(error) is not None:
+                raise
+            _log.debug("%r was not compared on another batch: %s", entry, error)
+            return None
+        return result if result.entry is None else None
+
+    def release(self, victims: Sequence[Victim]) -> None:
+        """Let go of entries that left the cache; waits for calls that use them.
+
+        Entries of another set are found to be evicted when they are wanted again (``GraphGroup.current``).
+        """
+        with self.lock:
+            for victim in victims:
+                for group in self.groups.values():
+                    group.drop(victim.entry)
+                victim.release()
+            if victims:
+                self._free_inputs()
+
+    def _free_inputs(self) -> None:
+        """Free the static inputs that no graph reads, nor the one that is captured now. Those of a graph that somebody
+        else captured are not ours."""
+        read = {entry.inputs for entry in self.entries() if not entry.is_released}
+        for unread in {group.inputs for group in self.owned} - read - {self._captured_on}:
+            unread.free()
+
+    def refresh(self) -> None:
+        """Release the graphs whose weights have moved, or that the callable no longer reaches: they cannot serve again.
+
+        Other graphs that do not fit the present state stay for when it comes back; until it changes, they cost nothing.
+        """
+        guards = {entry.guard for entry in self.entries() if entry.guard is not None}
+        if not guards:
+            return
+        present = {guard: guard.holds() for guard in guards if not guard.is_apart}
+        if present and all(present.values()) and (self._guard is None or self._guard.holds()):
+            return
+        for guard in list(guards):
+            guard.is_apart = not (present[guard] if guard in present else guard.holds())
+            if guard.is_apart and (renewed := guard.renewed()) is not None:
+                guards.remove(guard)
+                guards.add(renewed)
+                self._replace(guard, renewed)
+            elif guard.is_apart and guard in present:
+                self.latest_change = guard.difference()
+                self.stats.record_state_change(self.latest_change)
+        gone = {guard for guard in guards if guard.is_apart and (guard.has_moved() or not guard.within(self.guard))}
+        for entry in self.entries() if gone else ():
+            if entry.guard in gone:
+                self.release(self.cache.retire(entry, EvictionReason.STALE, self.latest_change))
+
+    def _replace(self, guard: StateGuard, renewed: StateGuard) -> None:
+        """Have graphs guarded by another guard of the same state."""
+        for entry in self.entries():
+            if entry.guard is guard:
+                entry.guard = renewed
+        for group in self.groups.values():
+            group.hits.clear()
+
+    def entries(self) -> list[CUDAGraphEntry]:
+        """The entries that the set has captured, of all states."""
+        return [entry for group in self.owned for entry in group.all_entries]
+
+    def rearm(self, reason: EvictionReason, tag: str = "") -> None:
+        """Release all graphs, with the buffers that they shared; sizes are captured anew when they come again. Takes
+        the lock, as do the two that follow."""
+        with self.lock:
+            if self.cache.is_asleep and self.cache.backend is not None:
+                self.cache.backend.synchronize()
+            for group in self.groups.values():
+                group.failures.clear()
+                group.hits.clear()
+            self.release([victim for entry in self.entries() for victim in self.cache.retire(entry, reason, tag)])
+            self._free_inputs()
+            self._guard = None
+            self._trim()
+
+    def schedule_checks(self) -> None:
+        """Say when each graph is compared again: not while the cache is frozen."""
+        with self.lock:
+            for entry in self.entries():
+                entry.schedule_check(rests=self.cache.is_frozen)
+
+    def clear(self) -> None:
+        """Release everything, and forget all signatures and misses."""
+        with self.lock:
+            for group in list(self.groups.values()):
+                self.forget(group)
+                group.route.unmatched.clear()
+            self.cache.admission.clear()
+            self.budget.clear()
+            self._trim()
+
+    def _trim(self) -> None:
+        if self.cache.pool is not None:
+            self.cache.pool.trim()
+
+    def _request(
+        self, group: GraphGroup, values: Sequence[Any], rows: int, size: int, mode: CUDAGraphMode, keep_effects: bool
+    ) -> CaptureRequest:
+        entry = group.route.entry
+        home = self.cache if entry is None else entry
+        backend, pool = home.backend, home.pool
+        assert backend is not None  # each is chosen before the first group is made
+        assert pool is not None
+        pool.refuse_inside_replay()
+        peers = [one for one in group.all_entries if not one.is_released and (one.guard is None or one.guard.holds())]
+        return CaptureRequest(
+            call=group.call,
+            values=values,
+            rows=rows,
+            size=size,
+            descriptor=group.route.descriptor_of(size),
+            mode=mode,
+            key=group.route.name_of(size),
+            inputs=group.inputs,
+            signature=group.signature,
+            pool=pool,
+            backend=backend,
+            options=self.options,
+            peers=peers,
+            tensors=self.guard._tensors,
+            follows_rows=group.has_several_batches(size),
+            clock=self.clock,
+            keep_effects=keep_effects,
+            judges_gain=self.judges_gain and keep_effects,
+        )
+
+
+def memory_of(cache: GraphCache, sets: Iterable[GraphSet]) -> MemoryReport:
+    """The bytes that a cache and its sets hold: the pool, static inputs, and what graphs hold for themselves. Needs no
+    lock."""
+    inputs = [group.inputs for one in sets for group in list(one.groups.values())]
+    return memory_report(cache, [cache.pool] if cache.pool is not None else [], inputs)

@@ -1,0 +1,537 @@
+"""Graph groups: all graphs of one signature, the static inputs that they share, and the calls that lead to them."""
+
+import logging
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextvars import copy_context
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from ..backends.base import Backend, Stopwatch
+from ..descriptors import BatchDescriptor
+from ..errors import GraphDispatchError, error_of_signal
+from ..proof.state.guards import StateGuard
+from ..reasons import Reason
+from ..showing import count, milliseconds, without_numbers
+from ..sizes import Extents, cells_of
+from ..stats import Gain
+from .batches import holds_flags
+from .budget import ENOUGH, EagerTimes, loses, may_lose
+from .cache import Failure, Quarantine
+from .decide import Decision, SizeTable, descriptor_of
+from .entry import CUDAGraphEntry
+from .flatten import CallSpec, FlatCall
+from .replay import ReplayPlan
+from .rules import ArgumentRules
+from .signature import Signature
+from .static_inputs import StaticInputs
+
+_log = logging.getLogger("graphdispatch")
+MOST_ROUTES = 16384
+"""A front end keeps so many routes by its own keys; when there are more, all are made anew."""
+_MOST_HITS = 8192
+_MOST_STATES = 8
+_MOST_CONSTANTS = 4096
+_ALL_LOOKED_AT, _ALL_UNMATCHED = 8, 40
+"""So many calls in a row are looked at though each ran eagerly; and of those that fit no group."""
+_SHORT_MS = 10.0
+"""A shorter eager run is timed twice in a prewarm."""
+_MOST_IN_A_ROW = 1024
+"""So many calls run eagerly without a look, at most."""
+
+
+@dataclass(eq=False, slots=True)
+class Route:
+    """Calls of a front end that share a table of sizes: which sizes serve them, and how their arguments are read.
+
+    A front end makes a route once and gives it to the server with each call. Changed only with the server's lock held;
+    ``forms`` is read without it.
+    """
+
+    key: Hashable
+    """The front end's name for it, unique there."""
+    table: SizeTable
+    """The decisions for each number of rows."""
+    rules: ArgumentRules | None = None
+    """The user's rules for the arguments; None: every argument is static (``inputs="static"``)."""
+    _: KW_ONLY
+    descriptor: BatchDescriptor | None = None
+    """What its graphs serve, where the front end names them; None: by their sizes."""
+    seq_len: int | None = None
+    """The tokens of each request, where the front end names graphs by batch size and sequence length."""
+    entry: CUDAGraphEntry | None = None
+    """The only graph of the route, where somebody else captured it; None where the server captures."""
+    is_single: bool = False
+    """Whether only the calls like the first one are served; others are odd."""
+    captures: bool = True
+    """Whether the server captures what comes often, unless there is ``entry``; else only the front end does."""
+    forms: "dict[tuple[Any, ...], CallForm]" = field(init=False, default_factory=dict)
+    """The forms of calls that came, by the number of positional arguments and the keywords."""
+    unmatched: "dict[tuple[Any, ...], StayEager]" = field(init=False, default_factory=dict)
+    """The same for calls that fit no group again and again, or that need gradients."""
+    constants: dict[str, set[int]] = field(init=False, default_factory=dict)
+    """By argument, the hashes of the constants in which alone a new call has differed from the one before."""
+
+    def note_constants(self, group: "GraphGroup", values: Sequence[Any]) -> bool:
+        """Note in which constants a new call differs from those of a group; False if it differs in more than these."""
+        apart = group.call.flatten(values)
+        changes = group.signature.changed_constants(apart) if apart is not None else {}
+        for position, pair in changes.items():
+            known = self.constants.setdefault(group.call.leaves[position].path, set())
+            if len(known) < _MOST_CONSTANTS:
+                known.update(map(hash, pair))
+        return bool(changes)
+
+    def about_constants(self) -> tuple[str, int]:
+        """Which argument had the most constants, in words, and how many there were."""
+        name, values = max(self.constants.items(), key=lambda one: len(one[1]))
+        text = (
+            f"argument {name!r} had at least {count(len(values))} values, and each needs a graph of its own; pass it "
+            "as a tensor, or raise max_signatures in the options if the values come again"
+        )
+        return text, len(values)
+
+    def descriptor_of(self, size: int) -> BatchDescriptor:
+        """What the graph of ``size`` serves."""
+        if self.seq_len is not None:
+            return BatchDescriptor(size * max(self.seq_len, 1), size, self.seq_len == 1)
+        return self.descriptor or descriptor_of(size)
+
+    def name_of(self, size: int) -> Hashable:
+        """The front end's name for the graph of ``size``, the ``key`` of its entry: a descriptor, rows, or lengths."""
+        if self.seq_len is not None:
+            return size, self.seq_len
+        return self.descriptor or (size.lengths if isinstance(size, Extents) else size)
+
+    @property
+    def serves_parts(self) -> bool:
+        """Whether batches above its largest size may be served in parts: not where the front end names what a graph
+        serves, or has no sizes to pad to."""
+        return self.entry is None and self.descriptor is None and self.seq_len is None and self.table.pads
+
+    @property
+    def groups(self) -> list["GraphGroup"]:
+        """The groups of all forms of calls."""
+        return [group for form in self.forms.values() for group in form.groups]
+
+
+class CallForm:
+    """One form of a call (how many positional arguments, which keywords), with its groups, the latest used first."""
+
+    __slots__ = ("groups", "latest", "spec")
+
+    def __init__(self, spec: CallSpec, first: "GraphGroup") -> None:
+        self.spec = spec
+        self.groups = [first]
+        self.use(first)
+
+    def use(self, group: "GraphGroup") -> None:
+        """Try ``group`` first from now on."""
+        # One assignment, since hits read it without a lock. The others tell whether a call's values are its leaves, so
+        # that a hit need not flatten, and their order where it is not the form's.
+        self.latest = (group, group.call.is_flat, self.spec.order)
+
+    def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "tuple[GraphGroup, list[Any], int] | None":
+        """The group that fits a call, with the call's leaves and rows."""
+        values = self.spec.values(args, kwargs)
+        for group in self.groups:
+            leaves = group.call.flatten(values)
+            signature = group.signature
+            if leaves is not None and (rows := (signature.native or signature).match(leaves)) >= 0:
+                return group, leaves, rows
+        return None
+
+
+class Hit(NamedTuple):
+    """What a hit needs, made once for a number of rows."""
+
+    entry: CUDAGraphEntry
+    plan: ReplayPlan
+    decision: Decision
+    guard: StateGuard | None
+    """What must be as it was at the capture; None if nobody guards it."""
+
+
+@dataclass(eq=False, slots=True)
+class StayEager:
+    """Calls that ran eagerly again and again for one reason: the next ones run eagerly without another look.
+
+    Each time that they are looked at and nothing has changed, twice as many follow that are not.
+    """
+
+    decision: Decision
+    group: Any = None
+    """The ``GraphGroup`` of the calls; None where they fit none."""
+    timed_in: "GraphGroup | None" = None
+    """The group, while it wants to know what such calls take."""
+    matched: int = 0
+    """Their number of rows, as the signature has it."""
+    size: int = 0
+    """Whose graph would serve them; 0 if none can."""
+    needs_gradients: bool = False
+    """Whether that is the reason."""
+    times: int = 0
+    """How often in a row they were looked at."""
+    left: int = 0
+    """So many more calls are not looked at. Changed without a lock."""
+
+    def again(self, decision: Decision, most: float = math.inf) -> None:
+        """Note that a call was looked at, and runs eagerly; the first ones in a row are all looked at.
+
+        Args:
+            decision: What was decided.
+            most: So many calls may follow that are not looked at.
+        """
+        self.times = self.times + 1 if decision.reason is self.decision.reason else 1
+        self.decision, self.needs_gradients = decision, decision.reason is Reason.NEEDS_GRADIENTS
+        most = int(min(most, _MOST_IN_A_ROW))
+        doublings = min(self.times - (_ALL_LOOKED_AT if self.group is not None else _ALL_UNMATCHED), 16)
+        if decision.reason is Reason.CAPTURE_WAITS:
+            self.left = most
+        else:
+            self.left = min(1 << doublings, most) if doublings > 0 else 0
+
+
+class Hits(dict[int, Hit | StayEager | None]):
+    """The hits of a group by number of rows; ``hits[rows]`` is None where a call of so many must be looked at.
+
+    A hit is made at its first lookup, by any thread, without a lock.
+    """
+
+    __slots__ = ("_group",)
+
+    def __init__(self, group: "GraphGroup") -> None:
+        super().__init__()
+        self._group = weakref.ref(group)  # so that a group that was dropped ends at once, with what it holds
+
+    def __missing__(self, rows: int) -> Hit | None:
+        group = self._group()
+        hit = group.make_hit(rows) if group is not None else None
+        if hit is not None:
+            self.keep(rows, hit)
+        return hit
+
+    def keep(self, rows: int, hit: Hit | StayEager) -> None:
+        """What calls of so many rows find from now on."""
+        if len(self) >= _MOST_HITS:
+            self.clear()
+        self[rows] = hit
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class GraphGroup:
+    """The graphs of one signature, by size. Changed only with the server's lock held; ``hits`` is read without it."""
+
+    key: Hashable
+    route: Route
+    call: FlatCall
+    signature: Signature
+    inputs: StaticInputs
+    failures: Quarantine
+    entries: dict[int, tuple[CUDAGraphEntry, ...]] = field(default_factory=dict)
+    """By size, the entries of all states of the callable: first the one that served last, or was captured last."""
+    misses: Counter[int] = field(default_factory=Counter)
+    """By size, the calls that no graph served; they are the clock of ``failures``. Counted without the lock, too."""
+    past_replays: int = 0
+    """The replays of entries that are gone."""
+    example: list[Any] = field(default_factory=list)
+    """The values of a call of two rows, so that further sizes can be captured when none is under way; empty if none is
+    kept."""
+    missed_at: int = 0
+    """When the latest call took the slow path, in uses (``next_use``)."""
+    is_of_constant: bool = False
+    """Whether its first call differed from the one before it in constants alone."""
+    times: EagerTimes = field(default_factory=EagerTimes)
+    """What batches take eagerly."""
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    """Of eager calls."""
+    _: KW_ONLY
+    backend: Backend
+    is_prewarmed: bool = False
+    judges_gain: bool
+    """Whether a graph serves a batch only where it is not slower than eager."""
+    eager: dict[int, StayEager] = field(default_factory=dict)
+    """By number of rows as the signature has it, calls that ran eagerly when they were last looked at."""
+    looks_again: set[int] = field(default_factory=set)
+    """Batches for which the graph was slower than eager, and is timed once more."""
+    hits: Hits = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.hits = Hits(self)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is neither a graph that was not evicted nor a failure to remember."""
+        return not len(self.failures) and all(entry.is_released for entry in self.all_entries)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether there was but one call so far."""
+        return not self.entries and self.misses.total() == 1
+
+    @property
+    def last_used(self) -> int:
+        """When the latest call came, with or without a graph, in uses."""
+        return max((self.missed_at, *(entry.last_used for entry in self.all_entries)))
+
+    @property
+    def all_entries(self) -> list[CUDAGraphEntry]:
+        """The entries of all sizes and states."""
+        return [entry for entries in list(self.entries.values()) for entry in entries]
+
+    def of_size(self, size: int) -> tuple[CUDAGraphEntry, ...]:
+        """The entries of one size, of all states: the latest used first."""
+        return self.entries.get(size, ())
+
+    @property
+    def num_replays(self) -> int:
+        """Calls of all sizes that a graph served."""
+        return self.past_replays + sum(entry.replay_count for entry in self.all_entries)
+
+    def decide(self, rows: int) -> Decision:
+        """The decision for a call of ``rows`` rows that fits the signature."""
+        return self.route.table.decide(rows) if self.signature.has_rows else self.route.table.fixed
+
+    def has_several_batches(self, size: int) -> bool:
+        """Whether batches are padded to ``size``, or there are graphs of other sizes."""
+        table = self.route.table
+        pads = table.pads and table.min_batch_of(size) != size
+        return self.signature.has_rows and (pads or len(table.sizes) > 1)
+
+    def make_hit(self, rows: int) -> Hit | None:
+        """The hit of calls of ``rows`` rows, if a graph may serve them by hits; needs no lock."""
+        if rows < 0:
+            return None
+        decision = self.decide(rows)
+        entries = self.of_size(decision.size) if decision.mode.has_graphs() else ()
+        if not entries or not entries[0].may_hit(decision.rows):
+            return None
+        entry = entries[0]
+        if self.judges_gain and (entry.times < ENOUGH or self.loss(entry, decision.rows) is not None):
+            return None
+        return Hit(entry, entry.plan(decision.rows), decision._replace(mode=entry.mode), entry.guard)
+
+    def gain(self, entry: CUDAGraphEntry, rows: int) -> Gain | None:
+        """What the graph and an eager run take for a batch, as far as that is shown; None if it is not."""
+        eager_s = self.times.expected_s(rows)
+        return None if eager_s is None or entry.replay_ms == math.inf else Gain(eager_s * 1e3, entry.replay_ms)
+
+    def loss(self, entry: CUDAGraphEntry, rows: int) -> Gain | None:
+        """The same where the graph is clearly slower for this batch, as padding can make it; else None."""
+        gain = self.gain(entry, rows) if self.judges_gain else None
+        return gain if gain is not None and loses(gain) else None
+
+    def shown_gain(self, entry: CUDAGraphEntry, rows: int) -> str:
+        """What the graph gains for a batch, in words; empty where too few runs show it, or where it is within noise."""
+        gain = self.gain(entry, rows) if self.times.is_sure(rows) and entry.times >= ENOUGH else None
+        if gain is None or not (loses(gain) or loses(Gain(gain.replay_ms, gain.eager_ms))):
+            return ""
+        return f"it takes {milliseconds(gain.replay_ms)} instead of {milliseconds(gain.eager_ms)}"
+
+    def make_sure(self, entry: CUDAGraphEntry, full: Sequence[Any], least: int, values: Sequence[Any]) -> None:
+        """Time eager runs of a full batch and of the smallest one that is padded to a graph; and up to three replays
+        of the latter, where it is in doubt whether the graph is faster. One short run alone may be noise.
+
+        Args:
+            entry: The graph; nothing is run if its calls leave effects.
+            full: The values of a full batch.
+            least: The rows of the smallest batch.
+            values: The values of that.
+        """
+        if not self.judges_gain or entry.gain is None or entry.writes_outside:
+            return
+        try:
+            if entry.gain.eager_ms < _SHORT_MS:
+                self._time_eager(entry.size, full)
+                self._time_eager(least, values)
+            for _ in range(ENOUGH):
+                gain = self.gain(entry, least)
+                if gain is None or not may_lose(gain):
+                    return
+                self._time_eager(least, values)
+                entry.serve(values, least, is_timed=True)
+        except Exception as error:
+            if error_of_signal(error) is not None or isinstance(error, GraphDispatchError):
+                raise
+            self.backend.raise_if_lost(error)
+            _log.debug("%r was not timed for %d rows: %s", entry, least, error)  # the callable takes no batch made so
+
+    def _time_eager(self, rows: int, values: Sequence[Any]) -> None:
+        copy_context().run(self.timed(self.call, rows), values)
+        self.backend.current_stream().synchronize()
+        self.stopwatch.collect()
+
+    def saved_s(self, fill: float) -> float:
+        """The seconds that the present graphs have saved so far.
+
+        Args:
+            fill: The share of the rows of their batches that were real.
+        """
+        saved_s = 0.0
+        for entry in self.all_entries:
+            eager_s = self.times.between(int(cells_of(entry.size) * fill))
+            if eager_s is not None and entry.replay_ms < math.inf:
+                saved_s += entry.replay_count * (eager_s - entry.replay_ms / 1e3)
+        return saved_s
+
+    def stay_eager(self, rows: int, size: int, decision: Decision, most: float) -> None:
+        """Note that a call was looked at and runs eagerly: the next ones may do so without a look.
+
+        Args:
+            rows: Its number of rows, as the signature has it.
+            size: Whose graph would serve it; 0 if none can.
+            decision: What was decided.
+            most: So many calls may follow that are not looked at.
+        """
+        if (failure := self.failures.get(size)) is not None:
+            most = min(most, failure.retry_at - self.misses[size] - 1)
+        if len(self.eager) >= _MOST_HITS:
+            self.eager.clear()
+        stays = self.eager.setdefault(rows, StayEager(decision, self, matched=rows, size=size))
+        stays.timed_in = self if self._wants(decision.rows) else None
+        stays.again(decision, most)
+        self.hits.keep(rows, stays)
+
+    def look_again(self, stays: StayEager) -> None:
+        """Have the next call of these looked at."""
+        self.hits.pop(stays.matched, None)
+        if stays.decision.reason is Reason.NO_GAIN and stays.times > _ALL_LOOKED_AT:
+            self.looks_again.add(stays.decision.rows)
+
+    def leave_eager(self, matched: int, rows: int) -> None:
+        """Note that a call did not stay eager; a graph that was only timed once more may still be slower."""
+        if rows in self.looks_again:
+            self.looks_again.discard(rows)
+        else:
+            self.eager.pop(matched, None)
+
+    def _wants(self, rows: int) -> bool:
+        return self.judges_gain and self.times.wants(rows)
+
+    def timed(self, fn: Callable[..., Any], rows: int) -> Callable[..., Any]:
+        """The callable, such that what it takes for a batch is noted, if that is of interest. Needs no lock."""
+        marks = self.stopwatch.start(self.backend) if self._wants(rows) else None
+        if marks is None:
+            return fn
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            answer = fn(*args, **kwargs)
+            self.stopwatch.stop(marks, lambda elapsed_ms: self.times.note(rows, elapsed_ms / 1e3))
+            return answer
+
+        return run
+
+    @property
+    def latest_failure(self) -> Failure | None:
+        """Why captures of such calls failed, if all did so far."""
+        return None if self.entries or not self.failures else next(reversed(self.failures.values()))
+
+    def current(self, size: int) -> CUDAGraphEntry | None:
+        """The entry of ``size`` whose state is the present one, if there is one; it is the first choice from now on.
+
+        Forgets entries that were evicted, which another owner may do.
+        """
+        for entry in self.of_size(size):
+            if entry.is_released:
+                self.drop(entry)
+            elif self.route.entry is not None or entry.guard is None or entry.guard.holds():
+                self._put_first(entry)
+                if entry.guard is not None:
+                    entry.guard.is_apart = False
+                return entry
+        return None
+
+    def keep(self, entry: CUDAGraphEntry) -> tuple[CUDAGraphEntry, ...]:
+        """Serve by ``entry`` from now on, as soon as it is verified. Returns what is one too many of its size."""
+        self._put_first(entry)
+        self.failures.pop(entry.size, None)
+        self.hits.clear()
+        return self.of_size(entry.size)[_MOST_STATES:]
+
+    def _put_first(self, entry: CUDAGraphEntry) -> None:
+        known = self.of_size(entry.size)
+        if known[:1] != (entry,):
+            self.entries[entry.size] = (entry, *(other for other in known if other is not entry))
+            self.hits.clear()
+
+    def drop(self, entry: CUDAGraphEntry) -> None:
+        """Forget an entry, if it is one of the group's."""
+        size = entry.size
+        if entry in self.of_size(size):
+            self.past_replays += entry.replay_count
+            kept = tuple(other for other in self.entries.pop(size) if other is not entry)
+            if kept:
+                self.entries[size] = kept
+            self.hits.clear()
+
+    def quarantine(self, size: int, reason: Reason, detail: str, *, is_final: bool = False) -> None:
+        """Note a failed capture: the size stays eager for a while, or for good."""
+        self.failures.fail(size, self.misses[size], reason, detail, is_final=is_final)
+
+    def blocked(self, size: int) -> Failure | None:
+        """The failure that keeps ``size`` from being captured at the next call, if any."""
+        return self.failures.blocked(size, self.misses[size] + 1)
+
+    def against_padding(self) -> list[tuple[Reason, str]]:
+        """Why batches are not padded to sizes that have graphs, as far as that is shown. Needs no lock."""
+        table = self.route.table
+        entries = self.all_entries if self.signature.has_rows and table.pads and self.route.entry is None else ()
+        found = (entry.against_padding(table.min_batch_of(entry.size)) for entry in entries)
+        return [why for why in found if why is not None]
+
+    def warn_of(self, entry: CUDAGraphEntry, rows: int, detail: str) -> None:
+        """Say aloud that a graph which has served calls is wrong: their answers may have been wrong too."""
+        shapes = ", ".join(f"{spec.name} {spec.sized(rows)} {spec.dtype}" for spec in self.inputs.specs)
+        _log.warning("%r served calls and no longer agrees with eager: %s; inputs: %s", entry, detail, shapes)
+
+    def resized(self, values: Sequence[Any], rows: int, *, shift: int = 0) -> list[Any]:
+        """The example's rows repeated, from row ``shift`` on, until there are ``rows`` of them.
+
+        Along lengths masks begin where they did: else they would hide all of a row that has one real element.
+        """
+        sized = list(values)
+        for spec in self.inputs.specs:
+            if spec.spans:
+                value = values[spec.position]
+                keeps = self.inputs.axes[1:] if spec.is_pad_given or holds_flags(value) else ()
+                sized[spec.position] = _with_order(spec.repeated(value, rows, shift, keeps), spec.order)
+        return sized
+
+    def varied(self, leaves: Sequence[Any], rows: int) -> list[Any]:
+        """Another batch, made of an example: its rows in turn, from the second one on, with other floating numbers.
+
+        Each number is up to a quarter larger or smaller, so that zeros and what is not finite stay; but a tensor of
+        zeros alone gets other numbers.
+        """
+        generator = torch.Generator().manual_seed(rows)
+        batch = self.resized(leaves, rows, shift=1)
+        for spec in self.inputs.specs:
+            if spec.dtype.is_floating_point and spec.dtype.itemsize > 1:
+                factor = 0.75 + torch.rand(spec.sized(rows), generator=generator, device="cpu") / 2
+                value = batch[spec.position] if spec.spans else batch[spec.position].clone()
+                factor = factor.to(spec.device, spec.dtype)
+                batch[spec.position] = value.mul_(factor) if bool(value.any()) else factor - 1
+        return batch
+
+
+def details_of(groups: Iterable[GraphGroup]) -> dict[Reason, list[str]]:
+    """What is known of reasons besides their texts, such as a line of the model, each once. Needs no lock."""
+    found: dict[Reason, dict[str, str]] = {}
+    for group in groups:
+        said = [(failure.reason, failure.detail) for failure in list(group.failures.values())] + group.against_padding()
+        if group.route.constants:
+            said.append((Reason.CONSTANT_CHANGES, group.route.about_constants()[0]))
+        for reason, detail in said:
+            if detail and detail != reason.text:
+                found.setdefault(reason, {}).setdefault(without_numbers(detail), detail)
+    return {reason: list(details.values()) for reason, details in found.items()}
+
+
+def _with_order(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """The same values, with dimensions lying in memory from slowest to fastest as ``order`` says."""
+    back = sorted(range(len(order)), key=lambda d: order[d])
+    return tensor.permute(order).contiguous().permute(back)

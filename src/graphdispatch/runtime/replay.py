@@ -1,0 +1,155 @@
+"""The replay of one graph for one number of rows, prepared: what a hit executes.
+
+Where the rows are copied to, what is padded and how the outputs are cut is found out once, when the plan is made. Where
+there is a native core, ``run`` is that of ``native/core/plan.cpp``; the one here stays the reference.
+"""
+
+from collections.abc import Sequence
+from itertools import count
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
+
+import torch
+
+from ..backends.tracing import in_range, is_profiled
+from ..errors import ReplayError
+from ..modes import EntryState
+from ..native.bound import CORE
+from ..proof.check.windows import WINDOWS, storages_of
+from ..stats import CUDAGraphStats
+
+if TYPE_CHECKING:
+    from .entry import CUDAGraphEntry
+
+ReplayStage: TypeAlias = Literal["load", "run", "take"]
+"""What a replay is doing: copying rows in, running the graph, or handing the outputs out."""
+
+next_use = count(1).__next__
+"""A tick of the clock of uses: later than every use so far, of any graph. Cheaper than time, and strictly increasing
+across threads."""
+
+
+class ReplayPlan:
+    """Copy in, replay, copy out: one graph for batches of ``rows`` rows. ``run`` is thread-safe."""
+
+    __slots__ = ("__dict__", "native", "rows")
+
+    def __init__(self, entry: "CUDAGraphEntry", rows: int) -> None:
+        self.rows = rows
+        self._entry = entry
+        self._graph: Any = entry.graph
+        self._pool = entry.pool
+        self._size = entry.size
+        self._cells = entry.inputs.cells(rows), entry.inputs.cells(entry.size)
+        self._load = entry.inputs.load if entry.inputs.specs else None
+        self._take = entry.outputs.taker(rows)
+        self._watched = entry.inputs.positions if entry.writes_outside else ()
+        self._lent = storages_of(entry.outputs.lent(entry.size)) if entry.mutated else set()
+        inputs = entry.inputs if entry.inputs.specs else None
+        self.native: Any = None
+        if CORE is not None:
+            parts = entry.outputs.parts(rows)
+            self.native = CORE.Plan(
+                self, entry, rows, self._size, *self._cells, inputs, self._take, self._watched, *parts
+            )
+        """The same replay in the core, which calls Python for every unusual case; None where there is no core."""
+
+    def clash(self, values: Sequence[Any]) -> str | None:
+        """How the arguments of a call share memory that the graph writes, so that copies would not do; or None."""
+        if not self._watched:
+            return None
+        entry = self._entry
+        if entry.mutated:
+            storages = {values[position].untyped_storage().data_ptr() for position in self._watched}
+            if len(storages) < len(self._watched):
+                names = [spec.name for spec in entry.inputs.specs]
+                return f"arguments {names} share memory, and the call writes to one of them"
+            given = () if self._lent.isdisjoint(storages) else entry.mutated
+            for spec in (entry.inputs.specs[index] for index in given):
+                if entry.outputs.covers(values[spec.position], spec.position, self._size):
+                    return f"the call writes to argument {spec.name!r}, which is an output of the graph itself"
+        written = entry.written
+        if written is not None:
+            low, high = written.low, written.high
+            for place, position in enumerate(self._watched):
+                if low <= values[position].data_ptr() < high and written.overlaps(values[position]):
+                    return f"argument {entry.inputs.specs[place].name!r} is a view of memory that the call writes"
+        return None
+
+    def run_in_python(self, values: Sequence[Any] | None, stats: CUDAGraphStats | None = None) -> Any:
+        """The outputs for a call whose arguments were compared; None replays on what the static inputs hold now.
+
+        Counts the hit in ``stats``. Its parts are ranges of torch's profiler while one is on: ``copy-in``, ``replay``
+        and ``copy-out``.
+
+        Raises ``ReplayError`` if the entry was evicted meanwhile, where nothing was copied, or if the replay stopped
+        half-way. After the latter the entry is ``FAILED`` until it is verified again, and ``had_effects`` tells whether
+        the caller can see anything of the replay. A break's own exception passes through; so does that of an operator
+        that eager would have raised at the same place, after the same writes, those to arguments among them. Raises
+        ``DeviceLostError``.
+        """
+        entry, pool = self._entry, self._pool
+        load, replay, take = self._load, self._graph.replay, self._take
+        if is_profiled():
+            label = entry.label
+            load = in_range("copy-in", label, load) if load is not None else None
+            replay, take = in_range("replay", label, replay), in_range("copy-out", label, take)
+        with pool.lock:
+            state = entry.state
+            if state is EntryState.EVICTED or state is EntryState.FAILED:
+                raise ReplayError(f"the graph for {entry.key} was evicted, or its last replay failed; capture it again")
+            if pool.replaying_on is not None:
+                pool.refuse_inside_replay()
+            if WINDOWS.open and entry.written is not None:
+                WINDOWS.refuse(entry)
+            pool.order_after_last_use()
+            before = entry.backend.rng_state() if entry.uses_rng else None
+            stage: ReplayStage = "load"
+            try:
+                if values is None:
+                    entry.inputs.mark_dirty()
+                elif load is not None:
+                    load(values, self.rows, self._size)
+                stage = "run"
+                replay()
+                stage = "take"
+                result = take(values)
+            except BaseException as error:
+                entry.fail(error, before, stage)
+                if stage == "run" and values is not None and entry.mutated:
+                    entry.copy_back(values, self.rows)
+                raise
+            entry.replay_count += 1
+            entry.last_used = next_use()
+            if values is not None and entry.mutated:
+                entry.copy_back(values, self.rows)
+            if stats is not None:
+                stats.record_hit(*self._cells)
+            return result
+
+    run = run_in_python
+
+    def failed(self, error: BaseException, values: Sequence[Any], stage: ReplayStage) -> NoReturn:
+        """Raise what a replay in the core raises that stopped with ``error`` in ``stage``. Call it with the pool's lock
+        held."""
+        try:
+            raise error
+        except BaseException:
+            self._entry.fail(error, None, stage)
+            if stage == "run" and self._entry.mutated:
+                self._entry.copy_back(values, self.rows)
+            raise
+
+
+if CORE is not None:
+    ReplayPlan.run = CORE.run_method(
+        ReplayPlan,
+        {
+            "evicted": EntryState.EVICTED,
+            "failed_state": EntryState.FAILED,
+            "captured": EntryState.CAPTURED,
+            "windows": WINDOWS,
+            "uses": next_use.__self__,  # type: ignore[attr-defined]
+            "foreach_copy": torch._foreach_copy_,
+            "stats_type": CUDAGraphStats,
+        },
+    )

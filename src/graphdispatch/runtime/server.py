@@ -1,0 +1,543 @@
+"""The one server behind every front end: what happens to a call.
+
+A front end translates its caller's terms into a ``Route`` and passes the call on; it guarantees nothing of its own.
+
+A hit, which a graph serves and that needs nothing else, matches the call, checks the guards, and executes a plan that
+was made before. Where there is a native core, its ``serve`` (``native/core/hit.cpp``) takes the place of
+``serve_in_python``, which stays the reference. While a profiler of torch is on in the thread, the core leaves the call
+to ``serve_in_range``. Everything else is for ``step``.
+"""
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from traceback import clear_frames
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from ..backends.tracing import (
+    dispatch_modes,
+    function_modes,
+    is_observed,
+    is_profiled,
+    is_transformed,
+    profiler_range,
+    trace,
+    transform,
+)
+from ..config import CUDAGraphOptions
+from ..errors import FallbackError, ReplayError
+from ..modes import EntryState
+from ..native.bound import CORE
+from ..proof.check.licence import MOST_ALIKE
+from ..proof.check.windows import WINDOWS, storages_of
+from ..proof.state.guards import StateGuard, wants_gradient
+from ..reasons import Reason
+from ..showing import count, milliseconds
+from ..stats import CUDAGraphStats
+from .cache import GraphCache
+from .decide import Decision, SizeTable
+from .entry import CUDAGraphEntry
+from .flatten import leaves_of
+from .graph_set import FIRST_CALLS, GraphSet, Health
+from .group import GraphGroup, Route, StayEager
+from .parts import Parts, find_parts
+from .replay import next_use
+from .request import CaptureResult
+from .rules import callable_name
+from .signature import NO_MATCH, Refusal
+
+_log = logging.getLogger("graphdispatch")
+
+
+class Choice(NamedTuple):
+    """What to do with a call: by its decision's reason, capture it, compare or replay ``entry``, or run eagerly."""
+
+    decision: Decision
+    group: GraphGroup | None = None
+    leaves: Sequence[Any] = ()
+    rows: int = 0
+    size: int = 0
+    """The size whose graph would serve the call; 0 if none can."""
+    entry: CUDAGraphEntry | None = None
+    matched: int = 0
+    """The number of rows as the signature has it."""
+    parts: Parts | None = None
+    """The parts of a batch above the largest size."""
+
+
+_NEW = (Reason.FIRST_SIGHTING, Reason.CONSTANT_CHANGES)
+_OF_ONE_CALL = (
+    *(Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.FROZEN, Reason.MODE_ACTIVE),
+    *(Reason.CALL_RAISED, Reason.ALIASED_ARGUMENTS, Reason.REPLAY_FAILED, Reason.STATE_SHARED),
+    *(Reason.DISABLED, Reason.NOT_CAPTURED),
+)
+"""Reasons that say nothing of the next call of so many rows."""
+_record_eager = CORE.record_eager if CORE is not None else CUDAGraphStats.record_eager
+_AGAINST_LOSS = "have a size nearer to it (sizes=)"
+
+
+class Server:
+    """Serves the calls of ``fn`` by its graphs, and eagerly what no graph can serve; each call with a reason.
+
+    ``strict`` raises ``FallbackError`` instead of an eager step. Thread-safe: a hit takes no lock but its pool's;
+    ``choose`` and what it calls are called with ``lock`` held.
+    """
+
+    __slots__ = ("__dict__", "__weakref__", "graphs", "local", "observes", "stats")
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        options: CUDAGraphOptions,
+        cache: GraphCache,
+        *,
+        strict: bool = False,
+        max_groups: int = 1024,
+        times_replays: bool = False,
+    ) -> None:
+        self.fn = fn
+        self.graphs = GraphSet(fn, options, cache, max_groups)
+        self.stats = self.graphs.stats
+        self.lock = self.graphs.lock
+        self.local = threading.local()
+        self.strict = strict
+        self._times_replays = times_replays
+        """Whether entries collect the device time of their replays (``avg_replay_time_ms``)."""
+        self._logs_replays = options.debug_log_enable
+        self.observes = times_replays or options.debug_log_enable
+        """Whether a replay is timed or logged."""
+        self._eager_calls = 0
+
+    def serve_in_python(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve one call, by a graph where one fits and eagerly elsewhere. Raises what the callable raises."""
+        gradients = torch.is_grad_enabled()
+        form, rows = route.forms.get((len(args), *kwargs)) if trace() is None else None, NO_MATCH
+        if form is not None:
+            group, is_flat, order = form.latest
+            values = [*args, *kwargs.values()]
+            if order is not None:
+                values = [values[place] for place in order]
+            leaves = values if is_flat else group.call.flatten(values)
+            rows = group.signature.match(leaves) if leaves is not None else NO_MATCH
+            hit = group.hits[rows]
+            if isinstance(hit, StayEager):
+                return self.stay_eager(hit, route, args, kwargs)
+            if hit is not None and leaves is not None:
+                entry, plan, decision, guard = hit
+                backend = entry.backend
+                if (
+                    entry.replay_count < entry.verify_at
+                    and forward_ad._current_level < 0
+                    and not (backend.watch.depth or backend.is_capturing())
+                    and not ((entry.default_device or function_modes() or dispatch_modes()) and not entry.fits_modes())
+                    and (guard is None or guard.holds())
+                    and (entry.workspaces is None or entry.workspaces.holds())
+                    and (not entry.writes_outside or plan.clash(leaves) is None)
+                    and not (entry.bare and entry.carries(leaves))
+                    and (entry.metadata is None or entry.metadata.knows(leaves))
+                    and not (entry.state is EntryState.CAPTURED and entry.differs(leaves))
+                    and not (gradients and self.may_need_gradients(leaves, guard))
+                ):
+                    torch._C._set_grad_enabled(False)
+                    try:
+                        result = (
+                            self.observed(hit.entry, plan.rows, leaves)
+                            if self.observes
+                            else plan.run(leaves, self.stats)
+                        )
+                    except ReplayError as error:
+                        self.replay_failed(group, plan.rows, error)
+                    else:
+                        self.local.decision = decision
+                        return result
+                    finally:
+                        torch._C._set_grad_enabled(gradients)
+        return (self.serve_unmatched if rows == NO_MATCH or gradients else self.step)(route, args, kwargs)
+
+    def replay_failed(self, group: GraphGroup, rows: int, error: ReplayError) -> None:
+        """Forget a hit whose replay failed. Raises ``error`` if the replay had effects; else the call runs eagerly."""
+        group.hits.pop(rows, None)
+        if error.had_effects:
+            raise error
+
+    def serve_in_range(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same while torch's profiler is on: the call is a range of it, with its parts within."""
+        with profiler_range("serve", callable_name(self.fn)):
+            return self.serve_in_python(route, args, kwargs)
+
+    def serve(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve one call, where there is no native core."""
+        return (self.serve_in_range if is_profiled() else self.serve_in_python)(route, args, kwargs)
+
+    def observed(self, entry: CUDAGraphEntry, rows: int, leaves: Sequence[Any]) -> Any:
+        """A replay that may be timed or logged."""
+        if self._logs_replays:
+            _log.debug("replaying %r for %d rows", entry, rows)
+        return entry.serve(leaves, rows, self.stats, is_timed=self._times_replays or self.graphs.judges_gain)
+
+    def step(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call that is no hit (yet). Raises what the callable raises, and ``FallbackError`` with ``strict``."""
+        closed = self.closed(route)  # first, since it raises where another thread's capture would record this call
+        if closed is not None:
+            return self._run_as_graphs(Decision.eager(closed), args, kwargs)
+        if torch.is_grad_enabled() and self.needs_gradients(args, kwargs):
+            decision = Decision.eager(Reason.NEEDS_GRADIENTS)
+            self.settle(route, args, kwargs, Choice(decision))
+            return self.run_eagerly(decision, args, kwargs)
+        with torch.no_grad():
+            if not WINDOWS.take(self.lock):
+                return self.run_eagerly(Decision.eager(Reason.STATE_SHARED), args, kwargs)
+            try:
+                choice = self.choose(route, args, kwargs)
+                self.count(choice)
+                is_done, answer = self.perform(choice)
+                self.settle(route, args, kwargs, choice if is_done else answer)
+            finally:
+                self.lock.release()
+            return answer if is_done else self.run_eagerly(answer.decision, args, kwargs, answer.group)
+
+    def settle(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], choice: Choice) -> None:
+        """Have the next calls like one that ran eagerly do so without a look; or forget that they did, if a graph was
+        made, compared or served. With ``strict`` each call is looked at, since it raises."""
+        group, decision = choice.group, choice.decision
+        is_eager = not decision.mode.has_graphs() and not self.strict
+        if group is None and decision.reason in _OF_ONE_CALL:
+            return
+        if is_eager and (group is None or (group.is_new and decision.reason in _NEW)):
+            stays = route.unmatched.setdefault((len(args), *kwargs), StayEager(decision))
+            stays.again(decision)
+        elif group is not None:
+            route.unmatched.pop((len(args), *kwargs), None)
+            if is_eager and decision.reason not in _OF_ONE_CALL:
+                waits = decision.reason is Reason.CAPTURE_WAITS
+                # Those of other numbers of rows come in between, and graphs save time.
+                most = self.graphs.budget.calls_until_time // 16 if waits else math.inf
+                group.stay_eager(choice.matched, choice.size, decision, most)
+            else:
+                group.leave_eager(choice.matched, decision.rows)
+
+    def serve_unmatched(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call that fits none of the groups that were looked at, or that needs gradients."""
+        stays = route.unmatched.get((len(args), *kwargs)) if route.unmatched else None
+        if stays is None or (stays.needs_gradients and not torch.is_grad_enabled()):
+            return self.step(route, args, kwargs)
+        return self.stay_eager(stays, route, args, kwargs)
+
+    def stay_eager(self, stays: StayEager, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call like others that ran eagerly again and again. Needs no lock."""
+        backend, group = (self.graphs.cache if route.entry is None else route.entry).backend, stays.group
+        if stays.left <= 0 or (backend is not None and (backend.watch.depth or backend.is_capturing())):
+            if stays.left <= 0 and group is not None:
+                group.look_again(stays)
+            return self.step(route, args, kwargs)
+        stays.left -= 1
+        if stays.size:
+            group.misses[stays.size] += 1
+        if torch.is_grad_enabled():
+            return self._run_as_graphs(stays.decision, args, kwargs, stays.timed_in)
+        return self.run_eagerly(stays.decision, args, kwargs, stays.timed_in)
+
+    def _run_as_graphs(
+        self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any], group: GraphGroup | None = None
+    ) -> Any:
+        """Run a call eagerly that was not looked at: without gradients, as graphs run, unless it needs them."""
+        if not torch.is_grad_enabled() or decision.reason is Reason.NEEDS_GRADIENTS:
+            return self.run_eagerly(decision, args, kwargs, group)
+        if self.needs_gradients(args, kwargs):
+            return self.run_eagerly(Decision.eager(Reason.NEEDS_GRADIENTS), args, kwargs)
+        with torch.no_grad():
+            return self.run_eagerly(decision, args, kwargs, group)
+
+    def choose(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+        """What to do with a call. It releases what is stale, and makes the call's group if it can have one."""
+        self.graphs.refresh()
+        found = self.graphs.find(route, args, kwargs)
+        if isinstance(found, Refusal):
+            return Choice(Decision.eager(found.reason, detail=found.detail))
+        group, leaves, rows = found
+        decision = group.decide(rows)
+        if not decision.mode.has_graphs():
+            if decision.reason is Reason.ABOVE_LARGEST_SIZE and group.route.serves_parts:
+                return self._choose_parts(group, leaves, decision, rows)
+            return Choice(decision, group, leaves, rows, matched=rows)
+        matched, rows, size = rows, decision.rows, decision.size
+        entry = self.graphs.current(group, size)
+        reason, detail = self._eager_reason(group, leaves, rows, size, entry)
+        if reason is None:
+            assert entry is not None
+            return Choice(decision._replace(mode=entry.mode), group, leaves, rows, size, entry, matched)
+        if reason is Reason.CAPTURED_NOW:
+            reason, detail = self._reason_to_wait(group) or (reason, detail)
+        return Choice(Decision.eager(reason, rows, detail), group, leaves, rows, size, entry, matched)
+
+    def _choose_parts(self, group: GraphGroup, leaves: Sequence[Any], decision: Decision, matched: int) -> Choice:
+        """The parts that serve a batch above the largest size; or eager, as decided, with the reason why no parts
+        do."""
+        rows, current = decision.rows, partial(self.graphs.current, group)
+        found = find_parts(group, leaves, rows, current)
+        if isinstance(found, str):
+            decision = decision._replace(detail=f"{decision.detail}; not in parts: {found}")
+            return Choice(decision, group, leaves, rows, matched=matched)
+        chosen = found.decision
+        if chosen.reason is Reason.VERIFIED_NOW and self.graphs.cache.is_frozen:
+            chosen = Decision.eager(Reason.FROZEN, rows)
+        return Choice(chosen, group, leaves, rows, entry=found.entry, matched=matched, parts=found)
+
+    def _serve_parts(self, choice: Choice, parts: Parts) -> tuple[bool, Any]:
+        """As ``perform``, for a batch that is served in parts, or compared so with eager."""
+        group, values, reason = choice.group, choice.leaves, choice.decision.reason
+        assert group is not None
+        if reason is Reason.VERIFIED_NOW:
+            clock = self.graphs.clock if self.graphs.judges_gain else None
+            run = partial(group.call, values)
+            return True, self.after_eager(choice, partial(parts.compare, values, run, self.graphs.options, clock))
+        if not reason.is_graph:
+            return False, choice
+        try:
+            with parts.entry.pool.lock:
+                answer = parts.run(values)
+                parts.count(self.stats)
+        except ReplayError as error:
+            return False, choice._replace(decision=Decision.eager(Reason.REPLAY_FAILED, choice.rows, str(error)))
+        self.local.decision = choice.decision
+        return True, answer
+
+    def _reason_to_wait(self, group: GraphGroup) -> tuple[Reason, str] | None:
+        """Why there is no time to capture now; None if there is. With ``capture_after=1`` captures are wanted at once.
+
+        Where captures of such calls have only failed, that is the reason.
+        """
+        failure = group.latest_failure
+        if self.graphs.cache.admission.capture_after == 1 or self.graphs.budget.has_time(
+            is_doubtful=failure is not None
+        ):
+            return None
+        if failure is not None:
+            return failure.reason, failure.detail
+        waits, calls = Reason.CAPTURE_WAITS, self.graphs.budget.calls_until_time
+        remedy = "raise capture_share" if group.is_prewarmed else waits.remedy
+        return waits, f"{waits.sentence}, but after some {count(calls)} more calls; {remedy}"
+
+    def _eager_reason(
+        self, group: GraphGroup, leaves: Sequence[Any], rows: int, size: int, entry: CUDAGraphEntry | None
+    ) -> tuple[Reason | None, str]:
+        """Why a call does not replay the graph of its size, if there is one; None and nothing if it does."""
+        if (closed := self.closed(group.route)) is not None:  # by the backend that the first call chose
+            return closed, ""
+        if entry is None:
+            reason, detail = self.admit(group, size)
+            if reason is Reason.FIRST_SIGHTING and group.of_size(size):
+                detail = f"{reason.text}; its graphs are of another state of the callable ({self.graphs.latest_change})"
+            elif reason is Reason.FIRST_SIGHTING and group.is_of_constant:
+                detail, values = group.route.about_constants()
+                reason = Reason.CONSTANT_CHANGES if values > self.graphs.max_groups else reason
+            return reason, detail
+        if group.route.entry is not None and not entry.is_current():
+            return Reason.ADDRESS_CHANGED, ""
+        if entry.carries(leaves):
+            return Reason.STATE_UNSEEN, "an argument carries attributes that the code may read; pass them as arguments"
+        if (clash := entry.plan(rows).clash(leaves)) is not None:
+            return Reason.ALIASED_ARGUMENTS, clash
+        if (loss := group.loss(entry, rows)) is not None and rows not in group.looks_again:
+            times = f"a replay of {entry.size} rows takes {milliseconds(loss.replay_ms)}, and an eager run"
+            return Reason.NO_GAIN, f"{times} of these {rows} {milliseconds(loss.eager_ms)}; {_AGAINST_LOSS}"
+        try:
+            objection = entry.objection(leaves, rows, is_frozen=self.graphs.cache.is_frozen)
+        except RuntimeError as error:  # it may look at batches on the device
+            entry.backend.raise_if_lost(error)
+            raise
+        return objection if objection[0] is not None or entry.fits_modes() else (Reason.MODE_ACTIVE, "")
+
+    def admit(self, group: GraphGroup, size: int) -> tuple[Reason, str]:
+        """What becomes of a call whose size has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Counts nothing."""
+        if not group.route.captures or group.route.entry is not None:
+            return Reason.NOT_CAPTURED, ""
+        failure = group.blocked(size)
+        if failure is not None:
+            return failure.reason, failure.detail
+        if not group.missed_at and self.graphs.num_groups > self.graphs.max_groups:
+            return Reason.FIRST_SIGHTING, ""
+        if self.graphs.cache.is_frozen:
+            return Reason.FROZEN, ""
+        return self.graphs.cache.admit((group.key, size)), ""
+
+    def count(self, choice: Choice) -> None:
+        """Note a call that took the slow path, for admission."""
+        group, size = choice.group, choice.size
+        if group is None:
+            return
+        group.missed_at = next_use()
+        if not size:
+            return
+        group.misses[size] += 1
+        if choice.entry is None and choice.decision.reason is not Reason.CAPTURED_NOW:
+            self.graphs.cache.admission.count_miss((group.key, size))
+
+    def perform(self, choice: Choice) -> tuple[bool, Any]:
+        """Capture, compare or replay as chosen: True and the answer, or False and the choice to run eagerly instead.
+
+        Called with the lock held.
+        """
+        group, entry, reason = choice.group, choice.entry, choice.decision.reason
+        if choice.parts is not None:
+            return self._serve_parts(choice, choice.parts)
+        if group is not None and reason is Reason.CAPTURED_NOW:
+            capture = partial(self.graphs.capture, group, choice.leaves, choice.rows, choice.size)
+            return True, self.after_eager(choice, capture)
+        if group is None or entry is None or not (reason.is_graph or reason is Reason.VERIFIED_NOW):
+            return False, choice
+        batch = group, choice.leaves, choice.rows, entry
+        if reason is Reason.VERIFIED_NOW:
+            return True, self.after_eager(choice, partial(self.graphs.verify, *batch))
+        if entry.state is EntryState.CAPTURED and entry.replay_count == MOST_ALIKE - 1:
+            # Before the replay, since the caller may get the graph's own memory as the answer.
+            found = self.graphs.budget.pay(partial(self.graphs.settle, *batch), is_capture=False)
+            if found is not None:
+                return False, choice._replace(decision=Decision.eager(found.reason, choice.rows, found.detail))
+        try:
+            answer = self.observed(entry, choice.rows, choice.leaves)
+        except ReplayError as error:
+            if error.had_effects:
+                raise
+            return False, choice._replace(decision=Decision.eager(Reason.REPLAY_FAILED, choice.rows, str(error)))
+        self.local.decision = choice.decision
+        return True, answer
+
+    def drop(self, route: Route) -> None:
+        """Forget a route with its groups, and serve no call by it any more; called with the lock held. Graphs that were
+        captured here are released; that of somebody else stays."""
+        for group in route.groups:
+            self.graphs.forget(group)
+        route.table = SizeTable((), route.table.mode)
+
+    def explain(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int = 0) -> str:
+        """How such a call, of ``rows`` rows if nothing else tells, would be served now: in one line the decision, what
+        the graph gains, and what it consists of where that is more than one launch."""
+        choice = self.preview(route, args, kwargs)
+        entry, decision = choice.entry, choice.decision._replace(rows=choice.decision.rows or rows)
+        parts = [decision.explain()]
+        if entry is not None and decision.mode.has_graphs():
+            assert choice.group is not None
+            gain = choice.group.shown_gain(entry, choice.rows) if choice.parts is None else ""
+            parts += [gain, entry.graph.describe()]
+        return "; ".join(filter(None, parts))
+
+    def preview(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+        """What would be done with such a call now. Nothing is run or counted, but what is stale is released."""
+        if torch.is_grad_enabled() and self.needs_gradients(args, kwargs):
+            return Choice(Decision.eager(Reason.NEEDS_GRADIENTS))
+        closed = self.closed(route)
+        if closed is not None:
+            return Choice(Decision.eager(closed))
+        with torch.no_grad(), self.lock:
+            return self.choose(route, args, kwargs)
+
+    def after_eager(self, choice: Choice, work: Callable[[], CaptureResult]) -> Any:
+        """Capture or compare a graph by ``work()``, then count and return the call's eager answer."""
+        decision = choice.decision
+        self.local.decision = Decision.eager(Reason.CALL_RAISED, choice.rows)  # if it does
+        try:
+            result = self.graphs.budget.pay(work, is_capture=choice.entry is None)
+        except BaseException:
+            self.stats.record_eager(Reason.CALL_RAISED, choice.rows)
+            raise
+        if result.reason is not decision.reason:
+            decision = Decision.eager(result.reason, choice.rows, result.detail)
+        self.count_eager(decision, result.error)
+        self.local.decision = decision
+        answer, error, result.error = result.answer, result.error, None
+        while error is not None:  # its frames would keep the batch, and what autograd has noted on the capture's stream
+            clear_frames(error.__traceback__)
+            error = error.__cause__
+        if result.entry is not None:
+            answer = result.entry.outputs.with_values(answer, choice.rows)
+        return self.graphs.give(answer)
+
+    @property
+    def decision(self) -> Decision | None:
+        """The decision of the calling thread's latest call, or None before the first."""
+        return getattr(self.local, "decision", None)
+
+    def needs_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call with gradients on may have to be differentiated. Needs no lock."""
+        return self.may_need_gradients(leaves_of([*args, *kwargs.values()]), None)
+
+    def may_need_gradients(self, leaves: Sequence[Any], guard: StateGuard | None) -> bool:
+        """Whether a call with these values may have to be differentiated, by a guard that holds (None: a new one)."""
+        return any(map(wants_gradient, leaves)) or (guard or self.graphs.guard).trainable
+
+    def closed(self, route: Route) -> Reason | None:
+        """Why no graph may replay on the calling thread now, whatever the call; or None.
+
+        The thread is in a capture, in a break of a replay in this pool, in somebody's mode, or in forward-mode
+        differentiation, or the graphs are asleep. Needs no lock, and must be asked before one is taken: a
+        break runs with its pool's lock held. Raises ``BackendError`` if another thread's capture records what this one
+        submits.
+        """
+        cache = self.graphs.cache
+        home = cache if route.entry is None else route.entry
+        backend, pool = home.backend, home.pool
+        if backend is not None and (backend.watch.depth or backend.is_capturing()):
+            backend.refuse_foreign_work()
+            return Reason.INSIDE_CAPTURE
+        if pool is not None and pool.replaying_on is not None and pool.is_inside_replay():
+            return Reason.INSIDE_REPLAY
+        if (function_modes() or trace() is not None or transform() is not None) and is_transformed():
+            return Reason.MODE_ACTIVE
+        if dispatch_modes() and is_observed():
+            return Reason.MODE_ACTIVE
+        if forward_ad._current_level >= 0:  # tangents come with plain tensors, whatever the grad mode
+            return Reason.NEEDS_GRADIENTS
+        return Reason.ASLEEP if cache.is_asleep else None
+
+    def run_eagerly(
+        self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any], group: GraphGroup | None = None
+    ) -> Any:
+        """Call the callable, and count why. Raises ``FallbackError`` with ``strict``. Needs no lock."""
+        self.count_eager(decision)
+        graphs = self.graphs
+        fn, budget = self.fn if group is None else group.timed(self.fn, decision.rows), graphs.budget
+        run, clock = WINDOWS.begin(self._reach), budget.clock
+        started = clock()
+        try:
+            answer = fn(*args, **kwargs)
+            return graphs.give(answer) if graphs.returns_handles else answer
+        except Exception as error:
+            if decision.reason in (Reason.NO_TENSORS, Reason.UNGUARDED_ARGUMENT):
+                error.add_note(f"graphdispatch: {decision.detail}")  # such as an array where the model takes a tensor
+            raise
+        finally:
+            budget.note_eager(clock() - started)
+            WINDOWS.end(run)
+            self.local.decision = decision  # the callable may have called this object, too
+
+    def count_eager(self, decision: Decision, cause: BaseException | None = None) -> None:
+        """Count a call whose answer is eager's. The first one for each reason is a line of the log.
+
+        Raises ``FallbackError`` from ``cause`` with ``strict``, unless the call leads to a graph.
+        """
+        reason = decision.reason
+        if _record_eager(self.stats, reason, decision.rows) and not reason.leads_to_graph:
+            told = decision.detail or reason.text
+            _log.info("eager callable=%s reason=%s rows=%s: %s", callable_name(self.fn), reason, decision.rows, told)
+        self._eager_calls += 1  # which may lose one of another thread
+        if self._eager_calls == FIRST_CALLS // 2 + 1 and self.stats.calls <= FIRST_CALLS:
+            _log.warning("%s: %s", callable_name(self.fn), Health.of(self.stats, list(self.graphs.groups.values())))
+        if self.strict and not reason.leads_to_graph:
+            self.local.decision = decision
+            raise FallbackError(decision.explain(), reason) from cause
+
+    def _reach(self) -> set[int]:
+        return storages_of(self.graphs.guard._tensors)
+
+
+if CORE is not None:
+    Server.serve = CORE.serve_method(  # type: ignore[method-assign]
+        Server,
+        {"forward_ad": forward_ad, "replay_error": ReplayError},
+    )

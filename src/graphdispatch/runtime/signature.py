@@ -1,0 +1,432 @@
+"""Signatures: everything about a call's arguments, except the number of rows, that a graph was captured for.
+
+A signature is made once from a call, where everything that can be refused is refused with a reason or an error, and
+then only compared with later calls.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..backends.operators import is_strided
+from ..native.bound import CORE
+from ..reasons import Reason
+from ..sizes import ROWS, Axis, pack
+from .flatten import Leaf, describe, is_tensor
+from .rules import ArgumentRules, Pad
+
+NO_MATCH = -1
+_MOST_SHAPES = 4096  # per tensor; more are compared each time
+_is_inference = torch.is_inference_mode_enabled
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+# Equal values of these types look the same to every callable.
+_CONSTANTS = (
+    bool, int, str, bytes, range, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
+    torch.memory_format, torch.Size,
+)  # fmt: skip
+# Constants whose equality is too coarse (0.0 equals -0.0) or too fine (NaN is not NaN), and what to compare instead.
+_EXACT: dict[type, Callable[[Any], Any]] = {
+    float: float.hex,
+    complex: repr,
+    **dict.fromkeys(
+        (kind for kind in np.sctypeDict.values() if not issubclass(kind, (np.object_, np.void))),
+        lambda value: (value.dtype, value.tobytes()),
+    ),
+}
+_PLAIN = frozenset((*_EXACT, *_CONSTANTS))
+_CORE_CONSTANTS = frozenset((float, complex, *_CONSTANTS))
+"""Those that the core compares as exactly."""
+# Compared by identity: the code and state of a function are followed as those of the callable itself.
+_BY_IDENTITY = (FunctionType, BuiltinFunctionType, type, ModuleType)
+
+
+class Refusal(NamedTuple):
+    """Why a call cannot be served by any graph."""
+
+    reason: Reason
+    detail: str
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One tensor argument.
+
+    ``position`` is its place among the call's values; ``shape`` has 0 where it follows the batch; ``order`` lists the
+    dimensions from the slowest to the fastest in memory.
+    """
+
+    name: str
+    position: int
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    spans: tuple[tuple[int, Axis], ...] = ()
+    """The dimensions that follow the batch, each with its axis."""
+    pads: tuple[Pad, ...] = ()
+    """The pad rule along each of ``spans``."""
+    is_dense: bool = True
+    """Whether the caller's tensors leave no gaps in memory; the buffer never does, so that eager may compute a tensor
+    with gaps by another kernel."""
+    is_pad_given: bool = False
+    """Whether the user gave a rule of what padding rows hold; then nothing else is ever put there. Rows that are left
+    as they are may hold anything that came before."""
+
+    def sized(self, rows: int) -> tuple[int, ...]:
+        """The shape with ``rows`` rows."""
+        shape = list(self.shape)
+        for dim, axis in self.spans:
+            shape[dim] = axis.of(rows)
+        return tuple(shape)
+
+    def cut(self, tensor: torch.Tensor, rows: int, axes: Collection[Axis] = ()) -> torch.Tensor:
+        """A view of the first ``rows`` rows, along these axes; empty: all."""
+        for dim, axis in self.spans:
+            if not axes or axis in axes:
+                tensor = tensor.narrow(dim, 0, axis.of(rows))
+        return tensor
+
+    def repeated(self, tensor: torch.Tensor, rows: int, shift: int = 0, keeps: Collection[Axis] = ()) -> torch.Tensor:
+        """The rows of a tensor in turn, from row ``shift`` on, until there are ``rows`` of them; along the axes that it
+        ``keeps`` from the first element on."""
+        for dim, axis in self.spans:
+            first = 0 if axis in keeps else shift
+            index = (torch.arange(axis.of(rows), device=tensor.device) + first) % tensor.shape[dim]
+            tensor = tensor.index_select(dim, index)
+        return tensor
+
+    def extents(self, shape: torch.Size) -> tuple[int, int] | None:
+        """What a shape says of the number of its batch, and the bits in which that stands; None if it does not fit."""
+        spans = dict(self.spans)
+        if len(shape) != len(self.shape) or any(n != self.shape[d] for d, n in enumerate(shape) if d not in spans):
+            return None
+        number = known = 0
+        for dim, axis in self.spans:
+            extent = axis.put(shape[dim])
+            if (number ^ extent) & known & axis.bits:
+                return None
+            number, known = number | extent, known | axis.bits
+        return number, known
+
+
+class _TensorCheck(NamedTuple):
+    form: InputSpec
+    position: int
+    kind: type
+    dtype: torch.dtype
+    device: torch.device
+    shapes: dict[torch.Size, tuple[int, int]]
+    """Shapes that fit, with what they say of the batch (see ``InputSpec.extents``); filled as they come, so that a hit
+    compares a shape by one lookup."""
+    contiguous: bool
+
+
+class Signature:
+    """What a call must look like to be served by the graphs of one group.
+
+    Make it only from a call for which ``refusal`` finds nothing.
+    """
+
+    __slots__ = ("__dict__", "native")
+
+    def __init__(
+        self, leaves: Sequence[Leaf], values: Sequence[Any], rules: ArgumentRules, device: torch.device
+    ) -> None:
+        self.device = device
+        self.axes = rules.axes
+        """The dynamic dimensions of a batch, each with its place in the number that stands for the batch."""
+        self._inference, self._autocast = _is_inference(), _autocast_dtype(device.type)
+        self._device_type = device.type
+        self.inputs: list[InputSpec] = []
+        self._checks: list[_TensorCheck] = []
+        self._addresses: list[tuple[int, int]] = []
+        self._constants: list[tuple[int, type[Any], Any, Any]] = []
+        self._objects: list[tuple[int, Any]] = []
+        self.native: Any = None
+        """What matches a call in the core; None where Python does."""
+        for position, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
+            if is_tensor(value):
+                self._add_tensor(position, leaf, value, rules)
+            elif type(value) in _PLAIN:
+                self._constants.append((position, *_exactly(value), value))
+            else:
+                self._objects.append((position, value))
+        found = {axis for check in self._checks for _, axis in check.form.spans}
+        self.has_rows = bool(found)
+        """Whether any argument has a batch dimension."""
+        self._known = pack(self.axes, [0 if axis in found else 1 for axis in self.axes])
+        """What stands in the number of each call: a dimension that none of its arguments has is as short as can be."""
+        if CORE is not None and all(one[1] in _CORE_CONSTANTS for one in self._constants):
+            self.native = self._native(values)
+
+    def _add_tensor(self, position: int, leaf: Leaf, tensor: torch.Tensor, rules: ArgumentRules) -> None:
+        spans = dict(rules.axes_of(leaf, tensor))
+        shape = tuple(0 if d in spans else extent for d, extent in enumerate(tensor.shape))
+        order, dense = _memory_order(tensor)
+        given = [rules.pad_of(leaf, axis) for axis in spans.values()]
+        pads = tuple(pad or Pad.zero() for pad in given)
+        is_given = any(pad is not None and not pad.is_left for pad in given)
+        about = leaf.path, position, shape, order, tensor.dtype, tensor.device
+        spec = InputSpec(*about, tuple(spans.items()), pads, dense, is_given)
+        self._checks.append(
+            _TensorCheck(spec, position, type(tensor), tensor.dtype, tensor.device, {}, tensor.is_contiguous())
+        )
+        if not rules.is_static(leaf):
+            self.inputs.append(spec)
+        elif rules.check_addresses:
+            self._addresses.append((position, tensor.data_ptr()))
+
+    def _native(self, values: Sequence[Any]) -> Any:
+        """The same signature in the core."""
+        tensors = []
+        for form, position, *_, contiguous in self._checks:
+            spans = tuple((dim, axis.shift, axis.mask) for dim, axis in form.spans)
+            tensors.append((position, values[position], form.shape, form.order, spans, contiguous, form.is_dense))
+        constants = tuple((position, kind, value) for position, kind, _, value in self._constants)
+        others = tuple(self._objects), tuple(self._addresses)
+        number = getattr(torch._C._autograd.DeviceType, self._device_type.upper(), None)
+        device = -1 if number is None else number.value  # without a number the core asks by name
+        assert CORE is not None
+        return CORE.Signature(
+            len(values), self._inference, device, self._device_type, self._autocast, tuple(tensors), constants, *others,
+            self._known,
+        )  # fmt: skip
+
+    def match(self, values: Sequence[Any]) -> int:
+        """The rows of a call that fits (1 if it has no batch dimension), else ``NO_MATCH``.
+
+        Where there are several dynamic dimensions it is the number of all extents.
+        """
+        if _is_inference() is not self._inference or (
+            (self._autocast is not None or torch.is_autocast_enabled(self._device_type))
+            and _autocast_dtype(self._device_type) is not self._autocast
+        ):
+            return NO_MATCH
+        for position, kind, exact, value in self._constants:
+            given = values[position]
+            if given is not value and (
+                type(given) is not kind or (_EXACT[kind](given) if kind in _EXACT else given) != exact
+            ):
+                return NO_MATCH
+        rows, known = self._known, 0
+        try:
+            for form, position, kind, dtype, device, shapes, contiguous in self._checks:
+                tensor = values[position]
+                if type(tensor) is not kind or tensor.dtype is not dtype or tensor.device != device:
+                    return NO_MATCH
+                if tensor.layout is not torch.strided:
+                    return NO_MATCH
+                found = shapes.get(tensor.shape) or _learn(form, tensor.shape, shapes)
+                if found is None or (rows ^ found[0]) & known & found[1]:
+                    return NO_MATCH
+                rows, known = rows | found[0], known | found[1]
+                is_plain = contiguous and tensor.is_contiguous()
+                if not is_plain and _memory_order(tensor) != (form.order, form.is_dense):
+                    return NO_MATCH
+        except RuntimeError:  # a sparse tensor has no strides to compare
+            return NO_MATCH
+        for position, address in self._addresses:
+            if values[position].data_ptr() != address:
+                return NO_MATCH
+        if not all(values[position] is held for position, held in self._objects):
+            return NO_MATCH
+        return rows if known else 1
+
+    def changed_constants(self, values: Sequence[Any]) -> dict[int, tuple[Any, Any]]:
+        """By place, the constants in which a call differs, as they were and as they are; none if it differs in more."""
+        changes, like_these = {}, list(values)
+        for position, kind, exact, value in self._constants:
+            given = values[position]
+            if type(given) in _PLAIN and _exactly(given) != (kind, exact):
+                changes[position] = (kind, exact), _exactly(given)
+                like_these[position] = value
+        return changes if changes and self.match(like_these) != NO_MATCH else {}
+
+    def misfit(self, values: Sequence[Any]) -> str:
+        """Why a call does not match, as a sentence: the first tensor that is another one, or what else there may be."""
+        for form, position, kind, dtype, device, *_ in self._checks:
+            given = values[position]
+            is_plain = is_tensor(given) and is_strided(given) and type(given) is kind
+            if is_plain and (given.dtype, given.device) == (dtype, device) and form.extents(given.shape):
+                continue
+            axes = dict(form.spans)
+            shape = ", ".join(axes[dim].name if dim in axes else str(n) for dim, n in enumerate(form.shape))
+            got = f"{tuple(given.shape)}, {given.dtype} on {given.device}" if is_plain else describe(given)
+            return (
+                f"input {form.name!r} must be a strided tensor of shape ({shape}), {dtype} on {device}, "
+                f"got {got}; cast or reshape it, or capture anew"
+            )
+        return (
+            "the call differs from the captured one: in the numbers of rows, autocast, a constant, the address of a "
+            "static tensor, or the memory layout of an input; capture again for such calls"
+        )
+
+    def match_in_any_mode(self, values: Sequence[Any]) -> int:
+        """``match``, be the thread in inference mode or not: a replay gives the same values in both."""
+        with torch.inference_mode(self._inference):
+            return self.match(values)
+
+
+class ForeignSignature(Signature):
+    """What is known of the calls that somebody else's graph serves: the addresses that it reads, if they were given."""
+
+    def __init__(self, addresses: tuple[int, ...] | None) -> None:
+        self.addresses = addresses
+        """The addresses of a call's tensors, in order; None where the graph's owner answers for what it reads."""
+        self.axes = (ROWS,)
+        self.inputs, self._checks = [], []
+        self.has_rows = False
+        self.native = None
+        self._inference = False
+
+    def match(self, values: Sequence[Any]) -> int:
+        """1 if the call's tensors lie where the graph reads, else ``NO_MATCH``."""
+        if self.addresses is None:
+            return 1
+        found = tuple(value.data_ptr() for value in values if is_tensor(value))
+        return 1 if found == self.addresses else NO_MATCH
+
+
+def refusal(
+    leaves: Sequence[Leaf], values: Sequence[Any], rules: ArgumentRules, device: torch.device
+) -> Refusal | None:
+    """Why a call can never be graphed on a backend's device, or None.
+
+    Raises ``ConfigError`` if a batch dimension is out of range.
+    """
+    tensors = [(leaf, v) for leaf, v in zip(leaves, values, strict=True) if is_tensor(v)]
+    for leaf, tensor in tensors:
+        if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested tensor" if tensor.is_nested else type(tensor).__name__
+            what = f"{kind} of layout {tensor.layout}"
+            return Refusal(Reason.TENSOR_SUBCLASS, f"argument {leaf.path!r} is a {what}")
+        if tensor.is_conj() or tensor.is_neg():
+            return Refusal(Reason.TENSOR_SUBCLASS, f"argument {leaf.path!r} is a lazy conjugate or negative view")
+        if tensor.is_quantized:
+            return Refusal(Reason.TENSOR_SUBCLASS, f"argument {leaf.path!r} is a quantized tensor; dequantize() it")
+    if len({tensor.device for _, tensor in tensors}) > 1:
+        on = ", ".join(f"{leaf.path!r} on {tensor.device}" for leaf, tensor in tensors)
+        return Refusal(Reason.DEVICES_DISAGREE, f"arguments are on different devices: {on}")
+    if tensors and tensors[0][1].device.type != device.type:
+        return Refusal(Reason.DEVICE_UNSUPPORTED, f"the arguments are on {tensors[0][1].device}, not on {device}")
+    extents: dict[str, dict[str, int]] = {}
+    for leaf, tensor in tensors:
+        for dim, axis in rules.axes_of(leaf, tensor):
+            what = "numbers of rows" if axis is ROWS else f"lengths along {axis.name!r}"
+            extents.setdefault(what, {})[leaf.path if axis is ROWS else f"{leaf.path}[{dim}]"] = tensor.shape[dim]
+    for what, found in extents.items():
+        if len(set(found.values())) > 1:
+            return Refusal(Reason.ROWS_DISAGREE, f"arguments have different {what}: {found}")
+    for leaf, value in zip(leaves, values, strict=True):
+        if not _is_plain(value) and is_cache(value) and (advice := advice_for([value])):
+            return Refusal(Reason.STATE_REBOUND, f"argument {leaf.path!r}: {advice}")
+        if has_odd([leaf], [value], rules):
+            return Refusal(
+                Reason.UNGUARDED_ARGUMENT,
+                f"argument {leaf.path!r} is {describe(value)}, whose change cannot be seen; "
+                "pass tensors and constants, or name it in static= if it is the same each time",
+            )
+    return None
+
+
+def device_of(
+    leaves: Sequence[Leaf], values: Sequence[Any], rules: ArgumentRules, held: Callable[[], Sequence[torch.Tensor]]
+) -> torch.device | None:
+    """The device of a call's tensors; None without any. A call of constants alone, none of them with a batch dimension,
+    may read and write what the callable holds: then it is the device of ``held()``."""
+    tensors: list[torch.Tensor] = list(filter(is_tensor, values))
+    if not tensors and not rules.dynamic and not has_odd(leaves, values, rules):
+        tensors = sorted(held(), key=lambda tensor: tensor.device.type == "cpu")
+    return tensors[0].device if tensors else None
+
+
+def has_odd(leaves: Sequence[Leaf], values: Sequence[Any], rules: ArgumentRules) -> bool:
+    """Whether there is an argument whose change cannot be seen: no tensor, no constant, no cache, and not declared
+    static."""
+    pairs = zip(leaves, values, strict=True)
+    return any(not (_is_plain(value) or rules.is_static(leaf) or is_cache(value)) for leaf, value in pairs)
+
+
+def no_tensors(leaves: Sequence[Leaf], values: Sequence[Any]) -> Refusal:
+    """Why arguments among which no tensor is found cannot be served; those that may hold some are named."""
+    odd = [(leaf, value) for leaf, value in zip(leaves, values, strict=True) if not _is_plain(value)]
+    named = [f"argument {leaf.path!r} is {describe(value)}" for leaf, value in odd]
+    return Refusal(Reason.NO_TENSORS, "; ".join([Reason.NO_TENSORS.text, *named]))
+
+
+def _learn(form: InputSpec, shape: torch.Size, shapes: dict[torch.Size, tuple[int, int]]) -> tuple[int, int] | None:
+    if len(shapes) >= _MOST_SHAPES:
+        shapes.clear()
+    found = form.extents(shape)
+    if found is not None:
+        shapes[shape] = found
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or issubclass(type(value), (torch.Tensor, Enum, *_BY_IDENTITY))
+
+
+def _exactly(value: Any) -> tuple[type, Any]:
+    """A constant as something that is equal exactly where it looks the same to a callable."""
+    return type(value), _EXACT[type(value)](value) if type(value) in _EXACT else value
+
+
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def _memory_order(tensor: torch.Tensor) -> tuple[tuple[int, ...], bool]:
+    """The dimensions from slowest to fastest in memory, and whether they leave no gaps.
+
+    Where a dimension has one element its stride says nothing; such dimensions may end up in another place than in a
+    larger batch, which makes another signature, and no other harm.
+    """
+    if tensor.is_contiguous():
+        return tuple(range(tensor.dim())), True
+    stride, shape = tensor.stride(), tensor.shape
+    order = sorted(range(tensor.dim()), key=lambda d: (-stride[d], d))
+    expected = 1
+    dense = True
+    for d in reversed(order):
+        dense = dense and (stride[d] == expected or shape[d] == 1)
+        expected *= max(shape[d], 1)
+    return tuple(order), dense
+
+
+# Key-value caches of transformers are known by names of classes, since nothing is imported. A cache is an argument that
+# is the same object in each call, like one that is named in ``static=``.
+_HOME = "transformers.cache_utils"
+_GROWS = "a DynamicCache grows by concatenation; use a static cache (transformers.StaticCache)"
+_COUNTS = "a sliding window counts its tokens in Python; graphdispatch.integrations.transformers serves it"
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a value is a cache of transformers."""
+    return "Cache" in _names(value)
+
+
+def advice_for(values: Iterable[Any]) -> str:
+    """Why no graph can write to one of these caches or layers, and what to use instead; empty if there is no reason."""
+    for value in values:
+        names = _names(value)
+        if "DynamicLayer" in names or ("DynamicCache" in names and _grows(value)):
+            return _GROWS
+        if "StaticSlidingWindowLayer" in names:
+            return _COUNTS
+    return ""
+
+
+def _grows(cache: Any) -> bool:
+    """Whether a cache grows: it has growing layers, or will make its layers when it is used."""
+    layers = vars(cache).get("layers")
+    return not layers or any("DynamicLayer" in _names(layer) for layer in layers)
+
+
+def _names(value: Any) -> list[str]:
+    return [kind.__name__ for kind in type(value).__mro__ if kind.__module__ == _HOME]

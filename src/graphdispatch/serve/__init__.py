@@ -1,1 +1,0 @@
-"""The one server behind every front end: lookups, hits, captures, failures, counters."""

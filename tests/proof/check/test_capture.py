@@ -1,0 +1,189 @@
+"""One capture: the arguments that it refuses at once, and the garbage around it."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from graphdispatch import CUDAGraphOptions, Reason, graphed
+from graphdispatch.engines import AdaptiveCUDAGraphWrapper, BatchDescriptor
+
+from ...behaviour.cases import Box
+from ...helpers import Spy, assert_same, catching, check_calls, make
+
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+_cache = torch.zeros(8, 3)
+
+
+def _write_first(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    return y * 2
+
+
+def _write_both(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    y.mul_(2)
+    return x + 1
+
+
+def _write_state(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    _cache[4:].add_(1)
+    return x + y
+
+
+def _one_tensor() -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(4, 3)
+    return x, x
+
+
+def _two_halves() -> tuple[torch.Tensor, torch.Tensor]:
+    both = torch.randn(8, 3)
+    return both[:4], both[4:]
+
+
+def _part_of_state() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(4, 3), _cache[:4]
+
+
+# In the last three the written elements are nobody else's, so that every value of a replay agrees with eager.
+ALIASES = {
+    "one tensor twice": (_write_first, _one_tensor),
+    "two halves, one written": (_write_first, _two_halves),
+    "two halves, both written": (_write_both, _two_halves),
+    "part of written state": (_write_state, _part_of_state),
+}
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(("fn", "arguments"), ALIASES.values(), ids=ALIASES.keys())
+def test_a_capture_from_arguments_that_share_written_memory_is_refused(
+    fn: Step, arguments: Callable[[], tuple[Any, Any]], verify: bool
+) -> None:
+    """A graph would write to copies, which share no memory; the call runs eagerly, once, and says why."""
+    step = make(fn, dynamic={"x": 0, "y": 0}, sizes=(4,), verify=verify)
+    states = x, y, _ = *arguments(), _cache
+    before = [state.clone() for state in states]
+    result = step(x, y)
+    after = [state.clone() for state in states]
+    assert step.last_decision.reason is Reason.ALIASED_ARGUMENTS
+    assert "share with each other or with its own state" in step.last_decision.detail
+    assert list(step.entries) == []
+    for state, value in zip(states, before, strict=True):
+        state.copy_(value)
+    assert_same((result, *after), (fn(x, y), *states))
+
+
+def test_arguments_that_share_memory_which_is_only_read_are_captured() -> None:
+    """Copies of memory that nobody writes are as good as the memory."""
+    step = make(lambda x, y: x + y, dynamic={"x": 0, "y": 0})
+    x, y = _one_tensor()
+    assert torch.equal(step(x, y), x * 2)
+    assert step.last_decision.reason is Reason.CAPTURED_NOW
+
+
+Probe = Callable[[], bool]
+
+
+def garbage() -> Probe:
+    """Makes a cycle that nothing refers to; returns a function that tells whether it is still there."""
+    cycle = Box()
+    cycle.itself = cycle
+    return partial(lambda ref: ref() is not None, weakref.ref(cycle))
+
+
+def _prewarm_graphed(fn: Callable[..., Any], options: CUDAGraphOptions) -> None:
+    step = graphed(fn, dynamic={"x": 0}, sizes=(2, 4), options=options)
+    step.prewarm(torch.randn(2, 3))
+
+
+def _prewarm_wrapper(fn: Callable[..., Any], options: CUDAGraphOptions) -> None:
+    wrapper = AdaptiveCUDAGraphWrapper(fn, options=options)
+    wrapper.prewarm([BatchDescriptor(4), BatchDescriptor(2)], lambda descriptor: torch.randn(descriptor.num_tokens, 3))
+
+
+@pytest.mark.parametrize("gc_disable", [True, False])
+@pytest.mark.parametrize("prewarm", [_prewarm_graphed, _prewarm_wrapper])
+def test_prewarming_collects_after_the_last_capture(
+    prewarm: Callable[[Callable[..., Any], CUDAGraphOptions], None], gc_disable: bool
+) -> None:
+    """None is collected until the last capture is done."""
+    is_kept, within = Spy(), Spy()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        within.append(garbage())
+        is_kept.append(not gc.isenabled() and all(is_there() for is_there in within))
+        return x * 2
+
+    if not gc_disable:
+        gc.disable()  # Python itself collects nothing meanwhile
+    try:
+        prewarm(step, CUDAGraphOptions(gc_disable=gc_disable))
+        assert len(within) > 2
+        assert all(is_kept)
+        young: list[list[int]] = [[] for _ in range(5000)]  # more than the collector waits for
+        assert any(is_there() for is_there in within) is not (gc_disable and bool(young))
+    finally:
+        gc.enable()
+
+
+def _at_most_width(x: torch.Tensor) -> torch.Tensor:
+    return torch.minimum(x, torch.tensor(x.size(-1), dtype=torch.float))  # made by TorchScript, unseen
+
+
+def _all_above_three(x: torch.Tensor) -> torch.Tensor:
+    torch._assert_async((x > 3).all())
+    return x * 2
+
+
+def _row_of_table(x: torch.Tensor) -> torch.Tensor:
+    return torch.eye(3)[:2][(5 - x[:, 0]).int()]
+
+
+@pytest.mark.parametrize(
+    ("fn", "said"),
+    [
+        (torch.jit.script(_at_most_width), "that no operator of the call made"),
+        (_all_above_three, "_assert_async"),
+        (_row_of_table, "index"),
+    ],
+    ids=["refused", "asserted", "out of range"],
+)
+def test_an_error_that_the_callable_catches_is_one_for_a_graph(fn: Callable[..., torch.Tensor], said: str) -> None:
+    """Else the graph would hold what the callable does instead, and agree with eager by chance at first."""
+    step = graphed(catching(fn), dynamic={"x": 0}, sizes=(4,))
+    reasons = check_calls(step, *(torch.full((4, 3), value) for value in (1.0, 2.0, 2.5, 2.0, 5.0)))
+    assert {*reasons[1:]} == {Reason.CAPTURE_UNSAFE}
+    assert said in step.explain(torch.ones(4, 3))
+
+
+def test_a_view_that_cannot_be_made_is_no_such_error() -> None:
+    """The geometry alone decides that, and it is the same for all batches."""
+
+    def flat(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return x.t().view(-1)
+        except RuntimeError:
+            return x.t().reshape(-1)
+
+    step = graphed(lambda x: x * 2 + flat(x)[-1] * 0, dynamic={"x": 0}, sizes=(4,))
+    assert check_calls(step, *(torch.rand(4, 3) for _ in range(4)))[-1] is Reason.EXACT
+
+
+def test_a_padded_write_that_cannot_be_saved_is_refused_though_the_callable_catches_that() -> None:
+    """Else the padding's writes to state would stay."""
+    state = torch.zeros(8, 3)
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        with suppress(Exception):
+            state[: len(x)].add_(1)
+        return x * 2
+
+    step = graphed(counted, dynamic={"x": 0}, sizes=(4,), options=CUDAGraphOptions(state_limit_bytes=state[:3].nbytes))
+    reasons = check_calls(step, *torch.rand(4, 3, 3), fn=lambda x: x * 2)
+    assert reasons[1] is Reason.STATE_TOO_LARGE
+    assert state[:, 0].tolist() == [4, 4, 4, 0, 0, 0, 0, 0]

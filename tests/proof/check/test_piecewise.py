@@ -1,0 +1,404 @@
+"""PIECEWISE captures: graphs and eager parts in turn give eager's answer, or a clear error, and nothing in between."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, eager_break, graphed
+from graphdispatch.backends import get_backend
+from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
+from graphdispatch.errors import ReplayError
+from graphdispatch.runtime.breaks import ACTIVE
+
+from ...behaviour.cases import Box
+from ...helpers import AT_ONCE, Spy, check_calls, in_threads, make
+
+PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+ONE = BatchDescriptor(1)
+
+
+def pieces(fn: Callable[..., Any], *, ahead: bool = True, **options: Any) -> Graphed[..., Any]:
+    """``fn`` of one tensor ``x`` whose rows are dimension 0, served in pieces and captured ahead, or at once."""
+    served = make(fn, **{"sizes": (4,), "mode": "PIECEWISE"} | options)
+    if ahead:
+        served.prewarm(x=torch.linspace(-1, 1, 12).view(4, 3))
+    return served
+
+
+def graph_of(served: Graphed[..., Any]) -> Any:
+    """The graph of the only entry."""
+    (entry,) = served.entries
+    assert entry.mode is PIECEWISE
+    return entry.graph
+
+
+def agrees(served: Graphed[..., Any], times: int = 4, rows: int = 4) -> None:
+    """Replays give eager's answer, bit for bit without padding; every call must be a hit."""
+    for _ in range(times):
+        x = torch.randn(rows, 3)
+        torch.testing.assert_close(served(x=x), served.unwrap()(x=x), rtol=0, atol=0 if rows == 4 else 1e-6)
+        assert served.last_decision.reason.is_graph, served.last_decision
+
+
+@eager_break
+def host_scale(x: Tensor) -> Tensor:
+    """Reads a value back, which no graph can; one of the first row, since padding rows shall not count."""
+    return x * (1.0 if float(x[0, 0]) > 0 else 3.0)
+
+
+# What a capture consists of.
+
+
+def test_graphs_and_breaks_alternate() -> None:
+    """Two breaks make three graphs around them, in order."""
+    graph = graph_of(pieces(lambda x: host_scale(host_scale(x + 1) * 2) - 1))
+    assert (len(graph.graphs), len(graph.breaks)) == (3, 2)
+    assert "3 graphs, 2 breaks" in repr(graph)
+    assert len(graph_of(pieces(lambda x: x * 2 + 1)).graphs) == 1
+
+
+def test_an_explanation_names_the_breaks() -> None:
+    """``explain`` says of a graph in pieces how many there are and where it breaks; one in one piece has none."""
+    x = torch.randn(3, 3)
+    options = CUDAGraphOptions(rows="independent")  # what a break does with numbers nobody sees
+    served = pieces(lambda x: host_scale(host_scale(x + 1)), options=options)
+    agrees(served, rows=3)
+    text = served.explain(x=x)
+    assert "% padding; graphs: 3, breaks: 2 x host_scale at test_piecewise.py:" in text
+    assert pieces(lambda x: x + 1).explain(x=x).endswith("; graphs: 1, breaks: none")
+
+
+# What a break returns.
+
+
+def test_a_replay_retains_no_fresh_tensor() -> None:
+    """What a break makes at a replay is let go as soon as it was copied."""
+    made = Spy()
+
+    @eager_break
+    def note(x: Tensor) -> Tensor:
+        result = x * 2
+        made.append(weakref.ref(result))
+        return result
+
+    served = pieces(lambda x: note(x + 1) + 1)
+    made.clear()
+    agrees(served, times=3)
+    gc.collect()
+    assert [ref() for ref in made] == [None] * 6
+
+
+# Values that live across breaks.
+
+
+@pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("second", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_a_graph_may_be_replayed_in_another_mode(first: Callable[[], Any], second: Callable[[], Any]) -> None:
+    """Breaks run in the mode of their capture, so that tensors across them can be written in place."""
+    weight = nn.Linear(3, 3)
+    in_place = eager_break(lambda x: (x.mul_(2), weight(x)))
+
+    def model(x: Tensor) -> Tensor:
+        h, fresh = in_place(x + 1)
+        return fresh.add_(1) + h  # type: ignore[no-any-return]
+
+    with first():
+        (entry,) = pieces(lambda x: model(x)).entries
+        x = torch.randn(4, 3)
+        expected = model(x)
+    with second():
+        got = entry.replay({"x": x})
+    assert torch.equal(got, expected)
+    assert not got.requires_grad
+
+
+# What a break must not do.
+
+
+CHANGES = {
+    "shape": (lambda x: x * 2, lambda x: x[:2] * 2, "a break must keep its shapes"),
+    "dtype": (lambda x: x * 2, lambda x: (x * 2).double(), "a break must keep its shapes"),
+    "structure": (lambda x: (x * 2,), lambda x: [x * 2], "another structure"),
+    "value": (lambda x: (x * 2, 1), lambda x: (x * 2, 2), r"returned 2 where it returned 1"),
+    "tensor to value": (lambda x: (x * 2, x + 1), lambda x: (x * 2, 2), "share memory otherwise"),
+    "fresh to argument": (lambda x: x * 2, lambda x: x, "return a copy of it"),
+    "argument to fresh": (lambda x: x, lambda x: x * 2, "return a copy of it"),
+    "another view": (lambda x: x[:2], lambda x: x[2:], "return a copy of it"),
+    "sharing": (lambda x: (x * 2, x * 3), lambda x: ((y := x * 2), y), "share memory otherwise"),
+}
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_result_is_no_answer(change: str, writes: bool) -> None:
+    """Where the call has written nothing yet, it gets eager's answer and the graph goes. Behind a write to memory that
+    the caller sees, which a second run would write twice, it is an error."""
+    before, after, message = CHANGES[change]
+    steps = torch.zeros(1)
+    flip = eager_break(lambda x: before(x) if float(x.sum()) > 0 else after(x))
+
+    def model(x: Tensor) -> Tensor:
+        if writes:
+            steps.add_(1)
+        got = flip(x * 1)
+        return x + steps + (got[0] if isinstance(got, (tuple, list)) else got).sum()
+
+    served = pieces(model, ahead=False)
+    for scale in (1.0, 2.0, 3.0):
+        served(x=torch.full((4, 3), scale))
+    assert served.last_decision.reason is Reason.EXACT
+    x = -torch.ones(4, 3)
+    if not writes:
+        assert torch.equal(served(x=x), model(x))
+        assert served.last_decision.reason is Reason.REPLAY_FAILED
+        assert message in served.last_decision.detail
+        assert served.entries == []
+        return
+    with pytest.raises(ReplayError, match=message) as caught:
+        served(x=x)
+    assert caught.value.had_effects
+    assert float(steps) == 4.0
+    # The next call compares the graph with eager once more; it fits again, and serves.
+    for count, reason in ((5.0, Reason.VERIFIED_NOW), (6.0, Reason.EXACT)):
+        served(x=torch.ones(4, 3))
+        assert float(steps) == count
+        assert served.last_decision.reason is reason
+
+
+def test_a_break_that_wrote_some_state_before_a_changed_result() -> None:
+    """It writes for values that the capture did not have, and is not run again."""
+    seen = torch.zeros(1)
+    note = eager_break(lambda x: x + 1 if x.sum() < 0 else None if seen.add_(1) else x)
+    served = pieces(lambda x: x if (y := note(x * 2)) is None else y + x, ahead=False)
+    check_calls(served, *(torch.full((4, 3), -scale) for scale in (1.0, 2.0, 3.0)))
+    with pytest.raises(ReplayError, match="returned None") as caught:
+        served(torch.ones(4, 3))
+    assert caught.value.had_effects
+    assert float(seen) == 1.0
+
+
+# Exceptions.
+
+
+class Fuse:
+    """A break that raises when it is told to."""
+
+    blown = only_in_capture = False
+
+    @eager_break
+    def __call__(self, x: Tensor) -> Tensor:
+        """Twice the argument."""
+        if self.blown and (ACTIVE.get() is not None or not self.only_in_capture):
+            raise ValueError("the fuse is blown")
+        return x * 2
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+@pytest.mark.parametrize("raises_in", ["break", "graph", "graph with state"])
+def test_what_a_call_wrote_to_its_argument_before_it_raised_stays(raises_in: str, rows: int) -> None:
+    """As eagerly: the argument was written before the error, so the caller finds it written, padded or not."""
+    fuse, table, steps = Fuse(), torch.randn(5, 3), torch.zeros(1)
+
+    def with_break(x: Tensor, ids: Tensor) -> Tensor:
+        return fuse(x.mul_(0.5) * 1) + table[ids]
+
+    def with_state(x: Tensor, ids: Tensor) -> Tensor:
+        steps.add_(1)
+        return x.mul_(0.5) * 1 + table[ids]
+
+    model, mode = (with_state, "FULL") if raises_in == "graph with state" else (with_break, "PIECEWISE")
+    served = graphed(model, dynamic={"x": 0, "ids": 0}, sizes=(4,), mode=mode, options=AT_ONCE)
+    for number in range(4):
+        served(torch.randn(rows, 3), torch.full((rows,), number))
+    assert served.last_decision.reason in (Reason.EXACT, Reason.PADDED)
+    x, ids = torch.randn(rows, 3), torch.full((rows,), 1 if raises_in == "break" else 5)
+    halved, fuse.blown = x * 0.5, raises_in == "break"
+    with pytest.raises(ValueError if raises_in == "break" else IndexError):
+        served(x, ids)
+    assert torch.equal(x, halved)
+    fuse.blown = False
+    x, ids = torch.randn(rows, 3), torch.arange(rows)
+    assert torch.equal(served(x.clone(), ids), model(x, ids))
+
+
+KEPT, BLOWN = Spy(), Fuse()  # without the spy the write itself is refused
+BLOWN.blown = BLOWN.only_in_capture = True
+
+
+@eager_break
+def keep(x: Tensor) -> None:
+    """Keeps a tensor, and does not return it."""
+    KEPT[:] = [x * 2]
+
+
+def reads_what_was_kept(x: Tensor) -> Tensor:
+    """A later part reads it, which would be stale."""
+    keep(x + 1)
+    return x + KEPT[0]  # type: ignore[no-any-return]
+
+
+def catches(x: Tensor) -> Tensor:
+    """What the model does instead was not recorded."""
+    try:
+        return BLOWN(x + 1) + 1
+    except ValueError:
+        return (x + 1) * 2 + 1
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (reads_what_was_kept, "return it from the break"),
+        (lambda x: host_scale(x) + x.sum().item(), "test_piecewise.py"),
+        (catches, "raised and the callable went on"),
+    ],
+    ids=["a tensor that a break keeps", "an unsafe operator between breaks", "a break's exception that is caught"],
+)
+def test_what_no_graph_in_pieces_can_hold_is_refused(model: Callable[[Tensor], Tensor], told: str) -> None:
+    """Marks do not allow the parts around them more than a FULL capture does, and the detail says what is at fault."""
+    served = pieces(model, ahead=False)
+    check_calls(served, torch.randn(4, 3))
+    assert served.last_decision.reason is Reason.CAPTURE_UNSAFE
+    assert told in served.last_decision.detail
+    assert not get_backend("cpu").is_capturing()
+
+
+def test_an_inner_call_waits_for_no_one() -> None:
+    """A break runs with the pool's lock held, so that its calls must not want the lock under which graphs are made:
+    whoever has that one may be waiting for the pool."""
+
+    @eager_break
+    def part(h: Tensor) -> Tensor:
+        return h + served(x=h[:1]) if len(h) > 1 else h
+
+    served = graphed(lambda x: part(x * 2) + x, dynamic={"x": 0}, sizes=(1, 4), mode="PIECEWISE", options=AT_ONCE)
+    served.prewarm(x=torch.linspace(-1, 1, 12).view(4, 3))
+    x = torch.randn(4, 3)
+    with served._graphs.lock:
+        (result,) = in_threads(lambda: served(x=x))
+    assert torch.equal(result, x * 2 + (x[:1] * 2 * 2 + x[:1] * 2) + x)
+
+
+def test_a_call_from_another_thread_waits_its_turn() -> None:
+    """A call that comes from elsewhere while a break runs is served by a graph, after the break's replay."""
+    started: list[threading.Thread] = []
+    reasons: list[Reason] = []
+
+    @torch.no_grad()
+    def elsewhere() -> None:
+        y = torch.randn(4, 3)
+        assert torch.equal(served(x=y), (y + 1) * 2 - y)
+        reasons.append(served.last_decision.reason)
+
+    @eager_break
+    def part(x: Tensor) -> Tensor:
+        if is_armed and not started:
+            started.append(threading.Thread(target=elsewhere))
+            started[0].start()
+        return x * 2
+
+    is_armed = False
+    served = pieces(lambda x: part(x + 1) - x)
+    is_armed = True
+    x = torch.randn(4, 3)
+    assert torch.equal(served(x=x), (x + 1) * 2 - x)
+    started[0].join()
+    assert reasons == [Reason.EXACT]
+
+
+def nested_wrappers(pool_is_shared: bool) -> tuple[CUDAGraphWrapper, CUDAGraphWrapper]:
+    """A PIECEWISE wrapper, and the FULL one that its break calls."""
+    backend = get_backend("cpu")
+    pools = [backend.make_pool()] * 2 if pool_is_shared else [backend.make_pool(), backend.make_pool()]
+    inner = CUDAGraphWrapper(lambda x: (x * 3).sin() + x, FULL, backend=backend, pool=pools[0])
+
+    @eager_break
+    def part(x: Tensor) -> Tensor:
+        return inner(x, batch_descriptor=ONE, cudagraph_runtime_mode=FULL) * 1  # type: ignore[no-any-return]
+
+    outer = CUDAGraphWrapper(lambda x: part(x + 1) * (x - 1), PIECEWISE, backend=backend, pool=pools[1])
+    for _ in range(3):
+        x = torch.randn(4, 3)
+        inner(x, batch_descriptor=ONE, cudagraph_runtime_mode=FULL)
+        outer(x, batch_descriptor=ONE, cudagraph_runtime_mode=PIECEWISE)
+    return outer, inner
+
+
+@pytest.mark.parametrize("pool_is_shared", [False, True])
+def test_a_break_may_call_another_graph(pool_is_shared: bool) -> None:
+    """It is replayed where it has memory of its own, and runs eagerly where it shares the outer one's."""
+    outer, inner = nested_wrappers(pool_is_shared)
+    figures, outer_figures = inner.get_stats(), outer.get_stats()
+    hits, outer_hits = figures.hits, outer_figures.hits
+    for _ in range(3):
+        x = torch.randn(4, 3)
+        h = x + 1
+        got = outer(x, batch_descriptor=ONE, cudagraph_runtime_mode=PIECEWISE)
+        assert torch.equal(got, ((h * 3).sin() + h) * (x - 1))
+    assert figures.hits == hits + (0 if pool_is_shared else 3)
+    assert (figures.reasons[Reason.INSIDE_REPLAY] > 0) is pool_is_shared
+    assert outer_figures.hits == outer_hits + 3
+
+
+# Streams.
+
+
+def test_an_error_on_a_side_stream_is_the_break_s() -> None:
+    """It passes through the break, which works itself meanwhile and joins before it ends; the next call is served."""
+    backend = get_backend("cpu")
+    side, blown = backend.make_stream(), [False]
+
+    @eager_break
+    def part(x: Tensor) -> Tensor:
+        attended: list[Tensor] = []
+
+        def attention() -> None:
+            if blown[0]:
+                raise ValueError("no attention")
+            attended.append(x)
+
+        side.wait_stream(backend.current_stream())
+        with backend.use_stream(side):
+            attention()
+        own = x * 2
+        backend.current_stream().wait_stream(side)
+        return own + attended[0]
+
+    served = pieces(lambda x: part(x + 1) * 2 - x)
+    blown[0] = True
+    with pytest.raises(ValueError, match="no attention"):
+        served(x=torch.randn(4, 3))
+    blown[0] = False
+    agrees(served)
+
+
+def test_a_call_that_has_written_cannot_run_again() -> None:
+    """Its break sets a number by the batch, and what follows reads it: it raises, and says what to do; the next call is
+    answered as eager does."""
+    calls, chosen = torch.zeros(1), Box(limit=1)
+
+    @eager_break
+    def choose(x: Tensor) -> Tensor:
+        chosen.limit = 2 if x.sum() > 100 else 1
+        return x + 1
+
+    def model(x: Tensor) -> Tensor:
+        calls.add_(1)
+        return choose(x * 2) * chosen.limit
+
+    served = graphed(model, dynamic={"x": 0}, sizes=(4,), mode="PIECEWISE")
+    for _ in range(6):
+        served(torch.rand(4, 4))
+    assert served.stats.hits
+    with pytest.raises(ReplayError, match="return what they need from the break"):
+        served(torch.rand(4, 4) + 100)
+    assert calls == 7
+    for x in (torch.rand(4, 4) + 100, torch.rand(4, 4)):
+        assert torch.equal(served(x), (x * 2 + 1) * (2 if x.sum() > 100 else 1))
+    assert calls == 9

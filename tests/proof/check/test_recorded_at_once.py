@@ -1,0 +1,118 @@
+"""In a prewarm the graph of a further size is recorded in the run that is watched."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
+
+from ...helpers import check_rows
+
+SIZES = (2, 4, 8)
+
+
+def counted(run: Callable[[], object]) -> int:
+    """How often ``tanh`` runs, which a callable here does once. A mode that passes it on calls another within it."""
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        run()
+    return sum(event.name == "aten::tanh" and not _is_within(event) for event in found.events())
+
+
+def _is_within(event: Any) -> bool:
+    parent = event.cpu_parent
+    while parent is not None and parent.name != event.name:
+        parent = parent.cpu_parent
+    return parent is not None
+
+
+def served(fn: Callable[..., Tensor], **options: Any) -> Graphed[..., Tensor]:
+    """The callable with graphs of these sizes."""
+    return graphed(fn, dynamic={"x": 0}, sizes=SIZES, options=CUDAGraphOptions(**options))
+
+
+class Cached(nn.Module):
+    """Writes rows of a buffer, reads them, and draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(8, 3))
+
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Rows are the places of the batch in the buffer."""
+        self.seen.index_copy_(0, rows, x)
+        return torch.tanh(self.seen[rows] + torch.rand(3))
+
+
+def step_of_flag(flag: Path) -> Graphed[..., Tensor]:
+    """A callable that does something else while a file exists, which no guard sees."""
+
+    path = str(flag)
+
+    def fn(x: Tensor) -> Tensor:
+        if os.path.exists(path):
+            if not os.path.getsize(path):
+                raise ValueError(path)
+            return torch.tanh(x * 2) + 1
+        return torch.tanh(x * 2)
+
+    return served(fn)
+
+
+def test_a_further_size_takes_two_runs() -> None:
+    """The one that is watched and recorded, and the replay that is compared with it; a user may want more warm-ups. A
+    callable that draws is not timed besides."""
+    for warmups, runs in ((1, 2), (3, 5)):
+        step = served(lambda x: torch.tanh(x * 2 + torch.rand(3)), warmup_iterations=warmups)
+        step.prewarm(torch.randn(8, 3), sizes=[8])
+        assert counted(partial(step.prewarm, torch.randn(8, 3), sizes=[4])) == runs
+        assert step.captured_sizes == (4, 8)
+
+
+def test_what_a_recorded_run_writes_is_undone() -> None:
+    """A prewarm leaves no effect in the state or the random generator, and each later call has its own once."""
+    model, twin = Cached(), Cached()
+    step = graphed(model, dynamic={"x": 0, "rows": 0}, sizes=SIZES)
+    x, before = torch.randn(8, 3), torch.get_rng_state()
+    step.prewarm(x, torch.arange(8))
+    assert not model.seen.any()
+    assert torch.equal(torch.get_rng_state(), before)
+    for rows in (4, 8, 2):
+        x, places = torch.randn(rows, 3), torch.arange(8)[-rows:]
+        state = torch.get_rng_state()
+        answer = step(x, places)
+        after = torch.get_rng_state()
+        torch.set_rng_state(state)
+        assert torch.equal(answer, twin(x, places))
+        assert torch.equal(torch.get_rng_state(), after)
+        assert torch.equal(model.seen, twin.seen)
+
+
+def test_a_run_that_is_not_like_the_first_is_watched_closely(tmp_path: Path) -> None:
+    """Its graph holds what the callable does now, and not what it did for another size."""
+    flag = tmp_path / "flag"
+    step, x = step_of_flag(flag), torch.randn(8, 3)
+    step.prewarm(x, sizes=[8])
+    flag.write_text("more")
+    step.prewarm(x, sizes=[4])
+    assert step.captured_sizes == (4, 8)
+    assert torch.equal(step(x[:4]), torch.tanh(x[:4] * 2) + 1)
+
+
+def test_an_error_of_a_recorded_run_is_the_callables(tmp_path: Path) -> None:
+    """It is the reason why there is no graph of that size, as it would be from a run that is not recorded."""
+    flag = tmp_path / "flag"
+    step, x = step_of_flag(flag), torch.randn(8, 3)
+    step.prewarm(x, sizes=[8])
+    flag.touch()
+    (why,) = step.prewarm(x, sizes=[4]).left_out.values()
+    assert "ValueError" in why
+    flag.unlink()
+    assert step.captured_sizes == (8,)
+    step.prewarm(x, sizes=[4])
+    assert check_rows(step, 8, 4) == [Reason.EXACT] * 2

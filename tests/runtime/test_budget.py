@@ -1,0 +1,236 @@
+"""Whether there is time for a capture, what a batch takes eagerly, and which batches a graph serves by that."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import graphdispatch as gd
+from graphdispatch import CUDAGraphOptions, Reason, graphed
+from graphdispatch.runtime import group as serve_group
+from graphdispatch.runtime.budget import CaptureBudget, EagerTimes, loses, may_lose
+from graphdispatch.stats import Gain
+
+from ..helpers import check_rows, double
+
+MS = 1e-3
+
+
+class Service:
+    """A budget with a clock of its own, and what its graphs have done so far."""
+
+    def __init__(self, share: float | None = 0.1, first_capture_s: float = 0.0) -> None:
+        self.now, self.replays, self.saved = 0.0, 0, 0.0
+        self.budget = CaptureBudget(share, lambda: self.replays, lambda: self.saved)
+        vars(self.budget).update(clock=lambda: self.now, first_capture_s=first_capture_s, first_capture_calls=40)
+
+    def call(self, times: int, seconds: float = 4 * MS) -> None:
+        """Eager calls."""
+        for _ in range(times):
+            self.budget.note_eager(seconds)
+
+    def capture(self, seconds: float, *, is_good: bool = True) -> None:
+        """A capture or a failed one, of so long beyond its eager run."""
+        started = self.now
+
+        def work() -> Any:
+            self.now = started + seconds + 4 * MS
+            return SimpleNamespace(entry=object() if is_good else None)
+
+        self.budget.pay(work, is_capture=True)
+
+
+def test_the_first_capture_comes_soon() -> None:
+    """If it is expected to take no longer than a hundred calls."""
+    service = Service(first_capture_s=15 * MS)
+    service.call(2)
+    assert service.budget.has_time()
+
+
+@pytest.mark.parametrize("calls", [2, 100])
+def test_a_first_capture_of_more_than_a_hundred_calls_waits(calls: int) -> None:
+    """Of a callable that takes a tenth of a millisecond."""
+    service = Service(first_capture_s=15 * MS)
+    service.call(calls, 0.1 * MS)
+    assert not service.budget.has_time()
+    service.call(service.budget.calls_until_time, 0.1 * MS)
+    assert service.budget.has_time()
+
+
+def test_the_first_call_alone_shows_little() -> None:
+    """It loads and compiles: a later call may take a tenth of it."""
+    service = Service(first_capture_s=15 * MS)
+    service.call(1, 1 * MS)
+    assert not service.budget.has_time()
+    service.call(1, 1 * MS)
+    assert service.budget.has_time()
+
+
+def test_further_captures_wait_for_a_tenth_of_the_time() -> None:
+    """The first one counts."""
+    service = Service()
+    service.call(2)
+    service.capture(100 * MS)
+    assert not service.budget.has_time()
+    service.call(service.budget.calls_until_time)
+    assert service.budget.has_time()
+    assert service.budget._served_s == pytest.approx(2.0, rel=0.01)
+
+
+def test_what_graphs_save_pays_for_captures() -> None:
+    """Besides the tenth; and replays count as time of calls, each as long as an eager one."""
+    service = Service()
+    service.call(2)
+    service.capture(100 * MS)
+    service.saved = 200 * MS
+    assert service.budget.has_time()
+    service.saved, service.replays = 0.0, 500
+    assert service.budget.has_time()
+
+
+def test_failures_use_up_nothing_that_others_need() -> None:
+    """They have an account of their own, smaller than that of captures."""
+    service = Service()
+    service.call(10)
+    for _ in range(3):
+        service.capture(1.0, is_good=False)
+    assert service.budget.has_time()
+    assert not service.budget.has_time(is_doubtful=True)
+    service.call(20_000)
+    assert not service.budget.has_time(is_doubtful=True)
+    service.call(21_000)
+    assert service.budget.has_time(is_doubtful=True)
+
+
+def test_a_prewarm_uses_up_nothing() -> None:
+    """But shows how long captures take, good ones and others."""
+    service = Service()
+    service.call(100)
+
+    def work(seconds: float, entry: Any) -> Any:
+        service.now += seconds
+        return SimpleNamespace(entry=entry)
+
+    service.budget.learn(lambda: work(1.0, None))
+    assert service.budget.has_time()
+    assert not service.budget.has_time(is_doubtful=True)
+    service.budget.learn(lambda: work(0.03, object()))
+    assert service.budget.has_time()
+    service.budget.learn(lambda: work(0.05, object()))
+    assert not service.budget.has_time()
+
+
+def test_a_batch_takes_what_the_ones_beside_it_take() -> None:
+    """By its rows, until three runs of its own have shown more; the shortest run counts."""
+    times = EagerTimes()
+    assert times.expected_s(4) is None
+    for rows, seconds in ((8, 8.0), (2, 2.0), (8, 9.0)):
+        times.note(rows, seconds)
+    assert [times.expected_s(rows) for rows in (1, 2, 5, 8, 20)] == [2.0, 2.0, 5.0, 8.0, 8.0]
+    for seconds in (1.5, 1.0, 1.25):
+        times.note(5, seconds)
+    assert times.expected_s(5) == 1.0
+    assert times.is_sure(5)
+    assert not times.is_sure(8)
+
+
+@pytest.mark.parametrize(
+    ("eager_ms", "replay_ms", "is_loss"),
+    [(1.0, 0.5, False), (1.0, 1.05, False), (1.0, 1.2, True), (0.01, 0.05, False), (0.01, 0.2, True)],
+)
+def test_noise_is_no_loss(eager_ms: float, replay_ms: float, is_loss: bool) -> None:
+    """A graph loses by a tenth and 25 us, or by 100 us where calls are shorter than that."""
+    assert loses(Gain(eager_ms, replay_ms)) is is_loss
+    assert may_lose(Gain(eager_ms, replay_ms)) is (replay_ms >= 0.9 * eager_ms)
+
+
+@pytest.fixture
+def losing(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A served callable whose graph of 8 takes 2 ms, eager 0.4 ms a row; and its group."""
+    monkeypatch.setattr(serve_group.EagerTimes, "wants", lambda *_: False)
+    step = graphed(double, dynamic={"x": 0}, sizes=(8,), options=CUDAGraphOptions(capture_share=None))
+    step.prewarm(torch.ones(8, 3))
+    (group,) = step._route.groups
+    step.entries[0].gain, group.times = Gain(3.2, 2.0), EagerTimes()
+    for rows in (1, 8):
+        for _ in range(3):
+            group.times.note(rows, 0.4 * MS * rows)
+    group.hits.clear()
+    return step
+
+
+def test_a_graph_serves_where_it_is_faster(losing: Any) -> None:
+    """Small batches stay eager, with both times and a remedy, and large ones are hits."""
+    assert check_rows(losing, 8, 7, 6, 3, 2, 1) == [
+        *(Reason.EXACT, Reason.PADDED, Reason.PADDED),
+        *(Reason.NO_GAIN, Reason.NO_GAIN, Reason.NO_GAIN),
+    ]
+    text = losing.explain(torch.ones(2, 3))
+    assert "a replay of 8 rows takes 2.000 ms, and an eager run of these 2 0.800 ms" in text
+    assert "sizes=" in text
+
+
+def test_a_batch_is_timed_again(losing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Now and then the graph serves it once; where that shows that the graph is faster, it serves from then on."""
+    is_loss = [True]
+    monkeypatch.setattr(serve_group, "loses", lambda _: is_loss[0])
+    found = check_rows(losing, *[2] * 40)
+    assert Reason.PADDED in found
+    assert found.count(Reason.PADDED) < 10
+    is_loss[0] = False
+    found = check_rows(losing, *[2] * 200)
+    assert set(found[100:]) == {Reason.PADDED}
+
+
+def test_strict_serves_by_graphs_whatever_they_gain() -> None:
+    """It promises a graph."""
+    step = graphed(double, dynamic={"x": 0}, sizes=(8,), strict=True)
+    step.prewarm(torch.ones(8, 3))
+    (group,) = step._route.groups
+    step.entries[0].gain = Gain(3.2, 2.0)
+    group.times.note(1, 0.1 * MS)
+    assert check_rows(step, 1) == [Reason.PADDED]
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_a_prewarm_makes_sure(is_short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where padding may make a graph slower, the smallest batch that it serves is timed; no call has to be. A short
+    run is timed twice."""
+    timed = []
+    monkeypatch.setattr(serve_group, "_SHORT_MS", 1e9 if is_short else 0.0)
+    monkeypatch.setattr(serve_group, "ENOUGH", 1)
+    monkeypatch.setattr(serve_group, "may_lose", lambda _: True)
+    monkeypatch.setattr(serve_group.GraphGroup, "timed", lambda group, fn, rows: timed.append(rows) or fn)
+    step = graphed(double, dynamic={"x": 0}, sizes=(4, 8))
+    step._graphs.clock = iter(range(10**6)).__next__
+    for entry in (step.prewarm(torch.ones(8, 3)), *step.entries)[1:]:
+        assert entry.gain is not None
+    assert timed == ([8, 5, 5, 4, 1, 1] if is_short else [5, 1])
+
+
+def test_a_prewarm_times_only_what_the_callable_takes() -> None:
+    """Lengths of an example may lie beyond the batches that are cut from it: such a batch is not timed."""
+    length = gd.Dim("length", sizes=[16, 32])
+    step = graphed(
+        lambda x, n: x.gather(1, (n - 1).view(-1, 1)).squeeze(1) * 2,
+        dynamic={"x": {0: "batch", 1: length}, "n": 0},
+        pad={"n": 1},
+        sizes=(2, 4),
+    )
+    report = step.prewarm(torch.randn(4, 32), torch.tensor([32, 31, 30, 29]))
+    (captured,) = report.captured.values()
+    assert len(captured) == 2
+
+
+def test_what_waits_says_what_stands_against_it() -> None:
+    """Where all captures of such calls have failed, their cause is the reason, also of sizes that were not tried."""
+
+    def reads(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum().item() > -1e9 else x
+
+    step = graphed(reads, dynamic={"x": 0}, sizes=(1, 2, 4), options=CUDAGraphOptions(capture_share=1e-9))
+    step._server.graphs.budget.clock = iter(range(10**9)).__next__
+    assert check_rows(step, 4, 4) == [Reason.FIRST_SIGHTING, Reason.CAPTURE_UNSAFE]
+    assert check_rows(step, 2, 2, 1, 1)[1::2] == [Reason.CAPTURE_UNSAFE] * 2
+    assert "item" in step.explain(torch.ones(2, 3))

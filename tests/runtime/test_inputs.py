@@ -1,0 +1,129 @@
+"""``StaticInputs``: what the buffers hold after any sequence of batches."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import graphdispatch as gd
+from graphdispatch import Pad
+from graphdispatch.runtime.rules import as_pad
+from graphdispatch.runtime.signature import InputSpec
+from graphdispatch.runtime.static_inputs import StaticInputs
+from graphdispatch.sizes import ROWS
+
+CPU = torch.device("cpu")
+CAPACITY = 6
+
+
+def spec(dim: int | None, pad: Pad, *, position: int = 0, order: tuple[int, ...] = (0, 1)) -> InputSpec:
+    """A float argument of two dimensions, one of them the batch and the other of extent three."""
+    shape = (3, 3) if dim is None else tuple(0 if d == dim else 3 for d in range(2))
+    spans = () if dim is None else ((dim, ROWS),)
+    return InputSpec(f"x{position}", position, shape, order, torch.float32, CPU, spans, (pad,) * len(spans))
+
+
+# A rule, and what it puts into one padding row, given the real rows (None: anything).
+Model = Callable[[torch.Tensor], torch.Tensor | None]
+RULES: dict[str, tuple[Pad, Model]] = {
+    "zero": (Pad.zero(), lambda real: torch.zeros(3)),
+    "value": (Pad.value(7), lambda real: torch.full((3,), 7.0)),
+    "repeat_last": (Pad.repeat_last(), lambda real: real[-1]),
+    "function": (Pad.function(lambda p, real: p.fill_(real.sum())), lambda real: torch.full((3,), float(real.sum()))),
+    "leave": (Pad.leave(), lambda real: None),
+}
+BATCH = st.integers(1, CAPACITY).flatmap(lambda size: st.tuples(st.integers(1, size), st.just(size)))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dim", [0, 1])
+@given(batches=st.lists(BATCH, min_size=1, max_size=12), soiled=st.sets(st.integers(0, 11)))
+def test_buffers_after_any_sequence(rule: str, dim: int, batches: Sequence[tuple[int, int]], soiled: set[int]) -> None:
+    """After each batch of any sequence the buffers hold its rows, then padding by the rule, whatever was before."""
+    pad, model = RULES[rule]
+    inputs = StaticInputs([spec(dim, pad)], CAPACITY)
+    generator = torch.Generator().manual_seed(0)
+    for step, (rows, size) in enumerate(batches):
+        if step in soiled:
+            inputs.views(CAPACITY)[0].fill_(-1.0)
+            inputs.mark_dirty()
+        real = torch.randn(rows, 3, generator=generator)
+        inputs.load([real.movedim(0, dim)], rows, size)
+        view, expected = inputs.views(size)[0].movedim(dim, 0), model(real)
+        assert view.shape[0] == size
+        assert torch.equal(view[:rows], real)
+        if expected is not None:
+            torch.testing.assert_close(view[rows:], expected.expand(size - rows, 3))
+
+
+def test_where_buffers_lie() -> None:
+    """Every size is a view of one buffer, in the memory order of the argument; one without a batch is copied whole."""
+    inputs = StaticInputs([spec(0, Pad.zero()), spec(None, Pad.zero(), position=1)], CAPACITY)
+    assert len({inputs.views(size)[0].data_ptr() for size in (1, 3, CAPACITY)}) == 1
+    assert inputs.nbytes == CAPACITY * 3 * 4 + 3 * 3 * 4
+    value = torch.randn(3, 3)
+    inputs.load([torch.ones(2, 3), value], 2, 4)
+    assert torch.equal(inputs.views(4)[1], value)
+    view = StaticInputs([spec(0, Pad.zero(), order=(1, 0))], CAPACITY).views(4)[0]
+    assert (view.shape, view.stride()) == ((4, 3), (1, 4))
+
+
+@pytest.mark.parametrize("rule", [Pad.zero(), "zero", 0, 0.0, False])
+def test_zero_in_any_spelling(rule: Any) -> None:
+    """A rule may be given as a ``Pad``, by name, or as a number."""
+    padding = torch.ones(2, 3)
+    as_pad("x", rule).filler(padding, torch.ones(1, 3), 0)()
+    assert not bool(padding.any())
+
+
+class Copies(TorchDispatchMode):
+    """Notes the dtypes of each copy that torch makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[list[torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._foreach_copy_.default:
+            self.dtypes.append([one.dtype for one in args[0]])
+        elif func is torch.ops.aten.copy_.default:
+            self.dtypes.append([args[0].dtype])
+        return func(*args, **(kwargs or {}))
+
+
+MIXED = (torch.float32, torch.int64, torch.bfloat16, torch.int64, torch.float32)
+
+
+def test_inputs_of_one_dtype_are_copied_at_once() -> None:
+    """Torch copies a list of several dtypes one by one."""
+    specs = [replace(spec(0, Pad.zero(), position=place), dtype=dtype) for place, dtype in enumerate(MIXED)]
+    inputs = StaticInputs(specs, CAPACITY)
+    values = [torch.arange(12).reshape(4, 3).to(dtype) + place for place, dtype in enumerate(MIXED)]
+    with Copies() as copies:
+        inputs.load(values, 4, 4)
+    assert copies.dtypes == [[torch.float32] * 2, [torch.int64] * 2, [torch.bfloat16]]
+    for value, view in zip(values, inputs.views(4), strict=True):
+        assert torch.equal(view, value)
+
+
+@pytest.mark.parametrize("is_contiguous", [True, False])
+def test_a_hit_copies_inputs_of_several_dtypes(is_contiguous: bool) -> None:
+    """Each into its own place, by bytes and by torch."""
+    names = [f"x{place}" for place in range(len(MIXED))]
+
+    def total(**tensors: torch.Tensor) -> torch.Tensor:
+        return sum((2**place * value.double() for place, value in enumerate(tensors.values())), torch.zeros(()))
+
+    step = gd.graphed(total, dynamic=dict.fromkeys(names, 0), sizes=(4,))
+    for shift in range(6):
+        batch = {}
+        for place, (name, dtype) in enumerate(zip(names, MIXED, strict=True)):
+            value = (torch.arange(12) + 7 * shift + place).to(dtype)
+            batch[name] = value.reshape(4, 3) if is_contiguous else value.reshape(3, 4).t()
+        assert torch.equal(step(**batch), total(**batch))
+    assert step.stats.hits == 3
