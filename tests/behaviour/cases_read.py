@@ -22,6 +22,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, MutableMapping
 from contextvars import ContextVar
 from functools import partial
+from multiprocessing.context import SpawnContext
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -464,6 +465,9 @@ read("closure of a default factory")(
     lambda h: h.owner.append(h.owner.pop() + 3),
 )
 read("attribute")(lambda: Box(k=2.0), lambda h: h.k, put(k=5.0))
+read("attribute of a context of processes")(
+    lambda: (made := SpawnContext(), to(made, k=2.0))[0], lambda h: h.k, put(k=5.0)
+)
 read("attribute of the class, shadowed")(Box, lambda h: h.limit, put(limit=5.0))
 read("attribute that comes")(Box, lambda h: getattr(h, "k", 2.0), put(k=5.0))
 read("attribute that goes")(lambda: Box(k=5.0), lambda h: getattr(h, "k", 2.0), lambda h: delattr(h, "k"))

@@ -206,3 +206,17 @@ def test_equal_named_tuples_are_the_same_state() -> None:
         holder.scale = torch.Size([3])  # type: ignore[assignment]
         step(batch(4))
     assert step.last_decision.reason.is_graph
+
+
+def test_lazy_modules_of_libraries_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a call asks of transformers by name is looked up in its table, and not in all that this may import; but
+    what somebody puts in its place is noticed."""
+    transformers = pytest.importorskip("transformers")
+    assert "__version__" not in vars(transformers)
+    step = make(lambda x: x * (2 if transformers.__version__ else 5))
+    assert check_rows(step, *[4] * 4)[-1].is_graph
+    guard = step.entries[0].guard
+    assert guard is not None
+    assert len(guard.tensors) == 0
+    monkeypatch.setattr(transformers, "__version__", "")
+    check_rows(step, *[4] * 4)

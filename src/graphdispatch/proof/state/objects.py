@@ -22,6 +22,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
+from multiprocessing.context import BaseContext
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -80,6 +81,7 @@ _TORCH_NEEDS = ("sympy", "mpmath", "networkx", "jinja2", "fsspec", "filelock")
 """Packages that torch's compiler is made of."""
 _MACHINES = ("threading", "asyncio", "multiprocessing", "subprocess")
 _MACHINERY = ("sympy", "mpmath", "fsspec", "filelock", "tqdm", "triton", *_MACHINES, "importlib", "inspect", "logging")
+_LAZY = ("transformers.utils.import_utils", "diffusers.utils.import_utils")
 _LOGGERS = (logging.Filterer, logging.LoggerAdapter)
 _CTYPES = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union, ctypes._Pointer)
 _OPAQUE = (
@@ -126,20 +128,33 @@ def home_of(kind: type) -> str:
 
 def is_followed(kind: type) -> bool:
     """Whether the objects of a class are a part of the callable's state: not those of this package (but for its demo),
-    no machinery of torch, Triton or the standard library, and no kinds of loggers. Modules of torch are."""
+    no machinery of torch, Triton or the standard library, and no kinds of loggers. Modules of torch are, and contexts
+    of ``multiprocessing``, which hold plain attributes."""
     module = home_of(kind)
     root = module.partition(".")[0] if not module.startswith(f"{_PACKAGE}.demo") else "demo"
-    if issubclass(kind, nn.Module) and root != _PACKAGE:
+    if issubclass(kind, BaseContext) or (issubclass(kind, nn.Module) and root != _PACKAGE):
         return True
     if root in (_PACKAGE, *_MACHINERY) or issubclass(kind, _LOGGERS):
         return False
     return root != "torch" or module.startswith(_TORCH_STATE) or module.endswith(".amp.grad_scaler")
 
 
+def finds_by_name(frame: types.FrameType) -> bool:
+    """Whether code is that of the lazy modules of transformers and diffusers, which finds what the package has under a
+    name: each time the same, as long as nobody puts anything else into the module."""
+    code = frame.f_code
+    if code.co_name != "__getattr__" or not code.co_argcount:
+        return False
+    kind = type(frame.f_locals.get(code.co_varnames[0]))
+    return kind.__name__ == "_LazyModule" and home_of(kind) in _LAZY and issubclass(kind, types.ModuleType)
+
+
 def is_machine(kind: type) -> bool:
     """Whether a class is one of threads, or of the standard library's whose objects threads and processes share: nobody
-    puts them back, since others may have changed them."""
-    return home_of(kind).partition(".")[0] in _MACHINES or issubclass(kind, threading.Thread)
+    puts them back, since others may have changed them. A context of ``multiprocessing`` makes such objects, and is
+    none."""
+    is_theirs = home_of(kind).partition(".")[0] in _MACHINES and not issubclass(kind, BaseContext)
+    return is_theirs or issubclass(kind, threading.Thread)
 
 
 @lru_cache(maxsize=8192)

@@ -291,7 +291,9 @@ class StateReads:
             self.tables.append(table)
         if is_whole or id(table) not in self._notes.tables or objects.is_settings(module):
             self._compare_variables(table, known)
-        self.absent.append((table, frozenset(self._notes.asked - table.keys())))  # it may come to be there
+        # What comes to be there later may be read then, where else the module itself would be asked for the name.
+        finds = ("__getattr__" in table or hasattr(type(module), "__getattr__")) and objects.is_settings(module)
+        self.absent.append((table, (self._names if finds else frozenset(self._notes.asked)) - table.keys()))
         self._pending.append(type(module))
 
     def _visit_cell(self, cell: types.CellType) -> None:

@@ -271,7 +271,7 @@ class CodeTrace(CodeNotes, CodeListener):
             if code not in self._run_beside:
                 self._run_beside.add(code)
                 self.of_breaks.names |= code_reads(code).attributes
-        elif self._inside and is_code_of_proof(code.co_filename):
+        elif self._inside and (is_code_of_proof(code.co_filename) or objects.finds_by_name(frame)):
             self.plain[id(code)] = code
         elif self._inside:
             notes = self.of_breaks if self._depth else self
