@@ -35,7 +35,7 @@ class Padding(NamedTuple):
 
 def takes_any_value(spec: InputSpec) -> bool:
     """Whether padding rows may hold values that occur nowhere in the batch."""
-    return not spec.is_pad_given and (spec.dtype.is_floating_point or spec.dtype.is_complex or spec.dtype is torch.bool)
+    return not (spec.is_pad_given or spec.is_integer)
 
 
 def may_replace(specs: Sequence[InputSpec], index: int, padding_writes: str) -> bool:
@@ -81,12 +81,8 @@ def largest_within(specs: Sequence[InputSpec], rows: int, cut: Collection[Axis])
     """The largest number that arguments may hold, by name, so that they name no element beyond a batch of ``rows`` that
     was cut along these axes: integers, such as lengths, that are not cut along all of them themselves."""
     most = min((axis.of(rows) for axis in cut), default=0) - 1
-    whole = ((spec, {axis for _, axis in spec.spans}) for spec in specs if spec.spans and spec.dtype is not torch.bool)
-    return {
-        spec.name: most
-        for spec, axes in whole
-        if not (spec.dtype.is_floating_point or spec.dtype.is_complex or axes.issuperset(cut))
-    }
+    whole = ((spec, {axis for _, axis in spec.spans}) for spec in specs if spec.spans and spec.is_integer)
+    return {spec.name: most for spec, axes in whole if not axes.issuperset(cut)}
 
 
 def holds_flags(value: torch.Tensor) -> bool:

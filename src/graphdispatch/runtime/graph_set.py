@@ -313,7 +313,7 @@ class GraphSet:
         if result.entry is None:
             self.stats.record_capture_failure()
             group.quarantine(size, result.reason, result.detail, is_final=result.reason is Reason.NO_GAIN)
-            return result
+            return self._with_other_padding(group, result, rows, size)
         return self._keep(group, result, result.entry)
 
     def _keep(self, group: GraphGroup, result: CaptureResult, entry: CUDAGraphEntry) -> CaptureResult:
@@ -365,7 +365,19 @@ class GraphSet:
             if group.route.entry is None:
                 self.cache.remove(entry.place)
                 entry.release()
+            return self._with_other_padding(group, result, rows, entry.size)
         return result
+
+    def _with_other_padding(self, group: GraphGroup, result: CaptureResult, rows: int, size: int) -> CaptureResult:
+        """The result of a failed capture or comparison. Where padding may be at fault, what comes next is made with
+        rows that are copies of the last real one: a length of zero, less one, is no index."""
+        is_raised = result.reason in (Reason.CAPTURE_FAILED, Reason.REPLAY_FAILED)
+        if rows == size or not is_raised or group.route.entry is not None or not group.signature.pad_with_copies():
+            return result
+        self.release([one for entry in group.all_entries for one in self.cache.retire(entry, EvictionReason.STALE)])
+        group.failures.clear()
+        group.inputs = self._shared_inputs(group.signature, group.inputs.capacity)
+        return replace(result, detail=f"{result.detail}; from now on padding rows are copies of the last row")
 
     def settle(self, group: GraphGroup, batch: Sequence[Any], rows: int, entry: CUDAGraphEntry) -> CaptureResult | None:
         """Compare a graph on another batch made of one, since all calls were alike. What found a difference, or

@@ -133,9 +133,11 @@ def prewarm(
         if max_seconds is not None and group.signature.has_rows:
             missing = _usable_first(route.table, missing)
         run.total = len(missing)
+        inputs = group.inputs
         run.capture(group, leaves, missing)
-        # The run of one size may move a workspace that graphs made before read.
-        if unfit := [size for size in missing if graphs.is_stale(group, size)]:
+        # The run of one size may move a workspace that graphs made before read, or show that padding must be another.
+        lost = [size for size in missing if graphs.current(group, size) is None] if group.inputs is not inputs else []
+        if unfit := lost or [size for size in missing if graphs.is_stale(group, size)]:
             graphs.refresh()
             run.capture(group, leaves, unfit)
         run.make_sure(group, leaves, wanted)

@@ -163,7 +163,10 @@ def advice(request: CaptureRequest, error: Exception, reason: Reason) -> str:
         and not isinstance(error.__cause__, VerificationError)
     ):
         return f"{_missing_entries(request)}; call eval(), give a mask or a pad rule, or have a size for it (sizes=)"
-    return _missing_entries(request) if reason in _OF_A_MISSING_ENTRY else ""
+    missing = _missing_entries(request) if reason in _OF_A_MISSING_ENTRY else ""
+    if request.is_padded and not missing and reason in (Reason.CAPTURE_FAILED, Reason.REPLAY_FAILED):
+        return "; if that is for padding rows, give them a rule (pad=), or have a size for the batch (sizes=)"
+    return missing
 
 
 def _other_optimizer(request: CaptureRequest, error: Exception) -> str:

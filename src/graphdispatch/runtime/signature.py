@@ -5,7 +5,7 @@ then only compared with later calls.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -77,6 +77,11 @@ class InputSpec:
     """Whether the user gave a rule of what padding rows hold; then nothing else is ever put there. Rows that are left
     as they are may hold anything that came before."""
 
+    @property
+    def is_integer(self) -> bool:
+        """Whether it holds integers, which may be indices."""
+        return not (self.dtype.is_floating_point or self.dtype.is_complex or self.dtype is torch.bool)
+
     def sized(self, rows: int) -> tuple[int, ...]:
         """The shape with ``rows`` rows."""
         shape = list(self.shape)
@@ -90,6 +95,12 @@ class InputSpec:
             if not axes or axis in axes:
                 tensor = tensor.narrow(dim, 0, axis.of(rows))
         return tensor
+
+    def padded_with_copies(self) -> "InputSpec":
+        """The same argument, with copies of the last row for padding, unless the user gave a rule."""
+        if self.is_pad_given or not self.spans:
+            return self
+        return replace(self, pads=(Pad.repeat_last(),) * len(self.pads), is_pad_given=self.is_integer)
 
     def repeated(self, tensor: torch.Tensor, rows: int, shift: int = 0, keeps: Collection[Axis] = ()) -> torch.Tensor:
         """The rows of a tensor in turn, from row ``shift`` on, until there are ``rows`` of them; along the axes that it
@@ -236,6 +247,14 @@ class Signature:
         if not all(values[position] is held for position, held in self._objects):
             return NO_MATCH
         return rows if known else 1
+
+    def pad_with_copies(self) -> bool:
+        """Have padding rows be copies of the last real row in all arguments for which the user gave no rule; False if
+        they are, or if there are several dynamic dimensions."""
+        before = list(self.inputs)
+        if self.axes == (ROWS,):
+            self.inputs = [spec.padded_with_copies() for spec in before]
+        return self.inputs != before
 
     def changed_constants(self, values: Sequence[Any]) -> dict[int, tuple[Any, Any]]:
         """By place, the constants in which a call differs, as they were and as they are; none if it differs in more."""
