@@ -159,3 +159,20 @@ def test_what_cannot_be_attached_is_refused() -> None:
         gd.attach(torch.jit.trace(nn.Linear(3, 3), torch.randn(2, 3)), dynamic={"input": 0})
     with pytest.raises(gd.ConfigError, match=r"made by graphed\(\); call unwrap\(\)"):
         gd.graphed(nn.Linear(3, 3), dynamic={"input": 0}).detach()
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"), [({}, "attach(..., method='forward')"), ({"method": "forward"}, "called its forward() yet")]
+)
+def test_a_module_that_nobody_calls_says_so(settings: dict[str, Any], why: str) -> None:
+    """Its handle and its health name what may be why, until the first call."""
+    layer = nn.Linear(3, 2).requires_grad_(False)
+    step = gd.attach(layer, dynamic={"input": 0}, **settings)
+    if not settings:
+        layer.forward(torch.ones(2, 3))  # which nothing serves
+    assert why in repr(step)
+    assert why in str(step.health())
+    assert not step.health().is_well
+    layer(torch.ones(2, 3))
+    assert why not in repr(step)
+    assert "1 call" in str(step.health())

@@ -476,6 +476,9 @@ def test_a_smaller_batch_is_never_padded() -> None:
     for _ in range(6):
         full, rest = (twins.call(torch.randn(rows, 4), torch.randn(rows, 3)) for rows in (16, 7))
     assert (full, rest) == (Reason.EXACT, Reason.PADDING_UNPROVEN)
+    said = twins.step.explain(torch.randn(7, 4), torch.randn(7, 3))
+    assert "sizes=" in said
+    assert "rows='independent'" not in said  # which is not so
 
 
 def test_evaluation_in_between() -> None:

@@ -240,6 +240,20 @@ def _(is_followed: bool) -> Made:
     return step, (ROWS,)
 
 
+@remedy(Reason.PADDING_UNPROVEN, "draw outside of the callable")
+def _(is_followed: bool) -> Made:
+    if is_followed:
+        return make(lambda x, noise: x + noise, dynamic={"x": 0, "noise": 0}, sizes=(4,)), (ROWS, torch.rand(3, 2))
+    return make(lambda x: x + torch.rand_like(x), sizes=(4,)), (ROWS,)
+
+
+@remedy(Reason.CAPTURE_FAILED, "pad=")
+def _(is_followed: bool) -> Made:
+    dynamic, pad = {"x": 0, "length": 0}, {"length": int(is_followed)}
+    step = make(lambda x, length: x.gather(1, (length - 1)[:, None]), dynamic=dynamic, pad=pad, sizes=(4,))
+    return step, (ROWS, torch.tensor([1, 2, 1]))
+
+
 @remedy(Reason.OUTPUT_UNSUPPORTED, "return tensors")
 def _(is_followed: bool) -> Made:
     return make(lambda x: x * 2 if is_followed else iter([x * 2])), (ROWS,)

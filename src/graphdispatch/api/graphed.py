@@ -29,6 +29,7 @@ from ..runtime.cache import make_cache
 from ..runtime.decide import Decision, SizeTable
 from ..runtime.entry import CUDAGraphEntry
 from ..runtime.flatten import leaves_of
+from ..runtime.graph_set import Health
 from ..runtime.group import Route
 from ..runtime.prewarm import PrewarmReport, capture_size, captured_sizes, prewarm
 from ..runtime.rules import ArgumentRules, Dim, callable_name, make_rules
@@ -372,11 +373,25 @@ class Graphed(Lifecycle, Generic[P, R]):
             raise AttributeError(name)
         return getattr(self.unwrap(), name)
 
+    def health(self) -> Health:
+        """As of every front end; of a module that is attached, and that nobody has called, it says what may be why."""
+        return super().health()._replace(why_idle=self._why_idle)
+
+    @property
+    def _why_idle(self) -> str:
+        """Why no call comes to a module that is attached; else empty."""
+        if self._undo is None or self.stats.calls:
+            return ""
+        name = getattr(self._server.fn, "__name__", "")
+        if name != "_call_impl":
+            return f"nobody has called its {name}() yet"
+        return "nobody has called it yet; if its owner calls a method of it, attach that: attach(..., method='forward')"
+
     def __repr__(self) -> str:
+        served = f"{100 * self.stats.graph_ratio:.1f} % of {self.stats.calls} calls served"
         return (
             f"<Graphed {callable_name(self._server.fn)}: {len(self._graph_cache)} graphs of at most "
-            f"{self._route.table.largest} rows, "
-            f"{100 * self.stats.graph_ratio:.1f} % of {self.stats.calls} calls served>"
+            f"{self._route.table.largest} rows, {self._why_idle or served}>"
         )
 
 

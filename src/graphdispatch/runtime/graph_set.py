@@ -48,6 +48,7 @@ class Health(NamedTuple):
         lost: Those of them that were evicted.
         causes: The three commonest reasons of the other calls, each with its number.
         details: What is known of each of these besides, such as the line of the model; empty where nothing is.
+        why_idle: Why there may be no calls; empty after the first.
     """
 
     calls: int
@@ -56,6 +57,7 @@ class Health(NamedTuple):
     lost: int
     causes: tuple[tuple[Reason, int], ...]
     details: tuple[str, ...] = ()
+    why_idle: str = ""
 
     @classmethod
     def of(cls, stats: CUDAGraphStats, groups: Iterable[GraphGroup] = ()) -> "Health":
@@ -70,6 +72,8 @@ class Health(NamedTuple):
         return self.share >= 0.5 and (self.captures < FIRST_CAPTURES or 2 * self.lost < self.captures)
 
     def __str__(self) -> str:
+        if not self.calls:
+            return self.why_idle or "no call came yet"
         causes = "".join(
             f"; {reason}, {count(number)} time{'s' * (number != 1)}: {detail or reason.text}"
             for (reason, number), detail in zip(self.causes, self.details, strict=True)

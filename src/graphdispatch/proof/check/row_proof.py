@@ -26,6 +26,7 @@ from ...sizes import extents_text, lengths_of, pack
 from ..rows.batches import BatchSpace
 from ..rows.run import RowRun
 from ..rows.verdict import Verdict
+from ..state.reads import DIFFERENTIATES
 from ..watch.bytecode import number_by_identity
 from ..watch.effects import EffectRecorder
 from ..watch.program import Labels
@@ -138,12 +139,17 @@ def prove_rows(attempt: CaptureAttempt, program: Program) -> RowsShown:
         return RowsShown(proof, rows, outputs, run.verdict if not run.single else None)
     proof = RowProof(axes=axes, is_word=is_word, mixed=frozenset(axes[1:]))
     if not is_word:
-        text = f"{failure}, so that nothing is shown of its rows; {_REMEDY}"
+        remedy = _OF_TRAINING if DIFFERENTIATES in attempt.eager.trace.codes else _REMEDY
+        text = f"{failure}, so that nothing is shown of its rows; {remedy}"
         proof.against_rows = Reason.PADDING_UNPROVEN, text
     return RowsShown(proof)
 
 
-_REMEDY = "CUDAGraphOptions(rows='independent') says that rows are independent"
+_REMEDY = "CUDAGraphOptions(rows='independent') says that rows are independent, or have a size for the batch (sizes=)"
+_OF_TRAINING = (
+    "a loss of several rows mixes them, so have a size for the batch (sizes=), or leave out a last one that is smaller "
+    "(DataLoader(drop_last=True))"
+)
 
 
 def _proof_of(request: CaptureRequest, run: FollowedRun, *, is_word: bool) -> RowProof:

@@ -268,9 +268,9 @@ class RowRun(OperatorMode):
         """Whether some tensor in these nests follows the batch."""
         return any(map(self.follows, tensors_in(*trees)))
 
-    def doubt(self, what: str) -> None:
+    def doubt(self, what: str, remedy: str = "") -> None:
         """Something happens that nobody follows."""
-        self._doubts.append(Fault(False, f"{what}, {place()}"))
+        self._doubts.append(Fault(False, f"{what}, {place()}{remedy}"))
 
     # -- functions
 
@@ -491,7 +491,8 @@ class RowRun(OperatorMode):
         if not is_seeded(func) or not draws(func, args, kwargs) or _is_still(call):
             return
         if call.labels or any(is_dynamic(dim) for label in made for dim in label.dims):
-            self.doubt(f"{func._schema.name} draws random numbers")
+            remedy = "; draw them outside of the callable, or have a size for each batch (sizes=)"
+            self.doubt(f"{func._schema.name} draws random numbers", remedy)
 
     def _put_results(
         self, call: Call, func: OpOverload, given: list[Tensor], written: list[Tensor], made: list[Label]

@@ -146,7 +146,7 @@ def _tensor_readers(tensor: torch.Tensor, names: Collection[str]) -> list[Reader
     return [Reader(partial(TENSOR_READERS[name], tensor)) for name in sorted(asked)]
 
 
-_DIFFERENTIATES = torch.autograd.graph._engine_run_backward.__code__
+DIFFERENTIATES = torch.autograd.graph._engine_run_backward.__code__
 """What runs for each backward pass."""
 
 
@@ -228,7 +228,7 @@ class StateReads:
         self._names = frozenset(notes.names)
         self._library_names = self._names | notes.library_names
         self._all = notes.reads_whole
-        self._differentiates = _DIFFERENTIATES in notes.codes
+        self._differentiates = DIFFERENTIATES in notes.codes
         self._seen: dict[int, Any] = {}
         self._kinds = objects.Kinds()
         self._pending: list[Any] = []
