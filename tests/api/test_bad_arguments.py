@@ -167,6 +167,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"pad": {"y": 0}}, "pad names 'y'"),
     ({"pad": {"x": "zeros"}}, r"pad\['x'\] must be a Pad, a number, one of 'zero'"),
     ({"pad": {"x": None}}, r"pad\['x'\] must be a Pad"),
+    ({"pad": {"x": gd.Pad.zero}}, r"pad\['x'\] must be a Pad"),
     ({"pad": {"x": [0]}}, r"pad\['x'\] must be a Pad"),
     ({"pad": 5}, "pad must map argument names to pad rules, .*got 5"),
     ({"pad": 0}, "pad must map argument names to pad rules, .*got 0"),

@@ -1,8 +1,10 @@
 """``StaticInputs``: what the buffers hold after any sequence of batches."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, get_type_hints
 
 import pytest
 import torch
@@ -28,14 +30,23 @@ def spec(dim: int | None, pad: Pad, *, position: int = 0, order: tuple[int, ...]
     return InputSpec(f"x{position}", position, shape, order, torch.float32, CPU, spans, (pad,) * len(spans))
 
 
-# A rule, and what it puts into one padding row, given the real rows (None: anything).
+class RepeatFirst(Pad):
+    """A rule of a user's own."""
+
+    def filler(self, padding: torch.Tensor, real: torch.Tensor, dim: int) -> Callable[[], Any]:
+        """Copies the first real row."""
+        return lambda: padding.copy_(real.narrow(dim, 0, 1).expand_as(padding))
+
+
+# A rule, and what it puts into padding rows, given the real rows (None: anything).
 Model = Callable[[torch.Tensor], torch.Tensor | None]
 RULES: dict[str, tuple[Pad, Model]] = {
-    "zero": (Pad.zero(), lambda real: torch.zeros(3)),
-    "value": (Pad.value(7), lambda real: torch.full((3,), 7.0)),
-    "repeat_last": (Pad.repeat_last(), lambda real: real[-1]),
-    "function": (Pad.function(lambda p, real: p.fill_(real.sum())), lambda real: torch.full((3,), float(real.sum()))),
+    "zero": (Pad.zero(), lambda real: torch.tensor(0.0)),
+    "value": (Pad.value(7), lambda real: torch.tensor(7.0)),
+    "repeat_last": (Pad.repeat_last(), lambda real: real[-1:]),
     "leave": (Pad.leave(), lambda real: None),
+    "function": (Pad.function(lambda padding, real: padding.fill_(real.sum())), torch.sum),
+    "a user's own": (RepeatFirst(), lambda real: real[:1]),
 }
 BATCH = st.integers(1, CAPACITY).flatmap(lambda size: st.tuples(st.integers(1, size), st.just(size)))
 
@@ -71,6 +82,15 @@ def test_where_buffers_lie() -> None:
     assert torch.equal(inputs.views(4)[1], value)
     view = StaticInputs([spec(0, Pad.zero(), order=(1, 0))], CAPACITY).views(4)[0]
     assert (view.shape, view.stride()) == ((4, 3), (1, 4))
+
+
+def test_each_rule_is_tried_and_documented() -> None:
+    """Each is an attribute of ``Pad`` that type checkers find, and has a case here and a row in the page on padding."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "concepts" / "padding.md").read_text()
+    assert set(re.findall(r"^\| `gd\.Pad\.(\w+)\(", page, re.M)) == set(Pad.rules)
+    for name, rule in Pad.rules.items():
+        assert get_type_hints(Pad)[name] == ClassVar[type[rule]]  # type: ignore[valid-type]
+        assert getattr(Pad, name) is rule is type(RULES[name][0])
 
 
 @pytest.mark.parametrize("rule", [Pad.zero(), "zero", 0, 0.0, False])

@@ -82,8 +82,8 @@ def graphed(
         dynamic: The batch dimension of each argument that has one, ``{"input_ids": 0}``. An argument in a nest is named
             by its path, ``"batch['ids']"``; ``{}`` is for a callable that works on what it holds. Several dimensions
             have names, ``{"ids": {0: "batch", 1: Dim("seq", [32, 64])}}``, and each name is one length in a call.
-        pad: The rule for padding rows of an argument: a ``Pad``, a number, ``"zero"`` (default), ``"repeat_last"``,
-            ``"leave"``, or a function ``(padding, real)``.
+        pad: The rule for padding rows of an argument: a ``Pad``, a number, the name of a rule without arguments
+            (``"zero"``, the default, or ``"repeat_last"``), or a function ``(padding, real)``.
         static: Names of tensors whose address never changes, and of objects that are the same each time.
         max_size: The largest batch that a graph serves, in rows. None: the largest of ``sizes``, or 256.
         sizes: The sizes to capture, a name (``"vllm"``), a plan, or the path of a saved plan. With several dimensions,

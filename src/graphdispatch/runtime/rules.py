@@ -4,11 +4,13 @@ A padding row runs through the model like any other row. If it points at a cache
 So each argument has its own pad rule, and the library does not guess one.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -18,74 +20,47 @@ from ..sizes import LONGEST, MOST_AXES, ROWS, Axis, axes_of, check_sizes
 from .flatten import FlatCall, Leaf, declared_names, describe, parameter_names
 
 _SHORTEST, _LONGEST = 16, 512
-_PadFunction = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
-@dataclass(frozen=True)
-class Pad:
+class Pad(ABC):
     """How the padding rows of one argument are filled: a rule for ``pad`` of ``graphed``.
 
-    Make one with ``zero``, ``value``, ``repeat_last``, ``leave`` or ``function``. Frozen.
-
-    Args:
-        kind: The rule.
-        fill: The value that ``kind="value"`` fills in.
-        call: The function that ``kind="function"`` calls.
+    Make one with ``zero``, ``value``, ``repeat_last``, ``leave`` or ``function``. A rule of your own is a subclass with
+    a ``filler``, whose objects do not change.
     """
 
-    kind: Literal["value", "repeat_last", "leave", "function"]
-    fill: float | int | bool | complex = 0
-    call: _PadFunction | None = None
+    zero: ClassVar[type["_Zero"]]
+    """``Pad.zero()``: zeros (the default)."""
+    value: ClassVar[type["_Value"]]
+    """``Pad.value(fill)``: one value, of a type that the argument's dtype can hold; for example the index of a scratch
+    slot."""
+    repeat_last: ClassVar[type["_RepeatLast"]]
+    """``Pad.repeat_last()``: the last real row."""
+    leave: ClassVar[type["_Leave"]]
+    """``Pad.leave()``: what earlier, larger batches put there; only for arguments whose padding rows are never used."""
+    function: ClassVar[type["_Function"]]
+    """``Pad.function(call)``: what ``call(padding, real)`` writes, on every padded call. It writes the view ``padding``
+    in place, and may read the view ``real``. Both are views of one buffer of the graph, valid during the call alone;
+    ``real`` has at least one row."""
 
-    @classmethod
-    def zero(cls) -> "Pad":
-        """Fill with zeros (the default)."""
-        return cls("value", 0)
+    rules: ClassVar[dict[str, type["Pad"]]] = {}
+    """The rules that have a name, which is also an attribute of this class."""
+    follows_data: ClassVar[bool] = True
+    """Whether padding rows depend on the real rows, and so must be filled anew on each call."""
+    runs_code: ClassVar[bool] = True
+    """Whether code of the user's fills padding rows, which may do anything besides."""
+    is_left: ClassVar[bool] = False
+    """Whether padding rows hold whatever was there before: then ``filler`` gives None."""
+    fill: float | int | bool | complex | None = None
+    """The value of all padding; None if it is not one value."""
 
-    @classmethod
-    def value(cls, fill: float | int | bool | complex) -> "Pad":
-        """Fill with one value, for example the index of a scratch slot.
+    def __init_subclass__(cls, name: str = "") -> None:
+        super().__init_subclass__()
+        if name:
+            Pad.rules[name] = cls
+            setattr(Pad, name, cls)
 
-        Args:
-            fill: The value, of a type that the argument's dtype can hold.
-        """
-        return cls("value", fill)
-
-    @classmethod
-    def repeat_last(cls) -> "Pad":
-        """Repeat the last real row."""
-        return cls("repeat_last")
-
-    @classmethod
-    def leave(cls) -> "Pad":
-        """Leave what earlier, larger batches put there; only for arguments whose padding rows are never used."""
-        return cls("leave")
-
-    @classmethod
-    def function(cls, call: _PadFunction) -> "Pad":
-        """Let a function fill the padding rows on every padded call.
-
-        Args:
-            call: ``call(padding, real)`` writes the view ``padding`` in place, and may read the view ``real``. Both are
-                views of one buffer of the graph, valid during the call alone; ``real`` has at least one row.
-        """
-        return cls("function", call=call)
-
-    @property
-    def is_left(self) -> bool:
-        """Whether padding rows hold whatever was there before, which nobody knows."""
-        return self.kind == "leave"
-
-    @property
-    def runs_code(self) -> bool:
-        """Whether the user's function fills padding rows, which may do anything besides."""
-        return self.kind == "function"
-
-    @property
-    def follows_data(self) -> bool:
-        """Whether padding rows depend on the real rows, and so must be filled anew on each call."""
-        return self.kind in ("repeat_last", "function")
-
+    @abstractmethod
     def filler(self, padding: torch.Tensor, real: torch.Tensor, dim: int) -> Callable[[], Any] | None:
         """What fills ``padding`` from what ``real`` holds at the time of each call.
 
@@ -97,18 +72,50 @@ class Pad:
         Returns:
             A function without arguments; None to leave the padding as it is.
         """
-        if self.is_left:
-            return None
-        call = self.call
-        if call is not None:
-            return lambda: call(padding.view_as(padding), real.view_as(real))
-        if self.kind == "repeat_last":
-            return partial(padding.copy_, real.narrow(dim, real.shape[dim] - 1, 1).expand_as(padding))
+
+
+@dataclass(frozen=True)
+class _Value(Pad, name="value"):
+    fill: float | int | bool | complex
+    follows_data = runs_code = False
+
+    def filler(self, padding: torch.Tensor, real: torch.Tensor, dim: int) -> Callable[[], Any]:
         return partial(padding.fill_, self.fill)
 
 
+@dataclass(frozen=True)
+class _Zero(_Value, name="zero"):
+    fill: int = field(default=0, init=False)
+
+
+@dataclass(frozen=True)
+class _RepeatLast(Pad, name="repeat_last"):
+    runs_code = False
+
+    def filler(self, padding: torch.Tensor, real: torch.Tensor, dim: int) -> Callable[[], Any]:
+        return partial(padding.copy_, real.narrow(dim, real.shape[dim] - 1, 1).expand_as(padding))
+
+
+@dataclass(frozen=True)
+class _Leave(Pad, name="leave"):
+    follows_data = runs_code = False
+    is_left = True
+
+    def filler(self, padding: torch.Tensor, real: torch.Tensor, dim: int) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class _Function(Pad, name="function"):
+    call: Callable[[torch.Tensor, torch.Tensor], Any]
+
+    def filler(self, padding: torch.Tensor, real: torch.Tensor, dim: int) -> Callable[[], Any]:
+        call = self.call
+        return lambda: call(padding.view_as(padding), real.view_as(real))
+
+
 def as_pad(name: str, rule: Any) -> Pad:
-    """``rule`` as a ``Pad``. It may be a ``Pad``, a number, ``"zero"``, ``"repeat_last"``, ``"leave"`` or a function.
+    """``rule`` as a ``Pad``. It may be a ``Pad``, a number, the name of a rule without arguments, or a function.
 
     Raises ``ConfigError`` for anything else.
     """
@@ -116,10 +123,10 @@ def as_pad(name: str, rule: Any) -> Pad:
         return rule
     if isinstance(rule, (bool, int, float, complex)):
         return Pad.value(rule)
-    named: Mapping[str, Callable[[], Pad]] = {"zero": Pad.zero, "repeat_last": Pad.repeat_last, "leave": Pad.leave}
+    named = {name: cls for name, cls in Pad.rules.items() if not signature(cls).parameters}
     if isinstance(rule, str) and rule in named:
         return named[rule]()
-    if callable(rule):
+    if callable(rule) and not isinstance(rule, type):
         return Pad.function(rule)
     raise ConfigError(
         f"pad[{name!r}] must be a Pad, a number, one of {', '.join(map(repr, named))}, or a function "

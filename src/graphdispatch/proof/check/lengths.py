@@ -156,7 +156,7 @@ class PaddingReplays:
         spans, shape = self._specs[index].spans, self._arguments[index].shape
         for spec, value in zip(self._specs, self._arguments, strict=True):
             for pad in spec.pads if spec.is_pad_given and spec.spans == spans and value.shape == shape else ():
-                if pad.kind == "value":
+                if pad.fill is not None:
                     yield value == pad.fill
 
     def _with_single(self, kept: Collection[int]) -> list[torch.Tensor]:
