@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphdispatch import Graphed, Reason, graphed
+from graphdispatch import Graphed, Pad, Reason, graphed
 
 from ..helpers import AT_ONCE, check_calls
 
@@ -55,7 +55,7 @@ def test_a_rule_of_the_user_stays() -> None:
     check_calls(step, *[batch(3) for _ in range(3)])
     assert "pad=" in step.explain(*batch(3))
     assert not step.entries
-    assert {spec.name: spec.pads[0].kind for spec in step._route.groups[0].inputs.specs}["length"] == "value"
+    assert {spec.name: spec.pads[0] for spec in step._route.groups[0].inputs.specs}["length"] == Pad.value(0)
 
 
 def test_a_callable_that_fails_for_any_padding_is_not_tried_for_ever() -> None:
