@@ -273,6 +273,11 @@ class CPUGraph(Graph):
         self._pool.generation += 1
         self.program.run()
 
+    def describe(self) -> str:
+        """That Python replays it, while the loop that will do so is being compiled; else nothing."""
+        is_early = self.program is not None and self.program.tape is None and TAPE.is_compiling
+        return "Python replays it, more slowly, until the compiled loop is ready" if is_early else ""
+
     def reset(self) -> None:
         """Release the calls and their memory."""
         self.program = None
