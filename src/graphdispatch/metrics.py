@@ -4,15 +4,14 @@
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from copy import copy
 from functools import partial
 from importlib import import_module
-from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from .errors import ConfigError, shown
 from .runtime.cache import MemoryReport, memory_report
-from .stats import CUDAGraphStats, DispatchStats
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Meter, Observation
@@ -21,34 +20,39 @@ if TYPE_CHECKING:
 else:
     Collector = object  # a registry asks it for no more than ``collect``
 
-_COUNTED = {
-    "hits": "Calls that a graph served.",
-    "real_rows": "Rows of hits before padding.",
-    "padding_rows": "Padding rows that graphs computed in hits.",
-    "captures": "Graphs that were captured.",
-    "capture_failures": "Captures that made no graph.",
-    "capture_seconds": "Time spent in successful captures.",
-    "evicted_bytes": "Bytes that evictions freed.",
-    "dispatch_seconds": "Time that a dispatcher took to decide.",
-}
-_BY_CAUSE = {
-    "eager_steps": ("Calls whose answer is eager's, by reason.", "reason"),
-    "evictions": ("Graphs that were evicted, by cause.", "cause"),
-}
-_OF_REQUESTS = ("hits", "captures", "capture_failures", "capture_seconds", "reasons")
-"""What the counters of a served model of transformers say of its steps."""
-_MEMORY = ("pool", "input", "entry", "driver")
 _UNITS = {"bytes": "By", "seconds": "s"}
 
 
-class _Metric(NamedTuple):
-    """One metric now: its samples, each with a text for each of ``labels``. A counter only grows, a gauge does not."""
+class Metric(NamedTuple):
+    """One metric: an attribute of the counters of what is served or, for a gauge, of the report on its memory.
+
+    ``of``: the attribute, if it has another name. ``make``: what makes of it the value, or the values by label.
+    ``labels``: those besides ``callable``. A counter only grows, a gauge does not.
+    """
 
     name: str
     meaning: str
-    labels: tuple[str, ...]
-    is_counter: bool
-    samples: Sequence[tuple[tuple[str, ...], float]]
+    of: str = ""
+    make: Callable[[Any], Any] = copy
+    labels: tuple[str, ...] = ()
+    is_counter: bool = True
+
+
+METRICS = (
+    Metric("hits", "Calls that a graph served."),
+    Metric("eager_steps", "Calls whose answer is eager's, by reason.", "reasons", labels=("reason",)),
+    Metric("real_rows", "Rows of hits before padding."),
+    Metric("padding_rows", "Padding rows that graphs computed in hits."),
+    Metric("captures", "Graphs that were captured."),
+    Metric("capture_failures", "Captures that made no graph."),
+    Metric("capture_seconds", "Time spent in successful captures.", "capture_time_ms", lambda ms: ms * 1e-3),
+    Metric("evictions", "Graphs that were evicted, by cause.", "eviction_reasons", labels=("cause",)),
+    Metric("evicted_bytes", "Bytes that evictions freed."),
+    Metric("dispatch_seconds", "Time that a dispatcher took to decide.", "dispatch_time_ns", lambda ns: ns * 1e-9),
+    Metric("graphs", "Graphs that are held now, by size and mode.", "", Counter, ("size", "mode"), False),
+    Metric("bytes", "Bytes that graphs hold now, by kind.", "by_kind", copy, ("kind",), False),
+)
+"""All of them. A front end that does not count one has no samples of it."""
 
 
 class _Metrics:
@@ -78,31 +82,19 @@ class _Metrics:
         self._served = self._served | {name: served}  # a scrape may be going over the old one
         return self
 
-    def _metrics(self) -> Iterator[_Metric]:
-        """All metrics now, always the same ones in the same order."""
+    def _samples(self, *metrics: Metric) -> Iterator[tuple[Metric, list[str], float]]:
+        """The samples of metrics now, each with a text for the callable and for each label."""
         served = self._served.items()
-        counted = {name: _counters(_stats(one)) for name, one in served}
-        for metric, meaning in _COUNTED.items():
-            found = [((name,), counters[metric]) for name, counters in counted.items() if metric in counters]
-            yield _Metric(metric, meaning, ("callable",), True, found)
-        for metric, (meaning, label) in _BY_CAUSE.items():
-            causes = [
-                ((name, str(cause)), number)
-                for name, counters in counted.items()
-                for cause, number in counters.get(metric, {}).items()
-            ]
-            yield _Metric(metric, meaning, ("callable", label), True, causes)
-        reports = [(name, report) for name, one in served if (report := _memory(one)) is not None]
-        graphs = [
-            ((name, str(size), mode), number)
-            for name, report in reports
-            for (size, mode), number in Counter(report.graphs).items()
-        ]
-        yield _Metric(
-            "graphs", "Graphs that are held now, by size and mode.", ("callable", "size", "mode"), False, graphs
-        )
-        held = [((name, kind), getattr(report, f"{kind}_bytes")) for name, report in reports for kind in _MEMORY]
-        yield _Metric("bytes", "Bytes that graphs hold now, by kind.", ("callable", "kind"), False, held)
+        counted = {name: _stats(one) for name, one in served}
+        held = {name: _memory(one) for name, one in served if not all(metric.is_counter for metric in metrics)}
+        for metric in metrics:
+            for name, source in (counted if metric.is_counter else held).items():
+                value = getattr(source, metric.of or metric.name, None)
+                if value is not None:
+                    values = metric.make(value) if metric.labels else {(): metric.make(value)}
+                    for labels, number in values.items():
+                        texts = labels if isinstance(labels, tuple) else (labels,)
+                        yield metric, [name, *map(str, texts)], number
 
 
 class PrometheusCollector(_Metrics, Collector):
@@ -129,12 +121,14 @@ class PrometheusCollector(_Metrics, Collector):
 
     def collect(self) -> "Iterator[CounterMetricFamily | GaugeMetricFamily]":
         """The metrics now; a registry calls it at each scrape."""
-        for metric in self._metrics():
+        families = {}
+        for metric in METRICS:
             make = self._families.CounterMetricFamily if metric.is_counter else self._families.GaugeMetricFamily
-            family = make(f"graphdispatch_{metric.name}", metric.meaning, labels=metric.labels)
-            for labels, value in metric.samples:
-                family.add_metric(labels, value)
-            yield family
+            labels = "callable", *metric.labels
+            families[metric] = make(f"graphdispatch_{metric.name}", metric.meaning, labels=labels)
+        for metric, texts, number in self._samples(*METRICS):
+            families[metric].add_metric(texts, number)
+        yield from families.values()
 
 
 class OpenTelemetryMetrics(_Metrics):
@@ -158,15 +152,14 @@ class OpenTelemetryMetrics(_Metrics):
         self._api = _library("opentelemetry.metrics", "otel")
         super().__init__(served, name)
         meter = self._api.get_meter("graphdispatch") if meter is None else meter
-        for place, metric in enumerate(self._metrics()):
+        for metric in METRICS:
             make = meter.create_observable_counter if metric.is_counter else meter.create_observable_gauge
             unit = _UNITS.get(metric.name.rpartition("_")[2], "1")
-            make(f"graphdispatch.{metric.name}", [partial(self._observe, place)], unit, metric.meaning)
+            make(f"graphdispatch.{metric.name}", [partial(self._observe, metric)], unit, metric.meaning)
 
-    def _observe(self, place: int, _: Any) -> "Iterator[Observation]":
-        metric = next(islice(self._metrics(), place, None))
-        for labels, value in metric.samples:
-            yield self._api.Observation(value, dict(zip(metric.labels, labels, strict=True)))
+    def _observe(self, metric: Metric, _: Any) -> "Iterator[Observation]":
+        for _metric, texts, number in self._samples(metric):
+            yield self._api.Observation(number, dict(zip(("callable", *metric.labels), texts, strict=True)))
 
 
 def _library(name: str, extra: str) -> Any:
@@ -180,29 +173,12 @@ def _stats(served: Any) -> Any:
     """The counters of a front end. A wrapper's attributes are its runnable's, so its own method goes first."""
     ask = getattr(type(served), "get_stats", None)
     stats = ask(served) if ask is not None else getattr(served, "stats", None)
-    if not isinstance(stats, CUDAGraphStats | DispatchStats) and not all(hasattr(stats, name) for name in _OF_REQUESTS):
+    if not isinstance(getattr(stats, "reasons", None), Counter):
         raise ConfigError(
             "served must be what graphed() returns, a wrapper, a manager, a dispatcher or a served model of "
             f"transformers, got {shown(served)}; it has no counters"
         )
     return stats
-
-
-def _counters(stats: Any) -> dict[str, Any]:
-    """The counters by the metric that shows them."""
-    if isinstance(stats, DispatchStats):
-        hits, seconds = stats.graph + stats.piecewise, stats.dispatch_time_ns * 1e-9
-        return {"hits": hits, "eager_steps": stats.to_dict()["reasons"], "dispatch_seconds": seconds}
-    if not isinstance(stats, CUDAGraphStats):
-        plain = {name: getattr(stats, name) for name in _OF_REQUESTS}
-        return plain | {"eager_steps": {reason.value: number for reason, number in plain.pop("reasons").items()}}
-    plain = stats.to_dict()
-    return plain | {
-        "padding_rows": plain["padded_rows"] - plain["real_rows"],
-        "capture_seconds": plain["capture_time_ms"] * 1e-3,
-        "eager_steps": plain["reasons"],
-        "evictions": plain["eviction_reasons"],
-    }
 
 
 def _memory(served: Any) -> MemoryReport | None:

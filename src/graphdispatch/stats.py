@@ -253,9 +253,14 @@ class CUDAGraphStats(_Counted):
         return self.hits / self.calls if self.calls else 0.0
 
     @property
+    def padding_rows(self) -> int:
+        """Padding rows that graphs computed in hits."""
+        return self.padded_rows - self.real_rows
+
+    @property
     def padding_ratio(self) -> float:
         """Padding rows as a share of all rows that graphs computed, 0.0 before the first hit."""
-        return 1.0 - self.real_rows / self.padded_rows if self.padded_rows else 0.0
+        return self.padding_rows / self.padded_rows if self.padded_rows else 0.0
 
     @property
     def hits_by_rows(self) -> dict[int, int]:
@@ -331,14 +336,19 @@ class DispatchStats(_Counted):
                     self.fallbacks += 1
 
     @property
+    def hits(self) -> int:
+        """Calls that a full or piecewise graph served."""
+        return self.graph + self.piecewise
+
+    @property
     def total(self) -> int:
         """All decided calls."""
-        return self.eager + self.graph + self.piecewise
+        return self.eager + self.hits
 
     @property
     def graph_ratio(self) -> float:
         """The share of calls that a full or piecewise graph served, 0.0 before the first call."""
-        return (self.graph + self.piecewise) / self.total if self.total else 0.0
+        return self.hits / self.total if self.total else 0.0
 
     @property
     def avg_dispatch_time_us(self) -> float:

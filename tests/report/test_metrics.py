@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +99,14 @@ def test_a_served_model_of_transformers_is_exported() -> None:
         found, stats, memory = exported(collector), served_model.stats, served_model.memory_report()
     assert found["graphdispatch_hits_total", "llama"] == stats.hits > 0
     assert found["graphdispatch_captures_total", "llama"] == stats.captures == 1
-    assert found["graphdispatch_capture_seconds_total", "llama"] == stats.capture_seconds > 0
+    assert found["graphdispatch_capture_seconds_total", "llama"] == stats.capture_time_ms * 1e-3 > 0
     assert sum(values(found, "bytes", "llama").values()) == memory.total > 0
     assert sum(values(found, "graphs", "llama").values()) == 1
     assert values(found, "eager_steps_total", "llama") == {(reason.value,): n for reason, n in stats.reasons.items()}
+    of_requests = {"requests", "served", "not_served", "steps"}
+    assert {field.name for field in fields(stats)} - of_requests <= {*gd.CUDAGraphStats().to_dict()}, (
+        "the others add up"
+    )
 
 
 def test_a_registry_exports_each_metric_once() -> None:
@@ -110,7 +115,7 @@ def test_a_registry_exports_each_metric_once() -> None:
     registry.register(gd.metrics.PrometheusCollector(served(), "one").add(served(), "two"))
     text = prometheus.generate_latest(registry).decode()
     typed = re.findall(r"^# TYPE (\S+)", text, re.M)
-    assert len(set(typed)) == len(typed) == 12
+    assert typed == [exported_name(metric) for metric in gd.metrics.METRICS]
     with pytest.raises(ValueError, match="Duplicated timeseries"):
         registry.register(gd.metrics.PrometheusCollector(served(), "three"))
 
@@ -140,15 +145,36 @@ def test_a_scrape_waits_for_no_call() -> None:
     assert serve.stats.to_dict() == before
 
 
-def test_the_dashboard_asks_for_metrics_that_exist() -> None:
-    """Each name in its queries and in the alert rules is exported."""
-    collected = gd.metrics.PrometheusCollector(served()).collect()
-    names = {family.name + ("_total" if family.type == "counter" else "") for family in collected}
+def exported_name(metric: gd.metrics.Metric) -> str:
+    """The name of a metric as Prometheus has it."""
+    return f"graphdispatch_{metric.name}" + "_total" * metric.is_counter
+
+
+def test_each_counter_has_a_metric() -> None:
+    """Each that ``stats`` has: but for ``padded_rows``, exported less the real ones; what is the sum of a counter by
+    cause; and what cannot be a label, since its texts have no end."""
+    stats = served().stats
+    shown = {metric.of or metric.name for metric in gd.metrics.METRICS}
+    assert {*stats.to_dict()} - {*stats._derived} - shown == {"padded_rows", "evictions", "state_changes", "gains"}
+
+
+def test_each_metric_is_documented() -> None:
+    """The table in the page on production settings is that of the metrics, word for word."""
+    page = (MONITORING.parents[1] / "docs" / "howto" / "production.md").read_text()
+    rows = []
+    for metric in gd.metrics.METRICS:
+        name, labels = exported_name(metric).removeprefix("graphdispatch_"), ", ".join(f"`{x}`" for x in metric.labels)
+        rows.append(f"| `{name}` | {labels} | {metric.meaning} |".replace("|  |", "| |"))
+    assert "\n".join(rows) in page
+
+
+def test_the_dashboard_shows_every_metric() -> None:
+    """Its queries and those of the alert rules name all that there are, and no others."""
     dashboard = json.loads((MONITORING / "dashboard.json").read_text())
-    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    asked = set(re.findall(r"graphdispatch_\w+", " ".join(queries) + (MONITORING / "alerts.yml").read_text()))
-    assert names - asked <= {"graphdispatch_evicted_bytes_total", "graphdispatch_dispatch_seconds_total"}
-    assert asked <= names
+    queries = " ".join(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
+    names = {exported_name(metric) for metric in gd.metrics.METRICS}
+    assert set(re.findall(r"graphdispatch_\w+", queries)) == names
+    assert set(re.findall(r"graphdispatch_\w+", (MONITORING / "alerts.yml").read_text())) <= names
 
 
 def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from copy import deepcopy
-from dataclasses import dataclass, field
+from copy import copy, deepcopy
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -61,17 +61,15 @@ class GenerationStats:
     capture_failures: int = 0
     reasons: Counter[Reason] = field(default_factory=Counter)
     """Why steps were no hits."""
-    capture_seconds: float = 0.0
-    """Time spent in successful captures."""
+    capture_time_ms: float = 0.0
+    """Time spent in successful captures, in milliseconds."""
 
     def add(self, stats: CUDAGraphStats) -> None:
-        """Add the figures of one graph's calls."""
+        """Add the figures of one graph's calls: all counters that have the same names."""
         self.steps += stats.calls
-        self.hits += stats.hits
-        self.captures += stats.captures
-        self.capture_failures += stats.capture_failures
-        self.reasons.update(stats.reasons)
-        self.capture_seconds += stats.capture_time_ms * 1e-3
+        for counter in fields(self):
+            if hasattr(stats, counter.name):
+                setattr(self, counter.name, getattr(self, counter.name) + copy(getattr(stats, counter.name)))
 
     @property
     def hit_rate(self) -> float:
