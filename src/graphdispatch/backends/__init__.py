@@ -1,6 +1,7 @@
 """Backends by name: those that are here, and what ``register_backend`` is given."""
 
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 
 import torch
@@ -18,7 +19,7 @@ _FACTORIES: dict[str, Callable[[], type[Backend]]] = {
     # A capture on XPU has one mode, and does not follow events to side streams
     # (https://github.com/pytorch/pytorch/pull/196490). What a side stream does is then missing in the graph, and the
     # comparison with eager gives that graph up.
-    "xpu": lambda: import_module(".accelerator.backend", __name__).backend_of("xpu", "default"),
+    "xpu": cache(lambda: import_module(".accelerator.backend", __name__).backend_of("xpu", "default")),
 }
 # One object per device, since a device has one capture stream (Note [one capture at a time] in base.py).
 _INSTANCES: dict[tuple[str, int | None], Backend] = {}
@@ -29,8 +30,8 @@ def register_backend(name: str, factory: Callable[[], type[Backend]]) -> None:
 
     Args:
         name: The name, which is not taken.
-        factory: A function without arguments that imports and returns the backend's class; it is called when the class
-            is needed.
+        factory: A function without arguments that imports and returns the backend's class; it is called once,
+            when the class is needed.
 
     Raises:
         BackendError: The name is taken.
@@ -38,7 +39,7 @@ def register_backend(name: str, factory: Callable[[], type[Backend]]) -> None:
     with _LOCK:
         if name in _FACTORIES:
             raise BackendError(f"backend {name!r} is registered already; choose another name")
-        _FACTORIES[name] = factory
+        _FACTORIES[name] = cache(factory)
 
 
 def available_backends() -> tuple[str, ...]:

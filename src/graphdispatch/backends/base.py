@@ -28,7 +28,7 @@ from torch._ops import OpOverload
 from ..copying import NotCopied, Shared, make_rlock, renew_in_child
 from ..errors import CaptureError, DeviceLostError, ReplayError
 from ..reasons import Reason
-from .diagnosis import LOST, diagnose
+from .diagnosis import LOST, MEMORY, Diagnosis, diagnose
 from .insight import OperatorMode, run_kernel
 
 CAPTURE_LOCK = make_rlock()
@@ -313,6 +313,12 @@ class Backend(Shared, ABC):
     name: ClassVar[str]
     device_type: ClassVar[str]
     capture_executes: ClassVar[bool]
+    errors: ClassVar[dict[str, Diagnosis]] = {
+        "out of memory": MEMORY,
+        "can't allocate memory": MEMORY,  # of the host: torch's allocator tells of it in the text alone
+        "not enough memory": MEMORY,
+    }
+    """What texts of errors mean, in lower case: the first that occurs decides. A device adds those of its runtime."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -429,7 +435,7 @@ class Backend(Shared, ABC):
         Args:
             error: What was raised.
         """
-        return error.reason if isinstance(error, CaptureError) else diagnose(error).reason
+        return error.reason if isinstance(error, CaptureError) else diagnose(error, self.errors).reason
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether an error says that the device has no memory left.
@@ -445,7 +451,7 @@ class Backend(Shared, ABC):
         Args:
             error: The error.
         """
-        return diagnose(error) is LOST
+        return diagnose(error, self.errors) is LOST
 
     def raise_if_lost(self, error: BaseException) -> None:
         """Check an error that came from the device.

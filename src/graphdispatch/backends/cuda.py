@@ -36,6 +36,9 @@ from ..errors import BackendError
 from .accelerator.backend import AcceleratorBackend
 from .accelerator.pool import AcceleratorPool, Handle
 from .base import Event, Stream
+from .diagnosis import LOST, MEMORY, unsafe
+
+_SPOILT = unsafe("an earlier operation could not be captured and its own error was swallowed; let that error through")
 
 
 class CUDAPool(AcceleratorPool):
@@ -96,6 +99,31 @@ class CUDABackend(AcceleratorBackend):
     device_type = "cuda"
     api: ClassVar[Any] = torch.cuda
     pool_type = CUDAPool
+    errors = AcceleratorBackend.errors | {
+        "cublas_status_alloc_failed": MEMORY,
+        "cannot copy between cpu and cuda tensors": unsafe(
+            "it copies pageable host memory; keep the data on the device, or pin it"
+        ),
+        "operation not permitted when stream is capturing": unsafe(
+            "it waits for the device (.item(), .cpu(), nonzero, printing a tensor); keep values on the device"
+        ),
+        "previous error during capture": _SPOILT,
+        "invalid stream capture status": _SPOILT,  # newer versions of torch check before CUDA does
+        "unjoined work": unsafe("a side stream was not joined; let the current stream wait for it at the end"),
+        "uncaptured work in another stream": unsafe(
+            "it waits for a side stream that is not part of the capture; let that stream wait for this one first"
+        ),
+        "depend on a capturing blocking stream": unsafe(
+            "work went to the legacy default stream; use the current stream"
+        ),
+        "last recorded in a capturing stream": unsafe(
+            "the host waits for an event of the capture; wait on the device (event.wait(stream)), or after it"
+        ),
+        "during cuda graph capture": unsafe("an operation in it refuses to be captured"),
+        "illegal memory access": LOST,
+        "device-side assert triggered": LOST,  # torch names device-side assertions in every error of CUDA
+        "unspecified launch failure": LOST,
+    }
 
     @classmethod
     def is_available(cls) -> bool:

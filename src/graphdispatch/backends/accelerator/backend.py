@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +11,7 @@ from ...copying import make_lock
 from ...errors import BackendError, CaptureError
 from ...reasons import Reason
 from ..base import CAPTURE_LOCK, Backend, Capture, Event, Pool, Stream
+from ..diagnosis import Diagnosis, unsafe
 from .graph import AcceleratorCapture
 from .pool import AcceleratorPool, Handle, current_stream
 
@@ -28,6 +28,17 @@ class AcceleratorBackend(Backend):
     api: ClassVar[Any] = torch.accelerator
     """Where torch has the functions for the device's current stream and its memory."""
     pool_type: ClassVar[type[AcceleratorPool]] = AcceleratorPool
+    errors = Backend.errors | {
+        "offset increment outside graph capture": unsafe(
+            "it draws from a random generator that the graph does not know; use the default"
+        ),
+        "no warmup iterations occurred before capture": unsafe(
+            "an algorithm search ran inside the capture; warm up at this size before"
+        ),
+        "stale reference to the default stream": unsafe(
+            "autograd was warmed up on the default stream; run without gradients"
+        ),
+    }
 
     def __init__(self, device: torch.device) -> None:
         if device.index is None:
@@ -177,18 +188,21 @@ class AcceleratorBackend(Backend):
             ) from error
 
 
-@cache
-def backend_of(device_type: str, capture_mode: str = "thread_local") -> type[AcceleratorBackend]:
-    """The backend's class for a type of device, which is its name, too.
+def backend_of(
+    device_type: str, capture_mode: str = "thread_local", errors: dict[str, Diagnosis] | None = None
+) -> type[AcceleratorBackend]:
+    """A backend's class for a type of device, which is its name, too.
 
     Args:
         device_type: The type.
         capture_mode: Whom a capture forbids to wait for the device, in the words of ``torch.accelerator.Graph``:
             ``"thread_local"``, which means the capture's own thread, as on CUDA, or the mode of a device that knows no
             such mode.
+        errors: What texts of its runtime's errors mean, in lower case.
 
     Returns:
         The class.
     """
-    own = {"name": device_type, "device_type": device_type, "capture_mode": capture_mode}
-    return type(f"{device_type.capitalize()}Backend", (AcceleratorBackend,), own)
+    own = {"__module__": __name__, "name": device_type, "device_type": device_type, "capture_mode": capture_mode}
+    texts = {"errors": AcceleratorBackend.errors | (errors or {})}
+    return type(f"{device_type.capitalize()}Backend", (AcceleratorBackend,), own | texts)

@@ -14,15 +14,16 @@ Note [why not torch.cuda.graph]
 
 import contextlib
 import threading
-from typing import Any, NoReturn
-
-import torch
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...errors import CaptureError, GraphDispatchError, ReplayError
 from ...reasons import Reason
 from ..base import CAPTURE_LOCK, Capture, Graph
 from ..diagnosis import diagnose
 from .pool import AcceleratorPool, end_recording
+
+if TYPE_CHECKING:
+    from .backend import AcceleratorBackend
 
 
 class RecordedGraph(Graph):
@@ -105,7 +106,7 @@ class AcceleratorCapture(Capture):
             self._stream = backend.capture_stream
             self._caller_device, self._caller_stream = backend.default_index(), backend.api.current_stream(device)
         except RuntimeError as error:
-            raise_classified(error, device)
+            raise_classified(error, backend)
         CAPTURE_LOCK.acquire()
         if backend.is_capturing():
             CAPTURE_LOCK.release()
@@ -126,7 +127,7 @@ class AcceleratorCapture(Capture):
             if recording:  # the allocator may have begun although the stream did not
                 self._throw_away()
             self._leave()
-            raise_classified(error, device)
+            raise_classified(error, backend)
 
     def pause(self) -> Graph:
         """Finish this recording. The lock is free until ``resume``."""
@@ -141,7 +142,7 @@ class AcceleratorCapture(Capture):
             self._pool.hold_graph()
         except BaseException as error:
             self._throw_away()
-            raise_classified(error, self._pool.device)
+            raise_classified(error, self._pool.backend)
         finally:
             self._leave()
         nbytes = max(0, self._unaccounted_bytes() - self._before)
@@ -197,12 +198,12 @@ class AcceleratorCapture(Capture):
         return int(total - free - backend.api.memory_reserved(backend.device))
 
 
-def raise_classified(error: BaseException, device: torch.device) -> NoReturn:
+def raise_classified(error: BaseException, backend: "AcceleratorBackend") -> NoReturn:
     """Raise a ``CaptureError`` with its reason if the error is the device's, else the error itself."""
     if not isinstance(error, RuntimeError) or isinstance(error, GraphDispatchError):
         raise error
-    reason, remedy = diagnose(error)
-    raise CaptureError(f"the capture on {device} failed: {first_line(error)}; {remedy}", reason) from error
+    reason, remedy = diagnose(error, backend.errors)
+    raise CaptureError(f"the capture on {backend.device} failed: {first_line(error)}; {remedy}", reason) from error
 
 
 def first_line(error: BaseException) -> str:
