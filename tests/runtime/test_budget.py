@@ -54,7 +54,7 @@ def test_a_first_capture_of_more_than_a_hundred_calls_waits(calls: int) -> None:
     service = Service(first_capture_s=15 * MS)
     service.call(calls, 0.1 * MS)
     assert not service.budget.has_time()
-    service.call(service.budget.calls_until_time, 0.1 * MS)
+    service.call(service.budget.calls_until_time(), 0.1 * MS)
     assert service.budget.has_time()
 
 
@@ -73,7 +73,7 @@ def test_further_captures_wait_for_a_tenth_of_the_time() -> None:
     service.call(2)
     service.capture(100 * MS)
     assert not service.budget.has_time()
-    service.call(service.budget.calls_until_time)
+    service.call(service.budget.calls_until_time())
     assert service.budget.has_time()
     assert service.budget._served_s == pytest.approx(2.0, rel=0.01)
 

@@ -144,6 +144,24 @@ def test_what_fits_a_group_is_looked_at() -> None:
     assert step.stats.reasons[Reason.CAPTURED_NOW] == 2
 
 
+def test_other_batches_need_fewer_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of other numbers of rows, which run eagerly for the same reason."""
+    step = graphed(mixes, dynamic={"x": 0}, sizes=(16,), options=CUDAGraphOptions(capture_share=None))
+    check_rows(step, *[16] * 4)
+    looks = Looks(step, monkeypatch)
+    check_rows(step, *[*range(1, 16)] * 20)
+    assert looks.count <= 60
+
+
+def test_a_failed_capture_that_waits_for_time_is_not_looked_at_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reason stays the cause, also when it might be tried again but for the time."""
+    step = graphed(reads, dynamic={"x": 0}, sizes=(4,), options=CUDAGraphOptions(capture_share=1e-9))
+    step.prewarm(torch.ones(4, 3))
+    looks = Looks(step, monkeypatch)
+    assert set(check_rows(step, *[4] * MANY)) == {Reason.CAPTURE_UNSAFE}
+    assert looks.count <= MANY / 10
+
+
 def test_strict_raises_each_time() -> None:
     """No call stays eager in silence."""
     step = graphed(reads, dynamic={"x": 0}, sizes=(4,), strict=True)

@@ -69,36 +69,36 @@ class CaptureBudget:
         """Whether there is time for a capture now.
 
         Args:
-            is_doubtful: Whether captures of such calls have only failed so far.
+            is_doubtful: Whether captures of such calls have only failed so far. The next one may fail, too, or not.
         """
         if self.share is None:
             return True
-        if is_doubtful:
-            return self._failed_s + self._failure_s <= _SHARE_OF_FAILURES * self.share * self._served_s
-        if self._capture_s is None and self._comes_soon:
-            return True
-        return self._spent_s + self._expected_s <= self.share * self._served_s + self._count_saved()
+        has_own = self._capture_s is None and self._comes_soon
+        return (has_own or self._lacking_s <= 0) and not (is_doubtful and self._lacking_for_failures_s > 0)
 
     @property
-    def _comes_soon(self) -> bool:
-        """Whether the first capture is expected to take no longer than the next hundred calls."""
-        usual_s = self._least_s / (_FIRST_CALL_LASTS if self._eager_calls == 1 else 1)
-        return self._expected_of(usual_s) <= _FIRST_CAPTURE_CALLS * usual_s
+    def _lacking_s(self) -> float:
+        """The time that is lacking for a capture."""
+        return self._spent_s + self._expected_s - (self.share or 0.0) * self._served_s - self._count_saved()
 
     @property
-    def _expected_s(self) -> float:
-        return self._expected_of(self._usual_s) if self._capture_s is None else self._capture_s
+    def _lacking_for_failures_s(self) -> float:
+        """The same in the account of those that fail."""
+        return self._failed_s + self._failure_s - _SHARE_OF_FAILURES * (self.share or 0.0) * self._served_s
 
-    def _expected_of(self, usual_s: float) -> float:
-        return self.first_capture_s + self.first_capture_calls * usual_s
+    def calls_until_time(self, *, is_doubtful: bool = False) -> int:
+        """After about how many more calls there is time for a capture, as far as they run eagerly; 0: now.
 
-    @property
-    def calls_until_time(self) -> int:
-        """After about how many more calls there is time for a capture, as far as they run eagerly; 0: now."""
-        if self.has_time() or not self._usual_s or self.share is None:
+        Args:
+            is_doubtful: As for ``has_time``.
+        """
+        if self.has_time(is_doubtful=is_doubtful) or not self._usual_s or not self.share:
             return 0
-        lacking_s = self._spent_s + self._expected_s - self.share * self._served_s - self._count_saved()
-        return 2 + int(lacking_s / (self.share * self._usual_s))
+        each_s = self.share * self._usual_s
+        calls = self._lacking_s / each_s
+        if is_doubtful:
+            calls = max(calls, self._lacking_for_failures_s / (_SHARE_OF_FAILURES * each_s))
+        return 2 + int(calls)
 
     def pay(self, work: Callable[[], T], *, is_capture: bool) -> T:
         """``work()``, a capture or a comparison, whose time counts. A result without an entry is a failure."""

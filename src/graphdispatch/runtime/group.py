@@ -38,6 +38,8 @@ _MOST_STATES = 8
 _MOST_CONSTANTS = 4096
 _ALL_LOOKED_AT, _ALL_UNMATCHED = 8, 40
 """So many calls in a row are looked at though each ran eagerly; and of those that fit no group."""
+_MOST_OF_OTHERS = _ALL_LOOKED_AT + 3
+"""At most so many looks at other batches count for one, if they ran eagerly for the same reason."""
 _SHORT_MS = 10.0
 """A shorter eager run is timed twice in a prewarm."""
 _MOST_IN_A_ROW = 1024
@@ -256,6 +258,8 @@ class GraphGroup:
     """Whether a graph serves a batch only where it is not slower than eager."""
     eager: dict[int, StayEager] = field(default_factory=dict)
     """By number of rows as the signature has it, calls that ran eagerly when they were last looked at."""
+    looks: Counter[Reason] = field(default_factory=Counter)
+    """By reason, how many calls were looked at that ran eagerly, since the latest graph was made."""
     looks_again: set[int] = field(default_factory=set)
     """Batches for which the graph was slower than eager, and is timed once more."""
     hits: Hits = field(init=False)
@@ -387,11 +391,12 @@ class GraphGroup:
             decision: What was decided.
             most: So many calls may follow that are not looked at.
         """
-        if (failure := self.failures.get(size)) is not None:
-            most = min(most, failure.retry_at - self.misses[size] - 1)
         if len(self.eager) >= _MOST_HITS:
             self.eager.clear()
         stays = self.eager.setdefault(rows, StayEager(decision, self, matched=rows, size=size))
+        if decision.reason is not Reason.NO_GAIN:  # which says nothing of other batches
+            self.looks[decision.reason] += 1
+            stays.times = max(stays.times, min(self.looks[decision.reason] - 1, _MOST_OF_OTHERS))
         stays.timed_in = self if self._wants(decision.rows) else None
         stays.again(decision, most)
         self.hits.keep(rows, stays)
@@ -410,7 +415,7 @@ class GraphGroup:
             self.eager.pop(matched, None)
 
     def _wants(self, rows: int) -> bool:
-        return self.judges_gain and self.times.wants(rows)
+        return self.judges_gain and self.latest_failure is None and self.times.wants(rows)
 
     def timed(self, fn: Callable[..., Any], rows: int) -> Callable[..., Any]:
         """The callable, such that what it takes for a batch is noted, if that is of interest. Needs no lock."""
@@ -450,6 +455,7 @@ class GraphGroup:
         self._put_first(entry)
         self.failures.pop(entry.size, None)
         self.hits.clear()
+        self.looks.clear()
         return self.of_size(entry.size)[_MOST_STATES:]
 
     def _put_first(self, entry: CUDAGraphEntry) -> None:

@@ -214,12 +214,20 @@ class Server:
         elif group is not None:
             route.unmatched.pop((len(args), *kwargs), None)
             if is_eager and decision.reason not in _OF_ONE_CALL:
-                waits = decision.reason is Reason.CAPTURE_WAITS
-                # Those of other numbers of rows come in between, and graphs save time.
-                most = self.graphs.budget.calls_until_time // 16 if waits else math.inf
-                group.stay_eager(choice.matched, choice.size, decision, most)
+                group.stay_eager(choice.matched, choice.size, decision, self._most_unseen(group, choice))
             else:
                 group.leave_eager(choice.matched, decision.rows)
+
+    def _most_unseen(self, group: GraphGroup, choice: Choice) -> float:
+        """So many calls like one that ran eagerly may do so without a look, at most: as long as there is no time for
+        the capture that it waits for, and until a failed one is tried again."""
+        failure, size = group.failures.get(choice.size), choice.size
+        if failure is not None and group.blocked(size) is not None:
+            return failure.retry_at - group.misses[size] - 1
+        if failure is None and choice.decision.reason is not Reason.CAPTURE_WAITS:
+            return math.inf
+        # Those of other numbers of rows come in between, and graphs save time.
+        return self.graphs.budget.calls_until_time(is_doubtful=group.latest_failure is not None) // 16
 
     def serve_unmatched(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that fits none of the groups that were looked at, or that needs gradients."""
@@ -319,7 +327,7 @@ class Server:
             return None
         if failure is not None:
             return failure.reason, failure.detail
-        waits, calls = Reason.CAPTURE_WAITS, self.graphs.budget.calls_until_time
+        waits, calls = Reason.CAPTURE_WAITS, self.graphs.budget.calls_until_time()
         remedy = "raise capture_share" if group.is_prewarmed else waits.remedy
         return waits, f"{waits.sentence}, but after some {count(calls)} more calls; {remedy}"
 
