@@ -71,6 +71,8 @@ _UNMARKED_WRITES = {
     "aten::batch_norm_gather_stats": (3, 4),
     "aten::batch_norm_gather_stats_with_counts": (3, 4),
 }
+_TRAINED = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm")
+"""Those of them that write in training alone, which their sixth argument says."""
 _EMPTY = {f"aten::{new}empty{how}" for new in ("", "new_") for how in ("", "_like", "_permuted", "_strided")}
 _PLAIN_VALUE = frozenset({"bool", "complex", "float", "int", "number", "str"})
 _RESULT_DEPENDS_ON_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -243,6 +245,8 @@ def written_tensors(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     """The tensors among the arguments that the operator writes to."""
     if func.namespace == "c10d":
         return tensors_in(args, kwargs)
+    if func._schema.name in _TRAINED and not (args[5] if len(args) > 5 else kwargs.get("training", True)):
+        return []
     written: list[torch.Tensor] = []
     for position, name in _written_arguments(func):
         written.extend(tensors_in(args[position] if position < len(args) else kwargs.get(name)))

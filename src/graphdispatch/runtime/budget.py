@@ -34,6 +34,7 @@ class CaptureBudget:
     the next hundred calls, so that the first graph comes soon, or once the share has grown enough.
 
     Captures that fail have an account of their own, of a quarter of the share: they use up nothing that others need.
+    Where all have failed so far, the next one waits for time in both accounts, since it may succeed.
 
     Used with the server's lock held, but for ``note_eager``, which may lose a call of another thread.
 
@@ -86,6 +87,19 @@ class CaptureBudget:
         """The same in the account of those that fail."""
         return self._failed_s + self._failure_s - _SHARE_OF_FAILURES * (self.share or 0.0) * self._served_s
 
+    @property
+    def _comes_soon(self) -> bool:
+        """Whether the first capture is expected to take no longer than the next hundred calls."""
+        usual_s = self._least_s / (_FIRST_CALL_LASTS if self._eager_calls == 1 else 1)
+        return self._expected_of(usual_s) <= _FIRST_CAPTURE_CALLS * usual_s
+
+    @property
+    def _expected_s(self) -> float:
+        return self._expected_of(self._usual_s) if self._capture_s is None else self._capture_s
+
+    def _expected_of(self, usual_s: float) -> float:
+        return self.first_capture_s + self.first_capture_calls * usual_s
+
     def calls_until_time(self, *, is_doubtful: bool = False) -> int:
         """After about how many more calls there is time for a capture, as far as they run eagerly; 0: now.
 
@@ -95,7 +109,7 @@ class CaptureBudget:
         if self.has_time(is_doubtful=is_doubtful) or not self._usual_s or not self.share:
             return 0
         each_s = self.share * self._usual_s
-        calls = self._lacking_s / each_s
+        calls = 0.0 if self._capture_s is None and self._comes_soon else self._lacking_s / each_s
         if is_doubtful:
             calls = max(calls, self._lacking_for_failures_s / (_SHARE_OF_FAILURES * each_s))
         return 2 + int(calls)

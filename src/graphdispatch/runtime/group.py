@@ -397,7 +397,8 @@ class GraphGroup:
         if decision.reason is not Reason.NO_GAIN:  # which says nothing of other batches
             self.looks[decision.reason] += 1
             stays.times = max(stays.times, min(self.looks[decision.reason] - 1, _MOST_OF_OTHERS))
-        stays.timed_in = self if self._wants(decision.rows) else None
+        may_serve = decision.reason in (Reason.NO_GAIN, Reason.CAPTURE_WAITS)  # a graph, once it is known to be faster
+        stays.timed_in = self if may_serve and self._wants(decision.rows) else None
         stays.again(decision, most)
         self.hits.keep(rows, stays)
 

@@ -120,3 +120,17 @@ def test_a_prewarmed_graph_is_not_given_up() -> None:
     assert check_rows(step, *[ROWS] * 5) == [Reason.NO_GAIN] * 5
     step.entries[0].gain = Gain(1e3 * FAST, 1e3 * FAST)
     assert check_rows(step, *[ROWS] * 5) == [Reason.EXACT] * 5
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_batch_norm_writes_in_training_alone(trains: bool) -> None:
+    """In ``eval()`` its statistics are read, so that a graph is timed and judged as any other."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).requires_grad_(False).train(trains)
+    step = graphed(model, dynamic={"input": 0}, sizes=(4,))
+    step.prewarm(torch.randn(4, 3))
+    (entry,) = step.entries
+    assert entry.writes_outside is trains
+    assert (entry.gain is None) is trains
+    before = model[1].running_mean.clone()
+    assert check_rows(step, 4) == [Reason.EXACT]
+    assert torch.equal(model[1].running_mean, before) is not trains
