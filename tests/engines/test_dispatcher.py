@@ -336,7 +336,7 @@ X3, X4 = torch.ones(3, 3), torch.ones(4, 3)
         (
             decode(4),
             (X4.double(),),
-            "eager, 4 rows: input 'x' must be a strided tensor of shape (rows, 3), torch.float32 on cpu",
+            "eager, 4 rows: input 'x' must be a tensor of dtype torch.float32, got torch.float64",
         ),
         (decode(5), (), "eager, 5 rows: the batch is larger than the largest graph for it (4); capture a larger size"),
         (DispatchKey(6, 3), (), "eager, 6 rows: no graph is captured for uniform decode of this query length"),

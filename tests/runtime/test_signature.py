@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, graphed
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.errors import ConfigError
+from graphdispatch.runtime.signature import LOOK, NO_MATCH
 
 from ..helpers import make
 
@@ -79,6 +80,19 @@ OTHERS: dict[str, Callable[[], Tensor]] = {
 def test_any_other_difference_does_not_match(other: str) -> None:
     """Nothing is broadcast, cast, reordered or taken for a tensor of another type."""
     assert not serves(serving(drawn(4, 3)), OTHERS[other])
+
+
+def test_each_look_is_compared() -> None:
+    """What each call compares of a tensor differs in one of the cases above, or here; the core and Python see it."""
+    step = serving(drawn(4, 3))
+    signature, like = step._route.groups[0].signature, torch.randn(4, 3)
+    others = [make() for make in (*OTHERS.values(), drawn(4, 3, device="meta"))]
+    for name in LOOK:
+        differ = [other for other in others if getattr(other, name) != getattr(like, name)]
+        assert differ, name
+        for way in filter(None, (signature, signature.native)):
+            assert way.match([like]) == 4
+            assert {way.match([other]) for other in differ} == {NO_MATCH}, name
 
 
 LAYOUTS: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {

@@ -7,13 +7,13 @@ then only compared with later calls.
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ..backends.operators import is_strided
 from ..native.bound import CORE
 from ..reasons import Reason
 from ..sizes import ROWS, Axis, pack
@@ -125,12 +125,17 @@ class InputSpec:
         return number, known
 
 
+LOOK = "dtype", "device", "layout"
+"""What each call compares of a tensor argument, beside its type, its shape and its order in memory; ``has_form`` of
+native/core/signature.cpp compares the same."""
+_look = attrgetter(*LOOK)
+
+
 class _TensorCheck(NamedTuple):
     form: InputSpec
     position: int
     kind: type
-    dtype: torch.dtype
-    device: torch.device
+    look: tuple[Any, ...]
     shapes: dict[torch.Size, tuple[int, int]]
     """Shapes that fit, with what they say of the batch (see ``InputSpec.extents``); filled as they come, so that a hit
     compares a shape by one lookup."""
@@ -184,9 +189,7 @@ class Signature:
         is_given = any(pad is not None and not pad.is_left for pad in given)
         about = leaf.path, position, shape, order, tensor.dtype, tensor.device
         spec = InputSpec(*about, tuple(spans.items()), pads, dense, is_given)
-        self._checks.append(
-            _TensorCheck(spec, position, type(tensor), tensor.dtype, tensor.device, {}, tensor.is_contiguous())
-        )
+        self._checks.append(_TensorCheck(spec, position, type(tensor), _look(tensor), {}, tensor.is_contiguous()))
         if not rules.is_static(leaf):
             self.inputs.append(spec)
         elif rules.check_addresses:
@@ -226,11 +229,9 @@ class Signature:
                 return NO_MATCH
         rows, known = self._known, 0
         try:
-            for form, position, kind, dtype, device, shapes, contiguous in self._checks:
+            for form, position, kind, look, shapes, contiguous in self._checks:
                 tensor = values[position]
-                if type(tensor) is not kind or tensor.dtype is not dtype or tensor.device != device:
-                    return NO_MATCH
-                if tensor.layout is not torch.strided:
+                if type(tensor) is not kind or _look(tensor) != look:
                     return NO_MATCH
                 found = shapes.get(tensor.shape) or _learn(form, tensor.shape, shapes)
                 if found is None or (rows ^ found[0]) & known & found[1]:
@@ -268,18 +269,19 @@ class Signature:
 
     def misfit(self, values: Sequence[Any]) -> str:
         """Why a call does not match, as a sentence: the first tensor that is another one, or what else there may be."""
-        for form, position, kind, dtype, device, *_ in self._checks:
+        for form, position, kind, look, *_ in self._checks:
             given = values[position]
-            is_plain = is_tensor(given) and is_strided(given) and type(given) is kind
-            if is_plain and (given.dtype, given.device) == (dtype, device) and form.extents(given.shape):
-                continue
             axes = dict(form.spans)
             shape = ", ".join(axes[dim].name if dim in axes else str(n) for dim, n in enumerate(form.shape))
-            got = f"{tuple(given.shape)}, {given.dtype} on {given.device}" if is_plain else describe(given)
-            return (
-                f"input {form.name!r} must be a strided tensor of shape ({shape}), {dtype} on {device}, "
-                f"got {got}; cast or reshape it, or capture anew"
-            )
+            wanted, got = {"shape": f"({shape})"} | dict(zip(LOOK, look, strict=True)), describe(given)
+            if is_tensor(given) and type(given) is kind:
+                found = {"shape": tuple(given.shape)} | dict(zip(LOOK, _look(given), strict=True))
+                fitting = ["shape"] * (form.extents(given.shape) is not None)
+                wanted = {name: one for name, one in wanted.items() if name not in fitting and one != found[name]}
+                got = ", ".join(str(found[name]) for name in wanted)
+            if wanted:
+                what = f"a tensor of {', '.join(f'{name} {one}' for name, one in wanted.items())}, got {got}"
+                return f"input {form.name!r} must be {what}; cast or reshape it, or capture anew"
         return (
             "the call differs from the captured one: in the numbers of rows, autocast, a constant, the address of a "
             "static tensor, or the memory layout of an input; capture again for such calls"
