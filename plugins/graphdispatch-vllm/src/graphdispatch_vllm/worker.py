@@ -1,6 +1,7 @@
 """vLLM's CPU worker and model runner, with graphs captured at the warm-up."""
 
 import dataclasses
+import inspect
 import time
 from collections import Counter
 from typing import Any
@@ -13,6 +14,7 @@ from vllm.distributed.parallel_state import get_world_group, is_global_first_ran
 from vllm.envs import enable_envs_cache
 from vllm.forward_context import BatchDescriptor
 from vllm.logger import init_logger
+from vllm.model_executor.layers import vocab_parallel_embedding
 from vllm.model_executor.parameter import BasevLLMParameter
 from vllm.v1.sample.ops.logprobs import batched_count_greater_than
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -48,6 +50,7 @@ class GraphCpuModelRunner(CPUModelRunner):
         if self.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
             _make_parameters_plain(self.model)
         if self.compilation_config.cudagraph_mode.has_full_cudagraphs():
+            _leave_masks_uncompiled()
             self.model = StaticGraphWrapper(self.model, self.vllm_config, CUDAGraphMode.FULL)
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
@@ -195,6 +198,16 @@ def _make_parameters_plain(model: torch.nn.Module) -> None:
                 if parameter not in plain:
                     plain[parameter] = torch.nn.Parameter(parameter.data, requires_grad=False)
                 setattr(module, name, plain[parameter])
+
+
+def _leave_masks_uncompiled() -> None:
+    """Run vLLM's masks for a rank's part of the vocabulary as they are written, and not by code of torch's compiler.
+
+    Such code may read all that the model reaches: with several ranks also the sockets between them, which no guard can
+    compare. A FULL graph runs the same few operators on integers.
+    """
+    compiled = vocab_parallel_embedding.get_masked_input_and_mask
+    vocab_parallel_embedding.get_masked_input_and_mask = inspect.unwrap(compiled)
 
 
 def _run_compiler() -> None:
