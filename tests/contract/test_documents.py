@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,12 @@ def links() -> list[Any]:
     link = re.compile(r"\]\((?!https?://)([^)]+)\)")
     found = ((path, target) for path in DOCUMENTS for target in link.findall(path.read_text()))
     return [pytest.param(path, target, id=f"{_name(path)}-{target}") for path, target in found]
+
+
+def paths() -> set[str]:
+    """The files and folders that documents name; those of dated notes may be gone."""
+    texts = "".join(path.read_text() for path in DOCUMENTS if path.parent.name != "design")
+    return set(re.findall(r"`([\w./-]+(?:/|\.(?:py|cpp|h|md|json|mk|sh|toml)))`", texts))
 
 
 def headings(path: Path) -> set[str]:
@@ -83,6 +90,15 @@ def test_python_snippet_runs(code: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_code_is_seen_whole(lines: list[str]) -> None:
     """The site shows 88 columns of a block of code; what is behind them has to be scrolled to."""
     assert [line for line in lines if len(line) > 88] == []
+
+
+def test_named_files_are_there() -> None:
+    """Where documents name a file or a folder, by its path from wherever the text speaks of, the repository has it."""
+    there = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    if not there:
+        pytest.skip("not in a git checkout")
+    assert len(paths()) > 60
+    assert [name for name in sorted(paths()) if not any(f"/{name}" in f"/{path}" for path in there)] == []
 
 
 def footguns() -> list[str]:
