@@ -94,7 +94,8 @@ def test_code_is_seen_whole(lines: list[str]) -> None:
 
 def test_named_files_are_there() -> None:
     """Where documents name a file or a folder, by its path from wherever the text speaks of, the repository has it."""
-    there = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    there = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
     if not there:
         pytest.skip("not in a git checkout")
     assert len(paths()) > 60
