@@ -18,6 +18,7 @@ from graphdispatch.backends import Pool, get_backend
 from graphdispatch.backends.base import CAPTURE_LOCK
 from graphdispatch.backends.tracing import UntracedMode
 from graphdispatch.native.bound import CORE
+from graphdispatch.proof.check.licence import Verification
 from graphdispatch.runtime.replay import ReplayPlan
 from graphdispatch.runtime.server import Server
 from graphdispatch.testing import MockCUDAGraph
@@ -255,6 +256,13 @@ class Seen:
     def __call__(self, module: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
         self.operators += [node.name for node in module.graph.nodes if node.op.startswith("call")]
         return module.forward
+
+
+def shown_of(step: Graphed[..., Any]) -> Verification:
+    """What is shown of the first graph of a served callable."""
+    licence = step.entries[0].licence
+    assert isinstance(licence, Verification)
+    return licence
 
 
 def frames_of(call: Callable[[], Any]) -> list[str]:

@@ -120,7 +120,7 @@ class _Case:
         assert step.last_decision.reason.is_graph, step.last_decision
         (entry,) = step._graphs.entries()
         assert entry.guard is not None
-        addresses = {tensor.data_ptr() for tensor in entry.guard._tensors}
+        addresses = {tensor.data_ptr() for tensor in entry.guard.placed}
         assert len(addresses) >= self._parameters, f"{len(addresses)} addresses are guarded"
         return calls
 

@@ -253,9 +253,9 @@ def test_a_changed_class_is_seen(way: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert "subclass" in asked
     entry.__class__ = Watched.__base__
     asked.clear()
-    slot = Watched.__base__.metadata
+    slot = Watched.__base__.writes_outside
     read = property(lambda self: (asked.append("class"), slot.__get__(self))[1])
-    monkeypatch.setattr(Watched.__base__, "metadata", read)
+    monkeypatch.setattr(Watched.__base__, "writes_outside", read)
     assert served(step, batch)[1]
     assert "class" in asked
     monkeypatch.undo()

@@ -160,3 +160,13 @@ def test_a_hit_makes_no_buffers() -> None:
     assert names.count("aten::clone") == 1
     assert sum(name in ("aten::empty", "aten::empty_strided", "aten::zeros", "aten::full") for name in names) == 1
     assert (step.entries[0].input_addresses, step.memory_bytes) == (addresses, held)
+
+
+def test_a_hit_of_modules_looks_at_nothing_in_each_call() -> None:
+    """What its guard and its signature compare is enough: code of torch around modes compares errors, not arguments."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU(), torch.nn.LayerNorm(3)).eval()
+    front = FRONT_ENDS["graphed"](model, dynamic={"input": 0}, sizes=(SIZE,))
+    for rows in (SIZE, SIZE, SIZE, SIZE - 1, SIZE - 1):
+        front(torch.randn(rows, 3))
+    (group,) = front.front._route.groups
+    assert [group.hits[rows].per_call for rows in (SIZE - 1, SIZE)] == [None, None]

@@ -8,7 +8,7 @@ Note [gradients of a step]
     gradients are tensors that the step writes in place. Which of them were None at its begin, the guard compares.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import update_wrapper
 from inspect import signature
@@ -34,7 +34,7 @@ class Gradients:
         self._given = b""
         """For each leaf 1 if that is a tensor, else 0."""
 
-    def take(self, tensors: tuple[torch.Tensor, ...]) -> bool:
+    def take(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Look after the gradients of these tensors. Returns whether others were looked after before."""
         leaves = [one for one in tensors if one.is_leaf and (one.requires_grad or isinstance(one, nn.Parameter))]
         if len(leaves) == len(self.leaves) and all(map(is_, leaves, self.leaves)):

@@ -23,8 +23,8 @@ from ..copying import make_rlock
 from ..errors import ConfigError, shown
 from ..modes import CUDAGraphMode
 from ..native.bound import CORE
-from ..proof.state.guards import StateGuard, wants_gradient
 from ..reasons import Reason
+from ..runtime.attributes import wants_gradient
 from ..runtime.cache import make_cache
 from ..runtime.decide import Decision, SizeTable
 from ..runtime.entry import CUDAGraphEntry
@@ -32,10 +32,12 @@ from ..runtime.flatten import leaves_of
 from ..runtime.graph_set import Health
 from ..runtime.group import Route
 from ..runtime.prewarm import PrewarmReport, capture_size, captured_sizes, prewarm
+from ..runtime.protocols import Guard
 from ..runtime.rules import ArgumentRules, Dim, callable_name, make_rules
 from ..runtime.server import Server
 from ..sizes import ROWS
 from ..stats import EvictionReason
+from .capturers import capturer_for
 from .checked_call import check_names, checked_call
 from .gradients import Gradients, differentiating
 from .lifecycle import Lifecycle
@@ -236,7 +238,10 @@ class Graphed(Lifecycle, Generic[P, R]):
         table = _make_table(config, rules)
         most = options.max_cached_graphs or max(config.max_cached_graphs, len(table.sizes))
         self._graph_cache = make_cache(options, most, backend=backend)
-        self._server = Server(fn, options, self._graph_cache, strict=config.strict, max_groups=_MOST_SIGNATURES)
+        capturer = capturer_for(options, table.mode)
+        self._server = Server(
+            fn, options, self._graph_cache, capturer, strict=config.strict, max_groups=_MOST_SIGNATURES
+        )
         self._graphs = self._server.graphs
         self._graphs.judges_gain = options.verify and not config.strict
         self._route = Route(0, table, rules)
@@ -406,7 +411,7 @@ class GraphedStep(Graphed[P, R]):
     def __init__(self, fn: Callable[P, R], config: CUDAGraphConfig, rules: ArgumentRules) -> None:
         self._fn = fn
         self._gradients = Gradients()
-        self._reached: StateGuard | None = None
+        self._reached: Guard | None = None
         """Of whose tensors the gradients are looked after."""
         self._is_parallel = False
         """Whether it reaches a module that exchanges gradients with other processes."""
@@ -444,7 +449,7 @@ class GraphedStep(Graphed[P, R]):
             is_new = False
             if self._reached is None or self._reached is not graphs._guard:
                 self._reached = graphs.guard
-                self._is_parallel = any(map(_is_parallel, self._reached._modules))
+                self._is_parallel = any(map(_is_parallel, self._reached.modules))
                 is_new = gradients.take(self._reached.tensors)
             if (gradients.begin() or is_new) and graphs.entries():
                 graphs.rearm(EvictionReason.STALE)

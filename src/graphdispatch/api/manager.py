@@ -29,6 +29,7 @@ from ..runtime.rules import ArgumentRules
 from ..runtime.server import Choice, Server
 from ..sizes import ROWS
 from ..stats import EvictionReason
+from .capturers import capturer_for
 from .lifecycle import Lifecycle
 from .named_inputs import Shapes, as_arrays, as_tensors, batch_dims, check_inputs, check_outputs, make_example
 
@@ -114,7 +115,10 @@ class CUDAGraphRegistry(Lifecycle):
         waiting = [one for one in self._callables if all(e.is_released for e in one.server.graphs.entries())]
         gone = waiting[: 1 - _MOST_WAITING]
         self._callables = [one for one in self._callables if one not in gone]
-        server = Server(fn, self.config.options, self._graph_cache, strict=self.config.strict, times_replays=True)
+        options = self.config.options
+        server = Server(
+            fn, options, self._graph_cache, capturer_for(options), strict=self.config.strict, times_replays=True
+        )
         return _Callable(server, Memo(partial(self._make_route, next(self._numbers)), MOST_ROUTES))
 
     def _route(self, one: _Callable, size: int, seq_len: int, mode: CUDAGraphMode, dynamic: Mapping[str, int]) -> Route:
@@ -425,7 +429,9 @@ class CUDAGraphManager(CUDAGraphRegistry):
         values, rows = entry.check(inputs)
         if rows != batch_size and group.signature.has_rows:
             raise GuardError(f"inputs must have batch_size={batch_size} rows, got {rows}")
-        reason, detail = entry.objection(values, rows, is_frozen=self.is_frozen)
+        reason, detail = entry.licence.verdict(entry, values, rows)
+        if reason is Reason.VERIFIED_NOW and self.is_frozen:
+            reason, detail = Reason.FROZEN, Reason.FROZEN.text
         if reason is not None and reason is not Reason.VERIFIED_NOW:
             raise ReplayError(f"{rows} rows in a graph of {size}: {detail or reason.text}")
         if reason is not None:

@@ -25,6 +25,7 @@ from ..runtime.rules import ArgumentRules
 from ..runtime.server import Server
 from ..runtime.signature import Refusal
 from ..stats import CUDAGraphStats
+from .capturers import capturer_for
 from .lifecycle import Lifecycle
 
 
@@ -82,7 +83,7 @@ class CUDAGraphWrapper(Lifecycle):
         self._graph_cache = make_cache(
             self.options, max_cached_graphs, capture_after=1, stats=stats, backend=backend, pool=pool
         )
-        self._server = Server(runnable, self.options, self._graph_cache)
+        self._server = Server(runnable, self.options, self._graph_cache, capturer_for(self.options, mode))
         self._graphs = self._server.graphs
         self._routes = Memo[Any, Route](self._make_route, MOST_ROUTES)
 

@@ -16,7 +16,7 @@ from ..errors import CaptureError, ConfigError, DeviceLostError
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..sizes import named_sizes
-from .observe import Observer
+from .observe import Observer, proofs_of
 from .result import Audit, Breaks, Rows
 from .watch import Watched, watch
 
@@ -147,7 +147,7 @@ def _rows(served: Graphed[..., Any], observer: Observer, dims: Mapping[str, int]
         return Rows("no batch dimension")
     held = {(entry.mode, entry.size) for entry in served.entries}
     padded = [entry for entry in served.entries if entry.size > 1 and (entry.mode, entry.size - 1) not in held]
-    proofs = [entry.proof for entry in padded if entry.proof is not None]
+    proofs = proofs_of(padded)
     text = difference or next((proof.text for proof in proofs if not proof.independent), "")
     if text:
         found = [proof.refused or proof.against_rows for proof in proofs]

@@ -27,6 +27,7 @@ from ..backends.operators import (
 )
 from ..backends.standins import HostReads, Listening, SaysCapturing, StandIns
 from ..errors import CaptureError
+from ..proof.check.licence import RowProof, shown_of
 from ..proof.rows.batches import BatchSpace
 from ..proof.rows.run import RowRun
 from ..proof.rows.verdict import Verdict
@@ -35,6 +36,7 @@ from ..proof.state.walk import StateWalk
 from ..proof.watch.effects import EffectRecorder, retry_once, undo
 from ..proof.watch.trace import CodeTrace
 from ..runtime.breaks import BREAKS
+from ..runtime.entry import CUDAGraphEntry
 from ..runtime.flatten import CallSpec, FlatCall
 from ..runtime.outputs import Opener
 
@@ -277,3 +279,9 @@ def _modules_that_run() -> list[int]:
             found.append(id(frame.f_locals["self"]))
         frame = frame.f_back
     return found[::-1]
+
+
+def proofs_of(entries: Iterable[CUDAGraphEntry]) -> list[RowProof]:
+    """What is shown of the rows of graphs, as far as there is a proof."""
+    shown = (shown_of(entry) for entry in entries)
+    return [one.proof for one in shown if one is not None and one.proof is not None]

@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch.utils._pytree import tree_leaves
 
+from ..api.capturers import capturer_for
 from ..backends import Backend, get_backend
 from ..backends.base import Graph
 from ..config import CUDAGraphOptions
@@ -137,7 +138,8 @@ class Worker(NotCopied):
     ) -> None:
         self.cache = GraphCache(max_cached_graphs, backend=backend)
         """What was captured here. A graph of somebody else is not in it, since nobody here releases it."""
-        self.server = Server(eager_runner, options or CUDAGraphOptions(), self.cache)
+        options = options or CUDAGraphOptions()
+        self.server = Server(eager_runner, options, self.cache, capturer_for(options))
         self._numbers = count()
 
     def wrap(self, key: DispatchKey, mode: DispatchMode, graph: Any, entry: CUDAGraphEntry) -> "Registered":

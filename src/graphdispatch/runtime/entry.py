@@ -15,25 +15,27 @@ from ..copying import NotCopied
 from ..descriptors import BatchDescriptor, size_text
 from ..errors import GuardError, ReplayError, error_of_signal
 from ..modes import CUDAGraphMode, EntryState
-from ..proof.check.licence import Verification
-from ..proof.check.windows import WINDOWS
-from ..proof.state.guards import StateGuard, WorkspaceGuard, wants_gradient
 from ..reasons import Reason
 from ..sizes import lengths_of, pack
 from ..stats import CUDAGraphStats, Gain
+from .attributes import wants_gradient
 from .flatten import FlatCall
+from .licence import Trusted
 from .outputs import OutputRule, Outputs
+from .protocols import Guard, Licence, PerCall
 from .replay import ReplayPlan, ReplayStage, next_use
 from .rules import graph_name
 from .signature import ForeignSignature, Signature
 from .static_inputs import StaticInputs
+from .windows import WINDOWS
 
 _MOST_PLANS = 8192
+_TRUSTED = Trusted()
 _BY_FRONT_END = "serve the batch through the wrapper, manager or dispatcher that has the graph"
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True, kw_only=True)
-class CUDAGraphEntry(Verification, NotCopied):
+class CUDAGraphEntry(NotCopied):
     """One captured graph: what it serves, its buffers, outputs, pool, state and statistics.
 
     ``capture_time`` is when it was captured, ``capture_time_ms`` how long that took. ``output`` is None once the graph
@@ -59,6 +61,7 @@ class CUDAGraphEntry(Verification, NotCopied):
 
     descriptor: BatchDescriptor
     mode: CUDAGraphMode
+    size: int
     key: Hashable
     """The front end's name for it: a batch descriptor, a size, a dispatch key, or batch size and sequence length."""
     graph: Graph
@@ -72,10 +75,22 @@ class CUDAGraphEntry(Verification, NotCopied):
     """Where the graph writes memory of others; an argument that overlaps it cannot be served by a copy."""
     held: tuple[torch.Tensor, ...] = ()
     """Memory that the graph reads and that is neither its own nor an input; held so that it stays alive."""
-    workspaces: WorkspaceGuard | None = None
+    workspaces: "Workspaces | None" = None
     """The part of it whose address is compared on each hit, since no guard of the callable's own state covers it."""
-    guard: StateGuard | None = None
-    """What of the callable must be as it was at the capture, for those who were given the entry alone."""
+    guard: Guard | None = None
+    """What of the callable must be as it was at the capture; None if nobody guards it."""
+    licence: Licence = _TRUSTED
+    """Which batches it may serve."""
+    state: EntryState = EntryState.CAPTURED
+    """Whether it was compared on two batches or is trusted, failed, or was released."""
+    replay_count: int = 0
+    """The number of replays."""
+    knows_effects: bool = True
+    """Whether the graph's effects are noted here; not so if somebody else captured it."""
+    verify_at: float = math.inf
+    """The number of replays from which on the next batch is compared with eager."""
+    verify_every: int | None = None
+    """After how many replays a comparison is due again; None: never."""
     capture_time: float = field(default_factory=time.time)
     """When it was captured, in seconds since the epoch, as ``time.time()``."""
     capture_time_ms: float = 0.0
@@ -87,9 +102,6 @@ class CUDAGraphEntry(Verification, NotCopied):
     """Whether it draws from the device's default random generator."""
     default_device: Any = field(default_factory=default_device)
     """The default device at the capture, if one was set."""
-    bare: tuple[int, ...] = ()
-    """The places, among a call's values, of copied tensors that must carry no attributes of Python: the code asks for
-    some that they may have. See ``carries``."""
     writes_outside: bool = field(init=False)
     """Whether it writes to arguments or to memory of others, so that a call's arguments must be compared with them."""
     signature: Signature
@@ -115,14 +127,6 @@ class CUDAGraphEntry(Verification, NotCopied):
         if self.written is not None:
             WINDOWS.pools.add(self.pool)
 
-    def carries(self, values: Sequence[Any]) -> bool:
-        """Whether a tensor of a call carries an attribute that the code may read; notes of torch's compiler are none.
-
-        Args:
-            values: The flat values of the call.
-        """
-        return any(not f"{name}".startswith("_dynamo_") for place in self.bare for name in values[place].__dict__)
-
     def fits_modes(self) -> bool:
         """Whether the modes of torch around the running call are such that a replay is what eager would do."""
         if self.default_device is None and not (function_modes() or dispatch_modes() or trace() is not None):
@@ -133,6 +137,68 @@ class CUDAGraphEntry(Verification, NotCopied):
         """Whether the weights, modules, captured variables and workspaces that the graph reads are what and where they
         were at the capture. Needs no lock."""
         return (self.guard is None or self.guard.holds()) and (self.workspaces is None or self.workspaces.holds())
+
+    def per_call(self, rows: int) -> PerCall | None:
+        """What a hit of so many rows has to look at in each call, if there is something.
+
+        Args:
+            rows: The number of real rows.
+        """
+        look, workspaces = self.licence.per_call(self, rows), self.workspaces
+        if workspaces is None:
+            return look
+        holds = workspaces.holds
+        return lambda values: holds() and (look is None or look(values))
+
+    def passed(self) -> None:
+        """Note that the graph agreed with eager on another batch than that of its capture, or is trusted."""
+        self.state = EntryState.VERIFIED
+
+    def trust(self) -> None:
+        """Serve all batches without any comparison."""
+        self.licence = _TRUSTED
+        self.passed()
+
+    def failed(self) -> None:
+        """Note that it did not agree with eager, or that a replay failed: it serves nothing until it is compared."""
+        self.state = EntryState.FAILED
+
+    def schedule_check(self, *, rests: bool = False) -> None:
+        """Have a batch compared with eager after ``verify_every`` further replays, or none while it ``rests``.
+
+        Args:
+            rests: Whether no comparison is allowed now.
+        """
+        is_wanted = self.verify_every is not None and not rests
+        self.verify_at = self.replay_count + (self.verify_every or 0) if is_wanted else math.inf
+
+    @property
+    def is_due_again(self) -> bool:
+        """Whether ``verify_every`` wants the next batch compared."""
+        return self.replay_count >= self.verify_at
+
+    def publish(self, place: Hashable, stats: CUDAGraphStats, verify_every: int | None) -> None:
+        """Complete the entry, before anybody can see it. From here on its own methods alone change it.
+
+        Args:
+            place: Its key in the cache that keeps it.
+            stats: Where direct replays count.
+            verify_every: After how many replays a comparison is due; None: never.
+        """
+        self.place, self.stats, self.verify_every = place, stats, verify_every
+        self.schedule_check()
+
+    def use(self) -> None:
+        """Count as used now, so that other graphs give way first."""
+        self.last_used = next_use()
+
+    def guard_by(self, guard: Guard) -> None:
+        """Take another guard of the same state. A hit that was made before keeps the former one.
+
+        Args:
+            guard: The guard.
+        """
+        self.guard = guard
 
     def increment_replay(self) -> None:
         """Count one replay."""
@@ -242,10 +308,10 @@ class CUDAGraphEntry(Verification, NotCopied):
             return self.plan(self.size).run(None, self.stats)
         values, rows = self.check(inputs)
         batch = f"{rows} rows in a graph of {self.size}"
-        if (padding := self.against_padding(rows)) is not None:
+        if (padding := self.licence.against_padding(rows)) is not None:
             reason, text = padding
             raise ReplayError(f"{batch}: {text or reason.text}")
-        if not self.may_pad(rows):
+        if self.licence.wants_look(rows):
             raise ReplayError(f"{batch}: {Reason.PADDING_UNPROVEN.text}; or {_BY_FRONT_END}, which compares it")
         return self.serve(values, rows, self.stats, is_timed=True)
 
@@ -298,10 +364,8 @@ class CUDAGraphEntry(Verification, NotCopied):
         clash = self.plan(rows).clash(values)
         if clash is not None:
             raise GuardError(f"{clash}; pass copies")
-        if self.carries(values):
-            raise GuardError("an input carries attributes that the captured code may read; pass them as arguments")
-        if self.metadata is not None and not self.metadata.knows(values):
-            raise GuardError(f"{self.metadata.text}, and capture with a call like this one")
+        if misfit := self.licence.misfit(values):
+            raise GuardError(f"{misfit}; or capture with a call like this one")
         return values, rows
 
     def _note_time(self, elapsed: float) -> None:
@@ -386,6 +450,22 @@ class CUDAGraphEntry(Verification, NotCopied):
 
 GraphEntry = CUDAGraphEntry
 """The older name of the same class."""
+
+
+class Workspaces:
+    """Memory that a graph reads but that no guard covers, such as a library's workspace. It is neither the graph's own
+    nor one of its inputs. ``holds()`` tells whether it is still where it was, and as large."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._storages = [tensor.untyped_storage() for tensor in tensors]
+        self._spans = self._read()
+
+    def holds(self) -> bool:
+        """Whether no storage has grown, shrunk or moved."""
+        return self._read() == self._spans
+
+    def _read(self) -> list[tuple[int, int]]:
+        return [(storage.data_ptr(), storage.nbytes()) for storage in self._storages]
 
 
 class WrittenSpans:

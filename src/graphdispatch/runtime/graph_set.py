@@ -13,8 +13,6 @@ from ..copying import make_rlock
 from ..descriptors import size_text
 from ..errors import BackendError, ConfigError, GraphDispatchError, error_of_signal
 from ..modes import CUDAGraphMode
-from ..proof.check.pipeline import capture_entry, verify_entry
-from ..proof.state.guards import StateGuard
 from ..reasons import Reason
 from ..showing import count, percent
 from ..stats import CUDAGraphStats, EvictionReason
@@ -24,7 +22,7 @@ from .entry import CUDAGraphEntry
 from .flatten import CallSpec, FlatCall
 from .group import CallForm, GraphGroup, Route, details_of
 from .outputs import OutputView
-from .replay import next_use
+from .protocols import Capturer, Guard
 from .request import CaptureRequest, CaptureResult
 from .rules import ArgumentRules, callable_name
 from .signature import ForeignSignature, Refusal, Signature, device_of, no_tensors, refusal
@@ -95,9 +93,11 @@ class GraphSet:
         fn: Callable[..., Any],
         options: CUDAGraphOptions,
         cache: GraphCache,
+        capturer: Capturer,
         max_groups: int = 1024,
     ) -> None:
         self.fn = fn
+        self.capturer = capturer
         self.options = options
         self.max_groups = options.max_signatures or max_groups
         self.returns_handles = options.returns_handles
@@ -110,7 +110,7 @@ class GraphSet:
         """Of captures, in seconds."""
         self.budget = CaptureBudget(options.capture_share, self._num_replays, self._saved_s)
         self.lock = make_rlock()
-        self._guard: StateGuard | None = None
+        self._guard: Guard | None = None
         self.latest_change = ""
         """What has changed of the callable's state when its graphs last stopped fitting, in words."""
         self._states, self._numbers = itertools.count(1), itertools.count()
@@ -128,11 +128,11 @@ class GraphSet:
         return sum(group.saved_s(fill) for group in self.groups.values())
 
     @property
-    def guard(self) -> StateGuard:
+    def guard(self) -> Guard:
         """Which modules and tensors the callable reaches now, whatever it reads of them. Needs no lock."""
         guard = self._guard  # which another thread's sleep() may forget meanwhile
         if guard is None or not guard.holds():
-            guard = self._guard = StateGuard(self.fn)
+            guard = self._guard = self.capturer.reach(self.fn)
         return guard
 
     def find(
@@ -255,7 +255,7 @@ class GraphSet:
     def _learn_signature(self, route: Route, call: FlatCall, leaves: list[Any]) -> Signature | Refusal:
         """The signature of a call, by the rules of its route; chooses the backend if there is none yet."""
         rules = route.rules or ArgumentRules({}, {}, frozenset(call.names), self.options.validate_addresses)
-        device = device_of(call.leaves, leaves, rules, lambda: self.guard._tensors)
+        device = device_of(call.leaves, leaves, rules, lambda: self.guard.placed)
         if device is None:
             return no_tensors(call.leaves, leaves)
         cache = self.cache
@@ -309,7 +309,7 @@ class GraphSet:
         request = self._request(group, values, rows, size, group.route.table.mode, keep_effects)
         before, self._captured_on = self._captured_on, group.inputs
         try:
-            result = capture_entry(request)
+            result = self.capturer.capture(request)
         finally:
             self._captured_on = before
         if result.reason is Reason.CAPTURE_WAITS:  # for a call whose code is traced
@@ -329,14 +329,8 @@ class GraphSet:
         _log.info("captured callable=%s mode=%s rows=%s ms=%.1f", *told)
         self.cache.admission.forget((group.key, entry.size))
         replaced = group.current(entry.size)  # of the same state
-        entry.place = replaced.place if replaced is not None else (group.key, entry.size, next(self._states))
-        entry.stats = self.stats
-        for other in self.entries():
-            guard, known = entry.guard, other.guard
-            if guard is not None and known is not None and known is not guard and known.reads_like(guard):
-                entry.guard = known
-        entry.verify_every = self.options.verify_every
-        entry.schedule_check()
+        place = replaced.place if replaced is not None else (group.key, entry.size, next(self._states))
+        entry.publish(place, self.stats, self.options.verify_every)
         held, limit = bytes_of([entry]), self.cache.max_bytes
         victims = self.cache.add(entry.place, entry)
         if victims and victims[0].entry is entry:
@@ -352,12 +346,20 @@ class GraphSet:
         return result
 
     def verify(
-        self, group: GraphGroup, values: Sequence[Any], rows: int, entry: CUDAGraphEntry, *, keep_effects: bool = True
+        self,
+        group: GraphGroup,
+        values: Sequence[Any],
+        rows: int,
+        entry: CUDAGraphEntry,
+        *,
+        keep_effects: bool = True,
+        counts_as_second: bool = True,
     ) -> CaptureResult:
         """Run the call eagerly and compare the entry with it; an entry that differs is released and quarantined."""
         request = self._request(group, values, rows, entry.size, entry.mode, keep_effects)
-        result = verify_entry(request, entry)
-        entry.last_used = next_use()
+        request.counts_as_second = counts_as_second
+        result = self.capturer.check(request, entry)
+        entry.use()
         entry.schedule_check()
         group.hits.clear()
         if result.entry is None:
@@ -389,15 +391,21 @@ class GraphSet:
         if self.cache.is_frozen:
             return None
         other = group.varied(batch, rows)
-        return self.difference_on(group, other, rows, entry) if entry.differs(other) else None
+        return self.difference_on(group, other, rows, entry) if entry.licence.differs(other) else None
 
     def difference_on(
-        self, group: GraphGroup, batch: Sequence[Any], rows: int, entry: CUDAGraphEntry
+        self,
+        group: GraphGroup,
+        batch: Sequence[Any],
+        rows: int,
+        entry: CUDAGraphEntry,
+        *,
+        counts_as_second: bool = True,
     ) -> CaptureResult | None:
         """Compare a graph with eager on a batch that no call brought: what found a difference, or None. Leaves no
         effects. Nothing is compared where the callable raises for it."""
         try:
-            result = self.verify(group, batch, rows, entry, keep_effects=False)
+            result = self.verify(group, batch, rows, entry, keep_effects=False, counts_as_second=counts_as_second)
         except GraphDispatchError:
             raise
         except Exception as error:
@@ -435,28 +443,28 @@ class GraphSet:
         guards = {entry.guard for entry in self.entries() if entry.guard is not None}
         if not guards:
             return
-        present = {guard: guard.holds() for guard in guards if not guard.is_apart}
+        present = {guard: guard.holds() for guard in guards if not guard.is_stale}
         if present and all(present.values()) and (self._guard is None or self._guard.holds()):
             return
         for guard in list(guards):
-            guard.is_apart = not (present[guard] if guard in present else guard.holds())
-            if guard.is_apart and (renewed := guard.renewed()) is not None:
+            guard.is_stale = not (present[guard] if guard in present else guard.holds())
+            if guard.is_stale and (renewed := guard.renewed()) is not None:
                 guards.remove(guard)
                 guards.add(renewed)
                 self._replace(guard, renewed)
-            elif guard.is_apart and guard in present:
-                self.latest_change = guard.difference()
+            elif guard.is_stale and guard in present:
+                self.latest_change = guard.change()
                 self.stats.record_state_change(self.latest_change)
-        gone = {guard for guard in guards if guard.is_apart and (guard.has_moved() or not guard.within(self.guard))}
+        gone = {guard for guard in guards if guard.is_stale and (guard.has_moved() or not guard.within(self.guard))}
         for entry in self.entries() if gone else ():
             if entry.guard in gone:
                 self.release(self.cache.retire(entry, EvictionReason.STALE, self.latest_change))
 
-    def _replace(self, guard: StateGuard, renewed: StateGuard) -> None:
+    def _replace(self, guard: Guard, renewed: Guard) -> None:
         """Have graphs guarded by another guard of the same state."""
         for entry in self.entries():
             if entry.guard is guard:
-                entry.guard = renewed
+                entry.guard_by(renewed)
         for group in self.groups.values():
             group.hits.clear()
 
@@ -522,7 +530,8 @@ class GraphSet:
             backend=backend,
             options=self.options,
             peers=peers,
-            tensors=self.guard._tensors,
+            guards=[one.guard for one in self.entries() if one.guard is not None],
+            tensors=self.guard.placed,
             follows_rows=group.has_several_batches(size),
             clock=self.clock,
             keep_effects=keep_effects,

@@ -14,7 +14,6 @@ import torch
 from ..backends.base import Backend, Stopwatch
 from ..descriptors import BatchDescriptor
 from ..errors import GraphDispatchError, error_of_signal
-from ..proof.state.guards import StateGuard
 from ..reasons import Reason
 from ..showing import count, milliseconds, without_numbers
 from ..sizes import Extents, cells_of
@@ -25,6 +24,7 @@ from .cache import Failure, Quarantine
 from .decide import Decision, SizeTable, descriptor_of
 from .entry import CUDAGraphEntry
 from .flatten import CallSpec, FlatCall
+from .protocols import Guard, PerCall
 from .replay import ReplayPlan
 from .rules import ArgumentRules
 from .signature import Signature
@@ -154,8 +154,10 @@ class Hit(NamedTuple):
     entry: CUDAGraphEntry
     plan: ReplayPlan
     decision: Decision
-    guard: StateGuard | None
+    guard: Guard | None
     """What must be as it was at the capture; None if nobody guards it."""
+    per_call: PerCall | None
+    """What must be looked at in each call besides; None for nearly all."""
 
 
 @dataclass(eq=False, slots=True)
@@ -312,12 +314,13 @@ class GraphGroup:
             return None
         decision = self.decide(rows)
         entries = self.of_size(decision.size) if decision.mode.has_graphs() else ()
-        if not entries or not entries[0].may_hit(decision.rows):
+        if not entries or not entries[0].licence.may_hit(entries[0], decision.rows):
             return None
         entry = entries[0]
         if self.judges_gain and (entry.times < ENOUGH or self.loss(entry, decision.rows) is not None):
             return None
-        return Hit(entry, entry.plan(decision.rows), decision._replace(mode=entry.mode), entry.guard)
+        per_call = entry.per_call(decision.rows)
+        return Hit(entry, entry.plan(decision.rows), decision._replace(mode=entry.mode), entry.guard, per_call)
 
     def gain(self, entry: CUDAGraphEntry, rows: int) -> Gain | None:
         """What the graph and an eager run take for a batch, as far as that is shown; None if it is not."""
@@ -447,7 +450,7 @@ class GraphGroup:
             elif self.route.entry is not None or entry.guard is None or entry.guard.holds():
                 self._put_first(entry)
                 if entry.guard is not None:
-                    entry.guard.is_apart = False
+                    entry.guard.is_stale = False
                 return entry
         return None
 
@@ -487,7 +490,7 @@ class GraphGroup:
         """Why batches are not padded to sizes that have graphs, as far as that is shown. Needs no lock."""
         table = self.route.table
         entries = self.all_entries if self.signature.has_rows and table.pads and self.route.entry is None else ()
-        found = (entry.against_padding(table.min_batch_of(entry.size)) for entry in entries)
+        found = (entry.licence.against_padding(table.min_batch_of(entry.size)) for entry in entries)
         return [why for why in found if why is not None]
 
     def warn_of(self, entry: CUDAGraphEntry, rows: int, detail: str) -> None:

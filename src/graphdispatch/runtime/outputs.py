@@ -37,9 +37,9 @@ from ..backends.base import Pool
 from ..backends.operators import storage_key
 from ..backends.tracing import untraced
 from ..errors import CaptureError, StaleOutputError
-from ..proof.state.objects import attribute_table, slots_of
 from ..reasons import Reason
 from ..sizes import Axis, extents_text
+from .attributes import attribute_table, slots_of
 from .flatten import VALUES, describe, is_tensor
 
 

@@ -6,15 +6,11 @@ without rows depend on none, and are the same in all parts. The first batch of s
 an alarm for a rule that is wrong, and timed beside it: parts that are not faster are not used.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..backends.operators import tensors_in
-from ..config import CUDAGraphOptions
-from ..modes import CUDAGraphMode, EntryState
-from ..proof.check.compare import coarsest, difference, tolerance_for
-from ..proof.check.licence import RowProof
-from ..proof.check.row_proof import MOST_PARTS
+from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..sizes import cells_of, lengths_of, pack
 from ..stats import CUDAGraphStats
@@ -23,6 +19,8 @@ from .entry import CUDAGraphEntry
 from .group import GraphGroup
 from .request import CaptureResult
 
+MOST_PARTS = 8
+"""A batch above the largest size is served in so many parts at most."""
 _TIMED = 3
 """So many batches are timed in parts and eagerly, in turns."""
 
@@ -57,12 +55,6 @@ class Parts:
         """The number of all rows that the graphs compute."""
 
     @property
-    def proof(self) -> RowProof:
-        """What is shown of the rows."""
-        assert self.entry.proof is not None
-        return self.entry.proof
-
-    @property
     def text(self) -> str:
         """The parts in words."""
         return f"in {len(self.parts)} parts of {self._axis.of(self.parts[0].rows)}"
@@ -70,7 +62,7 @@ class Parts:
     @property
     def decision(self) -> Decision:
         """The decision to serve the batch so, as far as it was compared; else why it is not served so, or not yet."""
-        reason, text = self.proof.in_parts.get(len(self.parts), (Reason.VERIFIED_NOW, ""))
+        reason, text = self.entry.licence.in_parts.get(len(self.parts), (Reason.VERIFIED_NOW, ""))
         if not reason.is_graph:
             return Decision.eager(reason, self._rows, text)
         return Decision(self.entry.mode, self.entry.descriptor, self.size, reason, self._rows, self.text)
@@ -98,26 +90,18 @@ class Parts:
         self,
         values: Sequence[Any],
         eager: Callable[[], Any],
-        options: CUDAGraphOptions,
+        gap_of: Callable[[Iterable[Any], Iterable[Any], CUDAGraphEntry], str],
         clock: Callable[[], float] | None,
     ) -> CaptureResult:
         """Run the batch eagerly, which answers the call, and compare it with the parts; note in the proof what that
         shows. With a ``clock`` both are timed: parts that take as long as eager are not used."""
         answer = eager()
         with self.entry.pool.lock:
-            gap = self._gap(answer, self.run(values), options)
+            gap = gap_of(tensors_in(answer), tensors_in(self.run(values)), self.entry)
             found = (Reason.VERIFICATION_FAILED, f"{self.text} it differs from eager: {gap}") if gap else None
             found = found or (self._loss(values, eager, clock) if clock is not None else None)
-        self.proof.in_parts[len(self.parts)] = found or (Reason.IN_PARTS, "")
+        self.entry.licence.in_parts[len(self.parts)] = found or (Reason.IN_PARTS, "")
         return CaptureResult(answer, None if found else self.entry, *(found or (Reason.VERIFIED_NOW, "")))
-
-    def _gap(self, eager: Any, graphs: Any, options: CUDAGraphOptions) -> str:
-        for index, (want, got) in enumerate(zip(tensors_in(eager), tensors_in(graphs), strict=True)):
-            dtype = coarsest(want.dtype, self.entry.program.float_types)
-            allowed = tolerance_for(dtype, exact=False, rtol=options.rtol, atol=options.atol, is_far=True)
-            if (gap := difference(want, got, allowed)) is not None:
-                return f"output {index}, {gap}"
-        return ""
 
     def _loss(
         self, values: Sequence[Any], eager: Callable[[], Any], clock: Callable[[], float]
@@ -161,7 +145,7 @@ def find_parts(
             return f"no graph is there for {part} rows"
         if against := _objection(entry, values, rows, part):
             return against
-        if parts and entry.proof is not parts[0].entry.proof:
+        if parts and entry.licence.in_parts is not parts[0].entry.licence.in_parts:
             return "its graphs were not proven by one run"
         parts.append(Part(entry, first, part))
     return Parts(group, rows, parts)
@@ -169,21 +153,10 @@ def find_parts(
 
 def _objection(entry: CUDAGraphEntry, values: Sequence[Any], rows: int, part: int) -> str:
     """Why a graph may not serve a part of a batch; empty if it may."""
-    proof, axes = entry.proof, entry.inputs.axes
     if entry.mode is not CUDAGraphMode.FULL or entry.writes_outside or entry.mutated or entry.uses_rng:
         return "its graph writes state or arguments, draws random numbers, or has breaks"
-    if proof is None or not proof.runs or not proof.independent or proof.is_word:
-        return "its rows are not proven to be independent" + (
-            f": {proof.text}" if proof and not proof.independent else ""
-        )
-    if proof.by_place:
-        return f"rows get something by their place in the batch, in {proof.by_place}"
-    if not proof.has_path(rows, entry.traced):
-        return "no run speaks for so many rows"
-    if entry.state is not EntryState.VERIFIED or not entry.may_pad(part) or entry.is_due_again:
-        return f"its graph of {entry.size} was not compared for {part} rows yet"
-    if entry.carries(values) or (entry.metadata is not None and not entry.metadata.knows(values)):
-        return "the code may read attributes of an argument"
+    if against := entry.licence.against_parts(entry, rows, part) or entry.licence.misfit(values):
+        return against
     if not entry.fits_modes():
         return Reason.MODE_ACTIVE.text
-    return entry.outputs.against_joining(axes[0])
+    return entry.outputs.against_joining(entry.inputs.axes[0])

@@ -22,7 +22,6 @@ from .decide import Decision, SizeTable
 from .entry import CUDAGraphEntry
 from .graph_set import GraphSet, memory_of
 from .group import GraphGroup, Route
-from .replay import next_use
 from .request import CaptureResult
 from .rules import callable_name
 from .server import Server
@@ -128,7 +127,7 @@ def prewarm(
             if (entry := graphs.current(group, size)) is None:
                 missing.append(size)
             else:
-                entry.last_used = next_use()  # so that others give way first
+                entry.use()  # so that others give way first
         refuse_too_many(graphs.cache, missing)
         if max_seconds is not None and group.signature.has_rows:
             missing = _usable_first(route.table, missing)
@@ -210,7 +209,7 @@ class _Prewarm:
         for size in sizes if group.signature.has_rows else ():
             entry = self._server.graphs.current(group, size)
             least = group.route.table.min_batch_of(size)
-            if entry is None or not entry.may_hit(least):
+            if entry is None or not entry.licence.may_hit(entry, least):
                 continue
             values = _within(group, group.resized(leaves, least), least, size)
             if values is not None:
@@ -257,7 +256,8 @@ class _Prewarm:
         """
         if entry.state is EntryState.CAPTURED:
             other = group.varied(leaves, entry.size)
-            found = self._server.graphs.difference_on(group, other, entry.size, entry) if entry.differs(other) else None
+            graphs, differs = self._server.graphs, entry.licence.differs(other)
+            found = graphs.difference_on(group, other, entry.size, entry) if differs else None
             if found is not None:
                 return found
         least = group.route.table.min_batch_of(entry.size) if group.signature.has_rows else entry.size
@@ -339,21 +339,17 @@ def _compare_padded(
 ) -> CaptureResult | None:
     """Compare a new graph with eager on the padded batches, from that of ``least`` rows on, that its proof does not
     cover: as a rule on the first one alone. What found a difference, or None. None of them counts as the second."""
-    proof, axes = entry.proof, group.inputs.axes
-    if proof is None:
-        return None
-    state, batch = entry.state, entry.warm_batch
+    axes = group.inputs.axes
     pairs = zip(lengths_of(axes, least), lengths_of(axes, entry.size), strict=True)
     for lengths in islice(product(*(range(low, high + 1) for low, high in pairs)), _MOST_LOOKED_AT):
         rows = pack(axes, lengths)
-        if not entry.needs_look(rows):
+        if not entry.licence.wants_look(rows):
             continue
         values = _within(group, group.varied(leaves, rows), rows, entry.size)
-        found = graphs.difference_on(group, values, rows, entry) if values is not None else None
-        if found is not None:
+        if values is None:
+            continue
+        if (found := graphs.difference_on(group, values, rows, entry, counts_as_second=False)) is not None:
             return found
-    if entry.state is not EntryState.FAILED:
-        entry.state, entry.warm_batch = state, batch
     return None
 
 

@@ -14,8 +14,8 @@ from ..backends.tracing import in_range, is_profiled
 from ..errors import ReplayError
 from ..modes import EntryState
 from ..native.bound import CORE
-from ..proof.check.windows import WINDOWS, storages_of
 from ..stats import CUDAGraphStats
+from .windows import WINDOWS, storages_of
 
 if TYPE_CHECKING:
     from .entry import CUDAGraphEntry
@@ -146,7 +146,6 @@ if CORE is not None:
         {
             "evicted": EntryState.EVICTED,
             "failed_state": EntryState.FAILED,
-            "captured": EntryState.CAPTURED,
             "windows": WINDOWS,
             "uses": next_use.__self__,  # type: ignore[attr-defined]
             "foreach_copy": torch._foreach_copy_,

@@ -33,23 +33,24 @@ from ..config import CUDAGraphOptions
 from ..errors import FallbackError, ReplayError
 from ..modes import EntryState
 from ..native.bound import CORE
-from ..proof.check.licence import MOST_ALIKE
-from ..proof.check.windows import WINDOWS, storages_of
-from ..proof.state.guards import StateGuard, wants_gradient
 from ..reasons import Reason
 from ..showing import count, milliseconds
 from ..stats import CUDAGraphStats
+from .attributes import wants_gradient
 from .cache import GraphCache
 from .decide import Decision, SizeTable
 from .entry import CUDAGraphEntry
 from .flatten import leaves_of
 from .graph_set import FIRST_CALLS, GraphSet, Health
 from .group import GraphGroup, Route, StayEager
+from .licence import MOST_ALIKE
 from .parts import Parts, find_parts
+from .protocols import Capturer, Guard
 from .replay import next_use
 from .request import CaptureResult
 from .rules import callable_name
 from .signature import NO_MATCH, Refusal
+from .windows import WINDOWS, storages_of
 
 _log = logging.getLogger("graphdispatch")
 
@@ -95,13 +96,14 @@ class Server:
         fn: Callable[..., Any],
         options: CUDAGraphOptions,
         cache: GraphCache,
+        capturer: Capturer,
         *,
         strict: bool = False,
         max_groups: int = 1024,
         times_replays: bool = False,
     ) -> None:
         self.fn = fn
-        self.graphs = GraphSet(fn, options, cache, max_groups)
+        self.graphs = GraphSet(fn, options, cache, capturer, max_groups)
         self.stats = self.graphs.stats
         self.lock = self.graphs.lock
         self.local = threading.local()
@@ -128,7 +130,7 @@ class Server:
             if isinstance(hit, StayEager):
                 return self.stay_eager(hit, route, args, kwargs)
             if hit is not None and leaves is not None:
-                entry, plan, decision, guard = hit
+                entry, plan, decision, guard, per_call = hit
                 backend = entry.backend
                 if (
                     entry.replay_count < entry.verify_at
@@ -136,11 +138,8 @@ class Server:
                     and not (backend.watch.depth or backend.is_capturing())
                     and not ((entry.default_device or function_modes() or dispatch_modes()) and not entry.fits_modes())
                     and (guard is None or guard.holds())
-                    and (entry.workspaces is None or entry.workspaces.holds())
+                    and (per_call is None or per_call(leaves))
                     and (not entry.writes_outside or plan.clash(leaves) is None)
-                    and not (entry.bare and entry.carries(leaves))
-                    and (entry.metadata is None or entry.metadata.knows(leaves))
-                    and not (entry.state is EntryState.CAPTURED and entry.differs(leaves))
                     and not (gradients and self.may_need_gradients(leaves, guard))
                 ):
                     torch._C._set_grad_enabled(False)
@@ -303,7 +302,8 @@ class Server:
         if reason is Reason.VERIFIED_NOW:
             clock = self.graphs.clock if self.graphs.judges_gain else None
             run = partial(group.call, values)
-            return True, self.after_eager(choice, partial(parts.compare, values, run, self.graphs.options, clock))
+            gap_of = partial(self.graphs.capturer.gap, options=self.graphs.options)
+            return True, self.after_eager(choice, partial(parts.compare, values, run, gap_of, clock))
         if not reason.is_graph:
             return False, choice
         try:
@@ -347,19 +347,19 @@ class Server:
             return reason, detail
         if group.route.entry is not None and not entry.is_current():
             return Reason.ADDRESS_CHANGED, ""
-        if entry.carries(leaves):
-            return Reason.STATE_UNSEEN, "an argument carries attributes that the code may read; pass them as arguments"
         if (clash := entry.plan(rows).clash(leaves)) is not None:
             return Reason.ALIASED_ARGUMENTS, clash
         if (loss := group.loss(entry, rows)) is not None and rows not in group.looks_again:
             times = f"a replay of {entry.size} rows takes {milliseconds(loss.replay_ms)}, and an eager run"
             return Reason.NO_GAIN, f"{times} of these {rows} {milliseconds(loss.eager_ms)}; {_AGAINST_LOSS}"
         try:
-            objection = entry.objection(leaves, rows, is_frozen=self.graphs.cache.is_frozen)
+            verdict = entry.licence.verdict(entry, leaves, rows)
         except RuntimeError as error:  # it may look at batches on the device
             entry.backend.raise_if_lost(error)
             raise
-        return objection if objection[0] is not None or entry.fits_modes() else (Reason.MODE_ACTIVE, "")
+        if verdict[0] is Reason.VERIFIED_NOW and self.graphs.cache.is_frozen:
+            return Reason.FROZEN, ""
+        return verdict if verdict[0] is not None or entry.fits_modes() else (Reason.MODE_ACTIVE, "")
 
     def admit(self, group: GraphGroup, size: int) -> tuple[Reason, str]:
         """What becomes of a call whose size has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Counts nothing."""
@@ -475,7 +475,7 @@ class Server:
         """Whether a call with gradients on may have to be differentiated. Needs no lock."""
         return self.may_need_gradients(leaves_of([*args, *kwargs.values()]), None)
 
-    def may_need_gradients(self, leaves: Sequence[Any], guard: StateGuard | None) -> bool:
+    def may_need_gradients(self, leaves: Sequence[Any], guard: Guard | None) -> bool:
         """Whether a call with these values may have to be differentiated, by a guard that holds (None: a new one)."""
         return any(map(wants_gradient, leaves)) or (guard or self.graphs.guard).trainable
 
@@ -541,7 +541,7 @@ class Server:
             raise FallbackError(decision.explain(), reason) from cause
 
     def _reach(self) -> set[int]:
-        return storages_of(self.graphs.guard._tensors)
+        return storages_of(self.graphs.guard.placed)
 
 
 if CORE is not None:

@@ -14,7 +14,7 @@ import graphdispatch as gd
 from graphdispatch import Reason
 from graphdispatch.backends import insight
 
-from ...helpers import AT_ONCE, assert_same, check_calls, check_rows, make
+from ...helpers import AT_ONCE, assert_same, check_calls, check_rows, make, shown_of
 from .test_padding_writes import check_slots
 
 
@@ -191,4 +191,4 @@ def test_integers_of_any_width_keep_a_proof_to_the_numbers_of_the_batch(kind: to
     table = torch.randn(12, 4)
     step = make(lambda x: table[(x[:, 0] * 3).to(kind).long()] + x, sizes=(4,))
     step(torch.rand(4, 4))
-    assert step.entries[0].program.limits_values
+    assert shown_of(step).program.limits_values

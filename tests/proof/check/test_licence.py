@@ -7,9 +7,14 @@ import pytest
 import torch
 
 from graphdispatch import Reason
+from graphdispatch.engines import DispatchKey
+from graphdispatch.engines.registered_graphs import entry_around
 from graphdispatch.modes import EntryState
-from graphdispatch.proof.check.licence import MOST_ALIKE, RowProof, Verification
+from graphdispatch.proof.check.licence import RowProof, Verification
+from graphdispatch.runtime.entry import CUDAGraphEntry
+from graphdispatch.runtime.licence import MOST_ALIKE, Trusted
 from graphdispatch.sizes import ROWS, axes_of, pack
+from graphdispatch.testing import MockCUDAGraph
 
 SIZE = 4
 FIRST, OTHER = [torch.zeros(SIZE, 2)], [torch.ones(SIZE, 2)]
@@ -33,41 +38,58 @@ def proven(**given: Any) -> RowProof:
 
 
 def captured(**given: Any) -> Verification:
-    """What is known of a graph that was just captured with the first batch."""
-    return Verification(size=SIZE, warm_batch=tuple(FIRST), **given)
+    """What is shown of a graph that was just captured with the first batch."""
+    return Verification(size=SIZE, first_batch=tuple(FIRST), **given)
+
+
+def entry_of(licence: Verification | Trusted, state: EntryState = EntryState.CAPTURED, **given: Any) -> CUDAGraphEntry:
+    """An entry with this licence, and nothing else but what a licence reads."""
+    made = entry_around(MockCUDAGraph(), DispatchKey(SIZE, SIZE))
+    for name, value in {"licence": licence, "state": state, **given}.items():
+        setattr(made, name, value)
+    return made
 
 
 def test_calls_that_are_all_alike_become_hits() -> None:
     """After some of them; padded ones do not."""
-    graph = captured(replay_count=MOST_ALIKE, proof=proven(), traced={SIZE})
-    assert (graph.may_hit(SIZE), graph.may_hit(SIZE - 1)) == (True, False)
+    licence = captured(proof=proven(), traced={SIZE})
+    entry = entry_of(licence, replay_count=MOST_ALIKE)
+    assert (licence.may_hit(entry, SIZE), licence.may_hit(entry, SIZE - 1)) == (True, False)
+    look = licence.per_call(entry, SIZE)
+    assert look is not None
+    assert (look(FIRST), look(OTHER)) == (True, False)
 
 
 def test_a_graph_of_somebody_else_is_never_compared() -> None:
-    """Nobody knows what it does to memory; nor is one that is trusted."""
-    assert not captured(knows_effects=False).due(OTHER, SIZE - 1)
-    graph = captured()
-    graph.trust()
-    assert (graph.due(OTHER, SIZE - 1), graph.may_hit(SIZE - 1)) == (False, True)
+    """Nobody knows what it does to memory; nor is one that is trusted, unless a replay failed."""
+    licence = Trusted()
+    foreign, own = (entry_of(licence, EntryState.VERIFIED, knows_effects=knows) for knows in (False, True))
+    for entry in (foreign, own):
+        assert (licence.verdict(entry, OTHER, SIZE - 1), licence.may_hit(entry, SIZE - 1)) == ((None, ""), True)
+        entry.failed()
+        assert not licence.may_hit(entry, SIZE)
+    assert licence.verdict(foreign, OTHER, SIZE)[0] is None
+    assert licence.verdict(own, OTHER, SIZE)[0] is Reason.VERIFIED_NOW
 
 
 def test_one_padded_batch_is_compared() -> None:
     """It is the alarm for a wrong rule; then all batches for which the run speaks are hits."""
-    graph = captured(state=EntryState.VERIFIED, proof=proven(is_compared=False), traced={SIZE})
-    assert graph.proof is not None
-    assert [graph.may_hit(rows) for rows in (1, 2, 3, 4)] == [False, False, False, True]
-    graph.proof.note_compared(3, SIZE)
-    assert [graph.may_hit(rows) for rows in (1, 2, 3, 4)] == [False, True, True, True]
+    licence = captured(proof=proven(is_compared=False), traced={SIZE})
+    entry = entry_of(licence, EntryState.VERIFIED)
+    assert licence.proof is not None
+    assert [licence.may_hit(entry, rows) for rows in (1, 2, 3, 4)] == [False, False, False, True]
+    licence.proof.note_compared(3, SIZE)
+    assert [licence.may_hit(entry, rows) for rows in (1, 2, 3, 4)] == [False, True, True, True]
 
 
 def test_a_batch_outside_of_the_run_is_due_until_a_run_speaks_for_it() -> None:
     """Or until it is known that Python takes another path for it."""
     proof = proven(runs=[Above(2)])
     graph = captured(proof=proof, traced={SIZE})
-    assert [graph.needs_look(rows) for rows in (1, 2, 3, 4)] == [True, True, False, False]
+    assert [graph.wants_look(rows) for rows in (1, 2, 3, 4)] == [True, True, False, False]
     proof.unlike[1] = "another path"
     proof.runs.append(Above(1))
-    assert not any(graph.needs_look(rows) for rows in (1, 2, 3, 4))
+    assert not any(graph.wants_look(rows) for rows in (1, 2, 3, 4))
     assert proof.objection(1, SIZE) == (Reason.PATH_CHANGES, "another path")
     assert proof.objection(2, SIZE) is None
 
@@ -77,18 +99,18 @@ def test_by_the_users_word_both_ends_are_compared() -> None:
     proof = proven(runs=[], is_word=True, is_compared=False)
     graph, other = captured(proof=proof), Verification(size=2 * SIZE, proof=proof)
     proof.note_compared(3, SIZE)
-    assert [graph.needs_look(rows) for rows in (1, 2, 3)] == [True, True, False]
+    assert [graph.wants_look(rows) for rows in (1, 2, 3)] == [True, True, False]
     proof.note_compared(1, SIZE)
-    assert not any(graph.needs_look(rows) for rows in (1, 2, 3))
-    assert other.needs_look(2)  # the ends of another size
+    assert not any(graph.wants_look(rows) for rows in (1, 2, 3))
+    assert other.wants_look(2)  # the ends of another size
 
 
 def test_a_run_whose_code_nobody_traced_says_nothing_of_effects() -> None:
     """It must speak for a batch whose code was traced for this graph, too."""
     proof = proven(runs=[Above(2)])
     graph, other = captured(proof=proof, traced={1}), captured(proof=proof, traced={1, 4})
-    assert [graph.needs_look(rows) for rows in (1, 2, 3)] == [True] * 3
-    assert [other.needs_look(rows) for rows in (1, 2, 3, 4)] == [True, True, False, False]
+    assert [graph.wants_look(rows) for rows in (1, 2, 3)] == [True] * 3
+    assert [other.wants_look(rows) for rows in (1, 2, 3, 4)] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("along", ["", "real rows depend on padding along 'seq'"])
@@ -98,9 +120,9 @@ def test_a_length_is_looked_at_once(along: str) -> None:
     proof = proven(axes=BOTH, mixed=frozenset([seq]))
     full, short, few = (pack(BOTH, lengths) for lengths in ((4, 8), (4, 6), (3, 8)))
     graph = Verification(size=full, proof=proof, traced={full})
-    assert (graph.needs_look(short), graph.needs_look(few)) == (True, False)
+    assert (graph.wants_look(short), graph.wants_look(few)) == (True, False)
     proof.along[seq] = along
-    assert not graph.needs_look(short)
+    assert not graph.wants_look(short)
     assert proof.objection(short, full) == ((Reason.ROWS_MIX, along) if along else None)
     assert proof.objection(few, full) is None
     proof.against_rows = Reason.ROWS_MIX, "rows mix"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import graphdispatch as gd
 from graphdispatch import Reason
 
-from ...helpers import AT_ONCE, check_calls, check_rows, make
+from ...helpers import AT_ONCE, check_calls, check_rows, make, shown_of
 
 NEAR = {"rtol": 1e-5, "atol": 1e-8}
 IN_TWO = {0: gd.Dim("batch", [4]), 1: gd.Dim("seq", [8])}
@@ -85,14 +85,14 @@ def test_numbers_that_no_batch_held_are_not_tried_where_a_gpu_would_fail_for_goo
     """A GPU that meets a failing check, or an index out of range, is of no use to the process any more."""
     step = make((PARTICULAR | PLAIN)[name], sizes=(4,))
     step(torch.rand(4, 3))
-    assert step.entries[0].program.limits_values is (name != "plain")
+    assert shown_of(step).program.limits_values is (name != "plain")
 
 
 def test_the_reason_names_the_operator_and_the_line() -> None:
     """``explain`` prints it; full batches are served."""
     step = make(lambda x: (x * 2, x - x.amax(0)), sizes=(4,))
     check_calls(step, torch.rand(4, 3), torch.rand(3, 3), torch.rand(4, 3))
-    assert not step.entries[0].proof.independent
+    assert not shown_of(step).proof.independent
     assert re.search(r"rows mix in aten::amax.*, test_row_proof\.py:\d+", step.explain(torch.rand(3, 3)))
     assert check_rows(step, 4) == [Reason.EXACT]
 
@@ -113,7 +113,7 @@ def test_a_bounded_maximum_beside_a_cache(mode: str) -> None:
     step = make(fn, dynamic={"x": 0, "slots": 0}, sizes=(4,), mode=mode, padding_writes="allow")
     check_calls(step, *((torch.rand(3, 4) + 1, torch.randperm(8)[:3] + 1) for _ in range(3)))
     check_calls(step, (-torch.rand(3, 4) - 1, torch.tensor([1, 2, 3])))
-    assert not step.entries[0].proof.independent
+    assert not shown_of(step).proof.independent
 
 
 @pytest.mark.parametrize("mixes", [False, True])
@@ -332,7 +332,7 @@ def test_rows_that_do_not_depend_are_served() -> None:
         begin = torch.randint(0, 4, (3, 1))
         spans = torch.cat([begin, begin + torch.randint(1, 5, (3, 1))], 1)
         check_calls(step, (torch.randint(0, 50, (3,)), spans, torch.zeros(3, dtype=torch.int64)))
-    assert step.entries[0].proof.independent
+    assert shown_of(step).proof.independent
 
 
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float16, torch.uint16, torch.uint8])

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from graphdispatch import Reason
-from graphdispatch.proof.state import objects
 from graphdispatch.proof.state.walk import StateWalk
+from graphdispatch.runtime.attributes import content
 
 from ...behaviour.cases import Box
 from ...helpers import check_rows, in_threads, make, switching_often
@@ -38,7 +38,7 @@ def test_a_dict_is_read_as_it_is_at_one_moment(kind: type[dict[int, int]]) -> No
     def read() -> None:
         try:
             for _ in range(5_000):
-                entries = objects.content(table)
+                entries = content(table)
                 half = len(entries) // 2
                 assert entries[half:] == [-key for key in entries[:half]]
         finally:

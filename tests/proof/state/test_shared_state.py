@@ -11,7 +11,7 @@ import torch
 
 import graphdispatch as gd
 from graphdispatch.backends.tracing import UntracedMode
-from graphdispatch.proof.check.windows import WINDOWS
+from graphdispatch.runtime.windows import WINDOWS
 
 from ...behaviour.cases import Box
 from ...helpers import AT_ONCE, make, reason
@@ -105,7 +105,7 @@ def test_a_capture_waits_for_a_run_under_way() -> None:
 
 def test_a_capture_that_would_wait_for_ever_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that itself waits for the capture's thread ends the wait: the call runs eagerly, with a reason."""
-    monkeypatch.setattr("graphdispatch.proof.check.windows._CAPTURE_WAITS_S", 0.2)
+    monkeypatch.setattr("graphdispatch.runtime.windows._CAPTURE_WAITS_S", 0.2)
     count, gate, x = torch.zeros(1), Gate(1), torch.ones(4, 3)
     first = make(counts(count, lambda x: x * 2))
     with behind(gate, ungraphed(counts(count, lambda x: x * 3)), x):
@@ -120,7 +120,7 @@ def test_a_call_within_a_call_does_not_wait_for_who_waits_for_it(
     captured: str, options: gd.CUDAGraphOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A capture waits for the run of another thread, which calls a served callable of the same state before it ends."""
-    monkeypatch.setattr("graphdispatch.proof.check.windows._CAPTURE_WAITS_S", 10.0)
+    monkeypatch.setattr("graphdispatch.runtime.windows._CAPTURE_WAITS_S", 10.0)
     count, gate, x = torch.zeros(1), Gate(1), torch.ones(4, 3)
     inner = gd.graphed(counts(count, lambda x: x + 1), dynamic={"x": 0}, options=options)
     first = make(lambda x: inner(x) * 2) if captured == "outer" else inner

@@ -10,7 +10,7 @@ namespace {
 
 constexpr Py_ssize_t kMostValues = 64;  // of a call that need no memory of their own
 
-constexpr Py_ssize_t kOfHit = 4;  // fields of a Hit in GraphGroup.hits
+constexpr Py_ssize_t kOfHit = 5;  // fields of a Hit in GraphGroup.hits
 
 enum class Outcome { kServed, kMissed, kRaised };
 
@@ -222,7 +222,7 @@ Outcome serve_values(Call& call, Values& values) {
   auto* plan = reinterpret_cast<PlanObject*>(native.get());
   PyObject* level = item(PyModule_GetDict(facts.forward_ad), names._current_level);
   if (!level || PyLong_AsLong(level) >= 0) return PyErr_Occurred() ? Outcome::kRaised : Outcome::kMissed;
-  int may = may_run(plan, values);
+  int may = may_run(plan, values, PyTuple_GET_ITEM(call.hit.get(), 4));
   if (may == 1) may = holds(guard);
   if (may != 1) return outcome(may);
   if (!shim.grad_mode_is_enabled()) return replay(call, plan, values);

@@ -9,8 +9,8 @@ namespace gd {
 // clang-format off
 #define GD_NAMES(NAME) \
   NAME(acquire) NAME(release) NAME(state) NAME(graph) NAME(replay) NAME(mutated) NAME(written) NAME(uses_rng) \
-  NAME(replay_count) NAME(verify_at) NAME(last_used) NAME(workspaces) NAME(writes_outside) NAME(bare) NAME(metadata) \
-  NAME(knows) NAME(differs) NAME(default_device) NAME(fits_modes) NAME(holds) NAME(clash) NAME(run_in_python) \
+  NAME(replay_count) NAME(verify_at) NAME(last_used) NAME(writes_outside) \
+  NAME(default_device) NAME(fits_modes) NAME(holds) NAME(clash) NAME(run_in_python) \
   NAME(failed) NAME(copy_back) NAME(replaying_on) NAME(order_after_last_use) NAME(is_capturing) NAME(depth) \
   NAME(layout_for) NAME(load) NAME(pad) NAME(_clean_from) NAME(copy_) NAME(clone) NAME(hits) NAME(real_rows) \
   NAME(padded_rows) NAME(_rows_of_hits) NAME(record_hit) NAME(open) NAME(forms) NAME(latest) NAME(call) \
@@ -32,7 +32,7 @@ struct Names {
 // The keys of the dicts that runtime/replay.py and runtime/server.py give.
 // clang-format off
 #define GD_FACTS(FACT) \
-  FACT(evicted) FACT(failed_state) FACT(captured) FACT(windows) FACT(uses) FACT(foreach_copy) FACT(stats_type) FACT(forward_ad) \
+  FACT(evicted) FACT(failed_state) FACT(windows) FACT(uses) FACT(foreach_copy) FACT(stats_type) FACT(forward_ad) \
   FACT(replay_error)
 // clang-format on
 

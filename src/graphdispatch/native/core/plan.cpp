@@ -1,7 +1,6 @@
 #include "plan.h"
 
 #include <cmath>
-#include <cstring>
 
 #include "ambient.h"
 
@@ -24,8 +23,7 @@ namespace {
 struct {
   Slot state{names.state}, graph{names.graph}, mutated{names.mutated}, written{names.written};
   Slot uses_rng{names.uses_rng}, replay_count{names.replay_count}, last_used{names.last_used};
-  Slot verify_at{names.verify_at}, default_device{names.default_device}, workspaces{names.workspaces};
-  Slot writes_outside{names.writes_outside}, metadata{names.metadata}, bare{names.bare};
+  Slot verify_at{names.verify_at}, default_device{names.default_device}, writes_outside{names.writes_outside};
 } of_entry;
 struct {
   Slot hits{names.hits}, real_rows{names.real_rows}, padded_rows{names.padded_rows};
@@ -385,14 +383,6 @@ PyObject* run_method_of(PyObject* plan, PyObject* const* args, Py_ssize_t count)
   return run(reinterpret_cast<PlanObject*>(native.get()), values, args[1]);
 }
 
-// Whether torch's compiler notes something under this name on tensors that it is given: see CUDAGraphEntry.carries.
-bool is_compilers(PyObject* name) {
-  constexpr const char* mark = "_dynamo_";
-  const char* text = PyUnicode_Check(name) ? PyUnicode_AsUTF8(name) : nullptr;
-  if (!text) PyErr_Clear();
-  return text && std::strncmp(text, mark, std::strlen(mark)) == 0;
-}
-
 PyMethodDef run_definition = {
     "run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_method_of)), METH_FASTCALL,
     "run($self, values, stats=None, /)\n--\n\nThe outputs for a call whose arguments were compared."};
@@ -414,7 +404,7 @@ PyMethodDef plan_methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-int may_run(PlanObject* self, Values& values) {
+int may_run(PlanObject* self, Values& values, PyObject* per_call) {
   PyObject* entry = self->entry;
   const Ref count = of_entry.replay_count.of(entry), verify_at = of_entry.verify_at.of(entry);
   if (!count || !verify_at) return -1;
@@ -428,34 +418,15 @@ int may_run(PlanObject* self, Values& values) {
     const int fits = truth(Ref(call(entry, names.fits_modes)));
     if (fits != 1) return fits;
   }
-  const Ref workspaces = of_entry.workspaces.of(entry);
-  if (workspaces && workspaces.get() != Py_None) {
-    const int holds = truth(Ref(call(workspaces.get(), names.holds)));
-    if (holds != 1) return holds;
-  }
   if (truth(of_entry.writes_outside.of(entry)) && !are_apart(self, values)) {
     PyObject* list = values.list();
     const Ref clash(list ? PyObject_CallMethodOneArg(self->plan, names.clash, list) : nullptr);
     if (!clash || clash.get() != Py_None) return clash ? 0 : -1;
   }
-  const Ref metadata = of_entry.metadata.of(entry);
-  if (metadata && metadata.get() != Py_None) {
+  if (per_call != Py_None) {
     PyObject* list = values.list();
-    const int knows = list ? truth(Ref(PyObject_CallMethodOneArg(metadata.get(), names.knows, list))) : -1;
-    if (knows != 1) return knows;
-  }
-  if (of_entry.state.of(entry).get() == facts.captured) {  // it serves no other batch than its first one
-    PyObject* list = values.list();
-    const int differs = list ? truth(Ref(PyObject_CallMethodOneArg(entry, names.differs, list))) : -1;
-    if (differs != 0) return differs < 0 ? -1 : 0;
-  }
-  const Ref bare = of_entry.bare.of(entry);
-  for (Py_ssize_t i = 0; bare && PyTuple_CheckExact(bare.get()) && i < PyTuple_GET_SIZE(bare.get()); ++i) {
-    PyObject** own = _PyObject_GetDictPtr(values[PyLong_AsSsize_t(PyTuple_GET_ITEM(bare.get(), i))]);
-    PyObject *name, *value;
-    for (Py_ssize_t at = 0; own && *own && PyDict_Next(*own, &at, &name, &value);) {
-      if (!is_compilers(name)) return 0;
-    }
+    const int serves = list ? truth(Ref(PyObject_CallOneArg(per_call, list))) : -1;
+    if (serves != 1) return serves;
   }
   return PyErr_Occurred() ? -1 : 1;
 }

@@ -58,8 +58,9 @@ struct PlanObject {
 
 extern PyTypeObject* plan_type;
 
-// Whether nothing stands against a hit but the guard and gradients: 1, 0, or -1 with an error.
-int may_run(PlanObject* plan, Values& values);
+// Whether nothing stands against a hit but the guard and gradients: 1, 0, or -1 with an error. ``per_call`` is what the
+// hit must look at in each call, or None.
+int may_run(PlanObject* plan, Values& values, PyObject* per_call);
 
 // The outputs; null with an error.
 PyObject* run(PlanObject* plan, Values& values, PyObject* stats);

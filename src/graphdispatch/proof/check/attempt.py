@@ -12,10 +12,10 @@ from ...modes import CUDAGraphMode
 from ...runtime.batches import Padding
 from ...runtime.entry import CUDAGraphEntry
 from ...runtime.request import CaptureRequest
-from ..watch.eager_run import EagerRun, uncached_casts, undo_run
 from ..watch.effects import EffectRecorder, Region, redo, retry_once, undo
 from ..watch.program import Labels
 from .compare import check_padding_writes
+from .eager_run import EagerRun, uncached_casts, undo_run
 
 _T = TypeVar("_T")
 

@@ -13,13 +13,15 @@ from typing import NamedTuple
 import torch
 
 from ...backends.operators import bits_equal, storage_key
+from ...config import CUDAGraphOptions
 from ...errors import CaptureError, VerificationError
 from ...reasons import Reason
 from ...runtime.entry import CUDAGraphEntry
 from ...runtime.outputs import first_rows
 from ...runtime.request import CaptureRequest
-from ..watch.eager_run import EagerRun
 from ..watch.effects import Region, first_uncovered, first_uncovered_within
+from .eager_run import EagerRun
+from .licence import float_types_of
 
 
 def check_replay(request: CaptureRequest, eager: EagerRun, entry: CUDAGraphEntry) -> None:
@@ -66,7 +68,7 @@ def _compare_change(
     beside a large sum."""
     assert region.after is not None
     before, after, now = (one.to(torch.float64) for one in (region.before, region.after, region.read()))
-    dtype = coarsest(region.after.dtype, entry.program.float_types)
+    dtype = coarsest(region.after.dtype, float_types_of(entry))
     allowed = tolerance_for(
         dtype, exact=False, rtol=request.options.rtol, atol=request.options.atol, is_far=request.is_padded
     )
@@ -115,7 +117,7 @@ def _compare(
         got = got.where(~ignored, want)
     is_like_eager = not request.is_padded and all(spec.is_dense for spec in request.inputs.specs)
     exact = request.backend.capture_executes and is_like_eager
-    dtype = coarsest(want.dtype, entry.program.float_types)
+    dtype = coarsest(want.dtype, float_types_of(entry))
     tolerance = tolerance_for(
         dtype, exact=exact, rtol=request.options.rtol, atol=request.options.atol, is_far=request.is_padded
     )
@@ -309,3 +311,15 @@ def _typical(rows: torch.Tensor) -> torch.Tensor:
     place = torch.where(is_few, (counts - 1) // 2, (counts - 1) // 4).clamp(min=0)
     found = ordered.gather(1, place) * torch.where(is_few, 1.0, 8.0)
     return found.where(counts > 0, 0.0)
+
+
+def gap_between(
+    want: Iterable[torch.Tensor], got: Iterable[torch.Tensor], entry: CUDAGraphEntry, options: CUDAGraphOptions
+) -> str:
+    """As ``Capturer.gap``."""
+    for index, (one, other) in enumerate(zip(want, got, strict=True)):
+        dtype = coarsest(one.dtype, float_types_of(entry))
+        allowed = tolerance_for(dtype, exact=False, rtol=options.rtol, atol=options.atol, is_far=True)
+        if (gap := difference(one, other, allowed)) is not None:
+            return f"output {index}, {gap}"
+    return ""

@@ -9,8 +9,8 @@ from ...reasons import Reason
 from ...runtime.entry import CUDAGraphEntry
 from ...runtime.request import CaptureRequest
 from ...stats import Gain
-from ..watch.eager_run import EagerRun
 from .attempt import CaptureAttempt
+from .eager_run import EagerRun
 
 _PAIRS = 5
 _LONG_PAIRS = 2

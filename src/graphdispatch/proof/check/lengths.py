@@ -32,8 +32,10 @@ from ...runtime.entry import CUDAGraphEntry
 from ...runtime.outputs import first_rows
 from ...sizes import Axis, lengths_of
 from ..watch.effects import EffectRecorder
+from ..watch.program import Program
 from .attempt import CaptureAttempt, ends_capture
 from .compare import coarsest, difference, tolerance_for
+from .licence import RowProof, float_types_of, shown_of
 
 
 class PaddingReplays:
@@ -51,6 +53,8 @@ class PaddingReplays:
         self._attempt, self._entry, self._request = attempt, entry, attempt.request
         self._specs, self._arguments = self._request.inputs.specs, self._request.arguments()
         self._along, self._rows = tuple(axes), self._request.rows
+        shown = shown_of(entry)
+        self._program = shown.program if shown is not None else Program()
 
     def objection(self) -> str:
         """Why padding along the axes is not harmless; empty if it is. Raises what ends a capture."""
@@ -117,7 +121,7 @@ class PaddingReplays:
                     raise
                 continue
             for index, (a, b) in enumerate(zip(want, self._entry.outputs.peek(self._rows), strict=True)):
-                dtype = coarsest(a.dtype, self._entry.program.float_types)
+                dtype = coarsest(a.dtype, float_types_of(self._entry))
                 if (gap := difference(a, b, tolerance_for(dtype, exact=False))) is not None:
                     return f"{name} in place of the real elements, output {index} is not what eager gives: {gap}"
         return ""
@@ -171,7 +175,7 @@ class PaddingReplays:
 
     def _paddings(self, kept: Collection[int]) -> Iterator[tuple[str, Rows]]:
         """Two kinds of padding: see Note [what padding may hold]."""
-        axes, limited = self._request.inputs.axes, self._entry.program.limits_values
+        axes, limited = self._request.inputs.axes, self._program.limits_values
         last = {axis: extent - 1 for axis, extent in zip(axes, lengths_of(axes, self._rows), strict=True)}
         for sign, place, name in ((1, {}, "large numbers"), (-1, last, "small numbers")):
             rows: list[torch.Tensor | None] = []
@@ -186,7 +190,7 @@ class PaddingReplays:
 
     def _gap(self, base: Sequence[tuple[str, torch.Tensor]], got: Sequence[tuple[str, torch.Tensor]]) -> str:
         for (name, a), (_, b) in zip(base, got, strict=True):
-            exact = not self._entry.program.groups_rows  # groups of rows are multiplied with what lies beside them
+            exact = not self._program.groups_rows  # groups of rows are multiplied with what lies beside them
             gap = None if bits_equal(a, b) else difference(a, b, tolerance_for(a.dtype, exact=exact))
             if gap is not None:
                 return f"{name} changes: {gap}"
@@ -214,11 +218,10 @@ class PaddingReplays:
         return values
 
 
-def replay_other_padding(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
-    """Note in the entry's proof what other padding of the request's batch shows, where its structure does not: along
+def replay_other_padding(attempt: CaptureAttempt, entry: CUDAGraphEntry, proof: RowProof) -> None:
+    """Note in the proof of a graph what other padding of the request's batch shows, where its structure does not: along
     each axis along which elements mix and that is padded, and along the rows by the user's word."""
-    request, proof = attempt.request, entry.proof
-    assert proof is not None
+    request = attempt.request
     axes, rows = request.inputs.axes, request.inputs.axes[0]
     padded = [axis for axis in axes if axis.of(request.rows) != axis.of(request.size)]
     by_word = proof.is_word and rows in padded and not proof.is_compared

@@ -2,25 +2,27 @@
 
 RowProof           what runs that speak for all batches have shown of rows; the graphs of a signature share it
 ArgumentMetadata   what its code reads of arguments besides their values
-Program            its operators and their results
 Verification       all of it for one graph, and the one policy: what it may serve, and what is compared before
 """
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ...backends.operators import bits_equal
 from ...modes import EntryState
 from ...reasons import Reason
+from ...runtime.entry import CUDAGraphEntry
 from ...runtime.flatten import is_tensor
+from ...runtime.licence import MOST_ALIKE
+from ...runtime.protocols import Licence, PerCall
 from ...sizes import Axis, lengths_of
+from ..state.guards import StateGuard
 from ..state.reads import IDENTITY, TENSOR_READERS
-from ..watch.program import Dispatched, arguments_of, is_same, numbers_of
+from ..watch.program import Program
 
 
 class Speaker(Protocol):
@@ -65,15 +67,13 @@ class RowProof:
     ``IN_PARTS``, or why not."""
     is_doubted: bool = False
     """Whether a run that was not watched did something else than the runs before it: then all are watched."""
-    is_trusted: bool = False
-    """Whether all batches are served without any comparison."""
     _ends: dict[int, set[int]] = field(default_factory=dict)
     """By size, the padded batches that were compared."""
 
     def objection(self, rows: int, size: int) -> tuple[Reason, str] | None:
         """Why a batch may not be padded to ``size``, as far as is known; None if nothing speaks against it."""
         padded = [axis for axis in self.axes if axis.of(rows) != axis.of(size)]
-        if self.is_trusted or not padded:
+        if not padded:
             return None
         if self.refused is not None or (self.axes[0] in padded and self.against_rows is not None):
             return self.refused or self.against_rows
@@ -175,178 +175,94 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is int and type(b) is int and a == b)
 
 
-class Program:
-    """The operators that a run of one size dispatched, in order, with the shapes of what they took and gave.
-
-    Args:
-        run: What the run noted of it.
-    """
-
-    def __init__(self, run: Dispatched | None = None) -> None:
-        run = run or Dispatched()
-        self._operators, self._outputs = run.operators, run.outputs
-        self.shapes = run.shapes
-        self.limits_values = run.limits_values
-        self.groups_rows = run.groups_rows
-        self.has_regions = run.has_regions
-        self.float_types = run.float_types
-
-    def has_numbers_of(self, other: "Program") -> bool:
-        """Whether the other program has the same operators, which compute with the same numbers."""
-        pairs = zip(self._operators, other._operators, strict=False)
-        return len(self._operators) == len(other._operators) and all(
-            a[0] is b[0] and numbers_of(a) == numbers_of(b) for a, b in pairs
-        )
-
-    def is_like(self, other: "Program") -> bool:
-        """Whether the other program is this one for another batch: the same operators on the same tensors, with the
-        same arguments but for lengths that may follow the batch, which shapes tell."""
-        if len(self._operators) != len(other._operators):
-            return False
-        return self._outputs == other._outputs and all(
-            a[0] == b[0] and is_same(arguments_of(a), arguments_of(b))
-            for a, b in zip(self._operators, other._operators, strict=True)
-        )
-
-
 _UNPROVEN = Reason.PADDING_UNPROVEN, ""
-MOST_ALIKE = 8
-"""Calls with the first batch that a graph serves before it is compared on one made of it."""
+_BARE = "the code may read attributes that an argument carries; pass them as arguments"
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Verification:
-    """What is shown of a graph of ``size`` rows, and when the next comparison with eager is due.
+class Verification(Licence):
+    """What is shown of a graph of ``size`` rows, and so which batches it may serve.
 
     Compared are the batch of the capture; of the first graph of a signature a second, different batch; the first padded
-    one; one after a replay that failed; and one in every ``verify_every``. What a graph of somebody else does to memory
-    is not known, so it is not compared.
+    one; one after a replay that failed; and one in every ``verify_every``.
     """
 
     size: int
-    state: EntryState = EntryState.CAPTURED
-    replay_count: int = 0
-    warm_batch: tuple[Any, ...] = ()
-    """The first batch, until a different one has been verified."""
     program: Program = field(default_factory=Program)
     """The operators of the graph."""
     proof: RowProof | None = None
-    """What is shown of its rows; None where nobody pads a batch to it, or where that is not known."""
+    """What is shown of its rows; None where nobody pads a batch to it."""
     traced: set[int] = field(default_factory=set)
     """The batches whose code was traced for the graph's guard."""
     metadata: ArgumentMetadata | None = None
     """What the code reads of its arguments besides their values, in the calls that were compared; None: nothing."""
-    knows_effects: bool = True
-    """Whether the graph's effects are known, so that it can be compared; not so if somebody else captured it."""
-    verify_at: float = math.inf
-    """The number of replays from which on the next batch is compared with eager."""
-    verify_every: int | None = None
-    """After how many replays a comparison is due again; None: never."""
+    bare: tuple[int, ...] = ()
+    """The places, among a call's values, of copied tensors that must carry no attributes of Python: the code asks for
+    some that they may have."""
+    first_batch: tuple[Any, ...] = ()
+    """The values of the capture, with None in the place of what was not kept; empty once a second batch agreed."""
 
-    def due(self, values: Sequence[Any], rows: int) -> bool:
-        """Whether this batch must be compared with eager before the graph serves it.
-
-        Args:
-            values: The flat values of the call.
-            rows: The number of real rows.
-        """
-        if not self.knows_effects:
-            return False
-        if self.metadata is not None and not self.metadata.knows(values):
-            return True
-        if self.needs_look(rows) or self.is_due_again:
-            return True
-        return self.state is EntryState.FAILED or (self.state is EntryState.CAPTURED and self.differs(values))
-
-    def objection(self, values: Sequence[Any], rows: int, *, is_frozen: bool) -> tuple[Reason | None, str]:
-        """Why the graph may not serve this batch now, in a word and in detail; None and nothing if it may.
-
-        Args:
-            values: The flat values of the call.
-            rows: The number of real rows.
-            is_frozen: Whether no comparison is allowed now.
-        """
+    def verdict(self, entry: CUDAGraphEntry, values: Sequence[Any], rows: int) -> tuple[Reason | None, str]:
+        """As ``Licence.verdict``."""
+        if self._carries(values):
+            return Reason.STATE_UNSEEN, _BARE
         if (padding := self.against_padding(rows)) is not None:
             return padding
-        if self.metadata is not None and self.metadata.is_full and not self.metadata.knows(values):
+        is_new = self.metadata is not None and not self.metadata.knows(values)
+        if is_new and self.metadata is not None and self.metadata.is_full:
             return Reason.STATE_UNSEEN, self.metadata.text
-        if not self.due(values, rows):
-            return None, ""
-        return (Reason.FROZEN if is_frozen else Reason.VERIFIED_NOW), ""
+        is_due = is_new or entry.is_due_again or self.wants_look(rows) or entry.state is EntryState.FAILED
+        if is_due or (entry.state is EntryState.CAPTURED and self.differs(values)):
+            return Reason.VERIFIED_NOW, ""
+        return None, ""
 
-    def may_hit(self, rows: int) -> bool:
-        """Whether hits may serve batches of so many rows: if it was compared on two batches, or if all its calls were
-        alike.
-
-        Args:
-            rows: The number of real rows.
-        """
-        if not self.may_pad(rows):
+    def may_hit(self, entry: CUDAGraphEntry, rows: int) -> bool:
+        """Whether it was compared on two batches, or all its calls were alike: so many that one was to be made of them.
+        Where none can be made, it serves calls of that batch alone."""
+        if not self._may_pad(rows):
             return False
-        return self.state is EntryState.VERIFIED or (self.serves_one_batch and rows == self.size)
+        is_of_one_batch = entry.state is EntryState.CAPTURED and entry.replay_count >= MOST_ALIKE
+        return entry.state is EntryState.VERIFIED or (is_of_one_batch and rows == self.size)
 
-    def passed(self) -> None:
-        """Note that the graph agreed with eager on another batch than that of its capture."""
-        self.state, self.warm_batch = EntryState.VERIFIED, ()
+    def per_call(self, entry: CUDAGraphEntry, rows: int) -> PerCall | None:
+        """What the code reads of arguments besides their values, and whether all calls are still alike."""
+        is_of_one_batch = entry.state is EntryState.CAPTURED
+        if not (self.bare or self.metadata is not None or is_of_one_batch):
+            return None
 
-    def failed(self) -> None:
-        """Note that it did not agree with eager, or that a replay failed: it serves nothing until it is compared."""
-        self.state = EntryState.FAILED
+        def may_serve(values: Sequence[Any]) -> bool:
+            return not (self.misfit(values) or (is_of_one_batch and self.differs(values)))
 
-    def trust(self) -> None:
-        """Serve all batches without any comparison."""
-        self.state = EntryState.VERIFIED
-        self.proof = RowProof(axes=(), is_trusted=True)
-        self.metadata = None
+        return may_serve
 
-    def schedule_check(self, *, rests: bool = False) -> None:
-        """Have a batch compared with eager after ``verify_every`` further replays, or none while it ``rests``.
+    def misfit(self, values: Sequence[Any]) -> str:
+        """As ``Licence.misfit``."""
+        if self._carries(values):
+            return _BARE
+        if self.metadata is not None and not self.metadata.knows(values):
+            return self.metadata.text
+        return ""
 
-        Args:
-            rests: Whether no comparison is allowed now.
-        """
-        is_wanted = self.verify_every is not None and not rests
-        self.verify_at = self.replay_count + (self.verify_every or 0) if is_wanted else math.inf
-
-    @property
-    def is_due_again(self) -> bool:
-        """Whether ``verify_every`` wants the next batch compared."""
-        return self.replay_count >= self.verify_at
-
-    @property
-    def serves_one_batch(self) -> bool:
-        """Whether all its calls were alike, and so many that it was to be compared on a batch made of theirs. Where
-        none can be made, it serves calls of that batch alone."""
-        return self.state is EntryState.CAPTURED and self.replay_count >= MOST_ALIKE
+    def _carries(self, values: Sequence[Any]) -> bool:
+        """Whether a tensor carries an attribute that the code may read; notes of torch's compiler are none."""
+        return any(not f"{name}".startswith("_dynamo_") for place in self.bare for name in values[place].__dict__)
 
     def differs(self, values: Sequence[Any]) -> bool:
-        """Whether a batch is another one than that with which it was captured (yes, if that was not kept).
-
-        Args:
-            values: The flat values of the call.
-        """
-        pairs = [pair for pair in zip(values, self.warm_batch, strict=False) if is_tensor(pair[1])]
+        """Whether a batch is another one than that with which it was captured (yes, if that was not kept)."""
+        pairs = [pair for pair in zip(values, self.first_batch, strict=False) if is_tensor(pair[1])]
         return not pairs or not all(starmap(bits_equal, pairs))
 
-    def may_pad(self, rows: int) -> bool:
-        """Whether the graph may serve a batch without a comparison: a full one, or a padded one if that is proven.
-
-        Args:
-            rows: The number of real rows.
-        """
+    def _may_pad(self, rows: int) -> bool:
+        """Whether the graph may serve a batch without a comparison: a full one, or a padded one if that is proven."""
         if self.proof is None:
             return rows == self.size
-        return self.proof.objection(rows, self.size) is None and not self.needs_look(rows)
+        return self.proof.objection(rows, self.size) is None and not self.wants_look(rows)
 
-    def needs_look(self, rows: int) -> bool:
+    def wants_look(self, rows: int) -> bool:
         """Whether a batch must be run eagerly, traced and compared before the graph serves it: none was padded so, or
-        Python may take a path for it on which no code was traced.
-
-        Args:
-            rows: The number of real rows.
-        """
+        Python may take a path for it on which no code was traced."""
         proof = self.proof
-        if proof is None or proof.is_trusted or proof.objection(rows, self.size) is not None:
+        if proof is None or proof.objection(rows, self.size) is not None:
             return False
         is_shown = rows == self.size or proof.speaks_for(rows, self.size)
         return proof.is_new_padding(rows, self.size) or not is_shown or not self.has_path(rows)
@@ -363,12 +279,53 @@ class Verification:
         return self.proof.is_word and self.proof.speaks_for(rows, self.size)
 
     def against_padding(self, rows: int) -> tuple[Reason, str] | None:
-        """Why a batch may not be padded to the graph's size, in a word and in detail; None if it may, as far as is
-        known.
-
-        Args:
-            rows: The number of real rows.
-        """
+        """As ``Licence.against_padding``."""
         if self.proof is None:
-            return None if rows == self.size or not self.knows_effects else _UNPROVEN
+            return None if rows == self.size else _UNPROVEN
         return self.proof.objection(rows, self.size)
+
+    def against_parts(self, entry: CUDAGraphEntry, rows: int, part: int) -> str:
+        """As ``Licence.against_parts``: a run must speak for the whole batch."""
+        proof = self.proof
+        if proof is None or not proof.runs or not proof.independent or proof.is_word:
+            return "its rows are not proven to be independent" + (
+                f": {proof.text}" if proof and not proof.independent else ""
+            )
+        if proof.by_place:
+            return f"rows get something by their place in the batch, in {proof.by_place}"
+        if not proof.has_path(rows, self.traced):
+            return "no run speaks for so many rows"
+        if entry.state is not EntryState.VERIFIED or not self._may_pad(part) or entry.is_due_again:
+            return f"its graph of {self.size} was not compared for {part} rows yet"
+        return ""
+
+    @property
+    def in_parts(self) -> MutableMapping[int, tuple[Reason, str]]:
+        """As ``Licence.in_parts``."""
+        assert self.proof is not None
+        return self.proof.in_parts
+
+
+class LikeGraph(NamedTuple):
+    """A graph whose code a run executes, too, so that it need not be traced."""
+
+    shown: Verification
+    guard: StateGuard
+
+
+def shown_of(entry: CUDAGraphEntry) -> Verification | None:
+    """What is shown of a graph; None where nothing is, since it is trusted."""
+    return entry.licence if isinstance(entry.licence, Verification) else None
+
+
+def note_agreed(entry: CUDAGraphEntry) -> None:
+    """Note that a graph agreed with eager on another batch than that of its capture."""
+    entry.passed()
+    if (shown := shown_of(entry)) is not None:
+        shown.first_batch = ()
+
+
+def float_types_of(entry: CUDAGraphEntry) -> Collection[torch.dtype]:
+    """The floating types that a graph computes in, as far as that is noted."""
+    shown = shown_of(entry)
+    return shown.program.float_types if shown is not None else frozenset()

@@ -10,16 +10,18 @@ from torch.utils._pytree import tree_map_only
 from ...backends.operators import storage_key, tensors_in
 from ...errors import CaptureError
 from ...reasons import Reason
-from ...runtime.entry import CUDAGraphEntry, WrittenSpans
+from ...runtime.entry import CUDAGraphEntry, Workspaces, WrittenSpans
 from ...runtime.flatten import is_tensor
 from ...runtime.outputs import OutputRule, Outputs, check_values, learn_output_rule
+from ...runtime.request import CaptureRequest
 from ...sizes import Axis, pack
-from ..state.guards import StateGuard, WorkspaceGuard
-from ..watch.eager_run import Recording, check_may_capture
+from ..state.guards import StateGuard
 from ..watch.effects import EffectRecorder
+from ..watch.program import Program
 from .attempt import CaptureAttempt
 from .compare import check_aliases
-from .licence import Program
+from .eager_run import Recording, check_may_capture, roots_of
+from .licence import Verification, shown_of
 from .piecewise import PiecewiseGraph
 from .row_proof import RowsShown
 
@@ -46,6 +48,18 @@ def make_entry(attempt: CaptureAttempt, recording: Recording, program: Program, 
     workspaces = [held[key] for key in held.keys() - guard.storages - arguments]
     regions = [region for region in warm_run.regions if storage_key(region.target) not in buffers]
     written = [region.target for region in regions if not region.is_generator]  # its state is read as a copy
+    licence = Verification(
+        size=request.size,
+        program=program,
+        proof=shown.proof,
+        traced={request.rows, request.size, shown.rows or request.rows} if like is None else set(like.shown.traced),
+        metadata=eager.find_metadata(request.values, guard) if like is None else like.shown.metadata,
+        bare=request.inputs.positions if guard.missing else (),
+        first_batch=tuple(
+            value.detach().clone() if is_tensor(value) and value.nbytes <= _SMALL_BYTES else None
+            for value in request.values
+        ),
+    )
     entry = CUDAGraphEntry(
         descriptor=request.descriptor,
         mode=request.mode,
@@ -61,21 +75,13 @@ def make_entry(attempt: CaptureAttempt, recording: Recording, program: Program, 
         mutated=mutated,
         written=WrittenSpans(written) if regions else None,
         held=tuple(held.values()),
-        metadata=eager.find_metadata(request.values, guard) if like is None else like.metadata,
-        workspaces=WorkspaceGuard(workspaces) if workspaces else None,
-        guard=guard if request.options.guard_weights else None,
-        bare=request.inputs.positions if guard.missing else (),
-        program=program,
-        proof=shown.proof,
-        traced={request.rows, request.size, shown.rows or request.rows} if like is None else set(like.traced),
+        licence=licence,
+        workspaces=Workspaces(workspaces) if workspaces else None,
+        guard=_shared(request, guard) if request.options.guard_weights else None,
         uses_rng=warm_run.uses_rng,
         signature=request.signature,
         call=request.call,
         example=request.values_with(repeat(None)),
-        warm_batch=tuple(
-            value.detach().clone() if is_tensor(value) and value.nbytes <= _SMALL_BYTES else None
-            for value in request.values
-        ),
     )
     _watch_breaks(attempt, entry)
     return entry
@@ -83,15 +89,22 @@ def make_entry(attempt: CaptureAttempt, recording: Recording, program: Program, 
 
 def grow_guard(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
     """Guard what code reads that ran for this batch, and that the entry's guard does not know."""
-    eager = attempt.eager
-    if entry.guard is None or not (eager.trace.is_deaf or entry.guard.notes.lacks(eager.trace)):
+    eager, guard, shown = attempt.eager, entry.guard, shown_of(entry)
+    if not isinstance(guard, StateGuard) or not (eager.trace.is_deaf or guard.notes.lacks(eager.trace)):
         return
     check_may_capture(attempt.request, eager)
-    eager.trace.absorb(entry.guard.notes)
-    used = {*map(storage_key, entry.held), *entry.guard.storages, *eager.effects.outside}
-    entry.guard = _make_guard(attempt, used)
-    entry.metadata = eager.find_metadata(attempt.request.values, entry.guard, entry.metadata)
+    eager.trace.absorb(guard.notes)
+    grown = _make_guard(attempt, {*map(storage_key, entry.held), *guard.storages, *eager.effects.outside})
+    entry.guard_by(grown)
+    if shown is not None:
+        shown.metadata = eager.find_metadata(attempt.request.values, grown, shown.metadata)
     _watch_breaks(attempt, entry)
+
+
+def _shared(request: CaptureRequest, guard: StateGuard) -> StateGuard:
+    """A guard that compares the same for other graphs, if there is one: it is then compared once for all of them."""
+    others = (one for one in request.guards if isinstance(one, StateGuard) and one is not guard)
+    return next((one for one in others if one.reads_like(guard)), guard)
 
 
 def _watch_breaks(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
@@ -109,7 +122,7 @@ def _make_guard(attempt: CaptureAttempt, used: Collection[int]) -> StateGuard:
     """What of the callable's state the runs have read. Raises ``CaptureError`` if nobody can compare it, or if a run
     made only for the graph changed it or drew."""
     request = attempt.request
-    guard = StateGuard(request.call.fn, attempt.eager.trace, used, request.roots)
+    guard = StateGuard(request.call.fn, attempt.eager.trace, used, roots_of(request))
     if guard.unguarded and request.options.guard_weights:
         raise CaptureError(f"the call reads state that no guard can compare: {guard.unguarded}", Reason.STATE_UNSEEN)
     attempt.eager.check_state()

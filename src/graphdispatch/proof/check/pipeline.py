@@ -37,21 +37,23 @@ from ...reasons import Reason
 from ...runtime.collector import paused_collector
 from ...runtime.entry import CUDAGraphEntry
 from ...runtime.outputs import check_values
-from ...runtime.request import CaptureRequest, CaptureResult, advice, failed_result
+from ...runtime.request import CaptureRequest, CaptureResult
 from ...runtime.rules import graph_name
-from ..watch.eager_run import check_may_capture, run_eagerly
+from ...runtime.windows import WINDOWS
+from ..state.guards import StateGuard
 from ..watch.effects import EffectRecorder, Region
-from ..watch.program import Labels
+from ..watch.program import Labels, Program
 from .attempt import CaptureAttempt
 from .compare import SmallDifferenceError, check_padding_writes, check_replay
+from .eager_run import check_may_capture, run_eagerly
+from .failures import advice, failed_result
 from .gain import measure_gain, seconds_of
 from .lengths import replay_other_padding
-from .licence import Program
+from .licence import LikeGraph, RowProof, note_agreed, shown_of
 from .make_entry import grow_guard, make_entry
 from .padding_writes import EqualRows
 from .recording import record, record_watched
 from .row_proof import prove_rows, speak_for_batch
-from .windows import WINDOWS
 
 _UNLIKE = "the call did not do what calls of other sizes did; the next one is watched closely"
 
@@ -72,12 +74,13 @@ def verify_entry(request: CaptureRequest, entry: CUDAGraphEntry) -> CaptureResul
     Afterwards ``entry.state`` is ``VERIFIED`` or ``FAILED``; or still ``CAPTURED``, if this was the batch of the
     capture once more, or if its padding alone was looked at.
     """
-    is_other = entry.state is not EntryState.CAPTURED or entry.differs(request.values)
+    is_other = entry.state is not EntryState.CAPTURED or entry.licence.differs(request.values)
+    was_failed = entry.state is EntryState.FAILED
     result = _in_window(request, entry)
     if result.entry is None:
         entry.failed()
-    elif is_other and result.reason is Reason.VERIFIED_NOW:
-        entry.passed()
+    elif is_other and result.reason is Reason.VERIFIED_NOW and (request.counts_as_second or was_failed):
+        note_agreed(entry)
     return result
 
 
@@ -123,7 +126,7 @@ def _run(request: CaptureRequest, entry: CUDAGraphEntry | None) -> CaptureResult
                 return _unlike(like, eager.answer)
             return CaptureResult(eager.answer, made, Reason.CAPTURED_NOW)
         _verify(attempt, entry)
-        if (padding := entry.against_padding(request.rows)) is not None:
+        if (padding := entry.licence.against_padding(request.rows)) is not None:
             return CaptureResult(eager.answer, entry, *padding)
         return CaptureResult(eager.answer, entry, Reason.VERIFIED_NOW)
     except Exception as error:
@@ -136,34 +139,37 @@ def _run(request: CaptureRequest, entry: CUDAGraphEntry | None) -> CaptureResult
         attempt.restore()
 
 
-def _like(request: CaptureRequest, entry: CUDAGraphEntry | None) -> CUDAGraphEntry | None:
+def _like(request: CaptureRequest, entry: CUDAGraphEntry | None) -> LikeGraph | None:
     """A graph that the call's run is like, by what is proven of its rows: so the run's code need not be traced
     again."""
     for one in request.peers if entry is None else [entry]:
-        proof, is_plain = one.proof, one.guard is not None and one.mode is CUDAGraphMode.FULL
-        if proof is None or not is_plain or proof.is_doubted or one.outputs.has_objects or one.program.has_regions:
+        shown, guard = shown_of(one), one.guard
+        if shown is None or shown.proof is None or not isinstance(guard, StateGuard):
+            continue
+        proof, is_plain = shown.proof, one.mode is CUDAGraphMode.FULL and not shown.program.has_regions
+        if not is_plain or proof.is_doubted or one.outputs.has_objects:
             continue
         if one.state is EntryState.FAILED:
             continue
         is_shown = request.rows == one.size or (
             proof.speaks_for(request.rows, request.size) and proof.speaks_for(request.size, request.size)
         )
-        if is_shown and one.has_path(request.rows) and one.has_path(request.size):
-            return one
+        if is_shown and shown.has_path(request.rows) and shown.has_path(request.size):
+            return LikeGraph(shown, guard)
     return None
 
 
-def _may_record_at_once(request: CaptureRequest, like: CUDAGraphEntry) -> bool:
+def _may_record_at_once(request: CaptureRequest, like: LikeGraph) -> bool:
     """Whether one run is the warm-up, the recording, and what the replay is compared with; see the module's text."""
-    codes = like.guard.notes.codes if like.guard is not None else set()
-    return request.backend.capture_executes and request.options.warmup_iterations <= 1 and ASKS.isdisjoint(codes)
+    asks = not ASKS.isdisjoint(like.guard.notes.codes)
+    return request.backend.capture_executes and request.options.warmup_iterations <= 1 and not asks
 
 
-def _unlike(like: CUDAGraphEntry | None, answer: Any) -> CaptureResult:
+def _unlike(like: LikeGraph | None, answer: Any) -> CaptureResult:
     """The result of a call that did not do what a run like it did: there is a graph once it is watched closely."""
     assert like is not None
-    assert like.proof is not None
-    like.proof.is_doubted = True
+    assert like.shown.proof is not None
+    like.shown.proof.is_doubted = True
     return CaptureResult(answer, None, Reason.CAPTURE_WAITS, _UNLIKE)
 
 
@@ -185,7 +191,7 @@ def _capture(attempt: CaptureAttempt, started: float | None) -> CUDAGraphEntry |
         if request.has_gaps:
             _check_gaps(attempt, program)
         shown = prove_rows(attempt, program)
-        if eager.like is not None and shown.proof is not eager.like.proof:
+        if eager.like is not None and shown.proof is not eager.like.shown.proof:
             if recording is not None:
                 recording.graph.reset()
             return None
@@ -193,11 +199,10 @@ def _capture(attempt: CaptureAttempt, started: float | None) -> CUDAGraphEntry |
         entry = make_entry(attempt, recording, program, shown)
         entry.capture_time_ms = (request.clock() - started) * 1e3
         if request.options.verify:
-            if entry.against_padding(request.rows) is None:  # else a full batch is compared when one comes
+            if entry.licence.against_padding(request.rows) is None:  # else a full batch is compared when one comes
                 _compare_or_refuse(attempt, entry)
-            same = (peer for peer in request.peers if peer.proof is shown.proof is not None)
-            if any(p.state is EntryState.VERIFIED and program.has_numbers_of(p.program) for p in same):
-                entry.passed()  # a value that was frozen would be among the numbers
+            if _has_agreed_before(request, program, shown.proof):
+                note_agreed(entry)
             measure_gain(attempt, entry)
         else:
             entry.trust()
@@ -208,6 +213,14 @@ def _capture(attempt: CaptureAttempt, started: float | None) -> CUDAGraphEntry |
             recording.graph.reset()
         raise
     return entry
+
+
+def _has_agreed_before(request: CaptureRequest, program: Program, proof: RowProof | None) -> bool:
+    """Whether a graph of the same proof, which computes with the same numbers, has agreed on two batches: a value that
+    was frozen would be among the numbers."""
+    peers = ((peer, shown_of(peer)) for peer in request.peers if peer.state is EntryState.VERIFIED)
+    same = (shown.program for _, shown in peers if shown is not None and shown.proof is proof is not None)
+    return any(map(program.has_numbers_of, same))
 
 
 def _verify(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
@@ -249,9 +262,10 @@ def _check_gaps(attempt: CaptureAttempt, program: Program) -> None:
 def _compare_or_refuse(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
     """Compare a replay of this batch with eager, unless Python takes another path for it. What shows that padding
     alone is at fault is noted in the proof: a graph of full batches is not wrong for that."""
-    request, proof, was_verified = attempt.request, entry.proof, entry.state is EntryState.VERIFIED
-    if request.is_padded and proof is not None and not proof.speaks_for(request.rows, request.size):
-        speak_for_batch(attempt, proof, entry.program)
+    request, shown, was_verified = attempt.request, shown_of(entry), entry.state is EntryState.VERIFIED
+    proof = shown.proof if shown is not None else None
+    if request.is_padded and shown and proof and not proof.speaks_for(request.rows, request.size):
+        speak_for_batch(attempt, proof, shown.program)
         if request.rows in proof.unlike:
             return
     try:
@@ -261,7 +275,7 @@ def _compare_or_refuse(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
         if not request.is_padded or proof is None:
             raise
         if isinstance(error, VerificationError):
-            replay_other_padding(attempt, entry)  # a length without a mask is no fault of the graph's
+            replay_other_padding(attempt, entry, proof)  # a length without a mask is no fault of the graph's
             if proof.objection(request.rows, request.size) is not None:
                 return
         if not (is_write or was_verified):
@@ -285,13 +299,15 @@ def _compare(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
         raise VerificationError(f"{error}{_remedy_for(attempt, error.rtol)}") from error
     if request.is_padded:
         check_padding_writes(request, eager, attempt.warm_run.regions)
-    if request.is_padded and entry.needs_look(request.rows):
-        _prove_padding(attempt, entry)
+    shown = shown_of(entry)
+    if request.is_padded and shown is not None and shown.proof is not None and shown.wants_look(request.rows):
+        _prove_padding(attempt, entry, shown.proof)
     if eager.like is None:
         grow_guard(attempt, entry)
-        entry.traced.add(request.rows)
-    if entry.metadata is not None:
-        entry.metadata.note(request.values)
+        if shown is not None:
+            shown.traced.add(request.rows)
+    if shown is not None and shown.metadata is not None:
+        shown.metadata.note(request.values)
 
 
 def _remedy_for(attempt: CaptureAttempt, rtol: float) -> str:
@@ -312,12 +328,11 @@ def _remedy_for(attempt: CaptureAttempt, rtol: float) -> str:
     return f", as rounding makes it; CUDAGraphOptions(rtol={rtol:g}) serves it"
 
 
-def _prove_padding(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
+def _prove_padding(attempt: CaptureAttempt, entry: CUDAGraphEntry, proof: RowProof) -> None:
     """Note in the proof what this padded batch shows, which agreed with eager: what padding writes, and does along
     lengths."""
-    request, proof = attempt.request, entry.proof
-    assert proof is not None
-    replay_other_padding(attempt, entry)
+    request = attempt.request
+    replay_other_padding(attempt, entry, proof)
     tells, writes = EqualRows(attempt).objection() if not proof.is_compared else (True, "")
     if writes:
         proof.refused = Reason.PADDING_WRITES_STATE, writes

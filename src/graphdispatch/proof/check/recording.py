@@ -24,9 +24,9 @@ from ...reasons import Reason
 from ...runtime.breaks import ACTIVE, BREAKS
 from ...runtime.flatten import is_tensor
 from ...runtime.request import CaptureRequest
-from ..watch.eager_run import Recording, uncached_casts
 from ..watch.effects import EffectRecorder
 from .attempt import CaptureAttempt
+from .eager_run import Recording, uncached_casts
 from .piecewise import EagerPart, PiecewiseGraph
 
 

@@ -21,6 +21,7 @@ from ...backends.operators import is_strided, storage_key, tensors_in
 from ...errors import CaptureError
 from ...reasons import Reason
 from ...runtime.batches import largest_within
+from ...runtime.parts import MOST_PARTS
 from ...runtime.request import CaptureRequest
 from ...sizes import extents_text, lengths_of, pack
 from ..rows.batches import BatchSpace
@@ -29,15 +30,13 @@ from ..rows.verdict import Verdict
 from ..state.reads import DIFFERENTIATES
 from ..watch.bytecode import number_by_identity
 from ..watch.effects import EffectRecorder
-from ..watch.program import Labels
+from ..watch.program import Labels, Program
 from .attempt import CaptureAttempt, ends_capture
-from .licence import Program, RowProof
+from .licence import RowProof, shown_of
 
 _NO_EXTENT = 2
 """What stands for the extent along an axis that a run does not follow, since its batch has one element there: sizes of
 one are broadcast, so that it would tell nothing of others."""
-MOST_PARTS = 8
-"""A run speaks for batches of so many times the largest size: they may be served in as many parts."""
 _MOST_BATCHES = 1 << 14
 """But for no more batches than these, where there are not that many of the sizes themselves: it takes time for each."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -122,7 +121,8 @@ def prove_rows(attempt: CaptureAttempt, program: Program) -> RowsShown:
     request = attempt.request
     if not request.follows_rows:
         return RowsShown(None)
-    for proof in dict.fromkeys(peer.proof for peer in request.peers if peer.proof is not None):
+    shown = (shown_of(peer) for peer in request.peers)
+    for proof in dict.fromkeys(one.proof for one in shown if one is not None and one.proof is not None):
         if any(isinstance(run, FollowedRun) and run.binds(request, program) for run in proof.runs):
             return RowsShown(proof)
     axes, is_word, failure = request.inputs.axes, request.options.rows == "independent", ""

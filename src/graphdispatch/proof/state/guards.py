@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 import torch.utils._device
-from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ...backends.operators import storage_key
 from ...native.bound import GUARD
+from ...runtime.attributes import attribute_table, content, dict_of
 from ...runtime.flatten import VALUES, describe
+from ...runtime.protocols import Guard
 from . import objects
 from .objects import ABSENT, equal_content, same_objects
 from .reads import CodeNotes, Reader, StateReads, has_memory
@@ -37,8 +37,6 @@ _DEVICE = [(vars(torch.utils._device), [name]) for name in ("CURRENT_DEVICE",) i
 _MOST_WAITED = 4096
 _GONE = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
 """What reading raises where something was deleted meanwhile."""
-_LEAVES = frozenset((*VALUES, torch.Tensor, nn.Parameter)) - {torch.Size}
-"""Classes of which torch's pytrees make no nest."""
 _training = attrgetter("training")
 _table = attrgetter("__dict__")
 _FORMS: tuple[Callable[[torch.Tensor], Any], ...] = (torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype"))
@@ -68,7 +66,7 @@ class StateGuard:
     """
 
     __slots__ = ("__dict__", "__weakref__", "native")
-    is_apart = False
+    is_stale = False
     """Whether it was found to be of another state than the present one; for whoever keeps graphs of several."""
 
     def __init__(
@@ -90,7 +88,7 @@ class StateGuard:
         """What the code reads and nobody can compare, so that no graph may be made; empty if there is nothing."""
         self.missing = reads.missing
         """Names by which the code asks whether something has an attribute; an argument may have it."""
-        self._modules = tuple(reads.modules)
+        self.modules = tuple(reads.modules)
         # Tables of hooks by the ids of their handles. Later hooks have larger ids.
         self._hooks: list[dict[int, Any]] = [*objects.GLOBAL_HOOKS, *reads.hooks]
         self._watched = (*reads.contents, *filter(None, self._hooks))
@@ -98,13 +96,13 @@ class StateGuard:
         self._list()
         self._fixed = reads.fixed
         self._homes = tuple(filter(_has_own_table, reads.objects))
-        others = (partial(objects.attribute_table, home) for home in reads.objects if not _has_own_table(home))
+        others = (partial(attribute_table, home) for home in reads.objects if not _has_own_table(home))
         self._readers = [*map(Reader, _SETTINGS), *map(Reader, others), *reads.readers]
         self._calls = [reader.call for reader in self._readers]
         with torch._C.DisableTorchFunction():
             tensors = list(filter(has_memory, reads.tensors))
-            self._tensors = tuple(t for t in tensors if used is None or storage_key(t) in used)
-            self.tensors = (*self._tensors, *(t for t in tensors if used is not None and storage_key(t) not in used))
+            self.placed = tuple(t for t in tensors if used is None or storage_key(t) in used)
+            self.tensors = (*self.placed, *(t for t in tensors if used is not None and storage_key(t) not in used))
         self._addresses, self._forms = self._places()
         self._objects = tuple(reads.objects)
         self._held = tuple(self._now())
@@ -167,7 +165,7 @@ class StateGuard:
     def _places(self) -> tuple[list[int], list[list[Any]]]:
         """Where the tensors that runs used lie now, and the shapes, strides and dtypes of all."""
         with torch._C.DisableTorchFunction():
-            return list(map(torch.Tensor.data_ptr, self._tensors)), [list(map(form, self.tensors)) for form in _FORMS]
+            return list(map(torch.Tensor.data_ptr, self.placed)), [list(map(form, self.tensors)) for form in _FORMS]
 
     def renewed(self) -> "StateGuard | None":
         """A guard of the present state, if that differs from the guard's own only by containers, or by instances of
@@ -188,12 +186,12 @@ class StateGuard:
             return tuple(moved.get(id(one), one) for one in found)
 
         new = object.__new__(StateGuard)
-        vars(new).update(vars(self), is_apart=False)
+        vars(new).update(vars(self), is_stale=False)
         for name in ("_held", "_watched", "_homes", "_objects", "_tables"):
             setattr(new, name, follow(getattr(self, name)))
         new._named = [(moved.get(id(table), table), names) for table, names in self._named]
         new._fixed = list(map(follow, self._fixed))
-        if self._num_apart() != new._num_apart():
+        if self._num_objects() != new._num_objects():
             return None  # code may ask whether two objects are one
         new._list()
         native, new.native = self.native, None
@@ -201,7 +199,7 @@ class StateGuard:
         new._due = 0 if GUARD is None else new._wait + 1
         return new if new.holds() else None  # else one of the old ones is still in another place
 
-    def _num_apart(self) -> int:
+    def _num_objects(self) -> int:
         """How many objects it watches, and finds in their places."""
         return len(set(map(id, chain(self._held, self._watched, self._objects, *self._fixed))))
 
@@ -242,9 +240,9 @@ class StateGuard:
         """Whether one of the tensors no longer lies where it lay: this state does not come back."""
         return self._places()[0] != self._addresses
 
-    def within(self, other: "StateGuard") -> bool:
+    def within(self, other: Guard) -> bool:
         """Whether ``other`` covers all tensors that this guard compares."""
-        return {id(tensor) for tensor in self._tensors} <= {id(tensor) for tensor in other._tensors}
+        return {id(tensor) for tensor in self.placed} <= {id(tensor) for tensor in other.placed}
 
     @property
     def trainable(self) -> bool:
@@ -254,18 +252,18 @@ class StateGuard:
         answer = None if native is None else native.trainable()
         if answer is not None:
             return bool(answer)
-        trains = any(map(_training, self._modules)) if self._trains is None else self._trains
-        return trains and any(map(_requires_grad, self._tensors))
+        trains = any(map(_training, self.modules)) if self._trains is None else self._trains
+        return trains and any(map(_requires_grad, self.placed))
 
     def _find_training(self) -> bool | None:
         """Whether a call can train: there is no module, or one in training mode. None if the guard cannot tell, because
         it does not compare all these flags."""
-        kinds = {type(module) for module in self._modules}
+        kinds = {type(module) for module in self.modules}
         bases = {base for kind in kinds for base in kind.__mro__[:-1]}
         if any("training" in vars(base) or "__getattribute__" in vars(base) for base in bases):
             return None
         flags = {id(table): held for table, name, held in self._held_attributes() if name == "training"}
-        found = [flags.get(id(objects.attribute_table(module)), objects.ABSENT) for module in self._modules]
+        found = [flags.get(id(attribute_table(module)), objects.ABSENT) for module in self.modules]
         return None if any(type(flag) is not bool for flag in found) else not found or any(found)
 
     def _held_attributes(self) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
@@ -278,7 +276,7 @@ class StateGuard:
             if type(container) is dict:
                 yield from ((container, key, held) for key, held in zip(keys, *entries, strict=False))
 
-    def difference(self) -> str:
+    def change(self) -> str:
         """What of the state is not as it was: the first attribute, variable or entry of a dict with what it held and
         holds, or in general words."""
         for table, name, held in self._held_attributes():
@@ -290,7 +288,7 @@ class StateGuard:
     @property
     def storages(self) -> set[int]:
         """The keys of the storages whose address ``holds`` compares."""
-        return set(map(storage_key, self._tensors))
+        return set(map(storage_key, self.placed))
 
 
 def compile_guard(guard: StateGuard) -> Any:
@@ -386,7 +384,7 @@ def _has_own_table(value: Any) -> bool:
 def _parts(container: Any) -> tuple[Iterable[Any], ...]:
     """Live iterables of what a container holds: the keys and the values of a dict, the entries of another."""
     if issubclass(type(container), dict):
-        home = objects.dict_of(container)
+        home = dict_of(container)
         return home.keys(container), home.values(container)
     return (container if type(container) in (list, set, deque) else _Entries(container),)
 
@@ -395,7 +393,7 @@ def _shown(value: Any) -> str:
     """A value in one line, without code of the user's: a constant, or a container of constants, as it is spelled."""
     if value is objects.ABSENT:
         return "nothing"
-    inner = objects.content(value) if type(value) in (tuple, list, dict, set) else []
+    inner = content(value) if type(value) in (tuple, list, dict, set) else []
     return reprlib.repr(value) if inner and all(type(one) in VALUES for one in inner) else describe(value)
 
 
@@ -408,29 +406,4 @@ class _Entries:
         self.container = container
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(objects.content(self.container))
-
-
-class WorkspaceGuard:
-    """Holds memory that a graph reads but that no ``StateGuard`` covers, such as a library's workspace. It is neither
-    the graph's own nor one of its inputs. ``holds()`` tells whether it is still where it was, and as large."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._storages = [tensor.untyped_storage() for tensor in tensors]
-        self._spans = self._read()
-
-    def holds(self) -> bool:
-        """Whether no storage has grown, shrunk or moved."""
-        return self._read() == self._spans
-
-    def _read(self) -> list[tuple[int, int]]:
-        return [(storage.data_ptr(), storage.nbytes()) for storage in self._storages]
-
-
-def wants_gradient(value: Any) -> bool:
-    """Whether an argument is a tensor that requires a gradient, or an object that holds such a tensor."""
-    if issubclass(type(value), torch.Tensor):
-        return bool(value.requires_grad)
-    held = objects.content(value) or list((objects.attribute_table(value) or {}).values())
-    leaves = held if all(type(inner) in _LEAVES for inner in held) else tree_leaves(held)
-    return any(issubclass(type(inner), torch.Tensor) and inner.requires_grad for inner in leaves)
+        return iter(content(self.container))

@@ -18,7 +18,7 @@ import threading
 import types
 import weakref
 from array import array
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
@@ -32,6 +32,7 @@ from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 
 from ...backends.code_events import is_own_code, is_torch_code
+from ...runtime.attributes import attribute_table, content, slots_of
 from ..watch.bytecode import stored_by
 
 ABSENT = object()
@@ -43,7 +44,6 @@ CONTAINERS = (dict, list, set, deque)
 
 _EQUAL_BY_CONTENT = (tuple, list, dict, set, frozenset)
 _DEEPEST = 4
-_BARE = frozenset({dict, list, set, deque, tuple, frozenset})
 """Types whose objects have no attributes."""
 
 CACHES = (type(lru_cache(id)),)
@@ -111,7 +111,6 @@ DESCRIBES = frozenset(
 """Attributes of classes in which nobody looks for state: code of the user that spells one of them runs eagerly."""
 _NOTHING_IN = (*CONSTANTS, *_TRUSTED)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
-_COMPILED_MEMBERS = {defaultdict: "default_factory", BaseException: "args"}
 """An attribute that compiled classes keep outside of ``__dict__``, as slots do."""
 
 
@@ -193,52 +192,10 @@ def _is_library_class(kind: type) -> bool:
     return is_library_code(getattr(module, "__file__", None) or "") or not is_followed(kind)
 
 
-def attribute_table(value: Any) -> dict[str, Any] | None:
-    """The attributes of an object by name, live and writable; None if it has none."""
-    if type(value) in _BARE:
-        return None
-    try:
-        table = object.__getattribute__(value, "__dict__")
-    except (AttributeError, TypeError):
-        return None
-    return table if issubclass(type(table), dict) else None
-
-
 def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """The attributes of a tensor by name, but for the notes that torch's compiler leaves there."""
     table = attribute_table(tensor) or {}
     return {name: held for name, held in table.items() if not f"{name}".startswith("_dynamo_")}
-
-
-def slots_of(kind: type) -> dict[str, Any]:
-    """The descriptors of the slots of a class by attribute name, and of what its compiled classes keep like that."""
-    found: dict[str, Any] = {}
-    for base in reversed(type.mro(kind)):
-        table = vars(base)
-        if "__slots__" in table:
-            found |= {name: held for name, held in table.items() if type(held) is types.MemberDescriptorType}
-        if base in _COMPILED_MEMBERS:
-            found[_COMPILED_MEMBERS[base]] = table[_COMPILED_MEMBERS[base]]
-    return found
-
-
-def content(container: Any) -> list[Any]:
-    """The keys and values of a dict, or the entries of another container, all of one moment: threads may write it."""
-    if type(container) is dict:
-        held = container.copy()
-        return [*held, *held.values()]
-    kind = type(container)
-    if issubclass(kind, dict):
-        pairs = list(dict_of(container).items(container))
-        return [*(key for key, _ in pairs), *(value for _, value in pairs)]
-    kinds: tuple[Any, ...] = (list, tuple, set, deque, frozenset)
-    base = next((base for base in kinds if issubclass(kind, base)), None)
-    return [] if base is None else list(base.__iter__(container))
-
-
-def dict_of(table: Any) -> Any:
-    """The class of Python's own whose methods read and write a dict: an ``OrderedDict`` has another order."""
-    return OrderedDict if issubclass(type(table), OrderedDict) else dict
 
 
 def referents(value: Any) -> list[Any]:

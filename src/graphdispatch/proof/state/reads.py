@@ -5,6 +5,7 @@ too much now and then, and never too little.
 """
 
 import copyreg
+import os
 import random
 import sys
 import types
@@ -23,6 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from ...backends.code_events import is_own_code
 from ...backends.operators import is_strided
+from ...runtime.attributes import attribute_table, content
 from ..watch.bytecode import ModulesRead, code_reads, original_of
 from . import objects
 from .objects import CONTAINERS, holds_modules, is_library_code
@@ -166,10 +168,14 @@ def _hooks_of(leaf: torch.Tensor) -> int:
     return len(ids) << 32 | max(ids, default=0)
 
 
+_AROUND_MODES = (f"{os.sep}contextlib.py", os.path.join("torch", "overrides.py"))
+"""Where Python code runs around each function of torch while a mode sees it. It compares errors and modes alone."""
+
+
 def metadata_names(codes: Iterable[types.CodeType]) -> list[str]:
     """What of ``TENSOR_READERS`` all this code of the user reads, of whatever tensors; and ``IDENTITY`` where any code
     compares objects."""
-    others = [code for code in codes if not is_own_code(code.co_filename)]
+    others = [c for c in codes if not (is_own_code(c.co_filename) or c.co_filename.endswith(_AROUND_MODES))]
     theirs = [code for code in others if not is_library_code(code.co_filename)]
     # Torch's attention compares the query with the key.
     compares = any(code_reads(code).compared for code in theirs) or any(
@@ -258,7 +264,7 @@ class StateReads:
 
     def _visit_tensor(self, tensor: torch.Tensor) -> None:
         self.tensors.append(tensor)
-        table = objects.attribute_table(tensor)
+        table = attribute_table(tensor)
         if objects.own_attributes(tensor) or self._notes.asked:
             self.objects.append(tensor)
             self._compare(table, self._spelled_in(table))
@@ -318,10 +324,10 @@ class StateReads:
         if issubclass(kind, CONTAINERS):
             if self._is_traced or _matters(value):
                 self.contents.append(value)
-            self._pending += objects.content(value)
+            self._pending += content(value)
         elif issubclass(kind, (tuple, frozenset)):
-            self._fix(value, objects.content(value))
-        table, slots = objects.attribute_table(value), self._kinds[kind].slots
+            self._fix(value, content(value))
+        table, slots = attribute_table(value), self._kinds[kind].slots
         names = self._named(kind, (*(table or ()), *slots))
         if issubclass(kind, nn.Module):
             names |= self._visit_members(value, table or {})
@@ -513,11 +519,11 @@ class _Results:
 
     def __init__(self, cache: Any) -> None:
         self._cache, self._table = cache, objects.results_of(cache)
-        self._latest = objects.content(self._table)
+        self._latest = content(self._table)
         self.kept = _results_in(cache)
 
     def __call__(self) -> bool:
-        now, latest = objects.content(self._table), self._latest
+        now, latest = content(self._table), self._latest
         if len(now) == len(latest) and all(map(is_, now, latest)):
             return True
         holds = self.kept <= _results_in(self._cache)
@@ -539,5 +545,5 @@ def _matters(value: Any, depth: int = 3) -> bool:
         return bool(value.requires_grad)
     is_container = depth > 0 and issubclass(type(value), (tuple, *CONTAINERS))
     return issubclass(type(value), nn.Module) or (
-        is_container and any(_matters(inner, depth - 1) for inner in objects.content(value))
+        is_container and any(_matters(inner, depth - 1) for inner in content(value))
     )

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ...runtime.attributes import attribute_table, content, dict_of
 from . import objects
 from .objects import ABSENT
 
@@ -73,7 +74,7 @@ def _write_attributes(value: Any, before: dict[str, Any]) -> None:
     kind = before["__class__"]
     if type(value) is not kind:
         object.__setattr__(value, "__class__", kind)
-    table = objects.attribute_table(value)
+    table = attribute_table(value)
     assert table is not None
     table.clear()
     table.update((name, held) for name, held in before.items() if name != "__class__")
@@ -81,7 +82,7 @@ def _write_attributes(value: Any, before: dict[str, Any]) -> None:
 
 def _read_attributes(value: Any) -> dict[str, Any]:
     """The class of an object, and its attributes."""
-    return {"__class__": type(value), **(objects.attribute_table(value) or {})}
+    return {"__class__": type(value), **(attribute_table(value) or {})}
 
 
 ATTRIBUTES = Way(_read_attributes, _write_attributes, is_by_name=True)
@@ -159,10 +160,10 @@ def way_of_slots(slots: dict[str, Any]) -> Way:
 
 
 def _write_container(value: Any, before: list[Any]) -> None:
-    """Make these the entries of a container, as ``objects.content`` gave them."""
+    """Make these the entries of a container, as ``content`` gave them."""
     if issubclass(type(value), dict):
         half = len(before) // 2
-        home = objects.dict_of(value)
+        home = dict_of(value)
         home.clear(value)
         for key, inner in zip(before[:half], before[half:], strict=True):
             home.__setitem__(value, key, inner)
@@ -176,11 +177,11 @@ def _write_container(value: Any, before: list[Any]) -> None:
         value.extend(before)
 
 
-ENTRIES = Way(objects.content, _write_container)
+ENTRIES = Way(content, _write_container)
 
 
 def labelled(container: Any, entries: list[Any]) -> dict[str, Any]:
-    """What ``objects.content`` gave of a container, by key, index or identity."""
+    """What ``content`` gave of a container, by key, index or identity."""
     if issubclass(type(container), dict):
         half = len(entries) // 2
         return dict(zip(map(_label, entries[:half]), entries[half:], strict=True))

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ...backends.operators import is_strided
+from ...runtime.attributes import attribute_table, content
 from ...runtime.breaks import is_break
 from ...runtime.signature import advice_for
 from . import objects, snapshot
@@ -245,7 +246,7 @@ class StateWalk:
         return self._attributes(generator, path)
 
     def _attributes(self, value: Any, path: Any) -> Edges:
-        if objects.attribute_table(value) is None:
+        if attribute_table(value) is None:
             return iter(())
         is_tensor = issubclass(type(value), torch.Tensor)
         held = self._hold(path, value, snapshot.OF_TENSORS if is_tensor else snapshot.ATTRIBUTES)
@@ -281,7 +282,7 @@ class StateWalk:
         if issubclass(kind, CONTAINERS):
             yield from self._entries(value, path)
         elif issubclass(kind, (tuple, frozenset)):
-            yield from ((f"[{index}]", inner) for index, inner in enumerate(objects.content(value)))
+            yield from ((f"[{index}]", inner) for index, inner in enumerate(content(value)))
         elif not slots:
             self.has_opaque |= issubclass(kind, objects.CACHES)
             yield from (("", inner) for inner in objects.referents(value))

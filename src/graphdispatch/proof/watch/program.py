@@ -220,3 +220,37 @@ def is_same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.ScriptObject):  # it may raise when compared; c10d wraps the same group anew in each call
         return bool(a._type() == b._type()) and str(a._type()).startswith(_OF_PROCESSES)
     return repr(a) == repr(b) if type(a) is float else bool(a == b)  # -0.0 is another number
+
+
+class Program:
+    """The operators that a run of one size dispatched, in order, with the shapes of what they took and gave.
+
+    Args:
+        run: What the run noted of it.
+    """
+
+    def __init__(self, run: Dispatched | None = None) -> None:
+        run = run or Dispatched()
+        self._operators, self._outputs = run.operators, run.outputs
+        self.shapes = run.shapes
+        self.limits_values = run.limits_values
+        self.groups_rows = run.groups_rows
+        self.has_regions = run.has_regions
+        self.float_types = run.float_types
+
+    def has_numbers_of(self, other: "Program") -> bool:
+        """Whether the other program has the same operators, which compute with the same numbers."""
+        pairs = zip(self._operators, other._operators, strict=False)
+        return len(self._operators) == len(other._operators) and all(
+            a[0] is b[0] and numbers_of(a) == numbers_of(b) for a, b in pairs
+        )
+
+    def is_like(self, other: "Program") -> bool:
+        """Whether the other program is this one for another batch: the same operators on the same tensors, with the
+        same arguments but for lengths that may follow the batch, which shapes tell."""
+        if len(self._operators) != len(other._operators):
+            return False
+        return self._outputs == other._outputs and all(
+            a[0] == b[0] and is_same(arguments_of(a), arguments_of(b))
+            for a, b in zip(self._operators, other._operators, strict=True)
+        )

@@ -22,12 +22,12 @@ from weakref import WeakSet
 
 import torch
 
-from ...backends.base import Pool
-from ...copying import make_lock, renew_in_child
-from ...errors import ReplayError
+from ..backends.base import Pool
+from ..copying import make_lock, renew_in_child
+from ..errors import ReplayError
 
 if TYPE_CHECKING:
-    from ...runtime.entry import CUDAGraphEntry
+    from .entry import CUDAGraphEntry
 
 
 _log = logging.getLogger("graphdispatch")

@@ -31,19 +31,21 @@ from ...backends.operators import is_strided, tensors_in
 from ...backends.standins import ASKS
 from ...errors import CaptureError, error_of_signal
 from ...reasons import Reason
-from ...runtime.entry import CUDAGraphEntry
+from ...runtime.attributes import attribute_table
 from ...runtime.flatten import FlatCall, Leaves
 from ...runtime.outputs import Opener
-from ...runtime.request import CaptureRequest, CaptureResult, failed_result
+from ...runtime.request import CaptureRequest, CaptureResult
 from ...runtime.signature import PLAIN_TENSORS
 from ..check.licence import ArgumentMetadata
 from ..state.guards import StateGuard
-from ..state.objects import attribute_table, own_attributes
+from ..state.objects import CONSTANTS, own_attributes
 from ..state.reads import CodeNotes, metadata_names
 from ..state.walk import StateWalk
-from .effects import EffectRecorder, retry_once, undo
-from .program import Labels
-from .trace import CodeTrace
+from ..watch.effects import EffectRecorder, retry_once, undo
+from ..watch.program import Labels
+from ..watch.trace import CodeTrace
+from .failures import failed_result
+from .licence import LikeGraph
 
 _log = logging.getLogger("graphdispatch")
 
@@ -83,7 +85,7 @@ class EagerRun:
     """What state it advanced that cannot be put back, in words, or None."""
     warms_up: bool = False
     """Whether it ran on the static inputs, as the recording will."""
-    like: CUDAGraphEntry | None = None
+    like: LikeGraph | None = None
     """The graph whose code it ran, so that it was not traced."""
     recording: Recording | None = None
     """What was recorded of it, if it was recorded."""
@@ -118,11 +120,18 @@ class EagerRun:
         return ArgumentMetadata(names, values, guard.tensors)
 
 
+def roots_of(request: CaptureRequest) -> list[Any]:
+    """Where the Python state of the call begins: the callable, and the arguments that are not copied."""
+    copied = set(request.inputs.positions)
+    kept = (value for place, value in enumerate(request.values) if place not in copied)
+    return [request.call.fn, *(value for value in kept if not issubclass(type(value), CONSTANTS))]
+
+
 def run_eagerly(
     request: CaptureRequest,
     *,
     on_static_inputs: bool = False,
-    like: CUDAGraphEntry | None = None,
+    like: LikeGraph | None = None,
     record: Callable[..., tuple[Any, Recording]] | None = None,
 ) -> EagerRun | CaptureResult:
     """Run the call on the real rows, and watch what it writes; its code, too, unless that is ``like`` a graph's.
@@ -134,15 +143,14 @@ def run_eagerly(
     overwrites could not be saved, or what it did could not be noted (no memory left).
     """
     before = request.backend.rng_state()
-    walk = StateWalk(*(request.roots if like is None else ()))
+    walk = StateWalk(*(roots_of(request) if like is None else ()))
     trace = CodeTrace(
         walk,
         skips_breaks=request.is_piecewise,
         within=FlatCall.__call__.__code__,
         spares=not request.keep_effects,
     )
-    refusal = trace.refusal()
-    if refusal is not None:
+    if (refusal := trace.refusal()) is not None:
         return failed_result(request, None, refusal, "")
     reveal_operators(request.backend.device)
     # Context variables that a run made only for the graph sets are set in a copy, since nobody could unset them.
@@ -169,7 +177,8 @@ def run_eagerly(
         may_draw = effects.runs_custom or trace.sets_generator
         draws = effects.uses_rng or _pads_by_code(request) or (may_draw and not torch.equal(before, after))
         run = EagerRun(answer, values, arguments, effects, before, after, draws, trace, changed, drew)
-        run.warms_up, run.like, run.recording = on_static_inputs and not _asks(like or trace), like, recording
+        run.warms_up = on_static_inputs and not _asks(like.guard.notes if like is not None else trace)
+        run.like, run.recording = like, recording
         if recording is None:
             effects.note_outputs(run.opened)
     except BaseException as error:
@@ -204,10 +213,9 @@ def _why_failed(
     return "saving what it overwrites" if not request.keep_effects and effects.unsaved is not None else None
 
 
-def _asks(who: CodeTrace | CUDAGraphEntry) -> bool:
+def _asks(notes: CodeNotes) -> bool:
     """Whether the code asks torch whether anyone captures, and so may do something else meanwhile."""
-    notes = who.guard.notes if isinstance(who, CUDAGraphEntry) and who.guard is not None else who
-    return isinstance(notes, CodeNotes) and not ASKS.isdisjoint(notes.codes)
+    return not ASKS.isdisjoint(notes.codes)
 
 
 def _pads_by_code(request: CaptureRequest) -> bool:
@@ -343,7 +351,7 @@ def _check_reads(request: CaptureRequest, eager: EagerRun) -> None:
             "that it was made of",
             Reason.CAPTURE_UNSAFE,
         )
-    unseen = eager.trace.unseen(request.roots)
+    unseen = eager.trace.unseen(roots_of(request))
     if unseen is not None:
         raise CaptureError(
             f"the call uses what nobody can compare or put back: {unseen}; use it outside of the callable, and pass "

@@ -1,0 +1,208 @@
+"""The plain capturer: warm up, record, trust. For engines that vouch for what they capture.
+
+    load the static inputs, padding included
+    run the call once on them (or ``warmup_iterations`` times)    -> the caller's answer
+    record the call                                              -> the graph
+
+The backend of the CPU executes what it records, so there the recording itself is that run. Nothing is watched, undone,
+proven or compared. So this is what the engine vouches for:
+
+- Rows are independent, and padding rows write where nobody reads.
+- The call does the same for every batch of a size, and reads no Python state that changes.
+- Its first dimension is the batch's in each output that has as many rows there as the graph.
+- It may run ``warmup_iterations`` times where a capture is made: what it writes besides its arguments is not put back.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from .backends.operators import bits_equal, storage_key, tensors_in
+from .backends.tracing import profiler_range
+from .config import CUDAGraphOptions
+from .errors import CaptureError, error_of_signal
+from .modes import EntryState
+from .reasons import Reason
+from .runtime.collector import paused_collector
+from .runtime.entry import CUDAGraphEntry
+from .runtime.outputs import OutputRule, Outputs
+from .runtime.protocols import Capturer, Guard
+from .runtime.request import CaptureRequest, CaptureResult
+from .runtime.rules import graph_name
+
+_log = logging.getLogger("graphdispatch")
+
+
+class Reached(Guard):
+    """The modules that a callable is, or is a method of, with their tensors. It always holds.
+
+    Args:
+        fn: The callable.
+    """
+
+    is_stale = False
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        home = next((one for one in (fn, getattr(fn, "__self__", None)) if isinstance(one, nn.Module)), None)
+        self._home = home
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The modules."""
+        return list(self._home.modules()) if self._home is not None else []
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """Their parameters and buffers."""
+        return [*self._home.parameters(), *self._home.buffers()] if self._home is not None else []
+
+    placed = tensors
+
+    @property
+    def trainable(self) -> bool:
+        """Whether a module trains; True where nobody sees which modules there are."""
+        home = self._home
+        return home is None or (
+            any(one.training for one in self.modules) and any(t.requires_grad for t in self.tensors)
+        )
+
+    def holds(self) -> bool:
+        """Always."""
+        return True
+
+    def change(self) -> str:
+        """Nothing."""
+        return ""
+
+    def has_moved(self) -> bool:
+        """Never."""
+        return False
+
+    def within(self, other: Guard) -> bool:
+        """Always."""
+        return True
+
+    def renewed(self) -> Guard | None:
+        """None: it always holds."""
+        return None
+
+
+class PlainCapturer(Capturer):
+    """Captures by one run and one recording, and compares nothing; the module's text says what its user vouches for.
+
+    It has no state. A capture that fails leaves no graph, and its call has the answer of the run that was made.
+    """
+
+    def reach(self, fn: Callable[..., Any]) -> Guard:
+        """As ``Capturer.reach``."""
+        return Reached(fn)
+
+    def capture(self, request: CaptureRequest) -> CaptureResult:
+        """As ``Capturer.capture``."""
+        span = profiler_range("capture", graph_name(request.call.fn, request.key))
+        pause = paused_collector(request.options.gc_disable)
+        with pause, request.pool.lock, request.backend.watched(), span:
+            request.pool.order_after_last_use()
+            return _Recording(request).result()
+
+    def check(self, request: CaptureRequest, entry: CUDAGraphEntry) -> CaptureResult:
+        """Run the call eagerly. The graph is trusted again: this comes after a replay that failed."""
+        answer = request.call(request.values)
+        entry.passed()
+        return CaptureResult(
+            answer, entry, Reason.REPLAY_FAILED, "an earlier replay failed; the next one is tried again"
+        )
+
+    def gap(self, want: Iterable[Any], got: Iterable[Any], entry: CUDAGraphEntry, options: CUDAGraphOptions) -> str:
+        """As ``Capturer.gap``, without allowing for rounding."""
+        return "" if all(map(bits_equal, want, got)) else "other bits"
+
+
+class _Recording:
+    """One capture under way."""
+
+    def __init__(self, request: CaptureRequest) -> None:
+        self._request = request
+        self._started = request.clock()
+        self._existing = {storage_key(value) for value in request.tensors}
+        self._answer: Any = None
+        self._has_run = False
+
+    def result(self) -> CaptureResult:
+        """The graph, with the call's answer; or the reason why there is none."""
+        request, stage = self._request, "recording"
+        try:
+            return CaptureResult(self._answer_by(entry := self._capture()), entry, Reason.CAPTURED_NOW)
+        except Exception as error:
+            if (raised := error_of_signal(error)) is not None:
+                raise raised from raised.__cause__
+            request.backend.raise_if_lost(error)
+            request.inputs.mark_dirty()
+            _log.debug("no graph for %s: %s", request.key, error)
+            answer = self._answer if self._has_run else request.call(request.values)  # which raises what is its own
+            detail = f"{type(error).__name__}: {error} (while {stage})"
+            return CaptureResult(answer, None, request.backend.classify_error(error), detail, error)
+
+    def _answer_by(self, entry: CUDAGraphEntry) -> Any:
+        if not self._has_run:  # the recording has, and its outputs are what it gave
+            self._answer = self._cut(entry.output, entry.outputs.rule)
+        if self._request.keep_effects:
+            entry.copy_back(self._request.values, self._request.rows)
+        return self._answer
+
+    def _capture(self) -> CUDAGraphEntry:
+        request, backend = self._request, self._request.backend
+        if request.is_piecewise or len(request.inputs.axes) > 1:
+            raise CaptureError("a plain capture holds no breaks and no lengths besides rows", Reason.CAPTURE_UNSAFE)
+        request.inputs.load(request.values, request.rows, request.size)
+        views = request.inputs.views(request.size)
+        values, rng = request.static_values(), backend.rng_state()
+        versions = [view._version for view in views]
+        for _ in range(0 if backend.capture_executes else request.options.warmup_iterations):
+            output = request.call(values)
+            self._answer, self._has_run = self._cut(output, self._rule_of(output)), True
+        with backend.begin_capture(request.pool) as capture:
+            output = request.call(values)
+            is_own = [storage_key(tensor) not in self._existing for tensor in tensors_in(output)]
+            capture.set_outputs(output, shared=request.options.shares_outputs)
+            del output  # so that only the capture holds the outputs
+        outputs = capture.outputs
+        if request.options.shares_outputs:
+            outputs = tree_map_only(torch.Tensor, backend.weak_reference, outputs)
+        return CUDAGraphEntry(
+            descriptor=request.descriptor,
+            mode=request.mode,
+            key=request.key,
+            size=request.size,
+            graph=capture.graph,
+            pool=request.pool,
+            backend=backend,
+            inputs=request.inputs,
+            outputs=Outputs(outputs, self._rule_of(outputs), is_own, request.options.outputs, request.pool),
+            mutated=tuple(i for i, view in enumerate(views) if view._version != versions[i]),
+            uses_rng=not torch.equal(rng, backend.rng_state()),
+            state=EntryState.VERIFIED,
+            signature=request.signature,
+            call=request.call,
+            example=request.values_with([None] * len(views)),
+            capture_time_ms=(request.clock() - self._started) * 1e3,
+        )
+
+    def _rule_of(self, output: Any) -> OutputRule:
+        """Which outputs follow the batch: those with as many rows as the graph."""
+        request = self._request
+        if not request.inputs.has_rows:
+            return OutputRule(tuple(() for _ in tensors_in(output)))
+        (axis,) = request.inputs.axes
+        size = axis.of(request.size)
+        rows = ((0, 1, axis),)
+        return OutputRule(tuple(rows if t.dim() and t.shape[0] == size else () for t in tensors_in(output)))
+
+    def _cut(self, output: Any, rule: OutputRule) -> Any:
+        """Copies of what a run gave, of the real rows."""
+        is_own = [storage_key(tensor) not in self._existing for tensor in tensors_in(output)]
+        return Outputs(output, rule, is_own, "clone", self._request.pool).taker(self._request.rows)(None)

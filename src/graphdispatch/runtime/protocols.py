@@ -1,0 +1,122 @@
+"""The three things that the runtime takes from whoever makes its graphs: all that lies between the two storeys.
+
+Capturer   captures a request, and compares an entry with eager
+Guard      whether what a graph was made for is as it was
+Licence    which batches a graph may serve
+
+``record.py`` has a plain answer to each, for engines that check for themselves. ``proof`` has those that are right for
+callables that nobody vouches for.
+"""
+
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from ..config import CUDAGraphOptions
+from ..reasons import Reason
+
+if TYPE_CHECKING:
+    from .entry import CUDAGraphEntry
+    from .request import CaptureRequest, CaptureResult
+
+PerCall = Callable[[Sequence[Any]], bool]
+"""Whether a hit may serve a call, by its flat values."""
+
+
+class Guard(Protocol):
+    """What must be as it was when a graph was captured. It holds what it compares. Thread-safe, but for ``is_stale``,
+    which is changed with the server's lock held."""
+
+    is_stale: bool
+    """Whether it did not hold when it was last looked at: then its graphs wait until it does again."""
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The tensors that are read, or may be."""
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The modules that are reached."""
+
+    @property
+    def placed(self) -> Sequence[torch.Tensor]:
+        """Those of them whose address counts."""
+
+    @property
+    def trainable(self) -> bool:
+        """Whether a call may have to be differentiated. Call it right after ``holds`` was true."""
+
+    def holds(self) -> bool:
+        """Whether all is as it was. The core calls ``native.holds()`` in its place, where a guard has that."""
+
+    def change(self) -> str:
+        """What is not as it was, in words."""
+
+    def has_moved(self) -> bool:
+        """Whether a tensor lies elsewhere now, so that it will not hold again."""
+
+    def within(self, other: "Guard") -> bool:
+        """Whether another guard covers all tensors of this one."""
+
+    def renewed(self) -> "Guard | None":
+        """A guard of the present state, if that is the same but for containers in the places of equal ones."""
+
+
+class Licence(Protocol):
+    """Which batches a graph may serve, by what was shown of it: the one place for a policy of verification.
+
+    Called with the server's lock held; ``may_hit`` and ``per_call`` without it.
+    """
+
+    def verdict(self, entry: "CUDAGraphEntry", values: Sequence[Any], rows: int) -> tuple[Reason | None, str]:
+        """What becomes of a call that is no hit, in a word and in detail: None if the graph serves it, ``VERIFIED_NOW``
+        if it must be compared with eager before, else why it runs eagerly."""
+
+    def may_hit(self, entry: "CUDAGraphEntry", rows: int) -> bool:
+        """Whether calls of so many rows may be hits."""
+
+    def per_call(self, entry: "CUDAGraphEntry", rows: int) -> PerCall | None:
+        """What such a hit has to look at in each call, if there is something."""
+
+    def against_padding(self, rows: int) -> tuple[Reason, str] | None:
+        """Why a batch may not be padded to the graph's size, in a word and in detail; None if nothing speaks against
+        it."""
+
+    def wants_look(self, rows: int) -> bool:
+        """Whether the first batch of so many rows must be compared with eager."""
+
+    def differs(self, values: Sequence[Any]) -> bool:
+        """Whether a batch is another one than that of the capture."""
+
+    def misfit(self, values: Sequence[Any]) -> str:
+        """What of a call's arguments, besides their values, speaks against the graph; empty if nothing does."""
+
+    def against_parts(self, entry: "CUDAGraphEntry", rows: int, part: int) -> str:
+        """Why the graph may not serve ``part`` rows of a batch of ``rows`` that is larger than the largest graph; empty
+        if it may."""
+
+    @property
+    def in_parts(self) -> MutableMapping[int, tuple[Reason, str]]:
+        """By the number of parts, how larger batches are served that were compared so with eager: ``IN_PARTS``, or why
+        not. The graphs that were shown to be parts of one another share it."""
+
+
+class Capturer(Protocol):
+    """Makes the graphs of callables, and compares them with eager. Called with the server's lock held."""
+
+    def reach(self, fn: Callable[..., Any]) -> Guard:
+        """The tensors that a callable reaches now, whatever it reads of them. Needs no lock."""
+
+    def capture(self, request: "CaptureRequest") -> "CaptureResult":
+        """Run the call, which answers the caller, and capture it.
+
+        Raises what the call raises on the real rows.
+        """
+
+    def check(self, request: "CaptureRequest", entry: "CUDAGraphEntry") -> "CaptureResult":
+        """Run the call, which answers the caller, and compare a graph with that. Raises as ``capture`` does."""
+
+    def gap(self, want: Iterable[Any], got: Iterable[Any], entry: "CUDAGraphEntry", options: CUDAGraphOptions) -> str:
+        """How outputs of a graph differ from eager's by more than rounding; empty if they do not."""
