@@ -38,6 +38,11 @@ class Metric(NamedTuple):
     is_counter: bool = True
 
 
+def _by_kind(to_dict: Callable[[], dict[str, Any]]) -> dict[str, int]:
+    """The figures of a report on memory that are bytes."""
+    return {name.removesuffix("_bytes"): held for name, held in to_dict().items() if name.endswith("_bytes")}
+
+
 METRICS = (
     Metric("hits", "Calls that a graph served."),
     Metric("eager_steps", "Calls whose answer is eager's, by reason.", "reasons", labels=("reason",)),
@@ -50,7 +55,7 @@ METRICS = (
     Metric("evicted_bytes", "Bytes that evictions freed."),
     Metric("dispatch_seconds", "Time that a dispatcher took to decide.", "dispatch_time_ns", lambda ns: ns * 1e-9),
     Metric("graphs", "Graphs that are held now, by size and mode.", "", Counter, ("size", "mode"), False),
-    Metric("bytes", "Bytes that graphs hold now, by kind.", "by_kind", copy, ("kind",), False),
+    Metric("bytes", "Bytes that graphs hold now, by kind.", "to_dict", _by_kind, ("kind",), False),
 )
 """All of them. A front end that does not count one has no samples of it."""
 

@@ -45,19 +45,9 @@ class MemoryReport:
     driver_bytes: int
 
     @property
-    def by_kind(self) -> dict[str, int]:
-        """The bytes of each kind."""
-        return {
-            "pool": self.pool_bytes,
-            "input": self.input_bytes,
-            "entry": self.entry_bytes,
-            "driver": self.driver_bytes,
-        }
-
-    @property
     def total(self) -> int:
         """Bytes in all."""
-        return sum(self.by_kind.values())
+        return self.pool_bytes + self.input_bytes + self.entry_bytes + self.driver_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that JSON can hold."""
