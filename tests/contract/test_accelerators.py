@@ -25,8 +25,8 @@ CORE = sorted(
     if path.relative_to(ROOT).parts[0].removesuffix(".py") not in COMPANIONS and path not in MAY_NAME
 )
 DEVICES = sorted(cls.device_type for cls in ACCELERATORS)
-ACCELERATOR = re.compile(rf"({'|'.join(DEVICES)})(?!_?graph)", re.IGNORECASE)
-"""A device's name; graphs are called CUDA graphs everywhere, also those of the CPU."""
+ACCELERATOR = re.compile(rf"(?<![a-z])({'|'.join(DEVICES)})(?!_?graph)", re.IGNORECASE)
+"""A device's name, not within a word; graphs are called CUDA graphs everywhere, also those of the CPU."""
 
 
 WORDS: dict[type[ast.AST], str] = {ast.Name: "id", ast.Attribute: "attr", ast.alias: "name", ast.Constant: "value"}
