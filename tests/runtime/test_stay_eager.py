@@ -70,6 +70,20 @@ def test_a_size_that_failed_is_tried_again_in_time() -> None:
     assert found[-1] is Reason.EXACT
 
 
+def test_no_other_batch_is_looked_at_while_the_first_capture_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits as they do, and is counted with its rows; once there is a graph, each batch is looked at."""
+    step = graphed(double, dynamic={"x": 0}, sizes=(8,), options=CUDAGraphOptions(capture_share=1e-9))
+    step._server.graphs.budget.first_capture_s = 1e9
+    step._server.graphs.budget.clock = iter(range(10**9)).__next__
+    assert check_rows(step, 8, 8) == [Reason.FIRST_SIGHTING, Reason.CAPTURE_WAITS]
+    looks = Looks(step, monkeypatch)
+    assert set(check_rows(step, *range(1, 8))) == {Reason.CAPTURE_WAITS}
+    assert looks.count == 0
+    assert step.stats.rows == dict.fromkeys(range(1, 8), 1) | {8: 2}
+    step.prewarm(torch.ones(8, 3))
+    assert set(check_rows(step, *range(1, 8))) == {Reason.PADDED}
+
+
 def test_what_was_said_to_change_is_looked_at() -> None:
     """After ``invalidate`` and ``prewarm``, calls are served that stayed eager before."""
     step = graphed(double, dynamic={"x": 0}, sizes=(4,), options=CUDAGraphOptions(capture_share=1e-9))

@@ -54,6 +54,12 @@ def _default_name() -> str:
     return next((name for name in names if _FACTORIES[name]().device_type != "cpu"), "cpu")
 
 
+def load_default() -> None:
+    """Import the backend of torch's accelerator, or else of the CPU, so that no first call has to wait for that."""
+    name = getattr(torch.accelerator.current_accelerator(), "type", "cpu")
+    _FACTORIES.get(name, _FACTORIES["cpu"])()
+
+
 def get_backend(name: str = "auto", device: torch.device | None = None) -> Backend:
     """The backend of a device. The same device always gets the same object. Thread-safe.
 

@@ -212,9 +212,9 @@ class Hits(dict[int, Hit | StayEager | None]):
         super().__init__()
         self._group = weakref.ref(group)  # so that a group that was dropped ends at once, with what it holds
 
-    def __missing__(self, rows: int) -> Hit | None:
+    def __missing__(self, rows: int) -> Hit | StayEager | None:
         group = self._group()
-        hit = group.make_hit(rows) if group is not None else None
+        hit = (group.make_hit(rows) or group.wait_like_others(rows)) if group is not None else None
         if hit is not None:
             self.keep(rows, hit)
         return hit
@@ -260,6 +260,8 @@ class GraphGroup:
     """Whether a graph serves a batch only where it is not slower than eager."""
     eager: dict[int, StayEager] = field(default_factory=dict)
     """By number of rows as the signature has it, calls that ran eagerly when they were last looked at."""
+    waiting: StayEager | None = None
+    """Calls that wait for time for a capture, if the latest that were looked at do."""
     looks: Counter[Reason] = field(default_factory=Counter)
     """By reason, how many calls were looked at that ran eagerly, since the latest graph was made."""
     looks_again: set[int] = field(default_factory=set)
@@ -321,6 +323,20 @@ class GraphGroup:
             return None
         per_call = entry.per_call(decision.rows)
         return Hit(entry, entry.plan(decision.rows), decision._replace(mode=entry.mode), entry.guard, per_call)
+
+    def wait_like_others(self, rows: int) -> StayEager | None:
+        """What a call of ``rows`` rows finds where the first capture of all waits for time, so that no other batch need
+        be looked at either; needs no lock."""
+        other = self.waiting
+        if other is None or other.left <= 0 or self.entries or rows < 0:
+            return None
+        decision = self.decide(rows)
+        if not decision.mode.has_graphs():
+            return None
+        eager = Decision.eager(Reason.CAPTURE_WAITS, decision.rows, other.decision.detail)
+        timed_in = self if self._wants(decision.rows) else None
+        stays = StayEager(eager, self, timed_in, matched=rows, size=decision.size, left=other.left)
+        return self.eager.setdefault(rows, stays)
 
     def gain(self, entry: CUDAGraphEntry, rows: int) -> Gain | None:
         """What the graph and an eager run take for a batch, as far as that is shown; None if it is not."""
@@ -403,6 +419,7 @@ class GraphGroup:
         may_serve = decision.reason in (Reason.NO_GAIN, Reason.CAPTURE_WAITS)  # a graph, once it is known to be faster
         stays.timed_in = self if may_serve and self._wants(decision.rows) else None
         stays.again(decision, most)
+        self.waiting = stays if decision.reason is Reason.CAPTURE_WAITS else None
         self.hits.keep(rows, stays)
 
     def look_again(self, stays: StayEager) -> None:
