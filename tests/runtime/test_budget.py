@@ -9,7 +9,7 @@ import torch
 import graphdispatch as gd
 from graphdispatch import CUDAGraphOptions, Reason, graphed
 from graphdispatch.runtime import group as serve_group
-from graphdispatch.runtime.budget import CaptureBudget, EagerTimes, loses, may_lose
+from graphdispatch.runtime.budget import CaptureBudget, EagerTimes
 from graphdispatch.stats import Gain
 
 from ..helpers import check_rows, double
@@ -141,8 +141,8 @@ def test_a_batch_takes_what_the_ones_beside_it_take() -> None:
 )
 def test_noise_is_no_loss(eager_ms: float, replay_ms: float, is_loss: bool) -> None:
     """A graph loses by a tenth and 25 us, or by 100 us where calls are shorter than that."""
-    assert loses(Gain(eager_ms, replay_ms)) is is_loss
-    assert may_lose(Gain(eager_ms, replay_ms)) is (replay_ms >= 0.9 * eager_ms)
+    assert Gain(eager_ms, replay_ms).is_loss is is_loss
+    assert Gain(eager_ms, replay_ms).may_be_loss is (replay_ms >= 0.9 * eager_ms)
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_a_graph_serves_where_it_is_faster(losing: Any) -> None:
 def test_a_batch_is_timed_again(losing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Now and then the graph serves it once; where that shows that the graph is faster, it serves from then on."""
     is_loss = [True]
-    monkeypatch.setattr(serve_group, "loses", lambda _: is_loss[0])
+    monkeypatch.setattr(Gain, "is_loss", property(lambda _: is_loss[0]))
     found = check_rows(losing, *[2] * 40)
     assert Reason.PADDED in found
     assert found.count(Reason.PADDED) < 10
@@ -200,7 +200,7 @@ def test_a_prewarm_makes_sure(is_short: bool, monkeypatch: pytest.MonkeyPatch) -
     timed = []
     monkeypatch.setattr(serve_group, "_SHORT_MS", 1e9 if is_short else 0.0)
     monkeypatch.setattr(serve_group, "ENOUGH", 1)
-    monkeypatch.setattr(serve_group, "may_lose", lambda _: True)
+    monkeypatch.setattr(Gain, "may_be_loss", property(lambda _: True))
     monkeypatch.setattr(serve_group.GraphGroup, "timed", lambda group, fn, rows: timed.append(rows) or fn)
     step = graphed(double, dynamic={"x": 0}, sizes=(4, 8))
     step._graphs.clock = iter(range(10**6)).__next__

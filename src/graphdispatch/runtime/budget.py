@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..sizes import cells_of
-from ..stats import Gain
 from .request import CaptureResult
 
 T = TypeVar("T", bound=CaptureResult | None)
@@ -20,8 +19,6 @@ _SHARE_OF_FAILURES = 0.25
 ENOUGH = 3
 """So many eager runs of a batch, or replays of a graph, show what it takes."""
 _MOST_RUNS, _MOST_ROWS = 8, 4096
-_LEAST_RATIO, _MAY_LOSE = 1.1, 0.9
-_LEAST_LOSS_S, _LEAST_LOSS_OF_SHORT_S, _SHORT_S = 25e-6, 100e-6, 100e-6
 
 
 class CaptureBudget:
@@ -193,15 +190,3 @@ class EagerTimes:
         if not low < cells < high:
             return low_s if cells <= low else high_s
         return low_s + (high_s - low_s) * (cells - low) / (high - low)
-
-
-def may_lose(gain: Gain) -> bool:
-    """Whether a graph may be slower than eager, as far as a single run of each shows."""
-    return gain.replay_ms >= _MAY_LOSE * gain.eager_ms
-
-
-def loses(gain: Gain) -> bool:
-    """Whether a graph is clearly slower than eager, by more than noise would make of equal times."""
-    eager_s, replay_s = gain.eager_ms / 1e3, gain.replay_ms / 1e3
-    least_s = _LEAST_LOSS_S if eager_s >= _SHORT_S else _LEAST_LOSS_OF_SHORT_S
-    return replay_s >= max(eager_s + least_s, eager_s * _LEAST_RATIO)

@@ -19,7 +19,7 @@ from ..showing import count, milliseconds, without_numbers
 from ..sizes import Extents, cells_of
 from ..stats import Gain
 from .batches import holds_flags
-from .budget import ENOUGH, EagerTimes, loses, may_lose
+from .budget import ENOUGH, EagerTimes
 from .cache import Failure, Quarantine
 from .decide import Decision, SizeTable, descriptor_of
 from .entry import CUDAGraphEntry
@@ -346,12 +346,12 @@ class GraphGroup:
     def loss(self, entry: CUDAGraphEntry, rows: int) -> Gain | None:
         """The same where the graph is clearly slower for this batch, as padding can make it; else None."""
         gain = self.gain(entry, rows) if self.judges_gain else None
-        return gain if gain is not None and loses(gain) else None
+        return gain if gain is not None and gain.is_loss else None
 
     def shown_gain(self, entry: CUDAGraphEntry, rows: int) -> str:
         """What the graph gains for a batch, in words; empty where too few runs show it, or where it is within noise."""
         gain = self.gain(entry, rows) if self.times.is_sure(rows) and entry.times >= ENOUGH else None
-        if gain is None or not (loses(gain) or loses(Gain(gain.replay_ms, gain.eager_ms))):
+        if gain is None or not (gain.is_loss or Gain(gain.replay_ms, gain.eager_ms).is_loss):
             return ""
         return f"it takes {milliseconds(gain.replay_ms)} instead of {milliseconds(gain.eager_ms)}"
 
@@ -373,7 +373,7 @@ class GraphGroup:
                 self._time_eager(least, values)
             for _ in range(ENOUGH):
                 gain = self.gain(entry, least)
-                if gain is None or not may_lose(gain):
+                if gain is None or not gain.may_be_loss:
                     return
                 self._time_eager(least, values)
                 entry.serve(values, least, is_timed=True)

@@ -13,7 +13,7 @@ from ..backends.operators import tensors_in
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..sizes import cells_of, lengths_of, pack
-from ..stats import CUDAGraphStats
+from ..stats import CUDAGraphStats, Gain
 from .decide import Decision
 from .entry import CUDAGraphEntry
 from .group import GraphGroup
@@ -94,7 +94,7 @@ class Parts:
         clock: Callable[[], float] | None,
     ) -> CaptureResult:
         """Run the batch eagerly, which answers the call, and compare it with the parts; note in the proof what that
-        shows. With a ``clock`` both are timed: parts that take as long as eager are not used."""
+        shows. With a ``clock`` both are timed: parts that are slower than eager are not used."""
         answer = eager()
         with self.entry.pool.lock:
             gap = gap_of(tensors_in(answer), tensors_in(self.run(values)), self.entry)
@@ -106,7 +106,7 @@ class Parts:
     def _loss(
         self, values: Sequence[Any], eager: Callable[[], Any], clock: Callable[[], float]
     ) -> tuple[Reason, str] | None:
-        """Why the parts gain nothing, if they do not."""
+        """Why the parts are slower, if they are."""
         stream, times = self.entry.backend.current_stream(), list[list[float]]()
         for run in (eager, lambda: self.run(values)) * _TIMED:
             stream.synchronize()
@@ -115,7 +115,7 @@ class Parts:
             stream.synchronize()
             times.append([clock() - started])
         eager_s, parts_s = min(times[::2])[0], min(times[1::2])[0]
-        if parts_s < eager_s:
+        if not Gain(1e3 * eager_s, 1e3 * parts_s).is_loss:
             return None
         return Reason.NO_GAIN, f"{self.text} it takes {parts_s * 1e6:.0f} us, and an eager run {eager_s * 1e6:.0f} us"
 

@@ -15,17 +15,13 @@ from .eager_run import EagerRun
 _PAIRS = 5
 _LONG_PAIRS = 2
 _LONG_PAIR_S = 0.2
-_LONG_S = 100e-6
-_LEAST_LOSS_S = 25e-6
-_LEAST_RATIO = 1.05
 
 
 def measure_gain(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
     """Time an eager run of a full batch beside the replay that was compared, where it can be timed, and note it.
 
     If the request judges gains and the replay seems slower, up to five eager runs and replays are timed in turns, or
-    two pairs of more than 0.2 s. It is slower if each replay takes longer than all eager runs but one, by 5 % and
-    25 us, or by 100 us where eager runs are shorter than that.
+    two pairs of more than 0.2 s. It is slower if each replay takes clearly longer than all eager runs but one.
 
     Raises ``CaptureError`` (``NO_GAIN``) for a graph that is judged slower.
     """
@@ -75,6 +71,4 @@ def seconds_of(request: CaptureRequest, run: Callable[[], object]) -> float:
 
 
 def _is_slower(eager: list[float], graph: list[float]) -> bool:
-    usual = sorted(eager)[-2:][0]
-    least = _LEAST_LOSS_S if usual >= _LONG_S else _LONG_S
-    return min(graph) >= max(usual + least, usual * _LEAST_RATIO)
+    return Gain(1e3 * sorted(eager)[-2:][0], 1e3 * min(graph)).is_loss
