@@ -1,5 +1,7 @@
 """``StaticInputs``: what the buffers hold after any sequence of batches."""
 
+import copy
+import pickle
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -91,6 +93,14 @@ def test_each_rule_is_tried_and_documented() -> None:
     assert {name for name in rules if annotated.get(name) == ClassVar[type[Pad.rules[name]]]} == rules, "in Pad"
     assert {name for name in rules if name in RULES and type(RULES[name][0]) is getattr(Pad, name)} == rules, "in RULES"
     assert {*re.findall(r"^\| `gd\.Pad\.(\w+)\(", page, re.M)} == rules, "in the page"
+
+
+@pytest.mark.parametrize("rule", [RULES[name][0] for name in ("zero", "value", "repeat_last", "leave")], ids=repr)
+def test_a_rule_is_a_value(rule: Pad) -> None:
+    """It prints as the call that makes it, and a copy or a pickle is equal to it, and to no other one."""
+    assert eval(repr(rule), {"Pad": Pad}) == rule
+    assert pickle.loads(pickle.dumps(rule)) == copy.deepcopy(rule) == rule
+    assert [other for other, _ in RULES.values() if other == rule] == [rule]
 
 
 @pytest.mark.parametrize("rule", [Pad.zero(), "zero", 0, 0.0, False])

@@ -58,6 +58,7 @@ class Pad(ABC):
         super().__init_subclass__()
         if name:
             Pad.rules[name] = cls
+            cls.__qualname__ = f"Pad.{name}"  # where it is found, and what its objects print
             setattr(Pad, name, cls)
 
     @abstractmethod
@@ -85,7 +86,7 @@ class _Value(Pad, name="value"):
 
 @dataclass(frozen=True)
 class _Zero(_Value, name="zero"):
-    fill: int = field(default=0, init=False)
+    fill: int = field(default=0, init=False, repr=False)
 
 
 @dataclass(frozen=True)
