@@ -24,7 +24,7 @@ _CASES = _ROOT / "build" / "models.csv"
 _HEAD = """# Models that were tried
 
 `make sweep` builds tiny models with random weights, from transformers, timm and `torch.nn`. It calls each as people
-call it, with eight batches of 2 to 4 rows, three times, without a limit on the time of captures, and compares every
+call it, with eight batches of 2 to 4 rows, three times, whatever captures cost and graphs gain, and compares every
 answer with eager on the CPU backend. It writes this page, and every case into `build/models.csv`. *Full* means that
 graphs served every call of the last round.
 
