@@ -177,6 +177,14 @@ class CUDAGraphEntry(NotCopied):
         """Whether ``verify_every`` wants the next batch compared."""
         return self.replay_count >= self.verify_at
 
+    def note_gain(self, gain: Gain) -> None:
+        """Keep what a replay and an eager run took at the capture.
+
+        Args:
+            gain: Both times.
+        """
+        self.gain = gain
+
     def publish(self, place: Hashable, stats: CUDAGraphStats, verify_every: int | None) -> None:
         """Complete the entry, before anybody can see it. From here on its own methods alone change it.
 

@@ -118,8 +118,7 @@ class ReplayPlan:
                 if stage == "run" and values is not None and entry.mutated:
                     entry.copy_back(values, self.rows)
                 raise
-            entry.replay_count += 1
-            entry.last_used = next_use()
+            entry.increment_replay()
             if values is not None and entry.mutated:
                 entry.copy_back(values, self.rows)
             if stats is not None:

@@ -45,7 +45,8 @@ def measure_gain(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
     while request.judges_gain and _is_slower(eager, graph) and len(graph) < most:
         eager.append(seconds_of(request, eager_run))
         graph.append(seconds_of(request, replay))
-    entry.gain = gain = Gain(min(eager) * 1e3, min(graph) * 1e3)
+    gain = Gain(min(eager) * 1e3, min(graph) * 1e3)
+    entry.note_gain(gain)
     if request.judges_gain and _is_slower(eager, graph):
         times = f"a replay took {gain.replay_ms * 1e3:.0f} us and an eager run {gain.eager_ms * 1e3:.0f} us"
         raise CaptureError(f"{times}, {len(eager)} of each; {Reason.NO_GAIN.text}", Reason.NO_GAIN)

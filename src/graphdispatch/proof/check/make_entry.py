@@ -29,8 +29,11 @@ _SMALL_BYTES = 1 << 20
 _FEWEST = 2  # rows of a batch that may be too few for a callable if there is one less
 
 
-def make_entry(attempt: CaptureAttempt, recording: Recording, program: Program, shown: RowsShown) -> CUDAGraphEntry:
-    """The entry around a recorded graph of this program. Raises ``CaptureError`` if nobody could serve by it."""
+def make_entry(
+    attempt: CaptureAttempt, recording: Recording, program: Program, shown: RowsShown, started: float
+) -> CUDAGraphEntry:
+    """The entry around a recorded graph of this program, whose capture was ``started`` then. Raises ``CaptureError`` if
+    nobody could serve by it."""
     request, eager, warm_run, output = attempt.request, attempt.eager, attempt.warm_run, recording.outputs
     check_values(eager.opened, output)
     rule = _find_output_rule(attempt, output, shown)
@@ -82,6 +85,7 @@ def make_entry(attempt: CaptureAttempt, recording: Recording, program: Program, 
         signature=request.signature,
         call=request.call,
         example=request.values_with(repeat(None)),
+        capture_time_ms=(request.clock() - started) * 1e3,
     )
     _watch_breaks(attempt, entry)
     return entry

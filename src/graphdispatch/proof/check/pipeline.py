@@ -196,8 +196,7 @@ def _capture(attempt: CaptureAttempt, started: float | None) -> CUDAGraphEntry |
                 recording.graph.reset()
             return None
         recording = recording or record(attempt)
-        entry = make_entry(attempt, recording, program, shown)
-        entry.capture_time_ms = (request.clock() - started) * 1e3
+        entry = make_entry(attempt, recording, program, shown, started)
         if request.options.verify:
             if entry.licence.against_padding(request.rows) is None:  # else a full batch is compared when one comes
                 _compare_or_refuse(attempt, entry)

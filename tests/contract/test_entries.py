@@ -1,0 +1,37 @@
+"""An entry that others can see is changed by its own methods alone."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+from graphdispatch.engines import CUDAGraphEntry
+
+ROOT = Path(__file__).parents[2]
+_FIELDS = {one.name for one in fields(CUDAGraphEntry)}
+_NAMES = {"entry", "made", "known", "other", "one", "peer", "graph_entry"}
+"""Under which the code holds entries."""
+
+
+def assignments(text: str) -> Iterator[str]:
+    """The assignments to fields of entries in a module, as ``line: target``."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del) and node.attr in _FIELDS:
+            base = node.value
+            name = base.id if isinstance(base, ast.Name) else base.attr if isinstance(base, ast.Attribute) else ""
+            if name in _NAMES:
+                yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def test_nobody_else_assigns_to_fields_of_an_entry() -> None:
+    """Nowhere in the package or in the plug-in."""
+    homes = [ROOT / "src", *ROOT.glob("plugins/*/src")]
+    found = [f"{path}:{one}" for home in homes for path in home.rglob("*.py") for one in assignments(path.read_text())]
+    assert found == []
+
+
+def test_an_assignment_would_be_found() -> None:
+    """By each of the forms that Python has for one."""
+    text = "entry.state = 1\nself.entry.guard, x = 2, 3\nother.replay_count += 1\ndel made.licence\nself.state = 4\n"
+    found = sorted(one.partition(": ")[2] for one in assignments(text))
+    assert found == ["entry.state", "made.licence", "other.replay_count", "self.entry.guard"]
