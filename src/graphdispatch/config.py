@@ -187,8 +187,8 @@ class CUDAGraphOptions(_Settings):
             ``"refuse"`` or ``"allow"``.
         guard_weights: Compare at each hit what a graph read of the callable's state: where its weights and buffers lie,
             attributes, variables, hooks, settings. False compares none of it; whoever changes anything of it clears the
-            graphs. With ``verify=False``, too, graphs in mode FULL are made by ``graphdispatch.record``: nothing is watched,
-            proven or put back, and the user vouches for what that module lists.
+            graphs. With ``verify=False``, too, ``graphdispatch.record`` makes the graphs of mode FULL: then nothing is
+            watched, proven or put back, and the user vouches for what that module lists.
         max_failures: Failed captures of one key after which it stays eager; one that rebinds its state is tried ever
             more rarely.
         capture_after: Sightings of a size, within 4,096 uses (replays in the process, and sightings), before it is

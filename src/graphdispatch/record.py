@@ -10,7 +10,8 @@ proven or compared. So this is what the engine vouches for:
 - Rows are independent, and padding rows write where nobody reads.
 - The call does the same for every batch of a size, and reads no Python state that changes.
 - Its first dimension is the batch's in each output that has as many rows there as the graph.
-- It may run ``warmup_iterations`` times where a capture is made: what it writes besides its arguments is not put back.
+- It may run more than once where a capture is made: ``warmup_iterations`` times, and on the CPU once more after a
+  recording that failed half-way. What it writes besides its arguments is not put back.
 """
 
 import logging
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from .backends.operators import bits_equal, storage_key, tensors_in
@@ -148,8 +150,6 @@ class _Recording:
             return CaptureResult(answer, None, request.backend.classify_error(error), detail, error)
 
     def _answer_by(self, entry: CUDAGraphEntry) -> Any:
-        if not self._has_run:  # the recording has, and its outputs are what it gave
-            self._answer = self._cut(entry.output, entry.outputs.rule)
         if self._request.keep_effects:
             entry.copy_back(self._request.values, self._request.rows)
         return self._answer
@@ -167,6 +167,9 @@ class _Recording:
             self._answer, self._has_run = self._cut(output, self._rule_of(output)), True
         with backend.begin_capture(request.pool) as capture:
             output = request.call(values)
+            if backend.capture_executes:  # before the end, which may give this memory to others
+                with _disable_current_modes():
+                    self._answer, self._has_run = self._cut(output, self._rule_of(output)), True
             is_own = [storage_key(tensor) not in self._existing for tensor in tensors_in(output)]
             capture.set_outputs(output, shared=request.options.shares_outputs)
             del output  # so that only the capture holds the outputs

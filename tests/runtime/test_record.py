@@ -1,0 +1,145 @@
+"""The plain capturer: one warm-up and one recording, and nothing compared. What it still owes its user."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphdispatch import CUDAGraphOptions, Dim, Graphed, Reason, graphed
+from graphdispatch.api.capturers import capturer_for
+from graphdispatch.modes import CUDAGraphMode, EntryState
+from graphdispatch.proof.capturer import ProvingCapturer
+from graphdispatch.record import PlainCapturer, Reached
+
+from ..helpers import assert_same
+
+PLAIN = CUDAGraphOptions(verify=False, guard_weights=False, capture_after=1)
+
+
+def plain(fn: Any, **how: Any) -> Graphed[..., Any]:
+    """A callable served by plain captures of two sizes."""
+    return graphed(fn, **({"dynamic": {"x": 0}, "sizes": (2, 4), "options": PLAIN} | how))
+
+
+def test_it_serves_where_every_check_is_off() -> None:
+    """And only there: breaks, and each kind of check, are the proof's."""
+    assert isinstance(capturer_for(PLAIN), PlainCapturer)
+    others = [PLAIN.model_copy(update=one) for one in ({"verify": True}, {"guard_weights": True}, {"verify_every": 2})]
+    assert all(isinstance(capturer_for(one), ProvingCapturer) for one in others)
+    assert isinstance(capturer_for(PLAIN, CUDAGraphMode.PIECEWISE), ProvingCapturer)
+
+
+def test_padded_batches_are_cut() -> None:
+    """Outputs with as many rows as the graph give the real ones; others are returned whole."""
+    scale = torch.tensor([1.0, 2.0, 3.0])
+    step = plain(lambda x: (x * scale, [x.sum(1), scale.max()]))
+    for rows in (3, 3, 4, 1, 3, 2):
+        x = torch.randn(rows, 3)
+        assert_same(step(x), (x * scale, [x.sum(1), scale.max()]))
+    assert (step.stats.captures, step.stats.hits, step.stats.verifications) == (2, 4, 0)
+
+
+def test_a_capture_writes_state_once() -> None:
+    """The run that answers the caller is the only one, and each replay is one more."""
+    model = nn.BatchNorm1d(3).requires_grad_(False)
+    step = plain(model, dynamic={"input": 0}, sizes=(4,))
+    for count in range(1, 5):
+        step(torch.randn(4, 3))
+        assert model.num_batches_tracked.item() == count
+    assert step.stats.hits == 3
+
+
+@pytest.mark.parametrize("outputs", ["clone", "static"])
+def test_an_argument_that_is_written_is_copied_back(outputs: str) -> None:
+    """At the capture and at each hit, padded or not; memory of the caller has what eager leaves there."""
+
+    def fn(x: Tensor) -> Tensor:
+        return x.add_(1) * 2
+
+    step = plain(fn, options=PLAIN.model_copy(update={"outputs": outputs}))
+    for rows in (4, 4, 3, 3):
+        x = torch.randn(rows, 3)
+        twin = x.clone()
+        assert_same(step(x), fn(twin))
+        assert_same(x, twin)
+    assert step.stats.hits == 3
+
+
+def test_a_tensor_of_the_model_is_returned_itself() -> None:
+    """As by eager, which gives the caller the buffer and no copy."""
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(5))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 2, self.cache
+
+    model = Holder().eval()
+    step = plain(model)
+    assert all(step(torch.randn(4, 3))[1].data_ptr() == model.cache.data_ptr() for _ in range(3))
+
+
+def test_a_failed_capture_leaves_the_answer_and_no_graph() -> None:
+    """What no graph holds is refused by name, and the call is eager's."""
+    step = plain(lambda x: x * x.sum().item())
+    for _ in range(2):
+        x = torch.randn(4, 3)
+        assert_same(step(x), x * x.sum().item())
+    assert (step.entries, step.stats.capture_failures) == ([], 1)
+    assert step.last_decision.reason is Reason.CAPTURE_UNSAFE
+
+
+def test_an_error_of_the_callable_is_its_own() -> None:
+    """It passes through, and the next call may capture."""
+
+    def fn(x: Tensor) -> Tensor:
+        if not is_ready:
+            raise LookupError("not yet")
+        return x * 2
+
+    is_ready = False
+    step = plain(fn)
+    with pytest.raises(LookupError, match="not yet"):
+        step(torch.randn(4, 3))
+    is_ready = True
+    for _ in range(20):
+        step(torch.randn(4, 3))
+    assert step.stats.hits
+
+
+def test_lengths_are_refused() -> None:
+    """Which elements of an output follow a length, one run does not tell."""
+    step = plain(lambda x: x * 2, dynamic={"x": {0: "batch", 1: Dim("seq", [8])}}, sizes=(4,))
+    step(torch.randn(4, 5))
+    assert "no lengths besides rows" in step.explain(torch.randn(4, 5)) or step.stats.hits == 0
+    assert step.entries == []
+
+
+def test_after_a_failed_replay_one_call_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the graph is trusted again, since nobody compares it."""
+    step = plain(lambda x: x * 2)
+    x = torch.randn(4, 3)
+    step(x), step(x)
+    (entry,) = step.entries
+    entry.failed()
+    assert_same(step(x), x * 2)
+    assert step.last_decision.reason is Reason.REPLAY_FAILED
+    assert entry.state is EntryState.VERIFIED
+    step(x)
+    assert step.last_decision.reason.is_graph
+
+
+def test_where_gradients_may_be_needed_it_runs_eagerly() -> None:
+    """A module in training whose weights want gradients, and a function of which nobody sees what it reaches."""
+    model = nn.Linear(3, 3)
+    assert Reached(model).trainable
+    assert not Reached(model.eval()).trainable
+    assert Reached(lambda x: model(x)).trainable
+    step = plain(nn.Linear(3, 3), dynamic={"input": 0})
+    with torch.enable_grad():
+        for _ in range(3):
+            step(torch.randn(4, 3)).sum().backward()
+    assert step.stats.hits == 0
