@@ -19,7 +19,7 @@ from graphdispatch.engines import EvictionReason
 from graphdispatch.errors import ConfigError
 
 from ..behaviour.front_ends import FRONT_ENDS
-from ..helpers import Behind, Lazy, batch, check_calls, check_rows, in_threads, make, reason
+from ..helpers import Behind, Lazy, batch, check_calls, check_rows, in_threads, make, reason, run_python
 from .test_copies import Model
 
 
@@ -330,3 +330,13 @@ def test_a_trace_holds_the_operators(step: Callable[[], Any]) -> None:
     x = batch(4)
     assert torch.equal(traced(x), x.sin() + x)
     assert traced_step.stats.captures == captures
+
+
+def test_the_first_call_imports_nothing() -> None:
+    """What serves it is imported when the callable is wrapped."""
+    code = (
+        "import sys, torch, graphdispatch as gd; torch.accelerator.current_accelerator = lambda: None\n"
+        "step = gd.graphed(lambda x: x * 2, dynamic={'x': 0}); before = set(sys.modules); step(torch.ones(2, 3))\n"
+        "print({name for name in set(sys.modules) - before if name.startswith('graphdispatch')})"
+    )
+    assert run_python("-c", code).strip() == "set()"

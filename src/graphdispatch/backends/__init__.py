@@ -55,9 +55,9 @@ def _default_name() -> str:
 
 
 def load_default() -> None:
-    """Import the backend of torch's accelerator, or else of the CPU, so that no first call has to wait for that."""
-    name = getattr(torch.accelerator.current_accelerator(), "type", "cpu")
-    _FACTORIES.get(name, _FACTORIES["cpu"])()
+    """Import CUDA's backend if torch is made for that, else the CPU's, so that no first call waits for it."""
+    accelerator = torch.accelerator.current_accelerator()
+    _FACTORIES["cuda" if accelerator is not None and accelerator.type == "cuda" else "cpu"]()
 
 
 def get_backend(name: str = "auto", device: torch.device | None = None) -> Backend:
