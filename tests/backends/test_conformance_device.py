@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from graphdispatch import Reason
-from graphdispatch.backends import _FACTORIES, Backend, Graph, Pool, Stopwatch, get_backend, register_backend
+from graphdispatch.backends import Backend, Graph, Pool, Stopwatch, get_backend, register_backend
 from graphdispatch.engines import CUDAGraphConfig, CUDAGraphRegistry
 from graphdispatch.errors import BackendError
 
@@ -158,7 +158,7 @@ def test_a_backend_serves_the_front_ends(backend: Backend, draw: Draw) -> None:
 @pytest.mark.parametrize(
     ("name", "device", "named"),
     [
-        ("tpu", None, f"backend 'tpu' is unknown; expected one of 'auto', {', '.join(map(repr, sorted(_FACTORIES)))}"),
+        ("tpu", None, "backend 'tpu' is unknown; expected one of 'auto', 'cpu', '.*', or a name given"),
         ("cpu", torch.device("meta"), "serves 'cpu' devices, got device 'meta'"),
         ("auto", torch.device("meta"), "backend 'meta' is unknown"),
     ],
