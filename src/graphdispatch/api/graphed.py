@@ -22,7 +22,7 @@ from ..config import CUDAGraphConfig, CUDAGraphOptions, parse_mode
 from ..copying import make_rlock
 from ..errors import ConfigError, shown
 from ..modes import CUDAGraphMode
-from ..native.bound import CORE
+from ..native.bound import called_in_core
 from ..reasons import Reason
 from ..runtime.attributes import wants_gradient
 from ..runtime.cache import make_cache
@@ -223,6 +223,7 @@ def _of_first(first: Dim, sizes: Any, max_size: int | None) -> tuple[Any, int | 
     return ("auto", first.max_size) if first.sizes is None else (first.sizes, None)
 
 
+@called_in_core(compiler_at_work)
 class Graphed(Lifecycle, Generic[P, R]):
     """A callable served by graphs; made by ``graphed()``.
 
@@ -555,7 +556,3 @@ def _take_back(module: nn.Module, name: str, attached: Any) -> None:
     """Let go of what ``attach`` has put into a module, unless somebody else has replaced it: its class has the same."""
     if vars(module).get(name) is attached:
         delattr(module, name)
-
-
-if CORE is not None:
-    CORE.take_calls(Graphed, compiler_at_work)  # __call__ above stays what it does, and serves compiled callers

@@ -5,16 +5,18 @@ What it takes from torch and the interpreter is tested before it is trusted.
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
 from . import EXTENSION, WHY_NO_EXTENSION
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+_T = TypeVar("_T", bound=type)
 _FACTS = ("inference mode", "autocast", "requires_grad", "lazy views", "a profiler", "clones")
 _EXTENTS = "the extents of tensors"
 _CPU = 0  # the number of the device type
@@ -176,3 +178,42 @@ USES_CHANGES: bool = CORE is not None and versions_tell(CORE.dict_changes)
 """Whether native guards skip all dicts while the interpreter tells of no change to one that is watched."""
 if CORE is not None:
     CORE.skip_dicts(USES_VERSIONS, USES_CHANGES)
+
+
+class _InCore:
+    """Becomes a method of the core as soon as its class is there."""
+
+    def __init__(self, make: Callable[..., Any], facts: Mapping[str, Any]) -> None:
+        self._make, self._facts = make, facts
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        setattr(owner, name, self._make(owner, self._facts))
+
+
+def in_core(make: str, facts: Mapping[str, Any]) -> Callable[[_F], _F]:
+    """Decorates a method that the core has, too: the core's serves where there is one, and the decorated one elsewhere.
+
+    Args:
+        make: The core's function that makes the method for a class.
+        facts: What of the package the method needs.
+    """
+
+    def choose(fn: _F) -> _F:
+        return fn if CORE is None else cast(_F, _InCore(getattr(CORE, make), dict(facts)))
+
+    return choose
+
+
+def called_in_core(compiler_at_work: Any) -> Callable[[_T], _T]:
+    """Decorates a class whose ``__call__`` the core takes where there is one; the class's own serves compiled callers.
+
+    Args:
+        compiler_at_work: Says whether torch's compiler looks at the caller.
+    """
+
+    def take(cls: _T) -> _T:
+        if CORE is not None:
+            CORE.take_calls(cls, compiler_at_work)
+        return cls
+
+    return take

@@ -217,6 +217,9 @@ class Hits(dict[int, Hit | StayEager | None]):
         hit = (group.make_hit(rows) or group.wait_like_others(rows)) if group is not None else None
         if hit is not None:
             self.keep(rows, hit)
+            if hit.guard is not hit.entry.guard:  # another thread has given the entry a guard of more, and cleared these
+                self.pop(rows, None)
+                return None
         return hit
 
     def keep(self, rows: int, hit: Hit | StayEager) -> None:

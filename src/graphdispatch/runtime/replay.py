@@ -13,7 +13,7 @@ import torch
 from ..backends.tracing import in_range, is_profiled
 from ..errors import ReplayError
 from ..modes import EntryState
-from ..native.bound import CORE
+from ..native.bound import CORE, in_core
 from ..stats import CUDAGraphStats
 from .windows import WINDOWS, storages_of
 
@@ -125,7 +125,17 @@ class ReplayPlan:
                 stats.record_hit(*self._cells)
             return result
 
-    run = run_in_python
+    run = in_core(
+        "run_method",
+        {
+            "evicted": EntryState.EVICTED,
+            "failed_state": EntryState.FAILED,
+            "windows": WINDOWS,
+            "uses": next_use.__self__,  # type: ignore[attr-defined]
+            "foreach_copy": torch._foreach_copy_,
+            "stats_type": CUDAGraphStats,
+        },
+    )(run_in_python)
 
     def failed(self, error: BaseException, values: Sequence[Any], stage: ReplayStage) -> NoReturn:
         """Raise what a replay in the core raises that stopped with ``error`` in ``stage``. Call it with the pool's lock
@@ -137,17 +147,3 @@ class ReplayPlan:
             if stage == "run" and self._entry.mutated:
                 self._entry.copy_back(values, self.rows)
             raise
-
-
-if CORE is not None:
-    ReplayPlan.run = CORE.run_method(
-        ReplayPlan,
-        {
-            "evicted": EntryState.EVICTED,
-            "failed_state": EntryState.FAILED,
-            "windows": WINDOWS,
-            "uses": next_use.__self__,  # type: ignore[attr-defined]
-            "foreach_copy": torch._foreach_copy_,
-            "stats_type": CUDAGraphStats,
-        },
-    )

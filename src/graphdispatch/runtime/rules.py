@@ -47,6 +47,8 @@ class Pad(ABC):
     """The rules that have a name, which is also an attribute of this class."""
     follows_data: ClassVar[bool] = True
     """Whether padding rows depend on the real rows, and so must be filled anew on each call."""
+    repeats_rows: ClassVar[bool] = False
+    """Whether each padding row is a copy of a real row, so that it writes nowhere else."""
     runs_code: ClassVar[bool] = True
     """Whether code of the user's fills padding rows, which may do anything besides."""
     is_left: ClassVar[bool] = False
@@ -92,6 +94,7 @@ class _Zero(_Value, name="zero"):
 @dataclass(frozen=True)
 class _RepeatLast(Pad, name="repeat_last"):
     runs_code = False
+    repeats_rows = True
 
     def filler(self, padding: torch.Tensor, real: torch.Tensor, dim: int) -> Callable[[], Any]:
         return partial(padding.copy_, real.narrow(dim, real.shape[dim] - 1, 1).expand_as(padding))

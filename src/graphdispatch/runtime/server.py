@@ -3,8 +3,8 @@
 A front end translates its caller's terms into a ``Route`` and passes the call on; it guarantees nothing of its own.
 
 A hit, which a graph serves and that needs nothing else, matches the call, checks the guards, and executes a plan that
-was made before. Where there is a native core, its ``serve`` (``native/core/hit.cpp``) takes the place of
-``serve_in_python``, which stays the reference. While a profiler of torch is on in the thread, the core leaves the call
+was made before. Where there is a native core, ``serve`` is in it (``native/core/hit.cpp``), and
+``serve_in_python`` is the reference. While a profiler of torch is on in the thread, the core leaves the call
 to ``serve_in_range``. Everything else is for ``step``.
 """
 
@@ -32,7 +32,7 @@ from ..backends.tracing import (
 from ..config import CUDAGraphOptions
 from ..errors import FallbackError, ReplayError
 from ..modes import EntryState
-from ..native.bound import CORE
+from ..native.bound import CORE, in_core
 from ..reasons import Reason
 from ..showing import count, milliseconds
 from ..stats import CUDAGraphStats
@@ -169,8 +169,9 @@ class Server:
         with profiler_range("serve", callable_name(self.fn)):
             return self.serve_in_python(route, args, kwargs)
 
+    @in_core("serve_method", {"forward_ad": forward_ad, "replay_error": ReplayError})
     def serve(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Serve one call, where there is no native core."""
+        """Serve one call. Without the core that is this method."""
         return (self.serve_in_range if is_profiled() else self.serve_in_python)(route, args, kwargs)
 
     def observed(self, entry: CUDAGraphEntry, rows: int, leaves: Sequence[Any]) -> Any:
@@ -542,10 +543,3 @@ class Server:
 
     def _reach(self) -> set[int]:
         return storages_of(self.graphs.guard.placed)
-
-
-if CORE is not None:
-    Server.serve = CORE.serve_method(  # type: ignore[method-assign]
-        Server,
-        {"forward_ad": forward_ad, "replay_error": ReplayError},
-    )

@@ -155,3 +155,21 @@ def test_rows_that_are_written_by_a_mask_are_served() -> None:
         x = torch.randn(1, 3)
         assert torch.equal(step(x.clone()), x.clamp(min=0) + 1)
     assert step.last_decision.reason is Reason.PADDED
+
+
+@pytest.mark.parametrize("pad", ["zero", lambda padding, real: padding.zero_(), lambda padding, real: padding.fill_(2)])
+def test_a_rule_of_the_users_may_name_a_slot_that_no_row_names(pad: Any) -> None:
+    """It fills padding anew from each batch, and still does not write where real rows do. Early batches hide that."""
+    state, want = torch.zeros(8), torch.zeros(8)
+
+    def fn(slot: Tensor) -> Tensor:
+        state[slot] = 1.0
+        return slot * 2
+
+    step = gd.graphed(fn, dynamic={"slot": 0}, sizes=[4], pad={"slot": pad})
+    for slots in ([0, 1, 2, 3], [0, 1, 2], [2, 0], [2, 0, 1], [5, 6, 7], [1, 3], [7]):
+        state.zero_(), want.zero_()
+        step(torch.tensor(slots))
+        want[slots] = 1.0
+        assert torch.equal(state, want)
+    assert step.last_decision.reason is Reason.PADDING_WRITES_STATE

@@ -3,7 +3,7 @@
 Note [slots that rows name]
     Padding of zeros writes to slot 0. Nobody sees that while some real row writes there, too, as in early batches. So
     where a call writes by indices, it runs with all rows like one row of the batch, alone and padded: padding must not
-    write more. A rule that repeats a real row follows the batch. A batch of equal rows shows nothing, and a later
+    write more. A rule that repeats real rows writes where they do. One that makes rows of its own may not, whatever it reads. A batch of equal rows shows nothing, and a later
     one is tried.
     Where an operator of somebody else's writes, or a kernel, both runs get the same copies of what it writes, with
     other numbers in them: what changed there was written.
@@ -48,7 +48,7 @@ class EqualRows:
         pads = [pad for spec in self._specs if spec.spans for pad in spec.pads]
         if own.issuperset(map(storage_key, (*indexed, *run.opaque.values()))):
             return True, ""
-        if request.options.padding_writes == "allow" or all(pad.follows_data for pad in pads):
+        if request.options.padding_writes == "allow" or all(pad.repeats_rows for pad in pads):
             return True, ""
         places = self._places()
         writes = any(self._writes_more(place) for place in places)
