@@ -12,7 +12,7 @@ from ..config import CUDAGraphOptions
 from ..copying import make_rlock
 from ..descriptors import size_text
 from ..errors import BackendError, ConfigError, GraphDispatchError, error_of_signal
-from ..modes import CUDAGraphMode
+from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..showing import count, percent
 from ..stats import CUDAGraphStats, EvictionReason
@@ -30,6 +30,8 @@ from .static_inputs import StaticInputs
 
 _log = logging.getLogger("graphdispatch")
 
+_MOST_MADE = 8
+"""So many batches are made of one at most."""
 FIRST_CALLS = 1000
 """After so many calls the log says once if graphs serve fewer than half."""
 FIRST_CAPTURES = 32
@@ -386,12 +388,14 @@ class GraphSet:
         return replace(result, detail=f"{result.detail}; from now on padding rows are copies of the last row")
 
     def settle(self, group: GraphGroup, batch: Sequence[Any], rows: int, entry: CUDAGraphEntry) -> CaptureResult | None:
-        """Compare a graph on another batch made of one, since all calls were alike. What found a difference, or
-        None."""
-        if self.cache.is_frozen:
-            return None
-        other = group.varied(batch, rows)
-        return self.difference_on(group, other, rows, entry) if entry.licence.differs(other) else None
+        """Compare a graph on as many batches made of one as its licence wants. What found a difference, or None."""
+        for number in range(0 if self.cache.is_frozen else _MOST_MADE):
+            other = group.varied(batch, rows, number)
+            if entry.state is not EntryState.CAPTURED or not entry.licence.differs(other):
+                break
+            if (found := self.difference_on(group, other, rows, entry)) is not None:
+                return found
+        return None
 
     def difference_on(
         self,

@@ -217,7 +217,9 @@ class Hits(dict[int, Hit | StayEager | None]):
         hit = (group.make_hit(rows) or group.wait_like_others(rows)) if group is not None else None
         if hit is not None:
             self.keep(rows, hit)
-            if hit.guard is not hit.entry.guard:  # another thread has given the entry a guard of more, and cleared these
+            if (
+                isinstance(hit, Hit) and hit.guard is not hit.entry.guard
+            ):  # another thread has given the entry a guard of more, and cleared these
                 self.pop(rows, None)
                 return None
         return hit
@@ -531,14 +533,15 @@ class GraphGroup:
                 sized[spec.position] = _with_order(spec.repeated(value, rows, shift, keeps), spec.order)
         return sized
 
-    def varied(self, leaves: Sequence[Any], rows: int) -> list[Any]:
+    def varied(self, leaves: Sequence[Any], rows: int, number: int = 0) -> list[Any]:
         """Another batch, made of an example: its rows in turn, from the second one on, with other floating numbers.
+        Each ``number`` makes another one.
 
         Each number is up to a quarter larger or smaller, so that zeros and what is not finite stay; but a tensor of
         zeros alone gets other numbers.
         """
-        generator = torch.Generator().manual_seed(rows)
-        batch = self.resized(leaves, rows, shift=1)
+        generator = torch.Generator().manual_seed(rows + number)
+        batch = self.resized(leaves, rows, shift=1 + number)
         for spec in self.inputs.specs:
             if spec.dtype.is_floating_point and spec.dtype.itemsize > 1:
                 factor = 0.75 + torch.rand(spec.sized(rows), generator=generator, device="cpu") / 2

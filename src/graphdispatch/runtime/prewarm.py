@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import CaptureError, ConfigError, FallbackError, GraphDispatchError, shown
-from ..modes import CUDAGraphMode, EntryState
+from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..showing import html_table, shortened, without_numbers
 from ..sizes import lengths_of, pack
@@ -254,12 +254,8 @@ class _Prewarm:
 
         They are a second batch unless the example has nothing but integers, since its rows are repeated.
         """
-        if entry.state is EntryState.CAPTURED:
-            other = group.varied(leaves, entry.size)
-            graphs, differs = self._server.graphs, entry.licence.differs(other)
-            found = graphs.difference_on(group, other, entry.size, entry) if differs else None
-            if found is not None:
-                return found
+        if (found := self._server.graphs.settle(group, leaves, entry.size, entry)) is not None:
+            return found
         least = group.route.table.min_batch_of(entry.size) if group.signature.has_rows else entry.size
         return _compare_padded(self._server.graphs, group, leaves, least, entry)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch import Reason
+from graphdispatch import CUDAGraphOptions, Reason, graphed
 from graphdispatch.engines import DispatchKey
 from graphdispatch.engines.registered_graphs import entry_around
 from graphdispatch.modes import EntryState
@@ -39,7 +39,7 @@ def proven(**given: Any) -> RowProof:
 
 def captured(**given: Any) -> Verification:
     """What is shown of a graph that was just captured with the first batch."""
-    return Verification(size=SIZE, first_batch=tuple(FIRST), **given)
+    return Verification(size=SIZE, batches=[tuple(FIRST)], **given)
 
 
 def entry_of(licence: Verification | Trusted, state: EntryState = EntryState.CAPTURED, **given: Any) -> CUDAGraphEntry:
@@ -127,3 +127,27 @@ def test_a_length_is_looked_at_once(along: str) -> None:
     assert proof.objection(few, full) is None
     proof.against_rows = Reason.ROWS_MIX, "rows mix"
     assert proof.objection(few, full) == (Reason.ROWS_MIX, "rows mix")
+
+
+class Three(Verification):
+    """A policy of its own: three batches."""
+
+    __slots__ = ()
+    wanted = 3
+
+
+def test_a_policy_says_how_many_batches_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prewarm and calls that are all alike make as many as it wants; hits come after the last of them."""
+    monkeypatch.setattr("graphdispatch.proof.check.make_entry.Verification", Three)
+    x = torch.randn(SIZE, 2)
+    for is_prewarmed in (True, False):
+        step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=[SIZE], options=CUDAGraphOptions(capture_after=1))
+        if is_prewarmed:
+            step.prewarm(x)
+        reasons = [(step(torch.randn(SIZE, 2)), step.last_decision.reason)[1] for _ in range(4)]
+        waits = [] if is_prewarmed else [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.VERIFIED_NOW]
+        assert reasons == (waits + [Reason.EXACT] * 4)[:4]
+    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=[SIZE], options=CUDAGraphOptions(capture_after=1))
+    for _ in range(MOST_ALIKE + 2):
+        step(x)
+    assert step.entries[0].state is EntryState.VERIFIED

@@ -7,8 +7,9 @@ Verification       all of it for one graph, and the one policy: what it may serv
 
 from collections.abc import Collection, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import starmap
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -176,6 +177,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 _UNPROVEN = Reason.PADDING_UNPROVEN, ""
+_SMALL_BYTES = 1 << 20
 _BARE = "the code may read attributes that an argument carries; pass them as arguments"
 
 
@@ -199,8 +201,12 @@ class Verification(Licence):
     bare: tuple[int, ...] = ()
     """The places, among a call's values, of copied tensors that must carry no attributes of Python: the code asks for
     some that they may have."""
-    first_batch: tuple[Any, ...] = ()
-    """The values of the capture, with None in the place of what was not kept; empty once a second batch agreed."""
+    batches: list[tuple[Any, ...]] = field(default_factory=list)
+    """The batches that it agreed on so far, that of the capture first, as ``kept`` gives them; none once there were
+    enough."""
+    wanted: ClassVar[int] = 2
+    """So many different batches must agree, that of the capture among them: a value that the capture froze agrees the
+    first time only."""
 
     def verdict(self, entry: CUDAGraphEntry, values: Sequence[Any], rows: int) -> tuple[Reason | None, str]:
         """As ``Licence.verdict``."""
@@ -248,9 +254,8 @@ class Verification(Licence):
         return any(not f"{name}".startswith("_dynamo_") for place in self.bare for name in values[place].__dict__)
 
     def differs(self, values: Sequence[Any]) -> bool:
-        """Whether a batch is another one than that with which it was captured (yes, if that was not kept)."""
-        pairs = [pair for pair in zip(values, self.first_batch, strict=False) if is_tensor(pair[1])]
-        return not pairs or not all(starmap(bits_equal, pairs))
+        """Whether a batch is another one than those that it agreed on (yes, if these were not kept)."""
+        return not any(map(partial(_is_same_batch, values), self.batches))
 
     def _may_pad(self, rows: int) -> bool:
         """Whether the graph may serve a batch without a comparison: a full one, or a padded one if that is proven."""
@@ -318,11 +323,25 @@ def shown_of(entry: CUDAGraphEntry) -> Verification | None:
     return entry.licence if isinstance(entry.licence, Verification) else None
 
 
-def note_agreed(entry: CUDAGraphEntry) -> None:
-    """Note that a graph agreed with eager on another batch than that of its capture."""
-    entry.passed()
-    if (shown := shown_of(entry)) is not None:
-        shown.first_batch = ()
+def kept(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Copies of the small tensors of a call's values, with None in the place of all else."""
+    return tuple(v.detach().clone() if is_tensor(v) and v.nbytes <= _SMALL_BYTES else None for v in values)
+
+
+def _is_same_batch(values: Sequence[Any], other: Sequence[Any]) -> bool:
+    pairs = [pair for pair in zip(values, other, strict=False) if is_tensor(pair[1])]
+    return bool(pairs) and all(starmap(bits_equal, pairs))
+
+
+def note_agreed(entry: CUDAGraphEntry, values: Sequence[Any] | None = None) -> None:
+    """Note that a graph agreed with eager on another batch, with these values; None: on as many as are wanted."""
+    shown = shown_of(entry)
+    if shown is not None and values is not None and entry.state is EntryState.CAPTURED:
+        shown.batches.append(kept(values))
+    if shown is None or values is None or len(shown.batches) >= shown.wanted or entry.state is not EntryState.CAPTURED:
+        entry.passed()
+        if shown is not None:
+            shown.batches.clear()
 
 
 def float_types_of(entry: CUDAGraphEntry) -> Collection[torch.dtype]:

@@ -21,11 +21,10 @@ from ..watch.program import Program
 from .attempt import CaptureAttempt
 from .compare import check_aliases
 from .eager_run import Recording, check_may_capture, roots_of
-from .licence import Verification, shown_of
+from .licence import Verification, kept, shown_of
 from .piecewise import PiecewiseGraph
 from .row_proof import RowsShown
 
-_SMALL_BYTES = 1 << 20
 _FEWEST = 2  # rows of a batch that may be too few for a callable if there is one less
 
 
@@ -58,10 +57,7 @@ def make_entry(
         traced={request.rows, request.size, shown.rows or request.rows} if like is None else set(like.shown.traced),
         metadata=eager.find_metadata(request.values, guard) if like is None else like.shown.metadata,
         bare=request.inputs.positions if guard.missing else (),
-        first_batch=tuple(
-            value.detach().clone() if is_tensor(value) and value.nbytes <= _SMALL_BYTES else None
-            for value in request.values
-        ),
+        batches=[kept(request.values)],
     )
     entry = CUDAGraphEntry(
         descriptor=request.descriptor,

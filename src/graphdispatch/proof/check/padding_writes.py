@@ -2,9 +2,9 @@
 
 Note [slots that rows name]
     Padding of zeros writes to slot 0. Nobody sees that while some real row writes there, too, as in early batches. So
-    where a call writes by indices, it runs with all rows like one row of the batch, alone and padded: padding must not
-    write more. A rule that repeats real rows writes where they do. One that makes rows of its own may not, whatever it reads. A batch of equal rows shows nothing, and a later
-    one is tried.
+    where a call writes by indices, it runs with all rows like one row of the batch, alone and padded: padding must
+    not write more. A rule that repeats real rows writes where they do. One that makes rows of its own may not,
+    whatever it reads. A batch of equal rows shows nothing, and a later one is tried.
     Where an operator of somebody else's writes, or a kernel, both runs get the same copies of what it writes, with
     other numbers in them: what changed there was written.
 """

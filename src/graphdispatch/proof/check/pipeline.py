@@ -80,7 +80,7 @@ def verify_entry(request: CaptureRequest, entry: CUDAGraphEntry) -> CaptureResul
     if result.entry is None:
         entry.failed()
     elif is_other and result.reason is Reason.VERIFIED_NOW and (request.counts_as_second or was_failed):
-        note_agreed(entry)
+        note_agreed(entry, request.values)
     return result
 
 
