@@ -88,7 +88,7 @@ class Licence(Protocol):
         """Whether the first batch of so many rows must be compared with eager."""
 
     def differs(self, values: Sequence[Any]) -> bool:
-        """Whether a batch is another one than those that the graph has agreed on so far, that of its capture included."""
+        """Whether a batch is another one than those that the graph has agreed on so far, its capture included."""
 
     def misfit(self, values: Sequence[Any]) -> str:
         """What of a call's arguments, besides their values, speaks against the graph; empty if nothing does."""
