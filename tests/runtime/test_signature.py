@@ -88,6 +88,7 @@ def test_each_look_is_compared() -> None:
     signature, like = step._route.groups[0].signature, torch.randn(4, 3)
     others = [make() for make in (*OTHERS.values(), drawn(4, 3, device="meta"))]
     for name in LOOK:
+        assert getattr(torch.randn(4, 3), name) == getattr(like, name), f"{name} is a method, or differs each time"
         differ = [other for other in others if getattr(other, name) != getattr(like, name)]
         assert differ, name
         for way in filter(None, (signature, signature.native)):

@@ -126,8 +126,9 @@ class InputSpec:
 
 
 LOOK = "dtype", "device", "layout"
-"""What each call compares of a tensor argument, beside its type, its shape and its order in memory; ``has_form`` of
-native/core/signature.cpp compares the same."""
+"""The attributes that each call compares of a tensor argument, beside its type, its shape and its order in memory.
+``has_form`` of native/core/signature.cpp compares the same; ``Look`` in ambient.h passes a tensor of the same dispatch
+keys, shape, strides and dtype as the one before it, without another look."""
 _look = attrgetter(*LOOK)
 
 
