@@ -12,7 +12,7 @@ from torch import Tensor
 import graphdispatch as gd
 from graphdispatch import Reason
 from graphdispatch.backends.code_events import CodeListener, pause, resume
-from graphdispatch.backends.insight import OperatorMode
+from graphdispatch.backends.operator_mode import OperatorMode
 
 from ..helpers import AT_ONCE, in_threads
 

@@ -12,7 +12,7 @@ from queued_device import DEVICE, delays, fail_after, held, limit_memory, lose, 
 from graphdispatch import CUDAGraphOptions, DispatchKey, Reason, graphed
 from graphdispatch.backends import Backend, get_backend
 from graphdispatch.backends.base import Stream
-from graphdispatch.backends.insight import reveal_operators
+from graphdispatch.backends.operator_mode import reveal_operators
 from graphdispatch.engines import AdaptiveDispatchPolicy, CudagraphDispatcher, StreamDispatcher
 from graphdispatch.errors import BackendError, CaptureError, DeviceLostError, ReplayError
 

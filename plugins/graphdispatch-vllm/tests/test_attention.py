@@ -8,7 +8,7 @@ pytest.importorskip("vllm", reason="needs vLLM; make vllm-test makes an environm
 from vllm import _custom_ops as ops
 
 import graphdispatch_vllm.attention  # noqa: F401 (says where the operator writes)
-from graphdispatch.backends.insight import reveal_operators
+from graphdispatch.backends.operator_mode import reveal_operators
 from graphdispatch.proof.watch.effects import EffectRecorder, undo
 
 HEADS, SIZE, BLOCK, BLOCKS = 2, 32, 32, 64

@@ -29,7 +29,7 @@ from ..copying import NotCopied, Shared, make_rlock, renew_in_child
 from ..errors import CaptureError, DeviceLostError, ReplayError
 from ..reasons import Reason
 from .diagnosis import LOST, MEMORY, Diagnosis, diagnose
-from .insight import OperatorMode, run_kernel
+from .operator_mode import OperatorMode, run_kernel
 
 CAPTURE_LOCK = make_rlock()
 _POLLS = 4  # times that are asked for at once

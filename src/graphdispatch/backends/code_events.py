@@ -24,7 +24,7 @@ _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _AROUND_OPERATORS = {
     *(os.path.join(_TORCH, *path) for path in (["_ops.py"], ["_library", "simple_registry.py"])),
     os.path.join(_TORCH, "multiprocessing", "reductions.py"),
-    *(os.path.join(_PACKAGE, "backends", name) for name in ("code_events.py", "insight.py")),
+    *(os.path.join(_PACKAGE, "backends", name) for name in ("code_events.py", "operator_mode.py")),
 }
 """Files of the code that runs on the way to a mode and through it."""
 AROUND_CALLABLES = {os.path.join(_PACKAGE, "runtime", name) for name in ("breaks.py", "flatten.py")}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import graphdispatch as gd
 from graphdispatch import Reason
-from graphdispatch.backends import insight
+from graphdispatch.backends import operator_mode
 
 from ...helpers import AT_ONCE, assert_same, check_calls, check_rows, make, shown_of
 from .test_padding_writes import check_slots
@@ -37,12 +37,12 @@ class Kernel:
 
 @pytest.fixture(autouse=True)
 def _launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    plain, module = Kernel.run, ModuleType(insight.LAUNCHER)
+    plain, module = Kernel.run, ModuleType(operator_mode.LAUNCHER)
     module.JITFunction = Kernel  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, insight.LAUNCHER, module)
+    monkeypatch.setitem(sys.modules, operator_mode.LAUNCHER, module)
     yield
     Kernel.run = plain  # type: ignore[method-assign]
-    insight._shown.discard(Kernel)
+    operator_mode._shown.discard(Kernel)
 
 
 def copy_row(to: Tensor, at: int, row: Tensor) -> None:

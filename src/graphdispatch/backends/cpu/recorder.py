@@ -24,7 +24,7 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map, tree_map_only
 
-from ..insight import CompiledRegion, OperatorMode, run_kernel
+from ..operator_mode import CompiledRegion, OperatorMode, run_kernel
 from ..operators import (
     LEAVES,
     OperatorKind,

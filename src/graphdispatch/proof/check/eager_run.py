@@ -26,7 +26,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from ...backends.base import Graph
-from ...backends.insight import reveal_operators
+from ...backends.operator_mode import reveal_operators
 from ...backends.operators import is_strided, tensors_in
 from ...backends.standins import ASKS
 from ...errors import CaptureError, error_of_signal

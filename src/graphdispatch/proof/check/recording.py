@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ...backends.base import Capture, Graph
-from ...backends.insight import OperatorMode
+from ...backends.operator_mode import OperatorMode
 from ...backends.operators import forbidden, is_expanded, is_strided, is_unsafe, storage_key, tensors_in, user_line
 from ...errors import CaptureError
 from ...reasons import Reason

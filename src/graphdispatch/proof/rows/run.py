@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...backends.insight import OperatorMode, run_kernel
+from ...backends.operator_mode import OperatorMode, run_kernel
 from ...backends.operators import (
     changes_view,
     draws,

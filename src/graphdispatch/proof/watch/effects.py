@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...backends.base import Backend, Capture
-from ...backends.insight import CompiledRegion, OperatorMode, PythonCalls
+from ...backends.operator_mode import CompiledRegion, OperatorMode, PythonCalls
 from ...backends.operators import (
     WRITTEN_PLACES,
     OperatorKind,
