@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from ..backends import get_backend
+from ..backends.host_reads import HostReads, Listening, SaysCapturing, StandIns
 from ..backends.operators import (
     OperatorKind,
     forbidden,
@@ -25,7 +26,6 @@ from ..backends.operators import (
     tensors_in,
     user_line,
 )
-from ..backends.standins import HostReads, Listening, SaysCapturing, StandIns
 from ..errors import CaptureError
 from ..proof.check.licence import RowProof, shown_of
 from ..proof.rows.batches import BatchSpace

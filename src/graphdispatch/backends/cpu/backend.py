@@ -24,8 +24,8 @@ from ...native import known_to_core
 from ...native.tape import TAPE
 from ...reasons import Reason
 from ..base import CAPTURE_LOCK, Backend, Capture, Event, Graph, Pool, Stream
+from ..host_reads import SaysCapturing
 from ..operator_mode import OperatorMode, reveal_operators
-from ..standins import SaysCapturing
 from .graph import CPUGraph, CPUPool
 from .recorder import Recorder, Recording
 

@@ -24,6 +24,7 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map, tree_map_only
 
+from ..host_reads import HostReads
 from ..operator_mode import CompiledRegion, OperatorMode, run_kernel
 from ..operators import (
     LEAVES,
@@ -43,7 +44,6 @@ from ..operators import (
     unsafe,
     written_tensors,
 )
-from ..standins import HostReads
 
 ALIGNMENT = 64
 """Of each tensor of a graph, in bytes: as in torch's CPU allocator, so that kernels take the same vector path as in

@@ -26,9 +26,9 @@ import torch
 from torch.nn.utils import parametrize
 
 from ...backends.base import Graph
+from ...backends.host_reads import ASKS
 from ...backends.operator_mode import reveal_operators
 from ...backends.operators import is_strided, tensors_in
-from ...backends.standins import ASKS
 from ...errors import CaptureError, error_of_signal
 from ...reasons import Reason
 from ...runtime.attributes import attribute_table

@@ -28,8 +28,8 @@ While torch's profiler is on, each capture and each comparison is a range of it:
 
 from typing import Any
 
+from ...backends.host_reads import ASKS
 from ...backends.operators import bits_equal, copy_with_gaps, tensors_in
-from ...backends.standins import ASKS
 from ...backends.tracing import profiler_range
 from ...errors import CaptureError, VerificationError, error_of_signal
 from ...modes import CUDAGraphMode, EntryState

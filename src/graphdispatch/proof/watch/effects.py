@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...backends.base import Backend, Capture
+from ...backends.host_reads import EXPOSED, HostReads, Listening
 from ...backends.operator_mode import CompiledRegion, OperatorMode, PythonCalls
 from ...backends.operators import (
     WRITTEN_PLACES,
@@ -42,7 +43,6 @@ from ...backends.operators import (
     view_key,
     written_tensors,
 )
-from ...backends.standins import EXPOSED, HostReads, Listening
 from ...errors import CaptureError, error_of_signal
 from ...reasons import Reason
 from .program import Dispatched, Labels

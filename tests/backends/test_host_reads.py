@@ -267,12 +267,12 @@ def test_torchs_own_results_for_the_host_have_tags() -> None:
 
 def test_results_for_the_host_are_refused_by_schema() -> None:
     """An operator that takes a tensor and returns a plain value is refused, also one of somebody else."""
-    library = torch.library.Library("standins_test", "FRAGMENT")
+    library = torch.library.Library("host_reads_test", "FRAGMENT")
     library.define("peek(Tensor x) -> int")
     library.define("settings(int x) -> int")
     library.impl("peek", lambda x: int(x.sum()), "CompositeExplicitAutograd")
     library.impl("settings", lambda x: x, "CompositeExplicitAutograd")
-    operators, x = torch.ops.standins_test, torch.ones(2, 2)
+    operators, x = torch.ops.host_reads_test, torch.ones(2, 2)
     for allowed in (
         lambda: operators.settings(1),
         lambda: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]),  # which asks for a kernel
