@@ -66,7 +66,7 @@ TABLE: dict[str, list[str]] = {
     },
     "proof/rows/custom": ["tests/proof/rows/test_custom.py"],
     "proof/rows/verdict": ["tests/proof/rows/test_run.py", "tests/runtime/test_same_bits.py"],
-    "proof/watch/program": ["tests/runtime/test_same_bits.py", "tests/proof/check/test_row_proof.py"],
+    "proof/watch/operator_trace": ["tests/runtime/test_same_bits.py", "tests/proof/check/test_row_proof.py"],
     "runtime/parts": ["tests/runtime/test_parts.py"],
     "runtime/server": ["tests/runtime", "tests/behaviour/test_guarantees.py", "tests/api"],
 }

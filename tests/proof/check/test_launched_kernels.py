@@ -191,4 +191,4 @@ def test_integers_of_any_width_keep_a_proof_to_the_numbers_of_the_batch(kind: to
     table = torch.randn(12, 4)
     step = make(lambda x: table[(x[:, 0] * 3).to(kind).long()] + x, sizes=(4,))
     step(torch.rand(4, 4))
-    assert shown_of(step).program.limits_values
+    assert shown_of(step).operators.limits_values

@@ -85,7 +85,7 @@ def test_numbers_that_no_batch_held_are_not_tried_where_a_gpu_would_fail_for_goo
     """A GPU that meets a failing check, or an index out of range, is of no use to the process any more."""
     step = make((PARTICULAR | PLAIN)[name], sizes=(4,))
     step(torch.rand(4, 3))
-    assert shown_of(step).program.limits_values is (name != "plain")
+    assert shown_of(step).operators.limits_values is (name != "plain")
 
 
 def test_the_reason_names_the_operator_and_the_line() -> None:

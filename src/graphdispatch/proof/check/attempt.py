@@ -13,7 +13,7 @@ from ...runtime.batches import Padding
 from ...runtime.entry import CUDAGraphEntry
 from ...runtime.request import CaptureRequest
 from ..watch.effects import EffectRecorder, Region, redo, retry_once, undo
-from ..watch.program import Labels
+from ..watch.operator_trace import TensorNames
 from .compare import check_padding_writes
 from .eager_run import EagerRun, uncached_casts, undo_run
 
@@ -83,8 +83,8 @@ class CaptureAttempt:
         """Run the call on what the static inputs hold, and note what it writes."""
         request, self.runs_code = self.request, True
         views, specs = request.inputs.views(request.size), request.inputs.specs
-        labels = Labels.of_arguments(views, specs) if keeps_operators else None
-        self.warm_run = EffectRecorder(request.options.state_limit_bytes, strict=True, labels=labels)
+        tensor_names = TensorNames.of_arguments(views, specs) if keeps_operators else None
+        self.warm_run = EffectRecorder(request.options.state_limit_bytes, strict=True, tensor_names=tensor_names)
         with uncached_casts(), request.backend.rehearsing(), self.tracing(), self.warm_run.guarding():
             output = copy_context().run(request.call, request.static_values())
         self.warm_run.note_outputs(self.eager.open_outputs(output))

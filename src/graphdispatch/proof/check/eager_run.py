@@ -42,7 +42,7 @@ from ..state.objects import CONSTANTS, own_attributes
 from ..state.reads import CodeNotes, metadata_names
 from ..state.walk import StateWalk
 from ..watch.effects import EffectRecorder, retry_once, undo
-from ..watch.program import Labels
+from ..watch.operator_trace import TensorNames
 from ..watch.trace import CodeTrace
 from .failures import failed_result
 from .licence import LikeGraph
@@ -159,8 +159,10 @@ def run_eagerly(
         values, arguments = _values_of_run(request, on_static_inputs=on_static_inputs)
     except Exception as error:
         return failed_result(request, None, error, "copying the batch into the static inputs")
-    labels = Labels.of_arguments(arguments, request.inputs.specs) if on_static_inputs else None
-    effects = EffectRecorder(request.options.state_limit_bytes, strict=not request.keep_effects, labels=labels)
+    tensor_names = TensorNames.of_arguments(arguments, request.inputs.specs) if on_static_inputs else None
+    effects = EffectRecorder(
+        request.options.state_limit_bytes, strict=not request.keep_effects, tensor_names=tensor_names
+    )
     answer, recording, has_run = None, None, False
     try:
         with uncached_casts() if on_static_inputs else nullcontext():

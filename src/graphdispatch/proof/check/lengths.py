@@ -32,7 +32,7 @@ from ...runtime.entry import CUDAGraphEntry
 from ...runtime.outputs import first_rows
 from ...sizes import Axis, lengths_of
 from ..watch.effects import EffectRecorder
-from ..watch.program import Program
+from ..watch.operator_trace import OperatorTrace
 from .attempt import CaptureAttempt, ends_capture
 from .compare import coarsest, difference, tolerance_for
 from .licence import RowProof, float_types_of, shown_of
@@ -54,7 +54,7 @@ class PaddingReplays:
         self._specs, self._arguments = self._request.inputs.specs, self._request.arguments()
         self._along, self._rows = tuple(axes), self._request.rows
         shown = shown_of(entry)
-        self._program = shown.program if shown is not None else Program()
+        self._operators = shown.operators if shown is not None else OperatorTrace()
 
     def objection(self) -> str:
         """Why padding along the axes is not harmless; empty if it is. Raises what ends a capture."""
@@ -175,7 +175,7 @@ class PaddingReplays:
 
     def _paddings(self, kept: Collection[int]) -> Iterator[tuple[str, Rows]]:
         """Two kinds of padding: see Note [what padding may hold]."""
-        axes, limited = self._request.inputs.axes, self._program.limits_values
+        axes, limited = self._request.inputs.axes, self._operators.limits_values
         last = {axis: extent - 1 for axis, extent in zip(axes, lengths_of(axes, self._rows), strict=True)}
         for sign, place, name in ((1, {}, "large numbers"), (-1, last, "small numbers")):
             rows: list[torch.Tensor | None] = []
@@ -190,7 +190,7 @@ class PaddingReplays:
 
     def _gap(self, base: Sequence[tuple[str, torch.Tensor]], got: Sequence[tuple[str, torch.Tensor]]) -> str:
         for (name, a), (_, b) in zip(base, got, strict=True):
-            exact = not self._program.groups_rows  # groups of rows are multiplied with what lies beside them
+            exact = not self._operators.groups_rows  # groups of rows are multiplied with what lies beside them
             gap = None if bits_equal(a, b) else difference(a, b, tolerance_for(a.dtype, exact=exact))
             if gap is not None:
                 return f"{name} changes: {gap}"

@@ -23,7 +23,7 @@ from ...runtime.protocols import Licence, PerCall
 from ...sizes import Axis, lengths_of
 from ..state.guards import StateGuard
 from ..state.reads import IDENTITY, TENSOR_READERS
-from ..watch.program import Program
+from ..watch.operator_trace import OperatorTrace
 
 
 class Speaker(Protocol):
@@ -190,7 +190,7 @@ class Verification(Licence):
     """
 
     size: int
-    program: Program = field(default_factory=Program)
+    operators: OperatorTrace = field(default_factory=OperatorTrace)
     """The operators of the graph."""
     proof: RowProof | None = None
     """What is shown of its rows; None where nobody pads a batch to it."""
@@ -347,4 +347,4 @@ def note_agreed(entry: CUDAGraphEntry, values: Sequence[Any] | None = None) -> N
 def float_types_of(entry: CUDAGraphEntry) -> Collection[torch.dtype]:
     """The floating types that a graph computes in, as far as that is noted."""
     shown = shown_of(entry)
-    return shown.program.float_types if shown is not None else frozenset()
+    return shown.operators.float_types if shown is not None else frozenset()

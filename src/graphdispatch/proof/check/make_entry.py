@@ -17,7 +17,7 @@ from ...runtime.request import CaptureRequest
 from ...sizes import Axis, pack
 from ..state.guards import StateGuard
 from ..watch.effects import EffectRecorder
-from ..watch.program import Program
+from ..watch.operator_trace import OperatorTrace
 from .attempt import CaptureAttempt
 from .compare import check_aliases
 from .eager_run import Recording, check_may_capture, roots_of
@@ -29,10 +29,10 @@ _FEWEST = 2  # rows of a batch that may be too few for a callable if there is on
 
 
 def make_entry(
-    attempt: CaptureAttempt, recording: Recording, program: Program, shown: RowsShown, started: float
+    attempt: CaptureAttempt, recording: Recording, operators: OperatorTrace, shown: RowsShown, started: float
 ) -> CUDAGraphEntry:
-    """The entry around a recorded graph of this program, whose capture was ``started`` then. Raises ``CaptureError`` if
-    nobody could serve by it."""
+    """The entry around a recorded graph of these operators, whose capture was ``started`` then. Raises
+    ``CaptureError`` if nobody could serve by it."""
     request, eager, warm_run, output = attempt.request, attempt.eager, attempt.warm_run, recording.outputs
     check_values(eager.opened, output)
     rule = _find_output_rule(attempt, output, shown)
@@ -52,7 +52,7 @@ def make_entry(
     written = [region.target for region in regions if not region.is_generator]  # its state is read as a copy
     licence = Verification(
         size=request.size,
-        program=program,
+        operators=operators,
         proof=shown.proof,
         traced={request.rows, request.size, shown.rows or request.rows} if like is None else set(like.shown.traced),
         metadata=eager.find_metadata(request.values, guard) if like is None else like.shown.metadata,

@@ -42,7 +42,7 @@ from ...runtime.rules import graph_name
 from ...runtime.windows import WINDOWS
 from ..state.guards import StateGuard
 from ..watch.effects import EffectRecorder, Region
-from ..watch.program import Labels, Program
+from ..watch.operator_trace import OperatorTrace, TensorNames
 from .attempt import CaptureAttempt
 from .compare import SmallDifferenceError, check_padding_writes, check_replay
 from .eager_run import check_may_capture, run_eagerly
@@ -146,7 +146,7 @@ def _like(request: CaptureRequest, entry: CUDAGraphEntry | None) -> LikeGraph | 
         shown, guard = shown_of(one), one.guard
         if shown is None or shown.proof is None or not isinstance(guard, StateGuard):
             continue
-        proof, is_plain = shown.proof, one.mode is CUDAGraphMode.FULL and not shown.program.has_regions
+        proof, is_plain = shown.proof, one.mode is CUDAGraphMode.FULL and not shown.operators.has_regions
         if not is_plain or proof.is_doubted or one.outputs.has_objects:
             continue
         if one.state is EntryState.FAILED:
@@ -187,20 +187,20 @@ def _capture(attempt: CaptureAttempt, started: float | None) -> CUDAGraphEntry |
         started = request.clock() if started is None else started
         for _ in range(request.options.warmup_iterations - eager.warms_up):
             attempt.warm_up(keeps_operators=True)
-        program = Program(attempt.warm_run.dispatched)
+        operators = OperatorTrace(attempt.warm_run.dispatched)
         if request.has_gaps:
-            _check_gaps(attempt, program)
-        shown = prove_rows(attempt, program)
+            _check_gaps(attempt, operators)
+        shown = prove_rows(attempt, operators)
         if eager.like is not None and shown.proof is not eager.like.shown.proof:
             if recording is not None:
                 recording.graph.reset()
             return None
         recording = recording or record(attempt)
-        entry = make_entry(attempt, recording, program, shown, started)
+        entry = make_entry(attempt, recording, operators, shown, started)
         if request.options.verify:
             if entry.licence.against_padding(request.rows) is None:  # else a full batch is compared when one comes
                 _compare_or_refuse(attempt, entry)
-            if _has_agreed_before(request, program, shown.proof):
+            if _has_agreed_before(request, operators, shown.proof):
                 note_agreed(entry)
             measure_gain(attempt, entry)
         else:
@@ -214,12 +214,12 @@ def _capture(attempt: CaptureAttempt, started: float | None) -> CUDAGraphEntry |
     return entry
 
 
-def _has_agreed_before(request: CaptureRequest, program: Program, proof: RowProof | None) -> bool:
+def _has_agreed_before(request: CaptureRequest, operators: OperatorTrace, proof: RowProof | None) -> bool:
     """Whether a graph of the same proof, which computes with the same numbers, has agreed on two batches: a value that
     was frozen would be among the numbers."""
     peers = ((peer, shown_of(peer)) for peer in request.peers if peer.state is EntryState.VERIFIED)
-    same = (shown.program for _, shown in peers if shown is not None and shown.proof is proof is not None)
-    return any(map(program.has_numbers_of, same))
+    same = (shown.operators for _, shown in peers if shown is not None and shown.proof is proof is not None)
+    return any(map(operators.has_numbers_of, same))
 
 
 def _verify(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
@@ -236,21 +236,21 @@ def _verify(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
     _compare_or_refuse(attempt, entry)
 
 
-def _check_gaps(attempt: CaptureAttempt, program: Program) -> None:
+def _check_gaps(attempt: CaptureAttempt, operators: OperatorTrace) -> None:
     """Raise ``CaptureError`` if the call dispatches other operators for its own arguments, which leave gaps in
     memory, than for the static inputs. The eager run cannot tell: code may ask whether a stream is captured."""
     request = attempt.request
     arguments = [copy_with_gaps(argument) for argument in request.arguments()]  # each in memory of its own
-    labels = Labels.of_arguments(arguments, request.inputs.specs)
-    effects = EffectRecorder(request.options.state_limit_bytes, strict=True, labels=labels)
+    tensor_names = TensorNames.of_arguments(arguments, request.inputs.specs)
+    effects = EffectRecorder(request.options.state_limit_bytes, strict=True, tensor_names=tensor_names)
     attempt.start_over("running on arguments with gaps in memory")
 
-    def read(output: Any) -> Program:
+    def read(output: Any) -> OperatorTrace:
         effects.note_outputs(output)
-        return Program(effects.dispatched)
+        return OperatorTrace(effects.dispatched)
 
     values = request.call.in_new_containers(request.values_with(arguments))
-    if not attempt.run_apart(effects, values, read).is_like(program):
+    if not attempt.run_apart(effects, values, read).is_like(operators):
         raise CaptureError(
             "the call does something else for an argument with gaps in memory than for one without; "
             "pass a contiguous one",
@@ -264,7 +264,7 @@ def _compare_or_refuse(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
     request, shown, was_verified = attempt.request, shown_of(entry), entry.state is EntryState.VERIFIED
     proof = shown.proof if shown is not None else None
     if request.is_padded and shown and proof and not proof.speaks_for(request.rows, request.size):
-        speak_for_batch(attempt, proof, shown.program)
+        speak_for_batch(attempt, proof, shown.operators)
         if request.rows in proof.unlike:
             return
     try:

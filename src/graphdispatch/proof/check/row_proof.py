@@ -30,7 +30,7 @@ from ..rows.verdict import Verdict
 from ..state.reads import DIFFERENTIATES
 from ..watch.bytecode import number_by_identity
 from ..watch.effects import EffectRecorder
-from ..watch.program import Labels, Program
+from ..watch.operator_trace import OperatorTrace, TensorNames
 from .attempt import CaptureAttempt, ends_capture
 from .licence import RowProof, shown_of
 
@@ -50,7 +50,7 @@ class FollowedRun:
     rows: int
     """The number of its batch."""
     verdict: Verdict
-    program: Program
+    operators: OperatorTrace
     single: frozenset[int]
     """The axes (by place) along which the batch had one element: it speaks for no other extent there."""
 
@@ -65,43 +65,43 @@ class FollowedRun:
     def _followed(self, extents: Sequence[int]) -> list[int]:
         return [_NO_EXTENT if place in self.single else extent for place, extent in enumerate(extents)]
 
-    def binds(self, request: CaptureRequest, program: Program) -> bool:
-        """Whether the run proves the graph of the request's size, which runs this program.
+    def binds(self, request: CaptureRequest, operators: OperatorTrace) -> bool:
+        """Whether the run proves the graph of the request's size, which runs these operators.
 
         Compiled code is no list of operators. It computes what the eager run of the same code does: of a run that
         speaks for the size.
         """
         extents = lengths_of(request.inputs.axes, request.size)
-        if program.has_regions:
+        if operators.has_regions:
             return self.speaks_for(extents)
-        return all(extents[place] == 1 for place in self.single) and self._computes(program, extents)
+        return all(extents[place] == 1 for place in self.single) and self._computes(operators, extents)
 
-    def is_like(self, proof: RowProof, request: CaptureRequest, program: Program) -> bool:
-        """Whether it did what the graph of the request's size does, which runs this program and has this proof: for
+    def is_like(self, proof: RowProof, request: CaptureRequest, operators: OperatorTrace) -> bool:
+        """Whether it did what the graph of the request's size does, which runs these operators and has this proof: for
         other extents, but with the same operators on the same tensors."""
         axes, batch = request.inputs.axes, request.size
-        if program.has_regions:  # compare with what the proof was made of
+        if operators.has_regions:  # compare with what the proof was made of
             first = next((one for one in proof.runs if isinstance(one, FollowedRun)), self)
-            program, batch = first.program, first.rows
-        return self._computes(program, lengths_of(axes, batch))
+            operators, batch = first.operators, first.rows
+        return self._computes(operators, lengths_of(axes, batch))
 
-    def _computes(self, program: Program, extents: Sequence[int]) -> bool:
+    def _computes(self, operators: OperatorTrace, extents: Sequence[int]) -> bool:
         single = [extent for place, extent in enumerate(extents) if place in self.single]
-        return self.program.is_like(program) and self.verdict.has_shapes(
-            program.shapes, self._followed(extents), single
+        return self.operators.is_like(operators) and self.verdict.has_shapes(
+            operators.shapes, self._followed(extents), single
         )
 
     def objection(self, *, is_word: bool) -> tuple[Reason, str] | None:
         """Why its rows may not be padded; ``is_word``: whether the user says that they are independent."""
         if self.verdict.mixes:
             return Reason.ROWS_MIX, self.verdict.mixes
-        unknown = self.verdict.unknown or ("a kernel that no rule describes is launched" * self.program.has_regions)
+        unknown = self.verdict.unknown or ("a kernel that no rule describes is launched" * self.operators.has_regions)
         return (Reason.PADDING_UNPROVEN, unknown) if unknown and not is_word else None
 
     @property
     def needs_word(self) -> bool:
         """Whether only the user can say that rows are independent."""
-        return bool(self.verdict.unknown) or self.program.has_regions
+        return bool(self.verdict.unknown) or self.operators.has_regions
 
 
 class RowsShown(NamedTuple):
@@ -113,8 +113,8 @@ class RowsShown(NamedTuple):
     verdict: Verdict | None = None
 
 
-def prove_rows(attempt: CaptureAttempt, program: Program) -> RowsShown:
-    """What is shown of the rows of the graph that will run this program. No proof if there are no other batches.
+def prove_rows(attempt: CaptureAttempt, operators: OperatorTrace) -> RowsShown:
+    """What is shown of the rows of the graph that will run these operators. No proof if there are no other batches.
 
     Raises what ends a capture.
     """
@@ -123,7 +123,7 @@ def prove_rows(attempt: CaptureAttempt, program: Program) -> RowsShown:
         return RowsShown(None)
     shown = (shown_of(peer) for peer in request.peers)
     for proof in dict.fromkeys(one.proof for one in shown if one is not None and one.proof is not None):
-        if any(isinstance(run, FollowedRun) and run.binds(request, program) for run in proof.runs):
+        if any(isinstance(run, FollowedRun) and run.binds(request, operators) for run in proof.runs):
             return RowsShown(proof)
     axes, is_word, failure = request.inputs.axes, request.options.rows == "independent", ""
     for rows in dict.fromkeys(_batches(request)):
@@ -132,7 +132,7 @@ def prove_rows(attempt: CaptureAttempt, program: Program) -> RowsShown:
             failure = failure or found
             continue
         run, outputs = found
-        if not run.binds(request, program):
+        if not run.binds(request, operators):
             failure = failure or f"a run of {extents_text(axes, rows)} rows dispatches other operators than the graph"
             continue
         proof = _proof_of(request, run, is_word=is_word)
@@ -165,7 +165,7 @@ def _proof_of(request: CaptureRequest, run: FollowedRun, *, is_word: bool) -> Ro
     )
 
 
-def speak_for_batch(attempt: CaptureAttempt, proof: RowProof, program: Program) -> None:
+def speak_for_batch(attempt: CaptureAttempt, proof: RowProof, operators: OperatorTrace) -> None:
     """Follow the rows of a run of the request's own batch, for which no run of the proof speaks. It joins the proof; or
     the proof notes that Python takes another path for this batch."""
     request, axes = attempt.request, attempt.request.inputs.axes
@@ -173,7 +173,7 @@ def speak_for_batch(attempt: CaptureAttempt, proof: RowProof, program: Program) 
     text = found if isinstance(found, str) else ""
     if not isinstance(found, str):
         run, _ = found
-        is_like = run.is_like(proof, request, program)
+        is_like = run.is_like(proof, request, operators)
         pads_rows = axes[0].of(request.rows) != axes[0].of(request.size)
         if is_like and not (pads_rows and run.objection(is_word=proof.is_word) is not None):
             proof.runs.append(run)
@@ -224,14 +224,16 @@ def _follow(attempt: CaptureAttempt, rows: int) -> tuple[FollowedRun, Any] | str
         if followed:
             run.follow(value, followed)
     effects = EffectRecorder(
-        request.options.state_limit_bytes, strict=True, labels=Labels.of_arguments(values, request.inputs.specs)
+        request.options.state_limit_bytes,
+        strict=True,
+        tensor_names=TensorNames.of_arguments(values, request.inputs.specs),
     )
     attempt.start_over(f"following {extents_text(axes, rows)} rows")
 
     def read(output: Any) -> tuple[FollowedRun, Any]:
         effects.note_outputs(output)
-        program = Program(effects.dispatched)
-        return FollowedRun(rows, run.verdict(tensors_in(output)), program, single), output
+        operators = OperatorTrace(effects.dispatched)
+        return FollowedRun(rows, run.verdict(tensors_in(output)), operators, single), output
 
     trace = attempt.eager.trace
     try:

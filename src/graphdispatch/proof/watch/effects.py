@@ -45,7 +45,7 @@ from ...backends.operators import (
 )
 from ...errors import CaptureError, error_of_signal
 from ...reasons import Reason
-from .program import Dispatched, Labels
+from .operator_trace import Dispatched, TensorNames
 
 
 @dataclass(eq=False)
@@ -247,7 +247,7 @@ class EffectRecorder(OperatorMode):
 
     ``limit_bytes`` bounds what is saved. If the limit is passed, or saving fails, the run goes on undisturbed but can
     no longer be undone, and ``unsaved`` says why. ``strict`` is for runs that must be undone: the error is raised
-    before the write happens. With ``labels`` it keeps its operators.
+    before the write happens. With ``tensor_names`` it keeps its operators.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class EffectRecorder(OperatorMode):
         limit_bytes: int,
         *,
         strict: bool = False,
-        labels: Labels | None = None,
+        tensor_names: TensorNames | None = None,
     ) -> None:
         super().__init__()
         self.regions: list[Region] = []
@@ -269,8 +269,8 @@ class EffectRecorder(OperatorMode):
         self.opaque: dict[tuple[Any, ...], torch.Tensor] = {}
         """What operators of somebody else's, or kernels, may have written, anywhere in it: views, by their keys."""
         self.dispatched = Dispatched()
-        """What it told of its program."""
-        self._labels = labels
+        """What it showed of its operators."""
+        self._tensor_names = tensor_names
         self.outside: dict[int, torch.Tensor] = {}
         """One tensor for each storage that the run used and did not make, by the storage's key."""
         self._limit = limit_bytes
@@ -360,9 +360,9 @@ class EffectRecorder(OperatorMode):
                 if key not in made and key not in outside:
                     outside[key] = tensor.detach()
         self.runs_custom = self.runs_custom or traits.is_custom
-        taken = _shapes_of(given) if self._labels is not None else []
-        if self._labels is not None and not keeps_elements(func):
-            self.dispatched.operators.append(self._labels.operator(func, args, kwargs, keys))
+        taken = _shapes_of(given) if self._tensor_names is not None else []
+        if self._tensor_names is not None and not keeps_elements(func):
+            self.dispatched.operators.append(self._tensor_names.operator(func, args, kwargs, keys))
         before, written = list[tuple[torch.Tensor, Any]](), list[torch.Tensor]()
         if kind is OperatorKind.WRITE:
             written = written_tensors(func, args, kwargs)
@@ -388,8 +388,8 @@ class EffectRecorder(OperatorMode):
         if func is _LIFT:  # its argument is what Python values were made into
             outside.pop(storage_key(args[0]), None)
         self._note_results(gives, kind is not OperatorKind.VIEW or func is _LIFT, len(written))
-        if self._labels is not None:
-            self._labels.note_run(func, given, returned, written, keys)
+        if self._tensor_names is not None:
+            self._tensor_names.note_run(func, given, returned, written, keys)
             self._note_traits(traits, given, gives)
             if not keeps_elements(func):
                 self.dispatched.shapes.append((func, (*taken, *_shapes_of(returned))))
@@ -413,19 +413,19 @@ class EffectRecorder(OperatorMode):
             self.give_up(error)
 
     def _note_traits(self, traits: "_Traits", given: list[torch.Tensor], gives: list[torch.Tensor]) -> None:
-        """Note what the operators tell of the program."""
-        told = self.dispatched
+        """Note what an operator says of the numbers that the run computes."""
+        shown = self.dispatched
         if traits.groups:
-            told.groups_rows = True
+            shown.groups_rows = True
         if traits.sums:
-            told.float_types.update(filter(_is_float, (tensor.dtype.to_real() for tensor in gives)))
-        if not told.limits_values:
-            told.limits_values = traits.checks or (not traits.orders and _makes_integers(given, gives))
+            shown.float_types.update(filter(_is_float, (tensor.dtype.to_real() for tensor in gives)))
+        if not shown.limits_values:
+            shown.limits_values = traits.checks or (not traits.orders and _makes_integers(given, gives))
 
     def note_outputs(self, output: Any) -> None:
         """Note what the run gave back; call it while that is at hand."""
-        if self._labels is not None:
-            self.dispatched.outputs = self._labels.outputs(tensors_in(output))
+        if self._tensor_names is not None:
+            self.dispatched.outputs = self._tensor_names.outputs(tensors_in(output))
 
     def give_up(self, error: CaptureError) -> None:
         """Note that the run cannot be captured; raise that if the run must be undone."""

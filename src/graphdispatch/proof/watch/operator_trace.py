@@ -6,7 +6,7 @@ Note [names of tensors]
     operators on the same names compute the same, whatever they read, and whatever anybody writes there later.
 
     Where torch makes a view for one batch and a copy for another, both hold the same elements in order: they have the
-    name of what they are made of, and are no operators of the program. A write gives all that lies in the memory other
+    name of what they are made of, and are no operators here. A write gives all that lies in the memory other
     names, but not to copies of it.
 """
 
@@ -37,7 +37,7 @@ Shapes = tuple[OpOverload, tuple[tuple[int, ...], ...]]
 
 @dataclass
 class Dispatched:
-    """What a run showed of its program; a run without labels shows no operators and no outputs. What keeps elements as
+    """What a run showed of its operators; a run without names shows no operators and no outputs. What keeps elements as
     they are is no operator here: see Note [names of tensors]."""
 
     operators: list[Operator] = field(default_factory=list)
@@ -75,7 +75,7 @@ _LENGTHS_OF = {
 _CONSTANTS = frozenset({int, float, bool, type(None), torch.dtype})
 
 
-class Labels:
+class TensorNames:
     """Names the tensors of one run: see Note [names of tensors]."""
 
     def __init__(self) -> None:
@@ -85,11 +85,11 @@ class Labels:
 
     @classmethod
     def of_arguments(cls, tensors: Iterable[torch.Tensor], specs: Iterable[Any]) -> Self:
-        """Labels in which the arguments of a call have names already."""
-        labels = cls()
+        """Names in which the arguments of a call have names already."""
+        names = cls()
         for place, (tensor, _) in enumerate(zip(tensors, specs, strict=True)):
-            labels._names[storage_key(tensor)] = {view_key(tensor): f"argument {place}"}
-        return labels
+            names._names[storage_key(tensor)] = {view_key(tensor): f"argument {place}"}
+        return names
 
     def operator(
         self,
@@ -183,7 +183,7 @@ def _computed_with(func: OpOverload) -> tuple[tuple[str, ...], frozenset[str]]:
 
 
 def numbers_of(operator: Operator) -> list[str]:
-    """The numbers that an operator computes with, or makes a tensor of; each as it is spelled."""
+    """The numbers that an operator computes with, or makes a tensor of; each as it is written."""
     func, values = operator
     names, taken = _computed_with(func)
     pairs = [value if isinstance(value, Named) else (name, value) for value, name in zip(values, names, strict=False)]
@@ -222,7 +222,7 @@ def is_same(a: Any, b: Any) -> bool:
     return repr(a) == repr(b) if type(a) is float else bool(a == b)  # -0.0 is another number
 
 
-class Program:
+class OperatorTrace:
     """The operators that a run of one size dispatched, in order, with the shapes of what they took and gave.
 
     Args:
@@ -238,15 +238,15 @@ class Program:
         self.has_regions = run.has_regions
         self.float_types = run.float_types
 
-    def has_numbers_of(self, other: "Program") -> bool:
-        """Whether the other program has the same operators, which compute with the same numbers."""
+    def has_numbers_of(self, other: "OperatorTrace") -> bool:
+        """Whether the other run has the same operators, which compute with the same numbers."""
         pairs = zip(self._operators, other._operators, strict=False)
         return len(self._operators) == len(other._operators) and all(
             a[0] is b[0] and numbers_of(a) == numbers_of(b) for a, b in pairs
         )
 
-    def is_like(self, other: "Program") -> bool:
-        """Whether the other program is this one for another batch: the same operators on the same tensors, with the
+    def is_like(self, other: "OperatorTrace") -> bool:
+        """Whether the other run is this one for another batch: the same operators on the same tensors, with the
         same arguments but for lengths that may follow the batch, which shapes tell."""
         if len(self._operators) != len(other._operators):
             return False
