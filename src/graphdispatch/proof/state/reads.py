@@ -129,7 +129,7 @@ TENSOR_READERS: dict[str, Callable[[Any], Any]] = {
     **{name: attrgetter(name) for name in ("requires_grad", "retains_grad")},
     **{
         name: methodcaller(name)
-        for name in ("_is_view", "is_conj", "is_inference", "is_neg", "is_shared", "storage_offset")
+        for name in ("_is_view", "is_conj", "is_inference", "is_neg", "is_pinned", "is_shared", "storage_offset")
     },
     **dict.fromkeys(("storage", "typed_storage", "untyped_storage", "_typed_storage"), _bytes_beside),
     **dict.fromkeys(("grad", "_grad"), _grad),
