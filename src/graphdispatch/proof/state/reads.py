@@ -28,7 +28,7 @@ from ...runtime.attributes import attribute_table, content
 from ..watch.bytecode import ModulesRead, code_reads, original_of
 from . import objects
 from .objects import CONTAINERS, holds_modules, is_library_code
-from .snapshot import FORM, MEMBERS, random_holder
+from .snapshot import FORM, MEMBERS, save_random
 
 
 class Reader(NamedTuple):
@@ -284,7 +284,7 @@ class StateReads:
     def _visit_generator(self, generator: Any) -> None:
         self._visit_instance(generator)
         if any(issubclass(type(generator), home) and name in self._names for home, name in _STATES.items()):
-            self.readers.append(Reader(partial(random_holder((), generator).way.read, None)))
+            self.readers.append(Reader(partial(save_random((), generator).accessor.read, None)))
 
     def _visit_module(self, module: types.ModuleType) -> None:
         """A module is compared as any object, since code may pass it on. Of one of a library it is noted what is read

@@ -1,7 +1,7 @@
 """Snapshots of what can change: read as plain data, compared without the user's code, written back.
 
-A ``Way`` reads all that an object of one kind holds: as a dict by label, a list of entries, or plain data; and writes
-that back.
+An ``Accessor`` reads all that an object of one kind holds: as a dict by label, a list of entries, or plain data. It
+writes that back, too.
 """
 
 import operator
@@ -21,7 +21,7 @@ from . import objects
 from .objects import ABSENT
 
 
-class Way(NamedTuple):
+class Accessor(NamedTuple):
     """How to read all that an object holds, and how to write it back."""
 
     read: Callable[[Any], Any]
@@ -30,17 +30,17 @@ class Way(NamedTuple):
     """Whether it holds attributes."""
 
 
-class Holder(NamedTuple):
+class Saved(NamedTuple):
     """An object that can change: where it was met, how to read and write all that it holds, what it held then."""
 
     path: Any
     value: Any
-    way: Way
+    accessor: Accessor
     before: Any
 
     def change(self) -> str | None:
         """How it differs from before, in words, or None."""
-        now, before = self.way.read(self.value), self.before
+        now, before = self.accessor.read(self.value), self.before
         kind = type(before)
         if kind is list:
             if len(now) == len(before) and all(map(is_, now, before)):
@@ -62,11 +62,11 @@ class Holder(NamedTuple):
     def restore(self, names: Collection[str] | None = None) -> None:
         """Put back what it held; with ``names``, of attributes those of these names alone."""
         held = self.before
-        if names is not None and self.way.is_by_name:
-            now = self.way.read(self.value)
+        if names is not None and self.accessor.is_by_name:
+            now = self.accessor.read(self.value)
             labels = [label for label in {**held, **now} if label in (held if label.lstrip(".") in names else now)]
             held = {label: held[label] if label.lstrip(".") in names else now[label] for label in labels}
-        self.way.write(self.value, held)
+        self.accessor.write(self.value, held)
 
 
 def _write_attributes(value: Any, before: dict[str, Any]) -> None:
@@ -85,16 +85,16 @@ def _read_attributes(value: Any) -> dict[str, Any]:
     return {"__class__": type(value), **(attribute_table(value) or {})}
 
 
-ATTRIBUTES = Way(_read_attributes, _write_attributes, is_by_name=True)
+ATTRIBUTES = Accessor(_read_attributes, _write_attributes, is_by_name=True)
 
 
 Read = Callable[[Any], dict[str, Any]]
 
 
-def _way_of_members(
+def _accessor_of_members(
     read: Read, put: Callable[[Any, str, Any], Any], drop: Callable[[Any, str], Any], *, is_by_name: bool = False
-) -> Way:
-    """The way of what holds values by label (``ABSENT`` for none), each of which is put or dropped by itself."""
+) -> Accessor:
+    """Reads and writes values by label (``ABSENT`` for none), each of which is put or dropped by itself."""
 
     def write(value: Any, before: dict[str, Any]) -> None:
         now = read(value)
@@ -105,53 +105,53 @@ def _way_of_members(
             elif held is not now.get(label, ABSENT):
                 put(value, label, held)
 
-    return Way(read, write, is_by_name)
+    return Accessor(read, write, is_by_name)
 
 
-OF_TENSORS = _way_of_members(
+OF_TENSORS = _accessor_of_members(
     lambda tensor: {"__class__": type(tensor), **objects.own_attributes(tensor)},
     object.__setattr__,
     object.__delattr__,
     is_by_name=True,
 )
 """As ATTRIBUTES, of tensors: the notes of torch's compiler stay as they are."""
-CLASS = _way_of_members(lambda kind: dict(vars(kind)), type.__setattr__, type.__delattr__, is_by_name=True)
-CELL = _way_of_members(
+CLASS = _accessor_of_members(lambda kind: dict(vars(kind)), type.__setattr__, type.__delattr__, is_by_name=True)
+CELL = _accessor_of_members(
     lambda cell: {"": objects.cell_value(cell)},
     lambda cell, _, held: setattr(cell, "cell_contents", held),
     lambda cell, _: delattr(cell, "cell_contents"),
 )
-CONTEXT = _way_of_members(
+CONTEXT = _accessor_of_members(
     lambda variable: {".get()": variable.get(ABSENT)},
     lambda variable, _, held: variable.set(held),
     lambda *_: None,  # one that had no value keeps the one that it got
 )
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__name__", "__doc__")
 _LABELS, _get_all = tuple(f".{name}" for name in _OF_FUNCTIONS), operator.attrgetter(*_OF_FUNCTIONS)
-FUNCTION = _way_of_members(
+FUNCTION = _accessor_of_members(
     lambda fn: dict(zip(_LABELS, _get_all(fn), strict=True)),
     lambda fn, label, held: setattr(fn, label[1:], held),
     lambda *_: None,  # they are always there
 )
 
 
-def way_of_variables(names: dict[str, Any]) -> Way:
-    """The way of the variables of a module under some names, of which there may be more later."""
+def accessor_of_variables(names: dict[str, Any]) -> Accessor:
+    """Reads and writes the variables of a module under some names, of which there may be more later."""
 
     def read(table: dict[str, Any]) -> dict[str, Any]:
         return {name: table.get(name, ABSENT) for name in names}
 
-    return _way_of_members(read, dict.__setitem__, dict.__delitem__)
+    return _accessor_of_members(read, dict.__setitem__, dict.__delitem__)
 
 
-def way_of_slots(slots: dict[str, Any]) -> Way:
-    """The way of objects with slots, by the slots' descriptors."""
+def accessor_of_slots(slots: dict[str, Any]) -> Accessor:
+    """Reads and writes objects with slots, by the slots' descriptors."""
     by_label = {f".{name}": member for name, member in slots.items()}
 
     def read(value: Any) -> dict[str, Any]:
         return {label: objects.slot_value(member, value) for label, member in by_label.items()}
 
-    return _way_of_members(
+    return _accessor_of_members(
         read,
         lambda value, label, held: by_label[label].__set__(value, held),
         lambda value, label: by_label[label].__delete__(value),
@@ -177,7 +177,7 @@ def _write_container(value: Any, before: list[Any]) -> None:
         value.extend(before)
 
 
-ENTRIES = Way(content, _write_container)
+ENTRIES = Accessor(content, _write_container)
 
 
 def labelled(container: Any, entries: list[Any]) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def labelled(container: Any, entries: list[Any]) -> dict[str, Any]:
 
 
 def _label(key: Any) -> str:
-    """A key of a container as it is spelled, or by identity, so that no code of the user is called."""
+    """A key of a container as it is written, or by identity, so that no code of the user is called."""
     return f"[{key!r}]" if type(key) in objects.CONSTANTS else f"[key {id(key)}]"
 
 
@@ -212,7 +212,7 @@ def _write_form(array: Any, before: tuple[Any, ...]) -> None:
     array.flags.writeable = is_writeable
 
 
-FORM = Way(_read_form, _write_form)
+FORM = Accessor(_read_form, _write_form)
 
 
 def _write_numbers(array: Any, before: bytes) -> None:
@@ -220,12 +220,12 @@ def _write_numbers(array: Any, before: bytes) -> None:
     array[...] = np.frombuffer(before, dtype=array.dtype).reshape(array.shape)
 
 
-NUMBERS = Way(np.ndarray.tobytes, _write_numbers)
+NUMBERS = Accessor(np.ndarray.tobytes, _write_numbers)
 
 
-def way_of_tensor(tensor: torch.Tensor) -> Way:
-    """The way of a tensor, by an alias that stands for the memory that it has now."""
-    return Way(partial(_read_tensor, tensor.data), _write_tensor)
+def accessor_of_tensor(tensor: torch.Tensor) -> Accessor:
+    """Reads and writes a tensor, by an alias that stands for the memory that it has now."""
+    return Accessor(partial(_read_tensor, tensor.data), _write_tensor)
 
 
 def _read_tensor(alias: torch.Tensor, tensor: torch.Tensor) -> dict[str, Any]:
@@ -258,12 +258,12 @@ def _write_settings(_: Any, before: tuple[torch.dtype, int]) -> None:
         torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
 
 
-SETTINGS = Way(lambda _: (torch.get_default_dtype(), torch.get_deterministic_debug_mode()), _write_settings)
+SETTINGS = Accessor(lambda _: (torch.get_default_dtype(), torch.get_deterministic_debug_mode()), _write_settings)
 """Of the settings of the process that operators read: the default dtype, and determinism."""
 
 
-def random_holder(path: Any, generator: Any) -> Holder:
-    """The holder of a random generator of Python or NumPy, or of one of these modules.
+def save_random(path: Any, generator: Any) -> Saved:
+    """Save the state of a random generator of Python or NumPy, or of one of these modules.
 
     One whose state cannot be copied always differs from before.
     """
@@ -277,11 +277,11 @@ def random_holder(path: Any, generator: Any) -> Holder:
     else:
         read, write = generator.get_state, generator.set_state
     try:
-        saved = read()
-        before = pickle.dumps(saved)
+        state = read()
+        before = pickle.dumps(state)
     except Exception:  # of a subclass of the user
-        return Holder(path, generator, Way(lambda _: object(), lambda *_: None), None)
-    return Holder(path, generator, Way(lambda _: pickle.dumps(read()), lambda *_: write(saved)), before)
+        return Saved(path, generator, Accessor(lambda _: object(), lambda *_: None), None)
+    return Saved(path, generator, Accessor(lambda _: pickle.dumps(read()), lambda *_: write(state)), before)
 
 
 MEMBERS = ("_parameters", "_buffers", "_modules")
@@ -290,9 +290,9 @@ _MEMBER = re.compile(r"\._(?:parameters|buffers|modules)\['(\w+)'\]")
 _KEY = re.compile(r"\[key \d+\]")
 
 
-def told(path: Any) -> str:
-    """A path as the user would spell it, with members of modules as torch names them: a chain (path of its owner,
-    label)."""
+def path_text(path: Any) -> str:
+    """The text of a path as the user would write it, with members of modules as torch names them. A path is a chain
+    (path of its owner, label)."""
     labels = []
     while path:
         path, label = path

@@ -24,7 +24,7 @@ from ...runtime.breaks import is_break
 from ...runtime.signature import advice_for
 from . import objects, snapshot
 from .objects import ABSENT, CONTAINERS, holds_modules
-from .snapshot import Holder, Way, told
+from .snapshot import Accessor, Saved, path_text
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _PLAIN_CONTAINERS = frozenset(CONTAINERS)
@@ -58,12 +58,12 @@ class StateWalk:
         self.overflow: str | None = None
         self._modules: dict[str, Any] | None = None
         self._named_in = 0
-        """How many of the holders were searched for names of modules."""
+        """In how many of those saved it has looked for names of modules."""
         self._seen: dict[int, Any] = {}
         self._kinds = objects.Kinds()
-        self._holders: list[Holder] = []
+        self._saved: list[Saved] = []
         self._variables: dict[int, dict[str, Any]] = {}
-        self._generators: list[Holder] = []
+        self._generators: list[Saved] = []
         self._empty: list[tuple[Any, Any]] = []
         """Empty containers of classes of Python's own, most of them for hooks, each with its path."""
         self._again: list[tuple[Any, Any]] = []
@@ -72,9 +72,9 @@ class StateWalk:
             self.visit(root, ((), objects.name_of(root)))
         for hooks in objects.GLOBAL_HOOKS:
             self.visit(hooks, ((), "hooks of all modules"))
-        self._hold(((), "the default dtype or determinism"), None, snapshot.SETTINGS)
+        self._save(((), "the default dtype or determinism"), None, snapshot.SETTINGS)
         for path, generator in ((((), "random"), random), (((), "numpy.random"), np.random)):
-            self._generators.append(snapshot.random_holder(path, generator))
+            self._generators.append(snapshot.save_random(path, generator))
 
     def visit(self, value: Any, path: Any) -> None:
         """Follow ``value``, which was met at ``path``: a chain (path of its owner, label)."""
@@ -88,7 +88,7 @@ class StateWalk:
             if kinds[type(value)].role == "leaf":
                 continue
             if len(seen) >= _MOST_FOLLOWED:
-                self.overflow = self.overflow or told(path)
+                self.overflow = self.overflow or path_text(path)
                 return
             seen[id(value)] = value
             kind = type(value)
@@ -99,14 +99,14 @@ class StateWalk:
 
     def visit_variables(self, table: dict[str, Any], names: Iterable[str], where: str) -> None:
         """Note and follow the variables of a module under ``names``, which code is about to use."""
-        known = self._variables.get(id(table))
-        if known is None:
-            known = self._variables[id(table)] = {}
-            self._holders.append(Holder(((), where), table, snapshot.way_of_variables(known), known))
+        noted = self._variables.get(id(table))
+        if noted is None:
+            noted = self._variables[id(table)] = {}
+            self._saved.append(Saved(((), where), table, snapshot.accessor_of_variables(noted), noted))
         self._seen[id(table)] = table
         for name in names:
-            if name not in known:
-                known[name] = value = table.get(name, ABSENT)
+            if name not in noted:
+                noted[name] = value = table.get(name, ABSENT)
                 if not holds_modules(table, name):
                     self.visit(value, ((), f"{where}.{name}"))
 
@@ -115,14 +115,14 @@ class StateWalk:
         met; and which modules are there: code is about to look some up."""
         if self._modules is None:
             self._modules = dict(sys.modules)
-            self._holders.append(
-                Holder(((), "sys.modules"), sys.modules, snapshot.way_of_variables(self._modules), self._modules)
+            self._saved.append(
+                Saved(((), "sys.modules"), sys.modules, snapshot.accessor_of_variables(self._modules), self._modules)
             )
         names = set(texts)
-        for holder in self._holders[self._named_in :]:
-            held = holder.before.values() if type(holder.before) is dict else holder.before
-            names.update(one for one in (held if type(holder.before) in (dict, list) else ()) if type(one) is str)
-        self._named_in = len(self._holders)
+        for saved in self._saved[self._named_in :]:
+            held = saved.before.values() if type(saved.before) is dict else saved.before
+            names.update(one for one in (held if type(saved.before) in (dict, list) else ()) if type(one) is str)
+        self._named_in = len(self._saved)
         found = (sys.modules[name] for name in names if name in sys.modules)
         self.settings += (one for one in found if objects.is_settings(one) and one not in self.settings)
 
@@ -140,62 +140,65 @@ class StateWalk:
 
     def changes(self) -> Iterator[str]:
         """What is not as it was met, each in words (``Model.cache.layers[1].k was rebound``). Random generators are not
-        asked (see ``drew``)."""
-        for holder in (*self._holders, *self._filled()):
-            how = holder.change()
+        compared (see ``drew``)."""
+        for saved in (*self._saved, *self._filled()):
+            how = saved.change()
             if how is not None:
-                yield told((holder.path, how))
+                yield path_text((saved.path, how))
 
-    def _filled(self) -> Iterator[Holder]:
+    def _filled(self) -> Iterator[Saved]:
         """The containers that are no longer empty."""
         for container, path in self._empty:
             if container:
-                yield Holder(path, container, snapshot.ENTRIES, [])
+                yield Saved(path, container, snapshot.ENTRIES, [])
             if type(container) is OrderedDict and container.__dict__:
-                yield Holder(path, container, snapshot.ATTRIBUTES, {"__class__": OrderedDict})
+                yield Saved(path, container, snapshot.ATTRIBUTES, {"__class__": OrderedDict})
 
     def drew(self) -> str | None:
         """Which random generator of Python or NumPy is not as it was met, or None. Other threads may have drawn."""
-        return next((told(holder.path) for holder in self._generators if holder.change() is not None), None)
+        return next((path_text(saved.path) for saved in self._generators if saved.change() is not None), None)
 
     def restore(self, *, generators: bool = False, names: Collection[str] | None = None) -> None:
-        """Put back everything that is not as it was met, and random generators only if told so: others may use them.
+        """Put back everything that is not as it was met. Random generators, which others may use, only with
+        ``generators``.
 
-        With ``names``, only attributes of these names, and what containers hold that some way of such names leads to:
-        code that spells no others did not change the rest, and another thread may have. Raises the first error of what
+        With ``names``, only attributes of these names, and what containers hold that some path of such names leads to:
+        code that uses no others did not change the rest, and another thread may have. Raises the first error of what
         cannot be put back, once all else is.
         """
         failed: Exception | None = None
-        for holder in (*self._holders, *self._filled(), *(self._generators if generators else ())):
+        for saved in (*self._saved, *self._filled(), *(self._generators if generators else ())):
             try:
-                is_shared = names is not None and issubclass(type(holder.value), _SHARED) and not holder.way.is_by_name
-                if holder.change() is not None and (not is_shared or self._is_reached(holder, names or (), set())):
-                    holder.restore(names)
+                is_shared = (
+                    names is not None and issubclass(type(saved.value), _SHARED) and not saved.accessor.is_by_name
+                )
+                if saved.change() is not None and (not is_shared or self._is_reached(saved, names or (), set())):
+                    saved.restore(names)
             except Exception as error:
                 failed = failed or error
         if failed is not None:
             raise failed
 
-    def _is_reached(self, holder: Holder, names: Collection[str], asked: set[int]) -> bool:
-        """Whether code that spells only these names can come to a container: by one of the ways that lead to it."""
-        if id(holder) in asked:
+    def _is_reached(self, saved: Saved, names: Collection[str], visited: set[int]) -> bool:
+        """Whether code that uses only these names can come to a container: by one of the paths that lead to it."""
+        if id(saved) in visited:
             return False
-        asked.add(id(holder))
-        for parent, label in (holder.path, *(path for value, path in self._again if value is holder.value)):
+        visited.add(id(saved))
+        for parent, label in (saved.path, *(path for value, path in self._again if value is saved.value)):
             outer = None
             while parent and outer is None and f"{label}".startswith("["):
-                outer = next((other for other in self._holders if other.path is parent), None)
+                outer = next((other for other in self._saved if other.path is parent), None)
                 parent, label = parent
             if outer is not None:
-                if self._is_reached(outer, names, asked):
+                if self._is_reached(outer, names, visited):
                     return True
             elif not f"{label}".startswith(".") or label[1:] in names:
                 return True
         return False
 
-    def _hold(self, path: Any, value: Any, way: Way) -> Any:
-        before = way.read(value)
-        self._holders.append(Holder(path, value, way, before))
+    def _save(self, path: Any, value: Any, accessor: Accessor) -> Any:
+        before = accessor.read(value)
+        self._saved.append(Saved(path, value, accessor, before))
         return before
 
     def _edges(self, value: Any, path: Any) -> Edges:
@@ -229,27 +232,27 @@ class StateWalk:
         """Nothing, or what nobody can compare: an array of objects."""
         if array.dtype.hasobject:
             return self._opaque_edges(array, path)
-        self._hold(path, array, snapshot.FORM)
-        self._hold(path, array, snapshot.NUMBERS)
+        self._save(path, array, snapshot.FORM)
+        self._save(path, array, snapshot.NUMBERS)
         return iter(())
 
     def _cell_edges(self, cell: Any, path: Any) -> Edges:
-        return iter(self._hold(path, cell, snapshot.CELL).items())
+        return iter(self._save(path, cell, snapshot.CELL).items())
 
     def _reference_edges(self, reference: Any, path: Any) -> Edges:
         is_variable = type(reference) is ContextVar
-        held = self._hold(path, reference, snapshot.CONTEXT) if is_variable else {"()": objects.referent(reference)}
+        held = self._save(path, reference, snapshot.CONTEXT) if is_variable else {"()": objects.referent(reference)}
         return chain([("", type(reference))], held.items())
 
     def _generator_edges(self, generator: Any, path: Any) -> Edges:
-        self._generators.append(snapshot.random_holder(path, generator))
+        self._generators.append(snapshot.save_random(path, generator))
         return self._attributes(generator, path)
 
     def _attributes(self, value: Any, path: Any) -> Edges:
         if attribute_table(value) is None:
             return iter(())
         is_tensor = issubclass(type(value), torch.Tensor)
-        held = self._hold(path, value, snapshot.OF_TENSORS if is_tensor else snapshot.ATTRIBUTES)
+        held = self._save(path, value, snapshot.OF_TENSORS if is_tensor else snapshot.ATTRIBUTES)
         return ((f".{name}", inner) for name, inner in held.items())
 
     def _entries(self, container: Any, path: Any) -> Edges:
@@ -257,7 +260,7 @@ class StateWalk:
             if not objects.is_module_table(container):
                 self.settings.append(container)
             return iter(())  # variables, which are followed by name
-        entries = self._hold(path, container, snapshot.ENTRIES)
+        entries = self._save(path, container, snapshot.ENTRIES)
         if not entries:
             return iter(())
         keys = dict.keys(container) if issubclass(type(container), dict) else ()
@@ -267,7 +270,7 @@ class StateWalk:
         """What nobody can compare."""
         self.has_opaque = True
         if not objects.is_machine(type(value)):
-            self.unrestorable = self.unrestorable or told(path)
+            self.unrestorable = self.unrestorable or path_text(path)
         return iter(())
 
     def _instance_edges(self, value: Any, path: Any) -> Edges:
@@ -278,7 +281,7 @@ class StateWalk:
         yield from self._attributes(value, path)
         slots = self._kinds[kind].slots
         if slots:
-            yield from self._hold(path, value, snapshot.way_of_slots(slots)).items()
+            yield from self._save(path, value, snapshot.accessor_of_slots(slots)).items()
         if issubclass(kind, CONTAINERS):
             yield from self._entries(value, path)
         elif issubclass(kind, (tuple, frozenset)):
@@ -291,7 +294,7 @@ class StateWalk:
     def _tensor_edges(self, tensor: torch.Tensor, path: Any) -> Edges:
         self.tensors.append(tensor)
         if type(tensor) in _PLAIN_TENSORS and is_strided(tensor):
-            self._hold(path, tensor, snapshot.way_of_tensor(tensor))
+            self._save(path, tensor, snapshot.accessor_of_tensor(tensor))
         return chain([("", type(tensor))], self._attributes(tensor, path))
 
     def _function_edges(self, fn: types.FunctionType, path: Any) -> Edges:
@@ -305,7 +308,7 @@ class StateWalk:
             yield from (
                 (f" {name}", cell) for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
             )
-        self._hold(path, fn, snapshot.FUNCTION)
+        self._save(path, fn, snapshot.FUNCTION)
         yield from (("", held) for held in (fn.__defaults__, fn.__kwdefaults__, fn.__dict__) if held)
 
     def _class_edges(self, kind: type, path: Any) -> Edges:
@@ -315,7 +318,7 @@ class StateWalk:
                 yield "", base
             else:
                 yield "", type(kind)
-                held = self._hold(path, kind, snapshot.CLASS)
+                held = self._save(path, kind, snapshot.CLASS)
                 for name, inner in held.items():
                     is_own = not objects.describes(name) and name not in ("__dict__", "__weakref__")
                     if is_own:
