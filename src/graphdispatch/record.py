@@ -46,7 +46,7 @@ class Reached(Guard):
         fn: The callable.
     """
 
-    is_stale = False
+    is_broken = False
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         home = next((one for one in (fn, getattr(fn, "__self__", None)) if isinstance(one, nn.Module)), None)

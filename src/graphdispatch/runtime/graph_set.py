@@ -294,7 +294,7 @@ class GraphSet:
             return None
         return entry
 
-    def is_stale(self, group: GraphGroup, size: int) -> bool:
+    def has_only_other_states(self, group: GraphGroup, size: int) -> bool:
         """Whether there are graphs of ``size``, and all of them are of another state of the callable."""
         return bool(group.of_size(size)) and self.current(group, size) is None
 
@@ -447,19 +447,19 @@ class GraphSet:
         guards = {entry.guard for entry in self.entries() if entry.guard is not None}
         if not guards:
             return
-        present = {guard: guard.holds() for guard in guards if not guard.is_stale}
+        present = {guard: guard.holds() for guard in guards if not guard.is_broken}
         if present and all(present.values()) and (self._guard is None or self._guard.holds()):
             return
         for guard in list(guards):
-            guard.is_stale = not (present[guard] if guard in present else guard.holds())
-            if guard.is_stale and (renewed := guard.renewed()) is not None:
+            guard.is_broken = not (present[guard] if guard in present else guard.holds())
+            if guard.is_broken and (renewed := guard.renewed()) is not None:
                 guards.remove(guard)
                 guards.add(renewed)
                 self._replace(guard, renewed)
-            elif guard.is_stale and guard in present:
+            elif guard.is_broken and guard in present:
                 self.latest_change = guard.change()
                 self.stats.record_state_change(self.latest_change)
-        gone = {guard for guard in guards if guard.is_stale and (guard.has_moved() or not guard.within(self.guard))}
+        gone = {guard for guard in guards if guard.is_broken and (guard.has_moved() or not guard.within(self.guard))}
         for entry in self.entries() if gone else ():
             if entry.guard in gone:
                 self.release(self.cache.retire(entry, EvictionReason.STALE, self.latest_change))

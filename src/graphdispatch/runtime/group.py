@@ -472,7 +472,7 @@ class GraphGroup:
             elif self.route.entry is not None or entry.guard is None or entry.guard.holds():
                 self._put_first(entry)
                 if entry.guard is not None:
-                    entry.guard.is_stale = False
+                    entry.guard.is_broken = False
                 return entry
         return None
 

@@ -136,7 +136,7 @@ def prewarm(
         run.capture(group, leaves, missing)
         # The run of one size may move a workspace that graphs made before read, or show that padding must be another.
         lost = [size for size in missing if graphs.current(group, size) is None] if group.inputs is not inputs else []
-        if unfit := lost or [size for size in missing if graphs.is_stale(group, size)]:
+        if unfit := lost or [size for size in missing if graphs.has_only_other_states(group, size)]:
             graphs.refresh()
             run.capture(group, leaves, unfit)
         run.make_sure(group, leaves, wanted)

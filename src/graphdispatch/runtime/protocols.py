@@ -26,10 +26,10 @@ PerCall = Callable[[Sequence[Any]], bool]
 
 
 class Guard(Protocol):
-    """What must be as it was when a graph was captured. It holds what it compares. Thread-safe, but for ``is_stale``,
+    """What must be as it was when a graph was captured. It holds what it compares. Thread-safe, but for ``is_broken``,
     which is changed with the server's lock held."""
 
-    is_stale: bool
+    is_broken: bool
     """Whether it did not hold when it was last looked at: then its graphs wait until it does again."""
 
     @property

@@ -262,7 +262,8 @@ class Server:
             return self.run_eagerly(decision, args, kwargs, group)
 
     def choose(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
-        """What to do with a call. It releases what is stale, and makes the call's group if it can have one."""
+        """What to do with a call. It releases the graphs whose weights have moved. It makes the call's group if the
+        call can have one."""
         self.graphs.refresh()
         found = self.graphs.find(route, args, kwargs)
         if isinstance(found, Refusal):
@@ -437,7 +438,8 @@ class Server:
         return "; ".join(filter(None, parts))
 
     def preview(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
-        """What would be done with such a call now. Nothing is run or counted, but what is stale is released."""
+        """What would be done with such a call now. Nothing is run or counted, but graphs whose weights
+        have moved are released."""
         if torch.is_grad_enabled() and self.needs_gradients(args, kwargs):
             return Choice(Decision.eager(Reason.NEEDS_GRADIENTS))
         closed = self.closed(route)

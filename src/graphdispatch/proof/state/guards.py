@@ -66,8 +66,8 @@ class StateGuard:
     """
 
     __slots__ = ("__dict__", "__weakref__", "native")
-    is_stale = False
-    """Whether it was found to be of another state than the present one; for whoever keeps graphs of several."""
+    is_broken = False
+    """Whether it did not hold when it was last looked at; the graph set changes that."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class StateGuard:
             return tuple(moved.get(id(one), one) for one in found)
 
         new = object.__new__(StateGuard)
-        vars(new).update(vars(self), is_stale=False)
+        vars(new).update(vars(self), is_broken=False)
         for name in ("_held", "_watched", "_homes", "_objects", "_tables"):
             setattr(new, name, follow(getattr(self, name)))
         new._named = [(moved.get(id(table), table), names) for table, names in self._named]
