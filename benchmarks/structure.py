@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from graphdispatch.backends.operators import storage_key, tensors_in
-from graphdispatch.proof.check.licence import Program
 from graphdispatch.proof.rows.batches import BatchSpace
 from graphdispatch.proof.rows.run import RowRun
 from graphdispatch.proof.rows.verdict import Verdict
 from graphdispatch.proof.watch.effects import EffectRecorder
-from graphdispatch.proof.watch.program import Labels
+from graphdispatch.proof.watch.operator_trace import OperatorTrace, TensorNames
 
 from .price import Encoder
 from .timing import Effort, Row, compared, interleaved
@@ -37,11 +36,11 @@ def followed(model: Encoder, x: Tensor, mask: Tensor) -> Verdict:
     run = RowRun(space, set(map(storage_key, [*model.parameters(), x, mask])))
     for argument in (x, mask):
         run.follow(argument, {0: 0, 1: 1})
-    effects = EffectRecorder(1 << 30, strict=True, labels=Labels.of_arguments((x, mask), (None, None)))
+    effects = EffectRecorder(1 << 30, strict=True, tensor_names=TensorNames.of_arguments((x, mask), (None, None)))
     with effects.guarding(), run.watching():
         answer = model(x, mask)
     effects.note_outputs(answer)
-    Program(effects.dispatched)
+    OperatorTrace(effects.dispatched)
     return run.verdict(tensors_in(answer))
 
 
