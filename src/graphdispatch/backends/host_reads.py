@@ -144,9 +144,9 @@ _READS = StandIns(
 )
 _GRAPHS = [module for path, module in list(sys.modules.items()) if re.fullmatch(r"torch\.\w+\.graphs", path)]
 """Where torch has the graphs of its accelerators."""
-ASKS = frozenset(vars(module)[_QUESTION].__code__ for module in _GRAPHS if _QUESTION in vars(module))
+CAPTURE_QUERIES = frozenset(vars(module)[_QUESTION].__code__ for module in _GRAPHS if _QUESTION in vars(module))
 """Code that calls it may do something else while somebody captures."""
-# What those functions call: so everyone is told who has imported one by its name.
+# What those functions call, so that it counts, too, where code has imported one by its name.
 _CAPTURES = StandIns(
     [(module, name) for module in _GRAPHS for name in vars(module) if name.endswith("_isCurrentStreamCapturing")],
     _tell_of_capture,

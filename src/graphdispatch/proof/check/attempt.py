@@ -94,7 +94,7 @@ class CaptureAttempt:
         """Traces the code of a further run, unless that of the eager run was not traced."""
         return self.eager.trace if self.eager.like is None else nullcontext()
 
-    def run_apart(
+    def run_and_undo(
         self,
         effects: EffectRecorder,
         values: Sequence[Any],
@@ -119,10 +119,10 @@ class CaptureAttempt:
         finally:
             undo_run(request, effects, eager.rng_before, None if has_kept_state else eager.trace.walk)
 
-    def try_apart(self, effects: EffectRecorder, values: Sequence[Any], read: Callable[[Any], _T]) -> _T | None:
-        """``run_apart`` for values that the callable may not take; None if it failed."""
+    def try_and_undo(self, effects: EffectRecorder, values: Sequence[Any], read: Callable[[Any], _T]) -> _T | None:
+        """``run_and_undo`` for values that the callable may not take; None if it failed."""
         try:
-            return self.run_apart(effects, values, read)
+            return self.run_and_undo(effects, values, read)
         except Exception as error:
             if ends_capture(self.request.backend, error):
                 raise

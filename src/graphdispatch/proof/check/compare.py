@@ -72,9 +72,11 @@ def _compare_change(
     allowed = tolerance_for(
         dtype, exact=False, rtol=request.options.rtol, atol=request.options.atol, is_far=request.is_padded
     )
-    is_told = (before.isfinite() & after.isfinite()) if ignored is None else ~ignored
+    is_compared = (before.isfinite() & after.isfinite()) if ignored is None else ~ignored
     rounding = 8 * torch.finfo(dtype).eps * (before.abs() + after.abs())
-    gap, change = (((after - one).abs() - less).where(is_told, 0.0) for one, less in ((now, rounding), (before, 0.0)))
+    gap, change = (
+        ((after - one).abs() - less).where(is_compared, 0.0) for one, less in ((now, rounding), (before, 0.0))
+    )
     if bool((gap > allowed.atol + allowed.rtol * change.amax()).any()):
         raise VerificationError(
             f"{name} of {request.rows} rows in a graph of {request.size} is changed by another amount than in eager, "
@@ -281,7 +283,7 @@ def _in_rows(values: torch.Tensor) -> torch.Tensor:
 
 
 def _of_columns(values: torch.Tensor) -> torch.Tensor:
-    """For each element some multiple of what is typical of its place in the last dimension: columns that are apart, as
+    """For each element some multiple of what is typical of its place in the last dimension: columns of another kind, as
     scores beside coordinates, are not excused by the others."""
     columns = values.reshape(-1, values.shape[-1] if values.dim() else 1)
     typical = _typical(columns.t()).t() if len(columns) > 1 else torch.full_like(columns, math.inf)
@@ -299,12 +301,12 @@ def _typical(rows: torch.Tensor) -> torch.Tensor:
     sizes = rows[:, ::step].abs()
     missing = float("inf")
     ordered = sizes.where(sizes > 0, missing).sort(1).values
-    apart = max(ordered.shape[1] // 16, 3)
-    if ordered.shape[1] > apart:
-        same = ordered[:, apart:] == ordered[:, :-apart]
+    distance = max(ordered.shape[1] // 16, 3)
+    if ordered.shape[1] > distance:
+        same = ordered[:, distance:] == ordered[:, :-distance]
         common = torch.zeros_like(ordered, dtype=torch.bool)
-        common[:, apart:] |= same
-        common[:, :-apart] |= same
+        common[:, distance:] |= same
+        common[:, :-distance] |= same
         ordered = ordered.where(~common, missing).sort(1).values
     counts = ordered.isfinite().sum(1, keepdim=True)
     is_few = counts < _FEW

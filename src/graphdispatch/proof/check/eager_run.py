@@ -26,7 +26,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from ...backends.base import Graph
-from ...backends.host_reads import ASKS
+from ...backends.host_reads import CAPTURE_QUERIES
 from ...backends.operator_mode import reveal_operators
 from ...backends.operators import is_strided, tensors_in
 from ...errors import CaptureError, error_of_signal
@@ -179,7 +179,7 @@ def run_eagerly(
         may_draw = effects.runs_custom or trace.sets_generator
         draws = effects.uses_rng or _pads_by_code(request) or (may_draw and not torch.equal(before, after))
         run = EagerRun(answer, values, arguments, effects, before, after, draws, trace, changed, drew)
-        run.warms_up = on_static_inputs and not _asks(like.guard.notes if like is not None else trace)
+        run.warms_up = on_static_inputs and not _queries_capture(like.guard.notes if like is not None else trace)
         run.like, run.recording = like, recording
         if recording is None:
             effects.note_outputs(run.opened)
@@ -215,9 +215,9 @@ def _why_failed(
     return "saving what it overwrites" if not request.keep_effects and effects.unsaved is not None else None
 
 
-def _asks(notes: CodeNotes) -> bool:
-    """Whether the code asks torch whether anyone captures, and so may do something else meanwhile."""
-    return not ASKS.isdisjoint(notes.codes)
+def _queries_capture(notes: CodeNotes) -> bool:
+    """Whether the code queries torch whether anyone captures, and so may do something else meanwhile."""
+    return not CAPTURE_QUERIES.isdisjoint(notes.codes)
 
 
 def _pads_by_code(request: CaptureRequest) -> bool:

@@ -109,7 +109,7 @@ class PaddingReplays:
             alone = [spec.cut(value, self._rows).clone() for spec, value in zip(self._specs, real, strict=True)]
             effects = EffectRecorder(self._request.options.state_limit_bytes, strict=True)
             self._attempt.start_over("running eager on other elements")
-            want = self._attempt.try_apart(
+            want = self._attempt.try_and_undo(
                 effects, self._request.values_with(alone), lambda output: [t.clone() for t in tensors_in(output)]
             )
             if want is None:

@@ -146,8 +146,8 @@ class ArgumentMetadata:
     @property
     def text(self) -> str:
         """Why a call that differs runs eagerly."""
-        spelled = ", ".join(name if name == IDENTITY else f".{name}" for name in self.names)
-        return f"the code may read {spelled} of an argument, and each call differs there; pass that as an argument"
+        names = ", ".join(name if name == IDENTITY else f".{name}" for name in self.names)
+        return f"the code may read {names} of an argument, and each call differs there; pass that as an argument"
 
     def note(self, values: Sequence[Any]) -> None:
         """Note a call that was compared with eager."""
@@ -199,7 +199,7 @@ class Verification(Licence):
     metadata: ArgumentMetadata | None = None
     """What the code reads of its arguments besides their values, in the calls that were compared; None: nothing."""
     bare: tuple[int, ...] = ()
-    """The places, among a call's values, of copied tensors that must carry no attributes of Python: the code asks for
+    """The places, among a call's values, of copied tensors that must carry no attributes of Python: the code looks up
     some that they may have."""
     batches: list[tuple[Any, ...]] = field(default_factory=list)
     """The batches that it agreed on so far, that of the capture first, as ``kept`` gives them; none once there were

@@ -146,7 +146,7 @@ def _find_output_rule(attempt: CaptureAttempt, output: Any, shown: RowsShown) ->
         rule = _rule_of(attempt, shown)
     if rule is None:
         used = {axis for spec in request.inputs.specs for _, axis in spec.spans}
-        others = [(axis, *_run_apart_along(attempt, axis, output)) for axis in axes if axis in used]
+        others = [(axis, *_run_along(attempt, axis, output)) for axis in axes if axis in used]
         rule = learn_output_rule(axes, eager, request.rows, others)
     rule.check(axes, eager, request.rows, output, request.size)
     return rule
@@ -169,7 +169,7 @@ def _rule_of(attempt: CaptureAttempt, shown: RowsShown) -> OutputRule | None:
     return rule
 
 
-def _run_apart_along(attempt: CaptureAttempt, axis: Axis, output: Any) -> tuple[int, Any]:
+def _run_along(attempt: CaptureAttempt, axis: Axis, output: Any) -> tuple[int, Any]:
     """A batch with another extent along one axis, and its outputs: that of the graph, whose ``output`` is known if
     it differs along this axis alone. Else one less; or one more than one, or than two where the call does not take
     one, as a normalisation over the batch."""
@@ -203,7 +203,7 @@ def _outputs_of(attempt: CaptureAttempt, rows: int) -> Any:
     values = request.values_with(spec.repeated(value, rows) for spec, value in pairs)
     effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
     try:
-        return attempt.run_apart(effects, values, lambda output: output)
+        return attempt.run_and_undo(effects, values, lambda output: output)
     except CaptureError:
         raise
     except Exception as error:

@@ -83,11 +83,11 @@ class EqualRows:
         values = request.values_with([uniform({axes[0]: place}, spec, value, request.rows) for spec, value in pairs])
         alone, padded = EffectRecorder(self._limit, strict=True), EffectRecorder(self._limit, strict=True)
         attempt.start_over("finding where a single row writes")
-        if attempt.try_apart(alone, values, tensors_in) is None:
+        if attempt.try_and_undo(alone, values, tensors_in) is None:
             return False
         attempt.start_over("finding where a single row writes with padding")
         request.inputs.load(values, request.rows, request.size)
-        if attempt.try_apart(padded, request.static_values(), tensors_in) is None:
+        if attempt.try_and_undo(padded, request.static_values(), tensors_in) is None:
             return False
         if find_padding_writes(request, alone.regions, padded.regions) is not None:
             return True
@@ -114,7 +114,7 @@ class EqualRows:
         """Where a run on these values changes copies of the tensors, which hold other numbers; None if it failed."""
         effects = _StandIns(self._limit, tensors)
         before = [effects.swap(one).clone() for one in tensors]
-        return self._attempt.try_apart(
+        return self._attempt.try_and_undo(
             effects, values, lambda _: [effects.swap(one) != was for one, was in zip(tensors, before, strict=True)]
         )
 

@@ -13,9 +13,9 @@ on the first batch only.
 A graph of a further size is proven by the run that proved the first one. Python takes the same path for it, so its code
 is not traced again: it is warmed up, recorded and compared. Where nobody waits for eager's answer and a capture
 executes what it records, one watched run is all three: the warm-up, the recording, and what the replay is compared
-with. The first graph's eager run was apart from its recording, so a value that changes from run to run was seen there.
-One that changes with the size is among the numbers of the operators: where these are not those of a graph that agreed
-with eager on two batches, a second batch is compared.
+with. The first graph's eager run and its recording were two runs, so a value that changes from run to run was seen
+there. One that changes with the size is among the numbers of the operators: where these are not those of a graph that
+agreed with eager on two batches, a second batch is compared.
 
 Note [kernels that round otherwise]
     Libraries choose a kernel by the number of rows, and each adds up in an order of its own. A deep model in bfloat16
@@ -28,7 +28,7 @@ While torch's profiler is on, each capture and each comparison is a range of it:
 
 from typing import Any
 
-from ...backends.host_reads import ASKS
+from ...backends.host_reads import CAPTURE_QUERIES
 from ...backends.operators import bits_equal, copy_with_gaps, tensors_in
 from ...backends.tracing import profiler_range
 from ...errors import CaptureError, VerificationError, error_of_signal
@@ -61,7 +61,7 @@ _UNLIKE = "the call did not do what calls of other sizes did; the next one is wa
 def capture_entry(request: CaptureRequest) -> CaptureResult:
     """Run the call eagerly and capture it; see the module's text. Holds the pool's lock throughout.
 
-    An error of the callable on the real rows passes through unchanged. Apart from that only these are raised:
+    An error of the callable on the real rows passes through unchanged. Besides it only these are raised:
     ``KeyboardInterrupt`` and its like, and what a handler of a signal raises, after everything was put back;
     ``DeviceLostError`` if nothing can be served any more; ``CaptureError`` if what was written cannot be put back.
     """
@@ -161,8 +161,8 @@ def _like(request: CaptureRequest, entry: CUDAGraphEntry | None) -> LikeGraph | 
 
 def _may_record_at_once(request: CaptureRequest, like: LikeGraph) -> bool:
     """Whether one run is the warm-up, the recording, and what the replay is compared with; see the module's text."""
-    asks = not ASKS.isdisjoint(like.guard.notes.codes)
-    return request.backend.capture_executes and request.options.warmup_iterations <= 1 and not asks
+    queries_capture = not CAPTURE_QUERIES.isdisjoint(like.guard.notes.codes)
+    return request.backend.capture_executes and request.options.warmup_iterations <= 1 and not queries_capture
 
 
 def _unlike(like: LikeGraph | None, answer: Any) -> CaptureResult:
@@ -250,7 +250,7 @@ def _check_gaps(attempt: CaptureAttempt, operators: OperatorTrace) -> None:
         return OperatorTrace(effects.dispatched)
 
     values = request.call.in_new_containers(request.values_with(arguments))
-    if not attempt.run_apart(effects, values, read).is_like(operators):
+    if not attempt.run_and_undo(effects, values, read).is_like(operators):
         raise CaptureError(
             "the call does something else for an argument with gaps in memory than for one without; "
             "pass a contiguous one",
@@ -317,7 +317,7 @@ def _remedy_for(attempt: CaptureAttempt, rtol: float) -> str:
     for _ in range(2):
         attempt.start_over("running eager twice on one batch")
         effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
-        runs.append(attempt.try_apart(effects, values, lambda output: [one.clone() for one in tensors_in(output)]))
+        runs.append(attempt.try_and_undo(effects, values, lambda output: [one.clone() for one in tensors_in(output)]))
     first, second = runs
     if first is None or second is None or not all(map(bits_equal, first, second)):
         return (

@@ -323,12 +323,12 @@ def _give_outputs(
     positions = {id(value): position for position, value in enumerate(values)}
     given = list(map(positions.get, places))
     if request.options.outputs != "clone":
-        output = _apart_from(buffers, output)
+        output = _copied_from(buffers, output)
     capture.set_outputs(output, shared=request.options.shares_outputs)
     return is_own, firsts, given
 
 
-def _apart_from(buffers: set[int], output: Any) -> Any:
+def _copied_from(buffers: set[int], output: Any) -> Any:
     """The outputs, with copies of those that lie in static inputs. The caller gets the graph's own tensors and may give
     one back as another argument, which the copy of the next batch would overwrite before it is read."""
     inside = {id(tensor): tensor for tensor in tensors_in(output) if storage_key(tensor) in buffers}

@@ -238,7 +238,7 @@ def _follow(attempt: CaptureAttempt, rows: int) -> tuple[FollowedRun, Any] | str
     trace = attempt.eager.trace
     try:
         with trace.of_another_batch():
-            return attempt.run_apart(effects, request.values_with(values), read, around=run.watching())
+            return attempt.run_and_undo(effects, request.values_with(values), read, around=run.watching())
     except Exception as error:
         if ends_capture(request.backend, error):
             raise

@@ -53,8 +53,8 @@ class StateGuard:
     """Fingerprint of what a callable reads besides its arguments; ``holds()`` tells whether it still fits.
 
     With a ``trace`` of the runs behind a graph, it compares what that code reads: the variables, and of every object
-    that it can reach from there the attributes under the names that the code spells, all of them where the code does
-    not spell them. Without one, it compares the variables, modules and containers that tell which tensors the callable
+    that it can reach from there the attributes under the names in the code, and all of them where the code reads under
+    other names. Without one, it compares the variables, modules and containers that tell which tensors the callable
     reaches. It compares ``tensors`` by shape and strides, and those whose storage's key is in ``used`` by address.
 
     Members, numbers and variables must be the same objects or equal constants. The guard holds the objects, so that no
@@ -87,7 +87,7 @@ class StateGuard:
         self.unguarded = reads.unguarded
         """What the code reads and nobody can compare, so that no graph may be made; empty if there is nothing."""
         self.missing = reads.missing
-        """Names by which the code asks whether something has an attribute; an argument may have it."""
+        """Names that the code looks up and that need not exist; an argument may have such an attribute."""
         self.modules = tuple(reads.modules)
         # Tables of hooks by the ids of their handles. Later hooks have larger ids.
         self._hooks: list[dict[int, Any]] = [*objects.GLOBAL_HOOKS, *reads.hooks]
@@ -376,8 +376,8 @@ def _has_own_table(value: Any) -> bool:
     """Whether an object's ``__dict__`` is where its attributes are, and the object's own to tell."""
     kind = type(value)
     tables = [vars(base) for base in kind.__mro__[:-1]]
-    told = [table["__dict__"] for table in tables if "__dict__" in table]
-    is_plain = all(type(each) is types.GetSetDescriptorType for each in told)
+    descriptors = [table["__dict__"] for table in tables if "__dict__" in table]
+    is_plain = all(type(each) is types.GetSetDescriptorType for each in descriptors)
     return kind.__dictoffset__ != 0 and is_plain and not any("__getattribute__" in table for table in tables)
 
 
@@ -390,7 +390,7 @@ def _parts(container: Any) -> tuple[Iterable[Any], ...]:
 
 
 def _shown(value: Any) -> str:
-    """A value in one line, without code of the user's: a constant, or a container of constants, as it is spelled."""
+    """A value in one line, without code of the user's: a constant, or a container of constants, as it is written."""
     if value is objects.ABSENT:
         return "nothing"
     inner = content(value) if type(value) in (tuple, list, dict, set) else []

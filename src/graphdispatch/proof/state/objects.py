@@ -99,7 +99,7 @@ _OPAQUE = (
     attrgetter,
 )
 """Compiled classes whose objects code reads and writes without calling a method of theirs, or that read others under
-names that no code spells. Arrays of NumPy's own two classes are compared; those of others may hide what they hold."""
+names that stand in no code. Arrays of NumPy's own two classes are compared; those of others may hide what they hold."""
 
 
 DESCRIBES = frozenset(
@@ -108,7 +108,7 @@ DESCRIBES = frozenset(
         *("__dataclass_fields__", "__dataclass_params__"),
     )
 )
-"""Attributes of classes in which nobody looks for state: code of the user that spells one of them runs eagerly."""
+"""Attributes of classes in which nobody looks for state: code of the user with one of these names runs eagerly."""
 _NOTHING_IN = (*CONSTANTS, *_TRUSTED)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 """An attribute that compiled classes keep outside of ``__dict__``, as slots do."""
@@ -364,12 +364,13 @@ def _iterates(kind: type) -> bool:
 def same_objects(before: Sequence[Any], after: Sequence[Any]) -> bool:
     """Whether two sequences hold the same objects. Equal constants of one type count as the same."""
     return len(before) == len(after) and all(
-        a is b or (type(a) is type(b) and issubclass(type(a), CONSTANTS) and is_leaf(type(a)) and _spell_alike(a, b))
+        a is b
+        or (type(a) is type(b) and issubclass(type(a), CONSTANTS) and is_leaf(type(a)) and _is_same_constant(a, b))
         for a, b in zip(before, after, strict=True)
     )
 
 
-def _spell_alike(a: Any, b: Any) -> bool:
+def _is_same_constant(a: Any, b: Any) -> bool:
     """Whether two constants of one type are equal, and zeros of one sign."""
     return bool(a == b) if type(a) is bytes else repr(a) == repr(b)  # an array's bytes may be many
 
@@ -456,7 +457,7 @@ def name_of(value: Any) -> str:
 
 
 def is_whole(module: types.ModuleType) -> bool:
-    """Whether all variables of a module count where code reads names that it does not spell: of one of the user's."""
+    """Whether all variables of a module count where code reads names that do not stand in it: of one of the user's."""
     return is_settings(module) and str(module.__name__).partition(".")[0] not in (*sys.stdlib_module_names, "numpy")
 
 

@@ -45,7 +45,7 @@ class Reader(NamedTuple):
         return self.kind, self.call if self.kind == "call" else self.subject, self.further, value
 
 
-_SETS = ("codes", "names", "asked", "library_names", "whole_types", "functions", "variables")
+_SETS = ("codes", "names", "optional", "library_names", "whole_types", "functions", "variables")
 
 
 class CodeNotes:
@@ -56,12 +56,12 @@ class CodeNotes:
         self.codes: set[types.CodeType] = set()
         self.names: set[str] = set()
         """Names of attributes that code of the user reads."""
-        self.asked: set[str] = set()
-        """Names that code of the user asks for by ``getattr`` or ``hasattr``, so that they need not exist."""
+        self.optional: set[str] = set()
+        """Names that code of the user looks up by ``getattr`` or ``hasattr``, so that they need not exist."""
         self.library_names: set[str] = set()
         """Those that code of libraries reads."""
         self.whole_types: set[type] = set()
-        """Classes whose objects are read under names that are not spelled in the code."""
+        """Classes whose objects are read under names that do not stand in the code."""
         self.functions: set[types.FunctionType] = set()
         """Functions that ran and that nothing within reach holds, but for the interpreter."""
         self.tables: dict[int, dict[str, Any]] = {}
@@ -70,7 +70,7 @@ class CodeNotes:
         """The variables that it looks up there, each by the ``id`` of its namespace and its name. Where one is not
         there, a builtin serves, or a default."""
         self.reads_whole = False
-        """Whether code reads objects of any class under names that it does not spell."""
+        """Whether code reads objects of any class under names that do not stand in it."""
         self.modules = ModulesRead.NOT
         """What code of the user does with ``sys.modules``."""
 
@@ -140,12 +140,12 @@ TENSOR_READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _tensor_readers(tensor: torch.Tensor, names: Collection[str]) -> list[Reader]:
-    """What to compare of a tensor besides its address and form: what code asks for under ``names``, and whether numbers
+    """What to compare of a tensor besides its address and form: what code reads under ``names``, and whether numbers
     are conjugated."""
     if not has_memory(tensor):
         return [Reader(partial(getattr, tensor, "requires_grad"))] if "requires_grad" in names else []
-    asked = TENSOR_READERS.keys() & ({"is_conj", *names} if tensor.dtype.is_complex else names)
-    return [Reader(partial(TENSOR_READERS[name], tensor)) for name in sorted(asked)]
+    wanted = TENSOR_READERS.keys() & ({"is_conj", *names} if tensor.dtype.is_complex else names)
+    return [Reader(partial(TENSOR_READERS[name], tensor)) for name in sorted(wanted)]
 
 
 DIFFERENTIATES = torch.autograd.graph._engine_run_backward.__code__
@@ -181,23 +181,23 @@ def metadata_names(codes: Iterable[types.CodeType]) -> list[str]:
     compares = any(code_reads(code).compared for code in theirs) or any(
         not code_reads(code).compared.isdisjoint(code.co_varnames) for code in others
     )
-    spelled = set().union(*(code_reads(code).attributes for code in theirs))
-    compares = compares or torch.Tensor.__hash__.__code__ in others or not spelled.isdisjoint(("_cdata", "is_set_to"))
-    if any(original_of(code) is not None for code in others):  # functions that the compiler put inline may ask, too
-        spelled, compares = {*spelled, "requires_grad"}, True
-    return sorted(TENSOR_READERS.keys() & spelled) + [IDENTITY] * compares
+    used = set().union(*(code_reads(code).attributes for code in theirs))
+    compares = compares or torch.Tensor.__hash__.__code__ in others or not used.isdisjoint(("_cdata", "is_set_to"))
+    if any(original_of(code) is not None for code in others):  # functions that the compiler put inline may read it, too
+        used, compares = {*used, "requires_grad"}, True
+    return sorted(TENSOR_READERS.keys() & used) + [IDENTITY] * compares
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _TABLES = frozenset((*MEMBERS, *_HOOKS))
 """What a module keeps its members and hooks in: compared by identity here; its entries are compared besides."""
 _BY_TORCH = frozenset(("training", "forward", "_call_impl"))
-"""Attributes of modules that torch's code spells, and that of a model need not."""
+"""Attributes of modules that torch's code names, and that of a model need not."""
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} - _TABLES
 _COMPILED_METHODS = (types.BuiltinFunctionType, types.MethodType)
 _WRAPPERS = (property, staticmethod, classmethod, partial, partialmethod)
 _READ_WHOLE = (nn.ParameterList, nn.ParameterDict)
-"""Classes of torch whose own code reads attributes under names that nobody spells."""
+"""Classes of torch whose own code reads attributes under names that stand nowhere."""
 _TENSOR_ATTRIBUTES = frozenset(dir(torch.Tensor))
 _STATES = {random.Random: "getstate", np.random.RandomState: "get_state", np.random.BitGenerator: "state"}
 """Names by which code reads the state of a generator, and does not change it."""
@@ -245,7 +245,7 @@ class StateReads:
         self._follow()
         if notes.modules:
             self._compare_modules(notes)
-        self.missing = notes.asked - _TENSOR_ATTRIBUTES
+        self.missing = notes.optional - _TENSOR_ATTRIBUTES
 
     def _follow(self) -> None:
         while self._pending:
@@ -265,9 +265,9 @@ class StateReads:
     def _visit_tensor(self, tensor: torch.Tensor) -> None:
         self.tensors.append(tensor)
         table = attribute_table(tensor)
-        if objects.own_attributes(tensor) or self._notes.asked:
+        if objects.own_attributes(tensor) or self._notes.optional:
             self.objects.append(tensor)
-            self._compare(table, self._spelled_in(table))
+            self._compare(table, self._to_compare_in(table))
         self.readers += _tensor_readers(tensor, self._names)
         if self._differentiates:
             self.readers += _readers_of_leaf(tensor)
@@ -288,18 +288,18 @@ class StateReads:
 
     def _visit_module(self, module: types.ModuleType) -> None:
         """A module is compared as any object, since code may pass it on. Of one of a library it is noted what is read
-        there, where code spells it as a variable. Where code reads names that it does not spell, its settings count."""
+        there, where code has it as a variable. Where code reads names that do not stand in it, its settings count."""
         table = vars(module)
-        known = [name for name in self._names if name in table]
+        present = [name for name in self._names if name in table]
         is_whole = self._all and objects.is_whole(module)
         if is_whole:
-            known += (name for name in objects.settings_in(module) if name not in self._names)
+            present += (name for name in objects.settings_in(module) if name not in self._names)
             self.tables.append(table)
         if is_whole or id(table) not in self._notes.tables or objects.is_settings(module):
-            self._compare_variables(table, known)
-        # What comes to be there later may be read then, where else the module itself would be asked for the name.
+            self._compare_variables(table, present)
+        # What comes to be there later may be read then, where else the module's ``__getattr__`` would give it.
         finds = ("__getattr__" in table or hasattr(type(module), "__getattr__")) and objects.is_settings(module)
-        self.absent.append((table, (self._names if finds else frozenset(self._notes.asked)) - table.keys()))
+        self.absent.append((table, (self._names if finds else frozenset(self._notes.optional)) - table.keys()))
         self._pending.append(type(module))
 
     def _visit_cell(self, cell: types.CellType) -> None:
@@ -319,7 +319,7 @@ class StateReads:
         kind = type(value)
         if kind is dict and "__builtins__" in value:
             if not objects.is_module_table(value):
-                self._compare_variables(value, self._spelled_in(value))
+                self._compare_variables(value, self._to_compare_in(value))
             return  # those of a module are followed by name
         if issubclass(kind, CONTAINERS):
             if self._is_traced or _matters(value):
@@ -348,7 +348,7 @@ class StateReads:
         self._pending.append(kind)
 
     def _visit_members(self, module: nn.Module, table: dict[str, Any]) -> frozenset[str]:
-        """What a module holds for torch; the names to compare, besides those that the code spells."""
+        """What a module holds for torch; the names to compare, besides those in the code."""
         self.modules.append(module)
         for name in MEMBERS:
             members = table.get(name)
@@ -398,9 +398,9 @@ class StateReads:
         table, codes, names = vars(kind), self._notes.codes, self._names
         copyreg._slotnames(kind)  # type: ignore[attr-defined]  # else a pickle would add what this adds
         self.tables.append(table)
-        known = [name for name, held in table.items() if name in names or getattr(held, "__code__", None) in codes]
-        if known:
-            self.attributes.append((table, known))
+        present = [name for name, held in table.items() if name in names or getattr(held, "__code__", None) in codes]
+        if present:
+            self.attributes.append((table, present))
 
     def _is_read(self, name: str, member: Any, *, is_whole: bool) -> bool:
         """Whether code reads a class attribute: a method that ran, or another one under a name of the code; data under
@@ -418,8 +418,8 @@ class StateReads:
 
     def _visit_function(self, fn: types.FunctionType) -> None:
         """The closure and defaults of a function whose code ran, or of any without a trace."""
-        if fn.__dict__ or self._notes.asked:
-            self._compare(fn.__dict__, self._spelled_in(fn.__dict__))
+        if fn.__dict__ or self._notes.optional:
+            self._compare(fn.__dict__, self._to_compare_in(fn.__dict__))
         if objects.is_library_code(fn.__code__.co_filename):
             self._pending += (held for held in fn.__dict__.values() if type(held) is types.MappingProxyType)
             self._pending += objects.wrapped_by(fn)
@@ -452,20 +452,20 @@ class StateReads:
             loaded = [name for name in further if name in sys.modules]
             self.attributes.append((sys.modules, loaded))
             self.absent.append((sys.modules, frozenset(further.difference(loaded))))
-            if notes.modules > ModulesRead.ASKED:
+            if notes.modules > ModulesRead.TESTED:
                 self._pending += map(sys.modules.__getitem__, loaded)
                 self._follow()
 
     def _compare_variables(self, table: dict[str, Any], names: Iterable[str]) -> None:
-        known = [name for name in names if name in table]
-        if known:
-            self.attributes.append((table, known))
+        present = [name for name in names if name in table]
+        if present:
+            self.attributes.append((table, present))
             is_whole = self._notes.modules is ModulesRead.WHOLE or not self._is_traced
-            self._pending += (table[n] for n in known if is_whole or not holds_modules(table, n))
+            self._pending += (table[n] for n in present if is_whole or not holds_modules(table, n))
 
     def _named(self, kind: type, own: Iterable[str]) -> frozenset[str]:
         """The names to compare of an object of a class: those of the user's code, where libraries wrote some of the
-        class of their code, too; all its ``own``, if code reads them without spelling their names."""
+        class of their code, too; all its ``own``, if code reads them under names that do not stand in it."""
         users = objects.user_classes(kind)
         has_own_access = any({"__getattr__", "__getattribute__"} & vars(base).keys() for base in users)
         is_whole = self._all or kind in self._notes.whole_types or issubclass(kind, _READ_WHOLE)
@@ -474,7 +474,7 @@ class StateReads:
         is_library = not {nn.Module, *users}.issuperset(objects.written_classes(kind))
         return self._library_names if is_library else self._names
 
-    def _spelled_in(self, table: Mapping[str, Any] | None) -> frozenset[str]:
+    def _to_compare_in(self, table: Mapping[str, Any] | None) -> frozenset[str]:
         """The names to compare in a table, whatever it belongs to: those of the code, or all but the interpreter's."""
         return frozenset(n for n in table or () if not f"{n}".startswith("__")) if self._all else self._names
 

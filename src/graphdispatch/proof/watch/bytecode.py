@@ -59,8 +59,8 @@ class ModulesRead(IntEnum):
     """What code does with ``sys.modules``, the largest of several."""
 
     NOT = 0
-    ASKED = 1
-    """It asks whether a module is loaded (``name in sys.modules``) whose name is there as a text."""
+    TESTED = 1
+    """It tests whether a module is loaded (``name in sys.modules``) whose name is there as a text."""
     NAMED = 2
     """It takes a module by such a name (``sys.modules[cls.__module__]``)."""
     WHOLE = 3
@@ -79,10 +79,10 @@ class CodeReads(NamedTuple):
     texts: frozenset[str]
     """Constants that could be names of modules (``importlib.import_module("settings")``)."""
     compared: frozenset[str]
-    """What it compares objects with by identity, as it spells that: ``a is b``, ``a is self.b``, ``id(a)``. Constants
+    """What it compares objects with by identity, as it is written: ``a is b``, ``a is self.b``, ``id(a)``. Constants
     and builtins are left out."""
     whole: bool
-    """Whether it reads attributes under names that it does not spell: ``vars(x)``, ``getattr(x, name)``."""
+    """Whether it reads attributes under names that do not stand in it: ``vars(x)``, ``getattr(x, name)``."""
     whole_self: bool
     """Whether it does so with its first parameter alone."""
     whole_variables: bool
@@ -167,7 +167,7 @@ def _key_in_modules(instructions: Sequence[dis.Instruction], index: int) -> tupl
     use = following[0]
     if use.opname == "CONTAINS_OP":
         is_plain = index > 1 and (instructions[index - 1].opname in _LOADS or _is_fast(instructions[index - 1]))
-        return (instructions[index - 2] if is_plain else None), ModulesRead.ASKED
+        return (instructions[index - 2] if is_plain else None), ModulesRead.TESTED
     if use.argval == "get" and _is_method(use):
         key, _ = _arguments(following[1:])
         return (key[-1] if key else None), ModulesRead.NAMED
@@ -200,19 +200,19 @@ def _is_method(instruction: dis.Instruction) -> bool:
 def _parameters(
     code: CodeType, instructions: Iterable[dis.Instruction]
 ) -> tuple[str | None, str | None, frozenset[str]]:
-    """The first parameter, unless the code assigns it; the name that ``__getattr__`` is asked for, if it is one; and
+    """The first parameter, unless the code assigns it; the parameter with the name that ``__getattr__`` looks up; and
     all parameters that the code does not assign."""
-    owner, asked, *_ = (*code.co_varnames[: code.co_argcount], None, None)
+    owner, name, *_ = (*code.co_varnames[: code.co_argcount], None, None)
     stores = (i for i in instructions if i.opname.startswith(("STORE_FAST", "DELETE_FAST")))
-    stored = {name for i in stores for name in (i.argval if type(i.argval) is tuple else (i.argval,))}
-    is_asked = code.co_name in _ACCESS and asked not in stored
+    stored = {one for i in stores for one in (i.argval if type(i.argval) is tuple else (i.argval,))}
+    is_access = code.co_name in _ACCESS and name not in stored
     kept = frozenset(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]) - stored
-    return None if owner in stored else owner, asked if is_asked else None, kept
+    return None if owner in stored else owner, name if is_access else None, kept
 
 
 @lru_cache(maxsize=1024)
 def changed_by(code: CodeType) -> frozenset[str]:
-    """The names of attributes and variables that code may change: those that it assigns, and all that it spells where
+    """The names of attributes and variables that code may change: those that it assigns, and all that stand in it where
     it changes containers."""
     reads, stored = code_reads(code), stored_by(code)
     changes = not (stored | reads.attributes).isdisjoint(_CHANGES)
@@ -252,7 +252,7 @@ def _begin(instructions: Sequence[dis.Instruction], end: int) -> int:
 
 
 def _compared_with(before: Sequence[dis.Instruction]) -> tuple[str, ...]:
-    """How code spells the second operand of ``is``, which ends ``before``; nothing if one of them cannot be a tensor: a
+    """How code writes the second operand of ``is``, which ends ``before``; nothing if one of them cannot be a tensor: a
     constant, a builtin, a type."""
     second = before[-1]
     parts = next(n for n, i in enumerate(reversed(before)) if i.opname != "LOAD_ATTR")
@@ -314,8 +314,8 @@ def _names_a_constant(
     """Whether the call whose arguments ``following`` loads gets a constant, or a variable, as its second argument, or
     as its first and only one; False if unsure."""
     one, second = _arguments(following)
-    asked = one if first and not second else second
-    return len(asked) == 1 and (asked[0].opname == "LOAD_CONST" or _loads(asked[0], or_variable))
+    name = one if first and not second else second
+    return len(name) == 1 and (name[0].opname == "LOAD_CONST" or _loads(name[0], or_variable))
 
 
 _MADE = "__compiled_fn"
@@ -324,7 +324,7 @@ _GUARDED_VARIABLES = re.compile(r"(?:\bG|\['__builtins_dict\w*'\])\['(\w+)'\]")
 _GUARDED_NAMES = re.compile(r"(?<!\WL\[)(?<!\(key=)[.']([^\W\d]\w*)")
 """Not those of local variables, of which a script often has one of the same name."""
 _GUARDED_CLASSES = re.compile(r"<class '[^']*'>")
-_ASKED = re.compile(r"hasattr\(.*, '(\w+)'\)")
+_HASATTR = re.compile(r"hasattr\(.*, '(\w+)'\)")
 _OF_COMPILER = ("_dynamo_", "__builtins_dict", _MADE)
 """How names begin that the compiler gives. What a compiled graph keeps for itself is torch's."""
 _seen: WeakKeyDictionary[Any, tuple[frozenset[str], ...]] = WeakKeyDictionary()
@@ -350,21 +350,21 @@ def with_guards(code: CodeType) -> tuple[CodeReads, frozenset[str] | None]:
         return reads, None if is_made else frozenset()
     try:
         entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(original)
-        told = [_named_by(entry.guard_manager) for entry in entries]
+        named = [_named_by(entry.guard_manager) for entry in entries]
     except AttributeError:  # another torch
         return reads, None
-    found = zip((reads.attributes, reads.variables, ()), *told, strict=True)
-    attributes, variables, asked = (
+    found = zip((reads.attributes, reads.variables, ()), *named, strict=True)
+    attributes, variables, optional = (
         frozenset(name for name in chain(*each) if not name.startswith(_OF_COMPILER)) for each in found
     )
     modules = ModulesRead.WHOLE if "modules" in attributes else ModulesRead.NOT
-    return reads._replace(attributes=attributes, variables=variables, modules=modules), asked if told else None
+    return reads._replace(attributes=attributes, variables=variables, modules=modules), optional if named else None
 
 
 def _named_by(guards: Any) -> tuple[frozenset[str], ...]:
     """Attributes, variables, and attributes that need not be there."""
     if guards not in _seen:
         text = _GUARDED_CLASSES.sub("", str(guards))  # guards of dicts stand nowhere else
-        patterns = (_GUARDED_NAMES, _GUARDED_VARIABLES, _ASKED)
+        patterns = (_GUARDED_NAMES, _GUARDED_VARIABLES, _HASATTR)
         _seen[guards] = tuple(frozenset(pattern.findall(text)) for pattern in patterns)
     return _seen[guards]

@@ -126,8 +126,8 @@ def _written_places(name: str, args: tuple[Any, ...]) -> Sequence[torch.Tensor |
     if name in ("scatter_", "scatter_add_", "scatter_reduce_"):
         index, places = args[2], range(target.dim())
         every = [torch.arange(index.shape[dim], device=index.device) for dim in places]
-        apart = [one.view([-1 if dim == place else 1 for dim in places]) for place, one in enumerate(every)]
-        return [index if place == args[1] % target.dim() else one for place, one in enumerate(apart)]
+        shaped = [one.view([-1 if dim == place else 1 for dim in places]) for place, one in enumerate(every)]
+        return [index if place == args[1] % target.dim() else one for place, one in enumerate(shaped)]
     return []
 
 
@@ -572,7 +572,7 @@ _KEEPING = ("attention", "rnn", "lstm", "gru", "batch_norm")
 
 
 class _Traits(NamedTuple):
-    """What the watch asks of each operator."""
+    """What the watch has to know of each operator."""
 
     kind: OperatorKind
     is_seeded: bool

@@ -41,7 +41,7 @@ _IMPORT_CODE = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr
 """The code around every first import. What runs inside of it runs once in the process."""
 _IMPORT_MODULE = importlib.import_module.__code__
 _OF_GENERICS = {"__parameters__", "__orig_bases__", "__type_params__"}
-"""What typing, and typing_extensions in its place, read of a class where code spells ``Pair[int]``."""
+"""What typing, and typing_extensions in its place, read of a class where code has ``Pair[int]``."""
 
 _COMPILER = os.path.join("torch", "_dynamo", "convert_frame.py")
 """Where torch compiles a function before its first run. What that reads is no part of the run."""
@@ -55,7 +55,7 @@ _SEEN_THROUGH = frozenset(
 """Where compiled classes are at home whose objects never change, or whose state a walk compares."""
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _ACCESSORS = {each.__name__: each for each in (getattr, setattr, vars, attrgetter, methodcaller)}
-"""What reads attributes under names that it is given; under another name code does not spell that."""
+"""What reads attributes under names that it is given; under another name nobody sees that."""
 _KINDS_OF_ACCESSORS = (types.BuiltinFunctionType, type)
 _COMPILED = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 _UNHEARD = {
@@ -64,7 +64,7 @@ _UNHEARD = {
 }
 """Functions after which code runs that nobody hears of, with their modules: on another thread, or with a profiler of
 its own, which takes the place of what listens before Python 3.12."""
-_TOLD = (torch.Generator, _Profiler) if sys.version_info < (3, 12) else (torch.Generator,)
+_WATCHED = (torch.Generator, _Profiler) if sys.version_info < (3, 12) else (torch.Generator,)
 """Classes of which each method counts, whoever holds the object."""
 _START = threading.Thread.start.__code__
 """A run has to end before it: it notes the thread as one that lives, until it has begun."""
@@ -120,8 +120,8 @@ class CodeTrace(CodeNotes, CodeListener):
         self._unseen_call: str | None = None
         self._texts = set[str]()
         """Those in code of the user that may be names of modules, and that the walk does not know yet."""
-        self._spelled = set[str]()
-        """The names that code of the user spelled so far."""
+        self._used = set[str]()
+        """The names that code of the user has used so far."""
         self._settled = 0
         """How many of the ``walk.settings`` were noted under these names."""
         self._run_beside = set[types.CodeType]()
@@ -134,7 +134,7 @@ class CodeTrace(CodeNotes, CodeListener):
 
     @property
     def touched(self) -> set[str] | None:
-        """The names of all attributes that the code can have changed; None if it does not spell them all."""
+        """The names of all attributes that the code can have changed; None if they do not all stand in it."""
         breaks = self.of_breaks
         if self.is_deaf or self.reads_whole or breaks.reads_whole or breaks.whole_types:
             return None
@@ -214,7 +214,7 @@ class CodeTrace(CodeNotes, CodeListener):
         elif _UNHEARD.get(name, self) is owner:
             if not self._depth and not is_own_code(frame.f_code.co_filename):
                 self._note_unseen(f"{name}(), which runs code unheard")
-        elif self.walk.knows(owner) or issubclass(type(owner), _TOLD):
+        elif self.walk.knows(owner) or issubclass(type(owner), _WATCHED):
             self._note_method(frame, owner, name)
 
     def _note_method(self, frame: types.FrameType, owner: Any, method: str) -> None:
@@ -224,7 +224,7 @@ class CodeTrace(CodeNotes, CodeListener):
                 self.seeds = f"{method}() of a torch.Generator"
             return
         kind = type(owner)
-        is_profiler = method == "enable" and issubclass(kind, _TOLD)
+        is_profiler = method == "enable" and issubclass(kind, _WATCHED)
         if is_profiler or (self.walk.knows(owner) and not self._sees_through(owner, method)):
             self._note_unseen(f"{method}() of a {kind.__module__}.{kind.__qualname__}")
 
@@ -296,12 +296,12 @@ class CodeTrace(CodeNotes, CodeListener):
                 self._note_unseen(self.walk.unrestorable)
 
     def _read(self, notes: CodeNotes, code: types.CodeType, frame: types.FrameType) -> None:
-        (reads, asked), path, original = with_guards(code), code.co_filename, original_of(code)
-        self.asked |= asked or set()
+        (reads, optional), path, original = with_guards(code), code.co_filename, original_of(code)
+        self.optional |= optional or set()
         if original is not None:
             notes.codes.add(original)
             notes.reads_whole = True
-        if asked is None:
+        if optional is None:
             self._note_unseen(f"{code.co_name}(), which torch.compile made and tells nothing of")
         if code is _START and notes is self:
             self._note_unseen("start() of a thread, which runs code unheard")
@@ -315,7 +315,7 @@ class CodeTrace(CodeNotes, CodeListener):
             return
         notes.names |= reads.attributes
         self._texts |= reads.texts
-        self._note_asked(reads)
+        self._note_optional(reads)
         notes.reads_whole |= reads.whole
         if reads.whole_self:
             self._each_time.add(code)
@@ -323,7 +323,7 @@ class CodeTrace(CodeNotes, CodeListener):
             if issubclass(kind, (type, types.ModuleType)) or any(
                 "__getattr__" in vars(c) for c in objects.user_classes(kind)
             ):
-                notes.reads_whole = True  # of whatever class, and of what the object asks in its place
+                notes.reads_whole = True  # of whatever class, and of what the object gives in its place
             else:
                 notes.whole_types.add(type(first))
         self._note_variables(notes, code, frame.f_globals, reads)
@@ -355,19 +355,19 @@ class CodeTrace(CodeNotes, CodeListener):
             return
         notes.reads_whole |= code.co_filename.endswith(_READ_WHOLE)
 
-    def _note_settings(self, spelled: Collection[str]) -> None:
-        """Code that is about to run spells these names, and may use under them any module of the user's that somebody
+    def _note_settings(self, used: Collection[str]) -> None:
+        """Code that is about to run uses these names, and may use under them any module of the user's that somebody
         holds. One that came since may be used by code that began before, too."""
-        self._spelled.update(spelled)
+        self._used.update(used)
         for index, held in enumerate(self.walk.settings):  # which may grow meanwhile
-            names = spelled if index < self._settled else self._spelled
+            names = used if index < self._settled else self._used
             table = held if type(held) is dict else vars(held)
             self.walk.visit_variables(table, names, str(table.get("__name__", "")))
         self._settled = len(self.walk.settings)
 
-    def _note_asked(self, reads: CodeReads) -> None:
+    def _note_optional(self, reads: CodeReads) -> None:
         if "__dict__" in reads.attributes or not reads.variables.isdisjoint(("getattr", "hasattr", "vars")):
-            self.asked |= {text for text in reads.texts if text.isidentifier()}
+            self.optional |= {text for text in reads.texts if text.isidentifier()}
 
     def _note_variables(self, notes: CodeNotes, code: types.CodeType, table: dict[str, Any], reads: CodeReads) -> None:
         """The variables that code is about to use: of its own module, and of the modules of the user that it names."""
