@@ -42,7 +42,7 @@ class LazyNames:
         if name in self._homes:
             home = self._homes[name]
             value = self._import(f".{name}") if home == "." else getattr(self._import(home), name)
-            setattr(sys.modules[self._package], name, value)  # so that nobody asks again
+            setattr(sys.modules[self._package], name, value)  # so that it is looked up once
             return value
         for other in map(self._import, self._others):
             if name in other.__all__:

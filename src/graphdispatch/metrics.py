@@ -1,4 +1,4 @@
-"""What served callables count, for Prometheus and OpenTelemetry; read when they ask, and never at a call.
+"""What served callables count, for Prometheus and OpenTelemetry; read when they collect, and never at a call.
 
 ``PrometheusCollector`` needs the extra ``metrics``, ``OpenTelemetryMetrics`` the extra ``otel``.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
     from prometheus_client.registry import Collector
 else:
-    Collector = object  # a registry asks it for no more than ``collect``
+    Collector = object  # a registry calls no more of it than ``collect``
 
 _UNITS = {"bytes": "By", "seconds": "s"}
 
@@ -176,8 +176,8 @@ def _library(name: str, extra: str) -> Any:
 
 def _stats(served: Any) -> Any:
     """The counters of a front end. A wrapper's attributes are its runnable's, so its own method goes first."""
-    ask = getattr(type(served), "get_stats", None)
-    stats = ask(served) if ask is not None else getattr(served, "stats", None)
+    read = getattr(type(served), "get_stats", None)
+    stats = read(served) if read is not None else getattr(served, "stats", None)
     if not isinstance(getattr(stats, "reasons", None), Counter):
         raise ConfigError(
             "served must be what graphed() returns, a wrapper, a manager, a dispatcher or a served model of "
@@ -188,9 +188,9 @@ def _stats(served: Any) -> Any:
 
 def _memory(served: Any) -> MemoryReport | None:
     """What a front end's graphs hold; a dispatcher's are others', so it counts them alone. None if it is not known."""
-    ask = getattr(type(served), "memory_report", None)
-    if ask is None:
+    read = getattr(type(served), "memory_report", None)
+    if read is None:
         entries = getattr(served, "entries", None)
         return None if entries is None else memory_report({entry for _, entry in entries})
-    report: MemoryReport = ask(served)
+    report: MemoryReport = read(served)
     return report

@@ -126,7 +126,7 @@ def test_pool_counts_its_bytes_and_gives_them_back(cuda: Backend) -> None:
 
 
 def test_counting_the_bytes_of_a_pool_drops_no_reference(cuda: Backend) -> None:
-    """To its handle's numbers, which Python frees where they are not small: see Note [all segments are asked for]."""
+    """To its handle's numbers, which Python frees where they are not small: see Note [the segments of all pools]."""
     while torch.cuda.graph_pool_handle()[1] < 300:
         pass
     pool = cuda.make_pool()

@@ -374,7 +374,7 @@ class Graphed(Lifecycle, Generic[P, R]):
         return inspect.signature(self.unwrap())
 
     def __getattr__(self, name: str) -> Any:
-        # Protocols (copying, tensors, arrays) ask an object itself; and half-made there is no callable.
+        # Protocols (copying, tensors, arrays) read an object itself; and half-made there is no callable.
         is_protocol = name.startswith("__") and name.endswith("__") and name not in ("__name__", "__qualname__")
         if is_protocol or name in Graphed.__slots__ or name in GraphedStep.__slots__:
             raise AttributeError(name)

@@ -166,7 +166,7 @@ class CUDAGraphWrapper(Lifecycle):
             self._graphs.clear()
 
     def __getattr__(self, name: str) -> Any:
-        # Protocols (copying, tensors, arrays) ask an object itself; and half-made there is no runnable.
+        # Protocols (copying, tensors, arrays) read an object itself; and half-made there is no runnable.
         if (name.startswith("__") and name.endswith("__")) or "runnable" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.runnable, name)

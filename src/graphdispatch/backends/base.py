@@ -32,7 +32,7 @@ from .diagnosis import LOST, MEMORY, Diagnosis, diagnose
 from .operator_mode import OperatorMode, run_kernel
 
 CAPTURE_LOCK = make_rlock()
-_POLLS = 4  # times that are asked for at once
+_POLLS = 4  # times that are looked at in one call
 
 
 Stream: TypeAlias = Any
@@ -45,9 +45,9 @@ that was never recorded delays nothing."""
 
 
 class Stopwatch:
-    """Times work on a device without waiting for that: who asked is told each time once the device has it.
+    """Times work on a device without waiting for it: a callback gets each time once the device has it.
 
-    Thread-safe; work of several threads may be told out of order.
+    Thread-safe; the times of several threads' work may come out of order.
 
     Args:
         most: How many times may be outstanding; while there are as many, no more work is timed.
@@ -57,7 +57,7 @@ class Stopwatch:
         self._most = most
         self._pending: deque[tuple[Event, Event, Callable[[float], None]]] = deque()
         self._spare: list[tuple[Event, Event]] = []
-        """Marks whose time was told. They are used again, since making some costs as much as a short replay."""
+        """Marks whose time was given. They are used again, since making some costs as much as a short replay."""
 
     def start(self, backend: "Backend") -> tuple[Event, Event, Stream] | None:
         """Mark the begin of some work, on the current stream; None while too many times are outstanding.
@@ -80,30 +80,30 @@ class Stopwatch:
         begin.record(stream)
         return begin, end, stream
 
-    def stop(self, marks: tuple[Event, Event, Stream], tell: Callable[[float], None]) -> None:
+    def stop(self, marks: tuple[Event, Event, Stream], report: Callable[[float], None]) -> None:
         """Mark the end of the work, on the same stream.
 
         Args:
             marks: What ``start`` gave.
-            tell: Called with the milliseconds of device time, now or later, by whoever finds that the device has them.
+            report: Called with the milliseconds of device time, now or later, once the device has them.
         """
         begin, end, stream = marks
         end.record(stream)
-        self._pending.append((begin, end, tell))
+        self._pending.append((begin, end, report))
         self.collect()
 
     def collect(self) -> None:
-        """Tell what is known by now. A few are asked for at once, in turn, so that it costs the same however far the
-        device is behind."""
+        """Report the times that the device has by now. Each call looks at a few, in turn, so that it costs the same
+        however far the device is behind."""
         for _ in range(min(len(self._pending), _POLLS)):
             try:
-                begin, end, tell = oldest = self._pending.popleft()
+                begin, end, report = oldest = self._pending.popleft()
             except IndexError:  # another thread took it
                 return
             if begin.query() and end.query():
                 elapsed = begin.elapsed_time(end)
                 self._spare.append((begin, end))
-                tell(elapsed)
+                report(elapsed)
             else:
                 self._pending.append(oldest)
 

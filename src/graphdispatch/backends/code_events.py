@@ -1,10 +1,10 @@
 """Tells which Python code a thread runs: by ``sys.monitoring``, or before Python 3.12 by ``sys.setprofile``.
 
 Note [a profiler of Python 3.12 is not taken away for an operator]
-    What watches operators runs much Python of its own, of which nothing shall be told. Before 3.12 the profiler is
+    What watches operators runs much Python of its own, of which nobody shall hear. Before 3.12 the profiler is
     taken away for that long. Since 3.12 each ``sys.setprofile`` has the interpreter change all code once more, which
-    took a third of a capture's time. ``sys.monitoring`` has a switch for each place in the code instead: once something
-    is told that is told only once, it costs nothing until somebody begins to listen.
+    took a third of a capture's time. ``sys.monitoring`` has a switch for each place in the code instead: an
+    event that is heard only once costs nothing after that, until somebody begins to listen.
 """
 
 import os
@@ -49,7 +49,7 @@ def is_torch_code(path: str) -> bool:
 class CodeListener:
     """Hears of the code that one thread runs from ``begin`` to ``end``, on that thread. They may be nested.
 
-    ``plain`` is the code, by its ``id``, of which nothing more is told, and ``followed`` that of whose ends
+    ``plain`` is the code, by its ``id``, of which it hears nothing more, and ``followed`` that of whose ends
     ``on_return`` hears.
     """
 
@@ -98,7 +98,7 @@ if sys.version_info >= (3, 12):
     _listeners: dict[int, CodeListener] = {}
     """By thread, who began to listen last."""
     _begun = [0]
-    """How often somebody began to listen: what was told before is told again then."""
+    """How often somebody began to listen: what was heard before is heard again then."""
     _taken: list[int] = []
     """The number under which this process listens, once it does."""
     _NAME = __name__.partition(".")[0]

@@ -20,10 +20,10 @@ Note [after a failed capture]
     allocator of pinned host memory keeps its own list, which Python cannot reach, so we give up the handle itself: see
     Note [a handle is given up] in ``accelerator/pool.py``.
 
-Note [all segments are asked for]
+Note [the segments of all pools]
     ``memory_snapshot(mempool_id=...)`` of torch drops references to the handle's numbers that it never took
     (https://github.com/pytorch/pytorch/pull/196366). A number above 256 is then freed while it is in use, and the
-    process crashes at some later allocation. We ask for the segments of all pools and choose ours.
+    process crashes at some later allocation. We read the segments of all pools and choose ours.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ class CUDAPool(AcceleratorPool):
             torch._C._cuda_releasePool(self._index, handle)
 
     def segments(self) -> Any:
-        """The allocator's segments: see Note [all segments are asked for]."""
+        """The allocator's segments: see Note [the segments of all pools]."""
         return torch.cuda.memory_snapshot(include_traces=False)
 
 

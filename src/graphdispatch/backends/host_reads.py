@@ -100,7 +100,7 @@ def _tell_of_read(name: str, original: Any, listeners: Callable[[], list[Any]]) 
 def _read_by(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """What a call reads on the host, in words; None if it reads nothing there, or where torch's dispatcher sees it."""
     if name in _NUMBERS:
-        # torch.tensor([t, 1]) and x[[t, 0]] ask each element for its number, and hide that from all modes.
+        # torch.tensor([t, 1]) and x[[t, 0]] read each element's number, and hide that from all modes.
         is_hidden = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)
         return "a tensor in a list of numbers (torch.stack keeps it on the device)" if is_hidden else None
     if name == "_str":
@@ -129,7 +129,7 @@ _SHARING = {
     torch.UntypedStorage: "data_ptr fill_ resize_ __setitem__",
 }
 EXPOSED = StandIns([(owner, name) for owner in _SHARING for name in _SHARING[owner].split()], _tell_of_read)
-"""Methods, of classes alone, that let the host's code write unseen; pickling asks a storage for its ``data_ptr``."""
+"""Methods, of classes alone, that let the host's code write unseen; pickling reads a storage's ``data_ptr``."""
 _READS = StandIns(
     [
         *((torch.Tensor, name) for name in ("tolist", *_NUMBERS)),
@@ -184,7 +184,7 @@ class HostReads(Listening):
 class SaysCapturing(Listening):
     """Within its block, ``torch.cuda.is_current_stream_capturing()`` is true on the calling thread while ``is_on()``.
 
-    So code that asks before it reads values back to the host takes the path that a graph of a device would hold.
+    So code that checks this before it reads values back to the host takes the path that a graph of a device would hold.
     """
 
     def __init__(self, is_on: Callable[[], bool] = lambda: True) -> None:

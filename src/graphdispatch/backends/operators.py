@@ -1,7 +1,7 @@
 """What an operator does to memory, according to its schema.
 
 Which arguments does it write? Does it only make a view? Can a graph hold it? Every module that watches operators
-at torch's dispatcher asks here.
+at torch's dispatcher looks here.
 """
 
 import linecache
@@ -28,17 +28,17 @@ T = TypeVar("T")
 
 
 def per_operator(fn: Callable[[OpOverload], T]) -> Callable[[OpOverload], T]:
-    """``fn``, asked once for each operator. It goes by the object: torch's hash of an operator takes longer."""
-    known: dict[int, tuple[OpOverload, T]] = {}
+    """``fn``, called once for each operator. It goes by the object: torch's hash of an operator takes longer."""
+    values: dict[int, tuple[OpOverload, T]] = {}
 
     @wraps(fn)
     def look_up(func: OpOverload) -> T:
-        found = known.get(id(func))
+        found = values.get(id(func))
         if found is not None:
             return found[1]
         value = fn(func)
         if type(func) is OpOverload:  # compiled code only looks like one, and comes and goes
-            known[id(func)] = func, value
+            values[id(func)] = func, value
         return value
 
     return look_up

@@ -71,7 +71,7 @@ compiler_at_work: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_fr
 def untraced(function: F) -> F:
     """Mark a function that ``torch.compile`` neither traces nor enters, with all that it calls; returns itself."""
     marked: Any = function
-    marked._torchdynamo_disable = True  # asked where a compiled caller would inline it
+    marked._torchdynamo_disable = True  # read where a compiled caller would inline it
     marked._torchdynamo_disable_msg = "graphdispatch serves this call by graphs of its own"
     frames: Any = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP  # the function's own frame, and those of all that it calls
@@ -85,7 +85,7 @@ class UntracedMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # what torch asks before it wraps
+        return False  # what torch reads before it wraps
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]

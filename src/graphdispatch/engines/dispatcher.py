@@ -145,18 +145,18 @@ class CudagraphDispatcher(MadeAnew):
         """Serve by ``new`` graphs from now on, in the place of older ones, and no longer by those of ``without``; by
         none of the new ones if one must not run beside another worker's. See Note [locks of a dispatcher]."""
         with self._lock:
-            self._check_apart(new)
-            known = self._registered.graphs
-            kept = {one.place: one for one in known if one not in without and not one.entry.is_released}
+            self._check_shared_writes(new)
+            former = self._registered.graphs
+            kept = {one.place: one for one in former if one not in without and not one.entry.is_released}
             kept |= {found.place: found for found in new}
             oldest = sorted(set(kept.values()).difference(new), key=lambda found: found.entry.last_used)
             for found in oldest[: max(len(kept) - self.max_cached_graphs * len(self.workers), 0)]:
                 del kept[found.place]
             self._registered = RegisteredGraphs(kept.values())
-        for found in {*known, *new, *without}.difference(kept.values()):
+        for found in {*former, *new, *without}.difference(kept.values()):
             found.worker.drop(found.route)
 
-    def _check_apart(self, new: Sequence[Registered]) -> None:
+    def _check_shared_writes(self, new: Sequence[Registered]) -> None:
         """Raise ``ConfigError`` if new graphs must not run at the same time as those of other workers."""
 
     def has_graph(self, key: DispatchKey) -> bool:

@@ -99,8 +99,8 @@ def entry_around(
     """
     if not isinstance(graph, Replayable):
         raise ConfigError(f"graph must have a replay() method, got {shown(graph)}")
-    is_told = isinstance(addresses, Sequence) and all(isinstance(pointer, int) for pointer in addresses)
-    if addresses is not None and not is_told:
+    are_addresses = isinstance(addresses, Sequence) and all(isinstance(pointer, int) for pointer in addresses)
+    if addresses is not None and not are_addresses:
         raise ConfigError(f"input_ptrs must be addresses (tensor.data_ptr()) or None, got {shown(addresses)}")
     outputs = outputs if outputs is not None else getattr(graph, "outputs", None)
     backend = get_backend("auto")

@@ -49,7 +49,7 @@ class StreamResult(NotCopied):
         self._error: BaseException | None = None
         try:
             self._value = step()
-        except BaseException as error:  # whatever it is, it belongs to whoever asks for the result
+        except BaseException as error:  # whatever it is, it belongs to whoever takes the result
             self._error = error
         if self._backend is not None:
             self._done = self._backend.make_event()
@@ -189,7 +189,7 @@ class StreamDispatcher(CudagraphDispatcher):
             worker.stream.synchronize()
             worker.pool.trim()
 
-    def _check_apart(self, new: Sequence[Registered]) -> None:
+    def _check_shared_writes(self, new: Sequence[Registered]) -> None:
         for one, other in product(new, (*new, *self._registered.graphs)):
             if one.worker is not other.worker and _do_share_writes(one.entry, other.entry):
                 workers = sorted(cast(StreamWorker, found.worker).index for found in (one, other))

@@ -43,8 +43,8 @@ def may_replace(specs: Sequence[InputSpec], index: int, padding_writes: str) -> 
     spec = specs[index]
     if not spec.spans or spec.is_pad_given:
         return False
-    is_told = padding_writes == "refuse" or any(other.is_pad_given for other in specs)
-    return is_told or takes_any_value(spec)
+    is_allowed = padding_writes == "refuse" or any(other.is_pad_given for other in specs)
+    return is_allowed or takes_any_value(spec)
 
 
 def uniform(place: Mapping[Axis, int], spec: InputSpec, value: torch.Tensor, rows: int) -> torch.Tensor:

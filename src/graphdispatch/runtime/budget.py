@@ -182,11 +182,11 @@ class EagerTimes:
 
     def between(self, cells: int) -> float | None:
         """What a batch of so many cells takes, by the batches next to it."""
-        known = sorted((cells_of(other), least) for other, (least, _) in self._by_rows.copy().items())
-        if not known:
+        timed = sorted((cells_of(other), least) for other, (least, _) in self._by_rows.copy().items())
+        if not timed:
             return None
-        place = bisect(known, (cells, 0.0))
-        (low, low_s), (high, high_s) = known[max(place - 1, 0)], known[min(place, len(known) - 1)]
+        place = bisect(timed, (cells, 0.0))
+        (low, low_s), (high, high_s) = timed[max(place - 1, 0)], timed[min(place, len(timed) - 1)]
         if not low < cells < high:
             return low_s if cells <= low else high_s
         return low_s + (high_s - low_s) * (cells - low) / (high - low)

@@ -63,8 +63,8 @@ class Decision(NamedTuple):
 class Memo(dict[K, V], Generic[K, V]):
     """``memo[question]`` is ``answer(question)``, computed once. When ``most`` answers are kept, all are dropped.
 
-    A kept answer costs one lookup. Thread-safe: two threads that ask the same at once may both compute the answer, and
-    get the same one. What ``answer`` raises passes through, and nothing is kept.
+    A kept answer costs one lookup. Thread-safe: two threads that look up the same at once may both compute the
+    answer, and get the same one. What ``answer`` raises passes through, and nothing is kept.
     """
 
     __slots__ = ("_answer", "_most")

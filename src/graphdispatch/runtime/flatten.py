@@ -55,7 +55,7 @@ def parameter_names(fn: Callable[..., Any]) -> tuple[str, ...] | None:
 
 
 def declared_names(fn: Callable[..., Any]) -> tuple[str, ...]:
-    """The names that the signature of ``fn`` spells out; none if it has no signature."""
+    """The names in the signature of ``fn``; none if it has no signature."""
     variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     return tuple(p.name for p in _parameters(fn) or () if p.kind not in variadic)
 
@@ -121,19 +121,19 @@ class CallSpec:
     def __init__(self, fn: Callable[..., Any], positional: int, keywords: Sequence[str]) -> None:
         self.positional, self.keywords = positional, tuple(keywords)
         parameters = _parameters(fn) or []
-        spelled = [*_positional_names(parameters, positional, keywords), *keywords]
+        given = [*_positional_names(parameters, positional, keywords), *keywords]
         rank = {parameter.name: i for i, parameter in enumerate(parameters)}
         order = sorted(
-            range(len(spelled)),
-            key=lambda i: (rank.get(spelled[i], len(rank) + (i >= positional)), spelled[i] if i >= positional else ""),
+            range(len(given)),
+            key=lambda i: (rank.get(given[i], len(rank) + (i >= positional)), given[i] if i >= positional else ""),
         )
-        self.names = tuple(spelled[i] for i in order)
+        self.names = tuple(given[i] for i in order)
         self.order = None if order == list(range(len(order))) else tuple(order)
 
     def values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
         """The call's top-level arguments in the order of ``names``."""
-        spelled = [*args, *kwargs.values()]
-        return spelled if self.order is None else [spelled[i] for i in self.order]
+        given = [*args, *kwargs.values()]
+        return given if self.order is None else [given[i] for i in self.order]
 
 
 def _positional_names(parameters: list[inspect.Parameter], count: int, keywords: Sequence[str]) -> list[str]:
@@ -214,9 +214,9 @@ class FlatCall:
         """Call the callable with these leaves: with the caller's own dicts and lists where they are ``Leaves``, which
         it may change, and else with new ones."""
         arguments = leaves.arguments if isinstance(leaves, Leaves) else self._unflatten(leaves)
-        spelled = [arguments[place] for place in self._places]
+        given = [arguments[place] for place in self._places]
         positional = self._spec.positional
-        return self.fn(*spelled[:positional], **dict(zip(self._spec.keywords, spelled[positional:], strict=True)))
+        return self.fn(*given[:positional], **dict(zip(self._spec.keywords, given[positional:], strict=True)))
 
     def _unflatten(self, leaves: Sequence[Any]) -> list[Any]:
         arguments: list[Any] = []

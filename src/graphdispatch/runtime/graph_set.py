@@ -62,8 +62,8 @@ class Health(NamedTuple):
     @classmethod
     def of(cls, stats: CUDAGraphStats, groups: Iterable[GraphGroup] = ()) -> "Health":
         """What the counters and the failures of groups say now."""
-        causes, known = stats.reasons.copy().most_common(3), details_of(groups)
-        details = tuple(known.get(reason, [""])[0] for reason, _ in causes)
+        causes, texts = stats.reasons.copy().most_common(3), details_of(groups)
+        details = tuple(texts.get(reason, [""])[0] for reason, _ in causes)
         return cls(stats.calls, stats.graph_ratio, stats.captures, stats.evictions, tuple(causes), details)
 
     @property
@@ -243,8 +243,8 @@ class GraphSet:
             return Refusal(Reason.ADDRESS_CHANGED, "")
         else:
             return Refusal(Reason.ARGUMENTS_CHANGED, entry.signature.misfit(leaves))
-        if (known := self.groups.get(key)) is not None:  # of a forgotten route, which another thread's call still had
-            self.forget(known)
+        if (former := self.groups.get(key)) is not None:  # of a forgotten route, which another thread's call still had
+            self.forget(former)
         backend = self.cache.backend if entry is None else entry.backend
         assert backend is not None
         failures = Quarantine(self.options.max_failures)
@@ -272,7 +272,7 @@ class GraphSet:
         return why_not if why_not is not None else Signature(call.leaves, leaves, rules, cache.backend.device)
 
     def give(self, answer: Any) -> Any:
-        """What an eager step returned, as a hit would hand it out: a handle on it is stale after a replay, since it may
+        """What an eager step returned, as a hit would return it: a handle on it is stale after a replay, since it may
         be an argument that lies in a graph's memory. Needs no lock."""
         return OutputView(answer, self.cache.pool) if self.returns_handles else answer
 
@@ -327,8 +327,8 @@ class GraphSet:
         self.stats.record_capture(entry.capture_time_ms, f"{entry.mode.name} {size_text(entry.key)}", entry.gain)
         if self.stats.captures == FIRST_CAPTURES and 2 * self.stats.evictions >= FIRST_CAPTURES:
             _log.warning("%s: %s", callable_name(self.fn), Health.of(self.stats, list(self.groups.values())))
-        told = callable_name(self.fn), entry.mode.name, entry.size, entry.capture_time_ms
-        _log.info("captured callable=%s mode=%s rows=%s ms=%.1f", *told)
+        shown = callable_name(self.fn), entry.mode.name, entry.size, entry.capture_time_ms
+        _log.info("captured callable=%s mode=%s rows=%s ms=%.1f", *shown)
         self.cache.admission.forget((group.key, entry.size))
         replaced = group.current(entry.size)  # of the same state
         place = replaced.place if replaced is not None else (group.key, entry.size, next(self._states))

@@ -80,12 +80,12 @@ class Route:
 
     def note_constants(self, group: "GraphGroup", values: Sequence[Any]) -> bool:
         """Note in which constants a new call differs from those of a group; False if it differs in more than these."""
-        apart = group.call.flatten(values)
-        changes = group.signature.changed_constants(apart) if apart is not None else {}
+        leaves = group.call.flatten(values)
+        changes = group.signature.changed_constants(leaves) if leaves is not None else {}
         for position, pair in changes.items():
-            known = self.constants.setdefault(group.call.leaves[position].path, set())
-            if len(known) < _MOST_CONSTANTS:
-                known.update(map(hash, pair))
+            noted = self.constants.setdefault(group.call.leaves[position].path, set())
+            if len(noted) < _MOST_CONSTANTS:
+                noted.update(map(hash, pair))
         return bool(changes)
 
     def about_constants(self) -> tuple[str, int]:
@@ -485,9 +485,9 @@ class GraphGroup:
         return self.of_size(entry.size)[_MOST_STATES:]
 
     def _put_first(self, entry: CUDAGraphEntry) -> None:
-        known = self.of_size(entry.size)
-        if known[:1] != (entry,):
-            self.entries[entry.size] = (entry, *(other for other in known if other is not entry))
+        kept = self.of_size(entry.size)
+        if kept[:1] != (entry,):
+            self.entries[entry.size] = (entry, *(other for other in kept if other is not entry))
             self.hits.clear()
 
     def drop(self, entry: CUDAGraphEntry) -> None:

@@ -73,7 +73,7 @@ class CaptureRequest:
 
     @property
     def has_gaps(self) -> bool:
-        """Whether an argument leaves gaps in memory, which its static buffer does not: code may ask for that."""
+        """Whether an argument leaves gaps in memory, which its static buffer does not: code may read that."""
         return not all(spec.is_dense for spec in self.inputs.specs)
 
     def real_rows_of(self, value: torch.Tensor) -> torch.Tensor:

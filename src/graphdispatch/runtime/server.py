@@ -486,7 +486,7 @@ class Server:
         """Why no graph may replay on the calling thread now, whatever the call; or None.
 
         The thread is in a capture, in a break of a replay in this pool, in somebody's mode, or in forward-mode
-        differentiation, or the graphs are asleep. Needs no lock, and must be asked before one is taken: a
+        differentiation, or the graphs are asleep. Needs no lock, and must be called before one is taken: a
         break runs with its pool's lock held. Raises ``BackendError`` if another thread's capture records what this one
         submits.
         """
@@ -534,8 +534,8 @@ class Server:
         """
         reason = decision.reason
         if _record_eager(self.stats, reason, decision.rows) and not reason.leads_to_graph:
-            told = decision.detail or reason.text
-            _log.info("eager callable=%s reason=%s rows=%s: %s", callable_name(self.fn), reason, decision.rows, told)
+            why = decision.detail or reason.text
+            _log.info("eager callable=%s reason=%s rows=%s: %s", callable_name(self.fn), reason, decision.rows, why)
         self._eager_calls += 1  # which may lose one of another thread
         if self._eager_calls == FIRST_CALLS // 2 + 1 and self.stats.calls <= FIRST_CALLS:
             _log.warning("%s: %s", callable_name(self.fn), Health.of(self.stats, list(self.graphs.groups.values())))

@@ -125,7 +125,9 @@ class Windows:
         """What the windows of other threads cover, each with whether it waits for a run of the calling thread."""
         here = threading.get_ident()
         windows = [covered for thread, covered in self.open if thread != here]
-        runs = list(self._runs.values()) if windows else []  # a replay asks, and what a run reaches takes long to tell
+        runs = (
+            list(self._runs.values()) if windows else []
+        )  # a replay calls this, and it takes long to find what a run reaches
         reached = [reach() for thread, reach in runs if thread == here]
         return [(covered, not all(map(covered.isdisjoint, reached))) for covered in windows]
 

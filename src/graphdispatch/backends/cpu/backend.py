@@ -109,7 +109,7 @@ class CPUBackend(Backend):
         return self.here.is_capturing
 
     def rehearsing(self) -> AbstractContextManager[object]:
-        """Within the block, code that asks torch whether anyone captures is told so, as it is while recording."""
+        """Within the block, torch says that somebody captures, as it does while recording."""
         return SaysCapturing()
 
     def current_stream(self) -> Stream:

@@ -111,12 +111,12 @@ class EagerRun:
         _check_draws(self.trace.walk.drew())
 
     def find_metadata(
-        self, values: Sequence[Any], guard: StateGuard, known: ArgumentMetadata | None = None
+        self, values: Sequence[Any], guard: StateGuard, former: ArgumentMetadata | None = None
     ) -> ArgumentMetadata | None:
-        """What its code tells of the arguments besides their values; ``known`` if that is the same, None if nothing."""
+        """What its code reads of the arguments besides values; ``former`` if that is the same, None if nothing."""
         names = metadata_names(self.trace.codes)
-        if not names or (known is not None and known.names == names):
-            return known
+        if not names or (former is not None and former.names == names):
+            return former
         return ArgumentMetadata(names, values, guard.tensors)
 
 

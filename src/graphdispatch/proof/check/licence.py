@@ -115,7 +115,7 @@ class RowProof:
 
     @property
     def text(self) -> str:
-        """What is known, as a sentence."""
+        """What was shown of the rows, as a sentence."""
         if found := self.refused or self.against_rows:
             return found[1]
         return "rows are independent, by the user's word" if self.is_word else "rows are independent"
@@ -128,7 +128,7 @@ class ArgumentMetadata:
     """What the code of a graph reads of its arguments' metadata, in the calls that were compared with eager.
 
     A graph reads its own buffers, so a call that differs here may take another branch. Calls are noted under the lock
-    of whoever compares; any thread may ask. ``state`` are the tensors that an argument may be; it holds them.
+    of whoever compares; any thread may read. ``state`` are the tensors that an argument may be; it holds them.
     """
 
     def __init__(self, names: Sequence[str], values: Sequence[Any], state: Sequence[torch.Tensor]) -> None:

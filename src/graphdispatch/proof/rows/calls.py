@@ -79,10 +79,10 @@ class Call:
     def label(self, tensor: Tensor | str) -> Label:
         """The label of a tensor, or of the argument of this name."""
         found = self.a[tensor] if isinstance(tensor, str) else tensor
-        known = self.labels.get(id(found))
-        return known if known is not None else Label(plain_dims(found.shape))
+        label = self.labels.get(id(found))
+        return label if label is not None else Label(plain_dims(found.shape))
 
-    def known(self, tensor: Tensor | str) -> Label:
+    def certain_label(self, tensor: Tensor | str) -> Label:
         """The label, if it tells the shape for all batches."""
         label = self.label(tensor)
         if label.is_lost:
@@ -134,14 +134,14 @@ class Call:
         count = max((t.dim() for t in tensors), default=0)
         dims: list[Dim] = [()] * count
         for tensor in tensors:
-            label = self.known(tensor)
+            label = self.certain_label(tensor)
             for place, dim in enumerate(label.dims, count - len(label.dims)):
                 dims[place] = self.sizes.joined(dims[place], dim)
         return tuple(dims)
 
     def fit(self, dims: Sequence[Dim], tensor: Tensor) -> None:
         """A tensor must broadcast to these dimensions, and lie along their rows."""
-        label = self.known(tensor)
+        label = self.certain_label(tensor)
         for dim, own in zip(reversed(dims), reversed(label.dims), strict=False):
             if has_rows(own) and not has_rows(dim):
                 raise MixError("rows where none lie")

@@ -58,13 +58,13 @@ def arange(c: Call) -> list[Label]:
 
 def like(c: Call) -> list[Label]:
     """All elements alike, in the shape of another tensor."""
-    return c.each(Label(c.known(c.first).dims))
+    return c.each(Label(c.certain_label(c.first).dims))
 
 
 def cat(c: Call) -> list[Label]:
     """Tensors one behind the other."""
     tensors = [t for t in c.a["tensors"] if t.dim() > 1 or t.numel()]
-    labels = list(map(c.known, tensors))
+    labels = list(map(c.certain_label, tensors))
     at = c.place("dim", c.outs[0].dim())
     dims = [
         _joined_all(c, [label.dims[i] for label in labels]) if i != at else _behind(c, [x.dims[at] for x in labels])
@@ -111,7 +111,7 @@ def stack(c: Call) -> list[Label]:
 
 def repeat(c: Call) -> list[Label]:
     """Each dimension several times, one behind the other."""
-    label = c.known(c.first)
+    label = c.certain_label(c.first)
     times, sizes = c.a["repeats"], c.caller.sizes
     more = len(times) - len(label.dims)
     dims = []
@@ -125,7 +125,7 @@ def repeat(c: Call) -> list[Label]:
 
 def pad(c: Call) -> list[Label]:
     """Elements before and after a dimension."""
-    label, widths = c.known(c.first), c.a["pad"]
+    label, widths = c.certain_label(c.first), c.a["pad"]
     dims = list(label.dims)
     for place in range(len(widths) // 2):
         before, after = widths[2 * place : 2 * place + 2]

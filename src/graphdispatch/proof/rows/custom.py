@@ -130,7 +130,7 @@ def _read(c: Call, rule: RowRule, given: list[object]) -> tuple[Dim, dict[str, t
         for tensor in value if isinstance(value, (list, tuple)) else [value]:
             if not isinstance(tensor, Tensor):
                 continue
-            for name, dims in _named(c, term, c.known(tensor).dims).items():
+            for name, dims in _named(c, term, c.certain_label(tensor).dims).items():
                 if name == _ROWS:
                     rows = c.sizes.joined(rows, dims[0])
                     continue

@@ -23,7 +23,7 @@ def pointwise(c: Call) -> list[Label]:
 def of_first(c: Call) -> list[Label]:
     """Element by element of the first tensor; others have no rows."""
     c.blend_others(c.first)
-    return c.each(Label(c.known(c.first).dims))
+    return c.each(Label(c.certain_label(c.first).dims))
 
 
 def keep(c: Call) -> list[Label]:
@@ -39,7 +39,7 @@ def reduction(c: Call) -> list[Label]:
     """All elements along some dimensions become one."""
     if isinstance(c.a.get("other"), Tensor):
         return pointwise(c)
-    label = c.known(c.first)
+    label = c.certain_label(c.first)
     reduced = c.places(c.a.get("dim"), len(label.dims))
     c.blend([label.dims[d] for d in reduced], "")
     c.blend_others(c.first)
@@ -50,7 +50,7 @@ def reduction(c: Call) -> list[Label]:
 
 def along(c: Call) -> list[Label]:
     """Elements along one dimension or several go into each other; its size may change."""
-    label = c.known(c.first)
+    label = c.certain_label(c.first)
     places = c.places(c.a.get("dim", -1), len(label.dims)) if label.dims else []
     c.blend([label.dims[d] for d in places], "")
     c.blend_others(c.first)
@@ -64,7 +64,7 @@ def within_last(count: int) -> Rule:
     """The rule of operators that do anything within the last ``count`` dimensions, and may change their sizes."""
 
     def rule(c: Call) -> list[Label]:
-        label, shape = c.known(c.first), c.outs[0].shape
+        label, shape = c.certain_label(c.first), c.outs[0].shape
         first = len(label.dims) - count
         if first < 0:
             raise UnknownError("fewer dimensions")
@@ -88,7 +88,7 @@ def within_planes(c: Call) -> list[Label]:
 
 def within_first(c: Call) -> list[Label]:
     """Anything within an entry of the first dimension."""
-    label = c.known(c.first)
+    label = c.certain_label(c.first)
     c.blend(label.dims[1:], "")
     c.blend_others(c.first)
     made = []
@@ -105,7 +105,7 @@ def within_first(c: Call) -> list[Label]:
 
 def layer_norm(c: Call) -> list[Label]:
     """Statistics of the last dimensions."""
-    label = c.known("input")
+    label = c.certain_label("input")
     first = len(label.dims) - len(c.a["normalized_shape"])
     c.blend(label.dims[first:], "")
     c.blend_others(c.a["input"])
@@ -115,7 +115,7 @@ def layer_norm(c: Call) -> list[Label]:
 
 def batch_norm(c: Call) -> list[Label]:
     """Statistics of the state, or of the batch in training."""
-    label = c.known(c.first)
+    label = c.certain_label(c.first)
     if c.a.get("training", "with_update" in c.name):
         c.blend([dim for i, dim in enumerate(label.dims) if i != 1], "statistics of all rows")
     for name in ("weight", "bias", "running_mean", "running_var"):
@@ -142,8 +142,8 @@ def fill(c: Call) -> list[Label]:
 def nll_loss(c: Call) -> list[Label]:
     """A loss for each row."""
     if c.a["reduction"] != 0:
-        c.blend(c.known("self").dims, "a loss of all rows")
-    scores, target = c.known("self"), c.known("target")
+        c.blend(c.certain_label("self").dims, "a loss of all rows")
+    scores, target = c.certain_label("self"), c.certain_label("target")
     c.blend([scores.dims[1 if len(scores.dims) > 1 else 0]], "")
     c.blend_others(c.a["self"], c.a["target"])
     rest = (*scores.dims[:1], *scores.dims[2:]) if len(scores.dims) > 1 else ()
@@ -156,14 +156,14 @@ def nll_loss(c: Call) -> list[Label]:
 
 def triangle(c: Call) -> list[Label]:
     """The upper or lower triangle of the last two dimensions."""
-    label = c.known(c.first)
+    label = c.certain_label(c.first)
     c.blend(label.dims[-2:], "a triangle of rows")
     return c.each(Label(label.dims))
 
 
 def moved(c: Call) -> list[Label]:
     """Elements along some dimensions in another order."""
-    label = c.known(c.first)
+    label = c.certain_label(c.first)
     c.blend([label.dims[d] for d in c.places(c.a.get("dims"), len(label.dims))], "rows in another order")
     return c.each(Label(label.dims))
 
@@ -171,12 +171,12 @@ def moved(c: Call) -> list[Label]:
 def bucketize(c: Call) -> list[Label]:
     """Each element among boundaries without rows."""
     c.blend_others(c.a["self"])
-    return [Label(c.known("self").dims)]
+    return [Label(c.certain_label("self").dims)]
 
 
 def distance(c: Call) -> list[Label]:
     """Distances between the vectors of two tensors."""
-    one, other = c.known("x1"), c.known("x2")
+    one, other = c.certain_label("x1"), c.certain_label("x2")
     c.blend([one.dims[-1], other.dims[-1]], "distances over rows")
     batch = [c.sizes.joined(a, b) for a, b in zip(one.dims[:-2], other.dims[:-2], strict=True)]
     return [Label((*batch, one.dims[-2], other.dims[-2]))]

@@ -33,7 +33,7 @@ from .labels import (
 
 def choice(c: Call) -> list[Label]:
     """The largest elements along a dimension, and where they lie."""
-    label, dim = c.known(c.first), c.a.get("dim")
+    label, dim = c.certain_label(c.first), c.a.get("dim")
     results = along(c) if c.name == "topk" else reduction(c)
     if dim is None or not label.dims:
         return results
@@ -45,7 +45,7 @@ def choice(c: Call) -> list[Label]:
 
 def sort(c: Call) -> list[Label]:
     """Elements in order, and where they lay. Rows themselves may be sorted if they are the only dimension."""
-    label = c.known(c.first)
+    label = c.certain_label(c.first)
     tag = label.tag
     c.check_data(label)
     if len(label.dims) != 1 or not has_rows(label.dims[0]):
@@ -83,12 +83,12 @@ def arrangement_put(c: Call, index: Tensor | None, values: Tensor) -> Label | No
     """``x[index] = values``, where ``x`` was made for it and each row is written once: rows go back, or say where they
     lie. None if it is something else."""
     tensor = c.a["self"]
-    label = c.known(tensor)
+    label = c.certain_label(tensor)
     if index is None or not is_permutation(c, index) or c.is_outside(tensor) or c.a.get("accumulate"):
         return None
     order = c.label(index)
     assert order.tag is not None
-    arranged, back, given = order.dims[0], order.tag.of, c.known(values)
+    arranged, back, given = order.dims[0], order.tag.of, c.certain_label(values)
     if label.dims[:1] != (arranged,) or not _is_arranged(arranged) or not is_whole(tensor):
         return None
     if given.dims[:1] == (arranged,):
@@ -104,7 +104,7 @@ def arrangement_put(c: Call, index: Tensor | None, values: Tensor) -> Label | No
 
 def histogram(c: Call) -> list[Label]:
     """How many elements lie in each bin; of a choice, how many chose each."""
-    label = c.known(c.first)
+    label = c.certain_label(c.first)
     bins, low, high = c.a["bins"], c.a["min"], c.a["max"]
     if label.tag is None or label.tag.kind != "chosen" or (bins, low, high) != (label.tag.of[1], 0, bins - 1):
         c.check_data(label)
@@ -116,7 +116,7 @@ def histogram(c: Call) -> list[Label]:
 
 def cumulate(c: Call) -> list[Label]:
     """Sums of all elements up to each; of counts, the bounds of groups."""
-    label = c.known(c.first)
+    label = c.certain_label(c.first)
     if label.tag is not None and label.tag.kind == "counts" and c.outs[0].dtype in (torch.int32, torch.int64):
         return [Label(label.dims, tag=label.tag._replace(kind="bounds"))]
     c.check_data(label)
@@ -126,7 +126,7 @@ def cumulate(c: Call) -> list[Label]:
 def grouped_product(c: Call) -> list[Label]:
     """Each row by the matrix of its group."""
     names = ("self", "mat2") if "mat2" in c.a else ("input", "weight")
-    rows, weight = c.known(names[0]).dims, c.known(names[1]).dims
+    rows, weight = c.certain_label(names[0]).dims, c.certain_label(names[1]).dims
     for name in (*names, *(["bias"] if c.has("bias") else [])):
         c.check_data(c.label(name))
     if len(rows) != 2 or len(weight) != 3:
@@ -144,13 +144,13 @@ def grouped_product(c: Call) -> list[Label]:
     ):
         raise MixError("groups that are not those of the rows' own choice")
     if c.has("bias"):
-        c.blend(c.known("bias").dims, "rows in another operand")
+        c.blend(c.certain_label("bias").dims, "rows in another operand")
     return [Label((rows[0], weight[2]))]
 
 
 def whole_quotient(c: Call) -> list[Label]:
     """A quotient of integers; of the number of a row's part, the number of the row."""
-    label = c.known(c.first)
+    label = c.certain_label(c.first)
     result = pointwise(c)
     divisor = c.caller.arguments[1] if len(c.caller.arguments) > 1 else None
     is_numbers = label.tag is not None and label.tag.kind == "numbers" and label.tag.fault is None

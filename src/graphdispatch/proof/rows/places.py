@@ -22,18 +22,18 @@ from .labels import Dim, Label, MixError, UnknownError, axes_of, has_rows, is_dy
 def embedding(c: Call) -> list[Label]:
     """Rows of a table."""
     c.blend(c.label("weight").dims, "a table made of rows")
-    c.check_slots(c.a["weight"], names_places=row_place(c.known("indices").dims) is not None)
-    return [Label((*c.known("indices").dims, plain_dim(c.outs[0].shape[-1])))]
+    c.check_slots(c.a["weight"], names_places=row_place(c.certain_label("indices").dims) is not None)
+    return [Label((*c.certain_label("indices").dims, plain_dim(c.outs[0].shape[-1])))]
 
 
 def embedding_bag(c: Call) -> list[Label]:
     """Means or sums of as many rows of a table for each row, whose parts lie one behind the other."""
     c.blend(c.label("weight").dims, "a table made of rows")
-    parts, starts = c.known("indices"), c.known("offsets")
+    parts, starts = c.certain_label("indices"), c.certain_label("offsets")
     is_own = starts.tag is not None and starts.tag.kind == "starts" and parts.dims == (starts.tag.of,)
     if not is_own or c.a.get("include_last_offset"):
         raise MixError("bags of any length")
-    if c.has("per_sample_weights") and c.known("per_sample_weights").dims != parts.dims:
+    if c.has("per_sample_weights") and c.certain_label("per_sample_weights").dims != parts.dims:
         raise UnknownError("weights of another shape")
     result = Label((*starts.dims, plain_dim(c.outs[0].shape[-1])))
     return [result, *(Label(plain_dims(out.shape), is_lost=True) for out in c.outs[1:])]
@@ -48,7 +48,7 @@ class Picked:
     """What ``x[indices]`` takes: its dimensions, and whether rows name the places."""
 
     def __init__(self, c: Call, tensor: Tensor, indices: Sequence[Tensor | None]) -> None:
-        dims = c.known(tensor).dims
+        dims = c.certain_label(tensor).dims
         at = [place for place, index in enumerate(indices) if index is not None]
         given = [index for index in indices if index is not None]
         if any(map(is_flags, given)):
@@ -91,11 +91,11 @@ def _rows_name_places(c: Call) -> None:
 def index_put(c: Call) -> list[Label]:
     """``x[indices] = values``."""
     tensor, indices, values = c.a["self"], c.a["indices"], c.a["values"]
-    label = c.known(tensor)
+    label = c.certain_label(tensor)
     if len(indices) == 1 and indices[0] is not None and is_flags(indices[0]):
         if values.dim():
             raise UnknownError("a choice by flags")
-        flags = c.known(indices[0]).dims
+        flags = c.certain_label(indices[0]).dims
         for dim, own in zip(flags, label.dims, strict=False):
             if has_rows(dim) and not has_rows(own):
                 raise MixError("rows where none lie")
@@ -118,7 +118,7 @@ def index_put(c: Call) -> list[Label]:
 
 def index_select(c: Call) -> list[Label]:
     """Entries along a dimension."""
-    label, chosen = c.known("self"), c.known("index")
+    label, chosen = c.certain_label("self"), c.certain_label("index")
     c.check_data(label)
     at = c.place("dim", len(label.dims))
     indices: list[Tensor | None] = [None] * at + [c.a["index"]]
@@ -129,7 +129,7 @@ def index_select(c: Call) -> list[Label]:
 
 def index_dim(c: Call) -> list[Label]:
     """Entries along a dimension are written: ``index_copy``, ``index_add``, ``index_fill``."""
-    label, chosen = c.known("self"), c.known("index")
+    label, chosen = c.certain_label("self"), c.certain_label("index")
     at = c.place("dim", len(label.dims))
     if c.name == "index_copy" and at == 0 and (put := arrangement_put(c, c.a["index"], c.a["source"])) is not None:
         return [put]
@@ -140,14 +140,14 @@ def index_dim(c: Call) -> list[Label]:
         c.check_data(chosen)
         c.blend([label.dims[at]], "rows by an index")
     if c.has("source"):
-        source = c.known("source").dims
+        source = c.certain_label("source").dims
         for one, other in zip(wanted, source, strict=True):
             if has_rows(other) and not has_rows(one):
                 raise MixError("rows where none lie")
             c.sizes.joined(one, other)
-        c.check_data(c.known("source"))
+        c.check_data(c.certain_label("source"))
     elif c.has("value"):
-        c.blend(c.known("value").dims, "rows in a value for all")
+        c.blend(c.certain_label("value").dims, "rows in a value for all")
     c.mixed |= axes_of(spot)
     if has_rows(spot) and not has_rows(label.dims[at]):
         if row_place(label.dims) is not None:
@@ -158,7 +158,7 @@ def index_dim(c: Call) -> list[Label]:
 
 def gather(c: Call) -> list[Label]:
     """For each place of an index an element of the same line."""
-    label, chosen = c.known("self"), c.known("index")
+    label, chosen = c.certain_label("self"), c.certain_label("index")
     at = c.place("dim", len(label.dims))
     c.blend(label.dims[at : at + 1], "rows by an index")
     c.check_slots(c.a["self"], names_places=row_place(chosen.dims) is not None)
@@ -180,13 +180,13 @@ def _one_line(c: Call, one: Dim, other: Dim) -> Dim:
 
 def scatter(c: Call) -> list[Label]:
     """For each place of an index an element of the same line is written."""
-    label = c.known("self")
+    label = c.certain_label("self")
     at = c.place("dim", len(label.dims))
     given = [c.a["index"], *([c.a["src"]] if c.has("src") else [])]
     for tensor in (c.a["self"], *given):
-        c.blend(c.known(tensor).dims[at : at + 1], "rows by an index")
+        c.blend(c.certain_label(tensor).dims[at : at + 1], "rows by an index")
     for tensor in given:
-        for place, (own, dim) in enumerate(zip(label.dims, c.known(tensor).dims, strict=True)):
+        for place, (own, dim) in enumerate(zip(label.dims, c.certain_label(tensor).dims, strict=True)):
             if place == at or not (is_dynamic(own) or is_dynamic(dim)):
                 continue
             if has_rows(dim) != has_rows(own):

@@ -15,7 +15,7 @@ _FACTORS = (
 def matmul(c: Call) -> list[Label]:
     """A product of two matrices, or of batches of them, and what is added."""
     one, other = next(pair for pair in _FACTORS if c.has(pair[0]) and c.has(pair[1]))
-    left, right = c.known(one).dims, c.known(other).dims
+    left, right = c.certain_label(one).dims, c.certain_label(other).dims
     if other == "weight":
         right = right[::-1]
     inner = right[-2] if len(right) > 1 else right[-1]
@@ -33,7 +33,7 @@ def matmul(c: Call) -> list[Label]:
 
 def attention(c: Call) -> list[Label]:
     """Scaled dot-product attention of (batch, heads, length, width)."""
-    query, key, value = (c.known(name).dims for name in ("query", "key", "value"))
+    query, key, value = (c.certain_label(name).dims for name in ("query", "key", "value"))
     c.blend([dim for dims in (query, key, value) for dim in dims[-2:]], "attention over rows")
     c.sizes.joined(key[-2], value[-2])
     batch = c.sizes.joined(c.sizes.joined(query[0], key[0]), value[0])
@@ -56,7 +56,7 @@ def attention(c: Call) -> list[Label]:
 
 def convolution(c: Call) -> list[Label]:
     """A convolution of (batch, channels, lengths)."""
-    label, weight, out = c.known("input"), c.a["weight"], c.outs[0]
+    label, weight, out = c.certain_label("input"), c.a["weight"], c.outs[0]
     c.blend_others(c.a["input"])
     c.blend(label.dims[1:], "a convolution over rows")
     dims = [label.dims[0], plain_dim(out.shape[1])]
@@ -76,11 +76,11 @@ def convolution(c: Call) -> list[Label]:
 
 def recurrent(c: Call) -> list[Label]:
     """A recurrent layer of (length, batch, width), with states of (layers, batch, width)."""
-    dims = c.known("input").dims
+    dims = c.certain_label("input").dims
     c.blend([dims[0], dims[2]], "a recurrence over rows")
     row = dims[1]
     for tensor in c.tensors():
-        label = c.known(tensor)
+        label = c.certain_label(tensor)
         for place, dim in enumerate(label.dims):
             if has_rows(dim) and (place != len(label.dims) - 2 or dim != row):
                 raise MixError("rows of a state")
@@ -100,21 +100,21 @@ def recurrent(c: Call) -> list[Label]:
 def fused_layer(c: Call) -> list[Label]:
     """A layer of an encoder, or its attention: (batch, length, width)."""
     names = [name for name in ("src", "query", "key", "value") if name in c.a]
-    first = c.known(names[0]).dims
+    first = c.certain_label(names[0]).dims
     for name in names:
-        dims = c.known(name).dims
+        dims = c.certain_label(name).dims
         c.blend(dims[1:], "rows for time")
         c.sizes.joined(first[0], dims[0])
     followed = [c.a[name] for name in names]
     if c.has("mask"):
-        mask = c.known("mask").dims
+        mask = c.certain_label("mask").dims
         followed.append(c.a["mask"])
         if row_place(mask) not in (None, 0):
             raise MixError("rows of a mask")
         if row_place(mask) == 0:
             c.sizes.joined(first[0], mask[0])
     c.blend_others(*followed)
-    last = c.known("key").dims[1] if "key" in c.a else first[2]
+    last = c.certain_label("key").dims[1] if "key" in c.a else first[2]
     weights = [Label((*first[:2], last) if out.numel() else plain_dims(out.shape)) for out in c.outs[1:]]
     return [Label((*first[:2], c.resized(first[2], c.outs[0].shape[2]))), *weights]
 

@@ -18,7 +18,7 @@ def _moved(label: Label, dims: tuple[Dim, ...], *, is_whole: bool = True) -> Lab
 
 def view(c: Call) -> list[Label]:
     """The factors of the old shape, in order, are dealt to the sizes of the new one."""
-    label = c.known(c.first)
+    label = c.certain_label(c.first)
     rest = list(flat(label.dims))
     try:
         dims = tuple(_dealt(rest, size) for size in c.outs[0].shape)
@@ -56,7 +56,7 @@ def _dealt(rest: list[Atom | int], size: int) -> Dim:
 
 def permute(c: Call) -> list[Label]:
     """Dimensions in another order."""
-    label = c.known(c.first)
+    label = c.certain_label(c.first)
     order = list(range(len(label.dims)))
     if c.name == "t":
         order.reverse()
@@ -70,14 +70,14 @@ def permute(c: Call) -> list[Label]:
 
 def unsqueeze(c: Call) -> list[Label]:
     """A further dimension of one element."""
-    label = c.known(c.first)
+    label = c.certain_label(c.first)
     at = c.place("dim", len(label.dims) + 1)
     return [_moved(label, (*label.dims[:at], (), *label.dims[at:]))]
 
 
 def squeeze(c: Call) -> list[Label]:
     """Dimensions of one element go; a dynamic one is never of one element, see Note [a batch of one]."""
-    label = c.known(c.first)
+    label = c.certain_label(c.first)
     places = c.places(c.a.get("dim"), len(label.dims))
     for place in places:
         c.space.guard(np.minimum(c.sizes.values(label.dims[place]), 2), "squeezes a size of one")
@@ -86,7 +86,7 @@ def squeeze(c: Call) -> list[Label]:
 
 def expand(c: Call) -> list[Label]:
     """Dimensions of one element become longer."""
-    label = c.known(c.first)
+    label = c.certain_label(c.first)
     shape = c.outs[0].shape
     more = len(shape) - len(label.dims)
     sizes = c.caller.sizes
@@ -104,7 +104,7 @@ def expand(c: Call) -> list[Label]:
 
 def select(c: Call) -> list[Label]:
     """One element along a dimension."""
-    label = c.known(c.first)
+    label = c.certain_label(c.first)
     at = c.place("dim", len(label.dims))
     c.blend([label.dims[at]], "one row for all")
     return [_moved(label, (*label.dims[:at], *label.dims[at + 1 :]), is_whole=False)]
@@ -112,7 +112,7 @@ def select(c: Call) -> list[Label]:
 
 def slice_(c: Call) -> list[Label]:
     """A part of a dimension."""
-    label = c.known(c.first)
+    label = c.certain_label(c.first)
     at = c.place("dim", len(label.dims))
     new = _sliced(c, label.dims[at], c.outs[0].shape[at])
     return [_moved(label, (*label.dims[:at], new, *label.dims[at + 1 :]), is_whole=new == label.dims[at])]
@@ -151,7 +151,7 @@ def _sliced(c: Call, old: Dim, size: int) -> Dim:
 
 def split(c: Call) -> list[Label]:
     """Parts of a dimension."""
-    label = c.known(c.first)
+    label = c.certain_label(c.first)
     at = c.place("dim", len(label.dims))
     old, before, after = label.dims[at], label.dims[:at], label.dims[at + 1 :]
     is_unbind = c.name.startswith("unbind")
@@ -186,7 +186,7 @@ def _is_one_part(c: Call, old: Dim) -> bool:
 
 def retyped(c: Call) -> list[Label]:
     """The same memory as numbers of another type."""
-    label, out = c.known(c.first), c.outs[0]
+    label, out = c.certain_label(c.first), c.outs[0]
     dims = label.dims
     if tuple(out.shape) == tuple(map(own_size, dims)):
         return [Label(dims)]
@@ -208,7 +208,7 @@ def as_strided(c: Call) -> list[Label]:
 
 def diagonal(c: Call) -> list[Label]:
     """A diagonal of two dimensions."""
-    label, out = c.known(c.first), c.outs[0]
+    label, out = c.certain_label(c.first), c.outs[0]
     one, other = c.place("dim1", len(label.dims)), c.place("dim2", len(label.dims))
     c.blend([label.dims[one], label.dims[other]], "a diagonal of rows")
     rest = tuple(dim for i, dim in enumerate(label.dims) if i not in (one, other))
@@ -217,7 +217,7 @@ def diagonal(c: Call) -> list[Label]:
 
 def unfold(c: Call) -> list[Label]:
     """Windows along a dimension."""
-    label = c.known(c.first)
+    label = c.certain_label(c.first)
     at = c.place("dimension", len(label.dims))
     old, length, step = label.dims[at], c.a["size"], c.a["step"]
     new = c.computed(old, (c.sizes.values(old) - length) // step + 1, c.outs[0].shape[at])

@@ -230,8 +230,8 @@ class StateGuard:
     def _no_new_hooks(self) -> bool:
         """Whether hooks were registered meanwhile only elsewhere in the process, and none on the callable's modules."""
         latest = RemovableHandle.next_id
-        known = self._latest_hook
-        if any(number >= known for table in self._hooks for number in table):
+        latest = self._latest_hook
+        if any(number >= latest for table in self._hooks for number in table):
             return False
         self._latest_hook = latest  # so that a later call need not look again; racing threads set nearly the same
         return True
@@ -366,9 +366,9 @@ def _tables(guard: StateGuard, held: Iterator[Any]) -> tuple[tuple[Any, ...], ..
         found.setdefault(id(raw), [raw, None, ()])[2] += tuple(absent)
     for table, names in guard._named:
         raw = _raw(table)
-        known = found.setdefault(id(raw), [raw, None, ()])
+        row = found.setdefault(id(raw), [raw, None, ()])
         for name in names:
-            known += (name, next(held))
+            row += (name, next(held))
     return tuple((table, keys, tuple(entries), none) for table, keys, none, *entries in found.values())
 
 

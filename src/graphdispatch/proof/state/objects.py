@@ -333,8 +333,8 @@ class Kinds(dict[type, Kind]):
 
     def __missing__(self, kind: type) -> Kind:
         role = role_of(kind)
-        known = self[kind] = Kind(role, {} if role == "leaf" else slots_of(kind))
-        return known
+        made = self[kind] = Kind(role, {} if role == "leaf" else slots_of(kind))
+        return made
 
 
 _KNOWN = frozenset(

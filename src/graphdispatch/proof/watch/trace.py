@@ -327,8 +327,8 @@ class CodeTrace(CodeNotes, CodeListener):
             else:
                 notes.whole_types.add(type(first))
         self._note_variables(notes, code, frame.f_globals, reads)
-        known = _OF_GENERICS if path.endswith(("typing.py", "typing_extensions.py")) else set[str]()
-        described = sorted(code_reads(code).attributes & (objects.DESCRIBES | {"__globals__"}) - known)
+        spared = _OF_GENERICS if path.endswith(("typing.py", "typing_extensions.py")) else set[str]()
+        described = sorted(code_reads(code).attributes & (objects.DESCRIBES | {"__globals__"}) - spared)
         if described:
             self._note_unseen(f"{described[0]} of a class or function")
         is_written = not path.startswith("<")  # else a class was given it, which the walk follows
