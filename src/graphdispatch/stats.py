@@ -175,12 +175,12 @@ class CUDAGraphStats(_Counted):
         if rows.__class__ is not int:
             rows = cells_of(rows)
         with self._lock:
-            reasons, known = self.reasons, self._rows_of_eager
+            reasons, by_rows = self.reasons, self._rows_of_eager
             count = reasons[reason] = reasons[reason] + 1
-            if rows in known:
-                known[rows] += 1
-            elif rows > 0 and len(known) < _MOST_ROWS:
-                known[rows] = 1
+            if rows in by_rows:
+                by_rows[rows] += 1
+            elif rows > 0 and len(by_rows) < _MOST_ROWS:
+                by_rows[rows] = 1
         return count == 1
 
     def record_capture(self, time_ms: float, graph: str = "", gain: Gain | None = None) -> None:

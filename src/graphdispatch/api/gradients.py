@@ -39,8 +39,8 @@ class Gradients:
         leaves = [one for one in tensors if one.is_leaf and (one.requires_grad or isinstance(one, nn.Parameter))]
         if len(leaves) == len(self.leaves) and all(map(is_, leaves, self.leaves)):
             return False
-        known = {id(leaf): home for leaf, home in zip(self.leaves, self._homes, strict=True)}
-        self.leaves, self._homes = leaves, [known.get(id(leaf)) for leaf in leaves]
+        homes = {id(leaf): home for leaf, home in zip(self.leaves, self._homes, strict=True)}
+        self.leaves, self._homes = leaves, [homes.get(id(leaf)) for leaf in leaves]
         self._bound, self._given, self._places = [], b"", self._where()
         return True
 

@@ -106,9 +106,9 @@ class CUDAGraphRegistry(Lifecycle):
         with self._lock:
             same = (one for one in self._callables if one.server.fn is fn)
             alike = (one for one in self._callables if same_callable(one.server.fn, fn))
-            known = next(chain(same, alike), None) or self._make(fn)
-            self._callables = [*(one for one in self._callables if one is not known), known]
-            return known
+            found = next(chain(same, alike), None) or self._make(fn)
+            self._callables = [*(one for one in self._callables if one is not found), found]
+            return found
 
     def _make(self, fn: Callable[..., Any]) -> _Callable:
         """A server for a callable that is new; room is made by forgetting one that has no graph."""

@@ -202,7 +202,7 @@ class Observer:
         try:
             with effects.guarding(), run.watching():
                 output = self._call(values)
-            return run.verdict(tensors_in(Opener(walk.knows).open(output)))
+            return run.verdict(tensors_in(Opener(walk.has_met).open(output)))
         finally:
             retry_once(put_back, self.backend)
 

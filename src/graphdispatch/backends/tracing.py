@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# These are functions in C, so that asking costs a hit little.
+# These are functions in C, so that a call costs a hit little.
 function_modes = torch._C._len_torch_function_stack
 dispatch_modes = torch._C._len_torch_dispatch_stack
 trace = torch._C._get_tracing_state

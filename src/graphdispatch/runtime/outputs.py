@@ -393,10 +393,10 @@ def _is_whole(node: Any) -> bool:
 
 
 class Opener:
-    """Opens the outputs of the runs of one call. ``knows`` tells whether a value was there before the first of them."""
+    """Opens the outputs of the runs of one call. ``has_met`` says whether a value was there before the first one."""
 
-    def __init__(self, knows: Callable[[Any], bool]) -> None:
-        self._knows = knows
+    def __init__(self, has_met: Callable[[Any], bool]) -> None:
+        self._has_met = has_met
         self._runs: list[dict[int, Any]] = []
 
     def open(self, output: Any) -> Any:
@@ -433,7 +433,7 @@ class Opener:
                 "await and yield, and call it from there",
                 Reason.OUTPUT_UNSUPPORTED,
             )
-        if not _can_open(kind) or id(value) in made or len(made) >= _MOST_OBJECTS or self._knows(value):
+        if not _can_open(kind) or id(value) in made or len(made) >= _MOST_OBJECTS or self._has_met(value):
             return value
         made[id(value)] = value
         attributes = attribute_table(value) or {}

@@ -205,7 +205,7 @@ class Signature:
         constants = tuple((position, kind, value) for position, kind, _, value in self._constants)
         others = tuple(self._objects), tuple(self._addresses)
         number = getattr(torch._C._autograd.DeviceType, self._device_type.upper(), None)
-        device = -1 if number is None else number.value  # without a number the core asks by name
+        device = -1 if number is None else number.value  # without a number the core calls torch with its name
         assert CORE is not None
         return CORE.Signature(
             len(values), self._inference, device, self._device_type, self._autocast, tuple(tensors), constants, *others,
@@ -421,7 +421,7 @@ def _memory_order(tensor: torch.Tensor) -> tuple[tuple[int, ...], bool]:
     return tuple(order), dense
 
 
-# Key-value caches of transformers are known by names of classes, since nothing is imported. A cache is an argument that
+# Key-value caches of transformers are found by names of classes, since nothing is imported. A cache is an argument that
 # is the same object in each call, like one that is named in ``static=``.
 _HOME = "transformers.cache_utils"
 _GROWS = "a DynamicCache grows by concatenation; use a static cache (transformers.StaticCache)"

@@ -57,7 +57,7 @@ def test_what_describes_a_class_is_not_walked() -> None:
         __registry__: ClassVar[dict[str, int]] = {"calls": 0}
 
     walk = StateWalk(Settings())
-    assert not walk.knows(Settings.__dataclass_fields__["width"])
+    assert not walk.has_met(Settings.__dataclass_fields__["width"])
     Settings.__registry__["calls"] = 1
     assert "__registry__" in str(walk.change())
 

@@ -151,8 +151,8 @@ class AcceleratorPool(Pool):
     @property
     def nbytes(self) -> int:
         """Bytes of the allocator's segments that belong to the pool; 0 if the allocator cannot tell."""
-        known = self._bytes_by_handle()
-        return sum(known[handle] for handle in self._handles)
+        held = self._bytes_by_handle()
+        return sum(held[handle] for handle in self._handles)
 
     def trim(self) -> None:
         """Give back what captures that failed have left, if there is no graph; not inside a capture of the same
@@ -178,16 +178,16 @@ class AcceleratorPool(Pool):
 
     def _forget_empty(self) -> None:
         """Drop the handles whose memory is gone: they never get memory again."""
-        known = self._bytes_by_handle()
-        self._handles = [handle for handle in self._handles if known[handle]]
+        held = self._bytes_by_handle()
+        self._handles = [handle for handle in self._handles if held[handle]]
 
     def _bytes_by_handle(self) -> Counter[Handle]:
-        known: Counter[Handle] = Counter()
+        held: Counter[Handle] = Counter()
         with contextlib.suppress(RuntimeError):  # an allocator that has no snapshot
             for segment in self.segments():
                 if segment["device"] == self.device.index:
-                    known[tuple(segment["segment_pool_id"])] += int(segment["total_size"])
-        return known
+                    held[tuple(segment["segment_pool_id"])] += int(segment["total_size"])
+        return held
 
 
 def end_recording(graph: Any) -> None:

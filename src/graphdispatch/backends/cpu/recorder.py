@@ -424,7 +424,7 @@ _RESIZE = frozenset(f"aten::{name}_loss" for name in ("mse", "smooth_l1", "huber
 
 
 def _in_one_storage(results: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors like these, one behind another as in a graph's memory. A kernel may ask whether its results share a
+    """Tensors like these, one behind another as in a graph's memory. A kernel may look whether its results share a
     storage, and then go another way (``linalg_qr``)."""
     ends, last = [0], 0
     for one in results:

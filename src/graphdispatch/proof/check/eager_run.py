@@ -99,7 +99,7 @@ class EagerRun:
     """Copies of the arguments that the run wrote to, by index in the request's input specs."""
 
     def __post_init__(self) -> None:
-        self.open_outputs = Opener(self.trace.walk.knows).open
+        self.open_outputs = Opener(self.trace.walk.has_met).open
         self.opened = self.open_outputs(self.answer)
         self.outputs = [tensor.detach().clone() for tensor in tensors_in(self.opened)]
         written = ((i, value) for i, value in enumerate(self.arguments) if self.effects.writes_to(value))
@@ -167,7 +167,7 @@ def run_eagerly(
     try:
         with uncached_casts() if on_static_inputs else nullcontext():
             if record is not None:
-                answer, recording = record(request, effects, values, Opener(walk.knows).open)
+                answer, recording = record(request, effects, values, Opener(walk.has_met).open)
             else:
                 with trace if like is None else nullcontext(), effects.guarding():
                     answer = within(request.call, values)
@@ -318,7 +318,7 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
                 Reason.OUTPUT_UNSUPPORTED,
             )
         given = list(own_attributes(output))
-        if given and eager.like is None and not eager.trace.walk.knows(output):
+        if given and eager.like is None and not eager.trace.walk.has_met(output):
             raise CaptureError(
                 f"an output carries the attributes {given}, which no replay would set; return them beside it",
                 Reason.OUTPUT_UNSUPPORTED,

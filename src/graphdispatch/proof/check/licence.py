@@ -121,7 +121,7 @@ class RowProof:
         return "rows are independent, by the user's word" if self.is_word else "rows are independent"
 
 
-_MOST_KNOWN = 8
+_MOST_COMPARED_CALLS = 8
 
 
 class ArgumentMetadata:
@@ -136,12 +136,12 @@ class ArgumentMetadata:
         self._readers = [TENSOR_READERS[name] for name in names if name != IDENTITY]
         self._positions = [place for place, value in enumerate(values) if is_tensor(value)]
         self._state = {id(tensor): (tensor, -1 - place) for place, tensor in enumerate(state)}
-        self._known: list[list[Any]] = []
+        self._compared: list[list[Any]] = []
 
     @property
     def is_full(self) -> bool:
         """Whether so many different calls were compared that others run eagerly."""
-        return len(self._known) >= _MOST_KNOWN
+        return len(self._compared) >= _MOST_COMPARED_CALLS
 
     @property
     def text(self) -> str:
@@ -151,13 +151,13 @@ class ArgumentMetadata:
 
     def note(self, values: Sequence[Any]) -> None:
         """Note a call that was compared with eager."""
-        if not self.knows(values):
-            self._known.append(self._read(values))
+        if not self.has_compared(values):
+            self._compared.append(self._read(values))
 
-    def knows(self, values: Sequence[Any]) -> bool:
+    def has_compared(self, values: Sequence[Any]) -> bool:
         """Whether a call is like one that was compared."""
         now = self._read(values)
-        return any(all(map(_same, now, known)) for known in self._known)
+        return any(all(map(_same, now, one)) for one in self._compared)
 
     def _read(self, values: Sequence[Any]) -> list[Any]:
         read = [reader(values[place]) for place in self._positions for reader in self._readers]
@@ -214,7 +214,7 @@ class Verification(Licence):
             return Reason.STATE_UNSEEN, _BARE
         if (padding := self.against_padding(rows)) is not None:
             return padding
-        is_new = self.metadata is not None and not self.metadata.knows(values)
+        is_new = self.metadata is not None and not self.metadata.has_compared(values)
         if is_new and self.metadata is not None and self.metadata.is_full:
             return Reason.STATE_UNSEEN, self.metadata.text
         is_due = is_new or entry.is_due_again or self.wants_look(rows) or entry.state is EntryState.FAILED
@@ -245,7 +245,7 @@ class Verification(Licence):
         """As ``Licence.misfit``."""
         if self._carries(values):
             return _BARE
-        if self.metadata is not None and not self.metadata.knows(values):
+        if self.metadata is not None and not self.metadata.has_compared(values):
             return self.metadata.text
         return ""
 

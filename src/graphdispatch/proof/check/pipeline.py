@@ -238,7 +238,7 @@ def _verify(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
 
 def _check_gaps(attempt: CaptureAttempt, operators: OperatorTrace) -> None:
     """Raise ``CaptureError`` if the call dispatches other operators for its own arguments, which leave gaps in
-    memory, than for the static inputs. The eager run cannot tell: code may ask whether a stream is captured."""
+    memory, than for the static inputs. The eager run cannot tell: code may look whether a stream is captured."""
     request = attempt.request
     arguments = [copy_with_gaps(argument) for argument in request.arguments()]  # each in memory of its own
     tensor_names = TensorNames.of_arguments(arguments, request.inputs.specs)

@@ -168,10 +168,10 @@ def _result(
         if name == _ROWS:
             dims.append(rows)
             continue
-        known = rest.get(name, ())
-        is_same = tuple(map(own_size, known)) == tuple(map(own_size, plain))
+        given = rest.get(name, ())
+        is_same = tuple(map(own_size, given)) == tuple(map(own_size, plain))
         if not is_same and rest:
             lengths = sorted(axes_of(merged(a for each in rest.values() for dim in each for a in dim)))
             c.space.bind(lengths, "a size that no rule tells for other batches")
-        dims += known if is_same else plain
+        dims += given if is_same else plain
     return Label(tuple(dims))

@@ -136,23 +136,23 @@ class Sizes:
 
     def values(self, dim: Dim) -> Array:
         """The size for each batch."""
-        known = self._values.get(dim)
-        if known is None:
-            known = self._one
+        value = self._values.get(dim)
+        if value is None:
+            value = self._one
             for atom in dim:
-                known = known * (self._by_key[atom.key] if isinstance(atom, Atom) else atom)
-            self._values[dim] = known
-        return known
+                value = value * (self._by_key[atom.key] if isinstance(atom, Atom) else atom)
+            self._values[dim] = value
+        return value
 
     def number(self, dim: Dim) -> Any:
         """The size as Python gets it."""
         if not is_dynamic(dim):
             return own_size(dim)
-        known = self._numbers.get(dim)
-        if known is None:
+        number = self._numbers.get(dim)
+        if number is None:
             values = self.values(dim)
-            known = self._numbers[dim] = Num(self.space, values, own_size(dim), "*".join(map(self._name, dim)))
-        return known
+            number = self._numbers[dim] = Num(self.space, values, own_size(dim), "*".join(map(self._name, dim)))
+        return number
 
     def _name(self, atom: Atom | int) -> str:
         if not isinstance(atom, Atom):
@@ -167,8 +167,8 @@ class Sizes:
         """The dimension of a size that Python or a rule computed."""
         if not isinstance(number, SizeNumber):
             return plain_dim(int(number))
-        for dim, known in self._numbers.items():
-            if known is number and not any(isinstance(a, Atom) and a.is_arranged for a in dim):
+        for dim, named in self._numbers.items():
+            if named is number and not any(isinstance(a, Atom) and a.is_arranged for a in dim):
                 return dim
         return self.dim_of_values(number.values)
 

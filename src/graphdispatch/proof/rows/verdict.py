@@ -75,7 +75,7 @@ class Verdict:
         where = self.space.place_of(extents)
         if where is None or len(shapes) != len(self.steps):
             return False
-        known: dict[Dim, int] = {}
+        extents_of: dict[Dim, int] = {}
         factors = {1}
         for extent in single:
             factors |= {factor * extent for factor in factors}
@@ -86,9 +86,9 @@ class Verdict:
                 if dims is None:
                     continue
                 for dim in dims:
-                    if dim not in known:
-                        known[dim] = self.sizes.at(dim, where)
-                wanted = tuple(map(known.__getitem__, dims))
+                    if dim not in extents_of:
+                        extents_of[dim] = self.sizes.at(dim, where)
+                wanted = tuple(map(extents_of.__getitem__, dims))
                 if wanted != tuple(shape) and not _is_multiple(wanted, shape, factors):
                     return False
         return True

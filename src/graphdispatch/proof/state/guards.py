@@ -192,7 +192,7 @@ class StateGuard:
         new._named = [(moved.get(id(table), table), names) for table, names in self._named]
         new._fixed = list(map(follow, self._fixed))
         if self._num_objects() != new._num_objects():
-            return None  # code may ask whether two objects are one
+            return None  # code may compare whether two objects are one
         new._list()
         native, new.native = self.native, None
         new._wait = 1 if native is not None and native.has_held else min(2 * self._wait, _MOST_WAITED)
@@ -214,11 +214,13 @@ class StateGuard:
     def reads_like(self, other: "StateGuard") -> bool:
         """Whether another guard watches the same, for code that this one was made for, too, and both hold now."""
         ours, theirs = self.notes, other.notes
-        is_known = ours.codes >= theirs.codes and not ours.lacks(theirs)
+        is_covered = ours.codes >= theirs.codes and not ours.lacks(theirs)
         is_of_same = same_objects(self._roots, other._roots) and self.storages == other.storages
         # As many are read by calls. A cache that holds more than it held is as it was, so that both may hold.
         results = ([one.further for one in guard._readers if one.kind == "call"] for guard in (self, other))
-        is_alike = is_known and is_of_same and next(results) == next(results) and self._subjects() == other._subjects()
+        is_alike = (
+            is_covered and is_of_same and next(results) == next(results) and self._subjects() == other._subjects()
+        )
         return is_alike and self.holds() and other.holds()
 
     def _subjects(self) -> set[Any]:

@@ -126,7 +126,7 @@ class StateWalk:
         found = (sys.modules[name] for name in names if name in sys.modules)
         self.settings += (one for one in found if objects.is_settings(one) and one not in self.settings)
 
-    def knows(self, value: Any) -> bool:
+    def has_met(self, value: Any) -> bool:
         """Whether it met this very object."""
         return id(value) in self._seen
 

@@ -214,7 +214,7 @@ class CodeTrace(CodeNotes, CodeListener):
         elif _UNHEARD.get(name, self) is owner:
             if not self._depth and not is_own_code(frame.f_code.co_filename):
                 self._note_unseen(f"{name}(), which runs code unheard")
-        elif self.walk.knows(owner) or issubclass(type(owner), _WATCHED):
+        elif self.walk.has_met(owner) or issubclass(type(owner), _WATCHED):
             self._note_method(frame, owner, name)
 
     def _note_method(self, frame: types.FrameType, owner: Any, method: str) -> None:
@@ -225,7 +225,7 @@ class CodeTrace(CodeNotes, CodeListener):
             return
         kind = type(owner)
         is_profiler = method == "enable" and issubclass(kind, _WATCHED)
-        if is_profiler or (self.walk.knows(owner) and not self._sees_through(owner, method)):
+        if is_profiler or (self.walk.has_met(owner) and not self._sees_through(owner, method)):
             self._note_unseen(f"{method}() of a {kind.__module__}.{kind.__qualname__}")
 
     def _note_unseen(self, what: str) -> None:
@@ -290,7 +290,7 @@ class CodeTrace(CodeNotes, CodeListener):
                 self.plain[id(code)] = code
             # A method of a lock, event or thread that somebody else holds: nothing could put back what it does.
             first = frame.f_locals.get(code.co_varnames[0]) if is_new and self.spares and code.co_argcount else None
-            if objects.is_machine(type(first)) and self.walk.knows(first):
+            if objects.is_machine(type(first)) and self.walk.has_met(first):
                 self._note_unseen(f"a {type(first).__module__}.{type(first).__qualname__}")
             if is_new and self.spares and self.walk.unrestorable is not None and not _is_library(frame):
                 self._note_unseen(self.walk.unrestorable)
