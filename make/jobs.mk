@@ -61,7 +61,8 @@ device-test: $(VENV)/.native
 	@GRAPHDISPATCH_TEST_DEVICE=queued GRAPHDISPATCH_TEST_DELAYS=50 \
 		$(BIN)/python -m pytest -p queued_backend $(ON_QUEUED) $(ARGS)
 
-# Everything that only a GPU can show, the most important first; GPU_PYTHON=python3 OUT=folder. Takes some nine minutes.
+# What only a GPU can show, the most important first; GPU_PYTHON=python3 OUT=folder. Takes nine minutes at most. Each part ends
+# with its bars, the whole with a table, and it fails where a bar is missed. ARGS="--parts capture tests" chooses.
 gpu-all:
 	@$(GPU_PYTHON) $(NATIVE)/build.py || true
 	@$(GPU_PYTHON) make/gpu_all.py --out $(OUT) $(ARGS)

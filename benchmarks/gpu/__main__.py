@@ -7,6 +7,8 @@ Another accelerator is named by ``--device``, and by ``--import`` the module tha
 
 Each section runs in a process of its own, with a time limit; a row is kept as soon as it is measured, so that a section
 that is cut off, or that takes the device down with it, costs neither its own rows so far nor the other sections.
+Each section ends with its bars, which are those of a GPU and of the full sizes. The exit code is 0 if every section was
+complete and every bar reached, 3 if a bar was not, and 1 if a section was not complete.
 """
 
 import argparse
@@ -20,27 +22,31 @@ from typing import Any
 
 import torch
 
-from . import adaptive, capture, decode, fields, generate, overhead
-from .bench import Bench, Row
+from . import adaptive, capture, compiled, decode, fields, generate, overhead
+from .bars import Outcome, Row, judge
+from .bench import Bench
 from .report import earlier, save, table, where
 
 _SECTIONS: dict[str, Any] = {
-    "overhead": overhead,
-    "decode": decode,
-    "capture": capture,
-    "fields": fields,
     "generate": generate,
+    "decode": decode,
+    "compiled": compiled,
+    "capture": capture,
+    "overhead": overhead,
+    "fields": fields,
     "adaptive": adaptive,
 }
 _LIMITS_S = {
-    "overhead": (30, 60),
+    "generate": (90, 240),
     "decode": (110, 300),
+    "compiled": (10, 60),
     "capture": (45, 120),
+    "overhead": (30, 60),
     "fields": (35, 150),
-    "generate": (60, 200),
     "adaptive": (40, 0),
 }
 """Seconds for each section, and what ``torch.compile`` may take beyond that."""
+_MISSED = 3  # the exit code of a complete run that misses a bar
 _GRACE_S = 20.0  # a section looks at the clock only between measurements
 
 
@@ -58,8 +64,11 @@ def main() -> None:
         save(options.out, place, sections)
         print(f"\n{name}: {sections[name]['status']}, {sections[name]['seconds']:.0f} s", flush=True)
         print(table([Row(*row) for row in sections[name]["rows"]]), flush=True)
+        print("\n".join(sections[name]["bars"]), flush=True)
     if any(sections[name]["status"] != "complete" for name in options.only):
         sys.exit(1)
+    if not all(line.startswith(f"bar {Outcome.REACHED}:") for name in options.only for line in sections[name]["bars"]):
+        sys.exit(_MISSED)
 
 
 def _options() -> argparse.Namespace:
@@ -92,7 +101,7 @@ def _device(options: argparse.Namespace) -> torch.device:
 
 
 def _measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One section in a process of its own: its title, how it ended, its seconds and rows."""
+    """One section in a process of its own: its title, how it ended, its seconds, rows and bars."""
     options.out.mkdir(parents=True, exist_ok=True)
     rows = options.out / f"gpu-{name}.rows"
     rows.unlink(missing_ok=True)
@@ -111,10 +120,12 @@ def _measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         status = f"cut off after {limit + _GRACE_S:.0f} s"
     lines = rows.read_text(encoding="utf-8").splitlines() if rows.exists() else []
+    found = [json.loads(line) for line in lines]
     rows.unlink(missing_ok=True)
     seconds = time.monotonic() - start
     title = _SECTIONS[name].TITLE
-    return {"title": title, "status": status, "seconds": seconds, "rows": [json.loads(line) for line in lines]}
+    bars = [str(verdict) for verdict in judge(name, [Row(*row) for row in found])]
+    return {"title": title, "status": status, "seconds": seconds, "rows": found, "bars": bars}
 
 
 def _run_section(options: argparse.Namespace) -> None:

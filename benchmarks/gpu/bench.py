@@ -4,19 +4,40 @@ import csv
 import gc
 import gzip
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
 from graphdispatch.backends import Backend, get_backend
 from graphdispatch.demo import generate_trace
+from graphdispatch.reasons import Reason
+from graphdispatch.stats import CUDAGraphStats
 
-__all__ = ["Bench", "Call", "Figures", "Row", "Timing", "difference", "interleaved", "latencies", "percentile"]
+from .bars import Row
+
+if TYPE_CHECKING:  # it needs transformers
+    from graphdispatch.integrations.transformers import GenerationStats
+
+__all__ = [
+    "Bench",
+    "Call",
+    "Figures",
+    "Row",
+    "Served",
+    "Timing",
+    "by_graphs",
+    "difference",
+    "interleaved",
+    "latencies",
+    "percentile",
+    "served",
+]
 
 Call = Callable[[], object]
 Figures = dict[str, float | str]
@@ -25,14 +46,6 @@ _TURN_SECONDS = 0.002
 _MOST_CALLS = 20
 """A stream queues about a thousand kernels before a launch waits for the device, and so many calls of few kernels are
 below that: the graphs' own kernels count as well."""
-
-
-class Row(NamedTuple):
-    """One line of a section's table: what was done, by whom, and the figures by name (the unit is in the name)."""
-
-    case: str
-    side: str
-    figures: Figures
 
 
 @dataclass(frozen=True)
@@ -151,6 +164,27 @@ def latencies(bench: Bench, sides: Mapping[str, Sequence[Call]]) -> dict[str, li
                 bench.synchronize()
                 taken[name].append(time.perf_counter() - start)
     return taken
+
+
+class Served(NamedTuple):
+    """The hits so far, and why other calls were none."""
+
+    hits: int
+    reasons: Counter[Reason]
+
+
+def served(stats: "CUDAGraphStats | GenerationStats") -> Served:
+    """What graphs have served by now."""
+    return Served(stats.hits, stats.reasons.copy())
+
+
+def by_graphs(stats: "CUDAGraphStats | GenerationStats", before: Served, calls: int) -> Figures:
+    """The share that graphs served of so many calls since then; and why the others were eager."""
+    now = served(stats)
+    figures: Figures = {"by_graphs": (now.hits - before.hits) / calls}
+    if more := now.reasons - before.reasons:
+        figures["reasons"] = ", ".join(f"{reason}: {count}" for reason, count in more.items())
+    return figures
 
 
 def percentile(times: Sequence[float], percent: int) -> float:

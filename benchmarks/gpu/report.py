@@ -11,7 +11,7 @@ import torch
 
 from graphdispatch.native.bound import GUARD
 
-from .bench import Row
+from .bars import Row
 
 __all__ = ["earlier", "save", "table", "where"]
 
@@ -50,6 +50,7 @@ def save(folder: Path, place: dict[str, str], sections: dict[str, dict[str, Any]
         rows = [Row(*row) for row in section["rows"]]
         if rows:
             parts.append(table(rows))
+        parts.append("\n".join(f"- {line}" for line in section["bars"]))
     (folder / "gpu.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 

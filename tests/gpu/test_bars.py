@@ -1,0 +1,245 @@
+"""The verdict of a GPU run, over plain data: which bars a run reaches, how parts end, the table and the exit code."""
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("benchmarks", reason="the benchmarks are not part of the source distribution")
+
+from benchmarks.gpu import bars
+from benchmarks.gpu.bars import BARS, Bar, Outcome, Row, judge
+
+ROOT = Path(__file__).resolve().parents[2]
+RATIO = "graphed_generation() over hand-written loop"
+MISSED, REACHED, NOT_MEASURED = Outcome.MISSED, Outcome.REACHED, Outcome.NOT_MEASURED
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """The script behind ``make gpu-all``."""
+    spec = importlib.util.spec_from_file_location("gpu_all", ROOT / "make" / "gpu_all.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def outcome_of(section: str, row: Row, figure: str) -> Outcome:
+    """What becomes of the one bar of this row's figure."""
+    (found,) = (v.outcome for v in judge(section, [row]) if v.what.startswith(f"{row.case}, {row.side}: {figure}"))
+    return found
+
+
+def measured(card: str, section: str) -> list[Row]:
+    """Rows of a run that was made."""
+    content = json.loads((ROOT / "benchmarks" / "results" / f"{card}.json").read_text())
+    return [Row(*row) for row in content["sections"][section]["rows"]]
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "value", "reached"),
+    [
+        (0.75, None, 0.75, True),
+        (0.75, None, 0.7499, False),
+        (None, 14.0, 14.0, True),
+        (None, 14.0, 14.01, False),
+        (None, None, 0.0, True),
+        (0.75, None, float("nan"), False),
+        (None, 14.0, float("nan"), False),
+        (None, None, float("nan"), False),
+    ],
+)
+def test_a_bar_is_reached_within_its_limits(
+    least: float | None, most: float | None, value: float, reached: bool
+) -> None:
+    """The limit itself reaches it; what is not a number does not, even without a limit."""
+    assert Bar("*", "*", "figure", least, most).is_reached_by(value) is reached
+
+
+@pytest.mark.parametrize(
+    ("section", "row", "figure", "outcome"),
+    [
+        ("generate", Row("1B, batch 1", RATIO, {"tokens_per_s_ratio": 0.74}), "tokens_per_s_ratio", MISSED),
+        ("generate", Row("1B, batch 1", RATIO, {"tokens_per_s_ratio": 0.75}), "tokens_per_s_ratio", REACHED),
+        ("generate", Row("8B, batch 8", "graphed_generation()", {"by_graphs": 0.0}), "by_graphs", MISSED),
+        ("generate", Row("1B, batch 8", "graphed_generation()", {"same_tokens": 0.99}), "same_tokens", MISSED),
+        ("overhead", Row("4 inputs, 300 parameters", "graphed()", {"host_us": 14.1}), "host_us", MISSED),
+        ("overhead", Row("4 inputs, 300 parameters", "graphed()", {"host_us": 13.9}), "host_us", REACHED),
+        (
+            "capture",
+            Row("1B, 51 sizes to 512, then batches of 512 sizes", "graphed()", {"comparisons": 1}),
+            "comparisons",
+            MISSED,
+        ),
+        ("compiled", Row("0.1B, inductor, 100 steps", "graphed(), compiled", {"by_graphs": 0.5}), "by_graphs", MISSED),
+    ],
+)
+def test_the_limits_are_those_of_the_bars(section: str, row: Row, figure: str, outcome: Outcome) -> None:
+    """On both sides of a limit."""
+    assert outcome_of(section, row, figure) is outcome
+
+
+def test_a_run_that_was_made_is_judged() -> None:
+    """The H200 missed the bars of the 8B trace and reached those of the others; no card reached those of calls."""
+    verdicts = judge_of("gpu_h200", "decode")
+    found = {(v.what.partition(":")[0], v.what.split(": ")[1].split()[0]): v.outcome for v in verdicts}
+    full, ratio = "graphed() FULL", "graphed() FULL over raw graphs by hand"
+    assert found["8B, 60 steps, " + full, "by_graphs"] is MISSED
+    assert found["8B, 60 steps, " + ratio, "tokens_per_s_ratio"] is MISSED
+    for case in ("8B, batch 1, 60 steps", "1B, 200 steps", "0.1B, 200 steps"):
+        assert found[f"{case}, {full}", "by_graphs"] is REACHED
+        assert found[f"{case}, {ratio}", "tokens_per_s_ratio"] is REACHED
+    for card in ("gpu", "gpu_h200"):
+        assert [v.outcome for v in judge_of(card, "overhead") if "graphed(): host_us" in v.what] == [MISSED]
+    (seconds,) = (v for v in judge_of("gpu", "capture") if "seconds_ratio" in v.what)
+    assert (seconds.outcome, seconds.found) == (MISSED, "11.09")
+
+
+def judge_of(card: str, section: str) -> list[bars.Verdict]:
+    """The verdicts on a run that was made."""
+    return judge(section, measured(card, section))
+
+
+@pytest.mark.parametrize("section", BARS)
+def test_what_is_not_measured_is_not_reached(section: str) -> None:
+    """Each section has bars, and without a row none is reached."""
+    found = judge(section, [])
+    assert len(found) == len(BARS[section]) > 0
+    assert {verdict.outcome for verdict in found} == {NOT_MEASURED}
+    assert all(str(verdict).startswith("bar not measured: ") for verdict in found)
+
+
+def test_a_side_that_raises_is_a_miss() -> None:
+    """Even a side without a bar of its own."""
+    row = Row("4 inputs, 300 parameters", "eager", {"error": "RuntimeError: out of memory"})
+    (verdict,) = (v for v in judge("overhead", [row]) if v.outcome is MISSED)
+    assert str(verdict) == "bar missed: 4 inputs, 300 parameters, eager: no error: RuntimeError: out of memory"
+
+
+def test_an_aim_is_named_and_decides_nothing() -> None:
+    """Between the limit and the aim a bar is reached, and the line says that the aim is not."""
+    side = "graphed().prewarm over torch's graphs in a loop"
+    for value, outcome, text in (
+        (1.4, REACHED, "1.4, the aim reached"),
+        (2.0, REACHED, "2, the aim not reached"),
+        (2.6, MISSED, "2.6"),
+    ):
+        (verdict,) = (
+            v for v in judge("capture", [Row("1B, 51 sizes to 512", side, {"seconds_ratio": value})]) if side in v.what
+        )
+        assert (verdict.outcome, verdict.found) == (outcome, text)
+
+
+def test_parts_share_the_time(script: ModuleType) -> None:
+    """A part has its limit or what is left, and does not begin with almost nothing; benchmarks end before that."""
+    assert script.allotted(90, 540) == 90
+    assert script.allotted(90, 40) == 40
+    assert script.allotted(90, 19.9) is None
+    assert script.allotted(5, 6) == 5
+    assert script.allotted(5, -1) is None
+    command = script.command_of(script.PARTS["decode"], 100, Path("out"), "abc")
+    assert command[-6:] == ["--limit", "70", "--out", "out", "--commit", "abc"]
+    assert script.command_of(script.PARTS["tests"], 100, Path("out"), "abc") == [*script.PARTS["tests"].command]
+
+
+def test_the_most_important_parts_come_first(script: ModuleType) -> None:
+    """Each section of the benchmarks is a part, and the most important ones all begin within the time."""
+    assert [*script.PARTS][:5] == ["generate", "decode", "compiled", "capture", "overhead"]
+    assert {name for name, part in script.PARTS.items() if part.has_bars} == {*BARS}
+    assert sum(script.PARTS[name].limit_s for name in [*script.PARTS][:4]) < 540 - script.LEAST_S
+    assert [*script.PARTS][-len(script.BY_NAME) :] == [*script.BY_NAME]
+
+
+REACHED_LINE, MISSED_LINE = "bar reached: a: 1", "bar missed: b: 0"
+UNMEASURED_LINE = "bar not measured: c: no row"
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "lines", "result"),
+    [
+        ("decode", 0, [REACHED_LINE], "passed"),
+        ("decode", 3, [REACHED_LINE, MISSED_LINE], "bars missed"),
+        ("decode", 0, [REACHED_LINE, MISSED_LINE], "bars missed"),
+        ("decode", 0, [REACHED_LINE, UNMEASURED_LINE], "bars missed"),
+        ("decode", 1, [REACHED_LINE], "failed with 1"),
+        ("decode", 0, [], "failed with 0, without a word on its bars"),
+        ("decode", -11, ["Segmentation fault"], "failed with -11, without a word on its bars"),
+        ("decode", None, [REACHED_LINE], "cut off"),
+        ("tests", 0, ["40 passed", "bar missed: what a test prints"], "passed"),
+        ("tests", 1, ["1 failed"], "failed with 1"),
+        ("tests", None, [], "cut off"),
+    ],
+)
+def test_how_a_part_ends(script: ModuleType, name: str, code: int | None, lines: list[str], result: str) -> None:
+    """It passes only with exit code 0 and, if it has bars, with all of them reached; the whole has that exit code."""
+    ended = script.ended_with(name, code, 2.0, lines)
+    assert script.result(ended) == result
+    assert script.passed(ended) is (result == "passed")
+    good = script.ended_with("tests", 0, 1.0, ["3 passed"])
+    assert script.exit_code([good, ended]) == (0 if result == "passed" else 1)
+    assert result in script.table([ended])
+
+
+def test_the_table_has_every_part(script: ModuleType) -> None:
+    """With its bars, also one that had no time; and nothing that ran is no success."""
+    ended = [
+        script.ended_with("generate", 3, 80.0, [REACHED_LINE, MISSED_LINE]),
+        script.ended_with("tests", 0, 30.4, ["5 passed"]),
+        script.Ended("adaptive", None, 0.0, (), ""),
+    ]
+    assert script.table(ended).splitlines() == [
+        "",
+        "| part | result | seconds | bars reached |",
+        "| --- | --- | ---: | ---: |",
+        "| generate | bars missed | 80 | 1 of 2 |",
+        "| tests | passed | 30 |  |",
+        "| adaptive | not begun: no time | 0 |  |",
+        "",
+        "2 of 3 parts did not pass.",
+    ]
+    assert script.exit_code([]) == 1
+    assert script.exit_code(ended[1:2]) == 0
+
+
+def test_a_part_that_takes_too_long_is_ended_with_its_processes(script: ModuleType, tmp_path: Path) -> None:
+    """A fifo that the process it has started holds open comes to its end, so that one is gone, too."""
+    os.mkfifo(fifo := tmp_path / "fifo")
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    command = ["sh", "-c", f"(echo here; exec sleep 600) > '{fifo}' & wait"]
+    with (tmp_path / "log").open("wb") as log:
+        assert script.within(command, 1, dict(os.environ), log.fileno()) is None
+        assert script.within(["sh", "-c", "exit 7"], 60, dict(os.environ), log.fileno()) == 7
+    os.set_blocking(reader, True)
+    assert os.read(reader, 5) == b"here\n"
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+
+
+def test_a_whole_run_fails_where_a_part_does(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The summary names each part and its bars, a crash and a missed bar among them; parts are chosen by name."""
+    printed = "print('bar reached: a: 1'); print('bar missed: b: 0'); raise SystemExit(3)"
+    parts = {
+        "decode": script.Part(60, (sys.executable, "-c", printed), has_bars=True),
+        "tests": script.Part(60, (sys.executable, "-c", "import os; os.abort()")),
+        "rules": script.Part(60, (sys.executable, "-c", "print('12 rules')")),
+    }
+    monkeypatch.setattr(script, "PARTS", parts)
+    codes = {}
+    for chosen in (["decode", "tests", "rules"], ["rules"]):
+        monkeypatch.setattr(sys, "argv", ["gpu_all.py", "--out", str(tmp_path / chosen[0]), "--parts", *chosen])
+        with pytest.raises(SystemExit) as stop:
+            script.main()
+        codes[chosen[0]] = stop.value.code
+    assert codes == {"decode": 1, "rules": 0}
+    summary = (tmp_path / "decode" / "summary.txt").read_text()
+    for text in ("decode: bars missed", "  bar missed: b: 0", "tests: failed with -6", "rules: passed", "1 of 2 |"):
+        assert text in summary
+    assert "2 of 3 parts did not pass." in summary
