@@ -8,7 +8,7 @@ ON_DEVICE := tests/gpu tests/backends/test_conformance_capture.py tests/backends
 ON_ANY_DEVICE := tests/property/test_piecewise.py tests/property/test_sequences.py
 
 QUICK := tests/behaviour tests/plan tests/vocabulary --front-ends graphed \
-	$(addprefix tests/runtime/test_,calls.py compiled_by_torch.py context.py decision.py dims.py signature.py told_arguments.py) \
+	$(addprefix tests/runtime/test_,calls.py compiled_by_torch.py context.py decision.py dims.py signature.py argument_metadata.py) \
 	tests/engines/test_policies.py tests/engines/test_key_dispatcher.py --ignore-glob='*/test_faults_*'
 
 # Style, and which package may import which.
@@ -74,7 +74,7 @@ gpu-bench:
 # The native core under the sanitizers of addresses, undefined behaviour and threads, in copies of the sources, and with
 # freed objects as traps; then the test device under the same sanitizers. Needs g++.
 SANITIZED := build/sanitized
-NATIVE_TESTS := tests/native tests/runtime/test_told_arguments.py
+NATIVE_TESTS := tests/native tests/runtime/test_argument_metadata.py
 SANITIZER_LIBRARIES = $(shell for name in $(1) libstdc++; do g++ -print-file-name=$$name.so; done)
 native-check: $(VENV)/.test
 	@rm -rf $(SANITIZED) && mkdir -p $(SANITIZED) && cp -r src $(SANITIZED)/addresses && cp -r src $(SANITIZED)/threads

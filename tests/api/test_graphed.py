@@ -114,7 +114,7 @@ def test_an_argument_may_have_any_name() -> None:
 
 
 class Counting(torch.nn.Module):
-    """Counts its calls in Python, as long as it is told to."""
+    """Counts its calls in Python, as long as it shall."""
 
     counts, calls = True, 0
 

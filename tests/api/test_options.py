@@ -46,8 +46,8 @@ MAKERS: list[tuple[Callable[..., Any], list[str]]] = [
 @pytest.mark.parametrize(("make", "refused"), MAKERS)
 def test_a_front_end_takes_an_option_or_refuses_it(make: Callable[..., Any], refused: list[str], option: str) -> None:
     """Never silently: what it cannot honour is an error that names the option and the front end."""
-    told = rf"options\.{option} must be left out for \w*(Wrapper|Dispatcher), got"
-    with pytest.raises(ConfigError, match=told) if option in refused else nullcontext():
+    message = rf"options\.{option} must be left out for \w*(Wrapper|Dispatcher), got"
+    with pytest.raises(ConfigError, match=message) if option in refused else nullcontext():
         make(options=CUDAGraphOptions(**{option: SET[option]}))
 
 

@@ -94,12 +94,12 @@ def test_rules_are_those_of_graphed() -> None:
     found = gd.audit(fn, args, sizes=[3, 5], **rules)
     assert found.capturable
     assert found.sizes == (3, 5)
-    for dynamic, told in (
+    for dynamic, message in (
         ({"y": 0}, "dynamic names 'y'"),
         ({"batch['x']": 2}, "out of range"),
         (0, "must map"),
     ):
-        with pytest.raises(gd.ConfigError, match=told):
+        with pytest.raises(gd.ConfigError, match=message):
             gd.audit(fn, args, dynamic=dynamic)
     with pytest.raises(gd.ConfigError, match="args must be a tuple"):
         gd.audit(fn, 3)
@@ -349,10 +349,10 @@ FAILURES: dict[str, tuple[Callable[..., Any], Any, dict[str, Any], str]] = {
 def test_what_cannot_be_captured_is_part_of_the_result(name: str) -> None:
     """The call itself went well: an error at other rows, an argument that no graph can take, and state that is too much
     to save, before which the run stops. The largest graph has room in a budget, and the next one has none."""
-    fn, args, options, told = FAILURES[name]
+    fn, args, options, message = FAILURES[name]
     found = gd.audit(fn, args, options=gd.CUDAGraphOptions(**options))
     assert (found.capturable, found.sizes) == (False, (4,) if name == "budget" else ())
-    assert told in found.failures[0]
+    assert message in found.failures[0]
     assert not STATE.any()
 
 

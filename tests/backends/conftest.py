@@ -27,7 +27,7 @@ def pool(backend: Backend) -> Pool:
 
 @pytest.fixture
 def draw(backend: Backend) -> Callable[..., torch.Tensor]:
-    """Random numbers on the backend's device; four rows of three unless told otherwise."""
+    """Random numbers on the backend's device; four rows of three unless the caller wants others."""
     return lambda *shape: torch.randn(shape or (4, 3), device=backend.device)
 
 

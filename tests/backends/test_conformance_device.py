@@ -108,16 +108,16 @@ def test_an_event_orders_two_streams(backend: Backend) -> None:
 
 def test_a_stopwatch_tells_later(backend: Backend, draw: Draw) -> None:
     """Milliseconds, once the end was reached; while as many as allowed are outstanding it times no more."""
-    watch, told = Stopwatch(most=1), list[float]()
+    watch, times = Stopwatch(most=1), list[float]()
     marks = watch.start(backend)
     assert marks is not None
     draw().exp()
-    watch.stop(marks, told.append)
+    watch.stop(marks, times.append)
     backend.synchronize()
     watch.collect()
     watch.collect()
-    assert len(told) == 1
-    assert told[0] >= 0
+    assert len(times) == 1
+    assert times[0] >= 0
     assert watch.start(backend) == marks  # for the next time, since making them costs as much as a short replay
 
 
@@ -131,7 +131,7 @@ def test_a_weak_reference_is_the_same_memory(backend: Backend, draw: Draw) -> No
 
 
 def test_errors_are_classified(backend: Backend) -> None:
-    """Memory that ran out is told from all else."""
+    """Memory that ran out is an error of its own kind."""
     assert backend.classify_error(torch.OutOfMemoryError("full")) is Reason.OUT_OF_MEMORY
     assert backend.classify_error(ValueError("no")) is Reason.CAPTURE_FAILED
 

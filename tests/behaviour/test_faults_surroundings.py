@@ -48,7 +48,7 @@ def test_a_call_on_a_stream_is_done_when_it_returns(mode: str) -> None:
 
 @pytest.mark.parametrize("ended", ["failed", "closed"])
 def test_a_stream_that_ended_badly_does_not_hold_others_up(ended: str) -> None:
-    """Its failure is told to who synchronizes it; the next calls of the graph, elsewhere, are served."""
+    """Who synchronizes it gets its failure; the next calls of the graph, elsewhere, are served."""
     backend = get_backend(ThreadBackend.name)
     step = make(backend=ThreadBackend.name)
     check_rows(step, 4, 4, 4)

@@ -277,15 +277,15 @@ def test_what_ended_a_graph_is_named() -> None:
         "active: ['a'] -> ['a', 'b']": lambda: setattr(held, "active", ["a", "b"]),
         "scale: 2.0 -> 3.0": lambda: setattr(held, "scale", 3.0),
     }
-    for told, change in changes.items():
+    for what, change in changes.items():
         change()
-        assert f"its graphs are of another state of the callable ({told})" in step.explain(torch.randn(4, 3))
+        assert f"its graphs are of another state of the callable ({what})" in step.explain(torch.randn(4, 3))
         check(step, 4)
     held.net = torch.nn.ReLU()
     check(step, 4)
-    told = "net: a torch.nn.modules.linear.Linear -> a torch.nn.modules.activation.ReLU"
-    assert step.stats.state_changes == dict.fromkeys([*changes, told], 1)
-    assert {eviction.tag for eviction in step.stats.last_evictions} == {told}
+    what = "net: a torch.nn.modules.linear.Linear -> a torch.nn.modules.activation.ReLU"
+    assert step.stats.state_changes == dict.fromkeys([*changes, what], 1)
+    assert {eviction.tag for eviction in step.stats.last_evictions} == {what}
 
 
 def test_another_change_beside_an_equal_container_is_seen() -> None:

@@ -49,12 +49,12 @@ def test_a_package_that_is_old_or_missing_has_its_remedy(
 ) -> None:
     """The oldest version that serves is that of the package's own requirements; a missing extra is no fault."""
 
-    def told(name: str) -> str:
+    def version_of(name: str) -> str:
         if name == package and found is None:
             raise PackageNotFoundError(name)
         return found if name == package and found is not None else version(name)
 
-    monkeypatch.setattr("graphdispatch.cli.doctor.version", told)
+    monkeypatch.setattr("graphdispatch.cli.doctor.version", version_of)
     outcome = run("doctor")
     assert (outcome.code, line in outcome.out) == (code, True), outcome.out
 

@@ -44,9 +44,9 @@ def test_the_command_and_the_licence_are_shipped(wheel: zipfile.ZipFile) -> None
     """The entry points and the licence stand in the metadata, and the command is there."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (entry_points,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
-    told = wheel.read(entry_points).decode()
+    entries = wheel.read(entry_points).decode()
     for points in (project["scripts"], *project["entry-points"].values()):
-        assert all(f"{name} = {target}\n" in told for name, target in points.items())
+        assert all(f"{name} = {target}\n" in entries for name, target in points.items())
     (command,) = project["scripts"].values()
     assert callable(pkgutil.resolve_name(command))
     assert any(name.endswith("LICENSE") for name in wheel.namelist())

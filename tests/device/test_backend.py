@@ -167,7 +167,7 @@ def test_a_poisoned_capture_gives_its_handle_up(backend: Backend) -> None:
 
 
 def test_a_pools_bytes_are_the_allocators(backend: Backend) -> None:
-    """And one replay that fails is told."""
+    """And one replay that fails is reported."""
     pool, x = backend.make_pool(), x_of(1)
     with backend.begin_capture(pool) as capture:
         out = x + 1

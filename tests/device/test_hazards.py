@@ -80,7 +80,7 @@ def test_a_missing_wait_reads_what_was_there_before() -> None:
 
 @pytest.mark.parametrize("is_told", [False, True])
 def test_memory_that_another_stream_still_reads_is_handed_out(is_told: bool) -> None:
-    """Unless the allocator was told by ``record_stream``."""
+    """Unless ``record_stream`` said so to the allocator."""
     side, x = torch.Stream(DEVICE), x_of(1)
     with held(side):
         with side:

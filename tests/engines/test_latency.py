@@ -1,4 +1,4 @@
-"""A policy that learns is told how long steps took, and acts on it."""
+"""A policy that learns hears how long steps took, and acts on it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -24,17 +24,17 @@ from .test_dispatcher import KEY, OTHER, entry, serve
 
 
 class Notes(DefaultDispatchPolicy):
-    """Learns nothing, and notes what it is told."""
+    """Learns nothing, and notes what it hears."""
 
     learns = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[DispatchMode] = []
+        self.noted: list[DispatchMode] = []
 
     def record(self, key: DispatchKey, mode: DispatchMode, latency: float) -> None:
         """Note it."""
-        self.told.append(mode)
+        self.noted.append(mode)
 
 
 Behind = Callable[[DispatchPolicy, Callable[..., Any]], tuple[CudagraphDispatcher, Any]]
@@ -62,7 +62,7 @@ def behind(request: pytest.FixtureRequest) -> Iterator[Behind]:
 
 
 def test_a_policy_learns_behind_every_dispatcher(behind: Behind) -> None:
-    """Graphs and eager steps are told, once each; a comparison takes longer than either, and is not."""
+    """It hears of graphs and eager steps, once each; a comparison takes longer than either, and is not."""
     policy = Notes()
     one, called = behind(policy, lambda x: x * 2)
     one.register_graph(KEY, entry())
@@ -71,7 +71,7 @@ def test_a_policy_learns_behind_every_dispatcher(behind: Behind) -> None:
         called.dispatch(OTHER, torch.randn(8, 3))
     assert one.stats.reasons == {Reason.VERIFIED_NOW: 1, Reason.ABOVE_LARGEST_SIZE: 2}
     assert called.stats.total == 6
-    assert policy.told == [DispatchMode.CUDAGRAPH] * 3 + [DispatchMode.EAGER] * 2
+    assert policy.noted == [DispatchMode.CUDAGRAPH] * 3 + [DispatchMode.EAGER] * 2
 
 
 def test_no_policy_is_told_of_a_step_that_raised(behind: Behind) -> None:
@@ -87,10 +87,10 @@ def test_no_policy_is_told_of_a_step_that_raised(behind: Behind) -> None:
     one.policy = policy
     with pytest.raises(ValueError, match="no"):
         called.dispatch(KEY, -torch.ones(4, 3))
-    assert policy.told == []
+    assert policy.noted == []
     assert one.stats.reasons == {Reason.NOT_CAPTURED: 1}
     called.dispatch(KEY, torch.ones(4, 3))
-    assert policy.told == [DispatchMode.EAGER]
+    assert policy.noted == [DispatchMode.EAGER]
 
 
 def test_a_replay_that_failed_half_way_is_counted_once_and_told_to_nobody(behind: Behind) -> None:
@@ -100,4 +100,4 @@ def test_a_replay_that_failed_half_way_is_counted_once_and_told_to_nobody(behind
     one.register_graph(KEY, scripted(on_replay=lambda: torch.zeros(2) + torch.zeros(3)))
     with pytest.raises(ReplayError, match="failed to replay"):
         called.dispatch(KEY)
-    assert (policy.told, one.stats.reasons) == ([], {Reason.REPLAY_FAILED: 1})
+    assert (policy.noted, one.stats.reasons) == ([], {Reason.REPLAY_FAILED: 1})

@@ -1,4 +1,4 @@
-"""Policies: the default one from plain data; the adaptive one on simulated devices, and whatever it is told."""
+"""Policies: the default one from plain data; the adaptive one on simulated devices, and with whatever it hears."""
 
 import random
 from bisect import bisect_left

@@ -176,7 +176,7 @@ def test_a_dispatcher_s_failed_capture_says_why() -> None:
 
 
 def test_an_adaptive_wrapper_captures_what_is_forecast() -> None:
-    """Once ``prewarm`` has told it how to make arguments; compared ahead, so that the first batch is a hit."""
+    """Once ``prewarm`` has shown it how to make arguments; compared ahead, so that the first batch is a hit."""
     clock, wrapper = Clock(), gd.AdaptiveCUDAGraphWrapper(double)
     prewarmer = forecasts(clock)
     wrapper.prewarm([8, gd.BatchDescriptor(2, 2)], lambda descriptor: torch.zeros(descriptor.num_tokens, 3))

@@ -200,15 +200,15 @@ def test_an_event_orders_two_streams(cuda: Backend) -> None:
 
 def test_a_stopwatch_reads_device_time(cuda: Backend) -> None:
     """It tells nothing, and times no more, until the device has come to the end; milliseconds then."""
-    watch, told = Stopwatch(most=1), list[float]()
+    watch, times = Stopwatch(most=1), list[float]()
     marks = watch.start(cuda)
     torch.cuda._sleep(LONG_WAIT_CYCLES)
-    watch.stop(marks, told.append)
-    early = (told.copy(), watch.start(cuda))
+    watch.stop(marks, times.append)
+    early = (times.copy(), watch.start(cuda))
     cuda.synchronize()
     watch.collect()
     assert early == ([], None)
-    assert told[0] > 0
+    assert times[0] > 0
 
 
 def test_weights_are_cast_by_the_graph(cuda: Backend) -> None:

@@ -347,7 +347,7 @@ TEXTS = {
 def test_an_error_text_names_the_reason_and_the_remedy(
     backend: Backend, driver: ScriptedCUDA, pool: Pool, text: str, reason: Reason, remedy: str
 ) -> None:
-    """Each kind of failed capture is told apart by what CUDA and torch say."""
+    """Each kind of failed capture is recognized by what CUDA and torch say."""
     failing = backend.begin_capture(pool)
     driver.current.spoilt = RuntimeError(text)
     with pytest.raises(CaptureError, match=remedy) as caught:

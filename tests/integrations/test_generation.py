@@ -80,11 +80,11 @@ def test_what_graphs_do_not_serve_runs_as_before(model: Any) -> None:
         got = [answers(model, [(b, copy.deepcopy(settings))])[0] for b, settings in asked.values()]
         with torch.autocast("cpu", torch.bfloat16):
             model.generate(**batch, **GREEDY)
-        stats, told = generation.stats, generation.explain()
+        stats, explained = generation.stats, generation.explain()
     assert all(map(torch.equal, got, expected))
     assert stats.not_served == dict.fromkeys((*asked, NotServed.AUTOCAST), 1)
     assert (stats.requests, stats.served) == (8, 1)
-    assert all(reason.text in told for reason in asked)
+    assert all(reason.text in explained for reason in asked)
 
 
 def test_an_encoder_decoder_runs_as_before() -> None:
@@ -152,9 +152,9 @@ def test_a_failed_first_step_is_made_again_without_a_kept_cache() -> None:
     with model.register_forward_pre_hook(refuse, with_kwargs=True), GraphedGeneration(model) as generation:
         for _ in range(2):
             assert torch.equal(answers(model, [(prompts(2, 5), GREEDY)])[0], expected)
-        stats, told = generation.stats, generation.explain()
+        stats, explained = generation.stats, generation.explain()
     assert (stats.requests, stats.served, stats.not_served) == (2, 0, {NotServed.RAISED: 2})
-    assert "RuntimeError: no static caches here" in told
+    assert "RuntimeError: no static caches here" in explained
 
 
 class ReadsTheWindow(transformers.Gemma2ForCausalLM):  # type: ignore[misc]
@@ -180,7 +180,7 @@ def test_a_model_that_reads_the_window_in_python_runs_as_before() -> None:
 def test_a_request_that_passes_the_kept_cache_by_is_not_served(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As with a transformers that gives the model its cache under another name: it is counted, and told once."""
+    """As with a transformers that gives the model its cache under another name: it is counted, and logged once."""
     monkeypatch.setattr("graphdispatch.integrations.transformers.generation.CACHE_NAMES", ("renamed",))
     generation = check_same(make_model("llama"), [(prompts(2, 5), GREEDY)] * 2, cache_lengths=(32,))
     assert (generation.stats.served, generation.stats.steps) == (0, 0)

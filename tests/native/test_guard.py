@@ -458,10 +458,10 @@ def test_versions_are_tested_before_they_are_used() -> None:
     if sys.version_info[:2] == (3, 12):  # others forget where attributes of objects are stored, or tell of nothing
         assert USES_VERSIONS
         assert USES_CHANGES
-    for is_used, told in ((USES_VERSIONS, CORE.dict_version), (USES_CHANGES, CORE.dict_changes)):
-        assert versions_tell(told) is is_used
-        assert not versions_tell(lambda table, told=told: 1 if "__module__" in table else told(table))
-        assert not versions_tell(lambda table, told=told: told(table) if table else 1)
+    for is_used, version_of in ((USES_VERSIONS, CORE.dict_version), (USES_CHANGES, CORE.dict_changes)):
+        assert versions_tell(version_of) is is_used
+        assert not versions_tell(lambda table, version_of=version_of: 1 if "__module__" in table else version_of(table))
+        assert not versions_tell(lambda table, version_of=version_of: version_of(table) if table else 1)
 
 
 def test_what_is_no_part_of_a_guard_is_refused() -> None:

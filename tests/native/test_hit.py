@@ -215,14 +215,14 @@ def test_each_thread_has_its_own_decision(way: str) -> None:
     backend = step.entries[0].backend
 
     def work(me: int) -> list[int]:
-        told = []
+        decided = []
         for number in range(6):
             turn.wait()
             if number % 2 == me:
                 step(torch.ones(ROWS - me, 2))
             turn.wait()
-            told.append(0 if step.last_decision is None else step.last_decision.rows)
-        return told
+            decided.append(0 if step.last_decision is None else step.last_decision.rows)
+        return decided
 
     step(torch.ones(ROWS - 1, 2))  # compares the padded batch
     assert in_threads(lambda: work(0), lambda: work(1)) == [[ROWS] * 6, [0] + [ROWS - 1] * 5]

@@ -102,8 +102,8 @@ def test_a_broken_file_is_made_anew(compiler: Compiler, content: bytes) -> None:
     """One that the loader refuses."""
     path = cache_folder() / f"tape-{fingerprint(torch_flags())}.so"
     path.write_bytes(content)
-    told = run_python("-c", "from graphdispatch.native.tape import TAPE; print(TAPE.wait(300))")
-    assert (told.strip(), compiler.count) == ("True", 1)
+    printed = run_python("-c", "from graphdispatch.native.tape import TAPE; print(TAPE.wait(300))")
+    assert (printed.strip(), compiler.count) == ("True", 1)
     assert kept().read_bytes() == compiler.made.read_bytes()
 
 
@@ -126,11 +126,11 @@ FAULTS: dict[str, tuple[Callable[[Compiler], Any], str]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_without_a_tape_there_is_a_reason(compiler: Compiler, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """It says what to do, or has the words of the compiler or the loader; nothing is left in the cache."""
-    spoil, told = FAULTS[name]
+    spoil, message = FAULTS[name]
     if name == "a failed self-test":
         monkeypatch.setattr(tape, "find_fault", lambda _: "tensor 3 differs")
     spoil(compiler)
-    assert told in why_not()
+    assert message in why_not()
 
 
 def test_several_at_once(compiler: Compiler) -> None:
@@ -246,5 +246,5 @@ def test_it_can_be_turned_off() -> None:
     """``GRAPHDISPATCH_NATIVE=0`` starts no thread, and says so."""
     code = "import threading; from graphdispatch.native.tape import TAPE as tape"
     code += "; print(tape.wait(), tape, threading.active_count())"
-    told = run_python("-c", code, GRAPHDISPATCH_NATIVE="0").strip()
-    assert told == "False <CPU tape: Python's loop, since GRAPHDISPATCH_NATIVE=0 turns it off> 1"
+    printed = run_python("-c", code, GRAPHDISPATCH_NATIVE="0").strip()
+    assert printed == "False <CPU tape: Python's loop, since GRAPHDISPATCH_NATIVE=0 turns it off> 1"

@@ -30,7 +30,7 @@ EXTRAS = {
     "metrics": SERVE + "assert len(list(gd.metrics.PrometheusCollector(serve).collect())) == 12",
     "otel": SERVE + "from opentelemetry.sdk.metrics import MeterProvider; "
     "from opentelemetry.sdk.metrics.export import InMemoryMetricReader; reader = InMemoryMetricReader(); "
-    "told = gd.metrics.OpenTelemetryMetrics(serve, meter=MeterProvider([reader]).get_meter('served')); "
+    "metrics = gd.metrics.OpenTelemetryMetrics(serve, meter=MeterProvider([reader]).get_meter('served')); "
     "assert 'graphdispatch.hits' in reader.get_metrics_data().to_json()",
     # No thread of pyarrow is left, since one of them may abort a process that ends.
     "parquet": "import os, pyarrow, pyarrow.parquet as pq; from graphdispatch.plan import Workload; "
@@ -76,8 +76,8 @@ def main() -> None:
         python = environment(folder / "empty")
         pip = (python, "-m", "pip", "--disable-pip-version-check", "-q")
         run(*pip, "install", "--no-deps", str(wheel))
-        told = run(python, "-m", "graphdispatch", "doctor", fails=True)
-        assert "wrong: torch: pip install --upgrade 'torch>=2.11'" in told, told
+        printed = run(python, "-m", "graphdispatch", "doctor", fails=True)
+        assert "wrong: torch: pip install --upgrade 'torch>=2.11'" in printed, printed
         print("without torch, doctor says so")
         run(*pip, "install", "--constraint", CONSTRAINTS, "torch")
         for built in (wheel, sdist):

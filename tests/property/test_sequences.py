@@ -127,7 +127,7 @@ class Sequences(RuleBasedStateMachine):
         plan = Plan(rows, seed=99, layout=layout)
         for step, model in self.served:
             args, kwargs = plan.make(model)
-            # A model that raises at one of the sizes, and a cache without room for all sizes, are told; both are right.
+            # A model may raise at one of the sizes, and a cache may be too small for all sizes: both are reported.
             with contextlib.suppress(CaptureError, ConfigError, IndexError):
                 step.prewarm(*args, sizes=None if place is None else (), **kwargs)
                 if place is not None:

@@ -93,5 +93,5 @@ def test_new_habits_displace_old_ones(sizes: list[int], options: Any, kept: list
 def test_a_full_cache_is_explained() -> None:
     """A size that finds no room says so, and what to raise."""
     step = served([1, 1, 1, 5, *[1] * 9], max_cached_graphs=1)
-    told = step.explain(torch.randn(5, 3))
-    assert "the cache is full of graphs that are used more often; raise max_cached_graphs" in told
+    explained = step.explain(torch.randn(5, 3))
+    assert "the cache is full of graphs that are used more often; raise max_cached_graphs" in explained

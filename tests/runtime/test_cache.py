@@ -51,7 +51,7 @@ def test_an_entry_in_a_replay_of_this_thread_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "message"),
     [
         (lambda cache: cache.get(0).release(), "was released and is still in the cache"),
         (lambda cache: cache.add("other", cache.get(0)), "two keys"),
@@ -60,14 +60,14 @@ def test_an_entry_in_a_replay_of_this_thread_stays() -> None:
     ],
     ids=["released", "twice", "many", "large"],
 )
-def test_a_fault_behind_the_cache_s_back_is_found(fault: Callable[[GraphCache], Any], told: str) -> None:
+def test_a_fault_behind_the_cache_s_back_is_found(fault: Callable[[GraphCache], Any], message: str) -> None:
     """Entries that were released, stand twice, are too many or grew."""
     cache = GraphCache(3, max_bytes=100)
     filled(cache, 10, 10)
     cache.check_integrity()
     assert repr(cache) == "<GraphCache 2 of 3 graphs, 20 of 100 bytes>"
     fault(cache)
-    with pytest.raises(IntegrityError, match=told):
+    with pytest.raises(IntegrityError, match=message):
         cache.check_integrity()
 
 

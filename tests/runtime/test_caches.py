@@ -100,19 +100,21 @@ def test_a_static_cache_is_written_by_graphs(models: dict[str, Any], model: str,
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
-    ("model", "kind", "told"),
+    ("model", "kind", "message"),
     [
         ("full", "dynamic", "use a static cache"),
         ("sliding", "dynamic", "use a static cache"),
         ("sliding", "static", r"graphdispatch\.integrations\.transformers serves it"),
     ],
 )
-def test_other_caches_are_refused_in_time(models: dict[str, Any], model: str, kind: str, told: str, place: Any) -> None:
+def test_other_caches_are_refused_in_time(
+    models: dict[str, Any], model: str, kind: str, message: str, place: Any
+) -> None:
     """They are after each step as after one execution, and the reason says what to use."""
     serve = check_decoding(models[model], kind, place)
     decision = serve.last_decision
     assert decision.reason is Reason.STATE_REBOUND
-    with pytest.raises(AssertionError, match=told):
+    with pytest.raises(AssertionError, match=message):
         raise AssertionError(decision.detail)
     assert (serve.stats.hits, serve.stats.captures) == (0, 0)
 

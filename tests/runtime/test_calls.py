@@ -80,11 +80,11 @@ def test_parameters_have_names(kind: str) -> None:
             graphed(fn, dynamic={"another": 0})
 
 
-@pytest.mark.parametrize(("kwargs", "told"), [({"a": 3}, "multiple values .* 'a'"), ({"z": 3}, "unexpected .* 'z'")])
-def test_a_wrong_call_is_the_callables_to_refuse(kwargs: dict[str, int], told: str) -> None:
+@pytest.mark.parametrize(("kwargs", "message"), [({"a": 3}, "multiple values .* 'a'"), ({"z": 3}, "unexpected .* 'z'")])
+def test_a_wrong_call_is_the_callables_to_refuse(kwargs: dict[str, int], message: str) -> None:
     """A name given twice, or unknown, raises its own ``TypeError``."""
     step = graphed(three, dynamic={}, options=AT_ONCE)
-    with pytest.raises(TypeError, match=told):
+    with pytest.raises(TypeError, match=message):
         step(torch.ones(2), 2, **kwargs)
 
 

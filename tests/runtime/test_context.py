@@ -25,7 +25,7 @@ def test_wrapper_reads_the_context() -> None:
     assert wrapper.get_cached_descriptors() == [BatchDescriptor(4), BatchDescriptor(8)]
 
 
-def told() -> list[BatchDescriptor]:
+def captured_under() -> list[BatchDescriptor]:
     """Under which descriptor a wrapper captures that is called without instructions; none where it passes through."""
     wrapper = CUDAGraphWrapper(lambda x: x * 2)
     wrapper(torch.ones(4, 3))
@@ -39,14 +39,14 @@ def test_contexts_nest_and_end() -> None:
     def within() -> None:
         with cudagraph_context(FULL, BatchDescriptor(4)):
             with cudagraph_context(NONE):
-                assert told() == []
-            assert told() == [BatchDescriptor(4)]
-            seen.extend(in_threads(told))
+                assert captured_under() == []
+            assert captured_under() == [BatchDescriptor(4)]
+            seen.extend(in_threads(captured_under))
             raise KeyError
 
     with pytest.raises(KeyError):
         within()
-    assert told() == []
+    assert captured_under() == []
     assert seen == [[]]
 
 
@@ -57,7 +57,7 @@ def test_task_has_its_own() -> None:
         with cudagraph_context(FULL, BatchDescriptor(rows)):
             mine.set()
             await other.wait()
-            return told()
+            return captured_under()
 
     async def both() -> list[object]:
         a, b = asyncio.Event(), asyncio.Event()
@@ -78,6 +78,6 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_instructions_are_checked(name: str) -> None:
     """One step runs in one mode, a mode with graphs comes with a descriptor, and the real rows are some of its."""
-    args, kwargs, told = WRONG[name]
-    with pytest.raises(ConfigError, match=told):
+    args, kwargs, message = WRONG[name]
+    with pytest.raises(ConfigError, match=message):
         cudagraph_context(*args, **kwargs).__enter__()

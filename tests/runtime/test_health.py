@@ -1,4 +1,4 @@
-"""Whether graphs serve, told once in the log and by ``health``."""
+"""Whether graphs serve, said once in the log and by ``health``."""
 
 import pytest
 import torch

@@ -109,5 +109,5 @@ def test_a_report_is_plain_and_readable() -> None:
     assert report.entry_bytes == 24
     assert report.total == step.memory_bytes == report.pool_bytes + 48 + 24
     assert json.loads(json.dumps(report.to_dict()))["total"] == report.total
-    for told in ("static inputs         48 B", "2 graphs              24 B"):
-        assert told in str(report)
+    for line in ("static inputs         48 B", "2 graphs              24 B"):
+        assert line in str(report)

@@ -215,14 +215,14 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_other_objects_stay_eager(kind: str) -> None:
     """What cannot be made anew is refused, with what to do instead; the answers are eager's."""
-    make, told = REFUSED[kind]
+    make, message = REFUSED[kind]
     step = graphed(make, dynamic={"x": 0}, sizes=(4,))
     for _ in range(3):
         step(torch.ones(3, 2))
     decision = step.last_decision
     assert decision.reason == "output_unsupported"
     assert "register_pytree_node" in decision.detail
-    assert re.search(told, decision.detail)
+    assert re.search(message, decision.detail)
     assert step.stats.hits == 0
 
 

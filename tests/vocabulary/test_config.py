@@ -75,8 +75,8 @@ LOADED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("name", LOADED)
 def test_whichever_way_it_is_made_it_is_checked(name: str) -> None:
     """All that is wrong is named in one error, with its place and what belongs there; nothing is assigned later."""
-    make, told = LOADED[name]
-    with pytest.raises(ValueError if name == "assigned" else ConfigError, match=told):
+    make, message = LOADED[name]
+    with pytest.raises(ValueError if name == "assigned" else ConfigError, match=message):
         make()
 
 

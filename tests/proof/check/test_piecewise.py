@@ -187,7 +187,7 @@ def test_a_break_that_wrote_some_state_before_a_changed_result() -> None:
 
 
 class Fuse:
-    """A break that raises when it is told to."""
+    """A break that raises when it shall."""
 
     blown = only_in_capture = False
 
@@ -252,7 +252,7 @@ def catches(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("model", "told"),
+    ("model", "message"),
     [
         (reads_what_was_kept, "return it from the break"),
         (lambda x: host_scale(x) + x.sum().item(), "test_piecewise.py"),
@@ -260,12 +260,12 @@ def catches(x: Tensor) -> Tensor:
     ],
     ids=["a tensor that a break keeps", "an unsafe operator between breaks", "a break's exception that is caught"],
 )
-def test_what_no_graph_in_pieces_can_hold_is_refused(model: Callable[[Tensor], Tensor], told: str) -> None:
+def test_what_no_graph_in_pieces_can_hold_is_refused(model: Callable[[Tensor], Tensor], message: str) -> None:
     """Marks do not allow the parts around them more than a FULL capture does, and the detail says what is at fault."""
     served = pieces(model, ahead=False)
     check_calls(served, torch.randn(4, 3))
     assert served.last_decision.reason is Reason.CAPTURE_UNSAFE
-    assert told in served.last_decision.detail
+    assert message in served.last_decision.detail
     assert not get_backend("cpu").is_capturing()
 
 

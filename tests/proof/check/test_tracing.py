@@ -85,8 +85,8 @@ def test_a_profiler_in_compiled_code_goes_on() -> None:
 
 
 def test_no_graph_is_captured_that_nobody_hears_of() -> None:
-    """Beside ``cProfile`` Python told nothing before 3.12. The call reads a number on a thread, of which nobody hears
-    at all."""
+    """Beside ``cProfile`` Python reported nothing before 3.12. The call reads a number on a thread, of which nobody
+    hears at all."""
     number = [2.0]
 
     def fn(x: torch.Tensor) -> torch.Tensor:

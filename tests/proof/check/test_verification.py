@@ -406,7 +406,7 @@ def test_deterministic_torch_fills_new_memory(name: str, toggled: bool) -> None:
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = True
-    assert step.stats.hits or (toggled and name in ("grown", "torch.bool"))  # these are not told apart from values
+    assert step.stats.hits or (toggled and name in ("grown", "torch.bool"))  # nothing distinguishes these from values
 
 
 @pytest.mark.parametrize(
