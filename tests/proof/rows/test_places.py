@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .runs import Batch, judge
 
@@ -93,6 +93,32 @@ def test_what_is_selected_has_the_size_of_the_index(name: str) -> None:
 def test_places_in_other_rows_are_refused(name: str) -> None:
     """A write for one row, or a read, that meets another is no row's own."""
     verdict = judge(MIXED[name], _rows)
+    assert verdict.mixes or verdict.unknown
+
+
+READS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index": lambda cache, at: cache[at],
+    "embedding": lambda cache, at: nn.functional.embedding(at, cache),
+    "index_select": lambda cache, at: cache.index_select(0, at),
+    "gather": lambda cache, at: cache.gather(0, at[:, None].expand(-1, D)),
+}
+
+
+def _with_cache(n: int) -> Batch:
+    x, i = torch.randn(n, D), torch.randperm(n)
+    return (x, i, torch.zeros(64, D)), {}, [(x, {0: 0}), (i, {0: 0})]
+
+
+@pytest.mark.parametrize("read", READS)
+def test_what_rows_wrote_is_read_at_their_places_alone(read: str) -> None:
+    """State that rows write at places of their own may be read there, and nowhere else: not at a fixed place."""
+
+    def step(x: Tensor, i: Tensor, cache: Tensor, at: Tensor | None = None) -> Tensor:
+        cache[i] = x
+        return x + READS[read](cache, i if at is None else at)
+
+    assert judge(step, _with_cache).mixes == ""
+    verdict = judge(lambda *args: step(*args, at=torch.tensor([3])), _with_cache)
     assert verdict.mixes or verdict.unknown
 
 

@@ -363,7 +363,7 @@ class RowRun(OperatorMode):
         labels = self._labels_of(func, given)
         if labels and is_old:
             taken[:] = [(labels.get(id(tensor)), shape) for tensor, (_, shape) in zip(given, taken, strict=True)]
-        if self._slots and not may_name_places(func):
+        if self._slots and not (labels and may_name_places(func)):
             labels |= self._slots_read(func, given, outs)
         caller = self._caller
         if caller is None and labels:
