@@ -18,11 +18,11 @@ IS_ENABLED = os.environ.get("GRAPHDISPATCH_NATIVE", "1") != "0"
 """Whether native parts may be used in this process."""
 
 
-def known_to_core(method: F) -> F:
-    """Mark a method whose usual case the core tells by itself, from the attributes that the method reads; an override
-    in a subclass is called."""
+def done_by_core(method: F) -> F:
+    """Mark a method whose usual case the core does itself, from the attributes that the method reads. It calls an
+    override in a subclass."""
     marked: Any = method
-    marked._is_known_to_core = True
+    marked._is_done_by_core = True
     return method
 
 

@@ -94,7 +94,7 @@ def _bind() -> tuple[ModuleType | None, str, tuple[str, ...]]:
 with torch._C.DisableTorchFunction():  # what the importing thread does to torch's: a default device may not be there
     CORE, WHY_NO_CORE, DONE_IN_PYTHON = _bind()
 """The extension module after its self-test on this torch, or None; why there is none, empty if there is one; and what
-the core asks of torch or Python on each call, since its own way did not pass its test."""
+the core calls torch or Python for each time, since its own way did not pass its test."""
 
 _WARM = 32  # an interpreter has found its fastest way for a line that ran so often
 _CHANGES = """
@@ -146,10 +146,10 @@ def versions_tell(version_of: Callable[[dict[str, Any]], int]) -> bool:
     kind = type("Kind", (), {"first": 0})
     (attributes,) = (table for table in gc.get_referents(vars(kind)) if type(table) is dict)
     return _tells(version_of, "type(owner).first = value", kind(), attributes) and all(
-        _tells(version_of, line.strip(), owner := made(), vars(owner) if is_known else None)
+        _tells(version_of, line.strip(), owner := made(), vars(owner) if is_given else None)
         for line in _CHANGES.strip().splitlines()
         for made in ((_Plain, _Through, _Crowded) if "owner" in line else (_Plain,))
-        for is_known in ((True, False) if "table" not in line else (True,))
+        for is_given in ((True, False) if "table" not in line else (True,))
     )
 
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import (
 
 from ...copying import NotCopied
 from ...errors import BackendError, CaptureError
-from ...native import known_to_core
+from ...native import done_by_core
 from ...native.tape import TAPE
 from ...reasons import Reason
 from ..base import CAPTURE_LOCK, Backend, Capture, Event, Graph, Pool, Stream
@@ -103,7 +103,7 @@ class CPUBackend(Backend):
             raise CaptureError("a capture is already under way on this thread; end it first", Reason.INSIDE_CAPTURE)
         return _CPUCapture(pool, self)
 
-    @known_to_core
+    @done_by_core
     def is_capturing(self) -> bool:
         """Whether the calling thread is being recorded by this backend."""
         return self.here.is_capturing

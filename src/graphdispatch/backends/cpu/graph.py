@@ -24,7 +24,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...errors import ReplayError
-from ...native import known_to_core
+from ...native import done_by_core
 from ...native.tape import TAPE
 from ..base import Graph, Pool
 from ..operators import OperatorKind, map_leaves, per_operator, storage_key, tensors_in
@@ -243,7 +243,7 @@ class CPUPool(Pool):
         self._arenas[id(arena)] = arena
         return arena
 
-    @known_to_core
+    @done_by_core
     def order_after_last_use(self) -> None:
         """Do nothing: replays run at once, on the thread that holds the pool's lock."""
 
@@ -265,7 +265,7 @@ class CPUGraph(Graph):
         """The shared outputs. They lie in the arena and hold the pool's latest replay."""
         self.num_recorded = len(recording.program)
 
-    @known_to_core
+    @done_by_core
     def replay(self) -> None:
         """Run the calls."""
         if self.program is None:

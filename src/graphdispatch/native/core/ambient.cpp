@@ -14,7 +14,7 @@ namespace {
 
 constexpr Py_ssize_t kMostBytes = 176;  // of a TensorImpl of unknown layout: the size of the smallest known
 
-PyObject *ask_inference_mode, *ask_autocast, *ask_autocast_dtype, *ask_profiler, *requires_grad_name;
+PyObject *python_inference_mode, *python_autocast, *python_autocast_dtype, *python_profiler, *requires_grad_name;
 
 int truth_of(PyObject* answer) {
   const int truth = answer ? PyObject_IsTrue(answer) : -1;
@@ -28,7 +28,7 @@ uint64_t word_of(PyObject* tensor, Py_ssize_t offset) {
 
 bool is_one_bit(uint64_t word) { return word && !(word & (word - 1)); }
 
-// Whether the word at an offset is what tells these tensors apart: one value for all plain tensors, one more bit for a
+// Whether the word at an offset differs between these tensors: one value for all plain tensors, one more bit for a
 // lazy negative and another one for a lazy conjugate, and fewer for a tensor made in inference mode.
 bool tells_keys(Py_ssize_t offset, PyObject* plain, PyObject* negative, PyObject* conjugate, PyObject* inference) {
   const uint64_t word = word_of(PyTuple_GET_ITEM(plain, 0), offset);
@@ -65,16 +65,16 @@ void find_clone(const char* library, const char* bindings) {
 
 PyObject* find_ambient(PyObject*, PyObject* args) {
   const char *library, *bindings;
-  PyObject *asked, *plain, *negative, *conjugate, *inference;
-  if (!PyArg_ParseTuple(args, "ssO!O!OOO", &library, &bindings, &PyTuple_Type, &asked, &PyTuple_Type, &plain, &negative,
-                        &conjugate, &inference)) {
+  PyObject *readers, *plain, *negative, *conjugate, *inference;
+  if (!PyArg_ParseTuple(args, "ssO!O!OOO", &library, &bindings, &PyTuple_Type, &readers, &PyTuple_Type, &plain,
+                        &negative, &conjugate, &inference)) {
     return nullptr;
   }
-  if (PyTuple_GET_SIZE(asked) != 4) return PyErr_Format(PyExc_TypeError, "four functions are asked");
-  ask_inference_mode = Py_NewRef(PyTuple_GET_ITEM(asked, 0));
-  ask_autocast = Py_NewRef(PyTuple_GET_ITEM(asked, 1));
-  ask_autocast_dtype = Py_NewRef(PyTuple_GET_ITEM(asked, 2));
-  ask_profiler = Py_NewRef(PyTuple_GET_ITEM(asked, 3));
+  if (PyTuple_GET_SIZE(readers) != 4) return PyErr_Format(PyExc_TypeError, "there must be four functions");
+  python_inference_mode = Py_NewRef(PyTuple_GET_ITEM(readers, 0));
+  python_autocast = Py_NewRef(PyTuple_GET_ITEM(readers, 1));
+  python_autocast_dtype = Py_NewRef(PyTuple_GET_ITEM(readers, 2));
+  python_profiler = Py_NewRef(PyTuple_GET_ITEM(readers, 3));
   requires_grad_name = PyUnicode_InternFromString("requires_grad");
   if (!requires_grad_name) return nullptr;
   if (void* handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD)) {
@@ -85,7 +85,7 @@ PyObject* find_ambient(PyObject*, PyObject* args) {
   }
   find_clone(library, bindings);
   int found = 0;
-  const Py_ssize_t end = layout.is_known ? layout.extents + (kExtents + 1) * Py_ssize_t(sizeof(void*)) : kMostBytes;
+  const Py_ssize_t end = layout.is_found ? layout.extents + (kExtents + 1) * Py_ssize_t(sizeof(void*)) : kMostBytes;
   for (Py_ssize_t offset = sizeof(void*); offset < end; offset += sizeof(void*)) {
     if (!tells_keys(offset, plain, negative, conjugate, inference)) continue;
     ambient.keys = offset;
@@ -102,7 +102,7 @@ PyObject* find_ambient(PyObject*, PyObject* args) {
 }
 
 // What the core finds out by itself: (inference mode, autocast of a device, requires_grad and plainness of a tensor, a
-// profiler), with None for what it has to ask.
+// profiler), with None for what it calls Python for.
 PyObject* read_ambient(PyObject*, PyObject* args) {
   PyObject* tensor;
   int device;
@@ -152,17 +152,17 @@ PyObject* forget_ambient(PyObject*, PyObject* place) {
 }  // namespace
 
 int in_inference_mode() {
-  return ambient.inference_mode ? ambient.inference_mode() : truth_of(PyObject_CallNoArgs(ask_inference_mode));
+  return ambient.inference_mode ? ambient.inference_mode() : truth_of(PyObject_CallNoArgs(python_inference_mode));
 }
 
 int in_autocast(int device, PyObject* name) {
   if (ambient.autocast && device >= 0) return ambient.autocast(static_cast<int8_t>(device));
-  return truth_of(PyObject_CallOneArg(ask_autocast, name));
+  return truth_of(PyObject_CallOneArg(python_autocast, name));
 }
 
-int is_profiled() { return ambient.profiler ? ambient.profiler() : truth_of(PyObject_CallNoArgs(ask_profiler)); }
+int is_profiled() { return ambient.profiler ? ambient.profiler() : truth_of(PyObject_CallNoArgs(python_profiler)); }
 
-PyObject* autocast_dtype(PyObject* name) { return PyObject_CallOneArg(ask_autocast_dtype, name); }
+PyObject* autocast_dtype(PyObject* name) { return PyObject_CallOneArg(python_autocast_dtype, name); }
 
 PyObject* clone(PyObject* tensor) {
   constexpr int64_t kMostBytes = 256 * 1024;
@@ -198,17 +198,16 @@ int needs_gradient(PyObject* tensor) {
 
 PyMethodDef ambient_methods[] = {
     {"find_ambient", find_ambient, METH_VARARGS,
-     "find_ambient(library, bindings, asked, plain, negative, conjugate, inference)\n--\n\nLook up what tells the "
-     "thread's modes "
-     "and a tensor's flags; `asked` are the functions of Python that are asked instead."},
+     "find_ambient(library, bindings, readers, plain, negative, conjugate, inference)\n--\n\nLook up where the "
+     "thread's modes and a tensor's flags stand; `readers` are the functions of Python to call instead."},
     {"read_ambient", read_ambient, METH_VARARGS,
      "read_ambient(tensor, device)\n--\n\nWhat the core itself tells: inference mode, autocast of a device's number, "
      "whether the tensor requires a gradient, whether it is plain memory of the host, and whether a profiler is on; "
-     "None where it must ask."},
+     "None where it must call Python."},
     {"try_clone", try_clone, METH_O,
-     "try_clone(tensor)\n--\n\nWhat tensor.clone() gives, or None where torch has to be asked."},
+     "try_clone(tensor)\n--\n\nWhat tensor.clone() gives, or None where torch has to do it."},
     {"forget_ambient", forget_ambient, METH_O,
-     "forget_ambient(place)\n--\n\nAsk Python from now on for one of the facts of read_ambient, by its place."},
+     "forget_ambient(place)\n--\n\nCall Python from now on for one of the facts of read_ambient, by its place."},
     {nullptr, nullptr, 0, nullptr},
 };
 

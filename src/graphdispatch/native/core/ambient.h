@@ -2,7 +2,7 @@
 //
 // The shim knows none of it. libtorch exports functions for most, found by their mangled names; a TensorImpl's set of
 // dispatch keys is found by comparing tensors. The package tests each of them when it loads the core, and forgets one
-// that does not tell what Python tells: then Python is asked.
+// that differs from Python: then it calls Python.
 #pragma once
 
 #include "tensor.h"
@@ -51,7 +51,7 @@ PyObject* autocast_dtype(PyObject* name);
 int needs_gradient(PyObject* tensor);
 
 // What tensor.clone() gives, for a small contiguous plain tensor on the host, with gradients off: a new reference. Null
-// where torch has to be asked, as wherever somebody watches operators; then no error is set.
+// where torch has to do it, as wherever somebody watches operators; then no error is set.
 PyObject* clone(PyObject* tensor);
 
 // The dispatch keys of a tensor; 0 if they are unknown.
@@ -83,7 +83,7 @@ class Look {
     return has_form(static_cast<const char*>(impl_of(tensor)) + layout.extents, form_);
   }
 
-  // Take the look of a plain tensor, if it can be told.
+  // Take the look of a plain tensor, if it can be read.
   void take(PyObject* tensor) {
     const Imprint imprint = imprint_of(handle_of(tensor), false, form_);
     keys_ = imprint.impl && is_plain_host(tensor) ? keys_of(tensor) : 0;

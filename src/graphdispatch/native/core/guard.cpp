@@ -74,7 +74,7 @@ size_t steps_ahead(size_t count) { return count > kFew ? 8 : count; }
 
 bool dicts_match(Guard* self) {
   const uint64_t now = changes;  // first: CPython tells of a change before it is made
-  if (uses_changes && self->known_changes == now) return true;
+  if (uses_changes && self->seen_changes == now) return true;
   Dict* const dicts = self->parts.dicts.data();
   const size_t count = self->parts.dicts.size(), ahead = steps_ahead(count);
   const bool versions = uses_versions;
@@ -83,7 +83,7 @@ bool dicts_match(Guard* self) {
     if (versions && version_of(dicts[i].dict) == dicts[i].version) continue;
     if (!dict_matches(self, dicts[i], self->parts.bindings[i])) return false;
   }
-  if (self->watches) self->known_changes = now;
+  if (self->watches) self->seen_changes = now;
   return true;
 }
 

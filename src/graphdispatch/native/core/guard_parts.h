@@ -81,7 +81,7 @@ struct Guard {
   PyObject_HEAD bool is_dead;  // its references were cleared
   bool has_held;               // since it was made
   bool watches;                // all of its dicts
-  uint64_t known_changes;      // to watched dicts, when all of these were as expected; 0: not known
+  uint64_t seen_changes;       // to watched dicts, when all of these were as expected; 0: not known
   int trains;                  // whether one of the modules is in training mode; -1: not known
   PyObject* absent;
   PyObject* handles;  // the variables of torch's class of hook handles

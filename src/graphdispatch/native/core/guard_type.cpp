@@ -14,7 +14,7 @@ namespace gd {
 namespace {
 
 PyTypeObject* guard_type = nullptr;
-int watcher = -1;  // CPython's number for who is told of changes
+int watcher = -1;  // CPython's number for who hears of changes
 
 #if PY_VERSION_HEX >= 0x030C0000
 int count_change(PyDict_WatchEvent event, PyObject*, PyObject*, PyObject*) {
@@ -156,13 +156,13 @@ bool add_reader(Guard* self, PyObject* item) {
       {"__mro__", Kind::kBases},
   };
   Reader reader{Kind::kCall, subject, 0, expected};
-  bool known = false;
+  bool found = false;
   for (const auto& kind : kinds) {
-    if (std::strcmp(name, kind.first) == 0) reader.kind = kind.second, known = true;
+    if (std::strcmp(name, kind.first) == 0) reader.kind = kind.second, found = true;
   }
   const bool is_function = reader.kind == Kind::kCode || reader.kind == Kind::kDefaults ||
                            reader.kind == Kind::kKeywordDefaults;
-  if (!known || (reader.kind == Kind::kCell && !PyCell_Check(subject)) ||
+  if (!found || (reader.kind == Kind::kCell && !PyCell_Check(subject)) ||
       (reader.kind == Kind::kReference && !PyWeakref_CheckRef(subject)) ||
       (reader.kind == Kind::kContext && !PyContextVar_CheckExact(subject)) ||
       (reader.kind == Kind::kBases && !PyType_Check(subject)) || (is_function && !PyFunction_Check(subject))) {

@@ -93,8 +93,8 @@ bool is_constant(PyObject* value) {
 // StateGuard.trainable of a guard that has just been found to hold; -1 with an error.
 int is_trainable(PyObject* guard) {
   const Ref native = native_of_guard.of(guard);
-  const int known = native && is_guard(native.get()) ? guard_trainable(native.get()) : -1;
-  if (!native || known >= 0) return known;
+  const int trainable = native && is_guard(native.get()) ? guard_trainable(native.get()) : -1;
+  if (!native || trainable >= 0) return trainable;
   const Ref answer = attribute(guard, names.trainable);
   return answer ? PyObject_IsTrue(answer.get()) : -1;
 }
@@ -154,7 +154,7 @@ int find_group(Call& call, const Values& values) {
   return 0;
 }
 
-// The same for a call whose form's latest group is known; the others are looked at if it does not fit.
+// The same for a call whose form has a latest group; the others are looked at if it does not fit.
 int find_hit(Call& call, PyObject* signature, Values& values) {
   const Ref core = native_of_signature.of(signature);
   if (!core) return -1;

@@ -13,7 +13,7 @@ PyObject* bind(PyObject*, PyObject* args) {
     return nullptr;
   }
   if (!gd::find_torch(library, tensor, parameter, samples)) return nullptr;
-  return PyBool_FromLong(gd::layout.is_known);
+  return PyBool_FromLong(gd::layout.is_found);
 }
 
 PyMethodDef methods[] = {

@@ -39,7 +39,7 @@ bool Holding::is_of(PyObject* tensor) const {
 }
 
 PyObject* OutputCopies::copy_of(PyObject* tensor) {
-  if (!is_known_) is_kept_ = learn(tensor), is_known_ = true;
+  if (!is_learnt_) is_kept_ = learn(tensor), is_learnt_ = true;
   if (!is_kept_ || !ambient.wrap || ambient.dispatch_mode() || ambient.function_mode() || !is_plain_host(tensor) ||
       !is_as(source_, layout) || !ambient.inference_mode || ambient.inference_mode() != is_inference_) {
     return clone(tensor);
@@ -104,7 +104,7 @@ void OutputCopies::clear() {
 }
 
 bool tells_holding(PyObject* sample) {
-  if (!layout.is_known || !ambient.keys || !ambient.wrap || !ambient.inference_mode || !ambient.version) return false;
+  if (!layout.is_found || !ambient.keys || !ambient.wrap || !ambient.inference_mode || !ambient.version) return false;
   const Ref weight(PyObject_CallMethod(sample, "clone", nullptr));
   bool tells = weight && Ref(PyObject_CallMethod(weight.get(), "requires_grad_", nullptr));
   // A product keeps one factor for the gradient of the other.

@@ -24,7 +24,7 @@ class OutputCopies {
   OutputCopies& operator=(const OutputCopies&) = delete;
   ~OutputCopies() { clear(); }
 
-  // What tensor.clone() gives, with gradients off: a new reference. Null where torch has to be asked, as by clone().
+  // What tensor.clone() gives, with gradients off: a new reference. Null where torch has to do it, as with clone().
   // The tensor is the same at each call.
   PyObject* copy_of(PyObject* tensor);
 
@@ -47,7 +47,7 @@ class OutputCopies {
 
   static size_t all_bytes;  // of all copies in the process
 
-  bool is_known_ = false, is_kept_ = false;  // whether it was looked at if copies are kept, and are they
+  bool is_learnt_ = false, is_kept_ = false;  // whether it was looked at if copies are kept, and are they
   Imprint source_;                           // of the output
   Form form_;
   const void* from_;

@@ -197,8 +197,8 @@ bool load(PlanObject* self, Values& values) {
     PyObject* args[] = {self->inputs, list, self->rows_object, size.get()};
     return list && Ref(PyObject_VectorcallMethod(names.load, args, 4, nullptr));
   }
-  const Ref known = clean_from_of.of(self->inputs);
-  int64_t clean_from = known ? PyLong_AsLongLong(known.get()) : -1;
+  const Ref given = clean_from_of.of(self->inputs);
+  int64_t clean_from = given ? PyLong_AsLongLong(given.get()) : -1;
   if (clean_from < 0) return false;
   if (self->rows > clean_from) {
     clean_from = self->rows;
@@ -240,7 +240,7 @@ PyObject* take(PlanObject* self, Values& values) {
 bool has_program(PlanObject* self, PyObject* graph) {
   const PyTypeObject* type = Py_TYPE(graph);
   if (type->tp_version_tag != self->graph_version || !(type->tp_flags & Py_TPFLAGS_VALID_VERSION_TAG)) {
-    self->knows_graph = is_known(graph, names.replay) == 1;
+    self->knows_graph = is_done_by_core(graph, names.replay) == 1;
     self->graph_version = type->tp_version_tag;
     PyErr_Clear();
   }
@@ -342,7 +342,7 @@ bool is_outside(PyObject* written, uintptr_t address) {
 }
 
 // Whether the arguments share no memory with what the graph writes, as far as a look at addresses tells.
-bool are_apart(PlanObject* self, const Values& values) {
+bool shares_nothing(PlanObject* self, const Values& values) {
   if (truth(of_entry.mutated.of(self->entry))) return false;
   const Ref written = of_entry.written.of(self->entry);
   if (!written || written.get() == Py_None) return static_cast<bool>(written);
@@ -418,7 +418,7 @@ int may_run(PlanObject* self, Values& values, PyObject* per_call) {
     const int fits = truth(Ref(call(entry, names.fits_modes)));
     if (fits != 1) return fits;
   }
-  if (truth(of_entry.writes_outside.of(entry)) && !are_apart(self, values)) {
+  if (truth(of_entry.writes_outside.of(entry)) && !shares_nothing(self, values)) {
     PyObject* list = values.list();
     const Ref clash(list ? PyObject_CallMethodOneArg(self->plan, names.clash, list) : nullptr);
     if (!clash || clash.get() != Py_None) return clash ? 0 : -1;

@@ -40,7 +40,7 @@ struct PlanObject {
   PyObject *entry, *pool, *inputs, *take, *rows_object;
   PyObject *acquire, *release, *backend;
   PyObject* watch;  // the thread-local that says how many blocks the thread is in where nothing may replay
-  PyObject* here;   // the thread-local that says whether the thread is recorded; null: the backend is asked
+  PyObject* here;   // the thread-local that says whether the thread is recorded; null: the backend is called
   Local of_watch, of_here, of_server;  // what these hold, and the server's with its latest decision
   bool is_inline;                      // whether replays run at once, so that none has to be ordered after another
   PyObject* targets;       // for each dtype a list of tensors and their places; null until the first run, and where Python loads
@@ -65,9 +65,9 @@ int may_run(PlanObject* plan, Values& values, PyObject* per_call);
 // The outputs; null with an error.
 PyObject* run(PlanObject* plan, Values& values, PyObject* stats);
 
-// Whether the class of an object has the method that the core knows, and no override: then its usual case is told
-// there. -1 with an error.
-int is_known(PyObject* object, PyObject* method);
+// Whether a method of an object's class has the mark ``done_by_core``, and no override: then the core does its usual
+// case itself. -1 with an error.
+int is_done_by_core(PyObject* object, PyObject* method);
 
 // The function ``run_method(cls, facts)`` of the module.
 extern PyMethodDef plan_methods[];

@@ -8,9 +8,9 @@ namespace {
 bool read_backend(PlanObject* self) {
   self->backend = PyObject_GetAttr(self->entry, names.backend);
   self->watch = self->backend ? PyObject_GetAttr(self->backend, names.watch) : nullptr;
-  const int known = self->watch ? is_known(self->backend, names.is_capturing) : -1;
-  if (known == 1) self->here = PyObject_GetAttr(self->backend, names.here);
-  return known == 0 || self->here;
+  const int is_done = self->watch ? is_done_by_core(self->backend, names.is_capturing) : -1;
+  if (is_done == 1) self->here = PyObject_GetAttr(self->backend, names.here);
+  return is_done == 0 || self->here;
 }
 
 bool read_pool(PlanObject* self) {
@@ -18,9 +18,9 @@ bool read_pool(PlanObject* self) {
   const Ref lock(self->pool ? PyObject_GetAttr(self->pool, names.lock) : nullptr);
   self->acquire = lock ? PyObject_GetAttr(lock.get(), names.acquire) : nullptr;
   self->release = self->acquire ? PyObject_GetAttr(lock.get(), names.release) : nullptr;
-  const int known = self->release ? is_known(self->pool, names.order_after_last_use) : -1;
-  self->is_inline = known == 1;
-  return known >= 0;
+  const int is_done = self->release ? is_done_by_core(self->pool, names.order_after_last_use) : -1;
+  self->is_inline = is_done == 1;
+  return is_done >= 0;
 }
 
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
@@ -115,10 +115,10 @@ PyType_Spec spec = {"graphdispatch.native._core.Plan", sizeof(PlanObject), 0, Py
 
 }  // namespace
 
-int is_known(PyObject* object, PyObject* method) {
+int is_done_by_core(PyObject* object, PyObject* method) {
   const Ref function(PyObject_GetAttr(reinterpret_cast<PyObject*>(Py_TYPE(object)), method));
   if (!function) return -1;
-  const Ref mark(PyObject_GetAttr(function.get(), names._is_known_to_core));
+  const Ref mark(PyObject_GetAttr(function.get(), names._is_done_by_core));
   if (mark) return PyObject_IsTrue(mark.get());
   if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return -1;
   PyErr_Clear();

@@ -14,7 +14,7 @@ PyObject* compiler_here = nullptr;  // what torch tells the calling thread's com
 
 // Whether the calling thread's frames run as Python runs them; below zero with an error. They do not where torch's
 // compiler is at work; then what a call runs has to be kept from it, as the method in Python does. Torch may go on
-// asking at each frame when no compiler is at work in any thread, as it does once it refused a whole graph.
+// looking at each frame when no compiler is at work in any thread, as it does once it refused a whole graph.
 int runs_plainly() {
   if (_PyInterpreterState_GetEvalFrameFunc(PyInterpreterState_Get()) == _PyEval_EvalFrameDefault) return 1;
   const Ref compiler(PyObject_CallNoArgs(compiler_here));

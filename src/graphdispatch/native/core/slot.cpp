@@ -20,15 +20,15 @@ PyObject* in_class(PyTypeObject* type, PyObject* name) {
   return nullptr;
 }
 
-// Whether objects of a class are asked for attributes as Python asks most: what the class has in slots comes first, and
-// its ``__getattr__``, if it has one, last.
-bool asks_plainly(PyTypeObject* type) {
+// Whether the attributes of a class's objects are read as Python reads most: what the class has in slots comes first,
+// and its ``__getattr__``, if it has one, last.
+bool reads_plainly(PyTypeObject* type) {
   if (type->tp_getattro == PyObject_GenericGetAttr) return true;
   return in_class(type, names.__getattribute__) == in_class(&PyBaseObject_Type, names.__getattribute__);
 }
 
 // Whether a class makes its objects differ by thread, as CPython's own does and its subclasses do. Others of that name,
-// which libraries put in its place, may tell more than threads apart.
+// which libraries put in its place, may differ by more than the thread.
 bool is_by_thread(PyTypeObject* type) {
   for (; type; type = type->tp_base) {
     if (std::strcmp(type->tp_name, "_thread._local") == 0) return true;
@@ -40,10 +40,10 @@ bool is_by_thread(PyTypeObject* type) {
 
 void Slot::learn(PyObject* object) {
   PyTypeObject* type = Py_TYPE(object);
-  if (!(type->tp_flags & Py_TPFLAGS_VALID_VERSION_TAG) || !asks_plainly(type)) return;
-  PyObject* known = in_class(type, name_);
-  if (!known || Py_TYPE(known) != &PyMemberDescr_Type) return;
-  const PyMemberDef* member = reinterpret_cast<PyMemberDescrObject*>(known)->d_member;
+  if (!(type->tp_flags & Py_TPFLAGS_VALID_VERSION_TAG) || !reads_plainly(type)) return;
+  PyObject* found = in_class(type, name_);
+  if (!found || Py_TYPE(found) != &PyMemberDescr_Type) return;
+  const PyMemberDef* member = reinterpret_cast<PyMemberDescrObject*>(found)->d_member;
   if (member->type != T_OBJECT_EX || (member->flags & READONLY)) return;
   offset_ = member->offset;
   version_ = type->tp_version_tag;

@@ -13,7 +13,7 @@ class Slot {
 
   // A new reference; null with an error.
   Ref of(PyObject* object) {
-    if (knows(object)) {
+    if (fits(object)) {
       if (PyObject* value = at(object)) return Ref::of(value);
     }
     learn(object);
@@ -22,7 +22,7 @@ class Slot {
 
   // Set the attribute; false with an error.
   bool put(PyObject* object, PyObject* value) {
-    if (!knows(object)) {
+    if (!fits(object)) {
       learn(object);
       return PyObject_SetAttr(object, name_, value) == 0;
     }
@@ -35,7 +35,7 @@ class Slot {
   bool add(PyObject* object, int64_t more);
 
  private:
-  bool knows(PyObject* object) const {
+  bool fits(PyObject* object) const {
     return version_ && Py_TYPE(object)->tp_version_tag == version_;  // 0 is the tag of a class that was changed
   }
   PyObject*& at(PyObject* object) const {

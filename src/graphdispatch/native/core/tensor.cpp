@@ -142,11 +142,11 @@ void find_layout(PyObject* samples) {
   layout.storage = offset_of(impl, storage);
   layout.data = offset_of(reinterpret_cast<char*>(storage), data);
   const bool is_inside = layout.extents > 0 && layout.extents < 2 * kMostWords * kWord;
-  bool is_known = is_inside && layout.storage && layout.data;
-  for (Py_ssize_t i = 0; is_known && i < PyTuple_GET_SIZE(samples); ++i) {
-    is_known = has_layout(PyTuple_GET_ITEM(samples, i));
+  bool is_found = is_inside && layout.storage && layout.data;
+  for (Py_ssize_t i = 0; is_found && i < PyTuple_GET_SIZE(samples); ++i) {
+    is_found = has_layout(PyTuple_GET_ITEM(samples, i));
   }
-  layout.is_known = is_known;
+  layout.is_found = is_found;
 }
 
 }  // namespace
@@ -156,7 +156,7 @@ Imprint imprint_of(void* handle, bool counts, Form& form) {
   imprint.handle = handle;
   const char* impl = *static_cast<const char**>(handle);
   int64_t* sizes = nullptr;
-  if (!layout.is_known || shim.sizes(handle, &sizes)) return imprint;
+  if (!layout.is_found || shim.sizes(handle, &sizes)) return imprint;
   if (reinterpret_cast<const char*>(sizes - 1) != impl + layout.extents) return imprint;
   if (counts) {
     std::memcpy(&imprint.storage, impl + layout.storage, sizeof imprint.storage);
@@ -179,7 +179,7 @@ bool find_torch(const char* library, PyObject* tensor_class, PyObject* parameter
     if (i == 0) tensor_offset = offset;
     if (!offset || offset != tensor_offset || !agrees(tensor)) {
       PyErr_Clear();
-      PyErr_SetString(PyExc_ImportError, "a torch.Tensor lies in memory in another way than any known");
+      PyErr_SetString(PyExc_ImportError, "a torch.Tensor lies in memory in an unknown way");
       return false;
     }
   }

@@ -52,9 +52,9 @@ inline int64_t kind_of(void* handle) {
   return int64_t(dtype) | int64_t(type) << 16 | int64_t(uint8_t(index)) << 32;
 }
 
-// Where torch keeps things, in bytes: found and tested on live tensors. Nothing is read there unless ``is_known``.
+// Where torch keeps things, in bytes: found and tested on live tensors. Nothing is read there unless ``is_found``.
 struct Layout {
-  bool is_known;
+  bool is_found;
   Py_ssize_t extents;  // inside a TensorImpl: the number of dimensions, and behind it shape, strides, offset and dtype
   Py_ssize_t storage;  // inside a TensorImpl: the pointer to its storage
   Py_ssize_t data;     // inside a storage: its address, and behind it how it is freed
@@ -76,7 +76,7 @@ struct Imprint {
   const char* impl;        // null: this tensor keeps them elsewhere
   const char* storage;     // null: its address does not count
   uint64_t data[2];        // the address, and how it is freed: that tells of memory that moves when it is written
-  const Form* form;  // kept by whoever asked for the imprint
+  const Form* form;  // kept by whoever took the imprint
 };
 
 // The imprint of a tensor whose address counts, or does not; it refers to ``form``, which it fills.

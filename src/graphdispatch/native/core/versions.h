@@ -27,7 +27,7 @@ constexpr bool kHasVersions = false;
 inline uint64_t version_of(PyObject*) { return 0; }
 #endif
 
-extern uint64_t changes;  // to watched dicts, as far as CPython told
+extern uint64_t changes;  // to watched dicts, as far as CPython reports them
 
 // Have the changes of a dict counted from now on, for good. False where that is not known to work.
 bool watch(PyObject* dict);
