@@ -10,6 +10,7 @@ proven or compared. So this is what the engine vouches for:
 - Rows are independent, and padding rows write where nobody reads.
 - The call does the same for every batch of a size, and reads no Python state that changes.
 - Its first dimension is the batch's in each output that has as many rows there as the graph.
+- Gradients are off where it is called. Of a plain function nobody sees whether it trains, so it runs eagerly elsewhere.
 - It may run more than once where a capture is made: ``warmup_iterations`` times, and on the CPU once more after a
   recording that failed half-way. What it writes besides its arguments is not put back.
 """
