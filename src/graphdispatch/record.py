@@ -8,11 +8,19 @@ The backend of the CPU executes what it records, so there the recording itself i
 proven or compared. So this is what the engine vouches for:
 
 - Rows are independent, and padding rows write where nobody reads.
-- The call does the same for every batch of a size, and reads no Python state that changes.
-- Its first dimension is the batch's in each output that has as many rows there as the graph.
-- Gradients are off where it is called. Of a plain function nobody sees whether it trains, so it runs eagerly elsewhere.
-- It may run more than once where a capture is made: ``warmup_iterations`` times, and on the CPU once more after a
-  recording that failed half-way. What it writes besides its arguments is not put back.
+- The call does the same for every batch of a size. It reads no Python state that changes, and what Python does besides
+  (on the host, in hooks) need not happen in a replay. A warm-up does what the recording does, too.
+- Memory that it reads and that is no argument stays where it is: weights, caches, and tensors that come by another way
+  than the arguments, such as metadata of attention. Who moves some calls ``clear()``.
+- The first dimension is the batch's in each output that has as many rows there as the graph. Others are returned whole.
+- It runs more than once where a capture is made: ``warmup_iterations`` times, for the recording, and once more eagerly
+  where a run fails. What it writes besides its arguments is not put back, in a prewarm neither.
+- Each rank of a group makes the same captures, since each of them runs the call's collectives.
+- Gradients are off where it is called. A plain function runs eagerly where they are on, since nobody sees whether it
+  trains.
+
+What an argument has is written back to the caller's tensor, if torch sees the write. After a replay that failed, the
+graph is not used any more, since nobody knows what it had done.
 """
 
 import logging
@@ -22,7 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .backends.operators import bits_equal, storage_key, tensors_in
 from .backends.tracing import profiler_range
@@ -32,6 +40,7 @@ from .modes import EntryState
 from .reasons import Reason
 from .runtime.collector import paused_collector
 from .runtime.entry import CUDAGraphEntry
+from .runtime.flatten import VALUES, describe, is_tensor
 from .runtime.outputs import OutputRule, Outputs
 from .runtime.protocols import Capturer, Guard
 from .runtime.request import CaptureRequest, CaptureResult
@@ -113,12 +122,8 @@ class PlainCapturer(Capturer):
             return _Recording(request).result()
 
     def check(self, request: CaptureRequest, entry: CUDAGraphEntry) -> CaptureResult:
-        """Run the call eagerly. The graph is trusted again: this comes after a replay that failed."""
-        answer = request.call(request.values)
-        entry.passed()
-        return CaptureResult(
-            answer, entry, Reason.REPLAY_FAILED, "an earlier replay failed; the next one is tried again"
-        )
+        """Run the call eagerly, and leave the graph as it is: nobody knows its effects, so none is ever due."""
+        return CaptureResult(request.call(request.values), entry, Reason.VERIFIED_NOW)
 
     def gap(self, want: Iterable[Any], got: Iterable[Any], entry: CUDAGraphEntry, options: CUDAGraphOptions) -> str:
         """As ``Capturer.gap``, without allowing for rounding."""
@@ -131,15 +136,19 @@ class _Recording:
     def __init__(self, request: CaptureRequest) -> None:
         self._request = request
         self._started = request.clock()
-        self._existing = {storage_key(value) for value in request.tensors}
+        kept = [value for value in request.values_with([None] * len(request.inputs.specs)) if is_tensor(value)]
+        self._existing = {storage_key(value) for value in (*request.tensors, *kept)}
         self._answer: Any = None
+        self._mutated: tuple[int, ...] = ()
+        self._versions: list[int] = []
         self._has_run = False
 
     def result(self) -> CaptureResult:
         """The graph, with the call's answer; or the reason why there is none."""
-        request, stage = self._request, "recording"
+        request = self._request
         try:
-            return CaptureResult(self._answer_by(entry := self._capture()), entry, Reason.CAPTURED_NOW)
+            entry = self._capture()
+            return CaptureResult(self._answer, entry, Reason.CAPTURED_NOW)
         except Exception as error:
             if (raised := error_of_signal(error)) is not None:
                 raise raised from raised.__cause__
@@ -147,36 +156,31 @@ class _Recording:
             request.inputs.mark_dirty()
             _log.debug("no graph for %s: %s", request.key, error)
             answer = self._answer if self._has_run else request.call(request.values)  # which raises what is its own
-            detail = f"{type(error).__name__}: {error} (while {stage})"
+            detail = f"{type(error).__name__}: {error}"
             return CaptureResult(answer, None, request.backend.classify_error(error), detail, error)
-
-    def _answer_by(self, entry: CUDAGraphEntry) -> Any:
-        if self._request.keep_effects:
-            entry.copy_back(self._request.values, self._request.rows)
-        return self._answer
 
     def _capture(self) -> CUDAGraphEntry:
         request, backend = self._request, self._request.backend
         if request.is_piecewise or len(request.inputs.axes) > 1:
             raise CaptureError("a plain capture holds no breaks and no lengths besides rows", Reason.CAPTURE_UNSAFE)
-        request.inputs.load(request.values, request.rows, request.size)
-        views = request.inputs.views(request.size)
         values, rng = request.static_values(), backend.rng_state()
-        versions = [view._version for view in views]
         for _ in range(0 if backend.capture_executes else request.options.warmup_iterations):
-            output = request.call(values)
-            self._answer, self._has_run = self._cut(output, self._rule_of(output)), True
+            self._load()
+            with backend.rehearsing():
+                self._take(request.call(values))
+        if backend.capture_executes:
+            self._load()
         with backend.begin_capture(request.pool) as capture:
             output = request.call(values)
             if backend.capture_executes:  # before the end, which may give this memory to others
                 with _disable_current_modes():
-                    self._answer, self._has_run = self._cut(output, self._rule_of(output)), True
+                    self._take(output)
             is_own = [storage_key(tensor) not in self._existing for tensor in tensors_in(output)]
             capture.set_outputs(output, shared=request.options.shares_outputs)
             del output  # so that only the capture holds the outputs
         outputs = capture.outputs
         if request.options.shares_outputs:
-            outputs = tree_map_only(torch.Tensor, backend.weak_reference, outputs)
+            outputs = tree_map_only(torch.Tensor, self._weak, outputs)
         return CUDAGraphEntry(
             descriptor=request.descriptor,
             mode=request.mode,
@@ -187,14 +191,44 @@ class _Recording:
             backend=backend,
             inputs=request.inputs,
             outputs=Outputs(outputs, self._rule_of(outputs), is_own, request.options.outputs, request.pool),
-            mutated=tuple(i for i, view in enumerate(views) if view._version != versions[i]),
+            mutated=self._mutated,
             uses_rng=not torch.equal(rng, backend.rng_state()),
             state=EntryState.VERIFIED,
+            knows_effects=False,
             signature=request.signature,
             call=request.call,
-            example=request.values_with([None] * len(views)),
+            example=request.values_with([None] * len(request.inputs.specs)),
             capture_time_ms=(request.clock() - self._started) * 1e3,
         )
+
+    def _load(self) -> None:
+        """Load the batch, and note how often its buffers were written so far."""
+        request = self._request
+        request.inputs.load(request.values, request.rows, request.size)
+        self._versions = [view._version for view in request.inputs.views(request.size)]
+
+    def _take(self, output: Any) -> None:
+        """Take the caller's answer from the first run, and give back what that wrote to arguments."""
+        request = self._request
+        if self._has_run:
+            return
+        odd = next((leaf for leaf in tree_leaves(output) if not is_tensor(leaf) and type(leaf) not in VALUES), None)
+        if odd is not None:
+            raise CaptureError(
+                f"an output is {describe(odd)}, which a replay would give back as it is now; return tensors and "
+                "constants, or register its class (torch.utils._pytree.register_pytree_node)",
+                Reason.OUTPUT_UNSUPPORTED,
+            )
+        views = request.inputs.views(request.size)
+        self._mutated = tuple(i for i, view in enumerate(views) if view._version != self._versions[i])
+        self._answer, self._has_run = self._cut(output, self._rule_of(output)), True
+        for index in self._mutated if request.keep_effects else ():
+            real = request.inputs.real(index, request.rows, request.size)
+            request.values[request.inputs.specs[index].position].copy_(real)
+
+    def _weak(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor in the graph's memory that does not own it; one that lies elsewhere is held."""
+        return tensor if storage_key(tensor) in self._existing else self._request.backend.weak_reference(tensor)
 
     def _rule_of(self, output: Any) -> OutputRule:
         """Which outputs follow the batch: those with as many rows as the graph."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from graphdispatch import CUDAGraphOptions, Dim, Graphed, Reason, graphed
 from graphdispatch.api.capturers import capturer_for
-from graphdispatch.modes import CUDAGraphMode, EntryState
+from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.proof.capturer import ProvingCapturer
 from graphdispatch.record import PlainCapturer, Reached
 
@@ -118,18 +118,44 @@ def test_lengths_are_refused() -> None:
     assert step.entries == []
 
 
-def test_after_a_failed_replay_one_call_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then the graph is trusted again, since nobody compares it."""
+def test_after_a_failed_replay_calls_run_eagerly() -> None:
+    """Nobody knows what it had done, and nobody compares: the graph serves no more."""
     step = plain(lambda x: x * 2)
     x = torch.randn(4, 3)
     step(x), step(x)
     (entry,) = step.entries
     entry.failed()
-    assert_same(step(x), x * 2)
-    assert step.last_decision.reason is Reason.REPLAY_FAILED
-    assert entry.state is EntryState.VERIFIED
-    step(x)
-    assert step.last_decision.reason.is_graph
+    for _ in range(2):
+        assert_same(step(x), x * 2)
+        assert step.last_decision.reason is Reason.REPLAY_FAILED
+
+
+def test_each_warm_up_begins_with_the_batch() -> None:
+    """The caller gets the answer of the first, and its argument has one write."""
+
+    def fn(x: Tensor) -> Tensor:
+        return x.add_(1) * 2
+
+    step = plain(fn, options=PLAIN.model_copy(update={"warmup_iterations": 3}))
+    for _ in range(3):
+        x = torch.randn(3, 3)
+        twin = x.clone()
+        assert_same(step(x), fn(twin))
+        assert_same(x, twin)
+
+
+def test_an_object_that_no_pytree_knows_is_refused() -> None:
+    """A replay would give the caller the object of the capture, with the padding."""
+
+    class Answer:
+        def __init__(self, value: Tensor) -> None:
+            self.value = value
+
+    step = plain(lambda x: Answer(x * 2))
+    x = torch.randn(3, 3)
+    assert_same(step(x).value, x * 2)
+    assert step.entries == []
+    assert step.last_decision.reason is Reason.OUTPUT_UNSUPPORTED
 
 
 def test_where_gradients_may_be_needed_it_runs_eagerly() -> None:

@@ -48,7 +48,7 @@ class Pad(ABC):
     follows_data: ClassVar[bool] = True
     """Whether padding rows depend on the real rows, and so must be filled anew on each call."""
     repeats_rows: ClassVar[bool] = False
-    """Whether each padding row is a copy of a real row, so that it writes nowhere else."""
+    """Whether padding rows are copies of the last real row: then they write what that wrote last, and nothing else."""
     runs_code: ClassVar[bool] = True
     """Whether code of the user's fills padding rows, which may do anything besides."""
     is_left: ClassVar[bool] = False

@@ -336,12 +336,18 @@ def _is_same_batch(values: Sequence[Any], other: Sequence[Any]) -> bool:
 def note_agreed(entry: CUDAGraphEntry, values: Sequence[Any] | None = None) -> None:
     """Note that a graph agreed with eager on another batch, with these values; None: on as many as are wanted."""
     shown = shown_of(entry)
-    if shown is not None and values is not None and entry.state is EntryState.CAPTURED:
-        shown.batches.append(kept(values))
-    if shown is None or values is None or len(shown.batches) >= shown.wanted or entry.state is not EntryState.CAPTURED:
+    if (
+        shown is None
+        or values is None
+        or entry.state is not EntryState.CAPTURED
+        or len(shown.batches) + 1 >= shown.wanted
+    ):
         entry.passed()
-        if shown is not None:
-            shown.batches.clear()
+    else:
+        shown.batches.append(kept(values))
+        return
+    if shown is not None:
+        shown.batches.clear()
 
 
 def float_types_of(entry: CUDAGraphEntry) -> Collection[torch.dtype]:
