@@ -19,8 +19,8 @@ proven or compared. So this is what the engine vouches for:
 - Gradients are off where it is called. A plain function runs eagerly where they are on, since nobody sees whether it
   trains.
 
-What an argument has is written back to the caller's tensor, if torch sees the write. After a replay that failed, the
-graph is not used any more, since nobody knows what it had done.
+What the call writes to an argument goes back to the caller's tensor, if torch sees the write. Where a replay fails, its
+call runs eagerly, whatever the replay had written before, and the graph serves no more.
 """
 
 import logging
