@@ -110,7 +110,7 @@ def test_rows_of_a_copy_that_failed_are_no_padding() -> None:
     step = make(lambda x: x + 1, sizes=(8,))
     check_rows(step, 3, 8, 3, 8, 2, width=2)
     with pytest.raises(KeyboardInterrupt), Behind(stop_behind_copies):
-        step.entries[0].serve([torch.full((6, 2), 7.0)], 6)
+        step.entries[0].replay_call([torch.full((6, 2), 7.0)], 6)
     assert bool((step.entries[0].inputs.views(8)[0][:6] == 7).all())
     check_rows(step, 2, width=2)
     assert step.last_decision.reason is Reason.PADDED

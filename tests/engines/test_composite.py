@@ -167,6 +167,6 @@ def test_a_graph_released_under_a_waiting_call_leaves_it_to_its_runner() -> None
         first.dispatch(KEY, torch.randn(2, 3))
     chosen = pair(first, member("b", KEY)).choose(KEY)
     gone.release()
-    answer = chosen.dispatcher.serve(KEY, chosen, (torch.ones(2, 3),), {})
+    answer = chosen.dispatcher.run_chosen(KEY, chosen, (torch.ones(2, 3),), {})
     assert torch.equal(answer, torch.full((2, 3), 2.0))
     assert (first.has_graph(KEY), first.stats.eager) == (False, 2)

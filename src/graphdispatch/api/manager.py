@@ -439,7 +439,7 @@ class CUDAGraphManager(CUDAGraphRegistry):
             with torch.no_grad(), server.lock:
                 result = server.perform(choice)[1]
         else:
-            result = entry.serve(values, rows, self.stats, is_timed=True)
+            result = entry.replay_call(values, rows, self.stats, is_timed=True)
         return as_arrays(result) if are_arrays else result
 
     @untraced

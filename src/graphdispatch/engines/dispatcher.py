@@ -289,7 +289,7 @@ class CudagraphDispatcher(MadeAnew):
         Raises:
             ReplayError: The replay stopped half-way and has changed memory outside of the graph.
         """
-        return self.serve(key, self.choose(key), args, kwargs)
+        return self.run_chosen(key, self.choose(key), args, kwargs)
 
     def choose(self, key: DispatchKey) -> Chosen:
         """What shall serve a call: a graph for its key, or the runner. Nothing is run.
@@ -300,7 +300,7 @@ class CudagraphDispatcher(MadeAnew):
             key: What the batch is.
 
         Returns:
-            The choice, for ``serve``.
+            The choice, for ``run_chosen``.
         """
         start = perf_counter_ns()
         found, decision = self._choose(key)
@@ -328,7 +328,7 @@ class CudagraphDispatcher(MadeAnew):
             return self._choose(key)
         return one, decision
 
-    def serve(self, key: DispatchKey, chosen: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_chosen(self, key: DispatchKey, chosen: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call as chosen, count it, and tell the policy how long it took.
 
         Args:
@@ -503,7 +503,7 @@ class CompositeDispatcher(MadeAnew):
         chosen = self.choose(key)
         if chosen is None:
             raise ConfigError(f"no member accepts {key}; members are {list(self.members)}")
-        return chosen.dispatcher.serve(key, chosen, args, kwargs)
+        return chosen.dispatcher.run_chosen(key, chosen, args, kwargs)
 
     def choose(self, key: DispatchKey) -> Chosen | None:
         """What shall serve a call: the first member's graph for its key, or the runner of the first. Runs nothing.

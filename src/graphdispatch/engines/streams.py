@@ -161,7 +161,7 @@ class StreamDispatcher(CudagraphDispatcher):
         """
         return self._start(key, self.choose(key), args, kwargs)
 
-    def serve(self, key: DispatchKey, chosen: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_chosen(self, key: DispatchKey, chosen: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call as chosen, and make the caller's stream wait for its outputs.
 
         Args:
@@ -176,7 +176,7 @@ class StreamDispatcher(CudagraphDispatcher):
         return self._start(key, chosen, args, kwargs).result()
 
     def _start(self, key: DispatchKey, chosen: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StreamResult:
-        step = partial(super().serve, key, chosen, args, kwargs)
+        step = partial(super().run_chosen, key, chosen, args, kwargs)
         if chosen.found is None:
             return StreamResult(step)
         return cast(StreamWorker, chosen.found.worker).launch(step, (args, kwargs))

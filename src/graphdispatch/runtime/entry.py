@@ -226,7 +226,7 @@ class CUDAGraphEntry(NotCopied):
             plan = self._plans[rows] = ReplayPlan(self, rows)
         return plan
 
-    def serve(
+    def replay_call(
         self, values: Sequence[Any], rows: int, stats: CUDAGraphStats | None = None, *, is_timed: bool = False
     ) -> Any:
         """Copy in, replay, and return the outputs of a call whose arguments were compared. Thread-safe.
@@ -321,7 +321,7 @@ class CUDAGraphEntry(NotCopied):
             raise ReplayError(f"{batch}: {text or reason.text}")
         if self.licence.wants_look(rows):
             raise ReplayError(f"{batch}: {Reason.PADDING_UNPROVEN.text}; or {_BY_FRONT_END}, which compares it")
-        return self.serve(values, rows, self.stats, is_timed=True)
+        return self.replay_call(values, rows, self.stats, is_timed=True)
 
     def _refuse_unserved(self) -> None:
         """Raise ``ReplayError`` if no batch may be replayed now, whatever it holds."""
@@ -339,7 +339,7 @@ class CUDAGraphEntry(NotCopied):
             )
 
     def check(self, inputs: Mapping[str, Any]) -> tuple[Sequence[Any], int]:
-        """The flat values of a call and its number of rows, for ``serve``.
+        """The flat values of a call and its number of rows, for ``replay_call``.
 
         Args:
             inputs: The inputs by name. Every copied tensor must be given; static tensors and constants may be, and must

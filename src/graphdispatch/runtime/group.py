@@ -381,7 +381,7 @@ class GraphGroup:
                 if gain is None or not gain.may_be_loss:
                     return
                 self._time_eager(least, values)
-                entry.serve(values, least, is_timed=True)
+                entry.replay_call(values, least, is_timed=True)
         except Exception as error:
             if error_of_signal(error) is not None or isinstance(error, GraphDispatchError):
                 raise

@@ -178,7 +178,7 @@ class Server:
         """A replay that may be timed or logged."""
         if self._logs_replays:
             _log.debug("replaying %r for %d rows", entry, rows)
-        return entry.serve(leaves, rows, self.stats, is_timed=self._times_replays or self.graphs.judges_gain)
+        return entry.replay_call(leaves, rows, self.stats, is_timed=self._times_replays or self.graphs.judges_gain)
 
     def step(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that is no hit (yet). Raises what the callable raises, and ``FallbackError`` with ``strict``."""

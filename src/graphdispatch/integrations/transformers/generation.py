@@ -311,7 +311,7 @@ class Request:
         self._got_cache = True
         ids = kwargs.get("input_ids")
         if self._is_prefilled and not args and ids is not None and ids.shape[1] == 1 and not slot.is_hopeless:
-            return slot.serve(kwargs)
+            return slot.run_step(kwargs)
         answer = self._owner.plain_call(*args, **kwargs)
         self._is_prefilled = True
         return answer

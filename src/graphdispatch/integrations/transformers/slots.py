@@ -106,7 +106,7 @@ class Slot:
         stats = self.step.stats
         return (bool(stats.capture_failures) and not stats.hits) or self.cache.counts.was_read_inside
 
-    def serve(self, arguments: dict[str, Any]) -> Any:
+    def run_step(self, arguments: dict[str, Any]) -> Any:
         """The model's answer to a step of one token."""
         with self.cache.counts.step():
             # Sorted, since the order of a prefill's arguments says nothing, and another order is another call.
