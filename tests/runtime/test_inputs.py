@@ -32,23 +32,43 @@ def spec(dim: int | None, pad: Pad, *, position: int = 0, order: tuple[int, ...]
     return InputSpec(f"x{position}", position, shape, order, torch.float32, CPU, spans, (pad,) * len(spans))
 
 
-class RepeatFirst(Pad):
-    """A rule of a user's own."""
+class InTurn(Pad):
+    """A rule of a user's own: the real rows in turn."""
 
     def filler(self, padding: torch.Tensor, real: torch.Tensor, dim: int) -> Callable[[], Any]:
-        """Copies the first real row."""
-        return lambda: padding.copy_(real.narrow(dim, 0, 1).expand_as(padding))
+        """Copies row after row, the first one again behind the last."""
+        turns = torch.arange(padding.shape[dim]) % real.shape[dim]
+        return lambda: padding.copy_(real.index_select(dim, turns))
 
 
-# A rule, and what it puts into padding rows, given the real rows (None: anything).
-Model = Callable[[torch.Tensor], torch.Tensor | None]
+class Numbered(Pad):
+    """Another one: each row holds its place in the batch, whatever the real rows hold."""
+
+    follows_data = False
+
+    def filler(self, padding: torch.Tensor, real: torch.Tensor, dim: int) -> Callable[[], Any]:
+        """Counts on behind the real rows."""
+        first = real.shape[dim]
+        places = torch.arange(first, first + padding.shape[dim]).float().view((-1, 1) if dim == 0 else (1, -1))
+        return lambda: padding.copy_(places.expand_as(padding))
+
+
+# A rule, and what it puts into so many padding rows, given the real ones (None: anything).
+Model = Callable[[torch.Tensor, int], torch.Tensor | None]
 RULES: dict[str, tuple[Pad, Model]] = {
-    "zero": (Pad.zero(), lambda real: torch.tensor(0.0)),
-    "value": (Pad.value(7), lambda real: torch.tensor(7.0)),
-    "repeat_last": (Pad.repeat_last(), lambda real: real[-1:]),
-    "leave": (Pad.leave(), lambda real: None),
-    "function": (Pad.function(lambda padding, real: padding.fill_(real.sum())), torch.sum),
-    "a user's own": (RepeatFirst(), lambda real: real[:1]),
+    "zero": (Pad.zero(), lambda real, count: torch.zeros(count, 3)),
+    "value": (Pad.value(7), lambda real, count: torch.full((count, 3), 7.0)),
+    "repeat_last": (Pad.repeat_last(), lambda real, count: real[-1:].expand(count, 3)),
+    "leave": (Pad.leave(), lambda real, count: None),
+    "function": (
+        Pad.function(lambda padding, real: padding.fill_(real.sum())),
+        lambda real, count: real.sum().expand(count, 3),
+    ),
+    "rows in turn": (InTurn(), lambda real, count: real[torch.arange(count) % len(real)]),
+    "numbered rows": (
+        Numbered(),
+        lambda real, count: (torch.arange(count) + len(real)).float().view(-1, 1).expand(-1, 3),
+    ),
 }
 BATCH = st.integers(1, CAPACITY).flatmap(lambda size: st.tuples(st.integers(1, size), st.just(size)))
 
@@ -67,11 +87,11 @@ def test_buffers_after_any_sequence(rule: str, dim: int, batches: Sequence[tuple
             inputs.mark_dirty()
         real = torch.randn(rows, 3, generator=generator)
         inputs.load([real.movedim(0, dim)], rows, size)
-        view, expected = inputs.views(size)[0].movedim(dim, 0), model(real)
+        view, expected = inputs.views(size)[0].movedim(dim, 0), model(real, size - rows)
         assert view.shape[0] == size
         assert torch.equal(view[:rows], real)
         if expected is not None:
-            torch.testing.assert_close(view[rows:], expected.expand(size - rows, 3))
+            torch.testing.assert_close(view[rows:], expected)
 
 
 def test_where_buffers_lie() -> None:

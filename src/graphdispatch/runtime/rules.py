@@ -46,7 +46,8 @@ class Pad(ABC):
     rules: ClassVar[dict[str, type["Pad"]]] = {}
     """The rules that have a name, which is also an attribute of this class."""
     follows_data: ClassVar[bool] = True
-    """Whether padding rows depend on the real rows, and so must be filled anew on each call."""
+    """Whether padding rows depend on the real rows or on how many there are, so that all are filled anew on each call.
+    Without that a padding row is filled where a longer batch has been, and must depend on its place alone."""
     repeats_rows: ClassVar[bool] = False
     """Whether padding rows are copies of the last real row: then they write what that wrote last, and nothing else."""
     runs_code: ClassVar[bool] = True
