@@ -48,6 +48,12 @@ def parse_mode(value: object) -> CUDAGraphMode:
     raise ConfigError(f"mode must be one of {known}, got {shown(value)}{meant}")
 
 
+def _parse_verify(value: Any) -> bool | str:
+    if not (isinstance(value, bool) or (isinstance(value, str) and value)):
+        raise ConfigError(f"verify must be True, False or the name of a policy, got {shown(value)}")
+    return value
+
+
 def _parse_capture_sizes(value: Any) -> str | tuple[int, ...]:
     if isinstance(value, str):
         if value != "auto" and value not in NAMED_SIZES:
@@ -177,7 +183,8 @@ class CUDAGraphOptions(_Settings):
         verify: Compare a new graph with eager on its first replay; the first one of a signature also on the next,
             different batch, and on the first padded one. ``graphed`` also compares their times, without ``strict``: a
             graph that is slower is given up, and a batch that eager runs clearly faster than its graph, as padding can
-            make it, runs eagerly (``no_gain``).
+            make it, runs eagerly (``no_gain``). A text names a policy of your own, which compares other batches
+            (a subclass of ``graphdispatch.proof.check.licence.Verification`` with a ``name``).
         verify_every: Compare a graph with eager again once in so many of its replays: what no guard can see (a counter
             or a global of Python that the capture froze) is found then. None never does.
         rtol: Relative tolerance of that comparison. None chooses by dtype.
@@ -213,7 +220,7 @@ class CUDAGraphOptions(_Settings):
     outputs: Literal["clone", "view", "static"] = "clone"
     warmup_iterations: _Count = 1
     rows: Literal["proven", "independent"] = "proven"
-    verify: bool = True
+    verify: Annotated[bool | str, BeforeValidator(_parse_verify)] = True
     verify_every: _Count | None = None
     rtol: _Tolerance = None
     atol: _Tolerance = None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, graphed
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.errors import ConfigError
-from graphdispatch.runtime.signature import LOOK, NO_MATCH
+from graphdispatch.runtime.signature import NO_MATCH, PROPERTIES, Property
 
 from ..helpers import make
 
@@ -82,18 +82,30 @@ def test_any_other_difference_does_not_match(other: str) -> None:
     assert not serves(serving(drawn(4, 3)), OTHERS[other])
 
 
-def test_each_look_is_compared() -> None:
+def test_each_property_is_compared() -> None:
     """What each call compares of a tensor differs in one of the cases above, or here; the core and Python see it."""
     step = serving(drawn(4, 3))
     signature, like = step._route.groups[0].signature, torch.randn(4, 3)
     others = [make() for make in (*OTHERS.values(), drawn(4, 3, device="meta"))]
-    for name in LOOK:
-        assert getattr(torch.randn(4, 3), name) == getattr(like, name), f"{name} is a method, or differs each time"
-        differ = [other for other in others if getattr(other, name) != getattr(like, name)]
+    for name, read, _ in PROPERTIES:
+        assert read(torch.randn(4, 3)) == read(like), f"{name} differs each time"
+        differ = [other for other in others if read(other) != read(like)]
         assert differ, name
         for way in filter(None, (signature, signature.native)):
             assert way.match([like]) == 4
             assert {way.match([other]) for other in differ} == {NO_MATCH}, name
+
+
+def test_a_further_property_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are compared by it, without the core too, and a call that differs is described by it."""
+    marked = Property("mark", lambda tensor: getattr(tensor, "mark", ""))
+    monkeypatch.setattr("graphdispatch.runtime.signature.PROPERTIES", [*PROPERTIES, marked])
+    step = serving(drawn(4, 3))
+    other = torch.randn(4, 3)
+    other.mark = "other"  # type: ignore[attr-defined]
+    assert serves(step, drawn(4, 3))
+    assert not serves(step, other)
+    assert "mark" in step._route.groups[0].signature.misfit([other])
 
 
 LAYOUTS: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {

@@ -245,7 +245,7 @@ class Graphed(Lifecycle, Generic[P, R]):
             fn, options, self._graph_cache, capturer, strict=config.strict, max_groups=_MOST_SIGNATURES
         )
         self._graphs = self._server.graphs
-        self._graphs.judges_gain = options.verify and not config.strict
+        self._graphs.judges_gain = bool(options.verify) and not config.strict
         self._route = Route(0, table, rules)
         self._undo: Callable[[], None] | None = None
         """Gives a module back what ``attach`` replaced; None if that did not make this."""

@@ -125,11 +125,19 @@ class InputSpec:
         return number, known
 
 
-LOOK = "dtype", "device", "layout"
-"""The attributes that each call compares of a tensor argument, beside its type, its shape and its order in memory.
-``has_form`` of native/core/signature.cpp compares the same; ``Look`` in ambient.h passes a tensor of the same dispatch
-keys, shape, strides and dtype as the one before it, without another look."""
-_look = attrgetter(*LOOK)
+class Property(NamedTuple):
+    """Something of a tensor argument that each call compares, beside its type, its shape and its order in memory."""
+
+    name: str
+    read: Callable[[torch.Tensor], Any]
+    """What a tensor has; it is compared by ``==``."""
+    in_core: bool = False
+    """Whether ``has_form`` of ``native/core/signature.cpp`` compares it; where it does not, Python matches."""
+
+
+PROPERTIES = [Property(name, attrgetter(name), in_core=True) for name in ("dtype", "device", "layout")]
+"""One row for each. The tensors that stand in for an argument should have it, too: the buffers that a graph reads
+(``StaticInputs.views``), and batches that are made of an example (``resized`` and ``varied``)."""
 
 
 class _TensorCheck(NamedTuple):
@@ -137,6 +145,7 @@ class _TensorCheck(NamedTuple):
     position: int
     kind: type
     look: tuple[Any, ...]
+    """What the captured call's tensor had of ``PROPERTIES``."""
     shapes: dict[torch.Size, tuple[int, int]]
     """Shapes that fit, with what they say of the batch (see ``InputSpec.extents``); filled as they come, so that a hit
     compares a shape by one lookup."""
@@ -178,7 +187,10 @@ class Signature:
         """Whether any argument has a batch dimension."""
         self._known = pack(self.axes, [0 if axis in found else 1 for axis in self.axes])
         """What stands in the number of each call: a dimension that none of its arguments has is as short as can be."""
-        if CORE is not None and all(one[1] in _CORE_CONSTANTS for one in self._constants):
+        is_in_core = all(one.in_core for one in PROPERTIES) and all(
+            one[1] in _CORE_CONSTANTS for one in self._constants
+        )
+        if CORE is not None and is_in_core:
             self.native = self._native(values)
 
     def _add_tensor(self, position: int, leaf: Leaf, tensor: torch.Tensor, rules: ArgumentRules) -> None:
@@ -190,7 +202,8 @@ class Signature:
         is_given = any(pad is not None and not pad.is_left for pad in given)
         about = leaf.path, position, shape, order, tensor.dtype, tensor.device
         spec = InputSpec(*about, tuple(spans.items()), pads, dense, is_given)
-        self._checks.append(_TensorCheck(spec, position, type(tensor), _look(tensor), {}, tensor.is_contiguous()))
+        look = tuple(one.read(tensor) for one in PROPERTIES)
+        self._checks.append(_TensorCheck(spec, position, type(tensor), look, {}, tensor.is_contiguous()))
         if not rules.is_static(leaf):
             self.inputs.append(spec)
         elif rules.check_addresses:
@@ -232,8 +245,11 @@ class Signature:
         try:
             for form, position, kind, look, shapes, contiguous in self._checks:
                 tensor = values[position]
-                if type(tensor) is not kind or _look(tensor) != look:
+                if type(tensor) is not kind:
                     return NO_MATCH
+                for (_, read, _), captured in zip(PROPERTIES, look, strict=True):
+                    if read(tensor) != captured:
+                        return NO_MATCH
                 found = shapes.get(tensor.shape) or _learn(form, tensor.shape, shapes)
                 if found is None or (rows ^ found[0]) & known & found[1]:
                     return NO_MATCH
@@ -274,9 +290,10 @@ class Signature:
             given = values[position]
             axes = dict(form.spans)
             shape = ", ".join(axes[dim].name if dim in axes else str(n) for dim, n in enumerate(form.shape))
-            wanted, got = {"shape": f"({shape})"} | dict(zip(LOOK, look, strict=True)), describe(given)
+            properties = zip((one.name for one in PROPERTIES), look, strict=True)
+            wanted, got = {"shape": f"({shape})", **dict(properties)}, describe(given)
             if is_tensor(given) and type(given) is kind:
-                found = {"shape": tuple(given.shape)} | dict(zip(LOOK, _look(given), strict=True))
+                found = {"shape": tuple(given.shape)} | {one.name: one.read(given) for one in PROPERTIES}
                 fitting = ["shape"] * (form.extents(given.shape) is not None)
                 wanted = {name: one for name, one in wanted.items() if name not in fitting and one != found[name]}
                 got = ", ".join(str(found[name]) for name in wanted)

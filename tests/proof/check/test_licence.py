@@ -9,6 +9,7 @@ import torch
 from graphdispatch import CUDAGraphOptions, Reason, graphed
 from graphdispatch.engines import DispatchKey
 from graphdispatch.engines.registered_graphs import entry_around
+from graphdispatch.errors import ConfigError
 from graphdispatch.modes import EntryState
 from graphdispatch.proof.check.licence import RowProof, Verification
 from graphdispatch.runtime.entry import CUDAGraphEntry
@@ -129,25 +130,32 @@ def test_a_length_is_looked_at_once(along: str) -> None:
     assert proof.objection(few, full) == (Reason.ROWS_MIX, "rows mix")
 
 
-class Three(Verification):
+class Three(Verification, name="three batches"):
     """A policy of its own: three batches."""
 
     __slots__ = ()
     wanted = 3
 
 
-def test_a_policy_says_how_many_batches_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_says_how_many_batches_must_agree() -> None:
     """A prewarm and calls that are all alike make as many as it wants; hits come after the last of them."""
-    monkeypatch.setattr("graphdispatch.proof.check.make_entry.Verification", Three)
+    options = CUDAGraphOptions(capture_after=1, verify="three batches")
     x = torch.randn(SIZE, 2)
     for is_prewarmed in (True, False):
-        step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=[SIZE], options=CUDAGraphOptions(capture_after=1))
+        step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=[SIZE], options=options)
         if is_prewarmed:
             step.prewarm(x)
         reasons = [(step(torch.randn(SIZE, 2)), step.last_decision.reason)[1] for _ in range(4)]
         waits = [] if is_prewarmed else [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.VERIFIED_NOW]
         assert reasons == (waits + [Reason.EXACT] * 4)[:4]
-    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=[SIZE], options=CUDAGraphOptions(capture_after=1))
+    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=[SIZE], options=options)
     for _ in range(MOST_ALIKE + 2):
         step(x)
     assert step.entries[0].state is EntryState.VERIFIED
+
+
+def test_a_policy_without_its_class_is_refused() -> None:
+    """The message has the names that there are."""
+    options = CUDAGraphOptions(verify="three batch")
+    with pytest.raises(ConfigError, match=r"one of .*three batches.*did you mean 'three batches'"):
+        graphed(lambda x: x * 2, dynamic={"x": 0}, options=options)

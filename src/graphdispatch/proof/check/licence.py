@@ -187,7 +187,12 @@ class Verification(Licence):
 
     Compared are the batch of the capture; of the first graph of a signature a second, different batch; the first padded
     one; one after a replay that failed; and one in every ``verify_every``.
+
+    A policy of your own is a subclass with a ``name``, by which ``CUDAGraphOptions(verify="...")`` chooses it.
     """
+
+    policies: ClassVar[dict[str, type["Verification"]]] = {}
+    """The policies that have a name."""
 
     size: int
     operators: OperatorTrace = field(default_factory=OperatorTrace)
@@ -207,6 +212,11 @@ class Verification(Licence):
     wanted: ClassVar[int] = 2
     """So many different batches must agree, that of the capture among them: a value that the capture froze agrees the
     first time only."""
+
+    def __init_subclass__(cls, name: str = "") -> None:
+        super(Verification, cls).__init_subclass__()
+        if name:
+            Verification.policies[name] = cls
 
     def verdict(self, entry: CUDAGraphEntry, values: Sequence[Any], rows: int) -> tuple[Reason | None, str]:
         """As ``Licence.verdict``."""
