@@ -26,10 +26,11 @@ _INSTANCES: dict[tuple[str, int | None], Backend] = {}
 
 
 def register_backend(name: str, factory: Callable[[], type[Backend]]) -> None:
-    """Make a backend known by name. Thread-safe.
+    """Add a backend. Thread-safe.
 
     Args:
-        name: The name, which is not taken.
+        name: The name, which is not taken. ``"auto"`` finds the backend of a device by the type of the device, so it
+            takes this one only if the name is that type.
         factory: A function without arguments that imports and returns the backend's class; it is called once,
             when the class is needed.
 

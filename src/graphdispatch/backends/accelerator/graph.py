@@ -140,12 +140,12 @@ class AcceleratorCapture(Capture):
         try:
             self._end_on_own_stream()  # work on a wrong stream is found by the comparison
             self._pool.hold_graph()
+            nbytes = max(0, self._unaccounted_bytes() - self._before)  # before another thread captures
         except BaseException as error:
             self._throw_away()
             raise_classified(error, self._pool.backend)
         finally:
             self._leave()
-        nbytes = max(0, self._unaccounted_bytes() - self._before)
         self.graph = RecordedGraph(self._native, self._pool, nbytes)
         del self._native  # torch keeps some bytes for this object as long as anybody holds it
         return self.graph

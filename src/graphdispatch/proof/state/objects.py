@@ -43,8 +43,9 @@ CONTAINERS = (dict, list, set, deque)
 """Containers that can change. Their own methods read them, so that a subclass cannot hide what it holds."""
 
 _EQUAL_BY_CONTENT = (tuple, list, dict, set, frozenset)
-_DEEPEST = 4
 """Types whose objects have no attributes."""
+_DEEPEST = 4
+"""So many containers within each other are compared by what they hold; deeper ones by identity."""
 
 CACHES = (type(lru_cache(id)),)
 """Caches of results in compiled code."""
@@ -111,7 +112,6 @@ DESCRIBES = frozenset(
 """Attributes of classes in which nobody looks for state: code of the user with one of these names runs eagerly."""
 _NOTHING_IN = (*CONSTANTS, *_TRUSTED)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
-"""An attribute that compiled classes keep outside of ``__dict__``, as slots do."""
 
 
 def is_leaf(kind: type) -> bool:
