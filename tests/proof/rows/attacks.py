@@ -515,6 +515,51 @@ def _groups_by_an_argument(x: Tensor, i: Tensor) -> Tensor:
     return F.grouped_mm(x[order].bfloat16(), weights, offs=bounds)[order.argsort()].float()
 
 
+def _ranks(x: Tensor) -> Tensor:
+    """Where each row lies among all, as data."""
+    return x[:, 0].argsort().argsort()
+
+
+def _ranks_as_divisor(x: Tensor) -> Tensor:
+    return x[:, 0] // _ranks(x)
+
+
+def _ranks_in_bags(x: Tensor) -> Tensor:
+    return F.embedding_bag(x.reshape(-1).argsort().argsort(), TABLE, torch.arange(0, x.shape[0] * D, D))
+
+
+def _ranks_with_flags(x: Tensor) -> Tensor:
+    return torch.index_put(_ranks(x), (x[:, 0] > 99,), torch.tensor(0))
+
+
+def _ranks_put_back(x: Tensor) -> Tensor:
+    order, out = x[:, 0].argsort(), torch.empty(x.shape[0], dtype=torch.int64)
+    out[order] = _ranks(x)[order]
+    return out
+
+
+def _ranks_among_parts(x: Tensor) -> Tensor:
+    return torch.stack([_ranks(x), torch.zeros_like(x[:, 0], dtype=torch.int64)], 1)
+
+
+def _groups_of_numbers_twice(x: Tensor) -> Tensor:
+    """Each row's first place stands for all of its places, so that the bounds are those of other rows."""
+    n, chosen = x.shape[0], (x @ ROUTER).topk(K, -1).indices.reshape(-1)
+    order = chosen.argsort()
+    twice = torch.arange(n * K).view(n, K)[:, :1].expand(n, K).reshape(-1)[order]
+    bounds = torch.histc(chosen[twice].float(), E, 0, E - 1).cumsum(0, dtype=torch.int32)
+    y = F.grouped_mm(x[order // K].bfloat16(), EXPERTS.bfloat16(), offs=bounds).float()
+    return y[order.argsort()].view(n, K, D).sum(1)
+
+
+def _put_back_by_numbers_twice(x: Tensor) -> Tensor:
+    """The places are said to be those of each row's first element."""
+    n, chosen = x.shape[0], (x @ ROUTER).topk(K, -1).indices.reshape(-1)
+    order, places = chosen.argsort(), torch.empty(n * K, dtype=torch.int64)
+    places[order] = torch.arange(n * K).view(n, K)[:, [1, 0]].reshape(-1)
+    return x[order // K][places].view(n, K, D).sum(1)
+
+
 SORTED: dict[str, Any] = {
     fn.__name__[1:].replace("_", " "): fn
     for fn in (
@@ -529,6 +574,8 @@ SORTED: dict[str, Any] = {
         ),
         *(_put_back_by_the_order, _put_back_by_another, _added_in_another_order, _answer_in_order, _smallest_in_order),
         *(_alias_of_the_places, _groups_by_an_argument),
+        *(_ranks_as_divisor, _ranks_in_bags, _ranks_with_flags, _ranks_put_back, _ranks_among_parts),
+        *(_groups_of_numbers_twice, _put_back_by_numbers_twice),
     )
 }
 """Programs that sort rows by expert, and do something else with the order."""

@@ -195,6 +195,24 @@ def test_rows_in_several_places_of_an_output_are_refused() -> None:
     assert "several places" in judge(lambda x: torch.cat([x, x]), _rows).unknown
 
 
+def test_a_length_beside_the_rows_mixes() -> None:
+    """Where both are equally long, an element of the length stands beside each row."""
+    verdict = judge(lambda x: torch.where(x == x, x.mT, x).amax(1), _square, own=(7, 7))
+    assert "rows beside a length" in verdict.mixes
+
+
+def _square(n: int, s: int) -> Batch:
+    x = torch.randn(n, s)
+    return (x,), {}, [(x, {0: 0, 1: 1})]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_unknown() -> None:
+    """Torch tells no shape of one, so that no rule can follow it; the run itself goes on."""
+    verdict = judge(lambda x: torch.nested.as_nested_tensor(list(x)).to_padded_tensor(0.0), _rows)
+    assert not verdict.independent
+
+
 # -- another batch's operators
 
 

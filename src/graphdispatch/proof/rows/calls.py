@@ -11,6 +11,7 @@ from ...backends.operators import per_operator, storage_key
 from .labels import (
     ROWS_AXIS,
     Dim,
+    Fault,
     Label,
     MixError,
     Sizes,
@@ -173,6 +174,15 @@ class Call:
     def is_outside(self, tensor: Tensor) -> bool:
         """Whether the operator writes to this tensor, and the run did not make its memory."""
         return self.writes and storage_key(tensor) not in self.made
+
+    def fault_of_data(self, but: Collection[str]) -> Fault | None:
+        """What is at fault with places among all rows that arguments are, other than ``but``; or None."""
+        faulty = {key: label.tag.fault for key, label in self.labels.items() if label.tag and label.tag.fault}
+        if not faulty:
+            return None
+        values = (value for name, value in self.a.items() if name not in but)
+        tensors = (one for value in values for one in (value if isinstance(value, (list, tuple)) else (value,)))
+        return next((faulty[id(one)] for one in tensors if id(one) in faulty), None)
 
     def check_data(self, label: Label) -> None:
         """Elements are used as data: places among all rows are none."""

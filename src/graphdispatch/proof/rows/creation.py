@@ -51,7 +51,7 @@ def arange(c: Call) -> list[Label]:
     if start != 0 or not has_rows(dim) or c.outs[0].dtype not in WIDE:
         return [Label((dim,))]
     if step == 1:
-        return [Label((dim,), tag=Tag("numbers", dim))]
+        return [Label((dim,), tag=Tag("numbers", dim, is_each_once=True))]
     whole = (*dim, step) if number is None else c.sizes.dim_of(number)
     return [Label((dim,), tag=Tag("starts", whole) if whole == (*dim, step) else None)]
 

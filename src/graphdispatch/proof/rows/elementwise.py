@@ -184,7 +184,7 @@ def distance(c: Call) -> list[Label]:
 
 RULES: dict[Rule, str] = {
     pointwise: """where masked_fill rsub isnan nan_to_num polar complex _conj_physical hardswish""",
-    keep: "clone _to_copy lift_fresh lift_fresh_copy alias detach contiguous view_copy _conj _neg_view to",
+    keep: "clone _to_copy lift_fresh lift_fresh_copy alias detach contiguous _conj _neg_view to",
     of_first: """fake_quantize_per_tensor_affine fake_quantize_per_tensor_affine_cachemask _prelu_kernel
         quantize_per_tensor dequantize native_dropout""",
     reduction: """sum mean prod amax amin min any all norm linalg_vector_norm var std var_mean std_mean logsumexp nansum
@@ -209,3 +209,4 @@ RULES: dict[Rule, str] = {
     bucketize: "bucketize",
     distance: "_cdist_forward",
 }
+PLACES: dict[Rule, tuple[str, ...]] = {keep: ("self", "input")}

@@ -47,20 +47,19 @@ def sort(c: Call) -> list[Label]:
     """Elements in order, and where they lay. Rows themselves may be sorted if they are the only dimension."""
     label = c.certain_label(c.first)
     tag = label.tag
-    c.check_data(label)
     if len(label.dims) != 1 or not has_rows(label.dims[0]):
         return along(c)
     dim = label.dims[0]
     if tag is not None and is_permutation(c, c.first) and _is_arranged(dim) and not c.a.get("descending"):
-        back = Tag("numbers", dim, fault_here(True, c.func._schema.name, "places among all rows"))
+        back = Tag("numbers", dim, fault_here(True, c.func._schema.name, "places among all rows"), is_each_once=True)
         return [Label((tag.of,), fault_here(True, c.func._schema.name))] * (len(c.outs) - 1) + [
             Label((tag.of,), tag=back)
         ]
     arranged = c.sizes.arranged(dim)
     if tag is not None and tag.kind == "chosen" and not c.a.get("descending"):
         c.sizes.sorted_by[arranged] = tag.of
-    values, places = Label((arranged,), tag=tag if tag and tag.kind == "chosen" else None), Tag("numbers", dim)
-    return [values] * (len(c.outs) - 1) + [Label((arranged,), tag=places)]
+    values = Label((arranged,), tag=tag if tag and tag.kind == "chosen" else None)
+    return [values] * (len(c.outs) - 1) + [Label((arranged,), tag=Tag("numbers", dim, is_each_once=True))]
 
 
 def _is_arranged(dim: Dim) -> bool:
@@ -72,8 +71,7 @@ def is_permutation(c: Call, index: Tensor | None) -> bool:
     if index is None:
         return False
     label = c.label(index)
-    is_numbers = label.tag is not None and label.tag.kind == "numbers" and len(label.dims) == 1
-    if not is_numbers or label.tag is None:
+    if label.tag is None or not label.tag.is_each_once or len(label.dims) != 1:
         return False
     is_turned = _is_arranged(label.dims[0]) != _is_arranged(label.tag.of)
     return is_turned and is_equal(c.sizes.values(label.dims[0]), c.sizes.values(label.tag.of))
@@ -95,10 +93,10 @@ def arrangement_put(c: Call, index: Tensor | None, values: Tensor) -> Label | No
         c.fit(label.dims, values)
         c.rearranges = True
         return Label((back, *label.dims[1:]))
-    if len(given.dims) == 1 and given.tag is not None and given.tag[:2] == ("numbers", back) and given.dims[0] == back:
+    if given.tag is not None and given.tag.is_each_once and given.tag.of == back and given.dims == (back,):
         c.rearranges = True  # the numbers of places, one after the other
         fault = fault_here(True, c.func._schema.name, "places among all rows")
-        return Label((back,), tag=Tag("numbers", arranged, fault))
+        return Label((back,), tag=Tag("numbers", arranged, fault, is_each_once=True))
     return None
 
 
@@ -107,7 +105,6 @@ def histogram(c: Call) -> list[Label]:
     label = c.certain_label(c.first)
     bins, low, high = c.a["bins"], c.a["min"], c.a["max"]
     if label.tag is None or label.tag.kind != "chosen" or (bins, low, high) != (label.tag.of[1], 0, bins - 1):
-        c.check_data(label)
         c.blend(label.dims, "counts of all rows")
         return [Label(plain_dims(c.outs[0].shape))]
     fault = fault_here(True, c.func._schema.name, "counts of all rows")
@@ -127,8 +124,6 @@ def grouped_product(c: Call) -> list[Label]:
     """Each row by the matrix of its group."""
     names = ("self", "mat2") if "mat2" in c.a else ("input", "weight")
     rows, weight = c.certain_label(names[0]).dims, c.certain_label(names[1]).dims
-    for name in (*names, *(["bias"] if c.has("bias") else [])):
-        c.check_data(c.label(name))
     if len(rows) != 2 or len(weight) != 3:
         raise UnknownError("groups of another kind")
     c.blend([rows[1]], "a product over rows")
@@ -150,24 +145,13 @@ def grouped_product(c: Call) -> list[Label]:
 
 def whole_quotient(c: Call) -> list[Label]:
     """A quotient of integers; of the number of a row's part, the number of the row."""
-    label = c.certain_label(c.first)
-    result = pointwise(c)
+    tag, result = c.certain_label(c.first).tag, pointwise(c)
     divisor = c.caller.arguments[1] if len(c.caller.arguments) > 1 else None
-    is_numbers = label.tag is not None and label.tag.kind == "numbers" and label.tag.fault is None
-    rounds = c.name == "floor_divide" or c.a.get("rounding_mode") == "floor"
-    if not is_numbers or label.tag is None or type(divisor) is not int or not rounds:
-        c.check_data(label)
+    is_python = c.caller.function in ("__floordiv__", "floor_divide") and type(divisor) is int and divisor > 0
+    if tag is None or tag.kind != "numbers" or not is_python or c.outs[0].dtype != c.first.dtype:
         return result
-    of, is_same = label.tag.of, c.outs[0].dtype == c.first.dtype
-    parts = of[-1] if of and type(of[-1]) is int else 1  # of each row, one after the other
-    if (
-        is_same
-        and divisor > 0
-        and parts % divisor == 0
-        and c.caller.function in ("__floordiv__", "floor_divide", "div")
-    ):
-        return [result[0]._replace(tag=Tag("numbers", merged((*of[:-1], parts // divisor))))]
-    return result
+    *rows, parts = tag.of if type(tag.of[-1]) is int else (*tag.of, 1)  # of each row, one after the other
+    return result if parts % divisor else [result[0]._replace(tag=Tag("numbers", merged((*rows, parts // divisor))))]
 
 
 RULES: dict[Rule, str] = {
@@ -178,4 +162,4 @@ RULES: dict[Rule, str] = {
     grouped_product: "_grouped_mm",
     whole_quotient: "floor_divide",
 }
-READ_TAGS = (sort, histogram, cumulate, grouped_product, whole_quotient)
+PLACES: dict[Rule, tuple[str, ...]] = {cumulate: ("self",), grouped_product: ("offs",)}

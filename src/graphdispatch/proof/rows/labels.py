@@ -30,7 +30,11 @@ class Atom(NamedTuple):
 
 
 Dim = tuple[Atom | int, ...]
-"""The factors of one dimension, the outermost first; ``()`` is a dimension of one element."""
+"""The factors of one dimension, the outermost first; ``()`` is a dimension of one element.
+
+With n rows, ``x.repeat_interleave(2, 0)`` and ``x.view(n * 2, 3)`` of an ``x`` of shape (n, 6) have ``(n, 2)``: element
+k belongs to row k // 2. ``torch.cat([x, x])`` has ``(2, n)``: element k belongs to row k % n.
+"""
 
 
 class Fault(NamedTuple):
@@ -53,12 +57,15 @@ class Tag(NamedTuple):
     """What the elements of a tensor of integers say of rows."""
 
     kind: str
-    """``"numbers"``: each is the number of its own row; ``"chosen"``: an operator's choice; ``"counts"`` of choices,
-    and their ``"bounds"``."""
+    """``"numbers"``: each is a place along the dimension ``of`` that belongs to the element's own row, perhaps several
+    times; ``"starts"``: the first place of each row's part of ``of``; ``"chosen"``: an operator's choice; ``"counts"``
+    of choices, and their ``"bounds"``."""
     of: Any
-    """The dimension whose rows they number, or which choice it was and below which number it lies."""
+    """The dimension whose places they are, or which choice it was and below which number it lies."""
     fault: Fault | None = None
     """What is at fault with whoever takes the elements for more than places."""
+    is_each_once: bool = False
+    """Of numbers, whether each place is there once: all of ``arange``, or where a sort or its inverse puts elements."""
 
 
 class Label(NamedTuple):
@@ -207,13 +214,15 @@ class Sizes:
         )
 
     def joined(self, one: Dim, other: Dim) -> Dim:
-        """The dimension of two that must be equal, or one."""
+        """The dimension of two that broadcast: equal for all batches that the run speaks for, or one has one element."""
         if one == other or other == ():
             return one
         if one == ():
             return other
         if has_rows(one) and has_rows(other):
             raise MixError("rows beside rows in another order")
+        if has_rows(one) != has_rows(other) and is_dynamic(one) and is_dynamic(other):
+            raise MixError("rows beside a length")
         self.space.guard(self.values(one) == self.values(other), f"a size of {own_size(one)} beside {own_size(other)}")
         return one if is_dynamic(one) else other
 
@@ -240,7 +249,8 @@ def fault_here(is_mix: bool, operator: str, why: str = "", *, is_unruled: bool =
     if is_mix:
         return Fault(True, f"rows mix in {operator}{why and f' ({why})'}, {place()}")
     remedy = f"; give row_rule({operator!r}, ...), or rows='independent' in the options" if is_unruled else ""
-    return Fault(False, f"no rule for {operator}{why and f' ({why})'}, called at {place()}{remedy}")
+    what = f"the rule of {operator} cannot tell" if why and not is_unruled else f"no rule for {operator}"
+    return Fault(False, f"{what}{why and f' ({why})'}, called at {place()}{remedy}")
 
 
 def first_fault(labels: Mapping[int, Label]) -> Fault | None:

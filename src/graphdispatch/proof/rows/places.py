@@ -75,9 +75,8 @@ def index(c: Call) -> list[Label]:
     picked, label = Picked(c, tensor, indices), c.label(tensor)
     c.check_slots(tensor, names_places=picked.is_by_rows)
     tag = label.tag
-    if tag is not None and tag.kind != "numbers":
-        is_whole = len(label.dims) == 1 and is_permutation(c, indices[0])
-        tag = tag if is_whole else None if tag.fault is None else tag
+    if tag is not None and not (len(label.dims) == 1 and is_permutation(c, indices[0])):
+        tag = tag._replace(is_each_once=False) if tag.kind == "numbers" or tag.fault is not None else None
     return [Label(picked.dims, tag=tag)]
 
 
@@ -109,8 +108,6 @@ def index_put(c: Call) -> list[Label]:
     c.fit(picked.dims, values)
     named = [dim for index in indices if index is not None for dim in c.label(index).dims]
     c.mixed.update(*map(axes_of, named))  # two elements of a length may name one place
-    c.check_data(c.label(values))
-    c.check_data(label)
     if picked.row is None and picked.is_by_rows:
         _rows_name_places(c)
     return [Label(label.dims)]
@@ -119,7 +116,6 @@ def index_put(c: Call) -> list[Label]:
 def index_select(c: Call) -> list[Label]:
     """Entries along a dimension."""
     label, chosen = c.certain_label("self"), c.certain_label("index")
-    c.check_data(label)
     at = c.place("dim", len(label.dims))
     indices: list[Tensor | None] = [None] * at + [c.a["index"]]
     c.check_slots(c.a["self"], names_places=row_place(chosen.dims) is not None)
@@ -133,7 +129,6 @@ def index_dim(c: Call) -> list[Label]:
     at = c.place("dim", len(label.dims))
     if c.name == "index_copy" and at == 0 and (put := arrangement_put(c, c.a["index"], c.a["source"])) is not None:
         return [put]
-    c.check_data(label)
     spot = chosen.dims[0] if chosen.dims else ()
     wanted = (*label.dims[:at], spot, *label.dims[at + 1 :])
     if not names_own(chosen, label.dims[at]):
@@ -145,7 +140,6 @@ def index_dim(c: Call) -> list[Label]:
             if has_rows(other) and not has_rows(one):
                 raise MixError("rows where none lie")
             c.sizes.joined(one, other)
-        c.check_data(c.certain_label("source"))
     elif c.has("value"):
         c.blend(c.certain_label("value").dims, "rows in a value for all")
     c.mixed |= axes_of(spot)
@@ -207,4 +201,8 @@ RULES: dict[Rule, str] = {
     scatter: "scatter scatter_add scatter_reduce",
 }
 NAME_PLACES = (embedding, index, index_put, index_select, index_dim, gather)
-READ_TAGS = (embedding_bag, index, index_put, index_select, index_dim)
+PLACES: dict[Rule, tuple[str, ...]] = {
+    index: ("self", "indices"),
+    index_put: ("indices",),
+    **dict.fromkeys((index_select, index_dim), ("index",)),
+}

@@ -6,7 +6,6 @@ Note [checked versions]
 """
 
 import re
-from itertools import chain
 
 import torch
 from torch._ops import OpOverload
@@ -23,10 +22,9 @@ TABLE: dict[str, Rule] = {
     name: rule for module in _MODULES for rule, names in module.RULES.items() for name in names.split()
 }
 """The rules of torch's operators, by name."""
-_READ_TAGS: frozenset[Rule] = frozenset(
-    chain(views.READ_TAGS, places.READ_TAGS, experts.READ_TAGS, (elementwise.keep,))
-)
-"""The rules that know what a tag means; for all others, places among all rows are data that mixes."""
+_PLACES: dict[Rule, tuple[str, ...]] = {**views.PLACES, **elementwise.PLACES, **places.PLACES, **experts.PLACES}
+"""The arguments that rules take as places, and whose tags they pass on or check themselves. In any other argument,
+places among all rows are data that mixes."""
 
 
 def version_of_torch() -> tuple[int, ...]:
@@ -43,7 +41,7 @@ def _rule_of_torch(func: OpOverload) -> Rule | None:
     if not IS_CHECKED or func.namespace not in ("aten", "prims"):
         return None
     name = schema.name.partition("::")[2]
-    if name == "view" and func._overloadname == "dtype":
+    if name in ("view", "view_copy") and func._overloadname.startswith("dtype"):
         return views.retyped
     found = TABLE.get(name) or (TABLE.get(name[:-1]) if name.endswith("_") and not name.startswith("__") else None)
     return found or (pointwise if torch.Tag.pointwise in func.tags else None)
@@ -79,6 +77,7 @@ def makes_alike(func: OpOverload) -> bool:
     return rule_of(func) in (views.expand, creation.made, creation.repeat)
 
 
-def may_read_tags(func: OpOverload) -> bool:
-    """Whether the rule of an operator knows what a tag means."""
-    return rule_of(func) in _READ_TAGS
+def names_of_places(func: OpOverload) -> tuple[str, ...]:
+    """The arguments that an operator takes as places among rows, and not as data."""
+    rule = rule_of(func)
+    return () if rule is None else _PLACES.get(rule, ())

@@ -54,7 +54,7 @@ from .labels import (
     plain_dims,
     shape_of,
 )
-from .rules import keeps_places, makes_alike, may_name_places, may_read_tags, rule_of, takes_sizes
+from .rules import keeps_places, makes_alike, may_name_places, names_of_places, rule_of, takes_sizes
 from .scripts import eager_compiler, watched_scripts
 from .verdict import Step, Verdict
 
@@ -349,10 +349,10 @@ class RowRun(OperatorMode):
     ) -> None:
         outs = [out] if type(out) is Tensor else tensors_in(out)
         unknown = _UNKNOWN if self._is_muted else None
-        results: list[_Seen] = [(unknown, tuple(o.shape)) for o in outs]
+        results: list[_Seen] = [(unknown, _shape_of(o)) for o in outs]
         given = tensors_in(args, kwargs)
         is_old = not changes_view(func)  # else the shape is that of afterwards
-        taken: list[_Seen] = [(unknown if is_old else _UNKNOWN, tuple(t.shape)) for t in given]
+        taken: list[_Seen] = [(unknown if is_old else _UNKNOWN, _shape_of(t)) for t in given]
         if is_step and not keeps_elements(func):
             self._steps.append((func, taken, results))
         written = written_tensors(func, args, kwargs)
@@ -445,8 +445,8 @@ class RowRun(OperatorMode):
         """The labels of the results, by the operator's rule."""
         rule, name = rule_of(call.func), call.func._schema.name
         fault = first_fault(call.labels)
-        if fault is None and not may_read_tags(call.func):
-            fault = next((x.tag.fault for x in call.labels.values() if x.tag is not None and x.tag.fault), None)
+        if fault is None:
+            fault = call.fault_of_data(names_of_places(call.func))
         is_mix, why = False, ""
         if rule is not None:
             try:
@@ -476,8 +476,8 @@ class RowRun(OperatorMode):
             self.space.bind([ROWS_AXIS], f"{call.func._schema.name} may raise for other numbers of rows")
         if fault is None and (follows_rows or is_mix):
             fault = fault_here(is_mix, call.func._schema.name, why, is_unruled=rule_of(call.func) is None)
-        fault = fault or next((x.tag.fault for x in call.labels.values() if x.tag is not None and x.tag.fault), None)
-        return [Label(plain_dims(o.shape), fault, is_lost=True) for o in call.outs]
+        fault = fault or call.fault_of_data(())
+        return [Label(plain_dims(_shape_of(o)), fault, is_lost=True) for o in call.outs]
 
     def _note_places(self, call: Call, made: Sequence[Label]) -> None:
         """Note an operator that makes rows of none, unless all of them are alike."""
@@ -558,6 +558,10 @@ def _is_plain(kind: type) -> bool:
     if is_plain:
         _PLAIN_TYPES.add(kind)
     return is_plain
+
+
+def _shape_of(tensor: Tensor) -> tuple[int, ...]:
+    return () if tensor.is_nested else tuple(tensor.shape)  # of which torch tells none
 
 
 def _is_still(call: Call) -> bool:

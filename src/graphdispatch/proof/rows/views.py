@@ -11,9 +11,11 @@ from .labels import Atom, Dim, Label, UnknownError, has_rows, is_dynamic, merged
 def _moved(label: Label, dims: tuple[Dim, ...], *, is_whole: bool = True) -> Label:
     """The label of the same elements in another shape, or of some of them."""
     tag = label.tag
-    if tag is not None and not is_whole and tag.kind != "numbers":
+    if tag is None or is_whole:
+        return Label(dims, label.fault, tag=tag)
+    if tag.kind != "numbers":
         return Label(dims, label.fault or tag.fault)
-    return Label(dims, label.fault, tag=tag)
+    return Label(dims, label.fault, tag=tag._replace(is_each_once=False))
 
 
 def view(c: Call) -> list[Label]:
@@ -225,7 +227,7 @@ def unfold(c: Call) -> list[Label]:
 
 
 RULES: dict[Rule, str] = {
-    view: "view _unsafe_view _reshape_alias reshape _reshape_copy",
+    view: "view view_copy _unsafe_view _reshape_alias reshape _reshape_copy",
     permute: "permute transpose t swapaxes permute_copy",
     unsqueeze: "unsqueeze",
     squeeze: "squeeze",
@@ -238,4 +240,5 @@ RULES: dict[Rule, str] = {
     diagonal: "diagonal",
     unfold: "unfold",
 }
-READ_TAGS = (view, permute, unsqueeze, squeeze, expand, select, slice_, split, as_strided)
+_OF_SELF = (view, permute, unsqueeze, squeeze, expand, select, slice_, split, as_strided)
+PLACES: dict[Rule, tuple[str, ...]] = dict.fromkeys(_OF_SELF, ("self",))
