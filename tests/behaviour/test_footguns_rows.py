@@ -168,6 +168,42 @@ def test_padding_writes_used_slot(opened: Open, first: int) -> None:
 
 
 @needs("padding")
+@pytest.mark.parametrize("first", [3, 4], ids=["padded-first", "full-first"])
+def test_padding_writes_bucket(opened: Open, first: int) -> None:
+    """While each batch has a row in the bucket of padding, which hides what padding marks; later ones do not."""
+    seen, one = torch.zeros(6), torch.ones(())
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        seen.zero_()
+        seen[x[:, 0].clamp(0, 5).long()] = one
+        return x * 2
+
+    step = opened(fn)
+    step.prepare(torch.rand(first, 3))
+    for low, rows in ((0, first), (0, first), (0, 3), (0, 3), (2, 3), (1, 2), (4, 3)):
+        x = torch.rand(rows, 3) + low
+        assert torch.equal(step(x), x * 2)
+        assert torch.equal(seen, torch.zeros(6).index_fill(0, x[:, 0].long(), 1.0))
+    step.check(Reason.PADDING_WRITES_STATE)
+
+
+@needs("padding", "pad_rules")
+def test_padding_adds(opened: Open) -> None:
+    """Copies of the last row add what that added: the answer is right while it adds nothing, and later it is not."""
+    mine, eager = torch.zeros(6), torch.zeros(6)
+
+    def adds(held: torch.Tensor) -> Callable[..., torch.Tensor]:
+        return lambda x, slot: (held.index_add_(0, slot, (x[:, 0] > 1).float()), x * 2)[1]
+
+    step = opened(adds(mine), dynamic={"x": 0, "slot": 0}, pad={"x": "repeat_last", "slot": "repeat_last"})
+    step.prepare(torch.rand(3, 3), torch.arange(3))
+    for low in (0, 0, 0, 2, 2):
+        step.check_calls((torch.rand(3, 3) + low, torch.randperm(6)[:3]), fn=adds(eager))
+        assert torch.equal(mine, eager)
+    step.check(Reason.PADDING_WRITES_STATE)
+
+
+@needs("padding")
 def test_padding_writes_slice(opened: Open) -> None:
     """A write to as many rows as the batch has writes more of them when padded, and is refused."""
     state = torch.zeros(8, 3)

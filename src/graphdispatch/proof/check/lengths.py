@@ -229,4 +229,5 @@ def replay_other_padding(attempt: CaptureAttempt, entry: CUDAGraphEntry, proof: 
         proof.against_rows = Reason.ROWS_MIX, f"rows='independent' is not so: {found}"
     for axis in padded:
         if axis in proof.mixed and axis not in proof.along:
-            proof.along[axis] = PaddingReplays(attempt, entry, [axis]).objection()
+            found = PaddingReplays(attempt, entry, [axis]).objection()
+            proof.along[axis] = (Reason.ROWS_MIX, found) if found else None

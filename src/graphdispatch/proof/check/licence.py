@@ -53,8 +53,8 @@ class RowProof:
     wrong."""
     mixed: frozenset[Axis] = frozenset()
     """The further axes along which elements mix."""
-    along: dict[Axis, str] = field(default_factory=dict)
-    """Of these, what replays have shown: why padding along the axis is not harmless; empty where it is."""
+    along: dict[Axis, tuple[Reason, str] | None] = field(default_factory=dict)
+    """Of the further axes, why padding along one is not harmless; None where replays have shown that it is."""
     is_word: bool = False
     """Whether rows are independent by the user's word, so that batches at both ends of a size are compared."""
     unlike: dict[int, str] = field(default_factory=dict)
@@ -78,9 +78,9 @@ class RowProof:
             return None
         if self.refused is not None or (self.axes[0] in padded and self.against_rows is not None):
             return self.refused or self.against_rows
-        along = next((self.along[axis] for axis in padded if self.along.get(axis)), "")
-        if along:
-            return Reason.ROWS_MIX, along
+        along = next(filter(None, map(self.along.get, padded)), None)
+        if along is not None:
+            return along
         return (Reason.PATH_CHANGES, self.unlike[rows]) if rows in self.unlike else None
 
     def is_new_padding(self, rows: int, size: int) -> bool:

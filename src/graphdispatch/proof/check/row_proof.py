@@ -155,13 +155,31 @@ _OF_TRAINING = (
 def _proof_of(request: CaptureRequest, run: FollowedRun, *, is_word: bool) -> RowProof:
     axes, needs_word = request.inputs.axes, run.needs_word
     further = range(1, len(axes)) if needs_word else run.verdict.mixed_axes
+    text = _against_writes(request, run.verdict)
+    against_writes = {axes[i]: (Reason.PADDING_WRITES_STATE, text) for i in run.verdict.slots.axes if text}
     return RowProof(
         axes=axes,
         runs=[run],
         mixed=frozenset(axes[i] for i in further),
         is_word=is_word and needs_word,
-        against_rows=run.objection(is_word=is_word),
+        against_rows=run.objection(is_word=is_word) or against_writes.pop(axes[0], None),
+        along=dict(against_writes),
         by_place=run.verdict.by_place,
+    )
+
+
+def _against_writes(request: CaptureRequest, verdict: Verdict) -> str:
+    """Why padding may not name places of state to write, if elements of the batch do; else empty: see Note [slots] in
+    ``proof/rows/slots.py``."""
+    slots, pads = verdict.slots, [pad for spec in request.inputs.specs if spec.spans for pad in spec.pads]
+    may_repeat = not (slots.adds or verdict.by_place)
+    is_repeated = may_repeat and all(pad.repeats_rows for pad in pads)
+    if not slots.where or is_repeated or request.options.padding_writes == "allow":
+        return ""
+    repeat = " pad all arguments by 'repeat_last', or" if may_repeat else ""
+    return (
+        f"padding rows would write to state at places that rows name, in {slots.where};{repeat} give a pad rule that "
+        "points at scratch rows, and padding_writes='allow'"
     )
 
 

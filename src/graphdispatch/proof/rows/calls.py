@@ -24,6 +24,7 @@ from .labels import (
     plain_dim,
     plain_dims,
 )
+from .slots import Slots
 
 
 class Caller(Protocol):
@@ -71,8 +72,8 @@ class Call:
         self.writes = False
         self.rearranges = False
         """Whether it writes rows in another order over all of a memory that it was given."""
-        self.slots: set[int] = set()
-        """The storages of state that rows wrote at places which they named, in this run so far."""
+        self.slots = Slots()
+        """State that rows wrote at places which they named, in this run so far."""
         self.a: dict[str, Any] = {}
         for place, (name, default) in enumerate(parameters):
             self.a[name] = args[place] if place < len(args) else kwargs.get(name, default)
@@ -189,10 +190,10 @@ class Call:
         if label.tag is not None and label.tag.fault is not None:
             raise MixError("places among all rows")
 
-    def check_slots(self, tensor: Tensor, *, names_places: bool) -> None:
-        """State that rows wrote at places must be read at such places."""
-        if self.slots and not names_places and storage_key(tensor) in self.slots:
-            raise MixError("all places that rows wrote")
+    def read_places(self, tensor: Tensor, dims: Iterable[int] = ()) -> None:
+        """It reads the places of a tensor that rows name along these dimensions; see Note [slots] in ``slots.py``."""
+        if tensor in self.slots or storage_key(tensor) not in self.made:
+            self.slots.note_read(self.func._schema.name, tensor, dims)
 
     def each(self, label: Label) -> list[Label]:
         """The same label for each result."""

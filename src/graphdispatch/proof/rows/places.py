@@ -1,18 +1,9 @@
-"""Rules of operators that read or write at places which a tensor names.
-
-Note [slots]
-    Rows may write state at places that they name, as the slots of a cache. Real rows do the same in a graph as in
-    eager.
-    Where padding rows write is another question, and each comparison of a padded batch answers it. What rows read of
-    such state, or of what was made of it place by place, they must name, too: what reads all of it reads what padding
-    wrote.
-"""
+"""Rules of operators that read or write at places which a tensor names; see Note [slots] in ``slots.py``."""
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from ...backends.operators import storage_key
 from .calls import Call, is_flags
 from .elementwise import Rule
 from .experts import arrangement_put, is_permutation
@@ -22,7 +13,7 @@ from .labels import Dim, Label, MixError, UnknownError, axes_of, has_rows, is_dy
 def embedding(c: Call) -> list[Label]:
     """Rows of a table."""
     c.blend(c.label("weight").dims, "a table made of rows")
-    c.check_slots(c.a["weight"], names_places=row_place(c.certain_label("indices").dims) is not None)
+    c.read_places(c.a["weight"], [0] if _has_rows(c.certain_label("indices")) else [])
     return [Label((*c.certain_label("indices").dims, plain_dim(c.outs[0].shape[-1])))]
 
 
@@ -39,13 +30,17 @@ def embedding_bag(c: Call) -> list[Label]:
     return [result, *(Label(plain_dims(out.shape), is_lost=True) for out in c.outs[1:])]
 
 
+def _has_rows(label: Label) -> bool:
+    return row_place(label.dims) is not None
+
+
 def names_own(label: Label, dim: Dim) -> bool:
     """Whether each element of an index is the number of its own row along a dimension."""
     return label.tag is not None and label.tag.kind == "numbers" and label.tag.of == dim
 
 
 class Picked:
-    """What ``x[indices]`` takes: its dimensions, and whether rows name the places."""
+    """What ``x[indices]`` takes: its dimensions, and along which of the tensor's dimensions rows name places."""
 
     def __init__(self, c: Call, tensor: Tensor, indices: Sequence[Tensor | None]) -> None:
         dims = c.certain_label(tensor).dims
@@ -54,14 +49,16 @@ class Picked:
         if any(map(is_flags, given)):
             raise UnknownError("a choice by flags")
         joint = c.broadcast(given)
-        self.row, self.is_by_rows = row_place(dims), row_place(joint) is not None
+        self.row = row_place(dims)
+        self.by_rows = [place for place, index in zip(at, given, strict=True) if _has_rows(c.label(index))]
+        self.axes = set().union(*map(axes_of, joint))
         for place, index in zip(at, given, strict=True):
             if not names_own(c.label(index), dims[place]):
                 c.check_data(c.label(index))
                 c.blend([dims[place]], "rows by an index")
-            elif row_place(c.label(index).dims) is None:
+            elif not _has_rows(c.label(index)):
                 raise MixError("one row for all")
-        if self.row is not None and self.row not in at and self.is_by_rows:
+        if self.row is not None and self.row not in at and self.by_rows:
             raise MixError("rows by an index of rows")
         is_adjacent = at == list(range(at[0], at[-1] + 1))
         before = at[0] if is_adjacent else 0
@@ -73,18 +70,21 @@ def index(c: Call) -> list[Label]:
     """``x[indices]``."""
     tensor, indices = c.a["self"], c.a["indices"]
     picked, label = Picked(c, tensor, indices), c.label(tensor)
-    c.check_slots(tensor, names_places=picked.is_by_rows)
+    c.read_places(tensor, picked.by_rows)
     tag = label.tag
     if tag is not None and not (len(label.dims) == 1 and is_permutation(c, indices[0])):
         tag = tag._replace(is_each_once=False) if tag.kind == "numbers" or tag.fault is not None else None
     return [Label(picked.dims, tag=tag)]
 
 
-def _rows_name_places(c: Call) -> None:
-    """Rows write where they say: see Note [slots]."""
-    if not c.is_outside(c.a["self"]):
+def _name_places(c: Call, dims: list[int], axes: set[int], *, adds: bool) -> None:
+    """Elements along these axes write where they say."""
+    if not axes:
+        return
+    if c.is_outside(c.a["self"]):
+        c.slots.note_write(c.func._schema.name, c.a["self"], dims, axes, adds=adds)
+    elif dims:
         raise MixError("rows write at places that they name")
-    c.slots.add(storage_key(c.a["self"]))
 
 
 def index_put(c: Call) -> list[Label]:
@@ -108,8 +108,8 @@ def index_put(c: Call) -> list[Label]:
     c.fit(picked.dims, values)
     named = [dim for index in indices if index is not None for dim in c.label(index).dims]
     c.mixed.update(*map(axes_of, named))  # two elements of a length may name one place
-    if picked.row is None and picked.is_by_rows:
-        _rows_name_places(c)
+    if picked.row is None:
+        _name_places(c, picked.by_rows, picked.axes, adds=bool(c.a["accumulate"]))
     return [Label(label.dims)]
 
 
@@ -118,7 +118,7 @@ def index_select(c: Call) -> list[Label]:
     label, chosen = c.certain_label("self"), c.certain_label("index")
     at = c.place("dim", len(label.dims))
     indices: list[Tensor | None] = [None] * at + [c.a["index"]]
-    c.check_slots(c.a["self"], names_places=row_place(chosen.dims) is not None)
+    c.read_places(c.a["self"], [at] if _has_rows(chosen) and label.dims else [])
     dims = Picked(c, c.a["self"], indices).dims if label.dims else ()
     return [Label(dims if chosen.dims or not dims else (*dims[:at], (), *dims[at:]))]
 
@@ -143,10 +143,10 @@ def index_dim(c: Call) -> list[Label]:
     elif c.has("value"):
         c.blend(c.certain_label("value").dims, "rows in a value for all")
     c.mixed |= axes_of(spot)
-    if has_rows(spot) and not has_rows(label.dims[at]):
-        if row_place(label.dims) is not None:
-            raise MixError("rows by an index of rows")
-        _rows_name_places(c)
+    if has_rows(spot) and not has_rows(label.dims[at]) and row_place(label.dims) is not None:
+        raise MixError("rows by an index of rows")
+    if row_place(label.dims) is None:
+        _name_places(c, [at] if has_rows(spot) else [], axes_of(spot), adds=c.name == "index_add")
     return [Label(label.dims)]
 
 
@@ -155,7 +155,7 @@ def gather(c: Call) -> list[Label]:
     label, chosen = c.certain_label("self"), c.certain_label("index")
     at = c.place("dim", len(label.dims))
     c.blend(label.dims[at : at + 1], "rows by an index")
-    c.check_slots(c.a["self"], names_places=row_place(chosen.dims) is not None)
+    c.read_places(c.a["self"], [at] if _has_rows(chosen) and label.dims else [])
     dims = []
     for place, (one, other) in enumerate(zip(label.dims, chosen.dims, strict=True)):
         if place == at:

@@ -57,13 +57,16 @@ _NAME_PLACES: frozenset[Rule] = frozenset(places.NAME_PLACES)
 
 
 def may_name_places(func: OpOverload) -> bool:
-    """Whether rows may say at which places of state the operator reads or writes: see Note [slots] in ``places.py``."""
+    """Whether rows may say at which places of state the operator reads or writes: see Note [slots] in ``slots.py``."""
     return rule_of(func) in _NAME_PLACES
+
+
+_KEEP_PLACES = (pointwise, elementwise.keep, elementwise.copy, elementwise.fill)
 
 
 def keeps_places(func: OpOverload) -> bool:
     """Whether each element of a result is made of those at its own place."""
-    return rule_of(func) in (pointwise, elementwise.keep) or kind_of(func) is OperatorKind.VIEW
+    return rule_of(func) in _KEEP_PLACES or kind_of(func) is OperatorKind.VIEW
 
 
 @per_operator

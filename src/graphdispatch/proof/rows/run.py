@@ -24,11 +24,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...backends.operator_mode import OperatorMode, run_kernel
 from ...backends.operators import (
+    OperatorKind,
     changes_view,
     draws,
     is_seeded,
     is_strided,
     keeps_elements,
+    kind_of,
     storage_key,
     tensors_in,
     written_tensors,
@@ -56,6 +58,7 @@ from .labels import (
 )
 from .rules import keeps_places, makes_alike, may_name_places, names_of_places, rule_of, takes_sizes
 from .scripts import eager_compiler, watched_scripts
+from .slots import ALL_PLACES, Slots
 from .verdict import Step, Verdict
 
 _Seen = tuple[Label | None, tuple[int, ...]]
@@ -108,8 +111,7 @@ class RowRun(OperatorMode):
         self._made: dict[int, StorageWeakRef] = {}
         self._rows_in: set[int] = set()
         """Memory that was made to hold rows."""
-        self._slots: set[int] = set()
-        """State that rows wrote at places which they named; see Note [slots] in ``places.py``."""
+        self._slots = Slots()
         self._faulty: dict[int, Fault] = {}
         self._changed: dict[int, int] = {}
         """When memory was written last, and when it got rows in another order; see Note [memory and labels]."""
@@ -121,7 +123,6 @@ class RowRun(OperatorMode):
         self._state: list[Fault] = []
         self._writes_state = False
         self._by_place = ""
-        self._notes: dict[str, None] = {}
         if any(own < 2 for own in space.own):
             self._doubts.append(Fault(False, "a run on one row, or one element of a length, tells nothing of more"))
 
@@ -200,7 +201,7 @@ class RowRun(OperatorMode):
                 Step(func, tuple(_dims_of(*one) for one in (*taken, *results))) for func, taken, results in self._steps
             ),
             writes_state=self._writes_state,
-            notes=tuple(self._notes),
+            slots=self._slots,
             space=self.space,
             sizes=self.sizes,
         )
@@ -363,8 +364,8 @@ class RowRun(OperatorMode):
         labels = self._labels_of(func, given)
         if labels and is_old:
             taken[:] = [(labels.get(id(tensor)), shape) for tensor, (_, shape) in zip(given, taken, strict=True)]
-        if self._slots and not (labels and may_name_places(func)):
-            labels |= self._slots_read(func, given, outs)
+        if kind_of(func) is not OperatorKind.VIEW and not (labels and may_name_places(func)):
+            labels |= self._slots_read(func, given, outs or written, written)
         caller = self._caller
         if caller is None and labels:
             self.doubt(f"{func._schema.name} is called by code that is not Python")
@@ -383,18 +384,22 @@ class RowRun(OperatorMode):
             results[place_] = (self.label(outs[place_]) or label, result[1])
         self._mixed |= call.mixed
 
-    def _slots_read(self, func: OpOverload, given: Iterable[Tensor], outs: Iterable[Tensor]) -> dict[int, Label]:
+    def _slots_read(
+        self, func: OpOverload, given: Iterable[Tensor], outs: Sequence[Tensor], written: Sequence[Tensor]
+    ) -> dict[int, Label]:
         """Labels of state that rows wrote at places, where an operator reads all of it; see Note [slots] in
-        ``places.py``. What keeps each element at its place makes places of the same kind."""
-        read = [t for t in given if is_strided(t) and storage_key(t) in self._slots]
-        if not read:
-            return {}
-        if keeps_places(func):
-            self._slots.update(storage_key(out) for out in outs if is_strided(out))
-            return {}
-        fault = fault_here(True, func._schema.name, "all places that rows wrote")
-        labels = ((t, self.label(t) or Label(plain_dims(t.shape))) for t in read)
-        return {id(t): label._replace(fault=fault) for t, label in labels}
+        ``slots.py``. What keeps each element at its place makes places of the same kind."""
+        keeps, labels = keeps_places(func), {}
+        for tensor in given:
+            if tensor in self._slots:
+                if not (keeps and self._slots.keep(tensor, outs)):
+                    label = self.label(tensor) or Label(plain_dims(tensor.shape))
+                    labels[id(tensor)] = label._replace(fault=fault_here(True, func._schema.name, ALL_PLACES))
+                continue
+            is_state = is_strided(tensor) and storage_key(tensor) not in self._made
+            if is_state and not (keeps and any(tensor is one for one in written)):
+                self._slots.note_read(func._schema.name, tensor)
+        return labels
 
     def _labels_of(self, func: OpOverload, given: Iterable[Tensor]) -> dict[int, Label]:
         """The labels of an operator's tensors; what is no tensor of memory that is known is a doubt."""
@@ -521,6 +526,8 @@ class RowRun(OperatorMode):
             is_outside = self._note_write(tensor)
             if state_fault is not None:
                 self._faulty[storage_key(tensor)] = state_fault
+                if is_outside and may_name_places(func):
+                    self._slots.note_write(func._schema.name, tensor, (), range(len(self.sizes.axes)), adds=True)
             elif id(tensor) not in outs and any(has_rows(d) for x in call.labels.values() for d in x.dims):
                 self._write(call, tensor, self.label(tensor) or Label(plain_dims(tensor.shape)))
             if is_outside and (bad := self._faulty.get(storage_key(tensor))) is not None:

@@ -8,6 +8,7 @@ from torch._ops import OpOverload
 
 from .batches import BatchSpace
 from .labels import Dim, Sizes
+from .slots import Slots
 
 
 class Step(NamedTuple):
@@ -37,7 +38,8 @@ class Verdict:
     """The operators in order, but for those that keep elements as they are."""
     writes_state: bool
     """Whether it wrote to memory that it did not make."""
-    notes: tuple[str, ...]
+    slots: Slots
+    """State that elements write at places which they name."""
     space: BatchSpace = field(repr=False)
     sizes: Sizes = field(repr=False)
 
