@@ -214,7 +214,7 @@ class Sizes:
         )
 
     def joined(self, one: Dim, other: Dim) -> Dim:
-        """The dimension of two that broadcast: equal for all batches that the run speaks for, or one has one element."""
+        """The dimension of two that broadcast: equal for all batches the run speaks for, or one has one element."""
         if one == other or other == ():
             return one
         if one == ():
