@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional
 from torch.optim import SGD, Adam, AdamW
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import graphdispatch as gd
 from graphdispatch import CUDAGraphOptions, Reason
@@ -681,6 +682,53 @@ def test_hooks_that_come_later() -> None:
         parameter.grad.mul_(0.5)  # type: ignore[union-attr]
 
     twins.both(lambda one: one.nets[2].weight.register_post_accumulate_grad_hook(shrink))
+    assert twins.calls_of(24)[-1] is Reason.EXACT
+
+
+def larger(*given: Any) -> Any:
+    """What a hook gives in the place of its last argument: ten times that. One of an optimizer gives nothing."""
+    if isinstance(given[0], torch.optim.Optimizer):
+        for parameter in given[0].param_groups[0]["params"]:
+            parameter.grad.mul_(10)
+        return None
+    return tuple(None if grad is None else grad * 10 for grad in given[1])
+
+
+BACKWARD_HOOKS: dict[str, Callable[[Any], Any]] = {
+    "of the backward pass": lambda one: one.nets[2].register_full_backward_hook(larger),
+    "before the backward pass": lambda one: one.nets[2].register_full_backward_pre_hook(larger),
+    "of an optimizer's step": lambda one: one.optimizers[0].register_step_pre_hook(larger),
+}
+HOOKS_OF_ALL: dict[str, Callable[[Any], Any]] = {
+    "of the backward pass": nn.modules.module.register_module_full_backward_hook,
+    "before the backward pass": nn.modules.module.register_module_full_backward_pre_hook,
+    "of an optimizer's step": register_optimizer_step_pre_hook,
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD_HOOKS)
+def test_hooks_of_modules_that_come_and_go(name: str) -> None:
+    """What they make of gradients is eager's from the next step on; once they are removed, too."""
+    twins, handles = Twins(Regression), list[Any]()
+    twins.settle()
+    twins.both(lambda one: handles.append(BACKWARD_HOOKS[name](one)))
+    assert twins.calls_of(24)[-1] is Reason.EXACT
+    for handle in handles:
+        handle.remove()
+    assert twins.calls_of(24)[-1] is Reason.EXACT
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # the first layer's inputs require no gradients
+@pytest.mark.parametrize("name", HOOKS_OF_ALL)
+def test_hooks_of_all_modules_that_come_and_go(name: str) -> None:
+    """As those of one."""
+    twins = Twins(Regression)
+    twins.settle()
+    handle = HOOKS_OF_ALL[name](larger)
+    try:
+        assert twins.calls_of(24)[-1] is Reason.EXACT
+    finally:
+        handle.remove()
     assert twins.calls_of(24)[-1] is Reason.EXACT
 
 

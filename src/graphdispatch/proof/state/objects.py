@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ...backends.code_events import is_own_code, is_torch_code
 from ...runtime.attributes import attribute_table, content, slots_of
@@ -50,8 +51,15 @@ _DEEPEST = 4
 CACHES = (type(lru_cache(id)),)
 """Caches of results in compiled code."""
 
-GLOBAL_HOOKS = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
-"""The hooks that torch calls for every module."""
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+    nn.modules.module._global_forward_hooks,
+    nn.modules.module._global_forward_pre_hooks,
+    nn.modules.module._global_backward_hooks,
+    nn.modules.module._global_backward_pre_hooks,
+    _global_optimizer_pre_hooks,
+    _global_optimizer_post_hooks,
+)
+"""The hooks that torch calls for every module and every optimizer."""
 
 _TRUSTED = (
     types.CodeType,

@@ -189,8 +189,10 @@ def metadata_names(codes: Iterable[types.CodeType]) -> list[str]:
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_TABLES = frozenset((*MEMBERS, *_HOOKS))
-"""What a module keeps its members and hooks in: compared by identity here; its entries are compared besides."""
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+_TABLES = frozenset((*MEMBERS, *_HOOKS, *_BACKWARD_HOOKS))
+"""What a module keeps its members and hooks in: compared by identity here; its entries are compared besides. The hooks
+of the backward pass count where a call differentiates."""
 _BY_TORCH = frozenset(("training", "forward", "_call_impl"))
 """Attributes of modules that torch's code names, and that of a model need not."""
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} - _TABLES
@@ -235,6 +237,8 @@ class StateReads:
         self._library_names = self._names | notes.library_names
         self._all = notes.reads_whole
         self._differentiates = DIFFERENTIATES in notes.codes
+        self._hook_names = _HOOKS + _BACKWARD_HOOKS * self._differentiates
+        self._passed_over = _MODULE_ATTRIBUTES.union(() if self._differentiates else _BACKWARD_HOOKS)
         self._seen: dict[int, Any] = {}
         self._kinds = objects.Kinds()
         self._pending: list[Any] = []
@@ -356,7 +360,7 @@ class StateReads:
             if members is not None and issubclass(type(members), dict):
                 self.contents.append(members)
                 self._pending += members.values()
-        for name in _HOOKS:
+        for name in self._hook_names:
             if name in table:
                 self.hooks.append(table[name])
                 self._pending += table[name].values()
@@ -483,12 +487,12 @@ class StateReads:
         if table is None:
             return
         if not self._is_traced:
-            kept = {name: value for name, value in table.items() if name not in _MODULE_ATTRIBUTES}
+            kept = {name: value for name, value in table.items() if name not in self._passed_over}
             chosen = [name for name, value in kept.items() if name in _TABLES or _matters(value)]
             self._pending += (value for name, value in kept.items() if name not in _TABLES)
         else:
             named = names if isinstance(names, frozenset) else frozenset(names)
-            chosen = [name for name in table if name in named and name not in _MODULE_ATTRIBUTES]
+            chosen = [name for name in table if name in named and name not in self._passed_over]
             self._pending += (table[name] for name in chosen if name not in _TABLES)
         self.tables.append(table)
         if chosen:
