@@ -101,11 +101,11 @@ def test_a_further_property_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     marked = Property("mark", lambda tensor: getattr(tensor, "mark", ""))
     monkeypatch.setattr("graphdispatch.runtime.signature.PROPERTIES", [*PROPERTIES, marked])
     step = serving(drawn(4, 3))
-    other = torch.randn(4, 3)
+    signature, other = step._route.groups[0].signature, torch.randn(4, 3)
     other.mark = "other"  # type: ignore[attr-defined]
     assert serves(step, drawn(4, 3))
     assert not serves(step, other)
-    assert "mark" in step._route.groups[0].signature.misfit([other])
+    assert "mark" in signature.misfit([other])
 
 
 LAYOUTS: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {

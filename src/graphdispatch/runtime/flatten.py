@@ -112,7 +112,7 @@ def describe(value: Any) -> str:
 
 
 class CallSpec:
-    """One form of a call: so many positional arguments, these keywords.
+    """One form of a call: so many positional arguments, these keywords, which are its ``key``.
 
     ``names`` are the arguments in the callable's own order, ``order`` the place of each in the call (None if the two
     are the same).
@@ -120,6 +120,7 @@ class CallSpec:
 
     def __init__(self, fn: Callable[..., Any], positional: int, keywords: Sequence[str]) -> None:
         self.positional, self.keywords = positional, tuple(keywords)
+        self.key = (positional, *keywords)
         parameters = _parameters(fn) or []
         given = [*_positional_names(parameters, positional, keywords), *keywords]
         rank = {parameter.name: i for i, parameter in enumerate(parameters)}
@@ -166,14 +167,15 @@ class Leaves(list[Any]):
 
 
 class FlatCall:
-    """Calls ``fn`` with a flat list of leaves, in the form and structure of one recorded call.
+    """Calls ``fn`` with a flat list of leaves, in the form and structure of one recorded call."""
 
-    ``specs`` is None when every argument is itself a leaf, which is the fast case.
-    """
+    __slots__ = ("_places", "_specs", "fn", "is_flat", "leaves", "order", "spec")
 
     def __init__(self, fn: Callable[..., Any], spec: CallSpec, values: Sequence[Any]) -> None:
         self.fn = fn
-        self._spec = spec
+        self.spec = spec
+        self.order = spec.order
+        """The place of each argument in the call, as in ``spec``; hits read it."""
         self.leaves: list[Leaf] = []
         self._specs: list[pytree.TreeSpec] = []
         for name, value in zip(spec.names, values, strict=True):
@@ -183,13 +185,14 @@ class FlatCall:
             self._specs.append(tree)
             self.leaves += [Leaf(name + path, name.partition("[")[0]) for path in paths]
         self.is_flat = all(spec.is_leaf() for spec in self._specs)
+        """Whether a call's arguments are its leaves, so that a hit need not flatten them."""
         inverse = spec.order if spec.order is not None else range(len(values))
         self._places = [place for _, place in sorted(zip(inverse, range(len(values)), strict=True))]
 
     @property
     def names(self) -> tuple[str, ...]:
         """The arguments, in the order of the values."""
-        return self._spec.names
+        return self.spec.names
 
     def flatten(self, values: Sequence[Any]) -> list[Any] | None:
         """The leaves of a call, or None if its structure is another one."""
@@ -215,8 +218,8 @@ class FlatCall:
         it may change, and else with new ones."""
         arguments = leaves.arguments if isinstance(leaves, Leaves) else self._unflatten(leaves)
         given = [arguments[place] for place in self._places]
-        positional = self._spec.positional
-        return self.fn(*given[:positional], **dict(zip(self._spec.keywords, given[positional:], strict=True)))
+        positional = self.spec.positional
+        return self.fn(*given[:positional], **dict(zip(self.spec.keywords, given[positional:], strict=True)))
 
     def _unflatten(self, leaves: Sequence[Any]) -> list[Any]:
         arguments: list[Any] = []

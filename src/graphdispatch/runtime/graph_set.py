@@ -20,7 +20,7 @@ from .budget import CaptureBudget
 from .cache import GraphCache, MemoryReport, Quarantine, Victim, bytes_of, memory_report
 from .entry import CUDAGraphEntry
 from .flatten import CallSpec, FlatCall
-from .group import CallForm, GraphGroup, Route, details_of
+from .group import GraphGroup, Route, details_of
 from .outputs import OutputView
 from .protocols import Capturer, Guard
 from .request import CaptureRequest, CaptureResult
@@ -148,22 +148,20 @@ class GraphSet:
         if not route.table.sizes:
             # In a mode with graphs it was dropped.
             return Refusal(Reason.NOT_CAPTURED if route.table.mode.has_graphs() else Reason.DISABLED, "")
-        key = (len(args), *kwargs)
-        form = route.forms.get(key)
-        found = form.find(args, kwargs) if form is not None else None
-        if form is not None and found is not None:
-            form.use(found[0])
+        if (found := route.find(args, kwargs)) is not None:
             return found
+        alike = route.forms.get((len(args), *kwargs), ())
         captured = route.entry.call if route.entry is not None else None
-        if form is not None:
-            spec = form.spec
+        if alike:
+            spec = alike[0].call.spec
         else:
             spec = CallSpec(self.fn if captured is None else captured.fn, len(args), tuple(kwargs))
         if (captured is not None and spec.names != captured.names) or (route.is_single and route.forms):
             return Refusal(Reason.ARGUMENTS_CHANGED, f"the arguments are not those of the graph for {route.key}")
         place = route.key if route.is_single else (route.key, next(self._numbers))
+        values = spec.values(args, kwargs)
         try:
-            made = self.make_group(place, route, spec, spec.values(args, kwargs))
+            made = self.make_group(place, route, spec, values)
         except ConfigError as error:
             if not self._has_fitted:
                 raise
@@ -172,14 +170,9 @@ class GraphSet:
             return made
         self._has_fitted = True
         group, leaves = made
-        group.is_of_constant = form is not None and route.note_constants(form.latest[0], spec.values(args, kwargs))
+        group.is_of_constant = bool(alike) and route.note_constants(alike[0], values)
         self.give_way(group, spare=1)
-        form = route.forms.get(key)  # which may have gone with its last group
-        if form is None:
-            route.forms[key] = CallForm(spec, group)
-        else:
-            form.groups.append(group)
-            form.use(group)
+        route.put_first(group)
         return group, leaves, group.signature.match(leaves)
 
     def give_way(self, newcomer: GraphGroup, *, spare: int = 0) -> None:
@@ -210,17 +203,11 @@ class GraphSet:
         return len(self.owned)
 
     def forget(self, group: GraphGroup) -> None:
-        """Let go of a group, with its graphs and static inputs, and of its form of call if it was the only one."""
+        """Let go of a group, with its graphs and static inputs."""
         for entry in group.all_entries:
             self.release(self.cache.retire(entry, EvictionReason.DROPPED))
         self.groups.pop(group.key, None)
-        for key, form in list(group.route.forms.items()):
-            if group in form.groups:
-                form.groups.remove(group)
-                if not form.groups:
-                    del group.route.forms[key]
-                elif form.latest[0] is group:  # a hit that still reads it there finds that it serves nothing
-                    form.use(form.groups[-1])
+        group.route.remove(group)
 
     def make_group(
         self, key: Hashable, route: Route, spec: CallSpec, values: Sequence[Any]

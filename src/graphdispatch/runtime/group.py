@@ -23,7 +23,7 @@ from .budget import ENOUGH, EagerTimes
 from .cache import Failure, Quarantine
 from .decide import Decision, SizeTable, descriptor_of
 from .entry import CUDAGraphEntry
-from .flatten import CallSpec, FlatCall
+from .flatten import FlatCall
 from .protocols import Guard, PerCall
 from .replay import ReplayPlan
 from .rules import ArgumentRules
@@ -50,8 +50,7 @@ _MOST_IN_A_ROW = 1024
 class Route:
     """Calls of a front end that share a table of sizes: which sizes serve them, and how their arguments are read.
 
-    A front end makes a route once and gives it to the server with each call. Changed only with the server's lock held;
-    ``forms`` is read without it.
+    A front end makes a route once and gives it to the server with each call. Changed only with the server's lock held.
     """
 
     key: Hashable
@@ -71,8 +70,9 @@ class Route:
     """Whether only the calls like the first one are served; others are odd."""
     captures: bool = True
     """Whether the server captures what comes often, unless there is ``entry``; else only the front end does."""
-    forms: "dict[tuple[Any, ...], CallForm]" = field(init=False, default_factory=dict)
-    """The forms of calls that came, by the number of positional arguments and the keywords."""
+    forms: "dict[tuple[Any, ...], tuple[GraphGroup, ...]]" = field(init=False, default_factory=dict)
+    """The groups of the calls that came, by the number of positional arguments and the keywords: the latest found
+    first. Hits read it without a lock."""
     unmatched: "dict[tuple[Any, ...], StayEager]" = field(init=False, default_factory=dict)
     """The same for calls that fit no group again and again, or that need gradients."""
     constants: dict[str, set[int]] = field(init=False, default_factory=dict)
@@ -118,34 +118,33 @@ class Route:
     @property
     def groups(self) -> list["GraphGroup"]:
         """The groups of all forms of calls."""
-        return [group for form in self.forms.values() for group in form.groups]
+        return [group for groups in self.forms.values() for group in groups]
 
-
-class CallForm:
-    """One form of a call (how many positional arguments, which keywords), with its groups, the latest used first."""
-
-    __slots__ = ("groups", "latest", "spec")
-
-    def __init__(self, spec: CallSpec, first: "GraphGroup") -> None:
-        self.spec = spec
-        self.groups = [first]
-        self.use(first)
-
-    def use(self, group: "GraphGroup") -> None:
-        """Try ``group`` first from now on."""
-        # One assignment, since hits read it without a lock. The others tell whether a call's values are its leaves, so
-        # that a hit need not flatten, and their order where it is not the form's.
-        self.latest = (group, group.call.is_flat, self.spec.order)
-
-    def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "tuple[GraphGroup, list[Any], int] | None":
-        """The group that fits a call, with the call's leaves and rows."""
-        values = self.spec.values(args, kwargs)
-        for group in self.groups:
-            leaves = group.call.flatten(values)
-            signature = group.signature
+    def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "tuple[GraphGroup, Sequence[Any], int] | None":
+        """The group that fits a call, with the call's leaves and rows; it is tried first from now on."""
+        groups = self.forms.get((len(args), *kwargs), ())
+        values = groups[0].call.spec.values(args, kwargs) if groups else ()
+        for group in groups:
+            leaves, signature = group.call.flatten(values), group.signature
             if leaves is not None and (rows := (signature.native or signature).match(leaves)) >= 0:
+                self.put_first(group)
                 return group, leaves, rows
         return None
+
+    def put_first(self, group: "GraphGroup") -> None:
+        """Try a group first for calls of its form; a new one, too."""
+        key = group.call.spec.key
+        if (groups := self.forms.get(key, ()))[:1] != (group,):
+            self.forms[key] = (group, *(other for other in groups if other is not group))
+
+    def remove(self, group: "GraphGroup") -> None:
+        """Forget a group. A hit that still reads it finds that it serves nothing."""
+        key = group.call.spec.key
+        others = tuple(other for other in self.forms.get(key, ()) if other is not group)
+        if others:
+            self.forms[key] = others
+        else:
+            self.forms.pop(key, None)
 
 
 class Hit(NamedTuple):

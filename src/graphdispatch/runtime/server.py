@@ -118,13 +118,13 @@ class Server:
     def serve_in_python(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve one call, by a graph where one fits and eagerly elsewhere. Raises what the callable raises."""
         gradients = torch.is_grad_enabled()
-        form, rows = route.forms.get((len(args), *kwargs)) if trace() is None else None, NO_MATCH
-        if form is not None:
-            group, is_flat, order = form.latest
-            values = [*args, *kwargs.values()]
-            if order is not None:
-                values = [values[place] for place in order]
-            leaves = values if is_flat else group.call.flatten(values)
+        groups, rows = route.forms.get((len(args), *kwargs)) if trace() is None else None, NO_MATCH
+        if groups is not None:
+            group = groups[0]
+            call, values = group.call, [*args, *kwargs.values()]
+            if call.order is not None:
+                values = [values[place] for place in call.order]
+            leaves = values if call.is_flat else call.flatten(values)
             rows = group.signature.match(leaves) if leaves is not None else NO_MATCH
             hit = group.hits[rows]
             if isinstance(hit, StayEager):

@@ -15,15 +15,15 @@ constexpr Py_ssize_t kOfHit = 5;  // fields of a Hit in GraphGroup.hits
 enum class Outcome { kServed, kMissed, kRaised };
 
 // What the core reads of a server and what belongs to it.
-Slot forms_of{names.forms}, latest_of{names.latest}, signature_of{names.signature}, hits_of{names.hits};
-Slot groups_of{names.groups}, call_of{names.call};
+Slot forms_of{names.forms}, signature_of{names.signature}, hits_of{names.hits};
+Slot call_of{names.call}, is_flat_of{names.is_flat}, order_of{names.order};
 Slot native_of_signature{names.native}, native_of_plan{names.native}, native_of_guard{names.native};
 Slot observes_of{names.observes}, stats_of{names.stats}, local_of{names.local};
 
 // A call under way: what Server.serve was given, and what it finds.
 struct Call {
   PyObject *server, *route, *args, *kwargs;
-  Ref form, group, hit;
+  Ref groups, group, hit;  // those of its form, the one that fits, and its hit
   Ref stays;  // the StayEager in the place of a hit
   bool is_matched = false;  // whether it fits a group and needs no gradients
   PyObject* result = nullptr;
@@ -43,8 +43,8 @@ bool is_form(const Call& call, PyObject* key) {
   return true;
 }
 
-// The form of a call: (number of positional arguments, *keywords).
-Ref form_of(const Call& call) {
+// The groups of calls of this form: (number of positional arguments, *keywords).
+Ref groups_of(const Call& call) {
   const Ref forms = forms_of.of(call.route);
   if (!forms || !PyDict_Check(forms.get())) return Ref();
   PyObject *first, *found;
@@ -133,10 +133,8 @@ int find(Call& call, const Ref& number) {
 
 // The same as find() for the group that fits, among those of the call's form. All of a call's values are leaves.
 int find_group(Call& call, const Values& values) {
-  const Ref groups = groups_of.of(call.form.get());
-  if (!groups || !PyList_Check(groups.get())) return groups ? 0 : -1;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(groups.get()); ++i) {
-    Ref group = Ref::of(PyList_GET_ITEM(groups.get(), i));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(call.groups.get()); ++i) {
+    Ref group = Ref::of(PyTuple_GET_ITEM(call.groups.get(), i));
     const Ref signature = signature_of.of(group.get());
     const Ref core = signature ? native_of_signature.of(signature.get()) : Ref();
     if (!core) return -1;
@@ -145,7 +143,7 @@ int find_group(Call& call, const Values& values) {
     if (PyErr_Occurred()) return -1;
     if (rows < 0) continue;
     const Ref flat = call_of.of(group.get());
-    const Ref is_flat = flat ? attribute(flat.get(), names.is_flat) : Ref();
+    const Ref is_flat = flat ? is_flat_of.of(flat.get()) : Ref();
     if (!is_flat) return -1;
     if (is_flat.get() != Py_True) continue;  // the same holds for nested arguments
     call.group = std::move(group);
@@ -154,8 +152,8 @@ int find_group(Call& call, const Values& values) {
   return 0;
 }
 
-// The same for a call whose form has a latest group; the others are looked at if it does not fit.
-int find_hit(Call& call, PyObject* signature, Values& values) {
+// The same for the group that was found last; the others are looked at if it does not fit and nothing is nested.
+int find_hit(Call& call, PyObject* signature, Values& values, bool is_flat) {
   const Ref core = native_of_signature.of(signature);
   if (!core) return -1;
   if (!Py_IS_TYPE(core.get(), signature_type)) {
@@ -164,7 +162,7 @@ int find_hit(Call& call, PyObject* signature, Values& values) {
   }
   const int64_t rows = match(reinterpret_cast<SignatureObject*>(core.get()), values.items(), values.count());
   if (rows >= 0) return find(call, Ref(PyLong_FromLongLong(rows)));
-  return PyErr_Occurred() ? -1 : call.form ? find_group(call, values) : 0;
+  return PyErr_Occurred() ? -1 : is_flat ? find_group(call, values) : 0;
 }
 
 // Whether the guard holds: 1, 0, or -1 with an error.
@@ -212,9 +210,9 @@ Outcome replay(Call& call, PlanObject* plan, Values& values) {
   return Outcome::kServed;
 }
 
-Outcome serve_values(Call& call, Values& values) {
+Outcome serve_values(Call& call, Values& values, bool is_flat) {
   const Ref signature = signature_of.of(call.group.get());
-  const int found = signature ? find_hit(call, signature.get(), values) : -1;
+  const int found = signature ? find_hit(call, signature.get(), values, is_flat) : -1;
   if (found != 1) return outcome(found);
   PyObject* guard = PyTuple_GET_ITEM(call.hit.get(), 3);
   const Ref native = native_of_plan.of(PyTuple_GET_ITEM(call.hit.get(), 1));
@@ -236,31 +234,27 @@ Outcome serve_values(Call& call, Values& values) {
 }
 
 Outcome serve_call(Call& call) {
-  Ref form = form_of(call);
-  const Ref latest = form ? latest_of.of(form.get()) : Ref();
-  if (!latest) return PyErr_Occurred() ? Outcome::kRaised : Outcome::kMissed;
-  if (!PyTuple_CheckExact(latest.get()) || PyTuple_GET_SIZE(latest.get()) != 3) return Outcome::kMissed;
-  call.group = Ref::of(PyTuple_GET_ITEM(latest.get(), 0));
+  call.groups = groups_of(call);
+  if (!call.groups) return PyErr_Occurred() ? Outcome::kRaised : Outcome::kMissed;
+  if (!PyTuple_CheckExact(call.groups.get()) || !PyTuple_GET_SIZE(call.groups.get())) return Outcome::kMissed;
+  call.group = Ref::of(PyTuple_GET_ITEM(call.groups.get(), 0));
+  const Ref flat = call_of.of(call.group.get());
+  const Ref order = flat ? order_of.of(flat.get()) : Ref(), is_flat = order ? is_flat_of.of(flat.get()) : Ref();
+  if (!is_flat) return Outcome::kRaised;
   const Py_ssize_t count = PyTuple_GET_SIZE(call.args) + PyDict_GET_SIZE(call.kwargs);
   PyObject* few[kMostValues];
   std::vector<PyObject*> more(count > kMostValues ? count : 0);
   PyObject** items = count > kMostValues ? more.data() : few;
-  if (!arguments(call, PyTuple_GET_ITEM(latest.get(), 2), more, items)) {
-    return PyErr_Occurred() ? Outcome::kRaised : Outcome::kMissed;
-  }
+  if (!arguments(call, order.get(), more, items)) return PyErr_Occurred() ? Outcome::kRaised : Outcome::kMissed;
   if (count > kMostValues) items = more.data();
   Values values(items, count);
-  if (PyTuple_GET_ITEM(latest.get(), 1) == Py_True) {
-    call.form = std::move(form);
-    return serve_values(call, values);
-  }
-  const Ref flat = attribute(call.group.get(), names.call);
+  if (is_flat.get() == Py_True) return serve_values(call, values, true);
   PyObject* list = values.list();
-  Ref leaves(flat && list ? PyObject_CallMethodOneArg(flat.get(), names.flatten, list) : nullptr);
+  Ref leaves(list ? PyObject_CallMethodOneArg(flat.get(), names.flatten, list) : nullptr);
   if (!leaves) return Outcome::kRaised;
   if (!PyList_Check(leaves.get())) return Outcome::kMissed;
   Values flattened(std::move(leaves));
-  return serve_values(call, flattened);
+  return serve_values(call, flattened, false);
 }
 
 PyObject* serve_method(PyObject* server, PyObject* const* args, Py_ssize_t count) {
