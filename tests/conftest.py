@@ -137,8 +137,8 @@ def no_real_time(monkeypatch: pytest.MonkeyPatch) -> None:
     Clocks that tests give do."""
     for name, value in {"clock": staticmethod(float), "first_capture_s": 0.0}.items():
         monkeypatch.setattr(f"graphdispatch.runtime.budget.CaptureBudget.{name}", value)
-    monkeypatch.setattr("graphdispatch.runtime.group.ENOUGH", 0)
-    monkeypatch.setattr("graphdispatch.runtime.group.EagerTimes.wants", lambda *_: False)
+    monkeypatch.setattr("graphdispatch.runtime.gain.ENOUGH", 0)
+    monkeypatch.setattr("graphdispatch.runtime.gain.EagerTimes.wants", lambda *_: False)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,7 +8,7 @@ import torch
 
 import graphdispatch as gd
 from graphdispatch import CUDAGraphOptions, Reason, graphed
-from graphdispatch.runtime import group as serve_group
+from graphdispatch.runtime import gain as gains
 from graphdispatch.runtime.budget import CaptureBudget, EagerTimes
 from graphdispatch.stats import Gain
 
@@ -148,14 +148,14 @@ def test_noise_is_no_loss(eager_ms: float, replay_ms: float, is_loss: bool) -> N
 @pytest.fixture
 def losing(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A served callable whose graph of 8 takes 2 ms, eager 0.4 ms a row; and its group."""
-    monkeypatch.setattr(serve_group.EagerTimes, "wants", lambda *_: False)
+    monkeypatch.setattr(gains.EagerTimes, "wants", lambda *_: False)
     step = graphed(double, dynamic={"x": 0}, sizes=(8,), options=CUDAGraphOptions(capture_share=None))
     step.prewarm(torch.ones(8, 3))
     (group,) = step._route.groups
-    step.entries[0].gain, group.times = Gain(3.2, 2.0), EagerTimes()
+    step.entries[0].gain, group.gain.times = Gain(3.2, 2.0), EagerTimes()
     for rows in (1, 8):
         for _ in range(3):
-            group.times.note(rows, 0.4 * MS * rows)
+            group.gain.times.note(rows, 0.4 * MS * rows)
     group.hits.clear()
     return step
 
@@ -189,7 +189,7 @@ def test_strict_serves_by_graphs_whatever_they_gain() -> None:
     step.prewarm(torch.ones(8, 3))
     (group,) = step._route.groups
     step.entries[0].gain = Gain(3.2, 2.0)
-    group.times.note(1, 0.1 * MS)
+    group.gain.times.note(1, 0.1 * MS)
     assert check_rows(step, 1) == [Reason.PADDED]
 
 
@@ -198,10 +198,11 @@ def test_a_prewarm_makes_sure(is_short: bool, monkeypatch: pytest.MonkeyPatch) -
     """Where padding may make a graph slower, the smallest batch that it serves is timed; no call has to be. A short
     run is timed twice."""
     timed = []
-    monkeypatch.setattr(serve_group, "_SHORT_MS", 1e9 if is_short else 0.0)
-    monkeypatch.setattr(serve_group, "ENOUGH", 1)
+    monkeypatch.setattr(gains, "_SHORT_MS", 1e9 if is_short else 0.0)
+    monkeypatch.setattr(gains, "ENOUGH", 1)
     monkeypatch.setattr(Gain, "may_be_loss", property(lambda _: True))
-    monkeypatch.setattr(serve_group.GraphGroup, "timed", lambda group, fn, rows: timed.append(rows) or fn)
+    monkeypatch.setattr(gains.GainJudge, "wants", lambda *_: True)
+    monkeypatch.setattr(gains.GainJudge, "timed", lambda judge, fn, rows: timed.append(rows) or fn)
     step = graphed(double, dynamic={"x": 0}, sizes=(4, 8))
     step._graphs.clock = iter(range(10**6)).__next__
     for entry in (step.prewarm(torch.ones(8, 3)), *step.entries)[1:]:

@@ -19,6 +19,7 @@ from ..modes import CUDAGraphMode
 from ..proof.state.objects import same_callable
 from ..reasons import Reason
 from ..runtime.cache import make_cache
+from ..runtime.choice import Choice, admit
 from ..runtime.decide import Decision, Memo, SizeTable
 from ..runtime.entry import CUDAGraphEntry
 from ..runtime.graph_set import GraphSet
@@ -26,7 +27,7 @@ from ..runtime.group import MOST_ROUTES, GraphGroup, Route
 from ..runtime.outputs import OutputView
 from ..runtime.prewarm import capture_example, refuse_closed
 from ..runtime.rules import ArgumentRules
-from ..runtime.server import Choice, Server
+from ..runtime.server import Server
 from ..sizes import ROWS
 from ..stats import EvictionReason
 from .capturers import capturer_for
@@ -138,7 +139,7 @@ class CUDAGraphRegistry(Lifecycle):
             (one.server, group, entry)
             for one in self._callables
             for group in one.groups_of(size, seq_len)
-            if (entry := one.server.graphs.current(group, size)) is not None
+            if (entry := group.current(size)) is not None
         ]
         return max(found, key=lambda held: held[2].last_used, default=None)
 
@@ -341,8 +342,8 @@ class CUDAGraphManager(CUDAGraphRegistry):
             return self._graph_cache.admission.capture_after == 1 and not self._graph_cache.is_full
         server = latest[0].server
         with server.lock:
-            return all(server.graphs.current(g, size) is None for g in groups) and any(
-                server.admit(group, size)[0] is Reason.CAPTURED_NOW for group in groups
+            return all(g.current(size) is None for g in groups) and any(
+                admit(server.graphs, group, size)[0] is Reason.CAPTURED_NOW for group in groups
             )
 
     @untraced

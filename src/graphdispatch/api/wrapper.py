@@ -280,7 +280,7 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
             for call in calls:
                 prewarm(self._server, *call)
             for call in calls:  # the run of one descriptor may move a workspace that graphs made before read
-                if any(self._graphs.has_only_other_states(group, 1) for group in call[0].groups):
+                if any(group.has_only_other_states(1) for group in call[0].groups):
                     prewarm(self._server, *call)
         return [descriptor for descriptor in largest_first if self.get_entry(descriptor) is not None]
 

@@ -1,4 +1,5 @@
-"""What padding holds in the replays that look at a length or at the user's word, in place of what its rule says.
+"""Batches that are made of another one, and what padding holds in the replays that look at a length or at the user's
+word, in place of what its rule says.
 
 Note [what padding may hold]
     Only values that cannot break the callable. Floating-point arguments get large finite numbers; where the callable
@@ -9,12 +10,13 @@ Note [what padding may hold]
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..sizes import Axis
 from .signature import InputSpec
+from .static_inputs import StaticInputs
 
 Rows = Sequence[torch.Tensor | None]
 """What arguments (by index) hold; None for what they hold otherwise."""
@@ -31,6 +33,38 @@ class Padding(NamedTuple):
     rows: Rows
     real: Sequence[torch.Tensor] = ()
     axes: Sequence[Axis] = ()
+
+
+def resized(inputs: StaticInputs, values: Sequence[Any], rows: int, *, shift: int = 0) -> list[Any]:
+    """The example's rows repeated, from row ``shift`` on, until there are ``rows`` of them.
+
+    Along lengths masks begin where they did: else they would hide all of a row that has one real element.
+    """
+    sized = list(values)
+    for spec in inputs.specs:
+        if spec.spans:
+            value = values[spec.position]
+            keeps = inputs.axes[1:] if spec.is_pad_given or holds_flags(value) else ()
+            sized[spec.position] = _with_order(spec.repeated(value, rows, shift, keeps), spec.order)
+    return sized
+
+
+def varied(inputs: StaticInputs, leaves: Sequence[Any], rows: int, number: int = 0) -> list[Any]:
+    """Another batch, made of an example: its rows in turn, from the second one on, with other floating numbers.
+    Each ``number`` makes another one.
+
+    Each number is up to a quarter larger or smaller, so that zeros and what is not finite stay; but a tensor of
+    zeros alone gets other numbers.
+    """
+    generator = torch.Generator().manual_seed(rows + number)
+    batch = resized(inputs, leaves, rows, shift=1 + number)
+    for spec in inputs.specs:
+        if spec.dtype.is_floating_point and spec.dtype.itemsize > 1:
+            factor = 0.75 + torch.rand(spec.sized(rows), generator=generator, device="cpu") / 2
+            value = batch[spec.position] if spec.spans else batch[spec.position].clone()
+            factor = factor.to(spec.device, spec.dtype)
+            batch[spec.position] = value.mul_(factor) if bool(value.any()) else factor - 1
+    return batch
 
 
 def takes_any_value(spec: InputSpec) -> bool:
@@ -93,3 +127,9 @@ def holds_flags(value: torch.Tensor) -> bool:
 def _as_finite(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Wide numbers as finite numbers of a narrower type; of a complex one, the real part alone."""
     return numbers.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
+
+
+def _with_order(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """The same values, with dimensions lying in memory from slowest to fastest as ``order`` says."""
+    back = sorted(range(len(order)), key=lambda d: order[d])
+    return tensor.permute(order).contiguous().permute(back)

@@ -16,10 +16,12 @@ from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..showing import count, percent
 from ..stats import CUDAGraphStats, EvictionReason
+from .batches import varied
 from .budget import CaptureBudget
 from .cache import GraphCache, MemoryReport, Quarantine, Victim, bytes_of, memory_report
 from .entry import CUDAGraphEntry
 from .flatten import CallSpec, FlatCall
+from .gain import GainJudge
 from .group import GraphGroup, Route, details_of
 from .outputs import OutputView
 from .protocols import Capturer, Guard
@@ -127,7 +129,7 @@ class GraphSet:
     def _saved_s(self) -> float:
         """The seconds that the present graphs have saved so far, if all batches are filled alike."""
         fill = 1.0 - self.stats.padding_ratio
-        return sum(group.saved_s(fill) for group in self.groups.values())
+        return sum(group.gain.saved_s(group.all_entries, fill) for group in self.groups.values())
 
     @property
     def guard(self) -> Guard:
@@ -187,20 +189,16 @@ class GraphSet:
         """
         if newcomer.route.entry is not None:
             return
-        while self.num_groups > self.max_groups + spare:
-            others = [group for group in self.owned if group is not newcomer]
+        while len(owned := self.owned) > self.max_groups + spare:
+            others = [group for group in owned if group is not newcomer]
             latest = others[-1]
             self.forget(latest if latest.is_idle else min(others, key=lambda one: (not one.is_idle, one.last_used)))
 
     @property
     def owned(self) -> list[GraphGroup]:
-        """The groups that are not around a graph of somebody else."""
+        """The groups that are not around a graph of somebody else. They count for ``max_groups``; one more while a new
+        one waits for its second call."""
         return [group for group in self.groups.values() if group.route.entry is None]
-
-    @property
-    def num_groups(self) -> int:
-        """The groups that count for ``max_groups``; one more while a new one waits for its second call."""
-        return len(self.owned)
 
     def forget(self, group: GraphGroup) -> None:
         """Let go of a group, with its graphs and static inputs."""
@@ -235,7 +233,8 @@ class GraphSet:
         backend = self.cache.backend if entry is None else entry.backend
         assert backend is not None
         failures = Quarantine(self.options.max_failures)
-        group = GraphGroup(key, route, call, signature, inputs, failures, backend=backend, judges_gain=self.judges_gain)
+        gain = GainJudge(backend, call, is_on=self.judges_gain)
+        group = GraphGroup(key, route, call, signature, inputs, failures, backend=backend, gain=gain)
         self.groups[key] = group
         if entry is not None:
             group.keep(entry)
@@ -269,22 +268,6 @@ class GraphSet:
         fitting = (one for one in every if one.specs == tuple(signature.inputs) and one.capacity == capacity)
         return next(fitting, None) or StaticInputs(signature.inputs, capacity, signature.axes)
 
-    def current(self, group: GraphGroup, size: int) -> CUDAGraphEntry | None:
-        """The entry of ``size`` that was captured when the callable's state was as it is now, if there is one.
-
-        One whose workspace has grown or moved is released.
-        """
-        entry = group.current(size)
-        workspaces = entry.workspaces if entry is not None and group.route.entry is None else None
-        if entry is not None and workspaces is not None and not workspaces.holds():
-            self.release(self.cache.retire(entry, EvictionReason.STALE))
-            return None
-        return entry
-
-    def has_only_other_states(self, group: GraphGroup, size: int) -> bool:
-        """Whether there are graphs of ``size``, and all of them are of another state of the callable."""
-        return bool(group.of_size(size)) and self.current(group, size) is None
-
     def capture(
         self, group: GraphGroup, values: Sequence[Any], rows: int, size: int, *, keep_effects: bool = True
     ) -> CaptureResult:
@@ -293,7 +276,7 @@ class GraphSet:
         Without ``keep_effects`` the call leaves none, as if it had not been made.
         """
         self.give_way(group)
-        if self.current(group, size) is None:  # else it takes the place of the one that it replaces
+        if group.current(size) is None:  # else it takes the place of the one that it replaces
             self.release(self.cache.make_room(self.cache.admission.since((group.key, size))))
         request = self._request(group, values, rows, size, group.route.table.mode, keep_effects)
         before, self._captured_on = self._captured_on, group.inputs
@@ -329,7 +312,7 @@ class GraphSet:
             group.quarantine(entry.size, Reason.CACHE_FULL, detail, is_final=is_final)
             return replace(result, entry=None, reason=Reason.CACHE_FULL, detail=detail)
         if entry.gain is not None:
-            group.times.note(entry.size, entry.gain.eager_ms / 1e3)
+            group.gain.times.note(entry.size, entry.gain.eager_ms / 1e3)
         displaced = group.keep(entry)
         self.release([*victims, *(v for other in displaced for v in self.cache.retire(other, EvictionReason.STALE))])
         return result
@@ -377,7 +360,7 @@ class GraphSet:
     def settle(self, group: GraphGroup, batch: Sequence[Any], rows: int, entry: CUDAGraphEntry) -> CaptureResult | None:
         """Compare a graph on as many batches made of one as its licence wants. What found a difference, or None."""
         for number in range(0 if self.cache.is_frozen else _MOST_MADE):
-            other = group.varied(batch, rows, number)
+            other = varied(group.inputs, batch, rows, number)
             if entry.state is not EntryState.CAPTURED or not entry.licence.differs(other):
                 break
             if (found := self.difference_on(group, other, rows, entry)) is not None:
@@ -409,7 +392,7 @@ class GraphSet:
     def release(self, victims: Sequence[Victim]) -> None:
         """Let go of entries that left the cache; waits for calls that use them.
 
-        Entries of another set are found to be evicted when they are wanted again (``GraphGroup.current``).
+        Entries of another set are found to be evicted when that is next refreshed.
         """
         with self.lock:
             for victim in victims:
@@ -431,6 +414,9 @@ class GraphSet:
 
         Other graphs that do not fit the present state stay for when it comes back; until it changes, they cost nothing.
         """
+        for group in self.groups.values():
+            group.drop_released()
+        self._release_where(lambda entry: entry.workspaces is not None and not entry.workspaces.holds())
         guards = {entry.guard for entry in self.entries() if entry.guard is not None}
         if not guards:
             return
@@ -447,9 +433,12 @@ class GraphSet:
                 self.latest_change = guard.change()
                 self.stats.record_state_change(self.latest_change)
         gone = {guard for guard in guards if guard.is_broken and (guard.has_moved() or not guard.within(self.guard))}
-        for entry in self.entries() if gone else ():
-            if entry.guard in gone:
-                self.release(self.cache.retire(entry, EvictionReason.STALE, self.latest_change))
+        if gone:
+            self._release_where(lambda entry: entry.guard in gone, self.latest_change)
+
+    def _release_where(self, is_stale: Callable[[CUDAGraphEntry], bool], change: str = "") -> None:
+        for entry in filter(is_stale, self.entries()):
+            self.release(self.cache.retire(entry, EvictionReason.STALE, change))
 
     def _replace(self, guard: Guard, renewed: Guard) -> None:
         """Have graphs guarded by another guard of the same state."""

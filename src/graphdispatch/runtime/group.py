@@ -5,25 +5,19 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextvars import copy_context
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-
-from ..backends.base import Backend, Stopwatch
+from ..backends.base import Backend
 from ..descriptors import BatchDescriptor
-from ..errors import GraphDispatchError, error_of_signal
 from ..reasons import Reason
-from ..showing import count, milliseconds, without_numbers
-from ..sizes import Extents, cells_of
-from ..stats import Gain
-from .batches import holds_flags
-from .budget import ENOUGH, EagerTimes
+from ..showing import count, without_numbers
+from ..sizes import Extents
 from .cache import Failure, Quarantine
 from .decide import Decision, SizeTable, descriptor_of
 from .entry import CUDAGraphEntry
 from .flatten import FlatCall
+from .gain import GainJudge
 from .protocols import Guard, PerCall
 from .replay import ReplayPlan
 from .rules import ArgumentRules
@@ -40,8 +34,6 @@ _ALL_LOOKED_AT, _ALL_UNMATCHED = 8, 40
 """So many calls in a row are looked at though each ran eagerly; and of those that fit no group."""
 _MOST_OF_OTHERS = _ALL_LOOKED_AT + 3
 """At most so many looks at other batches count for one, if they ran eagerly for the same reason."""
-_SHORT_MS = 10.0
-"""A shorter eager run is timed twice in a prewarm."""
 _MOST_IN_A_ROW = 1024
 """So many calls run eagerly without a look, at most."""
 
@@ -253,23 +245,17 @@ class GraphGroup:
     """When the latest call took the slow path, in uses (``next_use``)."""
     is_of_constant: bool = False
     """Whether its first call differed from the one before it in constants alone."""
-    times: EagerTimes = field(default_factory=EagerTimes)
-    """What batches take eagerly."""
-    stopwatch: Stopwatch = field(default_factory=Stopwatch)
-    """Of eager calls."""
     _: KW_ONLY
     backend: Backend
     is_prewarmed: bool = False
-    judges_gain: bool
-    """Whether a graph serves a batch only where it is not slower than eager."""
+    gain: GainJudge
+    """Which batches its graphs serve faster than eager."""
     eager: dict[int, StayEager] = field(default_factory=dict)
     """By number of rows as the signature has it, calls that ran eagerly when they were last looked at."""
     waiting: StayEager | None = None
     """Calls that wait for time for a capture, if the latest that were looked at do."""
     looks: Counter[Reason] = field(default_factory=Counter)
     """By reason, how many calls were looked at that ran eagerly, since the latest graph was made."""
-    looks_again: set[int] = field(default_factory=set)
-    """Batches for which the graph was slower than eager, and is timed once more."""
     hits: Hits = field(init=False)
 
     def __post_init__(self) -> None:
@@ -323,7 +309,7 @@ class GraphGroup:
         if not entries or not entries[0].licence.may_hit(entries[0], decision.rows):
             return None
         entry = entries[0]
-        if self.judges_gain and (entry.times < ENOUGH or self.loss(entry, decision.rows) is not None):
+        if not self.gain.may_hit(entry, decision.rows):
             return None
         per_call = entry.per_call(decision.rows)
         return Hit(entry, entry.plan(decision.rows), decision._replace(mode=entry.mode), entry.guard, per_call)
@@ -338,72 +324,9 @@ class GraphGroup:
         if not decision.mode.has_graphs():
             return None
         eager = Decision.eager(Reason.CAPTURE_WAITS, decision.rows, other.decision.detail)
-        timed_in = self if self._wants(decision.rows) else None
+        timed_in = self if self._is_timed(decision.rows) else None
         stays = StayEager(eager, self, timed_in, matched=rows, size=decision.size, left=other.left)
         return self.eager.setdefault(rows, stays)
-
-    def gain(self, entry: CUDAGraphEntry, rows: int) -> Gain | None:
-        """What the graph and an eager run take for a batch, as far as that is shown; None if it is not."""
-        eager_s = self.times.expected_s(rows)
-        return None if eager_s is None or entry.replay_ms == math.inf else Gain(eager_s * 1e3, entry.replay_ms)
-
-    def loss(self, entry: CUDAGraphEntry, rows: int) -> Gain | None:
-        """The same where the graph is clearly slower for this batch, as padding can make it; else None."""
-        gain = self.gain(entry, rows) if self.judges_gain else None
-        return gain if gain is not None and gain.is_loss else None
-
-    def shown_gain(self, entry: CUDAGraphEntry, rows: int) -> str:
-        """What the graph gains for a batch, in words; empty where too few runs show it, or where it is within noise."""
-        gain = self.gain(entry, rows) if self.times.is_sure(rows) and entry.times >= ENOUGH else None
-        if gain is None or not (gain.is_loss or Gain(gain.replay_ms, gain.eager_ms).is_loss):
-            return ""
-        return f"it takes {milliseconds(gain.replay_ms)} instead of {milliseconds(gain.eager_ms)}"
-
-    def make_sure(self, entry: CUDAGraphEntry, full: Sequence[Any], least: int, values: Sequence[Any]) -> None:
-        """Time eager runs of a full batch and of the smallest one that is padded to a graph; and up to three replays
-        of the latter, where it is in doubt whether the graph is faster. One short run alone may be noise.
-
-        Args:
-            entry: The graph; nothing is run if its calls leave effects.
-            full: The values of a full batch.
-            least: The rows of the smallest batch.
-            values: The values of that.
-        """
-        if not self.judges_gain or entry.gain is None or entry.writes_outside:
-            return
-        try:
-            if entry.gain.eager_ms < _SHORT_MS:
-                self._time_eager(entry.size, full)
-                self._time_eager(least, values)
-            for _ in range(ENOUGH):
-                gain = self.gain(entry, least)
-                if gain is None or not gain.may_be_loss:
-                    return
-                self._time_eager(least, values)
-                entry.replay_call(values, least, is_timed=True)
-        except Exception as error:
-            if error_of_signal(error) is not None or isinstance(error, GraphDispatchError):
-                raise
-            self.backend.raise_if_lost(error)
-            _log.debug("%r was not timed for %d rows: %s", entry, least, error)  # the callable takes no batch made so
-
-    def _time_eager(self, rows: int, values: Sequence[Any]) -> None:
-        copy_context().run(self.timed(self.call, rows), values)
-        self.backend.current_stream().synchronize()
-        self.stopwatch.collect()
-
-    def saved_s(self, fill: float) -> float:
-        """The seconds that the present graphs have saved so far.
-
-        Args:
-            fill: The share of the rows of their batches that were real.
-        """
-        saved_s = 0.0
-        for entry in self.all_entries:
-            eager_s = self.times.between(int(cells_of(entry.size) * fill))
-            if eager_s is not None and entry.replay_ms < math.inf:
-                saved_s += entry.replay_count * (eager_s - entry.replay_ms / 1e3)
-        return saved_s
 
     def stay_eager(self, rows: int, size: int, decision: Decision, most: float) -> None:
         """Note that a call was looked at and runs eagerly: the next ones may do so without a look.
@@ -421,7 +344,7 @@ class GraphGroup:
             self.looks[decision.reason] += 1
             stays.times = max(stays.times, min(self.looks[decision.reason] - 1, _MOST_OF_OTHERS))
         may_serve = decision.reason in (Reason.NO_GAIN, Reason.CAPTURE_WAITS)  # a graph, once it is known to be faster
-        stays.timed_in = self if may_serve and self._wants(decision.rows) else None
+        stays.timed_in = self if may_serve and self._is_timed(decision.rows) else None
         stays.again(decision, most)
         self.waiting = stays if decision.reason is Reason.CAPTURE_WAITS else None
         self.hits.keep(rows, stays)
@@ -430,30 +353,21 @@ class GraphGroup:
         """Have the next call of these looked at."""
         self.hits.pop(stays.matched, None)
         if stays.decision.reason is Reason.NO_GAIN and stays.times > _ALL_LOOKED_AT:
-            self.looks_again.add(stays.decision.rows)
+            self.gain.in_doubt.add(stays.decision.rows)
 
     def leave_eager(self, matched: int, rows: int) -> None:
         """Note that a call did not stay eager; a graph that was only timed once more may still be slower."""
-        if rows in self.looks_again:
-            self.looks_again.discard(rows)
+        if rows in self.gain.in_doubt:
+            self.gain.in_doubt.discard(rows)
         else:
             self.eager.pop(matched, None)
 
-    def _wants(self, rows: int) -> bool:
-        return self.judges_gain and self.latest_failure is None and self.times.wants(rows)
-
     def timed(self, fn: Callable[..., Any], rows: int) -> Callable[..., Any]:
         """The callable, such that what it takes for a batch is noted, if that is of interest. Needs no lock."""
-        marks = self.stopwatch.start(self.backend) if self._wants(rows) else None
-        if marks is None:
-            return fn
+        return self.gain.timed(fn, rows) if self._is_timed(rows) else fn
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            answer = fn(*args, **kwargs)
-            self.stopwatch.stop(marks, lambda elapsed_ms: self.times.note(rows, elapsed_ms / 1e3))
-            return answer
-
-        return run
+    def _is_timed(self, rows: int) -> bool:
+        return self.gain.wants(rows) and self.latest_failure is None
 
     @property
     def latest_failure(self) -> Failure | None:
@@ -461,19 +375,26 @@ class GraphGroup:
         return None if self.entries or not self.failures else next(reversed(self.failures.values()))
 
     def current(self, size: int) -> CUDAGraphEntry | None:
-        """The entry of ``size`` whose state is the present one, if there is one; it is the first choice from now on.
+        """The entry of ``size`` whose state is the present one, if there is one. Changes nothing."""
+        is_foreign = self.route.entry is not None  # its front end compares what is to be compared
+        fitting = (one for one in self.of_size(size) if not one.is_released and (is_foreign or one.is_current()))
+        return next(fitting, None)
 
-        Forgets entries that were evicted, which another owner may do.
-        """
-        for entry in self.of_size(size):
+    def has_only_other_states(self, size: int) -> bool:
+        """Whether there are graphs of ``size``, and all of them are of another state of the callable."""
+        return bool(self.of_size(size)) and self.current(size) is None
+
+    def use(self, entry: CUDAGraphEntry) -> None:
+        """Serve by ``entry`` first from now on, since the present state is that of its capture."""
+        self._put_first(entry)
+        if entry.guard is not None:
+            entry.guard.is_broken = False
+
+    def drop_released(self) -> None:
+        """Forget entries that were evicted, which another owner of the cache may do."""
+        for entry in self.all_entries:
             if entry.is_released:
                 self.drop(entry)
-            elif self.route.entry is not None or entry.guard is None or entry.guard.holds():
-                self._put_first(entry)
-                if entry.guard is not None:
-                    entry.guard.is_broken = False
-                return entry
-        return None
 
     def keep(self, entry: CUDAGraphEntry) -> tuple[CUDAGraphEntry, ...]:
         """Serve by ``entry`` from now on, as soon as it is verified. Returns what is one too many of its size."""
@@ -519,36 +440,6 @@ class GraphGroup:
         shapes = ", ".join(f"{spec.name} {spec.sized(rows)} {spec.dtype}" for spec in self.inputs.specs)
         _log.warning("%r served calls and no longer agrees with eager: %s; inputs: %s", entry, detail, shapes)
 
-    def resized(self, values: Sequence[Any], rows: int, *, shift: int = 0) -> list[Any]:
-        """The example's rows repeated, from row ``shift`` on, until there are ``rows`` of them.
-
-        Along lengths masks begin where they did: else they would hide all of a row that has one real element.
-        """
-        sized = list(values)
-        for spec in self.inputs.specs:
-            if spec.spans:
-                value = values[spec.position]
-                keeps = self.inputs.axes[1:] if spec.is_pad_given or holds_flags(value) else ()
-                sized[spec.position] = _with_order(spec.repeated(value, rows, shift, keeps), spec.order)
-        return sized
-
-    def varied(self, leaves: Sequence[Any], rows: int, number: int = 0) -> list[Any]:
-        """Another batch, made of an example: its rows in turn, from the second one on, with other floating numbers.
-        Each ``number`` makes another one.
-
-        Each number is up to a quarter larger or smaller, so that zeros and what is not finite stay; but a tensor of
-        zeros alone gets other numbers.
-        """
-        generator = torch.Generator().manual_seed(rows + number)
-        batch = self.resized(leaves, rows, shift=1 + number)
-        for spec in self.inputs.specs:
-            if spec.dtype.is_floating_point and spec.dtype.itemsize > 1:
-                factor = 0.75 + torch.rand(spec.sized(rows), generator=generator, device="cpu") / 2
-                value = batch[spec.position] if spec.spans else batch[spec.position].clone()
-                factor = factor.to(spec.device, spec.dtype)
-                batch[spec.position] = value.mul_(factor) if bool(value.any()) else factor - 1
-        return batch
-
 
 def details_of(groups: Iterable[GraphGroup]) -> dict[Reason, list[str]]:
     """What is known of reasons besides their texts, such as a line of the model, each once. Needs no lock."""
@@ -561,9 +452,3 @@ def details_of(groups: Iterable[GraphGroup]) -> dict[Reason, list[str]]:
             if detail and detail != reason.text:
                 found.setdefault(reason, {}).setdefault(without_numbers(detail), detail)
     return {reason: list(details.values()) for reason, details in found.items()}
-
-
-def _with_order(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-    """The same values, with dimensions lying in memory from slowest to fastest as ``order`` says."""
-    back = sorted(range(len(order)), key=lambda d: order[d])
-    return tensor.permute(order).contiguous().permute(back)

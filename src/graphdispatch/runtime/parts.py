@@ -120,16 +120,13 @@ class Parts:
         return Reason.NO_GAIN, f"{self.text} it takes {parts_s * 1e6:.0f} us, and an eager run {eager_s * 1e6:.0f} us"
 
 
-def find_parts(
-    group: GraphGroup, values: Sequence[Any], rows: int, current: Callable[[int], CUDAGraphEntry | None]
-) -> Parts | str:
+def find_parts(group: GraphGroup, values: Sequence[Any], rows: int) -> Parts | str:
     """The parts in which graphs may serve a batch above the largest size, or why they may not.
 
     Args:
         group: The group of the call.
         values: The leaves of the call.
         rows: The number of the batch.
-        current: Gives the graph of a size in the present state of the callable, if there is one.
     """
     axes, table = group.inputs.axes, group.route.table
     own, largest = lengths_of(axes, rows), lengths_of(axes, table.largest)
@@ -140,7 +137,7 @@ def find_parts(
     for first in range(0, own[0], most):
         part = pack(axes, (min(most, own[0] - first), *own[1:]))
         decision = group.decide(part)
-        entry = current(decision.size) if decision.mode.has_graphs() else None
+        entry = group.current(decision.size) if decision.mode.has_graphs() else None
         if entry is None:
             return f"no graph is there for {part} rows"
         if against := _objection(entry, values, rows, part):

@@ -15,7 +15,7 @@ from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..showing import html_table, shortened, without_numbers
 from ..sizes import lengths_of, pack
-from .batches import largest_within
+from .batches import largest_within, resized, varied
 from .cache import GraphCache
 from .collector import paused_collector
 from .decide import Decision, SizeTable
@@ -80,7 +80,7 @@ def capture_size(server: Server, route: Route, size: Any) -> bool:
         if server.closed(route) is not None or graphs.cache.is_frozen:
             return False
         for group in _groups(route):
-            if group.example and group.blocked(number) is None and graphs.current(group, number) is None:
+            if group.example and group.blocked(number) is None and group.current(number) is None:
                 _Prewarm(server).capture(group, group.example, [number])
         return size in captured_sizes(server, route)
 
@@ -124,7 +124,7 @@ def prewarm(
         wanted = sorted(route.table.checked(sizes), reverse=True) if group.signature.has_rows else [1]
         missing = []
         for size in wanted:
-            if (entry := graphs.current(group, size)) is None:
+            if (entry := group.current(size)) is None:
                 missing.append(size)
             else:
                 entry.use()  # so that others give way first
@@ -135,16 +135,16 @@ def prewarm(
         inputs = group.inputs
         run.capture(group, leaves, missing)
         # The run of one size may move a workspace that graphs made before read, or show that padding must be another.
-        lost = [size for size in missing if graphs.current(group, size) is None] if group.inputs is not inputs else []
-        if unfit := lost or [size for size in missing if graphs.has_only_other_states(group, size)]:
+        lost = [size for size in missing if group.current(size) is None] if group.inputs is not inputs else []
+        if unfit := lost or [size for size in missing if group.has_only_other_states(size)]:
             graphs.refresh()
             run.capture(group, leaves, unfit)
         run.make_sure(group, leaves, wanted)
         group.is_prewarmed = True
-        if group.signature.has_rows and any(graphs.current(group, size) is None for size in route.table.sizes):
+        if group.signature.has_rows and any(group.current(size) is None for size in route.table.sizes):
             axes = group.inputs.axes
-            group.example = group.resized(leaves, pack(axes, [2, *lengths_of(axes, rows)[1:]]))
-        lacking = [size for size in wanted if graphs.current(group, size) is None]
+            group.example = resized(group.inputs, leaves, pack(axes, [2, *lengths_of(axes, rows)[1:]]))
+        lacking = [size for size in wanted if group.current(size) is None]
         left_out = dict.fromkeys(lacking, (Reason.CACHE_FULL.text, Reason.CACHE_FULL)) | run.left_out
         return PrewarmReport(
             {mode: tuple(size for size in missing if size not in lacking)},
@@ -207,13 +207,13 @@ class _Prewarm:
     def make_sure(self, group: GraphGroup, leaves: Sequence[Any], sizes: Iterable[int]) -> None:
         """Find out whether graphs serve the smallest batches that are padded to them faster than eager would."""
         for size in sizes if group.signature.has_rows else ():
-            entry = self._server.graphs.current(group, size)
+            entry = group.current(size)
             least = group.route.table.min_batch_of(size)
             if entry is None or not entry.licence.may_hit(entry, least):
                 continue
-            values = _within(group, group.resized(leaves, least), least, size)
+            values = _within(group, resized(group.inputs, leaves, least), least, size)
             if values is not None:
-                group.make_sure(entry, group.resized(leaves, size), least, values)
+                group.gain.make_sure(entry, resized(group.inputs, leaves, size), least, values)
 
     def _capture_cut(self, group: GraphGroup, leaves: Sequence[Any], size: int) -> tuple[str, Reason] | None:
         """Capture one size; why there is no graph of it, or None.
@@ -226,7 +226,7 @@ class _Prewarm:
         except (GraphDispatchError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            batch = group.resized(leaves, size)
+            batch = resized(group.inputs, leaves, size)
             if not any(isinstance(a, torch.Tensor) and a.shape != b.shape for a, b in zip(leaves, batch, strict=True)):
                 raise
             why = f"the callable raises {type(error).__name__} for the example cut to this size: {error}. {_POINTS}"
@@ -241,7 +241,7 @@ class _Prewarm:
 
         Raises ``FallbackError`` with ``strict``.
         """
-        graphs, batch = self._server.graphs, group.resized(leaves, size)
+        graphs, batch = self._server.graphs, resized(group.inputs, leaves, size)
         result = graphs.budget.learn(lambda: graphs.capture(group, batch, size, size, keep_effects=False))
         if result.entry is not None:
             result = self._compare(group, leaves, result.entry) or result
@@ -341,7 +341,7 @@ def _compare_padded(
         rows = pack(axes, lengths)
         if not entry.licence.wants_look(rows):
             continue
-        values = _within(group, group.varied(leaves, rows), rows, entry.size)
+        values = _within(group, varied(group.inputs, leaves, rows), rows, entry.size)
         if values is None:
             continue
         if (found := graphs.difference_on(group, values, rows, entry, counts_as_second=False)) is not None:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from traceback import clear_frames
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -34,17 +34,17 @@ from ..errors import FallbackError, ReplayError
 from ..modes import EntryState
 from ..native.bound import CORE, in_core
 from ..reasons import Reason
-from ..showing import count, milliseconds
 from ..stats import CUDAGraphStats
 from .attributes import wants_gradient
 from .cache import GraphCache
+from .choice import Choice, choose
 from .decide import Decision, SizeTable
 from .entry import CUDAGraphEntry
 from .flatten import leaves_of
 from .graph_set import FIRST_CALLS, GraphSet, Health
 from .group import GraphGroup, Route, StayEager
 from .licence import MOST_ALIKE
-from .parts import Parts, find_parts
+from .parts import Parts
 from .protocols import Capturer, Guard
 from .replay import next_use
 from .request import CaptureResult
@@ -55,22 +55,6 @@ from .windows import WINDOWS, storages_of
 _log = logging.getLogger("graphdispatch")
 
 
-class Choice(NamedTuple):
-    """What to do with a call: by its decision's reason, capture it, compare or replay ``entry``, or run eagerly."""
-
-    decision: Decision
-    group: GraphGroup | None = None
-    leaves: Sequence[Any] = ()
-    rows: int = 0
-    size: int = 0
-    """The size whose graph would serve the call; 0 if none can."""
-    entry: CUDAGraphEntry | None = None
-    matched: int = 0
-    """The number of rows as the signature has it."""
-    parts: Parts | None = None
-    """The parts of a batch above the largest size."""
-
-
 _NEW = (Reason.FIRST_SIGHTING, Reason.CONSTANT_CHANGES)
 _OF_ONE_CALL = (
     *(Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.FROZEN, Reason.MODE_ACTIVE),
@@ -79,7 +63,6 @@ _OF_ONE_CALL = (
 )
 """Reasons that say nothing of the next call of so many rows."""
 _record_eager = CORE.record_eager if CORE is not None else CUDAGraphStats.record_eager
-_AGAINST_LOSS = "have a size nearer to it (sizes=)"
 
 
 class Server:
@@ -262,40 +245,17 @@ class Server:
             return self.run_eagerly(decision, args, kwargs, group)
 
     def choose(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
-        """What to do with a call. It releases the graphs whose weights have moved. It makes the call's group if the
-        call can have one."""
+        """What to do with a call, by what is there now. Before, the graphs are released whose weights have moved, and
+        the call's group is made if it can have one."""
         self.graphs.refresh()
+        has_backend = self.graphs.cache.backend is not None
         found = self.graphs.find(route, args, kwargs)
         if isinstance(found, Refusal):
             return Choice(Decision.eager(found.reason, detail=found.detail))
-        group, leaves, rows = found
-        decision = group.decide(rows)
-        if not decision.mode.has_graphs():
-            if decision.reason is Reason.ABOVE_LARGEST_SIZE and group.route.serves_parts:
-                return self._choose_parts(group, leaves, decision, rows)
-            return Choice(decision, group, leaves, rows, matched=rows)
-        matched, rows, size = rows, decision.rows, decision.size
-        entry = self.graphs.current(group, size)
-        reason, detail = self._eager_reason(group, leaves, rows, size, entry)
-        if reason is None:
-            assert entry is not None
-            return Choice(decision._replace(mode=entry.mode), group, leaves, rows, size, entry, matched)
-        if reason is Reason.CAPTURED_NOW:
-            reason, detail = self._reason_to_wait(group) or (reason, detail)
-        return Choice(Decision.eager(reason, rows, detail), group, leaves, rows, size, entry, matched)
-
-    def _choose_parts(self, group: GraphGroup, leaves: Sequence[Any], decision: Decision, matched: int) -> Choice:
-        """The parts that serve a batch above the largest size; or eager, as decided, with the reason why no parts
-        do."""
-        rows, current = decision.rows, partial(self.graphs.current, group)
-        found = find_parts(group, leaves, rows, current)
-        if isinstance(found, str):
-            decision = decision._replace(detail=f"{decision.detail}; not in parts: {found}")
-            return Choice(decision, group, leaves, rows, matched=matched)
-        chosen = found.decision
-        if chosen.reason is Reason.VERIFIED_NOW and self.graphs.cache.is_frozen:
-            chosen = Decision.eager(Reason.FROZEN, rows)
-        return Choice(chosen, group, leaves, rows, entry=found.entry, matched=matched, parts=found)
+        if not has_backend and (closed := self.closed(route)) is not None:  # by the backend that this call has chosen
+            group, leaves, rows = found
+            return Choice(Decision.eager(closed, rows), group, leaves, rows, matched=rows)
+        return choose(self.graphs, *found)
 
     def _serve_parts(self, choice: Choice, parts: Parts) -> tuple[bool, Any]:
         """As ``perform``, for a batch that is served in parts, or compared so with eager."""
@@ -313,75 +273,18 @@ class Server:
                 answer = parts.run(values)
                 parts.count(self.stats)
         except ReplayError as error:
-            return False, choice._replace(decision=Decision.eager(Reason.REPLAY_FAILED, choice.rows, str(error)))
+            return False, choice.run_eagerly(Reason.REPLAY_FAILED, str(error))
         self.local.decision = choice.decision
         return True, answer
 
-    def _reason_to_wait(self, group: GraphGroup) -> tuple[Reason, str] | None:
-        """Why there is no time to capture now; None if there is. With ``capture_after=1`` captures are wanted at once.
-
-        Where captures of such calls have only failed, that is the reason.
-        """
-        failure = group.latest_failure
-        if self.graphs.cache.admission.capture_after == 1 or self.graphs.budget.has_time(
-            is_doubtful=failure is not None
-        ):
-            return None
-        if failure is not None:
-            return failure.reason, failure.detail
-        waits, calls = Reason.CAPTURE_WAITS, self.graphs.budget.calls_until_time()
-        remedy = "raise capture_share" if group.is_prewarmed else waits.remedy
-        return waits, f"{waits.sentence}, but after some {count(calls)} more calls; {remedy}"
-
-    def _eager_reason(
-        self, group: GraphGroup, leaves: Sequence[Any], rows: int, size: int, entry: CUDAGraphEntry | None
-    ) -> tuple[Reason | None, str]:
-        """Why a call does not replay the graph of its size, if there is one; None and nothing if it does."""
-        if (closed := self.closed(group.route)) is not None:  # by the backend that the first call chose
-            return closed, ""
-        if entry is None:
-            reason, detail = self.admit(group, size)
-            if reason is Reason.FIRST_SIGHTING and group.of_size(size):
-                detail = f"{reason.text}; its graphs are of another state of the callable ({self.graphs.latest_change})"
-            elif reason is Reason.FIRST_SIGHTING and group.is_of_constant:
-                detail, values = group.route.about_constants()
-                reason = Reason.CONSTANT_CHANGES if values > self.graphs.max_groups else reason
-            return reason, detail
-        if group.route.entry is not None and not entry.is_current():
-            return Reason.ADDRESS_CHANGED, ""
-        if (clash := entry.plan(rows).clash(leaves)) is not None:
-            return Reason.ALIASED_ARGUMENTS, clash
-        if (loss := group.loss(entry, rows)) is not None and rows not in group.looks_again:
-            times = f"a replay of {entry.size} rows takes {milliseconds(loss.replay_ms)}, and an eager run"
-            return Reason.NO_GAIN, f"{times} of these {rows} {milliseconds(loss.eager_ms)}; {_AGAINST_LOSS}"
-        try:
-            verdict = entry.licence.verdict(entry, leaves, rows)
-        except RuntimeError as error:  # it may look at batches on the device
-            entry.backend.raise_if_lost(error)
-            raise
-        if verdict[0] is Reason.VERIFIED_NOW and self.graphs.cache.is_frozen:
-            return Reason.FROZEN, ""
-        return verdict if verdict[0] is not None or entry.fits_modes() else (Reason.MODE_ACTIVE, "")
-
-    def admit(self, group: GraphGroup, size: int) -> tuple[Reason, str]:
-        """What becomes of a call whose size has no graph: ``CAPTURED_NOW``, or why it runs eagerly. Counts nothing."""
-        if not group.route.captures or group.route.entry is not None:
-            return Reason.NOT_CAPTURED, ""
-        failure = group.blocked(size)
-        if failure is not None:
-            return failure.reason, failure.detail
-        if not group.missed_at and self.graphs.num_groups > self.graphs.max_groups:
-            return Reason.FIRST_SIGHTING, ""
-        if self.graphs.cache.is_frozen:
-            return Reason.FROZEN, ""
-        return self.graphs.cache.admit((group.key, size)), ""
-
     def count(self, choice: Choice) -> None:
-        """Note a call that took the slow path, for admission."""
+        """Note a call that took the slow path, for admission, and which graph is of the present state."""
         group, size = choice.group, choice.size
         if group is None:
             return
         group.missed_at = next_use()
+        if choice.entry is not None:
+            group.use(choice.entry)
         if not size:
             return
         group.misses[size] += 1
@@ -408,13 +311,13 @@ class Server:
             # Before the replay, since the caller may get the graph's own memory as the answer.
             found = self.graphs.budget.pay(partial(self.graphs.settle, *batch), is_capture=False)
             if found is not None:
-                return False, choice._replace(decision=Decision.eager(found.reason, choice.rows, found.detail))
+                return False, choice.run_eagerly(found.reason, found.detail)
         try:
             answer = self.observed(entry, choice.rows, choice.leaves)
         except ReplayError as error:
             if error.had_effects:
                 raise
-            return False, choice._replace(decision=Decision.eager(Reason.REPLAY_FAILED, choice.rows, str(error)))
+            return False, choice.run_eagerly(Reason.REPLAY_FAILED, str(error))
         self.local.decision = choice.decision
         return True, answer
 
@@ -433,7 +336,7 @@ class Server:
         parts = [decision.explain()]
         if entry is not None and decision.mode.has_graphs():
             assert choice.group is not None
-            gain = choice.group.shown_gain(entry, choice.rows) if choice.parts is None else ""
+            gain = choice.group.gain.text(entry, choice.rows) if choice.parts is None else ""
             parts += [gain, entry.graph.describe()]
         return "; ".join(filter(None, parts))
 

@@ -1,0 +1,134 @@
+"""What becomes of a call that is no hit: the choice, made of what is there. It changes nothing and runs nothing."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..reasons import Reason
+from ..showing import count, milliseconds
+from .decide import Decision
+from .entry import CUDAGraphEntry
+from .graph_set import GraphSet
+from .group import GraphGroup
+from .parts import Parts, find_parts
+
+_AGAINST_LOSS = "have a size nearer to it (sizes=)"
+
+
+class Choice(NamedTuple):
+    """What to do with a call: by its decision's reason, capture it, compare or replay ``entry``, or run eagerly."""
+
+    decision: Decision
+    group: GraphGroup | None = None
+    leaves: Sequence[Any] = ()
+    rows: int = 0
+    size: int = 0
+    """The size whose graph would serve the call; 0 if none can."""
+    entry: CUDAGraphEntry | None = None
+    matched: int = 0
+    """The number of rows as the signature has it."""
+    parts: Parts | None = None
+    """The parts of a batch above the largest size."""
+
+    def run_eagerly(self, reason: Reason, detail: str = "") -> "Choice":
+        """The choice to run the same call eagerly, for this reason."""
+        return self._replace(decision=Decision.eager(reason, self.rows, detail))
+
+
+def choose(graphs: GraphSet, group: GraphGroup, leaves: Sequence[Any], matched: int) -> Choice:
+    """What to do with a call of a group.
+
+    Args:
+        graphs: Those of the callable.
+        group: The group whose signature the call fits.
+        leaves: The flat values of the call. The licence may compare them with a batch that it keeps.
+        matched: The number of rows as the signature has it.
+    """
+    decision = group.decide(matched)
+    if not decision.mode.has_graphs():
+        if decision.reason is Reason.ABOVE_LARGEST_SIZE and group.route.serves_parts:
+            return _choose_parts(graphs, group, leaves, decision, matched)
+        return Choice(decision, group, leaves, matched, matched=matched)
+    entry = group.current(decision.size)
+    choice = Choice(decision, group, leaves, decision.rows, decision.size, entry, matched)
+    if entry is None:
+        return choice.run_eagerly(*_without_graph(graphs, group, decision.size))
+    reason, detail = _against_replay(graphs, group, leaves, decision.rows, entry)
+    if reason is None:
+        return choice._replace(decision=decision._replace(mode=entry.mode))
+    return choice.run_eagerly(reason, detail)
+
+
+def _choose_parts(
+    graphs: GraphSet, group: GraphGroup, leaves: Sequence[Any], decision: Decision, matched: int
+) -> Choice:
+    """The parts that serve a batch above the largest size; or eager, as decided, with the reason why no parts do."""
+    found = find_parts(group, leaves, decision.rows)
+    if isinstance(found, str):
+        decision = decision._replace(detail=f"{decision.detail}; not in parts: {found}")
+        return Choice(decision, group, leaves, decision.rows, matched=matched)
+    choice = Choice(found.decision, group, leaves, decision.rows, entry=found.entry, matched=matched, parts=found)
+    is_new = found.decision.reason is Reason.VERIFIED_NOW
+    return choice.run_eagerly(Reason.FROZEN) if is_new and graphs.cache.is_frozen else choice
+
+
+def _without_graph(graphs: GraphSet, group: GraphGroup, size: int) -> tuple[Reason, str]:
+    """What becomes of a call without a graph, in a word and in detail."""
+    reason, detail = admit(graphs, group, size)
+    if reason is Reason.CAPTURED_NOW:
+        return _reason_to_wait(graphs, group) or (reason, detail)
+    if reason is Reason.FIRST_SIGHTING and group.has_only_other_states(size):
+        return reason, f"{reason.text}; its graphs are of another state of the callable ({graphs.latest_change})"
+    if reason is Reason.FIRST_SIGHTING and group.is_of_constant:
+        detail, values = group.route.about_constants()
+        return (Reason.CONSTANT_CHANGES if values > graphs.max_groups else reason), detail
+    return reason, detail
+
+
+def admit(graphs: GraphSet, group: GraphGroup, size: int) -> tuple[Reason, str]:
+    """Whether a call whose size has no graph may be captured: ``CAPTURED_NOW``, or why it runs eagerly."""
+    if not group.route.captures or group.route.entry is not None:
+        return Reason.NOT_CAPTURED, ""
+    failure = group.blocked(size)
+    if failure is not None:
+        return failure.reason, failure.detail
+    if not group.missed_at and len(graphs.owned) > graphs.max_groups:
+        return Reason.FIRST_SIGHTING, ""
+    if graphs.cache.is_frozen:
+        return Reason.FROZEN, ""
+    return graphs.cache.admit((group.key, size)), ""
+
+
+def _reason_to_wait(graphs: GraphSet, group: GraphGroup) -> tuple[Reason, str] | None:
+    """Why there is no time to capture now; None if there is. With ``capture_after=1`` captures are wanted at once.
+
+    Where captures of such calls have only failed, that is the reason.
+    """
+    failure, budget = group.latest_failure, graphs.budget
+    if graphs.cache.admission.capture_after == 1 or budget.has_time(is_doubtful=failure is not None):
+        return None
+    if failure is not None:
+        return failure.reason, failure.detail
+    waits, calls = Reason.CAPTURE_WAITS, budget.calls_until_time()
+    remedy = "raise capture_share" if group.is_prewarmed else waits.remedy
+    return waits, f"{waits.sentence}, but after some {count(calls)} more calls; {remedy}"
+
+
+def _against_replay(
+    graphs: GraphSet, group: GraphGroup, leaves: Sequence[Any], rows: int, entry: CUDAGraphEntry
+) -> tuple[Reason | None, str]:
+    """Why a call does not replay the graph of its size, if there is a reason; None and nothing if it does."""
+    if group.route.entry is not None and not entry.is_current():
+        return Reason.ADDRESS_CHANGED, ""
+    if (clash := entry.plan(rows).clash(leaves)) is not None:
+        return Reason.ALIASED_ARGUMENTS, clash
+    if (loss := group.gain.loss(entry, rows)) is not None and rows not in group.gain.in_doubt:
+        times = f"a replay of {entry.size} rows takes {milliseconds(loss.replay_ms)}, and an eager run"
+        return Reason.NO_GAIN, f"{times} of these {rows} {milliseconds(loss.eager_ms)}; {_AGAINST_LOSS}"
+    try:
+        verdict = entry.licence.verdict(entry, leaves, rows)
+    except RuntimeError as error:  # it may look at batches on the device
+        entry.backend.raise_if_lost(error)
+        raise
+    if verdict[0] is Reason.VERIFIED_NOW and graphs.cache.is_frozen:
+        return Reason.FROZEN, ""
+    return verdict if verdict[0] is not None or entry.fits_modes() else (Reason.MODE_ACTIVE, "")

@@ -1,0 +1,122 @@
+"""Whether a graph gains: what its batches take eagerly, and what its replays take."""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import copy_context
+from typing import Any
+
+from ..backends.base import Backend, Stopwatch
+from ..errors import GraphDispatchError, error_of_signal
+from ..showing import milliseconds
+from ..sizes import cells_of
+from ..stats import Gain
+from .budget import ENOUGH, EagerTimes
+from .entry import CUDAGraphEntry
+
+_log = logging.getLogger("graphdispatch")
+_SHORT_MS = 10.0
+"""A shorter eager run is timed twice in a prewarm."""
+
+
+class GainJudge:
+    """Says which batches of one signature a graph serves faster than eager. Needs no lock.
+
+    Args:
+        backend: Where the callable runs.
+        call: The callable on flat values.
+        is_on: Whether a graph serves a batch only where it is not clearly slower than eager. Else nothing is timed.
+    """
+
+    def __init__(self, backend: Backend, call: Callable[[Sequence[Any]], Any], *, is_on: bool) -> None:
+        self._backend, self._call, self.is_on = backend, call, is_on
+        self.times = EagerTimes()
+        self._stopwatch = Stopwatch()
+        self.in_doubt: set[int] = set()
+        """Batches for which the graph was slower than eager, and is timed once more."""
+
+    def of(self, entry: CUDAGraphEntry, rows: int) -> Gain | None:
+        """What the graph and an eager run take for a batch, as far as that is shown; None if it is not."""
+        eager_s = self.times.expected_s(rows)
+        return None if eager_s is None or entry.replay_ms == math.inf else Gain(eager_s * 1e3, entry.replay_ms)
+
+    def loss(self, entry: CUDAGraphEntry, rows: int) -> Gain | None:
+        """The same where the graph is clearly slower for this batch, as padding can make it; else None."""
+        gain = self.of(entry, rows) if self.is_on else None
+        return gain if gain is not None and gain.is_loss else None
+
+    def may_hit(self, entry: CUDAGraphEntry, rows: int) -> bool:
+        """Whether calls of such a batch may be hits, which are not timed: enough were, and the graph is not slower."""
+        return not self.is_on or (entry.times >= ENOUGH and self.loss(entry, rows) is None)
+
+    def text(self, entry: CUDAGraphEntry, rows: int) -> str:
+        """What the graph gains for a batch, in words; empty where too few runs show it, or where it is within noise."""
+        gain = self.of(entry, rows) if self.times.is_sure(rows) and entry.times >= ENOUGH else None
+        if gain is None or not (gain.is_loss or Gain(gain.replay_ms, gain.eager_ms).is_loss):
+            return ""
+        return f"it takes {milliseconds(gain.replay_ms)} instead of {milliseconds(gain.eager_ms)}"
+
+    def saved_s(self, entries: Iterable[CUDAGraphEntry], fill: float) -> float:
+        """The seconds that graphs have saved so far.
+
+        Args:
+            entries: The graphs.
+            fill: The share of the rows of their batches that were real.
+        """
+        saved_s = 0.0
+        for entry in entries:
+            eager_s = self.times.between(int(cells_of(entry.size) * fill))
+            if eager_s is not None and entry.replay_ms < math.inf:
+                saved_s += entry.replay_count * (eager_s - entry.replay_ms / 1e3)
+        return saved_s
+
+    def wants(self, rows: int) -> bool:
+        """Whether a further eager run of such a batch would show more."""
+        return self.is_on and self.times.wants(rows)
+
+    def timed(self, fn: Callable[..., Any], rows: int) -> Callable[..., Any]:
+        """The callable, such that what it takes for a batch is noted."""
+        marks = self._stopwatch.start(self._backend)
+        if marks is None:
+            return fn
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            answer = fn(*args, **kwargs)
+            self._stopwatch.stop(marks, lambda elapsed_ms: self.times.note(rows, elapsed_ms / 1e3))
+            return answer
+
+        return run
+
+    def make_sure(self, entry: CUDAGraphEntry, full: Sequence[Any], least: int, values: Sequence[Any]) -> None:
+        """Time eager runs of a full batch and of the smallest one that is padded to a graph; and up to three replays
+        of the latter, where it is in doubt whether the graph is faster. One short run alone may be noise.
+
+        Args:
+            entry: The graph; nothing is run if its calls leave effects.
+            full: The values of a full batch.
+            least: The rows of the smallest batch.
+            values: The values of that.
+        """
+        if not self.is_on or entry.gain is None or entry.writes_outside:
+            return
+        try:
+            if entry.gain.eager_ms < _SHORT_MS:
+                self._time_eager(entry.size, full)
+                self._time_eager(least, values)
+            for _ in range(ENOUGH):
+                gain = self.of(entry, least)
+                if gain is None or not gain.may_be_loss:
+                    return
+                self._time_eager(least, values)
+                entry.replay_call(values, least, is_timed=True)
+        except Exception as error:
+            if error_of_signal(error) is not None or isinstance(error, GraphDispatchError):
+                raise
+            self._backend.raise_if_lost(error)
+            _log.debug("%r was not timed for %d rows: %s", entry, least, error)  # the callable takes no batch made so
+
+    def _time_eager(self, rows: int, values: Sequence[Any]) -> None:
+        if self.wants(rows):
+            copy_context().run(self.timed(self._call, rows), values)
+            self._backend.current_stream().synchronize()
+            self._stopwatch.collect()
