@@ -71,3 +71,11 @@ def test_place_beyond_real() -> None:
     assert step.last_decision.reason is Reason.PADDED
     x = torch.ones(3, 5, 2)
     assert not torch.equal(step(x, torch.tensor([0, -1, 2])), fn(x, torch.tensor([0, -1, 2])))
+
+
+@FIRST
+@pytest.mark.parametrize("fn", [lambda x: x[:, ::2] * 1, lambda x: torch.cat([x, x], 1)], ids=["every second", "twice"])
+def test_output_size_of_length(fn: Callable[[torch.Tensor], torch.Tensor], first: tuple[int, int]) -> None:
+    """An output that cannot be cut to a shorter sequence by its end: two lengths may even give one size."""
+    step = tried(fn, first)
+    assert reason(step, torch.randn(4, 5, 3)) is Reason.OUTPUT_ROWS_UNKNOWN

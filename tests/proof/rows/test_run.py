@@ -187,7 +187,20 @@ def test_numbers_of_places_bind_the_length_within() -> None:
 
 def test_an_output_that_repeats_the_length_is_unknown() -> None:
     """Nobody can cut padding out of two lengths one behind the other by their end."""
-    assert judge(lambda x: torch.cat([x, x], 1), _grid, own=(7, 11)).outputs == (None,)
+    verdict = judge(lambda x: torch.cat([x, x], 1), _grid, own=(7, 11))
+    assert verdict.outputs == (None,)
+    assert verdict.uncut == {1: "dimension 1 of output 0 holds each length in several places"}
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [lambda x: x[:, ::2], lambda x: x.unfold(1, 3, 1), lambda x: F.conv1d(x.mT, torch.ones(D, D, 1), padding=1).mT],
+)
+def test_an_output_of_another_size_than_the_length_is_unknown(fn: Callable[[Tensor], Tensor]) -> None:
+    """A size that follows the length in another way than by a factor: some lengths may share it."""
+    verdict = judge(fn, _grid, own=(7, 11))
+    assert verdict.outputs == (None,)
+    assert verdict.uncut == {1: "the size of dimension 1 of output 0 is no multiple of the length"}
 
 
 def test_rows_in_several_places_of_an_output_are_refused() -> None:

@@ -156,14 +156,15 @@ def _proof_of(request: CaptureRequest, run: FollowedRun, *, is_word: bool) -> Ro
     axes, needs_word = request.inputs.axes, run.needs_word
     further = range(1, len(axes)) if needs_word else run.verdict.mixed_axes
     text = _against_writes(request, run.verdict)
-    against_writes = {axes[i]: (Reason.PADDING_WRITES_STATE, text) for i in run.verdict.slots.axes if text}
+    against = {axes[i]: (Reason.OUTPUT_ROWS_UNKNOWN, f"{why}; cut it outside") for i, why in run.verdict.uncut.items()}
+    against |= {axes[i]: (Reason.PADDING_WRITES_STATE, text) for i in run.verdict.slots.axes if text}
     return RowProof(
         axes=axes,
         runs=[run],
         mixed=frozenset(axes[i] for i in further),
         is_word=is_word and needs_word,
-        against_rows=run.objection(is_word=is_word) or against_writes.pop(axes[0], None),
-        along=dict(against_writes),
+        against_rows=run.objection(is_word=is_word) or against.pop(axes[0], None),
+        along=dict(against),
         by_place=run.verdict.by_place,
     )
 

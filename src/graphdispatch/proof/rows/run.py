@@ -178,7 +178,7 @@ class RowRun(OperatorMode):
         Args:
             outputs: The tensors that the callable returned, in order.
         """
-        faults, followed = [*self._doubts, *self._state], []
+        faults, followed, uncut = [*self._doubts, *self._state], [], dict[int, str]()
         if self.space.stray:
             faults.append(
                 Fault(False, f"a number made of sizes came to code that takes plain numbers, {self.space.stray}")
@@ -187,9 +187,10 @@ class RowRun(OperatorMode):
             label = self._label_of_output(tensor)
             fault = label.fault or (label.tag and label.tag.fault) or _fault_of_output(number, label)
             faults += [fault] if fault else []
-            is_cut = any(len(dim) > 1 and type(dim[0]) is int for dim in label.dims)
+            why_not = {} if label.is_lost or fault else _why_uncut(number, label, len(self.sizes.axes))
+            uncut |= why_not
             followed.append(
-                None if label.is_lost or fault or is_cut else tuple(_axes_in_order(dim) for dim in label.dims)
+                None if label.is_lost or fault or why_not else tuple(_axes_in_order(dim) for dim in label.dims)
             )
         return Verdict(
             mixes=next((fault.text for fault in faults if fault.is_mix), ""),
@@ -197,6 +198,7 @@ class RowRun(OperatorMode):
             mixed_axes=frozenset(self._mixed - {ROWS_AXIS}),
             by_place=self._by_place,
             outputs=tuple(followed),
+            uncut=uncut,
             steps=tuple(
                 Step(func, tuple(_dims_of(*one) for one in (*taken, *results))) for func, taken, results in self._steps
             ),
@@ -591,6 +593,18 @@ def _fault_of_output(number: int, label: Label) -> Fault | None:
         if has_rows(dim) and type(dim[0]) is int:
             return Fault(False, f"output {number} has each row in several places")
     return None
+
+
+def _why_uncut(number: int, label: Label, axes: int) -> dict[int, str]:
+    """The lengths along which an output without a fault cannot be cut by its end, and why."""
+    found: dict[int, str] = {}
+    for place_, dim in enumerate(label.dims):
+        where = f"dimension {place_} of output {number}"
+        if len(dim) > 1 and type(dim[0]) is int:
+            found |= dict.fromkeys(axes_of(dim), f"{where} holds each length in several places")
+        if any(isinstance(atom, Atom) and atom.key >= axes for atom in dim):
+            found |= dict.fromkeys(axes_of(dim), f"the size of {where} is no multiple of the length")
+    return found
 
 
 def _dims_of(label: Label | None, shape: tuple[int, ...]) -> Any:

@@ -1,6 +1,6 @@
 """What a run says of all batches."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -34,6 +34,8 @@ class Verdict:
     a row is the same before other padding, and another one at another place."""
     outputs: tuple[tuple[tuple[int, ...], ...] | None, ...]
     """For each dimension of each output the axes that it follows, the outermost first; None if nothing tells."""
+    uncut: Mapping[int, str]
+    """The lengths along which an output cannot be cut by its end, and why."""
     steps: tuple[Step, ...]
     """The operators in order, but for those that keep elements as they are."""
     writes_state: bool
