@@ -18,10 +18,10 @@ from .errors import GraphDispatchError as GraphDispatchError
 from .errors import ReplayError as ReplayError
 from .errors import StaleOutputError as StaleOutputError
 from .modes import CUDAGraphMode as CUDAGraphMode
+from .proof.breaks import eager_break as eager_break
+from .proof.breaks import remove_eager_break as remove_eager_break
 from .proof.rows.custom import row_rule as row_rule
 from .reasons import Reason as Reason
-from .runtime.breaks import eager_break as eager_break
-from .runtime.breaks import remove_eager_break as remove_eager_break
 from .runtime.decide import Decision as Decision
 from .runtime.rules import Dim as Dim
 from .runtime.rules import Pad as Pad

@@ -27,6 +27,7 @@ from ..backends.operators import (
     user_line,
 )
 from ..errors import CaptureError
+from ..proof.breaks import BREAKS
 from ..proof.check.licence import RowProof, shown_of
 from ..proof.rows.batches import BatchSpace
 from ..proof.rows.run import RowRun
@@ -35,7 +36,6 @@ from ..proof.state.reads import StateReads
 from ..proof.state.walk import StateWalk
 from ..proof.watch.effects import EffectRecorder, retry_once, undo
 from ..proof.watch.trace import CodeTrace
-from ..runtime.breaks import BREAKS
 from ..runtime.entry import CUDAGraphEntry
 from ..runtime.flatten import CallSpec, FlatCall
 from ..runtime.outputs import Opener

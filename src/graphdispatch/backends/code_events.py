@@ -27,7 +27,7 @@ _AROUND_OPERATORS = {
     *(os.path.join(_PACKAGE, "backends", name) for name in ("code_events.py", "operator_mode.py")),
 }
 """Files of the code that runs on the way to a mode and through it."""
-AROUND_CALLABLES = {os.path.join(_PACKAGE, "runtime", name) for name in ("breaks.py", "flatten.py")}
+AROUND_CALLABLES = {os.path.join(_PACKAGE, *place) for place in (("proof", "breaks.py"), ("runtime", "flatten.py"))}
 """Files of this package whose code calls that of users: the rest of its code runs beside it."""
 
 

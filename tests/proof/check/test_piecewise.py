@@ -14,7 +14,7 @@ from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, eage
 from graphdispatch.backends import get_backend
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.errors import ReplayError
-from graphdispatch.runtime.breaks import ACTIVE
+from graphdispatch.proof.breaks import ACTIVE
 
 from ...behaviour.cases import Box
 from ...helpers import AT_ONCE, Spy, check_calls, in_threads, make

@@ -21,9 +21,9 @@ from ...backends.operator_mode import OperatorMode
 from ...backends.operators import forbidden, is_expanded, is_strided, is_unsafe, storage_key, tensors_in, user_line
 from ...errors import CaptureError
 from ...reasons import Reason
-from ...runtime.breaks import ACTIVE, BREAKS
 from ...runtime.flatten import is_tensor
 from ...runtime.request import CaptureRequest
+from ..breaks import ACTIVE, BREAKS
 from ..watch.effects import EffectRecorder
 from .attempt import CaptureAttempt
 from .eager_run import Recording, uncached_casts

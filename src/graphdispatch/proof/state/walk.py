@@ -20,8 +20,8 @@ from torch import nn
 
 from ...backends.operators import is_strided
 from ...runtime.attributes import attribute_table, content
-from ...runtime.breaks import is_break
 from ...runtime.signature import advice_for
+from ..breaks import is_break
 from . import objects, snapshot
 from .objects import ABSENT, CONTAINERS, holds_modules
 from .snapshot import Accessor, Saved, path_text

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...backends.code_events import CodeListener, is_code_of_proof, is_own_code, is_torch_code
 from ...errors import CaptureError
 from ...reasons import Reason
-from ...runtime.breaks import BREAK_CODE
+from ..breaks import BREAK_CODE
 from ..state import objects
 from ..state.reads import CodeNotes, StateReads
 from ..state.walk import StateWalk

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, shown
-from .rules import callable_name
+from ..runtime.rules import callable_name
 
 T = TypeVar("T")
 
