@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 from ...backends.base import Backend
 from ...errors import CaptureError, DeviceLostError, ReplayError, error_of_signal
 from ...modes import CUDAGraphMode
-from ...runtime.batches import Padding
 from ...runtime.entry import CUDAGraphEntry
 from ...runtime.request import CaptureRequest
 from ..watch.effects import EffectRecorder, Region, redo, retry_once, undo
 from ..watch.operator_trace import TensorNames
 from .compare import check_padding_writes
 from .eager_run import EagerRun, uncached_casts, undo_run
+from .padding import Padding
 
 _T = TypeVar("_T")
 

@@ -27,7 +27,7 @@ import torch
 from ...backends.operators import bits_equal, storage_key, tensors_in
 from ...errors import CaptureError
 from ...reasons import Reason
-from ...runtime.batches import Padding, Rows, edge, far, holds_flags, may_replace, takes_any_value, uniform
+from ...runtime.batches import holds_flags
 from ...runtime.entry import CUDAGraphEntry
 from ...runtime.outputs import first_rows
 from ...sizes import Axis, lengths_of
@@ -36,6 +36,7 @@ from ..watch.operator_trace import OperatorTrace
 from .attempt import CaptureAttempt, ends_capture
 from .compare import coarsest, difference, tolerance_for
 from .licence import RowProof, float_types_of, shown_of
+from .padding import Padding, Rows, edge, far, may_replace, takes_any_value, uniform
 
 
 class PaddingReplays:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from ...backends.operators import is_expanded, is_strided, map_leaves, storage_key, tensors_in
-from ...runtime.batches import uniform
 from ...runtime.flatten import is_tensor
 from ...runtime.signature import PLAIN_TENSORS
 from ..watch.effects import EffectRecorder
 from .attempt import CaptureAttempt
 from .compare import find_padding_writes
+from .padding import uniform
 
 _UNLIKELY = 77  # what nobody writes into integers
 
