@@ -13,7 +13,8 @@ import torch
 from graphdispatch import Reason, graphed
 from graphdispatch.engines import OutputView
 from graphdispatch.errors import CaptureError, StaleOutputError
-from graphdispatch.runtime.outputs import OutputRule, check_values, learn_output_rule
+from graphdispatch.proof.check.output_rule import check_values, learn_output_rule
+from graphdispatch.runtime.outputs import OutputRule
 from graphdispatch.sizes import ROWS
 
 from ..helpers import AT_ONCE, assert_served, batch, check_rows, make

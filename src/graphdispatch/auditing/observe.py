@@ -29,6 +29,7 @@ from ..backends.operators import (
 from ..errors import CaptureError
 from ..proof.breaks import BREAKS
 from ..proof.check.licence import RowProof, shown_of
+from ..proof.check.output_objects import Opener
 from ..proof.rows.batches import BatchSpace
 from ..proof.rows.run import RowRun
 from ..proof.rows.verdict import Verdict
@@ -38,7 +39,6 @@ from ..proof.watch.effects import EffectRecorder, retry_once, undo
 from ..proof.watch.trace import CodeTrace
 from ..runtime.entry import CUDAGraphEntry
 from ..runtime.flatten import CallSpec, FlatCall
-from ..runtime.outputs import Opener
 
 _FEW_ROWS, _MOST_FOLLOWED = (7, 11, 13, 17, 19, 23), 65
 """How many rows a run has whose rows are followed: such that no size is taken for them; and for which it speaks."""

@@ -1,7 +1,6 @@
 """What objects hold, read without running code of their classes: no attribute hook, no ``__iter__`` of a subclass."""
 
-import types
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch.utils._pytree import tree_leaves
 from .flatten import VALUES
 
 _BARE = frozenset({dict, list, set, deque, tuple, frozenset})
-_COMPILED_MEMBERS = {defaultdict: "default_factory", BaseException: "args"}
 _LEAVES = frozenset((*VALUES, torch.Tensor, nn.Parameter)) - {torch.Size}
 """Classes of which torch's pytrees make no nest."""
 
@@ -25,18 +23,6 @@ def attribute_table(value: Any) -> dict[str, Any] | None:
     except (AttributeError, TypeError):
         return None
     return table if issubclass(type(table), dict) else None
-
-
-def slots_of(kind: type) -> dict[str, Any]:
-    """The descriptors of the slots of a class by attribute name, and of what its compiled classes keep like that."""
-    found: dict[str, Any] = {}
-    for base in reversed(type.mro(kind)):
-        table = vars(base)
-        if "__slots__" in table:
-            found |= {name: held for name, held in table.items() if type(held) is types.MemberDescriptorType}
-        if base in _COMPILED_MEMBERS:
-            found[_COMPILED_MEMBERS[base]] = table[_COMPILED_MEMBERS[base]]
-    return found
 
 
 def content(container: Any) -> list[Any]:

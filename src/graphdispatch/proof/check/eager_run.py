@@ -33,7 +33,6 @@ from ...errors import CaptureError, error_of_signal
 from ...reasons import Reason
 from ...runtime.attributes import attribute_table
 from ...runtime.flatten import FlatCall, Leaves
-from ...runtime.outputs import Opener
 from ...runtime.request import CaptureRequest, CaptureResult
 from ...runtime.signature import PLAIN_TENSORS
 from ..check.licence import ArgumentMetadata
@@ -46,6 +45,7 @@ from ..watch.operator_trace import TensorNames
 from ..watch.trace import CodeTrace
 from .failures import failed_result
 from .licence import LikeGraph
+from .output_objects import Opener
 
 _log = logging.getLogger("graphdispatch")
 

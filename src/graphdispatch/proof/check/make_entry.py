@@ -12,7 +12,7 @@ from ...errors import CaptureError
 from ...reasons import Reason
 from ...runtime.entry import CUDAGraphEntry, Workspaces, WrittenSpans
 from ...runtime.flatten import is_tensor
-from ...runtime.outputs import OutputRule, Outputs, check_values, learn_output_rule
+from ...runtime.outputs import OutputRule, Outputs
 from ...runtime.request import CaptureRequest
 from ...sizes import Axis, pack
 from ..state.guards import StateGuard
@@ -22,6 +22,8 @@ from .attempt import CaptureAttempt
 from .compare import check_aliases
 from .eager_run import Recording, check_may_capture, roots_of
 from .licence import Verification, kept, shown_of
+from .output_objects import objects_in
+from .output_rule import check_rule, check_values, learn_output_rule
 from .piecewise import PiecewiseGraph
 from .row_proof import RowsShown
 
@@ -70,7 +72,14 @@ def make_entry(
         backend=request.backend,
         inputs=request.inputs,
         outputs=Outputs(
-            output, rule, recording.is_own, request.options.outputs, request.pool, recording.firsts, recording.given
+            output,
+            rule,
+            recording.is_own,
+            request.options.outputs,
+            request.pool,
+            recording.firsts,
+            recording.given,
+            objects_in(output),
         ),
         mutated=mutated,
         written=WrittenSpans(written) if regions else None,
@@ -149,7 +158,7 @@ def _find_output_rule(attempt: CaptureAttempt, output: Any, shown: RowsShown) ->
         used = {axis for spec in request.inputs.specs for _, axis in spec.spans}
         others = [(axis, *_run_along(attempt, axis, output)) for axis in axes if axis in used]
         rule = learn_output_rule(axes, eager, request.rows, others)
-    rule.check(axes, eager, request.rows, output, request.size)
+    check_rule(rule, axes, eager, request.rows, output, request.size)
     return rule
 
 
@@ -164,7 +173,7 @@ def _rule_of(attempt: CaptureAttempt, shown: RowsShown) -> OutputRule | None:
         follows.append(tuple((dim, tensor.shape[dim] // axis.of(shown.rows), axis) for dim, axis in along))
     rule = OutputRule(tuple(follows))
     try:
-        rule.check(axes, attempt.eager.opened, attempt.request.rows, shown.outputs, shown.rows)
+        check_rule(rule, axes, attempt.eager.opened, attempt.request.rows, shown.outputs, shown.rows)
     except CaptureError:
         return None
     return rule

@@ -32,7 +32,7 @@ from ...backends.base import Graph, Pool
 from ...backends.operators import is_strided, storage_key, tensors_in
 from ...errors import CaptureError, ReplayError
 from ...runtime.flatten import describe, is_tensor
-from ...runtime.outputs import is_same_value
+from .output_rule import is_same_value
 
 
 @dataclass(eq=False)

@@ -36,7 +36,6 @@ from ...modes import CUDAGraphMode, EntryState
 from ...reasons import Reason
 from ...runtime.collector import paused_collector
 from ...runtime.entry import CUDAGraphEntry
-from ...runtime.outputs import check_values
 from ...runtime.request import CaptureRequest, CaptureResult
 from ...runtime.rules import graph_name
 from ...runtime.windows import WINDOWS
@@ -51,6 +50,7 @@ from .gain import measure_gain, seconds_of
 from .lengths import replay_other_padding
 from .licence import LikeGraph, RowProof, note_agreed, shown_of
 from .make_entry import grow_guard, make_entry
+from .output_rule import check_values
 from .padding_writes import EqualRows
 from .recording import record, record_watched
 from .row_proof import prove_rows, speak_for_batch
@@ -147,7 +147,7 @@ def _like(request: CaptureRequest, entry: CUDAGraphEntry | None) -> LikeGraph | 
         if shown is None or shown.proof is None or not isinstance(guard, StateGuard):
             continue
         proof, is_plain = shown.proof, one.mode is CUDAGraphMode.FULL and not shown.operators.has_regions
-        if not is_plain or proof.is_doubted or one.outputs.has_objects:
+        if not is_plain or proof.is_doubted or one.outputs.objects is not None:
             continue
         if one.state is EntryState.FAILED:
             continue

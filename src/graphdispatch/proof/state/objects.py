@@ -18,7 +18,7 @@ import threading
 import types
 import weakref
 from array import array
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
@@ -33,7 +33,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ...backends.code_events import is_own_code, is_torch_code
-from ...runtime.attributes import attribute_table, content, slots_of
+from ...runtime.attributes import attribute_table, content
 from ..watch.bytecode import stored_by
 
 ABSENT = object()
@@ -45,6 +45,7 @@ CONTAINERS = (dict, list, set, deque)
 
 _EQUAL_BY_CONTENT = (tuple, list, dict, set, frozenset)
 """Types whose objects have no attributes."""
+_COMPILED_MEMBERS = {defaultdict: "default_factory", BaseException: "args"}
 _DEEPEST = 4
 """So many containers within each other are compared by what they hold; deeper ones by identity."""
 
@@ -499,3 +500,15 @@ def is_settings(value: Any) -> bool:
     """Whether it is a Python module of the user, which may be a place for settings."""
     table = attribute_table(value) if issubclass(type(value), types.ModuleType) else None
     return table is not None and not is_library_code(table.get("__file__") or "")
+
+
+def slots_of(kind: type) -> dict[str, Any]:
+    """The descriptors of the slots of a class by attribute name, and of what its compiled classes keep like that."""
+    found: dict[str, Any] = {}
+    for base in reversed(type.mro(kind)):
+        table = vars(base)
+        if "__slots__" in table:
+            found |= {name: held for name, held in table.items() if type(held) is types.MemberDescriptorType}
+        if base in _COMPILED_MEMBERS:
+            found[_COMPILED_MEMBERS[base]] = table[_COMPILED_MEMBERS[base]]
+    return found
