@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from operator import attrgetter
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import torch
@@ -567,6 +568,7 @@ foreign("attribute of an array")(lambda: np.zeros(2).view(Marked), calls, vars)
 foreign("array of a class of its own")(lambda: np.zeros(2).view(Marked), count, list)
 foreign("array of Python")(lambda: array.array("i", [9]), lambda o, _: o.append(1), list)
 foreign("bytes")(lambda: bytearray(2), lambda o, _: o.append(1), bytes)
+foreign("element of XML")(lambda: ElementTree.Element("a"), lambda o, _: ElementTree.SubElement(o, "b"), len)
 write("object that a queue holds, too")(lambda: shared_with(asyncio.Queue()), lambda o, _: calls(o.zero), "zero.calls")
 
 
@@ -596,6 +598,9 @@ unseen("entry of an array of a class of its own", lambda: np.full(3, 2.0).view(M
 unseen("mask of an array", lambda: np.ma.array([2.0, 8.0], mask=[False, True]), lambda o: float(o.mean()))
 unseen("memory view", lambda: memoryview(bytearray([2])), lambda o: o[0])
 unseen("text of a file in memory", lambda: io.StringIO("2.0"), lambda o: float(o.getvalue()))
+unseen("attribute of XML", lambda: ElementTree.Element("a", k="2"), lambda o: float(o.get("k")))
+unseen("children of XML", lambda: ElementTree.fromstring("<a><b/><b/></a>"), lambda o: len(o))
+unseen("text of XML", lambda: ElementTree.fromstring("<a>2</a>"), lambda o: float(o.text))
 unseen("pointer", lambda: ctypes.pointer(ctypes.c_int(2)), lambda o: o.contents.value)
 
 

@@ -304,7 +304,8 @@ def role_of(kind: type) -> str:
     for role, classes in _ROLES.items():
         if issubclass(kind, classes):
             return role
-    if is_machine(kind) or issubclass(kind, _OPAQUE) or _iterates(kind) or any(map(_is_compiled, type.mro(kind))):
+    is_hidden = _is_element(kind) or any(map(_is_compiled, type.mro(kind)))
+    if is_machine(kind) or issubclass(kind, _OPAQUE) or _iterates(kind) or is_hidden:
         return "opaque"
     if issubclass(kind, _GENERATORS):
         return "generator"
@@ -358,6 +359,11 @@ def _is_compiled(base: type) -> bool:
         return not base.__flags__ & _HEAP
     is_bound = home_of(type(base)).startswith(("pybind11", "nanobind"))
     return (is_bound or not base.__flags__ & _HEAP) and home_of(base).partition(".")[0] not in _KNOWN
+
+
+def _is_element(kind: type) -> bool:
+    """Whether objects of a class are elements of XML: functions of compiled code write to them, too."""
+    return any(home_of(base) == "xml.etree.ElementTree" and base.__name__ == "Element" for base in type.mro(kind))
 
 
 def _iterates(kind: type) -> bool:
