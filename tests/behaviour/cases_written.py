@@ -29,6 +29,7 @@ from xml.etree import ElementTree
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from graphdispatch import Reason
 
@@ -572,6 +573,21 @@ foreign("element of XML")(lambda: ElementTree.Element("a"), lambda o, _: Element
 write("object that a queue holds, too")(lambda: shared_with(asyncio.Queue()), lambda o, _: calls(o.zero), "zero.calls")
 
 
+def length_unseen(tensor: Tensor) -> int:
+    """Read a size where no mode for functions sees it."""
+    with torch._C.DisableTorchFunction():
+        return tensor.shape[0]
+
+
+def add_unseen(tensor: Tensor, _: Tensor) -> None:
+    """Count where no mode sees it."""
+    with _disable_current_modes():
+        tensor += 1
+
+
+foreign("counts without modes")(partial(torch.zeros, ()), add_unseen, float)
+
+
 def unseen(name: str, make: Callable[[], Any], get: Callable[[Any], float], **options: Any) -> None:
     """A case whose call multiplies by what it reads of an object that nobody can compare."""
     answer(name, **{"reason": Reason.STATE_UNSEEN} | options)(make, lambda held, x: x * get(held), get)
@@ -601,6 +617,7 @@ unseen("text of a file in memory", lambda: io.StringIO("2.0"), lambda o: float(o
 unseen("attribute of XML", lambda: ElementTree.Element("a", k="2"), lambda o: float(o.get("k")))
 unseen("children of XML", lambda: ElementTree.fromstring("<a><b/><b/></a>"), lambda o: len(o))
 unseen("text of XML", lambda: ElementTree.fromstring("<a>2</a>"), lambda o: float(o.text))
+unseen("size read without torch's functions", lambda: torch.zeros(2), length_unseen)
 unseen("pointer", lambda: ctypes.pointer(ctypes.c_int(2)), lambda o: o.contents.value)
 
 

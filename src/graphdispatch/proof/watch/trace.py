@@ -66,6 +66,8 @@ _UNHEARD = {
 its own, which takes the place of what listens before Python 3.12."""
 _WATCHED = (torch.Generator, _Profiler) if sys.version_info < (3, 12) else (torch.Generator,)
 """Classes of which each method counts, whoever holds the object."""
+_HIDES = frozenset(("DisableTorchFunction", "_disable_current_modes", "_pop_mode_temporarily"))
+"""What switches off the modes of torch that watch a run."""
 _START = threading.Thread.start.__code__
 """A run has to end before it: it notes the thread as one that lives, until it has begun."""
 _IN_BLOCKS = ("__enter__", "__exit__")  # of a block, which gives back what it takes; the first of them is not seen
@@ -305,9 +307,9 @@ class CodeTrace(CodeNotes, CodeListener):
             self._note_unseen(f"{code.co_name}(), which torch.compile made and tells nothing of")
         if code is _START and notes is self:
             self._note_unseen("start() of a thread, which runs code unheard")
-        if "globals" in reads.variables and original is None and not _is_library(frame):
-            self._note_unseen("globals(), by which it may find anything")
         names = reads.attributes | reads.variables
+        if original is None and not _is_library(frame):
+            self._note_hiding(reads.variables, names)
         if not names.isdisjoint(("environ", "getenv")) and not is_torch_code(path):
             self._use(notes, vars(os), ["environ"], "os")
         if original is None and _is_library(frame):
@@ -340,6 +342,13 @@ class CodeTrace(CodeNotes, CodeListener):
                     self.walk.visit(fn, ((), fn.__qualname__))
         self._nested.update(inner for inner in code.co_consts if isinstance(inner, types.CodeType))
         self._note_settings(reads.attributes)
+
+    def _note_hiding(self, variables: Collection[str], names: Collection[str]) -> None:
+        """Code of the user is about to run that uses these names."""
+        if "globals" in variables:
+            self._note_unseen("globals(), by which it may find anything")
+        if hides := _HIDES.intersection(names):
+            self._note_unseen(f"{min(hides)}, which hides from torch's modes what it does")
 
     def _read_library(self, notes: CodeNotes, code: types.CodeType, frame: types.FrameType) -> None:
         """A function of a library is about to run."""
