@@ -11,6 +11,7 @@ import io
 import logging
 import mmap
 import os
+import pickle
 import random
 import sys
 import sysconfig
@@ -23,7 +24,7 @@ from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequenc
 from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
 from multiprocessing.context import BaseContext
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +35,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from ...backends.code_events import is_own_code, is_torch_code
 from ...runtime.attributes import attribute_table, content
-from ..watch.bytecode import stored_by
+from ..watch.bytecode import READ_WHOLE, stored_by
 
 ABSENT = object()
 """Stands for an attribute or variable that is not there."""
@@ -66,11 +67,7 @@ _TRUSTED = (
     types.CodeType,
     types.FrameType,
     types.TracebackType,
-    types.GetSetDescriptorType,
     types.MemberDescriptorType,
-    types.WrapperDescriptorType,
-    types.MethodDescriptorType,
-    types.ClassMethodDescriptorType,
     type(vars(Hashable)["_abc_impl"]),  # which caches what isinstance() found; registrations are compared elsewhere
     OpOverload,
     OpOverloadPacket,
@@ -107,6 +104,7 @@ _OPAQUE = (
     random.SystemRandom,
     threading.local,
     attrgetter,
+    methodcaller,
 )
 """Compiled classes whose objects code reads and writes without calling a method of theirs, or that read others under
 names that stand in no code. Arrays of NumPy's own two classes are compared; those of others may hide what they hold."""
@@ -284,6 +282,10 @@ _ROLES: dict[str, tuple[Any, ...]] = {
     "method": (types.MethodType, partial, property, staticmethod, classmethod),
     "module": (types.ModuleType,),
     "cell": (types.CellType,),
+    "compiled": (
+        *(types.BuiltinFunctionType, types.MethodWrapperType, types.WrapperDescriptorType),
+        *(types.MethodDescriptorType, types.ClassMethodDescriptorType, types.GetSetDescriptorType),
+    ),
     "reference": (weakref.ref, ContextVar),
 }
 
@@ -313,6 +315,31 @@ def role_of(kind: type) -> str:
         return "instance"
     is_ours = home_of(kind).partition(".")[0] == _PACKAGE and "unwrap" in dir(kind)
     return "front_end" if is_ours else "trusted"
+
+
+_ACCESSORS = frozenset((getattr, hasattr, setattr, delattr, vars, dir, attrgetter, methodcaller))
+_PICKLES = frozenset((pickle.dump, pickle.dumps, pickle.Pickler))
+
+
+def is_accessor(value: Any) -> bool:
+    """Whether a compiled function or class reads or writes attributes under names that stand in no code."""
+    if type(value) is type:
+        return value in _ACCESSORS or value in _PICKLES
+    is_compiled = issubclass(type(value), _ROLES["compiled"])
+    return is_compiled and (value.__name__ in READ_WHOLE or value in _ACCESSORS or value in _PICKLES)
+
+
+def is_named_accessor(value: Any, name: str) -> bool:
+    """Whether it is one under its own name: code that uses it by that shows what it does with it."""
+    return is_accessor(value) and value.__name__ == name and value not in _PICKLES
+
+
+_FINDERS = frozenset((globals, locals, __import__))
+
+
+def is_finder(value: Any) -> bool:
+    """Whether a compiled function gives code variables or modules under names that stand nowhere."""
+    return type(value) is types.BuiltinFunctionType and value in _FINDERS
 
 
 def stands_for(value: Any) -> list[Any]:
@@ -509,12 +536,14 @@ def is_settings(value: Any) -> bool:
 
 
 def slots_of(kind: type) -> dict[str, Any]:
-    """The descriptors of the slots of a class by attribute name, and of what its compiled classes keep like that."""
+    """The descriptors of the slots of a class by each attribute name that gives one, and of what its compiled classes
+    keep like that."""
     found: dict[str, Any] = {}
     for base in reversed(type.mro(kind)):
         table = vars(base)
-        if "__slots__" in table:
-            found |= {name: held for name, held in table.items() if type(held) is types.MemberDescriptorType}
+        for name, held in table.items():
+            if type(held) is types.MemberDescriptorType and "__slots__" in vars(held.__objclass__):
+                found[name] = held
         if base in _COMPILED_MEMBERS:
             found[_COMPILED_MEMBERS[base]] = table[_COMPILED_MEMBERS[base]]
     return found

@@ -4,6 +4,7 @@ The code tells names, and not whose attributes they are. So every object within 
 too much now and then, and never too little.
 """
 
+import builtins
 import copyreg
 import os
 import random
@@ -282,6 +283,12 @@ class StateReads:
         if objects.user_classes(type(method)) or not issubclass(type(method), (property, types.MethodType)):
             self._visit_instance(method)
 
+    def _visit_compiled(self, value: Any) -> None:
+        """A function or descriptor of compiled code."""
+        if objects.is_finder(value):
+            self._refuse(f"{value.__name__}() under another name")
+        self._fix(value, objects.referents(value))
+
     def _visit_front_end(self, front_end: Any) -> None:
         self._pending += objects.stands_for(front_end)
 
@@ -465,7 +472,9 @@ class StateReads:
         if present:
             self.attributes.append((table, present))
             is_whole = self._notes.modules is ModulesRead.WHOLE or not self._is_traced
-            self._pending += (table[n] for n in present if is_whole or not holds_modules(table, n))
+            held = {n: table[n] for n in present if is_whole or not holds_modules(table, n)}
+            # Code that names a builtin shows what it does with it.
+            self._pending += (one for n, one in held.items() if vars(builtins).get(n) is not one)
 
     def _named(self, kind: type, own: Iterable[str]) -> frozenset[str]:
         """The names to compare of an object of a class: those of the user's code, where libraries wrote some of the

@@ -53,6 +53,8 @@ class StateWalk:
         """The code of the functions that it met."""
         self.has_opaque = False
         """Whether it met something that nobody can compare, or a cache, which may come to hold such."""
+        self.has_accessor = False
+        """Whether it met a compiled function by which code may read or write attributes under any name."""
         self.unrestorable: str | None = None
         """Where it met such a thing that belongs to the callable alone: a run may change it for good."""
         self.overflow: str | None = None
@@ -63,6 +65,8 @@ class StateWalk:
         self._kinds = objects.Kinds()
         self._saved: list[Saved] = []
         self._variables: dict[int, dict[str, Any]] = {}
+        self._whole = set[int]()
+        """The modules of which it noted which variables they have, by the ``id`` of their tables."""
         self._generators: list[Saved] = []
         self._empty: list[tuple[Any, Any]] = []
         """Empty containers of classes of Python's own, most of them for hooks, each with its path."""
@@ -107,8 +111,15 @@ class StateWalk:
         for name in names:
             if name not in noted:
                 noted[name] = value = table.get(name, ABSENT)
-                if not holds_modules(table, name):
+                if not (holds_modules(table, name) or objects.is_named_accessor(value, name)):
                     self.visit(value, ((), f"{where}.{name}"))
+
+    def visit_all_variables(self, table: dict[str, Any], where: str) -> list[str]:
+        """Note which variables a module has, and give their names: code is about to use any of them."""
+        if id(table) not in self._whole:
+            self._whole.add(id(table))
+            self._save(((), where), table, snapshot.NAMES)
+        return [name for name in table if not name.startswith("__")]
 
     def visit_modules(self, texts: Iterable[str]) -> None:
         """Note the modules of the user in ``sys.modules`` whose names are among ``texts``, or stand as text in what it
@@ -236,6 +247,11 @@ class StateWalk:
         self._save(path, array, snapshot.NUMBERS)
         return iter(())
 
+    def _compiled_edges(self, value: Any, path: Any) -> Edges:
+        self.has_accessor |= objects.is_accessor(value)
+        self.has_opaque |= objects.is_finder(value)
+        return (("", inner) for inner in objects.referents(value))
+
     def _cell_edges(self, cell: Any, path: Any) -> Edges:
         return iter(self._save(path, cell, snapshot.CELL).items())
 
@@ -313,6 +329,7 @@ class StateWalk:
 
     def _class_edges(self, kind: type, path: Any) -> Edges:
         """The data of a class of the user, and what the closures of its methods hold."""
+        self.has_accessor |= objects.is_accessor(kind)
         for base in objects.user_classes(kind):
             if base is not kind:
                 yield "", base
@@ -320,6 +337,6 @@ class StateWalk:
                 yield "", type(kind)
                 held = self._save(path, kind, snapshot.CLASS)
                 for name, inner in held.items():
-                    is_own = not objects.describes(name) and name not in ("__dict__", "__weakref__")
-                    if is_own:
+                    is_own = objects.describes(name) or name in ("__dict__", "__weakref__")
+                    if not (is_own or objects.is_named_accessor(inner, name)):
                         yield f".{name}", inner

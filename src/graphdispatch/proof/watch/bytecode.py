@@ -33,14 +33,25 @@ _ATTRIBUTES = (
     "IMPORT_FROM",
 )
 _VARIABLES = ("STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
-_BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
-_WHOLE = ("vars", "dir", "__dict__", "__getattribute__", "__getstate__", "__reduce_ex__")
-"""Names by which code gets at all attributes of an object."""
+BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
+WRITE_ANY = frozenset(("__setattr__", "__delattr__", "__set__", "__delete__", "__setstate__"))
+"""Methods that write attributes whose names are given, or stand nowhere."""
+_WHOLE = frozenset(
+    (
+        *("vars", "dir", "__dir__", "__dict__", "__getattribute__", "__get__", "__getstate__", "__reduce__"),
+        *("__reduce_ex__", "__pydantic_serializer__"),
+    )
+)
+_TEMPLATES = frozenset(("format", "format_map"))
+"""Methods of texts that read attributes whose names stand in the text. Whoever listens hears of plain calls."""
+READ_WHOLE = _WHOLE | _TEMPLATES | WRITE_ANY
+"""Methods by which code gets at any attributes of an object, or all."""
 
 
 _GETTERS = ("attrgetter", "methodcaller")
 """Those that make something which reads an attribute."""
 _ACCESS = ("__getattr__", "__getattribute__")
+_ANY = READ_WHOLE.union(BY_NAME, _GETTERS)
 
 
 _STORED = ("ATTR", "GLOBAL", "NAME", "DEREF", "SUBSCR", "SLICE")
@@ -100,18 +111,19 @@ def code_reads(code: CodeType) -> CodeReads:
     of_self = of_others = of_variables = False
     for index, instruction in enumerate(instructions):
         kind, name = instruction.opname, instruction.argval
+        following = instructions[index + 1 :]
         if kind in _ATTRIBUTES:
             attributes.add(name)
             is_own = name == "__dict__" and index > 0 and _loads(instructions[index - 1], owner, at=-1)
             root = next((i for i in reversed(instructions[:index]) if i.opname != "LOAD_ATTR"), None)
             is_given = root is not None and any(_loads(root, parameter, at=-1) for parameter in kept)
+            reads_whole = name in _TEMPLATES and not _is_method(instruction)
         elif kind in _VARIABLES:
             variables.add(name)
-            first, _ = _arguments(instructions[index + 1 :])
+            first = next(iter(_arguments(following)), [])
             is_own = bool(first) and _loads(first[-1], owner)
             is_given = _is_attribute_of(first, kept)
-            if name in _BY_NAME and _names_a_constant(instructions[index + 1 :], or_variable=passed_on):
-                continue
+            reads_whole = False
         elif kind == "IMPORT_NAME":
             imports.add(name)
             continue
@@ -120,11 +132,10 @@ def code_reads(code: CodeType) -> CodeReads:
             continue
         else:
             continue
-        if name in _GETTERS and _names_a_constant(instructions[index + 1 :], first=True):
-            continue
         if name == "__getattribute__" and code.co_name in _ACCESS:  # of the object itself, all of which is compared
             continue
-        if name in (*_WHOLE, *_GETTERS) or (kind in _VARIABLES and name in _BY_NAME):
+        reads_whole = reads_whole or name in _WHOLE or (name in _GETTERS and not _gets_constants(name, following))
+        if reads_whole or (name in BY_NAME and not _names_a_constant(following, passed_on)):
             of_self, of_others = of_self or is_own, of_others or not is_own
             of_variables = of_variables or not is_given
     texts = frozenset(text for text in code.co_consts if isinstance(text, str) and len(text) < 200)
@@ -169,7 +180,7 @@ def _key_in_modules(instructions: Sequence[dis.Instruction], index: int) -> tupl
         is_plain = index > 1 and (instructions[index - 1].opname in _LOADS or _is_fast(instructions[index - 1]))
         return (instructions[index - 2] if is_plain else None), ModulesRead.TESTED
     if use.argval == "get" and _is_method(use):
-        key, _ = _arguments(following[1:])
+        key = next(iter(_arguments(following[1:])), None)
         return (key[-1] if key else None), ModulesRead.NAMED
     depth = 0
     for place, instruction in enumerate(following):
@@ -287,35 +298,44 @@ def _is_attribute_of(chain: Sequence[dis.Instruction], parameters: Iterable[str]
     return is_chain and any(_loads(chain[0], parameter) for parameter in parameters)
 
 
-def _arguments(following: Sequence[dis.Instruction]) -> tuple[list[dis.Instruction], list[dis.Instruction]]:
-    """What makes the first and the second argument of the call whose arguments ``following`` loads; nothing if unsure:
-    where the arguments branch, and for ``f(*args)``."""
-    depth, first, second = 0, list[dis.Instruction](), list[dis.Instruction]()
-    for instruction in following:
+def _arguments(following: Sequence[dis.Instruction]) -> list[Sequence[dis.Instruction]]:
+    """What makes each argument of the call whose arguments ``following`` loads; nothing where there is no such call,
+    or none can be told: where the arguments branch, and for ``f(*args)``."""
+    begins = list[int]()  # for each value on the stack, where the code begins that makes it
+    for place, instruction in enumerate(following):
         kind = instruction.opname
-        if kind in ("PRECALL", "CALL") and depth == instruction.arg:
-            return first, second
+        if kind in ("PRECALL", "CALL") and len(begins) == instruction.arg:
+            ends = (*begins[1:], place)
+            return [following[one : max(end, one + 1)] for one, end in zip(begins, ends, strict=False)]
         if instruction.is_jump_target or instruction.opcode in dis.hasjrel:
             break
-        if kind not in ("PUSH_NULL", "PRECALL", "KW_NAMES"):
-            is_empty, depth = depth == 0, depth + dis.stack_effect(instruction.opcode, instruction.arg)
-            if is_empty or depth < 2:
-                first.append(instruction)
-            if depth < 2:
-                second = []
-            elif depth == 2:
-                second.append(instruction)
-    return [], []
+        if kind in ("PRECALL", "KW_NAMES") or (kind == "PUSH_NULL" and not place):
+            continue
+        effect = dis.stack_effect(instruction.opcode, instruction.arg)
+        if len(begins) + effect < 0:  # what was loaded is no function that is called here
+            break
+        begins = [*begins, *[place] * effect] if effect > 0 else begins[: len(begins) + effect]
+    return []
 
 
-def _names_a_constant(
-    following: Sequence[dis.Instruction], *, first: bool = False, or_variable: str | None = None
-) -> bool:
-    """Whether the call whose arguments ``following`` loads gets a constant, or a variable, as its second argument, or
-    as its first and only one; False if unsure."""
-    one, second = _arguments(following)
-    name = one if first and not second else second
-    return len(name) == 1 and (name[0].opname == "LOAD_CONST" or _loads(name[0], or_variable))
+def _names_a_constant(following: Sequence[dis.Instruction], variable: str | None) -> bool:
+    """Whether the second argument of the call that ``following`` makes is ``variable``, or a constant that names one
+    attribute; False if unsure."""
+    given = _arguments(following)
+    second: Sequence[dis.Instruction] = given[1] if len(given) > 1 else ()
+    return len(second) == 1 and (_is_one_name(second[0]) or _loads(second[0], variable, at=-1))
+
+
+def _gets_constants(getter: str, following: Sequence[dis.Instruction]) -> bool:
+    """Whether the call of ``attrgetter`` or ``methodcaller`` that ``following`` makes gets constants alone as names."""
+    given = _arguments(following)
+    names = given if getter == "attrgetter" else given[:1]
+    return bool(names) and all(len(name) == 1 and _is_one_name(name[0]) for name in names)
+
+
+def _is_one_name(instruction: dis.Instruction) -> bool:
+    """Whether it loads a constant that names attributes one by one, and none that gives others (``"__dict__"``)."""
+    return instruction.opname == "LOAD_CONST" and _ANY.isdisjoint(str(instruction.argval).split("."))
 
 
 _MADE = "__compiled_fn"

@@ -17,8 +17,8 @@ from _lsprof import Profiler as _Profiler
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import Context
+from inspect import CO_OPTIMIZED
 from itertools import accumulate
-from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -31,11 +31,9 @@ from ..breaks import BREAK_CODE
 from ..state import objects
 from ..state.reads import CodeNotes, StateReads
 from ..state.walk import StateWalk
-from .bytecode import CodeReads, ModulesRead, changed_by, code_reads, original_of, with_guards
+from .bytecode import BY_NAME, WRITE_ANY, CodeReads, ModulesRead, changed_by, code_reads, original_of, with_guards
 
 _log = logging.getLogger("graphdispatch")
-_READ_WHOLE = ("dataclasses.py", "copy.py", "pickle.py", "pprint.py", "inspect.py", "copyreg.py", "argparse.py")
-"""Modules of the standard library that read all attributes of what they are given."""
 _SETS = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset")
 _IMPORT_CODE = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
 """The code around every first import. What runs inside of it runs once in the process."""
@@ -54,9 +52,6 @@ _SEEN_THROUGH = frozenset(
 )
 """Where compiled classes are at home whose objects never change, or whose state a walk compares."""
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
-_ACCESSORS = {each.__name__: each for each in (getattr, setattr, vars, attrgetter, methodcaller)}
-"""What reads attributes under names that it is given; under another name nobody sees that."""
-_KINDS_OF_ACCESSORS = (types.BuiltinFunctionType, type)
 _COMPILED = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 _UNHEARD = {
     **dict.fromkeys(("start_new_thread", "start_new", "start_joinable_thread"), _thread),
@@ -141,7 +136,7 @@ class CodeTrace(CodeNotes, CodeListener):
         if self.is_deaf or self.reads_whole or breaks.reads_whole or breaks.whole_types:
             return None
         names = self.names.union(self.library_names, breaks.names, breaks.library_names)
-        return names if names.isdisjoint(("__setattr__", "__delattr__")) else None
+        return names if names.isdisjoint(WRITE_ANY) else None
 
     def shares_with_breaks(self) -> bool:
         """Whether the user's code in breaks may change what the other code reads: it has a name in common with that."""
@@ -163,6 +158,8 @@ class CodeTrace(CodeNotes, CodeListener):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self.end()
         self.is_deaf |= not self._is_heard
+        for notes in (self, self.of_breaks):
+            notes.reads_whole |= self.walk.has_accessor
         refusal = self.refusal()
         if refusal is not None and (error is None or isinstance(error, (Exception, _SparedError))):
             raise refusal from None
@@ -209,8 +206,9 @@ class CodeTrace(CodeNotes, CodeListener):
         if type(owner) is str:
             if name in ("format", "format_map"):  # "{0.scale}".format(config)
                 self.names |= set(_FIELDS.findall(owner))
-        elif name in ("dump", "dumps") and getattr(owner, "__name__", "") == "_pickle":
-            self.reads_whole = True
+        elif owner is builtins and name in BY_NAME:
+            reads = code_reads(frame.f_code)
+            self.reads_whole |= name not in reads.variables and name not in reads.attributes
         elif name == "__subclasses__" and not _is_library(frame):
             self._note_unseen("__subclasses__() of a class")
         elif _UNHEARD.get(name, self) is owner:
@@ -309,7 +307,7 @@ class CodeTrace(CodeNotes, CodeListener):
             self._note_unseen("start() of a thread, which runs code unheard")
         names = reads.attributes | reads.variables
         if original is None and not _is_library(frame):
-            self._note_hiding(reads.variables, names)
+            self._note_hiding(code, reads)
         if not names.isdisjoint(("environ", "getenv")) and not is_torch_code(path):
             self._use(notes, vars(os), ["environ"], "os")
         if original is None and _is_library(frame):
@@ -343,11 +341,13 @@ class CodeTrace(CodeNotes, CodeListener):
         self._nested.update(inner for inner in code.co_consts if isinstance(inner, types.CodeType))
         self._note_settings(reads.attributes)
 
-    def _note_hiding(self, variables: Collection[str], names: Collection[str]) -> None:
-        """Code of the user is about to run that uses these names."""
-        if "globals" in variables:
-            self._note_unseen("globals(), by which it may find anything")
-        if hides := _HIDES.intersection(names):
+    def _note_hiding(self, code: types.CodeType, reads: CodeReads) -> None:
+        """Code of the user is about to run that may find any variable, or hide what it does."""
+        # In code of a module, a class or a text, locals are variables.
+        finders = {"globals"} if code.co_flags & CO_OPTIMIZED else {"globals", "locals", "vars", "dir"}
+        if found := finders & reads.variables:
+            self._note_unseen(f"{min(found)}(), by which it may find anything")
+        if hides := _HIDES & (reads.attributes | reads.variables):
             self._note_unseen(f"{min(hides)}, which hides from torch's modes what it does")
 
     def _read_library(self, notes: CodeNotes, code: types.CodeType, frame: types.FrameType) -> None:
@@ -360,9 +360,9 @@ class CodeTrace(CodeNotes, CodeListener):
         caller = frame.f_back.f_code.co_filename if frame.f_back is not None else ""
         if code is _IMPORT_MODULE and not (is_torch_code(caller) or is_own_code(caller)):
             self._note_unseen("import_module(), which may find any module")
-        if not caller or objects.is_library_code(caller):
-            return
-        notes.reads_whole |= code.co_filename.endswith(_READ_WHOLE)
+        reads = code_reads(code)
+        if (reads.whole or reads.whole_self) and _is_for_user(frame):
+            notes.reads_whole = True
 
     def _note_settings(self, used: Collection[str]) -> None:
         """Code that is about to run uses these names, and may use under them any module of the user's that somebody
@@ -381,8 +381,6 @@ class CodeTrace(CodeNotes, CodeListener):
     def _note_variables(self, notes: CodeNotes, code: types.CodeType, table: dict[str, Any], reads: CodeReads) -> None:
         """The variables that code is about to use: of its own module, and of the modules of the user that it names."""
         built_in, used = vars(builtins), set(reads.variables)
-        aliased = (table.get(name) for name in used if name not in _ACCESSORS)
-        notes.reads_whole |= any(type(one) in _KINDS_OF_ACCESSORS and one in _ACCESSORS.values() for one in aliased)
         notes.note_variables(built_in, [name for name in used if name not in table and name in built_in])
         self._use(notes, table, used, table.get("__name__", ""))
         package = table.get("__package__") or ""
@@ -403,10 +401,10 @@ class CodeTrace(CodeNotes, CodeListener):
             table = vars(module) if is_module else module
             if id(table) not in seen and (is_module or (type(table) is dict and "__builtins__" in table)):
                 seen.add(id(table))
-                names = [name for name in reads.attributes if name in table]
-                if reads.whole_variables and is_module and objects.is_whole(module):
-                    names = [name for name in table if not name.startswith("__")]
-                self._use(notes, table, names, str(table.get("__name__", "")))
+                names, where = [name for name in reads.attributes if name in table], str(table.get("__name__", ""))
+                if (reads.whole_variables or self.walk.has_accessor) and is_module and objects.is_whole(module):
+                    names = self.walk.visit_all_variables(table, where)
+                self._use(notes, table, names, where)
                 if objects.is_settings(module):  # of a library, whether somebody replaced what the code calls
                     notes.note_variables(table, reads.attributes)
                 modules += map(table.get, names)
@@ -425,6 +423,23 @@ class CodeTrace(CodeNotes, CodeListener):
     def _use(self, notes: CodeNotes, table: dict[str, Any], names: Collection[str], where: str) -> None:
         notes.note_variables(table, names)
         self.walk.visit_variables(table, names, where)
+
+
+_PYTREE = os.path.join("torch", "utils", "_pytree.py")
+
+
+def _is_for_user(frame: types.FrameType) -> bool:
+    """Whether code of the standard library, or of torch's pytrees, works for code of the user, and not for torch's or
+    this package's."""
+    caller: types.FrameType | None = frame
+    while caller is not None:
+        path = caller.f_code.co_filename
+        if is_own_code(path) or (is_torch_code(path) and not path.endswith(_PYTREE)):
+            return False
+        if not _is_library(caller):
+            return True
+        caller = caller.f_back
+    return False
 
 
 _FIELDS = re.compile(r"\.([^\W\d]\w*)")
