@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from ..backends import get_backend, load_default
+from ..backends import get_backend
 from ..backends.tracing import compiler_at_work, untraced
 from ..config import CUDAGraphConfig, CUDAGraphOptions, parse_mode
 from ..copying import make_rlock
@@ -236,7 +236,6 @@ class Graphed(Lifecycle, Generic[P, R]):
     def __init__(self, fn: Callable[P, R], config: CUDAGraphConfig, rules: ArgumentRules) -> None:
         options = config.options
         backend = get_backend(config.backend) if config.backend != "auto" else None
-        load_default()
         table = _make_table(config, rules)
         most = options.max_cached_graphs or max(config.max_cached_graphs, len(table.sizes))
         self._graph_cache = make_cache(options, most, backend=backend)

@@ -277,6 +277,8 @@ class GraphCache:
         """
         with self._lock:
             held = {entry: key for key, entry in self._entries.items() if entry is not gone}
+        if self.max_bytes is None and len(held) < self.max_graphs:
+            return []
         # The average is taken before anything goes. That of the entries that stay rises when small ones go, so that
         # fewer entries might not fit where more do, and no search for the fewest victims would be right.
         average = sum(entry.nbytes for entry in held) // max(len(held), 1)

@@ -303,7 +303,8 @@ class GraphSet:
         replaced = group.current(entry.size)  # of the same state
         place = replaced.place if replaced is not None else (group.key, entry.size, next(self._states))
         entry.publish(place, self.stats, self.options.verify_every)
-        held, limit = bytes_of([entry]), self.cache.max_bytes
+        limit = self.cache.max_bytes
+        held = bytes_of([entry]) if limit is not None else 0
         victims = self.cache.add(entry.place, entry)
         if victims and victims[0].entry is entry:
             self.release(victims)

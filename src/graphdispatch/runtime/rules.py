@@ -269,8 +269,8 @@ class ArgumentRules(NamedTuple):
         """Raise ``ConfigError`` if ``dynamic`` names nothing that this call has, nor arguments that it leaves out.
 
         Any argument may be left out or be None, also one that only ``**kwargs`` takes, if another one is there."""
-        names = {leaf.path for leaf in call.leaves} | {leaf.argument for leaf in call.leaves}
-        if not names.isdisjoint(self.dynamic):
+        names = {leaf.path for leaf in call.leaves} | {leaf.argument for leaf in call.leaves} if self.dynamic else set()
+        if not self.dynamic or not names.isdisjoint(self.dynamic):
             return
         declared = declared_names(fn)
         unknown = [name for name in self.dynamic if name not in declared]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from ..backends import load_default
 from ..backends.tracing import (
     dispatch_modes,
     function_modes,
@@ -85,6 +86,7 @@ class Server:
         max_groups: int = 1024,
         times_replays: bool = False,
     ) -> None:
+        load_default()
         self.fn = fn
         self.graphs = GraphSet(fn, options, cache, capturer, max_groups)
         self.stats = self.graphs.stats
