@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from graphdispatch.demo import generate_trace
-from graphdispatch.engines import DispatchKey, named_sizes
+from graphdispatch.engines import CUDAGraphEntry, DispatchKey, named_sizes
 from graphdispatch.engines.registered_graphs import entry_around
-from graphdispatch.runtime.cache import Admission, GraphCache
+from graphdispatch.runtime.admission import Admission
+from graphdispatch.runtime.cache import GraphCache
 from graphdispatch.testing import MockCUDAGraph
 
 from .timing import Effort, Row
@@ -40,10 +41,10 @@ class Outcome(NamedTuple):
 def simulate(keys: Sequence[int], room: int, *, guarded: bool) -> Outcome:
     """Run the steps on a cache of ``room`` graphs."""
     admission = Admission()
-    cache = GraphCache(room, admission=admission)
+    cache, held = GraphCache(room, admission=admission), dict[object, CUDAGraphEntry]()
     hits = captures = 0
     for key in keys:
-        entry = cache.get(key)
+        entry = held.get(key)
         if entry is not None:
             entry.increment_replay()
             hits += 1
@@ -53,9 +54,12 @@ def simulate(keys: Sequence[int], room: int, *, guarded: bool) -> Outcome:
             admission.count_miss(key)
             continue
         for victim in cache.make_room(since if guarded else None):
+            del held[victim.entry.key]
             victim.release()
         entry = entry_around(MockCUDAGraph(), DispatchKey(key, 1))
-        cache.add(key, entry)
+        entry.key = key
+        held[key] = entry
+        cache.add(entry)
         admission.forget(key)
         captures += 1
     return Outcome(hits, captures)

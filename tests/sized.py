@@ -40,7 +40,7 @@ class Unused(Pool):
 def entry(nbytes: int = 0, replays: int = 0, capture_ms: float = 1.0, key: object = "key") -> CUDAGraphEntry:
     """An entry whose graph holds ``nbytes`` bytes and that was replayed so often."""
     made = entry_around(MockCUDAGraph(), DispatchKey(1, 1))
-    made.key = made.place = key
+    made.key = key
     made.graph = Sized(nbytes)
     made.capture_time_ms = capture_ms
     for _ in range(replays):
@@ -49,10 +49,10 @@ def entry(nbytes: int = 0, replays: int = 0, capture_ms: float = 1.0, key: objec
 
 
 def filled(cache: GraphCache, *sizes: int) -> list[CUDAGraphEntry]:
-    """Put entries of these sizes into the cache under the keys 0, 1, 2, ..."""
+    """Put entries of these sizes into the cache; their keys are 0, 1, 2, ..."""
     entries = [entry(nbytes, key=key) for key, nbytes in enumerate(sizes)]
-    for key, made in enumerate(entries):
-        assert cache.add(key, made) == []
+    for made in entries:
+        assert cache.add(made) == []
     return entries
 
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from .errors import ConfigError, shown
-from .runtime.cache import MemoryReport, memory_report
+from .runtime.memory import MemoryReport, memory_report
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Meter, Observation

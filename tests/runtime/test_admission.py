@@ -8,7 +8,7 @@ import torch
 
 from graphdispatch import Graphed, Reason, graphed
 from graphdispatch.errors import ConfigError
-from graphdispatch.runtime.cache import Admission
+from graphdispatch.runtime.admission import Admission
 
 from ..helpers import Clock, check_rows, with_options
 

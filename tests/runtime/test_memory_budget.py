@@ -1,7 +1,6 @@
 """The limits of a cache: what goes, against all subsets of small sets of entries; and what owners of graphs notice."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -96,8 +95,8 @@ def test_room_is_made_if_there_can_be(
     kinds = sorted(kinds, key=lambda kind: not kind.may_go)  # those used last may not go
     *entries, new = made([*kinds, newcomer or Kind(0)])
     cache = GraphCache(10)
-    for key, one in enumerate(entries):
-        assert cache.add(key, one) == []
+    for one in entries:
+        assert cache.add(one) == []
     cache.max_bytes, cache.max_graphs = most_bytes, most or 10
     since = next((one.last_used for one, kind in zip(entries, kinds, strict=True) if not kind.may_go), None)
     average = sum(kind.own for kind in kinds) // max(len(kinds), 1)
@@ -106,7 +105,7 @@ def test_room_is_made_if_there_can_be(
         held = holds(kept) + average if newcomer is None else holds([*kept, newcomer])
         return (most is None or len(kept) < most) and (most_bytes is None or held <= most_bytes)
 
-    victims = cache.choose(None if newcomer is None else new, since)
+    victims = cache.victims(None if newcomer is None else new, since)
     keys = None if victims is None else {int(victim.entry.key) for victim in victims}  # type: ignore[call-overload]
     agrees(kinds, keys, fits)
     is_count = most is not None and len(kinds) >= most
@@ -119,16 +118,16 @@ def test_threads_add_at_the_same_time() -> None:
     """Threads that fill a cache never exceed its limits, and every entry is kept or returned."""
     cache = GraphCache(5, 100)
 
-    def fill(first: int) -> int:
+    def fill() -> int:
         count = 0
         for key in range(100):
-            for victim in (*cache.make_room(), *cache.add(first + key % 7, entry(10 + key % 30, replays=key % 3))):
+            for victim in (*cache.make_room(), *cache.add(entry(10 + key % 30, replays=key % 3))):
                 victim.release()
                 count += 1
             assert len(cache) <= 5
         return count
 
-    returned = in_threads(*(partial(fill, 10 * number) for number in range(4)))
+    returned = in_threads(*(fill for _ in range(4)))
     assert sum(returned) + len(cache) == 400
     assert cache.stats.evictions == sum(returned)
     cache.check_integrity()

@@ -148,7 +148,7 @@ class CUDAGraphRegistry(Lifecycle):
         groups = [group for one in self._callables if one is not but for group in one.groups_of(size, seq_len)]
         found = [(group, entry) for group in groups for entry in group.of_size(size)]
         for group, entry in found:
-            self._graph_cache.remove(entry.place)
+            self._graph_cache.discard(entry)
             group.drop(entry)
             entry.release()
         return bool(found)

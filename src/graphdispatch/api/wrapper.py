@@ -16,7 +16,8 @@ from ..config import CUDAGraphOptions, parse_mode
 from ..descriptors import BatchDescriptor, current_context
 from ..errors import ConfigError, check_callable, check_count, check_type, shown
 from ..modes import CUDAGraphMode
-from ..runtime.cache import Admission, make_cache
+from ..runtime.admission import Admission
+from ..runtime.cache import make_cache
 from ..runtime.decide import Memo, SizeTable
 from ..runtime.entry import CUDAGraphEntry
 from ..runtime.group import MOST_ROUTES, Route

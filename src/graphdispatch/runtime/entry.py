@@ -110,8 +110,6 @@ class CUDAGraphEntry(NotCopied):
     """How the captured callable is called."""
     example: Sequence[Any] = ()
     """The values of the captured call, with None in the place of each tensor that is copied."""
-    place: Hashable = None
-    """Its key in the cache that keeps it; ``key`` until one does."""
     stats: CUDAGraphStats | None = None
     """Where direct replays of the entry count; its front end counts its own calls."""
     _plans: dict[int, ReplayPlan] = field(default_factory=dict)
@@ -123,7 +121,6 @@ class CUDAGraphEntry(NotCopied):
 
     def __post_init__(self) -> None:
         self.writes_outside = bool(self.mutated) or self.written is not None
-        self.place = self.key if self.place is None else self.place
         if self.written is not None:
             WINDOWS.pools.add(self.pool)
 
@@ -185,15 +182,14 @@ class CUDAGraphEntry(NotCopied):
         """
         self.gain = gain
 
-    def publish(self, place: Hashable, stats: CUDAGraphStats, verify_every: int | None) -> None:
+    def publish(self, stats: CUDAGraphStats, verify_every: int | None) -> None:
         """Complete the entry, before anybody can see it. From here on its own methods alone change it.
 
         Args:
-            place: Its key in the cache that keeps it.
             stats: Where direct replays count.
             verify_every: After how many replays a comparison is due; None: never.
         """
-        self.place, self.stats, self.verify_every = place, stats, verify_every
+        self.stats, self.verify_every = stats, verify_every
         self.schedule_check()
 
     def use(self) -> None:

@@ -16,13 +16,15 @@ from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
 from ..showing import count, percent
 from ..stats import CUDAGraphStats, EvictionReason
+from .admission import Quarantine
 from .batches import varied
 from .budget import CaptureBudget
-from .cache import GraphCache, MemoryReport, Quarantine, Victim, bytes_of, memory_report
+from .cache import GraphCache, Victim
 from .entry import CUDAGraphEntry
 from .flatten import CallSpec, FlatCall
 from .gain import GainJudge
 from .group import GraphGroup, Route, details_of
+from .memory import MemoryReport, bytes_of, memory_report
 from .outputs import OutputView
 from .protocols import Capturer, Guard
 from .request import CaptureRequest, CaptureResult
@@ -117,7 +119,7 @@ class GraphSet:
         self._guard: Guard | None = None
         self.latest_change = ""
         """What has changed of the callable's state when its graphs last stopped fitting, in words."""
-        self._states, self._numbers = itertools.count(1), itertools.count()
+        self._numbers = itertools.count()
         self._captured_on: StaticInputs | None = None
         """Those of the capture under way, which its own callable may interrupt."""
         self._has_fitted = False
@@ -301,11 +303,10 @@ class GraphSet:
         _log.info("captured callable=%s mode=%s rows=%s ms=%.1f", *shown)
         self.cache.admission.forget((group.key, entry.size))
         replaced = group.current(entry.size)  # of the same state
-        place = replaced.place if replaced is not None else (group.key, entry.size, next(self._states))
-        entry.publish(place, self.stats, self.options.verify_every)
+        entry.publish(self.stats, self.options.verify_every)
         limit = self.cache.max_bytes
         held = bytes_of([entry]) if limit is not None else 0
-        victims = self.cache.add(entry.place, entry)
+        victims = self.cache.add(entry, replaced)
         if victims and victims[0].entry is entry:
             self.release(victims)
             is_final = limit is not None and held > limit and len(victims) == 1  # else the pool may have grown for all
@@ -342,7 +343,7 @@ class GraphSet:
             group.drop(entry)
             group.quarantine(entry.size, result.reason, result.detail)
             if group.route.entry is None:
-                self.cache.remove(entry.place)
+                self.cache.discard(entry)
                 entry.release()
             return self._with_other_padding(group, result, rows, entry.size)
         return result

@@ -13,7 +13,7 @@ from ..descriptors import BatchDescriptor
 from ..reasons import Reason
 from ..showing import count, without_numbers
 from ..sizes import Extents
-from .cache import Failure, Quarantine
+from .admission import Failure, Quarantine
 from .decide import Decision, SizeTable, descriptor_of
 from .entry import CUDAGraphEntry
 from .flatten import FlatCall

@@ -16,7 +16,7 @@ from transformers.generation import GenerationMode
 from ...api.progress import Progress, reporter
 from ...config import CUDAGraphOptions
 from ...errors import ConfigError, check_count, shown
-from ...runtime.cache import MemoryReport, memory_report
+from ...runtime.memory import MemoryReport, memory_report
 from .caches import KeptCache, take_out
 from .hooks import Hooks, hooked_class
 from .slots import CACHE_NAMES, GenerationStats, NotServed, Slot, SlotKey, SlotPool
