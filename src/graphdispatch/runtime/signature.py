@@ -262,8 +262,9 @@ class Signature:
         for position, address in self._addresses:
             if values[position].data_ptr() != address:
                 return NO_MATCH
-        if not all(values[position] is held for position, held in self._objects):
-            return NO_MATCH
+        for position, held in self._objects:
+            if values[position] is not held:
+                return NO_MATCH
         return rows if known else 1
 
     def pad_with_copies(self) -> bool:

@@ -111,7 +111,7 @@ class Windows:
         """Take a lock that captures are made with, for the caller to release; False if the calling thread may not wait
         long for it: a run of it is under way, for which the capture that holds the lock may wait."""
         here = threading.get_ident()
-        is_inner = any(thread == here for thread, _ in list(self._runs.values()))
+        is_inner = bool(self._runs) and any(thread == here for thread, _ in list(self._runs.values()))
         return bool(lock.acquire(timeout=_INNER_WAITS_S if is_inner else -1))
 
     def _covers_writes(self, entry: "CUDAGraphEntry") -> bool:
