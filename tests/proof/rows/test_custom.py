@@ -17,6 +17,8 @@ LIBRARY = torch.library.Library("graphdispatch_rules", "DEF")
 LIBRARY.define("scale(Tensor x, Tensor w, Tensor? bias=None) -> Tensor")
 LIBRARY.define("split(Tensor x) -> (Tensor, Tensor)")
 LIBRARY.define("pick(Tensor[] parts, Tensor x) -> Tensor")
+LIBRARY.define("paged(Tensor x, Tensor cache, Tensor slots) -> Tensor")
+LIBRARY.define("keep(Tensor(a!) cache, Tensor slots, Tensor x) -> ()")
 LIBRARY.define("store(Tensor(a!) out, Tensor x) -> ()")
 
 
@@ -28,6 +30,8 @@ LIBRARY.impl("scale", _scale, "CPU")
 LIBRARY.impl("split", lambda x: (x[..., :2].clone(), x.sum(-1)), "CPU")
 LIBRARY.impl("pick", lambda parts, x: sum(parts) + x, "CPU")
 LIBRARY.impl("store", lambda out, x: (out.copy_(x), None)[1], "CPU")
+LIBRARY.impl("paged", lambda x, cache, slots: x + cache[slots], "CPU")
+LIBRARY.impl("keep", lambda cache, slots, x: (cache.index_copy_(0, slots, x), None)[1], "CPU")
 OPS = torch.ops.graphdispatch_rules
 WEIGHT = torch.ones(D)
 
@@ -167,3 +171,33 @@ def test_shipped_rules_are_rules() -> None:
     for operator, rule in SHIPPED.items():
         row_rule(operator, rule)
         assert custom.has_rule(operator)
+
+
+def _slots(n: int) -> Batch:
+    x, slots = torch.randn(n, D), torch.randperm(40)[:n]
+    return (x, slots, torch.zeros(64, D)), {}, [(x, {0: 0}), (slots, {0: 0})]
+
+
+def test_a_rule_vouches_for_what_an_operator_reads_of_slots() -> None:
+    """It says that each row of the result follows that row alone, so that it reads no slot of padding."""
+    row_rule("graphdispatch_rules::paged", "n ..., _, n -> n ...")
+
+    def step(x: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
+        cache[slots] = x
+        return OPS.paged(x, cache, slots)
+
+    assert judge(step, _slots).independent
+
+
+def test_an_operator_that_writes_state_may_write_anywhere() -> None:
+    """Nobody sees where rows write, so that the verdict counts it as places that they name, and as a sum."""
+    row_rule("graphdispatch_rules::keep", "_, n, n ... -> _")
+    verdict = judge(lambda x, slots, cache: (OPS.keep(cache, slots, x), x * 2)[1], _slots)
+    assert (verdict.independent, verdict.slots.axes, verdict.slots.adds) == (True, {0}, True)
+
+
+def test_a_row_that_an_operator_writes_itself_names_no_place() -> None:
+    """What it writes has the rows that its rule says."""
+    row_rule("graphdispatch_rules::store", "n ..., n ... -> n ...")
+    verdict = judge(lambda x: (OPS.store(x, x * 2), x + 1)[1], _rows)
+    assert (verdict.independent, verdict.slots.where) == (True, "")

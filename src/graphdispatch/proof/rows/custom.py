@@ -88,7 +88,8 @@ def row_rule(operator: str, rule: str) -> None:
         rule: The tensors among the arguments, in order and separated by commas, then ``->`` and the results. ``n`` is
             the dimension of rows, ``...`` any others, and a name or a number one other. ``_`` stands for a tensor
             without rows, and ``?`` for a result that nobody may use. Tensors that the rule leaves out have no rows,
-            and a list of tensors counts as one. If the operator returns nothing, the results are what it writes.
+            and a list of tensors counts as one. If the operator returns nothing, the results are what it writes. Rows
+            may write state at any place: then they are padded only with ``padding_writes="allow"``.
 
     Raises:
         ConfigError: An argument is no such text.

@@ -61,6 +61,11 @@ def may_name_places(func: OpOverload) -> bool:
     return rule_of(func) in _NAME_PLACES
 
 
+def reads_all(func: OpOverload) -> bool:
+    """Whether the operator may read all of its tensors: it makes no view, and nobody gave a rule for it."""
+    return kind_of(func) is not OperatorKind.VIEW and not custom.has_rule(func._schema.name)
+
+
 _KEEP_PLACES = (pointwise, elementwise.keep, elementwise.copy, elementwise.fill)
 
 

@@ -24,13 +24,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...backends.operator_mode import OperatorMode, run_kernel
 from ...backends.operators import (
-    OperatorKind,
     changes_view,
     draws,
     is_seeded,
     is_strided,
     keeps_elements,
-    kind_of,
     storage_key,
     tensors_in,
     written_tensors,
@@ -56,7 +54,7 @@ from .labels import (
     plain_dims,
     shape_of,
 )
-from .rules import keeps_places, makes_alike, may_name_places, names_of_places, rule_of, takes_sizes
+from .rules import keeps_places, makes_alike, may_name_places, names_of_places, reads_all, rule_of, takes_sizes
 from .scripts import eager_compiler, watched_scripts
 from .slots import ALL_PLACES, Slots
 from .verdict import Step, Verdict
@@ -267,6 +265,10 @@ class RowRun(OperatorMode):
             return False
         return label.fault is not None or label.tag is not None or any(map(is_dynamic, label.dims))
 
+    def _has_rows(self, tensor: Tensor) -> bool:
+        label = self.label(tensor)
+        return label is not None and any(map(has_rows, label.dims))
+
     def any_follows(self, *trees: Any) -> bool:
         """Whether some tensor in these nests follows the batch."""
         return any(map(self.follows, tensors_in(*trees)))
@@ -366,7 +368,7 @@ class RowRun(OperatorMode):
         labels = self._labels_of(func, given)
         if labels and is_old:
             taken[:] = [(labels.get(id(tensor)), shape) for tensor, (_, shape) in zip(given, taken, strict=True)]
-        if kind_of(func) is not OperatorKind.VIEW and not (labels and may_name_places(func)):
+        if reads_all(func) and not (labels and may_name_places(func)):
             labels |= self._slots_read(func, given, outs or written, written)
         caller = self._caller
         if caller is None and labels:
@@ -526,10 +528,10 @@ class RowRun(OperatorMode):
         outs = {id(t) for t in call.outs}
         for tensor in written:
             is_outside = self._note_write(tensor)
+            if is_outside and (state_fault is not None or has_rule(func._schema.name)) and not self._has_rows(tensor):
+                self._slots.note_write(func._schema.name, tensor, (), range(len(self.sizes.axes)), adds=True)
             if state_fault is not None:
                 self._faulty[storage_key(tensor)] = state_fault
-                if is_outside and may_name_places(func):
-                    self._slots.note_write(func._schema.name, tensor, (), range(len(self.sizes.axes)), adds=True)
             elif id(tensor) not in outs and any(has_rows(d) for x in call.labels.values() for d in x.dims):
                 self._write(call, tensor, self.label(tensor) or Label(plain_dims(tensor.shape)))
             if is_outside and (bad := self._faulty.get(storage_key(tensor))) is not None:
