@@ -416,10 +416,15 @@ class GraphSet:
 
         Other graphs that do not fit the present state stay for when it comes back; until it changes, they cost nothing.
         """
+        guards = set[Guard]()
         for group in self.groups.values():
-            group.drop_released()
-        self._release_where(lambda entry: entry.workspaces is not None and not entry.workspaces.holds())
-        guards = {entry.guard for entry in self.entries() if entry.guard is not None}
+            for entry in group.all_entries:
+                if entry.is_released:  # by another owner of the cache
+                    group.drop(entry)
+                elif group.route.entry is None and entry.workspaces is not None and not entry.workspaces.holds():
+                    self.release(self.cache.retire(entry, EvictionReason.STALE))
+                elif group.route.entry is None and entry.guard is not None:
+                    guards.add(entry.guard)
         if not guards:
             return
         present = {guard: guard.holds() for guard in guards if not guard.is_broken}
@@ -435,12 +440,9 @@ class GraphSet:
                 self.latest_change = guard.change()
                 self.stats.record_state_change(self.latest_change)
         gone = {guard for guard in guards if guard.is_broken and (guard.has_moved() or not guard.within(self.guard))}
-        if gone:
-            self._release_where(lambda entry: entry.guard in gone, self.latest_change)
-
-    def _release_where(self, is_stale: Callable[[CUDAGraphEntry], bool], change: str = "") -> None:
-        for entry in filter(is_stale, self.entries()):
-            self.release(self.cache.retire(entry, EvictionReason.STALE, change))
+        for entry in self.entries() if gone else ():
+            if entry.guard in gone:
+                self.release(self.cache.retire(entry, EvictionReason.STALE, self.latest_change))
 
     def _replace(self, guard: Guard, renewed: Guard) -> None:
         """Have graphs guarded by another guard of the same state."""

@@ -376,9 +376,11 @@ class GraphGroup:
 
     def current(self, size: int) -> CUDAGraphEntry | None:
         """The entry of ``size`` whose state is the present one, if there is one. Changes nothing."""
-        is_foreign = self.route.entry is not None  # its front end compares what is to be compared
-        fitting = (one for one in self.of_size(size) if not one.is_released and (is_foreign or one.is_current()))
-        return next(fitting, None)
+        is_foreign = self.route.entry is not None  # whose state ``choose`` compares
+        for entry in self.of_size(size):
+            if not entry.is_released and (is_foreign or entry.is_current()):
+                return entry
+        return None
 
     def has_only_other_states(self, size: int) -> bool:
         """Whether there are graphs of ``size``, and all of them are of another state of the callable."""
@@ -389,12 +391,6 @@ class GraphGroup:
         self._put_first(entry)
         if entry.guard is not None:
             entry.guard.is_broken = False
-
-    def drop_released(self) -> None:
-        """Forget entries that were evicted, which another owner of the cache may do."""
-        for entry in self.all_entries:
-            if entry.is_released:
-                self.drop(entry)
 
     def keep(self, entry: CUDAGraphEntry) -> tuple[CUDAGraphEntry, ...]:
         """Serve by ``entry`` from now on, as soon as it is verified. Returns what is one too many of its size."""
