@@ -29,8 +29,8 @@ from ..runtime.cache import make_cache
 from ..runtime.decide import Decision, SizeTable
 from ..runtime.entry import CUDAGraphEntry
 from ..runtime.flatten import leaves_of
-from ..runtime.graph_set import Health
 from ..runtime.group import Route
+from ..runtime.health import Health
 from ..runtime.prewarm import PrewarmReport, capture_size, captured_sizes, prewarm
 from ..runtime.protocols import Guard
 from ..runtime.rules import ArgumentRules, Dim, callable_name, make_rules

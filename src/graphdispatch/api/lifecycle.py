@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 from ..copying import MadeAnew
 from ..errors import check_type
 from ..runtime.cache import GraphCache
-from ..runtime.graph_set import GraphSet, Health, memory_of
-from ..runtime.group import GraphGroup, details_of
+from ..runtime.graph_set import GraphSet, memory_of
+from ..runtime.group import GraphGroup
+from ..runtime.health import Health, details_of
 from ..runtime.memory import MemoryReport
 from ..runtime.rules import callable_name
 from ..stats import EvictionReason

@@ -16,7 +16,7 @@ from ..modes import DispatchMode as DispatchMode
 from ..modes import EntryState as EntryState
 from ..runtime.entry import CUDAGraphEntry as CUDAGraphEntry
 from ..runtime.entry import GraphEntry as GraphEntry
-from ..runtime.graph_set import Health as Health
+from ..runtime.health import Health as Health
 from ..runtime.outputs import OutputView as OutputView
 from ..sizes import named_sizes as named_sizes
 from ..stats import CUDAGraphStats as CUDAGraphStats

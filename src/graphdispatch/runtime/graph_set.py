@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..backends import get_backend
 from ..config import CUDAGraphOptions
@@ -14,8 +14,7 @@ from ..descriptors import size_text
 from ..errors import BackendError, ConfigError, GraphDispatchError, error_of_signal
 from ..modes import CUDAGraphMode, EntryState
 from ..reasons import Reason
-from ..showing import count, percent
-from ..stats import CUDAGraphStats, EvictionReason
+from ..stats import EvictionReason
 from .admission import Quarantine
 from .batches import varied
 from .budget import CaptureBudget
@@ -23,7 +22,8 @@ from .cache import GraphCache, Victim
 from .entry import CUDAGraphEntry
 from .flatten import CallSpec, FlatCall
 from .gain import GainJudge
-from .group import GraphGroup, Route, details_of
+from .group import GraphGroup, Route
+from .health import FIRST_CAPTURES, Health
 from .memory import MemoryReport, bytes_of, memory_report
 from .outputs import OutputView
 from .protocols import Capturer, Guard
@@ -36,54 +36,6 @@ _log = logging.getLogger("graphdispatch")
 
 _MOST_MADE = 8
 """So many batches are made of one at most."""
-FIRST_CALLS = 1000
-"""After so many calls the log says once if graphs serve fewer than half."""
-FIRST_CAPTURES = 32
-"""After so many captures it says once if half of the graphs are gone."""
-
-
-class Health(NamedTuple):
-    """Whether graphs serve at least half of the calls, and stay.
-
-    Attributes:
-        calls: All calls.
-        share: The share of them that graphs served; 0.0 before the first.
-        captures: The graphs that were captured.
-        lost: Those of them that were evicted.
-        causes: The three commonest reasons of the other calls, each with its number.
-        details: What is known of each of these besides, such as the line of the model; empty where nothing is.
-        why_idle: Why there may be no calls; empty after the first.
-    """
-
-    calls: int
-    share: float
-    captures: int
-    lost: int
-    causes: tuple[tuple[Reason, int], ...]
-    details: tuple[str, ...] = ()
-    why_idle: str = ""
-
-    @classmethod
-    def of(cls, stats: CUDAGraphStats, groups: Iterable[GraphGroup] = ()) -> "Health":
-        """What the counters and the failures of groups say now."""
-        causes, texts = stats.reasons.copy().most_common(3), details_of(groups)
-        details = tuple(texts.get(reason, [""])[0] for reason, _ in causes)
-        return cls(stats.calls, stats.graph_ratio, stats.captures, stats.evictions, tuple(causes), details)
-
-    @property
-    def is_well(self) -> bool:
-        """Whether graphs serve at least half of the calls, and fewer than half of many captured graphs are gone."""
-        return self.share >= 0.5 and (self.captures < FIRST_CAPTURES or 2 * self.lost < self.captures)
-
-    def __str__(self) -> str:
-        if not self.calls:
-            return self.why_idle or "no call came yet"
-        causes = "".join(
-            f"; {reason}, {count(number)} time{'s' * (number != 1)}: {detail or reason.text}"
-            for (reason, number), detail in zip(self.causes, self.details, strict=True)
-        )
-        lost = f", and {count(self.lost)} of {count(self.captures)} graphs are gone" if self.lost else ""
-        return f"graphs serve {percent(self.share)} of {count(self.calls)} calls{lost}{causes}"
 
 
 class GraphSet:

@@ -4,14 +4,14 @@ import logging
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 from ..backends.base import Backend
 from ..descriptors import BatchDescriptor
 from ..reasons import Reason
-from ..showing import count, without_numbers
+from ..showing import count
 from ..sizes import Extents
 from .admission import Failure, Quarantine
 from .decide import Decision, SizeTable, descriptor_of
@@ -435,16 +435,3 @@ class GraphGroup:
         """Say aloud that a graph which has served calls is wrong: their answers may have been wrong too."""
         shapes = ", ".join(f"{spec.name} {spec.sized(rows)} {spec.dtype}" for spec in self.inputs.specs)
         _log.warning("%r served calls and no longer agrees with eager: %s; inputs: %s", entry, detail, shapes)
-
-
-def details_of(groups: Iterable[GraphGroup]) -> dict[Reason, list[str]]:
-    """What is known of reasons besides their texts, such as a line of the model, each once. Needs no lock."""
-    found: dict[Reason, dict[str, str]] = {}
-    for group in groups:
-        said = [(failure.reason, failure.detail) for failure in list(group.failures.values())] + group.against_padding()
-        if group.route.constants:
-            said.append((Reason.CONSTANT_CHANGES, group.route.about_constants()[0]))
-        for reason, detail in said:
-            if detail and detail != reason.text:
-                found.setdefault(reason, {}).setdefault(without_numbers(detail), detail)
-    return {reason: list(details.values()) for reason, details in found.items()}

@@ -42,8 +42,9 @@ from .choice import Choice, choose
 from .decide import Decision, SizeTable
 from .entry import CUDAGraphEntry
 from .flatten import leaves_of
-from .graph_set import FIRST_CALLS, GraphSet, Health
+from .graph_set import GraphSet
 from .group import GraphGroup, Route, StayEager
+from .health import FIRST_CALLS, Health
 from .licence import MOST_ALIKE
 from .parts import Parts
 from .protocols import Capturer, Guard
