@@ -282,6 +282,70 @@ write("entry of an array", reason=Reason.STATE_UNSEEN)(lambda: np.array([0], dty
 write("shape of an array")(
     lambda: np.zeros((1, 1024)), lambda o, _: setattr(o, "shape", (2 * o.shape[0], -1)), np.shape
 )
+
+
+def namespace(text: str) -> dict[str, Any]:
+    """The variables of a text that ran."""
+    names = {"__name__": __name__, "__file__": __file__}
+    exec(text, names)
+    return names
+
+
+def only_read(array: Any) -> Any:
+    """An array that code may not write to."""
+    array.flags.writeable = False
+    return array
+
+
+class OwnDeque(deque[int]):
+    """Counts how often somebody calls its own methods."""
+
+    calls = 0
+
+    def extend(self, values: Any) -> None:
+        self.calls += 1
+        super().extend(values)
+
+    def clear(self) -> None:
+        self.calls += 1
+        super().clear()
+
+
+def drain(held: Any, _: Tensor) -> None:
+    """Take the work that is there, and leave room for more."""
+    todo, held.todo = held.todo, []
+    while todo:
+        held.done += todo.pop()
+    held.todo.append(held.done)
+
+
+def unlocked(array: Any, _: Tensor) -> None:
+    """Write to an array that is meant to be only read."""
+    array.flags.writeable = True
+    array += 1
+    array.flags.writeable = False
+
+
+write("drained list")(lambda: Box(todo=[1, 2], done=0), drain)
+write("deque of a class of its own")(lambda: OwnDeque([9]), lambda o, _: o.append(1), lambda o: (list(o), o.calls))
+write("attribute of a computed name")(
+    lambda: Box(count=0), lambda o, _: setattr(o, "".join(["co", "unt"]), vars(o)["".join(["co", "unt"])] + 1)
+)
+write("name of a text")(
+    lambda: namespace("count = 0"),
+    lambda o, _: exec(compile("count = count + 1", "text", "exec"), o),
+    lambda o: o["count"],
+)
+write("array that is only read")(lambda: only_read(np.zeros(3)), unlocked)
+write("views of an array before it")(
+    lambda: Box(base=(base := np.zeros(3)), rows=np.broadcast_to(base, (2, 3)), last=base[1:]),
+    lambda o, _: o.base.__iadd__(1),
+)
+write("shape of an array whose rows lie apart")(
+    lambda: Box(k=np.zeros((4, 1, 3))[::2], calls=0),
+    lambda o, _: setattr(o.k, "shape", (2, 3) if o.k.ndim == 3 else (2, 1, 3)),
+    lambda o: o.k.shape,
+)
 write("default factory")(lambda: defaultdict(int), lambda o, _: next_factory(o), lambda o: o.default_factory())
 write("member of an enumeration")(choice, calls, lambda o: getattr(o, "calls", 0))
 write("partial", reason=Reason.STATE_UNSEEN)(

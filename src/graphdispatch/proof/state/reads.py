@@ -29,7 +29,7 @@ from ...runtime.attributes import attribute_table, content
 from ..watch.bytecode import ModulesRead, code_reads, original_of
 from . import objects
 from .objects import CONTAINERS, holds_modules, is_library_code
-from .snapshot import FORM, MEMBERS, save_random
+from .snapshot import MEMBERS, form_of, save_random
 
 
 class Reader(NamedTuple):
@@ -380,7 +380,7 @@ class StateReads:
         if array.dtype.hasobject:
             self._refuse("an array of objects")
             return
-        self.readers += (Reader(partial(read, array)) for read in (np.ndarray.tobytes, _form_of))
+        self.readers += (Reader(partial(read, array)) for read in (np.ndarray.tobytes, form_of))
 
     def _visit_class(self, kind: type) -> None:
         """A class of the user: what code reads of it. Of torch's modules the methods that ran, which others replace."""
@@ -515,11 +515,6 @@ class StateReads:
 def _is_data_of(nested: str, member: Any) -> bool:
     """Whether a class attribute is data, or a class that the class itself has made: not one of somebody else's."""
     return not issubclass(type(member), type) or str(member.__qualname__).startswith(nested)
-
-
-def _form_of(array: np.ndarray[Any, Any]) -> str:
-    """How an array takes its memory, as a constant."""
-    return repr(FORM.read(array))
 
 
 class _Results:

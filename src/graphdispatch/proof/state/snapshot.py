@@ -9,7 +9,9 @@ import pickle
 import random
 import re
 import types
+from collections import deque
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
@@ -39,18 +41,22 @@ class Saved(NamedTuple):
     accessor: Accessor
     before: Any
 
-    def change(self) -> str | None:
-        """How it differs from before, in words, or None."""
+    def differs(self) -> bool:
+        """Whether it holds other objects than before, but for equal constants, or other plain data."""
         now, before = self.accessor.read(self.value), self.before
-        kind = type(before)
-        if kind is list:
-            if len(now) == len(before) and all(map(is_, now, before)):
-                return None
-            now, before = labelled(self.value, now), labelled(self.value, before)
-        elif kind is not dict:
-            return None if now == before else " was written"
-        elif len(now) == len(before) and all(map(is_, now, before)) and all(map(is_, now.values(), before.values())):
+        if type(before) is dict:
+            return not (_same(before, now) and _same(before.values(), now.values()))
+        return not _same(before, now) if type(before) is list else bool(now != before)
+
+    def change(self) -> str | None:
+        """How it differs from before, in words, or None. Another container that holds the same is no change."""
+        if not self.differs():
             return None
+        now, before = self.accessor.read(self.value), self.before
+        if type(before) is list:
+            now, before = labelled(self.value, now), labelled(self.value, before)
+        elif type(before) is not dict:
+            return " was written"
         if list(now) == list(before) and all(map(objects.equal_content, now.values(), before.values())):
             return None
         for label in (*before, *now):
@@ -68,6 +74,12 @@ class Saved(NamedTuple):
             labels = [label for label in {**held, **now} if label in (held if label.lstrip(".") in names else now)]
             held = {label: held[label] if label.lstrip(".") in names else now[label] for label in labels}
         self.accessor.write(self.value, held)
+
+
+def _same(before: Collection[Any], now: Collection[Any]) -> bool:
+    if len(before) == len(now) and all(map(is_, before, now)):
+        return True
+    return objects.same_objects([*before], [*now])
 
 
 def _write_attributes(value: Any, before: dict[str, Any]) -> None:
@@ -189,8 +201,8 @@ def _write_container(value: Any, before: list[Any]) -> None:
     elif issubclass(type(value), list):
         list.__setitem__(value, slice(None), before)
     else:
-        value.clear()
-        value.extend(before)
+        deque.clear(value)
+        deque.extend(value, before)
 
 
 ENTRIES = Accessor(content, _write_container)
@@ -220,23 +232,34 @@ def _read_form(array: Any) -> tuple[Any, ...]:
 
 
 def _write_form(array: Any, before: tuple[Any, ...]) -> None:
-    """Give a NumPy array its type, shape and strides back, and whether code may write to it."""
-    array.shape = -1  # so that a type of any size fits
-    array.dtype, array.shape, strides, is_writeable = before
+    """Give a NumPy array its type, shape and strides back."""
+    dtype, shape, strides, _ = before
+    for first in (array.shape, shape, -1):  # a type fits some shapes alone; and rows that lie apart, too
+        with suppress(AttributeError, ValueError):
+            array.shape = first
+            array.dtype, array.shape = dtype, shape
+            break
     if array.strides != strides:
         array.strides = strides
-    array.flags.writeable = is_writeable
 
 
-FORM = Accessor(_read_form, _write_form)
+def _write_array(array: Any, before: tuple[tuple[Any, ...], bytes]) -> None:
+    """Give a NumPy array its form and numbers back, and whether code may write to it."""
+    form, numbers = before
+    if _read_form(array)[:-1] != form[:-1]:
+        _write_form(array, form)
+    if np.ndarray.tobytes(array) != numbers:
+        array.flags.writeable = True
+        array[...] = np.frombuffer(numbers, dtype=array.dtype).reshape(array.shape)
+    array.flags.writeable = form[-1]
 
 
-def _write_numbers(array: Any, before: bytes) -> None:
-    """Copy bytes into a NumPy array."""
-    array[...] = np.frombuffer(before, dtype=array.dtype).reshape(array.shape)
+def form_of(array: np.ndarray[Any, Any]) -> str:
+    """How an array takes its memory, as a constant."""
+    return repr(_read_form(array))
 
 
-NUMBERS = Accessor(np.ndarray.tobytes, _write_numbers)
+ARRAY = Accessor(lambda array: (_read_form(array), np.ndarray.tobytes(array)), _write_array)
 
 
 def accessor_of_tensor(tensor: torch.Tensor) -> Accessor:

@@ -177,18 +177,20 @@ class StateWalk:
         code that uses no others did not change the rest, and another thread may have. Raises the first error of what
         cannot be put back, once all else is.
         """
-        failed: Exception | None = None
+        failed: list[tuple[Saved, Exception]] = []
         for saved in (*self._saved, *self._filled(), *(self._generators if generators else ())):
             try:
                 is_shared = (
                     names is not None and issubclass(type(saved.value), _SHARED) and not saved.accessor.is_by_name
                 )
-                if saved.change() is not None and (not is_shared or self._is_reached(saved, names or (), set())):
+                if saved.differs() and (not is_shared or self._is_reached(saved, names or (), set())):
                     saved.restore(names)
-            except Exception as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
+            except Exception as why:
+                failed.append((saved, why))
+        # What cannot be written itself, as a view that code may not write to, may show what was put back elsewhere.
+        for saved, error in failed:
+            if saved.differs():
+                raise error
 
     def _is_reached(self, saved: Saved, names: Collection[str], visited: set[int]) -> bool:
         """Whether code that uses only these names can come to a container: by one of the paths that lead to it."""
@@ -243,8 +245,7 @@ class StateWalk:
         """Nothing, or what nobody can compare: an array of objects."""
         if array.dtype.hasobject:
             return self._opaque_edges(array, path)
-        self._save(path, array, snapshot.FORM)
-        self._save(path, array, snapshot.NUMBERS)
+        self._save(path, array, snapshot.ARRAY)
         return iter(())
 
     def _compiled_edges(self, value: Any, path: Any) -> Edges:

@@ -32,7 +32,10 @@ _ATTRIBUTES = (
     "LOAD_SUPER_METHOD",
     "IMPORT_FROM",
 )
-_VARIABLES = ("STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+_VARIABLES = (
+    *("STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"),
+    *("STORE_NAME", "DELETE_NAME", "LOAD_NAME"),
+)
 BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
 WRITE_ANY = frozenset(("__setattr__", "__delattr__", "__set__", "__delete__", "__setstate__"))
 """Methods that write attributes whose names are given, or stand nowhere."""
@@ -309,7 +312,7 @@ def _arguments(following: Sequence[dis.Instruction]) -> list[Sequence[dis.Instru
             return [following[one : max(end, one + 1)] for one, end in zip(begins, ends, strict=False)]
         if instruction.is_jump_target or instruction.opcode in dis.hasjrel:
             break
-        if kind in ("PRECALL", "KW_NAMES") or (kind == "PUSH_NULL" and not place):
+        if kind == "PUSH_NULL" and not place:  # from 3.13 on a part of loading the function
             continue
         effect = dis.stack_effect(instruction.opcode, instruction.arg)
         if len(begins) + effect < 0:  # what was loaded is no function that is called here

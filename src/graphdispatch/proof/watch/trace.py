@@ -133,7 +133,7 @@ class CodeTrace(CodeNotes, CodeListener):
     def touched(self) -> set[str] | None:
         """The names of all attributes that the code can have changed; None if they do not all stand in it."""
         breaks = self.of_breaks
-        if self.is_deaf or self.reads_whole or breaks.reads_whole or breaks.whole_types:
+        if self.is_deaf or self.reads_whole or self.whole_types or breaks.reads_whole or breaks.whole_types:
             return None
         names = self.names.union(self.library_names, breaks.names, breaks.library_names)
         return names if names.isdisjoint(WRITE_ANY) else None

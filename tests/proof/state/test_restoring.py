@@ -1,0 +1,78 @@
+"""What a run changed for a graph's sake is put back, and what a replay leaves out is noticed."""
+
+import dis
+from types import CodeType
+from typing import Any
+
+import torch
+
+from graphdispatch.proof.watch import bytecode
+
+from ...behaviour.cases import Box
+from ...helpers import batch, check_rows, make
+
+
+def test_a_container_that_a_run_drains_is_put_back() -> None:
+    """Also where another one, as empty, is in its place then."""
+    held = Box(todo=[1.0, 2.0])
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        todo, held.todo = held.todo, []
+        while todo:
+            todo.pop()
+        return x * 2
+
+    before = held.todo
+    make(fn).prewarm(batch(4))
+    assert held.todo is before
+    assert before == [1.0, 2.0]
+
+
+TEXT = compile("last = 1", "text", "exec")
+
+
+def test_a_variable_that_a_text_assigns_is_compared() -> None:
+    """A capture ahead does not leave it there, and calls assign it again once somebody else has."""
+    names: dict[str, Any] = {"__name__": __name__, "__file__": __file__}
+    exec("", names)
+    make(lambda x: (exec(TEXT, names), x * 2)[1]).prewarm(batch(4))
+    assert "last" not in names
+    step = make(lambda x: (exec(TEXT, names), x * 2)[1])
+    check_rows(step, *[4] * 5)
+    names["last"] = 0
+    check_rows(step, 4)
+    assert names["last"] == 1
+
+
+class Keeps:
+    """Keeps a number under a name that stands nowhere."""
+
+    def __init__(self) -> None:
+        self.count = 3
+
+    def put(self, value: int) -> None:
+        setattr(self, "".join(["co", "unt"]), value)
+
+
+def test_an_attribute_that_only_padding_changes_is_put_back() -> None:
+    """Also one whose name the code computes, by its first parameter alone."""
+    held = Keeps()
+    step = make(lambda x: (held.put(len(x)), x * 2)[1])
+    for _ in range(3):
+        step(batch(3))
+        assert held.count == 3
+
+
+def test_each_instruction_with_a_name_is_classified() -> None:
+    """A new one of the next Python does not pass unseen."""
+    real = [name for name, code in dis.opmap.items() if code in dis.hasname and code < 256]
+    seen = {*bytecode._ATTRIBUTES, *bytecode._VARIABLES, "IMPORT_NAME"}
+    assert {name for name in real if not name.startswith("INSTRUMENTED_")} <= seen
+
+
+def test_names_that_code_assigns_are_read() -> None:
+    """Of a text and of a class, too."""
+    code = compile("a = 1\ndel b\nclass C:\n    c = 1", "text", "exec")
+    (inner,) = (one for one in code.co_consts if isinstance(one, CodeType))
+    assert {"a", "b", "C"} <= bytecode.code_reads(code).variables
+    assert "c" in bytecode.code_reads(inner).variables
