@@ -5,7 +5,7 @@
 
 # What runs on a device, and what runs on whichever device GRAPHDISPATCH_TEST_DEVICE names.
 ON_DEVICE := tests/gpu tests/backends/test_conformance_capture.py tests/backends/test_conformance_device.py
-ON_ANY_DEVICE := tests/property/test_piecewise.py tests/property/test_sequences.py
+ON_ANY_DEVICE := tests/property/test_piecewise.py tests/property/test_sequences.py tests/property/test_faults_steps.py
 
 QUICK := tests/behaviour tests/plan tests/vocabulary --front-ends graphed \
 	$(addprefix tests/runtime/test_,calls.py compiled_by_torch.py context.py decision.py dims.py signature.py argument_metadata.py) \

@@ -339,6 +339,7 @@ class GraphSet:
         except Exception as error:
             if error_of_signal(error) is not None:
                 raise
+            entry.backend.raise_if_lost(error)
             _log.debug("%r was not compared on another batch: %s", entry, error)
             return None
         return result if result.entry is None else None

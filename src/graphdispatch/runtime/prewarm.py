@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CaptureError, ConfigError, FallbackError, GraphDispatchError, shown
+from ..errors import CaptureError, ConfigError, FallbackError, GraphDispatchError, error_of_signal, shown
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..showing import html_table, shortened, without_numbers
@@ -226,6 +226,9 @@ class _Prewarm:
         except (GraphDispatchError, torch.OutOfMemoryError):
             raise
         except Exception as error:
+            if error_of_signal(error) is not None:
+                raise
+            group.backend.raise_if_lost(error)
             batch = resized(group.inputs, leaves, size)
             if not any(isinstance(a, torch.Tensor) and a.shape != b.shape for a, b in zip(leaves, batch, strict=True)):
                 raise

@@ -158,10 +158,13 @@ def run_eagerly(
     try:
         values, arguments = _values_of_run(request, on_static_inputs=on_static_inputs)
     except Exception as error:
-        return failed_result(request, None, error, "copying the batch into the static inputs")
-    tensor_names = TensorNames.of_arguments(arguments, request.inputs.specs) if on_static_inputs else None
+        if not request.keep_effects and error_of_signal(error) is None:
+            return failed_result(request, None, error, "copying the batch into the static inputs")
+        raise
     effects = EffectRecorder(
-        request.options.state_limit_bytes, strict=not request.keep_effects, tensor_names=tensor_names
+        request.options.state_limit_bytes,
+        strict=not request.keep_effects,
+        tensor_names=TensorNames.of_arguments(arguments, request.inputs.specs) if on_static_inputs else None,
     )
     answer, recording, has_run = None, None, False
     try:
@@ -172,12 +175,11 @@ def run_eagerly(
                 with trace if like is None else nullcontext(), effects.guarding():
                     answer = within(request.call, values)
         has_run = True
-        after = request.backend.rng_state()
-        changed, drew = within(walk.change), walk.drew()
+        after, changed, drew = request.backend.rng_state(), within(walk.change), walk.drew()
         for region in effects.regions:
             region.after = region.read().clone()
-        may_draw = effects.runs_custom or trace.sets_generator
-        draws = effects.uses_rng or _pads_by_code(request) or (may_draw and not torch.equal(before, after))
+        draws = effects.uses_rng or _pads_by_code(request)
+        draws |= (effects.runs_custom or trace.sets_generator) and not torch.equal(before, after)
         run = EagerRun(answer, values, arguments, effects, before, after, draws, trace, changed, drew)
         run.warms_up = on_static_inputs and not _queries_capture(like.guard.notes if like is not None else trace)
         run.like, run.recording = like, recording
@@ -206,11 +208,13 @@ def _why_failed(
     is_recorded: bool,
 ) -> str | None:
     """During what an eager run failed so that there can be no graph; None for an error that passes through."""
+    if error_of_signal(error) is not None:
+        return None
     if isinstance(error, CaptureError) and trace.refusal() is not None:
         return ""
     if has_run:
         return "noting what the eager run did"
-    if is_recorded and error_of_signal(error) is None:
+    if is_recorded:
         return "recording"
     return "saving what it overwrites" if not request.keep_effects and effects.unsaved is not None else None
 

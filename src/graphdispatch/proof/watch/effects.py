@@ -488,6 +488,8 @@ class EffectRecorder(OperatorMode):
                 what = f"{func} {writes} to a tensor of shape {tuple(tensor.shape)} that the call does not own"
                 self._save(tensor, what, _indexed_region(func, args, tensor) if args else None)
             except Exception as error:
+                if error_of_signal(error) is not None:
+                    raise
                 self.unsaved = self.unsaved or error
                 if self._strict:
                     raise
