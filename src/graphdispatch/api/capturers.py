@@ -21,9 +21,10 @@ def capturer_for(options: CUDAGraphOptions, mode: CUDAGraphMode = CUDAGraphMode.
     """
     named = options.verify
     if isinstance(named, str) and named not in Verification.policies:
+        known = [str(name) for name in Verification.policies]
         raise ConfigError(
-            f"options.verify must be True, False or the name of a policy, one of {[*Verification.policies]}, got "
-            f"{named!r}{did_you_mean(named, Verification.policies)}; a policy is a subclass of Verification with a name"
+            f"options.verify must be True, False or the name of a policy, one of {known}, got {named!r}"
+            f"{did_you_mean(named, known)}; a policy is a subclass of Verification with a name"
         )
     is_plain = not (options.verify or options.guard_weights or options.verify_every) and mode is CUDAGraphMode.FULL
     return PlainCapturer() if is_plain else ProvingCapturer()

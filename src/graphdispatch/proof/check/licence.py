@@ -191,7 +191,7 @@ class Verification(Licence):
     A policy of your own is a subclass with a ``name``, by which ``CUDAGraphOptions(verify="...")`` chooses it.
     """
 
-    policies: ClassVar[dict[str, type["Verification"]]] = {}
+    policies: ClassVar[dict[bool | str, type["Verification"]]] = {}
     """The policies that have a name."""
 
     size: int

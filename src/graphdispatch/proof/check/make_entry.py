@@ -52,7 +52,7 @@ def make_entry(
     workspaces = [held[key] for key in held.keys() - guard.storages - arguments]
     regions = [region for region in warm_run.regions if storage_key(region.target) not in buffers]
     written = [region.target for region in regions if not region.is_generator]  # its state is read as a copy
-    policy = Verification.policies.get(str(request.options.verify), Verification)
+    policy = Verification.policies.get(request.options.verify, Verification)
     licence = policy(
         size=request.size,
         operators=operators,
