@@ -22,6 +22,7 @@ from .attributes import wants_gradient
 from .flatten import FlatCall
 from .licence import Trusted
 from .outputs import OutputRule, Outputs
+from .overlap import Spans
 from .protocols import Guard, Licence, PerCall
 from .replay import ReplayPlan, ReplayStage, next_use
 from .rules import graph_name
@@ -71,7 +72,7 @@ class CUDAGraphEntry(NotCopied):
     outputs: Outputs
     mutated: tuple[int, ...] = ()
     """Inputs (by index) that the graph writes to; they are copied back to the caller's tensors."""
-    written: "WrittenSpans | None" = None
+    written: Spans | None = None
     """Where the graph writes memory of others; an argument that overlaps it cannot be served by a copy."""
     held: tuple[torch.Tensor, ...] = ()
     """Memory that the graph reads and that is neither its own nor an input; held so that it stays alive."""
@@ -470,18 +471,3 @@ class Workspaces:
 
     def _read(self) -> list[tuple[int, int]]:
         return [(storage.data_ptr(), storage.nbytes()) for storage in self._storages]
-
-
-class WrittenSpans:
-    """Address ranges of memory that a graph writes and does not own."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        self.spans = tuple(sorted({(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages}))
-        self.low = min((begin for begin, _ in self.spans), default=0)
-        self.high = max((end for _, end in self.spans), default=0)
-
-    def overlaps(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in one of the ranges (tensors never lie across storages)."""
-        address = tensor.data_ptr()
-        return self.low <= address < self.high and any(begin <= address < end for begin, end in self.spans)

@@ -15,6 +15,7 @@ from ..errors import ReplayError
 from ..modes import EntryState
 from ..native.bound import CORE, in_core
 from ..stats import CUDAGraphStats
+from .overlap import Spans, may_overlap_itself, share_memory
 from .windows import WINDOWS, storages_of
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class ReplayPlan:
         self._load = entry.inputs.load if entry.inputs.specs else None
         self._take = entry.outputs.taker(rows)
         self._watched = entry.inputs.positions if entry.writes_outside else ()
+        self._held = Spans(entry.held) if entry.mutated else Spans(())
         self._lent = storages_of(entry.outputs.lent(entry.size)) if entry.mutated else set()
         inputs = entry.inputs if entry.inputs.specs else None
         self.native: Any = None
@@ -57,22 +59,22 @@ class ReplayPlan:
         """How the arguments of a call share memory that the graph writes, so that copies would not do; or None."""
         if not self._watched:
             return None
-        entry = self._entry
+        entry, specs = self._entry, self._entry.inputs.specs
         if entry.mutated:
-            storages = {values[position].untyped_storage().data_ptr() for position in self._watched}
-            if len(storages) < len(self._watched):
-                names = [spec.name for spec in entry.inputs.specs]
-                return f"arguments {names} share memory, and the call writes to one of them"
-            given = () if self._lent.isdisjoint(storages) else entry.mutated
-            for spec in (entry.inputs.specs[index] for index in given):
-                if entry.outputs.covers(values[spec.position], spec.position, self._size):
+            given = [values[position] for position in self._watched]
+            if share_memory(given):
+                return f"arguments {[spec.name for spec in specs]} share memory, and the call writes to one of them"
+            is_lent = not self._lent.isdisjoint(tensor.untyped_storage().data_ptr() for tensor in given)
+            for spec, tensor in ((specs[index], given[index]) for index in entry.mutated):
+                if is_lent and entry.outputs.covers(tensor, spec.position, self._size):
                     return f"the call writes to argument {spec.name!r}, which is an output of the graph itself"
-        written = entry.written
-        if written is not None:
-            low, high = written.low, written.high
-            for place, position in enumerate(self._watched):
-                if low <= values[position].data_ptr() < high and written.overlaps(values[position]):
-                    return f"argument {entry.inputs.specs[place].name!r} is a view of memory that the call writes"
+                if self._held.overlaps(tensor):
+                    return f"the call writes to argument {spec.name!r}, and reads it as state, too"
+                if may_overlap_itself(tensor):
+                    return f"the call writes to argument {spec.name!r}, whose elements share memory"
+        for spec in specs if entry.written is not None else ():
+            if entry.written.overlaps(values[spec.position]):
+                return f"argument {spec.name!r} is a view of memory that the call writes"
         return None
 
     def run_in_python(self, values: Sequence[Any] | None, stats: CUDAGraphStats | None = None) -> Any:

@@ -322,11 +322,11 @@ uintptr_t address_in(PyObject* number) { return reinterpret_cast<uintptr_t>(PyLo
 // Addresses from the first one up to the other.
 struct Span {
   uintptr_t begin, end;
-  bool has(uintptr_t address) const { return begin <= address && address < end; }
+  bool overlaps(const Span& other) const { return begin < other.end && other.begin < end; }
 };
 
-// Whether an address lies in none of the ranges of WrittenSpans.
-bool is_outside(PyObject* written, uintptr_t address) {
+// Whether the addresses of a tensor lie in none of the ranges of Spans.
+bool is_outside(PyObject* written, const Span& taken) {
   const Ref spans = attribute(written, names.spans);
   if (!spans || !PyTuple_CheckExact(spans.get())) {
     PyErr_Clear();
@@ -336,9 +336,24 @@ bool is_outside(PyObject* written, uintptr_t address) {
     PyObject* span = PyTuple_GET_ITEM(spans.get(), i);
     if (!PyTuple_CheckExact(span) || PyTuple_GET_SIZE(span) != 2) return false;
     const Span one{address_in(PyTuple_GET_ITEM(span, 0)), address_in(PyTuple_GET_ITEM(span, 1))};
-    if (one.has(address)) return false;
+    if (one.overlaps(taken)) return false;
   }
   return true;
+}
+
+// Whether an argument takes its bytes one after the other; sets what addresses it takes.
+bool find_span(PlanObject* self, Py_ssize_t position, PyObject* tensor, Span* taken) {
+  void* data = nullptr;
+  bool is_contiguous = false;
+  if (!is_plain_tensor(tensor) || !is_plain_host(tensor) || shim.data_ptr(handle_of(tensor), &data)) return false;
+  if (shim.is_contiguous(handle_of(tensor), &is_contiguous) || !is_contiguous) return false;
+  for (const Copy& copy : *self->copies) {
+    if (copy.position != position) continue;
+    const auto begin = reinterpret_cast<uintptr_t>(data);
+    *taken = Span{begin, begin + copy.nbytes};
+    return true;
+  }
+  return false;  // before the first call was loaded
 }
 
 // Whether the arguments share no memory with what the graph writes, as far as a look at addresses tells.
@@ -353,11 +368,10 @@ bool shares_nothing(PlanObject* self, const Values& values) {
   }
   const Span all{address_in(low.get()), address_in(high.get())};
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->watched); ++i) {
-    PyObject* tensor = values[PyLong_AsSsize_t(PyTuple_GET_ITEM(self->watched, i))];
-    void* data = nullptr;
-    if (!is_plain_tensor(tensor) || !is_plain_host(tensor) || shim.data_ptr(handle_of(tensor), &data)) return false;
-    const auto address = reinterpret_cast<uintptr_t>(data);
-    if (all.has(address) && !is_outside(written.get(), address)) return false;
+    const Py_ssize_t position = PyLong_AsSsize_t(PyTuple_GET_ITEM(self->watched, i));
+    Span taken{0, 0};
+    if (!find_span(self, position, values[position], &taken)) return false;
+    if (all.overlaps(taken) && !is_outside(written.get(), taken)) return false;
   }
   return true;
 }

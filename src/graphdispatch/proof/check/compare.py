@@ -18,6 +18,7 @@ from ...errors import CaptureError, VerificationError
 from ...reasons import Reason
 from ...runtime.entry import CUDAGraphEntry
 from ...runtime.outputs import first_rows
+from ...runtime.overlap import may_overlap_itself, share_memory
 from ...runtime.request import CaptureRequest
 from ..watch.effects import Region, first_uncovered, first_uncovered_within
 from .eager_run import EagerRun
@@ -176,14 +177,16 @@ def find_padding_writes(request: CaptureRequest, real: list[Region], padded: lis
 
 
 def check_aliases(request: CaptureRequest, eager: EagerRun, mutated: tuple[int, ...]) -> None:
-    """Raise ``CaptureError`` if the call writes to memory that two arguments, or an argument and its state, share.
+    """Raise ``CaptureError`` if the call writes to memory that two arguments, two elements of one, or an argument and
+    its state share.
 
     ``mutated`` are the arguments (by index) whose buffers the graph writes to. The eager run must write to the memory
     of exactly these, and to no argument's memory by another way: a copy in a buffer would not see that write.
     """
     arguments = request.arguments()
     written = tuple(eager.written_inputs)
-    is_shared = len(set(map(storage_key, arguments))) < len(arguments)
+    is_shared = len(set(map(storage_key, arguments))) < len(arguments) or share_memory(arguments)
+    is_shared = is_shared or any(may_overlap_itself(arguments[index]) for index in mutated)
     if written != mutated or (mutated and is_shared):
         names = [request.inputs.specs[i].name for i in sorted({*written, *mutated})]
         raise CaptureError(

@@ -10,9 +10,10 @@ from torch.utils._pytree import tree_map_only
 from ...backends.operators import storage_key, tensors_in
 from ...errors import CaptureError
 from ...reasons import Reason
-from ...runtime.entry import CUDAGraphEntry, Workspaces, WrittenSpans
+from ...runtime.entry import CUDAGraphEntry, Workspaces
 from ...runtime.flatten import is_tensor
 from ...runtime.outputs import OutputRule, Outputs
+from ...runtime.overlap import Spans
 from ...runtime.request import CaptureRequest
 from ...sizes import Axis, pack
 from ..state.guards import StateGuard
@@ -82,7 +83,7 @@ def make_entry(
             objects_in(output),
         ),
         mutated=mutated,
-        written=WrittenSpans(written) if regions else None,
+        written=Spans(written) if regions else None,
         held=tuple(held.values()),
         licence=licence,
         workspaces=Workspaces(workspaces) if workspaces else None,
