@@ -29,7 +29,7 @@ class Choice(NamedTuple):
     parts: Parts | None = None
     """The parts of a batch above the largest size."""
 
-    def run_eagerly(self, reason: Reason, detail: str = "") -> "Choice":
+    def as_eager(self, reason: Reason, detail: str = "") -> "Choice":
         """The choice to run the same call eagerly, for this reason."""
         return self._replace(decision=Decision.eager(reason, self.rows, detail))
 
@@ -51,11 +51,11 @@ def choose(graphs: GraphSet, group: GraphGroup, leaves: Sequence[Any], matched: 
     entry = group.current(decision.size)
     choice = Choice(decision, group, leaves, decision.rows, decision.size, entry, matched)
     if entry is None:
-        return choice.run_eagerly(*_without_graph(graphs, group, decision.size))
+        return choice.as_eager(*_without_graph(graphs, group, decision.size))
     reason, detail = _against_replay(graphs, group, leaves, decision.rows, entry)
     if reason is None:
         return choice._replace(decision=decision._replace(mode=entry.mode))
-    return choice.run_eagerly(reason, detail)
+    return choice.as_eager(reason, detail)
 
 
 def _choose_parts(
@@ -68,7 +68,7 @@ def _choose_parts(
         return Choice(decision, group, leaves, decision.rows, matched=matched)
     choice = Choice(found.decision, group, leaves, decision.rows, entry=found.entry, matched=matched, parts=found)
     is_new = found.decision.reason is Reason.VERIFIED_NOW
-    return choice.run_eagerly(Reason.FROZEN) if is_new and graphs.cache.is_frozen else choice
+    return choice.as_eager(Reason.FROZEN) if is_new and graphs.cache.is_frozen else choice
 
 
 def _without_graph(graphs: GraphSet, group: GraphGroup, size: int) -> tuple[Reason, str]:

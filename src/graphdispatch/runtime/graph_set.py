@@ -104,7 +104,7 @@ class GraphSet:
         if not route.table.sizes:
             # In a mode with graphs it was dropped.
             return Refusal(Reason.NOT_CAPTURED if route.table.mode.has_graphs() else Reason.DISABLED, "")
-        if (found := route.find(args, kwargs)) is not None:
+        if (found := route.group_of(args, kwargs)) is not None:
             return found
         alike = route.forms.get((len(args), *kwargs), ())
         captured = route.entry.call if route.entry is not None else None

@@ -112,7 +112,9 @@ class Route:
         """The groups of all forms of calls."""
         return [group for groups in self.forms.values() for group in groups]
 
-    def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "tuple[GraphGroup, Sequence[Any], int] | None":
+    def group_of(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> "tuple[GraphGroup, Sequence[Any], int] | None":
         """The group that fits a call, with the call's leaves and rows; it is tried first from now on."""
         groups = self.forms.get((len(args), *kwargs), ())
         values = groups[0].call.spec.values(args, kwargs) if groups else ()

@@ -71,7 +71,7 @@ class Server:
     """Serves the calls of ``fn`` by its graphs, and eagerly what no graph can serve; each call with a reason.
 
     ``strict`` raises ``FallbackError`` instead of an eager step. Thread-safe: a hit takes no lock but its pool's;
-    ``choose`` and what it calls are called with ``lock`` held.
+    ``look_at``, ``perform`` and what they call are called with ``lock`` held.
     """
 
     __slots__ = ("__dict__", "__weakref__", "graphs", "local", "observes", "stats")
@@ -179,7 +179,7 @@ class Server:
             if not WINDOWS.take(self.lock):
                 return self.run_eagerly(Decision.eager(Reason.STATE_SHARED), args, kwargs)
             try:
-                choice = self.choose(route, args, kwargs)
+                choice = self.look_at(route, args, kwargs)
                 self.count(choice)
                 is_done, answer = self.perform(choice)
                 self.settle(route, args, kwargs, choice if is_done else answer)
@@ -247,7 +247,7 @@ class Server:
         with torch.no_grad():
             return self.run_eagerly(decision, args, kwargs, group)
 
-    def choose(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+    def look_at(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
         """What to do with a call, by what is there now. Before, the graphs are released whose weights have moved, and
         the call's group is made if it can have one."""
         self.graphs.refresh()
@@ -276,7 +276,7 @@ class Server:
                 answer = parts.run(values)
                 parts.count(self.stats)
         except ReplayError as error:
-            return False, choice.run_eagerly(Reason.REPLAY_FAILED, str(error))
+            return False, choice.as_eager(Reason.REPLAY_FAILED, str(error))
         self.local.decision = choice.decision
         return True, answer
 
@@ -314,13 +314,13 @@ class Server:
             # Before the replay, since the caller may get the graph's own memory as the answer.
             found = self.graphs.budget.pay(partial(self.graphs.settle, *batch), is_capture=False)
             if found is not None:
-                return False, choice.run_eagerly(found.reason, found.detail)
+                return False, choice.as_eager(found.reason, found.detail)
         try:
             answer = self.observed(entry, choice.rows, choice.leaves)
         except ReplayError as error:
             if error.had_effects:
                 raise
-            return False, choice.run_eagerly(Reason.REPLAY_FAILED, str(error))
+            return False, choice.as_eager(Reason.REPLAY_FAILED, str(error))
         self.local.decision = choice.decision
         return True, answer
 
@@ -352,7 +352,7 @@ class Server:
         if closed is not None:
             return Choice(Decision.eager(closed))
         with torch.no_grad(), self.lock:
-            return self.choose(route, args, kwargs)
+            return self.look_at(route, args, kwargs)
 
     def after_eager(self, choice: Choice, work: Callable[[], CaptureResult]) -> Any:
         """Capture or compare a graph by ``work()``, then count and return the call's eager answer."""
