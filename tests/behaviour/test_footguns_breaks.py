@@ -1,5 +1,8 @@
 """Breaks of PIECEWISE captures: Python that runs while a graph is half-way."""
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import Tensor
 
@@ -100,3 +103,69 @@ def test_break_writes_for_some_values(opened: Open) -> None:
         assert torch.equal(step(x), left * 2)
         assert torch.equal(x, left)
     step.check(Reason.REPLAY_FAILED)
+
+
+class Notes:
+    """An object that a call makes."""
+
+    count = 0
+
+
+@eager_break
+def notes_in_list(x: Tensor, seen: list[int]) -> Tensor:
+    """Appends to the list for some values."""
+    if float(x.max()) > 10:
+        seen.append(1)
+    return x * (1 + len(seen))
+
+
+@eager_break
+def notes_in_instance(x: Tensor, notes: Notes) -> Tensor:
+    """Counts in the instance for some values."""
+    if float(x.max()) > 10:
+        notes.count += 1
+    return x * (1 + notes.count)
+
+
+def notes_in_closure(x: Tensor) -> Tensor:
+    """Has a break of its own, which appends to a list of the call."""
+    seen: list[int] = []
+    part = eager_break(lambda x: (seen.append(1) if float(x.max()) > 10 else None, x * (1 + len(seen)))[1])
+    return part(x)
+
+
+@needs("pieces")
+@pytest.mark.parametrize(
+    "noting",
+    [
+        lambda x: notes_in_list(x, []),
+        lambda x: notes_in_list(x, seen=[]),
+        lambda x: notes_in_instance(x, Notes()),
+        notes_in_closure,
+    ],
+    ids=["list", "named", "instance", "closure"],
+)
+def test_break_changes_object_of_the_call(opened: Open, noting: Callable[[Tensor], Tensor]) -> None:
+    """A break that changes, for some values, an object that the call has made: no later call finds the change."""
+    step = opened(lambda x: noting(x) + x, mode="PIECEWISE")
+    step.prepare(torch.rand(4, 3))
+    for by in (1.0, 2.0, 3.0, 20.0, 20.0, 1.0):
+        x = torch.full((4, 3), by)
+        assert torch.equal(step(x), x * (3 if by > 10 else 2))
+    step.check(Reason.REPLAY_FAILED)
+
+
+def test_break_changes_object_of_each_call(opened: Open) -> None:
+    """A break that always changes an object that the call has made keeps the call eager: later parts may read it."""
+
+    def counts(x: Tensor) -> Tensor:
+        seen = [1.0]
+        part = eager_break(lambda x: (seen.append(float(x[0, 0])), x + 1)[1])
+        return part(x * 2) * seen[-1]
+
+    step = opened(counts, mode="PIECEWISE")
+    step.prepare(torch.rand(4, 3))
+    for _ in range(3):
+        x = torch.rand(4, 3)
+        assert torch.equal(step(x), (x * 2 + 1) * (x * 2)[0, 0])
+    step.check(Reason.STATE_REBOUND)

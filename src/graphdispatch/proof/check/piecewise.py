@@ -32,6 +32,7 @@ from ...backends.base import Graph, Pool
 from ...backends.operators import is_strided, storage_key, tensors_in
 from ...errors import CaptureError, ReplayError
 from ...runtime.flatten import describe, is_tensor
+from ..state.walk import StateWalk
 from .output_rule import is_same_value
 
 
@@ -49,6 +50,9 @@ class EagerPart:
     spec: TreeSpec
     made: list[bool]
     """For each leaf, whether it is a tensor that the break made; see Note [whose memory a break returns]."""
+    objects: StateWalk | None
+    """A walk over the objects that the call made and gave to the break, or put into its closure: containers, instances.
+    Each replay gives it these of the capture, so it must leave them as they are. None if it is given none."""
 
     def __post_init__(self) -> None:
         self._arguments = {storage_key(t) for t in _strided((self.args, self.kwargs))}
@@ -59,13 +63,25 @@ class EagerPart:
         """Call it on the static arguments and put its results where the next graph reads them.
 
         Raises ``ReplayError`` if the results differ from those at the capture in structure, shape, type, constant
-        values, or in whose memory they are.
+        values, or in whose memory they are; or if it changed an object that the call made.
         """
-        result = self.fn(*self.args, **self.kwargs)
+        result = self.fn(*self.args, **self.kwargs) if self.objects is None else self._run_on(self.objects)
         if self._is_one_tensor and type(result) is torch.Tensor:
             self._put(0, result, self.leaves[0])
         else:
             self._put_all(result)
+
+    def _run_on(self, objects: StateWalk) -> Any:
+        """Call it, and leave these objects as they were, for the next replay."""
+        try:
+            result = self.fn(*self.args, **self.kwargs)
+        finally:
+            change = objects.change()
+            if change is not None:
+                objects.restore()
+        if change is not None:
+            raise ReplayError(change_of_given(self.name, change))
+        return result
 
     def _put_all(self, result: Any) -> None:
         leaves, spec = tree_flatten(result)
@@ -192,6 +208,14 @@ class PiecewiseGraph(Graph):
 
     def __repr__(self) -> str:
         return f"<PiecewiseGraph {len(self.graphs)} graphs, {len(self.breaks)} breaks, {self.nbytes} bytes>"
+
+
+def change_of_given(name: str, change: str) -> str:
+    """What a break may not do to objects that the call makes and gives to it."""
+    return (
+        f"break {name!r} changes an object that the call makes and gives to it ({change}), which later parts may read; "
+        "make it in the break, and return what they need"
+    )
 
 
 def _strided(tree: Any) -> list[torch.Tensor]:

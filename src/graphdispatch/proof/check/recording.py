@@ -24,22 +24,24 @@ from ...reasons import Reason
 from ...runtime.flatten import is_tensor
 from ...runtime.request import CaptureRequest
 from ..breaks import ACTIVE, BREAKS
+from ..state.walk import StateWalk
 from ..watch.effects import EffectRecorder
 from .attempt import CaptureAttempt
 from .eager_run import Recording, uncached_casts
-from .piecewise import EagerPart, PiecewiseGraph
+from .piecewise import EagerPart, PiecewiseGraph, change_of_given
 
 
 class CaptureWatch(OperatorMode):
     """Watches one recording, and in PIECEWISE mode runs breaks eagerly: each ends a graph and begins the next one.
 
     Enter ``recording`` around the callable. ``existing`` are the keys of the storages that existed before; the call may
-    read these and what it makes itself.
+    read these and what it makes itself. ``walk`` has met the Python objects that existed before.
     """
 
-    def __init__(self, request: CaptureRequest, existing: set[int]) -> None:
+    def __init__(self, request: CaptureRequest, existing: set[int], walk: StateWalk) -> None:
         super().__init__()
         self._request = request
+        self._walk = walk
         self._capture: Capture | None = None
         self._existing = existing
         self._breaks = request.is_piecewise
@@ -109,7 +111,10 @@ class CaptureWatch(OperatorMode):
         self._next_part()
         self._is_paused = True
         try:
+            objects = self._objects_given(name, fn, args, kwargs)
             leaves, spec = tree_flatten(fn(*args, **kwargs))
+            if objects is not None and (change := objects.change()) is not None:
+                raise CaptureError(change_of_given(name, change), Reason.STATE_REBOUND)
             leaves, made = self._checked_results(name, leaves, before)
         except BaseException:
             self._failed = name
@@ -117,9 +122,26 @@ class CaptureWatch(OperatorMode):
         finally:
             self._is_paused = False
         self._next_part(leaves)
-        self.parts.append(EagerPart(name, user_line(), fn, args, kwargs, leaves, spec, made))
+        self.parts.append(EagerPart(name, user_line(), fn, args, kwargs, leaves, spec, made, objects))
         self._capture.resume()
         return tree_unflatten(leaves, spec)
+
+    def _objects_given(
+        self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> StateWalk | None:
+        """See ``EagerPart.objects``. Raises ``CaptureError`` for objects that nobody can compare."""
+        if isinstance(fn, OpOverload):  # it changes tensors alone
+            return None
+        given = [("its function", fn), *((f"argument {place}", one) for place, one in enumerate(args)), *kwargs.items()]
+        with _disable_current_modes():
+            objects = self._walk.beyond(given)
+        if objects is not None and (objects.has_opaque or objects.overflow):
+            raise CaptureError(
+                f"break {name!r} is given objects that the call makes and nobody can compare, such as iterators; "
+                "make them in the break",
+                Reason.STATE_UNSEEN,
+            )
+        return objects
 
     def _checked_results(self, name: str, leaves: list[Any], before: set[int]) -> tuple[list[Any], list[bool]]:
         """The results of a break, and for each whether the break made it; ``before`` are the storages seen before it.
@@ -275,7 +297,7 @@ def record(attempt: CaptureAttempt) -> Recording:
     values, buffers = request.static_values(), request.buffer_storages()
     existing = set(attempt.warm_run.outside) | attempt.warm_run.made_storages()
     existing |= {storage_key(value) for value in values if is_tensor(value)}
-    watch = CaptureWatch(request, existing)
+    watch = CaptureWatch(request, existing, eager.trace.walk)
     watches = request.is_piecewise or not (eager.like is not None and eager.warms_up)
     try:
         begin, watched = request.backend.begin_capture, watch.recording if watches else nullcontext

@@ -137,6 +137,17 @@ class StateWalk:
         found = (sys.modules[name] for name in names if name in sys.modules)
         self.settings += (one for one in found if objects.is_settings(one) and one not in self.settings)
 
+    def beyond(self, roots: Iterable[tuple[str, Any]]) -> "StateWalk | None":
+        """A walk over what these objects reach, by name, and this walk has not met; None if none of it can change.
+        Tensors among the roots themselves do not count."""
+        walk = StateWalk()
+        # Settings of the process and hooks are this walk's.
+        walk._saved, walk._empty, walk._generators, walk._seen = [], [], [], dict(self._seen)
+        for name, root in roots:
+            if not issubclass(type(root), torch.Tensor):
+                walk.visit(root, ((), name))
+        return walk if walk._saved or walk._empty or walk._generators or walk.has_opaque or walk.overflow else None
+
     def has_met(self, value: Any) -> bool:
         """Whether it met this very object."""
         return id(value) in self._seen
