@@ -251,6 +251,29 @@ def test_a_label_that_was_right_by_chance_shows_in_another_batch() -> None:
     assert not verdict.has_shapes(_shapes(lambda x: (x * 2, torch.zeros(7)), _rows, 9), (10,))
 
 
+# -- numbers that C++ reads
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda number: WEIGHT[number],
+        lambda number: WEIGHT[number:].sum(0),
+        lambda number: torch.full((1,), number),
+        lambda number: torch.add(WEIGHT[0], WEIGHT[1], alpha=number),
+    ],
+)
+@pytest.mark.parametrize(
+    "number", [lambda x: x.sum(0).argmax(), lambda x: torch.histc(x.argmax(-1).float(), D, 0, D - 1).argmax()]
+)
+def test_a_number_of_all_rows_that_torch_reads_by_itself_is_no_plain_number(
+    read: Callable[[Tensor], Tensor], number: Callable[[Tensor], Tensor]
+) -> None:
+    """What such a number chooses has no label, and follows all rows."""
+    verdict = judge(lambda x: x + read(number(x)), _rows)
+    assert "data to the host" in verdict.unknown
+
+
 # -- state and memory
 
 

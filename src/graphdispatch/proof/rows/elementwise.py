@@ -1,13 +1,13 @@
 """Rules of operators that work element by element, along a dimension, or on all elements of some dimensions."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from .calls import Call
-from .labels import Label, UnknownError, has_rows, own_size, plain_dim, plain_dims
+from .labels import Dim, Label, UnknownError, has_rows, own_size, plain_dim, plain_dims
 
 Rule = Callable[[Call], list[Label]]
 
@@ -60,21 +60,25 @@ def along(c: Call) -> list[Label]:
     ]
 
 
+def _changed(c: Call, dims: Sequence[Dim], shape: Sequence[int]) -> Sequence[Dim]:
+    """Dimensions within which an operator does anything, with their new sizes."""
+    if len(dims) == len(shape):
+        return [c.resized(dim, size) for dim, size in zip(dims, shape, strict=True)]
+    c.sizes.lose(Label(tuple(dims)), "a size that no rule tells for other batches")
+    return plain_dims(shape)
+
+
 def within_last(count: int) -> Rule:
     """The rule of operators that do anything within the last ``count`` dimensions, and may change their sizes."""
 
     def rule(c: Call) -> list[Label]:
-        label, shape = c.certain_label(c.first), c.outs[0].shape
+        label = c.certain_label(c.first)
         first = len(label.dims) - count
         if first < 0:
             raise UnknownError("fewer dimensions")
         c.blend(label.dims[first:], "")
         c.blend_others(c.first)
-        if len(shape) != len(label.dims):
-            c.sizes.lose(Label(label.dims[first:]), "a size that no rule tells for other batches")
-            return c.each(Label((*label.dims[:first], *plain_dims(shape[first:]))))
-        last = [c.resized(dim, shape[d]) for d, dim in enumerate(label.dims[first:], first)]
-        return c.each(Label((*label.dims[:first], *last)))
+        return [Label((*label.dims[:first], *_changed(c, label.dims[first:], out.shape[first:]))) for out in c.outs]
 
     return rule
 
@@ -174,6 +178,38 @@ def bucketize(c: Call) -> list[Label]:
     return [Label(c.certain_label("self").dims)]
 
 
+def searchsorted(c: Call) -> list[Label]:
+    """Each element among boundaries without rows, or among those of its own row."""
+    steps, label = c.certain_label("sorted_sequence").dims, c.certain_label("self").dims
+    c.blend(steps[-1:], "rows as boundaries")
+    c.blend_others(c.a["sorted_sequence"], c.a["self"])
+    if len(steps) == 1:
+        return [Label(label)]
+    return [Label((*(c.sizes.joined(a, b) for a, b in zip(steps[:-1], label[:-1], strict=True)), label[-1]))]
+
+
+def renorm(c: Call) -> list[Label]:
+    """All that belongs to an entry of one dimension."""
+    label = c.certain_label("self")
+    at = c.place("dim", len(label.dims))
+    c.blend([dim for i, dim in enumerate(label.dims) if i != at], "")
+    return [Label(label.dims)]
+
+
+def cross(c: Call) -> list[Label]:
+    """Products of vectors, which lie along one dimension."""
+    dims = c.broadcast([c.a["self"], c.a["other"]])
+    c.blend([dims[c.place("dim", len(dims), -1)]], "")
+    return [Label(dims)]
+
+
+def grid_sample(c: Call) -> list[Label]:
+    """Places of an image for each of (batch, heights, widths)."""
+    image, grid = c.certain_label("input").dims, c.certain_label("grid").dims
+    c.blend([*image[1:], *grid[1:]], "places over rows")
+    return [Label((c.sizes.joined(image[0], grid[0]), image[1], *grid[1:-1]))]
+
+
 def distance(c: Call) -> list[Label]:
     """Distances between the vectors of two tensors."""
     one, other = c.certain_label("x1"), c.certain_label("x2")
@@ -196,7 +232,8 @@ RULES: dict[Rule, str] = {
         _upsample_nearest_exact2d _upsample_bilinear2d_aa reflection_pad1d reflection_pad2d replication_pad1d
         replication_pad2d""",
     within_last(3): "pixel_shuffle pixel_unshuffle channel_shuffle im2col",
-    within_last(2): "linalg_inv_ex linalg_cholesky_ex _linalg_det",
+    within_last(2): """linalg_inv_ex linalg_cholesky_ex _linalg_det _linalg_slogdet _linalg_eigh linalg_lu_factor_ex
+        linalg_matrix_exp col2im""",
     within_first: "native_group_norm mkldnn_convolution thnn_conv2d",
     layer_norm: "native_layer_norm _fused_rms_norm rms_norm",
     batch_norm: """native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm
@@ -207,6 +244,10 @@ RULES: dict[Rule, str] = {
     triangle: "tril triu",
     moved: "flip roll",
     bucketize: "bucketize",
-    distance: "_cdist_forward",
+    searchsorted: "searchsorted",
+    renorm: "renorm",
+    cross: "linalg_cross",
+    grid_sample: "grid_sampler_2d grid_sampler_3d",
+    distance: "_cdist_forward _euclidean_dist",
 }
 PLACES: dict[Rule, tuple[str, ...]] = {keep: ("self", "input")}

@@ -31,6 +31,13 @@ def matmul(c: Call) -> list[Label]:
     return [Label(dims)]
 
 
+def outer(c: Call) -> list[Label]:
+    """Each element of a vector by each of another, and what is added."""
+    dims = (*c.certain_label("vec1").dims, *c.certain_label("vec2").dims)
+    c.fit(dims, c.a["self"])
+    return [Label(dims)]
+
+
 def attention(c: Call) -> list[Label]:
     """Scaled dot-product attention of (batch, heads, length, width)."""
     query, key, value = (c.certain_label(name).dims for name in ("query", "key", "value"))
@@ -121,6 +128,7 @@ def fused_layer(c: Call) -> list[Label]:
 
 RULES: dict[Rule, str] = {
     matmul: "mm bmm addmm baddbmm mv addmv dot _addmm_activation linear _int_mm",
+    outer: "addr",
     attention: """_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
         _scaled_dot_product_flash_attention _scaled_dot_product_cudnn_attention _scaled_dot_product_attention_math
         _scaled_dot_product_fused_attention_overrideable""",

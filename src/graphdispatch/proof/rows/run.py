@@ -478,14 +478,14 @@ class RowRun(OperatorMode):
         """What is known of the results of an operator that mixes, or of which no rule tells."""
         axes = set().union(*(axes_of(dim) for label in call.labels.values() for dim in label.dims))
         follows_rows = ROWS_AXIS in axes or any(label.is_lost for label in call.labels.values())
-        if follows_rows and not call.outs:
+        fault = fault or call.fault_of_data(())
+        if (follows_rows or fault is not None) and not call.outs:
             self.doubt(f"{call.func._schema.name} takes data to the host")
         self._mixed |= axes - {ROWS_AXIS}
         if ROWS_AXIS in axes:
             self.space.bind([ROWS_AXIS], f"{call.func._schema.name} may raise for other numbers of rows")
         if fault is None and (follows_rows or is_mix):
             fault = fault_here(is_mix, call.func._schema.name, why, is_unruled=rule_of(call.func) is None)
-        fault = fault or call.fault_of_data(())
         return [Label(plain_dims(_shape_of(o)), fault, is_lost=True) for o in call.outs]
 
     def _note_places(self, call: Call, made: Sequence[Label]) -> None:
