@@ -257,6 +257,25 @@ def test_a_call_counts_in_the_mode_its_graph_was_registered_in() -> None:
     assert (dispatcher.stats.piecewise, dispatcher.stats.graph) == (2, 0)
 
 
+def test_the_buffers_of_another_owners_graph_are_left_to_it() -> None:
+    """A capture of the dispatcher's own neither shares them, since another pool's lock guards them, nor frees them."""
+    wrapper, of_four = CUDAGraphWrapper(double), BatchDescriptor(4)
+    for _ in range(3):
+        wrapper(torch.randn(4, 3), batch_descriptor=of_four, cudagraph_runtime_mode=CUDAGraphMode.FULL)
+    made = wrapper.get_entry(of_four)
+    dispatcher = over((KEY, made))
+    serve(dispatcher)
+    dispatcher.capture(OTHER, (torch.randn(4, 3),))
+    own = dispatcher.get_entry(OTHER)
+    assert made is not None
+    assert own is not None
+    assert own.inputs is not made.inputs
+    dispatcher.clear_cache()
+    x = torch.ones(4, 3)
+    assert torch.equal(wrapper(x, batch_descriptor=of_four, cudagraph_runtime_mode=CUDAGraphMode.FULL), 2 * x)
+    assert made.replay_count == 3
+
+
 def decode(rows: int, seq_len: int = 0) -> DispatchKey:
     """A batch of one token for each request."""
     return DispatchKey(rows, rows, seq_len)

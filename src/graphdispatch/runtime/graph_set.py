@@ -217,8 +217,9 @@ class GraphSet:
         return OutputView(answer, self.cache.pool) if self.returns_handles else answer
 
     def _shared_inputs(self, signature: Signature, capacity: int) -> StaticInputs:
-        """The buffers of another group that takes the same tensors, or new ones: one pool, one user at a time."""
-        every = (group.inputs for group in self.groups.values())
+        """The buffers of another group that takes the same tensors, or new ones: one pool, one user at a time. Those of
+        a graph that somebody else captured stay out: another pool's lock guards them, and their owner frees them."""
+        every = (group.inputs for group in self.owned)
         fitting = (one for one in every if one.specs == tuple(signature.inputs) and one.capacity == capacity)
         return next(fitting, None) or StaticInputs(signature.inputs, capacity, signature.axes)
 
@@ -358,8 +359,7 @@ class GraphSet:
                 self._free_inputs()
 
     def _free_inputs(self) -> None:
-        """Free the static inputs that no graph reads, nor the one that is captured now. Those of a graph that somebody
-        else captured are not ours."""
+        """Free the static inputs that no graph reads, nor the one that is captured now."""
         read = {entry.inputs for entry in self.entries() if not entry.is_released}
         for unread in {group.inputs for group in self.owned} - read - {self._captured_on}:
             unread.free()
