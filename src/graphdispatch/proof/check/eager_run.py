@@ -114,7 +114,9 @@ class EagerRun:
         self, values: Sequence[Any], guard: StateGuard, former: ArgumentMetadata | None = None
     ) -> ArgumentMetadata | None:
         """What its code reads of the arguments besides values; ``former`` if that is the same, None if nothing."""
-        names = metadata_names(self.trace.codes)
+        tensors = set(map(id, (*self.arguments, *guard.tensors)))
+        compares = self.trace.walk.has_identity or any(map(tensors.issuperset, self.effects.equated))
+        names = metadata_names(self.trace.codes, compares=compares)
         if not names or (former is not None and former.names == names):
             return former
         return ArgumentMetadata(names, values, guard.tensors)

@@ -24,7 +24,7 @@ from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequenc
 from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
 from multiprocessing.context import BaseContext
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, is_, is_not, methodcaller
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +35,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from ...backends.code_events import is_own_code, is_torch_code
 from ...runtime.attributes import attribute_table, content
-from ..watch.bytecode import READ_WHOLE, stored_by
+from ..watch.bytecode import READ_WHOLE, TELLS_IDENTITY, stored_by
 
 ABSENT = object()
 """Stands for an attribute or variable that is not there."""
@@ -329,9 +329,19 @@ def is_accessor(value: Any) -> bool:
     return is_compiled and (value.__name__ in READ_WHOLE or value in _ACCESSORS or value in _PICKLES)
 
 
-def is_named_accessor(value: Any, name: str) -> bool:
-    """Whether it is one under its own name: code that uses it by that shows what it does with it."""
-    return is_accessor(value) and value.__name__ == name and value not in _PICKLES
+_BY_IDENTITY = frozenset((id, hash, is_, is_not))
+
+
+def is_by_identity(value: Any) -> bool:
+    """Whether a compiled function tells objects from one another."""
+    is_compiled = issubclass(type(value), _ROLES["compiled"])
+    return is_compiled and (value.__name__ in TELLS_IDENTITY or value in _BY_IDENTITY)
+
+
+def is_recognized(value: Any, name: str) -> bool:
+    """Whether code that uses a compiled function under this name, its own, shows what it does with that."""
+    shows = (is_accessor(value) and value not in _PICKLES) or is_by_identity(value)
+    return shows and value.__name__ == name
 
 
 _FINDERS = frozenset((globals, locals, __import__))

@@ -173,17 +173,20 @@ _AROUND_MODES = (f"{os.sep}contextlib.py", os.path.join("torch", "overrides.py")
 """Where Python code runs around each function of torch while a mode sees it. It compares errors and modes alone."""
 
 
-def metadata_names(codes: Iterable[types.CodeType]) -> list[str]:
+_KEYS_BY_IDENTITY = {torch.Tensor.__hash__.__code__, torch.utils.weak.WeakIdRef.__init__.__code__}
+"""What runs where a tensor is a key."""
+
+
+def metadata_names(codes: Iterable[types.CodeType], *, compares: bool) -> list[str]:
     """What of ``TENSOR_READERS`` all this code of the user reads, of whatever tensors; and ``IDENTITY`` where any code
-    compares objects."""
+    compares objects, or it ``compares`` them in a way that stands in no code."""
     others = [c for c in codes if not (is_own_code(c.co_filename) or c.co_filename.endswith(_AROUND_MODES))]
     theirs = [code for code in others if not is_library_code(code.co_filename)]
     # Torch's attention compares the query with the key.
-    compares = any(code_reads(code).compared for code in theirs) or any(
-        not code_reads(code).compared.isdisjoint(code.co_varnames) for code in others
-    )
+    compares = compares or any(code_reads(code).compared for code in theirs)
+    compares = compares or any(not code_reads(code).compared.isdisjoint(code.co_varnames) for code in others)
     used = set().union(*(code_reads(code).attributes for code in theirs))
-    compares = compares or torch.Tensor.__hash__.__code__ in others or not used.isdisjoint(("_cdata", "is_set_to"))
+    compares = compares or not (_KEYS_BY_IDENTITY.isdisjoint(others) and used.isdisjoint(("_cdata", "is_set_to")))
     if any(original_of(code) is not None for code in others):  # functions that the compiler put inline may read it, too
         used, compares = {*used, "requires_grad"}, True
     return sorted(TENSOR_READERS.keys() & used) + [IDENTITY] * compares

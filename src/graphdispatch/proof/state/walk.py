@@ -55,6 +55,8 @@ class StateWalk:
         """Whether it met something that nobody can compare, or a cache, which may come to hold such."""
         self.has_accessor = False
         """Whether it met a compiled function by which code may read or write attributes under any name."""
+        self.has_identity = False
+        """Whether it met one by which code may compare objects by identity."""
         self.unrestorable: str | None = None
         """Where it met such a thing that belongs to the callable alone: a run may change it for good."""
         self.overflow: str | None = None
@@ -111,7 +113,7 @@ class StateWalk:
         for name in names:
             if name not in noted:
                 noted[name] = value = table.get(name, ABSENT)
-                if not (holds_modules(table, name) or objects.is_named_accessor(value, name)):
+                if not (holds_modules(table, name) or objects.is_recognized(value, name)):
                     self.visit(value, ((), f"{where}.{name}"))
 
     def visit_all_variables(self, table: dict[str, Any], where: str) -> list[str]:
@@ -261,6 +263,7 @@ class StateWalk:
 
     def _compiled_edges(self, value: Any, path: Any) -> Edges:
         self.has_accessor |= objects.is_accessor(value)
+        self.has_identity |= objects.is_by_identity(value)
         self.has_opaque |= objects.is_finder(value)
         return (("", inner) for inner in objects.referents(value))
 
@@ -350,5 +353,5 @@ class StateWalk:
                 held = self._save(path, kind, snapshot.CLASS)
                 for name, inner in held.items():
                     is_own = objects.describes(name) or name in ("__dict__", "__weakref__")
-                    if not (is_own or objects.is_named_accessor(inner, name)):
+                    if not (is_own or objects.is_recognized(inner, name)):
                         yield f".{name}", inner

@@ -51,6 +51,8 @@ READ_WHOLE = _WHOLE | _TEMPLATES | WRITE_ANY
 """Methods by which code gets at any attributes of an object, or all."""
 
 
+TELLS_IDENTITY = frozenset(("is_", "is_not", "__eq__", "__ne__", "__hash__", "__repr__"))
+"""Functions and methods of every object that tell it from others."""
 _GETTERS = ("attrgetter", "methodcaller")
 """Those that make something which reads an attribute."""
 _ACCESS = ("__getattr__", "__getattribute__")
@@ -154,12 +156,17 @@ def code_reads(code: CodeType) -> CodeReads:
         frozenset(variables),
         frozenset(imports),
         texts,
-        frozenset((compared - {code.co_name}) | (variables & {"id", "hash"})),  # itself is a function
+        frozenset(compared - {code.co_name}) | _telling(attributes | variables, variables),  # itself is a function
         of_others,
         of_self,
         of_variables,
         ModulesRead.WHOLE if "modules" in texts else _modules_read(instructions, kept),
     )
+
+
+def _telling(names: Collection[str], variables: Collection[str]) -> frozenset[str]:
+    """The functions among names that tell objects from one another; an attribute ``id`` may be anything."""
+    return TELLS_IDENTITY.intersection(names) | frozenset(("id", "hash")).intersection(variables)
 
 
 def _modules_read(instructions: Sequence[dis.Instruction], parameters: Collection[str]) -> ModulesRead:

@@ -271,6 +271,9 @@ class EffectRecorder(OperatorMode):
         self.dispatched = Dispatched()
         """What it showed of its operators."""
         self._tensor_names = tensor_names
+        self.equated: set[tuple[int, ...]] = set()
+        """Pairs of tensors, by ``id``, whose numbers it compared. Python does so with the entries of containers, unless
+        they are one object."""
         self.outside: dict[int, torch.Tensor] = {}
         """One tensor for each storage that the run used and did not make, by the storage's key."""
         self._limit = limit_bytes
@@ -351,14 +354,9 @@ class EffectRecorder(OperatorMode):
 
     def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Save what the operator is about to overwrite, then run it."""
-        traits, made, outside = _traits_of(func), self._made, self.outside
+        traits, made = _traits_of(func), self._made
         kind, given = traits.kind, tensors_in(*args, *kwargs.values())
-        keys: dict[int, int] = {}
-        for tensor in given:
-            if is_strided(tensor):
-                keys[id(tensor)] = key = storage_key(tensor)
-                if key not in made and key not in outside:
-                    outside[key] = tensor.detach()
+        keys = self._note_given(func, given)
         self.runs_custom = self.runs_custom or traits.is_custom
         taken = _shapes_of(given) if self._tensor_names is not None else []
         if self._tensor_names is not None and not keeps_elements(func):
@@ -386,7 +384,7 @@ class EffectRecorder(OperatorMode):
             _mark_unwritten(result)
             self.reserves_memory = True
         if func is _LIFT:  # its argument is what Python values were made into
-            outside.pop(storage_key(args[0]), None)
+            self.outside.pop(storage_key(args[0]), None)
         self._note_results(gives, kind is not OperatorKind.VIEW or func is _LIFT, len(written))
         if self._tensor_names is not None:
             self._tensor_names.note_run(func, given, returned, written, keys)
@@ -394,6 +392,18 @@ class EffectRecorder(OperatorMode):
             if not keeps_elements(func):
                 self.dispatched.shapes.append((func, (*taken, *_shapes_of(returned))))
         return result
+
+    def _note_given(self, func: OpOverload, given: list[torch.Tensor]) -> dict[int, int]:
+        """Note what an operator is given, before it runs. Returns the key of each tensor's storage by its ``id``."""
+        if func is _EQUATES:
+            self.equated.add(tuple(map(id, given)))
+        keys: dict[int, int] = {}
+        for tensor in given:
+            if is_strided(tensor):
+                keys[id(tensor)] = key = storage_key(tensor)
+                if key not in self._made and key not in self.outside:
+                    self.outside[key] = tensor.detach()
+        return keys
 
     def _record(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
@@ -557,6 +567,7 @@ class EffectRecorder(OperatorMode):
 
 _COMPUTES = (OperatorKind.PURE, OperatorKind.VIEW)
 _LIFT = torch.ops.aten.lift_fresh.default
+_EQUATES = torch.ops.aten.eq.Tensor
 _CHECKING = frozenset(("aten::_assert_async", "aten::multinomial", "aten::bernoulli", "aten::binary_cross_entropy"))
 """Operators that check data on the device."""
 _ORDERING_NAMES = """
