@@ -1,7 +1,9 @@
 """Breaks of PIECEWISE captures: Python that runs while a graph is half-way."""
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -93,9 +95,19 @@ def test_break_changes_state(opened: Open) -> None:
 
 
 @needs("pieces")
-def test_break_writes_for_some_values(opened: Open) -> None:
+@pytest.mark.parametrize(
+    "clamp",
+    [
+        lambda x: x.clamp_(-3, 3),
+        lambda x: x.data.clamp_(-3, 3),
+        lambda x: np.clip(x.numpy(), -3, 3, out=x.numpy()),
+        lambda x: x.new_empty(0).set_(x.untyped_storage()).clamp_(-3, 3),
+    ],
+    ids=["in place", "data", "numpy", "storage"],
+)
+def test_break_writes_for_some_values(opened: Open, clamp: Callable[[Tensor], Any]) -> None:
     """A break that leaves its argument alone at the capture, and writes to it later, ends the replay: eager again."""
-    clip = eager_break(lambda x: x.clamp_(-3, 3) if float(x.abs().amax()) > 3 else x)
+    clip = eager_break(lambda x: (clamp(x) if float(x.abs().amax()) > 3 else None, x * 1)[1])
     step = opened(lambda x: clip(x) * 2, mode="PIECEWISE")
     step.prepare(torch.rand(4, 3))
     for by in (1.0, 2.0, 1.0, 9.0, 8.0):

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import getattr_static
+from itertools import starmap
 from pathlib import PurePath
 from threading import get_ident
 from traceback import walk_tb
@@ -29,7 +30,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ...backends.base import Graph, Pool
-from ...backends.operators import is_strided, storage_key, tensors_in
+from ...backends.operators import bits_equal, is_strided, storage_key, tensors_in
 from ...errors import CaptureError, ReplayError
 from ...runtime.flatten import describe, is_tensor
 from ..state.walk import StateWalk
@@ -55,7 +56,9 @@ class EagerPart:
     Each replay gives it these of the capture, so it must leave them as they are. None if it is given none."""
 
     def __post_init__(self) -> None:
-        self._arguments = {storage_key(t) for t in _strided((self.args, self.kwargs))}
+        inside = self.objects.tensors if self.objects is not None else []
+        self.given = {storage_key(t) for t in _strided((self.args, self.kwargs, inside))}
+        """The storages of the tensors that it is given."""
         self._sharing = _sharing(self.leaves)
         self._is_one_tensor = self.spec.is_leaf() and is_tensor(self.leaves[0])
 
@@ -107,7 +110,7 @@ class EagerPart:
             )
         if now.data_ptr() == then.data_ptr() and now.stride() == then.stride():
             return
-        if not self.made[index] or storage_key(now) in self._arguments:
+        if not self.made[index] or storage_key(now) in self.given:
             raise ReplayError(
                 f"break {self.name!r} returned as tensor {index} once a tensor that it made and once memory that it "
                 "did not make, or another view of such memory; return a copy of it (.clone()) each time"
@@ -126,6 +129,8 @@ class PiecewiseGraph(Graph):
         self._pool = pool
         self._released = False
         self._watched: tuple[Sequence[torch.Tensor], ...] = ()
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Each static input that a break is given and must not write, with memory to keep its numbers in."""
         # Tensors that cross a break are inference tensors or not, as at the capture; the other mode cannot write them.
         self._inference_mode = torch.is_inference_mode_enabled()
 
@@ -140,8 +145,14 @@ class PiecewiseGraph(Graph):
             self._run_parts()
 
     def watch(self, arguments: Sequence[torch.Tensor], state: Sequence[torch.Tensor]) -> None:
-        """Notice from now on what breaks write: static inputs that the capture did not write, and state."""
+        """Notice from now on what breaks write: static inputs that the capture did not write, and state.
+
+        Numpy, ``.data`` and storages write without a trace, so static inputs that a break is given are compared.
+        """
         self._watched = arguments, state
+        given = set[int]().union(*(part.given for part in self.breaks))
+        with torch.inference_mode(False):
+            self._kept = [(one, torch.empty_like(one)) for one in arguments if storage_key(one) in given]
 
     def _versions(self) -> list[list[int]]:
         """How often what is watched was written."""
@@ -149,11 +160,13 @@ class PiecewiseGraph(Graph):
 
     def _run_parts(self) -> None:
         before = self._versions()
+        for argument, kept in self._kept:
+            kept.copy_(argument)
         self._pool.replaying_on = get_ident()
         try:
             for call in self._calls:
                 call()
-            if self._versions()[:1] != before[:1]:
+            if self._versions()[:1] != before[:1] or not all(starmap(bits_equal, self._kept)):
                 raise ReplayError("a break writes to an argument, and did not at the capture; return what it makes")
         except ReplayError as error:
             error.had_effects |= self._versions()[1:] != before[1:]
@@ -176,6 +189,7 @@ class PiecewiseGraph(Graph):
         self._calls = []
         self._held = []
         self._watched = ()
+        self._kept = []
 
     @property
     def graphs(self) -> list[Graph]:
@@ -189,10 +203,11 @@ class PiecewiseGraph(Graph):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all graphs, and of the tensors that the breaks made and the graphs behind them read."""
+        """Bytes of all graphs, of the tensors that the breaks made and the graphs behind them read, and of what is
+        compared."""
         made = [leaf for part in self.breaks for leaf, is_made in zip(part.leaves, part.made, strict=True) if is_made]
         held: dict[int, int] = {storage_key(leaf): leaf.untyped_storage().nbytes() for leaf in made}
-        return sum(graph.nbytes for graph in self.graphs) + sum(held.values())
+        return sum(graph.nbytes for graph in self.graphs) + sum(held.values()) + sum(one.nbytes for _, one in self._kept)
 
     @property
     def driver_nbytes(self) -> int:
