@@ -70,6 +70,8 @@ def eager_break(target: T, *more: str) -> T:
     - It may return new tensors of the same shapes each time; they are copied to where the next graph reads them.
     - A returned tensor that it did not make (an argument, a cache) must be the same view of the same memory each time,
       and every other returned value must stay the same.
+    - If later parts write to a tensor that it made, it must not keep that tensor, nor ever return one that is held
+      elsewhere in its place.
     - It must leave Python objects that the call makes and gives to it (lists, dicts, instances) as they are.
     - If it raises, the call ends with that exception, even if the model would catch it.
     - It may use streams of its own if it joins them before it ends.

@@ -4,6 +4,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -169,6 +170,71 @@ def test_a_changed_result_is_no_answer(change: str, writes: bool) -> None:
         served(x=torch.ones(4, 3))
         assert float(steps) == count
         assert served.last_decision.reason is reason
+
+
+KEPT_BY_BREAK = Spy()
+HELD = {
+    "itself": lambda state: state,
+    "view": lambda state: state[:2],
+    "alias": lambda state: state.detach(),
+    "kept": lambda state: (KEPT_BY_BREAK.__setitem__(slice(None), [state * 1]), KEPT_BY_BREAK[0])[1],
+    "kept by a view": lambda state: (KEPT_BY_BREAK.__setitem__(slice(None), [(new := state * 1)[:1]]), new)[1],
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("how", HELD)
+def test_what_somebody_holds_is_not_written_in_the_place_of_a_new_tensor(
+    how: str, mode: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    """A break that made its result at the capture, and which a later part writes to, returns state of its own, or a
+    tensor that it goes on holding: eager writes to that, and so does the call."""
+    with mode():
+        state, held = torch.ones(3), HELD[how]
+        pick = eager_break(lambda x: x.sum(0)[: 3 - (how == "view")] if float(x[0, 0]) > 0 else held(state))
+        served = pieces(lambda x: pick(x).mul_(2).sum() + x, ahead=False)
+        for scale in (1.0, 2.0, 3.0):
+            served(x=torch.full((4, 3), scale))
+        assert served.last_decision.reason is Reason.EXACT
+        served(x=-torch.ones(4, 3))
+        assert served.last_decision.reason is Reason.REPLAY_FAILED
+        assert "held elsewhere" in served.last_decision.detail
+        expected = {"itself": [2.0, 2.0, 2.0], "alias": [2.0, 2.0, 2.0], "view": [2.0, 2.0, 1.0]}
+        assert state.tolist() == expected.get(how, [1.0, 1.0, 1.0])
+
+
+def both(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A tensor, a view of it, and itself."""
+    y = x * 2
+    return y, y[:2], y
+
+
+NEW = {
+    "new": lambda x: x * 2,
+    "view": lambda x: (x * 2)[:2],
+    "view of a view": lambda x: (x * 2)[:2].t(),
+    "parts": lambda x: (x * 2).chunk(2),
+    "both": both,
+    "detached": lambda x: (x * 2).detach(),
+    "layer": lambda x: nn.functional.linear(x[None], x.new_ones(5, 3)).view(-1, 5),
+    "exported": lambda x: (y := x * 2, y.numpy())[0],
+    "beside an argument": lambda x: {"new": x * 2, "old": x},
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("how", NEW)
+def test_later_parts_write_to_what_a_break_makes(how: str, mode: Callable[[], AbstractContextManager[Any]]) -> None:
+    """A break makes its results in each replay, in whatever way, and nobody else holds them: the graph serves."""
+    with mode():
+        make_new = eager_break(lambda x: NEW[how](x))
+
+        def model(x: Tensor) -> Tensor:
+            got = make_new(x + 1)
+            new = got["new"] if type(got) is dict else got[0] if type(got) is tuple else got
+            return new.mul_(2).sum() + x
+
+        agrees(pieces(model))
 
 
 def test_a_break_that_wrote_some_state_before_a_changed_result() -> None:

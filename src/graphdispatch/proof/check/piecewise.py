@@ -11,15 +11,17 @@ Note [whose memory a break returns]
     A tensor that a break makes is copied, at each replay, to where the break's result lay at the capture. A tensor that
     the break did not make (an argument, a cache) is never copied: copying would change the argument or the cache. It
     must be the same view of the same memory each time. A break that made its result at the capture must not return
-    somebody else's memory later, since the graphs behind it may write to the result in place.
+    somebody else's memory later if parts behind it write to the result in place: nobody else may hold it then.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import getattr_static
 from itertools import starmap
+from operator import gt
 from pathlib import PurePath
+from sys import getrefcount
 from threading import get_ident
 from traceback import walk_tb
 from types import FrameType, FunctionType
@@ -55,6 +57,9 @@ class EagerPart:
     """A walk over the objects that the call made and gave to the break, or put into its closure: containers, instances.
     Each replay gives it these of the capture, so it must leave them as they are. None if it is given none."""
 
+    is_written: bool = field(default=False, init=False)
+    """Whether later parts write to a tensor that the break made."""
+
     def __post_init__(self) -> None:
         inside = self.objects.tensors if self.objects is not None else []
         self.given = {storage_key(t) for t in _strided((self.args, self.kwargs, inside))}
@@ -69,10 +74,12 @@ class EagerPart:
         values, or in whose memory they are; or if it changed an object that the call made.
         """
         result = self.fn(*self.args, **self.kwargs) if self.objects is None else self._run_on(self.objects)
-        if self._is_one_tensor and type(result) is torch.Tensor:
+        if self._is_one_tensor and type(result) is torch.Tensor and not self.is_written:
             self._put(0, result, self.leaves[0])
-        else:
-            self._put_all(result)
+            return
+        leaves, spec = tree_flatten(result)
+        del result  # so that nothing but the list holds what the break made
+        self._put_all(leaves, spec)
 
     def _run_on(self, objects: StateWalk) -> Any:
         """Call it, and leave these objects as they were, for the next replay."""
@@ -86,12 +93,16 @@ class EagerPart:
             raise ReplayError(change_of_given(self.name, change))
         return result
 
-    def _put_all(self, result: Any) -> None:
-        leaves, spec = tree_flatten(result)
+    def _put_all(self, leaves: list[Any], spec: TreeSpec) -> None:
         if spec != self.spec:
             raise ReplayError(f"break {self.name!r} returned another structure than at the capture")
         if len(leaves) > 1 and _sharing(leaves) != self._sharing:
             raise ReplayError(f"break {self.name!r} returned tensors that share memory otherwise than at the capture")
+        if self.is_written and any(map(gt, _holders(leaves, self.made), _OF_NEW)):
+            raise ReplayError(
+                f"break {self.name!r} returned a new tensor at the capture, and now one that is held elsewhere; later "
+                "parts would write to it; return a copy of it (.clone()) each time"
+            )
         for index, (now, then) in enumerate(zip(leaves, self.leaves, strict=True)):
             if is_tensor(now) and is_tensor(then):
                 self._put(index, now, then)
@@ -207,7 +218,9 @@ class PiecewiseGraph(Graph):
         compared."""
         made = [leaf for part in self.breaks for leaf, is_made in zip(part.leaves, part.made, strict=True) if is_made]
         held: dict[int, int] = {storage_key(leaf): leaf.untyped_storage().nbytes() for leaf in made}
-        return sum(graph.nbytes for graph in self.graphs) + sum(held.values()) + sum(one.nbytes for _, one in self._kept)
+        return (
+            sum(graph.nbytes for graph in self.graphs) + sum(held.values()) + sum(one.nbytes for _, one in self._kept)
+        )
 
     @property
     def driver_nbytes(self) -> int:
@@ -235,6 +248,27 @@ def change_of_given(name: str, change: str) -> str:
 
 def _strided(tree: Any) -> list[torch.Tensor]:
     return [tensor for tensor in tensors_in(tree) if is_strided(tensor)]
+
+
+def _holders(leaves: list[Any], counts: Sequence[bool]) -> tuple[int, int, int]:
+    """How many hold the memory of these tensors, of those that count, without the list itself: the most references to
+    one of them, the most to one that they are views of, and the most further tensors in one storage."""
+    tensors = {
+        id(leaf): leaf for leaf, is_counted in zip(leaves, counts, strict=True) if is_counted and is_tensor(leaf)
+    }
+    bases = {id(one._base): one._base for one in tensors.values() if one._base is not None}
+    listed, every = Counter(map(id, leaves)), tensors | bases
+    references = {key: getrefcount(every[key]) - listed[key] - (key in tensors) for key in every}
+    storages = Counter(one.untyped_storage()._cdata for one in every.values())
+    return (
+        max((count for key, count in references.items() if key not in bases), default=0),
+        max(map(references.__getitem__, bases), default=0),
+        max((torch._C._storage_Use_Count(key) - count for key, count in storages.items()), default=0),
+    )
+
+
+_OF_NEW = _holders([torch.empty(1).view(1)], [True])
+"""As many hold a tensor that is new."""
 
 
 def _sharing(leaves: list[Any]) -> list[int]:

@@ -18,7 +18,16 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ...backends.base import Capture, Graph
 from ...backends.operator_mode import OperatorMode
-from ...backends.operators import forbidden, is_expanded, is_strided, is_unsafe, storage_key, tensors_in, user_line
+from ...backends.operators import (
+    forbidden,
+    is_expanded,
+    is_strided,
+    is_unsafe,
+    storage_key,
+    tensors_in,
+    user_line,
+    written_tensors,
+)
 from ...errors import CaptureError
 from ...reasons import Reason
 from ...runtime.flatten import is_tensor
@@ -58,6 +67,8 @@ class CaptureWatch(OperatorMode):
         """Tensors that one part made and a later one used."""
         self._unreturned: dict[int, str] = {}
         """Storages that a break made and did not return, and its name; later parts must not use them."""
+        self._returned: dict[int, EagerPart] = {}
+        """The break that made a storage and returned it."""
         self.latest: object = "nothing"
         """The operator that ran last."""
 
@@ -122,7 +133,9 @@ class CaptureWatch(OperatorMode):
         finally:
             self._is_paused = False
         self._next_part(leaves)
-        self.parts.append(EagerPart(name, user_line(), fn, args, kwargs, leaves, spec, made, objects))
+        part = EagerPart(name, user_line(), fn, args, kwargs, leaves, spec, made, objects)
+        self.parts.append(part)
+        self._returned |= {storage_key(leaf): part for leaf, is_made in zip(leaves, made, strict=True) if is_made}
         self._capture.resume()
         return tree_unflatten(leaves, spec)
 
@@ -189,6 +202,10 @@ class CaptureWatch(OperatorMode):
         tensors = tensors_in(*args, *kwargs.values())
         if self._part:
             self._note_crossing(tensors)
+        if self._returned:
+            for tensor in written_tensors(func, args, kwargs):
+                if (part := self._returned.get(storage_key(tensor))) is not None:
+                    part.is_written = True
         if not self._is_paused:
             self._check(func, args, kwargs, tensors)
         assert self._capture is not None
