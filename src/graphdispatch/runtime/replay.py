@@ -72,9 +72,10 @@ class ReplayPlan:
                     return f"the call writes to argument {spec.name!r}, and reads it as state, too"
                 if may_overlap_itself(tensor):
                     return f"the call writes to argument {spec.name!r}, whose elements share memory"
-        for spec in specs if entry.written is not None else ():
-            if entry.written.overlaps(values[spec.position]):
-                return f"argument {spec.name!r} is a view of memory that the call writes"
+        if entry.written is not None:
+            for spec in specs:
+                if entry.written.overlaps(values[spec.position]):
+                    return f"argument {spec.name!r} is a view of memory that the call writes"
         return None
 
     def run_in_python(self, values: Sequence[Any] | None, stats: CUDAGraphStats | None = None) -> Any:
