@@ -39,8 +39,9 @@ from .errors import CaptureError, error_of_signal
 from .modes import EntryState
 from .reasons import Reason
 from .runtime.collector import paused_collector
+from .runtime.constants import VALUES
 from .runtime.entry import CUDAGraphEntry
-from .runtime.flatten import VALUES, describe, is_tensor
+from .runtime.flatten import describe, is_tensor
 from .runtime.outputs import OutputRule, Outputs
 from .runtime.protocols import Capturer, Guard
 from .runtime.request import CaptureRequest, CaptureResult

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from .flatten import VALUES
+from .constants import VALUES
 
 _BARE = frozenset({dict, list, set, deque, tuple, frozenset})
 _LEAVES = frozenset((*VALUES, torch.Tensor, nn.Parameter)) - {torch.Size}

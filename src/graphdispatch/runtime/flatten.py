@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch.utils import _pytree as pytree
 
-VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-"""Types of plain constants: equal ones are indistinguishable, and each is its own description."""
+from .attributes import attribute_table
+from .constants import VALUES, frozen, is_constant, within
 
 
 def is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
@@ -26,24 +26,50 @@ def is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 _LEAF = pytree.tree_structure(None)
+_BARE_NODES = frozenset((dict, list, tuple))
+"""Containers that hold nothing but their entries."""
 
 
 def _is_leaf(value: Any) -> bool:
     return is_tensor(value) or type(value) in VALUES
 
 
+def _holds_more(node: Any) -> bool:
+    """Whether an object that torch's pytree flattens holds what no leaf is and no constant of its structure, such as an
+    attribute beside its entries. Then it is a leaf itself, which nobody can compare."""
+    kind = type(node)
+    if kind in _BARE_NODES:
+        return False
+    found = pytree.SUPPORTED_NODES.get(pytree._get_node_type(node))
+    if found is None:
+        return False
+    children, context = found.flatten_fn(node)
+    parts = list(within(context))
+    if not all(is_constant(one) or type(one) in _BARE_NODES for one in parts):
+        return True
+    held = set(map(frozen, (None, *parts, *children)))
+    return any(frozen(one) not in held for one in (attribute_table(node) or {}).values())
+
+
+def _structure_of(spec: pytree.TreeSpec) -> Any:
+    """The containers of a nest with their keys, equal to those of a nest that looks the same: 1 is not True."""
+    if spec.is_leaf():
+        return None
+    return spec.type, frozen(spec.context), *(_structure_of(spec.child(place)) for place in range(spec.num_children))
+
+
 def leaves_of(values: Sequence[Any]) -> Sequence[Any]:
     """The values of a nest of arguments."""
-    return values if all(map(_is_leaf, values)) else pytree.tree_leaves(list(values))
+    return values if all(map(_is_leaf, values)) else pytree.tree_leaves(list(values), is_leaf=_holds_more)
 
 
 def _paths_of(value: Any) -> list[str]:
     """The paths of the leaves of one argument: ``['ids']``, ``[0].weight``; empty for a leaf. Where the keys of a class
     are not known, or cannot be printed, the leaves are numbered."""
     try:
-        return [pytree.keystr(path) for path, _ in pytree.tree_leaves_with_path(value)]
+        return [pytree.keystr(path) for path, _ in pytree.tree_leaves_with_path(value, is_leaf=_holds_more)]
     except Exception:
-        return [f"[{place}]" for place in range(len(pytree.tree_leaves(value)))]
+        return [f"[{place}]" for place in range(len(pytree.tree_leaves(value, is_leaf=_holds_more)))]
 
 
 def parameter_names(fn: Callable[..., Any]) -> tuple[str, ...] | None:
@@ -106,7 +132,9 @@ def describe(value: Any) -> str:
     hint = " (torch.from_numpy makes a tensor of it)" if name == "numpy.ndarray" else ""
     if issubclass(kind, Mapping) and kind not in pytree.SUPPORTED_NODES:
         hint = " (graphs see what a plain dict holds)"
-    if is_dataclass(kind):
+    if kind in pytree.SUPPORTED_NODES:
+        hint = " (with more than its pytree holds)"
+    elif is_dataclass(kind):
         hint = f" (torch.utils._pytree.register_dataclass({kind.__qualname__}) lets graphs see its fields)"
     return f"a {name}{hint}"
 
@@ -154,22 +182,34 @@ class Leaf(NamedTuple):
 
 
 class Leaves(list[Any]):
-    """The flattened values of one call, with the arguments that they were taken from."""
+    """The flattened values of one call, with the arguments that they were taken from, and the structure of each."""
 
-    def __init__(self, leaves: Sequence[Any], arguments: Sequence[Any]) -> None:
+    def __init__(self, leaves: Sequence[Any], arguments: Sequence[Any], structures: Sequence[Any]) -> None:
         super().__init__(leaves)
-        self.arguments = arguments
+        self.arguments, self._structures = arguments, structures
 
     def still_fit(self) -> bool:
-        """Whether the arguments still hold these very values: nothing was put in, taken out, or replaced."""
-        now = leaves_of(list(self.arguments))
-        return len(now) == len(self) and all(map(is_, now, self))
+        """Whether the arguments still hold these very values in the same containers: nothing was put in, taken out, or
+        replaced."""
+        now = _flattened(self.arguments, self._structures)
+        return now is not None and len(now) == len(self) and all(map(is_, now, self))
+
+
+def _flattened(values: Sequence[Any], structures: Sequence[Any]) -> list[Any] | None:
+    """The leaves of arguments of these structures, or None if the structure of one is another."""
+    leaves: list[Any] = []
+    for value, expected in zip(values, structures, strict=True):
+        flat, spec = pytree.tree_flatten(value, is_leaf=_holds_more)
+        if _structure_of(spec) != expected:
+            return None
+        leaves += flat
+    return leaves
 
 
 class FlatCall:
     """Calls ``fn`` with a flat list of leaves, in the form and structure of one recorded call."""
 
-    __slots__ = ("_places", "_specs", "fn", "is_flat", "leaves", "order", "spec")
+    __slots__ = ("_places", "_specs", "_structures", "fn", "is_flat", "leaves", "order", "spec")
 
     def __init__(self, fn: Callable[..., Any], spec: CallSpec, values: Sequence[Any]) -> None:
         self.fn = fn
@@ -181,9 +221,10 @@ class FlatCall:
         for name, value in zip(spec.names, values, strict=True):
             paths, tree = [""], _LEAF
             if not _is_leaf(value):
-                tree, paths = pytree.tree_structure(value), _paths_of(value)
+                tree, paths = pytree.tree_structure(value, is_leaf=_holds_more), _paths_of(value)
             self._specs.append(tree)
             self.leaves += [Leaf(name + path, name.partition("[")[0]) for path in paths]
+        self._structures = tuple(map(_structure_of, self._specs))
         self.is_flat = all(spec.is_leaf() for spec in self._specs)
         """Whether a call's arguments are its leaves, so that a hit need not flatten them."""
         inverse = spec.order if spec.order is not None else range(len(values))
@@ -198,20 +239,12 @@ class FlatCall:
         """The leaves of a call, or None if its structure is another one."""
         if self.is_flat:
             return list(values)
-        leaves: list[Any] = []
-        for value, expected in zip(values, self._specs, strict=True):
-            flat, spec = pytree.tree_flatten(value)
-            try:
-                if spec != expected:
-                    return None
-            except Exception:  # of a key that cannot be compared
-                return None
-            leaves += flat
-        return Leaves(leaves, values)
+        leaves = _flattened(values, self._structures)
+        return None if leaves is None else Leaves(leaves, values, self._structures)
 
     def in_new_containers(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves of a call, with dicts and lists of their own around them."""
-        return list(leaves) if self.is_flat else Leaves(leaves, self._unflatten(leaves))
+        return list(leaves) if self.is_flat else Leaves(leaves, self._unflatten(leaves), self._structures)
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """Call the callable with these leaves: with the caller's own dicts and lists where they are ``Leaves``, which

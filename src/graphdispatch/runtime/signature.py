@@ -6,17 +6,15 @@ then only compared with later calls.
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from operator import attrgetter
-from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from ..native.bound import CORE
 from ..reasons import Reason
 from ..sizes import ROWS, Axis, pack
+from .constants import CONSTANTS, IN_CORE, exactly, is_constant
 from .flatten import Leaf, describe, is_tensor
 from .rules import ArgumentRules, Pad
 
@@ -24,25 +22,6 @@ NO_MATCH = -1
 _MOST_SHAPES = 4096  # per tensor; more are compared each time
 _is_inference = torch.is_inference_mode_enabled
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
-# Equal values of these types look the same to every callable.
-_CONSTANTS = (
-    bool, int, str, bytes, range, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
-    torch.memory_format, torch.Size,
-)  # fmt: skip
-# Constants whose equality is too coarse (0.0 equals -0.0) or too fine (NaN is not NaN), and what to compare instead.
-_EXACT: dict[type, Callable[[Any], Any]] = {
-    float: float.hex,
-    complex: repr,
-    **dict.fromkeys(
-        (kind for kind in np.sctypeDict.values() if not issubclass(kind, (np.object_, np.void))),
-        lambda value: (value.dtype, value.tobytes()),
-    ),
-}
-_PLAIN = frozenset((*_EXACT, *_CONSTANTS))
-_CORE_CONSTANTS = frozenset((float, complex, *_CONSTANTS))
-"""Those that the core compares as exactly."""
-# Compared by identity: the code and state of a function are followed as those of the callable itself.
-_BY_IDENTITY = (FunctionType, BuiltinFunctionType, type, ModuleType)
 
 
 class Refusal(NamedTuple):
@@ -178,8 +157,8 @@ class Signature:
         for position, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
             if is_tensor(value):
                 self._add_tensor(position, leaf, value, rules)
-            elif type(value) in _PLAIN:
-                self._constants.append((position, *_exactly(value), value))
+            elif type(value) in CONSTANTS:
+                self._constants.append((position, *exactly(value), value))
             else:
                 self._objects.append((position, value))
         found = {axis for check in self._checks for _, axis in check.form.spans}
@@ -187,9 +166,7 @@ class Signature:
         """Whether any argument has a batch dimension."""
         self._known = pack(self.axes, [0 if axis in found else 1 for axis in self.axes])
         """What stands in the number of each call: a dimension that none of its arguments has is as short as can be."""
-        is_in_core = all(one.in_core for one in PROPERTIES) and all(
-            one[1] in _CORE_CONSTANTS for one in self._constants
-        )
+        is_in_core = all(one.in_core for one in PROPERTIES) and all(one[1] in IN_CORE for one in self._constants)
         if CORE is not None and is_in_core:
             self.native = self._native(values)
 
@@ -237,9 +214,7 @@ class Signature:
             return NO_MATCH
         for position, kind, exact, value in self._constants:
             given = values[position]
-            if given is not value and (
-                type(given) is not kind or (_EXACT[kind](given) if kind in _EXACT else given) != exact
-            ):
+            if given is not value and (type(given) is not kind or exactly(given)[1] != exact):
                 return NO_MATCH
         rows, known = self._known, 0
         try:
@@ -280,8 +255,8 @@ class Signature:
         changes, like_these = {}, list(values)
         for position, kind, exact, value in self._constants:
             given = values[position]
-            if type(given) in _PLAIN and _exactly(given) != (kind, exact):
-                changes[position] = (kind, exact), _exactly(given)
+            if type(given) in CONSTANTS and exactly(given) != (kind, exact):
+                changes[position] = (kind, exact), exactly(given)
                 like_these[position] = value
         return changes if changes and self.match(like_these) != NO_MATCH else {}
 
@@ -409,12 +384,7 @@ def _learn(form: InputSpec, shape: torch.Size, shapes: dict[torch.Size, tuple[in
 
 
 def _is_plain(value: Any) -> bool:
-    return type(value) in _PLAIN or issubclass(type(value), (torch.Tensor, Enum, *_BY_IDENTITY))
-
-
-def _exactly(value: Any) -> tuple[type, Any]:
-    """A constant as something that is equal exactly where it looks the same to a callable."""
-    return type(value), _EXACT[type(value)](value) if type(value) in _EXACT else value
+    return is_tensor(value) or is_constant(value)
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:

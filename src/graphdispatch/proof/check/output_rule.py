@@ -12,7 +12,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ...errors import CaptureError
 from ...reasons import Reason
-from ...runtime.flatten import VALUES, describe, is_tensor
+from ...runtime.constants import VALUES
+from ...runtime.flatten import describe, is_tensor
 from ...runtime.outputs import OutputRule, extents_of
 from ...sizes import Axis, extents_text
 

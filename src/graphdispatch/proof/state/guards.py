@@ -22,7 +22,8 @@ from torch.utils.hooks import RemovableHandle
 from ...backends.operators import storage_key
 from ...native.bound import GUARD
 from ...runtime.attributes import attribute_table, content, dict_of
-from ...runtime.flatten import VALUES, describe
+from ...runtime.constants import VALUES
+from ...runtime.flatten import describe
 from ...runtime.protocols import Guard
 from . import objects
 from .objects import ABSENT, equal_content, same_objects
