@@ -39,7 +39,7 @@ def rows(effort: Effort) -> list[Row]:
         case = f"{2 * layers:4} parameters in {layers + 2:4} modules"
         found.append(row(case, lambda step=guarded: step(x), lambda step=free: step(x), effort.turns))  # type: ignore[misc]
     for layers in _LAYERS[1:]:
-        guard = StateGuard(_Model(layers).eval())
+        guard = StateGuard([_Model(layers).eval()])
         if guard.holds() and guard.native is not None:
             case = f"{2 * layers:4} parameters: one check, native over Python"
             found.append(row(case, guard.native.holds, _python_check(guard), effort.turns))

@@ -14,7 +14,7 @@ from graphdispatch.proof.rows.batches import BatchSpace
 from graphdispatch.proof.rows.run import RowRun
 from graphdispatch.proof.rows.verdict import Verdict
 from graphdispatch.proof.watch.effects import EffectRecorder
-from graphdispatch.proof.watch.operator_trace import OperatorTrace, TensorNames
+from graphdispatch.proof.watch.operator_trace import TensorNames
 
 from .price import Encoder
 from .timing import Effort, Row, compared, interleaved
@@ -40,7 +40,6 @@ def followed(model: Encoder, x: Tensor, mask: Tensor) -> Verdict:
     with effects.guarding(), run.watching():
         answer = model(x, mask)
     effects.note_outputs(answer)
-    OperatorTrace(effects.dispatched)
     return run.verdict(tensors_in(answer))
 
 

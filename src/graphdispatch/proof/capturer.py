@@ -17,7 +17,7 @@ class ProvingCapturer(Capturer):
 
     def reach(self, fn: Callable[..., Any]) -> Guard:
         """As ``Capturer.reach``."""
-        return StateGuard(fn)
+        return StateGuard([fn])
 
     def capture(self, request: CaptureRequest) -> CaptureResult:
         """As ``capture_entry``."""

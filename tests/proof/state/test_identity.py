@@ -15,9 +15,25 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...behaviour.cases import Box
 from ...helpers import assert_same, batch, check_calls, make
 
-_id, _same, _held = id, partial(is_), Box(same=is_)
+
+class Giving(Box):
+    """Gives what it is given."""
+
+    @staticmethod
+    def given(value: Any) -> Any:
+        return value
+
+
+def pick(_: type, value: Any) -> Any:
+    """Give the last."""
+    return value
+
+
+_id, _same, _held = id, partial(is_), Giving(same=is_)
 ALIKE: dict[str, Callable[[Any, Any], bool]] = {
     "is": lambda x, y: x is y,
+    "is, of what a call with a type gives": lambda x, y: pick(type(x), y) is x,
+    "is, of what a method of a type gives": lambda x, y: type(_held).given(y) is x,
     "is_": lambda x, y: is_(x, y),
     "is_not": lambda x, y: not is_not(x, y),
     "is_ of the module": lambda x, y: operator.is_(x, y),
@@ -69,6 +85,21 @@ def test_one_argument_in_two_places(name: str) -> None:
 def test_numbers_that_are_compared_are_no_objects() -> None:
     """Comparing what the call made needs no look at the arguments: hits stay plain."""
     step = make(lambda x, y: torch.where(x * 1 == y * 1, x, y), dynamic={"x": 0, "y": 0})
+    for _ in range(5):
+        check_calls(step, (batch(4), batch(4)))
+    assert step.last_decision.reason.is_graph
+    assert all(entry.licence.metadata is None for entry in step.entries)
+
+
+def test_types_that_are_compared_are_no_tensors() -> None:
+    """Hits of code that compares types, constants and builtins stay plain."""
+    plain = Box(k=2.0)
+
+    def fn(x: Tensor, y: Tensor) -> Tensor:
+        is_plain = type(x) is type(y) and x.dtype is y.dtype and type(plain.k) is not int and y is not None
+        return x * 2 if is_plain and type(x) is Tensor else y * 3
+
+    step = make(fn, dynamic={"x": 0, "y": 0})
     for _ in range(5):
         check_calls(step, (batch(4), batch(4)))
     assert step.last_decision.reason.is_graph

@@ -133,7 +133,7 @@ def _make_guard(attempt: CaptureAttempt, used: Collection[int]) -> StateGuard:
     """What of the callable's state the runs have read. Raises ``CaptureError`` if nobody can compare it, or if a run
     made only for the graph changed it or drew."""
     request = attempt.request
-    guard = StateGuard(request.call.fn, attempt.eager.trace, used, roots_of(request))
+    guard = StateGuard(roots_of(request), attempt.eager.trace, used)
     if guard.unguarded and request.options.guard_weights:
         raise CaptureError(f"the call reads state that no guard can compare: {guard.unguarded}", Reason.STATE_UNSEEN)
     attempt.eager.check_state()

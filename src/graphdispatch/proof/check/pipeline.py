@@ -187,7 +187,7 @@ def _capture(attempt: CaptureAttempt, started: float | None) -> CUDAGraphEntry |
         started = request.clock() if started is None else started
         for _ in range(request.options.warmup_iterations - eager.warms_up):
             attempt.warm_up(keeps_operators=True)
-        operators = OperatorTrace(attempt.warm_run.dispatched)
+        operators = attempt.warm_run.dispatched
         if request.has_gaps:
             _check_gaps(attempt, operators)
         shown = prove_rows(attempt, operators)
@@ -247,7 +247,7 @@ def _check_gaps(attempt: CaptureAttempt, operators: OperatorTrace) -> None:
 
     def read(output: Any) -> OperatorTrace:
         effects.note_outputs(output)
-        return OperatorTrace(effects.dispatched)
+        return effects.dispatched
 
     values = request.call.in_new_containers(request.values_with(arguments))
     if not attempt.run_and_undo(effects, values, read).is_like(operators):

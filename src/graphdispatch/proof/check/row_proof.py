@@ -251,7 +251,7 @@ def _follow(attempt: CaptureAttempt, rows: int) -> tuple[FollowedRun, Any] | str
 
     def read(output: Any) -> tuple[FollowedRun, Any]:
         effects.note_outputs(output)
-        operators = OperatorTrace(effects.dispatched)
+        operators = effects.dispatched
         return FollowedRun(rows, run.verdict(tensors_in(output)), operators, single), output
 
     trace = attempt.eager.trace

@@ -45,9 +45,13 @@ _KEYS: type = type({}.keys())
 _requires_grad = attrgetter("requires_grad")
 
 
-def _dict_of(table: Any) -> int:
-    """The dict that a table is, or that a class shows as one: by its id."""
-    return id(gc.get_referents(table)[0] if type(table) is types.MappingProxyType else table)
+def _unwrapped(table: Any) -> Any:
+    """The dict that a table is, or that a class shows as one."""
+    return gc.get_referents(table)[0] if type(table) is types.MappingProxyType else table
+
+
+def _table_id(table: Any) -> int:
+    return id(_unwrapped(table))
 
 
 class StateGuard:
@@ -72,10 +76,9 @@ class StateGuard:
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        roots: Iterable[Any],
         trace: CodeNotes | None = None,
         used: Collection[int] | None = None,
-        extra: Iterable[Any] = (),
     ) -> None:
         self._latest_hook = RemovableHandle.next_id  # first: what is registered from here on is new
         self.notes = CodeNotes()
@@ -83,7 +86,7 @@ class StateGuard:
         if trace is not None:
             self.notes.absorb(trace)
         with torch._C.DisableTorchFunction():  # nothing of the user's is called
-            self._roots = (fn, *extra)
+            self._roots = tuple(roots)
             reads = StateReads(self._roots, trace)
         self.unguarded = reads.unguarded
         """What the code reads and nobody can compare, so that no graph may be made; empty if there is nothing."""
@@ -226,9 +229,9 @@ class StateGuard:
 
     def _subjects(self) -> set[Any]:
         """What is watched, whatever it holds."""
-        named = ((_dict_of(table), name) for table, names in (*self._named, *self._absent) for name in names)
+        named = ((_table_id(table), name) for table, names in (*self._named, *self._absent) for name in names)
         read = ((one.kind, id(one.subject), id(one.further)) for one in self._readers if one.kind != "call")
-        return {*named, *map(_dict_of, self._tables), *map(id, (*self._watched, *self._objects)), *read}
+        return {*named, *map(_table_id, self._tables), *map(id, (*self._watched, *self._objects)), *read}
 
     def _no_new_hooks(self) -> bool:
         """Whether hooks were registered meanwhile only elsewhere in the process, and none on the callable's modules."""
@@ -332,11 +335,10 @@ def compile_guard(guard: StateGuard) -> Any:
 
 def _raw(table: Any) -> dict[str, Any]:
     """The dict behind the attributes of a class; a dict itself. Raises ``TypeError`` for a subclass of dict."""
-    if type(table) is types.MappingProxyType:
-        (table,) = gc.get_referents(table)
-    if type(table) is not dict:
+    found = _unwrapped(table)
+    if type(found) is not dict:
         raise TypeError("a subclass of dict may find its entries in another way")
-    return table
+    return found
 
 
 def _until_end(held: Iterator[Any]) -> tuple[Any, ...]:

@@ -84,10 +84,11 @@ _TORCH_STATE = (
     "torch.ao",
 )
 """Where torch keeps classes of objects that belong to a model, besides modules. Its other objects are machinery."""
-_TORCH_NEEDS = ("sympy", "mpmath", "networkx", "jinja2", "fsspec", "filelock")
-"""Packages that torch's compiler is made of."""
+_COMPILERS_OWN = ("sympy", "mpmath", "fsspec", "filelock")
+_TORCH_NEEDS = (*_COMPILERS_OWN, "networkx", "jinja2")
+"""Packages that torch's compiler is made of; of the first nobody keeps objects as state."""
 _MACHINES = ("threading", "asyncio", "multiprocessing", "subprocess")
-_MACHINERY = ("sympy", "mpmath", "fsspec", "filelock", "tqdm", "triton", *_MACHINES, "importlib", "inspect", "logging")
+_MACHINERY = (*_COMPILERS_OWN, "tqdm", "triton", *_MACHINES, "importlib", "inspect", "logging")
 _LAZY = ("transformers.utils.import_utils", "diffusers.utils.import_utils")
 _LOGGERS = (logging.Filterer, logging.LoggerAdapter)
 _CTYPES = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union, ctypes._Pointer)
@@ -417,12 +418,12 @@ def same_objects(before: Sequence[Any], after: Sequence[Any]) -> bool:
     """Whether two sequences hold the same objects. Equal constants of one type count as the same."""
     return len(before) == len(after) and all(
         a is b
-        or (type(a) is type(b) and issubclass(type(a), CONSTANTS) and is_leaf(type(a)) and _is_same_constant(a, b))
+        or (type(a) is type(b) and issubclass(type(a), CONSTANTS) and is_leaf(type(a)) and is_same_constant(a, b))
         for a, b in zip(before, after, strict=True)
     )
 
 
-def _is_same_constant(a: Any, b: Any) -> bool:
+def is_same_constant(a: Any, b: Any) -> bool:
     """Whether two constants of one type are equal, and zeros of one sign."""
     return bool(a == b) if type(a) is bytes else repr(a) == repr(b)  # an array's bytes may be many
 

@@ -42,11 +42,8 @@ class StateWalk:
     """
 
     def __init__(self, *roots: Any) -> None:
-        self.modules: list[nn.Module] = []
         self.tensors: list[torch.Tensor] = []
         """Tensors wherever they are held, parameters and buffers included."""
-        self.generators: list[torch.Generator] = []
-        """Those of torch, of which operators draw: it does not put them back."""
         self.settings: list[types.ModuleType | dict[str, Any]] = []
         """Modules of the user that something holds, other than a variable of a module; and namespaces without one."""
         self.codes: set[types.CodeType] = set()
@@ -243,11 +240,6 @@ class StateWalk:
         if not issubclass(type(method), types.MethodType):
             yield from self._attributes(method, path)
 
-    def _trusted_edges(self, value: Any, path: Any) -> Edges:
-        if issubclass(type(value), torch.Generator):
-            self.generators.append(value)
-        return iter(())
-
     def _module_edges(self, module: types.ModuleType, path: Any) -> Edges:
         """Nothing: code that runs names the variables that count."""
         if objects.is_followed(type(module)) and objects.is_settings(module):
@@ -307,8 +299,6 @@ class StateWalk:
     def _instance_edges(self, value: Any, path: Any) -> Edges:
         """An object with attributes, slots or entries: all of them."""
         kind = type(value)
-        if issubclass(kind, nn.Module):
-            self.modules.append(value)
         yield from self._attributes(value, path)
         slots = self._kinds[kind].slots
         if slots:

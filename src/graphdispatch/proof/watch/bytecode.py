@@ -65,7 +65,6 @@ _CHANGES = (
     *("insert", "pop", "popitem", "popleft", "remove", "reverse", "setdefault", "sort", "update"),
 )
 """Instructions and methods that change containers."""
-_LONGEST_CALL = 6  # instructions of ``type(model.config)``
 _TYPES = ("dtype", "device", "layout", "__class__")
 _LOADS = ("LOAD_CONST", "LOAD_ATTR", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
 """What puts a text on the stack that was there before. A variable that the code assigns may hold one that it made."""
@@ -275,23 +274,26 @@ def _begin(instructions: Sequence[dis.Instruction], end: int) -> int:
 def _compared_with(before: Sequence[dis.Instruction]) -> tuple[str, ...]:
     """How code writes the second operand of ``is``, which ends ``before``; nothing if one of them cannot be a tensor: a
     constant, a builtin, a type."""
-    second = before[-1]
-    parts = next(n for n, i in enumerate(reversed(before)) if i.opname != "LOAD_ATTR")
-    is_builtin = second.opname in _VARIABLES and hasattr(builtins, str(second.argval))
-    is_constant = second.opname in ("LOAD_CONST", "LOAD_SMALL_INT") or is_builtin
-    if type(second.argval) is tuple:  # both operands are variables, from 3.13 on
-        return second.argval[-1:]
-    if is_constant or _gives_type(before) or _gives_type(before[: -parts - 1]):
+    last = before[-1]
+    if type(last.argval) is tuple:  # both operands are variables, from 3.13 on
+        return last.argval[-1:]
+    middle = _begin(before, len(before) - 1)
+    is_builtin = last.opname in _VARIABLES and hasattr(builtins, str(last.argval))
+    # From 3.13 on the first operand may be loaded together with what the second begins with.
+    first = before[:middle] if type(before[middle].argval) is not tuple else ()
+    if last.opname in ("LOAD_CONST", "LOAD_SMALL_INT") or is_builtin or any(map(_gives_type, (first, before[middle:]))):
         return ()
-    return (second.argval if type(second.argval) is str else second.opname,)
+    return (last.argval if type(last.argval) is str else last.opname,)
 
 
 def _gives_type(before: Sequence[dis.Instruction]) -> bool:
     """Whether code that just ran ``before`` has a type at hand, or something else that no tensor is."""
     last = before[-1] if before else None
-    if last is None or not last.opname.startswith("CALL"):
+    if last is None or last.opname != "CALL":
         return last is not None and last.opname == "LOAD_ATTR" and last.argval in _TYPES
-    return any(i.argval == "type" for i in before[-_LONGEST_CALL:])
+    begin = _begin(before, len(before) - (3 if before[-2].opname == "PRECALL" else 2))
+    called = [one for one in before[:begin] if one.opname != "PUSH_NULL"]
+    return last.arg == 1 and bool(called) and called[-1].opname in _VARIABLES and called[-1].argval == "type"
 
 
 def _loads(instruction: dis.Instruction, variable: str | None, at: int = 0) -> bool:

@@ -45,7 +45,7 @@ from ...backends.operators import (
 )
 from ...errors import CaptureError, error_of_signal
 from ...reasons import Reason
-from .operator_trace import Dispatched, TensorNames
+from .operator_trace import OperatorTrace, TensorNames
 
 
 @dataclass(eq=False)
@@ -268,7 +268,7 @@ class EffectRecorder(OperatorMode):
         """Whether it ran an operator of somebody else's, which may draw without saying so."""
         self.opaque: dict[tuple[Any, ...], torch.Tensor] = {}
         """What operators of somebody else's, or kernels, may have written, anywhere in it: views, by their keys."""
-        self.dispatched = Dispatched()
+        self.dispatched = OperatorTrace()
         """What it showed of its operators."""
         self._tensor_names = tensor_names
         self.equated: set[tuple[int, ...]] = set()

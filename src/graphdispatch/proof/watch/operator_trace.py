@@ -20,6 +20,7 @@ from torch._ops import OpOverload
 
 from ...backends.operators import changes_view, is_strided, keeps_elements, per_operator, storage_key, view_key
 from ...runtime.flatten import is_tensor
+from ..state.objects import is_same_constant
 
 
 class Named(NamedTuple):
@@ -36,9 +37,9 @@ Shapes = tuple[OpOverload, tuple[tuple[int, ...], ...]]
 
 
 @dataclass
-class Dispatched:
-    """What a run showed of its operators; a run without names shows no operators and no outputs. What keeps elements as
-    they are is no operator here: see Note [names of tensors]."""
+class OperatorTrace:
+    """What a run showed of its operators, in order; a run without names shows no operators and no outputs. What keeps
+    elements as they are is no operator here: see Note [names of tensors]."""
 
     operators: list[Operator] = field(default_factory=list)
     outputs: tuple[Any, ...] = ()
@@ -54,6 +55,23 @@ class Dispatched:
     """Whether it multiplied groups of rows whose sizes are data, so that the bits of a row follow its group."""
     float_types: set[torch.dtype] = field(default_factory=set)
     """The floating-point types in which it added terms up: no later result is more exact than the coarsest."""
+
+    def has_numbers_of(self, other: "OperatorTrace") -> bool:
+        """Whether the other run has the same operators, which compute with the same numbers."""
+        pairs = zip(self.operators, other.operators, strict=False)
+        return len(self.operators) == len(other.operators) and all(
+            a[0] is b[0] and numbers_of(a) == numbers_of(b) for a, b in pairs
+        )
+
+    def is_like(self, other: "OperatorTrace") -> bool:
+        """Whether the other run is this one for another batch: the same operators on the same tensors, with the
+        same arguments but for lengths that may follow the batch, which shapes tell."""
+        if len(self.operators) != len(other.operators):
+            return False
+        return self.outputs == other.outputs and all(
+            a[0] == b[0] and is_same(arguments_of(a), arguments_of(b))
+            for a, b in zip(self.operators, other.operators, strict=True)
+        )
 
 
 _LENGTHS = frozenset(
@@ -219,38 +237,4 @@ def is_same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(is_same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, torch.ScriptObject):  # it may raise when compared; c10d wraps the same group anew in each call
         return bool(a._type() == b._type()) and str(a._type()).startswith(_OF_PROCESSES)
-    return repr(a) == repr(b) if type(a) is float else bool(a == b)  # -0.0 is another number
-
-
-class OperatorTrace:
-    """The operators that a run of one size dispatched, in order, with the shapes of what they took and gave.
-
-    Args:
-        run: What the run noted of it.
-    """
-
-    def __init__(self, run: Dispatched | None = None) -> None:
-        run = run or Dispatched()
-        self._operators, self._outputs = run.operators, run.outputs
-        self.shapes = run.shapes
-        self.limits_values = run.limits_values
-        self.groups_rows = run.groups_rows
-        self.has_regions = run.has_regions
-        self.float_types = run.float_types
-
-    def has_numbers_of(self, other: "OperatorTrace") -> bool:
-        """Whether the other run has the same operators, which compute with the same numbers."""
-        pairs = zip(self._operators, other._operators, strict=False)
-        return len(self._operators) == len(other._operators) and all(
-            a[0] is b[0] and numbers_of(a) == numbers_of(b) for a, b in pairs
-        )
-
-    def is_like(self, other: "OperatorTrace") -> bool:
-        """Whether the other run is this one for another batch: the same operators on the same tensors, with the
-        same arguments but for lengths that may follow the batch, which shapes tell."""
-        if len(self._operators) != len(other._operators):
-            return False
-        return self._outputs == other._outputs and all(
-            a[0] == b[0] and is_same(arguments_of(a), arguments_of(b))
-            for a, b in zip(self._operators, other._operators, strict=True)
-        )
+    return is_same_constant(a, b) if type(a) in (float, complex) else bool(a == b)
