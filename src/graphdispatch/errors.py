@@ -164,8 +164,8 @@ def error_of_signal(error: BaseException | None) -> BaseException | None:
     Returns:
         What the handler raised, or None.
     """
-    codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
-    while error is not None and all(frame.f_code not in codes for frame, _ in traceback.walk_tb(error.__traceback__)):
+    codes = {id(_code_of(signal.getsignal(number))) for number in signal.valid_signals()}  # not all can be hashed
+    while error is not None and not any(id(f.f_code) in codes for f, _ in traceback.walk_tb(error.__traceback__)):
         error = error.__cause__
     return error
 

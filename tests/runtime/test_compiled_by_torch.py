@@ -99,3 +99,22 @@ def test_a_package_of_aotinductor_is_refused_in_words(capfd: pytest.CaptureFixtu
     assert step.last_decision.reason is gd.Reason.CAPTURE_UNSAFE
     assert "runs a package of AOTInductor" in step.last_decision.detail
     assert "rror" not in capfd.readouterr().err
+
+
+def test_code_of_the_compiler_that_cannot_be_hashed_is_refused() -> None:
+    """Around a graph break it may have a dict among its constants, which no set takes."""
+
+    @torch.compiler.disable
+    def apply(x: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return fn(x)
+
+    @torch.compile(backend="eager", dynamic=True)
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return apply(x + 1, lambda v: v * 2) + 1
+
+    serve = gd.graphed(model, dynamic={"x": 0}, options=gd.CUDAGraphOptions(capture_share=None))
+    with torch.no_grad():
+        for _ in range(4):
+            assert torch.equal(serve(torch.ones(4, 3)), torch.full((4, 3), 5.0))
+    assert serve.last_decision.reason.name == "STATE_UNSEEN"
+    assert "torch.compile made" in serve.last_decision.detail

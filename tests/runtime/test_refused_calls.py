@@ -185,3 +185,17 @@ def test_a_look_tells_nothing_of_the_thread() -> None:
     step(*args)
     assert step.last_decision.reason is reason
     step.clear()
+
+
+@pytest.mark.parametrize("prewarms", [False, True])
+def test_memory_that_moves_to_other_processes_is_refused(prewarms: bool) -> None:
+    """What was noted of it is gone afterwards."""
+    weight = torch.ones(3)
+    options = CUDAGraphOptions(capture_share=None)
+    serve = graphed(lambda x: x * weight.clone().share_memory_(), dynamic={"x": 0}, max_size=4, options=options)
+    with torch.no_grad():
+        if prewarms:
+            assert Reason.CAPTURE_UNSAFE in serve.prewarm(torch.ones(4, 3)).reasons.values()
+        for _ in range(3):
+            assert torch.equal(serve(torch.ones(2, 3)), torch.ones(2, 3))
+    assert serve.last_decision.reason is Reason.CAPTURE_UNSAFE

@@ -178,7 +178,7 @@ def run_eagerly(
                     answer = within(request.call, values)
         has_run = True
         after, changed, drew = request.backend.rng_state(), within(walk.change), walk.drew()
-        for region in effects.regions:
+        for region in effects.regions if effects.unsaved is None else ():  # else some memory may be gone
             region.after = region.read().clone()
         draws = effects.uses_rng or _pads_by_code(request)
         draws |= (effects.runs_custom or trace.sets_generator) and not torch.equal(before, after)

@@ -538,10 +538,11 @@ class EffectRecorder(OperatorMode):
                         self.regions.remove(held)
                 self._exposed.clear()
                 return
-            if name == "UntypedStorage.resize_":
-                if value._cdata not in self._made and value.device.type != "meta":  # the compiler's, of no memory
+            is_moved = name.endswith(".share_memory_")
+            if name == "UntypedStorage.resize_" or is_moved:
+                if is_moved or (value._cdata not in self._made and value.device.type != "meta"):  # the compiler's
                     self._exposed.clear()  # some of it may be gone
-                    what = "the call frees or moves memory that it did not make (UntypedStorage.resize_)"
+                    what = f"the call frees or moves memory ({name})"
                     self.give_up(CaptureError(f"{what}; do that before and after the call", Reason.CAPTURE_UNSAFE))
                 return
             target = _exposed_memory(value)

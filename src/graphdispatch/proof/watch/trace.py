@@ -267,6 +267,8 @@ class CodeTrace(CodeNotes, CodeListener):
             self.followed[id(code)] = code
             self._depth += 1
             self._beside += code is not BREAK_CODE
+        elif self._inside and not _is_hashable(code):
+            self._note_unseen(f"{code.co_name}(), which torch.compile made with objects among its constants")
         elif self._inside and self._beside:
             if code not in self._run_beside:
                 self._run_beside.add(code)
@@ -448,3 +450,12 @@ _FIELDS = re.compile(r"\.([^\W\d]\w*)")
 def _is_library(frame: types.FrameType) -> bool:
     path = frame.f_code.co_filename
     return objects.is_library_code(frame.f_globals.get("__file__", "") if path.startswith("<") else path)
+
+
+def _is_hashable(code: types.CodeType) -> bool:
+    """Whether code can be an entry of sets: not where the compiler gave it a dict as a constant."""
+    try:
+        hash(code)
+    except TypeError:
+        return False
+    return True
