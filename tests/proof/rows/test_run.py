@@ -251,6 +251,12 @@ def test_a_label_that_was_right_by_chance_shows_in_another_batch() -> None:
     assert not verdict.has_shapes(_shapes(lambda x: (x * 2, torch.zeros(7)), _rows, 9), (10,))
 
 
+def test_a_map_over_rows_is_named() -> None:
+    """A transform hands the number of rows to C++; what it does to them only the user can say."""
+    verdict = judge(lambda x: torch.func.vmap(lambda row: row - row.mean())(x), _rows)
+    assert verdict.unknown.startswith("a transform of torch.func maps over rows, test_run.py:")
+
+
 # -- numbers that C++ reads
 
 

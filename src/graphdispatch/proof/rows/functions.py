@@ -4,6 +4,7 @@ C++ gets plain numbers. Where a function takes a size, the rules label its resul
 accounted for narrows the run. Whatever gives Python data, so that it may decide by that, is a fault.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,8 @@ _TAKES_SHAPE = frozenset(_SHAPE_NAMES.split())
 """Functions all of whose numbers are the sizes of their result."""
 _MAKES = _TAKES_SHAPE - {"view", "reshape"} | {"full", "new_full", "repeat", "tile"}
 _SIZE_NAMES = frozenset({"size", "sizes", "shape", "repeats", "dims"})
+_TRANSFORMS = os.path.join("torch", "_functorch", "")
+"""Where the code of torch.func lies."""
 _SETTABLE = frozenset({"requires_grad", "grad", "names"})
 
 
@@ -64,7 +67,8 @@ class Functions(TorchFunctionMode):
         if answer is not None and args and isinstance(args[0], Tensor):
             label = run.label_of_size(args[0])
             if label is not None:
-                return answer(run, label, *args, **kwargs)
+                size = answer(run, label, *args, **kwargs)
+                return self._size_of_map(size) if type(size) is Num and _TRANSFORMS in path else size
         with run.calling(name, args, kwargs) as caller:
             if name in _DATA and run.any_follows(args, kwargs):
                 run.doubt(f"{name}() takes data to the host")
@@ -81,6 +85,12 @@ class Functions(TorchFunctionMode):
                 self._check_answer(name, out, args, kwargs)
             caller.check(out)
         return out
+
+    def _size_of_map(self, size: Num) -> Any:
+        """A plain number for a transform of torch.func, which hands it to C++: what it maps, no rule tells."""
+        remedy = "; rows='independent' in the options says that they are independent"
+        self.run.doubt("a transform of torch.func maps over rows", remedy)
+        return size.own
 
     def _attribute(self, func: Any, name: str, args: Any) -> Any:
         """Answer a question for an attribute of a tensor, or set it."""
