@@ -9,7 +9,7 @@ import torch
 import graphdispatch as gd
 from graphdispatch import CUDAGraphOptions, Reason, graphed
 from graphdispatch.runtime import gain as gains
-from graphdispatch.runtime.budget import CaptureBudget, EagerTimes
+from graphdispatch.runtime.budget import CaptureBudget, EagerTimes, Work
 from graphdispatch.stats import Gain
 
 from ..helpers import check_rows, double
@@ -38,7 +38,7 @@ class Service:
             self.now = started + seconds + 4 * MS
             return SimpleNamespace(entry=object() if is_good else None)
 
-        self.budget.pay(work, is_capture=True)
+        self.budget.pay(work, Work.FIRST)
 
 
 def test_the_first_capture_comes_soon() -> None:

@@ -1,6 +1,7 @@
 """Captures that calls pay for take at most a share of the time; until then calls run eagerly."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,13 +14,18 @@ from ..helpers import check_rows, double
 CALLS_FOR_ONE = 10  # with a share of a tenth, where work takes as long as a call
 
 
-def serve(**options: Any) -> Graphed[..., Any]:
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    """Python computes with the number of rows, so that each number has a run of its own."""
+    return x * float(x.shape[0] > 0) + 0.0 * len(range(x.shape[0]))
+
+
+def serve(fn: Callable[..., Any] = double, **options: Any) -> Graphed[..., Any]:
     """A served callable of whose calls each takes a second, and a capture or a comparison a second more."""
     options = {"capture_share": 1 / CALLS_FOR_ONE} | options
-    step = graphed(double, dynamic={"x": 0}, sizes=(1, 2, 3, 4, 8, 16), options=CUDAGraphOptions(**options))
+    step = graphed(fn, dynamic={"x": 0}, sizes=(1, 2, 3, 4, 8, 16), options=CUDAGraphOptions(**options))
     share = step._server.graphs.budget
     share.clock, pay = itertools.count().__next__, share.pay
-    share.pay = lambda work, is_capture: pay(lambda: (share.clock(), work())[1], is_capture=is_capture)
+    share.pay = lambda run, work: pay(lambda: (share.clock(), run())[1], work)
     return step
 
 
@@ -51,11 +57,21 @@ def test_replays_count_as_time_of_calls(is_gone: bool) -> None:
     assert check_rows(step, *[3] * 4)[1:] == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
 
 
-def test_no_comparison_waits() -> None:
+def test_the_first_comparisons_do_not_wait() -> None:
     """The first padded batch is compared at once, and the others are hits."""
     step = serve()
     check_rows(step, *[16] * 4)
     assert check_rows(step, 15, 14, 13, 16) == [Reason.VERIFIED_NOW, Reason.PADDED, Reason.PADDED, Reason.EXACT]
+
+
+def test_further_comparisons_wait_for_time() -> None:
+    """Once a graph serves, others than the first ones are made as the time of calls allows."""
+    step = serve(scaled)
+    assert check_rows(step, *[16] * 4)[-1] is Reason.EXACT
+    assert check_rows(step, 15, 14, 13) == [Reason.VERIFIED_NOW, Reason.CAPTURE_WAITS, Reason.CAPTURE_WAITS]
+    assert "no time to compare" in step.explain(torch.randn(13, 3))
+    assert Reason.VERIFIED_NOW in check_rows(step, *[16, 13] * 3 * CALLS_FOR_ONE)
+    assert check_rows(step, 13) == [Reason.PADDED]
 
 
 def test_what_waits_says_so() -> None:
@@ -88,3 +104,13 @@ def test_clear_begins_anew() -> None:
     step = settled()
     step.clear()
     assert check_rows(step, 3, 3) == [Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW]
+
+
+def test_all_that_wait_for_time_wait_together() -> None:
+    """However many numbers of rows there are, each call brings the next look nearer."""
+    step = settled(capture_share=0.01)
+    check_rows(step, *range(9, 17), *range(9, 17))
+    (group,) = step._route.groups
+    left = group.until_time.left
+    assert set(check_rows(step, *range(9, 17))) == {Reason.CAPTURE_WAITS}
+    assert group.until_time.left == left - 8

@@ -3,6 +3,7 @@
 import time
 from bisect import bisect
 from collections.abc import Callable
+from enum import Enum
 from typing import TypeVar
 
 from ..sizes import cells_of
@@ -16,19 +17,34 @@ _FIRST_CALL_LASTS = 10
 """The first call of a process may take so many times as long as later ones."""
 _SHARE_OF_FAILURES = 0.25
 """Of the share of captures, what failed ones may take besides."""
+_FURTHER = 0.4
+"""What a graph of a further size is expected to take, of the first one of its signature, before one was made."""
+_COMPARISON_CALLS = 5
+"""A comparison is expected to take as long as so many calls, before one was made."""
+_COMPARED_AT_ONCE = 2
+"""So many comparisons after a capture wait for nothing: they belong to it, and without them it serves nobody."""
 ENOUGH = 3
 """So many eager runs of a batch, or replays of a graph, show what it takes."""
 _MOST_RUNS, _MOST_ROWS = 8, 4096
 
 
-class CaptureBudget:
-    """Says whether there is time for a capture that a call would pay for, so that a service is never much slower than
-    eager.
+class Work(Enum):
+    """What a call would pay for."""
 
-    Captures and comparisons may take ``share`` of the time that eager would take for the calls served so far, and
-    besides what the graphs have saved. Only what they take beyond the eager run that answers their call counts. A
-    capture is expected to take as long as the latest one. The first is made once it is expected to take no longer than
-    the next hundred calls, so that the first graph comes soon, or once the share has grown enough.
+    FIRST = "the first graph of a signature"
+    FURTHER = "a graph of a further size"
+    COMPARISON = "a comparison of a graph with eager"
+
+
+class CaptureBudget:
+    """Says whether there is time for a capture or a comparison that a call would pay for, so that a service is never
+    much slower than eager.
+
+    They may take ``share`` of the time that eager would take for the calls served so far, and besides what the graphs
+    have saved. Only what they take beyond the eager run that answers their call counts. Each is expected to take as
+    long as the latest one of its kind. The first capture is made once it is expected to take no longer than the next
+    hundred calls, so that the first graph comes soon, or once the share has grown enough. The first comparisons of a
+    graph belong to its capture.
 
     Captures that fail have an account of their own, of a quarter of the share: they use up nothing that others need.
     Where all have failed so far, the next one waits for time in both accounts, since it may succeed.
@@ -43,9 +59,9 @@ class CaptureBudget:
 
     clock = staticmethod(time.perf_counter)
     """The time in seconds."""
-    first_capture_s, first_capture_calls = 0.08, 50
-    """The first capture is expected to take so long, and besides as long as so many calls: roughly what it takes for
-    the programs of ``make real``."""
+    first_capture_s, first_capture_calls = 0.05, 40
+    """The first capture, with its comparisons, is expected to take so long, and besides as long as so many calls:
+    roughly what it takes for the programs of ``make real``."""
 
     def __init__(
         self, share: float | None, count_replays: Callable[[], int], count_saved: Callable[[], float] = float
@@ -57,82 +73,97 @@ class CaptureBudget:
     def clear(self) -> None:
         """Forget what was done."""
         self._spent_s, self._failed_s, self._eager_s, self._eager_calls = 0.0, 0.0, 0.0, 0
-        self._least_s = float("inf")
-        self._capture_s: float | None = None
-        """How long the latest capture took; None before the first."""
+        self._most_s = 0.0
+        self._took_s: dict[Work, float] = {}
+        """How long the latest of each kind took."""
         self._failure_s = 0.0
         """How long the latest failed capture took."""
+        self._at_once = 0
+        """So many more comparisons belong to the latest capture."""
 
-    def has_time(self, *, is_doubtful: bool = False) -> bool:
-        """Whether there is time for a capture now.
+    def has_time(self, work: Work = Work.FIRST, *, is_doubtful: bool = False) -> bool:
+        """Whether there is time for it now.
 
         Args:
+            work: What the call would pay for.
             is_doubtful: Whether captures of such calls have only failed so far. The next one may fail, too, or not.
         """
-        if self.share is None:
+        if self.share is None or (work is Work.COMPARISON and self._at_once > 0):
             return True
-        has_own = self._capture_s is None and self._comes_soon
-        return (has_own or self._lacking_s <= 0) and not (is_doubtful and self._lacking_for_failures_s > 0)
+        has_own = self._is_own(work) and self._comes_soon
+        return (has_own or self._lacking_s(work) <= 0) and not (is_doubtful and self._lacking_for_failures_s > 0)
 
-    @property
-    def _lacking_s(self) -> float:
-        """The time that is lacking for a capture."""
-        return self._spent_s + self._expected_s - (self.share or 0.0) * self._served_s - self._count_saved()
+    def _lacking_s(self, work: Work) -> float:
+        """The time that is lacking for it."""
+        return self._spent_s + self._expected_s(work) - (self.share or 0.0) * self._served_s - self._count_saved()
 
     @property
     def _lacking_for_failures_s(self) -> float:
-        """The same in the account of those that fail."""
+        """The same in the account of captures that fail."""
         return self._failed_s + self._failure_s - _SHARE_OF_FAILURES * (self.share or 0.0) * self._served_s
 
     @property
     def _comes_soon(self) -> bool:
         """Whether the first capture is expected to take no longer than the next hundred calls."""
-        usual_s = self._least_s / (_FIRST_CALL_LASTS if self._eager_calls == 1 else 1)
-        return self._expected_of(usual_s) <= _FIRST_CAPTURE_CALLS * usual_s
+        others = self._eager_calls - 1  # than the slowest one, which may load and compile
+        usual_s = (self._eager_s - self._most_s) / others if others > 0 else self._eager_s / _FIRST_CALL_LASTS
+        return self._first_s(usual_s) <= _FIRST_CAPTURE_CALLS * usual_s
 
-    @property
-    def _expected_s(self) -> float:
-        return self._expected_of(self._usual_s) if self._capture_s is None else self._capture_s
+    def _is_own(self, work: Work) -> bool:
+        """Whether it is the first capture of all."""
+        return work is Work.FIRST and not self._took_s
 
-    def _expected_of(self, usual_s: float) -> float:
+    def _expected_s(self, work: Work) -> float:
+        if (known := self._took_s.get(work)) is not None:
+            return known
+        if work is Work.COMPARISON:
+            return _COMPARISON_CALLS * self._usual_s
+        first_s = self._took_s.get(Work.FIRST, self._first_s(self._usual_s))
+        return first_s if work is Work.FIRST else _FURTHER * first_s
+
+    def _first_s(self, usual_s: float) -> float:
         return self.first_capture_s + self.first_capture_calls * usual_s
 
-    def calls_until_time(self, *, is_doubtful: bool = False) -> int:
-        """After about how many more calls there is time for a capture, as far as they run eagerly; 0: now.
+    def calls_until_time(self, work: Work = Work.FIRST, *, is_doubtful: bool = False) -> int:
+        """After about how many more calls there is time for it, as far as they run eagerly; 0: now.
 
         Args:
+            work: As for ``has_time``.
             is_doubtful: As for ``has_time``.
         """
-        if self.has_time(is_doubtful=is_doubtful) or not self._usual_s or not self.share:
+        if self.has_time(work, is_doubtful=is_doubtful) or not self._usual_s or not self.share:
             return 0
         each_s = self.share * self._usual_s
-        calls = 0.0 if self._capture_s is None and self._comes_soon else self._lacking_s / each_s
+        # A second call shows whether the first capture comes soon.
+        has_own = self._is_own(work) and (self._comes_soon or self._eager_calls == 1)
+        calls = 0.0 if has_own else self._lacking_s(work) / each_s
         if is_doubtful:
             calls = max(calls, self._lacking_for_failures_s / (_SHARE_OF_FAILURES * each_s))
         return 2 + int(calls)
 
-    def pay(self, work: Callable[[], T], *, is_capture: bool) -> T:
-        """``work()``, a capture or a comparison, whose time counts. A result without an entry is a failure."""
-        started, is_good = self.clock(), False
+    def pay(self, run: Callable[[], T], work: Work) -> T:
+        """``run()``, which does it, and whose time counts. A capture without an entry is a failure."""
+        started, is_good, is_capture = self.clock(), False, work is not Work.COMPARISON
         try:
-            result = work()
+            result = run()
             is_good = not is_capture or (result is not None and result.entry is not None)
             return result
         finally:
             taken_s = max(self.clock() - started - self._usual_s, 0.0)
             if is_good:
                 self._spent_s += taken_s
-                self._capture_s = taken_s if is_capture else self._capture_s
+                self._took_s[work] = taken_s
+                self._at_once = _COMPARED_AT_ONCE if is_capture else max(self._at_once - 1, 0)
             else:
                 self._failed_s += taken_s
                 self._failure_s = taken_s
 
-    def learn(self, capture: Callable[[], CaptureResult]) -> CaptureResult:
+    def learn(self, capture: Callable[[], CaptureResult], work: Work = Work.FIRST) -> CaptureResult:
         """``capture()``, which nobody waits for: it uses up nothing, and shows how long others will take."""
         started = self.clock()
         result = capture()
         if result.entry is not None:
-            self._capture_s = self.clock() - started
+            self._took_s[work] = self.clock() - started
         else:
             self._failure_s = self.clock() - started
         return result
@@ -141,8 +172,8 @@ class CaptureBudget:
         """Note a call that ran eagerly. Needs no lock."""
         self._eager_s += seconds
         self._eager_calls += 1
-        if seconds < self._least_s:
-            self._least_s = seconds
+        if seconds > self._most_s:
+            self._most_s = seconds
 
     @property
     def _served_s(self) -> float:

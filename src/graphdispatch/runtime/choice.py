@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ..modes import EntryState
 from ..reasons import Reason
 from ..showing import count, milliseconds
 from .decide import Decision
@@ -67,15 +68,19 @@ def _choose_parts(
         decision = decision._replace(detail=f"{decision.detail}; not in parts: {found}")
         return Choice(decision, group, leaves, decision.rows, matched=matched)
     choice = Choice(found.decision, group, leaves, decision.rows, entry=found.entry, matched=matched, parts=found)
-    is_new = found.decision.reason is Reason.VERIFIED_NOW
-    return choice.as_eager(Reason.FROZEN) if is_new and graphs.cache.is_frozen else choice
+    if found.decision.reason is not Reason.VERIFIED_NOW:
+        return choice
+    if graphs.cache.is_frozen:
+        return choice.as_eager(Reason.FROZEN)
+    wait = _reason_to_wait(graphs, group, found.entry)
+    return choice if wait is None else choice.as_eager(*wait)
 
 
 def _without_graph(graphs: GraphSet, group: GraphGroup, size: int) -> tuple[Reason, str]:
     """What becomes of a call without a graph, in a word and in detail."""
     reason, detail = admit(graphs, group, size)
     if reason is Reason.CAPTURED_NOW:
-        return _reason_to_wait(graphs, group) or (reason, detail)
+        return _reason_to_wait(graphs, group, None) or (reason, detail)
     if reason is Reason.FIRST_SIGHTING and group.has_only_other_states(size):
         return reason, f"{reason.text}; its graphs are of another state of the callable ({graphs.latest_change})"
     if reason is Reason.FIRST_SIGHTING and group.is_of_constant:
@@ -98,19 +103,22 @@ def admit(graphs: GraphSet, group: GraphGroup, size: int) -> tuple[Reason, str]:
     return graphs.cache.admit((group.key, size)), ""
 
 
-def _reason_to_wait(graphs: GraphSet, group: GraphGroup) -> tuple[Reason, str] | None:
-    """Why there is no time to capture now; None if there is. With ``capture_after=1`` captures are wanted at once.
+def _reason_to_wait(graphs: GraphSet, group: GraphGroup, entry: CUDAGraphEntry | None) -> tuple[Reason, str] | None:
+    """Why there is no time to capture now, or to compare ``entry``; None if there is. With ``capture_after=1`` captures
+    are wanted at once.
 
     Where captures of such calls have only failed, that is the reason.
     """
-    failure, budget = group.latest_failure, graphs.budget
-    if graphs.cache.admission.capture_after == 1 or budget.has_time(is_doubtful=failure is not None):
+    work, budget = group.work_for(entry), graphs.budget
+    failure = group.latest_failure if entry is None else None
+    if graphs.cache.admission.capture_after == 1 or budget.has_time(work, is_doubtful=failure is not None):
         return None
     if failure is not None:
         return failure.reason, failure.detail
-    waits, calls = Reason.CAPTURE_WAITS, budget.calls_until_time()
+    waits, calls = Reason.CAPTURE_WAITS, budget.calls_until_time(work)
     remedy = "raise capture_share" if group.is_prewarmed else waits.remedy
-    return waits, f"{waits.sentence}, but after some {count(calls)} more calls; {remedy}"
+    sentence = waits.sentence if entry is None else "there is no time to compare the graph for such a batch yet"
+    return waits, f"{sentence}, but after some {count(calls)} more calls; {remedy}"
 
 
 def _against_replay(
@@ -129,6 +137,9 @@ def _against_replay(
     except RuntimeError as error:  # it may look at batches on the device
         entry.backend.raise_if_lost(error)
         raise
-    if verdict[0] is Reason.VERIFIED_NOW and graphs.cache.is_frozen:
-        return Reason.FROZEN, ""
+    if verdict[0] is Reason.VERIFIED_NOW:
+        if graphs.cache.is_frozen:
+            return Reason.FROZEN, ""
+        is_wanted = entry.is_due_again or entry.state is EntryState.FAILED  # now, whatever it takes
+        return verdict if is_wanted else _reason_to_wait(graphs, group, entry) or verdict
     return verdict if verdict[0] is not None or entry.fits_modes() else (Reason.MODE_ACTIVE, "")

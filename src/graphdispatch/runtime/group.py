@@ -14,6 +14,7 @@ from ..reasons import Reason
 from ..showing import count
 from ..sizes import Extents
 from .admission import Failure, Quarantine
+from .budget import Work
 from .decide import Decision, SizeTable, descriptor_of
 from .entry import CUDAGraphEntry
 from .flatten import FlatCall
@@ -154,6 +155,13 @@ class Hit(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
+class Countdown:
+    """So many more calls are not looked at. Changed without a lock."""
+
+    left: int = 0
+
+
+@dataclass(eq=False, slots=True)
 class StayEager:
     """Calls that ran eagerly again and again for one reason: the next ones run eagerly without another look.
 
@@ -173,8 +181,8 @@ class StayEager:
     """Whether that is the reason."""
     times: int = 0
     """How often in a row they were looked at."""
-    left: int = 0
-    """So many more calls are not looked at. Changed without a lock."""
+    countdown: Countdown = field(default_factory=Countdown)
+    """Until they are looked at again; all that wait for time share one."""
 
     def again(self, decision: Decision, most: float = math.inf) -> None:
         """Note that a call was looked at, and runs eagerly; the first ones in a row are all looked at.
@@ -188,9 +196,9 @@ class StayEager:
         most = int(min(most, _MOST_IN_A_ROW))
         doublings = min(self.times - (_ALL_LOOKED_AT if self.group is not None else _ALL_UNMATCHED), 16)
         if decision.reason is Reason.CAPTURE_WAITS:
-            self.left = most
+            self.countdown.left = most
         else:
-            self.left = min(1 << doublings, most) if doublings > 0 else 0
+            self.countdown.left = min(1 << doublings, most) if doublings > 0 else 0
 
 
 class Hits(dict[int, Hit | StayEager | None]):
@@ -256,6 +264,8 @@ class GraphGroup:
     """By number of rows as the signature has it, calls that ran eagerly when they were last looked at."""
     waiting: StayEager | None = None
     """Calls that wait for time for a capture, if the latest that were looked at do."""
+    until_time: Countdown = field(default_factory=Countdown)
+    """Of the calls of all numbers of rows that wait for time."""
     looks: Counter[Reason] = field(default_factory=Counter)
     """By reason, how many calls were looked at that ran eagerly, since the latest graph was made."""
     hits: Hits = field(init=False)
@@ -316,18 +326,24 @@ class GraphGroup:
         per_call = entry.per_call(decision.rows)
         return Hit(entry, entry.plan(decision.rows), decision._replace(mode=entry.mode), entry.guard, per_call)
 
+    def work_for(self, entry: CUDAGraphEntry | None) -> Work:
+        """What a call would pay for that compares this entry, or captures one where there is none."""
+        if entry is not None:
+            return Work.COMPARISON
+        return Work.FURTHER if self.entries else Work.FIRST
+
     def wait_like_others(self, rows: int) -> StayEager | None:
         """What a call of ``rows`` rows finds where the first capture of all waits for time, so that no other batch need
         be looked at either; needs no lock."""
         other = self.waiting
-        if other is None or other.left <= 0 or self.entries or rows < 0:
+        if other is None or other.countdown.left <= 0 or self.entries or rows < 0:
             return None
         decision = self.decide(rows)
         if not decision.mode.has_graphs():
             return None
         eager = Decision.eager(Reason.CAPTURE_WAITS, decision.rows, other.decision.detail)
         timed_in = self if self._is_timed(decision.rows) else None
-        stays = StayEager(eager, self, timed_in, matched=rows, size=decision.size, left=other.left)
+        stays = StayEager(eager, self, timed_in, matched=rows, size=decision.size, countdown=self.until_time)
         return self.eager.setdefault(rows, stays)
 
     def stay_eager(self, rows: int, size: int, decision: Decision, most: float) -> None:
@@ -347,8 +363,11 @@ class GraphGroup:
             stays.times = max(stays.times, min(self.looks[decision.reason] - 1, _MOST_OF_OTHERS))
         may_serve = decision.reason in (Reason.NO_GAIN, Reason.CAPTURE_WAITS)  # a graph, once it is known to be faster
         stays.timed_in = self if may_serve and self._is_timed(decision.rows) else None
+        waits = decision.reason is Reason.CAPTURE_WAITS
+        if waits is not (stays.countdown is self.until_time):
+            stays.countdown = self.until_time if waits else Countdown()
         stays.again(decision, most)
-        self.waiting = stays if decision.reason is Reason.CAPTURE_WAITS else None
+        self.waiting = stays if waits else None
         self.hits.keep(rows, stays)
 
     def look_again(self, stays: StayEager) -> None:

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, product
 from math import inf
 from typing import Any
@@ -245,7 +246,8 @@ class _Prewarm:
         Raises ``FallbackError`` with ``strict``.
         """
         graphs, batch = self._server.graphs, resized(group.inputs, leaves, size)
-        result = graphs.budget.learn(lambda: graphs.capture(group, batch, size, size, keep_effects=False))
+        capture = partial(graphs.capture, group, batch, size, size, keep_effects=False)
+        result = graphs.budget.learn(capture, group.work_for(None))
         if result.entry is not None:
             result = self._compare(group, leaves, result.entry) or result
         if result.entry is None and self._server.strict:

@@ -37,6 +37,7 @@ from ..native.bound import CORE, in_core
 from ..reasons import Reason
 from ..stats import CUDAGraphStats
 from .attributes import wants_gradient
+from .budget import Work
 from .cache import GraphCache
 from .choice import Choice, choose
 from .decide import Decision, SizeTable
@@ -212,8 +213,10 @@ class Server:
             return failure.retry_at - group.misses[size] - 1
         if failure is None and choice.decision.reason is not Reason.CAPTURE_WAITS:
             return math.inf
-        # Those of other numbers of rows come in between, and graphs save time.
-        return self.graphs.budget.calls_until_time(is_doubtful=group.latest_failure is not None) // 16
+        # Graphs save time meanwhile, and calls may become longer.
+        work = group.work_for(choice.entry)
+        is_doubtful = work is not Work.COMPARISON and group.latest_failure is not None
+        return self.graphs.budget.calls_until_time(work, is_doubtful=is_doubtful) // 4
 
     def serve_unmatched(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that fits none of the groups that were looked at, or that needs gradients."""
@@ -225,11 +228,12 @@ class Server:
     def stay_eager(self, stays: StayEager, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call like others that ran eagerly again and again. Needs no lock."""
         backend, group = (self.graphs.cache if route.entry is None else route.entry).backend, stays.group
-        if stays.left <= 0 or (backend is not None and (backend.watch.depth or backend.is_capturing())):
-            if stays.left <= 0 and group is not None:
+        countdown = stays.countdown
+        if countdown.left <= 0 or (backend is not None and (backend.watch.depth or backend.is_capturing())):
+            if countdown.left <= 0 and group is not None:
                 group.look_again(stays)
             return self.step(route, args, kwargs)
-        stays.left -= 1
+        countdown.left -= 1
         if stays.size:
             group.misses[stays.size] += 1
         if torch.is_grad_enabled():
@@ -312,7 +316,7 @@ class Server:
             return True, self.after_eager(choice, partial(self.graphs.verify, *batch))
         if entry.state is EntryState.CAPTURED and entry.replay_count == MOST_ALIKE - 1:
             # Before the replay, since the caller may get the graph's own memory as the answer.
-            found = self.graphs.budget.pay(partial(self.graphs.settle, *batch), is_capture=False)
+            found = self.graphs.budget.pay(partial(self.graphs.settle, *batch), Work.COMPARISON)
             if found is not None:
                 return False, choice.as_eager(found.reason, found.detail)
         try:
@@ -359,7 +363,8 @@ class Server:
         decision = choice.decision
         self.local.decision = Decision.eager(Reason.CALL_RAISED, choice.rows)  # if it does
         try:
-            result = self.graphs.budget.pay(work, is_capture=choice.entry is None)
+            assert choice.group is not None
+            result = self.graphs.budget.pay(work, choice.group.work_for(choice.entry))
         except BaseException:
             self.stats.record_eager(Reason.CALL_RAISED, choice.rows)
             raise
