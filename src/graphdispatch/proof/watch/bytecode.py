@@ -23,19 +23,19 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-_ATTRIBUTES = (
-    "STORE_ATTR",
-    "DELETE_ATTR",
-    "LOAD_ATTR",
-    "LOAD_METHOD",
-    "LOAD_SUPER_ATTR",
-    "LOAD_SUPER_METHOD",
-    "IMPORT_FROM",
+_ATTRIBUTES = frozenset(
+    (
+        *("STORE_ATTR", "DELETE_ATTR", "LOAD_ATTR", "LOAD_METHOD"),
+        *("LOAD_SUPER_ATTR", "LOAD_SUPER_METHOD", "IMPORT_FROM"),
+    )
 )
-_VARIABLES = (
-    *("STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"),
-    *("STORE_NAME", "DELETE_NAME", "LOAD_NAME"),
+_VARIABLES = frozenset(
+    (
+        *("STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"),
+        *("STORE_NAME", "DELETE_NAME", "LOAD_NAME"),
+    )
 )
+_NAMING = _ATTRIBUTES | _VARIABLES
 BY_NAME = ("getattr", "hasattr", "setattr", "delattr")
 WRITE_ANY = frozenset(("__setattr__", "__delattr__", "__set__", "__delete__", "__setstate__"))
 """Methods that write attributes whose names are given, or stand nowhere."""
@@ -115,27 +115,27 @@ def code_reads(code: CodeType) -> CodeReads:
     of_self = of_others = of_variables = False
     for index, instruction in enumerate(instructions):
         kind, name = instruction.opname, instruction.argval
-        following = instructions[index + 1 :]
         if kind in _ATTRIBUTES:
             attributes.add(name)
-            is_own = name == "__dict__" and index > 0 and _loads(instructions[index - 1], owner, at=-1)
-            root = next((i for i in reversed(instructions[:index]) if i.opname != "LOAD_ATTR"), None)
-            is_given = root is not None and any(_loads(root, parameter, at=-1) for parameter in kept)
-            reads_whole = name in _TEMPLATES and not _is_method(instruction)
         elif kind in _VARIABLES:
             variables.add(name)
+        elif kind == "IMPORT_NAME":
+            imports.add(name)
+        elif kind == "IS_OP":
+            compared.update(_compared_with(instructions[:index]))
+        if kind not in _NAMING or name not in _ANY:
+            continue
+        following = instructions[index + 1 :]
+        if kind in _VARIABLES:
             first = next(iter(_arguments(following)), [])
             is_own = bool(first) and _loads(first[-1], owner)
             is_given = _is_attribute_of(first, kept)
             reads_whole = False
-        elif kind == "IMPORT_NAME":
-            imports.add(name)
-            continue
-        elif kind == "IS_OP":
-            compared.update(_compared_with(instructions[:index]))
-            continue
         else:
-            continue
+            is_own = name == "__dict__" and index > 0 and _loads(instructions[index - 1], owner, at=-1)
+            root = next((i for i in reversed(instructions[:index]) if i.opname != "LOAD_ATTR"), None)
+            is_given = root is not None and any(_loads(root, parameter, at=-1) for parameter in kept)
+            reads_whole = name in _TEMPLATES and not _is_method(instruction)
         if name == "__getattribute__" and code.co_name in _ACCESS:  # of the object itself, all of which is compared
             continue
         reads_whole = reads_whole or name in _WHOLE or (name in _GETTERS and not _gets_constants(name, following))
@@ -159,7 +159,7 @@ def code_reads(code: CodeType) -> CodeReads:
         of_others,
         of_self,
         of_variables,
-        ModulesRead.WHOLE if "modules" in texts else _modules_read(instructions, kept),
+        ModulesRead.WHOLE if "modules" in texts else _modules_read(code, instructions, kept),
     )
 
 
@@ -168,9 +168,11 @@ def _telling(names: Collection[str], variables: Collection[str]) -> frozenset[st
     return TELLS_IDENTITY.intersection(names) | frozenset(("id", "hash")).intersection(variables)
 
 
-def _modules_read(instructions: Sequence[dis.Instruction], parameters: Collection[str]) -> ModulesRead:
+def _modules_read(code: CodeType, instructions: Sequence[dis.Instruction], parameters: Collection[str]) -> ModulesRead:
     """What code does with attributes of the name ``modules``."""
     found = ModulesRead.NOT
+    if "modules" not in code.co_names:
+        return found
     for index, instruction in enumerate(instructions):
         if instruction.argval != "modules" or instruction.opname not in _ATTRIBUTES or _is_method(instruction):
             continue
@@ -246,9 +248,14 @@ def stored_by(code: CodeType) -> frozenset[str]:
     return frozenset(i.opname if kind in ("SUBSCR", "SLICE") else i.argval for kind, i in by_kind if kind in _STORED)
 
 
+_IS_OP = dis.opmap["IS_OP"]
+
+
 @lru_cache(maxsize=8192)
 def number_by_identity(code: CodeType) -> str:
     """The line of a comparison ``is`` with a number, as ``file.py:line``; empty if there is none."""
+    if _IS_OP not in code.co_code[::2]:
+        return ""
     kept = [one for one in dis.get_instructions(code) if one.opname not in ("CACHE", "EXTENDED_ARG")]
     for place, one in enumerate(kept):
         if one.opname != "IS_OP":
