@@ -200,7 +200,7 @@ class Observer:
             self.backend.set_rng_state(generator)
 
         try:
-            with effects.guarding(), run.watching():
+            with effects.guarding(run):
                 output = self._call(values)
             return run.verdict(tensors_in(Opener(walk.has_met).open(output)))
         finally:

@@ -11,13 +11,15 @@ from ...errors import CaptureError, DeviceLostError, ReplayError, error_of_signa
 from ...modes import CUDAGraphMode
 from ...runtime.entry import CUDAGraphEntry
 from ...runtime.request import CaptureRequest
-from ..watch.effects import EffectRecorder, Region, redo, retry_once, undo
+from ..watch.effects import EffectRecorder, Region, Runner, redo, retry_once, undo
 from ..watch.operator_trace import TensorNames
 from .compare import check_padding_writes
 from .eager_run import EagerRun, uncached_casts, undo_run
 from .padding import Padding
 
 _T = TypeVar("_T")
+_Record = Callable[[EffectRecorder, Sequence[Any]], tuple[Any, Any]]
+"""Runs the call on values, watched, and records it."""
 
 
 @dataclass
@@ -40,6 +42,8 @@ class CaptureAttempt:
     """How long the replay took that was compared, in seconds."""
     runs_code: bool = field(init=False)
     """Whether the user's Python may have run since the eager run."""
+    traced: set[int] = field(default_factory=set)
+    """The batches whose code was traced, by their rows."""
     _ran_again: bool = False
 
     def __post_init__(self) -> None:
@@ -47,6 +51,7 @@ class CaptureAttempt:
             self.warm_run = self.eager.effects
         pads = (pad for spec in self.request.inputs.specs for pad in spec.pads)
         self.runs_code = self.request.is_piecewise or any(pad.runs_code for pad in pads)
+        self.traced.update([self.request.rows] if self.eager.like is None else [])
 
     def start_over(self, stage: str) -> None:
         """Put memory and the random generator back to where the eager run began, and begin ``stage``."""
@@ -72,23 +77,38 @@ class CaptureAttempt:
         if padding and padding.rows:
             request.inputs.put(padding.rows, rows, request.size, padding.axes)
 
-    def warm_up(self, *, keeps_operators: bool = False) -> None:
-        """Run the call on the static inputs, from where the eager run began. Raises what the call raises."""
-        self.start_over(f"warming up with {self.request.size} rows")
+    def warm_up(self, record: _Record | None = None, *, keeps_operators: bool = False) -> Any:
+        """Run the call on the static inputs, from where the eager run began; ``record`` may be what runs it, and
+        records it: returns the recording then. Raises what the call raises."""
+        doing = "warming up with" if record is None else "capturing"
+        self.start_over(f"{doing} {self.request.size} rows")
         self.load()
-        self._run_watched(keeps_operators=keeps_operators)
-        self.eager.check_state()  # else the next run may write other memory
+        recording = self._run_watched(record, keeps_operators=keeps_operators or record is not None)
+        try:
+            self.eager.check_state()  # else the next run may write other memory
+        except BaseException:
+            if recording is not None:
+                recording.graph.reset()
+            raise
+        return recording
 
-    def _run_watched(self, *, keeps_operators: bool = False) -> None:
-        """Run the call on what the static inputs hold, and note what it writes."""
-        request, self.runs_code = self.request, True
+    def _run_watched(self, record: _Record | None = None, *, keeps_operators: bool = False) -> Any:
+        """Run the call on what the static inputs hold, and note what it writes; gives what ``record`` recorded."""
+        request, self.runs_code, recording = self.request, True, None
         views, specs = request.inputs.views(request.size), request.inputs.specs
         tensor_names = TensorNames.of_arguments(views, specs) if keeps_operators else None
         self.warm_run = EffectRecorder(request.options.state_limit_bytes, strict=True, tensor_names=tensor_names)
-        with uncached_casts(), request.backend.rehearsing(), self.tracing(), self.warm_run.guarding():
-            output = copy_context().run(request.call, request.static_values())
-        self.warm_run.note_outputs(self.eager.open_outputs(output))
+        with uncached_casts():
+            if record is not None:
+                _, recording = record(self.warm_run, request.static_values())
+            else:
+                with request.backend.rehearsing(), self.tracing(), self.warm_run.guarding():
+                    output = copy_context().run(request.call, request.static_values())
+                self.warm_run.note_outputs(self.eager.open_outputs(output))
         self.eager.draws |= self.warm_run.uses_rng
+        if self.eager.like is None:
+            self.traced.add(request.size)
+        return recording
 
     def tracing(self) -> AbstractContextManager[Any]:
         """Traces the code of a further run, unless that of the eager run was not traced."""
@@ -99,10 +119,11 @@ class CaptureAttempt:
         effects: EffectRecorder,
         values: Sequence[Any],
         read: Callable[[Any], _T],
-        around: AbstractContextManager[Any] | None = None,
+        runner: Runner | None = None,
+        is_traced: bool = True,
     ) -> _T:
-        """What ``read`` gives of the output of a run on these values, of which nothing stays. ``around`` is entered
-        right around the call.
+        """What ``read`` gives of the output of a run on these values, of which nothing stays. ``runner`` runs its
+        operators.
 
         Raises what the call raises, and ``CaptureError`` if it changes Python state or draws where no graph draws.
         """
@@ -110,8 +131,8 @@ class CaptureAttempt:
         self.runs_code = True
         within = copy_context().run
         try:
-            watching = effects.guarding()
-            with uncached_casts(), request.backend.rehearsing(), self.tracing(), watching, around or nullcontext():
+            tracing = self.tracing() if is_traced else nullcontext()
+            with uncached_casts(), request.backend.rehearsing(), tracing, effects.guarding(runner):
                 output = within(request.call, values)
             within(eager.check_state)
             has_kept_state = True

@@ -110,13 +110,17 @@ class EagerRun:
         _check_python_state(self.trace.walk.change())
         _check_draws(self.trace.walk.drew())
 
+    def metadata_read(self, *, compares: bool) -> list[str]:
+        """The names of what its code reads of arguments besides values; ``compares``: whether Python compared such
+        tensors."""
+        return metadata_names(self.trace.codes, compares=self.trace.walk.has_identity or compares)
+
     def find_metadata(
         self, values: Sequence[Any], guard: StateGuard, former: ArgumentMetadata | None = None
     ) -> ArgumentMetadata | None:
         """What its code reads of the arguments besides values; ``former`` if that is the same, None if nothing."""
         tensors = set(map(id, (*self.arguments, *guard.tensors)))
-        compares = self.trace.walk.has_identity or any(map(tensors.issuperset, self.effects.equated))
-        names = metadata_names(self.trace.codes, compares=compares)
+        names = self.metadata_read(compares=any(map(tensors.issuperset, self.effects.equated)))
         if not names or (former is not None and former.names == names):
             return former
         return ArgumentMetadata(names, values, guard.tensors)
@@ -183,7 +187,7 @@ def run_eagerly(
         draws = effects.uses_rng or _pads_by_code(request)
         draws |= (effects.runs_custom or trace.sets_generator) and not torch.equal(before, after)
         run = EagerRun(answer, values, arguments, effects, before, after, draws, trace, changed, drew)
-        run.warms_up = on_static_inputs and not _queries_capture(like.guard.notes if like is not None else trace)
+        run.warms_up = on_static_inputs and not queries_capture(like.guard.notes if like is not None else trace)
         run.like, run.recording = like, recording
         if recording is None:
             effects.note_outputs(run.opened)
@@ -221,7 +225,7 @@ def _why_failed(
     return "saving what it overwrites" if not request.keep_effects and effects.unsaved is not None else None
 
 
-def _queries_capture(notes: CodeNotes) -> bool:
+def queries_capture(notes: CodeNotes) -> bool:
     """Whether the code queries torch whether anyone captures, and so may do something else meanwhile."""
     return not CAPTURE_QUERIES.isdisjoint(notes.codes)
 

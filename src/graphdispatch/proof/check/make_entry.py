@@ -130,13 +130,11 @@ def _watch_breaks(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
 
 
 def _make_guard(attempt: CaptureAttempt, used: Collection[int]) -> StateGuard:
-    """What of the callable's state the runs have read. Raises ``CaptureError`` if nobody can compare it, or if a run
-    made only for the graph changed it or drew."""
+    """What of the callable's state the runs have read. Raises ``CaptureError`` if nobody can compare it."""
     request = attempt.request
     guard = StateGuard(roots_of(request), attempt.eager.trace, used)
     if guard.unguarded and request.options.guard_weights:
         raise CaptureError(f"the call reads state that no guard can compare: {guard.unguarded}", Reason.STATE_UNSEEN)
-    attempt.eager.check_state()
     return guard
 
 

@@ -2,20 +2,21 @@
 
     eager run on the real rows (watched)            -> the caller's answer, and everything it writes
     undo; load the static inputs; warm up (watched) -> everything the padded run writes, and its operators
-    undo; run a few rows, and follow them           -> whether rows are independent (``row_proof.py``)
     undo; capture (undo, if recording executes)     -> the graph
+    undo; run a few rows, and follow them           -> whether rows are independent (``row_proof.py``)
     replay; compare outputs and written state with eager's
     undo; do eager's writes again; put the generator where eager left it
+
+Where a capture executes what it records, one watched run is the warm-up and the recording.
 
 ``verify_entry`` does the same without the capture, for another batch: a value that the capture froze agrees with eager
 on the first batch only.
 
 A graph of a further size is proven by the run that proved the first one. Python takes the same path for it, so its code
 is not traced again: it is warmed up, recorded and compared. Where nobody waits for eager's answer and a capture
-executes what it records, one watched run is all three: the warm-up, the recording, and what the replay is compared
-with. The first graph's eager run and its recording were two runs, so a value that changes from run to run was seen
-there. One that changes with the size is among the numbers of the operators: where these are not those of a graph that
-agreed with eager on two batches, a second batch is compared.
+executes what it records, one watched run is all three. The first graph's eager run and its recording were two runs, so
+a value that changes from run to run was seen there. One that changes with the size is among the numbers of the
+operators: where these are not those of a graph that agreed with eager on two batches, a second batch is compared.
 
 Note [kernels that round otherwise]
     Libraries choose a kernel by the number of rows, and each adds up in an order of its own. A deep model in bfloat16
@@ -28,7 +29,6 @@ While torch's profiler is on, each capture and each comparison is a range of it:
 
 from typing import Any
 
-from ...backends.host_reads import CAPTURE_QUERIES
 from ...backends.operators import bits_equal, copy_with_gaps, tensors_in
 from ...backends.tracing import profiler_range
 from ...errors import CaptureError, VerificationError, error_of_signal
@@ -44,7 +44,7 @@ from ..watch.effects import EffectRecorder, Region
 from ..watch.operator_trace import OperatorTrace, TensorNames
 from .attempt import CaptureAttempt
 from .compare import SmallDifferenceError, check_padding_writes, check_replay
-from .eager_run import check_may_capture, run_eagerly
+from .eager_run import check_may_capture, queries_capture, run_eagerly
 from .failures import advice, failed_result
 from .gain import measure_gain, seconds_of
 from .lengths import replay_other_padding
@@ -52,8 +52,8 @@ from .licence import LikeGraph, RowProof, note_agreed, shown_of
 from .make_entry import grow_guard, make_entry
 from .output_rule import check_values
 from .padding_writes import EqualRows
-from .recording import record, record_watched
-from .row_proof import prove_rows, speak_for_batch
+from .recording import record, record_at_once, record_watched
+from .row_proof import RowsShown, proof_of, prove_rows, speak_for_batch
 
 _UNLIKE = "the call did not do what calls of other sizes did; the next one is watched closely"
 
@@ -111,10 +111,15 @@ def _run(request: CaptureRequest, entry: CUDAGraphEntry | None) -> CaptureResult
     """The eager run; then the capture or the comparison, after which one execution's effects are put back."""
     is_for_graph = entry is None and not (request.keep_effects or request.has_gaps or request.is_padded)
     like = _like(request, entry)
-    is_recorded = is_for_graph and like is not None and _may_record_at_once(request, like)
+    is_recorded = (
+        is_for_graph and like is not None and _records_warm_ups(request) and not queries_capture(like.guard.notes)
+    )
     started = request.clock() if is_recorded else None
     eager = run_eagerly(
-        request, on_static_inputs=is_for_graph, like=like, record=record_watched if is_recorded else None
+        request,
+        on_static_inputs=is_for_graph and (is_recorded or not _records_warm_ups(request)),
+        like=like,
+        record=record_watched if is_recorded else None,
     )
     if isinstance(eager, CaptureResult):
         return _unlike(like, None) if is_recorded else eager
@@ -159,10 +164,10 @@ def _like(request: CaptureRequest, entry: CUDAGraphEntry | None) -> LikeGraph | 
     return None
 
 
-def _may_record_at_once(request: CaptureRequest, like: LikeGraph) -> bool:
-    """Whether one run is the warm-up, the recording, and what the replay is compared with; see the module's text."""
-    queries_capture = not CAPTURE_QUERIES.isdisjoint(like.guard.notes.codes)
-    return request.backend.capture_executes and request.options.warmup_iterations <= 1 and not queries_capture
+def _records_warm_ups(request: CaptureRequest) -> bool:
+    """Whether one run is the warm-up and the recording; see the module's text."""
+    is_plain = not request.is_piecewise and request.options.warmup_iterations <= 1
+    return request.backend.capture_executes and is_plain
 
 
 def _unlike(like: LikeGraph | None, answer: Any) -> CaptureResult:
@@ -185,17 +190,21 @@ def _capture(attempt: CaptureAttempt, started: float | None) -> CUDAGraphEntry |
     try:
         check_may_capture(request, eager)
         started = request.clock() if started is None else started
-        for _ in range(request.options.warmup_iterations - eager.warms_up):
-            attempt.warm_up(keeps_operators=True)
+        if recording is None and _records_warm_ups(request):
+            recording = record_at_once(attempt)
+        elif recording is None:
+            for _ in range(request.options.warmup_iterations - eager.warms_up):
+                attempt.warm_up(keeps_operators=True)
         operators = attempt.warm_run.dispatched
         if request.has_gaps:
             _check_gaps(attempt, operators)
-        shown = prove_rows(attempt, operators)
-        if eager.like is not None and shown.proof is not eager.like.shown.proof:
+        proof = proof_of(request, operators)
+        if eager.like is not None and proof is not eager.like.shown.proof:
             if recording is not None:
                 recording.graph.reset()
             return None
         recording = recording or record(attempt)
+        shown = RowsShown(proof) if proof is not None else prove_rows(attempt, operators)
         entry = make_entry(attempt, recording, operators, shown, started)
         if request.options.verify:
             if entry.licence.against_padding(request.rows) is None:  # else a full batch is compared when one comes

@@ -6,7 +6,7 @@ that did not exist in the warm-up. A graph would read their first value for ever
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
 from typing import Any
 
@@ -34,9 +34,9 @@ from ...runtime.flatten import is_tensor
 from ...runtime.request import CaptureRequest
 from ..breaks import ACTIVE, BREAKS
 from ..state.walk import StateWalk
-from ..watch.effects import EffectRecorder
+from ..watch.effects import EffectRecorder, made_by_nobody, of_unknown_origin, tagged_unsafe
 from .attempt import CaptureAttempt
-from .eager_run import Recording, uncached_casts
+from .eager_run import Recording, queries_capture, uncached_casts
 from .piecewise import EagerPart, PiecewiseGraph, change_of_given
 
 
@@ -98,13 +98,7 @@ class CaptureWatch(OperatorMode):
         if is_break and self._breaks and not self._is_paused:
             return self._heard(self.run_break, str(func), func, args, kwargs or {})
         if is_break and is_unsafe(func) and not self._is_paused:
-            self.give_up(
-                CaptureError(
-                    f"{func} is tagged cudagraph_unsafe; capture in PIECEWISE mode, where it is a break; at "
-                    f"{user_line()}",
-                    Reason.CAPTURE_UNSAFE,
-                )
-            )
+            self.give_up(tagged_unsafe(func))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def run_break(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -185,12 +179,7 @@ class CaptureWatch(OperatorMode):
         result = self._capture.look_inside(self, func, key, args, kwargs)
         for tensor in tensors_in(result):
             if not self._is_paused and is_strided(tensor) and not self._has_seen(tensor):
-                name = func._schema.name
-                raise CaptureError(
-                    f"{func} gives back a tensor of shape {tuple(tensor.shape)} that no operator inside it made, at "
-                    f"{user_line()}; break there in PIECEWISE mode with eager_break({name!r}), or register it in C++",
-                    Reason.CAPTURE_UNSAFE,
-                )
+                raise made_by_nobody(func, tensor)
             self._note(tensor)
         return result
 
@@ -225,12 +214,7 @@ class CaptureWatch(OperatorMode):
         made, existing = self._made, self._existing
         for tensor in tensors:
             if is_strided(tensor) and (key := storage_key(tensor)) not in made and key not in existing:
-                raise CaptureError(
-                    f"{func} is given a tensor of shape {tuple(tensor.shape)} that no operator of the call made "
-                    f"and that did not exist before, at {user_line()}; work outside of torch's dispatcher "
-                    "(numpy, ctypes, a compiler) must be a break of a PIECEWISE capture, or an operator in C++",
-                    Reason.CAPTURE_UNSAFE,
-                )
+                raise of_unknown_origin(func, tensor)
 
     def _check_returned(self, *trees: Any) -> None:
         """Raise ``CaptureError`` if a break made one of the tensors and did not return it: later parts would go on
@@ -276,16 +260,22 @@ _LIFT = torch.ops.aten.lift_fresh.default
 
 
 def record_watched(
-    request: CaptureRequest, effects: EffectRecorder, values: Sequence[Any], open_outputs: Callable[[Any], Any]
+    request: CaptureRequest,
+    effects: EffectRecorder,
+    values: Sequence[Any],
+    open_outputs: Callable[[Any], Any],
+    existed: Callable[[int], bool] | None = None,
+    tracing: AbstractContextManager[Any] | None = None,
 ) -> tuple[Any, Recording]:
     """Run the call on its static inputs, watched by ``effects``, and record it: on a backend whose capture executes.
 
     Gives its opened output, with copies of what lies in the graph's memory. Raises what the call raises, and
-    ``CaptureError`` for what no graph holds.
+    ``CaptureError`` for what no graph holds. ``existed`` as in ``EffectRecorder.guarding``; ``tracing`` is entered
+    around the call.
     """
     buffers = request.buffer_storages()
     with request.backend.begin_capture(request.pool) as capture:
-        with effects.guarding(capture):
+        with effects.guarding(capture, existed), tracing or nullcontext():
             output = copy_context().run(request.call, values)
         effects.check_refused()
         output = open_outputs(output)
@@ -295,6 +285,34 @@ def record_watched(
         described = _give_outputs(request, capture, values, buffers, output, (effects.made, output))
         del output  # so that only the capture holds the outputs
     return answer, Recording(capture.graph, capture.outputs, *described)
+
+
+def record_at_once(attempt: CaptureAttempt) -> Recording:
+    """Record the call in the run that warms up, on a backend whose capture executes. Raises ``CaptureError``."""
+    request, eager = attempt.request, attempt.eager
+
+    def run(effects: EffectRecorder, values: Sequence[Any]) -> tuple[Any, Recording]:
+        walk, existing = eager.trace.walk, set(eager.effects.outside) | eager.effects.made_storages()
+        existing |= {storage_key(value) for value in tensors_in(values) if is_strided(value)}
+
+        def existed(key: int) -> bool:  # the code may have run into more of the callable's state
+            return key in existing or any(
+                is_strided(t) and key == storage_key(t) for t in (*request.tensors, *walk.tensors)
+            )
+
+        reads = queries_capture(eager.trace) or eager.metadata_read(compares=bool(eager.effects.equated))
+        is_traced = eager.like is None and bool(request.is_padded or request.has_gaps or reads)
+        return record_watched(
+            request, effects, values, eager.open_outputs, existed, attempt.tracing() if is_traced else None
+        )
+
+    try:
+        recording: Recording = attempt.warm_up(run)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"{type(error).__name__}: {error}", request.backend.classify_error(error)) from error
+    return recording
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -327,6 +345,7 @@ def record(attempt: CaptureAttempt) -> Recording:
             described = _give_outputs(request, capture, values, buffers, output, source)
             del output, source  # so that only the capture holds the outputs
         watch.parts.append(capture.graph)
+        eager.check_state()
         graph = capture.graph
         if request.is_piecewise:
             graph = PiecewiseGraph(watch.parts, watch.crossing, request.pool)

@@ -24,7 +24,7 @@ from ...runtime.batches import largest_within
 from ...runtime.parts import MOST_PARTS
 from ...runtime.request import CaptureRequest
 from ...sizes import extents_text, lengths_of, pack
-from ..rows.batches import BatchSpace
+from ..rows.batches import BatchSpace, LeftPathError
 from ..rows.run import RowRun
 from ..rows.verdict import Verdict
 from ..state.reads import DIFFERENTIATES
@@ -113,18 +113,24 @@ class RowsShown(NamedTuple):
     verdict: Verdict | None = None
 
 
+def proof_of(request: CaptureRequest, operators: OperatorTrace) -> RowProof | None:
+    """The proof of another graph that holds for a graph of these operators, too; None if there is none."""
+    shown = (shown_of(peer) for peer in request.peers if request.follows_rows)
+    for proof in dict.fromkeys(one.proof for one in shown if one is not None and one.proof is not None):
+        if any(isinstance(run, FollowedRun) and run.binds(request, operators) for run in proof.runs):
+            return proof
+    return None
+
+
 def prove_rows(attempt: CaptureAttempt, operators: OperatorTrace) -> RowsShown:
-    """What is shown of the rows of the graph that will run these operators. No proof if there are no other batches.
+    """What is shown of the rows of the graph of these operators, by a run whose rows are followed. No proof if there
+    are no other batches.
 
     Raises what ends a capture.
     """
     request = attempt.request
     if not request.follows_rows:
         return RowsShown(None)
-    shown = (shown_of(peer) for peer in request.peers)
-    for proof in dict.fromkeys(one.proof for one in shown if one is not None and one.proof is not None):
-        if any(isinstance(run, FollowedRun) and run.binds(request, operators) for run in proof.runs):
-            return RowsShown(proof)
     axes, is_word, failure = request.inputs.axes, request.options.rows == "independent", ""
     for rows in dict.fromkeys(_batches(request)):
         found = _follow(attempt, rows)
@@ -224,20 +230,45 @@ def _batches(request: CaptureRequest) -> Iterator[int]:
 
 
 def _follow(attempt: CaptureAttempt, rows: int) -> tuple[FollowedRun, Any] | str:
-    """A run of so many rows, with its outputs; or why there is none. Raises what ends a capture."""
-    request = attempt.request
-    axes, extents = request.inputs.axes, lengths_of(request.inputs.axes, rows)
+    """A run of so many rows, with its outputs; or why there is none. Raises what ends a capture.
+
+    Its code is not traced while it takes the path of a batch whose code was traced. Where it leaves that, it ends
+    before Python goes on, and another run is traced from the start.
+    """
     if where := next(filter(None, map(number_by_identity, attempt.eager.trace.codes)), ""):
         return f"the code compares a number by identity (is), {where}"
+    if not attempt.request.is_piecewise:  # where breaks may read data
+        try:
+            return _follow_path(attempt, rows, is_traced=False)
+        except LeftPathError:
+            pass
+    return _follow_path(attempt, rows, is_traced=True)
+
+
+def _follow_path(attempt: CaptureAttempt, rows: int, *, is_traced: bool) -> tuple[FollowedRun, Any] | str:
+    """``_follow``, whose code is traced; or else on the path of a traced batch. Raises ``LeftPathError`` where it is
+    not."""
+    request = attempt.request
+    axes, extents = request.inputs.axes, lengths_of(request.inputs.axes, rows)
     largest = lengths_of(axes, request.inputs.capacity)
     single = frozenset(place for place, own in enumerate(extents) if own == 1)
+    traced = (lengths_of(axes, one) for one in attempt.traced)
+    like = [
+        [_NO_EXTENT if place in single else extent for place, extent in enumerate(one)]
+        for one in traced
+        if all(one[place] == 1 for place in single)
+        and not any(extent == 1 for place, extent in enumerate(one) if place not in single)
+    ]
     most_rows = largest[0] * min(MOST_PARTS, max(_MOST_BATCHES // max(prod(largest), 1), 1))
     spaces = [range(2, max(most, _NO_EXTENT) + 1) for most in (most_rows, *largest[1:])]
     values = _batch_of(request, rows)
     reached = [*request.tensors, *attempt.eager.trace.walk.tensors, *tensors_in(list(request.values)), *values]
     keys = {storage_key(one) for one in reached if type(one) in _PLAIN and is_strided(one) and not one.is_nested}
     own = [_NO_EXTENT if place in single else extent for place, extent in enumerate(extents)]
-    run = RowRun(BatchSpace(spaces, own), keys)
+    space = BatchSpace(spaces, own, None if is_traced else like)
+    if space.has_left_path:
+        raise LeftPathError
+    run = RowRun(space, keys)
     for spec, value in zip(request.inputs.specs, values, strict=True):
         followed = {dim: axes.index(axis) for dim, axis in spec.spans if axes.index(axis) not in single}
         if followed:
@@ -257,8 +288,13 @@ def _follow(attempt: CaptureAttempt, rows: int) -> tuple[FollowedRun, Any] | str
     trace = attempt.eager.trace
     try:
         with trace.of_another_batch():
-            return attempt.run_and_undo(effects, request.values_with(values), read, around=run.watching())
+            found = attempt.run_and_undo(effects, request.values_with(values), read, runner=run, is_traced=is_traced)
+        if space.has_left_path:  # the callable caught it
+            raise LeftPathError
+        return found
     except Exception as error:
+        if space.has_left_path:
+            raise LeftPathError from error
         if ends_capture(request.backend, error):
             raise
         raised = str(error) if isinstance(error, CaptureError) else f"the call raises {type(error).__name__}: {error}"

@@ -47,6 +47,11 @@ def place() -> str:
     return "an unknown line"
 
 
+class LeftPathError(BaseException):
+    """The run stands for none of the batches any more whose path it was to take; the user's ``except Exception`` must
+    not catch it."""
+
+
 class Guard(NamedTuple):
     """Something by which the run stands for some batches alone."""
 
@@ -65,9 +70,13 @@ class BatchSpace:
     Args:
         extents: The extents along each axis: the numbers of rows, then lengths.
         own: The extents of the batch that the run is made with.
+        like: Batches of which the run is to take the path. Once it stands for none of them, ``LeftPathError`` is raised
+            before Python goes on; None: it may take any path.
     """
 
-    def __init__(self, extents: Sequence[range], own: Sequence[int]) -> None:
+    def __init__(
+        self, extents: Sequence[range], own: Sequence[int], like: Iterable[Sequence[int]] | None = None
+    ) -> None:
         if not 1 <= len(extents) <= MOST_AXES or len(own) != len(extents):
             raise ConfigError(
                 f"extents and own must each have 1 to {MOST_AXES} entries, one for each axis, "
@@ -91,6 +100,12 @@ class BatchSpace:
         )
         """The extents as numbers, by axis."""
         self._ones = [number.values < 2 for number in self.numbers if number.own > 1]
+        self._like = None if like is None else [at for at in map(self.place_of, like) if at is not None]
+
+    @property
+    def has_left_path(self) -> bool:
+        """Whether the run stands for none of the batches that it was to be like."""
+        return self._like is not None and not self._like
 
     def of_run(self, values: Array) -> Any:
         """The entry of the run's own batch in an array that broadcasts to all batches."""
@@ -107,6 +122,10 @@ class BatchSpace:
         if mask.all() or any(g.mask.shape == mask.shape and np.array_equal(g.mask, mask) for g in self.guards):
             return
         self.guards.append(Guard(mask, what, place()))
+        if self._like is not None:
+            self._like = [at for at in self._like if _entry(mask, at)]
+            if not self._like:
+                raise LeftPathError
 
     def bind(self, axes: Iterable[int], what: str) -> None:
         """Speak for the extents of the run alone along these axes."""

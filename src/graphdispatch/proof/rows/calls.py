@@ -43,11 +43,11 @@ class Caller(Protocol):
 
 
 @per_operator
-def _described(func: OpOverload) -> tuple[str, tuple[tuple[str, Any], ...]]:
-    """The plain name of an operator, and its arguments by name, with what stands for those that are left out."""
+def _described(func: OpOverload) -> tuple[str, tuple[str, ...], dict[str, Any]]:
+    """The plain name of an operator, the names of its arguments, and what stands for those that are left out."""
     schema = func._schema
-    parameters = tuple((argument.name, argument.default_value) for argument in schema.arguments)
-    return schema.name.partition("::")[2].removesuffix("_"), parameters
+    defaults = {argument.name: argument.default_value for argument in schema.arguments}
+    return schema.name.partition("::")[2].removesuffix("_"), tuple(defaults), defaults
 
 
 class Call:
@@ -58,11 +58,14 @@ class Call:
         func: OpOverload,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        tensors: list[Tensor],
         labels: Mapping[int, Label],
         sizes: Sizes,
     ) -> None:
         self.func, self.labels, self.sizes, self.space = func, labels, sizes, sizes.space
-        self.name, parameters = _described(func)
+        self.tensors = tensors
+        """All tensors among the arguments."""
+        self.name, names, defaults = _described(func)
         self.outs: list[Tensor] = []
         self.mixed: set[int] = set()
         """The lengths along which it mixes elements."""
@@ -74,9 +77,7 @@ class Call:
         """Whether it writes rows in another order over all of a memory that it was given."""
         self.slots = Slots()
         """State that rows wrote at places which they named, in this run so far."""
-        self.a: dict[str, Any] = {}
-        for place, (name, default) in enumerate(parameters):
-            self.a[name] = args[place] if place < len(args) else kwargs.get(name, default)
+        self.a: dict[str, Any] = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
     def label(self, tensor: Tensor | str) -> Label:
         """The label of a tensor, or of the argument of this name."""
@@ -91,15 +92,10 @@ class Call:
             raise UnknownError("a shape that is not known for other batches")
         return label
 
-    def tensors(self) -> list[Tensor]:
-        """All tensors among the arguments."""
-        values = ((v if isinstance(v, (list, tuple)) else (v,)) for v in self.a.values())
-        return [t for value in values for t in value if isinstance(t, Tensor)]
-
     @property
     def first(self) -> Tensor:
         """The first tensor among the arguments."""
-        return self.tensors()[0]
+        return self.tensors[0]
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor for the argument of this name."""
@@ -127,7 +123,7 @@ class Call:
     def blend_others(self, *but: Tensor) -> None:
         """Tensors besides these may have no rows: nobody knows which element meets which."""
         skip = set(map(id, but))
-        for tensor in self.tensors():
+        for tensor in self.tensors:
             if id(tensor) not in skip:
                 self.blend(self.label(tensor).dims, "rows in another operand")
 

@@ -17,7 +17,7 @@ WIDE = frozenset({torch.int32, torch.int64, torch.float32, torch.float64})
 
 def pointwise(c: Call) -> list[Label]:
     """Element by element of operands that broadcast."""
-    return c.each(Label(c.broadcast(c.tensors())))
+    return c.each(Label(c.broadcast(c.tensors)))
 
 
 def of_first(c: Call) -> list[Label]:

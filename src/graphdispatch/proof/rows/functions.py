@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...backends.code_events import AROUND_CALLABLES, is_own_code
 from ...backends.operators import tensors_in
-from .batches import Num, SizeNumber, is_equal
+from .batches import Array, Num, SizeNumber, is_equal
 from .labels import Dim, Label, is_dynamic, own_size, shape_of
 
 if TYPE_CHECKING:
@@ -182,9 +182,11 @@ class Caller:
             return tuple((self._size if i == at else _number)(v) for i, v in enumerate(args)), by_name
         if name in ("broadcast_shapes", "expand_as", "view_as"):
             return args, dict(named)
-        self._find_doubles()
         if name in ("__getitem__", "__setitem__"):
+            self.arguments = args = (args[0], self._without_whole_slices(args[0], args[1]), *args[2:])
+            self._find_doubles()
             return (args[0], self._index(args[1]), *map(_number, args[2:])), by_name
+        self._find_doubles()
         if name == "unflatten":
             return (args[0], _number(args[1]), *map(self._size, args[2:])), by_name
         if name == "arange":
@@ -195,6 +197,18 @@ class Caller:
             ends = {key: self._size(value) for key, value in named.items() if key == "length"}
             return tuple((self._size if i == 3 else _number)(v) for i, v in enumerate(args)), by_name | ends
         return tuple(map(_number, args)), {key: _number(value) for key, value in named.items()}
+
+    def _without_whole_slices(self, tensor: Any, index: Any) -> Any:
+        """An index, with ``:`` for leading slices that end where their dimension ends, for all batches."""
+        parts = index if isinstance(index, tuple) else (index,)
+        label = self.run.label(tensor) if isinstance(tensor, Tensor) else None
+        if label is None or label.is_lost or not all(type(part) is slice for part in parts):
+            return index
+        ends = map(self.run.sizes.values, label.dims)
+        return tuple(
+            slice(None) if not (part.start or part.step) and _is_end(part.stop, end) else part
+            for part, end in zip(parts, ends, strict=False)
+        )
 
     def _find_doubles(self) -> None:
         """A plain number of the same call that equals a size by chance would be taken for it: such a size is bound."""
@@ -250,6 +264,10 @@ class Caller:
             outcome = np.broadcast_arrays(self.run.sizes.values(dim) == values, self.run.sizes.values(dim))[0]
             own = size.text if isinstance(size, Num) else str(size)
             self.run.space.guard(outcome, f"{self.function}() takes {own} for a size of {own_size(dim)}")
+
+
+def _is_end(number: Any, end: Array) -> bool:
+    return isinstance(number, Num) and bool((number.values == end).all())
 
 
 def _is_same(one: Num, other: Num) -> bool:

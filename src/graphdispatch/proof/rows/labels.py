@@ -88,17 +88,17 @@ def own_size(dim: Dim) -> int:
 
 def axes_of(dim: Dim) -> set[int]:
     """The axes that a dimension follows."""
-    return {axis for atom in dim if isinstance(atom, Atom) for axis in atom.axes}
+    return {axis for atom in dim if type(atom) is Atom for axis in atom.axes}
 
 
 def has_rows(dim: Dim) -> bool:
     """Whether rows lie along a dimension."""
-    return any(isinstance(atom, Atom) and ROWS_AXIS in atom.axes for atom in dim)
+    return Atom in map(type, dim) and ROWS_AXIS in axes_of(dim)
 
 
 def is_dynamic(dim: Dim) -> bool:
     """Whether a dimension follows the batch."""
-    return any(isinstance(atom, Atom) for atom in dim)
+    return Atom in map(type, dim)
 
 
 def plain_dim(size: int) -> Dim:
@@ -125,6 +125,11 @@ def merged(atoms: Iterable[Atom | int]) -> Dim:
 def row_place(dims: tuple[Dim, ...]) -> int | None:
     """The first dimension along which rows lie."""
     return next((place for place, dim in enumerate(dims) if has_rows(dim)), None)
+
+
+def lies_along_rows(label: Label) -> bool:
+    """Whether rows lie along some dimension of a tensor."""
+    return any(map(has_rows, label.dims))
 
 
 class Sizes:

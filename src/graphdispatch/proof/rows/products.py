@@ -25,7 +25,7 @@ def matmul(c: Call) -> list[Label]:
     if len(left) == 3 and len(right) == 3:
         batch = (c.sizes.joined(left[0], right[0]),)
     dims = (*batch, *left[-2:-1], *(right[-1:] if len(right) > 1 else ()))
-    for tensor in c.tensors():
+    for tensor in c.tensors:
         if tensor is not c.a[one] and tensor is not c.a[other]:
             c.fit(dims, tensor)
     return [Label(dims)]
@@ -86,7 +86,7 @@ def recurrent(c: Call) -> list[Label]:
     dims = c.certain_label("input").dims
     c.blend([dims[0], dims[2]], "a recurrence over rows")
     row = dims[1]
-    for tensor in c.tensors():
+    for tensor in c.tensors:
         label = c.certain_label(tensor)
         for place, dim in enumerate(label.dims):
             if has_rows(dim) and (place != len(label.dims) - 2 or dim != row):

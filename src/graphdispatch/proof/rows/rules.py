@@ -56,9 +56,9 @@ def rule_of(func: OpOverload) -> Rule | None:
 _NAME_PLACES: frozenset[Rule] = frozenset(places.NAME_PLACES)
 
 
-def may_name_places(func: OpOverload) -> bool:
+def may_name_places(rule: Rule | None) -> bool:
     """Whether rows may say at which places of state the operator reads or writes: see Note [slots] in ``slots.py``."""
-    return rule_of(func) in _NAME_PLACES
+    return rule in _NAME_PLACES
 
 
 def reads_all(func: OpOverload) -> bool:
@@ -69,9 +69,9 @@ def reads_all(func: OpOverload) -> bool:
 _KEEP_PLACES = (pointwise, elementwise.keep, elementwise.copy, elementwise.fill)
 
 
-def keeps_places(func: OpOverload) -> bool:
+def keeps_places(func: OpOverload, rule: Rule | None) -> bool:
     """Whether each element of a result is made of those at its own place."""
-    return rule_of(func) in _KEEP_PLACES or kind_of(func) is OperatorKind.VIEW
+    return rule in _KEEP_PLACES or kind_of(func) is OperatorKind.VIEW
 
 
 @per_operator
@@ -80,12 +80,11 @@ def takes_sizes(func: OpOverload) -> bool:
     return _rule_of_torch(func) in (views.expand, creation.made, creation.arange, creation.repeat)
 
 
-def makes_alike(func: OpOverload) -> bool:
+def makes_alike(rule: Rule | None) -> bool:
     """Whether an operator that makes rows of a tensor without rows makes all of them alike."""
-    return rule_of(func) in (views.expand, creation.made, creation.repeat)
+    return rule in (views.expand, creation.made, creation.repeat)
 
 
-def names_of_places(func: OpOverload) -> tuple[str, ...]:
+def names_of_places(rule: Rule | None) -> tuple[str, ...]:
     """The arguments that an operator takes as places among rows, and not as data."""
-    rule = rule_of(func)
     return () if rule is None else _PLACES.get(rule, ())

@@ -14,7 +14,7 @@ Note [a tensor from nowhere]
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.overrides
@@ -24,11 +24,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...backends.operator_mode import OperatorMode, run_kernel
 from ...backends.operators import (
+    OperatorKind,
     changes_view,
     draws,
     is_seeded,
     is_strided,
     keeps_elements,
+    kind_of,
+    per_operator,
     storage_key,
     tensors_in,
     written_tensors,
@@ -36,6 +39,7 @@ from ...backends.operators import (
 from .batches import BatchSpace, place
 from .calls import Call, is_whole, torch_shape
 from .custom import has_rule
+from .elementwise import Rule
 from .functions import Caller, Functions
 from .labels import (
     ROWS_AXIS,
@@ -50,6 +54,7 @@ from .labels import (
     first_fault,
     has_rows,
     is_dynamic,
+    lies_along_rows,
     plain_dim,
     plain_dims,
     shape_of,
@@ -75,6 +80,20 @@ _RULE_FAILS = (
 )
 
 
+class _Traits(NamedTuple):
+    """What the run has to know of each operator."""
+
+    changes_view: bool
+    keeps_elements: bool
+    is_seeded: bool
+    writes: bool
+
+
+@per_operator
+def _traits_of(func: OpOverload) -> _Traits:
+    return _Traits(changes_view(func), keeps_elements(func), is_seeded(func), kind_of(func) is OperatorKind.WRITE)
+
+
 class _Calling:
     """The block in which a function of torch runs. Its code is traced, so it uses none of the standard library."""
 
@@ -89,8 +108,28 @@ class _Calling:
         self._run.replace_caller(self._outer)
 
 
-class RowRun(OperatorMode):
-    """Follows the rows of one run through its operators.
+class _Watch(OperatorMode):
+    """Shows a run its operators, where no other mode does."""
+
+    def __init__(self, run: "RowRun") -> None:
+        super().__init__()
+        self._run = run
+
+    def look_inside(self, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Have the run look inside."""
+        return self._run.look_inside(self, func, key, args, kwargs)
+
+    def give_up(self, error: Exception) -> None:
+        """Note that an operator takes functions of which nobody sees what they do; the run goes on."""
+        self._run.doubt(str(error))
+
+    def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Have the run run it."""
+        return self._run.run(func, args, kwargs, tensors_in(args, kwargs))
+
+
+class RowRun:
+    """Follows the rows of one run through its operators, which it runs for the mode that sees them.
 
     Args:
         space: All batches that may come. The run's own has at least two rows.
@@ -98,7 +137,6 @@ class RowRun(OperatorMode):
     """
 
     def __init__(self, space: BatchSpace, reached: Collection[int]) -> None:
-        super().__init__()
         self.space, self.sizes, self.reached = space, Sizes(space), frozenset(reached)
         self._token = object()
         self._functions = Functions(self)
@@ -116,6 +154,8 @@ class RowRun(OperatorMode):
         self._rearranged: dict[int, int] = {}
         self._labelled: list[weakref.ref[Tensor]] = []
         self._steps: list[tuple[Any, list[_Seen], list[_Seen]]] = []
+        self._kept: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
+        """The labels, once they have left the tensors."""
         self._mixed: set[int] = set()
         self._doubts: list[Fault] = []
         self._state: list[Fault] = []
@@ -146,24 +186,24 @@ class RowRun(OperatorMode):
         self._rows_in.add(storage_key(tensor))
         self.put(tensor, label)
 
-    def watching(self) -> AbstractContextManager[None]:
-        """The block in which the callable runs once. Whatever it changes of torch is as before on every way out."""
-        return self._watching()
-
     @contextmanager
-    def _watching(self) -> Iterator[None]:
+    def watching(self, mode: OperatorMode | None = None) -> Iterator[None]:
+        """The block in which the callable runs once. Whatever it changes of torch is as before on every way out.
+
+        Args:
+            mode: The mode that sees the operators and has the run ``run`` them; None: there is no other.
+        """
         with ExitStack() as stack:
             stack.callback(self._remove_labels)
             stack.enter_context(torch.no_grad())
             stack.enter_context(eager_compiler())
             stack.enter_context(watched_scripts(self))
-            stack.enter_context(self)
+            stack.enter_context(mode or _Watch(self))
             stack.enter_context(self._functions)
             yield
 
     def _remove_labels(self) -> None:
         """Labels stay in the run, for its verdict, and leave the tensors."""
-        self._kept: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
         for ref in self._labelled:
             tensor = ref()
             if tensor is not None and (found := tensor.__dict__.pop("_rows", None)) is not None:
@@ -218,11 +258,16 @@ class RowRun(OperatorMode):
         """The label of a tensor; None if nothing in it follows the batch."""
         if not is_strided(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return None
-        found = tensor.__dict__.get("_rows") or self._kept_for(tensor)
+        return self._label_at(tensor, storage_key(tensor))
+
+    def _label_at(self, tensor: Tensor, key: int) -> Label | None:
+        """The label of a tensor in this storage."""
+        found = tensor.__dict__.get("_rows")
+        if found is None and self._kept:
+            found = self._kept_for(tensor)
         label: Label | None = None
-        key = storage_key(tensor)
         if found is not None and found[0] is self._token:
-            serial, label = found[1:]
+            _, serial, label = found
             if len(label.dims) != tensor.dim() or self._rearranged.get(key, 0) > serial:
                 return Label(plain_dims(tensor.shape), Fault(False, f"a tensor that changed, {place()}"), is_lost=True)
             if label.tag is not None and self._changed.get(key, 0) > serial:
@@ -234,7 +279,7 @@ class RowRun(OperatorMode):
         return label
 
     def _kept_for(self, tensor: Tensor) -> Any:
-        kept: Any = getattr(self, "_kept", {}).get(id(tensor))
+        kept = self._kept.get(id(tensor))
         return kept[1] if kept is not None and kept[0]() is tensor else None
 
     def label_of_size(self, tensor: Tensor) -> Label | None:
@@ -243,18 +288,23 @@ class RowRun(OperatorMode):
             self.doubt("a transform of torch.func hides sizes")
         return self.label(tensor)
 
-    def put(self, tensor: Tensor, label: Label) -> None:
-        """Label a tensor."""
-        counts: dict[int, int] = {}
-        for axis in (axis for dim in label.dims for atom in dim if isinstance(atom, Atom) for axis in atom.axes):
-            counts[axis] = counts.get(axis, 0) + 1
-        if counts.pop(ROWS_AXIS, 0) > 1 and label.fault is None:
-            label = label._replace(fault=Fault(True, f"rows beside rows, {place()}"))
-        self._mixed.update(axis for axis, count in counts.items() if count > 1)
-        with torch._C.DisableTorchFunction():
-            if "_rows" not in tensor.__dict__:
-                self._labelled.append(weakref.ref(tensor))
-            tensor._rows = self._token, self._serial, label  # type: ignore[attr-defined]
+    def put(self, tensor: Tensor, label: Label) -> Label:
+        """Label a tensor; returns the label, which may have got a fault."""
+        seen, several = set[int](), set[int]()
+        for dim in label.dims:
+            for atom in dim:
+                if type(atom) is Atom:
+                    several.update(seen.intersection(atom.axes))
+                    seen.update(atom.axes)
+        if several:
+            if ROWS_AXIS in several and label.fault is None:
+                label = label._replace(fault=Fault(True, f"rows beside rows, {place()}"))
+            self._mixed.update(several - {ROWS_AXIS})
+        attributes = tensor.__dict__
+        if "_rows" not in attributes:
+            self._labelled.append(weakref.ref(tensor))
+        attributes["_rows"] = self._token, self._serial, label
+        return label
 
     def follows(self, tensor: Tensor) -> bool:
         """Whether a tensor follows the batch, or may."""
@@ -309,34 +359,32 @@ class RowRun(OperatorMode):
 
     # -- operators
 
-    def look_inside(self, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def look_inside(
+        self, mode: OperatorMode, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run an operator's Python kernel within both modes, unless somebody gave a rule for the operator."""
         outer_caller, outer_muted = self._caller, self._is_muted
         is_ruled = has_rule(func._schema.name)
         self._caller, self._is_muted = None, outer_muted or is_ruled
         try:
-            with self, self._functions:
+            with mode, self._functions:
                 out = run_kernel(func, key, args, kwargs)
         finally:
             self._caller, self._is_muted = outer_caller, outer_muted
         if is_ruled and not outer_muted:
-            self._label_results(func, args, kwargs, out)
+            self._label_results(func, args, kwargs, tensors_in(args, kwargs), out)
         return out
 
-    def give_up(self, error: Exception) -> None:
-        """Note that an operator takes functions of which nobody sees what they do; the run goes on."""
-        self.doubt(str(error))
-
-    def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operator and label its results."""
+    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+        """Run one operator and label its results; ``tensors`` are those among its arguments."""
         self._serial += 1
         if type(func) is not OpOverload:
-            return self._watch_region(func, args)
+            return self._run_region(func, args)
         out = func(*args, **kwargs)
-        self._label_results(func, args, kwargs, out, is_step=True)
+        self._label_results(func, args, kwargs, tensors, out, is_step=True)
         return out
 
-    def _watch_region(self, region: Any, args: tuple[Any, ...]) -> Any:
+    def _run_region(self, region: Any, args: tuple[Any, ...]) -> Any:
         """Run compiled code, whose rows nobody can follow."""
         out = region(*args)
         tensors = tensors_in(args, out)
@@ -350,52 +398,65 @@ class RowRun(OperatorMode):
         return out
 
     def _label_results(
-        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, is_step: bool = False
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: list[Tensor],
+        out: Any,
+        is_step: bool = False,
     ) -> None:
+        traits = _traits_of(func)
         outs = [out] if type(out) is Tensor else tensors_in(out)
-        unknown = _UNKNOWN if self._is_muted else None
-        results: list[_Seen] = [(unknown, _shape_of(o)) for o in outs]
-        given = tensors_in(args, kwargs)
-        is_old = not changes_view(func)  # else the shape is that of afterwards
-        taken: list[_Seen] = [(unknown if is_old else _UNKNOWN, _shape_of(t)) for t in given]
-        if is_step and not keeps_elements(func):
+        unseen = _UNKNOWN if self._is_muted or traits.changes_view else None  # or the shape is that of afterwards
+        taken: list[_Seen] = [(unseen, _shape_of(t)) for t in given]
+        results: list[_Seen] = [(None, _shape_of(o)) for o in outs]
+        if is_step and not traits.keeps_elements:
             self._steps.append((func, taken, results))
-        written = written_tensors(func, args, kwargs)
         if self._is_muted:  # parts of an operator with a rule of its own
             results[:] = [(Label(plain_dims(shape), is_lost=True), shape) for _, shape in results]
             self._note_made(outs)
             return
-        labels = self._labels_of(func, given)
-        if labels and is_old:
-            taken[:] = [(labels.get(id(tensor)), shape) for tensor, (_, shape) in zip(given, taken, strict=True)]
-        if reads_all(func) and not (labels and may_name_places(func)):
-            labels |= self._slots_read(func, given, outs or written, written)
+        labels, read = self._labels_of(func, given)
+        if labels and unseen is None:
+            taken[:] = [(labels.get(id(t)), shape) for t, (_, shape) in zip(given, taken, strict=True)]
+        rule = rule_of(func)
+        written = written_tensors(func, args, kwargs) if traits.writes else []
+        if reads_all(func) and not (labels and may_name_places(rule)):
+            labels |= self._slots_read(func, rule, given, outs or written, written)
         caller = self._caller
         if caller is None and labels:
             self.doubt(f"{func._schema.name} is called by code that is not Python")
         if not labels and not (caller is not None and (caller.numbers or takes_sizes(func))):
             self._note_plain(func, outs, written)
             return
-        call = Call(func, args, kwargs, labels, self.sizes)
+        call = Call(func, args, kwargs, given, labels, self.sizes)
         call.outs = outs or written
         call.made, call.writes, call.slots = self._made, bool(written), self._slots
         call.caller = caller or Caller(self, "?", (), {})
-        made = self._ruled(call)
-        self._note_places(call, made)
-        self._check_random(call, func, args, kwargs, made)
-        self._put_results(call, func, given, written, made)
-        for place_, (result, label) in enumerate(zip(results, made, strict=False)):
-            results[place_] = (self.label(outs[place_]) or label, result[1])
+        made = self._ruled(call, rule)
+        if not makes_alike(rule):
+            self._note_places(call, made)
+        if traits.is_seeded:
+            self._check_random(call, func, args, kwargs, made)
+        put = self._put_results(call, read, written, made)
+        if outs:
+            results[: len(put)] = [(label, shape) for label, (_, shape) in zip(put, results, strict=False)]
         self._mixed |= call.mixed
 
     def _slots_read(
-        self, func: OpOverload, given: Iterable[Tensor], outs: Sequence[Tensor], written: Sequence[Tensor]
+        self,
+        func: OpOverload,
+        rule: Rule | None,
+        given: Iterable[Tensor],
+        outs: Sequence[Tensor],
+        written: Sequence[Tensor],
     ) -> dict[int, Label]:
         """Labels of state that rows wrote at places, where an operator reads all of it; see Note [slots] in
         ``slots.py``. What keeps each element at its place makes places of the same kind."""
-        keeps, labels = keeps_places(func), {}
+        keeps, labels = keeps_places(func, rule), {}
         for tensor in given:
-            if tensor in self._slots:
+            if self._slots and tensor in self._slots:
                 if not (keeps and self._slots.keep(tensor, outs)):
                     label = self.label(tensor) or Label(plain_dims(tensor.shape))
                     labels[id(tensor)] = label._replace(fault=fault_here(True, func._schema.name, ALL_PLACES))
@@ -405,9 +466,11 @@ class RowRun(OperatorMode):
                 self._slots.note_read(func._schema.name, tensor)
         return labels
 
-    def _labels_of(self, func: OpOverload, given: Iterable[Tensor]) -> dict[int, Label]:
-        """The labels of an operator's tensors; what is no tensor of memory that is known is a doubt."""
+    def _labels_of(self, func: OpOverload, given: Iterable[Tensor]) -> tuple[dict[int, Label], set[int]]:
+        """The labels of an operator's tensors, and their storages; what is no tensor of memory that is known is a
+        doubt."""
         labels: dict[int, Label] = {}
+        keys: set[int] = set()
         for tensor in given:
             kind = type(tensor)
             if kind not in _PLAIN_TYPES and not _is_plain(kind):
@@ -415,12 +478,18 @@ class RowRun(OperatorMode):
             if not is_strided(tensor):
                 self.doubt(f"{func._schema.name} takes a tensor of layout {tensor.layout}")
                 continue
-            label = self.label(tensor)
+            key = storage_key(tensor)
+            keys.add(key)
+            label = self._label_at(tensor, key)
             if label is not None:
                 labels[id(tensor)] = label
-            elif self._is_from_nowhere(tensor) and not func._schema.name.startswith("aten::lift_fresh"):
+            elif (
+                key not in self._made
+                and key not in self.reached
+                and not func._schema.name.startswith("aten::lift_fresh")
+            ):
                 self.doubt(f"{func._schema.name} reads a tensor from nowhere")
-        return labels
+        return labels, keys
 
     def _is_from_nowhere(self, tensor: Tensor) -> bool:
         key = storage_key(tensor)
@@ -450,22 +519,19 @@ class RowRun(OperatorMode):
         self._writes_state |= is_outside
         return is_outside
 
-    def _ruled(self, call: Call) -> list[Label]:
+    def _ruled(self, call: Call, rule: Rule | None) -> list[Label]:
         """The labels of the results, by the operator's rule."""
-        rule, name = rule_of(call.func), call.func._schema.name
         fault = first_fault(call.labels)
         if fault is None:
-            fault = call.fault_of_data(names_of_places(call.func))
+            fault = call.fault_of_data(names_of_places(rule))
         is_mix, why = False, ""
         if rule is not None:
             try:
                 made = rule(call)
-                more = call.outs[len(made) :]
-                made = [
-                    *made,
-                    *(Label(plain_dims(o.shape), fault_here(False, name, "a further result"), True) for o in more),
-                ]
-                return [label._replace(fault=label.fault or fault) for label in made]
+                for more in call.outs[len(made) :]:
+                    unruled = fault_here(False, call.func._schema.name, "a further result")
+                    made = [*made, Label(plain_dims(_shape_of(more)), unruled, is_lost=True)]
+                return made if fault is None else [one._replace(fault=one.fault or fault) for one in made]
             except MixError as error:
                 is_mix, why = True, str(error)
             except UnknownError as error:
@@ -489,53 +555,57 @@ class RowRun(OperatorMode):
         return [Label(plain_dims(_shape_of(o)), fault, is_lost=True) for o in call.outs]
 
     def _note_places(self, call: Call, made: Sequence[Label]) -> None:
-        """Note an operator that makes rows of none, unless all of them are alike."""
-        is_new = any(has_rows(dim) for label in made for dim in label.dims) and not makes_alike(call.func)
-        if is_new and not any(has_rows(dim) for label in call.labels.values() for dim in label.dims):
+        """Note an operator that makes rows of none, which need not be alike."""
+        if any(map(lies_along_rows, made)) and not any(map(lies_along_rows, call.labels.values())):
             self._by_place = self._by_place or f"{call.func._schema.name}, {place()}"
 
     def _check_random(
         self, call: Call, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[Label]
     ) -> None:
-        if not is_seeded(func) or not draws(func, args, kwargs) or _is_still(call):
+        if not draws(func, args, kwargs) or _is_still(call):
             return
         if call.labels or any(is_dynamic(dim) for label in made for dim in label.dims):
             remedy = "; draw them outside of the callable, or have a size for each batch (sizes=)"
             self.doubt(f"{func._schema.name} draws random numbers", remedy)
 
-    def _put_results(
-        self, call: Call, func: OpOverload, given: list[Tensor], written: list[Tensor], made: list[Label]
-    ) -> None:
+    def _put_results(self, call: Call, read: set[int], written: list[Tensor], made: list[Label]) -> list[Label]:
+        """Label the results, and note what was written, of an operator that was given tensors of the storages ``read``.
+        Returns the labels as they are then."""
         written_keys = {storage_key(t) for t in written if is_strided(t)}
-        read = {storage_key(t) for t in given if is_strided(t)}
+        put: list[Label] = []
         for out, label in zip(call.outs, made, strict=False):
             if not is_strided(out):
-                self.doubt(f"{func._schema.name} makes a tensor of layout {out.layout}")
+                self.doubt(f"{call.func._schema.name} makes a tensor of layout {out.layout}")
+                put.append(label)
                 continue
-            if torch_shape(label) != tuple(out.shape):
-                fault = label.fault or fault_here(False, func._schema.name, "a shape that its rule does not tell")
+            if torch_shape(label) != out.shape:
+                fault = label.fault or fault_here(False, call.func._schema.name, "a shape that its rule does not tell")
                 label = Label(plain_dims(out.shape), fault if call.labels else None, is_lost=True)
             key = storage_key(out)
-            if key in written_keys and not changes_view(func):
+            if key in written_keys and not changes_view(call.func):
                 self._write(call, out, label)
             elif label.fault or label.is_lost or label.tag or any(map(is_dynamic, label.dims)):
-                self.put(out, label)
+                label = self.put(out, label)
             if key not in read:
                 self._note_made([out])
-                if any(map(has_rows, label.dims)):
+                if lies_along_rows(label):
                     self._rows_in.add(key)
+            put.append(label)
         state_fault = next((label.fault for label in made if label.fault), None)
-        outs = {id(t) for t in call.outs}
+        outs, name = {id(t) for t in call.outs}, call.func._schema.name
         for tensor in written:
             is_outside = self._note_write(tensor)
-            if is_outside and (state_fault is not None or has_rule(func._schema.name)) and not self._has_rows(tensor):
-                self._slots.note_write(func._schema.name, tensor, (), range(len(self.sizes.axes)), adds=True)
+            if is_outside and (state_fault is not None or has_rule(name)) and not self._has_rows(tensor):
+                self._slots.note_write(name, tensor, (), range(len(self.sizes.axes)), adds=True)
             if state_fault is not None:
                 self._faulty[storage_key(tensor)] = state_fault
-            elif id(tensor) not in outs and any(has_rows(d) for x in call.labels.values() for d in x.dims):
+            elif id(tensor) not in outs and any(map(lies_along_rows, call.labels.values())):
                 self._write(call, tensor, self.label(tensor) or Label(plain_dims(tensor.shape)))
             if is_outside and (bad := self._faulty.get(storage_key(tensor))) is not None:
                 self._state.append(bad)
+        if not (written or self._faulty):
+            return put
+        return [self.label(out) or label for out, label in zip(call.outs, put, strict=False)]
 
     def _write(self, call: Call, tensor: Tensor, label: Label) -> None:
         """A write in place: it must agree with what the memory was made for."""
@@ -544,7 +614,7 @@ class RowRun(OperatorMode):
             self._mixed.update(*map(axes_of, label.dims))
         before = self.label(tensor)
         mine = before.dims if before is not None else plain_dims(tensor.shape)
-        if label.fault is None and any(map(has_rows, label.dims)):
+        if label.fault is None and lies_along_rows(label):
             if label.dims != mine and call.rearranges:
                 self._rearranged[key] = self._serial
                 self.put(tensor, label)
@@ -572,7 +642,7 @@ def _is_plain(kind: type) -> bool:
 
 
 def _shape_of(tensor: Tensor) -> tuple[int, ...]:
-    return () if tensor.is_nested else tuple(tensor.shape)  # of which torch tells none
+    return () if tensor.is_nested else tensor.shape  # of which torch tells none
 
 
 def _is_still(call: Call) -> bool:

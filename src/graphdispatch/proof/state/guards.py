@@ -268,7 +268,9 @@ class StateGuard:
         bases = {base for kind in kinds for base in kind.__mro__[:-1]}
         if any("training" in vars(base) or "__getattribute__" in vars(base) for base in bases):
             return None
-        flags = {id(table): held for table, name, held in self._held_attributes() if name == "training"}
+        places = ((table, name) for table, names in self._named for name in names)
+        pairs = zip(places, self._held, strict=False)  # the first of what was held
+        flags = {id(table): held for (table, name), held in pairs if name == "training"}
         found = [flags.get(id(attribute_table(module)), objects.ABSENT) for module in self.modules]
         return None if any(type(flag) is not bool for flag in found) else not found or any(found)
 

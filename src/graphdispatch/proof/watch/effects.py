@@ -9,11 +9,11 @@ Note [exactly once]
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import prod
 from operator import attrgetter
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch._ops import OpOverload
@@ -34,12 +34,14 @@ from ...backends.operators import (
     geometry,
     is_seeded,
     is_strided,
+    is_unsafe,
     keeps_elements,
     kind_of,
     per_operator,
     storage_key,
     tensors_in,
     unsafe,
+    user_line,
     view_key,
     written_tensors,
 )
@@ -242,6 +244,21 @@ def retry_once(put_back: Callable[[], None], backend: Backend) -> None:
 _is_float = attrgetter("is_floating_point")
 
 
+class Runner(Protocol):
+    """Runs operators for a mode that sees them, which is entered in ``watching``: a ``Capture`` is one."""
+
+    def watching(self, mode: OperatorMode) -> AbstractContextManager[object]:
+        """A block in which the mode sees each operator, and has the runner ``run`` it."""
+
+    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+        """Run an operator; ``tensors`` are those among its arguments."""
+
+    def look_inside(
+        self, mode: OperatorMode, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an operator's Python kernel within the mode."""
+
+
 class EffectRecorder(OperatorMode):
     """Watches one run of a callable: saves what it overwrites, and notes the memory that it uses and did not make.
 
@@ -285,14 +302,19 @@ class EffectRecorder(OperatorMode):
         self._exposed: list[Region] = []
         self._is_inside = False
         """Whether an operator's Python kernel is running."""
-        self._capture: Capture | None = None
+        self._runner: Runner | None = None
+        self._existed: Callable[[int], bool] | None = None
 
     @contextmanager
-    def guarding(self, capture: Capture | None = None) -> Iterator[Self]:
-        """Enter it, and save what the host's code gets hold of. A ``capture`` in progress records what it runs."""
-        self._capture = capture
+    def guarding(self, runner: Runner | None = None, existed: Callable[[int], bool] | None = None) -> Iterator[Self]:
+        """Enter it, and save what the host's code gets hold of. ``runner`` runs the operators: a capture in progress
+        records them, and a run whose rows are followed labels what they give.
+
+        ``existed`` says of a storage's key whether it was there before: a tensor of unknown origin raises then.
+        """
+        self._runner, self._existed = runner, existed
         try:
-            with Listening(self._save_exposed, EXPOSED), self if capture is None else capture.watching(self):
+            with Listening(self._save_exposed, EXPOSED), self if runner is None else runner.watching(self):
                 yield self
         finally:
             self._save_exposed("", None)
@@ -305,6 +327,8 @@ class EffectRecorder(OperatorMode):
         What the schema marks as written is saved as a whole. That copy is dropped if an operator inside was seen to
         write there, and the kernel could have done so in no other way: a device runs kernels that no mode sees.
         """
+        if isinstance(self._runner, Capture) and is_unsafe(func):
+            raise tagged_unsafe(func)
         start, saved, views = len(self.regions), self._saved, set(self._saved_views)
         hidden: list[str] = []
         was_inside, self._is_inside = self._is_inside, True
@@ -313,8 +337,8 @@ class EffectRecorder(OperatorMode):
         self._saved_views = views
         try:
             with HostReads(lambda name, _: hidden.append(name)):
-                if self._capture is not None:
-                    result = self._capture.look_inside(self, func, key, args, kwargs)
+                if self._runner is not None:
+                    result = self._runner.look_inside(self, func, key, args, kwargs)
                 else:
                     result = super().look_inside(func, key, args, kwargs)
         except BaseException:
@@ -329,7 +353,10 @@ class EffectRecorder(OperatorMode):
                 if hidden or region.target.device.type != "cpu" or storage_key(region.target) not in seen
             ]
             self._saved = saved + sum(region.before.nbytes for region in self.regions[start:])
-        self._note_results(tensors_in(result), is_new=False)
+        for tensor in tensors_in(result):
+            if is_strided(tensor) and self._is_unknown(storage_key(tensor)):
+                raise made_by_nobody(func, tensor)
+            self._note_result(tensor, is_new=False)
         return result
 
     def watch_region(self, region: CompiledRegion, args: tuple[Any, ...]) -> Any:
@@ -354,47 +381,43 @@ class EffectRecorder(OperatorMode):
 
     def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Save what the operator is about to overwrite, then run it."""
-        traits, made = _traits_of(func), self._made
-        kind, given = traits.kind, tensors_in(*args, *kwargs.values())
+        traits, names = _traits_of(func), self._tensor_names
+        given = tensors_in(*args, *kwargs.values())
         keys = self._note_given(func, given)
+        is_shown = names is not None and not traits.keeps_elements
+        if names is not None and is_shown:
+            taken = _shapes_of(given)
+            self.dispatched.operators.append(names.operator(func, args, kwargs, keys))
         self.runs_custom = self.runs_custom or traits.is_custom
-        taken = _shapes_of(given) if self._tensor_names is not None else []
-        if self._tensor_names is not None and not keeps_elements(func):
-            self.dispatched.operators.append(self._tensor_names.operator(func, args, kwargs, keys))
         before, written = list[tuple[torch.Tensor, Any]](), list[torch.Tensor]()
-        if kind is OperatorKind.WRITE:
+        if traits.kind is OperatorKind.WRITE:
             written = written_tensors(func, args, kwargs)
             if not all(map(is_strided, written)):
                 what = f"{func} writes to a tensor without strides, which nobody could put back"
                 self.give_up(unsafe(f"{what}; keep it in a dense one"))
                 return func(*args, **kwargs)
-            before = [(tensor, geometry(tensor)) for tensor in written if storage_key(tensor) not in made]
+            before = [(tensor, geometry(tensor)) for tensor in written if storage_key(tensor) not in self._made]
             self._save_written(func, args, kwargs)
         if (traits.is_seeded or "generator" in kwargs) and draws(func, args, kwargs):
             self.uses_rng = True
             self._save_generators(args, kwargs)
         if self._strict:
             self._check_geometry(func, before)  # nothing would put another view back
-        result = func(*args, **kwargs) if self._capture is None else self._record(func, args, kwargs, given)
+        result = func(*args, **kwargs) if self._runner is None else self._run(func, args, kwargs, given)
         self._check_geometry(func, before)
         returned = [result] if type(result) is torch.Tensor else tensors_in(result)
         gives = written + returned if written else returned
-        # Where torch fills new memory, eager's answer may hold that.
-        if kind is OperatorKind.EMPTY and not _fills_new_memory():
-            _mark_unwritten(result)
-            self.reserves_memory = True
-        if func is _LIFT:  # its argument is what Python values were made into
-            self.outside.pop(storage_key(args[0]), None)
-        self._note_results(gives, kind is not OperatorKind.VIEW or func is _LIFT, len(written))
-        if self._tensor_names is not None:
-            self._tensor_names.note_run(func, given, returned, written, keys)
+        self._note_results(func, traits, given, gives, len(written))
+        if names is not None:
+            names.note_run(func, given, returned, written, keys)
             self._note_traits(traits, given, gives)
-            if not keeps_elements(func):
+            if is_shown:
                 self.dispatched.shapes.append((func, (*taken, *_shapes_of(returned))))
         return result
 
     def _note_given(self, func: OpOverload, given: list[torch.Tensor]) -> dict[int, int]:
-        """Note what an operator is given, before it runs. Returns the key of each tensor's storage by its ``id``."""
+        """Note what an operator is given, before it runs. Returns the key of each tensor's storage by its ``id``.
+        Raises ``CaptureError`` for a tensor of unknown origin."""
         if func is _EQUATES:
             self.equated.add(tuple(map(id, given)))
         keys: dict[int, int] = {}
@@ -402,17 +425,26 @@ class EffectRecorder(OperatorMode):
             if is_strided(tensor):
                 keys[id(tensor)] = key = storage_key(tensor)
                 if key not in self._made and key not in self.outside:
+                    if func is not _LIFT and self._is_unknown(key):
+                        raise of_unknown_origin(func, tensor)
                     self.outside[key] = tensor.detach()
         return keys
 
-    def _record(
-        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
-    ) -> Any:
-        """Have the capture run an operator. Raises ``CaptureError`` if no graph can hold it."""
-        assert self._capture is not None
-        if (why := forbidden(func, args, kwargs, given)) is not None:
-            raise unsafe(f"{func} {why}")
-        return self._capture.run(func, args, kwargs, given)
+    def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]) -> Any:
+        """Have the runner run an operator. Raises ``CaptureError`` if that is a capture whose graph cannot hold it."""
+        assert self._runner is not None
+        if isinstance(self._runner, Capture):
+            if is_unsafe(func):
+                raise tagged_unsafe(func)
+            if (why := forbidden(func, args, kwargs, given)) is not None:
+                raise unsafe(f"{func} {why}")
+        return self._runner.run(func, args, kwargs, given)
+
+    def _is_unknown(self, key: int) -> bool:
+        """Whether nobody knows where a storage comes from, though that matters."""
+        if self._existed is None or key in self._made or key in self.outside:
+            return False
+        return not self._existed(key)
 
     def _check_geometry(self, func: OpOverload, shapes: list[tuple[torch.Tensor, tuple[Any, ...]]]) -> None:
         if not shapes:
@@ -443,8 +475,25 @@ class EffectRecorder(OperatorMode):
         if self._strict:
             raise error
 
-    def _note_results(self, tensors: Sequence[torch.Tensor], is_new: bool, first: int = 0) -> None:
-        for place, tensor in enumerate(tensors):
+    def _note_results(
+        self,
+        func: OpOverload,
+        traits: "_Traits",
+        given: list[torch.Tensor],
+        gives: list[torch.Tensor],
+        first: int,
+    ) -> None:
+        """Note the memory of an operator's results: what it wrote, and from place ``first`` on what it returned."""
+        is_new = traits.kind is not OperatorKind.VIEW
+        # Where torch fills new memory, eager's answer may hold that.
+        if traits.kind is OperatorKind.EMPTY and not _fills_new_memory():
+            for tensor in gives:
+                _mark_unwritten(tensor)
+            self.reserves_memory = True
+        elif func is _LIFT:  # its argument is what Python values were made into
+            self.outside.pop(storage_key(given[0]), None)
+            is_new = True
+        for place, tensor in enumerate(gives):
             self._note_result(tensor, is_new and place >= first)
 
     def _note_result(self, tensor: torch.Tensor, is_new: bool) -> None:
@@ -566,6 +615,30 @@ class EffectRecorder(OperatorMode):
                 self.regions.append(Region(state, state, generator=value))
 
 
+def of_unknown_origin(func: OpOverload, tensor: torch.Tensor) -> CaptureError:
+    """The error of an operator that is given a tensor which a graph would read as it was at the capture."""
+    return CaptureError(
+        f"{func} is given a tensor of shape {tuple(tensor.shape)} that no operator of the call made "
+        f"and that did not exist before, at {user_line()}; work outside of torch's dispatcher "
+        "(numpy, ctypes, a compiler) must be a break of a PIECEWISE capture, or an operator in C++",
+        Reason.CAPTURE_UNSAFE,
+    )
+
+
+def made_by_nobody(func: OpOverload, tensor: torch.Tensor) -> CaptureError:
+    """The error of an operator in Python whose result comes from elsewhere."""
+    return CaptureError(
+        f"{func} gives back a tensor of shape {tuple(tensor.shape)} that no operator inside it made, at "
+        f"{user_line()}; break there in PIECEWISE mode with eager_break({func._schema.name!r}), or register it in C++",
+        Reason.CAPTURE_UNSAFE,
+    )
+
+
+def tagged_unsafe(func: OpOverload) -> CaptureError:
+    """The error of an operator that somebody tagged as one that no graph may hold."""
+    return unsafe(f"{func} is tagged cudagraph_unsafe; capture in PIECEWISE mode, where it is a break")
+
+
 _COMPUTES = (OperatorKind.PURE, OperatorKind.VIEW)
 _LIFT = torch.ops.aten.lift_fresh.default
 _EQUATES = torch.ops.aten.eq.Tensor
@@ -589,6 +662,7 @@ class _Traits(NamedTuple):
     """What the watch has to know of each operator."""
 
     kind: OperatorKind
+    keeps_elements: bool
     is_seeded: bool
     is_custom: bool
     """Whether it is somebody else's and may do more than make new tensors."""
@@ -605,6 +679,7 @@ def _traits_of(func: OpOverload) -> _Traits:
     name, kind = func._schema.name, kind_of(func)
     return _Traits(
         kind,
+        keeps_elements(func),
         is_seeded(func),
         is_custom=kind not in _COMPUTES and func.namespace not in ("aten", "prims"),
         groups=name in _GROUPING,
@@ -615,7 +690,7 @@ def _traits_of(func: OpOverload) -> _Traits:
 
 
 def _shapes_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
-    return [tuple(tensor.shape) if is_strided(tensor) else () for tensor in tensors]
+    return [tensor.shape if is_strided(tensor) else () for tensor in tensors]
 
 
 def _makes_integers(given: Sequence[torch.Tensor], gives: Sequence[torch.Tensor]) -> bool:
