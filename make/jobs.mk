@@ -1,7 +1,7 @@
 # Rarer jobs. CONTRIBUTING.md says when to run them.
 
 .PHONY: lint types sweep fuzz generate-test vllm-test vllm-families drift real gpu-emulated gpu-bench gpu-all native-check native-twins docs-serve package
-.PHONY: mutants count device-test
+.PHONY: mutants count device-test soak
 
 # What runs on a device, and what runs on whichever device GRAPHDISPATCH_TEST_DEVICE names.
 ON_DEVICE := tests/gpu tests/backends/test_conformance_capture.py tests/backends/test_conformance_device.py
@@ -33,6 +33,10 @@ fuzz: $(VENV)/.native
 # Small faults put into the modules where a silent mistake is a wrong answer: which ones do the tests notice?
 mutants: $(VENV)/.test
 	@$(BIN)/python -m tests.mutants $(ARGS)
+
+# Ten million calls of twelve programs in turns, with all that happens to a server in days; ARGS="--minutes 15" ends earlier.
+soak: $(VENV)/.native
+	@$(BIN)/python -m tests.soak.long_run $(ARGS)
 
 # generate() of transformers for all decoder families and modes; takes some minutes.
 generate-test: $(VENV)/.native

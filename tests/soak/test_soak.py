@@ -92,6 +92,11 @@ class Gate:
             self._places.release(THREADS)
 
 
+def resident_bytes() -> int:
+    """The resident memory of the process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 class Soak:
     """The shared objects, and what one thread does with them.
 
@@ -196,8 +201,7 @@ class Soak:
     def held(self) -> tuple[int, int]:
         """Bytes that the library says it holds, and the resident memory of the process."""
         gc.collect()
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return sum(step.memory_bytes for step in self.steps), resident
+        return sum(step.memory_bytes for step in self.steps), resident_bytes()
 
 
 @pytest.mark.parametrize("roomy", [False, True], ids=["evictions", "hits"])

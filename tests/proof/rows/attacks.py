@@ -388,12 +388,41 @@ MIXES: dict[str, Any] = {
     "added to one place": lambda x, i: x + torch.zeros(D, D).index_put((i,), x, accumulate=True)[i],
     "embedding of rows": lambda x, i: F.embedding(i.clamp(max=1), x),
     "bag": lambda x, i: x + F.embedding_bag(i, TABLE, torch.tensor([0])),
+    "bags of others' parts": lambda x, i: x + F.embedding_bag(_pairs(i).T.reshape(-1), TABLE, _starts(i)),
+    "bags with a last": lambda x, i: F.embedding_bag(
+        _pairs(i).reshape(-1),
+        TABLE,
+        torch.cat([_starts(i), 2 * len(i) * torch.ones(1, dtype=torch.long)]),
+        include_last_offset=True,
+    ),
+    "sizes of bags": lambda x, i: torch.ops.aten._embedding_bag(TABLE, _pairs(i).reshape(-1), _starts(i))[1],
+    "rows as shared heads": lambda x: F.scaled_dot_product_attention(
+        torch.cat([x, x])[None, :, None], x[None, :, None], x[None, :, None], enable_gqa=True
+    )[0, : x.shape[0], 0],
+    "rows as time of a layer": lambda x: LSTM(x[:, None])[0][:, 0],
+    "one line for all": lambda x: x.gather(1, torch.zeros(1, D, dtype=torch.long)) + x,
+    "slopes of rows": lambda x: F.prelu(x[None], x[:, 0])[0],
+    "added by an order": lambda x: x + torch.zeros(200, D).index_add(0, x[:, 0].argsort(), x)[:1],
+    "put by an order": lambda x: x.index_put((x[:, 0].argsort(),), x * 2),
+    "a table by an order": lambda x: x + TABLE.index_select(0, x[:, 0].argsort()),
+    "parts put together again": lambda x: torch.stack(x.unbind(0)[::-1]),
     "weights of rows": lambda x: F.linear(x, x[:6]),
     "an output transposed and sized": lambda x: (x.T.contiguous() * 1).view(-1)[: x.numel()].view(x.shape),
 }
 """Programs that mix rows."""
 
 GRU = nn.GRU(D, D).eval()
+LSTM = nn.LSTM(D, D).eval().requires_grad_(False)
+
+
+def _pairs(i: Tensor) -> Tensor:
+    """Two numbers for each row."""
+    return torch.stack([i, i + 1], 1)
+
+
+def _starts(i: Tensor) -> Tensor:
+    """Where each row's two numbers begin."""
+    return torch.arange(len(i)) * 2
 
 
 def _routed(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -590,6 +619,7 @@ _IDS = frozenset(
         "rows to one place",
     }
     | {"scattered to one place", "added to one place", "embedding of rows", "bag", "groups by an argument"}
+    | {"bags of others' parts", "bags with a last", "sizes of bags"}
 )
 
 ATTACKS: dict[str, tuple[Any, Any]] = {
