@@ -60,12 +60,13 @@ TABLE: dict[str, list[str]] = {
     "proof/check/licence": [
         *(*_CHECK, "tests/runtime/test_argument_metadata.py", "tests/runtime/test_branches_by_size.py"),
         *(_FOOTGUNS.format("arguments"), _FOOTGUNS.format("dims"), "tests/runtime/test_dims.py"),
+        *("tests/runtime/test_parts.py", "tests/engines/test_dispatcher.py"),
     ],
     "proof/check/make_entry": [*_CHECK, "tests/runtime/test_outputs.py", "tests/runtime/test_dims.py"],
     "proof/check/piecewise": ["tests/proof/check/test_piecewise.py", "tests/proof/check/test_breaks.py"],
     "proof/check/pipeline": [*_CHECK, "tests/runtime/test_dims.py"],
     "proof/check/recording": [*_CHECK, _FOOTGUNS.format("breaks"), _FOOTGUNS.format("outputs")],
-    "proof/check/row_proof": [*_CHECK, "tests/runtime/test_branches_by_size.py", _FOOTGUNS.format("dims")],
+    "proof/check/row_proof": [*_CHECK, "tests/runtime/test_branches_by_size.py", "tests/runtime/test_dims.py"],
     **{
         f"proof/state/{name}": [*_STATE, _FOOTGUNS.format("state")]
         for name in ("guards", "objects", "reads", "snapshot", "walk")

@@ -17,6 +17,8 @@ from graphdispatch.runtime.licence import MOST_ALIKE, Trusted
 from graphdispatch.sizes import ROWS, axes_of, pack
 from graphdispatch.testing import MockCUDAGraph
 
+from ...helpers import check_rows, make, shown_of
+
 SIZE = 4
 FIRST, OTHER = [torch.zeros(SIZE, 2)], [torch.ones(SIZE, 2)]
 BOTH = axes_of(["batch", "seq"])
@@ -152,6 +154,16 @@ def test_a_policy_says_how_many_batches_must_agree() -> None:
     for _ in range(MOST_ALIKE + 2):
         step(x)
     assert step.entries[0].state is EntryState.VERIFIED
+
+
+def test_a_verified_graph_keeps_no_batch() -> None:
+    """Those that it agreed on are kept until it serves."""
+    step = make(sizes=(4,))
+    check_rows(step, 4)
+    assert len(shown_of(step).batches) == 1
+    check_rows(step, 4)
+    assert step.last_decision.reason is Reason.VERIFIED_NOW
+    assert shown_of(step).batches == []
 
 
 def test_a_policy_without_its_class_is_refused() -> None:

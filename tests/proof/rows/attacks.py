@@ -398,7 +398,7 @@ MIXES: dict[str, Any] = {
     "sizes of bags": lambda x, i: torch.ops.aten._embedding_bag(TABLE, _pairs(i).reshape(-1), _starts(i))[1],
     "rows as shared heads": lambda x: F.scaled_dot_product_attention(
         torch.cat([x, x])[None, :, None], x[None, :, None], x[None, :, None], enable_gqa=True
-    )[0, : x.shape[0], 0],
+    ).view(2, x.shape[0], D)[0],
     "rows as time of a layer": lambda x: LSTM(x[:, None])[0][:, 0],
     "one line for all": lambda x: x.gather(1, torch.zeros(1, D, dtype=torch.long)) + x,
     "slopes of rows": lambda x: F.prelu(x[None], x[:, 0])[0],

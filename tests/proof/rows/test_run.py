@@ -20,6 +20,7 @@ from .runs import Batch, judge, tensors_of
 F = nn.functional
 D = 6
 WEIGHT = torch.randn(D, D, generator=torch.Generator().manual_seed(0))
+_LSTM = nn.LSTM(D, 4, 2).eval()
 
 
 def _rows(n: int) -> Batch:
@@ -150,6 +151,7 @@ def test_a_length_that_meets_no_other_element_is_not_mixed() -> None:
         lambda x: x.split([1, x.shape[1] - 1], 1)[0] + x,
         lambda x: x.unbind(1)[0][:, None] + x,
         lambda x: x.narrow(1, 1, 2).sum(1, keepdim=True) + x,
+        lambda x: _LSTM(x.transpose(0, 1))[0].transpose(0, 1),
     ],
 )
 def test_a_length_along_which_elements_meet_is_mixed(fn: Callable[..., Any]) -> None:
@@ -241,7 +243,6 @@ def _image(x: Tensor) -> Tensor:
     return x[:, None]
 
 
-_LSTM = nn.LSTM(D, 4, 2).eval()
 SIZED: dict[str, Callable[[Tensor], Any]] = {
     "heads": _heads,
     "heads that share keys": lambda x: F.scaled_dot_product_attention(
