@@ -62,7 +62,7 @@ class Reason(Explained):
     )
     INSIDE_REPLAY = (
         "inside_replay",
-        "a break made this call during the replay of a graph that shares memory with this one",
+        "a break, a pad function or a finalizer made this call during the replay of a graph in the same memory",
     )
     NOT_INITIALIZED = "not_initialized", "the graph keys are not initialised; call initialize_cudagraph_keys first"
     MODE_EXCLUDED = "mode_excluded", "a graph would serve the batch, but this call excludes the graph's mode"

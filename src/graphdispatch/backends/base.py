@@ -6,8 +6,10 @@ Note [who may touch a pool]
     one wrapper may run inside another. On a device with queues, the lock orders the *enqueueing*; the queue, or
     ``order_after_last_use``, orders the work.
 
-    A replay in pieces runs Python in its breaks, on the thread with the lock, and would let a break use the pool again
-    and overwrite what later pieces read. ``replaying_on`` prevents that: a served call that a break makes runs eagerly.
+    Python may run on the thread with the lock during that time: a break, a pad function of the user, a finalizer that
+    the collector calls, the handler of a signal. If it used the pool again it would overwrite what the replay reads,
+    and if it took a server's lock it could wait for a thread that waits for the pool. ``replaying_on`` prevents both: a
+    served call that it makes runs eagerly.
 
 Note [one capture at a time]
     torch allows only one capture at a time in a process (``torch/cuda/graphs.py``, "Not thread safe"). Every backend
@@ -121,7 +123,7 @@ class Pool(Shared, ABC):
         self.lock = make_rlock()
         self.generation = 0
         self.replaying_on: int | None = None
-        """The identifier of the thread that runs a replay with breaks; None if there is none."""
+        """The identifier of the thread that runs a replay, copies included; None if there is none."""
         renew_in_child(self)
 
     def after_fork(self) -> None:
@@ -130,11 +132,11 @@ class Pool(Shared, ABC):
             self.replaying_on = None
 
     def is_inside_replay(self) -> bool:
-        """Whether the calling thread is in a break of one of the pool's graphs. Needs no lock."""
+        """Whether the calling thread is within a replay of one of the pool's graphs. Needs no lock."""
         return self.replaying_on is not None and self.replaying_on == threading.get_ident()
 
     def refuse_inside_replay(self) -> None:
-        """Raise ``ReplayError`` if the calling thread is in a break of one of the pool's graphs."""
+        """Raise ``ReplayError`` if the calling thread is within a replay of one of the pool's graphs."""
         if self.is_inside_replay():
             raise ReplayError(Reason.INSIDE_REPLAY.text)
 

@@ -6,6 +6,7 @@ there is a native core, ``run`` is that of ``native/core/plan.cpp``; the one her
 
 from collections.abc import Sequence
 from itertools import count
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 import torch
@@ -93,12 +94,10 @@ class ReplayPlan:
         entry, pool = self._entry, self._pool
         load, replay, take = self._load, self._graph.replay, self._take
         if is_profiled():
-            label = entry.label
-            load = in_range("copy-in", label, load) if load is not None else None
-            replay, take = in_range("replay", label, replay), in_range("copy-out", label, take)
+            load = in_range("copy-in", entry.label, load) if load is not None else None
+            replay, take = in_range("replay", entry.label, replay), in_range("copy-out", entry.label, take)
         with pool.lock:
-            state = entry.state
-            if state is EntryState.EVICTED or state is EntryState.FAILED:
+            if entry.state in (EntryState.EVICTED, EntryState.FAILED):
                 raise ReplayError(f"the graph for {entry.key} was evicted, or its last replay failed; capture it again")
             if pool.replaying_on is not None:
                 pool.refuse_inside_replay()
@@ -108,6 +107,7 @@ class ReplayPlan:
             before = entry.backend.rng_state() if entry.uses_rng else None
             stage: ReplayStage = "load"
             try:
+                pool.replaying_on = get_ident()
                 if values is None:
                     entry.inputs.mark_dirty()
                 elif load is not None:
@@ -121,9 +121,12 @@ class ReplayPlan:
                 if stage == "run" and values is not None and entry.mutated:
                     entry.copy_back(values, self.rows)
                 raise
-            entry.increment_replay()
-            if values is not None and entry.mutated:
-                entry.copy_back(values, self.rows)
+            else:
+                entry.increment_replay()
+                if values is not None and entry.mutated:
+                    entry.copy_back(values, self.rows)
+            finally:
+                pool.replaying_on = None
             if stats is not None:
                 stats.record_hit(*self._cells)
             return result

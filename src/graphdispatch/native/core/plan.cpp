@@ -294,13 +294,21 @@ PyObject* run_by_python(PlanObject* self, Values& values, PyObject* stats) {
   return list ? PyObject_VectorcallMethod(names.run_in_python, args, 3, nullptr) : nullptr;
 }
 
-PyObject* run_locked(PlanObject* self, Values& values, PyObject* stats) {
-  if (is_unusual(self)) return run_by_python(self, values, stats);
-  if (!self->is_inline && !Ref(call(self->pool, names.order_after_last_use))) return nullptr;
-  const Ref graph = of_entry.graph.of(self->entry);
-  if (!graph) return run_by_python(self, values, stats);
+// Note that this thread is within a replay of the pool, from load to the last copy; false with an error.
+bool begin(PlanObject* self) {
+  const unsigned long thread = PyThread_get_thread_ident();
+  if (!self->ident || thread != self->thread) {
+    PyObject* ident = PyLong_FromUnsignedLong(thread);
+    if (!ident) return false;
+    Py_XSETREF(self->ident, ident);
+    self->thread = thread;
+  }
+  return replaying_on_of.put(self->pool, self->ident);
+}
+
+PyObject* replay_all(PlanObject* self, Values& values, PyObject* stats, PyObject* graph) {
   const bool is_loaded = load(self, values);
-  const bool is_replayed = is_loaded && replay(self, graph.get());
+  const bool is_replayed = is_loaded && replay(self, graph);
   Ref result(is_replayed ? take(self, values) : nullptr);
   if (!result) {
     fail(self, values, is_replayed ? "take" : is_loaded ? "run" : "load");
@@ -315,6 +323,23 @@ PyObject* run_locked(PlanObject* self, Values& values, PyObject* stats) {
     return result.release();
   }
   return count_hit(self, stats) ? result.release() : nullptr;
+}
+
+PyObject* run_locked(PlanObject* self, Values& values, PyObject* stats) {
+  if (is_unusual(self)) return run_by_python(self, values, stats);
+  if (!self->is_inline && !Ref(call(self->pool, names.order_after_last_use))) return nullptr;
+  const Ref graph = of_entry.graph.of(self->entry);
+  if (!graph) return run_by_python(self, values, stats);
+  Ref result(begin(self) ? replay_all(self, values, stats, graph.get()) : nullptr);
+  PyObject *type, *error, *trace;
+  PyErr_Fetch(&type, &error, &trace);
+  const bool is_ended = replaying_on_of.put(self->pool, Py_None);
+  if (type) {
+    PyErr_Restore(type, error, trace);
+  } else if (!is_ended) {
+    return nullptr;
+  }
+  return result.release();
 }
 
 uintptr_t address_in(PyObject* number) { return reinterpret_cast<uintptr_t>(PyLong_AsVoidPtr(number)); }

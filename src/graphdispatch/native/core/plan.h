@@ -41,6 +41,8 @@ struct PlanObject {
   PyObject *acquire, *release, *backend;
   PyObject* watch;  // the thread-local that says how many blocks the thread is in where nothing may replay
   PyObject* here;   // the thread-local that says whether the thread is recorded; null: the backend is called
+  PyObject* ident;  // threading.get_ident() of the thread that replayed last; null before
+  unsigned long thread;                // its number
   Local of_watch, of_here, of_server;  // what these hold, and the server's with its latest decision
   bool is_inline;                      // whether replays run at once, so that none has to be ordered after another
   PyObject* targets;       // for each dtype a list of tensors and their places; null until the first run, and where Python loads

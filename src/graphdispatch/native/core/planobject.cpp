@@ -58,7 +58,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
 // clang-format off
 #define GD_REFERENCES(VISIT) \
   VISIT(entry) VISIT(pool) VISIT(inputs) VISIT(take) VISIT(rows_object) VISIT(acquire) \
-  VISIT(release) VISIT(backend) VISIT(watch) VISIT(here) VISIT(targets) VISIT(watched) VISIT(parts) VISIT(is_own)
+  VISIT(release) VISIT(backend) VISIT(watch) VISIT(here) VISIT(ident) VISIT(targets) VISIT(watched) VISIT(parts) VISIT(is_own)
 // clang-format on
 
 #define GD_LOCALS(VISIT) VISIT(of_watch) VISIT(of_here) VISIT(of_server)

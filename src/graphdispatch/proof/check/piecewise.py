@@ -173,7 +173,7 @@ class PiecewiseGraph(Graph):
         before = self._versions()
         for argument, kept in self._kept:
             kept.copy_(argument)
-        self._pool.replaying_on = get_ident()
+        outer, self._pool.replaying_on = self._pool.replaying_on, get_ident()  # a replay of its plan sets it, too
         try:
             for call in self._calls:
                 call()
@@ -183,7 +183,7 @@ class PiecewiseGraph(Graph):
             error.had_effects |= self._versions()[1:] != before[1:]
             raise
         finally:
-            self._pool.replaying_on = None
+            self._pool.replaying_on = outer
         if self.is_unchanged is not None and not self.is_unchanged():
             raise ReplayError(
                 "a break changed an attribute, a variable or an entry that code outside of it reads, and the graphs "

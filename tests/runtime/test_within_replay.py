@@ -1,0 +1,102 @@
+"""Python that runs within a replay, between the copies in and out: a pad function, or a finalizer that the collector
+calls. A served call that it makes runs eagerly, since its graph would overwrite what the replay under way reads."""
+
+import gc
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphdispatch import Graphed, Reason, graphed
+
+from ..helpers import AT_ONCE, in_threads, serve_in_python
+
+OF_PAD: list[Callable[[], None]] = []
+"""What the pad function does besides."""
+
+
+def pad(padding: Tensor, real: Tensor) -> None:
+    """Fill with zeros."""
+    padding.zero_()
+    if OF_PAD:
+        OF_PAD.pop()()
+
+
+@pytest.fixture(name="step", params=["native", "python"])
+def of_pad(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Graphed[[Tensor], tuple[Tensor, Tensor]]:
+    """A served callable, where batches of three rows are hits whose padding is the function's."""
+    if request.param == "python":
+        serve_in_python(monkeypatch)
+    step = graphed(lambda x: (x * 2, x * 3), dynamic={"x": 0}, sizes=[4], pad={"x": pad}, options=AT_ONCE)
+    for rows in (4, 3) * 4:
+        step(torch.randn(rows, 2))
+    assert step.last_decision is not None
+    assert step.last_decision.reason is Reason.PADDED
+    return step
+
+
+def check(step: Graphed[[Tensor], tuple[Tensor, Tensor]], x: Tensor) -> None:
+    """A call gets its own answer."""
+    double, triple = step(x)
+    assert torch.equal(double, x * 2)
+    assert torch.equal(triple, x * 3)
+
+
+@pytest.mark.parametrize("columns", [2, 5], ids=["a hit", "a miss"])
+def test_a_pad_function_calls_the_callable(step: Graphed[[Tensor], tuple[Tensor, Tensor]], columns: int) -> None:
+    """Both calls are right, the outer one by its graph."""
+    inner = torch.full((4, columns), 100.0)
+    hits = step.stats.hits
+    OF_PAD.append(lambda: check(step, inner))
+    check(step, torch.ones(3, 2))
+    assert not OF_PAD
+    assert step.stats.reasons[Reason.INSIDE_REPLAY] == 1
+    assert step.stats.hits == hits + 1
+    check(step, torch.ones(3, 2))
+    assert step.stats.hits == hits + 2
+
+
+def test_a_finalizer_calls_the_callable(step: Graphed[[Tensor], tuple[Tensor, Tensor]]) -> None:
+    """The collector calls it at any place of a hit."""
+
+    class Calls:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            step(torch.full((4, 2), 100.0))
+
+    usual = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    try:
+        for allocations in range(1, 60):
+            gc.collect()
+            Calls()
+            gc.set_threshold(allocations)
+            for _ in range(3):
+                check(step, torch.ones(3, 2))
+            gc.set_threshold(*usual)
+    finally:
+        gc.set_threshold(*usual)
+        gc.unfreeze()
+
+
+def test_it_waits_for_no_lock_of_the_server(step: Graphed[[Tensor], tuple[Tensor, Tensor]]) -> None:
+    """A thread that captures holds the server's lock and waits for the pool's, which the replay holds."""
+    is_held, is_done = threading.Event(), threading.Event()
+
+    def holds() -> bool:
+        with step._server.lock:
+            is_held.set()
+            return is_done.wait(10)
+
+    def calls() -> None:
+        assert is_held.wait(10)
+        OF_PAD.append(lambda: check(step, torch.ones(4, 5)))
+        check(step, torch.ones(3, 2))
+        is_done.set()
+
+    assert in_threads(holds, calls)[0]
