@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason, StaleOutputError
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper, cudagraph_context
@@ -66,6 +67,30 @@ def test_output_is_state(settled: Open) -> None:
     cache = torch.zeros(3)
     step = settled(lambda x: cache.add_(1))
     assert step(torch.randn(4, 3)).data_ptr() == cache.data_ptr()
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another"])
+def test_output_is_view_of_state(settled: Open, beside: bool) -> None:
+    """A view of state is a new tensor on that memory in each call: what is done to one shows in no other."""
+    cache = torch.zeros(4, 3)
+
+    def view(x: Tensor) -> Any:
+        cache.add_(1)
+        return (x * 2, cache[:2]) if beside else cache[:2]
+
+    step = settled(view)
+    seen = []
+    for _ in range(3):
+        answer = step(torch.ones(4, 3))
+        got = answer[1] if beside else answer
+        assert got.shape == (2, 3)
+        assert torch.equal(got, cache[:2])
+        assert got.data_ptr() == cache.data_ptr()
+        assert not hasattr(got, "note")
+        assert not any(one is got for one in seen)
+        got.note = 1
+        got.t_()
+        seen.append(got)
 
 
 def test_output_is_container_of_state(settled: Open) -> None:

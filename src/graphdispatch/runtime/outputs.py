@@ -103,7 +103,8 @@ class Outputs:
     """What one graph writes, cut to the real rows and returned as the mode says.
 
     ``is_own[i]`` tells whether output tensor ``i`` is the graph's memory; a tensor that is not (a cache that the model
-    returns) is returned itself, as by eager. ``firsts[i]`` is the place of the first output that is the same tensor, so
+    returns) is returned itself, as by eager. ``is_new[i]`` tells of one that is not whether eager makes it in each call
+    (a view of a cache); then each call gets another one, on the same memory. ``firsts[i]`` is the place of the first output that is the same tensor, so
     that what eager returns twice is one tensor here, too; none are the same if it is left out. ``given[i]`` is the
     position of the argument that it is, or None: with ``outputs="clone"`` the caller gets its own tensor back.
     ``objects`` opens and closes objects, if there are some among them.
@@ -116,6 +117,7 @@ class Outputs:
         is_own: Sequence[bool],
         mode: str,
         pool: Pool,
+        is_new: Sequence[bool] = (),
         firsts: Sequence[int] = (),
         given: Sequence[int | None] = (),
         objects: Objects | None = None,
@@ -125,6 +127,7 @@ class Outputs:
         leaves, spec = tree_flatten(tree)
         self._tensors = [(place, leaf) for place, leaf in enumerate(leaves) if is_tensor(leaf)]
         self._is_own = tuple(is_own)
+        self.is_new = tuple(is_new) if any(is_new) else ()
         self._firsts = tuple(firsts) if len(set(firsts)) < len(firsts) else ()
         self._given = tuple(given) if any(position is not None for position in given) else ()
         self._mode = mode
@@ -141,28 +144,30 @@ class Outputs:
         cut, build = self.peek(rows), self._build
         if self._mode == "view":
             return lambda _: OutputView(build(cut), self._pool)
-        if self._mode != "clone" or not any(self._is_own):
+        if self._mode != "clone" or not (any(self._is_own) or self.is_new):
             return lambda _: build(cut)
+        makers = [
+            tensor.clone if own else tensor.detach if new else partial(_same, tensor)
+            for tensor, own, new in zip(cut, self._is_own, self.is_new or repeat(False), strict=False)
+        ]
         if build is _only and not self._given:
-            clone = cut[0].clone
-            return lambda _: clone()
-        parts = list(zip(cut, self._is_own, strict=True))
+            (make,) = makers
+            return lambda _: make()
         if self._firsts or self._given:
-            return partial(self._take_once, parts)
-        return lambda _: build([tensor.clone() if own else tensor for tensor, own in parts])
+            return partial(self._take_once, cut, makers)
+        return lambda _: build([make() for make in makers])
 
-    def _take_once(self, parts: Sequence[tuple[torch.Tensor, bool]], values: Sequence[Any] | None) -> Any:
+    def _take_once(
+        self, cut: list[torch.Tensor], makers: Sequence[Callable[[], torch.Tensor]], values: Sequence[Any] | None
+    ) -> Any:
         """Copies of the outputs, of which each is made once; those that are arguments are the caller's tensors."""
-        firsts = self._firsts or range(len(parts))
+        firsts = self._firsts or range(len(cut))
         made: dict[int, torch.Tensor] = {}
         for first in set(firsts):
-            tensor, own = parts[first]
             position = self._given[first] if self._given else None
             argument = values[position] if values is not None and position is not None else None
-            if argument is not None and argument.shape == tensor.shape:
-                made[first] = argument
-            else:
-                made[first] = tensor.clone() if own else tensor
+            is_argument = argument is not None and argument.shape == cut[first].shape
+            made[first] = argument if is_argument else makers[first]()
         return self._build([made[first] for first in firsts])
 
     def parts(self, rows: int) -> tuple[tuple[torch.Tensor, ...], tuple[bool, ...], bool] | tuple[()]:
@@ -171,8 +176,8 @@ class Outputs:
         It is the tensors, whether each is the graph's own (the core clones these and returns the others themselves),
         and whether they form a tuple.
         """
-        is_plain = self._mode == "clone" and self._build in (_only, tuple) and not (self._firsts or self._given)
-        if not is_plain or not any(self._is_own):
+        is_plain = self._mode == "clone" and self._build in (_only, tuple) and any(self._is_own)
+        if not is_plain or self.is_new or self._firsts or self._given:
             return ()
         return tuple(self.peek(rows)), self._is_own, self._build is tuple
 
@@ -253,6 +258,10 @@ def first_rows(tensor: torch.Tensor, dims: tuple[tuple[int, int, Axis], ...], ro
 def extents_of(dims: tuple[tuple[int, int, Axis], ...], rows: int) -> dict[int, int]:
     """The extent of each of these dimensions for ``rows`` rows."""
     return {dim: factor * axis.of(rows) for dim, factor, axis in dims}
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 _TWICE = 2

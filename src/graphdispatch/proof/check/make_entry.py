@@ -1,6 +1,6 @@
 """Makes an entry of a recording: which rows its outputs give, what it reads and writes, and what guards it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -78,6 +78,7 @@ def make_entry(
             recording.is_own,
             request.options.outputs,
             request.pool,
+            _which_are_new(attempt, recording.is_own),
             recording.firsts,
             recording.given,
             objects_in(output),
@@ -136,6 +137,17 @@ def _make_guard(attempt: CaptureAttempt, used: Collection[int]) -> StateGuard:
     if guard.unguarded and request.options.guard_weights:
         raise CaptureError(f"the call reads state that no guard can compare: {guard.unguarded}", Reason.STATE_UNSEEN)
     return guard
+
+
+def _which_are_new(attempt: CaptureAttempt, is_own: Sequence[bool]) -> Sequence[bool]:
+    """For each output tensor that is not the graph's, whether the call makes it; what a peer says where the call's run
+    is like one that was walked."""
+    request, walk = attempt.request, attempt.eager.trace.walk
+    if attempt.eager.like is not None:
+        peer = next((peer for peer in request.peers if not peer.is_released), None)
+        return peer.outputs.is_new if peer is not None else [not own for own in is_own]
+    outputs = tensors_in(attempt.eager.opened)
+    return [not own and not walk.has_met(output) for own, output in zip(is_own, outputs, strict=True)]
 
 
 def _find_output_rule(attempt: CaptureAttempt, output: Any, shown: RowsShown) -> OutputRule:
