@@ -1,5 +1,6 @@
 """What the callable returns: memory that replays share, objects, the argument itself, state."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,6 +68,22 @@ def test_output_is_state(settled: Open) -> None:
     cache = torch.zeros(3)
     step = settled(lambda x: cache.add_(1))
     assert step(torch.randn(4, 3)).data_ptr() == cache.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "make_outside",
+    [lambda: torch.frombuffer(bytearray(12), dtype=torch.float32), torch.get_rng_state],
+    ids=["frombuffer", "generator"],
+)
+def test_output_of_no_operator(opened: Open, make_outside: Callable[[], Tensor]) -> None:
+    """An output that work outside of torch's dispatcher has made is new in each call, which runs eagerly."""
+    step = opened(lambda x: (x * 2, make_outside()))
+    step.prepare(torch.rand(4, 3))
+    for _ in range(4):
+        got = step(torch.rand(4, 3))[1]
+        assert torch.equal(got, make_outside())
+        got.add_(1)
+    step.check(Reason.OUTPUT_UNSUPPORTED)
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another"])

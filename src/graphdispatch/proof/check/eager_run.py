@@ -28,7 +28,7 @@ from torch.nn.utils import parametrize
 from ...backends.base import Graph
 from ...backends.host_reads import CAPTURE_QUERIES
 from ...backends.operator_mode import reveal_operators
-from ...backends.operators import is_strided, tensors_in
+from ...backends.operators import is_strided, storage_key, tensors_in
 from ...errors import CaptureError, error_of_signal
 from ...reasons import Reason
 from ...runtime.attributes import attribute_table
@@ -327,12 +327,27 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
                 f"an output is a {'nested ' * output.is_nested}{type(output).__name__} with layout {output.layout}",
                 Reason.OUTPUT_UNSUPPORTED,
             )
+        if eager.like is None and not _has_origin(eager, output):
+            raise CaptureError(
+                f"an output of shape {tuple(output.shape)} comes from no operator, and did not exist before: work "
+                "outside of torch's dispatcher made it (torch.frombuffer, torch.get_rng_state), and a graph would return it "
+                "for ever; return its clone() from an eager_break in PIECEWISE mode, or make it outside",
+                Reason.OUTPUT_UNSUPPORTED,
+            )
         given = list(own_attributes(output))
         if given and eager.like is None and not eager.trace.walk.has_met(output):
             raise CaptureError(
                 f"an output carries the attributes {given}, which no replay would set; return them beside it",
                 Reason.OUTPUT_UNSUPPORTED,
             )
+
+
+def _has_origin(eager: EagerRun, output: torch.Tensor) -> bool:
+    """Whether the memory of an output was made by an operator, given to one, or there before the run."""
+    if eager.effects.made(output) or storage_key(output) in eager.effects.outside:
+        return True
+    before = (one for one in (*eager.trace.walk.tensors, *eager.arguments) if is_strided(one))
+    return storage_key(output) in map(storage_key, before)
 
 
 def _check_draws(drew: str | None) -> None:
