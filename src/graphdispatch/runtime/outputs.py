@@ -104,10 +104,10 @@ class Outputs:
 
     ``is_own[i]`` tells whether output tensor ``i`` is the graph's memory; a tensor that is not (a cache that the model
     returns) is returned itself, as by eager. ``is_new[i]`` tells of one that is not whether eager makes it in each call
-    (a view of a cache); then each call gets another one, on the same memory. ``firsts[i]`` is the place of the first output that is the same tensor, so
-    that what eager returns twice is one tensor here, too; none are the same if it is left out. ``given[i]`` is the
-    position of the argument that it is, or None: with ``outputs="clone"`` the caller gets its own tensor back.
-    ``objects`` opens and closes objects, if there are some among them.
+    (a view of a cache); then each call gets another one, on the same memory. ``firsts[i]`` is the place of the first
+    output that is the same tensor, so that what eager returns twice is one tensor here, too; none are the same if it is
+    left out. ``given[i]`` is the position of the argument that it is, or None: with ``outputs="clone"`` the caller gets
+    its own tensor back. ``objects`` opens and closes objects, if there are some among them.
     """
 
     def __init__(
@@ -166,8 +166,10 @@ class Outputs:
         for first in set(firsts):
             position = self._given[first] if self._given else None
             argument = values[position] if values is not None and position is not None else None
-            is_argument = argument is not None and argument.shape == cut[first].shape
-            made[first] = argument if is_argument else makers[first]()
+            if argument is not None and argument.shape == cut[first].shape:
+                made[first] = argument
+            else:
+                made[first] = makers[first]()
         return self._build([made[first] for first in firsts])
 
     def parts(self, rows: int) -> tuple[tuple[torch.Tensor, ...], tuple[bool, ...], bool] | tuple[()]:

@@ -330,8 +330,8 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
         if eager.like is None and not _has_origin(eager, output):
             raise CaptureError(
                 f"an output of shape {tuple(output.shape)} comes from no operator, and did not exist before: work "
-                "outside of torch's dispatcher made it (torch.frombuffer, torch.get_rng_state), and a graph would return it "
-                "for ever; return its clone() from an eager_break in PIECEWISE mode, or make it outside",
+                "outside of torch's dispatcher made it (torch.frombuffer, torch.get_rng_state), and a graph would "
+                "return it for ever; return its clone() from an eager_break in PIECEWISE mode, or make it outside",
                 Reason.OUTPUT_UNSUPPORTED,
             )
         given = list(own_attributes(output))
