@@ -321,3 +321,31 @@ def test_padding_that_writes_elsewhere_is_named() -> None:
         step(torch.ones(3), torch.randn(len(slots), 4), torch.tensor(slots))
     assert "padding rows would write to state at places that rows name" in step.last_decision.detail
     assert step.stats.captures == 1
+
+
+OF_LENGTHS: dict[str, Callable[[Tensor], Any]] = {
+    "a length": lambda x: {"y": x * 2, "len": x.size(1)},
+    "a number of rows": lambda x: (x * 2, (x.shape[0] + 1) // 4),
+    "a quotient": lambda x: (x * 2, x.shape[1] / 2),
+    "lengths in a list": lambda x: (x * 2, [x.shape[1]] * 2),
+    "a length as text": lambda x: (x * 2, list(map(int, f"{x.shape[1]}"))),
+    "a shape": lambda x: (x * 2, x.shape),
+}
+
+
+@pytest.mark.parametrize("name", OF_LENGTHS)
+def test_what_follows_a_length_besides_tensors_is_that_of_the_batch(name: str) -> None:
+    """Batches of which a graph cannot tell stay eager."""
+    fn = OF_LENGTHS[name]
+    step = served(fn, "x", sizes=[4])
+    shapes = [(4, 16, 3), (4, 16, 3), (3, 16, 3), (4, 13, 3), (2, 10, 3), (3, 16, 3), (4, 13, 3), (2, 10, 3)]
+    check_rows(step, *shapes, fn=fn)
+    assert step.stats.captures == 1
+
+
+def test_a_number_among_outputs_leaves_batches_with_the_same_number() -> None:
+    """Rows are padded where the number follows the length alone, and the reason names the output."""
+    step = served(OF_LENGTHS["a length"], "x", sizes=[4])
+    reasons = check_rows(step, *[(4, 16, 3), (4, 16, 3), (3, 16, 3), (2, 16, 3), (2, 15, 3)])
+    assert reasons[3:] == [Reason.PADDED, Reason.PATH_CHANGES]
+    assert "an output is a number made of a length (s)" in step.last_decision.detail

@@ -20,6 +20,7 @@ from ...errors import CaptureError
 from ...reasons import Reason
 from ...runtime.attributes import attribute_table
 from ...runtime.outputs import Objects
+from ..rows.batches import SizeNumber
 from ..state.objects import slots_of
 
 _MOST_OBJECTS = 4096
@@ -103,7 +104,7 @@ class Opener:
 
 def _can_open(kind: type) -> bool:
     """Whether objects of a class can be made anew of their attributes alone."""
-    if issubclass(kind, (torch.Tensor, nn.Module)) or hasattr(kind, "__del__") or slots_of(kind):
+    if issubclass(kind, (torch.Tensor, nn.Module, SizeNumber)) or hasattr(kind, "__del__") or slots_of(kind):
         return False
     new: Any = kind.__new__
     return new is object.__new__ and bool(kind.__dictoffset__ and kind.__flags__ & _HEAP)

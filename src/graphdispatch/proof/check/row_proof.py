@@ -16,6 +16,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ...backends.operators import is_strided, storage_key, tensors_in
 from ...errors import CaptureError
@@ -281,7 +282,7 @@ def _follow_path(attempt: CaptureAttempt, rows: int, *, is_traced: bool) -> tupl
     attempt.start_over(f"following {extents_text(axes, rows)} rows")
 
     def read(output: Any) -> tuple[FollowedRun, Any]:
-        effects.note_outputs(output)
+        effects.note_outputs([run.plain_output(leaf) for leaf in tree_leaves(output)])
         operators = effects.dispatched
         return FollowedRun(rows, run.verdict(tensors_in(output)), operators, single), output
 

@@ -61,7 +61,7 @@ class Guard(NamedTuple):
     where: str
 
     def __str__(self) -> str:
-        return f"{self.what}, {self.where}"
+        return f"{self.what}, {self.where}" if self.where else self.what
 
 
 class BatchSpace:
@@ -111,8 +111,8 @@ class BatchSpace:
         """The entry of the run's own batch in an array that broadcasts to all batches."""
         return values[tuple(i if k > 1 else 0 for i, k in zip(self.at, values.shape, strict=True))]
 
-    def guard(self, outcome: Array, what: str) -> None:
-        """Speak for the batches alone whose outcome is that of the run."""
+    def guard(self, outcome: Array, what: str, *, at_line: bool = True) -> None:
+        """Speak for the batches alone whose outcome is that of the run; ``at_line``: and name the running line."""
         mask = outcome == self.of_run(outcome)
         if mask.all():
             return
@@ -121,7 +121,7 @@ class BatchSpace:
                 mask = mask | is_one
         if mask.all() or any(g.mask.shape == mask.shape and np.array_equal(g.mask, mask) for g in self.guards):
             return
-        self.guards.append(Guard(mask, what, place()))
+        self.guards.append(Guard(mask, what, place() if at_line else ""))
         if self._like is not None:
             self._like = [at for at in self._like if _entry(mask, at)]
             if not self._like:

@@ -36,7 +36,7 @@ from ...backends.operators import (
     tensors_in,
     written_tensors,
 )
-from .batches import BatchSpace, place
+from .batches import BatchSpace, SizeNumber, place
 from .calls import Call, is_whole, torch_shape
 from .custom import has_rule
 from .elementwise import Rule
@@ -245,6 +245,14 @@ class RowRun:
             space=self.space,
             sizes=self.sizes,
         )
+
+    def plain_output(self, leaf: Any) -> Any:
+        """An output as eager gives it. The graph returns the same number for each batch, so that a run with a number of
+        sizes among its outputs speaks for batches with that number alone."""
+        if not isinstance(leaf, SizeNumber):
+            return leaf
+        self.space.guard(leaf.values, f"an output is a number made of {leaf.of_what} ({leaf.text})", at_line=False)
+        return leaf.own
 
     def _label_of_output(self, tensor: Tensor) -> Label:
         label = self.label(tensor)

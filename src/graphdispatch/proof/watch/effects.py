@@ -19,6 +19,7 @@ import torch
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from ...backends.base import Backend, Capture
 from ...backends.host_reads import EXPOSED, HostReads, Listening
@@ -467,7 +468,7 @@ class EffectRecorder(OperatorMode):
     def note_outputs(self, output: Any) -> None:
         """Note what the run gave back; call it while that is at hand."""
         if self._tensor_names is not None:
-            self.dispatched.outputs = self._tensor_names.outputs(tensors_in(output))
+            self.dispatched.outputs = self._tensor_names.outputs(tree_leaves(output))
 
     def give_up(self, error: CaptureError) -> None:
         """Note that the run cannot be captured; raise that if the run must be undone."""

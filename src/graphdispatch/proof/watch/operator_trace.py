@@ -19,7 +19,7 @@ import torch
 from torch._ops import OpOverload
 
 from ...backends.operators import changes_view, is_strided, keeps_elements, per_operator, storage_key, view_key
-from ...runtime.flatten import is_tensor
+from ...runtime.flatten import VALUES, is_tensor
 from ..state.objects import is_same_constant
 
 
@@ -43,7 +43,7 @@ class OperatorTrace:
 
     operators: list[Operator] = field(default_factory=list)
     outputs: tuple[Any, ...] = ()
-    """The names of the tensors that it gave back."""
+    """The names of the tensors, and the constants, that it gave back."""
     shapes: list[Shapes] = field(default_factory=list)
     """The operators again, with the shapes of what they took and gave."""
     has_regions: bool = False
@@ -85,7 +85,7 @@ tell them, so that they are not compared: numbers that say where elements lie ar
 _LENGTHS_OF = {
     "aten::slice": frozenset({"end"}),
     "aten::arange": frozenset({"end"}),
-    "aten::as_strided": frozenset({"size", "stride"}),
+    "aten::as_strided": frozenset({"size"}),
     "aten::empty_strided": frozenset({"size", "stride"}),
     "aten::new_empty_strided": frozenset({"size", "stride"}),
     "aten::unfold": frozenset[str](),
@@ -123,9 +123,14 @@ class TensorNames:
         values += [Named(name, self._of(value, keys)) for name, value in kwargs.items()]
         return func, tuple(values)
 
-    def outputs(self, tensors: Iterable[torch.Tensor]) -> tuple[Any, ...]:
-        """What a run gave back."""
-        return tuple(self._name(one, storage_key(one)) if is_strided(one) else object() for one in tensors)
+    def outputs(self, leaves: Iterable[Any]) -> tuple[Any, ...]:
+        """What a run gave back: the names of tensors, and constants. Other objects are left out."""
+        return tuple(self._output(one) for one in leaves if is_tensor(one) or type(one) in VALUES)
+
+    def _output(self, value: Any) -> Any:
+        if not is_tensor(value):
+            return _CONSTANT, type(value), repr(value)
+        return self._name(value, storage_key(value)) if is_strided(value) else object()
 
     def note_run(
         self,
@@ -173,6 +178,7 @@ class TensorNames:
 _OF_PROCESSES = "__torch__.torch.classes.c10d."
 _FIXED = "fixed"
 """Begins the names of what the run did not make."""
+_CONSTANT = "constant"
 _LIFT = torch.ops.aten.lift_fresh.default
 _MOST_NUMBERS = 64
 _OF_A_NUMBER = 2  # what ``_numbers`` tells of a tensor without dimensions
