@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 from .constants import VALUES
 
 _BARE = frozenset({dict, list, set, deque, tuple, frozenset})
+"""Types whose objects have no attributes."""
 _LEAVES = frozenset((*VALUES, torch.Tensor, nn.Parameter)) - {torch.Size}
 """Classes of which torch's pytrees make no nest."""
 
@@ -32,14 +33,14 @@ def content(container: Any) -> list[Any]:
         return [*held, *held.values()]
     kind = type(container)
     if issubclass(kind, dict):
-        pairs = list(dict_of(container).items(container))
+        pairs = list(dict_class_of(container).items(container))
         return [*(key for key, _ in pairs), *(value for _, value in pairs)]
     kinds: tuple[Any, ...] = (list, tuple, set, deque, frozenset)
     base = next((base for base in kinds if issubclass(kind, base)), None)
     return [] if base is None else list(base.__iter__(container))
 
 
-def dict_of(table: Any) -> Any:
+def dict_class_of(table: Any) -> Any:
     """The class of Python's own whose methods read and write a dict: an ``OrderedDict`` has another order."""
     return OrderedDict if issubclass(type(table), OrderedDict) else dict
 

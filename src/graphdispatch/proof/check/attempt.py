@@ -102,7 +102,7 @@ class CaptureAttempt:
             if record is not None:
                 _, recording = record(self.warm_run, request.static_values())
             else:
-                with request.backend.rehearsing(), self.tracing(), self.warm_run.guarding():
+                with request.backend.rehearsing(), self.tracing(), self.warm_run.saving_host_access():
                     output = copy_context().run(request.call, request.static_values())
                 self.warm_run.note_outputs(self.eager.open_outputs(output))
         self.eager.draws |= self.warm_run.uses_rng
@@ -132,7 +132,7 @@ class CaptureAttempt:
         within = copy_context().run
         try:
             tracing = self.tracing() if is_traced else nullcontext()
-            with uncached_casts(), request.backend.rehearsing(), tracing, effects.guarding(runner):
+            with uncached_casts(), request.backend.rehearsing(), tracing, effects.saving_host_access(runner):
                 output = within(request.call, values)
             within(eager.check_state)
             has_kept_state = True

@@ -178,14 +178,14 @@ def run_eagerly(
             if record is not None:
                 answer, recording = record(request, effects, values, Opener(walk.has_met).open)
             else:
-                with trace if like is None else nullcontext(), effects.guarding():
+                with trace if like is None else nullcontext(), effects.saving_host_access():
                     answer = within(request.call, values)
         has_run = True
         after, changed, drew = request.backend.rng_state(), within(walk.change), walk.drew()
         for region in effects.regions if effects.unsaved is None else ():  # else some memory may be gone
             region.after = region.read().clone()
         draws = effects.uses_rng or _pads_by_code(request)
-        draws |= (effects.runs_custom or trace.sets_generator) and not torch.equal(before, after)
+        draws |= (effects.runs_custom or trace.ran_torch_random) and not torch.equal(before, after)
         run = EagerRun(answer, values, arguments, effects, before, after, draws, trace, changed, drew)
         run.warms_up = on_static_inputs and not queries_capture(like.guard.notes if like is not None else trace)
         run.like, run.recording = like, recording
@@ -367,9 +367,10 @@ def _check_reads(request: CaptureRequest, eager: EagerRun) -> None:
             "beside a profiler in compiled code; call it outside",
             Reason.STATE_UNSEEN,
         )
-    if eager.trace.seeds is not None:
+    if eager.trace.seeded_generator is not None:
         raise CaptureError(
-            f"the call sets a random generator ({eager.trace.seeds}), which no replay does; seed it before the call",
+            f"the call sets a random generator ({eager.trace.seeded_generator}), which no replay does; seed it before "
+            "the call",
             Reason.STATE_REBOUND,
         )
     if request.backend.capture_executes and _package_code() in eager.trace.codes:

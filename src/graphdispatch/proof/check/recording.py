@@ -275,7 +275,7 @@ def record_watched(
     """
     buffers = request.buffer_storages()
     with request.backend.begin_capture(request.pool) as capture:
-        with effects.guarding(capture, existed), tracing or nullcontext():
+        with effects.saving_host_access(capture, existed), tracing or nullcontext():
             output = copy_context().run(request.call, values)
         effects.check_refused()
         output = open_outputs(output)

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...backends.operators import storage_key
 from ...native.bound import GUARD
-from ...runtime.attributes import attribute_table, content, dict_of
+from ...runtime.attributes import attribute_table, content, dict_class_of
 from ...runtime.constants import VALUES
 from ...runtime.flatten import describe
 from ...runtime.protocols import Guard
@@ -247,7 +247,7 @@ class StateGuard:
         return self._places()[0] != self._addresses
 
     def within(self, other: Guard) -> bool:
-        """Whether ``other`` covers all tensors that this guard compares."""
+        """Whether ``other`` compares all addresses that this guard compares."""
         return {id(tensor) for tensor in self.placed} <= {id(tensor) for tensor in other.placed}
 
     @property
@@ -391,7 +391,7 @@ def _has_own_table(value: Any) -> bool:
 def _parts(container: Any) -> tuple[Iterable[Any], ...]:
     """Live iterables of what a container holds: the keys and the values of a dict, the entries of another."""
     if issubclass(type(container), dict):
-        home = dict_of(container)
+        home = dict_class_of(container)
         return home.keys(container), home.values(container)
     return (container if type(container) in (list, set, deque) else _Entries(container),)
 

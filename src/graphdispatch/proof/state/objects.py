@@ -45,7 +45,7 @@ CONTAINERS = (dict, list, set, deque)
 """Containers that can change. Their own methods read them, so that a subclass cannot hide what it holds."""
 
 _EQUAL_BY_CONTENT = (tuple, list, dict, set, frozenset)
-"""Types whose objects have no attributes."""
+"""Containers that ``equal_content`` compares entry by entry."""
 _COMPILED_MEMBERS = {defaultdict: "default_factory", BaseException: "args"}
 _DEEPEST = 4
 """So many containers within each other are compared by what they hold; deeper ones by identity."""
@@ -63,7 +63,7 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
 )
 """The hooks that torch calls for every module and every optimizer."""
 
-_TRUSTED = (
+_LEAF_CLASSES = (
     types.CodeType,
     types.FrameType,
     types.TracebackType,
@@ -118,7 +118,7 @@ DESCRIBES = frozenset(
     )
 )
 """Attributes of classes in which nobody looks for state: code of the user with one of these names runs eagerly."""
-_NOTHING_IN = (*CONSTANTS, *_TRUSTED)
+_NOTHING_IN = (*CONSTANTS, *_LEAF_CLASSES)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 
 
@@ -511,10 +511,10 @@ def name_of(value: Any) -> str:
 
 def is_whole(module: types.ModuleType) -> bool:
     """Whether all variables of a module count where code reads names that do not stand in it: of one of the user's."""
-    return is_settings(module) and str(module.__name__).partition(".")[0] not in (*sys.stdlib_module_names, "numpy")
+    return is_user_module(module) and str(module.__name__).partition(".")[0] not in (*sys.stdlib_module_names, "numpy")
 
 
-def settings_in(module: types.ModuleType) -> list[str]:
+def setting_names(module: types.ModuleType) -> list[str]:
     """The variables of a module of the user that may be settings: constants, containers of these, tensors, and other
     modules of the same package."""
     package = str(module.__name__).partition(".")[0]
@@ -540,7 +540,7 @@ def holds_modules(table: Mapping[str, Any], name: str) -> bool:
     return table is vars(sys) and name == "modules"
 
 
-def is_settings(value: Any) -> bool:
+def is_user_module(value: Any) -> bool:
     """Whether it is a Python module of the user, which may be a place for settings."""
     table = attribute_table(value) if issubclass(type(value), types.ModuleType) else None
     return table is not None and not is_library_code(table.get("__file__") or "")

@@ -46,7 +46,7 @@ class Reader(NamedTuple):
         return self.kind, self.call if self.kind == "call" else self.subject, self.further, value
 
 
-_SETS = ("codes", "names", "optional", "library_names", "whole_types", "functions", "variables")
+_SET_FIELDS = ("codes", "names", "optional", "library_names", "whole_types", "unreached_functions", "variables")
 
 
 class CodeNotes:
@@ -63,8 +63,8 @@ class CodeNotes:
         """Those that code of libraries reads."""
         self.whole_types: set[type] = set()
         """Classes whose objects are read under names that do not stand in the code."""
-        self.functions: set[types.FunctionType] = set()
-        """Functions that ran and that nothing within reach holds, but for the interpreter."""
+        self.unreached_functions: set[types.FunctionType] = set()
+        """Closures that ran, to which neither roots nor variables lead."""
         self.tables: dict[int, dict[str, Any]] = {}
         """The namespaces that code of the user uses, by their ``id``."""
         self.variables: set[tuple[int, str]] = set()
@@ -77,14 +77,14 @@ class CodeNotes:
 
     def lacks(self, other: "CodeNotes") -> bool:
         """Whether ``other`` notes code of the user, or what any code reads, that these notes do not have."""
-        further = {kind: getattr(other, kind) - getattr(self, kind) for kind in _SETS}
+        further = {kind: getattr(other, kind) - getattr(self, kind) for kind in _SET_FIELDS}
         further["codes"] = {code for code in further["codes"] if not is_library_code(code.co_filename)}
         return any(further.values()) or other.reads_whole > self.reads_whole or other.modules > self.modules
 
     def absorb(self, other: "CodeNotes") -> None:
         """Note all that ``other`` notes."""
         self.tables |= other.tables
-        for kind in _SETS:
+        for kind in _SET_FIELDS:
             getattr(self, kind).update(getattr(other, kind))
         self.reads_whole = self.reads_whole or other.reads_whole
         self.modules = max(self.modules, other.modules)
@@ -137,7 +137,7 @@ TENSOR_READERS: dict[str, Callable[[Any], Any]] = {
     "_base": methodcaller("_is_view"),
     "_version": _version,
 }
-"""How each of them is read, by its name."""
+"""Metadata of a tensor by attribute name, with how to read it without warnings or copies."""
 
 
 def _tensor_readers(tensor: torch.Tensor, names: Collection[str]) -> list[Reader]:
@@ -202,7 +202,7 @@ _BY_TORCH = frozenset(("training", "forward", "_call_impl"))
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} - _TABLES
 _COMPILED_METHODS = (types.BuiltinFunctionType, types.MethodType)
 _WRAPPERS = (property, staticmethod, classmethod, partial, partialmethod)
-_READ_WHOLE = (nn.ParameterList, nn.ParameterDict)
+_CLASSES_READ_WHOLE = (nn.ParameterList, nn.ParameterDict)
 """Classes of torch whose own code reads attributes under names that stand nowhere."""
 _TENSOR_ATTRIBUTES = frozenset(dir(torch.Tensor))
 _STATES = {random.Random: "getstate", np.random.RandomState: "get_state", np.random.BitGenerator: "state"}
@@ -307,12 +307,12 @@ class StateReads:
         present = [name for name in self._names if name in table]
         is_whole = self._all and objects.is_whole(module)
         if is_whole:
-            present += (name for name in objects.settings_in(module) if name not in self._names)
+            present += (name for name in objects.setting_names(module) if name not in self._names)
             self.tables.append(table)
-        if is_whole or id(table) not in self._notes.tables or objects.is_settings(module):
+        if is_whole or id(table) not in self._notes.tables or objects.is_user_module(module):
             self._compare_variables(table, present)
         # What comes to be there later may be read then, where else the module's ``__getattr__`` would give it.
-        finds = ("__getattr__" in table or hasattr(type(module), "__getattr__")) and objects.is_settings(module)
+        finds = ("__getattr__" in table or hasattr(type(module), "__getattr__")) and objects.is_user_module(module)
         self.absent.append((table, (self._names if finds else frozenset(self._notes.optional)) - table.keys()))
         self._pending.append(type(module))
 
@@ -450,7 +450,7 @@ class StateReads:
             self._compare_variables(fn.__globals__, objects.variables_of(fn))
 
     def _compare_namespaces(self, notes: CodeNotes) -> None:
-        self._pending += notes.functions
+        self._pending += notes.unreached_functions
         for table, names in notes.by_table():
             self._compare_variables(table, names)
             self.absent.append((table, frozenset(names) - table.keys()))
@@ -484,7 +484,7 @@ class StateReads:
         class of their code, too; all its ``own``, if code reads them under names that do not stand in it."""
         users = objects.user_classes(kind)
         has_own_access = any({"__getattr__", "__getattribute__"} & vars(base).keys() for base in users)
-        is_whole = self._all or kind in self._notes.whole_types or issubclass(kind, _READ_WHOLE)
+        is_whole = self._all or kind in self._notes.whole_types or issubclass(kind, _CLASSES_READ_WHOLE)
         if is_whole or has_own_access:
             return frozenset(own)
         is_library = not {nn.Module, *users}.issuperset(objects.written_classes(kind))

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...runtime.attributes import attribute_table, content, dict_of
+from ...runtime.attributes import attribute_table, content, dict_class_of
 from . import objects
 from .objects import ABSENT
 
@@ -191,7 +191,7 @@ def _write_container(value: Any, before: list[Any]) -> None:
     """Make these the entries of a container, as ``content`` gave them."""
     if issubclass(type(value), dict):
         half = len(before) // 2
-        home = dict_of(value)
+        home = dict_class_of(value)
         home.clear(value)
         for key, inner in zip(before[:half], before[half:], strict=True):
             home.__setitem__(value, key, inner)

@@ -44,7 +44,7 @@ class StateWalk:
     def __init__(self, *roots: Any) -> None:
         self.tensors: list[torch.Tensor] = []
         """Tensors wherever they are held, parameters and buffers included."""
-        self.settings: list[types.ModuleType | dict[str, Any]] = []
+        self.user_namespaces: list[types.ModuleType | dict[str, Any]] = []
         """Modules of the user that something holds, other than a variable of a module; and namespaces without one."""
         self.codes: set[types.CodeType] = set()
         """The code of the functions that it met."""
@@ -55,7 +55,7 @@ class StateWalk:
         self.has_identity = False
         """Whether it met one by which code may compare objects by identity."""
         self.unrestorable: str | None = None
-        """Where it met such a thing that belongs to the callable alone: a run may change it for good."""
+        """Path of the first opaque object that is no thread, lock or other machine: ``restore`` cannot put it back."""
         self.overflow: str | None = None
         self._modules: dict[str, Any] | None = None
         self._named_in = 0
@@ -102,7 +102,7 @@ class StateWalk:
 
     def visit_variables(self, table: dict[str, Any], names: Iterable[str], where: str) -> None:
         """Note and follow the variables of a module under ``names``, which code is about to use."""
-        noted = self._variables.get(id(table))
+        noted = self._variables.get(id(table))  # which is `before` of what is saved, and grows with what code names
         if noted is None:
             noted = self._variables[id(table)] = {}
             self._saved.append(Saved(((), where), table, snapshot.accessor_of_variables(noted), noted))
@@ -134,7 +134,9 @@ class StateWalk:
             names.update(one for one in (held if type(saved.before) in (dict, list) else ()) if type(one) is str)
         self._named_in = len(self._saved)
         found = (sys.modules[name] for name in names if name in sys.modules)
-        self.settings += (one for one in found if objects.is_settings(one) and one not in self.settings)
+        self.user_namespaces += (
+            one for one in found if objects.is_user_module(one) and one not in self.user_namespaces
+        )
 
     def beyond(self, roots: Iterable[tuple[str, Any]]) -> "StateWalk | None":
         """A walk over what these objects reach, by name, and this walk has not met; None if none of it can change.
@@ -229,8 +231,10 @@ class StateWalk:
         if type(value) in _PLAIN_CONTAINERS:
             return self._entries(value, path)
         role = self._kinds[type(value)].role
-        edges: Callable[[Any, Any], Edges] | None = getattr(self, f"_{role}_edges", None)
-        return iter(()) if edges is None else edges(value, path)
+        if role in ("leaf", "trusted"):
+            return iter(())
+        edges: Callable[[Any, Any], Edges] = getattr(self, f"_{role}_edges")
+        return edges(value, path)
 
     def _front_end_edges(self, front_end: Any, path: Any) -> Edges:
         return (("", part) for part in objects.stands_for(front_end))
@@ -242,8 +246,8 @@ class StateWalk:
 
     def _module_edges(self, module: types.ModuleType, path: Any) -> Edges:
         """Nothing: code that runs names the variables that count."""
-        if objects.is_followed(type(module)) and objects.is_settings(module):
-            self.settings.append(module)
+        if objects.is_followed(type(module)) and objects.is_user_module(module):
+            self.user_namespaces.append(module)
         return iter([("", type(module))])
 
     def _array_edges(self, array: Any, path: Any) -> Edges:
@@ -281,7 +285,7 @@ class StateWalk:
     def _entries(self, container: Any, path: Any) -> Edges:
         if type(container) is dict and "__builtins__" in container:
             if not objects.is_module_table(container):
-                self.settings.append(container)
+                self.user_namespaces.append(container)
             return iter(())  # variables, which are followed by name
         entries = self._save(path, container, snapshot.ENTRIES)
         if not entries:

@@ -67,7 +67,8 @@ _CHANGES = (
 """Instructions and methods that change containers."""
 _TYPES = ("dtype", "device", "layout", "__class__")
 _LOADS = ("LOAD_CONST", "LOAD_ATTR", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
-"""What puts a text on the stack that was there before. A variable that the code assigns may hold one that it made."""
+"""Instructions that load a value which was there before the run. ``LOAD_FAST`` is none: a local variable may hold a
+text that the code computed."""
 
 
 class ModulesRead(IntEnum):
@@ -96,10 +97,11 @@ class CodeReads(NamedTuple):
     compared: frozenset[str]
     """What it compares objects with by identity, as it is written: ``a is b``, ``a is self.b``, ``id(a)``. Constants
     and builtins are left out."""
-    whole: bool
-    """Whether it reads attributes under names that do not stand in it: ``vars(x)``, ``getattr(x, name)``."""
+    whole_others: bool
+    """Whether it reads another object than its first parameter under names that do not stand in it: ``vars(x)``,
+    ``getattr(x, name)``."""
     whole_self: bool
-    """Whether it does so with its first parameter alone."""
+    """Whether it reads its first parameter so. Both may be true."""
     whole_variables: bool
     """Whether it may do so with a variable: not with its parameters and their attributes alone."""
     modules: ModulesRead

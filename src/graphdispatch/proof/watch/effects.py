@@ -307,7 +307,9 @@ class EffectRecorder(OperatorMode):
         self._existed: Callable[[int], bool] | None = None
 
     @contextmanager
-    def guarding(self, runner: Runner | None = None, existed: Callable[[int], bool] | None = None) -> Iterator[Self]:
+    def saving_host_access(
+        self, runner: Runner | None = None, existed: Callable[[int], bool] | None = None
+    ) -> Iterator[Self]:
         """Enter it, and save what the host's code gets hold of. ``runner`` runs the operators: a capture in progress
         records them, and a run whose rows are followed labels what they give.
 
@@ -463,7 +465,7 @@ class EffectRecorder(OperatorMode):
         if traits.sums:
             shown.float_types.update(filter(_is_float, (tensor.dtype.to_real() for tensor in gives)))
         if not shown.limits_values:
-            shown.limits_values = traits.checks or (not traits.orders and _makes_integers(given, gives))
+            shown.limits_values = traits.checks or (not traits.integers_ignore_values and _makes_integers(given, gives))
 
     def note_outputs(self, output: Any) -> None:
         """Note what the run gave back; call it while that is at hand."""
@@ -668,11 +670,14 @@ class _Traits(NamedTuple):
     is_custom: bool
     """Whether it is somebody else's and may do more than make new tensors."""
     groups: bool
+    """Whether it multiplies groups of rows whose sizes are data."""
     sums: bool
     """Whether it adds terms up, in an order that may follow the shapes, and its rounding with it: products, reductions,
     and all that is not torch's own."""
     checks: bool
-    orders: bool
+    """Whether it checks data on the device."""
+    integers_ignore_values: bool
+    """Whether the integers that it gives are places among numbers, or what it keeps for itself, whatever these are."""
 
 
 @per_operator
@@ -686,7 +691,7 @@ def _traits_of(func: OpOverload) -> _Traits:
         groups=name in _GROUPING,
         sums=func.namespace != "aten" or torch.Tag.reduction in func.tags or any(part in name for part in _SUMMING),
         checks=name in _CHECKING,
-        orders=name in _ORDERING or any(part in name for part in _KEEPING),
+        integers_ignore_values=name in _ORDERING or any(part in name for part in _KEEPING),
     )
 
 

@@ -34,7 +34,7 @@ from ..state.walk import StateWalk
 from .bytecode import BY_NAME, WRITE_ANY, CodeReads, ModulesRead, changed_by, code_reads, original_of, with_guards
 
 _log = logging.getLogger("graphdispatch")
-_SETS = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset")
+_SEEDING_METHODS = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset")
 _IMPORT_CODE = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
 """The code around every first import. What runs inside of it runs once in the process."""
 _IMPORT_MODULE = importlib.import_module.__code__
@@ -106,12 +106,12 @@ class CodeTrace(CodeNotes, CodeListener):
         self.is_deaf = False
         """Whether a run was not heard of: Python tells of no code inside of somebody's trace or profile function, or
         beside a profiler in compiled code."""
-        self.sets_generator = False
-        """Whether it called what sets torch's random generators (``manual_seed``, ``fork_rng``)."""
+        self.ran_torch_random = False
+        """Whether it ran a function of torch's modules for random numbers (``manual_seed``, ``get_rng_state``)."""
         # The code around the callable, around breaks, and around what runs beside the callable.
         around = (_IMPORT_CODE, *([BREAK_CODE] if skips_breaks else []), *([within] if within else []))
         self.followed |= {id(code): code for code in around}
-        self.seeds: str | None = None
+        self.seeded_generator: str | None = None
         """Which random generator the callable set, in words."""
         self._within = within
         self._unseen_call: str | None = None
@@ -120,14 +120,15 @@ class CodeTrace(CodeNotes, CodeListener):
         self._used = set[str]()
         """The names that code of the user has used so far."""
         self._settled = 0
-        """How many of the ``walk.settings`` were noted under these names."""
+        """How many of the ``walk.user_namespaces`` were noted under these names."""
         self._run_beside = set[types.CodeType]()
         """Code that ran in first imports, compilations and hooks of the collector: once in the process, as a rule."""
         self._heard_of: dict[tuple[int, bool], types.CodeType] = {}
         """The code that ran, in breaks and outside, by ``id``: that of two copies of a file is equal."""
-        self._nested, self._each_time = (set[types.CodeType]() for _ in range(2))
-        """The last is code that is read at each call: of what it is given, or by whom it is called, depends what it
-        reads."""
+        self._nested = set[types.CodeType]()
+        """Code that is defined inside code that was read."""
+        self._each_time = set[types.CodeType]()
+        """Code that is read at each call: what it reads depends on what it is given."""
 
     @property
     def touched(self) -> set[str] | None:
@@ -220,8 +221,8 @@ class CodeTrace(CodeNotes, CodeListener):
     def _note_method(self, frame: types.FrameType, owner: Any, method: str) -> None:
         """A method of compiled code is about to run; in a break, too, which a capture runs more than once."""
         if issubclass(type(owner), torch.Generator):
-            if not self._depth and method in _SETS and not _is_library(frame):
-                self.seeds = f"{method}() of a torch.Generator"
+            if not self._depth and method in _SEEDING_METHODS and not _is_library(frame):
+                self.seeded_generator = f"{method}() of a torch.Generator"
             return
         kind = type(owner)
         is_profiler = method == "enable" and issubclass(kind, _WATCHED)
@@ -318,7 +319,7 @@ class CodeTrace(CodeNotes, CodeListener):
         notes.names |= reads.attributes
         self._texts |= reads.texts
         self._note_optional(reads)
-        notes.reads_whole |= reads.whole
+        notes.reads_whole |= reads.whole_others
         if reads.whole_self:
             self._each_time.add(code)
             kind = type(first := frame.f_locals.get(code.co_varnames[0]))
@@ -338,7 +339,7 @@ class CodeTrace(CodeNotes, CodeListener):
             # Nobody within reach holds the function: a hook of the whole process, a registered operator.
             for fn in gc.get_referrers(code):
                 if isinstance(fn, types.FunctionType) and fn.__globals__ is frame.f_globals:
-                    notes.functions.add(fn)
+                    notes.unreached_functions.add(fn)
                     self.walk.visit(fn, ((), fn.__qualname__))
         self._nested.update(inner for inner in code.co_consts if isinstance(inner, types.CodeType))
         self._note_settings(reads.attributes)
@@ -356,25 +357,25 @@ class CodeTrace(CodeNotes, CodeListener):
         """A function of a library is about to run."""
         notes.library_names |= code_reads(code).attributes
         if is_torch_code(code.co_filename) and code.co_filename.endswith(f"{os.sep}random.py"):  # for its generators
-            self.sets_generator = True
-            if notes is self and code.co_name.startswith(("set_rng_state", *_SETS)):
-                self.seeds = f"torch's own, by {code.co_name}()"
+            self.ran_torch_random = True
+            if notes is self and code.co_name.startswith(("set_rng_state", *_SEEDING_METHODS)):
+                self.seeded_generator = f"torch's own, by {code.co_name}()"
         caller = frame.f_back.f_code.co_filename if frame.f_back is not None else ""
         if code is _IMPORT_MODULE and not (is_torch_code(caller) or is_own_code(caller)):
             self._note_unseen("import_module(), which may find any module")
         reads = code_reads(code)
-        if (reads.whole or reads.whole_self) and _is_for_user(frame):
+        if (reads.whole_others or reads.whole_self) and _is_for_user(frame):
             notes.reads_whole = True
 
     def _note_settings(self, used: Collection[str]) -> None:
         """Code that is about to run uses these names, and may use under them any module of the user's that somebody
         holds. One that came since may be used by code that began before, too."""
         self._used.update(used)
-        for index, held in enumerate(self.walk.settings):  # which may grow meanwhile
+        for index, held in enumerate(self.walk.user_namespaces):  # which may grow meanwhile
             names = used if index < self._settled else self._used
             table = held if type(held) is dict else vars(held)
             self.walk.visit_variables(table, names, str(table.get("__name__", "")))
-        self._settled = len(self.walk.settings)
+        self._settled = len(self.walk.user_namespaces)
 
     def _note_optional(self, reads: CodeReads) -> None:
         if "__dict__" in reads.attributes or not reads.variables.isdisjoint(("getattr", "hasattr", "vars")):
@@ -407,7 +408,7 @@ class CodeTrace(CodeNotes, CodeListener):
                 if (reads.whole_variables or self.walk.has_accessor) and is_module and objects.is_whole(module):
                     names = self.walk.visit_all_variables(table, where)
                 self._use(notes, table, names, where)
-                if objects.is_settings(module):  # of a library, whether somebody replaced what the code calls
+                if objects.is_user_module(module):  # of a library, whether somebody replaced what the code calls
                     notes.note_variables(table, reads.attributes)
                 modules += map(table.get, names)
         if (id(vars(sys)), "modules") in notes.variables:
