@@ -22,6 +22,18 @@ from .front_end import Open
 INPUT = {"dynamic": {"input": 0}}
 
 
+def test_version_of_state(settled: Open) -> None:
+    """LIMIT: a replay that writes state leaves torch's counter of writes, by which ``backward()`` would notice."""
+    state, weight = torch.ones(3), torch.ones(3, requires_grad=True)
+    step = settled(lambda x: state.add_(1) + x)
+    with torch.enable_grad():
+        loss = (state * weight).sum()
+    before = state.clone()
+    step(torch.randn(4, 3))
+    loss.backward()
+    assert torch.equal(weight.grad, before + 1)  # type: ignore[arg-type]
+
+
 def test_state_written_in_place(settled: Open) -> None:
     """Captures and comparisons run a model several times; its state sees each call once."""
     count, total = torch.zeros((), dtype=torch.int64), torch.zeros(3)

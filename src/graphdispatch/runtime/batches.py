@@ -20,7 +20,7 @@ def resized(inputs: StaticInputs, values: Sequence[Any], rows: int, *, shift: in
         if spec.spans:
             value = values[spec.position]
             keeps = inputs.axes[1:] if spec.is_pad_given or holds_flags(value) else ()
-            sized[spec.position] = _with_order(spec.repeated(value, rows, shift, keeps), spec.order)
+            sized[spec.position] = spec.repeated(value, rows, shift, keeps)
     return sized
 
 
@@ -53,9 +53,3 @@ def largest_within(specs: Sequence[InputSpec], rows: int, cut: Collection[Axis])
 def holds_flags(value: torch.Tensor) -> bool:
     """Whether a tensor holds nothing but zeros and ones, as masks do. Reads the result back to the host."""
     return bool(value.numel()) and bool(((value == 0) | (value == 1)).all())
-
-
-def _with_order(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-    """The same values, with dimensions lying in memory from slowest to fastest as ``order`` says."""
-    back = sorted(range(len(order)), key=lambda d: order[d])
-    return tensor.permute(order).contiguous().permute(back)

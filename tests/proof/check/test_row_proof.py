@@ -542,3 +542,11 @@ def test_a_mask_of_what_to_skip_is_tried_beside_several_rows() -> None:
     for skipped in [[0, 0, 0, 0, 0], [1, 0, 0, 1, 0]] * 3:
         check_calls(step, (early * (1 + torch.rand(5, 1)), torch.tensor(skipped).bool()))
     check_calls(step, *((torch.rand(5, 3) + 1, torch.zeros(5).bool()) for _ in range(3)), **NEAR)
+
+
+def test_images_keep_their_order_in_memory() -> None:
+    """A run of other rows is made of images that lie in memory as the batch's do, so it dispatches the same operators:
+    padded batches are served."""
+    step = make(nn.AdaptiveAvgPool2d(1), sizes=(8,), dynamic={"input": 0})
+    images = [torch.randn(rows, 3, 4, 4).contiguous(memory_format=torch.channels_last) for rows in (8, 8, 7, 7, 3)]
+    assert check_calls(step, *images, rtol=1e-5, atol=1e-6)[-1] is Reason.PADDED

@@ -263,7 +263,6 @@ class CPUGraph(Graph):
         """The memory of the pool that the graph uses, or None."""
         self.outputs = binder.outputs
         """The shared outputs. They lie in the arena and hold the pool's latest replay."""
-        self.num_recorded = len(recording.program)
 
     @done_by_core
     def replay(self) -> None:
@@ -289,11 +288,6 @@ class CPUGraph(Graph):
     def nbytes(self) -> int:
         """Bytes of its own: constants, and results that somebody holds. The arena belongs to the pool."""
         return sum(storage.nbytes() for storage in self._memory)
-
-    @property
-    def num_replayed(self) -> int:
-        """The number of operators that a replay runs."""
-        return len(self.program or ())
 
 
 class _Binder:

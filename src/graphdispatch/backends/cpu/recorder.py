@@ -16,6 +16,7 @@ replay.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -266,7 +267,7 @@ class Recorder(OperatorMode):
         self._written.extend(map(storage_key, written))
         self._unwritten.difference_update(map(storage_key, written))
         used, writes = list(map(self._slots.get, given)), list(map(self._slot_of, written))
-        sym_args, sym_kwargs = map_leaves(self._symbol, args), map_leaves(self._symbol, kwargs) if kwargs else {}
+        sym_args, sym_kwargs = map_leaves(partial(self._symbol, aliases={}), (args, kwargs))
         self.program.append(
             Instruction(
                 func,
@@ -321,12 +322,14 @@ class Recorder(OperatorMode):
     def _slot_of(self, tensor: torch.Tensor) -> Slot | None:
         return self._slots.get(storage_key(tensor))
 
-    def _symbol(self, value: Any) -> Any:
+    def _symbol(self, value: Any, aliases: dict[int, torch.Tensor] | None = None) -> Any:
+        """What stands for an operand: a place on a slot, or an alias of somebody else's tensor. In one call the same
+        tensor has one of the ``aliases``: a kernel may look whether two operands are one (self-attention)."""
         if type(value) in LEAVES or not isinstance(value, torch.Tensor):
             return value
         slot = self._slot_of(value)
         if slot is None:
-            return value.detach()
+            return value.detach() if aliases is None else aliases.setdefault(id(value), value.detach())
         return TensorRef(
             slot,
             value.dtype,
