@@ -323,6 +323,26 @@ def test_padding_that_writes_elsewhere_is_named() -> None:
     assert step.stats.captures == 1
 
 
+def _place(x: Tensor) -> Tensor:
+    try:
+        return x[:, 12] * 2
+    except IndexError:
+        return x[:, 0] * 2
+
+
+def _listed_places(x: Tensor) -> Tensor:
+    try:
+        return x[:, [0, 12]].sum(1)
+    except IndexError:
+        return x[:, 0] * 2
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    part = x[:, :12]
+    return (part + 1 if part.is_contiguous() else part * 1).sum(1)
+
+
+NUMBERS = torch.randn(100)
 OF_LENGTHS: dict[str, Callable[[Tensor], Any]] = {
     "a length": lambda x: {"y": x * 2, "len": x.size(1)},
     "a number of rows": lambda x: (x * 2, (x.shape[0] + 1) // 4),
@@ -330,6 +350,15 @@ OF_LENGTHS: dict[str, Callable[[Tensor], Any]] = {
     "lengths in a list": lambda x: (x * 2, [x.shape[1]] * 2),
     "a length as text": lambda x: (x * 2, list(map(int, f"{x.shape[1]}"))),
     "a shape": lambda x: (x * 2, x.shape),
+    "a place that a length may lack": _place,
+    "places that a length may lack": _listed_places,
+    "whether a part is contiguous": _contiguous,
+    "a table by place in rows of a length": lambda x: (x.flatten(1) + NUMBERS[: x.shape[1] * 3]).view(x.shape),
+    "a table by place in a row": lambda x: (x.mT.flatten(1) + NUMBERS[: x.shape[1] * 3]).view(x.mT.shape),
+    "numbers of all places": lambda x: x[..., 0] + torch.arange(x.shape[0] * x.shape[1]).view(x.shape[:2]),
+    "a length twice beside each of its elements twice": lambda x: (
+        torch.cat([x, x], 1) + x.repeat_interleave(2, 1)
+    ).view(x.shape[0], 2, *x.shape[1:]),
 }
 
 
@@ -349,3 +378,12 @@ def test_a_number_among_outputs_leaves_batches_with_the_same_number() -> None:
     reasons = check_rows(step, *[(4, 16, 3), (4, 16, 3), (3, 16, 3), (2, 16, 3), (2, 15, 3)])
     assert reasons[3:] == [Reason.PADDED, Reason.PATH_CHANGES]
     assert "an output is a number made of a length (s)" in step.last_decision.detail
+
+
+def test_a_table_by_place_in_a_picture_is_that_of_the_batch() -> None:
+    """The place of a patch follows the width, so that graphs serve pictures of their own width alone."""
+    dynamic = {"x": {0: "b", 1: Dim("h", sizes=[8]), 2: Dim("w", sizes=[8])}}
+    step = make(lambda x: (x.flatten(1) + NUMBERS[: x.shape[1] * x.shape[2]]).view(x.shape), dynamic=dynamic, sizes=[4])
+    shapes = [(4, 8, 8), (4, 8, 8), (3, 8, 8), (4, 8, 5), (3, 6, 8), (4, 8, 5), (3, 6, 8), (2, 6, 7)]
+    reasons = check_rows(step, *shapes)
+    assert reasons[6] is Reason.PADDED

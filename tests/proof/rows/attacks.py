@@ -147,6 +147,9 @@ PATHS: dict[str, Any] = {
     "bmm of n": lambda x: (torch.ones(1, 1, x.shape[0]) @ torch.ones(1, x.shape[0], 1)).view(1, 1) + x,
     "repeated by n": lambda x: x + V.repeat(x.shape[0]).sum(),
     "tiled by n": lambda x: x + V.tile(x.shape[0], 1).sum(0),
+    "lines of a table for rows twice": lambda x: (
+        (torch.cat([x, x]) + TABLE.gather(1, torch.cat([x[:, :1], x[:, :1]]).gt(0).long())).view(2, -1, D).sum(0)
+    ),
     "cumsum of ones": lambda x: x + torch.ones(x.shape[0], 1).cumsum(0),
 }
 """Programs whose path, or whose numbers, follow the number of rows."""

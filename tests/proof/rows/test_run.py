@@ -124,6 +124,12 @@ def test_an_extent_outside_of_the_space_is_refused() -> None:
         BatchSpace([], [])
 
 
+def test_strides_that_are_set_in_place_are_unknown() -> None:
+    """Afterwards the tensor is as the result, which says nothing of what it was."""
+    verdict = judge(lambda x: torch.cat([x, x]).as_strided_((2 * x.shape[0], D), (5, 1)).chunk(2)[0] * 1, _rows)
+    assert "(strides)" in verdict.unknown
+
+
 # -- lengths
 
 

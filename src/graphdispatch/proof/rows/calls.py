@@ -73,6 +73,8 @@ class Call:
         self.made: Collection[int] = ()
         """The storages that the run made, and whether the operator writes to its arguments."""
         self.writes = False
+        self.is_by_place = False
+        """Whether rows get something by their place in the batch."""
         self.rearranges = False
         """Whether it writes rows in another order over all of a memory that it was given."""
         self.slots = Slots()
@@ -167,6 +169,18 @@ class Call:
             return plain_dim(size)
         self.blend([old], "rows at other places")
         return self.sizes.dim_of_values(values)
+
+    def guard_places(self, dim: Dim, least: int, most: int) -> None:
+        """Code names places of a dimension by numbers, from ``least`` (below zero: from the end) to ``most``. The run
+        speaks for sizes that have these places: for others the operator raises."""
+        sizes = self.sizes.values(dim)
+        self.space.guard((sizes > most) & (sizes >= -least), f"a place of a size, {most if least >= 0 else least}")
+
+    def guard_index(self, dim: Dim, index: Tensor) -> None:
+        """As ``guard_places``, for those that a tensor names which follows no batch."""
+        if is_dynamic(dim) and id(index) not in self.labels and index.numel() and not is_flags(index):
+            least, most = map(int, index.aminmax())
+            self.guard_places(dim, min(least, 0), max(most, 0))
 
     def is_outside(self, tensor: Tensor) -> bool:
         """Whether the operator writes to this tensor, and the run did not make its memory."""

@@ -11,7 +11,6 @@ from .labels import (
     Dim,
     Label,
     Tag,
-    axes_of,
     has_rows,
     is_dynamic,
     merged,
@@ -46,8 +45,7 @@ def arange(c: Call) -> list[Label]:
         dim = c.sizes.dim_of_values(np.maximum(-((start - number.values) // step), 0))
     else:
         dim = c.given(count) if start == 0 and end == count * step else plain_dim(count)
-    # The number of a place follows the lengths within it.
-    c.space.bind(sorted(axes_of(dim[1:])), "numbers of places follow a length")
+    dim = c.sizes.in_order(dim)
     if start != 0 or not has_rows(dim) or c.outs[0].dtype not in WIDE:
         return [Label((dim,))]
     if step == 1:

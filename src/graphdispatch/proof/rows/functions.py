@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from ...backends.code_events import AROUND_CALLABLES, is_own_code
 from ...backends.operators import tensors_in
 from .batches import Array, Num, SizeNumber, is_equal
+from .calls import is_whole
 from .labels import Dim, Label, is_dynamic, own_size, shape_of
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ _METADATA_NAMES = """
 _SHAPE_NAMES = "view reshape expand broadcast_to zeros ones empty rand randn new_zeros new_ones new_empty"
 _DATA = {*_DATA_NAMES.split(), *(name for name in dir(Tensor) if name.endswith("_array_interface__"))}
 """What takes data, or the memory that it lies in, to Python."""
-_OF_DATA = {"is_nonzero", "is_set_to", "is_same_size"}
+_OF_DATA = {"is_nonzero", "is_set_to", "is_same_size", "is_contiguous"}
 _FLAGS = {name for name in dir(Tensor) if name.startswith("is_")} - _OF_DATA
 _METADATA = _FLAGS.union(_METADATA_NAMES.split())
 """What Python may know of a tensor that follows the batch: it is the same for all batches."""
@@ -334,6 +335,12 @@ def _stride_answer(run: "RowRun", label: Label, tensor: Tensor, dim: Any = None)
     return tensor.stride() if dim is None else tensor.stride(dim)
 
 
+def _contiguous_answer(run: "RowRun", label: Label, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if not is_whole(tensor):  # a part of a size may be all of another one
+        run.sizes.lose(label, "Python reads how a part lies in memory")
+    return tensor.is_contiguous(*args, **kwargs)
+
+
 _SIZES: dict[str, Callable[..., Any]] = {
     "size": _size_answer,
     "sym_size": _size_answer,
@@ -341,5 +348,6 @@ _SIZES: dict[str, Callable[..., Any]] = {
     "nelement": _numel_answer,
     "__len__": _length_answer,
     "stride": _stride_answer,
+    "is_contiguous": _contiguous_answer,
 }
 """Questions that are answered with numbers made of sizes."""

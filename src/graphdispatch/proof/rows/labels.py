@@ -144,6 +144,8 @@ class Sizes:
         self._atoms: dict[tuple[Any, ...], Atom] = {}
         self.sorted_by: dict[Dim, Any] = {}
         """The choice that rows are sorted by, by their arrangement."""
+        self.fixed: set[int] = set()
+        """The axes along which labels hold for the extents of the run alone."""
         self._one = np.ones([1] * len(space.own), dtype=np.int64)
 
     def values(self, dim: Dim) -> Array:
@@ -228,8 +230,20 @@ class Sizes:
             raise MixError("rows beside rows in another order")
         if has_rows(one) != has_rows(other) and is_dynamic(one) and is_dynamic(other):
             raise MixError("rows beside a length")
+        if is_dynamic(one) and is_dynamic(other):
+            self.fix(sorted(axes_of(one) | axes_of(other)), "lengths in another order, beside each other")
         self.space.guard(self.values(one) == self.values(other), f"a size of {own_size(one)} beside {own_size(other)}")
         return one if is_dynamic(one) else other
+
+    def in_order(self, dim: Dim) -> Dim:
+        """A dimension whose elements get something by their place: that follows the extents within it."""
+        self.fix(sorted(axes_of(dim[1:])), "numbers of places follow a length")
+        return dim
+
+    def fix(self, axes: Iterable[int], what: str) -> None:
+        """Speak for the own extents alone along these axes, and for graphs of these extents alone."""
+        self.fixed.update(axes)
+        self.space.bind(axes, what)
 
     def lose(self, label: Label, what: str) -> None:
         """Speak for the own extents alone along all axes that a label follows."""

@@ -56,6 +56,7 @@ class Picked:
             if not names_own(c.label(index), dims[place]):
                 c.check_data(c.label(index))
                 c.blend([dims[place]], "rows by an index")
+                c.guard_index(dims[place], index)
             elif not _has_rows(c.label(index)):
                 raise MixError("one row for all")
         if self.row is not None and self.row not in at and self.by_rows:
@@ -134,6 +135,7 @@ def index_dim(c: Call) -> list[Label]:
     if not names_own(chosen, label.dims[at]):
         c.check_data(chosen)
         c.blend([label.dims[at]], "rows by an index")
+        c.guard_index(label.dims[at], c.a["index"])
     if c.has("source"):
         source = c.certain_label("source").dims
         for one, other in zip(wanted, source, strict=True):
@@ -155,11 +157,16 @@ def gather(c: Call) -> list[Label]:
     label, chosen = c.certain_label("self"), c.certain_label("index")
     at = c.place("dim", len(label.dims))
     c.blend(label.dims[at : at + 1], "rows by an index")
+    if label.dims:
+        c.guard_index(label.dims[at], c.a["index"])
     c.read_places(c.a["self"], [at] if _has_rows(chosen) and label.dims else [])
     dims = []
     for place, (one, other) in enumerate(zip(label.dims, chosen.dims, strict=True)):
         if place == at:
             dims.append(other)
+        elif is_dynamic(other) and not is_dynamic(one) and one != ():  # line k of a table for element k
+            c.is_by_place = c.is_by_place or has_rows(other)
+            dims.append(c.sizes.joined(one, c.sizes.in_order(other)))
         elif is_dynamic(one) or is_dynamic(other):  # an index may be shorter, and takes the first lines then
             dims.append(c.sizes.joined(one, other) if () not in (one, other) else _one_line(c, one, other))
         else:

@@ -563,8 +563,9 @@ class RowRun:
         return [Label(plain_dims(_shape_of(o)), fault, is_lost=True) for o in call.outs]
 
     def _note_places(self, call: Call, made: Sequence[Label]) -> None:
-        """Note an operator that makes rows of none, which need not be alike."""
-        if any(map(lies_along_rows, made)) and not any(map(lies_along_rows, call.labels.values())):
+        """Note an operator that makes rows of none, which need not be alike, or gives them something by their place."""
+        is_new = any(map(lies_along_rows, made)) and not any(map(lies_along_rows, call.labels.values()))
+        if is_new or call.is_by_place:
             self._by_place = self._by_place or f"{call.func._schema.name}, {place()}"
 
     def _check_random(

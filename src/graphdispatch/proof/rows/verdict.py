@@ -79,6 +79,8 @@ class Verdict:
         where = self.space.place_of(extents)
         if where is None or len(shapes) != len(self.steps):
             return False
+        if any(extents[axis] != self.space.own[axis] for axis in self.sizes.fixed):
+            return False
         extents_of: dict[Dim, int] = {}
         factors = {1}
         for extent in single:

@@ -109,6 +109,8 @@ def select(c: Call) -> list[Label]:
     label = c.certain_label(c.first)
     at = c.place("dim", len(label.dims))
     c.blend([label.dims[at]], "one row for all")
+    index = c.a["index"]
+    c.guard_places(label.dims[at], min(index, 0), max(index, 0))
     return [_moved(label, (*label.dims[:at], *label.dims[at + 1 :]), is_whole=False)]
 
 
@@ -146,6 +148,8 @@ def _sliced(c: Call, old: Dim, size: int) -> Dim:
     if is_plain and c.caller.function not in _SLICES:
         return c.resized(old, size)  # torch computed the ends, and for another batch they are others
     new = c.sizes.dim_of_values(sizes)
+    if not is_dynamic(old):
+        new = c.sizes.in_order(new)
     if has_rows(new) and not (is_from_start and step == 1):
         raise UnknownError("a slice that starts at a number of rows")
     return new
@@ -203,6 +207,8 @@ def retyped(c: Call) -> list[Label]:
 def as_strided(c: Call) -> list[Label]:
     """Any view of memory; only the same one is known."""
     given, out = c.first, c.outs[0]
+    if c.writes:  # then both are the tensor as it is afterwards
+        raise UnknownError("strides")
     if (out.shape, out.stride(), out.storage_offset()) == (given.shape, given.stride(), given.storage_offset()):
         return [c.label(given)]
     raise UnknownError("strides")

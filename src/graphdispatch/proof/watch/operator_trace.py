@@ -19,7 +19,8 @@ import torch
 from torch._ops import OpOverload
 
 from ...backends.operators import changes_view, is_strided, keeps_elements, per_operator, storage_key, view_key
-from ...runtime.flatten import VALUES, is_tensor
+from ...runtime.constants import VALUES
+from ...runtime.flatten import is_tensor
 from ..state.objects import is_same_constant
 
 
