@@ -241,8 +241,11 @@ def _follow(attempt: CaptureAttempt, rows: int) -> tuple[FollowedRun, Any] | str
     if not attempt.request.is_piecewise:  # where breaks may read data
         try:
             return _follow_path(attempt, rows, is_traced=False)
-        except LeftPathError:
-            pass
+        except LeftPathError as left:
+            # A function of torch that raises binds the run to its batch, which may be what leaves the path.
+            error = left.__cause__ or left.__context__
+            if isinstance(error, Exception) and ends_capture(attempt.request.backend, error):
+                raise error from error.__cause__
     return _follow_path(attempt, rows, is_traced=True)
 
 
