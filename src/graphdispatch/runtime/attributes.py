@@ -45,10 +45,18 @@ def dict_class_of(table: Any) -> Any:
     return OrderedDict if issubclass(type(table), OrderedDict) else dict
 
 
+def holds_more(value: Any) -> bool:
+    """Whether an argument is neither a tensor nor a plain constant, so that it may hold tensors."""
+    return not issubclass(type(value), (torch.Tensor, *VALUES))
+
+
 def wants_gradient(value: Any) -> bool:
-    """Whether an argument is a tensor that requires a gradient, or an object that holds such a tensor."""
+    """Whether an argument is a tensor that requires a gradient, or an object or a class that holds such a tensor."""
     if issubclass(type(value), torch.Tensor):
         return bool(value.requires_grad)
-    held = content(value) or list((attribute_table(value) or {}).values())
+    if issubclass(type(value), type):
+        held = [one for base in type.mro(value) for one in vars(base).values()]
+    else:
+        held = content(value) or list((attribute_table(value) or {}).values())
     leaves = held if all(type(inner) in _LEAVES for inner in held) else tree_leaves(held)
     return any(issubclass(type(inner), torch.Tensor) and inner.requires_grad for inner in leaves)

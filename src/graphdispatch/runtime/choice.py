@@ -30,6 +30,12 @@ class Choice(NamedTuple):
     parts: Parts | None = None
     """The parts of a batch above the largest size."""
 
+    @property
+    def trains(self) -> bool:
+        """Whether a graph would serve the call, and what it reads may have to be differentiated."""
+        guard = self.entry.guard if self.entry is not None else None
+        return guard is not None and guard.trainable
+
     def as_eager(self, reason: Reason, detail: str = "") -> "Choice":
         """The choice to run the same call eagerly, for this reason."""
         return self._replace(decision=Decision.eager(reason, self.rows, detail))

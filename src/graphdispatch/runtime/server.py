@@ -36,7 +36,7 @@ from ..modes import EntryState
 from ..native.bound import CORE, in_core
 from ..reasons import Reason
 from ..stats import CUDAGraphStats
-from .attributes import wants_gradient
+from .attributes import holds_more, wants_gradient
 from .budget import Work
 from .cache import GraphCache
 from .choice import Choice, choose
@@ -65,6 +65,9 @@ _OF_ONE_CALL = (
     *(Reason.DISABLED, Reason.NOT_CAPTURED),
 )
 """Reasons that say nothing of the next call of so many rows."""
+_IN_CALLERS_MODE = (Reason.NEEDS_GRADIENTS, Reason.UNGUARDED_ARGUMENT)
+"""Reasons of calls that are differentiated if gradients are on: what an argument that nobody sees into holds may train.
+"""
 _record_eager = CORE.record_eager if CORE is not None else CUDAGraphStats.record_eager
 
 
@@ -176,17 +179,21 @@ class Server:
             decision = Decision.eager(Reason.NEEDS_GRADIENTS)
             self.settle(route, args, kwargs, Choice(decision))
             return self.run_eagerly(decision, args, kwargs)
+        gradients = torch.is_grad_enabled()
         with torch.no_grad():
             if not WINDOWS.take(self.lock):
                 return self.run_eagerly(Decision.eager(Reason.STATE_SHARED), args, kwargs)
             try:
-                choice = self.look_at(route, args, kwargs)
+                choice = self.look_at(route, args, kwargs, gradients=gradients)
                 self.count(choice)
                 is_done, answer = self.perform(choice)
                 self.settle(route, args, kwargs, choice if is_done else answer)
             finally:
                 self.lock.release()
-            return answer if is_done else self.run_eagerly(answer.decision, args, kwargs, answer.group)
+            if is_done:
+                return answer
+            torch._C._set_grad_enabled(gradients and answer.decision.reason in _IN_CALLERS_MODE)
+            return self.run_eagerly(answer.decision, args, kwargs, answer.group)
 
     def settle(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], choice: Choice) -> None:
         """Have the next calls like one that ran eagerly do so without a look; or forget that they did, if a graph was
@@ -244,16 +251,16 @@ class Server:
         self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any], group: GraphGroup | None = None
     ) -> Any:
         """Run a call eagerly that was not looked at: without gradients, as graphs run, unless it needs them."""
-        if not torch.is_grad_enabled() or decision.reason is Reason.NEEDS_GRADIENTS:
+        if not torch.is_grad_enabled() or decision.reason in _IN_CALLERS_MODE:
             return self.run_eagerly(decision, args, kwargs, group)
         if self.needs_gradients(args, kwargs):
             return self.run_eagerly(Decision.eager(Reason.NEEDS_GRADIENTS), args, kwargs)
         with torch.no_grad():
             return self.run_eagerly(decision, args, kwargs, group)
 
-    def look_at(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+    def look_at(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], *, gradients: bool) -> Choice:
         """What to do with a call, by what is there now. Before, the graphs are released whose weights have moved, and
-        the call's group is made if it can have one."""
+        the call's group is made if it can have one. ``gradients``: whether they are on for the call."""
         self.graphs.refresh()
         has_backend = self.graphs.cache.backend is not None
         found = self.graphs.find(route, args, kwargs)
@@ -262,7 +269,10 @@ class Server:
         if not has_backend and (closed := self.closed(route)) is not None:  # by the backend that this call has chosen
             group, leaves, rows = found
             return Choice(Decision.eager(closed, rows), group, leaves, rows, matched=rows)
-        return choose(self.graphs, *found)
+        choice = choose(self.graphs, *found)
+        if gradients and choice.trains:  # by what its code was seen to read
+            return Choice(Decision.eager(Reason.NEEDS_GRADIENTS))
+        return choice
 
     def _serve_parts(self, choice: Choice, parts: Parts) -> tuple[bool, Any]:
         """As ``perform``, for a batch that is served in parts, or compared so with eager."""
@@ -355,8 +365,9 @@ class Server:
         closed = self.closed(route)
         if closed is not None:
             return Choice(Decision.eager(closed))
+        gradients = torch.is_grad_enabled()
         with torch.no_grad(), self.lock:
-            return self.look_at(route, args, kwargs)
+            return self.look_at(route, args, kwargs, gradients=gradients)
 
     def after_eager(self, choice: Choice, work: Callable[[], CaptureResult]) -> Any:
         """Capture or compare a graph by ``work()``, then count and return the call's eager answer."""
@@ -387,7 +398,11 @@ class Server:
 
     def needs_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call with gradients on may have to be differentiated. Needs no lock."""
-        return self.may_need_gradients(leaves_of([*args, *kwargs.values()]), None)
+        leaves = leaves_of([*args, *kwargs.values()])
+        reach = self.graphs.capturer.reach
+        return self.may_need_gradients(leaves, None) or any(
+            reach(leaf).trainable for leaf in leaves if holds_more(leaf)
+        )
 
     def may_need_gradients(self, leaves: Sequence[Any], guard: Guard | None) -> bool:
         """Whether a call with these values may have to be differentiated, by a guard that holds (None: a new one)."""

@@ -263,8 +263,8 @@ bool guard_holds(PyObject* guard) {
 int guard_trainable(PyObject* guard) {
   const Guard* self = reinterpret_cast<Guard*>(guard);
   if (self->is_dead || self->trains < 0) return -1;
-  for (size_t i = 0; self->trains && i < self->parts.tensors.size(); ++i) {
-    if (!self->parts.tensors[i].is_used) continue;
+  for (size_t i = 0; i < self->parts.tensors.size(); ++i) {
+    if (!self->parts.tensors[i].is_used || !(self->trains || self->parts.tensors[i].is_loose)) continue;
     const int answer = needs_gradient(self->parts.tensors[i].tensor);
     if (answer < 0) PyErr_Clear();
     if (answer) return answer;

@@ -186,9 +186,11 @@ bool add_extents(Guard* self, PyObject* numbers) {
 bool add_tensor(Guard* self, PyObject* item) {
   PyObject *tensor, *address, *shape, *strides;
   TensorPlace place{};
-  if (!PyArg_ParseTuple(item, "OOO!O!", &tensor, &address, &PyTuple_Type, &shape, &PyTuple_Type, &strides)) {
+  int is_loose = 0;
+  if (!PyArg_ParseTuple(item, "OOpO!O!", &tensor, &address, &is_loose, &PyTuple_Type, &shape, &PyTuple_Type, &strides)) {
     return false;
   }
+  place.is_loose = is_loose;
   if (!PyObject_TypeCheck(tensor, tensor_type)) {
     PyErr_SetString(PyExc_TypeError, "a guard compares torch.Tensor by address, and nothing else");
     return false;

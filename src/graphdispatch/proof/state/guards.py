@@ -11,7 +11,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import chain, repeat, takewhile
+from itertools import chain, compress, repeat, takewhile
 from operator import attrgetter, call, is_
 from typing import Any
 
@@ -114,6 +114,7 @@ class StateGuard:
         self._keys = list(map(tuple, self._tables))
         self._absent = [(table, names) for table, names in reads.absent if names]
         self._trains = self._find_training()
+        self._loose = self._find_loose()
         self.native: Any = None
         """The native guard, or None: before ``holds`` was first true, without the core, or where only Python can tell.
         Racing threads may make two; either serves."""
@@ -253,13 +254,19 @@ class StateGuard:
     @property
     def trainable(self) -> bool:
         """Of a guard that has just been found to hold: whether a call may have to be differentiated. A captured tensor
-        requires a gradient, and if the callable reaches modules, one of them is in training mode."""
+        requires a gradient, and it belongs to no module, or one of the modules is in training mode."""
         native = self.native
         answer = None if native is None else native.trainable()
         if answer is not None:
             return bool(answer)
         trains = any(map(_training, self.modules)) if self._trains is None else self._trains
-        return trains and any(map(_requires_grad, self.placed))
+        return any(map(_requires_grad, self.placed if trains else compress(self.placed, self._loose)))
+
+    def _find_loose(self) -> list[bool]:
+        """Of each tensor, whether it belongs to no module, such as a prompt that trains beside a frozen model."""
+        owned = {id(one) for m in self.modules for one in chain(m._parameters.values(), m._buffers.values())}
+        with torch._C.DisableTorchFunction():
+            return [id(one) not in owned and one.is_leaf for one in self.tensors]
 
     def _find_training(self) -> bool | None:
         """Whether a call can train: there is no module, or one in training mode. None if the guard cannot tell, because
@@ -326,7 +333,7 @@ def compile_guard(guard: StateGuard) -> Any:
             types=tuple((value, next(held)) for value in guard._objects),
             readers=tuple(readers),
             homes=tuple((value, _raw(next(held))) for value in guard._homes),
-            tensors=tuple(zip(guard.tensors, addresses, *guard._forms[:2], strict=False)),
+            tensors=tuple(zip(guard.tensors, addresses, guard._loose, *guard._forms[:2], strict=False)),
             hooks=tuple(guard._hooks),
         )
         # The core reads dtypes, which have no names there.
