@@ -125,7 +125,7 @@ def _tell_of_capture(_: str, original: Any, listeners: Callable[[], list[Any]]) 
 
 
 _SHARING = {
-    torch.Tensor: "numpy __array__ __dlpack__ data_ptr share_memory_",
+    torch.Tensor: "numpy __array__ __dlpack__ data_ptr share_memory_ apply_ map_ map2_",
     torch.UntypedStorage: "data_ptr fill_ resize_ share_memory_ __setitem__",
 }
 EXPOSED = StandIns([(owner, name) for owner in _SHARING for name in _SHARING[owner].split()], _tell_of_read)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from .runs import Batch
 
@@ -65,6 +66,22 @@ def _cached(n: int) -> float:
     return float(n == 3)
 
 
+def _handed_over(x: Tensor) -> Tensor:
+    if has_torch_function_unary(x):
+        return handle_torch_function(_handed_over, (x,), x)
+    return x + 1 if x.shape[0] == 3 else x * 2
+
+
+def _applied(x: Tensor) -> Tensor:
+    y = x * 1
+    return y.apply_(lambda number: number if abs(number) < 5 else 0.0)
+
+
+def _mapped(x: Tensor) -> Tensor:
+    y = x * 1
+    return y.map_(x.flip(0), lambda one, other: max(one, other))
+
+
 PATHS: dict[str, Any] = {
     "divided by n - 3": _tried(lambda n: 1 // (n - 3)),
     "remainder of n - 3": _tried(lambda n: 5 % (n - 3)),
@@ -86,6 +103,8 @@ PATHS: dict[str, Any] = {
     "decimal": _if(lambda n: Decimal(int(n)) == 3),
     "pow with a modulus": _if(lambda n: pow(n, 2, 5) == 4),
     "negative power": _if(lambda n: n**-1 == 1 / 3),
+    "cube root": _if(lambda n: n ** (1 / 3) == 3.0 or n**0.3 == 27**0.3),
+    "powers that overflow": lambda x: x * min(2.0 ** (x.shape[0] * 100 - 600), 3.0),
     "root": _if(lambda n: (n**0.5).is_integer()),
     "power of minus one": lambda x: x * (-1) ** x.shape[0],
     "inverted": _if(lambda n: ~n == -4),
@@ -117,6 +136,10 @@ PATHS: dict[str, Any] = {
     "order of shapes": lambda x: x + 1 if x.shape < torch.Size([5, D]) else x,
     "part of a shape": lambda x: x + 1 if x.shape[:1] == (3,) else x,
     "unpacked shape": lambda x: (lambda n, d: x + 1 if d * n == 3 * D else x)(*x.shape),
+    "_shape_as_tensor": lambda x: x * torch._shape_as_tensor(x)[0].clamp(min=4),
+    "a function handed to modes": _handed_over,
+    "apply_": _applied,
+    "map_": _mapped,
     "is_same_size": lambda x: x + 1 if torch.is_same_size(x, torch.empty(3, D)) else x,
     "storage offset": lambda x: x + x.T[:, x.shape[0] - 1 :].storage_offset(),
     "as_tensor": lambda x: x + torch.as_tensor(x.shape[0]),

@@ -346,14 +346,27 @@ def _compute(name: str, left: Any, right: Any) -> Any:
     if name in _DIVISIONS:
         number.decide(np.broadcast_arrays(b == 0, number.values)[0], True, f"{_text(right)} == 0")
     is_plain = not _is_exact(name, a, b) or (name in _DIVISIONS and _own(right) == 0)
-    if is_plain or (name == "pow" and bool((a <= 0).any())):
+    values = _powers(a, b) if name == "pow" and not is_plain else None
+    if is_plain or (name == "pow" and values is None):
         for one in (left, right):
             if isinstance(one, SizeNumber):
                 one.plain()
         return op(_own(left), _own(right))
-    with np.errstate(all="ignore"):
-        values = np.asarray(op(a, b))
+    if values is None:
+        with np.errstate(all="ignore"):
+            values = np.asarray(op(a, b))
     return number.make(values, op(_own(left), _own(right)), f"({_text(left)} {_SIGNS[name]} {_text(right)})")
+
+
+def _powers(bases: Array, exponents: Array) -> Array | None:
+    """Powers as Python rounds them, which NumPy does otherwise; None if one is none, or too large."""
+    if bool((bases <= 0).any()):
+        return None
+    try:
+        values = np.asarray(np.frompyfunc(operator.pow, 2, 1)(bases, exponents))
+    except OverflowError:
+        return None
+    return values.astype(np.float64 if "f" in bases.dtype.kind + exponents.dtype.kind else np.int64)
 
 
 def _arithmetic(name: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:

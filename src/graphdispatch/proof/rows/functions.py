@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ...backends.code_events import AROUND_CALLABLES, is_own_code
+from ...backends.code_events import AROUND_CALLABLES, is_own_code, is_torch_code
 from ...backends.operators import tensors_in
 from .batches import Array, Num, SizeNumber, is_equal
 from .calls import is_whole
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _DATA_NAMES = """
     numpy __array__ tolist item __dlpack__ data_ptr untyped_storage storage _typed_storage __bool__ __int__ __float__
     __complex__ __index__ __contains__ __reduce_ex__ __deepcopy__ const_data_ptr _storage __repr__ __format__ __str__
+    _shape_as_tensor apply_ map_ map2_
 """
 _METADATA_NAMES = """
     dim ndim ndimension dtype device layout requires_grad element_size itemsize grad_fn grad names type get_device
@@ -62,6 +63,8 @@ class Functions(TorchFunctionMode):
         path = sys._getframe(1).f_code.co_filename
         if is_own_code(path) and path not in AROUND_CALLABLES:  # of a mode, where code in C++ has called an operator
             return func(*args, **kwargs)
+        if (code := getattr(func, "__code__", None)) is not None and not is_torch_code(code.co_filename):
+            run.doubt(f"{name}() hands itself to torch's modes, which do not see what it does then")
         if name in ("__get__", "__set__"):
             return self._attribute(func, name, args)
         answer = _SIZES.get(name)
