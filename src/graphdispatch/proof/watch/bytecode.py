@@ -255,7 +255,8 @@ _IS_OP = dis.opmap["IS_OP"]
 
 @lru_cache(maxsize=8192)
 def number_by_identity(code: CodeType) -> str:
-    """The line of a comparison ``is`` with a number, as ``file.py:line``; empty if there is none."""
+    """The line of a comparison ``is`` with a number, or with ``int`` or ``float`` in code that takes a type, as
+    ``file.py:line``; empty if there is none. A size in a run of all batches is neither."""
     if _IS_OP not in code.co_code[::2]:
         return ""
     kept = [one for one in dis.get_instructions(code) if one.opname not in ("CACHE", "EXTENDED_ARG")]
@@ -263,10 +264,15 @@ def number_by_identity(code: CodeType) -> str:
         if one.opname != "IS_OP":
             continue
         sides = kept[place - 1], kept[_begin(kept, place - 1) - 1]
-        if any(side.opname.startswith("LOAD") and type(side.argval) in (int, float) for side in sides):
+        is_type = "type" in code.co_names
+        if any(_is_number(side) or (is_type and side.argval in ("int", "float")) for side in sides):
             lines = (start for start in (each.starts_line for each in kept[place::-1]) if start)
             return f"{os.path.basename(code.co_filename)}:{int(next(lines, code.co_firstlineno))}"
     return ""
+
+
+def _is_number(instruction: dis.Instruction) -> bool:
+    return instruction.opname.startswith("LOAD") and type(instruction.argval) in (int, float)
 
 
 def _begin(instructions: Sequence[dis.Instruction], end: int) -> int:
