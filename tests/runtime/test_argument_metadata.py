@@ -13,7 +13,7 @@ from graphdispatch import Reason, graphed
 from graphdispatch.engines import CUDAGraphManager
 from graphdispatch.errors import GuardError
 
-from ..helpers import check_calls, check_rows, make
+from ..helpers import AT_ONCE, check_calls, check_rows, make
 
 
 def plain(rows: int) -> Tensor:
@@ -146,3 +146,29 @@ def test_what_the_compiler_notes_on_its_inputs_is_no_attribute() -> None:
         assert torch.equal(served(x), x.as_subclass(Tensor) * factor)
         assert served.stats.hits - hits == (name != "scale")
     assert served.last_decision.reason is Reason.STATE_UNSEEN
+
+
+def _requires(x: Tensor) -> Tensor:
+    x.requires_grad_()
+    return x.detach() * 2
+
+
+def _swaps(x: Tensor) -> Tensor:
+    torch.utils.swap_tensors(x, torch.zeros(4, 2))
+    return x * 2
+
+
+def _changes_class(x: Tensor) -> Tensor:
+    x.__class__ = torch.nn.Parameter
+    return x.detach() * 2
+
+
+@pytest.mark.parametrize("fn", [_requires, _swaps, _changes_class])
+def test_what_a_call_sets_of_its_argument_besides_values(fn: Callable[[Tensor], Tensor]) -> None:
+    """No replay repeats that, so the call stays eager."""
+    step = graphed(fn, dynamic={"x": 0}, sizes=[4], options=AT_ONCE)
+    for _ in range(4):
+        got, want = torch.ones(4, 2), torch.ones(4, 2)
+        assert torch.equal(step(got), fn(want))
+        assert (type(got), got.requires_grad, got.tolist()) == (type(want), want.requires_grad, want.tolist())
+    assert step.stats.reasons[Reason.STATE_REBOUND] == 4

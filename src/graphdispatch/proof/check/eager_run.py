@@ -14,7 +14,7 @@ Note [a run that is not traced]
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -172,7 +172,7 @@ def run_eagerly(
         strict=not request.keep_effects,
         tensor_names=TensorNames.of_arguments(arguments, request.inputs.specs) if on_static_inputs else None,
     )
-    answer, recording, has_run = None, None, False
+    answer, recording, has_run, other_form = None, None, False, _changes_of_form([*arguments, *walk.tensors])
     try:
         with uncached_casts() if on_static_inputs else nullcontext():
             if record is not None:
@@ -181,7 +181,7 @@ def run_eagerly(
                 with trace if like is None else nullcontext(), effects.saving_host_access():
                     answer = within(request.call, values)
         has_run = True
-        after, changed, drew = request.backend.rng_state(), within(walk.change), walk.drew()
+        after, changed, drew = request.backend.rng_state(), within(walk.change) or other_form(), walk.drew()
         for region in effects.regions if effects.unsaved is None else ():  # else some memory may be gone
             region.after = region.read().clone()
         draws = effects.uses_rng or _pads_by_code(request)
@@ -202,6 +202,19 @@ def run_eagerly(
         return failed_result(request, answer, error, failed)
     trace.spares = True
     return run
+
+
+def _forms_of(tensors: Iterable[torch.Tensor]) -> list[tuple[type, bool, int]]:
+    """What code may set of tensors without an operator: class, whether they require gradients, and what they are."""
+    with torch._C.DisableTorchFunction():
+        return [(type(one), one.requires_grad, one._cdata) for one in tensors]
+
+
+def _changes_of_form(tensors: Sequence[torch.Tensor]) -> Callable[[], str | None]:
+    """What tells later, in words, which of the things changed that code sets of tensors without an operator."""
+    before = _forms_of(tensors)
+    changed = "the class of a tensor, whether it requires a gradient, or which tensor it is (swap_tensors)"
+    return lambda: changed if _forms_of(tensors) != before else None
 
 
 def _why_failed(
