@@ -102,7 +102,8 @@ def test_a_capture_sees_no_range_as_an_operator() -> None:
         return serve(x) + 1
 
     more.__qualname__ = "more"
-    plain, watched = (gd.graphed(more, dynamic={"x": 0}, sizes=(4,)) for _ in range(2))
+    options = gd.CUDAGraphOptions(capture_share=None)
+    plain, watched = (gd.graphed(more, dynamic={"x": 0}, sizes=(4,), options=options) for _ in range(2))
     check_rows(plain, *[3] * 3, width=4)
     assert ("serve decode", "capture more 4") in profiled(watched, 3)
     graphs = [one.entries[0].graph for one in (plain, watched)]

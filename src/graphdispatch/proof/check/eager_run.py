@@ -40,6 +40,7 @@ from ..state.guards import StateGuard
 from ..state.objects import CONSTANTS, own_attributes
 from ..state.reads import CodeNotes, metadata_names
 from ..state.walk import StateWalk
+from ..watch.bytecode import original_of
 from ..watch.effects import EffectRecorder, retry_once, undo
 from ..watch.operator_trace import TensorNames
 from ..watch.trace import CodeTrace
@@ -104,6 +105,11 @@ class EagerRun:
         self.outputs = [tensor.detach().clone() for tensor in tensors_in(self.opened)]
         written = ((i, value) for i, value in enumerate(self.arguments) if self.effects.writes_to(value))
         self.written_inputs = {i: value.detach().clone() for i, value in written}
+
+    @property
+    def runs_compiled(self) -> bool:
+        """Whether it ran code of torch's compiler, which may compile again in a further run, and reads on the host."""
+        return any(original_of(code) is not None for code in self.trace.codes)
 
     def check_state(self) -> None:
         """Raise ``CaptureError`` if a run since then changed Python state, or drew where no graph draws."""

@@ -7,7 +7,8 @@
     replay; compare outputs and written state with eager's
     undo; do eager's writes again; put the generator where eager left it
 
-Where a capture executes what it records, one watched run is the warm-up and the recording.
+Where a capture executes what it records, one watched run is the warm-up and the recording. Of compiled code they are
+two: what compiles again may read on the host, which a recording refuses.
 
 ``verify_entry`` does the same without the capture, for another batch: a value that the capture froze agrees with eager
 on the first batch only.
@@ -165,7 +166,7 @@ def _like(request: CaptureRequest, entry: CUDAGraphEntry | None) -> LikeGraph | 
 
 
 def _records_warm_ups(request: CaptureRequest) -> bool:
-    """Whether one run is the warm-up and the recording; see the module's text."""
+    """Whether one run is the warm-up and the recording, unless it runs compiled code: see the module's text."""
     is_plain = not request.is_piecewise and request.options.warmup_iterations <= 1
     return request.backend.capture_executes and is_plain
 
@@ -190,7 +191,7 @@ def _capture(attempt: CaptureAttempt, started: float | None) -> CUDAGraphEntry |
     try:
         check_may_capture(request, eager)
         started = request.clock() if started is None else started
-        if recording is None and _records_warm_ups(request):
+        if recording is None and _records_warm_ups(request) and not eager.runs_compiled:
             recording = record_at_once(attempt)
         elif recording is None:
             for _ in range(request.options.warmup_iterations - eager.warms_up):
