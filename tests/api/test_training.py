@@ -570,7 +570,7 @@ def test_a_failed_capture_leaves_one_step(monkeypatch: pytest.MonkeyPatch) -> No
     def fail(*_: Any) -> None:
         raise RuntimeError("injected")
 
-    for place in ("prove_rows", "record", "make_entry", "check_replay"):
+    for place in ("prove_rows", "record_at_once", "make_entry", "check_replay"):
         with monkeypatch.context() as patched:
             patched.setattr(pipeline, place, fail)
             assert twins.call() is Reason.CAPTURE_FAILED, place
@@ -591,7 +591,7 @@ def test_an_interrupted_step_leaves_what_eager_leaves(monkeypatch: pytest.Monkey
 
     batch = twins.served.batch()
     with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "record", interrupt)
+        patched.setattr(pipeline, "record_at_once", interrupt)
         with pytest.raises(KeyboardInterrupt):
             twins.step(*batch)
     twins.plain.step(*batch)
