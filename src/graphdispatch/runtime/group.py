@@ -313,8 +313,9 @@ class GraphGroup:
         return self.signature.has_rows and (pads or len(table.sizes) > 1)
 
     def make_hit(self, rows: int) -> Hit | None:
-        """The hit of calls of ``rows`` rows, if a graph may serve them by hits; needs no lock."""
-        if rows < 0:
+        """The hit of calls of ``rows`` rows, if a graph may serve them by hits; needs no lock. None is made where a
+        capture would take what that does for operators of its own."""
+        if rows < 0 or self.backend.is_watched():
             return None
         decision = self.decide(rows)
         entries = self.of_size(decision.size) if decision.mode.has_graphs() else ()
