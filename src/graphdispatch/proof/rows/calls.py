@@ -26,6 +26,8 @@ from .labels import (
 )
 from .slots import Slots
 
+View = tuple[tuple[int, ...], tuple[int, ...], int]
+
 
 class Caller(Protocol):
     """The function of torch that Python called, within which an operator runs."""
@@ -75,6 +77,8 @@ class Call:
         self.writes = False
         self.is_by_place = False
         """Whether rows get something by their place in the batch."""
+        self.before: View | None = None
+        """How the first tensor lay in memory, if the operator has changed that."""
         self.rearranges = False
         """Whether it writes rows in another order over all of a memory that it was given."""
         self.slots = Slots()
@@ -208,6 +212,13 @@ class Call:
     def each(self, label: Label) -> list[Label]:
         """The same label for each result."""
         return [label] * len(self.outs)
+
+
+def view_of(tensor: Tensor) -> View:
+    """The shape, the strides of dimensions with several elements, and the first place of a strided tensor."""
+    shape = tuple(tensor.shape)
+    strides = tuple(stride for extent, stride in zip(shape, tensor.stride(), strict=True) if extent > 1)
+    return shape, strides, int(tensor.storage_offset())
 
 
 def torch_shape(label: Label) -> tuple[int, ...]:

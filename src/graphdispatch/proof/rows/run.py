@@ -37,7 +37,7 @@ from ...backends.operators import (
     written_tensors,
 )
 from .batches import BatchSpace, SizeNumber, place
-from .calls import Call, is_whole, torch_shape
+from .calls import Call, View, is_whole, torch_shape, view_of
 from .custom import has_rule
 from .elementwise import Rule
 from .functions import Caller, Functions
@@ -388,8 +388,9 @@ class RowRun:
         self._serial += 1
         if type(func) is not OpOverload:
             return self._run_region(func, args)
+        before = view_of(tensors[0]) if _traits_of(func).changes_view and tensors and is_strided(tensors[0]) else None
         out = func(*args, **kwargs)
-        self._label_results(func, args, kwargs, tensors, out, is_step=True)
+        self._label_results(func, args, kwargs, tensors, out, is_step=True, before=before)
         return out
 
     def _run_region(self, region: Any, args: tuple[Any, ...]) -> Any:
@@ -413,6 +414,7 @@ class RowRun:
         given: list[Tensor],
         out: Any,
         is_step: bool = False,
+        before: View | None = None,
     ) -> None:
         traits = _traits_of(func)
         outs = [out] if type(out) is Tensor else tensors_in(out)
@@ -440,7 +442,7 @@ class RowRun:
             return
         call = Call(func, args, kwargs, given, labels, self.sizes)
         call.outs = outs or written
-        call.made, call.writes, call.slots = self._made, bool(written), self._slots
+        call.made, call.writes, call.slots, call.before = self._made, bool(written), self._slots, before
         call.caller = caller or Caller(self, "?", (), {})
         made = self._ruled(call, rule)
         if not makes_alike(rule):

@@ -3,7 +3,7 @@
 import numpy as np
 
 from .batches import Array, Num, is_equal
-from .calls import Call, flat
+from .calls import Call, flat, view_of
 from .elementwise import Rule
 from .labels import Atom, Dim, Label, UnknownError, has_rows, is_dynamic, merged, own_size, plain_dim
 
@@ -205,12 +205,10 @@ def retyped(c: Call) -> list[Label]:
 
 
 def as_strided(c: Call) -> list[Label]:
-    """Any view of memory; only the same one is known."""
-    given, out = c.first, c.outs[0]
-    if c.writes:  # then both are the tensor as it is afterwards
-        raise UnknownError("strides")
-    if (out.shape, out.stride(), out.storage_offset()) == (given.shape, given.stride(), given.storage_offset()):
-        return [c.label(given)]
+    """Any view of memory; only the same one is known, where strides of dimensions of one element say nothing."""
+    before = c.before if c.writes else view_of(c.first)  # in place the argument is as it is afterwards
+    if before == view_of(c.outs[0]):
+        return [c.label(c.first)]
     raise UnknownError("strides")
 
 

@@ -23,6 +23,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ...backends.code_events import is_torch_code
+
 _ATTRIBUTES = frozenset(
     (
         *("STORE_ATTR", "DELETE_ATTR", "LOAD_ATTR", "LOAD_METHOD"),
@@ -264,7 +266,7 @@ def number_by_identity(code: CodeType) -> str:
         if one.opname != "IS_OP":
             continue
         sides = kept[place - 1], kept[_begin(kept, place - 1) - 1]
-        is_type = "type" in code.co_names
+        is_type = "type" in code.co_names and not is_torch_code(code.co_filename)
         if any(_is_number(side) or (is_type and side.argval in ("int", "float")) for side in sides):
             lines = (start for start in (each.starts_line for each in kept[place::-1]) if start)
             return f"{os.path.basename(code.co_filename)}:{int(next(lines, code.co_firstlineno))}"
