@@ -5,6 +5,7 @@ Later somebody writes one of the two, and a graph that was compared for such a b
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +124,30 @@ def test_a_number_that_is_compared_by_identity_is_seen_in_the_code() -> None:
         for rows in (8, 8, 5, 3, 5):
             assert_same(step(torch.ones(rows, 4)), fn(torch.ones(rows, 4)))
         assert f"by identity (is), by_identity.py:{line}" in step.explain(torch.ones(5, 4))
+
+
+@pytest.mark.parametrize(
+    "is_plain",
+    [
+        lambda n: type(n) is int,
+        lambda n: type(n) in (int, float),
+        lambda n: type(n) == int,  # noqa: E721
+        lambda n: not isinstance(n, torch.SymInt),
+    ],
+    ids=["is", "in", "equal", "no symbol"],
+)
+def test_code_that_asks_for_the_type_of_a_size_is_not_padded(is_plain: Callable[[Any], bool]) -> None:
+    """In the run of all batches a size is of another type, so that the run would not come to the branch."""
+
+    def fn(x: Tensor) -> Tensor:
+        n = x.shape[0]
+        return x + 1 if is_plain(n) and n == 3 else x * 2
+
+    step = make(fn, sizes=(8,))
+    for rows in (8, 8, 5, 3, 5, 3):
+        x = torch.randn(rows, 4)
+        assert_same(step(x), fn(x))
+    assert "may ask for the type of a number, test_same_bits.py" in step.explain(torch.ones(5, 4))
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])

@@ -236,8 +236,8 @@ def _follow(attempt: CaptureAttempt, rows: int) -> tuple[FollowedRun, Any] | str
     Its code is not traced while it takes the path of a batch whose code was traced. Where it leaves that, it ends
     before Python goes on, and another run is traced from the start.
     """
-    if where := next(filter(None, map(number_by_identity, attempt.eager.trace.codes)), ""):
-        return f"the code compares a number by identity (is), {where}"
+    if what := next(filter(None, map(number_by_identity, attempt.eager.trace.codes)), ""):
+        return f"the code {what}"
     if not attempt.request.is_piecewise:  # where breaks may read data
         try:
             return _follow_path(attempt, rows, is_traced=False)

@@ -255,21 +255,34 @@ def stored_by(code: CodeType) -> frozenset[str]:
 _IS_OP = dis.opmap["IS_OP"]
 
 
+_COMPARISONS = ("IS_OP", "CONTAINS_OP", "COMPARE_OP")
+_LONGEST_COMPARISON = 12
+"""Instructions that make the operands of ``type(x.shape[0]) in (int, float)``, at most."""
+
+
 @lru_cache(maxsize=8192)
 def number_by_identity(code: CodeType) -> str:
-    """The line of a comparison ``is`` with a number, or with ``int`` or ``float`` in code that takes a type, as
-    ``file.py:line``; empty if there is none. A size in a run of all batches is neither."""
-    if _IS_OP not in code.co_code[::2]:
+    """What code does with numbers that a size in a run of all batches is not: it compares one by ``is``, or, outside of
+    torch, may ask for the type of one (``type(n) in (int, float)``, ``isinstance(n, torch.SymInt)``); with its line.
+    Empty if it does neither."""
+    file, names = os.path.basename(code.co_filename), set(code.co_names)
+    is_torch = is_torch_code(code.co_filename)
+    if "SymInt" in names and not is_torch:
+        return f"may ask for the type of a number, {file}:{code.co_firstlineno}"
+    takes_type = "type" in names and not names.isdisjoint(("int", "float")) and not is_torch
+    if not takes_type and _IS_OP not in code.co_code[::2]:
         return ""
     kept = [one for one in dis.get_instructions(code) if one.opname not in ("CACHE", "EXTENDED_ARG")]
     for place, one in enumerate(kept):
-        if one.opname != "IS_OP":
-            continue
-        sides = kept[place - 1], kept[_begin(kept, place - 1) - 1]
-        is_type = "type" in code.co_names and not is_torch_code(code.co_filename)
-        if any(_is_number(side) or (is_type and side.argval in ("int", "float")) for side in sides):
+        what, before = "", kept[max(place - _LONGEST_COMPARISON, 0) : place]
+        if one.opname == "IS_OP" and any(map(_is_number, (before[-1], kept[_begin(kept, place - 1) - 1]))):
+            what = "compares a number by identity (is)"
+        elif takes_type and one.opname in _COMPARISONS:
+            loaded = {str(each.argval) for each in before}
+            what = "may ask for the type of a number" if "type" in loaded and loaded & {"int", "float"} else ""
+        if what:
             lines = (start for start in (each.starts_line for each in kept[place::-1]) if start)
-            return f"{os.path.basename(code.co_filename)}:{int(next(lines, code.co_firstlineno))}"
+            return f"{what}, {file}:{int(next(lines, code.co_firstlineno))}"
     return ""
 
 
