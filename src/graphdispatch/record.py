@@ -15,6 +15,7 @@ proven or compared. So this is what the engine vouches for:
 - The first dimension is the batch's in each output that has as many rows there as the graph. Others are returned whole.
 - It runs more than once where a capture is made: ``warmup_iterations`` times, for the recording, and once more eagerly
   where a run fails. What it writes besides its arguments is not put back, in a prewarm neither.
+- Arguments that it writes share no memory with each other, at the capture. Later calls are compared.
 - Each rank of a group makes the same captures, since each of them runs the call's collectives.
 - Gradients are off where it is called. A plain function runs eagerly where they are on, since nobody sees whether it
   trains.

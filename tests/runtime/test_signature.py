@@ -62,6 +62,8 @@ def drawn(*shape: int, **how: Any) -> Callable[[], Tensor]:
 
 
 OTHERS: dict[str, Callable[[], Tensor]] = {
+    "negative": lambda: torch._neg_view(torch.randn(4, 3)),
+    "conjugate": lambda: torch.randn(4, 3, dtype=torch.complex64).conj(),
     "one column": drawn(4, 1),
     "a vector": drawn(4),
     "dtype": drawn(4, 3, dtype=torch.float64),

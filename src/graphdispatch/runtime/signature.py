@@ -6,7 +6,7 @@ then only compared with later calls.
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -115,7 +115,10 @@ class Property(NamedTuple):
     """Whether ``has_form`` of ``native/core/signature.cpp`` compares it; where it does not, Python matches."""
 
 
-PROPERTIES = [Property(name, attrgetter(name), in_core=True) for name in ("dtype", "device", "layout")]
+PROPERTIES = [
+    *(Property(name, attrgetter(name), in_core=True) for name in ("dtype", "device", "layout")),
+    *(Property(name, methodcaller(name), in_core=True) for name in ("is_conj", "is_neg")),
+]
 """One row for each. The tensors that stand in for an argument should have it, too: the buffers that a graph reads
 (``StaticInputs.views``), and batches that are made of an example (``resized`` and ``varied``)."""
 
