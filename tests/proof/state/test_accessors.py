@@ -242,3 +242,17 @@ def sets_new(x: torch.Tensor) -> torch.Tensor:
 
 
 ENTRIES = {"__builtins__": builtins, "__file__": __file__}
+
+
+def test_an_import_within_the_call_reads_no_whole_objects() -> None:
+    """The names that it takes stand in the code."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        from json import decoder  # as models import what is optional
+
+        return x * (2 if decoder else 3)
+
+    step = make(fn, dynamic={"x": 0}, sizes=(4,))
+    for _ in range(3):
+        step(torch.ones(4, 3))
+    assert not step.entries[0].guard.notes.reads_whole

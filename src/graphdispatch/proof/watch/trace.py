@@ -364,7 +364,8 @@ class CodeTrace(CodeNotes, CodeListener):
         if code is _IMPORT_MODULE and not (is_torch_code(caller) or is_own_code(caller)):
             self._note_unseen("import_module(), which may find any module")
         reads = code_reads(code)
-        if (reads.whole_others or reads.whole_self) and _is_for_user(frame):
+        is_import = code.co_filename.startswith("<frozen importlib")  # whose names stand in the code that imports
+        if (reads.whole_others or reads.whole_self) and not is_import and _is_for_user(frame):
             notes.reads_whole = True
 
     def _note_settings(self, used: Collection[str]) -> None:
