@@ -234,7 +234,7 @@ def _read_form(array: Any) -> tuple[Any, ...]:
 def _write_form(array: Any, before: tuple[Any, ...]) -> None:
     """Give a NumPy array its type, shape and strides back."""
     dtype, shape, strides, _ = before
-    for first in (array.shape, shape, -1):  # a type fits some shapes alone; and rows that lie apart, too
+    for first in (array.shape, shape, -1):  # a type fits some shapes alone; and rows with gaps between them, too
         with suppress(AttributeError, ValueError):
             array.shape = first
             array.dtype, array.shape = dtype, shape

@@ -342,7 +342,7 @@ def _is_attribute_of(chain: Sequence[dis.Instruction], parameters: Iterable[str]
 
 def _arguments(following: Sequence[dis.Instruction]) -> list[Sequence[dis.Instruction]]:
     """What makes each argument of the call whose arguments ``following`` loads; nothing where there is no such call,
-    or none can be told: where the arguments branch, and for ``f(*args)``."""
+    or none can be found: where the arguments branch, and for ``f(*args)``."""
     begins = list[int]()  # for each value on the stack, where the code begins that makes it
     for place, instruction in enumerate(following):
         kind = instruction.opname
