@@ -171,6 +171,14 @@ def test_a_graph_serves_where_it_is_faster(losing: Any) -> None:
     assert "sizes=" in text
 
 
+def test_the_remedy_fits_the_batch(losing: Any) -> None:
+    """A nearer size is advised for a padded batch alone."""
+    losing.entries[0].gain = Gain(3.2, 4.0)
+    losing.entries[0]._least_ms = 4.0
+    assert "sizes=" in losing.explain(torch.ones(7, 3))
+    assert "put more of the work into the call" in losing.explain(torch.ones(8, 3))
+
+
 def test_a_batch_is_timed_again(losing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Now and then the graph serves it once; where that shows that the graph is faster, it serves from then on."""
     is_loss = [True]

@@ -12,7 +12,8 @@ from .graph_set import GraphSet
 from .group import GraphGroup
 from .parts import Parts, find_parts
 
-_AGAINST_LOSS = "have a size nearer to it (sizes=)"
+_AGAINST_LOSS = "put more of the work into the call"
+_AGAINST_PADDING = "have a size nearer to it (sizes=)"
 
 
 class Choice(NamedTuple):
@@ -137,7 +138,8 @@ def _against_replay(
         return Reason.ALIASED_ARGUMENTS, clash
     if (loss := group.gain.loss(entry, rows)) is not None and rows not in group.gain.in_doubt:
         times = f"a replay of {entry.size} rows takes {milliseconds(loss.replay_ms)}, and an eager run"
-        return Reason.NO_GAIN, f"{times} of these {rows} {milliseconds(loss.eager_ms)}; {_AGAINST_LOSS}"
+        remedy = _AGAINST_LOSS if rows == entry.size else _AGAINST_PADDING
+        return Reason.NO_GAIN, f"{times} of these {rows} {milliseconds(loss.eager_ms)}; {remedy}"
     try:
         verdict = entry.licence.verdict(entry, leaves, rows)
     except RuntimeError as error:  # it may look at batches on the device
