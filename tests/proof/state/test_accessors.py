@@ -256,3 +256,34 @@ def test_an_import_within_the_call_reads_no_whole_objects() -> None:
     for _ in range(3):
         step(torch.ones(4, 3))
     assert not step.entries[0].guard.notes.reads_whole
+
+
+def test_a_function_wrapped_within_the_call_reads_no_whole_objects() -> None:
+    """What it takes over from the other function is named by whoever uses it."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        @functools.wraps(FACTOR.scale)
+        def scale(given: torch.Tensor) -> torch.Tensor:
+            return FACTOR.scale(given) * scale.by
+
+        return scale(x)
+
+    step = make(fn, dynamic={"x": 0}, sizes=(4,))
+    for _ in range(3):
+        step(torch.ones(4, 3))
+    assert not step.entries[0].guard.notes.reads_whole
+    FACTOR.scale.by = 3.0
+    assert step(torch.ones(4, 3)).tolist() == fn(torch.ones(4, 3)).tolist()
+    FACTOR.scale.by = 2.0
+
+
+class Factor:
+    """Something with a function that carries a number."""
+
+    @staticmethod
+    def scale(given: torch.Tensor) -> torch.Tensor:
+        return given + 1
+
+
+FACTOR = Factor()
+Factor.scale.by = 2.0  # type: ignore[attr-defined]

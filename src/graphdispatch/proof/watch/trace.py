@@ -5,6 +5,7 @@ Only what was run counts. Code that takes the same path again reads the same, an
 
 import _thread
 import builtins
+import functools
 import gc
 import importlib._bootstrap
 import logging
@@ -38,6 +39,8 @@ _SEEDING_METHODS = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "
 _IMPORT_CODE = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
 """The code around every first import. What runs inside of it runs once in the process."""
 _IMPORT_MODULE = importlib.import_module.__code__
+_UPDATE_WRAPPER = functools.update_wrapper.__code__
+"""It reads whole functions, but gives what it finds to functions alone: whoever uses that names it."""
 _OF_GENERICS = {"__parameters__", "__orig_bases__", "__type_params__"}
 """What typing, and typing_extensions in its place, read of a class where code has ``Pair[int]``."""
 
@@ -364,8 +367,9 @@ class CodeTrace(CodeNotes, CodeListener):
         if code is _IMPORT_MODULE and not (is_torch_code(caller) or is_own_code(caller)):
             self._note_unseen("import_module(), which may find any module")
         reads = code_reads(code)
-        is_import = code.co_filename.startswith("<frozen importlib")  # whose names stand in the code that imports
-        if (reads.whole_others or reads.whole_self) and not is_import and _is_for_user(frame):
+        # An import takes names that stand in the code that imports.
+        is_named = code is _UPDATE_WRAPPER or code.co_filename.startswith("<frozen importlib")
+        if (reads.whole_others or reads.whole_self) and not is_named and _is_for_user(frame):
             notes.reads_whole = True
 
     def _note_settings(self, used: Collection[str]) -> None:
