@@ -1,5 +1,5 @@
-"""After ``prewarm()`` every call is a hit: of an MLP, of an encoder with two dynamic dimensions, of a recommender, and of a
-module that another object calls."""
+"""After ``prewarm()`` every call is a hit: of an MLP, of an encoder with two dynamic dimensions, of a recommender, and
+of a module that another object calls."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
