@@ -14,7 +14,7 @@ import graphdispatch as gd
 from graphdispatch import Reason
 from graphdispatch.backends import operator_mode
 
-from ...helpers import AT_ONCE, assert_same, check_calls, check_rows, make, shown_of
+from ...helpers import AT_ONCE, assert_same, check_calls, check_rows, make
 from .test_padding_writes import check_slots
 
 
@@ -183,12 +183,3 @@ def test_tensors_inside_of_other_arguments() -> None:
         wanted += x.sum(0)
     torch.testing.assert_close(total, wanted)
     assert step.last_decision.reason is Reason.CAPTURE_UNSAFE
-
-
-@pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
-def test_integers_of_any_width_keep_a_proof_to_the_numbers_of_the_batch(kind: torch.dtype) -> None:
-    """They may become indices."""
-    table = torch.randn(12, 4)
-    step = make(lambda x: table[(x[:, 0] * 3).to(kind).long()] + x, sizes=(4,))
-    step(torch.rand(4, 4))
-    assert shown_of(step).operators.limits_values
