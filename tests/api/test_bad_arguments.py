@@ -64,6 +64,8 @@ MISTAKES: list[tuple[str, Callable[[Any], Any], str]] = [
     ("graphed", lambda s: s.prewarm(X, sizes="12"), "sizes must be several"),
     ("graphed", lambda s: s.prewarm(X, sizes=[True]), "sizes"),
     ("graphed", lambda s: s.prewarm(X, sizes=(3,)), r"among the capture sizes \(4,\), got 3"),
+    ("graphed", lambda s: s.prewarm(X, max_seconds=0), "max_seconds"),
+    ("graphed", lambda s: s.prewarm(X, max_seconds="soon"), "max_seconds"),
     ("graphed", lambda s: s.prewarm(X[:0]), "prewarm cannot capture from this example"),
     ("graphed", lambda s: s.capture_size("4"), "size"),
     ("graphed", lambda s: s.capture_size(torch.tensor([2, 4])), "size"),

@@ -19,7 +19,7 @@ from graphdispatch.engines import EvictionReason
 from graphdispatch.errors import ConfigError
 
 from ..behaviour.front_ends import FRONT_ENDS
-from ..helpers import Behind, Lazy, batch, check_calls, check_rows, in_threads, make, reason, run_python
+from ..helpers import Lazy, batch, check_calls, check_rows, in_threads, make, reason, run_python
 from .test_copies import Model
 
 
@@ -209,13 +209,6 @@ def test_prewarm_leaves_no_effect() -> None:
         assert [entry.size for entry in step.entries] == [*sizes]
 
 
-def test_prewarm_finds_mixed_rows() -> None:
-    """``prewarm`` tests what padding does, so that the graph of a model that mixes rows serves full batches alone."""
-    step = make(lambda x: x - x.mean(0), sizes=(4,))
-    step.prewarm(batch(3))
-    assert check_rows(step, 3, 4) == [Reason.ROWS_MIX, Reason.EXACT]
-
-
 def test_outputs_are_those_of_the_options() -> None:
     """Unless they are given; then those are."""
     x = batch(4)
@@ -289,21 +282,6 @@ def test_transforms_over_a_served_callable() -> None:
     both = torch.vmap(lambda given: torch.func.functional_call(model, given, (x,)))(weights)
     assert torch.allclose(both[0], nn.functional.linear(x, model.layer.weight, model.layer.bias))
     assert torch.allclose(both[1], 2 * both[0])
-
-
-def test_a_mode_sees_the_operators() -> None:
-    """No graph serves a call within it, which has eager's answer; after it graphs serve again."""
-    step, fresh, x = sine(), make(lambda x: x.sin(), sizes=(4,)), batch(4)
-    with Behind(lambda func, result: result * 3 if func is torch.ops.aten.sin.default else result):
-        for each in (step, fresh, step, fresh):
-            check_calls(each, x)
-        within = step(x)
-        assert step.last_decision.reason is Reason.MODE_ACTIVE
-        assert fresh.stats.hits == 0
-    assert torch.allclose(within, 3 * x.sin())
-    for each in (step, fresh, fresh, fresh):
-        check_calls(each, x)
-    assert step.stats.hits == 2
 
 
 @pytest.mark.parametrize("around", [nullcontext(), torch.device("cpu")], ids=["none", "cpu"])

@@ -2,10 +2,8 @@
 
 import copy
 import io
-import os
 import pickle
 import re
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +16,6 @@ from graphdispatch import Reason, graphed
 from graphdispatch.backends import get_backend
 from graphdispatch.errors import CaptureError
 
-from ..behaviour.forks import in_child
 from ..helpers import check_calls, check_rows, in_threads
 
 from_name = torch.cuda.is_current_stream_capturing
@@ -113,24 +110,6 @@ def test_what_reads_nothing_is_recorded(name: str) -> None:
     _record(lambda: NO_READS[name](torch.ones(4, 3)))
 
 
-@pytest.mark.parametrize("name", ["tensor", "index", "pickle", "str of one number", "new_tensor"])
-def test_state_that_is_read_in_hiding_is_not_frozen(name: str) -> None:
-    """State that such code reads may change in place: the answers follow it."""
-    uses: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
-        "tensor": lambda x, b: x * torch.tensor([b[0], b[1], 1.0, 2.0]),
-        "new_tensor": lambda x, b: x * x.new_tensor([b[0], 1.0, 1.0, 1.0]),
-        "index": lambda x, b: x[:, [b.long()[0], 0]],
-        "pickle": lambda x, b: x * pickle.loads(pickle.dumps(b)),
-        "str of one number": lambda x, b: x * float(str(b.max())[7:-1]),
-    }
-    state = torch.ones(4)
-    served = graphed(lambda x: uses[name](x, state), dynamic={"x": 0}, sizes=[4])
-    for step in range(12):
-        state.fill_(1.0 if step < 6 else 3.0)
-        check_rows(served, 3 + step % 2, width=4)
-    assert served.stats.reasons[Reason.CAPTURE_UNSAFE]
-
-
 def test_nothing_stays_patched() -> None:
     """Torch has its own functions when nobody records: also after a recording that failed."""
 
@@ -157,25 +136,6 @@ def test_only_the_recording_thread_captures() -> None:
     _record(recorded)
     assert answers == [(False, [1.0, 1.0])]
     assert not says_capturing()
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_nobody_records_in_a_forked_child() -> None:
-    """A child that another thread forks during a recording reads what it likes."""
-    entered, leave = threading.Event(), threading.Event()
-
-    def look() -> None:
-        assert torch.ones(2).tolist() == [1.0, 1.0]
-        assert not says_capturing()
-
-    def fork() -> None:
-        assert entered.wait(60)
-        try:
-            in_child(look)
-        finally:
-            leave.set()
-
-    in_threads(lambda: _record(lambda: (entered.set(), leave.wait())), fork)
 
 
 def test_code_that_asks_is_served() -> None:

@@ -1,6 +1,7 @@
-"""Faults on purpose: at an operator, or at a point of the CPU backend; and what must be as before once one is over."""
+"""Faults of the CPU backend on purpose, and what must be as before once one is over."""
 
 import gc
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,29 +16,10 @@ from graphdispatch import Graphed, eager_break
 from graphdispatch.backends import Capture, Pool, get_backend
 from graphdispatch.backends.cpu.backend import CPUBackend
 from graphdispatch.backends.cpu.graph import CPUGraph, CPUPool, Program, Step
-from graphdispatch.backends.operators import OperatorKind, kind_of
-from graphdispatch.backends.tracing import UntracedMode
 
-from ..helpers import Spy, are_free, make, may_capture
+from ..helpers import are_free, make, may_capture
 
 ROWS, WIDTH = 3, 4
-
-
-class FailAt(UntracedMode):
-    """Raises ``error`` at the operator of number ``index`` (from 0), views not counted: they do no work on a device."""
-
-    def __init__(self, index: int | None, error: BaseException | None = None) -> None:
-        super().__init__()
-        self.index = index
-        self.error = error
-        self.seen = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if kind_of(func) is not OperatorKind.VIEW:
-            self.seen += 1
-            if self.seen - 1 == self.index:
-                raise self.error
-        return func(*args, **(kwargs or {}))
 
 
 class Faults:
@@ -115,16 +97,13 @@ class Model:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.state = [torch.zeros(8, WIDTH), torch.zeros(1)] if kind != "pure" else []
-        self.runs = Spy([0])
         self.step = self._make()
 
     def _make(self) -> Callable[[Tensor, Tensor], Tensor]:
         weight = torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH)
-        runs = self.runs
         if self.kind == "pure":
 
             def pure(x: Tensor, slots: Tensor) -> Tensor:
-                runs[0] += 1
                 return (x @ weight + torch.rand(1)).relu() * slots[:, None]
 
             return pure
@@ -132,7 +111,6 @@ class Model:
         halve = eager_break(lambda h: h / 2) if self.kind == "broken" else lambda h: h / 2
 
         def stateful(x: Tensor, slots: Tensor) -> Tensor:
-            runs[0] += 1
             hidden = x @ weight
             cache.index_copy_(0, slots, hidden)
             ticks.add_(1)
@@ -156,13 +134,6 @@ class Model:
         """Whether two models hold the same values."""
         return all(torch.equal(a, b) for a, b in zip(self.state, other.state, strict=True))
 
-    def is_between(self, before: "Model", after: "Model") -> bool:
-        """Whether each value is one from before a run or one from after it."""
-        return all(
-            bool(((now == a) | (now == b)).all())
-            for now, a, b in zip(self.state, before.state, after.state, strict=True)
-        )
-
 
 def batch(number: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     """The arguments of one call; each number gives others. Slot 7 is left to padding."""
@@ -172,15 +143,23 @@ def batch(number: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
 
 def ambient(backend: Any) -> tuple[Any, ...]:
     """What the calling thread and the process have set."""
+    hooks = torch.nn.modules.module
     return (
         gc.isenabled(),
         torch._C._len_torch_dispatch_stack(),
         torch._C._len_torch_function_stack(),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
+        torch.is_autocast_cache_enabled(),
+        torch.get_default_device(),
+        len(hooks._global_forward_hooks) + len(hooks._global_forward_pre_hooks),
+        torch._C._autograd._top_saved_tensors_default_hooks(True),
         backend.current_stream(),
         backend.is_capturing(),
         backend.is_watched(),
+        # where the library listens to code, which it must not go on with
+        sys.getprofile(),
+        sys.gettrace(),
     )
 
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphdispatch import Graphed, Reason, graphed
-from graphdispatch.backends import get_backend
 from graphdispatch.engines import CUDAGraphManager
-from graphdispatch.errors import DeviceLostError, FallbackError
+from graphdispatch.errors import FallbackError
 from graphdispatch.runtime.outputs import Outputs
 
 from ..helpers import AT_ONCE, check_rows, collector_off, make
@@ -135,20 +134,6 @@ def test_a_manager_runs_a_call_without_result_once(faults: Faults) -> None:
     faults.set("end", 1)
     manager.execute_or_capture(4, 1, lambda x: (state.add_(x), None)[1], {"x": torch.ones(4, 2)})
     assert torch.equal(state, torch.ones(4, 2))
-
-
-@pytest.mark.parametrize("point", ["begin", "end", "replay"])
-def test_a_lost_device_is_said_to_be_lost(faults: Faults, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
-    """Nothing can be served, eagerly either: the error says so, and its cause is the device's."""
-    monkeypatch.setattr(type(get_backend("cpu")), "is_lost", lambda _, error: isinstance(error, ConnectionError))
-    model = Model("pure")
-    step = model.serve(sizes=(3, 5))
-    for number in range(3 if point == "replay" else 0):
-        agrees(model, step, number)
-    faults.set(point, 1, error=lambda: ConnectionError("bus error"))
-    with nothing_left_behind(step), pytest.raises(DeviceLostError, match=r"is lost.*bus error.*restart") as caught:
-        step(*batch(3))
-    assert isinstance(caught.value.__cause__, Exception)
 
 
 def test_prewarm_goes_on_after_a_size_that_fails(faults: Faults) -> None:

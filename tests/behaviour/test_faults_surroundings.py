@@ -1,7 +1,6 @@
 """Faults among streams, threads and the collector."""
 
 import gc
-import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -9,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from graphdispatch import Reason, eager_break, graphed
 from graphdispatch.backends import get_backend
 from graphdispatch.runtime.collector import paused_collector
 
-from ..helpers import AT_ONCE, check_rows, in_threads, make
+from ..helpers import AT_ONCE, check_rows, make
 from ..thread_streams import ThreadBackend
 from .forks import in_child
-from .inject import FailAt, nothing_left_behind
+from .inject import nothing_left_behind
 
 
 def fail() -> None:
@@ -103,34 +101,6 @@ def test_stale_graphs_serve_nobody_while_they_are_released() -> None:
     layer.weight = torch.nn.Parameter(torch.randn(3, 3))
     step(torch.randn(2, 3))
     assert seen
-
-
-def test_captures_that_fail_beside_calls_that_are_served() -> None:
-    """One thread's captures fail at every third operator, while another's calls of the same graphs are all right."""
-    weight = torch.randn(3, 3)
-
-    def model(x: Tensor) -> Tensor:
-        return (x @ weight).relu() + x
-
-    step = make(model)
-    check_rows(step, 4, 4, 4)
-    done = threading.Event()
-
-    def failing() -> None:
-        for index in range(0, 60, 3):
-            beside = graphed(model, dynamic={"x": 0}, sizes=(2,), options=AT_ONCE)
-            with FailAt(index, KeyboardInterrupt()), suppress(KeyboardInterrupt):
-                for _ in range(9):
-                    beside(torch.ones(2, 3))
-        done.set()
-
-    def served() -> None:
-        for count in itertools.takewhile(lambda count: count < 50 or not done.is_set(), itertools.count()):
-            x = torch.randn(2 + count % 3, 3)
-            torch.testing.assert_close(step(x), model(x))
-
-    in_threads(served, failing)
-    step.check_integrity()
 
 
 def test_pauses_of_the_collector_are_of_threads() -> None:

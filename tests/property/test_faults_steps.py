@@ -9,7 +9,6 @@ import ast
 import gc
 import inspect
 import signal
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,6 +33,7 @@ from graphdispatch.runtime.request import CaptureRequest
 from graphdispatch.runtime.static_inputs import StaticInputs
 from graphdispatch.runtime.windows import Windows, storages_of
 
+from ..behaviour.inject import ambient, batch
 from ..helpers import Spy, are_free, assert_same, may_capture
 
 WIDTH = 4
@@ -239,12 +239,6 @@ class Program(NamedTuple):
     """What surrounds the call."""
 
 
-def batch(number: int, rows: int = 3) -> tuple[Tensor, Tensor]:
-    """The arguments of one call; each number gives others. Slot 7 is left to padding."""
-    x = torch.linspace(-1, 1, rows * WIDTH).view(rows, WIDTH) * (number + 1)
-    return x, (torch.arange(rows) + number) % 7
-
-
 def with_gaps(number: int) -> tuple[Tensor, Tensor]:
     """The same in memory with gaps."""
     x, slots = batch(number)
@@ -355,29 +349,6 @@ class Operators(UntracedMode):
         return func(*args, **(kwargs or {}))
 
 
-def ambient() -> tuple[Any, ...]:
-    """What the calling thread and the process have set."""
-    hooks = torch.nn.modules.module
-    return (
-        gc.isenabled(),
-        gc.get_freeze_count() > 0,
-        torch._C._len_torch_dispatch_stack(),
-        torch._C._len_torch_function_stack(),
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_cache_enabled(),
-        torch.get_default_device(),
-        len(hooks._global_forward_hooks) + len(hooks._global_forward_pre_hooks),
-        torch._C._autograd._top_saved_tensors_default_hooks(True),
-        BACKEND.current_stream(),
-        BACKEND.is_capturing(),
-        BACKEND.is_watched(),
-        # where the library listens to code, which it must not go on with
-        sys.getprofile(),
-        sys.gettrace(),
-    )
-
-
 class Call:
     """A program up to the call in question, beside the same model eagerly."""
 
@@ -435,7 +406,7 @@ def fault(program: Program, plan: "Plan", *steps: Step) -> str:
     """One call with a fault, and those after it. Returns how it ended; empty if the fault was never reached."""
     call, kind = Call(program), plan.kind
     model, twin = call.model, call.twin
-    before, ambient_before = model.values(), ambient()
+    before, ambient_before = model.values(), (ambient(BACKEND), gc.get_freeze_count() > 0)
     model.ended[0] = 0
     want = call.eager() if program.before is not None else (None, SEEDED)
     after = twin.values()
@@ -452,7 +423,7 @@ def fault(program: Program, plan: "Plan", *steps: Step) -> str:
     if not plan.has_fired:
         return ""
     now, has_answered = model.values(), bool(model.ended[0])
-    assert ambient() == ambient_before
+    assert (ambient(BACKEND), gc.get_freeze_count() > 0) == ambient_before
     assert may_capture()
     graphs = call.served._graphs
     assert are_free(graphs.lock, *([graphs.cache.pool.lock] if graphs.cache.pool is not None else []))
@@ -481,6 +452,7 @@ def check_error(raised: BaseException, plan: "Plan", *, has_answered: bool) -> N
         raised = raised.__cause__ or raised
     if plan.kind == "lost" and has_answered:
         assert isinstance(raised, DeviceLostError)
+        assert "restart" in str(raised)
     else:
         assert isinstance(raised, (plan.error, DeviceLostError) if plan.kind == "lost" else plan.error)
 

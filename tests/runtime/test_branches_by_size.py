@@ -4,10 +4,11 @@ Its outputs are what the other branch gives, at first, so that no comparison of 
 """
 
 import copy
+import hashlib
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ class Model(nn.Module):
         self.register_buffer("extra", torch.zeros(4))
         self.register_buffer("other", torch.zeros(4))
         self.config, self.seen, self.calls = Box(factor=1.0), list[int](), 0
-        self.random = random.Random(0)
+        self.random, self.sums = random.Random(0), hashlib.sha256()
         self.branch, self.is_meant = branch, is_meant
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,13 +90,19 @@ def draw_python(model: Model, y: Tensor) -> Tensor:
     return y
 
 
-BRANCHES = [Model.scaled, Model.checked, count, append, write, write_data, swap, draw, draw_python]
+def hash_more(model: Model, y: Tensor) -> Tensor:
+    """Has an effect in an object of compiled code."""
+    model.sums.update(b"1")
+    return y
+
+
+BRANCHES = [Model.scaled, Model.checked, count, append, write, write_data, swap, draw, draw_python, hash_more]
 
 
 def state_of(model: Model) -> Any:
     """All that the branches change."""
     buffers = model.extra.tolist(), model.other.tolist()  # type: ignore[operator]
-    return model.calls, model.seen, buffers, model.random.getstate()
+    return model.calls, model.seen, buffers, model.random.getstate(), model.sums.digest()
 
 
 def check_alike(models: list[Model], served: Callable[[Tensor], Tensor], x: Tensor, seed: int) -> None:
@@ -117,14 +124,20 @@ def check_branch(
     is_meant: Callable[[Tensor], bool],
     shapes: Sequence[tuple[int, ...]],
     changed_at: int,
+    prewarms: tuple[int, ...] | None = None,
     **how: Any,
 ) -> None:
-    """Calls of these shapes are as eager's; what the branch reads changes before the call ``changed_at``."""
+    """Calls of these shapes are as eager's; what the branch reads changes before the call ``changed_at``.
+
+    ``prewarms`` is the shape of an example from which graphs are captured ahead.
+    """
     models = []
     for _ in range(2):
         torch.manual_seed(0)
         models.append(Model(branch, is_meant).eval())
     served = graphed(models[1], **how)
+    if prewarms is not None:
+        served.prewarm(torch.zeros(prewarms))
     generator = torch.Generator().manual_seed(1)
     for number, shape in enumerate(shapes):
         x = torch.randn(shape, generator=generator)
@@ -180,14 +193,43 @@ def test_a_condition_within_known_code(name: str) -> None:
         assert vars(batches[0]) == vars(batches[1])
 
 
-@pytest.mark.parametrize(("dim", "at"), [(0, 5), (0, 16), (1, 9), (1, 15)])
+class Where(NamedTuple):
+    """Which batches take the branch, along which dimension; the sizes of graphs; captured ahead or not."""
+
+    is_meant: Callable[[int], bool]
+    sizes: list[int]
+    dim: int = 0
+    prewarms: bool = False
+
+
+WHERE = {
+    "five rows": Where(lambda n: n == 5, [16]),
+    "full batches": Where(lambda n: n == 16, [16]),
+    "a length": Where(lambda n: n == 9, [16], dim=1),
+    "the longest but one": Where(lambda n: n == 15, [16], dim=1),
+    "few rows, ahead": Where(lambda n: n <= 6, [8, 16], prewarms=True),
+    "many rows of several sizes": Where(lambda n: n > 6, [4, 8, 16]),
+    "odd numbers of rows, ahead": Where(lambda n: n % 2 == 1, [7, 14], prewarms=True),
+}
+
+
+@pytest.mark.parametrize("where", WHERE.values(), ids=WHERE)
 @pytest.mark.parametrize("branch", BRANCHES, ids=lambda branch: branch.__name__)
-def test_a_branch_of_some_sizes(branch: Callable[[Model, Tensor], Tensor], dim: int, at: int) -> None:
+def test_a_branch_of_some_sizes(branch: Callable[[Model, Tensor], Tensor], where: Where) -> None:
     """Outputs, state and random numbers are eager's, also after what the branch reads was changed."""
-    rules: dict[int, Any] = {0: "batch", 1: Dim("seq", sizes=[16])} if dim else {0: "batch"}
-    shapes = [(3, n, 4) if dim else (n, 3, 4) for n in LENGTHS * 4]
-    how = {"dynamic": {"x": rules}, "sizes": [4] if dim else [16]}
-    check_branch(branch, lambda x: x.shape[dim] == at, shapes, len(LENGTHS) * 2, **how)
+    rules: dict[int, Any] = {0: "batch", 1: Dim("seq", sizes=where.sizes)} if where.dim else {0: "batch"}
+    shapes = [(3, n, 4) if where.dim else (n, 3, 4) for n in LENGTHS * 4]
+    how = {"dynamic": {"x": rules}, "sizes": [4] if where.dim else where.sizes}
+    prewarms = (max(where.sizes), 3, 4) if where.prewarms else None
+    check_branch(branch, lambda x: where.is_meant(x.shape[where.dim]), shapes, len(LENGTHS) * 2, prewarms, **how)
+
+
+def test_batches_beside_a_branch_are_served() -> None:
+    """Those for which nothing stands against it."""
+    model = Model(append, lambda x: len(x) > 6)
+    served = graphed(model, dynamic={"x": 0}, sizes=(4, 8), options=AT_ONCE)
+    check_calls(served, *(torch.randn(rows, 4) for rows in (4, 4, 4, 3, 3, 4, 3)))
+    assert served.stats.hits >= 3
 
 
 RELATIONS: dict[str, Callable[[int, int], bool]] = {

@@ -248,12 +248,6 @@ def test_a_dimension_out_of_range_is_named(dims: dict[int, str], message: str) -
         graphed(lambda x: x * 2, dynamic={"x": dims})(torch.ones(3, 4))
 
 
-def test_a_short_branch_of_a_long_dimension_is_found() -> None:
-    """Code that takes another branch below some length is found at the capture, whatever came before."""
-    step = make(lambda x: x * (2 if x.shape[1] < 12 else 3), dynamic={"x": {0: "b", 1: Dim("s", [200])}}, sizes=[2])
-    check_rows(step, *[(2, length) for length in (150, 170, 11, 180, 5, 12)])
-
-
 def attend(x: Tensor, mask: Tensor) -> Tensor:
     """Attention under a mask."""
     scores = (x @ x.transpose(1, 2)).masked_fill((mask == 0)[:, None], -1e9)

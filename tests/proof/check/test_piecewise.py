@@ -412,38 +412,6 @@ def test_a_break_may_call_another_graph(pool_is_shared: bool) -> None:
     assert outer_figures.hits == outer_hits + 3
 
 
-# Streams.
-
-
-def test_an_error_on_a_side_stream_is_the_break_s() -> None:
-    """It passes through the break, which works itself meanwhile and joins before it ends; the next call is served."""
-    backend = get_backend("cpu")
-    side, blown = backend.make_stream(), [False]
-
-    @eager_break
-    def part(x: Tensor) -> Tensor:
-        attended: list[Tensor] = []
-
-        def attention() -> None:
-            if blown[0]:
-                raise ValueError("no attention")
-            attended.append(x)
-
-        side.wait_stream(backend.current_stream())
-        with backend.use_stream(side):
-            attention()
-        own = x * 2
-        backend.current_stream().wait_stream(side)
-        return own + attended[0]
-
-    served = pieces(lambda x: part(x + 1) * 2 - x)
-    blown[0] = True
-    with pytest.raises(ValueError, match="no attention"):
-        served(x=torch.randn(4, 3))
-    blown[0] = False
-    agrees(served)
-
-
 def test_a_call_that_has_written_cannot_run_again() -> None:
     """Its break sets a number by the batch, and what follows reads it: it raises, and says what to do; the next call is
     answered as eager does."""
