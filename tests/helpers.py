@@ -17,7 +17,7 @@ from graphdispatch import CUDAGraphOptions, Graphed, Reason, copying, graphed
 from graphdispatch.backends import Pool, get_backend
 from graphdispatch.backends.base import CAPTURE_LOCK
 from graphdispatch.backends.tracing import UntracedMode
-from graphdispatch.native.bound import CORE
+from graphdispatch.native.bound import CORE, USES_CHANGES, USES_VERSIONS
 from graphdispatch.proof.check.licence import Verification
 from graphdispatch.runtime.replay import ReplayPlan
 from graphdispatch.runtime.server import Server
@@ -274,6 +274,16 @@ def frames_of(call: Callable[[], Any]) -> list[str]:
     finally:
         sys.setprofile(None)
     return [name for name in names if name != call.__name__]
+
+
+def native_answers(native: Any) -> set[bool]:
+    """What a native guard says that skips dicts in each way that may be used, and one that compares every entry."""
+    found = set()
+    for ways in ((USES_VERSIONS, USES_CHANGES), (False, USES_CHANGES), (USES_VERSIONS, False), (False, False)):
+        CORE.skip_dicts(*ways)
+        found.add(native.holds())
+    CORE.skip_dicts(USES_VERSIONS, USES_CHANGES)
+    return found
 
 
 def are_free(*locks: Any) -> bool:

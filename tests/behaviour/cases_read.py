@@ -512,8 +512,16 @@ read("equal arguments")(
 read("printed arguments")(lambda: argparse.Namespace(k=1), lambda h: len(f"{h}"), put(k=10))
 read("module as attribute")(lambda: Box(m=module(k=2)), lambda h: h.m.k, put("m", k=5))
 run("subset of data")(lambda: torch.utils.data.Subset([2, 5], [0]), lambda h, x: x * h[0], put(indices=[1]))
-kept("equal text")(lambda: Box(k="12"), lambda h: float(h.k), put(k="".join(["1", "2"])))
+for constant in ("2.5", "1 << 70", "'some text'", "b'some bytes'", "float('nan')", "0.0"):
+    kept(f"equal constants: {constant}")(
+        lambda text=constant: Box(k=eval(text), slotted=Slotted(eval(text)), listed=[eval(text)]),
+        lambda h: len({h.k, h.slotted.k, h.listed[0]}),
+        lambda h, text=constant: (to(h, k=eval(text)), to(h.slotted, k=eval(text)), enter(0, eval(text))(h.listed)),
+    )
 kept("equal list in its place")(lambda: Box(k=["2.0"]), lambda h: float(h.k[0]), put(k=["2.0"]))
+run("equal list beside a global tensor in its place", KEPT)(
+    lambda: Box(k=[2.0]), lambda h, x: x * h.k[0] + OFFSET, put(k=[2.0])
+)
 kept("equal nest in its place")(
     lambda: Box(k={"a": [1, (2.0, {3})]}), lambda h: h.k["a"][1][0], put(k={"a": [1, (2.0, {3})]})
 )

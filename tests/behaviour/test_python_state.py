@@ -6,8 +6,9 @@ The cases are in ``cases_read.py`` and ``cases_written.py``; rows of ``docs/foot
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ import pytest
 import torch
 
 import graphdispatch as gd
+from graphdispatch.native.bound import GUARD
 
-from ..helpers import assert_same, assert_served, check_calls, check_rows
+from ..helpers import assert_same, assert_served, check_calls, check_rows, native_answers
 from .cases import Box, put_back
 from .cases_read import KEPT, READS
 from .cases_written import WRITES
@@ -47,30 +49,52 @@ def served(fn: Any, **settings: Any) -> Any:
     return step
 
 
+@pytest.fixture
+def answers(pytestconfig: pytest.Config) -> Callable[[Any], set[bool]]:
+    """Whether a guard holds: what Python says alone, and the core alone, in each way of skipping dicts."""
+    has_native = GUARD is not None and not pytestconfig.pluginmanager.has_plugin("twins")
+
+    def found(guard: Any) -> set[bool]:
+        native, guard.native = guard.native, None
+        said = {guard.holds()} | (native_answers(native) if has_native else set())
+        guard.native = native
+        return said
+
+    return found
+
+
 @pytest.mark.parametrize("name", READS)
-def test_what_is_read_is_compared(name: str) -> None:
-    """Graphs serve, the state changes, the answers are eager's from the next call on, and graphs serve again."""
+def test_what_is_read_is_compared(name: str, answers: Callable[[Any], set[bool]]) -> None:
+    """Graphs serve, the state changes, both guards notice, the answers are eager's from the next call on, and graphs
+    serve again."""
     fn, change = READS[name].make()
     step, x = served(fn, **READS[name].options), torch.randn(4, 3)
     assert_served(step, x)
-    before = step.unwrap()(x)
+    guard, before = step.entries[0].guard, step.unwrap()(x)
+    assert answers(guard) == {True}
     change()
     with pytest.raises(AssertionError):  # eager notices
         assert_same(step.unwrap()(x), before)
+    assert answers(guard) == {False}
     check(step, 4)
     if READS[name].serves:
         assert_served(step, x)
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_what_changes_nothing_ends_no_graph(name: str) -> None:
-    """Writes in place, equal constants and what no code reads: the one graph serves on, with eager's answers."""
+def test_what_changes_nothing_ends_no_graph(name: str, answers: Callable[[Any], set[bool]]) -> None:
+    """Writes in place, equal constants and what no code reads: the one graph serves on, with eager's answers. Both
+    guards hold; an equal container has a successor of theirs, which is another."""
     fn, change = KEPT[name].make()
     step = served(fn, **KEPT[name].options)
     assert step.stats.captures == 1, step.explain(torch.randn(4, 3))
+    guard = step.entries[0].guard
+    assert answers(guard) == {True}
     change()
-    for _ in range(2):
+    assert answers(guard) == {not name.endswith("in its place")}
+    for _ in range(3):
         assert_served(step, torch.randn(4, 3))
+    assert answers(step.entries[0].guard) == {True}
     assert step.stats.captures == 1
 
 
@@ -183,27 +207,46 @@ def test_every_front_end_writes_once(name: str, tried: Open) -> None:
         assert state == eager_tell()
 
 
-@pytest.mark.parametrize(
-    ("make", "write"),
-    [
-        (lambda: [2.0], lambda k: k.append(3.0)),
-        (lambda: {"a": [2.0]}, lambda k: k["a"].append(3.0)),
-        (lambda: ([2.0], 1.0), lambda k: k[0].append(3.0)),
-        (lambda: {"a": 2.0}, lambda k: k.update(b=3.0)),
-    ],
-)
-def test_what_is_in_the_place_of_its_equal_is_watched(make: Callable[[], Any], write: Callable[[Any], None]) -> None:
-    """A write to it ends the graph as a write to the first would have; a write to the first one does not count."""
+EQUALS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "list": (lambda: [2.0], lambda k: k.append(3.0)),
+    "dict of lists": (lambda: {"a": [2.0]}, lambda k: k["a"].append(3.0)),
+    "tuple": (lambda: ([2.0], 1.0), lambda k: k[0].append(3.0)),
+    "dict": (lambda: {"a": 2.0}, lambda k: k.update(b=3.0)),
+}
+"""Containers, and what changes one."""
+HOLDERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "nothing": (lambda one: None, lambda held: 1.0),
+    "tuple": (lambda one: (one,), lambda held: held[0]),
+    "nest": (lambda one: (1, frozenset({(one.__len__,)})), lambda held: next(iter(held[1]))[0]()),
+    "partial": (lambda one: partial(len, one), lambda held: held()),
+    "method": (lambda one: MethodType(lambda self: self, one), lambda held: held()),
+    "builtin": (lambda one: one.__len__, lambda held: held()),
+}
+"""What else may hold such a container, where nothing can take its place, and how code reads it there."""
+
+
+@pytest.mark.parametrize(("name", "holder"), [*product(EQUALS, ["nothing"]), *product(["dict"], [*HOLDERS][1:])])
+def test_what_is_in_the_place_of_its_equal_is_watched(name: str, holder: str) -> None:
+    """A write to it ends the graph as a write to the first would have. A write to the first one counts only where
+    something that code reads still holds it; then the graph ends, since it may be read in both places."""
+    make, write = EQUALS[name]
+    hold, read = HOLDERS[holder]
     held, first = SimpleNamespace(k=make()), make()
-    held.k = first
-    step = served(lambda x: x * float(len(f"{held.k}")))
+    held.k, held.other = first, hold(first)
+    step = served(lambda x: x * float(len(f"{held.k}{read(held.other)}")))
     for _ in range(3):
         held.k = make()
-        assert_served(step, torch.randn(4, 3))
+        check(step, 1)
+        assert step.last_decision.reason.is_graph is (holder == "nothing")
+        if holder != "nothing":
+            held.k = first
+            assert_served(step, torch.randn(4, 3))
+    held.k = make()
     write(first)
-    check(step, 2)
+    check(step, 4)
     assert_served(step, torch.randn(4, 3))
     captures = step.stats.captures
+    assert captures == (1 if holder == "nothing" else 3)
     write(held.k)
     check(step, 1)
     assert not step.last_decision.reason.is_graph

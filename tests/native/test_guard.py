@@ -1,11 +1,13 @@
-"""The native guard: it notices what Python's notices, without Python, and leaves nothing behind."""
+"""The native guard: it compares without Python, and leaves nothing behind.
+
+That it notices what Python's notices is a claim of ``tests/behaviour/test_python_state.py``.
+"""
 
 import gc
 import sys
 import threading
-import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,111 +15,21 @@ import pytest
 import torch
 from torch import nn
 
-import graphdispatch as gd
 from graphdispatch.native.bound import CORE, GUARD, USES_CHANGES, USES_VERSIONS, versions_tell
 
-from ..behaviour.cases import Box, Read, Slotted, put_back
-from ..behaviour.cases_read import KEPT, READS
-from ..helpers import frames_of, in_threads
+from ..behaviour.cases import Box, Slotted
+from ..helpers import check_rows, frames_of, in_threads, make, native_answers
 
 pytestmark = pytest.mark.skipif(GUARD is None, reason="there is no native core")
 
 
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    with put_back():
-        yield
-
-
-def answers(native: Any) -> set[bool]:
-    """What a native guard says that skips dicts in each way that may be used, and one that compares every entry."""
-    found = set()
-    for ways in ((USES_VERSIONS, USES_CHANGES), (False, USES_CHANGES), (USES_VERSIONS, False), (False, False)):
-        CORE.skip_dicts(*ways)
-        found.add(native.holds())
-    CORE.skip_dicts(USES_VERSIONS, USES_CHANGES)
-    return found
-
-
-def served(fn: Callable[..., Any], **options: Any) -> Any:
-    """A callable after three calls."""
-    once = gd.CUDAGraphOptions(gc_disable=False, capture_after=1)
-    step = gd.graphed(fn, dynamic={"x": 0}, sizes=(4,), options=once, **options)
-    for _ in range(3):
-        step(torch.ones(4, 3))
-    return step
-
-
 def settled(fn: Callable[..., Any], **options: Any) -> Any:
     """The guard of a graph, whose native half is there and holds."""
-    guard = served(fn, **options).entries[0].guard
+    step = make(fn, sizes=(4,), **options)
+    check_rows(step, 4, 4, 4)
+    guard = step.entries[0].guard
     assert guard.holds()
     return guard
-
-
-def guard_of(case: Read) -> tuple[Any, Callable[[], Any]]:
-    """The guard of a case, and its change."""
-    fn, change = case.make()
-    return settled(fn, **case.options), change
-
-
-@pytest.mark.parametrize("name", READS)
-def test_both_guards_notice(name: str) -> None:
-    """The native guard alone notices each change, and so does Python's alone."""
-    guard, change = guard_of(READS[name])
-    native = guard.native
-    assert answers(native) == {True}
-    change()
-    assert answers(native) == {False}
-    guard.native = None
-    assert not guard.holds()
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_both_guards_hold(name: str) -> None:
-    """What ends no graph disturbs neither guard; in the place of an equal container, their successors."""
-    guard, change = guard_of(KEPT[name])
-    assert guard.native.holds()
-    change()
-    assert guard.holds() is not name.endswith("in its place")
-    if name.endswith("in its place"):
-        assert answers(guard.native) == {False}
-        guard = guard.renewed()
-        while guard.native is None:  # it is made after some checks
-            assert guard.holds()
-    assert answers(guard.native) == {True}
-    guard.native = None
-    assert guard.holds()
-
-
-def test_a_graph_with_a_successor_of_its_guard_serves_on() -> None:
-    """Also where the code of a module reads a tensor that the module does not hold."""
-    shifted = Shifted()
-    step = served(shifted)
-    for _ in range(4):
-        shifted.k = [2.0]
-        step(torch.ones(4, 3))
-    assert step.stats.captures == 1
-    assert len(step.entries) == 1
-
-
-@pytest.mark.parametrize("name", ["tuple", "nest", "partial", "method", "builtin"])
-def test_no_successor_where_the_container_is_still_in_a_place_that_cannot_change(name: str) -> None:
-    """The code may read the one that was replaced in another place, so that it counts on."""
-    one = {"k": 2.0}
-    hold: dict[str, tuple[Any, Callable[[Any], float]]] = {
-        "tuple": ((one,), lambda held: held[0]["k"]),
-        "nest": ((1, frozenset({(one.get,)})), lambda held: next(iter(held[1]))[0]("k")),
-        "partial": (partial(dict.get, one), lambda held: held("k")),
-        "method": (types.MethodType(lambda self, name: self[name], one), lambda held: held("k")),
-        "builtin": (one.get, lambda held: held("k")),
-    }
-    held, read = hold[name]
-    box = Box(k=one, held=held)
-    guard = settled(lambda x: x * box.k["k"] * read(box.held))
-    box.k = {"k": 2.0}
-    assert not guard.holds()
-    assert guard.renewed() is None
 
 
 EMPTY: dict[str, Any] = {
@@ -144,20 +56,6 @@ class Net(nn.Module):
         return x + len(self.kinds) + self.settings.k + self.shared.gain
 
 
-OFFSET = torch.ones(3)
-
-
-class Shifted(nn.Module):
-    """A module that reads a list of its own, and a global tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.k = [2.0]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.k[0] + OFFSET
-
-
 def test_the_order_of_attributes_needs_no_python() -> None:
     """It is compared by the core alone."""
     through = Box(first=2, second=5)
@@ -166,23 +64,6 @@ def test_the_order_of_attributes_needs_no_python() -> None:
     vars(through)["first"] = vars(through).pop("first")
     assert not guard.native.holds()
     assert not guard.holds()
-
-
-@pytest.mark.parametrize("value", [2.5, 1 << 70, "some text", b"some bytes", float("nan"), 0.0])
-def test_equal_constants_are_the_same_natively(value: Any) -> None:
-    """A constant that is made anew, equal to the one before, does not need Python's comparison."""
-    net = Net().eval()
-    net.settings.k = value
-    net.factor = value
-
-    def fn(x: torch.Tensor) -> Any:
-        return (net.factor, net.settings.k, net.steps[0], x * 2)[-1]
-
-    net.steps[0] = value
-    guard = settled(fn)
-    for _ in range(3):
-        net.factor, net.settings.k, net.steps[0] = (eval(repr(value), {"nan": float("nan")}) for _ in range(3))
-        assert guard.native.holds()
 
 
 def test_a_native_guard_is_made_again_where_python_finds_that_it_holds() -> None:
@@ -291,22 +172,22 @@ def test_each_of_many_tensors_is_compared() -> None:
     for place in (0, 1, 7, 255, 256, 257, 299, 0):
         weight = weights[place]
         weight.t_()
-        assert answers(native) == {False}
+        assert native_answers(native) == {False}
         weight.t_()
-        assert answers(native) == {True}
+        assert native_answers(native) == {True}
         data, weight.data = weight.data, torch.zeros(3, 3)
-        assert answers(native) == {False}
+        assert native_answers(native) == {False}
         weight.data = data
-        assert answers(native) == {True}
+        assert native_answers(native) == {True}
     same = [weight.data for weight in weights]
     for weight, data in zip(weights, same, strict=True):
         weight.data = data.view(9).view(3, 3)  # the same memory
-    assert answers(native) == {True}
+    assert native_answers(native) == {True}
     for place in (0, 150, 299):
         weights[place].data = same[place].view(torch.int32).view(torch.float32).flatten()[:9].view(3, 3).t()
-        assert answers(native) == {False}
+        assert native_answers(native) == {False}
         weights[place].data = same[place]
-        assert answers(native) == {True}
+        assert native_answers(native) == {True}
 
 
 def copied_when_written(net: Net, *, writes: bool) -> torch.Tensor:
@@ -369,11 +250,11 @@ def test_a_change_is_noticed_until_it_is_taken_back(name: str, monkeypatch: pyte
     guard, unrelated = settled(net), settled(other)
     native = guard.native
     for _ in range(3):
-        assert answers(guard.native) == {True}
+        assert native_answers(guard.native) == {True}
         back = GONE[name](net) if name in GONE else MOVES[name](net, monkeypatch)
-        assert answers(guard.native) == {False}
-        assert answers(unrelated.native) == {True}
-        assert answers(guard.native) == {False}
+        assert native_answers(guard.native) == {False}
+        assert native_answers(unrelated.native) == {True}
+        assert native_answers(guard.native) == {False}
         assert not guard.holds()
         if name in GONE:
             return
@@ -480,14 +361,3 @@ def test_what_is_no_part_of_a_guard_is_refused() -> None:
         for part in value:
             with pytest.raises(TypeError):
                 GUARD(**{**EMPTY, name: (part,)})
-
-
-def test_without_the_core_python_compares_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A guard works the same where no native one can be made."""
-    monkeypatch.setattr("graphdispatch.proof.state.guards.GUARD", None)
-    net = Net().eval()
-    guard = settled(net)
-    assert guard.native is None
-    assert guard.holds()
-    net.factor = 9.0
-    assert not guard.holds()
