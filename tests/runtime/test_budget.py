@@ -23,7 +23,7 @@ class Service:
     def __init__(self, share: float | None = 0.1, first_capture_s: float = 0.0) -> None:
         self.now, self.replays, self.saved = 0.0, 0, 0.0
         self.budget = CaptureBudget(share, lambda: self.replays, lambda: self.saved)
-        vars(self.budget).update(clock=lambda: self.now, first_capture_s=first_capture_s, first_capture_calls=40)
+        vars(self.budget).update(clock=lambda: self.now, first_capture_s=first_capture_s)
 
     def call(self, times: int, seconds: float = 4 * MS) -> None:
         """Eager calls."""
@@ -40,42 +40,58 @@ class Service:
 
         self.budget.pay(work, Work.FIRST)
 
+    def has_time(self, work: Work = Work.FURTHER, calls: int = 10**9, *, is_doubtful: bool = False) -> bool:
+        """Whether nothing waits after so many calls of the size."""
+        return self.budget.calls_until_time(work, calls, is_doubtful=is_doubtful) <= 0
 
-def test_the_first_capture_comes_soon() -> None:
-    """If it is expected to take no longer than a hundred calls."""
+
+@pytest.mark.parametrize(("seconds", "is_soon"), [(4 * MS, True), (0.1 * MS, False)])
+def test_the_first_capture_comes_soon(seconds: float, is_soon: bool) -> None:
+    """If it is expected to take no longer than sixty calls; else once calls of its size have taken as long."""
     service = Service(first_capture_s=15 * MS)
-    service.call(2)
-    assert service.budget.has_time()
-
-
-@pytest.mark.parametrize("calls", [2, 100])
-def test_a_first_capture_of_more_than_a_hundred_calls_waits(calls: int) -> None:
-    """Of a callable that takes a tenth of a millisecond."""
-    service = Service(first_capture_s=15 * MS)
-    service.call(calls, 0.1 * MS)
-    assert not service.budget.has_time()
-    service.call(service.budget.calls_until_time(), 0.1 * MS)
-    assert service.budget.has_time()
+    service.call(2, seconds)
+    assert service.has_time(Work.FIRST, 1) is is_soon
+    assert not Service(first_capture_s=1.0).has_time(Work.FIRST, 1)
+    if not is_soon:
+        assert service.budget.calls_until_time(Work.FIRST, 1) == pytest.approx(149)
+        assert not service.has_time(Work.FIRST, 149)
+        assert service.has_time(Work.FIRST, 151)
 
 
 def test_the_first_call_alone_shows_little() -> None:
     """It loads and compiles: a later call may take a tenth of it."""
     service = Service(first_capture_s=15 * MS)
     service.call(1, 1 * MS)
-    assert not service.budget.has_time()
+    assert not service.has_time(Work.FIRST, 1)
     service.call(1, 1 * MS)
-    assert service.budget.has_time()
+    assert service.has_time(Work.FIRST, 1)
 
 
 def test_further_captures_wait_for_a_tenth_of_the_time() -> None:
-    """The first one counts."""
+    """The first one does not count."""
     service = Service()
     service.call(2)
     service.capture(100 * MS)
-    assert not service.budget.has_time()
-    service.call(service.budget.calls_until_time())
-    assert service.budget.has_time()
-    assert service.budget._served_s == pytest.approx(2.0, rel=0.01)
+    assert service.has_time(Work.COMPARISON)
+    service.budget._took_s[Work.FURTHER] = 100 * MS
+    assert not service.has_time()
+    service.call(int(service.budget.calls_until_time(Work.FURTHER, 10**9)) + 1)
+    assert service.has_time()
+    assert service.budget._served_s == pytest.approx(1.0, rel=0.01)
+    service.capture(100 * MS)
+    assert not service.has_time()
+
+
+def test_a_capture_waits_until_its_size_would_have_saved_as_much() -> None:
+    """By what the replays so far have saved on average, and a tenth of a call at least; first all of a call."""
+    service = Service()
+    service.call(1000)
+    service.capture(100 * MS)
+    service.budget._took_s[Work.FURTHER] = 40 * MS
+    for replays, saved, calls in ((0, 0.0, 10), (100, 0.2, 20), (100, 0.0, 100), (100, -1.0, 100)):
+        service.replays, service.saved = replays, saved
+        assert not service.has_time(calls=calls - 1)
+        assert service.has_time(calls=calls + 1) is (saved >= 0)
 
 
 def test_what_graphs_save_pays_for_captures() -> None:
@@ -83,10 +99,12 @@ def test_what_graphs_save_pays_for_captures() -> None:
     service = Service()
     service.call(2)
     service.capture(100 * MS)
+    service.capture(100 * MS)
+    assert not service.has_time()
     service.saved = 200 * MS
-    assert service.budget.has_time()
+    assert service.has_time()
     service.saved, service.replays = 0.0, 500
-    assert service.budget.has_time()
+    assert service.has_time()
 
 
 def test_failures_use_up_nothing_that_others_need() -> None:
@@ -95,12 +113,12 @@ def test_failures_use_up_nothing_that_others_need() -> None:
     service.call(10)
     for _ in range(3):
         service.capture(1.0, is_good=False)
-    assert service.budget.has_time()
-    assert not service.budget.has_time(is_doubtful=True)
+    assert service.has_time()
+    assert not service.has_time(is_doubtful=True)
     service.call(20_000)
-    assert not service.budget.has_time(is_doubtful=True)
+    assert not service.has_time(is_doubtful=True)
     service.call(21_000)
-    assert service.budget.has_time(is_doubtful=True)
+    assert service.has_time(is_doubtful=True)
 
 
 def test_a_prewarm_uses_up_nothing() -> None:
@@ -113,12 +131,12 @@ def test_a_prewarm_uses_up_nothing() -> None:
         return SimpleNamespace(entry=entry)
 
     service.budget.learn(lambda: work(1.0, None))
-    assert service.budget.has_time()
-    assert not service.budget.has_time(is_doubtful=True)
+    assert service.has_time(Work.FIRST)
+    assert not service.has_time(Work.FIRST, is_doubtful=True)
     service.budget.learn(lambda: work(0.03, object()))
-    assert service.budget.has_time()
+    assert service.has_time(Work.FIRST)
     service.budget.learn(lambda: work(0.05, object()))
-    assert not service.budget.has_time()
+    assert not service.has_time(Work.FIRST)
 
 
 def test_a_batch_takes_what_the_ones_beside_it_take() -> None:

@@ -54,7 +54,7 @@ def test_replays_count_as_time_of_calls(is_gone: bool) -> None:
     check_rows(step, *[1] * 4 * CALLS_FOR_ONE)
     if is_gone:
         step.invalidate()
-    assert check_rows(step, *[3] * 4)[1:] == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
+    assert step._server.graphs.budget._served_s > 4 * CALLS_FOR_ONE
 
 
 def test_the_first_comparisons_do_not_wait() -> None:

@@ -1,5 +1,6 @@
 """Time: whether a capture can be paid for now, and what a batch takes eagerly."""
 
+import math
 import time
 from bisect import bisect
 from collections.abc import Callable
@@ -11,13 +12,13 @@ from .request import CaptureResult
 
 T = TypeVar("T", bound=CaptureResult | None)
 
-_FIRST_CAPTURE_CALLS = 100
-"""The first capture of a callable may take as long as so many calls."""
+_SHORT_CAPTURE_CALLS = 60
+"""A first capture that is expected to take no longer than so many calls does not wait."""
 _FIRST_CALL_LASTS = 10
 """The first call of a process may take so many times as long as later ones."""
 _SHARE_OF_FAILURES = 0.25
 """Of the share of captures, what failed ones may take besides."""
-_FURTHER = 0.4
+_FURTHER = 0.25
 """What a graph of a further size is expected to take, of the first one of its signature, before one was made."""
 _COMPARISON_CALLS = 5
 """A comparison is expected to take as long as so many calls, before one was made."""
@@ -31,7 +32,7 @@ _MOST_RUNS, _MOST_ROWS = 8, 4096
 class Work(Enum):
     """What a call would pay for."""
 
-    FIRST = "the first graph of a signature"
+    FIRST = "the first graph of a signature, or that of a single row, for which Python often takes a path of its own"
     FURTHER = "a graph of a further size"
     COMPARISON = "a comparison of a graph with eager"
 
@@ -40,11 +41,14 @@ class CaptureBudget:
     """Says whether there is time for a capture or a comparison that a call would pay for, so that a service is never
     much slower than eager.
 
-    They may take ``share`` of the time that eager would take for the calls served so far, and besides what the graphs
-    have saved. Only what they take beyond the eager run that answers their call counts. Each is expected to take as
-    long as the latest one of its kind. The first capture is made once it is expected to take no longer than the next
-    hundred calls, so that the first graph comes soon, or once the share has grown enough. The first comparisons of a
-    graph belong to its capture.
+    A graph is made once the calls of its size would have saved, with it, what its capture is expected to take. Each is
+    taken to save as much as the replays so far did on average, but ``share`` of its time at least; and all of its
+    time, before the first replay. So at worst, if no such call follows, twice the time that could have been saved is
+    lost. The first capture of all does not wait if it is expected to take no longer than sixty calls.
+
+    All but the first capture may take ``share`` of the time that eager would take for the calls served so far, and
+    besides what the graphs have saved. Only what they take beyond the eager run that answers their call counts. Each is
+    expected to take as long as the latest one of its kind. The first comparisons of a graph belong to its capture.
 
     Captures that fail have an account of their own, of a quarter of the share: they use up nothing that others need.
     Where all have failed so far, the next one waits for time in both accounts, since it may succeed.
@@ -59,9 +63,9 @@ class CaptureBudget:
 
     clock = staticmethod(time.perf_counter)
     """The time in seconds."""
-    first_capture_s, first_capture_calls = 0.05, 40
-    """The first capture, with its comparisons, is expected to take so long, and besides as long as so many calls:
-    roughly what it takes for the programs of ``make real``."""
+    first_capture_s = 0.2
+    """The first capture, with its comparisons, is expected to take so long: what it takes at most for two of three
+    programs of ``make real``."""
 
     def __init__(
         self, share: float | None, count_replays: Callable[[], int], count_saved: Callable[[], float] = float
@@ -81,68 +85,50 @@ class CaptureBudget:
         self._at_once = 0
         """So many more comparisons belong to the latest capture."""
 
-    def has_time(self, work: Work = Work.FIRST, *, is_doubtful: bool = False) -> bool:
-        """Whether there is time for it now.
+    def calls_until_time(self, work: Work = Work.FIRST, calls: int = 0, *, is_doubtful: bool = False) -> float:
+        """After about how many more calls like this one there is time for it, as far as all run eagerly. There is now
+        where it is not above 0.
 
         Args:
             work: What the call would pay for.
+            calls: Of a capture, how many calls of its size have run eagerly.
             is_doubtful: Whether captures of such calls have only failed so far. The next one may fail, too, or not.
         """
-        if self.share is None or (work is Work.COMPARISON and self._at_once > 0):
-            return True
-        has_own = self._is_own(work) and self._comes_soon
-        return (has_own or self._lacking_s(work) <= 0) and not (is_doubtful and self._lacking_for_failures_s > 0)
+        is_comparison = work is Work.COMPARISON
+        if self.share is None or (is_comparison and self._at_once > 0):
+            return 0
+        expected_s, share_s, each_s = self._expected_s(work), self.share * self._served_s, self.share * self._later_s
+        lacking = 0.0 if is_comparison or self._is_short(work) else _quotient(expected_s, self._saving_s) - calls
+        if self._took_s:
+            lacking_s = self._spent_s + expected_s - share_s - self._count_saved()
+            lacking = max(lacking, _quotient(lacking_s, each_s))
+        if is_doubtful:
+            lacking_s = self._failed_s + self._failure_s - _SHARE_OF_FAILURES * share_s
+            lacking = max(lacking, _quotient(lacking_s, _SHARE_OF_FAILURES * each_s))
+        return lacking
 
-    def _lacking_s(self, work: Work) -> float:
-        """The time that is lacking for it."""
-        return self._spent_s + self._expected_s(work) - (self.share or 0.0) * self._served_s - self._count_saved()
+    def _is_short(self, work: Work) -> bool:
+        """Whether it is the first capture of all, and expected to take no longer than sixty calls."""
+        is_first = work is Work.FIRST and not self._took_s
+        return is_first and self.first_capture_s <= _SHORT_CAPTURE_CALLS * self._later_s
 
     @property
-    def _lacking_for_failures_s(self) -> float:
-        """The same in the account of captures that fail."""
-        return self._failed_s + self._failure_s - _SHARE_OF_FAILURES * (self.share or 0.0) * self._served_s
-
-    @property
-    def _comes_soon(self) -> bool:
-        """Whether the first capture is expected to take no longer than the next hundred calls."""
-        others = self._eager_calls - 1  # than the slowest one, which may load and compile
-        usual_s = (self._eager_s - self._most_s) / others if others > 0 else self._eager_s / _FIRST_CALL_LASTS
-        return self._first_s(usual_s) <= _FIRST_CAPTURE_CALLS * usual_s
-
-    def _is_own(self, work: Work) -> bool:
-        """Whether it is the first capture of all."""
-        return work is Work.FIRST and not self._took_s
+    def _saving_s(self) -> float:
+        """What a call of a size without a graph would save with one; the share at least, if replays save less."""
+        saved_s, replays = self._count_saved(), self._count_replays()
+        return max(saved_s / replays if replays else self._later_s, (self.share or 0.0) * self._later_s)
 
     def _expected_s(self, work: Work) -> float:
         if (known := self._took_s.get(work)) is not None:
             return known
         if work is Work.COMPARISON:
             return _COMPARISON_CALLS * self._usual_s
-        first_s = self._took_s.get(Work.FIRST, self._first_s(self._usual_s))
+        first_s = self._took_s.get(Work.FIRST, self.first_capture_s)
         return first_s if work is Work.FIRST else _FURTHER * first_s
 
-    def _first_s(self, usual_s: float) -> float:
-        return self.first_capture_s + self.first_capture_calls * usual_s
-
-    def calls_until_time(self, work: Work = Work.FIRST, *, is_doubtful: bool = False) -> int:
-        """After about how many more calls there is time for it, as far as they run eagerly; 0: now.
-
-        Args:
-            work: As for ``has_time``.
-            is_doubtful: As for ``has_time``.
-        """
-        if self.has_time(work, is_doubtful=is_doubtful) or not self._usual_s or not self.share:
-            return 0
-        each_s = self.share * self._usual_s
-        # A second call shows whether the first capture comes soon.
-        has_own = self._is_own(work) and (self._comes_soon or self._eager_calls == 1)
-        calls = 0.0 if has_own else self._lacking_s(work) / each_s
-        if is_doubtful:
-            calls = max(calls, self._lacking_for_failures_s / (_SHARE_OF_FAILURES * each_s))
-        return 2 + int(calls)
-
     def pay(self, run: Callable[[], T], work: Work) -> T:
-        """``run()``, which does it, and whose time counts. A capture without an entry is a failure."""
+        """``run()``, which does it, and whose time counts, but for that of the first capture. A capture without an
+        entry is a failure."""
         started, is_good, is_capture = self.clock(), False, work is not Work.COMPARISON
         try:
             result = run()
@@ -151,7 +137,7 @@ class CaptureBudget:
         finally:
             taken_s = max(self.clock() - started - self._usual_s, 0.0)
             if is_good:
-                self._spent_s += taken_s
+                self._spent_s += taken_s if self._took_s else 0.0
                 self._took_s[work] = taken_s
                 self._at_once = _COMPARED_AT_ONCE if is_capture else max(self._at_once - 1, 0)
             else:
@@ -182,6 +168,17 @@ class CaptureBudget:
     @property
     def _usual_s(self) -> float:
         return self._eager_s / self._eager_calls if self._eager_calls else 0.0
+
+    @property
+    def _later_s(self) -> float:
+        """The same without the slowest call, which may have loaded and compiled."""
+        others = self._eager_calls - 1
+        return (self._eager_s - self._most_s) / others if others > 0 else self._eager_s / _FIRST_CALL_LASTS
+
+
+def _quotient(seconds: float, each_s: float) -> float:
+    """After how many times ``each_s`` so many seconds have gone by: never, where that is nothing."""
+    return 0.0 if seconds <= 0 else seconds / each_s if each_s > 0 else math.inf
 
 
 class EagerTimes:

@@ -1,5 +1,6 @@
 """What becomes of a call that is no hit: the choice, made of what is there. It changes nothing and runs nothing."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -79,7 +80,7 @@ def _choose_parts(
         return choice
     if graphs.cache.is_frozen:
         return choice.as_eager(Reason.FROZEN)
-    wait = _reason_to_wait(graphs, group, found.entry)
+    wait = _reason_to_wait(graphs, group, found.entry, 0)
     return choice if wait is None else choice.as_eager(*wait)
 
 
@@ -87,7 +88,7 @@ def _without_graph(graphs: GraphSet, group: GraphGroup, size: int) -> tuple[Reas
     """What becomes of a call without a graph, in a word and in detail."""
     reason, detail = admit(graphs, group, size)
     if reason is Reason.CAPTURED_NOW:
-        return _reason_to_wait(graphs, group, None) or (reason, detail)
+        return _reason_to_wait(graphs, group, None, size) or (reason, detail)
     if reason is Reason.FIRST_SIGHTING and group.has_only_other_states(size):
         return reason, f"{reason.text}; its graphs are of another state of the callable ({graphs.latest_change})"
     if reason is Reason.FIRST_SIGHTING and group.is_of_constant:
@@ -110,22 +111,26 @@ def admit(graphs: GraphSet, group: GraphGroup, size: int) -> tuple[Reason, str]:
     return graphs.cache.admit((group.key, size)), ""
 
 
-def _reason_to_wait(graphs: GraphSet, group: GraphGroup, entry: CUDAGraphEntry | None) -> tuple[Reason, str] | None:
-    """Why there is no time to capture now, or to compare ``entry``; None if there is. With ``capture_after=1`` captures
-    are wanted at once.
+def _reason_to_wait(
+    graphs: GraphSet, group: GraphGroup, entry: CUDAGraphEntry | None, size: int
+) -> tuple[Reason, str] | None:
+    """Why there is no time to capture ``size`` now, or to compare ``entry``; None if there is. With ``capture_after=1``
+    captures are wanted at once.
 
     Where captures of such calls have only failed, that is the reason.
     """
-    work, budget = group.work_for(entry), graphs.budget
     failure = group.latest_failure if entry is None else None
-    if graphs.cache.admission.capture_after == 1 or budget.has_time(work, is_doubtful=failure is not None):
+    work = group.work_for(entry, size)
+    calls = graphs.budget.calls_until_time(work, group.misses[size], is_doubtful=failure is not None)
+    if graphs.cache.admission.capture_after == 1 or calls <= 0:
         return None
     if failure is not None:
         return failure.reason, failure.detail
-    waits, calls = Reason.CAPTURE_WAITS, budget.calls_until_time(work)
+    waits = Reason.CAPTURE_WAITS
     remedy = "raise capture_share" if group.is_prewarmed else waits.remedy
     sentence = waits.sentence if entry is None else "there is no time to compare the graph for such a batch yet"
-    return waits, f"{sentence}, but after some {count(calls)} more calls; {remedy}"
+    after = f", but after some {count(math.ceil(calls))} more calls of this size" if calls < math.inf else ""
+    return waits, f"{sentence}{after}; {remedy}"
 
 
 def _against_replay(
@@ -149,5 +154,5 @@ def _against_replay(
         if graphs.cache.is_frozen:
             return Reason.FROZEN, ""
         is_wanted = entry.is_due_again or entry.state is EntryState.FAILED  # now, whatever it takes
-        return verdict if is_wanted else _reason_to_wait(graphs, group, entry) or verdict
+        return verdict if is_wanted else _reason_to_wait(graphs, group, entry, entry.size) or verdict
     return verdict if verdict[0] is not None or entry.fits_modes() else (Reason.MODE_ACTIVE, "")

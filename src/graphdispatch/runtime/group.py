@@ -327,11 +327,12 @@ class GraphGroup:
         per_call = entry.per_call(decision.rows)
         return Hit(entry, entry.plan(decision.rows), decision._replace(mode=entry.mode), entry.guard, per_call)
 
-    def work_for(self, entry: CUDAGraphEntry | None) -> Work:
-        """What a call would pay for that compares this entry, or captures one where there is none."""
+    def work_for(self, entry: CUDAGraphEntry | None, size: int) -> Work:
+        """What a call would pay for that compares this entry, or captures one of ``size`` where there is none."""
         if entry is not None:
             return Work.COMPARISON
-        return Work.FURTHER if self.entries else Work.FIRST
+        is_single = 1 in (size.lengths if isinstance(size, Extents) else (size,))
+        return Work.FURTHER if self.entries and not is_single else Work.FIRST
 
     def wait_like_others(self, rows: int) -> StayEager | None:
         """What a call of ``rows`` rows finds where the first capture of all waits for time, so that no other batch need

@@ -247,7 +247,7 @@ class _Prewarm:
         """
         graphs, batch = self._server.graphs, resized(group.inputs, leaves, size)
         capture = partial(graphs.capture, group, batch, size, size, keep_effects=False)
-        result = graphs.budget.learn(capture, group.work_for(None))
+        result = graphs.budget.learn(capture, group.work_for(None, size))
         if result.entry is not None:
             result = self._compare(group, leaves, result.entry) or result
         if result.entry is None and self._server.strict:

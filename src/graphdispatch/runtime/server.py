@@ -221,9 +221,9 @@ class Server:
         if failure is None and choice.decision.reason is not Reason.CAPTURE_WAITS:
             return math.inf
         # Graphs save time meanwhile, and calls may become longer.
-        work = group.work_for(choice.entry)
+        work = group.work_for(choice.entry, size)
         is_doubtful = work is not Work.COMPARISON and group.latest_failure is not None
-        return self.graphs.budget.calls_until_time(work, is_doubtful=is_doubtful) // 4
+        return self.graphs.budget.calls_until_time(work, group.misses[size], is_doubtful=is_doubtful) / 4
 
     def serve_unmatched(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that fits none of the groups that were looked at, or that needs gradients."""
@@ -375,7 +375,7 @@ class Server:
         self.local.decision = Decision.eager(Reason.CALL_RAISED, choice.rows)  # if it does
         try:
             assert choice.group is not None
-            result = self.graphs.budget.pay(work, choice.group.work_for(choice.entry))
+            result = self.graphs.budget.pay(work, choice.group.work_for(choice.entry, choice.size))
         except BaseException:
             self.stats.record_eager(Reason.CALL_RAISED, choice.rows)
             raise
