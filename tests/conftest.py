@@ -119,7 +119,7 @@ def same_log_level() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_gain_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No real clock decides whether graphs pay: a tiny callable's may not. Clocks that tests give are asked."""
+    """No real clock decides whether graphs pay: a tiny callable's may not. Clocks that tests give count."""
     measure = pipeline.seconds_of
 
     def seconds(request: Any, run: Any) -> float:

@@ -90,7 +90,7 @@ def test_options_are_kept(copied: Callable[[Any], Any]) -> None:
     assert isinstance(other(torch.randn(3, 3)), gd.OutputView)
 
 
-def test_dispatchers_keep_what_they_were_told(copied: Callable[[Any], Any]) -> None:
+def test_dispatchers_keep_their_settings(copied: Callable[[Any], Any]) -> None:
     """Policy and forbidden modes, as they are now; the graphs stay where they are."""
     dispatcher = gd.CudagraphDispatcher(torch.nn.Linear(3, 3).eval(), max_cached_graphs=7)
     dispatcher.policy = gd.DefaultDispatchPolicy(3, 9)

@@ -23,7 +23,7 @@ from ..helpers import Lazy, batch, check_calls, check_rows, in_threads, make, re
 from .test_copies import Model
 
 
-def test_spellings_go_with_their_last_kind() -> None:
+def test_forms_of_a_call_go_with_their_last_signature() -> None:
     """Each that is left leads to kinds that are there, whichever went."""
     step = make(lambda x, y: x * 2, max_signatures=3, capture_after=2)
     for columns in range(1, 40):
@@ -34,7 +34,7 @@ def test_spellings_go_with_their_last_kind() -> None:
             assert all(step._route.forms.values()), "none is left without a group"
 
 
-def test_a_kind_whose_graph_was_evicted_makes_way() -> None:
+def test_a_signature_whose_graph_was_evicted_makes_way() -> None:
     """It is the graphs that are there which count."""
     step = make(max_signatures=1)
     check_rows(step, 4)
@@ -49,7 +49,7 @@ def test_a_kind_whose_graph_was_evicted_makes_way() -> None:
     assert (len(step._graphs.groups), gone()) == (1, None)
 
 
-def test_threads_that_read_while_kinds_make_way() -> None:
+def test_threads_that_read_while_signatures_make_way() -> None:
     """Each gets its own answer, whichever kinds are dropped meanwhile."""
     step = make(max_signatures=2, capture_after=2)
 
@@ -170,7 +170,7 @@ def test_unguarded_weights_are_captured_anew_after_clear() -> None:
 
 @pytest.mark.parametrize("guards", [True, False])
 def test_graphs_of_other_sizes_tell_how_outputs_follow_the_batch(guards: bool) -> None:
-    """Guarded or not: so a callable that takes an even number of rows alone need not be asked about an odd one."""
+    """Guarded or not: so a callable that takes an even number of rows alone need not run on an odd one."""
     options = CUDAGraphOptions(guard_weights=guards, capture_after=1)
     step = make(lambda x: (x.view(-1, 2, 3) * 2).view(x.shape), sizes=(2, 8), options=options)
     assert check_rows(step, 4, 2) == [Reason.CAPTURED_NOW, Reason.CAPTURED_NOW]

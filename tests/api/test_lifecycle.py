@@ -100,7 +100,7 @@ def test_nothing_is_captured_frozen(served: Any) -> None:
     settle(served)
 
 
-def test_what_is_asked_of_a_frozen_or_sleeping_object_says_so() -> None:
+def test_calls_of_a_frozen_or_sleeping_object_say_so() -> None:
     """A strict one raises for a call that no graph serves, and a graph that was never compared is not replayed."""
     step = make(strict=True)
     step.freeze()

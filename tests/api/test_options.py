@@ -52,7 +52,7 @@ def test_a_front_end_takes_an_option_or_refuses_it(make: Callable[..., Any], ref
 
 
 def test_a_wrapper_captures_after_as_many_calls_as_the_options_say() -> None:
-    """At its first call by default, and later where that is asked for."""
+    """At its first call by default, and later where an option says so."""
     for after, reasons in ((None, [Reason.CAPTURED_NOW]), (2, [Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW])):
         wrapper = CUDAGraphWrapper(double, options=CUDAGraphOptions(capture_after=after))
         for _ in reasons:
@@ -78,7 +78,7 @@ def logged(caplog: pytest.LogCaptureFixture, step: Any, *rows: int, level: int =
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_replays_are_logged_where_asked_for(caplog: pytest.LogCaptureFixture, enabled: bool) -> None:
+def test_replays_are_logged_by_an_option(caplog: pytest.LogCaptureFixture, enabled: bool) -> None:
     """By the logger ``graphdispatch``, with the graph and the rows; without the option only the capture is logged."""
     options = CUDAGraphOptions(debug_log_enable=enabled)
     step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), options=options.replace(capture_after=1))

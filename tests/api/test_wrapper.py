@@ -123,8 +123,8 @@ A, B = torch.zeros(4), torch.ones(4)
     [((A, B), (A, B), {}), ({"x": A, "y": B}, (), {"x": A, "y": B}), (((A,), {"y": B}), (A,), {"y": B})],
     ids=["positional", "keyword", "both"],
 )
-def test_prewarm_takes_arguments_in_each_spelling(dummy: Any, args: Any, kwargs: Any) -> None:
-    """A tuple, a mapping, or both; a call of the same spelling finds the graph."""
+def test_prewarm_takes_arguments_by_position_by_name_or_both(dummy: Any, args: Any, kwargs: Any) -> None:
+    """A tuple, a mapping, or both; a call of the same form finds the graph."""
     wrapper = AdaptiveCUDAGraphWrapper(lambda x, y: x - y)
     assert wrapper.prewarm([4], lambda descriptor: dummy) == [BatchDescriptor(4)]
     out = wrapper(*args, batch_descriptor=BatchDescriptor(4), cudagraph_runtime_mode=FULL, **kwargs)

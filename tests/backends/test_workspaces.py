@@ -12,7 +12,7 @@ from ..helpers import AT_ONCE, check_rows
 
 
 class _Library:
-    """Keeps a workspace where no guard looks, as kernels' libraries do, and grows it in place when asked to."""
+    """Keeps a workspace where no guard looks, as kernels' libraries do, and grows it in place on request."""
 
     __module__ = "graphdispatch.spy"  # no guard looks into the library's own objects
 

@@ -119,7 +119,7 @@ class FrontEnd:
 
     def check_not_padded(self, *, everywhere: bool = True) -> None:
         """No graph served the latest call, since padding might change its rows: as its operators or its path tell,
-        or since nobody knows. With ``everywhere=False`` no other front end than ``graphed`` is asked."""
+        or since nobody knows. With ``everywhere=False`` ``graphed`` alone is checked."""
         expected = (Reason.ROWS_MIX, Reason.PADDING_UNPROVEN, Reason.PATH_CHANGES)
         if everywhere:
             assert not self.was_hit(), f"{self.name}: served"
@@ -128,7 +128,7 @@ class FrontEnd:
     def check(self, expected: Reason, *, everywhere: bool = True) -> None:
         """The latest call was served by a graph if ``expected`` says so, and else it was not, for a reason.
 
-        ``graphed`` must give exactly this reason; with ``everywhere=False`` no other front end is asked.
+        ``graphed`` must give exactly this reason; with ``everywhere=False`` it alone is checked.
         """
         if everywhere:
             assert self.was_hit() is expected.is_graph, f"{self.name}: {self.reason()} instead of {expected}"

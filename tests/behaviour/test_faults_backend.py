@@ -200,7 +200,7 @@ def test_failed_replays_leave_nothing(faults: Faults) -> None:
 def test_a_failed_call_holds_no_batch(faults: Faults) -> None:
     """What is kept of a failure is text: the batch and the traceback go with the call, without the collector's help."""
     step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(2, 4), options=AT_ONCE)
-    step(torch.randn(2, 2))  # torch imports more on its first use, and keeps the frames that asked for it
+    step(torch.randn(2, 2))  # torch imports more on its first use, and keeps the frames that led to it
     with collector_off():
         faults.set("end", 1)
         x = torch.randn(4, 2)

@@ -1,4 +1,4 @@
-"""What the caller passes: other spellings, shapes, layouts, constants, objects, shared memory."""
+"""What the caller passes: other forms of a call, shapes, layouts, constants, objects, shared memory."""
 
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -74,7 +74,11 @@ def test_place_beyond_real() -> None:
 
 
 @FIRST
-@pytest.mark.parametrize("fn", [lambda x: x[:, ::2] * 1, lambda x: torch.cat([x, x], 1)], ids=["every second", "twice"])
+@pytest.mark.parametrize(
+    "fn",
+    [lambda x: x[:, ::2] * 1, lambda x: torch.cat([x, x], 1), lambda x: x.reshape(-1, 3) * 2],
+    ids=["every second", "twice", "with the batch"],
+)
 def test_output_size_of_length(fn: Callable[[torch.Tensor], torch.Tensor], first: tuple[int, int]) -> None:
     """An output that cannot be cut to a shorter sequence by its end: two lengths may even give one size."""
     step = tried(fn, first)

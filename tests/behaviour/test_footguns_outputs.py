@@ -244,7 +244,7 @@ def test_rows_padded_by_caller(tried: Open) -> None:
 
 
 def test_rows_padded_by_caller_instead() -> None:
-    """Told how many rows are real, the wrapper compares these alone; the runnable does not hear it."""
+    """With the number of real rows the wrapper compares these alone; the runnable does not hear it."""
     wrapper = CUDAGraphWrapper(_with_noise)
     for _ in range(4):
         x = torch.randn(4, 3)

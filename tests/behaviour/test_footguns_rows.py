@@ -224,7 +224,7 @@ def _gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 @needs("padding")
 @pytest.mark.parametrize("first", [3, 4], ids=["padded-first", "full-first"])
 def test_rows_mixed_later(opened: Open, first: int) -> None:
-    """A gate of zeros is asked about at the capture, so that rows cannot mix once it opens."""
+    """A gate of zeros hides nothing at the capture, so that rows cannot mix once it opens."""
     gate = torch.zeros(3)
     step = opened(lambda x: _gated(x, gate))
     step.prepare(torch.randn(first, 3))

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphdispatch import Graphed, Pad, Reason, eager_break, graphed
 
 from ..helpers import assert_same, make, reason
-from ..runtime.test_share import settled
+from ..runtime.test_capture_share import settled
 
 CASES: list[Any] = []
 """Each makes a served callable and the arguments of a call, with the remedy or without."""

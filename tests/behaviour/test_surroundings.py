@@ -104,7 +104,7 @@ def test_fork_while_a_thread_captures(opened: Open) -> None:
     in_threads(lambda: step.settle(one_tensor), fork)
 
 
-# Objects that answer wrongly, or not at all, to what is asked of objects in general.
+# Objects that answer wrongly, or not at all, to what Python asks objects in general.
 
 
 def fails(self: Any, *args: Any) -> Any:
@@ -176,7 +176,7 @@ def called(step: FrontEnd, *more: Any) -> None:
 
 @pytest.mark.parametrize("kind", sorted(set(ODD) - {"ClassRaises"}))
 def test_odd_object_held(opened: Open, kind: str) -> None:
-    """The callable holds an object that cannot be compared, printed, measured or asked: it is served, or runs."""
+    """The callable holds an object that cannot be compared, printed or measured: it is served, or runs."""
     thing = ODD[kind]()
     called(opened(lambda x, kept=thing: x * 2, dynamic={"x": 0}))
 
@@ -184,7 +184,7 @@ def test_odd_object_held(opened: Open, kind: str) -> None:
 @pytest.mark.parametrize("kind", ODD)
 @needs("constants")
 def test_odd_object_passed(opened: Open, kind: str) -> None:
-    """Such an object is an argument: the call runs eagerly, and nothing is asked of the object."""
+    """Such an object is an argument: the call runs eagerly, and no method of the object is called."""
     called(opened(lambda x, y: x * 2), ODD[kind]())
     called(opened(lambda x, y: x * 2), [ODD[kind]()])
 
@@ -205,7 +205,7 @@ def test_odd_callable(opened: Open, kind: str) -> None:
 
 def test_static_outputs_stay_where_they_are(opened: Open) -> None:
     """With ``outputs="static"`` each call answers in the same tensors: one that captures or compares, too. A cache that
-    the callable returns is handed out itself."""
+    the callable returns is given itself."""
     count, cache = torch.zeros(1), torch.zeros(4, 3)
 
     def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]:

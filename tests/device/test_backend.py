@@ -251,7 +251,7 @@ def test_a_step_of_a_dispatcher_waits_for_the_caller_and_the_caller_for_it() -> 
 
 
 def test_a_weak_reference_keeps_nothing(backend: Backend) -> None:
-    """Its memory is handed out again."""
+    """Its memory is given again."""
     x = x_of(1)
     weak, address = backend.weak_reference(x), x.data_ptr()
     del x
@@ -325,7 +325,7 @@ assert not [name for name in sys.modules if "backends.accelerator" in name], sys
 """
 
 
-def test_nobody_loads_it_unasked() -> None:
+def test_nobody_loads_it_by_chance() -> None:
     """The import of the library, and a call on the CPU, leave it where it is."""
     run_python("-c", NOT_LOADED)
 

@@ -79,7 +79,7 @@ def test_a_missing_wait_reads_what_was_there_before() -> None:
 
 
 @pytest.mark.parametrize("is_told", [False, True])
-def test_memory_that_another_stream_still_reads_is_handed_out(is_told: bool) -> None:
+def test_memory_that_another_stream_still_reads_is_given_again(is_told: bool) -> None:
     """Unless ``record_stream`` said so to the allocator."""
     side, x = torch.Stream(DEVICE), x_of(1)
     with held(side):

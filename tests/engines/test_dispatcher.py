@@ -154,10 +154,10 @@ def test_a_disabled_mode_is_not_used() -> None:
 
 
 @pytest.mark.parametrize(("mode", "answer"), [(FULL, "full"), (PIECEWISE, "piecewise"), (EAGER, "eager")])
-def test_hybrid_asks_the_policy(mode: DispatchMode, answer: str) -> None:
+def test_in_hybrid_mode_the_policy_chooses(mode: DispatchMode, answer: str) -> None:
     """It picks among the modes that could serve the key, eager always among them; that is no fallback, and counted.
 
-    Without it the policy is not asked: a full graph goes first.
+    Without it the policy does not choose: a full graph goes first.
     """
     policy = Chooses(mode)
     dispatcher = both(policy)
@@ -172,7 +172,7 @@ def test_hybrid_asks_the_policy(mode: DispatchMode, answer: str) -> None:
 
 
 @pytest.mark.parametrize("hybrid", [True, False])
-def test_the_policy_is_asked_whether_at_all(hybrid: bool) -> None:
+def test_the_policy_decides_whether_graphs_serve_at_all(hybrid: bool) -> None:
     """``should_use_graph`` has its say, whatever ``select_mode`` would answer, and the default one has limits.
 
     So it is where ``HYBRID`` is disabled, and the policy does not choose the kind of graph.

@@ -74,7 +74,7 @@ def test_a_policy_learns_behind_every_dispatcher(behind: Behind) -> None:
     assert policy.noted == [DispatchMode.CUDAGRAPH] * 3 + [DispatchMode.EAGER] * 2
 
 
-def test_no_policy_is_told_of_a_step_that_raised(behind: Behind) -> None:
+def test_no_policy_hears_of_a_step_that_raised(behind: Behind) -> None:
     """It is counted all the same, once; ``policy`` may be replaced at any time."""
 
     def positive(x: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,7 @@ def test_no_policy_is_told_of_a_step_that_raised(behind: Behind) -> None:
     assert policy.noted == [DispatchMode.EAGER]
 
 
-def test_a_replay_that_failed_half_way_is_counted_once_and_told_to_nobody(behind: Behind) -> None:
+def test_a_replay_that_failed_half_way_is_counted_once_and_no_policy_hears_of_it(behind: Behind) -> None:
     """The error says that the call had effects, and nothing else runs."""
     policy = Notes()
     one, called = behind(policy, lambda: "eager")

@@ -120,7 +120,7 @@ def test_trials_stay_within_their_budget() -> None:
     assert 0 < extra <= 0.01 * total + 49.0
 
 
-def test_prefill_and_decode_are_learnt_apart() -> None:
+def test_prefill_and_decode_are_learnt_separately() -> None:
     """A prefill batch for which eager is faster leaves decode batches of the same size on the graph."""
     policy = AdaptiveDispatchPolicy()
     feed(policy, GRAPH, 8, 1.0)

@@ -117,7 +117,7 @@ def test_a_size_that_cannot_be_captured_is_passed_over() -> None:
     assert prewarmer.capture_ms == pytest.approx(50 + 50 * 0.75**2)
 
 
-# At the front doors that engines use: sizes forecast from the keys so far have their graphs in time.
+# By the front ends that engines use: sizes forecast from the keys so far have their graphs in time.
 
 FULL, FEW = gd.CUDAGraphMode.FULL, (1, 2, 4, 8)
 
@@ -168,7 +168,7 @@ def test_a_dispatcher_prewarms_keys_of_any_kind() -> None:
 
 
 def test_a_dispatcher_s_failed_capture_says_why() -> None:
-    """``capture`` is asked for by name, so that it raises where ``prewarm`` leaves the key out."""
+    """``capture`` names its key, so that it raises where ``prewarm`` leaves the key out."""
     dispatcher = gd.CudagraphDispatcher(lambda x: x * x.sum().item())
     with pytest.raises(gd.CaptureError, match="no graph for DispatchKey"):
         dispatcher.capture(gd.DispatchKey(4, 4), (torch.ones(4, 3),))

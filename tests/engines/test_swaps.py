@@ -1,7 +1,7 @@
 """Decisions while tables are swapped: each answer is that of a table that existed.
 
 First a change is made before every single line of a decision, one after the other. Then 32 threads ask while another
-one changes: each answer is one that some table of those keys, built apart and asked alone, gives.
+one changes: each answer is one that some table of those keys, built by itself, gives.
 """
 
 import sys

@@ -69,7 +69,7 @@ def test_what_torch_does_to_begin_is_hidden_from_modes(driver: ScriptedCUDA, bac
     assert len(seen) == 1
 
 
-def test_the_accelerator_of_the_process_is_not_asked(
+def test_the_accelerator_of_the_process_does_not_matter(
     monkeypatch: pytest.MonkeyPatch, driver: ScriptedCUDA, backend: Backend, pool: Pool
 ) -> None:
     """It may be another one, that some package has registered."""

@@ -73,7 +73,7 @@ def test_eager_calls_are_counted_as_in_python(kind: type[CUDAGraphStats]) -> Non
     assert 15 in own.rows
 
 
-def test_nothing_is_asked_of_python() -> None:
+def test_the_core_needs_no_fact_from_python() -> None:
     """The core finds out all facts itself, in the memory of tensors, too, which differs between versions of torch."""
     assert DONE_IN_PYTHON == ()
 
@@ -336,7 +336,7 @@ def test_a_replaced_call_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     assert served(step, x)[1]
 
 
-def test_kinds_in_turns_are_hits_without_a_frame() -> None:
+def test_signatures_in_turns_are_hits_without_a_frame() -> None:
     """Calls of several kinds, of which each is another one than the call before."""
     step = settled(lambda x, k=1: x * k, torch.randn(ROWS, 1), max_signatures=8)
     x = torch.randn(ROWS, 2)

@@ -135,7 +135,7 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_a_caller_changed_is_not_handed_out(name: str) -> None:
+def test_what_a_caller_changed_is_not_given_again(name: str) -> None:
     """After a caller did something to an output and dropped it, the next ones are as a copy is."""
     step = settled(double)
     for _ in range(3):

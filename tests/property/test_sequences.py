@@ -146,7 +146,7 @@ class Sequences(RuleBasedStateMachine):
 
     @invariant()
     def is_sound(self) -> None:
-        """The accounts agree, the state is eager's, and what was handed out before is as it was, or known stale."""
+        """The accounts agree, the state is eager's, and what was returned before is as it was, or known stale."""
         for step, model in self.served:
             step.check_integrity()
             assert len(step.entries) <= self.max_graphs
@@ -161,7 +161,7 @@ class Sequences(RuleBasedStateMachine):
         other = perform(_in_python(self.reference), self.other, plan)
         if isinstance(got.error, ConfigError) and plan.fault == "no_dims":
             return
-        assert _told(self.step) == _told(self.reference)
+        assert _said(self.step) == _said(self.reference)
         want = perform(self.twin, self.twin, plan)
         decision = self.step.last_decision
         if decision is not None and decision.reason.is_graph:
@@ -180,7 +180,7 @@ def _in_python(step: Graphed[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: step._server.serve_in_python(step._route, args, kwargs)
 
 
-def _told(step: Graphed[..., Any]) -> Any:
+def _said(step: Graphed[..., Any]) -> Any:
     """What the latest decision says of the call."""
     decision = step.last_decision
     return None if decision is None else decision._replace(detail="")

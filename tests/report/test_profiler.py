@@ -63,7 +63,7 @@ def test_a_hit_without_the_native_core_has_the_same_ranges(monkeypatch: pytest.M
     assert profiled(serve, 2) == HIT * 2
 
 
-def test_the_older_profiler_and_a_graph_that_is_asked_itself_have_ranges_too() -> None:
+def test_the_older_profiler_and_a_replay_of_an_entry_have_ranges_too() -> None:
     """``use_kineto=False``; an entry's own ``replay`` is no call of the callable."""
     serve = settled()
     (entry,) = serve.entries

@@ -116,7 +116,7 @@ def test_counters_keep_what_was_measured() -> None:
     assert step.stats.to_dict()["gains"]["FULL 4"].keys() == {"eager_ms", "replay_ms"}
 
 
-def test_padding_is_not_told_of_a_graph_that_took_the_place_of_another() -> None:
+def test_padding_is_unknown_of_a_graph_that_took_the_place_of_another() -> None:
     """The hits by rows are those of both."""
     serve = served()
     before = rows_of(serve.report())["4"]

@@ -90,15 +90,6 @@ def test_what_no_size_holds_runs_eagerly(shape: tuple[int, int]) -> None:
     assert last(step) is (Reason.ABOVE_LARGEST_SIZE if min(shape) else Reason.NO_ROWS)
 
 
-def test_an_output_that_cannot_be_cut_stays_eager() -> None:
-    """Batch and sequence in one dimension, or half of the sequence, cannot be cut to what is real."""
-    for fn in (lambda x: x.reshape(-1, 3) * 2, lambda x: x[:, ::2] * 2):
-        step = served(fn, "x", sizes=[4])
-        check_rows(step, *[(4, length, 3) for length in (11, 16, 11, 16)])
-        assert step.stats.captures == 0
-        assert last(step) is Reason.OUTPUT_ROWS_UNKNOWN
-
-
 def test_a_batch_of_two_rows_whose_callable_takes_no_single_one_is_served() -> None:
     """As where a batch is normalised over: how outputs follow the batch is seen from one row more."""
     model = torch.nn.BatchNorm1d(3).requires_grad_(False)

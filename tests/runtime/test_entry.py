@@ -160,7 +160,7 @@ def test_an_entry_describes_itself(entry: gd.CUDAGraphEntry) -> None:
 
 
 def test_a_foreign_graph_gets_an_entry() -> None:
-    """The key gives the size; outputs are handed out as they are; releasing leaves the graph."""
+    """The key gives the size; outputs are returned as they are; releasing leaves the graph."""
     graph, memory = scripted(), torch.zeros(3)
     entry = entry_around(graph, gd.DispatchKey(6, 2), {"out": memory})
     assert (entry.size, entry.state, entry.nbytes) == (6, EntryState.VERIFIED, 0)

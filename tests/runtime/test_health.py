@@ -17,7 +17,7 @@ def step_with(**options: object) -> Graphed[..., torch.Tensor]:
     return graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), options=CUDAGraphOptions(**options))
 
 
-def test_graphs_that_never_engaged_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_graphs_that_never_engaged_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """After the thousandth call at the latest, with the reason and its remedy."""
     step = step_with()
     for _ in range(500):
@@ -32,7 +32,7 @@ def test_graphs_that_never_engaged_are_told_of_once(caplog: pytest.LogCaptureFix
     assert step.health().causes == ((Reason.ABOVE_LARGEST_SIZE, 1500),)
 
 
-def test_nothing_is_told_where_graphs_serve(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_logged_where_graphs_serve(caplog: pytest.LogCaptureFixture) -> None:
     """Not even if half of the calls behind the first thousand run eagerly."""
     step = step_with()
     for rows in [*[4] * 1000, *[5, 4] * 1000]:
@@ -44,7 +44,7 @@ def test_nothing_is_told_where_graphs_serve(caplog: pytest.LogCaptureFixture) ->
     assert "graphs serve 66.6 % of 3,000 calls; above_largest_size, 1,000 times" in str(health)
 
 
-def test_graphs_that_do_not_stay_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_graphs_that_do_not_stay_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """After 32 captures, of which half are gone."""
     layer = torch.nn.Linear(2, 2).eval().requires_grad_(False)
     step = graphed(layer, dynamic={"input": 0}, sizes=(4,), options=CUDAGraphOptions(capture_after=1))

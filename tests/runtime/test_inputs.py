@@ -124,7 +124,7 @@ def test_a_rule_is_a_value(rule: Pad) -> None:
 
 
 @pytest.mark.parametrize("rule", [Pad.zero(), "zero", 0, 0.0, False])
-def test_zero_in_any_spelling(rule: Any) -> None:
+def test_zero_as_a_pad_a_name_or_a_number(rule: Any) -> None:
     """A rule may be given as a ``Pad``, by name, or as a number."""
     padding = torch.ones(2, 3)
     as_pad("x", rule).filler(padding, torch.ones(1, 3), 0)()

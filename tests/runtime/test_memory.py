@@ -53,8 +53,8 @@ def arenas(step: Graphed[..., Any]) -> set[int]:
 
 
 @pytest.mark.parametrize("outputs", ["view", "static"])
-def test_what_is_handed_out_is_not_shared(outputs: str) -> None:
-    """Where graph memory itself is handed out, each size keeps its own, so that another size leaves it alone."""
+def test_outputs_in_graph_memory_are_not_shared(outputs: str) -> None:
+    """Where callers get graph memory itself, each size keeps its own, so that another size leaves it alone."""
     step = made((2, 4), outputs=outputs)
     assert len(arenas(step)) == 2
 

@@ -1,4 +1,4 @@
-"""Outputs: which dimensions follow the batch, who owns what is handed out, and which objects are made anew."""
+"""Outputs: which dimensions follow the batch, who owns what is returned, and which objects are made anew."""
 
 import re
 from collections import OrderedDict, UserDict
@@ -68,13 +68,13 @@ def test_a_view_is_stale_after_a_replay() -> None:
 
 
 def value_of(answer: Any) -> Any:
-    """What was handed out, which may be a view."""
+    """What was returned, which may be a view."""
     return answer.get() if isinstance(answer, OutputView) else answer
 
 
 @pytest.mark.parametrize("outputs", ["clone", "view", "static"])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_an_expanded_output_is_handed_out(outputs: str, dim: int) -> None:
+def test_an_expanded_output_is_returned(outputs: str, dim: int) -> None:
     """Its elements share memory, so that torch writes to none of it as a whole."""
 
     def repeat(x: torch.Tensor) -> torch.Tensor:

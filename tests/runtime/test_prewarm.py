@@ -200,8 +200,8 @@ def test_a_budget_of_memory_is_none_of_graphs(budget: int | None) -> None:
         assert (report.captured, report.left_out) == ({CUDAGraphMode.FULL: (4, 2)}, {})
 
 
-def test_what_a_prewarm_is_asked_for_stays() -> None:
-    """The graphs of other calls give way, though those that it was asked for and finds were used before them."""
+def test_what_a_prewarm_captured_stays() -> None:
+    """The graphs of other calls give way, though those of its own that it finds were used before them."""
     step = graphed(constants, dynamic={"x": 0}, sizes=(1, 2, 4), options=CUDAGraphOptions(max_cached_graphs=4))
     x = torch.randn(4, 8)
     step.prewarm(x, sizes=(4,))
@@ -211,7 +211,7 @@ def test_what_a_prewarm_is_asked_for_stays() -> None:
 
 
 def test_a_graph_that_a_prewarm_displaces_is_left_out() -> None:
-    """Where there may be fewer graphs than it was asked for, one that was there before is in its report, too."""
+    """Where there may be fewer graphs than it wants, one that was there before is in its report, too."""
     step = graphed(constants, dynamic={"x": 0}, sizes=(1, 2, 4, 8), options=CUDAGraphOptions(max_cached_graphs=3))
     step.prewarm(torch.randn(4, 8), sizes=(8,))
     report = step.prewarm(torch.randn(4, 8))
@@ -230,52 +230,6 @@ def test_captures_correct_what_is_expected(fn: Callable[..., Any]) -> None:
     assert captured[-2:] == (4, 2)
     assert left_out == [1]
     assert held == without_last
-
-
-class LateCount(torch.nn.Module):
-    """Counts its calls in a tensor that the first one makes."""
-
-    state: torch.Tensor | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.state is None:
-            self.state = torch.zeros(1)
-        self.state += 1
-        return x + self.state
-
-
-class LateBatch(torch.nn.Module):
-    """Keeps the batch of its first call."""
-
-    state: torch.Tensor | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.state is None:
-            self.state = x
-        return x + self.state[:1]
-
-
-class Norm(torch.nn.Module):
-    """Takes its offset from the first batch that it gets, and would take it for filled if it found it empty."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("offset", torch.zeros(1))
-        self.is_ready = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.is_ready:
-            self.offset.add_(x[0])  # type: ignore[operator]
-            self.is_ready = True
-        return x - self.offset
-
-
-@pytest.mark.parametrize("kind", [LateCount, LateBatch, Norm])
-def test_an_example_leaves_nothing_in_state_that_it_made(kind: type[torch.nn.Module]) -> None:
-    """Neither a count nor the example itself: the calls behind a prewarm give what they give without one."""
-    step, eager = graphed(kind(), dynamic={"x": 0}, sizes=(2, 4)), kind()
-    step.prewarm(torch.ones(4, 1))
-    check_rows(step, 3, 4, 4, 2, 3, 4, 4, width=1, fn=eager)
 
 
 def test_a_dict_that_the_callable_changes_is_the_callers() -> None:

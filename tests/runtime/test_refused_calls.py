@@ -159,7 +159,7 @@ LOOKS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", LOOKS)
-def test_calls_of_other_looks_are_told_apart(name: str) -> None:
+def test_calls_of_other_looks_are_distinguished(name: str) -> None:
     """What is known of one look says nothing of another."""
     refused = (X, {"a": [1, Opaque()]})
     reasons = []

@@ -184,7 +184,7 @@ def test_the_caller_may_answer_for_the_addresses_of_static_inputs(validates: boo
 
 
 @pytest.mark.parametrize(
-    ("values", "dynamic", "reason", "told"),
+    ("values", "dynamic", "reason", "said"),
     [
         ([torch.ones(4, 3), object()], {}, Reason.UNGUARDED_ARGUMENT, "argument 'y' is a object, whose change cannot"),
         ([torch.ones(4, 3), torch.ones(1, 3)], {"x": 0, "y": 0}, Reason.ROWS_DISAGREE, "{'x': 4, 'y': 1}"),
@@ -193,12 +193,12 @@ def test_the_caller_may_answer_for_the_addresses_of_static_inputs(validates: boo
     ],
     ids=["object", "rows", "no tensors", "device"],
 )
-def test_a_refusal_says_what(values: list[Any], dynamic: dict[str, int], reason: Reason, told: str) -> None:
+def test_a_refusal_says_what(values: list[Any], dynamic: dict[str, int], reason: Reason, said: str) -> None:
     """The argument, or both numbers of rows."""
     step = graphed(lambda x, y: x, dynamic=dynamic)
     step(*values)
     assert step.stats.reasons == {reason: 1}
-    assert told in step.explain(*values)
+    assert said in step.explain(*values)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_a_miss_is_a_fallback_unless_it_worked_on_a_graph(reason: Reason, fallba
     assert stats.reasons == {reason: 1}
 
 
-def test_counters_are_told() -> None:
+def test_counters_as_data_and_as_a_line() -> None:
     """Hits with the share of padded rows, in data that JSON can hold, in a status line; a reset forgets all."""
     stats = CUDAGraphStats()
     stats.record_hit(3, 4)
@@ -45,7 +45,7 @@ def test_counters_are_told() -> None:
     assert (stats.hit_rate, stats.padding_ratio) == (0.0, 0.0)
 
 
-def test_captures_evictions_and_failures_are_counted_apart() -> None:
+def test_captures_evictions_and_failures_are_counted_separately() -> None:
     """Work on the cache is no call; of the evictions the latest 64 are remembered."""
     step = graphed(lambda x: x * (2 if len(x) > 1 else x.item()), dynamic={"x": 0}, sizes=(1, 4), options=QUICK)
     for number in range(70):

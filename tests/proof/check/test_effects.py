@@ -151,7 +151,7 @@ def test_writes_elsewhere_are_found(padded: Write, real: Write, is_uncovered: bo
 
 
 @pytest.mark.parametrize("write", BY_INDEX.values(), ids=BY_INDEX)
-def test_writes_by_index_are_told_apart(write: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+def test_writes_by_index_are_distinguished(write: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
     """What an operator writes by indices or a mask is compared by the elements alone."""
     state = torch.full((4, 3), 5.0)
     few, others = (_written(partial(write, i=rows), state).regions for rows in (FEW, OTHERS))

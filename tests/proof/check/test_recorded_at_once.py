@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
@@ -36,19 +36,6 @@ def served(fn: Callable[..., Tensor], **options: Any) -> Graphed[..., Tensor]:
     return graphed(fn, dynamic={"x": 0}, sizes=SIZES, options=CUDAGraphOptions(**options))
 
 
-class Cached(nn.Module):
-    """Writes rows of a buffer, reads them, and draws."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(8, 3))
-
-    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Rows are the places of the batch in the buffer."""
-        self.seen.index_copy_(0, rows, x)
-        return torch.tanh(self.seen[rows] + torch.rand(3))
-
-
 def step_of_flag(flag: Path) -> Graphed[..., Tensor]:
     """A callable that does something else while a file exists, which no guard sees."""
 
@@ -72,25 +59,6 @@ def test_a_further_size_takes_two_runs() -> None:
         step.prewarm(torch.randn(8, 3), sizes=[8])
         assert counted(partial(step.prewarm, torch.randn(8, 3), sizes=[4])) == runs
         assert step.captured_sizes == (4, 8)
-
-
-def test_what_a_recorded_run_writes_is_undone() -> None:
-    """A prewarm leaves no effect in the state or the random generator, and each later call has its own once."""
-    model, twin = Cached(), Cached()
-    step = graphed(model, dynamic={"x": 0, "rows": 0}, sizes=SIZES)
-    x, before = torch.randn(8, 3), torch.get_rng_state()
-    step.prewarm(x, torch.arange(8))
-    assert not model.seen.any()
-    assert torch.equal(torch.get_rng_state(), before)
-    for rows in (4, 8, 2):
-        x, places = torch.randn(rows, 3), torch.arange(8)[-rows:]
-        state = torch.get_rng_state()
-        answer = step(x, places)
-        after = torch.get_rng_state()
-        torch.set_rng_state(state)
-        assert torch.equal(answer, twin(x, places))
-        assert torch.equal(torch.get_rng_state(), after)
-        assert torch.equal(model.seen, twin.seen)
 
 
 def test_a_run_that_is_not_like_the_first_is_watched_closely(tmp_path: Path) -> None:

@@ -126,3 +126,32 @@ def test_a_choice_among_more_than_the_groups_is_refused() -> None:
         return _product(x[order], _bounds(chosen))[order.argsort()]
 
     assert judge(fn, _rows).mixes
+
+
+def _counts(x: Tensor) -> Tensor:
+    return torch.histc((x @ ROUTER).argmax(-1).float(), E, 0, E - 1)
+
+
+def _places(x: Tensor) -> Tensor:
+    order = (x @ ROUTER).argmax(-1).argsort()
+    made = torch.empty_like(order)
+    made[order] = torch.arange(order.size(0))
+    return made
+
+
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sums": lambda x: _counts(x).cumsum(0),
+    "windows": lambda x: _counts(x).unfold(0, 2, 2),
+    "bits": lambda x: _counts(x).view(torch.int32),
+    "bits of bounds": lambda x: _counts(x).cumsum(0, dtype=torch.int32).view(torch.float32),
+    "bits of places": lambda x: _places(x).view(torch.float64),
+    "diagonal": lambda x: _counts(x).view(2, 2).diagonal(),
+    "pairs": lambda x: torch.view_as_complex(_counts(x).view(2, 2)),
+    "parts": lambda x: _counts(x).unbind()[0],
+}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+def test_counts_seen_in_another_way(part: Callable[[Tensor], Tensor]) -> None:
+    """What is made of counts, or of places among all rows, mixes as they do."""
+    assert judge(lambda x: (x * 2, part(x)), _rows).mixes

@@ -74,45 +74,6 @@ def test_rows_of_a_model(name: str, mixes: bool) -> None:
     assert reasons[-1] is (Reason.ROWS_MIX if mixes else Reason.PADDED), step.last_decision.explain()
 
 
-def test_sums_of_counts_are_no_rows() -> None:
-    """What an operator makes of counts of all rows mixes, though no row lies in it."""
-    step = make(lambda x: (x * 2, experts(x)[1].cumsum(0)), sizes=(4,))
-    reasons = check_calls(step, *(torch.randn(rows, 6, 16) for rows in (4, 4, 3, 3)), rtol=1e-4)
-    assert reasons[-1] is Reason.ROWS_MIX, step.last_decision.explain()
-
-
-def counts(x: Tensor) -> Tensor:
-    """How many rows chose each of four."""
-    return torch.histc((x @ GATE).argmax(-1).float(), 4, 0, 3)
-
-
-def places(x: Tensor) -> Tensor:
-    """Where each row lies among all, by its choice."""
-    order = (x @ GATE).argmax(-1).argsort()
-    made = torch.empty_like(order)
-    made[order] = torch.arange(order.size(0))
-    return made
-
-
-PARTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "windows": lambda x: counts(x).unfold(0, 2, 2),
-    "bits": lambda x: counts(x).view(torch.int32),
-    "bits of bounds": lambda x: counts(x).cumsum(0, dtype=torch.int32).view(torch.float32),
-    "bits of places": lambda x: places(x).view(torch.float64),
-    "diagonal": lambda x: counts(x).view(2, 2).diagonal(),
-    "pairs": lambda x: torch.view_as_complex(counts(x).view(2, 2)),
-    "parts": lambda x: counts(x).unbind()[0],
-}
-
-
-@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
-def test_counts_seen_in_another_way(part: Callable[[Tensor], Tensor]) -> None:
-    """A view of counts, or of places among all rows, mixes as they do."""
-    step = make(lambda x: (x * 2, part(x)), sizes=(4,))
-    reasons = check_calls(step, *(torch.randn(rows, 16) for rows in (4, 4, 3, 3)))
-    assert reasons[-1] is Reason.ROWS_MIX, step.last_decision.explain()
-
-
 def test_lengths_from_an_example_with_a_short_row() -> None:
     """The batches that are made of an example hide no row of it altogether: its mask hides padding then, too."""
     table = torch.randn(50, 8)

@@ -1,4 +1,4 @@
-"""Each spelling of a call reaches the callable as it was spelt, by a graph as well; arguments as Python has them."""
+"""Each form of a call reaches the callable as it was written, by a graph as well; arguments as Python has them."""
 
 from collections import UserDict
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def keywords(a: Any, **rest: Any) -> tuple[Any, dict[str, Any]]:
 HOOKED = nn.ReLU().eval()
 HOOKED.register_forward_hook(lambda module, args, out: out * 3)  # runs where the module is called, not its ``forward``
 Call = Callable[[Callable[..., Any], Tensor, Tensor], Any]
-SPELLINGS: dict[str, tuple[Callable[..., Any], list[Call]]] = {
+FORMS: dict[str, tuple[Callable[..., Any], list[Call]]] = {
     "names": (three, [lambda f, x, y: f(x, y), lambda f, x, y: f(x, b=y), lambda f, x, y: f(b=y, a=x)]),
     "a default that is given": (three, [lambda f, x, y: f(x, c=5, b=y), lambda f, x, y: f(x, y, 5)]),
     "positions": (several, [lambda f, x, y: f(x, y, 7, key=4)]),
@@ -46,10 +46,10 @@ SPELLINGS: dict[str, tuple[Callable[..., Any], list[Call]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SPELLINGS)
-def test_each_spelling_is_served(name: str) -> None:
+@pytest.mark.parametrize("name", FORMS)
+def test_each_form_of_a_call_is_served(name: str) -> None:
     """By place, by name in any order, with a default left out or given, and where one name is there twice."""
-    fn, calls = SPELLINGS[name]
+    fn, calls = FORMS[name]
     step = graphed(fn, dynamic={}, options=AT_ONCE)
     for call in calls * 4:
         x, y = torch.randn(4, 3), torch.randn(4, 3)
