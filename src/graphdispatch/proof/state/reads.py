@@ -205,6 +205,10 @@ _WRAPPERS = (property, staticmethod, classmethod, partial, partialmethod)
 _CLASSES_READ_WHOLE = (nn.ParameterList, nn.ParameterDict)
 """Classes of torch whose own code reads attributes under names that stand nowhere."""
 _TENSOR_ATTRIBUTES = frozenset(dir(torch.Tensor))
+_RUN_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
+"""What a function runs by, which may change in place."""
+_SAID_OF_FUNCTIONS = ("__name__", "__qualname__", "__doc__")
+"""What it says of itself."""
 _STATES = {random.Random: "getstate", np.random.RandomState: "get_state", np.random.BitGenerator: "state"}
 """Names by which code reads the state of a generator, and does not change it."""
 
@@ -431,19 +435,24 @@ class StateReads:
         )
 
     def _visit_function(self, fn: types.FunctionType) -> None:
-        """The closure and defaults of a function whose code ran, or of any without a trace."""
+        """The closure and defaults of a function whose code ran, or of any without a trace, and what code reads of a
+        function as of any object."""
         if fn.__dict__ or self._notes.optional:
             self._compare(fn.__dict__, self._to_compare_in(fn.__dict__))
         if objects.is_library_code(fn.__code__.co_filename):
             self._pending += (held for held in fn.__dict__.values() if type(held) is types.MappingProxyType)
             self._pending += objects.wrapped_by(fn)
             return
-        if self._is_traced and not self._all and fn.__code__ not in self._notes.codes:
+        is_whole = self._all or types.FunctionType in self._notes.whole_types
+        ran = not self._is_traced or is_whole or fn.__code__ in self._notes.codes
+        parts = [name for name in _RUN_OF_FUNCTIONS if name in self._names or (ran and getattr(fn, name))]
+        said = (name for name in _SAID_OF_FUNCTIONS if name in self._names or is_whole)
+        self.readers += (Reader(partial(getattr, fn, name), name, fn) for name in parts)
+        self.readers += (Reader(partial(getattr, fn, name)) for name in said)
+        self._pending += (getattr(fn, name) for name in parts if name != "__code__")
+        if not ran:
             return
         self._pending += fn.__closure__ or ()
-        defaults = [name for name in ("__defaults__", "__kwdefaults__") if getattr(fn, name)]
-        self.readers += (Reader(partial(getattr, fn, name), name, fn) for name in ("__code__", *defaults))
-        self._pending += (getattr(fn, name) for name in defaults)
         if "__wrapped__" in fn.__dict__:
             self._pending.append(fn.__dict__["__wrapped__"])
         if not self._is_traced:
