@@ -1,30 +1,54 @@
 """One table of Python state: what a call may read, what may change without harm, and what a call may write.
 
-``cases_read.py`` and ``cases_written.py`` fill it. A case makes its state anew each time that it is used.
+``cases_read.py``, ``cases_written.py`` and ``cases_mixed.py`` fill it. A case makes its state
+anew each time that it is used.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from graphdispatch import Reason
 
-__all__ = ["KEPT", "PATCH", "READS", "WRITES", "Box", "Case", "Read", "Slots", "Slotted", "Write", "put_back"]
+__all__ = [
+    "KEPT",
+    "MIXED",
+    "PATCH",
+    "READS",
+    "WRITES",
+    "Box",
+    "Case",
+    "Fn",
+    "Made",
+    "Read",
+    "Slots",
+    "Slotted",
+    "Write",
+    "put_back",
+]
 
 Fn = Callable[[torch.Tensor], Any]
-Made = tuple[Any, Callable[[], Any]]
+
+
+def _nothing() -> None:
+    """What there is nothing to do for, or to say of."""
+
+
+class Made(NamedTuple):
+    """A callable, what changes the state that it uses between calls, and what says how that state is."""
+
+    fn: Fn
+    change: Callable[[], Any] = _nothing
+    tell: Callable[[], Any] = _nothing
 
 
 @dataclass(frozen=True)
 class Case:
-    """State and a callable that uses it.
-
-    ``make()`` gives the callable, and what changes the state (of a read) or tells how it is (of a write).
-    """
+    """Makes a callable, and the state that it uses."""
 
     make: Callable[[], Made]
     row: bool = False
@@ -58,6 +82,9 @@ READS: dict[str, Read] = {}
 KEPT: dict[str, Read] = {}
 """The graph serves on after the change."""
 WRITES: dict[str, Write] = {}
+"""Each call writes it, and no graph serves."""
+MIXED: dict[str, Case] = {}
+"""Calls write it or not, as it happens to be, and graphs serve or not."""
 PATCH = pytest.MonkeyPatch()
 """What changes the process; ``put_back`` undoes it."""
 

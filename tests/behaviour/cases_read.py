@@ -18,22 +18,21 @@ import threading
 import types
 import weakref
 from abc import ABC
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, MutableMapping
-from contextvars import ContextVar
 from functools import partial
 from multiprocessing.context import SpawnContext
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
-import pydantic
 import torch
 from torch import Tensor, nn, ones, zeros
 
 import graphdispatch as gd
 
 from .cases import KEPT, PATCH, READS, Box, Fn, Made, Read, Slots, Slotted
+from .ways import PIECEWISE, WAYS
 
 __all__ = ["KEPT", "READS"]
 
@@ -74,8 +73,9 @@ def run(name: str, table: dict[str, Read] = READS, **more: Any) -> Callable[...,
         def made() -> Made:
             held = make()
             seen = held.seen if isinstance(held, Apart) else held
-            return lambda x: use(seen, x), lambda: change(held)
+            return Made(lambda x: use(seen, x), lambda: change(held))
 
+        assert name not in table, name
         table[name] = Read(made, **more)
 
     return case
@@ -121,79 +121,21 @@ def patch(owner: Any, name: str, value: Any) -> Change:
 # How a callable reaches its state.
 
 
-class Runner:
-    """A plain object that holds tensors, is callable and has methods; it keeps its last result."""
-
-    def __init__(self) -> None:
-        self.weight, self.last = torch.rand(3), ones(3)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.step(x)
-
-    def step(self, x: Tensor) -> Tensor:
-        return sum([self.scaled(x) for _ in range(2)], x)
-
-    def scaled(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-
-class Layer(nn.Module):
-    """A module with a tensor that is none of its buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.last = torch.rand(3), ones(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-
-def in_a_break(runner: Any) -> Fn:
-    """A break that reads nothing, behind which the runner is read."""
-    part = gd.eager_break(lambda x: x + 1)
-    return lambda x: runner.step(part(x))
-
-
-REACHES: dict[str, tuple[type, Callable[[Any], Fn], dict[str, Any]]] = {
-    "object": (Runner, lambda r: r, {}),
-    "method": (Runner, lambda r: r.step, {}),
-    "partial of an object": (Runner, lambda r: partial(r), {}),
-    "partial of a method": (Runner, lambda r: partial(r.step), {}),
-    "argument of a partial": (Runner, lambda r: partial(lambda runner, x: runner.step(x), r), {}),
-    "closure": (Runner, lambda r: lambda x: r.step(x), {}),
-    "default": (Runner, lambda r: lambda x, runner=r: runner(x), {}),
-    "decorator": (Runner, lambda r: torch.no_grad()(r.step), {}),
-    "inner function": (Runner, lambda r: (lambda inner: lambda x: inner(x) + 1)(lambda x: r.step(x)), {}),
-    "attribute": (
-        Runner,
-        lambda r: (lambda held: lambda x: held.runner.step(x))(types.SimpleNamespace(runner=r)),
-        {},
-    ),
-    "list": (Runner, lambda r: lambda x, runners=[r]: [each.step(x) for each in runners], {}),
-    "graphed": (Runner, lambda r: (lambda inner: lambda x: inner(x))(gd.graphed(r.step, dynamic={"x": 0})), {}),
-    "break": (Runner, in_a_break, {"mode": "PIECEWISE"}),
-    "module": (Layer, lambda m: m, {}),
-    "method of a module": (Layer, lambda m: m.forward, {}),
-    "partial of a module": (Layer, lambda m: partial(m), {}),
-    "argument of a partial, a module": (Layer, lambda m: partial(lambda model, x: model(x), m), {}),
-}
-
-
-def reached(how: str, change: Change) -> Callable[[], Made]:
-    """A weight that a callable reaches in one of these ways."""
-    kind, reach, _ = REACHES[how]
+def weight(how: str, change: Change) -> Callable[[], Made]:
+    """A weight, beside a tensor that nothing reads, in an object that a callable reaches in one of these ways."""
 
     def made() -> Made:
-        runner = kind()
-        return reach(runner), lambda: change(runner)
+        holder = Box(weight=torch.rand(3), last=ones(3))
+        return Made(WAYS[how](lambda x: x * holder.weight), lambda: change(holder))
 
     return made
 
 
-for how, (_, _, options) in REACHES.items():
-    READS[f"reached by {how}: replaced"] = Read(reached(how, put(weight=zeros(3))), options=options)
-    READS[f"reached by {how}: moved"] = Read(reached(how, lambda r: to(r.weight, data=ones(3))), options=options)
-    KEPT[f"reached by {how}: not read"] = Read(reached(how, put(last=zeros(3))), options=options)
+for how in WAYS:
+    options = {"mode": "PIECEWISE"} if how in PIECEWISE else {}
+    READS[f"reached by {how}: replaced"] = Read(weight(how, put(weight=zeros(3))), options=options)
+    READS[f"reached by {how}: moved"] = Read(weight(how, lambda h: to(h.weight, data=ones(3))), options=options)
+    KEPT[f"reached by {how}: not read"] = Read(weight(how, put(last=zeros(3))), options=options)
 
 
 # Modules.
@@ -327,7 +269,7 @@ run("hook replaced")(
 def _with_hook() -> Made:
     config, model = Box(k=2.0), nn.Sequential(nn.Identity()).eval()
     model[0].register_forward_hook(lambda module, args, output: output * config.k)
-    return lambda x: model(x), lambda: to(config, k=5.0)
+    return Made(lambda x: model(x), lambda: to(config, k=5.0))
 
 
 READS["state of a hook"] = Read(_with_hook)
@@ -433,28 +375,18 @@ class OwnList(list):
         return iter(())
 
 
-read("entry of a list")(lambda: [2.0, 3.0], lambda h: h[0], enter(0, 5.0))
 read("entry to the next list")(lambda: ([2.0, 3.0], [4.0]), lambda h: len(h[0]), lambda h: h[1].append(h[0].pop(0)))
 read("entry to the list before")(lambda: ([2.0, 3.0], [4.0]), lambda h: len(h[0]), lambda h: h[1].insert(0, h[0].pop()))
 read("list grew")(lambda: [2.0], len, lambda h: h.append(5.0))
 read("list of a class of its own")(lambda: OwnList([2.0]), lambda h: h[0], enter(0, 5.0))
-read("object in a list")(lambda: Box(k=[Box(k=ones(3))]), lambda h: h.k[0].k, lambda h: to(h.k[0], k=zeros(3)))
-read("entry of a dict")(lambda: {"k": 2.0}, lambda h: h["k"], lambda h: h.update(k=5.0))
 read("key of a dict")(lambda: {"k": 2.0}, len, lambda h: h.update(other=2.0))
 read("keys of a dict")(lambda: {"k": 2.0}, lambda h: 2 if "k" in h else 5, lambda h: h.update(j=h.pop("k")))
-read("object in a dict")(lambda: {"k": Box(k=2.0)}, lambda h: h["k"].k, lambda h: to(h["k"], k=5.0))
 read("deep in containers")(
     lambda: {"k": [[ones(3)]]}, lambda h: h["k"][0][0], lambda h: h["k"][0].__setitem__(0, zeros(3))
 )
 read("large table")(lambda: {f"{n}": n for n in range(5000)}, lambda h: h["2"], lambda h: h.update({"2": 7}))
-read("ordered dict")(lambda: OrderedDict(a=2.0, b=3.0), lambda h: h["a"], lambda h: h.update(a=5.0))
 read("order of a dict")(lambda: OrderedDict(a=2, b=3), lambda h: next(iter(h.values())), lambda h: h.move_to_end("a"))
 read("set grew")(lambda: {1, 2}, len, lambda h: h.add("new"))
-read("entry of a deque")(lambda: deque([2.0], maxlen=1), lambda h: h[0], lambda h: h.append(5.0))
-read("view of a dict")(lambda: Apart(t := {"k": 2}, t.values()), lambda h: sum(h), lambda h: h.owner.update(k=5))
-read("proxy of a dict")(
-    lambda: Apart(t := {"k": 2}, types.MappingProxyType(t)), lambda h: h["k"], lambda h: h.owner.update(k=5)
-)
 read("default factory")(lambda: defaultdict(lambda: 2), lambda h: h.default_factory(), put(default_factory=lambda: 5))
 read("default factory by a miss")(
     lambda: defaultdict(lambda: 2), lambda h: (h[0], h.clear())[0], put(default_factory=lambda: 5)
@@ -464,7 +396,6 @@ read("closure of a default factory")(
     lambda h: (h[0], h.clear())[0],
     lambda h: h.owner.append(h.owner.pop() + 3),
 )
-read("attribute")(lambda: Box(k=2.0), lambda h: h.k, put(k=5.0))
 read("attribute of a context of processes")(
     lambda: (made := SpawnContext(), to(made, k=2.0))[0], lambda h: h.k, put(k=5.0)
 )
@@ -482,7 +413,6 @@ read("attribute by a generic class")(
     put(k=5.0),  # type: ignore[misc]
 )
 read("type of data")(lambda: Box(dtype=torch.float32), lambda h: ones(3).to(h.dtype), put(dtype=torch.float64))
-read("slot")(lambda: Slotted(2.0), lambda h: h.k, put(k=5.0))
 read("slot that goes")(lambda: Slotted(2.0), lambda h: getattr(h, "k", 5.0), lambda h: delattr(h, "k"))
 read("computed_name", row=True)(lambda: Box(k=2.0, name="k"), lambda h: getattr(h, h.name), put(k=5.0))
 read("computed_name: by a partial", row=True)(
@@ -504,13 +434,10 @@ read("class of a weak reference")(
     lambda h: h[1]().k * h[1].k,
     lambda h: setattr(type(h[1]), "k", 5.0),
 )
-read("weak reference")(lambda: Apart(b := Box(k=2.0), weakref.ref(b)), lambda h: h().k, put("owner", k=5.0))
-read("arguments of an exception")(lambda: ValueError(2), lambda h: h.args[0], put(args=(5,)))
 read("equal arguments")(
     lambda: [argparse.Namespace(k=1) for _ in "ab"], lambda h: 2 if h[0] == h[1] else 5, lambda h: to(h[0], k=3)
 )
 read("printed arguments")(lambda: argparse.Namespace(k=1), lambda h: len(f"{h}"), put(k=10))
-read("module as attribute")(lambda: Box(m=module(k=2)), lambda h: h.m.k, put("m", k=5))
 run("subset of data")(lambda: torch.utils.data.Subset([2, 5], [0]), lambda h, x: x * h[0], put(indices=[1]))
 for constant in ("2.5", "1 << 70", "'some text'", "b'some bytes'", "float('nan')", "0.0"):
     kept(f"equal constants: {constant}")(
@@ -673,12 +600,6 @@ read("order of own attributes")(Through, lambda h: h.number(), lambda h: put_las
 read("order of items")(Through, lambda h: [v for _, v in h.__dict__.items()][0], lambda h: put_last(vars(h)))  # noqa: RUF015
 
 
-class Private(pydantic.BaseModel):
-    """Has an attribute that is no field."""
-
-    _number: int = pydantic.PrivateAttr(2)
-
-
 Point = dataclasses.make_dataclass("Point", [("number", int)])
 
 
@@ -689,9 +610,7 @@ def matched(point: Any) -> int:
             return found
 
 
-read("private attribute of pydantic")(Private, lambda h: h._number, put(_number=5))
 read("class pattern")(lambda: Point(2), matched, put(number=5))
-read("attribute of a number")(lambda: own_class(int, number=2)(1), lambda h: h.number, put(number=5))
 # Functions and classes.
 
 
@@ -703,7 +622,7 @@ def with_variable() -> Made:
         nonlocal number
         number = 5
 
-    return lambda x: x * number, change
+    return Made(lambda x: x * number, change)
 
 
 READS["closure_number_changed"] = Read(with_variable, row=True)
@@ -722,7 +641,7 @@ def with_empty_closure() -> Made:
 
     later = 0
     del later
-    return lambda x: x * number(), change
+    return Made(lambda x: x * number(), change)
 
 
 READS["empty closure"] = Read(with_empty_closure)
@@ -748,13 +667,14 @@ def copy_of(fn: Any) -> Any:
 read("code of a function")(lambda: copy_of(function), lambda h: h(), put(__code__=other.__code__))
 read("default")(lambda: copy_of(function), lambda h: h(), put(__defaults__=(5,)))
 read("keyword's default")(lambda: copy_of(function), lambda h: h(), put(__kwdefaults__={"by": 5}))
-read("keyword's default in place")(lambda: copy_of(function), lambda h: h(), lambda h: h.__kwdefaults__.update(by=5))
+for name, value in {"__name__": "longer_name", "__qualname__": "Another", "__doc__": "Text."}.items():
+    read(f"{name} of a function")(
+        lambda: copy_of(function), partial(lambda name, h: len(getattr(h, name) or ""), name), put(**{name: value})
+    )
 read("default by inspect")(
     lambda: copy_of(function), lambda h: inspect.signature(h).parameters["value"].default, put(__defaults__=(5,))
 )
 read("attribute_tried_for_instead", row=True)(lambda: copy_of(function), lambda h: getattr(h, "k", 2.0), put(k=5))
-read("attribute of a function")(lambda: (f := copy_of(function), to(f, k=2))[0], lambda h: h.k, put(k=5))
-read("keyword of a partial")(lambda: partial(int, "12", base=4), lambda h: h(), lambda h: h.keywords.update(base=8))
 read("single dispatch")(
     lambda: functools.singledispatch(lambda _: 2), lambda h: h(1), lambda h: h.register(int, lambda _: 5)
 )
@@ -779,7 +699,6 @@ def choice() -> Any:
     return first
 
 
-read("attribute of a class")(lambda: own_class(k=2), lambda h: h.k, put(k=5))
 read("attribute of a class by a computed name")(
     lambda: own_class(k=2, names=("k",), first=lambda self: getattr(self, self.names[0]))(),
     lambda h: h.first(),
@@ -796,10 +715,8 @@ for kind in (staticmethod, classmethod):
 read("static method of an object")(
     lambda: Apart(o := Operand(), own_class(k=staticmethod(o.__len__))), lambda h: h.k(), put("owner", k=5)
 )
-read("attribute of a metaclass")(with_metaclass, lambda h: h[0].k, lambda h: to(h[1], k=5))
 read("text of a class")(lambda: own_class(__doc__="2"), lambda h: float(h.__doc__), put(__doc__="5"))
 read("enumeration_changed", row=True)(choice, lambda h: h.value["k"], lambda h: h.value.update(k=5))
-read("enumeration_changed: attribute")(choice, lambda h: h.number, put(number=5))
 read("member by its value")(choice, lambda h: type(h)(dict(h.value)).number, put(number=5))
 
 
@@ -942,8 +859,6 @@ run("global_tensor_rebound", row=True)(none, lambda _, x: x + OFFSET, patch(glob
 run("helper_global_changed", row=True)(none, lambda _, x: reads_offset(x), patch(globals(), "OFFSET", zeros(3)))
 run("helper_of_module_changed", row=True)(Shifted, lambda m, x: m(x), patch(globals(), "OFFSET", zeros(3)))
 run("global function")(none, lambda _, x: ALIAS(x), patch(globals(), "ALIAS", torch.tanh))
-run("entry of a global dict")(none, lambda _, x: x * TABLE["k"], patch(TABLE, "k", 5.0))
-run("object in a global list")(none, lambda _, x: x * BOXES[0].k, patch(BOXES[0], "k", 5.0))
 run("settings_module_changed", row=True)(none, lambda _, x: x * SETTINGS.k, patch(SETTINGS, "k", 5.0))
 run("global that hides a builtin")(none, lambda _, x: x * abs(-2), patch(globals(), "abs", lambda _: 7))
 run("builtin replaced")(none, lambda _, x: x * abs(-2), patch(builtins, "abs", lambda _: 7))
@@ -1133,7 +1048,6 @@ read("environment_changed", row=True)(
 read("expanded variable")(
     lambda: PATCH.setenv("GD_K", "2"), lambda _: float(os.path.expandvars("$GD_K")), patch(os.environ, "GD_K", "5")
 )
-read("context variable")(lambda: ContextVar("k", default=2.0), lambda h: h.get(), lambda h: h.set(5.0))
 read("python function replaced")(none, lambda _: int(math.sqrt(4)), patch(math, "sqrt", lambda _: 5))
 run("library_replaced", row=True)(
     none, lambda _, x: nn.functional.relu(x), patch(nn.functional, "relu", lambda x: x * 5)
@@ -1147,13 +1061,11 @@ read("attribute of a class of torch")(
 read("default of a class of torch")(
     lambda: nn.Linear(2, 2), lambda h: 5 if h.dump_patches else 2, patch(nn.Module, "dump_patches", True)
 )
-read("module of torch")(lambda: stub(k=2), lambda h: h.k, put(k=5))
 read("scale of gradients")(
     lambda: torch.amp.GradScaler("cpu", init_scale=2.0),
     lambda h: h.get_scale(),
     lambda h: h.load_state_dict({**h.state_dict(), "scale": 5.0}),
 )
-read("attribute of a generator")(lambda: own_class(torch.Generator, k=2)(), lambda h: h.k, put(k=5))
 read("generator of Python")(
     lambda: (g := random.Random(3), g.getstate()), lambda h: h[0].getstate() == h[1], lambda h: h[0].random()
 )
@@ -1183,7 +1095,7 @@ def operator() -> Made:
     library.impl("attend", attend, "CPU")
     gd.row_rule("graphdispatch_cases::attend", "n ... -> n ...")
     PATCH.setattr(Box, "library", None)
-    return lambda x: torch.ops.graphdispatch_cases.attend(x), lambda: to(context, k=5.0)
+    return Made(lambda x: torch.ops.graphdispatch_cases.attend(x), lambda: to(context, k=5.0))
 
 
 READS["operator_context_changed"] = Read(operator, row=True)
@@ -1253,12 +1165,12 @@ def metadata_of_a_break() -> Made:
     net = nn.Module()
     net.metadata = Box(shift=2.0)
     part = gd.eager_break(lambda x: x + net.metadata.shift)
-    return lambda x: part(x * 2).relu(), lambda: to(net, metadata=Box(shift=5.0))
+    return Made(lambda x: part(x * 2).relu(), lambda: to(net, metadata=Box(shift=5.0)))
 
 
 KEPT["metadata that a break reads"] = Read(metadata_of_a_break, options={"mode": "PIECEWISE"})
 KEPT["number that a break reads"] = Read(
-    lambda: (lambda box: (gd.eager_break(lambda x: x * box.k), lambda: to(box, k=5.0)))(Box(k=2.0)),
+    lambda: (lambda box: Made(gd.eager_break(lambda x: x * box.k), lambda: to(box, k=5.0)))(Box(k=2.0)),
     options={"mode": "PIECEWISE"},
 )
 

@@ -20,9 +20,9 @@ from graphdispatch.native.bound import GUARD
 
 from ..helpers import assert_same, assert_served, check_calls, check_rows, native_answers
 from .cases import Box, put_back
-from .cases_read import KEPT, READS
-from .cases_written import WRITES
 from .front_end import Open
+from .table import KEPT, READS, WRITES
+from .ways import WAYS
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def answers(pytestconfig: pytest.Config) -> Callable[[Any], set[bool]]:
 def test_what_is_read_is_compared(name: str, answers: Callable[[Any], set[bool]]) -> None:
     """Graphs serve, the state changes, both guards notice, the answers are eager's from the next call on, and graphs
     serve again."""
-    fn, change = READS[name].make()
+    fn, change, _ = READS[name].make()
     step, x = served(fn, **READS[name].options), torch.randn(4, 3)
     assert_served(step, x)
     guard, before = step.entries[0].guard, step.unwrap()(x)
@@ -85,7 +85,7 @@ def test_what_is_read_is_compared(name: str, answers: Callable[[Any], set[bool]]
 def test_what_changes_nothing_ends_no_graph(name: str, answers: Callable[[Any], set[bool]]) -> None:
     """Writes in place, equal constants and what no code reads: the one graph serves on, with eager's answers. Both
     guards hold; an equal container has a successor of theirs, which is another."""
-    fn, change = KEPT[name].make()
+    fn, change, _ = KEPT[name].make()
     step = served(fn, **KEPT[name].options)
     assert step.stats.captures == 1, step.explain(torch.randn(4, 3))
     guard = step.entries[0].guard
@@ -98,20 +98,9 @@ def test_what_changes_nothing_ends_no_graph(name: str, answers: Callable[[Any], 
     assert step.stats.captures == 1
 
 
-class Holding(torch.nn.Module):
-    """A module that holds the callable of a case."""
-
-    def __init__(self, fn: Any) -> None:
-        super().__init__()
-        self.fn = fn
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.fn(x)
-
-
 def left(name: str, wrap: Callable[[Any], Any], sizes: tuple[int, ...]) -> tuple[list[Any], Any, Any]:
     """The answers to batches of these sizes, the state after them, and what was called; each time from the start."""
-    fn, tell = WRITES[name].make()
+    fn, _, tell = WRITES[name].make()
     step = wrap(fn)
     torch.manual_seed(1)
     answers = [step(torch.randn(rows, 3)) for rows in sizes]
@@ -136,13 +125,13 @@ def test_each_call_writes_once(name: str) -> None:
 @pytest.mark.parametrize("name", WRITES)
 def test_a_capture_ahead_writes_nothing(name: str) -> None:
     """Its runs are undone, or refused before they change what nobody can put back."""
-    fn, tell = WRITES[name].make()
-    step = graphs_of(Holding(fn).eval())
+    fn, _, tell = WRITES[name].make()
+    step = graphs_of(WAYS["module"](fn))
     step.prewarm(torch.randn(4, 3))
     assert not step.entries
     if not WRITES[name].is_shared:
         state = tell()
-        assert state == WRITES[name].make()[1]()
+        assert state == WRITES[name].make().tell()
 
 
 def broken(fn: Any) -> Any:
@@ -155,7 +144,7 @@ def broken(fn: Any) -> Any:
 def test_what_only_a_run_with_padding_writes_is_put_back(name: str) -> None:
     """The caller's runs of three rows leave all as it was; those of four, for the graph's sake, leave nothing."""
     for options in ({}, {"mode": "PIECEWISE"})[: 1 + WRITES[name].in_breaks]:
-        fn, tell = WRITES[name].make()
+        fn, _, tell = WRITES[name].make()
         padded = partial(lambda fn, x: fn(x) if len(x) == 4 else x * 7, fn)
         step = graphs_of(broken(padded) if options else lambda x, padded=padded: padded(x), capture_after=1, **options)
         for _ in range(2):
@@ -164,7 +153,7 @@ def test_what_only_a_run_with_padding_writes_is_put_back(name: str) -> None:
         assert not step.stats.hits
         if not WRITES[name].is_shared:
             state = tell()
-            assert state == WRITES[name].make()[1]()
+            assert state == WRITES[name].make().tell()
 
 
 @pytest.mark.parametrize("name", [name for name, case in WRITES.items() if case.in_breaks])
@@ -184,7 +173,7 @@ def rows_in(table: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("name", rows_in(READS | KEPT))
 def test_every_front_end_compares_what_is_read(name: str, settled: Open) -> None:
     """A graph serves the call after the change only if that changes nothing, and the answers are eager's."""
-    fn, change = (READS | KEPT)[name].make()
+    fn, change, _ = (READS | KEPT)[name].make()
     step = settled(fn)
     change()
     step.check_calls(4)
@@ -196,11 +185,11 @@ def test_every_front_end_compares_what_is_read(name: str, settled: Open) -> None
 def test_every_front_end_writes_once(name: str, tried: Open) -> None:
     """No graph serves it; answer and state are eager's after as many calls, failed captures included."""
     x = torch.randn(4, 3)
-    fn, tell = WRITES[name].make()
+    fn, _, tell = WRITES[name].make()
     step = tried(fn)
     answer, state, reason = step(x), tell(), step.reason()
     step.check(WRITES[name].reason)
-    eager, eager_tell = WRITES[name].make()
+    eager, _, eager_tell = WRITES[name].make()
     expected = [eager(x) for _ in range(step.calls)][-1]
     if not WRITES[name].is_shared:
         assert_same(answer, expected, f"{step.name}: {reason}")
@@ -423,7 +412,7 @@ def test_code_that_reads_only_while_nobody_captures_is_served() -> None:
 
 def test_too_much_to_save_is_said() -> None:
     """What cannot be saved cannot be undone: nothing is run again, and the reason names the option."""
-    fn, tell = WRITES["host: numpy"].make()
+    fn, _, tell = WRITES["host: numpy"].make()
     step = gd.graphed(fn, dynamic={"x": 0}, sizes=[4], options=gd.CUDAGraphOptions(state_limit_bytes=7))
     for _ in range(4):
         step(torch.randn(4, 3))
@@ -471,7 +460,7 @@ def test_an_attribute_of_an_argument_that_a_break_reads() -> None:
 
 def test_an_outer_profiler_goes_on() -> None:
     """A profiler of the user's is still there after a run that ended early, before an iterator."""
-    fn, tell = WRITES["iterator: list iterator"].make()
+    fn, _, tell = WRITES["iterator: list iterator"].make()
     step, seen, outer = graphs_of(fn), [], sys.getprofile()
     profile = lambda frame, event, arg: seen.append(event)  # noqa: E731
     sys.setprofile(profile)
