@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,3 +107,76 @@ def test_a_prompt_beside_a_frozen_model(where: str, monkeypatch: pytest.MonkeyPa
     assert step.stats.hits
     prompt.requires_grad_()
     assert step(torch.randn(4, 2)).requires_grad
+
+
+PROMPT = torch.ones(2)
+MODULE = ModuleType("prompts")
+MODULE.held = SimpleNamespace(prompt=PROMPT)  # type: ignore[attr-defined]
+
+
+class Prompts:
+    """A class that holds a tensor, and has a method that reads a global one."""
+
+    prompt = PROMPT
+
+    def add(self, x: Tensor) -> Tensor:
+        """With what a global variable holds."""
+        return self.plus(x)
+
+    def plus(self, x: Tensor) -> Tensor:
+        """The same, for another method."""
+        return x + PROMPT
+
+
+class Prompted(nn.Module):
+    """A module whose code reads a global tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """With the prompt."""
+        return x + PROMPT
+
+
+OBJECT = Prompts()
+BY_CODE: dict[str, Callable[[Tensor], Tensor]] = {
+    "forward": Prompted().eval(),
+    "method": OBJECT.add,
+    "method of an object": lambda x: OBJECT.add(x),
+    "class": lambda x: x + Prompts.prompt,
+    "module": lambda x: x + MODULE.held.prompt,
+    "a name that nobody sees": lambda x: x + globals()["".join(("PRO", "MPT"))],
+}
+
+
+@pytest.mark.parametrize("is_unsafe", [False, True])
+@pytest.mark.parametrize("fn", BY_CODE.values(), ids=BY_CODE)
+def test_what_trains_where_code_alone_leads_to(fn: Callable[[Tensor], Tensor], is_unsafe: bool) -> None:
+    """Each call is differentiated, whether the call can be captured or not; at the latest once its code was watched
+    where it finds the tensor under a name that it makes up."""
+
+    def call(x: Tensor) -> Tensor:
+        return fn(x) if not is_unsafe or x.sum().item() < 1e9 else x
+
+    PROMPT.requires_grad_()
+    try:
+        step = graphed(fn if not is_unsafe else call, dynamic={"x": 0}, sizes=[4], options=AT_ONCE)
+        found = [step(torch.randn(4, 2)).requires_grad for _ in range(4)]
+    finally:
+        PROMPT.requires_grad_(False)
+    assert all(found[fn is BY_CODE["a name that nobody sees"] :])
+
+
+def test_a_prompt_that_was_computed() -> None:
+    """It trains what it was computed of."""
+    prompt, model = weight() * 2, nn.Linear(2, 2).eval()
+    step = graphed(lambda x: model(x + prompt), dynamic={"x": 0}, sizes=[4], options=AT_ONCE)
+    for _ in range(4):
+        assert step(torch.randn(4, 2)).requires_grad
+
+
+def test_an_activation_does_not_train() -> None:
+    """A module without parameters, which nobody has put into eval mode, says nothing of others."""
+    model, activation = nn.Linear(2, 2).eval(), nn.GELU()
+    step = graphed(lambda x: activation(model(x)), dynamic={"x": 0}, sizes=[4], options=AT_ONCE)
+    for _ in range(4):
+        step(torch.randn(4, 2))
+    assert step.stats.hits

@@ -65,9 +65,9 @@ _OF_ONE_CALL = (
     *(Reason.DISABLED, Reason.NOT_CAPTURED),
 )
 """Reasons that say nothing of the next call of so many rows."""
-_IN_CALLERS_MODE = (Reason.NEEDS_GRADIENTS, Reason.UNGUARDED_ARGUMENT)
-"""Reasons of calls that are differentiated if gradients are on: what an argument that nobody sees into holds may train.
-"""
+_IN_CALLERS_MODE = (Reason.NEEDS_GRADIENTS, Reason.UNGUARDED_ARGUMENT, Reason.STATE_UNSEEN)
+"""Reasons of calls that are differentiated if gradients are on: what nobody sees into, an argument or what the call
+finds, may hold something that trains."""
 _record_eager = CORE.record_eager if CORE is not None else CUDAGraphStats.record_eager
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.utils._device
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ...backends.operators import storage_key
@@ -237,8 +238,7 @@ class StateGuard:
     def _no_new_hooks(self) -> bool:
         """Whether hooks were registered meanwhile only elsewhere in the process, and none on the callable's modules."""
         latest = RemovableHandle.next_id
-        latest = self._latest_hook
-        if any(number >= latest for table in self._hooks for number in table):
+        if any(number >= self._latest_hook for table in self._hooks for number in table):
             return False
         self._latest_hook = latest  # so that a later call need not look again; racing threads set nearly the same
         return True
@@ -259,18 +259,22 @@ class StateGuard:
         answer = None if native is None else native.trainable()
         if answer is not None:
             return bool(answer)
-        trains = any(map(_training, self.modules)) if self._trains is None else self._trains
+        trains = any(map(_training, self._owners())) if self._trains is None else self._trains
         return any(map(_requires_grad, self.placed if trains else compress(self.placed, self._loose)))
 
     def _find_loose(self) -> list[bool]:
         """Of each tensor, whether it belongs to no module, such as a prompt that trains beside a frozen model."""
-        owned = {id(one) for m in self.modules for one in chain(m._parameters.values(), m._buffers.values())}
-        with torch._C.DisableTorchFunction():
-            return [id(one) not in owned and one.is_leaf for one in self.tensors]
+        tables = (one for m in self.modules for one in (m._parameters, m._buffers, attribute_table(m) or {}))
+        owned = {id(one) for table in tables for one in table.values()}
+        return [id(one) not in owned for one in self.tensors]
+
+    def _owners(self) -> list[nn.Module]:
+        """The modules that have parameters of their own: whether an activation trains says nothing."""
+        return [module for module in self.modules if any(one is not None for one in module._parameters.values())]
 
     def _find_training(self) -> bool | None:
-        """Whether a call can train: there is no module, or one in training mode. None if the guard cannot tell, because
-        it does not compare all these flags."""
+        """Whether a call can train: no module has parameters, or one that has is in training mode. None if the guard
+        cannot tell, because it does not compare all these flags."""
         kinds = {type(module) for module in self.modules}
         bases = {base for kind in kinds for base in kind.__mro__[:-1]}
         if any("training" in vars(base) or "__getattribute__" in vars(base) for base in bases):
@@ -278,7 +282,7 @@ class StateGuard:
         places = ((table, name) for table, names in self._named for name in names)
         pairs = zip(places, self._held, strict=False)  # the first of what was held
         flags = {id(table): held for (table, name), held in pairs if name == "training"}
-        found = [flags.get(id(attribute_table(module)), objects.ABSENT) for module in self.modules]
+        found = [flags.get(id(attribute_table(module)), objects.ABSENT) for module in self._owners()]
         return None if any(type(flag) is not bool for flag in found) else not found or any(found)
 
     def _held_attributes(self) -> Iterator[tuple[Mapping[str, Any], str, Any]]:

@@ -243,11 +243,12 @@ def slot_value(member: Any, value: Any) -> Any:
 
 def variables_of(fn: types.FunctionType) -> Iterator[str]:
     """The names of the globals that a function and the code nested in it use."""
-    yield from (name for name in _names_in(fn.__code__) if name in fn.__globals__)
+    yield from (name for name in names_in(fn.__code__) if name in fn.__globals__)
 
 
 @lru_cache(maxsize=8192)
-def _names_in(code: types.CodeType) -> frozenset[str]:
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """The names of variables, attributes and imported modules in code and the code nested in it."""
     return frozenset(name for nested in _nested_codes(code) for name in nested.co_names)
 
 

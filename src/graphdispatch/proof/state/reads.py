@@ -12,7 +12,7 @@ import sys
 import types
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial, partialmethod
 from operator import attrgetter, is_, methodcaller
@@ -269,6 +269,36 @@ class StateReads:
                 self._seen[id(value)] = value
                 getattr(self, f"_visit_{role}")(value)
 
+    def _follow_named(self, homes: Iterable[Any], names: frozenset[str]) -> None:
+        """Without a trace: go on with what code may reach under its ``names`` from these variables of it: what modules
+        and classes of the user have there, and the methods of objects."""
+        seen, pending = dict[int, Any](), list(homes)
+        while pending:
+            home = pending.pop()
+            if id(home) in seen:
+                continue
+            seen[id(home)] = home
+            is_class = issubclass(type(home), type)
+            users = objects.user_classes(home if is_class else type(home))
+            if objects.is_user_module(home) or (is_class and users):
+                present = [name for name in vars(home) if name in names]
+                self._compare_variables(vars(home), present)
+                pending += map(vars(home).__getitem__, present)
+            else:
+                self._follow_methods(users, names)
+
+    def _follow_methods(self, users: Sequence[type], names: Collection[str]) -> None:
+        """Without a trace: go on with the methods of classes of the user under these names, and with what the classes
+        have under the names in the code of those."""
+        found, pending = set[str](), set(names)
+        while pending:
+            found |= pending
+            for base in users:
+                self._compare_variables(vars(base), pending)
+            held = [vars(base)[name] for base in users for name in pending if name in vars(base)]
+            codes = (fn.__code__ for one in held for fn in objects.functions_in(one))
+            pending = set().union(*map(objects.names_in, codes)) - found
+
     def _fix(self, home: Any, held: Iterable[Any]) -> None:
         """Follow what an object holds that cannot change."""
         self._pending += held
@@ -287,6 +317,9 @@ class StateReads:
 
     def _visit_method(self, method: Any) -> None:
         self._fix(method, objects.stands_for(method))
+        if not self._is_traced and type(method) is types.MethodType:
+            for fn in objects.functions_in(method.__func__):
+                self._follow_named([method.__self__], objects.names_in(fn.__code__))
         if objects.user_classes(type(method)) or not issubclass(type(method), (property, types.MethodType)):
             self._visit_instance(method)
 
@@ -394,6 +427,7 @@ class StateReads:
         users = objects.user_classes(kind)
         self._pending += (base for base in type.mro(kind)[1:] if base in users or issubclass(base, nn.Module))
         if not self._is_traced:
+            self._follow_methods(users, ("forward", "__call__"))
             return
         table = vars(kind)
         if kind in users:
@@ -457,6 +491,10 @@ class StateReads:
             self._pending.append(fn.__dict__["__wrapped__"])
         if not self._is_traced:
             self._compare_variables(fn.__globals__, objects.variables_of(fn))
+            names = objects.names_in(fn.__code__)
+            cells = map(objects.cell_value, fn.__closure__ or ())
+            variables = (table.get(name) for table in (fn.__globals__, sys.modules) for name in names)
+            self._follow_named([*cells, *variables], names)
 
     def _compare_namespaces(self, notes: CodeNotes) -> None:
         self._pending += notes.unreached_functions
@@ -479,7 +517,7 @@ class StateReads:
                 self._pending += map(sys.modules.__getitem__, loaded)
                 self._follow()
 
-    def _compare_variables(self, table: dict[str, Any], names: Iterable[str]) -> None:
+    def _compare_variables(self, table: Mapping[str, Any], names: Iterable[str]) -> None:
         present = [name for name in names if name in table]
         if present:
             self.attributes.append((table, present))
