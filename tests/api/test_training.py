@@ -370,6 +370,40 @@ def test_gradients_between_steps_are_the_callers() -> None:
     twins.settle()
 
 
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_a_gradient_that_the_caller_binds_stays_its_own(zeroes: bool) -> None:
+    """A step adds to the very tensor that was bound before it, or leaves that alone and makes another one."""
+
+    class Steps(Regression):
+        def step(self, x: Tensor, y: Tensor) -> Tensor:
+            if zeroes:
+                self.optimizers[0].zero_grad()
+            loss = functional.mse_loss(self.nets(x), y)
+            loss.backward()
+            self.optimizers[0].step()
+            return loss
+
+    twins, bound = Twins(Steps), list[list[Tensor]]()
+
+    def bind(learner: Learner) -> None:
+        bound.append([torch.full_like(one, 0.25) for one in learner.nets.parameters()])
+        for one, grad in zip(learner.nets.parameters(), bound[-1], strict=True):
+            one.grad = grad
+
+    twins.settle()
+    for number in range(12):
+        bound.clear()
+        twins.both(bind)
+        if number == 6:
+            twins.step.explain(*twins.served.batch())
+        reason = twins.call()
+        served, plain = bound
+        assert all(map(torch.equal, served, plain))
+        kept = [one.grad is grad for one, grad in zip(twins.served.nets.parameters(), served, strict=True)]
+        assert kept == [not zeroes] * len(served)
+    assert reason is Reason.EXACT
+
+
 def test_weights_loaded_between_steps() -> None:
     """Into the same memory: the graphs go on with the new numbers. As other tensors: captured anew."""
     twins = Twins(Regression)

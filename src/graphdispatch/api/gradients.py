@@ -6,6 +6,9 @@ Note [gradients of a step]
     ends with each ``.grad`` bound as it began. Which of them the step leaves at None is a part of its answer, so that
     eager runs and replays both return it; ``.grad`` is then bound by that. For a guard and for the undo of a run,
     gradients are tensors that the step writes in place. Which of them were None at its begin, the guard compares.
+
+    A tensor that somebody else binds between two steps lends its numbers to the leaf's own for one step. A step that
+    adds to it gives them back, and one that sets ``.grad`` to None first leaves it as it is.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +23,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+_ADDED = 2
+"""Stands for a gradient that a step added to the one that was there before."""
+
 
 class Gradients:
     """The tensors in which a step leaves the gradients of what it trains."""
@@ -33,6 +39,8 @@ class Gradients:
         """What ``.grad`` of each leaf is when a run begins."""
         self._given = b""
         """For each leaf 1 if that is a tensor, else 0."""
+        self._lent: list[tuple[int, torch.Tensor]] = []
+        """By the place of the leaf, tensors of others that were ``.grad`` when the step began."""
 
     def take(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Look after the gradients of these tensors. Returns whether others were looked after before."""
@@ -57,6 +65,7 @@ class Gradients:
                 continue
             if home is not None and grad is not home and _fits(grad, home):
                 home.copy_(grad)
+                self._lent.append((index, grad))
             else:
                 is_used = any(grad is other for other in self._homes)
                 home, is_new = (grad.clone() if is_used else grad), True
@@ -66,8 +75,9 @@ class Gradients:
         return is_new
 
     def end(self) -> bytes:
-        """Leave the gradients of a run in their tensors, and ``.grad`` as it was when the run began. Returns 1
-        for each leaf that has a gradient then, and 0 for others. One that cannot be kept so stays where it is."""
+        """Leave the gradients of a run in their tensors, and ``.grad`` as it was when the run began. Returns 0 for each
+        leaf without a gradient then, and ``_ADDED`` where it is in the tensor that was there before. One that cannot be
+        kept so stays where it is."""
         found = list(map(_grad, self.leaves))
         kept = {_memory_of(home) for home in self._homes if home is not None}
         homes: list[torch.Tensor] = []
@@ -83,17 +93,28 @@ class Gradients:
         if made:
             with torch.no_grad():
                 torch._foreach_copy_(homes, made)
-        return bytes(grad is not None for grad in found)
+        pairs = zip(found, self._bound, strict=True)
+        return bytes(0 if grad is None else _ADDED if grad is before else 1 for grad, before in pairs)
 
     def bind(self, given: bytes) -> None:
         """Bind ``.grad`` of each leaf to what ``end`` said of a run or of the run that a graph repeats."""
-        if given == self._given:
+        self._lent = [(index, tensor) for index, tensor in self._lent if given[index] == _ADDED]
+        has_gradient = bytes(map(bool, given))
+        if has_gradient == self._given:
             return
-        for leaf, home, has in zip(self.leaves, self._homes, given, strict=True):
+        for leaf, home, has in zip(self.leaves, self._homes, has_gradient, strict=True):
             grad = leaf.grad
             if (grad is None and has) or (grad is home and not has):
                 leaf.grad = home if has else None
         self._note()
+
+    def give_back(self) -> None:
+        """Bind what was lent again, with the numbers that are in the leaf's own tensor."""
+        for index, tensor in self._lent:
+            leaf, home = self.leaves[index], self._homes[index]
+            if home is not None and leaf.grad is home:
+                leaf.grad = tensor.copy_(home)
+        self._lent = []
 
     def _note(self) -> None:
         found = map(_grad, self.leaves)

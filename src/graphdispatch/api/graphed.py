@@ -454,7 +454,10 @@ class GraphedStep(Graphed[P, R]):
                 is_new = gradients.take(self._reached.tensors)
             if (gradients.begin() or is_new) and graphs.entries():
                 graphs.rearm(EvictionReason.STALE)
-            yield
+            try:
+                yield
+            finally:
+                gradients.give_back()
 
     def explain(self, /, *args: P.args, **kwargs: P.kwargs) -> str:
         """As ``Graphed.explain``."""
