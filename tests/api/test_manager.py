@@ -314,6 +314,16 @@ def test_a_replay_that_would_lose_gradients_is_refused() -> None:
     assert torch.equal(manager.replay_graph(4, 1, inputs), module(inputs["input"]))
 
 
+def test_nothing_is_held_of_a_key_that_is_removed(registry: CUDAGraphRegistry) -> None:
+    """Neither the graph nor its static inputs, once no other key of the function needs them."""
+    for rows in (4, 8):
+        registry.capture(rows, 1, double, {"x": (rows, 64)})
+    assert registry.remove(8, 1)
+    assert registry.get(4, 1).replay({"x": torch.ones(4, 64)}).sum() == 2 * 4 * 64
+    assert registry.remove(4, 1)
+    assert registry.memory_bytes == 0
+
+
 @pytest.mark.parametrize("how", ["sleep", "clear"])
 def test_nothing_is_held_asleep_or_cleared(how: str) -> None:
     """Neither static inputs whose graph went for one of another callable, nor callables, which may hold weights."""

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphdispatch import Graphed, Reason, graphed
+from graphdispatch import Graphed, Reason, eager_break, graphed
+from graphdispatch.errors import CaptureError
 
 from ..helpers import AT_ONCE, in_threads, serve_in_python
 
@@ -100,3 +101,67 @@ def test_it_waits_for_no_lock_of_the_server(step: Graphed[[Tensor], tuple[Tensor
         is_done.set()
 
     assert in_threads(holds, calls)[0]
+
+
+@pytest.mark.parametrize("change", ["invalidate", "sleep", "wake", "freeze", "unfreeze", "clear"])
+def test_it_changes_no_graphs(step: Graphed[[Tensor], tuple[Tensor, Tensor]], change: str) -> None:
+    """A replay that goes on has its graph until it ends, and no flag is left that says otherwise."""
+    raised = list[BaseException]()
+
+    def changes() -> None:
+        with pytest.raises(CaptureError, match="graphs cannot be changed now") as caught:
+            getattr(step, change)()
+        raised.append(caught.value)
+
+    step._graph_cache.is_asleep = change == "wake"  # which does nothing when awake
+    hits = step.stats.hits
+    OF_PAD.append(changes)
+    check(step, torch.ones(3, 2))
+    assert len(raised) == 1
+    assert step.stats.hits == hits + 1
+    assert not step.is_frozen
+    assert step._graph_cache.is_asleep is (change == "wake")
+
+
+def test_it_waits_for_no_lock_when_it_changes_graphs(step: Graphed[[Tensor], tuple[Tensor, Tensor]]) -> None:
+    """As above, of a pad function that calls ``invalidate``: that raises at once."""
+    is_held, is_done = threading.Event(), threading.Event()
+
+    def holds() -> bool:
+        with step._server.lock:
+            is_held.set()
+            return is_done.wait(10)
+
+    def changes() -> None:
+        with pytest.raises(CaptureError):
+            step.invalidate()
+
+    def calls() -> None:
+        assert is_held.wait(10)
+        OF_PAD.append(changes)
+        check(step, torch.ones(3, 2))
+        is_done.set()
+
+    assert in_threads(holds, calls)[0]
+
+
+def test_a_break_releases_no_graph() -> None:
+    """Its error is the call's, and the graph serves on."""
+    releases = list[Callable[[], None]]()
+
+    @eager_break
+    def part(h: Tensor) -> Tensor:
+        while releases:
+            releases.pop()()
+        return h + 1
+
+    step = graphed(lambda x: part(x * 2) + x, dynamic={"x": 0}, sizes=[4], mode="PIECEWISE", options=AT_ONCE)
+    for _ in range(4):
+        step(torch.randn(4, 2))
+    (entry,) = step.entries
+    releases.append(entry.release)
+    with pytest.raises(CaptureError, match="graphs cannot be changed now"):
+        step(torch.ones(4, 2))
+    hits, x = step.stats.hits, torch.randn(4, 2)
+    assert torch.equal(step(x), x * 2 + 1 + x)
+    assert step.stats.hits == hits + 1

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class Lifecycle(MadeAnew):
-    """Graphs that can be invalidated, put to sleep and woken, frozen and unfrozen. Thread-safe."""
+    """Graphs that can be invalidated, put to sleep and woken, frozen and unfrozen. Thread-safe.
+
+    What changes graphs raises ``CaptureError`` in a break, a pad function or a finalizer that runs within their replay.
+    """
 
     __slots__ = ()
     _graph_cache: GraphCache
@@ -62,6 +65,7 @@ class Lifecycle(MadeAnew):
             ConfigError: ``tag`` is no text.
         """
         check_type("tag", tag, str, "text that says why")
+        self._graph_cache.refuse_changes()
         self._graph_cache.is_asleep = True
         self._rearm(EvictionReason.ASLEEP, tag)
 
@@ -84,6 +88,7 @@ class Lifecycle(MadeAnew):
         self._set_frozen(False)
 
     def _set_frozen(self, is_frozen: bool) -> None:
+        self._graph_cache.refuse_changes()
         self._graph_cache.is_frozen = is_frozen
         for graphs in self._graph_sets:
             graphs.schedule_checks()

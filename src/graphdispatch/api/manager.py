@@ -144,14 +144,10 @@ class CUDAGraphRegistry(Lifecycle):
         return max(found, key=lambda held: held[2].last_used, default=None)
 
     def _drop(self, size: int, seq_len: int, *, but: _Callable | None = None) -> bool:
-        """Release the graphs of a key, and forget failures there; whether there was a graph."""
-        groups = [group for one in self._callables if one is not but for group in one.groups_of(size, seq_len)]
-        found = [(group, entry) for group in groups for entry in group.of_size(size)]
-        for group, entry in found:
-            self._graph_cache.discard(entry)
-            group.drop(entry)
-            entry.release()
-        return bool(found)
+        """Release the graphs of a key; whether there was one."""
+        others = [one for one in self._callables if one is not but]
+        found = [one.server.graphs.remove(group, size) for one in others for group in one.groups_of(size, seq_len)]
+        return any(found)
 
     @untraced
     def capture(
@@ -252,6 +248,7 @@ class CUDAGraphRegistry(Lifecycle):
 
     def clear(self) -> None:
         """Release all graphs, and let go of all callables. The statistics stay."""
+        self._graph_cache.refuse_changes()
         for graphs in self._graph_sets:
             graphs.clear()
         for entry in self._graph_cache.clear():  # of callables that are remembered no more
@@ -422,7 +419,7 @@ class CUDAGraphManager(CUDAGraphRegistry):
             raise ReplayError(f"no graph serves batch_size={batch_size}, seq_len={seq_len}; capture_graph() it first")
         server, group, entry = found
         closed = server.closed(group.route) or (None if entry.fits_modes() else Reason.MODE_ACTIVE)
-        if closed is None and torch.is_grad_enabled() and server.needs_gradients((), {}):
+        if closed is None and torch.is_grad_enabled() and (entry.trains or server.needs_gradients((), {})):
             closed = Reason.NEEDS_GRADIENTS
         if closed is not None:
             raise ReplayError(f"no graph may replay now: {closed.text}")

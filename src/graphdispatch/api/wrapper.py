@@ -162,6 +162,7 @@ class CUDAGraphWrapper(Lifecycle):
 
     def clear_cache(self) -> None:
         """Release all graphs; descriptors are captured anew when they come again."""
+        self._graph_cache.refuse_changes()
         with self._server.lock:
             self._routes.clear()
             self._graphs.clear()

@@ -140,6 +140,12 @@ class Pool(Shared, ABC):
         if self.is_inside_replay():
             raise ReplayError(Reason.INSIDE_REPLAY.text)
 
+    def refuse_changes(self) -> None:
+        """Raise ``CaptureError`` if the calling thread is within a replay of one of the pool's graphs, since that has
+        its graph until it ends."""
+        if self.is_inside_replay():
+            raise CaptureError(f"graphs cannot be changed now: {Reason.INSIDE_REPLAY.text}", Reason.INSIDE_REPLAY)
+
     @property
     @abstractmethod
     def nbytes(self) -> int:

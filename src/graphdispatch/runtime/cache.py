@@ -169,6 +169,12 @@ class GraphCache:
             self._entries[entry] = None
             return self._pop(old + victims)
 
+    def refuse_changes(self) -> None:
+        """Raise ``CaptureError`` if the calling thread is within a replay of these graphs. Call it before a lock is
+        taken that captures are made with: another thread's capture may wait for the replay."""
+        if self.pool is not None:
+            self.pool.refuse_changes()
+
     def discard(self, entry: CUDAGraphEntry) -> None:
         """Take out an entry, if it is here, for its owner to release."""
         with self._lock:

@@ -35,8 +35,7 @@ class Choice(NamedTuple):
     @property
     def trains(self) -> bool:
         """Whether a graph would serve the call, and what it reads may have to be differentiated."""
-        guard = self.entry.guard if self.entry is not None else None
-        return guard is not None and guard.trainable
+        return self.entry is not None and self.entry.trains
 
     def as_eager(self, reason: Reason, detail: str = "") -> "Choice":
         """The choice to run the same call eagerly, for this reason."""

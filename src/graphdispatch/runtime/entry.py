@@ -131,6 +131,11 @@ class CUDAGraphEntry(NotCopied):
             return True
         return default_device() == self.default_device and not (dispatch_modes() or is_transformed())
 
+    @property
+    def trains(self) -> bool:
+        """Of an entry that is current: whether a call may have to be differentiated by what the graph reads."""
+        return self.guard is not None and self.guard.trainable
+
     def is_current(self) -> bool:
         """Whether the weights, modules, captured variables and workspaces that the graph reads are what and where they
         were at the capture. Needs no lock."""
@@ -330,6 +335,8 @@ class CUDAGraphEntry(NotCopied):
             raise ReplayError(f"forward-mode differentiation is under way: {Reason.NEEDS_GRADIENTS.text}")
         if not self.is_current():
             raise ReplayError(f"weights or captured variables of the graph for {self.key} moved; capture it again")
+        if torch.is_grad_enabled() and self.trains:
+            raise ReplayError(f"what the graph reads trains, so {Reason.NEEDS_GRADIENTS.text}; use torch.no_grad()")
         if self.is_due_again:
             raise ReplayError(
                 f"the graph for {self.key} must be compared with eager now (verify_every); {_BY_FRONT_END}"
@@ -435,7 +442,8 @@ class CUDAGraphEntry(NotCopied):
         return self.graph.nbytes
 
     def release(self) -> None:
-        """Give the graph back; idempotent. Waits for a call that is using it."""
+        """Give the graph back; idempotent. Waits for a call that is using it. Raises ``CaptureError`` within one."""
+        self.pool.refuse_changes()
         with self.pool.lock:
             if not self.is_released:
                 self.state = EntryState.EVICTED

@@ -358,6 +358,19 @@ class GraphSet:
             if victims:
                 self._free_inputs()
 
+    def remove(self, group: GraphGroup, size: int) -> bool:
+        """Release the graphs of one size of a group, which is no eviction; whether there were some. Takes the lock."""
+        self.cache.refuse_changes()
+        with self.lock:
+            found = group.of_size(size)
+            for entry in found:
+                self.cache.discard(entry)
+                group.drop(entry)
+                entry.release()
+            if found:
+                self._free_inputs()
+            return bool(found)
+
     def _free_inputs(self) -> None:
         """Free the static inputs that no graph reads, nor the one that is captured now."""
         read = {entry.inputs for entry in self.entries() if not entry.is_released}
@@ -412,6 +425,7 @@ class GraphSet:
     def rearm(self, reason: EvictionReason, tag: str = "") -> None:
         """Release all graphs, with the buffers that they shared; sizes are captured anew when they come again. Takes
         the lock, as do the two that follow."""
+        self.cache.refuse_changes()
         with self.lock:
             if self.cache.is_asleep and self.cache.backend is not None:
                 self.cache.backend.synchronize()
@@ -431,6 +445,7 @@ class GraphSet:
 
     def clear(self) -> None:
         """Release everything, and forget all signatures and misses."""
+        self.cache.refuse_changes()
         with self.lock:
             for group in list(self.groups.values()):
                 self.forget(group)
