@@ -38,8 +38,8 @@ class BatchDescriptor(NamedTuple):
 
 
 def size_text(key: Hashable) -> str:
-    """The key of a graph as people read a size: ``8``, ``4 x 128``, or the tokens of a descriptor."""
-    if isinstance(key, BatchDescriptor):
+    """The key of a graph as people read a size: ``8``, ``4 x 128``, or the tokens of a batch."""
+    if isinstance(key, (BatchDescriptor, DispatchKey)):
         return str(key.num_tokens)
     return " x ".join(map(str, key)) if isinstance(key, tuple) else str(key)
 

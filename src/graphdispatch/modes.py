@@ -60,7 +60,7 @@ class DispatchMode(Enum):
         EAGER: It ran the eager runner.
         CUDAGRAPH: A full graph served it.
         PIECEWISE: Graphs between eager breaks served it.
-        HYBRID: No call's mode; while it is enabled, the policy chooses at each call.
+        HYBRID: No call's mode; while it is enabled, the policy chooses between kinds of graphs at each call.
     """
 
     EAGER = "eager"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason
 from graphdispatch.backends import get_backend
 from graphdispatch.engines import (
+    AdaptiveDispatchPolicy,
     BatchDescriptor,
     CudagraphDispatcher,
     CUDAGraphEntry,
@@ -65,6 +66,12 @@ def serve(dispatcher: Any, key: DispatchKey = KEY, times: int = 1) -> None:
         assert torch.equal(dispatcher.dispatch(key, x), x * 2)
 
 
+class ByHand(AdaptiveDispatchPolicy):
+    """Learns what the test records, and no measured times."""
+
+    learns = False
+
+
 class Chooses(DispatchPolicy):
     """Wants graphs for decode batches alone, always in one mode, and notes what it could have had."""
 
@@ -91,6 +98,7 @@ def test_a_registered_key_is_replayed_and_another_runs_eagerly() -> None:
     assert dispatcher.dispatch(KEY, 1) == "graph"
     assert graph.replays == 1
     assert (found.replay_count, found.last_used > before, found.mode) == (1, True, CUDAGraphMode.FULL)
+    assert found.label == "4"
     assert repr(dispatcher).startswith("<CudagraphDispatcher 1 of ")
     assert dispatcher.dispatch(DispatchKey(4, 3), 1, b=2) == ((1,), {"b": 2})
     assert (dispatcher.stats.reasons, dispatcher.stats.fallbacks) == ({Reason.NOT_CAPTURED: 1}, 1)
@@ -157,7 +165,7 @@ def test_a_disabled_mode_is_not_used() -> None:
 def test_in_hybrid_mode_the_policy_chooses(mode: DispatchMode, answer: str) -> None:
     """It picks among the modes that could serve the key, eager always among them; that is no fallback, and counted.
 
-    Without it the policy does not choose: a full graph goes first.
+    Without it a full graph is the only kind that it is offered.
     """
     policy = Chooses(mode)
     dispatcher = both(policy)
@@ -165,10 +173,26 @@ def test_in_hybrid_mode_the_policy_chooses(mode: DispatchMode, answer: str) -> N
     assert policy.offered == [{FULL, PIECEWISE, EAGER}]
     assert (dispatcher.stats.reasons[Reason.POLICY], dispatcher.stats.fallbacks) == (answer == "eager", 0)
     dispatcher.disable_mode(HYBRID)
-    assert dispatcher.dispatch(KEY) == "full"
-    assert len(policy.offered) == 1
+    assert dispatcher.dispatch(KEY) == ("full" if mode is FULL else "eager")
+    assert policy.offered[1:] == [{FULL, EAGER}]
     only_full = over((KEY, scripted("full")), runner=eager, policy=policy)
     assert only_full.dispatch(KEY) == ("full" if mode is FULL else "eager")  # a mode that was not offered is eager
+
+
+def test_a_trial_is_one_call_where_the_policy_does_not_choose_the_kind_of_graph() -> None:
+    """A graph that is slower than eager serves the call that tries it again, and no other."""
+    policy = ByHand()
+    dispatcher = over((KEY, scripted("full")), runner=eager, policy=policy)
+    dispatcher.disable_mode(HYBRID)
+    for mode, latency in ((FULL, 2.0), (EAGER, 1.0)):
+        for _ in range(3):
+            dispatcher.dispatch(KEY)
+            policy.record(KEY, mode, latency)
+    answers = []
+    for _ in range(400):
+        answers.append(dispatcher.dispatch(KEY))
+        policy.record(KEY, FULL if answers[-1] == "full" else EAGER, 2.0 if answers[-1] == "full" else 1.0)
+    assert answers[-200:].count("full") in (1, 2)
 
 
 @pytest.mark.parametrize("hybrid", [True, False])

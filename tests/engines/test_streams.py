@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,6 +108,19 @@ def test_two_workers_overlap(workers: StreamDispatcher) -> None:
     assert {one.worker for one in submitted} == {0, 1}
     assert [one.result()[0, 0].item() for one in submitted] == [4.0, 12.0]
     assert [answer[0, 0].item() for answer in answers] == [4.0, 12.0]
+
+
+def test_a_call_that_its_graph_does_not_serve_runs_on_the_callers_stream(workers: StreamDispatcher) -> None:
+    """Its runner may write memory of its own, and does not do so on two streams at once."""
+    current, seen = workers.backend.current_stream, list[Any]()
+    HOOKS.append(SimpleNamespace(wait=lambda timeout: seen.append(current()), abort=seen.clear))
+    for _ in range(2):
+        assert workers.dispatch(KEY, batch(1.0, rows=3)).shape == (3, 3)
+        workers.submit(KEY, batch(1.0, rows=3)).result()
+    assert workers.stats.reasons == {Reason.ARGUMENTS_CHANGED: 4}
+    assert seen == [current()] * 4
+    workers.dispatch(KEY, batch(1.0))
+    assert seen[4:] == [workers.workers[0].stream]
 
 
 def test_workers_take_turns(workers: StreamDispatcher) -> None:

@@ -26,6 +26,7 @@ from ..reasons import Reason
 from ..runtime.decide import Decision
 from ..runtime.entry import CUDAGraphEntry
 from ..runtime.prewarm import arguments_of
+from ..runtime.server import Server
 from ..stats import DispatchStats
 from .policies import DefaultDispatchPolicy, DispatchPolicy
 from .registered_graphs import GRAPH_MODES, Registered, RegisteredGraphs, Replayable, Worker, check_key, entry_around
@@ -318,7 +319,7 @@ class CudagraphDispatcher(MadeAnew):
             return None, eager
         mode = DispatchMode.EAGER
         if policy.should_use_graph(key, True):
-            mode = policy.select_mode(key, offered) if DispatchMode.HYBRID in modes else offered[0]
+            mode = policy.select_mode(key, offered)
         if mode not in graphs:
             return None, Decision.eager(Reason.POLICY, key.num_tokens)
         found, decision = graphs[mode]
@@ -347,7 +348,7 @@ class CudagraphDispatcher(MadeAnew):
         server.local.decision = None
         try:
             if found is None:
-                result = server.run_eagerly(chosen.decision, args, kwargs)
+                result = Server.run_eagerly(server, chosen.decision, args, kwargs)  # here, whatever the worker's stream
             else:
                 result = server.serve(found.route, args, kwargs)
         except BaseException as error:
@@ -356,8 +357,9 @@ class CudagraphDispatcher(MadeAnew):
             raise
         decision = server.local.decision
         mode = self._count(chosen, decision)
-        # A comparison, or a replay that failed first, takes longer than either way of running the step.
-        if marks is not None and decision.reason is not Reason.VERIFIED_NOW and (found is None or not found.is_gone):
+        # A call that its graph did not serve says nothing of either way to run the step: it was looked at, compared, or
+        # replayed in vain, and may have run on another stream.
+        if marks is not None and (found is None or mode is not DispatchMode.EAGER):
             self._stopwatch.stop(marks, partial(policy.record, key, mode))
         return result
 
@@ -375,7 +377,8 @@ class CudagraphDispatcher(MadeAnew):
         """Allow a mode again.
 
         Args:
-            mode: The mode. ``HYBRID`` lets the policy choose; without it a full graph goes first, then piecewise.
+            mode: The mode. Without ``HYBRID`` the policy is offered a full graph or eager, and a piecewise graph where
+                there is no full one.
 
         Raises:
             ConfigError: It is no mode.

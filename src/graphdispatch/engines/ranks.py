@@ -117,7 +117,7 @@ class RankConsensus:
 
     def __init__(self, sizes: Sequence[int], group: dist.ProcessGroup | None = None, timeout_s: float = 60.0) -> None:
         self.sizes = check_sizes(sizes, "sizes")
-        self._graphs = [(mode, size) for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE) for size in sizes]
+        self._graphs = [(mode, size) for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE) for size in self.sizes]
         self._tried: set[_Graph] = set()
         """Graphs that all ranks captured in the same step, and that were not seen on all of them since."""
         self._failed = False

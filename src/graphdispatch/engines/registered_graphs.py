@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch.utils._pytree import tree_leaves
 
@@ -128,6 +128,9 @@ class Worker(NotCopied):
     At most ``max_cached_graphs`` of those that are captured here are kept.
     """
 
+    serves_by: ClassVar[type[Server]] = Server
+    """The class of its server."""
+
     def __init__(
         self,
         eager_runner: Callable[..., Any],
@@ -139,7 +142,7 @@ class Worker(NotCopied):
         self.cache = GraphCache(max_cached_graphs, backend=backend)
         """What was captured here. A graph of somebody else is not in it, since nobody here releases it."""
         options = options or CUDAGraphOptions()
-        self.server = Server(eager_runner, options, self.cache, capturer_for(options))
+        self.server = self.serves_by(eager_runner, options, self.cache, capturer_for(options))
         self._numbers = count()
 
     def wrap(self, key: DispatchKey, mode: DispatchMode, graph: Any, entry: CUDAGraphEntry) -> "Registered":
@@ -245,8 +248,9 @@ class RegisteredGraphs:
         eager = Decision.eager(Reason.DISABLED, key.num_tokens) if found else self._decide(key, RUNTIME_MODES)
         if eager.reason is Reason.VARIANT_NOT_CAPTURED:
             eager = Decision.eager(Reason.NOT_CAPTURED, key.num_tokens)
-        enabled = {mode: best for mode, best in found.items() if mode in modes}
-        return enabled, (*enabled, DispatchMode.EAGER), eager
+        most = len(found) if DispatchMode.HYBRID in modes else 1
+        offered = {mode: found[mode] for mode in [mode for mode in found if mode in modes][:most]}
+        return offered, (*offered, DispatchMode.EAGER), eager
 
     def _best(self, key: DispatchKey, mode: CUDAGraphMode) -> _Served | None:
         if own := self._own.get((key, mode)):

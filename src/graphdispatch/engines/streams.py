@@ -3,7 +3,8 @@
 Note [a step on a worker's stream]
     Everything that touches a worker's pool is given to the worker's stream: loading, replay, handing out, and captures
     and comparisons too. The stream first waits for what the caller's stream was given before the call, and the caller's
-    stream waits for the worker's before it sees the outputs.
+    stream waits for the worker's before it sees the outputs. A call that no graph serves runs on the caller's stream: a
+    runner may write memory of its own, and would do so on two streams at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from ..errors import ConfigError, check_count
 from ..runtime.entry import CUDAGraphEntry
 from ..runtime.flatten import is_tensor
 from ..runtime.outputs import OutputView
+from ..runtime.server import Server
 from .dispatcher import Chosen, CudagraphDispatcher
 from .policies import DispatchPolicy
 from .registered_graphs import Registered, Worker
@@ -74,12 +76,24 @@ class StreamResult(NotCopied):
         return self._value
 
 
+class _StreamServer(Server):
+    """Runs on the caller's stream what its graphs do not serve: see Note [a step on a worker's stream]."""
+
+    def run_eagerly(self, *call: Any, **more: Any) -> Any:
+        """The same, on the stream of the caller."""
+        caller: Stream = self.local.caller
+        with cast(Backend, self.graphs.cache.backend).use_stream(caller):
+            return super().run_eagerly(*call, **more)
+
+
 class StreamWorker(Worker):
     """A worker with a stream and a pool of its own; made by ``StreamDispatcher``. Thread-safe.
 
     What is captured in its ``pool``, for example by ``CUDAGraphWrapper(fn, backend=dispatcher.backend,
     pool=worker.pool)``, is registered with it.
     """
+
+    serves_by = _StreamServer
 
     def __init__(self, index: int, dispatcher: "StreamDispatcher") -> None:
         self.index = index
@@ -94,8 +108,8 @@ class StreamWorker(Worker):
 
     def launch(self, step: Callable[[], Any], arguments: Any) -> StreamResult:
         """Give a step to the worker's stream: see Note [a step on a worker's stream]."""
-        arrived = self.backend.make_event()
-        arrived.record(self.backend.current_stream())
+        arrived, self.server.local.caller = self.backend.make_event(), self.backend.current_stream()
+        arrived.record(self.server.local.caller)
         _hold(arguments, self.stream)
         with self.backend.use_stream(self.stream):
             arrived.wait(self.stream)
@@ -146,10 +160,7 @@ class StreamDispatcher(CudagraphDispatcher):
 
     @untraced
     def submit(self, key: DispatchKey, *args: Any, **kwargs: Any) -> StreamResult:
-        """Start one call on a worker. Never raises what the call raises.
-
-        A call without a graph runs on the caller's stream: a runner may write state of its own, and would do so on two
-        streams at once.
+        """Start one call on a worker, or on the caller's stream where no graph serves it. Raises nothing of the call.
 
         Args:
             key: What the batch is.
