@@ -1,6 +1,7 @@
 """``model.generate(...)`` with its decode steps served by graphs: the same tokens, whatever is asked."""
 
 import copy
+import operator
 import pickle
 import warnings
 from functools import partial
@@ -8,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
+from graphdispatch import CUDAGraphOptions
 from graphdispatch.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
@@ -16,6 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, about its 
 
 from graphdispatch.integrations.transformers import GraphedGeneration, NotServed, graphed_generation  # noqa: E402
 from graphdispatch.integrations.transformers.available import check_seams, check_version  # noqa: E402
+from graphdispatch.integrations.transformers.slots import CACHE_NAMES  # noqa: E402
 
 from ..helpers import in_threads  # noqa: E402
 from .families import CACHE, GREEDY, MODES, Requests, answers, make_model, prompts  # noqa: E402
@@ -97,18 +101,51 @@ def test_an_encoder_decoder_runs_as_before() -> None:
     assert generation.stats.not_served == {NotServed.MODEL: 2}
 
 
-def test_returned_caches_are_the_callers(served: GraphedGeneration) -> None:
-    """A cache that is returned is an ordinary one, from which generation goes on, whatever the next request does."""
-    model = served.model
-    batch, asked = prompts(2, 7), GREEDY | {"return_dict_in_generate": True, "output_scores": True}
-    first = model.generate(**batch, **asked)
-    model.generate(**prompts(2, 9), **GREEDY)
-    assert type(getattr(first, CACHE)) is transformers.StaticCache
-    ids = torch.cat([first.sequences, first.sequences[:, -1:]], 1)
-    mask = torch.cat([batch["attention_mask"], torch.ones(2, 13, dtype=torch.long)], 1)
-    more = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
-    got = model.generate(**more, **{CACHE: getattr(first, CACHE)})
-    assert torch.equal(got, model.generate(**more, use_cache=False))
+@pytest.mark.parametrize("family", ["llama", "gemma2", "lfm2", "mamba"])
+def test_returned_caches_are_the_callers(family: str) -> None:
+    """A cache that is returned is the one without graphs, whatever the next request does. Generation goes on from it,
+    beyond the length of the kept one."""
+    model, batch = make_model(family), prompts(2, 7, pads=False)
+
+    def talk() -> tuple[Any, torch.Tensor]:
+        first = model.generate(**batch, **GREEDY, return_dict_in_generate=True)
+        kept = next(first[name] for name in CACHE_NAMES if name in first)
+        model.generate(**prompts(2, 7), **GREEDY)
+        held = copy.deepcopy(kept)
+        ids = torch.cat([first.sequences, first.sequences[:, -1:]], 1)
+        cache = {"cache_params" if family == "mamba" else CACHE: kept}
+        return held, model.generate(ids, **cache, max_new_tokens=40, do_sample=False)
+
+    expected, tokens = talk()
+    with GraphedGeneration(model, cache_lengths=(32, 64)) as generation:
+        got, others = talk()
+    assert generation.stats.hits > 0
+    assert torch.equal(others, tokens)
+    for layer, wanted in zip(got.layers, expected.layers, strict=True):
+        assert vars(layer).keys() == vars(wanted).keys()
+        for name, value in vars(wanted).items():
+            for mine, other in zip(tree_leaves(getattr(layer, name)), tree_leaves(value), strict=True):
+                is_close = partial(torch.allclose, rtol=1e-4, atol=1e-5) if torch.is_tensor(other) else operator.eq
+                assert is_close(mine, other), f"{layer}.{name}"
+
+
+def test_attentions_are_those_without_graphs() -> None:
+    """A static cache has attentions for all of its length, and so such a request is not served."""
+    model = make_model("llama")
+    model.set_attn_implementation("eager")
+    asked = prompts(2, 7) | GREEDY | {"return_dict_in_generate": True, "output_attentions": True}
+    wanted = model.generate(**asked).attentions
+    with GraphedGeneration(model, cache_lengths=(32,)) as generation:
+        got = model.generate(**asked).attentions
+    assert generation.stats.not_served == {NotServed.ATTENTIONS: 1}
+    assert [[each.shape for each in step] for step in got] == [[each.shape for each in step] for step in wanted]
+
+
+@pytest.mark.parametrize("outputs", ["static", "view"])
+def test_outputs_that_the_next_step_overwrites_are_refused(outputs: str) -> None:
+    """``generate`` keeps those of all steps: hidden states would all be the last ones."""
+    with pytest.raises(ConfigError, match="outputs must be left out for GraphedGeneration"):
+        GraphedGeneration(make_model("llama"), options=CUDAGraphOptions(outputs=outputs))
 
 
 def test_surroundings_have_caches_of_their_own(served: GraphedGeneration) -> None:
@@ -194,8 +231,10 @@ def test_an_error_of_the_request_comes_through(served: GraphedGeneration) -> Non
     """What raises without graphs raises with them, and the next request is served."""
     model = served.model
     bad = {"input_ids": torch.tensor([[5, 1000]])}
+    requests = served.stats.requests
     with pytest.raises(IndexError, match="out of range"):
         model.generate(**bad, **GREEDY)
+    assert served.stats.requests == requests + 1
     before = served.stats.served
     model.generate(**prompts(1, 5), **GREEDY)
     assert served.stats.served == before + 1

@@ -11,7 +11,13 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers.cache_utils import LinearAttentionLayer, StaticCache, StaticSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    LinearAttentionLayer,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 
 class KeptCache(StaticCache):
@@ -136,7 +142,7 @@ class _CountsInTensor(StaticSlidingWindowLayer):
 @cache
 def _counting(kind: Any) -> type:
     """The class of such layers that counts in a tensor."""
-    return type(kind.__name__, (_CountsInTensor, kind), {"_original": kind, "__module__": kind.__module__})
+    return type(kind.__name__, (_CountsInTensor, kind), {"__module__": kind.__module__})
 
 
 def _tensors(layer: Any) -> Iterator[tuple[dict[Any, Any], Any]]:
@@ -145,14 +151,19 @@ def _tensors(layer: Any) -> Iterator[tuple[dict[Any, Any], Any]]:
         yield from ((table, key) for key, value in table.items() if isinstance(value, torch.Tensor))
 
 
-def take_out(cache: KeptCache) -> StaticCache:
-    """A copy of a cache for the caller to keep: an ordinary ``StaticCache`` with tensors of its own."""
-    taken = copy.deepcopy(cache)
-    taken.__class__ = StaticCache
-    del taken.counts
+def take_out(cache: KeptCache, config: Any) -> DynamicCache:
+    """A copy of a cache for the caller to keep: one that grows, as ``generate`` returns it without graphs."""
+    taken = DynamicCache(config=config)
     for layer, kept in zip(taken.layers, cache.layers, strict=True):
-        if isinstance(layer, _CountsInTensor):
-            del layer.counts
-            layer.__class__ = type(layer)._original
-            layer.cumulative_length_int = kept.cumulative_length_int
+        if isinstance(kept, LinearAttentionLayer):
+            vars(layer).update(copy.deepcopy({name: vars(kept)[name] for name in vars(LinearAttentionLayer())}))
+        if isinstance(kept, StaticLayer) and kept.is_initialized:
+            seen = int(kept.cumulative_length)
+            held = min(seen, kept.max_cache_len)
+            layer.update(kept.keys[:, :, :held], kept.values[:, :, :held])
+            if kept.is_sliding:
+                layer.cumulative_length = seen
+            if getattr(kept, "is_indexer_initialized", False):
+                layer.update_indexer(kept.indexer_keys[:, :held])
+                layer.indexer_position_ids = kept.indexer_position_ids
     return taken

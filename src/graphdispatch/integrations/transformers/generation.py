@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
 from typing import Any
 
@@ -84,6 +84,7 @@ class GraphedGeneration:
         """The model's own call."""
         config = model.config.get_text_config(decoder=True)
         chosen = CUDAGraphOptions.or_default(options, "options")
+        chosen.refuse(("outputs",), "GraphedGeneration", "generate() keeps what each step returns")
         if chosen.capture_after is None:
             chosen = chosen.replace(capture_after=1)
         # Layers of linear attention have the same cache in both kinds, whatever the model says of itself.
@@ -230,14 +231,12 @@ class GraphedGeneration:
             _give_mask(self.model, config, arguments["model_kwargs"], request.slot.key.rows)
         return request.slot
 
-    def note_error(self, request: "Request", error: str) -> None:
-        """Note that the model raised at its first step with the slot's cache, and nothing without it. The slot serves
-        no more."""
-        assert request.slot is not None
-        request.slot.error = error
-        with self._pool.lock:  # the request was counted twice
+    def begin_again(self) -> AbstractContextManager["Request"]:
+        """The same request once more, as before; what it was counted as is taken back."""
+        with self._pool.lock:
             self._pool.counted.requests -= 1
             self._pool.counted.served -= 1
+        return self.begin(NotServed.RAISED)
 
     def _note_passed_by(self) -> None:
         """Note that a request which was to be served was not, since the model never got the slot's cache."""
@@ -269,6 +268,8 @@ class GraphedGeneration:
             return NotServed.MODE
         if any(given.get(name) is not None for name in CACHE_NAMES):
             return NotServed.OWN_CACHE
+        if config.output_attentions:
+            return NotServed.ATTENTIONS
         if config.use_cache is False or not model._supports_default_dynamic_cache():
             return NotServed.NO_CACHE
         if config.cache_implementation not in (None, "static"):
@@ -334,7 +335,7 @@ class Request:
         """The request's result, in which a copy takes the place of the cache: the next request overwrites that."""
         for name in CACHE_NAMES:
             if self.slot is not None and getattr(result, name, None) is self.slot.cache:
-                setattr(result, name, take_out(self.slot.cache))
+                setattr(result, name, take_out(self.slot.cache, self._owner.model.config))
         return result
 
 

@@ -38,9 +38,9 @@ class Hooks:
             if given.get("streamer") is not None or not request.may_begin_again:
                 raise
             said = f"{type(error).__name__}: {error}"
-        with owner.begin(NotServed.RAISED):
+        with owner.begin_again():
             result = plain(*args, **kwargs)
-        owner.note_error(request, said)
+        request.slot.error = said  # without the slot's cache it raises nothing, so the slot serves no more
         return result
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
