@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager as RunnerV2
 
 from graphdispatch_vllm.core import ConfigError, Reason
 from graphdispatch_vllm.dispatcher import CudagraphDispatcher
-from graphdispatch_vllm.runner_v2 import GraphManager
+from graphdispatch_vllm.runner_v2 import GraphManager, StepDecisions
 
 SIZES = [1, 2, 4, *range(8, 65, 8)]
 
@@ -120,6 +120,14 @@ def test_every_decision_is_that_of_runner_v2() -> None:
             assert ours.dispatch(*step) == want
             seen[want.cg_mode] += 1
     show("vLLM's Runner V2", seen)
+
+
+def test_answers_of_runner_v2_are_bounded() -> None:
+    """Traffic has more combinations of tokens, requests and lengths than there is memory for."""
+    decisions = StepDecisions([], 64)
+    for tokens in range(1, 70_000):
+        assert decisions.find(1, tokens, None, 0, None, 1) is None
+    assert len(decisions._found) < 69_999
 
 
 def test_the_largest_decode_batches_of_runner_v2_may_have_a_graph() -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,6 +50,17 @@ def test_reasons_are_in_the_log_and_in_the_counters(tmp_path: Path) -> None:
     assert sum(counted.values()) == Workload.from_trace(log).total
     assert "| NONE: mixed_batch |" in " ".join(text.split())
     assert "a step ran eagerly: the batch is mixed, and only uniform decode batches have graphs" in text
+
+
+def test_padding_of_eager_steps_does_not_count() -> None:
+    """A step is padded for its graph before that turns out not to serve it."""
+    from graphdispatch_vllm.metrics import GraphStatLogger, _counter
+
+    logger = GraphStatLogger(None, engine_index=7)
+    for mode in ("FULL", "NONE: frozen", "NONE"):
+        logger.record(SimpleNamespace(cudagraph_stats=SimpleNamespace(runtime_mode=mode, num_paddings=3)), None)
+    counted = _counter("padding_tokens", "Tokens of padding in steps that graphs served.").labels("7")
+    assert counted._value.get() == 3
 
 
 def test_another_version_starts_with_one_line(tmp_path: Path) -> None:

@@ -120,3 +120,11 @@ def test_the_warm_up_writes_slots_of_the_null_block_once_each() -> None:
     given.slot_mapping["a"].fill_(-1)
     vary_slots(given, 2, 1)
     assert given.slot_mapping["b"].tolist() == [1, 0, -1]
+
+
+def test_a_step_of_requests_keeps_its_slots() -> None:
+    """Another engine of the process may serve while captures are allowed."""
+    given = context(3, [1, 1, 1])
+    given.slot_mapping["a"].copy_(torch.tensor([9, 17, -1]))
+    vary_slots(given, 4, 1)
+    assert given.slot_mapping["b"].tolist() == [9, 17, -1]

@@ -1,6 +1,9 @@
 """The entry points: inert unless switched on, and declining in one line what was not tried."""
 
+import contextlib
+import fcntl
 import logging
+import os
 import re
 import sys
 from importlib import import_module, metadata
@@ -9,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from graphdispatch_vllm import switch
+from graphdispatch_vllm import switch, trace
 from graphdispatch_vllm.switch import SWITCH, TRACE, platform, register
 
 CPU_PLATFORM = "graphdispatch_vllm.platform.GraphCpuPlatform"
@@ -131,3 +134,21 @@ def test_graphdispatch_comes_in_through_one_module() -> None:
     sources = sorted(Path(switch.__file__).parent.glob("*.py"))
     asks = re.compile(r"^\s*(?:from|import) graphdispatch\b", re.M)
     assert [path.name for path in sources if asks.search(path.read_text())] == ["core.py"]
+
+
+def test_engines_that_start_together_write_one_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One looks at a time whether the file is empty; ``graphdispatch plan`` would take a second header for a step."""
+    file, real, blocked = tmp_path / "steps.csv", os.fstat, list[int]()
+
+    def look(descriptor: int) -> os.stat_result:
+        with file.open() as another, contextlib.suppress(BlockingIOError):
+            blocked.append(descriptor)
+            fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            blocked.clear()
+        return real(descriptor)
+
+    monkeypatch.setattr(trace.os, "fstat", look)
+    for _ in range(2):
+        trace.record_steps(type("Scheduler", (), {"schedule": print}), file)
+    assert len(blocked) == 2
+    assert file.read_text() == "num_tokens,num_reqs,uniform_decode\n"

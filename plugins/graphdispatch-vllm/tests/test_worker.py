@@ -51,3 +51,19 @@ def test_a_graph_that_another_rank_lacks_is_left_out(monkeypatch: pytest.MonkeyP
     assert runner.why_eager() is None
     runner.cudagraph_dispatcher.dispatch(65)
     assert runner.why_eager() is Reason.ABOVE_LARGEST_SIZE
+
+
+def test_a_reload_that_fails_leaves_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs read the memory of the old weights, of which some may be replaced."""
+    runner: Any = worker.GraphCpuModelRunner.__new__(worker.GraphCpuModelRunner)
+    happened: list[str] = []
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        happened.append("reload")
+        raise ValueError("a weight is missing")
+
+    monkeypatch.setattr(worker.CPUModelRunner, "reload_weights", fail)
+    monkeypatch.setattr(worker.StaticGraphWrapper, "clear_all_graphs", lambda: happened.append("clear"))
+    with pytest.raises(ValueError, match="a weight is missing"):
+        runner.reload_weights()
+    assert happened[0] == "clear"

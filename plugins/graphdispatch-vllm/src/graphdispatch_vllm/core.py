@@ -1,4 +1,4 @@
-"""All that the plug-in takes from graphdispatch: its public names, and three modules that are internal to it."""
+"""All that the plug-in takes from graphdispatch: its public names, and four modules that are internal to it."""
 
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Decision, Reason
 from graphdispatch.backends import get_backend
@@ -6,6 +6,7 @@ from graphdispatch.backends.operators import WRITTEN_PLACES, bits_equal, tensors
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.engines.keys import KeyTable, mode_of
 from graphdispatch.errors import ConfigError, FallbackError
+from graphdispatch.runtime.decide import Memo
 
 __all__ = [
     "WRITTEN_PLACES",
@@ -17,6 +18,7 @@ __all__ = [
     "Decision",
     "FallbackError",
     "KeyTable",
+    "Memo",
     "Reason",
     "bits_equal",
     "get_backend",

@@ -44,7 +44,7 @@ class GraphStatLogger(loggers.StatLoggerBase):
             self._engine, mode, reason or ("graph" if mode != "NONE" else "")
         ).inc()
         _counter("padding_tokens", "Tokens of padding in steps that graphs served.").labels(self._engine).inc(
-            stats.num_paddings
+            stats.num_paddings if mode != "NONE" else 0
         )
 
     def log_engine_initialized(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.config import CUDAGraphMode as TheirMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 
-from .core import BatchDescriptor, CUDAGraphMode, KeyTable, mode_of
+from .core import BatchDescriptor, CUDAGraphMode, KeyTable, Memo, mode_of
 
 __all__ = ["GraphManager", "StepDecisions"]
 
@@ -18,14 +18,15 @@ class StepDecisions:
     """Decides by the graphs that Runner V2 means to capture, given as its own descriptors.
 
     By default the answers are Runner V2's own. It looks for a full graph only among those of the next captured size;
-    with ``any_size`` a larger one serves too, where the next is for other query lengths. Each answer is made once.
+    with ``any_size`` a larger one serves too, where the next is for other query lengths. Answers are kept, of those of
+    late at most 65,536.
     """
 
     def __init__(
         self, descriptors: Iterable[BatchExecutionDescriptor], max_num_reqs: int, *, any_size: bool = False
     ) -> None:
         self._any_size = any_size
-        self._found: dict[tuple[Any, ...], BatchExecutionDescriptor | None] = {}
+        self._found = Memo[tuple[Any, ...], BatchExecutionDescriptor | None](lambda step: self._find(*step))
         self._graphs: dict[tuple[CUDAGraphMode, BatchDescriptor], BatchExecutionDescriptor] = {}
         self._full_sizes: dict[int, list[int]] = {}
         for each in descriptors:
@@ -49,10 +50,7 @@ class StepDecisions:
 
         ``query_len`` is that of a uniform batch, and ``longest`` bounds the query lengths of a batch without prefill.
         """
-        step = (num_reqs, num_tokens, query_len, loras, longest, ubatches)
-        if step not in self._found:
-            self._found[step] = self._find(*step)
-        return self._found[step]
+        return self._found[num_reqs, num_tokens, query_len, loras, longest, ubatches]
 
     def _find(
         self, num_reqs: int, num_tokens: int, query_len: int | None, loras: int, longest: int | None, ubatches: int

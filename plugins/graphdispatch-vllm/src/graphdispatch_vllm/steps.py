@@ -176,12 +176,14 @@ def uncompiled(given: ForwardContext) -> Any:
 def vary_slots(given: ForwardContext, block_size: int, round_: int) -> None:
     """Have a step of the warm-up, which has no slots of its own, write into the null block, which no request has.
 
-    ``round_`` numbers the steps of one graph. No two tokens write the same slot.
+    ``round_`` numbers the steps of one graph. No two tokens write the same slot. A step of requests stays as it is:
+    whether captures are allowed holds for the whole process, in which another engine may serve meanwhile.
     """
     mappings = given.slot_mapping
     for slots in {id(each): each for each in mappings.values()}.values() if isinstance(mappings, dict) else ():
         count = min(block_size, slots.numel())
-        slots[:count] = (torch.arange(count) + round_) % block_size
+        if bool((slots < 0).all()):
+            slots[:count] = (torch.arange(count) + round_) % block_size
 
 
 _KEPT = ("attn_metadata", "slot_mapping", "is_padding", "additional_kwargs", "batch_descriptor", "skip_compiled")

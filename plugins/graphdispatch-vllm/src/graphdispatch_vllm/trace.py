@@ -1,5 +1,6 @@
 """Records the steps of a running vLLM, for ``graphdispatch plan``."""
 
+import fcntl
 import functools
 import os
 from pathlib import Path
@@ -23,8 +24,10 @@ def record_steps(scheduler: type[Any], path: str | Path) -> None:
     if getattr(plain, "records_steps", False):
         return
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    fcntl.flock(file, fcntl.LOCK_EX)  # engines that start together would each find it empty
     if os.fstat(file).st_size == 0:
         os.write(file, _HEADER.encode())
+    fcntl.flock(file, fcntl.LOCK_UN)
 
     @functools.wraps(plain)
     def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -57,14 +57,15 @@ class GraphCpuModelRunner(CPUModelRunner):
         """Reload the weights as vLLM does, and capture every graph anew.
 
         vLLM packs the new weights into other memory than that which the graphs read. Requests go on where they were:
-        what the captures run writes to the null block alone.
+        what the captures run writes to the null block alone. The old graphs are released before, so that none serves
+        where the reload fails halfway.
         """
+        StaticGraphWrapper.clear_all_graphs()
         super().reload_weights(*args, **kwargs)
         if self.compilation_config.cudagraph_mode == CUDAGraphMode.NONE:
             return
         if self.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
             _make_parameters_plain(self.get_model())
-        StaticGraphWrapper.clear_all_graphs()
         _logger.info("graphdispatch captures its graphs anew, since the weights were reloaded")
         self.capture_model()
 
