@@ -57,7 +57,8 @@ METRICS = (
     Metric("graphs", "Graphs that are held now, by size and mode.", "", Counter, ("size", "mode"), False),
     Metric("bytes", "Bytes that graphs hold now, by kind.", "to_dict", _by_kind, ("kind",), False),
 )
-"""All of them. A front end that does not count one has no samples of it."""
+"""All of them. A front end that does not count one has no samples of it, nor one whose calls arrive padded of rows."""
+_OF_ROWS = ("real_rows", "padding_rows")
 
 
 class _Metrics:
@@ -95,7 +96,7 @@ class _Metrics:
         for metric in metrics:
             for name, source in (counted if metric.is_counter else held).items():
                 value = getattr(source, metric.of or metric.name, None)
-                if value is not None:
+                if value is not None and (metric.name not in _OF_ROWS or getattr(source, "knows_rows", True)):
                     values = metric.make(value) if metric.labels else {(): metric.make(value)}
                     for labels, number in values.items():
                         texts = labels if isinstance(labels, tuple) else (labels,)

@@ -268,13 +268,19 @@ class CUDAGraphStats(_Counted):
         return self.hits / self.calls if self.calls else 0.0
 
     @property
+    def knows_rows(self) -> bool:
+        """Whether calls show their real rows; else ``real_rows`` and ``padded_rows`` say nothing."""
+        return self._knows_rows
+
+    @property
     def padding_rows(self) -> int:
-        """Padding rows that graphs computed in hits."""
+        """Padding rows that graphs computed in hits; 0 if real rows are not known."""
         return self.padded_rows - self.real_rows
 
     @property
     def padding_ratio(self) -> float:
-        """Padding rows as a share of all rows that graphs computed, 0.0 before the first hit."""
+        """Padding rows as a share of all rows that graphs computed; 0.0 before the first hit, or if real rows are not
+        known."""
         return self.padding_rows / self.padded_rows if self.padded_rows else 0.0
 
     @property

@@ -163,7 +163,7 @@ def test_a_break_at_the_least_set_of_modules() -> None:
     assert found.breaks.share == pytest.approx(1 - 6 / 11)
     assert found.independence.verdict == "unknown"
     assert found.independence.text.startswith("item() takes data to the host, test_audit.py:")
-    assert "45.5 % of the operators then lie in graphs: mark these by eager_break" in str(found)
+    assert "45.5 % of the operators then lie in graphs: mark these by eager_break, and use mode PIECEWISE" in str(found)
     for module in (inner[1], model[4]):
         gd.eager_break(module)
     found = gd.audit(model, X, mode="PIECEWISE")

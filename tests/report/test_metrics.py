@@ -80,6 +80,11 @@ def test_every_front_end_is_exported() -> None:
     for name in ("wrapper", "manager", "dispatcher"):
         assert sum(values(found, "bytes", name).values()) > 0
         assert sum(values(found, "graphs", name).values()) == 1
+    assert [*values(found, "graphs", "wrapper")] == [("4", "FULL")]
+    with_rows = {
+        key[1] for key in found if key[0].removeprefix("graphdispatch_") in ("real_rows_total", "padding_rows_total")
+    }
+    assert with_rows == {"manager"}, "a wrapper's calls arrive padded"
 
 
 def test_a_served_model_of_transformers_is_exported() -> None:

@@ -142,7 +142,8 @@ def _lines(audit: Audit) -> Iterable[str]:
     if audit.breaks is not None:
         yield f"breaks: {', '.join(audit.breaks.modules) or 'in no module'}"
         share = f"{percent(audit.breaks.share)} of the operators then lie in graphs: mark these by eager_break"
-        yield f"  {share if audit.breaks.modules else 'put it into a function, and mark that by eager_break'}"
+        how = share if audit.breaks.modules else "put it into a function, and mark that by eager_break"
+        yield f"  {how}, and use mode PIECEWISE"
     yield from _titled("reads", map(_memory, audit.reads))
     yield from _titled("writes", map(_memory, audit.writes))
     yield from _titled("rebinds Python state", audit.rebinds)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..backends.base import Graph, Pool
+from ..descriptors import size_text
 from ..showing import html_table, storage
 from .entry import CUDAGraphEntry
 from .static_inputs import StaticInputs
@@ -24,8 +25,8 @@ class MemoryReport:
     fall of the device's free memory during the captures that no allocator accounts for (0 without a driver).
     """
 
-    graphs: tuple[tuple[int, str], ...]
-    """Size and mode of each graph; ``serve.graphs`` has the bytes that each holds for itself."""
+    graphs: tuple[tuple[str, str], ...]
+    """Size, as text, and mode of each graph; ``serve.graphs`` has the bytes that each holds for itself."""
     pool_bytes: int
     input_bytes: int
     """Static inputs; those of the caller (``inputs="static"``) are not counted."""
@@ -70,7 +71,7 @@ def memory_report(
         graphs.setdefault(entry.pool, []).append(entry.graph)
     driver_bytes = sum(entry.graph.driver_nbytes for entry in entries)
     return MemoryReport(
-        tuple((entry.size, entry.mode.name) for entry in entries),
+        tuple((size_text(entry.key), entry.mode.name) for entry in entries),
         pool_bytes=sum(p.nbytes if p in whole else p.nbytes_of(kept) for p, kept in graphs.items()),
         input_bytes=sum(one.nbytes for one in {*inputs, *(entry.inputs for entry in entries)}),
         entry_bytes=sum(entry.nbytes for entry in entries) - driver_bytes,
