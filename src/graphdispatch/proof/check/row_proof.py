@@ -29,7 +29,7 @@ from ..rows.batches import BatchSpace, LeftPathError
 from ..rows.run import RowRun
 from ..rows.verdict import Verdict
 from ..state.reads import DIFFERENTIATES
-from ..watch.bytecode import number_by_identity
+from ..watch.bytecode import code_reads
 from ..watch.effects import EffectRecorder
 from ..watch.operator_trace import OperatorTrace, TensorNames
 from .attempt import CaptureAttempt, ends_capture
@@ -236,7 +236,7 @@ def _follow(attempt: CaptureAttempt, rows: int) -> tuple[FollowedRun, Any] | str
     Its code is not traced while it takes the path of a batch whose code was traced. Where it leaves that, it ends
     before Python goes on, and another run is traced from the start.
     """
-    if what := next(filter(None, map(number_by_identity, attempt.eager.trace.codes)), ""):
+    if what := next(filter(None, (code_reads(code).number_compared for code in attempt.eager.trace.codes)), ""):
         return f"the code {what}"
     if not attempt.request.is_piecewise:  # where breaks may read data
         try:

@@ -13,7 +13,7 @@ import dis
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from enum import IntEnum
 from functools import lru_cache
 from itertools import chain
@@ -108,13 +108,77 @@ class CodeReads(NamedTuple):
     """Whether it may do so with a variable: not with its parameters and their attributes alone."""
     modules: ModulesRead
     """What it does with an attribute of the name ``modules``, which may be that of ``sys``."""
+    number_compared: str
+    """What it does with numbers that a size in a run of all batches is not: it compares one by ``is``, or, outside of
+    torch, may ask for the type of one (``type(n) in (int, float)``, ``isinstance(n, torch.SymInt)``); with its line.
+    Empty if it does neither."""
+
+
+class Instruction(NamedTuple):
+    """An instruction of code, as ``dis`` tells it, in a twentieth of the time."""
+
+    offset: int
+    opcode: int
+    arg: int | None
+    opname: str
+    argval: Any
+    """The name, the constant or the variable that it loads or stores; two variables where it loads two; else ``arg``.
+    """
+
+    def effect(self) -> int:
+        """How much it adds to the stack, where it does not jump."""
+        return dis.stack_effect(self.opcode, self.arg, jump=False)
+
+
+_SHIFTS = {"LOAD_GLOBAL": 1} | ({"LOAD_ATTR": 1, "LOAD_SUPER_ATTR": 2} if sys.version_info >= (3, 12) else {})
+"""Of how many flags the arguments of instructions with names have."""
+_NAMES, _CONSTS, _VARIABLES_OF_CODE = frozenset(dis.hasname), frozenset(dis.hasconst), {*dis.haslocal, *dis.hasfree}
+_PAIRS = frozenset(op for name, op in dis.opmap.items() if name.count("_FAST_") + name.endswith("_FAST") > 1)
+"""Those that load or store two variables, from 3.13 on."""
+_HAVE_ARGUMENT: Container[int] = getattr(dis, "hasarg", range(dis.HAVE_ARGUMENT, 256))
+_CACHE, _EXTENDED = 0, dis.EXTENDED_ARG
+
+
+def instructions_of(code: CodeType, among: Container[int] = range(1, 256)) -> Iterator[Instruction]:
+    """The instructions of code; with ``among``, those with one of these numbers."""
+    names, consts, shifts = code.co_names, code.co_consts, _SHIFTS
+    variable: Callable[[int], str] = code._varname_from_oparg  # type: ignore[attr-defined]
+    high, raw = 0, code.co_code
+    for offset, op, low in zip(range(0, len(raw), 2), raw[::2], raw[1::2], strict=True):
+        if op == _EXTENDED:
+            high = (high | low) << 8
+            continue
+        arg, high = high | low, 0
+        if op == _CACHE or op not in among:
+            continue
+        kind = dis.opname[op]
+        value: Any = arg
+        if op not in _HAVE_ARGUMENT:
+            value = None
+        elif op in _NAMES:
+            value = names[arg >> shifts.get(kind, 0)]
+        elif op in _CONSTS:
+            value = consts[arg]
+        elif op in _PAIRS:
+            value = variable(arg >> 4), variable(arg & 15)
+        elif op in _VARIABLES_OF_CODE:
+            value = variable(arg)
+        yield Instruction(offset, op, arg if op in _HAVE_ARGUMENT else None, kind, value)
+
+
+_NAMING_OPS = {dis.opmap[name] for name in (*_NAMING, "IMPORT_NAME") if name in dis.opmap}
+_LOOKED_AT = {*_ANY, "modules", "SymInt"}
+_STORING_OPS = {op for name, op in dis.opmap.items() if name.startswith(("STORE_", "DELETE_"))}
+_LOOKED_AT_OPS = {dis.opmap["IS_OP"], dis.opmap["MATCH_CLASS"]}
+"""Of code without one of these, and of the names above, the names alone count."""
 
 
 @lru_cache(maxsize=8192)
 def code_reads(code: CodeType) -> CodeReads:
     """What ``code`` reads, from its instructions and constants alone."""
     attributes, variables, imports, compared = (set[str]() for _ in range(4))
-    instructions = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG")]
+    is_plain = _LOOKED_AT.isdisjoint(code.co_names) and not (_takes_type(code) or {*code.co_code[::2]} & _LOOKED_AT_OPS)
+    instructions = list(instructions_of(code, _NAMING_OPS) if is_plain else instructions_of(code))
     owner, passed_on, kept = _parameters(code, instructions)
     of_self = of_others = of_variables = False
     for index, instruction in enumerate(instructions):
@@ -147,13 +211,9 @@ def code_reads(code: CodeType) -> CodeReads:
             of_self, of_others = of_self or is_own, of_others or not is_own
             of_variables = of_variables or not is_given
     texts = frozenset(text for text in code.co_consts if isinstance(text, str) and len(text) < 200)
-    # Dotted ones too: operator.attrgetter("config.scale").
-    dotted = (text.split(".") for text in texts)
-    attributes.update(part for parts in dotted if all(map(str.isidentifier, parts)) for part in parts)
     matches = [instruction.arg for instruction in instructions if instruction.opname == "MATCH_CLASS"]
-    if matches:
-        attributes.update(text for names in code.co_consts if isinstance(names, tuple) for text in map(str, names))
-        of_others = of_others or any(matches)  # the class says which attributes stand in which place
+    attributes.update(_named_by_texts(texts), _texts_in_tuples(code) if matches else ())
+    of_others = of_others or any(matches)  # the class says which attributes stand in which place
     return CodeReads(
         frozenset(attributes),
         frozenset(variables),
@@ -164,7 +224,18 @@ def code_reads(code: CodeType) -> CodeReads:
         of_self,
         of_variables,
         ModulesRead.WHOLE if "modules" in texts else _modules_read(code, instructions, kept),
+        "" if is_plain else _number_compared(code, instructions),
     )
+
+
+def _named_by_texts(texts: Iterable[str]) -> Iterator[str]:
+    """The names that texts can be, dotted ones too: ``operator.attrgetter("config.scale")``."""
+    dotted = (text.split(".") for text in texts)
+    return (part for parts in dotted if all(map(str.isidentifier, parts)) for part in parts)
+
+
+def _texts_in_tuples(code: CodeType) -> Iterator[str]:
+    return (text for names in code.co_consts if isinstance(names, tuple) for text in map(str, names))
 
 
 def _telling(names: Collection[str], variables: Collection[str]) -> frozenset[str]:
@@ -172,7 +243,7 @@ def _telling(names: Collection[str], variables: Collection[str]) -> frozenset[st
     return TELLS_IDENTITY.intersection(names) | frozenset(("id", "hash")).intersection(variables)
 
 
-def _modules_read(code: CodeType, instructions: Sequence[dis.Instruction], parameters: Collection[str]) -> ModulesRead:
+def _modules_read(code: CodeType, instructions: Sequence[Instruction], parameters: Collection[str]) -> ModulesRead:
     """What code does with attributes of the name ``modules``."""
     found = ModulesRead.NOT
     if "modules" not in code.co_names:
@@ -186,7 +257,7 @@ def _modules_read(code: CodeType, instructions: Sequence[dis.Instruction], param
     return found
 
 
-def _key_in_modules(instructions: Sequence[dis.Instruction], index: int) -> tuple[dis.Instruction | None, ModulesRead]:
+def _key_in_modules(instructions: Sequence[Instruction], index: int) -> tuple[Instruction | None, ModulesRead]:
     """The instruction that gives the key of the look-up in the dict that ``instructions[index]`` loads, and what the
     look-up is for; None where it is something else."""
     following = instructions[index + 1 :]
@@ -199,33 +270,35 @@ def _key_in_modules(instructions: Sequence[dis.Instruction], index: int) -> tupl
         return (key[-1] if key else None), ModulesRead.NAMED
     depth = 0
     for place, instruction in enumerate(following):
-        if depth == 1 and (instruction.opname, instruction.argrepr) in _SUBSCRIPTS:
+        if depth == 1 and (instruction.opname, instruction.arg) in _SUBSCRIPTS:
             return following[place - 1], ModulesRead.NAMED
-        if instruction.is_jump_target or instruction.opcode in dis.hasjrel:
+        if instruction.opcode in dis.hasjrel:
             break
         if instruction.opname not in ("PRECALL", "KW_NAMES"):
-            depth += dis.stack_effect(instruction.opcode, instruction.arg)
+            depth += instruction.effect()
         if depth < 1:
             break
     return None, ModulesRead.WHOLE
 
 
-_SUBSCRIPTS = (("BINARY_SUBSCR", ""), ("BINARY_OP", "[]"))
+_OPERATIONS = dis._nb_ops  # type: ignore[attr-defined]
+_SUBSCRIPTS = (
+    ("BINARY_SUBSCR", None),
+    *(("BINARY_OP", op) for op, (_, sign) in enumerate(_OPERATIONS) if sign == "[]"),
+)
 
 
-def _is_fast(instruction: dis.Instruction) -> bool:
+def _is_fast(instruction: Instruction) -> bool:
     return instruction.opname.startswith("LOAD_FAST")
 
 
-def _is_method(instruction: dis.Instruction) -> bool:
+def _is_method(instruction: Instruction) -> bool:
     """Whether it loads an attribute in order to call it: by an instruction of its own, or from 3.12 on by a flag."""
     is_flagged = sys.version_info >= (3, 12) and instruction.opname == "LOAD_ATTR" and bool((instruction.arg or 0) & 1)
     return instruction.opname == "LOAD_METHOD" or is_flagged
 
 
-def _parameters(
-    code: CodeType, instructions: Iterable[dis.Instruction]
-) -> tuple[str | None, str | None, frozenset[str]]:
+def _parameters(code: CodeType, instructions: Iterable[Instruction]) -> tuple[str | None, str | None, frozenset[str]]:
     """The first parameter, unless the code assigns it; the parameter with the name that ``__getattr__`` looks up; and
     all parameters that the code does not assign."""
     owner, name, *_ = (*code.co_varnames[: code.co_argcount], None, None)
@@ -247,12 +320,8 @@ def changed_by(code: CodeType) -> frozenset[str]:
 
 def stored_by(code: CodeType) -> frozenset[str]:
     """What code assigns or deletes besides its own variables, by name; what it does with entries by the instruction."""
-    stores = (i for i in dis.get_instructions(code) if i.opname.startswith(("STORE_", "DELETE_")))
-    by_kind = ((i.opname.partition("_")[2], i) for i in stores)
+    by_kind = ((i.opname.partition("_")[2], i) for i in instructions_of(code, _STORING_OPS))
     return frozenset(i.opname if kind in ("SUBSCR", "SLICE") else i.argval for kind, i in by_kind if kind in _STORED)
-
-
-_IS_OP = dis.opmap["IS_OP"]
 
 
 _COMPARISONS = ("IS_OP", "CONTAINS_OP", "COMPARE_OP")
@@ -260,19 +329,16 @@ _LONGEST_COMPARISON = 12
 """Instructions that make the operands of ``type(x.shape[0]) in (int, float)``, at most."""
 
 
-@lru_cache(maxsize=8192)
-def number_by_identity(code: CodeType) -> str:
-    """What code does with numbers that a size in a run of all batches is not: it compares one by ``is``, or, outside of
-    torch, may ask for the type of one (``type(n) in (int, float)``, ``isinstance(n, torch.SymInt)``); with its line.
-    Empty if it does neither."""
-    file, names = os.path.basename(code.co_filename), set(code.co_names)
-    is_torch = is_torch_code(code.co_filename)
-    if "SymInt" in names and not is_torch:
+def _takes_type(code: CodeType) -> bool:
+    names = code.co_names
+    return "type" in names and ("int" in names or "float" in names) and not is_torch_code(code.co_filename)
+
+
+def _number_compared(code: CodeType, kept: Sequence[Instruction]) -> str:
+    """See ``CodeReads.number_compared``."""
+    file, takes_type = os.path.basename(code.co_filename), _takes_type(code)
+    if "SymInt" in code.co_names and not is_torch_code(code.co_filename):
         return f"may ask for the type of a number, {file}:{code.co_firstlineno}"
-    takes_type = "type" in names and not names.isdisjoint(("int", "float")) and not is_torch
-    if not takes_type and _IS_OP not in code.co_code[::2]:
-        return ""
-    kept = [one for one in dis.get_instructions(code) if one.opname not in ("CACHE", "EXTENDED_ARG")]
     for place, one in enumerate(kept):
         what, before = "", kept[max(place - _LONGEST_COMPARISON, 0) : place]
         if one.opname == "IS_OP" and any(map(_is_number, (before[-1], kept[_begin(kept, place - 1) - 1]))):
@@ -281,27 +347,27 @@ def number_by_identity(code: CodeType) -> str:
             loaded = {str(each.argval) for each in before}
             what = "may ask for the type of a number" if "type" in loaded and loaded & {"int", "float"} else ""
         if what:
-            lines = (start for start in (each.starts_line for each in kept[place::-1]) if start)
-            return f"{what}, {file}:{int(next(lines, code.co_firstlineno))}"
+            lines = (line for start, end, line in code.co_lines() if start <= one.offset < end)
+            return f"{what}, {file}:{next(lines, None) or code.co_firstlineno}"
     return ""
 
 
-def _is_number(instruction: dis.Instruction) -> bool:
+def _is_number(instruction: Instruction) -> bool:
     return instruction.opname.startswith("LOAD") and type(instruction.argval) in (int, float)
 
 
-def _begin(instructions: Sequence[dis.Instruction], end: int) -> int:
+def _begin(instructions: Sequence[Instruction], end: int) -> int:
     """Where the code begins that pushes what the instruction at ``end`` leaves on the stack."""
     pushed = 0
     for place in range(end, -1, -1):
         one = instructions[place]
-        pushed += dis.stack_effect(one.opcode, one.arg, jump=False)
+        pushed += one.effect()
         if pushed > 0:
             return place
     return 0
 
 
-def _compared_with(before: Sequence[dis.Instruction]) -> tuple[str, ...]:
+def _compared_with(before: Sequence[Instruction]) -> tuple[str, ...]:
     """How code writes the second operand of ``is``, which ends ``before``; nothing if one of them cannot be a tensor: a
     constant, a builtin, a type."""
     last = before[-1]
@@ -316,7 +382,7 @@ def _compared_with(before: Sequence[dis.Instruction]) -> tuple[str, ...]:
     return (last.argval if type(last.argval) is str else last.opname,)
 
 
-def _gives_type(before: Sequence[dis.Instruction]) -> bool:
+def _gives_type(before: Sequence[Instruction]) -> bool:
     """Whether code that just ran ``before`` has a type at hand, or something else that no tensor is."""
     last = before[-1] if before else None
     if last is None or last.opname != "CALL":
@@ -326,7 +392,7 @@ def _gives_type(before: Sequence[dis.Instruction]) -> bool:
     return last.arg == 1 and bool(called) and called[-1].opname in _VARIABLES and called[-1].argval == "type"
 
 
-def _loads(instruction: dis.Instruction, variable: str | None, at: int = 0) -> bool:
+def _loads(instruction: Instruction, variable: str | None, at: int = 0) -> bool:
     """Whether an instruction loads the variable: alone, or in place ``at`` of two, which 3.13 loads at once."""
     if variable is None or not instruction.opname.startswith("LOAD_FAST"):
         return False
@@ -334,13 +400,13 @@ def _loads(instruction: dis.Instruction, variable: str | None, at: int = 0) -> b
     return bool((loaded[at] if type(loaded) is tuple else loaded) == variable)
 
 
-def _is_attribute_of(chain: Sequence[dis.Instruction], parameters: Iterable[str]) -> bool:
+def _is_attribute_of(chain: Sequence[Instruction], parameters: Iterable[str]) -> bool:
     """Whether ``chain`` loads one of the parameters or an attribute of one (``self.config``), and nothing else."""
     is_chain = bool(chain) and all(i.opname == "LOAD_ATTR" for i in chain[1:])
     return is_chain and any(_loads(chain[0], parameter) for parameter in parameters)
 
 
-def _arguments(following: Sequence[dis.Instruction]) -> list[Sequence[dis.Instruction]]:
+def _arguments(following: Sequence[Instruction]) -> list[Sequence[Instruction]]:
     """What makes each argument of the call whose arguments ``following`` loads; nothing where there is no such call,
     or none can be found: where the arguments branch, and for ``f(*args)``."""
     begins = list[int]()  # for each value on the stack, where the code begins that makes it
@@ -349,33 +415,33 @@ def _arguments(following: Sequence[dis.Instruction]) -> list[Sequence[dis.Instru
         if kind in ("PRECALL", "CALL") and len(begins) == instruction.arg:
             ends = (*begins[1:], place)
             return [following[one : max(end, one + 1)] for one, end in zip(begins, ends, strict=False)]
-        if instruction.is_jump_target or instruction.opcode in dis.hasjrel:
+        if instruction.opcode in dis.hasjrel:
             break
         if kind == "PUSH_NULL" and not place:  # from 3.13 on a part of loading the function
             continue
-        effect = dis.stack_effect(instruction.opcode, instruction.arg)
+        effect = instruction.effect()
         if len(begins) + effect < 0:  # what was loaded is no function that is called here
             break
         begins = [*begins, *[place] * effect] if effect > 0 else begins[: len(begins) + effect]
     return []
 
 
-def _names_a_constant(following: Sequence[dis.Instruction], variable: str | None) -> bool:
+def _names_a_constant(following: Sequence[Instruction], variable: str | None) -> bool:
     """Whether the second argument of the call that ``following`` makes is ``variable``, or a constant that names one
     attribute; False if unsure."""
     given = _arguments(following)
-    second: Sequence[dis.Instruction] = given[1] if len(given) > 1 else ()
+    second: Sequence[Instruction] = given[1] if len(given) > 1 else ()
     return len(second) == 1 and (_is_one_name(second[0]) or _loads(second[0], variable, at=-1))
 
 
-def _gets_constants(getter: str, following: Sequence[dis.Instruction]) -> bool:
+def _gets_constants(getter: str, following: Sequence[Instruction]) -> bool:
     """Whether the call of ``attrgetter`` or ``methodcaller`` that ``following`` makes gets constants alone as names."""
     given = _arguments(following)
     names = given if getter == "attrgetter" else given[:1]
     return bool(names) and all(len(name) == 1 and _is_one_name(name[0]) for name in names)
 
 
-def _is_one_name(instruction: dis.Instruction) -> bool:
+def _is_one_name(instruction: Instruction) -> bool:
     """Whether it loads a constant that names attributes one by one, and none that gives others (``"__dict__"``)."""
     return instruction.opname == "LOAD_CONST" and _ANY.isdisjoint(str(instruction.argval).split("."))
 
