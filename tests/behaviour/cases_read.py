@@ -674,6 +674,9 @@ for name, value in {"__name__": "longer_name", "__qualname__": "Another", "__doc
 read("default by inspect")(
     lambda: copy_of(function), lambda h: inspect.signature(h).parameters["value"].default, put(__defaults__=(5,))
 )
+read("closure of a function that does not run")(
+    lambda: (lambda k: lambda: k)([2]), lambda h: h.__closure__[0].cell_contents[0], lambda h: h().__setitem__(0, 5)
+)
 read("attribute_tried_for_instead", row=True)(lambda: copy_of(function), lambda h: getattr(h, "k", 2.0), put(k=5))
 read("single dispatch")(
     lambda: functools.singledispatch(lambda _: 2), lambda h: h(1), lambda h: h.register(int, lambda _: 5)

@@ -109,7 +109,7 @@ class EagerRun:
     @property
     def runs_compiled(self) -> bool:
         """Whether it ran code of torch's compiler, which may compile again in a further run, and reads on the host."""
-        return any(original_of(code) is not None for code in self.trace.codes)
+        return any(original_of(code) is not None for code in self.trace.codes.values())
 
     def check_state(self) -> None:
         """Raise ``CaptureError`` if a run since then changed Python state, or drew where no graph draws."""
@@ -119,7 +119,7 @@ class EagerRun:
     def metadata_read(self, *, compares: bool) -> list[str]:
         """The names of what its code reads of arguments besides values; ``compares``: whether Python compared such
         tensors."""
-        return metadata_names(self.trace.codes, compares=self.trace.walk.has_identity or compares)
+        return metadata_names(self.trace.codes.values(), compares=self.trace.walk.has_identity or compares)
 
     def find_metadata(
         self, values: Sequence[Any], guard: StateGuard, former: ArgumentMetadata | None = None
@@ -246,7 +246,7 @@ def _why_failed(
 
 def queries_capture(notes: CodeNotes) -> bool:
     """Whether the code queries torch whether anyone captures, and so may do something else meanwhile."""
-    return not CAPTURE_QUERIES.isdisjoint(notes.codes)
+    return any(id(code) in notes.codes for code in CAPTURE_QUERIES)
 
 
 def _pads_by_code(request: CaptureRequest) -> bool:
@@ -392,7 +392,7 @@ def _check_reads(request: CaptureRequest, eager: EagerRun) -> None:
             "the call",
             Reason.STATE_REBOUND,
         )
-    if request.backend.capture_executes and _package_code() in eager.trace.codes:
+    if request.backend.capture_executes and id(_package_code()) in eager.trace.codes:
         raise CaptureError(
             "the call runs a package of AOTInductor, whose kernels no graph of this backend holds; serve the model "
             "that it was made of",

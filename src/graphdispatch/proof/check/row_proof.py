@@ -146,7 +146,7 @@ def prove_rows(attempt: CaptureAttempt, operators: OperatorTrace) -> RowsShown:
         return RowsShown(proof, rows, outputs, run.verdict if not run.single else None)
     proof = RowProof(axes=axes, is_word=is_word, mixed=frozenset(axes[1:]))
     if not is_word:
-        remedy = _OF_TRAINING if DIFFERENTIATES in attempt.eager.trace.codes else _REMEDY
+        remedy = _OF_TRAINING if id(DIFFERENTIATES) in attempt.eager.trace.codes else _REMEDY
         text = f"{failure}, so that nothing is shown of its rows; {remedy}"
         proof.against_rows = Reason.PADDING_UNPROVEN, text
     return RowsShown(proof)
@@ -236,7 +236,9 @@ def _follow(attempt: CaptureAttempt, rows: int) -> tuple[FollowedRun, Any] | str
     Its code is not traced while it takes the path of a batch whose code was traced. Where it leaves that, it ends
     before Python goes on, and another run is traced from the start.
     """
-    if what := next(filter(None, (code_reads(code).number_compared for code in attempt.eager.trace.codes)), ""):
+    if what := next(
+        filter(None, (code_reads(code).number_compared for code in attempt.eager.trace.codes.values())), ""
+    ):
         return f"the code {what}"
     if not attempt.request.is_piecewise:  # where breaks may read data
         try:

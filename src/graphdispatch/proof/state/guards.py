@@ -220,7 +220,7 @@ class StateGuard:
     def reads_like(self, other: "StateGuard") -> bool:
         """Whether another guard watches the same, for code that this one was made for, too, and both hold now."""
         ours, theirs = self.notes, other.notes
-        is_covered = ours.codes >= theirs.codes and not ours.lacks(theirs)
+        is_covered = ours.codes.keys() >= theirs.codes.keys() and not ours.lacks(theirs)
         is_of_same = same_objects(self._roots, other._roots) and self.storages == other.storages
         # As many are read by calls. A cache that holds more than it held is as it was, so that both may hold.
         results = ([one.further for one in guard._readers if one.kind == "call"] for guard in (self, other))

@@ -20,7 +20,7 @@ import types
 import weakref
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
 from multiprocessing.context import BaseContext
@@ -35,12 +35,13 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from ...backends.code_events import is_own_code, is_torch_code
 from ...runtime.attributes import attribute_table, content
-from ..watch.bytecode import READ_WHOLE, TELLS_IDENTITY, stored_by
+from ..watch.bytecode import READ_WHOLE, TELLS_IDENTITY, per_code, stored_by
 
 ABSENT = object()
 """Stands for an attribute or variable that is not there."""
 CONSTANTS = (bool, int, float, complex, str, bytes, torch.device, type(None), type(...), type(NotImplemented))
 """Types whose values are compared by what they are, and not by identity."""
+_CONSTANT_TYPES = frozenset(CONSTANTS)
 CONTAINERS = (dict, list, set, deque)
 """Containers that can change. Their own methods read them, so that a subclass cannot hide what it holds."""
 
@@ -246,7 +247,7 @@ def variables_of(fn: types.FunctionType) -> Iterator[str]:
     yield from (name for name in names_in(fn.__code__) if name in fn.__globals__)
 
 
-@lru_cache(maxsize=8192)
+@per_code
 def names_in(code: types.CodeType) -> frozenset[str]:
     """The names of variables, attributes and imported modules in code and the code nested in it."""
     return frozenset(name for nested in _nested_codes(code) for name in nested.co_names)
@@ -373,6 +374,8 @@ class Kind(NamedTuple):
 
     role: str
     """See ``role_of``."""
+    users: tuple[type, ...]
+    """See ``user_classes``."""
     slots: dict[str, Any]
     """See ``slots_of``."""
 
@@ -381,9 +384,18 @@ class Kinds(dict[type, Kind]):
     """Classes, each looked at when it is first met. Classes may change, so make another one for each look."""
 
     def __missing__(self, kind: type) -> Kind:
-        role = role_of(kind)
-        made = self[kind] = Kind(role, {} if role == "leaf" else slots_of(kind))
+        role, users = _classified(_mro(kind))
+        made = self[kind] = Kind(role, users, {} if role == "leaf" else slots_of(kind))
         return made
+
+
+_mro: Callable[[type], tuple[type, ...]] = vars(type)["__mro__"].__get__
+
+
+@lru_cache(maxsize=8192)
+def _classified(mro: tuple[type, ...]) -> tuple[str, tuple[type, ...]]:
+    """The role of a class, and the classes of the user in it; by all of them, since its bases may be set anew."""
+    return role_of(mro[0]), tuple(user_classes(mro[0]))
 
 
 _KNOWN = frozenset(
@@ -491,7 +503,7 @@ def _parts_of(fn: Any) -> list[Any]:
     return [fn.__code__, fn.__globals__, *held, *own]
 
 
-@lru_cache(maxsize=1024)
+@per_code
 def _assigns_outer(code: types.CodeType) -> bool:
     """Whether code assigns variables of the functions around it."""
     return any(not stored_by(nested).isdisjoint(nested.co_freevars) for nested in _nested_codes(code))
@@ -510,9 +522,12 @@ def name_of(value: Any) -> str:
     return value.__qualname__ if issubclass(type(value), named) else type(value).__name__
 
 
+_NOBODYS = sys.stdlib_module_names | {"numpy"}
+
+
 def is_whole(module: types.ModuleType) -> bool:
     """Whether all variables of a module count where code reads names that do not stand in it: of one of the user's."""
-    return is_user_module(module) and str(module.__name__).partition(".")[0] not in (*sys.stdlib_module_names, "numpy")
+    return is_user_module(module) and str(module.__name__).partition(".")[0] not in _NOBODYS
 
 
 def setting_names(module: types.ModuleType) -> list[str]:
@@ -524,10 +539,15 @@ def setting_names(module: types.ModuleType) -> list[str]:
 
 def _is_setting(held: Any, package: str) -> bool:
     if type(held) in (list, tuple, dict, set, frozenset):
-        return all(type(inner) in CONSTANTS for inner in content(held))
+        return holds_constants(held)
     if issubclass(type(held), types.ModuleType):
         return str(held.__name__).partition(".")[0] == package
-    return type(held) in CONSTANTS or issubclass(type(held), torch.Tensor)
+    return type(held) in _CONSTANT_TYPES or issubclass(type(held), torch.Tensor)
+
+
+def holds_constants(container: Any) -> bool:
+    """Whether all that a container holds is constant."""
+    return _CONSTANT_TYPES.issuperset(map(type, content(container)))
 
 
 def is_module_table(table: dict[str, Any]) -> bool:
@@ -551,6 +571,8 @@ def slots_of(kind: type) -> dict[str, Any]:
     """The descriptors of the slots of a class by each attribute name that gives one, and of what its compiled classes
     keep like that."""
     found: dict[str, Any] = {}
+    if not any("__slots__" in vars(base) or base in _COMPILED_MEMBERS for base in type.mro(kind)):
+        return found
     for base in reversed(type.mro(kind)):
         table = vars(base)
         for name, held in table.items():

@@ -46,7 +46,7 @@ class Reader(NamedTuple):
         return self.kind, self.call if self.kind == "call" else self.subject, self.further, value
 
 
-_SET_FIELDS = ("codes", "names", "optional", "library_names", "whole_types", "unreached_functions", "variables")
+_SET_FIELDS = ("names", "optional", "library_names", "whole_types", "unreached_functions", "variables")
 
 
 class CodeNotes:
@@ -54,7 +54,8 @@ class CodeNotes:
     add up. A guard compares what they name."""
 
     def __init__(self) -> None:
-        self.codes: set[types.CodeType] = set()
+        self.codes: dict[int, types.CodeType] = {}
+        """By ``id``: the code of two copies of a file is equal, and some has no hash."""
         self.names: set[str] = set()
         """Names of attributes that code of the user reads."""
         self.optional: set[str] = set()
@@ -77,12 +78,14 @@ class CodeNotes:
 
     def lacks(self, other: "CodeNotes") -> bool:
         """Whether ``other`` notes code of the user, or what any code reads, that these notes do not have."""
-        further = {kind: getattr(other, kind) - getattr(self, kind) for kind in _SET_FIELDS}
-        further["codes"] = {code for code in further["codes"] if not is_library_code(code.co_filename)}
-        return any(further.values()) or other.reads_whole > self.reads_whole or other.modules > self.modules
+        users = (key for key, code in other.codes.items() if not is_library_code(code.co_filename))
+        if any(key not in self.codes for key in users) or other.reads_whole > self.reads_whole:
+            return True
+        return other.modules > self.modules or any(getattr(other, kind) - getattr(self, kind) for kind in _SET_FIELDS)
 
     def absorb(self, other: "CodeNotes") -> None:
         """Note all that ``other`` notes."""
+        self.codes |= other.codes
         self.tables |= other.tables
         for kind in _SET_FIELDS:
             getattr(self, kind).update(getattr(other, kind))
@@ -173,11 +176,11 @@ _AROUND_MODES = (f"{os.sep}contextlib.py", os.path.join("torch", "overrides.py")
 """Where Python code runs around each function of torch while a mode sees it. It compares errors and modes alone."""
 
 
-_KEYS_BY_IDENTITY = {torch.Tensor.__hash__.__code__, torch.utils.weak.WeakIdRef.__init__.__code__}
+_KEYS_BY_IDENTITY = (torch.Tensor.__hash__.__code__, torch.utils.weak.WeakIdRef.__init__.__code__)
 """What runs where a tensor is a key."""
 
 
-def metadata_names(codes: Iterable[types.CodeType], *, compares: bool) -> list[str]:
+def metadata_names(codes: Collection[types.CodeType], *, compares: bool) -> list[str]:
     """What of ``TENSOR_READERS`` all this code of the user reads, of whatever tensors; and ``IDENTITY`` where any code
     compares objects, or it ``compares`` them in a way that stands in no code."""
     others = [c for c in codes if not (is_own_code(c.co_filename) or c.co_filename.endswith(_AROUND_MODES))]
@@ -186,7 +189,9 @@ def metadata_names(codes: Iterable[types.CodeType], *, compares: bool) -> list[s
     compares = compares or any(code_reads(code).compared for code in theirs)
     compares = compares or any(not code_reads(code).compared.isdisjoint(code.co_varnames) for code in others)
     used = set().union(*(code_reads(code).attributes for code in theirs))
-    compares = compares or not (_KEYS_BY_IDENTITY.isdisjoint(others) and used.isdisjoint(("_cdata", "is_set_to")))
+    compares = (
+        compares or any(code in _KEYS_BY_IDENTITY for code in others) or not used.isdisjoint(("_cdata", "is_set_to"))
+    )
     if any(original_of(code) is not None for code in others):  # functions that the compiler put inline may read it, too
         used, compares = {*used, "requires_grad"}, True
     return sorted(TENSOR_READERS.keys() & used) + [IDENTITY] * compares
@@ -244,7 +249,7 @@ class StateReads:
         self._names = frozenset(notes.names)
         self._library_names = self._names | notes.library_names
         self._all = notes.reads_whole
-        self._differentiates = DIFFERENTIATES in notes.codes
+        self._differentiates = id(DIFFERENTIATES) in notes.codes
         self._hook_names = _HOOKS + _BACKWARD_HOOKS * self._differentiates
         self._passed_over = _MODULE_ATTRIBUTES.union(() if self._differentiates else _BACKWARD_HOOKS)
         self._seen: dict[int, Any] = {}
@@ -320,7 +325,7 @@ class StateReads:
         if not self._is_traced and type(method) is types.MethodType:
             for fn in objects.functions_in(method.__func__):
                 self._follow_named([method.__self__], objects.names_in(fn.__code__))
-        if objects.user_classes(type(method)) or not issubclass(type(method), (property, types.MethodType)):
+        if self._kinds[type(method)].users or not issubclass(type(method), (property, types.MethodType)):
             self._visit_instance(method)
 
     def _visit_compiled(self, value: Any) -> None:
@@ -375,7 +380,8 @@ class StateReads:
         if issubclass(kind, CONTAINERS):
             if self._is_traced or _matters(value):
                 self.contents.append(value)
-            self._pending += content(value)
+            if self._notes.modules or not objects.holds_constants(value):  # texts may be names of modules
+                self._pending += content(value)
         elif issubclass(kind, (tuple, frozenset)):
             self._fix(value, content(value))
         table, slots = attribute_table(value), self._kinds[kind].slots
@@ -424,7 +430,7 @@ class StateReads:
 
     def _visit_class(self, kind: type) -> None:
         """A class of the user: what code reads of it. Of torch's modules the methods that ran, which others replace."""
-        users = objects.user_classes(kind)
+        users = self._kinds[kind].users
         self._pending += (base for base in type.mro(kind)[1:] if base in users or issubclass(base, nn.Module))
         if not self._is_traced:
             self._follow_methods(users, ("forward", "__call__"))
@@ -450,7 +456,9 @@ class StateReads:
         table, codes, names = vars(kind), self._notes.codes, self._names
         copyreg._slotnames(kind)  # type: ignore[attr-defined]  # else a pickle would add what this adds
         self.tables.append(table)
-        present = [name for name, held in table.items() if name in names or getattr(held, "__code__", None) in codes]
+        present = [
+            name for name, held in table.items() if name in names or id(getattr(held, "__code__", None)) in codes
+        ]
         if present:
             self.attributes.append((table, present))
 
@@ -460,13 +468,16 @@ class StateReads:
 
         Data under names with two underscores tells of the class itself: its fields, its annotations.
         """
+        kind, codes = type(member), self._notes.codes
+        if name in self._names:
+            return True
+        if kind is types.FunctionType:
+            return id(member.__code__) in codes
         functions = objects.functions_in(member)
-        if functions and not objects.user_classes(type(member)):
-            return name in self._names or any(fn.__code__ in self._notes.codes for fn in functions)
-        is_data = not name.startswith("__") or issubclass(type(member), _COMPILED_METHODS)
-        return (
-            issubclass(type(member), _WRAPPERS) or name in self._names or (is_data and (is_whole or name[:2] == "__"))
-        )
+        if functions and not self._kinds[kind].users:
+            return any(id(fn.__code__) in codes for fn in functions)
+        is_data = not name.startswith("__") or issubclass(kind, _COMPILED_METHODS)
+        return issubclass(kind, _WRAPPERS) or (is_data and (is_whole or name[:2] == "__"))
 
     def _visit_function(self, fn: types.FunctionType) -> None:
         """The closure and defaults of a function whose code ran, or of any without a trace, and what code reads of a
@@ -478,7 +489,7 @@ class StateReads:
             self._pending += objects.wrapped_by(fn)
             return
         is_whole = self._all or types.FunctionType in self._notes.whole_types
-        ran = not self._is_traced or is_whole or fn.__code__ in self._notes.codes
+        ran = not self._is_traced or is_whole or id(fn.__code__) in self._notes.codes or "__closure__" in self._names
         parts = [name for name in _RUN_OF_FUNCTIONS if name in self._names or (ran and getattr(fn, name))]
         said = (name for name in _SAID_OF_FUNCTIONS if name in self._names or is_whole)
         self.readers += (Reader(partial(getattr, fn, name), name, fn) for name in parts)
@@ -505,7 +516,7 @@ class StateReads:
     def _compare_modules(self, notes: CodeNotes) -> None:
         """Of ``sys.modules`` the modules whose names are there as texts, in code or in what is compared: an import of
         another one changes nothing."""
-        users = (code for code in notes.codes if not is_library_code(code.co_filename))
+        users = (code for code in notes.codes.values() if not is_library_code(code.co_filename))
         self._texts.update(*(code_reads(code).texts for code in users))
         compared = set[str]()
         while further := self._texts - compared:  # what is followed then may hold more
@@ -529,10 +540,10 @@ class StateReads:
     def _named(self, kind: type, own: Iterable[str]) -> frozenset[str]:
         """The names to compare of an object of a class: those of the user's code, where libraries wrote some of the
         class of their code, too; all its ``own``, if code reads them under names that do not stand in it."""
-        users = objects.user_classes(kind)
-        has_own_access = any({"__getattr__", "__getattribute__"} & vars(base).keys() for base in users)
-        is_whole = self._all or kind in self._notes.whole_types or issubclass(kind, _CLASSES_READ_WHOLE)
-        if is_whole or has_own_access:
+        if self._all or kind in self._notes.whole_types or issubclass(kind, _CLASSES_READ_WHOLE):
+            return frozenset(own)
+        users = self._kinds[kind].users
+        if any("__getattr__" in vars(base) or "__getattribute__" in vars(base) for base in users):
             return frozenset(own)
         is_library = not {nn.Module, *users}.issuperset(objects.written_classes(kind))
         return self._library_names if is_library else self._names

@@ -1,8 +1,8 @@
 """Walks over everything that a callable reaches, notes what it holds, and puts back what a run changed.
 
-The walk follows attributes, slots, containers, closures, defaults, partials, weak references, hooks and the user's
-classes, without a limit of depth. A ``CodeTrace`` tells it of variables of modules, before code that names them runs.
-Nothing of the user's is called.
+The walk follows attributes, slots, containers, partials, weak references, hooks and the user's classes, without a limit
+of depth. A ``CodeTrace`` tells it of variables of modules, before code that names them runs, and of functions before
+they run: what their closures and defaults hold nobody else can come by. Nothing of the user's is called.
 """
 
 import random
@@ -46,8 +46,11 @@ class StateWalk:
         """Tensors wherever they are held, parameters and buffers included."""
         self.user_namespaces: list[types.ModuleType | dict[str, Any]] = []
         """Modules of the user that something holds, other than a variable of a module; and namespaces without one."""
-        self.codes: set[types.CodeType] = set()
-        """The code of the functions that it met."""
+        self._waiting: dict[int, list[tuple[types.FunctionType, Any]]] = {}
+        """The functions that it met whose closures and defaults it did not follow, by the ``id`` of their code."""
+        self._run = set[int]()
+        """The code that runs, by ``id``."""
+        self._follows_all = False
         self.has_opaque = False
         """Whether it met something that nobody can compare, or a cache, which may come to hold such."""
         self.has_accessor = False
@@ -100,6 +103,28 @@ class StateWalk:
                 continue
             pending += [(i, (path, label)) for label, i in self._edges(value, path) if kinds[type(i)].role != "leaf"]
 
+    def visit_functions(self, code: types.CodeType) -> bool:
+        """Follow the closures and defaults of the functions with this code, which is about to run; whether it has met
+        one."""
+        is_new = id(code) not in self._run
+        self._run.add(id(code))
+        for fn, path in self._waiting.get(id(code), ()) if is_new else ():
+            self._visit_parts(fn, path)
+        return id(code) in self._waiting
+
+    def visit_all_functions(self) -> None:
+        """Follow the closures and defaults of all functions that it has met and will meet: nobody tells which run."""
+        self._follows_all = True
+        for fn, path in [pair for pairs in self._waiting.values() for pair in pairs]:
+            self._visit_parts(fn, path)
+
+    def _visit_parts(self, fn: types.FunctionType, path: Any) -> None:
+        code, held = fn.__code__, list[tuple[str, Any]]([("", fn.__defaults__), ("", fn.__kwdefaults__)])
+        if not objects.is_library_code(code.co_filename):
+            held += ((f" {name}", cell) for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True))
+        for label, one in held:
+            self.visit(one, (path, label))
+
     def visit_variables(self, table: dict[str, Any], names: Iterable[str], where: str) -> None:
         """Note and follow the variables of a module under ``names``, which code is about to use."""
         noted = self._variables.get(id(table))  # which is `before` of what is saved, and grows with what code names
@@ -144,6 +169,7 @@ class StateWalk:
         walk = StateWalk()
         # Settings of the process and hooks are this walk's.
         walk._saved, walk._empty, walk._generators, walk._seen = [], [], [], dict(self._seen)
+        walk.visit_all_functions()
         for name, root in roots:
             if not issubclass(type(root), torch.Tensor):
                 walk.visit(root, ((), name))
@@ -323,23 +349,24 @@ class StateWalk:
         return chain([("", type(tensor))], self._attributes(tensor, path))
 
     def _function_edges(self, fn: types.FunctionType, path: Any) -> Edges:
-        """Closure, defaults and attributes of a function; of the library's decorators only what they wrap."""
-        self.codes.add(fn.__code__)
-        if objects.is_library_code(fn.__code__.co_filename):
+        """Attributes of a function, and its closure and defaults once it runs; of the library's decorators only what
+        they wrap."""
+        code = fn.__code__
+        if objects.is_library_code(code.co_filename):
             yield from (("", held) for held in objects.wrapped_by(fn))
             if is_break(fn):
                 return
-        else:
-            yield from (
-                (f" {name}", cell) for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
-            )
         self._save(path, fn, snapshot.FUNCTION)
-        yield from (("", held) for held in (fn.__defaults__, fn.__kwdefaults__, fn.__dict__) if held)
+        self._waiting.setdefault(id(code), []).append((fn, path))
+        if fn.__dict__:
+            yield "", fn.__dict__
+        if self._follows_all or id(code) in self._run:
+            self._visit_parts(fn, path)
 
     def _class_edges(self, kind: type, path: Any) -> Edges:
         """The data of a class of the user, and what the closures of its methods hold."""
         self.has_accessor |= objects.is_accessor(kind)
-        for base in objects.user_classes(kind):
+        for base in self._kinds[kind].users:
             if base is not kind:
                 yield "", base
             else:

@@ -15,16 +15,18 @@ import re
 import sys
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from enum import IntEnum
-from functools import lru_cache
+from functools import wraps
 from itertools import chain
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 
 from ...backends.code_events import is_torch_code
 
+T = TypeVar("T")
+_MOST_KEPT = 8192
 _ATTRIBUTES = frozenset(
     (
         *("STORE_ATTR", "DELETE_ATTR", "LOAD_ATTR", "LOAD_METHOD"),
@@ -173,7 +175,24 @@ _LOOKED_AT_OPS = {dis.opmap["IS_OP"], dis.opmap["MATCH_CLASS"]}
 """Of code without one of these, and of the names above, the names alone count."""
 
 
-@lru_cache(maxsize=8192)
+def per_code(fn: Callable[[CodeType], T]) -> Callable[[CodeType], T]:
+    """``fn``, called once for each code object, and again for those that come after very many others. It goes by the
+    object: the hash of code takes longer, and some has none."""
+    values: dict[int, tuple[CodeType, T]] = {}
+
+    @wraps(fn)
+    def look_up(code: CodeType) -> T:
+        found = values.get(id(code))
+        if found is None:
+            if len(values) >= _MOST_KEPT:
+                values.clear()
+            found = values[id(code)] = code, fn(code)
+        return found[1]
+
+    return look_up
+
+
+@per_code
 def code_reads(code: CodeType) -> CodeReads:
     """What ``code`` reads, from its instructions and constants alone."""
     attributes, variables, imports, compared = (set[str]() for _ in range(4))
@@ -309,7 +328,7 @@ def _parameters(code: CodeType, instructions: Iterable[Instruction]) -> tuple[st
     return None if owner in stored else owner, name if is_access else None, kept
 
 
-@lru_cache(maxsize=1024)
+@per_code
 def changed_by(code: CodeType) -> frozenset[str]:
     """The names of attributes and variables that code may change: those that it assigns, and all that stand in it where
     it changes containers."""

@@ -66,6 +66,8 @@ _WATCHED = (torch.Generator, _Profiler) if sys.version_info < (3, 12) else (torc
 """Classes of which each method counts, whoever holds the object."""
 _HIDES = frozenset(("DisableTorchFunction", "_disable_current_modes", "_pop_mode_temporarily"))
 """What switches off the modes of torch that watch a run."""
+_PARTS = frozenset(("__closure__", "__defaults__", "__kwdefaults__"))
+"""Under these names code comes at what functions hold that do not run."""
 _START = threading.Thread.start.__code__
 """A run has to end before it: it notes the thread as one that lives, until it has begun."""
 _IN_BLOCKS = ("__enter__", "__exit__")  # of a block, which gives back what it takes; the first of them is not seen
@@ -124,14 +126,14 @@ class CodeTrace(CodeNotes, CodeListener):
         """The names that code of the user has used so far."""
         self._settled = 0
         """How many of the ``walk.user_namespaces`` were noted under these names."""
-        self._run_beside = set[types.CodeType]()
+        self._run_beside: dict[int, types.CodeType] = {}
         """Code that ran in first imports, compilations and hooks of the collector: once in the process, as a rule."""
         self._heard_of: dict[tuple[int, bool], types.CodeType] = {}
         """The code that ran, in breaks and outside, by ``id``: that of two copies of a file is equal."""
-        self._nested = set[types.CodeType]()
-        """Code that is defined inside code that was read."""
-        self._each_time = set[types.CodeType]()
-        """Code that is read at each call: what it reads depends on what it is given."""
+        self._nested = set[int]()
+        """Code that is defined inside code that was read, by ``id``."""
+        self._each_time = set[int]()
+        """Code that is read at each call, by ``id``: what it reads depends on what it is given."""
 
     @property
     def touched(self) -> set[str] | None:
@@ -144,8 +146,8 @@ class CodeTrace(CodeNotes, CodeListener):
 
     def shares_with_breaks(self) -> bool:
         """Whether the user's code in breaks may change what the other code reads: it has a name in common with that."""
-        read = self.names.union((name for _, name in self.variables), *(c.co_freevars for c in self.codes))
-        users = (code for code in self.of_breaks.codes if not objects.is_library_code(code.co_filename))
+        read = self.names.union((name for _, name in self.variables), *(c.co_freevars for c in self.codes.values()))
+        users = (code for code in self.of_breaks.codes.values() if not objects.is_library_code(code.co_filename))
         return any(not changed_by(code).isdisjoint(read) for code in users)
 
     def __enter__(self) -> "CodeTrace":
@@ -271,11 +273,9 @@ class CodeTrace(CodeNotes, CodeListener):
             self.followed[id(code)] = code
             self._depth += 1
             self._beside += code is not BREAK_CODE
-        elif self._inside and not _is_hashable(code):
-            self._note_unseen(f"{code.co_name}(), which torch.compile made with objects among its constants")
         elif self._inside and self._beside:
-            if code not in self._run_beside:
-                self._run_beside.add(code)
+            if id(code) not in self._run_beside:
+                self._run_beside[id(code)] = code
                 self.of_breaks.names |= code_reads(code).attributes
         elif self._inside and (is_code_of_proof(code.co_filename) or objects.finds_by_name(frame)):
             self.plain[id(code)] = code
@@ -284,15 +284,15 @@ class CodeTrace(CodeNotes, CodeListener):
             place = id(code), notes is self
             is_new = place not in self._heard_of
             self._heard_of[place] = code
-            if is_new or code in self._each_time:
-                notes.codes.add(code)
+            if is_new or id(code) in self._each_time:
+                notes.codes[id(code)] = code
                 try:
                     with _disable_current_modes():  # which would take what is looked at for operators of the run
                         self._read(notes, code, frame)
                 except Exception as error:  # which would end the user's call
                     self.is_deaf = True
                     _log.debug("cannot tell what %s reads: %r", code.co_name, error)
-            if not self._depth and code not in self._each_time:
+            if not self._depth and id(code) not in self._each_time:
                 self.plain[id(code)] = code
             # A method of a lock, event or thread that somebody else holds: nothing could put back what it does.
             first = frame.f_locals.get(code.co_varnames[0]) if is_new and self.spares and code.co_argcount else None
@@ -303,12 +303,8 @@ class CodeTrace(CodeNotes, CodeListener):
 
     def _read(self, notes: CodeNotes, code: types.CodeType, frame: types.FrameType) -> None:
         (reads, optional), path, original = with_guards(code), code.co_filename, original_of(code)
-        self.optional |= optional or set()
-        if original is not None:
-            notes.codes.add(original)
-            notes.reads_whole = True
-        if optional is None:
-            self._note_unseen(f"{code.co_name}(), which torch.compile made and tells nothing of")
+        is_met = self.walk.visit_functions(code)
+        self._note_compiled(notes, code, original, optional)
         if code is _START and notes is self:
             self._note_unseen("start() of a thread, which runs code unheard")
         names = reads.attributes | reads.variables
@@ -324,7 +320,7 @@ class CodeTrace(CodeNotes, CodeListener):
         self._note_optional(reads)
         notes.reads_whole |= reads.whole_others
         if reads.whole_self:
-            self._each_time.add(code)
+            self._each_time.add(id(code))
             kind = type(first := frame.f_locals.get(code.co_varnames[0]))
             if issubclass(kind, (type, types.ModuleType)) or any(
                 "__getattr__" in vars(c) for c in objects.user_classes(kind)
@@ -338,21 +334,37 @@ class CodeTrace(CodeNotes, CodeListener):
         if described:
             self._note_unseen(f"{described[0]} of a class or function")
         is_written = not path.startswith("<")  # else a class was given it, which the walk follows
-        if is_written and code.co_freevars and code not in self._nested and code not in self.walk.codes:
+        if is_written and code.co_freevars and id(code) not in self._nested and not is_met:
             # Nobody within reach holds the function: a hook of the whole process, a registered operator.
             for fn in gc.get_referrers(code):
                 if isinstance(fn, types.FunctionType) and fn.__globals__ is frame.f_globals:
                     notes.unreached_functions.add(fn)
                     self.walk.visit(fn, ((), fn.__qualname__))
-        self._nested.update(inner for inner in code.co_consts if isinstance(inner, types.CodeType))
+        self._nested.update(id(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))
         self._note_settings(reads.attributes)
 
+    def _note_compiled(
+        self, notes: CodeNotes, code: types.CodeType, original: types.CodeType | None, optional: frozenset[str] | None
+    ) -> None:
+        """If torch's compiler made the code that is about to run, in the place of ``original``: note what it is."""
+        self.optional |= optional or set()
+        if original is not None:
+            self.walk.visit_all_functions()  # the compiler puts some into others
+            notes.codes[id(original)] = original
+            notes.reads_whole = True
+        if any(issubclass(type(one), objects.CONTAINERS) for one in code.co_consts):
+            self._note_unseen(f"{code.co_name}(), which torch.compile made with objects among its constants")
+        if optional is None:
+            self._note_unseen(f"{code.co_name}(), which torch.compile made and tells nothing of")
+
     def _note_hiding(self, code: types.CodeType, reads: CodeReads) -> None:
-        """Code of the user is about to run that may find any variable, or hide what it does."""
+        """Code of the user is about to run that may find any variable, take functions apart, or hide what it does."""
         # In code of a module, a class or a text, locals are variables.
         finders = {"globals"} if code.co_flags & CO_OPTIMIZED else {"globals", "locals", "vars", "dir"}
         if found := finders & reads.variables:
             self._note_unseen(f"{min(found)}(), by which it may find anything")
+        if not _PARTS.isdisjoint(reads.attributes):
+            self.walk.visit_all_functions()
         if hides := _HIDES & (reads.attributes | reads.variables):
             self._note_unseen(f"{min(hides)}, which hides from torch's modes what it does")
 
@@ -456,12 +468,3 @@ _FIELDS = re.compile(r"\.([^\W\d]\w*)")
 def _is_library(frame: types.FrameType) -> bool:
     path = frame.f_code.co_filename
     return objects.is_library_code(frame.f_globals.get("__file__", "") if path.startswith("<") else path)
-
-
-def _is_hashable(code: types.CodeType) -> bool:
-    """Whether code can be an entry of sets: not where the compiler gave it a dict as a constant."""
-    try:
-        hash(code)
-    except TypeError:
-        return False
-    return True
