@@ -262,6 +262,7 @@ BAD = {
     "autograd.Function": (Fn.apply, X),
     "branch in a Function": (FnBranch.apply, X),
     "vmap over columns": (_nested, X),
+    "broadcast to seven": (lambda x: x + torch.zeros(torch.broadcast_shapes(x.shape, (7, D))), X),
     "wrong reshape": (lambda x: x.T.reshape(x.shape), X),
     "literal view": (lambda x: (x.view(7, -1) if x.numel() % 7 == 0 else x).reshape(x.shape), X),
     "view -1 of columns": (lambda x: x.reshape(2, -1).flip(0).reshape(x.shape), X),
@@ -389,6 +390,7 @@ def _rope(x: Any) -> Any:
 GOOD = {
     "linear": (lambda x: (x @ W).relu(), X),
     "slice to the end": (lambda x: x.unflatten(1, (2, -1)).flatten(0, 1)[(slice(0, 2 * x.shape[0]),)], X),
+    "broadcast shapes": (lambda x: x + torch.zeros(torch.broadcast_shapes(x.shape[:-1], (1,)))[:, None], X),
     "mlp": (_eval(nn.Sequential(nn.Linear(D, 8), nn.GELU(), nn.LayerNorm(8), nn.Dropout(), nn.Linear(8, 2))), X),
     "checks": (Branches(), X),
     "heads": (_head_split, S),
