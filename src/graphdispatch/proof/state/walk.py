@@ -57,8 +57,9 @@ class StateWalk:
         """Whether it met a compiled function by which code may read or write attributes under any name."""
         self.has_identity = False
         """Whether it met one by which code may compare objects by identity."""
-        self.unrestorable: str | None = None
-        """Path of the first opaque object that is no thread, lock or other machine: ``restore`` cannot put it back."""
+        self.unrestorable: list[Any] = []
+        """All paths of the opaque objects that are no threads, locks or other machines: ``restore`` cannot put them
+        back."""
         self.overflow: str | None = None
         self._modules: dict[str, Any] | None = None
         self._named_in = 0
@@ -69,6 +70,9 @@ class StateWalk:
         self._variables: dict[int, dict[str, Any]] = {}
         self._whole = set[int]()
         """The modules of which it noted which variables they have, by the ``id`` of their tables."""
+        self._held_at: dict[int, Saved] = {}
+        """By the ``id`` of its path, what was first saved there; of the first ``_num_held`` of those saved."""
+        self._num_held = 0
         self._generators: list[Saved] = []
         self._empty: list[tuple[Any, Any]] = []
         """Empty containers of classes of Python's own, most of them for hooks, each with its path."""
@@ -88,7 +92,9 @@ class StateWalk:
         while pending:
             value, path = pending.pop()
             if id(value) in seen:
-                if issubclass(type(value), _SHARED):
+                if kinds[type(value)].role == "opaque":
+                    self._opaque_edges(value, path)
+                elif issubclass(type(value), _SHARED):
                     self._again.append((value, path))
                 continue
             if kinds[type(value)].role == "leaf":
@@ -230,12 +236,38 @@ class StateWalk:
             if saved.differs():
                 raise error
 
+    def unrestorable_by(self, names: Collection[str], whole: Collection[type]) -> str | None:
+        """The path of an object that ``restore`` cannot put back, and that code can come to which uses these names, and
+        reads objects of the classes ``whole`` under any name; or None."""
+        for saved in self._saved[self._num_held :]:
+            self._held_at.setdefault(id(saved.path), saved)
+        self._num_held = len(self._saved)
+        return next((path_text(path) for path in self.unrestorable if self._is_named(path, names, whole, set())), None)
+
+    def _is_named(self, path: Any, names: Collection[str], whole: Collection[type], visited: set[int]) -> bool:
+        """Whether such code can come to what is at the end of a path: not to an attribute of another name, nor to what
+        a container holds that it cannot come to. Of what else holds it not all paths are there, so it counts."""
+        parent, label = path
+        holder = self._held_at.get(id(parent))
+        if holder is not None and holder.accessor.is_by_name and f"{label}".startswith("."):
+            kind = holder.value if issubclass(type(holder.value), type) else type(holder.value)
+            return label[1:] in names or any(issubclass(kind, one) or issubclass(one, kind) for one in whole)
+        if holder is None or holder.accessor is not snapshot.ENTRIES:
+            return True
+        if id(holder) in visited:
+            return False
+        visited.add(id(holder))
+        return any(self._is_named(p, names, whole, visited) for p in self._paths_of(holder))
+
+    def _paths_of(self, saved: Saved) -> list[Any]:
+        return [saved.path, *(path for value, path in self._again if value is saved.value)]
+
     def _is_reached(self, saved: Saved, names: Collection[str], visited: set[int]) -> bool:
         """Whether code that uses only these names can come to a container: by one of the paths that lead to it."""
         if id(saved) in visited:
             return False
         visited.add(id(saved))
-        for parent, label in (saved.path, *(path for value, path in self._again if value is saved.value)):
+        for parent, label in self._paths_of(saved):
             outer = None
             while parent and outer is None and f"{label}".startswith("["):
                 outer = next((other for other in self._saved if other.path is parent), None)
@@ -323,7 +355,7 @@ class StateWalk:
         """What nobody can compare."""
         self.has_opaque = True
         if not objects.is_machine(type(value)):
-            self.unrestorable = self.unrestorable or path_text(path)
+            self.unrestorable.append(path)
         return iter(())
 
     def _instance_edges(self, value: Any, path: Any) -> Edges:

@@ -87,8 +87,8 @@ class CodeTrace(CodeNotes, CodeListener):
     around the callable; what runs outside of it (a backend of somebody else's) is left out. A profiler that was
     written in Python goes on; under any other, ``is_deaf`` says that nothing was heard.
 
-    With ``spares`` a run ends before code that did not run before while something that nobody could put back is within
-    reach, behind the variables that this code names, too. Leaving the trace raises ``CaptureError`` then.
+    With ``spares`` a run ends before code that did not run before where the code so far names something that nobody
+    could put back: an attribute or a variable that holds it. Leaving the trace raises ``CaptureError`` then.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class CodeTrace(CodeNotes, CodeListener):
         """What the code reads that runs inside of breaks, at each replay."""
         self.spares = spares
         """Whether runs are made only for the graph, so that they must not change what cannot be put back."""
-        self.spared = walk.unrestorable if spares else None
+        self.spared: str | None = None
         """That before which a run ended, or must not begin."""
         self.is_deaf = False
         """Whether a run was not heard of: Python tells of no code inside of somebody's trace or profile function, or
@@ -215,6 +215,7 @@ class CodeTrace(CodeNotes, CodeListener):
         elif owner is builtins and name in BY_NAME:
             reads = code_reads(frame.f_code)
             self.reads_whole |= name not in reads.variables and name not in reads.attributes
+            self._spare()
         elif name == "__subclasses__" and not _is_library(frame):
             self._note_unseen("__subclasses__() of a class")
         elif _UNHEARD.get(name, self) is owner:
@@ -298,8 +299,21 @@ class CodeTrace(CodeNotes, CodeListener):
             first = frame.f_locals.get(code.co_varnames[0]) if is_new and self.spares and code.co_argcount else None
             if objects.is_machine(type(first)) and self.walk.has_met(first):
                 self._note_unseen(f"a {type(first).__module__}.{type(first).__qualname__}")
-            if is_new and self.spares and self.walk.unrestorable is not None and not _is_library(frame):
-                self._note_unseen(self.walk.unrestorable)
+            if is_new:
+                self._spare()
+
+    def _spare(self) -> None:
+        """End the run if it is made only for the graph, and the code that has run and is about to run names what nobody
+        could put back, or reads under names that do not stand in it."""
+        if not (self.spares and self.walk.unrestorable):
+            return
+        both = (self, self.of_breaks)
+        names = set().union(*(notes.names | notes.optional | notes.library_names for notes in both))
+        whole = self.whole_types | self.of_breaks.whole_types
+        if self.walk.has_accessor or any(notes.reads_whole for notes in both):
+            whole = {object}
+        if (spared := self.walk.unrestorable_by(names, whole)) is not None:
+            self._note_unseen(spared)
 
     def _read(self, notes: CodeNotes, code: types.CodeType, frame: types.FrameType) -> None:
         (reads, optional), path, original = with_guards(code), code.co_filename, original_of(code)
