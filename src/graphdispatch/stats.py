@@ -51,7 +51,7 @@ class Eviction(NamedTuple):
     tag: str = ""
 
 
-_LEAST_RATIO, _MAY_LOSE = 1.1, 0.9
+_LEAST_RATIO, _MAY_LOSE = 1.05, 0.9
 _LEAST_LOSS_MS, _LEAST_LOSS_OF_SHORT_MS, _SHORT_MS = 0.025, 0.1, 0.1
 
 

@@ -187,16 +187,19 @@ def test_strict_raises_each_time() -> None:
 
 
 def test_the_next_look_comes_after_twice_as_many_calls() -> None:
-    """The first ones in a row are all looked at; another reason begins anew; there are at most so many."""
+    """The first ones in a row are all looked at; another reason begins anew; there are at most so many. Where it is
+    clear how long nothing changes, none is."""
     first, other = (Decision.eager(reason, 3) for reason in (Reason.ROWS_MIX, Reason.NO_GAIN))
     stays = StayEager(first, group=object())
     found = []
     for _ in range(20):
-        stays.again(first, 100)
+        stays.again(first)
         found.append(stays.countdown.left)
-    assert found == [0] * 8 + [2, 4, 8, 16, 32, 64, 100, 100, 100, 100, 100, 100]
-    stays.again(other, 100)
+    assert found == [0] * 8 + [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1024, 1024]
+    stays.again(other)
     assert (stays.countdown.left, stays.decision) == (0, other)
+    stays.again(other, 100)
+    assert stays.countdown.left == 100
 
 
 def test_python_does_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

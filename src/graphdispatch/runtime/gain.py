@@ -88,8 +88,8 @@ class GainJudge:
         return run
 
     def make_sure(self, entry: CUDAGraphEntry, full: Sequence[Any], least: int, values: Sequence[Any]) -> None:
-        """Time eager runs of a full batch and of the smallest one that is padded to a graph; and up to three replays
-        of the latter, where it is in doubt whether the graph is faster. One short run alone may be noise.
+        """Time eager runs of a full batch and of the smallest one that is padded to a graph; and up to three more of
+        each, and replays, where it is in doubt whether the graph is faster. One short run alone may be noise.
 
         Args:
             entry: The graph; nothing is run if its calls leave effects.
@@ -108,6 +108,7 @@ class GainJudge:
                 if gain is None or not gain.may_be_loss:
                     return
                 self._time_eager(least, values)
+                self._time_eager(entry.size, full)
                 entry.replay_call(values, least, is_timed=True)
         except Exception as error:
             if error_of_signal(error) is not None or isinstance(error, GraphDispatchError):

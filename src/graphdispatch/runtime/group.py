@@ -35,7 +35,7 @@ _ALL_LOOKED_AT, _ALL_UNMATCHED = 8, 40
 """So many calls in a row are looked at though each ran eagerly; and of those that fit no group."""
 _MOST_OF_OTHERS = _ALL_LOOKED_AT + 3
 """At most so many looks at other batches count for one, if they ran eagerly for the same reason."""
-_MOST_IN_A_ROW = 1024
+MOST_IN_A_ROW = 1024
 """So many calls run eagerly without a look, at most."""
 
 
@@ -189,16 +189,13 @@ class StayEager:
 
         Args:
             decision: What was decided.
-            most: So many calls may follow that are not looked at.
+            most: So many calls may follow that are not looked at; if that is finite, they do at once.
         """
         self.times = self.times + 1 if decision.reason is self.decision.reason else 1
         self.decision, self.needs_gradients = decision, decision.reason is Reason.NEEDS_GRADIENTS
-        most = int(min(most, _MOST_IN_A_ROW))
         doublings = min(self.times - (_ALL_LOOKED_AT if self.group is not None else _ALL_UNMATCHED), 16)
-        if decision.reason is Reason.CAPTURE_WAITS:
-            self.countdown.left = most
-        else:
-            self.countdown.left = min(1 << doublings, most) if doublings > 0 else 0
+        wanted = most if most < math.inf else 1 << doublings if doublings > 0 else 0
+        self.countdown.left = int(min(wanted, MOST_IN_A_ROW))
 
 
 class Hits(dict[int, Hit | StayEager | None]):

@@ -44,7 +44,7 @@ from .decide import Decision, SizeTable
 from .entry import CUDAGraphEntry
 from .flatten import leaves_of
 from .graph_set import GraphSet
-from .group import GraphGroup, Route, StayEager
+from .group import MOST_IN_A_ROW, GraphGroup, Route, StayEager
 from .health import FIRST_CALLS, Health
 from .licence import MOST_ALIKE
 from .parts import Parts
@@ -217,13 +217,15 @@ class Server:
         the capture that it waits for, and until a failed one is tried again."""
         failure, size = group.failures.get(choice.size), choice.size
         if failure is not None and group.blocked(size) is not None:
-            return failure.retry_at - group.misses[size] - 1
+            return min(failure.retry_at - group.misses[size] - 1, MOST_IN_A_ROW)
         if failure is None and choice.decision.reason is not Reason.CAPTURE_WAITS:
             return math.inf
         # Graphs save time meanwhile, and calls may become longer.
         work = group.work_for(choice.entry, size)
         is_doubtful = work is not Work.COMPARISON and group.latest_failure is not None
-        return self.graphs.budget.calls_until_time(work, group.misses[size], is_doubtful=is_doubtful) / 4
+        return min(
+            self.graphs.budget.calls_until_time(work, group.misses[size], is_doubtful=is_doubtful) / 4, MOST_IN_A_ROW
+        )
 
     def serve_unmatched(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call that fits none of the groups that were looked at, or that needs gradients."""
