@@ -84,6 +84,16 @@ def test_any_other_difference_does_not_match(other: str) -> None:
     assert not serves(serving(drawn(4, 3)), OTHERS[other])
 
 
+@pytest.mark.parametrize("first", [(1, 3), (4, 1)], ids=["rows", "columns"])
+def test_what_an_expanded_argument_gives_lies_in_memory_as_eagers(first: tuple[int, int]) -> None:
+    """It is contiguous, so that the caller may view it in another shape."""
+    step = serving(lambda: torch.randn(first).expand(4, 3))
+    x = torch.randn(first).expand(4, 3)
+    answer = step(x)
+    assert answer.stride() == (x * 2).stride()
+    assert step.last_decision.reason.is_graph
+
+
 def test_each_property_is_compared() -> None:
     """What each call compares of a tensor differs in one of the cases above, or here; the core and Python see it."""
     step = serving(drawn(4, 3))

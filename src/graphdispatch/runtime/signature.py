@@ -399,11 +399,14 @@ def _memory_order(tensor: torch.Tensor) -> tuple[tuple[int, ...], bool]:
     """The dimensions from slowest to fastest in memory, and whether they leave no gaps.
 
     Where a dimension has one element its stride says nothing; such dimensions may end up in another place than in a
-    larger batch, which makes another signature, and no other harm.
+    larger batch, which makes another signature, and no other harm. What an expanded tensor is computed into lies in
+    memory as if that were contiguous.
     """
     if tensor.is_contiguous():
         return tuple(range(tensor.dim())), True
     stride, shape = tensor.stride(), tensor.shape
+    if any(step == 0 and extent > 1 for step, extent in zip(stride, shape, strict=True)):
+        return tuple(range(tensor.dim())), False
     order = sorted(range(tensor.dim()), key=lambda d: (-stride[d], d))
     expected = 1
     dense = True

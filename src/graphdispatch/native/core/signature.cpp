@@ -13,9 +13,19 @@ PyTypeObject* signature_type = nullptr;
 
 namespace {
 
+bool is_identity(const std::vector<int8_t>& order) {
+  for (size_t d = 0; d < order.size(); ++d) {
+    if (order[d] != static_cast<int8_t>(d)) return false;
+  }
+  return true;
+}
+
 // Whether the dimensions lie in memory from slowest to fastest as a form says, with gaps or without.
 bool has_order(const TensorForm& form, const int64_t* sizes, const int64_t* strides) {
   const int dims = static_cast<int>(form.shape.size());
+  for (int d = 0; d < dims; ++d) {
+    if (!strides[d] && sizes[d] > 1) return !form.is_dense && is_identity(form.order);
+  }
   int8_t order[kMostDims];
   for (int d = 0; d < dims; ++d) {  // the slowest first; equal strides in the order of the dimensions
     int at = d;
@@ -34,13 +44,6 @@ bool has_order(const TensorForm& form, const int64_t* sizes, const int64_t* stri
     expected *= sizes[d] > 1 ? sizes[d] : 1;
   }
   return dense == form.is_dense;
-}
-
-bool is_identity(const std::vector<int8_t>& order) {
-  for (size_t d = 0; d < order.size(); ++d) {
-    if (order[d] != static_cast<int8_t>(d)) return false;
-  }
-  return true;
 }
 
 // What the tensors of a call have said of its number: the extents, and in which bits they stand.
