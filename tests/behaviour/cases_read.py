@@ -991,6 +991,7 @@ of_tensor("conjugate")(
     lambda w: torch.view_as_real(w.resolve_conj())[:, 1],
     assign(torch.conj),
 )
+of_tensor("negative")(lambda: torch.rand(3), lambda w: w * 1, assign(torch._neg_view))
 for kind in (PackedParameter, WatchedParameter, OwnTensor):
     of_tensor(f"memory of a {kind.__name__}")(
         lambda kind=kind: torch.rand(3).as_subclass(kind), plain, assign(lambda w: w * 2)

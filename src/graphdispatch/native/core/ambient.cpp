@@ -3,7 +3,9 @@
 #include <dlfcn.h>
 
 #include <cstring>
+#include <iterator>
 
+#include "object.h"
 #include "output_copies.h"
 
 namespace gd {
@@ -15,12 +17,6 @@ namespace {
 constexpr Py_ssize_t kMostBytes = 176;  // of a TensorImpl of unknown layout: the size of the smallest known
 
 PyObject *python_inference_mode, *python_autocast, *python_autocast_dtype, *python_profiler, *requires_grad_name;
-
-int truth_of(PyObject* answer) {
-  const int truth = answer ? PyObject_IsTrue(answer) : -1;
-  Py_XDECREF(answer);
-  return truth;
-}
 
 uint64_t word_of(PyObject* tensor, Py_ssize_t offset) {
   return *reinterpret_cast<const uint64_t*>(static_cast<const char*>(impl_of(tensor)) + offset);
@@ -85,7 +81,7 @@ PyObject* find_ambient(PyObject*, PyObject* args) {
   }
   find_clone(library, bindings);
   int found = 0;
-  const Py_ssize_t end = layout.is_found ? layout.extents + (kExtents + 1) * Py_ssize_t(sizeof(void*)) : kMostBytes;
+  const Py_ssize_t end = layout.is_found ? layout.extents + kExtents * Py_ssize_t(sizeof(void*)) : kMostBytes;
   for (Py_ssize_t offset = sizeof(void*); offset < end; offset += sizeof(void*)) {
     if (!tells_keys(offset, plain, negative, conjugate, inference)) continue;
     ambient.keys = offset;
@@ -94,6 +90,7 @@ PyObject* find_ambient(PyObject*, PyObject* args) {
     ++found;
   }
   if (found != 1) ambient.keys = 0;
+  layout.is_found &= ambient.keys == layout.extents + (kExtents - 1) * Py_ssize_t(sizeof(void*));  // as Forms have them
   const bool had_gradients = shim.grad_mode_is_enabled();
   shim.grad_mode_set_enabled(true);
   ambient.tells_holding = tells_holding(PyTuple_GET_ITEM(plain, 0));
@@ -124,43 +121,27 @@ PyObject* try_clone(PyObject*, PyObject* tensor) {
 }
 
 PyObject* forget_ambient(PyObject*, PyObject* place) {
-  switch (PyLong_AsLong(place)) {
-    case 0:
-      ambient.inference_mode = nullptr;
-      break;
-    case 1:
-      ambient.autocast = nullptr;
-      break;
-    case 2:
-      ambient.requires_grad = nullptr;
-      break;
-    case 3:
-      ambient.keys = 0;
-      break;
-    case 4:
-      ambient.profiler = nullptr;
-      break;
-    case 5:
-      ambient.wrap = nullptr;
-      break;
-    default:
-      return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_ValueError, "there is no such fact");
-  }
+  auto of = [](auto& function) { return reinterpret_cast<void**>(&function); };
+  void** const functions[] = {of(ambient.inference_mode), of(ambient.autocast), of(ambient.requires_grad),
+                              of(ambient.keys),           of(ambient.profiler), of(ambient.wrap)};
+  const Py_ssize_t at = PyLong_AsSsize_t(place);
+  if (at < 0 || at >= Py_ssize_t(std::size(functions))) return PyErr_Format(PyExc_IndexError, "there is no such fact");
+  *functions[at] = nullptr;
   Py_RETURN_NONE;
 }
 
 }  // namespace
 
 int in_inference_mode() {
-  return ambient.inference_mode ? ambient.inference_mode() : truth_of(PyObject_CallNoArgs(python_inference_mode));
+  return ambient.inference_mode ? ambient.inference_mode() : truth(Ref(PyObject_CallNoArgs(python_inference_mode)));
 }
 
 int in_autocast(int device, PyObject* name) {
   if (ambient.autocast && device >= 0) return ambient.autocast(static_cast<int8_t>(device));
-  return truth_of(PyObject_CallOneArg(python_autocast, name));
+  return truth(Ref(PyObject_CallOneArg(python_autocast, name)));
 }
 
-int is_profiled() { return ambient.profiler ? ambient.profiler() : truth_of(PyObject_CallNoArgs(python_profiler)); }
+int is_profiled() { return ambient.profiler ? ambient.profiler() : truth(Ref(PyObject_CallNoArgs(python_profiler))); }
 
 PyObject* autocast_dtype(PyObject* name) { return PyObject_CallOneArg(python_autocast_dtype, name); }
 
@@ -193,7 +174,7 @@ PyObject* clone(PyObject* tensor) {
 
 int needs_gradient(PyObject* tensor) {
   if (ambient.requires_grad) return ambient.requires_grad(impl_of(tensor));
-  return truth_of(PyObject_GetAttr(tensor, requires_grad_name));
+  return truth(attribute(tensor, requires_grad_name));
 }
 
 PyMethodDef ambient_methods[] = {

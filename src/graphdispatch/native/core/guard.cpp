@@ -175,6 +175,7 @@ bool tensor_matches(const TensorPlace& place, const int64_t* expected) {
   int32_t dtype = -1;
   if (place.is_used && (shim.data_ptr(handle, &data) || data != place.data)) return false;
   if (shim.dim(handle, &dim) || dim != place.dim || shim.dtype(handle, &dtype) || dtype != place.dtype) return false;
+  if (keys_of(place.tensor) != place.keys) return false;
   if (shim.sizes(handle, &shape) || shim.strides(handle, &strides)) return false;
   return std::equal(shape, shape + dim, expected) && std::equal(strides, strides + dim, expected + dim);
 }

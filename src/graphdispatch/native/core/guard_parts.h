@@ -58,6 +58,7 @@ struct TensorPlace {
   bool is_used;  // else its address does not count
   bool is_loose;  // whether it belongs to no module, so that none says whether it trains
   int32_t dtype;
+  uint64_t keys;  // of dispatch, which tell whether its numbers are conjugated or negated
   void* data;
   int64_t dim;
   size_t extents;  // where its shape, and behind it its strides, begin in ``Parts::extents``

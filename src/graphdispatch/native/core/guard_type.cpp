@@ -7,6 +7,7 @@
 #include <new>
 #include <utility>
 
+#include "ambient.h"
 #include "guard_parts.h"
 #include "versions.h"
 
@@ -191,8 +192,8 @@ bool add_tensor(Guard* self, PyObject* item) {
     return false;
   }
   place.is_loose = is_loose;
-  if (!PyObject_TypeCheck(tensor, tensor_type)) {
-    PyErr_SetString(PyExc_TypeError, "a guard compares torch.Tensor by address, and nothing else");
+  if (!PyObject_TypeCheck(tensor, tensor_type) || !ambient.keys) {
+    PyErr_SetString(PyExc_TypeError, "a guard compares torch.Tensor by address and keys, and nothing else");
     return false;
   }
   place.is_used = address != Py_None;
@@ -206,6 +207,7 @@ bool add_tensor(Guard* self, PyObject* item) {
     return false;
   }
   shim.dtype(handle_of(tensor), &place.dtype);
+  place.keys = keys_of(tensor);
   place.tensor = Py_NewRef(tensor);
   self->parts.tensors.push_back(place);
   self->parts.imprints.push_back({handle_of(tensor), nullptr, nullptr, {}, nullptr});

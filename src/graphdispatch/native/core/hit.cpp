@@ -96,7 +96,7 @@ int is_trainable(PyObject* guard) {
   const int trainable = native && is_guard(native.get()) ? guard_trainable(native.get()) : -1;
   if (!native || trainable >= 0) return trainable;
   const Ref answer = attribute(guard, names.trainable);
-  return answer ? PyObject_IsTrue(answer.get()) : -1;
+  return truth(answer);
 }
 
 // Server.may_need_gradients; -1 with an error.
@@ -115,7 +115,7 @@ int may_need_gradients(const Call& call, Values& values, PyObject* guard) {
   PyObject* list = values.list();
   const Ref answer(list ? PyObject_CallMethodObjArgs(call.server, names.may_need_gradients, list, guard, nullptr)
                         : nullptr);
-  return answer ? PyObject_IsTrue(answer.get()) : -1;
+  return truth(answer);
 }
 
 // Find the prepared hit of a call of the group with so many rows: 1, 0 if there is none, -1 with an error.
@@ -172,7 +172,7 @@ int holds(PyObject* guard) {
   if (!native) return -1;
   if (is_guard(native.get()) && guard_holds(native.get())) return 1;
   const Ref answer(PyObject_CallMethodNoArgs(guard, names.holds));
-  return answer ? PyObject_IsTrue(answer.get()) : -1;
+  return truth(answer);
 }
 
 // What a ReplayError means for the call: served eagerly, unless Python raises it again.
@@ -269,12 +269,7 @@ PyMethodDef serve_definition = {
     "serve($self, route, args, kwargs, /)\n--\n\nServe one call, by a graph where one fits and eagerly elsewhere. "
     "Raises what the callable raises."};
 
-PyObject* make_serve(PyObject*, PyObject* args) {
-  PyObject *type, *dict;
-  if (!PyArg_ParseTuple(args, "O!O!", &PyType_Type, &type, &PyDict_Type, &dict)) return nullptr;
-  if (!read_facts(dict)) return nullptr;
-  return PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type), &serve_definition);
-}
+PyObject* make_serve(PyObject*, PyObject* args) { return method_with_facts(args, &serve_definition); }
 
 }  // namespace
 

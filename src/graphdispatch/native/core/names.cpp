@@ -14,7 +14,9 @@ bool make_names() {
   return true;
 }
 
-bool read_facts(PyObject* dict) {
+PyObject* method_with_facts(PyObject* args, PyMethodDef* definition) {
+  PyObject *type, *dict;
+  if (!PyArg_ParseTuple(args, "O!O!", &PyType_Type, &type, &PyDict_Type, &dict)) return nullptr;
   Py_ssize_t found = 0;
 #define GD_READ(name)                                        \
   if (PyObject* value = PyDict_GetItemString(dict, #name)) { \
@@ -23,9 +25,8 @@ bool read_facts(PyObject* dict) {
   }
   GD_FACTS(GD_READ)
 #undef GD_READ
-  if (found == PyDict_GET_SIZE(dict)) return true;
-  PyErr_SetString(PyExc_KeyError, "a fact that the core does not know");
-  return false;
+  if (found != PyDict_GET_SIZE(dict)) return PyErr_Format(PyExc_KeyError, "a fact that the core does not know");
+  return PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type), definition);
 }
 
 }  // namespace gd

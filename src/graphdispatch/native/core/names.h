@@ -47,7 +47,7 @@ extern Facts facts;
 
 bool make_names();
 
-// Keep what the dict has of the facts; false with an error for another key.
-bool read_facts(PyObject* dict);
+// The method of a definition, from (class, facts): the facts are kept. Null with an error.
+PyObject* method_with_facts(PyObject* args, PyMethodDef* definition);
 
 }  // namespace gd

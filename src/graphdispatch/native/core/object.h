@@ -33,6 +33,9 @@ class Ref {
 // An attribute, by an interned name.
 inline Ref attribute(PyObject* object, PyObject* name) { return Ref(PyObject_GetAttr(object, name)); }
 
+// Whether a value is true: 1, 0, or -1 with an error.
+inline int truth(const Ref& value) { return value ? PyObject_IsTrue(value.get()) : -1; }
+
 // A value in the ``__dict__`` of an object, borrowed; null without an error if it is missing.
 inline PyObject* item(PyObject* dict, PyObject* name) { return PyDict_GetItemWithError(dict, name); }
 

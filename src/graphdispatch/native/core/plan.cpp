@@ -44,9 +44,6 @@ bool add(PyObject* dict, PyObject* name, int64_t more) {
   return sum && PyDict_SetItem(dict, name, sum.get()) == 0;
 }
 
-// Whether a value is true: 1, 0, or -1 with an error.
-int truth(const Ref& value) { return value ? PyObject_IsTrue(value.get()) : -1; }
-
 // Count a batch of so many rows among others; false with an error.
 bool count_rows(PyObject* by_rows, PyObject* rows) {
   constexpr Py_ssize_t kMostRows = 4096;  // _MOST_ROWS of stats.py
@@ -426,12 +423,7 @@ PyMethodDef run_definition = {
     "run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_method_of)), METH_FASTCALL,
     "run($self, values, stats=None, /)\n--\n\nThe outputs for a call whose arguments were compared."};
 
-PyObject* run_method(PyObject*, PyObject* args) {
-  PyObject *type, *dict;
-  if (!PyArg_ParseTuple(args, "O!O!", &PyType_Type, &type, &PyDict_Type, &dict)) return nullptr;
-  if (!read_facts(dict)) return nullptr;
-  return PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type), &run_definition);
-}
+PyObject* run_method(PyObject*, PyObject* args) { return method_with_facts(args, &run_definition); }
 
 }  // namespace
 

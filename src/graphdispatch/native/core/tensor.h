@@ -62,15 +62,15 @@ struct Layout {
 
 extern Layout layout;
 
-// Words of a TensorImpl from the number of dimensions on, dtype and device among them; its dispatch keys come next.
-constexpr int kExtents = 14;
+// Words of a TensorImpl from the number of dimensions on, dtype and device among them; its dispatch keys come last.
+constexpr int kExtents = 15;
 
-// Words of memory that tell a tensor's dtype, shape and strides, and maybe more; alike in many tensors of a model.
+// Words of memory that tell a tensor's dtype, shape, strides and dispatch keys; alike in many tensors of a model.
 struct alignas(16) Form {
   uint64_t words[kExtents];
 };
 
-// The memory that tells a tensor's address, dtype, shape and strides: while it is as it was, they are.
+// The memory that tells a tensor's address, dtype, shape, strides and keys: while it is as it was, they are.
 struct Imprint {
   void* handle;
   const char* impl;        // null: this tensor keeps them elsewhere
@@ -88,9 +88,12 @@ inline bool has_form(const char* memory, const Form& form) {
   using Loose = uint64_t __attribute__((vector_size(16), aligned(8), may_alias));
   const Two* then = reinterpret_cast<const Two*>(form.words);
   const Loose* now = reinterpret_cast<const Loose*>(memory);
+  constexpr int kLast = kExtents - 2;  // what follows from the others, the number of elements, comes before
   Two difference = then[0] ^ now[0];
 #pragma GCC unroll 8
-  for (int i = 1; i < kExtents / 2; ++i) difference |= then[i] ^ now[i];
+  for (int i = 1; i < kLast / 2; ++i) difference |= then[i] ^ now[i];
+  const auto* last = reinterpret_cast<const Loose*>(form.words + kLast);
+  difference |= *last ^ *reinterpret_cast<const Loose*>(memory + kLast * sizeof(uint64_t));
   return !(difference[0] | difference[1]);
 }
 

@@ -41,7 +41,10 @@ _GONE = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
 """What reading raises where something was deleted meanwhile."""
 _training = attrgetter("training")
 _table = attrgetter("__dict__")
-_FORMS: tuple[Callable[[torch.Tensor], Any], ...] = (torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype"))
+_FORMS: tuple[Callable[[torch.Tensor], Any], ...] = (
+    *(torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype")),
+    *(torch.Tensor.is_conj, torch.Tensor.is_neg),
+)
 _KEYS: type = type({}.keys())
 _requires_grad = attrgetter("requires_grad")
 
@@ -169,7 +172,7 @@ class StateGuard:
         )
 
     def _places(self) -> tuple[list[int], list[list[Any]]]:
-        """Where the tensors that runs used lie now, and the shapes, strides and dtypes of all."""
+        """Where the tensors that runs used lie now, and the shapes, strides and dtypes of all, and which are lazy."""
         with torch._C.DisableTorchFunction():
             return list(map(torch.Tensor.data_ptr, self.placed)), [list(map(form, self.tensors)) for form in _FORMS]
 
@@ -340,7 +343,7 @@ def compile_guard(guard: StateGuard) -> Any:
             tensors=tuple(zip(guard.tensors, addresses, guard._loose, *guard._forms[:2], strict=False)),
             hooks=tuple(guard._hooks),
         )
-        # The core reads dtypes, which have no names there.
+        # The core reads dtypes and what is lazy, which have no names there.
         return native if guard._places()[1] == guard._forms else None
     except TypeError:
         return None

@@ -144,12 +144,10 @@ TENSOR_READERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _tensor_readers(tensor: torch.Tensor, names: Collection[str]) -> list[Reader]:
-    """What to compare of a tensor besides its address and form: what code reads under ``names``, and whether numbers
-    are conjugated."""
+    """What to compare of a tensor besides its address and form: what code reads under ``names``."""
     if not has_memory(tensor):
         return [Reader(partial(getattr, tensor, "requires_grad"))] if "requires_grad" in names else []
-    wanted = TENSOR_READERS.keys() & ({"is_conj", *names} if tensor.dtype.is_complex else names)
-    return [Reader(partial(TENSOR_READERS[name], tensor)) for name in sorted(wanted)]
+    return [Reader(partial(TENSOR_READERS[name], tensor)) for name in sorted(TENSOR_READERS.keys() & names)]
 
 
 DIFFERENTIATES = torch.autograd.graph._engine_run_backward.__code__
