@@ -170,6 +170,31 @@ def test_threads_do_not_share_a_cache(served: GraphedGeneration) -> None:
     assert all(map(torch.equal, got, expected))
 
 
+class Ends(transformers.StoppingCriteria):  # type: ignore[misc]
+    """Ends the service of a model at some token of a request."""
+
+    def __init__(self, generation: GraphedGeneration) -> None:
+        self.generation = generation
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """No token ends the request."""
+        if input_ids.shape[1] == 12:
+            self.generation.unpatch()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_a_request_under_way_finishes_by_graphs() -> None:
+    """The model has its class back meanwhile, and at the end of the request its graphs are released."""
+    model, batch = make_model("llama"), prompts(2, 7)
+    expected = model.generate(**batch, **GREEDY)
+    generation = graphed_generation(model)
+    got = model.generate(**batch, **GREEDY, stopping_criteria=transformers.StoppingCriteriaList([Ends(generation)]))
+    assert type(model) is transformers.LlamaForCausalLM
+    assert torch.equal(got, expected)
+    assert (generation.stats.served, generation.stats.steps) == (1, 11)
+    assert generation.memory_report().graphs == ()
+
+
 def test_few_caches_make_room(model: Any) -> None:
     """With room for one cache, each other shape takes the place of the last; figures of those that went stay."""
     requests = [(prompts(rows, 5), GREEDY) for rows in (1, 2)]
