@@ -161,6 +161,19 @@ def test_surroundings_have_caches_of_their_own(served: GraphedGeneration) -> Non
         model.to(torch.float32)
 
 
+def test_another_window_has_a_cache_of_its_own() -> None:
+    """The kept one has the length of the window that the model had when it was made."""
+    model, batch = make_model("gemma2"), prompts(2, 7)
+    expected = {}
+    generation = GraphedGeneration(model, cache_lengths=(32,))
+    for window in (8, 4, 16, 8, 4):
+        model.config.sliding_window = model.model.layers[0].self_attn.sliding_window = window
+        expected[window] = model.generate(**batch, **GREEDY)
+        with generation:
+            assert torch.equal(model.generate(**batch, **GREEDY), expected[window]), window
+    assert not torch.equal(expected[4], expected[16])
+
+
 def test_threads_do_not_share_a_cache(served: GraphedGeneration) -> None:
     """Requests of one shape at the same time all have their own tokens."""
     model = served.model

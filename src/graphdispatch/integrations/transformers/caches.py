@@ -54,6 +54,12 @@ class KeptCache(StaticCache):
         return all(type(layer) is LinearAttentionLayer for layer in self.layers)
 
 
+def layers_of(config: Any, length: int) -> tuple[tuple[type, int], ...]:
+    """What a static cache of so many tokens consists of: by layer, its class and the tokens that it holds."""
+    layers = StaticCache(config=config, max_cache_len=length).layers
+    return tuple((type(layer), getattr(layer, "max_cache_len", 0)) for layer in layers)
+
+
 class TokenCounts:
     """How many tokens each sliding window has seen, in Python, for the code that makes masks before each step.
 

@@ -17,7 +17,7 @@ from ...api.progress import Progress, reporter
 from ...config import CUDAGraphOptions
 from ...errors import ConfigError, check_count, shown
 from ...runtime.memory import MemoryReport, memory_report
-from .caches import KeptCache, take_out
+from .caches import KeptCache, layers_of, take_out
 from .hooks import Hooks, hooked_class
 from .slots import CACHE_NAMES, GenerationStats, NotServed, Slot, SlotKey, SlotPool
 
@@ -82,14 +82,13 @@ class GraphedGeneration:
         self._hooked = hooked_class(original, self)
         self.plain_call = MethodType(original.__call__, model)
         """The model's own call."""
-        config = model.config.get_text_config(decoder=True)
         chosen = CUDAGraphOptions.or_default(options, "options")
         chosen.refuse(("outputs",), "GraphedGeneration", "generate() keeps what each step returns")
         if chosen.capture_after is None:
             chosen = chosen.replace(capture_after=1)
         # Layers of linear attention have the same cache in both kinds, whatever the model says of itself.
-        self._fits_static_cache = model._can_compile_fullgraph or KeptCache(config, 1).is_linear_alone
-        self._pool = SlotPool(self.plain_call, config, max_caches, chosen)
+        self._fits_static_cache = model._can_compile_fullgraph or KeptCache(model.config, 1).is_linear_alone
+        self._pool = SlotPool(self.plain_call, model, max_caches, chosen)
         self._local = threading.local()
 
     def patch(self) -> "GraphedGeneration":
@@ -289,7 +288,8 @@ class GraphedGeneration:
         if length is None:
             return NotServed.TOO_LONG
         rows = arguments["batch_size"] * max(config.num_beams or 1, config.num_return_sequences or 1)
-        return SlotKey(rows, length, model.dtype, model.device, torch.is_inference_mode_enabled())
+        layers = layers_of(model.config, length)
+        return SlotKey(rows, length, layers, model.dtype, model.device, torch.is_inference_mode_enabled())
 
 
 class Request:

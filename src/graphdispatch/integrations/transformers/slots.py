@@ -83,6 +83,8 @@ class SlotKey(NamedTuple):
 
     rows: int
     length: int
+    layers: tuple[tuple[type, int], ...]
+    """What the cache consists of, which the model's configuration says: layers, and their windows."""
     dtype: torch.dtype
     device: torch.device
     is_inference: bool
@@ -128,9 +130,9 @@ class Slot:
 class SlotPool:
     """The slots of one model: at most ``most`` of them; the one that was used longest ago makes room. Thread-safe."""
 
-    def __init__(self, step: Callable[..., Any], config: Any, most: int, options: CUDAGraphOptions) -> None:
+    def __init__(self, step: Callable[..., Any], model: Any, most: int, options: CUDAGraphOptions) -> None:
         self._step = step
-        self._config = config
+        self._model = model
         self.most = most
         self._options = options
         self.lock = make_lock()
@@ -187,7 +189,7 @@ class SlotPool:
         return stats
 
     def _make(self, key: SlotKey) -> Slot:
-        cache = KeptCache(self._config, key.length)
+        cache = KeptCache(self._model.config, key.length)
         return Slot(key, cache, graphed(self._step, dynamic={}, static=CACHE_NAMES, options=self._options))
 
     def _make_room(self) -> list[Slot]:
