@@ -173,6 +173,16 @@ def test_a_prompt_that_was_computed() -> None:
         assert step(torch.randn(4, 2)).requires_grad
 
 
+@pytest.mark.parametrize("is_computed", [False, True])
+def test_an_attribute_of_a_module_that_is_not_registered(is_computed: bool) -> None:
+    """One that trains by itself counts, whatever the module's mode; what is computed of its weights follows that."""
+    model: Any = nn.Linear(2, 2).eval()
+    model.scale = weight() * 2 if is_computed else weight()
+    step = graphed(lambda x: model(x) * model.scale, dynamic={"x": 0}, sizes=[4], options=AT_ONCE)
+    for _ in range(4):
+        assert step(torch.randn(4, 2)).requires_grad is not is_computed
+
+
 def test_an_activation_does_not_train() -> None:
     """A module without parameters, which nobody has put into eval mode, says nothing of others."""
     model, activation = nn.Linear(2, 2).eval(), nn.GELU()

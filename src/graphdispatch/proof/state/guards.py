@@ -266,10 +266,12 @@ class StateGuard:
         return any(map(_requires_grad, self.placed if trains else compress(self.placed, self._loose)))
 
     def _find_loose(self) -> list[bool]:
-        """Of each tensor, whether it belongs to no module, such as a prompt that trains beside a frozen model."""
-        tables = (one for m in self.modules for one in (m._parameters, m._buffers, attribute_table(m) or {}))
-        owned = {id(one) for table in tables for one in table.values()}
-        return [id(one) not in owned for one in self.tensors]
+        """Of each tensor, whether it belongs to no module, such as a prompt that trains beside a frozen model. An
+        attribute of a module that was computed, as by ``weight_norm``, belongs to it as what that was computed of."""
+        owned = {id(one) for m in self.modules for one in chain(m._parameters.values(), m._buffers.values())}
+        held = {id(one) for m in self.modules for one in (attribute_table(m) or {}).values()}
+        with torch._C.DisableTorchFunction():
+            return [id(one) not in owned and (one.is_leaf or id(one) not in held) for one in self.tensors]
 
     def _owners(self) -> list[nn.Module]:
         """The modules that have parameters of their own: whether an activation trains says nothing."""
