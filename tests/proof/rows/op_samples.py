@@ -100,7 +100,7 @@ def labelled_run(case: Case) -> list[Label] | None:
     with run.watching():
         outs = tensors_of(case.op(first, *args, **kwargs))
     verdict = run.verdict(outs)
-    if verdict.unknown or space.guards:
+    if verdict.unknown or space.restrictions:
         return None
     return [run.label(out) or Label(plain_dims(out.shape)) for out in outs]
 

@@ -78,9 +78,9 @@ def judge(
 
 
 def refusal(fn: Callable[..., Any], make: Callable[..., Any], own: Sequence[int] = (7,)) -> str:
-    """Why the program is not proven for all batches: where rows mix, what is unknown, or a guard; else empty."""
+    """Why the program is not proven for all batches: where rows mix, what is unknown, or a restriction; else empty."""
     try:
         verdict = judge(fn, make, own)
     except Exception as error:
         return f"raises {type(error).__name__}: {error}"
-    return verdict.mixes or verdict.unknown or (str(verdict.space.guards[0]) if verdict.space.guards else "")
+    return verdict.mixes or verdict.unknown or (str(verdict.space.restrictions[0]) if verdict.space.restrictions else "")

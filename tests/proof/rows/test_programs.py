@@ -14,7 +14,7 @@ of a real row is seen when a padded batch is compared."""
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_program_that_mixes_rows_or_follows_their_number_is_refused(name: str) -> None:
-    """A fault, or a guard that excludes other batches, says so."""
+    """A fault, or a restriction that excludes other batches, says so."""
     assert refusal(*BAD[name])
 
 
@@ -26,7 +26,7 @@ def test_an_attack_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", GOOD)
 def test_an_independent_program_is_proven_for_all_numbers_of_rows(name: str) -> None:
-    """The verdict names no fault, and no guard excludes a batch."""
+    """The verdict names no fault, and no restriction excludes a batch."""
     verdict = judge(*GOOD[name])
     assert (verdict.mixes, verdict.unknown, verdict.independent) == ("", "", True)
     assert all(verdict.speaks_for((rows,)) for rows in range(2, 65))

@@ -90,7 +90,7 @@ def test_a_fault_and_an_unknown_are_both_said() -> None:
     assert verdict.unknown
 
 
-def test_a_guard_excludes_one_number_and_says_where() -> None:
+def test_a_restriction_excludes_one_number_and_says_where() -> None:
     """``if n == 3`` leaves all other numbers."""
     verdict = judge(lambda x: x + 1 if x.shape[0] == 3 else x, _rows)
     assert [n for n in range(2, 65) if not verdict.speaks_for((n,))] == [3]
@@ -176,17 +176,17 @@ def test_each_length_is_mixed_or_not_by_itself() -> None:
     assert (verdict.mixed_axes, verdict.outputs) == ({2}, (((0,), (1,), ()),))
 
 
-def test_a_guard_may_join_rows_and_a_length() -> None:
+def test_a_restriction_may_join_rows_and_a_length() -> None:
     """A decision by the number of elements excludes the batches with that product, and no others."""
     verdict = judge(lambda x: x + 1 if x.shape[0] * x.shape[1] == 24 else x, _grid, own=(7, 11))
     assert not verdict.speaks_for((4, 6))
     assert verdict.speaks_for((4, 7))
 
 
-def test_a_guard_of_one_axis_keeps_no_grid() -> None:
+def test_a_restriction_of_one_axis_keeps_no_grid() -> None:
     """A decision by a length is kept for the lengths alone."""
     verdict = judge(lambda x: x + 1 if x.shape[1] > 20 else x, _grid, own=(7, 11))
-    assert [guard.mask.shape for guard in verdict.space.guards] == [(1, 48)]
+    assert [one.mask.shape for one in verdict.space.restrictions] == [(1, 48)]
 
 
 def test_numbers_of_places_bind_the_length_within() -> None:

@@ -66,7 +66,7 @@ class FollowedRun:
     def _followed(self, extents: Sequence[int]) -> list[int]:
         return [_NO_EXTENT if place in self.single else extent for place, extent in enumerate(extents)]
 
-    def binds(self, request: CaptureRequest, operators: OperatorTrace) -> bool:
+    def proves(self, request: CaptureRequest, operators: OperatorTrace) -> bool:
         """Whether the run proves the graph of the request's size, which runs these operators.
 
         Compiled code is no list of operators. It computes what the eager run of the same code does: of a run that
@@ -118,7 +118,7 @@ def proof_of(request: CaptureRequest, operators: OperatorTrace) -> RowProof | No
     """The proof of another graph that holds for a graph of these operators, too; None if there is none."""
     shown = (shown_of(peer) for peer in request.peers if request.follows_rows)
     for proof in dict.fromkeys(one.proof for one in shown if one is not None and one.proof is not None):
-        if any(isinstance(run, FollowedRun) and run.binds(request, operators) for run in proof.runs):
+        if any(isinstance(run, FollowedRun) and run.proves(request, operators) for run in proof.runs):
             return proof
     return None
 
@@ -139,7 +139,7 @@ def prove_rows(attempt: CaptureAttempt, operators: OperatorTrace) -> RowsShown:
             failure = failure or found
             continue
         run, outputs = found
-        if not run.binds(request, operators):
+        if not run.proves(request, operators):
             failure = failure or f"a run of {extents_text(axes, rows)} rows dispatches other operators than the graph"
             continue
         proof = _proof_of(request, run, is_word=is_word)

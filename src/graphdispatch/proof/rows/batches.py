@@ -52,7 +52,7 @@ class LeftPathError(BaseException):
     not catch it."""
 
 
-class Guard(NamedTuple):
+class Restriction(NamedTuple):
     """Something by which the run stands for some batches alone."""
 
     mask: Array
@@ -87,7 +87,7 @@ class BatchSpace:
                 raise ConfigError(f"own[{axis}] must be one of extents[{axis}] = {extent}, got {length}; add it there")
         self.extents, self.own = tuple(extents), tuple(own)
         self.at = tuple(extent.index(length) for extent, length in zip(extents, own, strict=True))
-        self.guards: list[Guard] = []
+        self.restrictions: list[Restriction] = []
         self.stray = ""
         """Where a number made of sizes reached code that takes plain numbers, if it did."""
         many = len(extents)
@@ -111,39 +111,39 @@ class BatchSpace:
         """The entry of the run's own batch in an array that broadcasts to all batches."""
         return values[tuple(i if k > 1 else 0 for i, k in zip(self.at, values.shape, strict=True))]
 
-    def guard(self, outcome: Array, what: str, *, at_line: bool = True) -> None:
+    def restrict(self, outcome: Array, what: str, *, at_line: bool = True) -> None:
         """Speak for the batches alone whose outcome is that of the run; ``at_line``: and name the running line."""
         mask = outcome == self.of_run(outcome)
         if mask.all():
             return
-        for is_one in self._ones:  # what has a run of its own needs no guard
+        for is_one in self._ones:  # what has a run of its own needs no restriction
             if any(k > 1 and mask.shape[axis] > 1 for axis, k in enumerate(is_one.shape)):
                 mask = mask | is_one
-        if mask.all() or any(g.mask.shape == mask.shape and np.array_equal(g.mask, mask) for g in self.guards):
+        if mask.all() or any(one.mask.shape == mask.shape and np.array_equal(one.mask, mask) for one in self.restrictions):
             return
-        self.guards.append(Guard(mask, what, place() if at_line else ""))
+        self.restrictions.append(Restriction(mask, what, place() if at_line else ""))
         if self._like is not None:
             self._like = [at for at in self._like if _entry(mask, at)]
             if not self._like:
                 raise LeftPathError
 
-    def bind(self, axes: Iterable[int], what: str) -> None:
+    def restrict_to_own(self, axes: Iterable[int], what: str) -> None:
         """Speak for the extents of the run alone along these axes."""
         for axis in axes:
-            self.guard(self.numbers[axis].values, what)
+            self.restrict(self.numbers[axis].values, what)
 
     def speaks_for(self, extents: Sequence[int]) -> bool:
-        """Whether no guard excludes a batch of these extents; see Note [a batch of one]."""
+        """Whether no restriction excludes a batch of these extents; see Note [a batch of one]."""
         return not self.why_not(extents)
 
     def why_not(self, extents: Sequence[int]) -> str:
-        """The first guard that excludes a batch of these extents, or an empty text."""
+        """The first restriction that excludes a batch of these extents, or an empty text."""
         at = self.place_of(extents)
         if at is None:
             return f"the run looked at batches of {' x '.join(f'{e.start} to {e[-1]}' for e in self.extents)}"
         if any(extent < 2 and extent != own for extent, own in zip(extents, self.own, strict=True)):
             return "a size of one broadcasts, so that it takes a run of its own"
-        return next((str(g) for g in self.guards if not _entry(g.mask, at)), "")
+        return next((str(one) for one in self.restrictions if not _entry(one.mask, at)), "")
 
     def place_of(self, extents: Sequence[int]) -> tuple[int, ...] | None:
         """Where a batch lies in arrays over all batches."""
@@ -199,12 +199,12 @@ class SizeNumber:
 
     def plain(self) -> Any:
         """The number itself. The run then speaks for batches with this number alone."""
-        self.space.guard(self.values, f"Python computes with {self.of_what} ({self.text})")
+        self.space.restrict(self.values, f"Python computes with {self.of_what} ({self.text})")
         return self.own
 
     def decide(self, outcome: Array, own: bool, text: str) -> bool:
         """The outcome of a decision. The run then speaks for batches with this outcome alone."""
-        self.space.guard(np.asarray(outcome), f"Python decides by {self.of_what} ({text})")
+        self.space.restrict(np.asarray(outcome), f"Python decides by {self.of_what} ({text})")
         return own
 
     def make(self, values: Array, own: Any, text: str) -> Any:

@@ -164,7 +164,7 @@ class Call:
         """A dimension that an operator gave another size, in a way that no rule tells for other batches."""
         if size == own_size(old) or not is_dynamic(old):
             return old if size == own_size(old) else plain_dim(size)
-        self.space.bind(sorted(axes_of(old)), "a size that no rule tells for other batches")
+        self.space.restrict_to_own(sorted(axes_of(old)), "a size that no rule tells for other batches")
         return plain_dim(size)
 
     def computed(self, old: Dim, values: Any, size: int) -> Dim:
@@ -174,17 +174,17 @@ class Call:
         self.blend([old], "rows at other places")
         return self.sizes.dim_of_values(values)
 
-    def guard_places(self, dim: Dim, least: int, most: int) -> None:
+    def require_places(self, dim: Dim, least: int, most: int) -> None:
         """Code names places of a dimension by numbers, from ``least`` (below zero: from the end) to ``most``. The run
         speaks for sizes that have these places: for others the operator raises."""
         sizes = self.sizes.values(dim)
-        self.space.guard((sizes > most) & (sizes >= -least), f"a place of a size, {most if least >= 0 else least}")
+        self.space.restrict((sizes > most) & (sizes >= -least), f"a place of a size, {most if least >= 0 else least}")
 
-    def guard_index(self, dim: Dim, index: Tensor) -> None:
-        """As ``guard_places``, for those that a tensor names which follows no batch."""
+    def require_index(self, dim: Dim, index: Tensor) -> None:
+        """As ``require_places``, for those that a tensor names which follows no batch."""
         if is_dynamic(dim) and id(index) not in self.labels and index.numel() and not is_flags(index):
             least, most = map(int, index.aminmax())
-            self.guard_places(dim, min(least, 0), max(most, 0))
+            self.require_places(dim, min(least, 0), max(most, 0))
 
     def is_outside(self, tensor: Tensor) -> bool:
         """Whether the operator writes to this tensor, and the run did not make its memory."""

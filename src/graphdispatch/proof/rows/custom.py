@@ -173,6 +173,6 @@ def _result(
         is_same = tuple(map(own_size, given)) == tuple(map(own_size, plain))
         if not is_same and rest:
             lengths = sorted(axes_of(merged(a for each in rest.values() for dim in each for a in dim)))
-            c.space.bind(lengths, "a size that no rule tells for other batches")
+            c.space.restrict_to_own(lengths, "a size that no rule tells for other batches")
         dims += given if is_same else plain
     return Label(tuple(dims))

@@ -83,7 +83,7 @@ class Functions(TorchFunctionMode):
                 out = func(*plain_args, **plain_kwargs)
             except Exception:  # whether it raises may depend on sizes, and Python may catch it
                 if run.any_follows(args, kwargs) or caller.numbers:
-                    run.space.bind(range(len(run.space.own)), f"{name}() raises")
+                    run.space.restrict_to_own(range(len(run.space.own)), f"{name}() raises")
                 raise
             if type(out) is not Tensor:
                 self._check_answer(name, out, args, kwargs)
@@ -267,7 +267,7 @@ class Caller:
             values = size.values if isinstance(size, Num) else np.asarray(size)
             outcome = np.broadcast_arrays(self.run.sizes.values(dim) == values, self.run.sizes.values(dim))[0]
             own = size.text if isinstance(size, Num) else str(size)
-            self.run.space.guard(outcome, f"{self.function}() takes {own} for a size of {own_size(dim)}")
+            self.run.space.restrict(outcome, f"{self.function}() takes {own} for a size of {own_size(dim)}")
 
 
 def _is_end(number: Any, end: Array) -> bool:

@@ -195,12 +195,12 @@ class Sizes:
         base = tuple(self.axes[axis] for axis in follows)
         factor, rest = divmod(own, own_size(base))
         if factor and not rest and (ROWS_AXIS in follows or is_equal(values, self.values(base) * factor)):
-            self.space.guard(values == self.values(base) * factor, "a size that does not grow with the rows")
+            self.space.restrict(values == self.values(base) * factor, "a size that does not grow with the rows")
             return merged((*base, factor))
         if ROWS_AXIS in follows or own < 2:  # rows lie there in a way that no label tells
-            self.space.bind(follows, "a size that does not grow with the rows")
+            self.space.restrict_to_own(follows, "a size that does not grow with the rows")
             return plain_dim(own)
-        self.space.guard(np.minimum(values, 2), "a size of one or less")
+        self.space.restrict(np.minimum(values, 2), "a size of one or less")
         key = values.shape, values.tobytes()
         if key not in self._atoms:
             self._atoms[key] = self._new_atom(values, own, follows)
@@ -232,7 +232,7 @@ class Sizes:
             raise MixError("rows beside a length")
         if is_dynamic(one) and is_dynamic(other):
             self.fix(sorted(axes_of(one) | axes_of(other)), "lengths in another order, beside each other")
-        self.space.guard(self.values(one) == self.values(other), f"a size of {own_size(one)} beside {own_size(other)}")
+        self.space.restrict(self.values(one) == self.values(other), f"a size of {own_size(one)} beside {own_size(other)}")
         return one if is_dynamic(one) else other
 
     def in_order(self, dim: Dim) -> Dim:
@@ -243,12 +243,12 @@ class Sizes:
     def fix(self, axes: Iterable[int], what: str) -> None:
         """Speak for the own extents alone along these axes, and for graphs of these extents alone."""
         self.fixed.update(axes)
-        self.space.bind(axes, what)
+        self.space.restrict_to_own(axes, what)
 
     def lose(self, label: Label, what: str) -> None:
         """Speak for the own extents alone along all axes that a label follows."""
         axes = range(len(self.axes)) if label.is_lost else sorted(axes_of(merged(a for dim in label.dims for a in dim)))
-        self.space.bind(axes, what)
+        self.space.restrict_to_own(axes, what)
 
     def at(self, dim: Dim, where: tuple[int, ...]) -> int:
         """The size in the batch that lies there."""

@@ -56,7 +56,7 @@ class Picked:
             if not names_own(c.label(index), dims[place]):
                 c.check_data(c.label(index))
                 c.blend([dims[place]], "rows by an index")
-                c.guard_index(dims[place], index)
+                c.require_index(dims[place], index)
             elif not _has_rows(c.label(index)):
                 raise MixError("one row for all")
         if self.row is not None and self.row not in at and self.by_rows:
@@ -135,7 +135,7 @@ def index_dim(c: Call) -> list[Label]:
     if not names_own(chosen, label.dims[at]):
         c.check_data(chosen)
         c.blend([label.dims[at]], "rows by an index")
-        c.guard_index(label.dims[at], c.a["index"])
+        c.require_index(label.dims[at], c.a["index"])
     if c.has("source"):
         source = c.certain_label("source").dims
         for one, other in zip(wanted, source, strict=True):
@@ -158,7 +158,7 @@ def gather(c: Call) -> list[Label]:
     at = c.place("dim", len(label.dims))
     c.blend(label.dims[at : at + 1], "rows by an index")
     if label.dims:
-        c.guard_index(label.dims[at], c.a["index"])
+        c.require_index(label.dims[at], c.a["index"])
     c.read_places(c.a["self"], [at] if _has_rows(chosen) and label.dims else [])
     dims = []
     for place, (one, other) in enumerate(zip(label.dims, chosen.dims, strict=True)):

@@ -251,7 +251,7 @@ class RowRun:
         sizes among its outputs speaks for batches with that number alone."""
         if not isinstance(leaf, SizeNumber):
             return leaf
-        self.space.guard(leaf.values, f"an output is a number made of {leaf.of_what} ({leaf.text})", at_line=False)
+        self.space.restrict(leaf.values, f"an output is a number made of {leaf.of_what} ({leaf.text})", at_line=False)
         return leaf.own
 
     def _label_of_output(self, tensor: Tensor) -> Label:
@@ -559,7 +559,7 @@ class RowRun:
             self.doubt(f"{call.func._schema.name} takes data to the host")
         self._mixed |= axes - {ROWS_AXIS}
         if ROWS_AXIS in axes:
-            self.space.bind([ROWS_AXIS], f"{call.func._schema.name} may raise for other numbers of rows")
+            self.space.restrict_to_own([ROWS_AXIS], f"{call.func._schema.name} may raise for other numbers of rows")
         if fault is None and (follows_rows or is_mix):
             fault = fault_here(is_mix, call.func._schema.name, why, is_unruled=rule_of(call.func) is None)
         return [Label(plain_dims(_shape_of(o)), fault, is_lost=True) for o in call.outs]

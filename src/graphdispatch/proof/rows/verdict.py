@@ -55,7 +55,7 @@ class Verdict:
         return self.space.speaks_for(extents)
 
     def why_not(self, extents: Sequence[int]) -> str:
-        """The first guard that excludes a batch of these extents, with its line; else empty."""
+        """The first restriction that excludes a batch of these extents, with its line; else empty."""
         return self.space.why_not(extents)
 
     def has_shapes(

@@ -82,7 +82,7 @@ def squeeze(c: Call) -> list[Label]:
     label = c.certain_label(c.first)
     places = c.places(c.a.get("dim"), len(label.dims))
     for place in places:
-        c.space.guard(np.minimum(c.sizes.values(label.dims[place]), 2), "squeezes a size of one")
+        c.space.restrict(np.minimum(c.sizes.values(label.dims[place]), 2), "squeezes a size of one")
     return [_moved(label, tuple(dim for i, dim in enumerate(label.dims) if i not in places or dim != ()))]
 
 
@@ -110,7 +110,7 @@ def select(c: Call) -> list[Label]:
     at = c.place("dim", len(label.dims))
     c.blend([label.dims[at]], "one row for all")
     index = c.a["index"]
-    c.guard_places(label.dims[at], min(index, 0), max(index, 0))
+    c.require_places(label.dims[at], min(index, 0), max(index, 0))
     return [_moved(label, (*label.dims[:at], *label.dims[at + 1 :]), is_whole=False)]
 
 
@@ -139,7 +139,7 @@ def _sliced(c: Call, old: Dim, size: int) -> Dim:
     whole = c.sizes.values(old)
 
     first = _cut(c.a["start"] or 0, start, whole)
-    c.space.guard(first, "a slice that starts at a size")
+    c.space.restrict(first, "a slice that starts at a size")
     last, step = _cut(2**62 if c.a["end"] is None else c.a["end"], end, whole), c.a["step"]
     sizes, is_from_start = np.maximum(-(-(last - first) // step), 0), not np.any(first)
     if step == 1 and is_from_start and is_equal(sizes, whole):
@@ -172,7 +172,7 @@ def split(c: Call) -> list[Label]:
             return c.each(_moved(label, (*before, merged((head // count, *old[1:])), *after), is_whole=False))
     if count == 1 and not is_unbind and _is_one_part(c, old):
         return [label]
-    c.space.guard(c.sizes.values(old), "splits a size that follows the batch")
+    c.space.restrict(c.sizes.values(old), "splits a size that follows the batch")
     if has_rows(old):
         raise UnknownError("parts of the rows")
     c.blend([old], "parts of a length")
@@ -186,7 +186,7 @@ def _is_one_part(c: Call, old: Dim) -> bool:
     size = c.a.get("split_size")
     if c.caller.function != "split" or type(size) is not int or c.caller.size(size) is not None:
         return False
-    c.space.guard(np.minimum(-(-c.sizes.values(old) // size), 2), "splits a size that follows the batch")
+    c.space.restrict(np.minimum(-(-c.sizes.values(old) // size), 2), "splits a size that follows the batch")
     return True
 
 
