@@ -384,14 +384,25 @@ def unsafe(what: str) -> CaptureError:
     return CaptureError(f"{what}; at {user_line()}", Reason.CAPTURE_UNSAFE)
 
 
-def user_line() -> str:
-    """The innermost line of the running call outside torch and this library, as ``file:line: source``."""
-    frame: FrameType | None = sys._getframe(1)
+def _user_place() -> tuple[str, int] | None:
+    """The file and the number of the innermost line of the running call outside torch and this library."""
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
         is_inside = path.startswith(("<frozen", "<eval_with", "<string")) or is_torch_code(path) or is_own_code(path)
         if not is_inside and f"{os.sep}contextlib.py" not in path:
-            source = linecache.getline(path, frame.f_lineno).strip()
-            return f"{path}:{frame.f_lineno}: {source}"
+            return path, frame.f_lineno
         frame = frame.f_back
-    return "unknown line"
+    return None
+
+
+def user_line() -> str:
+    """The innermost line of the running call outside torch and this library, as ``file:line: source``."""
+    place = _user_place()
+    return "unknown line" if place is None else f"{place[0]}:{place[1]}: {linecache.getline(*place).strip()}"
+
+
+def short_user_line() -> str:
+    """As ``user_line``, with the name of the file alone and without the source."""
+    place = _user_place()
+    return "an unknown line" if place is None else f"{os.path.basename(place[0])}:{place[1]}"

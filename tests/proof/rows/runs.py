@@ -83,4 +83,6 @@ def refusal(fn: Callable[..., Any], make: Callable[..., Any], own: Sequence[int]
         verdict = judge(fn, make, own)
     except Exception as error:
         return f"raises {type(error).__name__}: {error}"
-    return verdict.mixes or verdict.unknown or (str(verdict.space.restrictions[0]) if verdict.space.restrictions else "")
+    return (
+        verdict.mixes or verdict.unknown or (str(verdict.space.restrictions[0]) if verdict.space.restrictions else "")
+    )

@@ -12,18 +12,17 @@ Note [a batch of one]
 
 import dis
 import operator
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
-from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...backends.code_events import is_own_code, is_torch_code
+from ...backends.code_events import is_torch_code
+from ...backends.operators import short_user_line
 from ...errors import ConfigError
 from ...sizes import MOST_AXES
 
@@ -33,18 +32,6 @@ _MOST = 2**62
 _MOST_EXACT = 2**53
 """Above it a float does not hold each integer."""
 _LONGEST_TEXT = 60
-
-
-def place() -> str:
-    """The line of the user's code that is running, as ``file.py:line``."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        is_inside = path.startswith(("<frozen", "<eval_with", "<string")) or is_torch_code(path) or is_own_code(path)
-        if not is_inside and f"{os.sep}contextlib.py" not in path:
-            return f"{os.path.basename(path)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "an unknown line"
 
 
 class LeftPathError(BaseException):
@@ -119,9 +106,11 @@ class BatchSpace:
         for is_one in self._ones:  # what has a run of its own needs no restriction
             if any(k > 1 and mask.shape[axis] > 1 for axis, k in enumerate(is_one.shape)):
                 mask = mask | is_one
-        if mask.all() or any(one.mask.shape == mask.shape and np.array_equal(one.mask, mask) for one in self.restrictions):
+        if mask.all() or any(
+            one.mask.shape == mask.shape and np.array_equal(one.mask, mask) for one in self.restrictions
+        ):
             return
-        self.restrictions.append(Restriction(mask, what, place() if at_line else ""))
+        self.restrictions.append(Restriction(mask, what, short_user_line() if at_line else ""))
         if self._like is not None:
             self._like = [at for at in self._like if _entry(mask, at)]
             if not self._like:
@@ -187,7 +176,7 @@ class SizeNumber:
         caller = sys._getframe(1).f_code
         if caller.co_name == "is_nested_int" and is_torch_code(caller.co_filename):  # as broadcast_shapes does
             return _NODE
-        self.space.stray = self.space.stray or place()
+        self.space.stray = self.space.stray or short_user_line()
         self.plain()
         raise TypeError("a number made of the sizes of a batch came to code that takes plain numbers")
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .batches import Array, BatchSpace, Num, SizeNumber, is_equal, place
+from ...backends.operators import short_user_line
+from .batches import Array, BatchSpace, Num, SizeNumber, is_equal
 
 ROWS_AXIS = 0
 
@@ -232,7 +233,9 @@ class Sizes:
             raise MixError("rows beside a length")
         if is_dynamic(one) and is_dynamic(other):
             self.fix(sorted(axes_of(one) | axes_of(other)), "lengths in another order, beside each other")
-        self.space.restrict(self.values(one) == self.values(other), f"a size of {own_size(one)} beside {own_size(other)}")
+        self.space.restrict(
+            self.values(one) == self.values(other), f"a size of {own_size(one)} beside {own_size(other)}"
+        )
         return one if is_dynamic(one) else other
 
     def in_order(self, dim: Dim) -> Dim:
@@ -266,10 +269,10 @@ def shape_of(label: Label, sizes: Sizes) -> torch.Size:
 def fault_here(is_mix: bool, operator: str, why: str = "", *, is_unruled: bool = False) -> Fault:
     """A fault of an operator at the running line of the user's; ``is_unruled``: a rule would mend it."""
     if is_mix:
-        return Fault(True, f"rows mix in {operator}{why and f' ({why})'}, {place()}")
+        return Fault(True, f"rows mix in {operator}{why and f' ({why})'}, {short_user_line()}")
     remedy = f"; give row_rule({operator!r}, ...), or rows='independent' in the options" if is_unruled else ""
     what = f"the rule of {operator} cannot tell" if why and not is_unruled else f"no rule for {operator}"
-    return Fault(False, f"{what}{why and f' ({why})'}, called at {place()}{remedy}")
+    return Fault(False, f"{what}{why and f' ({why})'}, called at {short_user_line()}{remedy}")
 
 
 def first_fault(labels: Mapping[int, Label]) -> Fault | None:

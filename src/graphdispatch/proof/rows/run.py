@@ -32,11 +32,12 @@ from ...backends.operators import (
     keeps_elements,
     kind_of,
     per_operator,
+    short_user_line,
     storage_key,
     tensors_in,
     written_tensors,
 )
-from .batches import BatchSpace, SizeNumber, place
+from .batches import BatchSpace, SizeNumber
 from .calls import Call, View, is_whole, torch_shape, view_of
 from .custom import has_rule
 from .elementwise import Rule
@@ -277,13 +278,17 @@ class RowRun:
         if found is not None and found[0] is self._token:
             _, serial, label = found
             if len(label.dims) != tensor.dim() or self._rearranged.get(key, 0) > serial:
-                return Label(plain_dims(tensor.shape), Fault(False, f"a tensor that changed, {place()}"), is_lost=True)
+                return Label(
+                    plain_dims(tensor.shape), Fault(False, f"a tensor that changed, {short_user_line()}"), is_lost=True
+                )
             if label.tag is not None and self._changed.get(key, 0) > serial:
                 label = label._replace(tag=None, fault=label.fault or label.tag.fault)
         if self._faulty and (fault := self._faulty.get(key)) is not None:
             return (label or Label(plain_dims(tensor.shape)))._replace(fault=fault)
         if label is None and key in self._rows_in:
-            return Label(plain_dims(tensor.shape), Fault(False, f"memory of rows that nobody saw shared, {place()}"))
+            return Label(
+                plain_dims(tensor.shape), Fault(False, f"memory of rows that nobody saw shared, {short_user_line()}")
+            )
         return label
 
     def _kept_for(self, tensor: Tensor) -> Any:
@@ -306,7 +311,7 @@ class RowRun:
                     seen.update(atom.axes)
         if several:
             if ROWS_AXIS in several and label.fault is None:
-                label = label._replace(fault=Fault(True, f"rows beside rows, {place()}"))
+                label = label._replace(fault=Fault(True, f"rows beside rows, {short_user_line()}"))
             self._mixed.update(several - {ROWS_AXIS})
         attributes = tensor.__dict__
         if "_rows" not in attributes:
@@ -333,7 +338,7 @@ class RowRun:
 
     def doubt(self, what: str, remedy: str = "") -> None:
         """Something happens that nobody follows."""
-        self._doubts.append(Fault(False, f"{what}, {place()}{remedy}"))
+        self._doubts.append(Fault(False, f"{what}, {short_user_line()}{remedy}"))
 
     # -- functions
 
@@ -568,7 +573,7 @@ class RowRun:
         """Note an operator that makes rows of none, which need not be alike, or gives them something by their place."""
         is_new = any(map(lies_along_rows, made)) and not any(map(lies_along_rows, call.labels.values()))
         if is_new or call.is_by_place:
-            self._by_place = self._by_place or f"{call.func._schema.name}, {place()}"
+            self._by_place = self._by_place or f"{call.func._schema.name}, {short_user_line()}"
 
     def _check_random(
         self, call: Call, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[Label]

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...backends.operators import is_strided, storage_key
-from .batches import place
+from ...backends.operators import is_strided, short_user_line, storage_key
 from .labels import MixError
 
 ALL_PLACES = "all places that rows wrote"
@@ -80,7 +79,7 @@ class Slots:
             self._written.setdefault(key, set()).add(outermost)
         self.axes.update(axes)
         self.adds |= adds
-        self.where = self.where or f"{operator}, {place()}"
+        self.where = self.where or f"{operator}, {short_user_line()}"
 
     def note_read(self, operator: str, tensor: Tensor, dims: Iterable[int] = ()) -> None:
         """Note that an operator reads state, at places that rows name along some of its dimensions.
