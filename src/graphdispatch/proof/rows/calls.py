@@ -26,6 +26,7 @@ from .labels import (
 )
 from .slots import Slots
 
+NO_ROWS = "rows where its rule has none"
 View = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
@@ -67,6 +68,8 @@ class Call:
         self.func, self.labels, self.sizes, self.space = func, labels, sizes, sizes.space
         self.tensors = tensors
         """All tensors among the arguments."""
+        self._read: set[int] = set()
+        """The tensors (by ``id``) at whose label the rule has looked."""
         self.name, names, defaults = _described(func)
         self.outs: list[Tensor] = []
         self.mixed: set[int] = set()
@@ -88,6 +91,7 @@ class Call:
     def label(self, tensor: Tensor | str) -> Label:
         """The label of a tensor, or of the argument of this name."""
         found = self.a[tensor] if isinstance(tensor, str) else tensor
+        self._read.add(id(found))
         label = self.labels.get(id(found))
         return label if label is not None else Label(plain_dims(found.shape))
 
@@ -97,6 +101,11 @@ class Call:
         if label.is_lost:
             raise UnknownError("a shape that is not known for other batches")
         return label
+
+    @property
+    def tensor_arguments(self) -> list[Any]:
+        """The values of the arguments that may hold tensors, in order."""
+        return [self.a[argument.name] for argument in self.func._schema.arguments if "Tensor" in str(argument.type)]
 
     @property
     def first(self) -> Tensor:
@@ -126,20 +135,17 @@ class Call:
                 raise MixError(what)
             self.mixed |= axes
 
-    def blend_others(self, *but: Tensor) -> None:
-        """Tensors besides these may have no rows: nobody knows which element meets which."""
-        skip = set(map(id, but))
-        for tensor in self.tensors:
-            if id(tensor) not in skip:
-                self.blend(self.label(tensor).dims, "rows in another operand")
+    def blend_unread(self) -> None:
+        """Tensors at which the rule has not looked may have no rows: nobody knows which element meets which."""
+        for key in self.labels.keys() - self._read:
+            self.blend(self.labels[key].dims, NO_ROWS)
 
-    def broadcast(self, tensors: Sequence[Tensor]) -> tuple[Dim, ...]:
-        """The shape of operands that broadcast."""
-        count = max((t.dim() for t in tensors), default=0)
+    def broadcast(self, shapes: Sequence[tuple[Dim, ...]]) -> tuple[Dim, ...]:
+        """The shape of operands of these shapes."""
+        count = max(map(len, shapes), default=0)
         dims: list[Dim] = [()] * count
-        for tensor in tensors:
-            label = self.certain_label(tensor)
-            for place, dim in enumerate(label.dims, count - len(label.dims)):
+        for shape in shapes:
+            for place, dim in enumerate(shape, count - len(shape)):
                 dims[place] = self.sizes.joined(dims[place], dim)
         return tuple(dims)
 

@@ -21,7 +21,9 @@ from .labels import (
 
 
 def made(c: Call) -> list[Label]:
-    """All elements alike, or drawn."""
+    """All elements alike, or drawn; a tensor gives their type alone."""
+    for tensor in c.tensors:
+        c.label(tensor)
     shape, sizes = c.outs[0].shape, c.caller.sizes
     if sizes is not None and len(sizes) == len(shape):
         return c.each(Label(tuple(_given(c, size) for size in sizes)))
@@ -102,7 +104,7 @@ def _behind(c: Call, parts: Sequence[Dim]) -> Dim:
 
 def stack(c: Call) -> list[Label]:
     """Tensors beside each other."""
-    dims = c.broadcast(c.a["tensors"])
+    dims = c.broadcast([c.certain_label(tensor).dims for tensor in c.a["tensors"]])
     at = c.place("dim", c.outs[0].dim())
     return [Label((*dims[:at], plain_dim(len(c.a["tensors"])), *dims[at:]))]
 

@@ -156,7 +156,7 @@ def whole_quotient(c: Call) -> list[Label]:
 
 RULES: dict[Rule, str] = {
     choice: "topk argmax max",
-    sort: "sort argsort",
+    sort: "sort",
     histogram: "histc",
     cumulate: "cumsum",
     grouped_product: "_grouped_mm",

@@ -48,7 +48,7 @@ class Picked:
         given = [index for index in indices if index is not None]
         if any(map(is_flags, given)):
             raise UnknownError("a choice by flags")
-        joint = c.broadcast(given)
+        joint = c.broadcast([c.certain_label(index).dims for index in given])
         self.row = row_place(dims)
         self.by_rows = [place for place, index in zip(at, given, strict=True) if _has_rows(c.label(index))]
         self.axes = set().union(*map(axes_of, joint))
@@ -100,7 +100,6 @@ def index_put(c: Call) -> list[Label]:
             if has_rows(dim) and not has_rows(own):
                 raise MixError("rows where none lie")
             c.sizes.joined(own, dim)
-        c.blend_others(tensor, indices[0])
         return [Label(label.dims)]
     rearranged = arrangement_put(c, indices[0], values) if len(indices) == 1 else None
     if rearranged is not None:
@@ -193,7 +192,6 @@ def scatter(c: Call) -> list[Label]:
             if has_rows(dim) != has_rows(own):
                 raise MixError("rows written where none lie")
             c.sizes.joined(own, dim)
-    c.blend_others(c.a["self"], *given)
     return [Label(label.dims)]
 
 

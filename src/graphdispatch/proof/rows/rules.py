@@ -49,8 +49,7 @@ def _rule_of_torch(func: OpOverload) -> Rule | None:
 
 def rule_of(func: OpOverload) -> Rule | None:
     """The rule of an operator; None: nobody knows what it does to rows."""
-    found = _rule_of_torch(func)
-    return found or (custom.apply_rule if custom.has_rule(func._schema.name) else None)
+    return _rule_of_torch(func) or custom.word_for(func._schema.name)
 
 
 _NAME_PLACES: frozenset[Rule] = frozenset(places.NAME_PLACES)
@@ -66,7 +65,7 @@ def reads_all(func: OpOverload) -> bool:
     return kind_of(func) is not OperatorKind.VIEW and not custom.has_rule(func._schema.name)
 
 
-_KEEP_PLACES = (pointwise, elementwise.keep, elementwise.copy, elementwise.fill)
+_KEEP_PLACES = (pointwise, elementwise.keep, TABLE["fill"])
 
 
 def keeps_places(func: OpOverload, rule: Rule | None) -> bool:

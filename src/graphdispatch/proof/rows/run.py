@@ -543,6 +543,7 @@ class RowRun:
         if rule is not None:
             try:
                 made = rule(call)
+                call.blend_unread()
                 for more in call.outs[len(made) :]:
                     unruled = fault_here(False, call.func._schema.name, "a further result")
                     made = [*made, Label(plain_dims(_shape_of(more)), unruled, is_lost=True)]

@@ -62,7 +62,7 @@ def permute(c: Call) -> list[Label]:
     order = list(range(len(label.dims)))
     if c.name == "t":
         order.reverse()
-    elif c.name in ("transpose", "swapaxes"):
+    elif c.name == "transpose":
         one, other = c.place("dim0", len(order)), c.place("dim1", len(order))
         order[one], order[other] = order[other], order[one]
     else:
@@ -231,8 +231,8 @@ def unfold(c: Call) -> list[Label]:
 
 
 RULES: dict[Rule, str] = {
-    view: "view view_copy _unsafe_view _reshape_alias reshape _reshape_copy",
-    permute: "permute transpose t swapaxes permute_copy",
+    view: "view view_copy _unsafe_view _reshape_alias _reshape_copy",
+    permute: "permute transpose t permute_copy",
     unsqueeze: "unsqueeze",
     squeeze: "squeeze",
     expand: "expand expand_copy",
