@@ -4,6 +4,7 @@
 """
 
 import copy
+import ctypes
 import itertools
 import json
 import math
@@ -139,6 +140,8 @@ PATHS: dict[str, Any] = {
     "_shape_as_tensor": lambda x: x * torch._shape_as_tensor(x)[0].clamp(min=4),
     "a function handed to modes": _handed_over,
     "apply_": _applied,
+    "read by its address": lambda x: x * (ctypes.c_float * x.numel()).from_address(x.data_ptr())[0],
+    "read as an array": lambda x: x * float(x.numpy()[0, 0]),
     "map_": _mapped,
     "is_same_size": lambda x: x + 1 if torch.is_same_size(x, torch.empty(3, D)) else x,
     "storage offset": lambda x: x + x.T[:, x.shape[0] - 1 :].storage_offset(),

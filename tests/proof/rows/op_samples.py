@@ -21,7 +21,7 @@ from graphdispatch.proof.rows.batches import BatchSpace
 from graphdispatch.proof.rows.labels import Label, own_size, plain_dims
 from graphdispatch.proof.rows.run import RowRun
 
-from .runs import tensors_of
+from .runs import tensors_of, watching
 
 MOST_ROWS = 64
 _UNWRITTEN = "empty"
@@ -97,7 +97,7 @@ def labelled_run(case: Case) -> list[Label] | None:
     space = BatchSpace([range(1, MOST_ROWS + 1)], [target.shape[case.dim]])
     run = RowRun(space, {storage_key(t) for t in tree_leaves((first, args, kwargs)) if isinstance(t, Tensor)})
     run.follow(target, {case.dim: 0})
-    with run.watching():
+    with watching(run):
         outs = tensors_of(case.op(first, *args, **kwargs))
     verdict = run.verdict(outs)
     if verdict.unknown or space.restrictions:

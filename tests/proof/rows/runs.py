@@ -1,6 +1,7 @@
 """One run of a program as the tests make it: ``judge(fn, make)``."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -11,9 +12,15 @@ from graphdispatch.backends.operators import storage_key
 from graphdispatch.proof.rows.batches import BatchSpace
 from graphdispatch.proof.rows.run import RowRun
 from graphdispatch.proof.rows.verdict import Verdict
+from graphdispatch.proof.watch.effects import EffectRecorder
 
 Batch = tuple[tuple[Any, ...], dict[str, Any], list[tuple[Tensor, dict[int, int]]]]
 """Arguments, keywords, and which dimensions of which tensors follow which axes."""
+
+
+def watching(run: RowRun) -> AbstractContextManager[None]:
+    """The block in which a callable runs once, watched as in a capture."""
+    return EffectRecorder(1 << 30, strict=True).saving_host_access(run)
 
 
 def tensors_of(value: Any, seen: set[int] | None = None) -> list[Tensor]:
@@ -72,7 +79,7 @@ def judge(
     run = RowRun(space, reached(fn, args, kwargs))
     for tensor, dims in followed:
         run.follow(tensor, dims if isinstance(dims, dict) else {dims: 0})
-    with run.watching():
+    with watching(run):
         out = fn(*args, **kwargs)
     return run.verdict(tensors_of(out))
 

@@ -22,8 +22,8 @@ def _outcomes(part: int) -> tuple[str, ...]:
 def test_no_rule_is_for_a_torch_that_was_not_checked() -> None:
     """Each of its operators is unknown, so that nothing is padded by itself."""
     code = (
-        "import torch; torch.__version__ = '2.99.0'; from graphdispatch.proof.rows.rules import rule_of; "
-        "print([rule_of(op) for op in (torch.ops.aten.mul.Tensor, torch.ops.aten.view.default)])"
+        "import torch; torch.__version__ = '2.99.0'; from graphdispatch.proof.rows.rules import operator_of; "
+        "print([operator_of(op).rule for op in (torch.ops.aten.mul.Tensor, torch.ops.aten.view.default)])"
     )
     assert run_python("-c", code) == "[None, None]\n"
 

@@ -1,20 +1,18 @@
 """One call of an operator, as a rule reads it."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
-from ...backends.operators import per_operator, storage_key
+from ...backends.operators import storage_key
 from .labels import (
     ROWS_AXIS,
     Dim,
     Fault,
     Label,
     MixError,
-    Sizes,
     UnknownError,
     axes_of,
     has_rows,
@@ -24,33 +22,44 @@ from .labels import (
     plain_dim,
     plain_dims,
 )
-from .slots import Slots
+
+if TYPE_CHECKING:
+    from .functions import Caller
+    from .run import RowRun
 
 NO_ROWS = "rows where its rule has none"
 View = tuple[tuple[int, ...], tuple[int, ...], int]
+Rule = Callable[["Call"], list[Label]]
 
 
-class Caller(Protocol):
-    """The function of torch that Python called, within which an operator runs."""
+class Operator(NamedTuple):
+    """What the run has to know of an operator."""
 
-    function: str
-    arguments: tuple[Any, ...]
-    sizes: tuple[Any, ...] | None
-    """The sizes that it gave to a function that makes or expands, in order; None: another function."""
-
-    def size(self, own: int) -> Any:
-        """The number made of sizes that Python gave as this plain number, or None."""
-
-    def around(self) -> Mapping[int, Dim]:
-        """The dimensions of the function's tensors that follow the batch, by their size; one of several is left out."""
-
-
-@per_operator
-def _described(func: OpOverload) -> tuple[str, tuple[str, ...], dict[str, Any]]:
-    """The plain name of an operator, the names of its arguments, and what stands for those that are left out."""
-    schema = func._schema
-    defaults = {argument.name: argument.default_value for argument in schema.arguments}
-    return schema.name.partition("::")[2].removesuffix("_"), tuple(defaults), defaults
+    name: str
+    """With its namespace."""
+    plain_name: str
+    defaults: dict[str, Any]
+    """The arguments in order, and what stands for those that are left out."""
+    tensors: tuple[str, ...]
+    """The arguments that may hold tensors."""
+    rule: Rule | None
+    """The rule of torch's operator; None: there is none."""
+    places: tuple[str, ...]
+    """The arguments that the rule takes as places among rows. In any other, places among all rows are data that
+    mixes."""
+    names_places: bool
+    """Whether rows may say at which places of state it reads or writes: see Note [slots] in ``slots.py``."""
+    keeps_places: bool
+    """Whether each element of a result is made of those at its own place."""
+    takes_sizes: bool
+    """Whether sizes are among the arguments, so that a result may follow the batch where no argument does."""
+    makes_alike: bool
+    """Whether, where it makes rows of a tensor without rows, all of them are alike."""
+    is_view: bool
+    changes_view: bool
+    keeps_elements: bool
+    is_seeded: bool
+    writes: bool
 
 
 class Call:
@@ -58,25 +67,19 @@ class Call:
 
     def __init__(
         self,
-        func: OpOverload,
+        run: "RowRun",
+        operator: Operator,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         tensors: list[Tensor],
         labels: Mapping[int, Label],
-        sizes: Sizes,
+        outs: Sequence[Tensor],
     ) -> None:
-        self.func, self.labels, self.sizes, self.space = func, labels, sizes, sizes.space
-        self.tensors = tensors
-        """All tensors among the arguments."""
-        self._read: set[int] = set()
-        """The tensors (by ``id``) at whose label the rule has looked."""
-        self.name, names, defaults = _described(func)
-        self.outs: list[Tensor] = []
-        self.mixed: set[int] = set()
-        """The lengths along which it mixes elements."""
+        self.run, self.operator, self.labels, self.sizes, self.space = run, operator, labels, run.sizes, run.space
+        self.tensors, self.outs = tensors, outs
+        """All tensors among the arguments; the results, or what it writes if it returns nothing."""
+        self.name = operator.plain_name
         self.caller: Caller
-        self.made: Collection[int] = ()
-        """The storages that the run made, and whether the operator writes to its arguments."""
         self.writes = False
         self.is_by_place = False
         """Whether rows get something by their place in the batch."""
@@ -84,9 +87,13 @@ class Call:
         """How the first tensor lay in memory, if the operator has changed that."""
         self.rearranges = False
         """Whether it writes rows in another order over all of a memory that it was given."""
-        self.slots = Slots()
-        """State that rows wrote at places which they named, in this run so far."""
-        self.a: dict[str, Any] = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        self._read: set[int] = set()
+        """The tensors (by ``id``) at whose label the rule has looked."""
+        self.a: dict[str, Any] = {
+            **operator.defaults,
+            **dict(zip(operator.defaults, args, strict=False)),
+            **kwargs,
+        }
 
     def label(self, tensor: Tensor | str) -> Label:
         """The label of a tensor, or of the argument of this name."""
@@ -101,11 +108,6 @@ class Call:
         if label.is_lost:
             raise UnknownError("a shape that is not known for other batches")
         return label
-
-    @property
-    def tensor_arguments(self) -> list[Any]:
-        """The values of the arguments that may hold tensors, in order."""
-        return [self.a[argument.name] for argument in self.func._schema.arguments if "Tensor" in str(argument.type)]
 
     @property
     def first(self) -> Tensor:
@@ -133,7 +135,7 @@ class Call:
             axes = axes_of(dim)
             if ROWS_AXIS in axes:
                 raise MixError(what)
-            self.mixed |= axes
+            self.run.mixed |= axes
 
     def blend_unread(self) -> None:
         """Tensors at which the rule has not looked may have no rows: nobody knows which element meets which."""
@@ -194,7 +196,7 @@ class Call:
 
     def is_outside(self, tensor: Tensor) -> bool:
         """Whether the operator writes to this tensor, and the run did not make its memory."""
-        return self.writes and storage_key(tensor) not in self.made
+        return self.writes and storage_key(tensor) not in self.run.made
 
     def fault_of_data(self, but: Collection[str]) -> Fault | None:
         """What is at fault with places among all rows that arguments are, other than ``but``; or None."""
@@ -212,8 +214,8 @@ class Call:
 
     def read_places(self, tensor: Tensor, dims: Iterable[int] = ()) -> None:
         """It reads the places of a tensor that rows name along these dimensions; see Note [slots] in ``slots.py``."""
-        if tensor in self.slots or storage_key(tensor) not in self.made:
-            self.slots.note_read(self.func._schema.name, tensor, dims)
+        if tensor in self.run.slots or storage_key(tensor) not in self.run.made:
+            self.run.slots.note_read(self.operator.name, tensor, dims)
 
     def each(self, label: Label) -> list[Label]:
         """The same label for each result."""
@@ -225,11 +227,6 @@ def view_of(tensor: Tensor) -> View:
     shape = tuple(tensor.shape)
     strides = tuple(stride for extent, stride in zip(shape, tensor.stride(), strict=True) if extent > 1)
     return shape, strides, int(tensor.storage_offset())
-
-
-def torch_shape(label: Label) -> tuple[int, ...]:
-    """The shape in the run, by the label."""
-    return tuple(map(own_size, label.dims))
 
 
 def flat(dims: Iterable[Dim]) -> Dim:

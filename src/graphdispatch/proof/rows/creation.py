@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from .batches import Num
-from .calls import Call
-from .elementwise import WIDE, Rule
+from .calls import Call, Rule
+from .elementwise import WIDE
 from .labels import (
     Dim,
     Label,

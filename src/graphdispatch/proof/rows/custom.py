@@ -73,11 +73,6 @@ def row_rule(operator: str, rule: str) -> None:
     _known[operator] = _parsed(rule)
 
 
-def has_rule(operator: str) -> bool:
-    """Whether a rule was given for the operator of this name, or shipped."""
-    return operator in _known
-
-
 def word_for(operator: str) -> TextRule | None:
     """The rule that was given for the operator of this name, or shipped; None if none was."""
     return _known.get(operator)

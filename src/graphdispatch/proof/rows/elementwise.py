@@ -1,15 +1,12 @@
 """Rules of operators that work element by element, along a dimension, or on all elements of some dimensions."""
 
-from collections.abc import Callable
 from functools import cache
 
 import torch
 
-from .calls import Call
+from .calls import Call, Rule
 from .labels import Label
 from .rule_text import TextRule
-
-Rule = Callable[[Call], list[Label]]
 
 WIDE = frozenset({torch.int32, torch.int64, torch.float32, torch.float64})
 """Types that hold each number of a row, or of a choice, as it is."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from .batches import is_equal
-from .calls import Call, is_whole
-from .elementwise import Rule, along, pointwise, reduction
+from .calls import Call, Rule, is_whole
+from .elementwise import along, pointwise, reduction
 from .labels import (
     Atom,
     Dim,
@@ -51,10 +51,8 @@ def sort(c: Call) -> list[Label]:
         return along(c)
     dim = label.dims[0]
     if tag is not None and is_permutation(c, c.first) and _is_arranged(dim) and not c.a.get("descending"):
-        back = Tag("numbers", dim, fault_here(True, c.func._schema.name, "places among all rows"), is_each_once=True)
-        return [Label((tag.of,), fault_here(True, c.func._schema.name))] * (len(c.outs) - 1) + [
-            Label((tag.of,), tag=back)
-        ]
+        back = Tag("numbers", dim, fault_here(True, c.operator.name, "places among all rows"), is_each_once=True)
+        return [Label((tag.of,), fault_here(True, c.operator.name))] * (len(c.outs) - 1) + [Label((tag.of,), tag=back)]
     arranged = c.sizes.arranged(dim)
     if tag is not None and tag.kind == "chosen" and not c.a.get("descending"):
         c.sizes.sorted_by[arranged] = tag.of
@@ -95,7 +93,7 @@ def arrangement_put(c: Call, index: Tensor | None, values: Tensor) -> Label | No
         return Label((back, *label.dims[1:]))
     if given.tag is not None and given.tag.is_each_once and given.tag.of == back and given.dims == (back,):
         c.rearranges = True  # the numbers of places, one after the other
-        fault = fault_here(True, c.func._schema.name, "places among all rows")
+        fault = fault_here(True, c.operator.name, "places among all rows")
         return Label((back,), tag=Tag("numbers", arranged, fault, is_each_once=True))
     return None
 
@@ -107,7 +105,7 @@ def histogram(c: Call) -> list[Label]:
     if label.tag is None or label.tag.kind != "chosen" or (bins, low, high) != (label.tag.of[1], 0, bins - 1):
         c.blend(label.dims, "counts of all rows")
         return [Label(plain_dims(c.outs[0].shape))]
-    fault = fault_here(True, c.func._schema.name, "counts of all rows")
+    fault = fault_here(True, c.operator.name, "counts of all rows")
     return [Label(((bins,),) if bins > 1 else ((),), tag=Tag("counts", label.tag.of, fault))]
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ...backends import host_reads
 from ...backends.code_events import AROUND_CALLABLES, is_own_code, is_torch_code
 from ...backends.operators import tensors_in
 from .batches import Array, Num, SizeNumber, is_equal
@@ -43,8 +44,12 @@ _METADATA = _FLAGS.union(_METADATA_NAMES.split())
 _PLAIN = (Tensor, type(None), torch.dtype, torch.device, torch.layout)
 _TAKES_SHAPE = frozenset(_SHAPE_NAMES.split())
 """Functions all of whose numbers are the sizes of their result."""
+_SHAPED = _TAKES_SHAPE | {"unflatten"}
+"""Functions whose result must have the sizes that they are given."""
 _MAKES = _TAKES_SHAPE - {"view", "reshape"} | {"full", "new_full", "repeat", "tile"}
 _SIZE_NAMES = frozenset({"size", "sizes", "shape", "repeats", "dims"})
+_FOR_USERS = {*AROUND_CALLABLES, host_reads.__file__}
+"""Files of this package whose code calls functions of torch for the user's code."""
 _TRANSFORMS = os.path.join("torch", "_functorch", "")
 """Where the code of torch.func lies."""
 _SETTABLE = frozenset({"requires_grad", "grad", "names"})
@@ -61,7 +66,7 @@ class Functions(TorchFunctionMode):
         """Answer one function."""
         run, name, kwargs = self.run, getattr(func, "__name__", ""), kwargs or {}
         path = sys._getframe(1).f_code.co_filename
-        if is_own_code(path) and path not in AROUND_CALLABLES:  # of a mode, where code in C++ has called an operator
+        if is_own_code(path) and path not in _FOR_USERS:  # of a mode, where code in C++ has called an operator
             return func(*args, **kwargs)
         if (code := getattr(func, "__code__", None)) is not None and not is_torch_code(code.co_filename):
             run.doubt(f"{name}() hands itself to torch's modes, which do not see what it does then")
@@ -73,7 +78,8 @@ class Functions(TorchFunctionMode):
             if label is not None:
                 size = answer(run, label, *args, **kwargs)
                 return self._size_of_map(size) if type(size) is Num and _TRANSFORMS in path else size
-        with run.calling(name, args, kwargs) as caller:
+        outer, run.caller = run.caller, (caller := Caller(run, name, args, kwargs))
+        try:
             if name in _DATA and run.any_follows(args, kwargs):
                 run.doubt(f"{name}() takes data to the host")
             if name == "tensor_split" and run.any_follows(args[1:], kwargs):
@@ -87,7 +93,10 @@ class Functions(TorchFunctionMode):
                 raise
             if type(out) is not Tensor:
                 self._check_answer(name, out, args, kwargs)
-            caller.check(out)
+            if caller.numbers or name in _SHAPED:
+                caller.check(out)
+        finally:
+            run.caller = outer
         return out
 
     def _size_of_map(self, size: Num) -> Any:
@@ -106,7 +115,8 @@ class Functions(TorchFunctionMode):
         label = run.label_of_size(args[0])
         if attribute == "shape" and label is not None:
             return shape_of(label, run.sizes)
-        with run.calling(attribute, args, {}):
+        outer, run.caller = run.caller, Caller(run, attribute, args, {})
+        try:
             if label is None:
                 return func(*args)
             if attribute == "nbytes":
@@ -118,7 +128,9 @@ class Functions(TorchFunctionMode):
                 run.put(out, label)
             if not isinstance(out, Tensor):
                 self._check_answer(attribute, out, args, {})
-        return out
+            return out
+        finally:
+            run.caller = outer
 
     def _check_answer(self, name: str, out: Any, args: Any, kwargs: Any) -> None:
         """Python may learn nothing of data."""

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .calls import Call, is_flags
-from .elementwise import Rule
+from .calls import Call, Rule, is_flags
 from .experts import arrangement_put, is_permutation
 from .labels import Dim, Label, MixError, UnknownError, axes_of, has_rows, is_dynamic, plain_dim, plain_dims, row_place
 
@@ -83,7 +82,7 @@ def _name_places(c: Call, dims: list[int], axes: set[int], *, adds: bool) -> Non
     if not axes:
         return
     if c.is_outside(c.a["self"]):
-        c.slots.note_write(c.func._schema.name, c.a["self"], dims, axes, adds=adds)
+        c.run.slots.note_write(c.operator.name, c.a["self"], dims, axes, adds=adds)
     elif dims:
         raise MixError("rows write at places that they name")
 
@@ -107,7 +106,7 @@ def index_put(c: Call) -> list[Label]:
     picked = Picked(c, tensor, indices)
     c.fit(picked.dims, values)
     named = [dim for index in indices if index is not None for dim in c.label(index).dims]
-    c.mixed.update(*map(axes_of, named))  # two elements of a length may name one place
+    c.run.mixed.update(*map(axes_of, named))  # two elements of a length may name one place
     if picked.row is None:
         _name_places(c, picked.by_rows, picked.axes, adds=bool(c.a["accumulate"]))
     return [Label(label.dims)]
@@ -143,7 +142,7 @@ def index_dim(c: Call) -> list[Label]:
             c.sizes.joined(one, other)
     elif c.has("value"):
         c.blend(c.certain_label("value").dims, "rows in a value for all")
-    c.mixed |= axes_of(spot)
+    c.run.mixed |= axes_of(spot)
     if has_rows(spot) and not has_rows(label.dims[at]) and row_place(label.dims) is not None:
         raise MixError("rows by an index of rows")
     if row_place(label.dims) is None:

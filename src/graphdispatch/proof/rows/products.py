@@ -1,7 +1,6 @@
 """Rules of products: matrices, attention, convolutions and recurrent layers."""
 
-from .calls import NO_ROWS, Call
-from .elementwise import Rule
+from .calls import NO_ROWS, Call, Rule
 from .labels import Label, lies_along_rows, plain_dim
 from .rule_text import TextRule
 

@@ -19,7 +19,7 @@ from itertools import zip_longest
 
 from ...backends.operators import tensors_in
 from .calls import NO_ROWS, Call
-from .labels import Dim, Label, UnknownError, axes_of, fault_here, own_size, plain_dims
+from .labels import Dim, Fault, Label, UnknownError, axes_of, own_size, plain_dims
 
 ROWS, REST, NONE, ANY, FITS = "n", "...", "_", "?", "+"
 Dims = tuple[Dim, ...]
@@ -45,7 +45,7 @@ class TextRule:
 
     def __call__(self, c: Call) -> list[Label]:
         """The labels of the results."""
-        values = c.tensor_arguments
+        values = [c.a[name] for name in c.operator.tensors]
         if len(self._given) > len(values):
             raise UnknownError(f'its rule "{self.text}" has {len(self._given)} tensors, but it takes {len(values)}')
         found: dict[str, Dims] = {}
@@ -79,7 +79,7 @@ class TextRule:
 
     def _result(self, c: Call, term: list[str], plain: Dims, found: dict[str, Dims]) -> Label:
         if term == [ANY]:
-            return Label(plain, fault_here(False, c.func._schema.name, "a result that its rule leaves out"), True)
+            return Label(plain, Fault(False, f"a result of {c.operator.name} that its rule leaves out is used"), True)
         if term == [NONE]:
             return Label(plain)
         dims: list[Dim] = []

@@ -15,8 +15,9 @@ class Step(NamedTuple):
     """One operator of the run."""
 
     operator: OpOverload
-    dims: tuple[tuple[Dim, ...] | None, ...]
-    """The dimensions of each tensor that it took, then of each result; None where no rule tells them."""
+    dims: tuple[tuple[Dim | int, ...] | None, ...]
+    """The dimensions of each tensor that it took, then of each result, which are sizes where it follows no batch; None
+    where no rule tells them."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Verdict:
             return False
         if any(extents[axis] != self.space.own[axis] for axis in self.sizes.fixed):
             return False
-        extents_of: dict[Dim, int] = {}
+        extents_of: dict[Dim | int, int] = {}
         factors = {1}
         for extent in single:
             factors |= {factor * extent for factor in factors}
@@ -93,7 +94,7 @@ class Verdict:
                     continue
                 for dim in dims:
                     if dim not in extents_of:
-                        extents_of[dim] = self.sizes.at(dim, where)
+                        extents_of[dim] = dim if isinstance(dim, int) else self.sizes.at(dim, where)
                 wanted = tuple(map(extents_of.__getitem__, dims))
                 if wanted != tuple(shape) and not _is_multiple(wanted, shape, factors):
                     return False

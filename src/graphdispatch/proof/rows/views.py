@@ -3,8 +3,7 @@
 import numpy as np
 
 from .batches import Array, Num, is_equal
-from .calls import Call, flat, view_of
-from .elementwise import Rule
+from .calls import Call, Rule, flat, view_of
 from .labels import Atom, Dim, Label, UnknownError, has_rows, is_dynamic, merged, own_size, plain_dim
 
 
