@@ -68,7 +68,8 @@ class Functions(TorchFunctionMode):
         path = sys._getframe(1).f_code.co_filename
         if is_own_code(path) and path not in _FOR_USERS:  # of a mode, where code in C++ has called an operator
             return func(*args, **kwargs)
-        if (code := getattr(func, "__code__", None)) is not None and not is_torch_code(code.co_filename):
+        file = getattr(getattr(func, "__code__", None), "co_filename", "")
+        if file and file not in _FOR_USERS and not is_torch_code(file):
             run.doubt(f"{name}() hands itself to torch's modes, which do not see what it does then")
         if name in ("__get__", "__set__"):
             return self._attribute(func, name, args)
