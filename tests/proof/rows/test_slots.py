@@ -45,6 +45,7 @@ OF_SLOTS: dict[str, Step] = {
     "of a copy in another type": lambda x, i, cache: cache.double()[i],
     "of a view": lambda x, i, cache: cache[:, 1:4][i],
     "of a transposed view": lambda x, i, cache: cache.t()[:, i].t(),
+    "by an index that was written": lambda x, i, cache: cache[torch.zeros_like(i).copy_(i)],
 }
 OF_OTHERS: dict[str, Step] = {
     "one slot": lambda x, i, cache: cache[FIXED],
@@ -59,6 +60,10 @@ OF_OTHERS: dict[str, Step] = {
     "its column, gathered": lambda x, i, cache: cache[:1].gather(1, i[None]).t(),
     "a slot of each page": lambda x, i, cache: _pages(cache)[:, i % 2].sum(0),
     "a slot of one page": lambda x, i, cache: _pages(cache)[FIXED, i % 2],
+    "one slot for each row": lambda x, i, cache: cache[torch.zeros_like(i)],
+    "one slot for each row, filled": lambda x, i, cache: cache[torch.empty_like(i).fill_(3)],
+    "one slot for each row at its own column": lambda x, i, cache: cache[FIXED.expand(len(i)), i][:, None],
+    "all slots for each row": lambda x, i, cache: cache[torch.arange(SLOTS).expand(len(i), SLOTS)].sum(1),
     "all": lambda x, i, cache: cache.sum(0),
     "all of a copy": lambda x, i, cache: (cache + 1).amax(0),
     "a copy of another shape": lambda x, i, cache: (cache[:, None] * torch.ones(2, 1))[i][:, 0],
@@ -105,6 +110,19 @@ def test_a_column_that_rows_named_is_read_as_such() -> None:
     assert judge(lambda x, i, c: (write(x, i, c), x[:, 0] + c[FIXED, i])[1], _batch).mixes == ""
     assert judge(lambda x, i, c: (write(x, i, c), x + c[i])[1], _batch).mixes
     assert judge(lambda x, i, c: (write(x, i, c), x + c[FIXED])[1], _batch).mixes
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, i, cache: cache.__setitem__(torch.zeros_like(i), x),
+        lambda x, i, cache: cache.index_copy_(0, torch.full((len(i),), 3), x),
+        lambda x, i, cache: cache.index_add_(0, FIXED.expand(len(i)), x),
+    ],
+)
+def test_rows_may_not_write_one_place_all_of_them(write: Step) -> None:
+    """What lies there afterwards is that of the last row, or of all: of padding."""
+    assert "rows write at one place" in judge(lambda x, i, cache: (write(x, i, cache), x * 2)[1], _batch).mixes
 
 
 def test_state_that_keeps_a_copy_of_slots_holds_slots() -> None:

@@ -55,6 +55,8 @@ class Operator(NamedTuple):
     """Whether sizes are among the arguments, so that a result may follow the batch where no argument does."""
     makes_alike: bool
     """Whether, where it makes rows of a tensor without rows, all of them are alike."""
+    fills: bool
+    """Whether all elements of a result are alike, whatever it takes."""
     is_view: bool
     changes_view: bool
     keeps_elements: bool
@@ -189,8 +191,11 @@ class Call:
         self.space.restrict((sizes > most) & (sizes >= -least), f"a place of a size, {most if least >= 0 else least}")
 
     def require_index(self, dim: Dim, index: Tensor) -> None:
-        """As ``require_places``, for those that a tensor names which follows no batch."""
-        if is_dynamic(dim) and id(index) not in self.labels and index.numel() and not is_flags(index):
+        """As ``require_places``, for those that a tensor names whose elements follow no batch."""
+        label = self.label(index)
+        is_same = not any(map(is_dynamic, label.dims)) or (label.is_alike and axes_of(flat(label.dims)) == {ROWS_AXIS})
+        is_same = is_same and not (label.fault or label.tag or label.is_lost)
+        if is_dynamic(dim) and is_same and index.numel() and not is_flags(index):
             least, most = map(int, index.aminmax())
             self.require_places(dim, min(least, 0), max(most, 0))
 

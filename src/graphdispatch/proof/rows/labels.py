@@ -77,6 +77,8 @@ class Label(NamedTuple):
     is_lost: bool = False
     """Whether its shape is not known for other batches."""
     tag: Tag | None = None
+    is_alike: bool = False
+    """Whether rows lie along it that are all alike, since they were made of what no row changes."""
 
 
 def own_size(dim: Dim) -> int:
@@ -131,6 +133,11 @@ def row_place(dims: tuple[Dim, ...]) -> int | None:
 def lies_along_rows(label: Label) -> bool:
     """Whether rows lie along some dimension of a tensor."""
     return any(map(has_rows, label.dims))
+
+
+def holds_rows(label: Label) -> bool:
+    """Whether rows lie along a tensor that need not be alike."""
+    return not label.is_alike and lies_along_rows(label)
 
 
 class Sizes:

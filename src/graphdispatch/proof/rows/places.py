@@ -6,13 +6,26 @@ from torch import Tensor
 
 from .calls import Call, Rule, is_flags
 from .experts import arrangement_put, is_permutation
-from .labels import Dim, Label, MixError, UnknownError, axes_of, has_rows, is_dynamic, plain_dim, plain_dims, row_place
+from .labels import (
+    ROWS_AXIS,
+    Dim,
+    Label,
+    MixError,
+    UnknownError,
+    axes_of,
+    has_rows,
+    holds_rows,
+    is_dynamic,
+    plain_dim,
+    plain_dims,
+    row_place,
+)
 
 
 def embedding(c: Call) -> list[Label]:
     """Rows of a table."""
     c.blend(c.label("weight").dims, "a table made of rows")
-    c.read_places(c.a["weight"], [0] if _has_rows(c.certain_label("indices")) else [])
+    c.read_places(c.a["weight"], [0] if holds_rows(c.certain_label("indices")) else [])
     return [Label((*c.certain_label("indices").dims, plain_dim(c.outs[0].shape[-1])))]
 
 
@@ -27,10 +40,6 @@ def embedding_bag(c: Call) -> list[Label]:
         raise UnknownError("weights of another shape")
     result = Label((*starts.dims, plain_dim(c.outs[0].shape[-1])))
     return [result, *(Label(plain_dims(out.shape), is_lost=True) for out in c.outs[1:])]
-
-
-def _has_rows(label: Label) -> bool:
-    return row_place(label.dims) is not None
 
 
 def names_own(label: Label, dim: Dim) -> bool:
@@ -49,14 +58,14 @@ class Picked:
             raise UnknownError("a choice by flags")
         joint = c.broadcast([c.certain_label(index).dims for index in given])
         self.row = row_place(dims)
-        self.by_rows = [place for place, index in zip(at, given, strict=True) if _has_rows(c.label(index))]
+        self.by_rows = [place for place, index in zip(at, given, strict=True) if holds_rows(c.label(index))]
         self.axes = set().union(*map(axes_of, joint))
         for place, index in zip(at, given, strict=True):
             if not names_own(c.label(index), dims[place]):
                 c.check_data(c.label(index))
                 c.blend([dims[place]], "rows by an index")
                 c.require_index(dims[place], index)
-            elif not _has_rows(c.label(index)):
+            elif not holds_rows(c.label(index)):
                 raise MixError("one row for all")
         if self.row is not None and self.row not in at and self.by_rows:
             raise MixError("rows by an index of rows")
@@ -81,6 +90,8 @@ def _name_places(c: Call, dims: list[int], axes: set[int], *, adds: bool) -> Non
     """Elements along these axes write where they say."""
     if not axes:
         return
+    if ROWS_AXIS in axes and not dims:
+        raise MixError("rows write at one place")
     if c.is_outside(c.a["self"]):
         c.run.slots.note_write(c.operator.name, c.a["self"], dims, axes, adds=adds)
     elif dims:
@@ -117,7 +128,7 @@ def index_select(c: Call) -> list[Label]:
     label, chosen = c.certain_label("self"), c.certain_label("index")
     at = c.place("dim", len(label.dims))
     indices: list[Tensor | None] = [None] * at + [c.a["index"]]
-    c.read_places(c.a["self"], [at] if _has_rows(chosen) and label.dims else [])
+    c.read_places(c.a["self"], [at] if holds_rows(chosen) and label.dims else [])
     dims = Picked(c, c.a["self"], indices).dims if label.dims else ()
     return [Label(dims if chosen.dims or not dims else (*dims[:at], (), *dims[at:]))]
 
@@ -146,7 +157,7 @@ def index_dim(c: Call) -> list[Label]:
     if has_rows(spot) and not has_rows(label.dims[at]) and row_place(label.dims) is not None:
         raise MixError("rows by an index of rows")
     if row_place(label.dims) is None:
-        _name_places(c, [at] if has_rows(spot) else [], axes_of(spot), adds=c.name == "index_add")
+        _name_places(c, [at] if holds_rows(chosen) else [], axes_of(spot), adds=c.name == "index_add")
     return [Label(label.dims)]
 
 
@@ -157,7 +168,7 @@ def gather(c: Call) -> list[Label]:
     c.blend(label.dims[at : at + 1], "rows by an index")
     if label.dims:
         c.require_index(label.dims[at], c.a["index"])
-    c.read_places(c.a["self"], [at] if _has_rows(chosen) and label.dims else [])
+    c.read_places(c.a["self"], [at] if holds_rows(chosen) and label.dims else [])
     dims = []
     for place, (one, other) in enumerate(zip(label.dims, chosen.dims, strict=True)):
         if place == at:
@@ -184,6 +195,8 @@ def scatter(c: Call) -> list[Label]:
     given = [c.a["index"], *([c.a["src"]] if c.has("src") else [])]
     for tensor in (c.a["self"], *given):
         c.blend(c.certain_label(tensor).dims[at : at + 1], "rows by an index")
+    if label.dims:
+        c.require_index(label.dims[at], c.a["index"])
     for tensor in given:
         for place, (own, dim) in enumerate(zip(label.dims, c.certain_label(tensor).dims, strict=True)):
             if place == at or not (is_dynamic(own) or is_dynamic(dim)):

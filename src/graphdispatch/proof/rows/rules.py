@@ -65,6 +65,7 @@ def operator_of(func: OpOverload) -> Operator:
         keeps_places=rule in (pointwise, elementwise.keep, TABLE["fill"]) or kind is OperatorKind.VIEW,
         takes_sizes=rule in (views.expand, creation.made, creation.arange, creation.repeat),
         makes_alike=rule in (views.expand, creation.made, creation.repeat),
+        fills=rule in (creation.made, creation.like),
         is_view=kind is OperatorKind.VIEW,
         changes_view=changes_view(func),
         keeps_elements=keeps_elements(func),

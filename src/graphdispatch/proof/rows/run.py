@@ -41,6 +41,7 @@ from .labels import (
     fault_here,
     first_fault,
     has_rows,
+    holds_rows,
     is_dynamic,
     lies_along_rows,
     own_size,
@@ -92,6 +93,8 @@ class RowRun:
         """The label of each tensor (by ``id``), and the number of the operator after which it got it."""
         self._rows_in: set[int] = set()
         """Memory that was made to hold rows."""
+        self._not_alike: set[int] = set()
+        """Memory of rows that were made alike, and that need not be since something was written there."""
         self._faulty: dict[int, Fault] = {}
         self._changed: dict[int, int] = {}
         """The number of the operator that wrote to some memory last: tags that are older say nothing any more. See Note
@@ -213,6 +216,8 @@ class RowRun:
                 return Label(plain_dims(tensor.shape), fault, is_lost=True)
             if label.tag is not None and self._changed.get(key, 0) > serial:
                 label = label._replace(tag=None, fault=label.fault or label.tag.fault)
+            if label.is_alike and key in self._not_alike:
+                label = label._replace(is_alike=False)
         if self._faulty and (fault_of_memory := self._faulty.get(key)) is not None:
             return (label or Label(plain_dims(tensor.shape)))._replace(fault=fault_of_memory)
         if label is None and key in self._rows_in:
@@ -358,9 +363,7 @@ class RowRun:
             return dims + [_shape_of(out) for out in outs]
         call = Call(self, operator, args, kwargs, given, labels, outs or written)
         call.writes, call.before, call.caller = bool(written), before, caller or Caller(self, "?", (), {})
-        made = self._ruled(call)
-        if not operator.makes_alike:
-            self._note_places(call, made)
+        made = self._with_origin(call, self._ruled(call))
         if operator.is_seeded and draws(func, args, kwargs) and not _is_still(call):
             self._check_random(call, made)
         put = self._put_results(call, {key for _, key in keys}, written, made)
@@ -459,13 +462,19 @@ class RowRun:
             fault = fault_here(is_mix, name, why, is_unruled=rule_of(call.operator) is None)
         return [Label(plain_dims(_shape_of(out)), fault, is_lost=True) for out in call.outs]
 
-    def _note_places(self, call: Call, made: Sequence[Label]) -> None:
-        """Note an operator that makes rows of none, which need not be alike, or gives them something by their place."""
-        if self._by_place:
-            return
-        is_new = any(map(lies_along_rows, made)) and not any(map(lies_along_rows, call.labels.values()))
+    def _with_origin(self, call: Call, made: list[Label]) -> list[Label]:
+        """The labels of results, with whether their rows are alike. An operator that makes rows of none which need not
+        be alike, or gives them something by their place, is noted."""
+        if not any(map(lies_along_rows, made)):
+            return made
+        operator, given = call.operator, call.labels.values()
+        is_new = not (operator.makes_alike or any(map(lies_along_rows, given)))
         if is_new or call.is_by_place:
-            self._by_place = f"{call.operator.name}, {short_user_line()}"
+            self._by_place = self._by_place or f"{operator.name}, {short_user_line()}"
+            return made
+        if operator.fills or not any(map(holds_rows, given)):
+            return [label._replace(is_alike=lies_along_rows(label)) for label in made]
+        return made
 
     def _check_random(self, call: Call, made: list[Label]) -> None:
         if call.labels or any(is_dynamic(dim) for label in made for dim in label.dims):
@@ -524,6 +533,8 @@ class RowRun:
         before = self.label(tensor)
         mine = before.dims if before is not None else plain_dims(tensor.shape)
         if label.fault is None and lies_along_rows(label):
+            if not label.is_alike:
+                self._not_alike.add(key)
             if label.dims != mine and call.rearranges:
                 self._rearranged[key] = self._serial
                 self.put(tensor, label)
