@@ -14,6 +14,7 @@ import math
 import os
 import random
 import sys
+import tempfile
 import threading
 import types
 import weakref
@@ -53,7 +54,7 @@ def which(held: Any) -> float:
 
 
 class Pair(Generic[T]):
-    """What code may spell with a type."""
+    """A generic class."""
 
     def __init__(self, k: T) -> None:
         self.k = k
@@ -224,10 +225,10 @@ of_net("tensor in a list replaced", lambda net: net.caches.__setitem__(0, zeros(
 of_net("list replaced", put(caches=[zeros(3)]))
 of_net("module_number_changed", put(slope=5.0), row=True)
 of_net("class_attribute_changed", patch(Net, "gain", 5.0), row=True)
-of_net("module_config_changed: read by a property", put("config", scale=5.0), row=True)
+of_net("module_config_changed: read by a property", put("config", scale=5.0))
 of_net("module_config_changed", put("config.deep", shift=zeros(3)), row=True)
 of_net("module_container_changed", lambda net: net.table.update(a=4.0), row=True)
-of_net("module_container_changed: replaced", put(active=["b"]), row=True)
+of_net("module_container_changed: replaced", put(active=["b"]))
 of_net("train_eval_flip", lambda net: net.train(), row=True)
 of_net("inner module trained", lambda net: net.layers[1].train())
 of_net("hook_added", lambda net: hook(net.layers[0]), row=True)
@@ -260,7 +261,7 @@ def hooked() -> Any:
     return net, hook(net)
 
 
-run("hook_added: removed", row=True)(hooked, lambda h, x: h[0](x), lambda h: h[1].remove())
+run("hook_added: removed")(hooked, lambda h, x: h[0](x), lambda h: h[1].remove())
 run("hook replaced")(
     hooked, lambda h, x: h[0](x), lambda h: (h[1].remove(), h[0].register_forward_hook(lambda *_: _[2] * 3))
 )
@@ -352,7 +353,7 @@ def own(name: str) -> Callable[[], Any]:
     return make
 
 
-for name in ("forward", "_call_impl"):  # only torch's code spells them
+for name in ("forward", "_call_impl"):  # names in torch's code alone
     of_net(f"own {name}", put(**{name: through(lambda x: x + 1)}), make=own(name))
     of_net(f"what its own {name} reads", lambda m: to(m.other[0], factor=2.0), make=own(name))
 
@@ -415,7 +416,7 @@ read("attribute by a generic class")(
 read("type of data")(lambda: Box(dtype=torch.float32), lambda h: ones(3).to(h.dtype), put(dtype=torch.float64))
 read("slot that goes")(lambda: Slotted(2.0), lambda h: getattr(h, "k", 5.0), lambda h: delattr(h, "k"))
 read("computed_name", row=True)(lambda: Box(k=2.0, name="k"), lambda h: getattr(h, h.name), put(k=5.0))
-read("computed_name: by a partial", row=True)(
+read("computed_name: by a partial")(
     lambda: Apart(held := Box(k=2.0), partial(getattr, held)), lambda get: get("".join(["k"])), put("owner", k=5.0)
 )
 read("computed name of a part")(lambda: [Box(k=2.0), "k"], lambda h: getattr(h[0], h[1]), lambda h: to(h[0], k=5.0))
@@ -486,7 +487,7 @@ class Engine:
 
 def of_engine(name: str, change: Change, table: dict[str, Read] = READS) -> None:
     """A change of an engine, through every front end."""
-    run(name, table, row=True)(Engine, lambda engine, x: engine.step(x), change)
+    run(name, table, row=":" not in name)(Engine, lambda engine, x: engine.step(x), change)
 
 
 of_engine("object_attribute_changed", put(scale=5.0))
@@ -494,6 +495,34 @@ of_engine("container_entry_changed", lambda e: e.layers.__setitem__(0, nn.Linear
 of_engine("container_entry_changed: dict", lambda e: e.cache.__setitem__("bias", zeros(3)))
 of_engine("container_entry_changed_instead", lambda e: e.cache["bias"].fill_(7.0), KEPT)
 of_net("module_number_changed_instead", lambda net: net.offset.fill_(5.0), table=KEPT, row=True)
+
+
+OF_OBJECT: dict[str, Callable[[Any], Any]] = {
+    "in a comprehension": lambda h: sum([one.k for one in [h]]),
+    "in a generator": lambda h: max(one.k for one in [h]),
+    "mapped": lambda h: [*map(lambda one: one.k, [h])][0],  # noqa: C417, RUF015
+    "as a keyword": lambda h: k_of(held=h),
+    "among arguments": lambda h: k_of(*[h]),
+    "in a function within": lambda h: (lambda: (lambda: h.k)())(),
+    "reduced": lambda h: functools.reduce(getattr, ["k"], h),
+    "among its variables": lambda h: vars(h)["k"],
+    "in its table": lambda h: h.__dict__["k"],
+}
+OF_LIST: dict[str, Callable[[Any], Any]] = {
+    "last": lambda h: h[-1],
+    "unpacked": lambda h: (lambda first, *_: first)(*h),
+    "sorted": lambda h: sorted(h)[0],
+    "largest": max,
+    "within": lambda h: 2 if 3.0 in h else 5,
+    "cut": lambda h: sum(h[:2]),
+    "numbered": lambda h: dict(enumerate(h))[0],
+    "product": math.prod,
+    "folded": lambda h: functools.reduce(lambda one, other: one * other, h),
+}
+for name, get in OF_OBJECT.items():
+    read(f"attribute, {name}")(lambda: Box(k=2.0), get, put(k=5.0))
+for name, get in OF_LIST.items():
+    read(f"list, {name}")(lambda: [2.0, 3.0], get, lambda h: h.__setitem__(slice(None), [7.0, 5.0]))
 
 
 class Equal(Box):
@@ -535,18 +564,31 @@ class Hidden:
         return object.__getattribute__(self, name if name.startswith("_") else f"_{name}")
 
 
-class Operand:
-    """Has special methods that read an attribute."""
+def number_of(held: Any, *_: Any) -> int:
+    """Its number."""
+    return held.k
 
-    def __init__(self) -> None:
-        self.k = 2
 
-    def __len__(self) -> int:
-        return self.k
+def with_methods() -> Any:
+    """An object whose special methods give its number."""
+    plain = dict.fromkeys(("__len__", "__getitem__", "__call__", "__index__", "__rmul__", "__getattr__"), number_of)
+    return own_class(
+        k=2,
+        **plain,
+        __float__=lambda self: float(self.k),
+        __bool__=lambda self: self.k == 2,
+        __contains__=lambda self, value: self.k == value,
+        __iter__=lambda self: iter([self.k]),
+        __enter__=number_of,
+        __exit__=lambda *_: None,
+        number=property(number_of),
+    )()
 
-    @property
-    def number(self) -> int:
-        return self.k
+
+def entered(held: Any) -> int:
+    """What a block gives."""
+    with held as number:
+        return number
 
 
 class Lazy:
@@ -591,8 +633,22 @@ read("equal object")(lambda: Box(c=Equal(k=2.0)), lambda h: h.c.k, put(c=Equal(k
 read("naive __eq__")(lambda: Box(c=Naive(name="a", k=2.0)), lambda h: h.c.k, put(c=Box(k=5.0)))
 read("__getattr__ that raises KeyError")(lambda: Keyed(k=2.0), lambda h: h.k, lambda h: h.entries.update(k=5.0))
 read("__getattribute__")(Hidden, lambda h: h.k, put(_k=5))
-read("__len__")(Operand, len, put(k=5))
-read("property")(Operand, lambda h: h.number, put(k=5))
+SPECIAL: dict[str, Callable[[Any], Any]] = {
+    "__len__": len,
+    "__getitem__": lambda h: h[0],
+    "__call__": lambda h: h(),
+    "__index__": lambda h: range(9)[h],
+    "__rmul__": lambda h: 1 * h,
+    "__getattr__": lambda h: h.other,
+    "__float__": float,
+    "__bool__": lambda h: 2 if h else 5,
+    "__contains__": lambda h: 2 if 2 in h else 5,
+    "__iter__": lambda h: [*h][0],  # noqa: RUF015
+    "__enter__": entered,
+    "property": lambda h: h.number,
+}
+for name, get in SPECIAL.items():
+    read(name)(with_methods, get, put(k=5))
 read("property of a class of its own")(with_property, lambda h: h.k, lambda h: to(vars(type(h))["k"], number=5))
 read("cached_property")(lambda: (h := Lazy(), h.config)[0], lambda h: h.config.k, put("config", k=5.0))
 read("class of an object")(lambda: Box(k=2.0), lambda h: h.limit, put(__class__=type("Other", (Box,), {"limit": 5.0})))
@@ -686,7 +742,9 @@ read("single dispatch of a method")(
     lambda h: h.k(1),
     lambda h: vars(type(h))["k"].register(int, lambda s, _: 5),
 )
-read("weak method")(lambda: Apart(o := Operand(), weakref.WeakMethod(o.__len__)), lambda h: h()(), put("owner", k=5))
+read("weak method")(
+    lambda: Apart(o := with_methods(), weakref.WeakMethod(o.__len__)), lambda h: h()(), put("owner", k=5)
+)
 
 
 def with_metaclass() -> Any:
@@ -716,7 +774,7 @@ for kind in (staticmethod, classmethod):
         lambda h: h.k.__kwdefaults__["by"].__setitem__(0, 5),
     )
 read("static method of an object")(
-    lambda: Apart(o := Operand(), own_class(k=staticmethod(o.__len__))), lambda h: h.k(), put("owner", k=5)
+    lambda: Apart(o := with_methods(), own_class(k=staticmethod(o.__len__))), lambda h: h.k(), put("owner", k=5)
 )
 read("text of a class")(lambda: own_class(__doc__="2"), lambda h: float(h.__doc__), put(__doc__="5"))
 read("enumeration_changed", row=True)(choice, lambda h: h.value["k"], lambda h: h.value.update(k=5))
@@ -724,7 +782,7 @@ read("member by its value")(choice, lambda h: type(h)(dict(h.value)).number, put
 
 
 def cached_isinstance() -> Any:
-    """An abstract class that has answered, and an object of it, with a name that no code spells."""
+    """An abstract class that has answered, and an object of it, with a name that stands in no code."""
     base = own_class(ABC)
     assert not isinstance(2.5, base)
     return base, own_class(base, number=2)()
@@ -853,6 +911,22 @@ def nests_import(_: Any) -> float:
     return (lambda: users_settings.k)()
 
 
+def copies() -> list[Any]:
+    """Two modules of one file, whose code is equal, and whose variables are their own."""
+    made = [module(), module()]
+    for copy in made:
+        exec(compile("FACTOR = 2.0\ndef scaled(x): return x * FACTOR", "copied.py", "exec"), vars(copy))
+    return made
+
+
+for place in (0, 1):
+    run(f"copy {place} of a module")(
+        copies,
+        lambda h, x: h[0].scaled(x) + h[1].scaled(x + 1),
+        lambda h, place=place: to(h[place], FACTOR=5.0),
+    )
+
+
 def none() -> None:
     """No state of one's own."""
 
@@ -869,7 +943,7 @@ read("import inside")(settings, of_settings, put_there)
 read("import of a name inside")(settings, from_settings, put_there)
 read("import inside of another module")(settings, of_settings, patch(sys.modules, "users_settings", module(k=5)))
 read("__import__")(settings, lambda _: found_by_builtin().k, put_there)
-read("import, tried for in vain beside what is asked for")(settings, tries_and_asks, put("owner", bonus=5))
+read("import, tried for in vain beside another name")(settings, tries_and_asks, put("owner", bonus=5))
 read("module of a package passed on")(none, lambda _: k_of(PACKAGE.settings), patch(PACKAGE.settings, "k", 5.0))
 read("module that a helper gives")(none, lambda _: the_settings().k, patch(SETTINGS, "k", 5.0))
 read("import under two names, passed on under one")(settings, passes_first_import, put_there)
@@ -1035,6 +1109,15 @@ read("sign of an array")(lambda: np.array([-1], dtype=np.int8), lambda h: 2 if h
 read("flag of an array")(lambda: np.zeros(2), lambda h: 2 if h.flags.writeable else 5, put("flags", writeable=False))
 
 
+def mapped() -> Any:
+    """A few numbers of a large file."""
+    with tempfile.TemporaryFile() as file:
+        return np.memmap(file, dtype=np.float32, shape=(1 << 19,))[:4]
+
+
+read("mapped array")(mapped, lambda h: float(h[1:].sum()) + 2, enter(1, 5))
+
+
 # The process and its libraries.
 
 
@@ -1056,7 +1139,7 @@ read("python function replaced")(none, lambda _: int(math.sqrt(4)), patch(math, 
 run("library_replaced", row=True)(
     none, lambda _, x: nn.functional.relu(x), patch(nn.functional, "relu", lambda x: x * 5)
 )
-run("library_replaced: method", row=True)(
+run("library_replaced: method")(
     lambda: nn.Tanh().eval(), lambda h, x: h(x), patch(nn.Tanh, "forward", lambda s, x: x * 7)
 )
 read("attribute of a class of torch")(

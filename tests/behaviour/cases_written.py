@@ -436,7 +436,7 @@ FINDERS: dict[str, tuple[Callable[[str], Any], Reason]] = {
 
 
 def count_in_named(find: Callable[[str], Any]) -> Act:
-    """Count there: the code that spells the variable begins before the module is found."""
+    """Count there: the code that has the name of the variable begins before the module is found."""
 
     def act(name: Any, _: Tensor) -> None:
         find(name).value += 1
@@ -649,8 +649,8 @@ def unseen(name: str, make: Callable[[], Any], get: Callable[[Any], float], **op
 
 
 unseen("event_read", threading.Event, lambda o: 1 + o.is_set(), row=True)
-unseen("event_read: shared value", lambda: multiprocessing.Value("i", 2), lambda o: o.value, row=True)
-unseen("event_read: decimal context", lambda: decimal.Context(prec=5), lambda o: o.prec, row=True)
+unseen("event_read: shared value", lambda: multiprocessing.Value("i", 2), lambda o: o.value)
+unseen("event_read: decimal context", lambda: decimal.Context(prec=5), lambda o: o.prec)
 unseen("thread_local_read", lambda: type("Local", (threading.local,), {"k": 2.0})(), lambda o: o.k, row=True)
 unseen("attribute of a condition", threading.Condition, lambda o: getattr(o, "k", 2.0))
 unseen("attribute of a thread that is read", Worker, lambda o: o.k)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
-from types import MethodType, ModuleType, SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -356,15 +356,6 @@ def test_states_that_come_back_in_equal_containers_find_their_graphs() -> None:
     assert (step.stats.captures, step.stats.hits) == (2, 18)
 
 
-def test_a_mapped_array_is_served(tmp_path: Path) -> None:
-    """An array over a file is compared by its bytes, and its file is not read whole."""
-    held = np.memmap(tmp_path / "numbers", dtype=np.float32, mode="w+", shape=(1 << 19,))[:4]
-    step = served(lambda x: x + float(held[1:].sum()))
-    assert_served(step, torch.randn(4, 3))
-    held[1] = 5
-    check(step, 1)
-
-
 def test_a_first_import_is_no_change_of_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a module assigns while the captured run imports it counts as having been there."""
     source = "number = 0\n\n\ndef count():\n    global number\n    number += 1\n\n\ncount()\n"
@@ -481,15 +472,3 @@ def test_a_gradient_is_seen_in_objects(wants: bool) -> None:
     with torch.enable_grad():
         step(torch.ones(4, 3), batch)
     assert (step.last_decision.reason is gd.Reason.NEEDS_GRADIENTS) is wants
-
-
-@pytest.mark.parametrize("changed", [0, 1])
-def test_copies_of_one_file_have_variables_of_their_own(changed: int) -> None:
-    """Their code is equal, and a guard compares what each of them reads."""
-    copies = [ModuleType(f"copy_{number}") for number in range(2)]
-    for copy in copies:
-        exec(compile("FACTOR = 2.0\ndef scaled(x): return x * FACTOR", f"{copy.__name__}.py", "exec"), vars(copy))
-    step = gd.graphed(lambda x: copies[0].scaled(x) + copies[1].scaled(x + 1), dynamic={"x": 0}, sizes=(4,))
-    check_rows(step, 4, 4, 4, 4)
-    copies[changed].FACTOR = 5.0  # type: ignore[attr-defined]
-    check_rows(step, 4, 4)

@@ -99,7 +99,7 @@ def global_list(fn: Fn) -> Fn:
 
 
 def cached(fn: Fn) -> Fn:
-    """A cache has it, which was asked before."""
+    """A cache has it, which was called before."""
     get = functools.cache(lambda: fn)
     assert get() is fn
     return lambda x: get()(x)

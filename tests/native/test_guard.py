@@ -95,7 +95,7 @@ def test_only_a_call_in_training_mode_is_trainable() -> None:
     assert settled(Net().eval()).native.trainable() is False
 
 
-def test_a_mode_that_the_guard_does_not_compare_is_asked_of_python() -> None:
+def test_python_reads_a_mode_that_the_guard_does_not_compare() -> None:
     """A class that computes its mode may change it without a change of state."""
 
     class Odd(nn.Module):
@@ -281,13 +281,13 @@ def test_a_guard_relies_on_changes_of_dicts_that_are_watched_alone() -> None:
 @pytest.mark.skipif(not USES_CHANGES, reason="this Python tells of no changes to dicts")
 def test_dicts_are_not_looked_at_while_none_is_changed() -> None:
     """A key that tells when it is compared stays silent, until some watched dict is changed."""
-    asked: list[object] = []
+    compared: list[object] = []
 
     class Key(str):
         __slots__ = ()
 
         def __eq__(self, other: object) -> bool:
-            asked.append(other)
+            compared.append(other)
             return str.__eq__(self, other)
 
         __hash__ = str.__hash__
@@ -297,13 +297,13 @@ def test_dicts_are_not_looked_at_while_none_is_changed() -> None:
     GUARD(**{**EMPTY, "tables": ((watched, None, ("a", 1), ()),)})
     CORE.skip_dicts(False, USES_CHANGES)
     assert native.holds()
-    count = len(asked)
+    count = len(compared)
     assert count
     assert native.holds()
-    assert len(asked) == count
+    assert len(compared) == count
     watched["a"] = 2
     assert native.holds()
-    assert len(asked) > count
+    assert len(compared) > count
     CORE.skip_dicts(USES_VERSIONS, USES_CHANGES)
 
 

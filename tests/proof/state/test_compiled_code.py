@@ -131,7 +131,7 @@ def asks(x: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("by", ["identity", "requires_grad"])
-def test_arguments_are_told_apart_as_functions_put_inline_do(by: str) -> None:
+def test_functions_put_inline_distinguish_arguments(by: str) -> None:
     """Which tensors are one, and which require a gradient."""
     step = make(torch.compile(lambda x, y: asks(x, y) + 1, backend="eager"), dynamic={"x": 0, "y": 0}, sizes=(4,))
     check_calls(step, *((torch.randn(4, 3), torch.randn(4, 3)) for _ in range(5)))

@@ -1,4 +1,4 @@
-"""State that code reads under names that it does not spell, and from where it lies out of sight."""
+"""State that code reads under names that do not stand in it, and from where it lies out of sight."""
 
 import pickle
 import sys
@@ -142,7 +142,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_code_does_not_spell_is_compared(made: ModuleType, name: str) -> None:
+def test_what_is_read_under_a_computed_name_is_compared(made: ModuleType, name: str) -> None:
     """Graphs serve, or refuse; once it has changed, the next answer is eager's."""
     step = make(getattr(made, name))
     check_rows(step, 4, 4, 4, 3)

@@ -172,8 +172,8 @@ class Monitor(threading.Thread):
 def test_what_a_thread_notes_of_itself_is_no_change_by_the_call(by_name: bool) -> None:
     """It stays, and the call is captured. Code that reads attributes by computed names may read those of the thread."""
     observed = Box(monitor=Monitor(), name="scale", scale=2.0)
-    spelled, computed = lambda x: x * observed.scale, lambda x: x * getattr(observed, observed.name)
-    step = make(spelled if by_name else computed)
+    literal, computed = lambda x: x * observed.scale, lambda x: x * getattr(observed, observed.name)
+    step = make(literal if by_name else computed)
     observed.monitor.start()
     with behind(Gate(1), step, torch.randn(4, 3)):
         observed.monitor.woken = 5
