@@ -134,9 +134,8 @@ def weight(how: str, change: Change) -> Callable[[], Made]:
 
 for how in WAYS:
     options = {"mode": "PIECEWISE"} if how in PIECEWISE else {}
-    READS[f"reached by {how}: replaced"] = Read(weight(how, put(weight=zeros(3))), options=options)
-    READS[f"reached by {how}: moved"] = Read(weight(how, lambda h: to(h.weight, data=ones(3))), options=options)
-    KEPT[f"reached by {how}: not read"] = Read(weight(how, put(last=zeros(3))), options=options)
+    READS[f"reached by {how}"] = Read(weight(how, put(weight=zeros(3))), options=options)
+    KEPT[f"beside what is reached by {how}"] = Read(weight(how, put(last=zeros(3))), options=options)
 
 
 # Modules.
