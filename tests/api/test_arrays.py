@@ -34,6 +34,28 @@ def test_arrays_come_back_as_arrays(mode: str) -> None:
     assert bool(served.stats.hits) is (mode == "FULL")
 
 
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_what_is_written_is_in_the_array_that_torch_cannot_share(is_inference: bool) -> None:
+    """By eager as by a graph; memory that is read-only says so, and one that nobody writes is taken."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x.add_(1).sum(1)
+
+    served, plain = manager(capture_after=1), np.arange(20, dtype=np.float32).reshape(4, 5)
+    with torch.inference_mode(is_inference):
+        for make in (lambda: plain.astype(">f4"), lambda: plain[:, ::-1].copy()[:, ::-1]):
+            for _ in range(4):
+                x = make()
+                served.execute_or_capture(4, 1, step, {"x": x})
+                np.testing.assert_array_equal(x, plain + 1)
+        assert served.stats.hits
+        fixed = plain.copy()
+        fixed.setflags(write=False)
+        with pytest.raises(ValueError, match="read-only"):
+            served.execute_or_capture(4, 1, step, {"x": fixed})
+        np.testing.assert_array_equal(served.execute_or_capture(4, 1, double, {"x": fixed})["y"], plain * 2)
+
+
 def test_a_graph_captured_from_arrays_is_replayed_with_arrays() -> None:
     """By hand, too; one graph serves arrays and tensors. Who has tensors gets them, as what NumPy lacks."""
     served = manager()

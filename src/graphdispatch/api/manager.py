@@ -32,7 +32,16 @@ from ..sizes import ROWS
 from ..stats import EvictionReason
 from .capturers import capturer_for
 from .lifecycle import Lifecycle
-from .named_inputs import Shapes, as_arrays, as_tensors, batch_dims, check_inputs, check_outputs, make_example
+from .named_inputs import (
+    Shapes,
+    as_arrays,
+    as_tensors,
+    batch_dims,
+    check_inputs,
+    check_outputs,
+    make_example,
+    write_back,
+)
 
 _MOST_WAITING = 8  # callables that have no graph
 
@@ -271,8 +280,9 @@ class CUDAGraphManager(CUDAGraphRegistry):
     (``capture_after=1`` in its options: the first). ``replay_graph`` compares a batch first where that is due. A batch
     whose ``seq_len`` is 1 is uniform decode; in mode ``FULL_DECODE_ONLY`` graphs serve only such batches.
 
-    Inputs may be NumPy arrays. The function gets tensors in any case; on the CPU they share the arrays' memory. If all
-    inputs are arrays, the outputs are arrays, too; handles (``options.outputs``) and dtypes that NumPy lacks stay.
+    Inputs may be NumPy arrays. The function gets tensors in any case; on the CPU they share the arrays' memory, and
+    elsewhere the arrays have afterwards what the function wrote. If all inputs are arrays, the outputs are arrays, too;
+    handles (``options.outputs``) and dtypes that NumPy lacks stay.
 
     Args:
         config: What to capture, how, and within which limits. None: ``CUDAGraphConfig()``.
@@ -423,8 +433,8 @@ class CUDAGraphManager(CUDAGraphRegistry):
             closed = Reason.NEEDS_GRADIENTS
         if closed is not None:
             raise ReplayError(f"no graph may replay now: {closed.text}")
-        inputs, are_arrays = as_tensors(inputs, self._device)
-        values, rows = entry.check(inputs)
+        tensors, are_arrays = as_tensors(inputs, self._device)
+        values, rows = entry.check(tensors)
         if rows != batch_size and group.signature.has_rows:
             raise GuardError(f"inputs must have batch_size={batch_size} rows, got {rows}")
         reason, detail = entry.licence.verdict(entry, values, rows)
@@ -438,6 +448,7 @@ class CUDAGraphManager(CUDAGraphRegistry):
                 result = server.perform(choice)[1]
         else:
             result = entry.replay_call(values, rows, self.stats, is_timed=True)
+        write_back(inputs, tensors)
         return as_arrays(result) if are_arrays else result
 
     @untraced
@@ -474,16 +485,17 @@ class CUDAGraphManager(CUDAGraphRegistry):
             FallbackError: The configuration is ``strict`` and the batch would run eagerly.
         """
         check_callable("execute_fn", execute_fn)
-        inputs, are_arrays = as_tensors(inputs, self._device)
-        check_inputs(inputs, input_shapes)
+        tensors, are_arrays = as_tensors(inputs, self._device)
+        check_inputs(tensors, input_shapes)
         mode = self.get_mode_for_batch(batch_size, seq_len)
         one = self._find(execute_fn)
         if not mode.has_graphs():
-            result = one.server.run_eagerly(self._why_eager(batch_size, seq_len), (), dict(inputs))
+            result = one.server.run_eagerly(self._why_eager(batch_size, seq_len), (), dict(tensors))
         else:
             size = self._sizes.get_padded_batch_size(batch_size)
-            dims = batch_dims(inputs, batch_size, dynamic)
-            result = one.server.serve(self._route(one, size, seq_len, mode, dims), (), dict(inputs))
+            dims = batch_dims(tensors, batch_size, dynamic)
+            result = one.server.serve(self._route(one, size, seq_len, mode, dims), (), dict(tensors))
+        write_back(inputs, tensors)
         if output_shapes:
             check_outputs(result.get() if isinstance(result, OutputView) else result, output_shapes)
         return as_arrays(result) if are_arrays else result
