@@ -28,7 +28,9 @@ class Service:
     def call(self, times: int, seconds: float = 4 * MS) -> None:
         """Eager calls."""
         for _ in range(times):
-            self.budget.note_eager(seconds)
+            started = self.budget.begin_eager()
+            self.now += seconds
+            self.budget.note_eager(started)
 
     def capture(self, seconds: float, *, is_good: bool = True) -> None:
         """A capture or a failed one, of so long beyond its eager run."""

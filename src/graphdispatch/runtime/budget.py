@@ -14,6 +14,8 @@ T = TypeVar("T", bound=CaptureResult | None)
 
 _SHORT_CAPTURE_CALLS = 60
 """A first capture that is expected to take no longer than so many calls does not wait."""
+_ALL_TIMED, _ONE_TIMED_OF = 64, 16
+"""So many eager calls are all timed, and then one of so many."""
 _FIRST_CALL_LASTS = 10
 """The first call of a process may take so many times as long as later ones."""
 _SHARE_OF_FAILURES = 0.25
@@ -61,8 +63,8 @@ class CaptureBudget:
         count_saved: Gives the seconds that the present graphs have saved so far.
     """
 
-    clock = staticmethod(time.perf_counter)
-    """The time in seconds."""
+    clock = staticmethod(time.thread_time)
+    """The processor time of the thread in seconds: what other processes take meanwhile does not count."""
     first_capture_s = 0.2
     """The first capture, with its comparisons, is expected to take so long: what it takes at most for two of three
     programs of ``make real``."""
@@ -76,8 +78,8 @@ class CaptureBudget:
 
     def clear(self) -> None:
         """Forget what was done."""
-        self._spent_s, self._failed_s, self._eager_s, self._eager_calls = 0.0, 0.0, 0.0, 0
-        self._most_s = 0.0
+        self._spent_s, self._failed_s, self._eager_calls = 0.0, 0.0, 0
+        self._timed_s, self._timed_calls, self._most_s = 0.0, 0, 0.0
         self._took_s: dict[Work, float] = {}
         """How long the latest of each kind took."""
         self._failure_s = 0.0
@@ -154,26 +156,33 @@ class CaptureBudget:
             self._failure_s = self.clock() - started
         return result
 
-    def note_eager(self, seconds: float) -> None:
+    def begin_eager(self) -> float | None:
+        """When an eager call begins, for ``note_eager``; None if it need not be timed. Needs no lock."""
+        calls = self._eager_calls
+        return self.clock() if calls < _ALL_TIMED or not calls % _ONE_TIMED_OF else None
+
+    def note_eager(self, started: float | None) -> None:
         """Note a call that ran eagerly. Needs no lock."""
-        self._eager_s += seconds
         self._eager_calls += 1
-        if seconds > self._most_s:
-            self._most_s = seconds
+        if started is not None:
+            seconds = self.clock() - started
+            self._timed_s += seconds
+            self._timed_calls += 1
+            self._most_s = max(self._most_s, seconds)
 
     @property
     def _served_s(self) -> float:
-        return self._eager_s + self._count_replays() * self._usual_s
+        return (self._eager_calls + self._count_replays()) * self._usual_s
 
     @property
     def _usual_s(self) -> float:
-        return self._eager_s / self._eager_calls if self._eager_calls else 0.0
+        return self._timed_s / self._timed_calls if self._timed_calls else 0.0
 
     @property
     def _later_s(self) -> float:
         """The same without the slowest call, which may have loaded and compiled."""
-        others = self._eager_calls - 1
-        return (self._eager_s - self._most_s) / others if others > 0 else self._eager_s / _FIRST_CALL_LASTS
+        others = self._timed_calls - 1
+        return (self._timed_s - self._most_s) / others if others > 0 else self._timed_s / _FIRST_CALL_LASTS
 
 
 def _quotient(seconds: float, each_s: float) -> float:

@@ -441,8 +441,7 @@ class Server:
         self.count_eager(decision)
         graphs = self.graphs
         fn, budget = self.fn if group is None else group.timed(self.fn, decision.rows), graphs.budget
-        run, clock = WINDOWS.begin(self._reach), budget.clock
-        started = clock()
+        run, started = WINDOWS.begin(self._reach), budget.begin_eager()
         try:
             answer = fn(*args, **kwargs)
             return graphs.give(answer) if graphs.returns_handles else answer
@@ -451,7 +450,7 @@ class Server:
                 error.add_note(f"graphdispatch: {decision.detail}")  # such as an array where the model takes a tensor
             raise
         finally:
-            budget.note_eager(clock() - started)
+            budget.note_eager(started)
             WINDOWS.end(run)
             self.local.decision = decision  # the callable may have called this object, too
 
