@@ -351,12 +351,23 @@ write("partial", reason=Reason.STATE_UNSEEN)(
 write("name of a function")(
     lambda: copy_of(function), lambda o, _: setattr(o, "__name__", f"{o.__name__}x"), "__name__"
 )
+write("name of a function, by a computed one")(
+    lambda: copy_of(function),
+    lambda o, _: setattr(o, key := "_".join(["", "_name_", ""]), f"{getattr(o, key)}x"),
+    lambda o: o.__name__,
+)
+write("text of a function")(lambda: copy_of(function), lambda o, _: tells_more(o), lambda o: o.__doc__)
 for name, make, take in (
     ("default", lambda: lambda counts=[0]: counts, lambda fn: fn.__defaults__[0]),
     ("closure", lambda: (lambda counts: lambda: counts)([0]), lambda fn: fn.__closure__[0].cell_contents),
 ):
     write(f"{name} of a function that does not run")(make, lambda o, _, take=take: count(take(o), _), take)
     write(f"{name} of a function that runs")(make, lambda o, _: count(o(), _), take)
+
+
+def tells_more(fn: Any) -> None:
+    """Add to the text of a function."""
+    fn.__doc__ = f"{fn.__doc__}x"
 
 
 def next_factory(table: Any) -> None:

@@ -139,10 +139,11 @@ CONTEXT = _accessor_of_members(
     lambda variable, _, held: variable.set(held),
     lambda *_: None,  # one that had no value keeps the one that it got
 )
-_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__", "__name__", "__doc__")
-_LABELS, _get_all = tuple(f".{name}" for name in _OF_FUNCTIONS), operator.attrgetter(*_OF_FUNCTIONS)
+PARTS = (".__code__", ".__defaults__", ".__kwdefaults__", ".__name__", ".__doc__")
+"""What functions are made of that code can set anew."""
+parts_of: Callable[[Any], tuple[Any, ...]] = operator.attrgetter(*(label[1:] for label in PARTS))
 FUNCTION = _accessor_of_members(
-    lambda fn: dict(zip(_LABELS, _get_all(fn), strict=True)),
+    lambda fn: dict(zip(PARTS, parts_of(fn), strict=True)),
     lambda fn, label, held: setattr(fn, label[1:], held),
     lambda *_: None,  # they are always there
 )

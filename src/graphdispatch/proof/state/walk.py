@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextvars import ContextVar
 from itertools import chain
+from operator import is_, itemgetter
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,10 @@ class StateWalk:
         self.user_namespaces: list[types.ModuleType | dict[str, Any]] = []
         """Modules of the user that something holds, other than a variable of a module; and namespaces without one."""
         self._waiting: dict[int, list[tuple[types.FunctionType, Any]]] = {}
-        """The functions that it met whose closures and defaults it did not follow, by the ``id`` of their code."""
+        """The functions that it met by the ``id`` of their code."""
+        self._functions: list[tuple[types.FunctionType, Any]] = []
+        self._parts: list[Any] = []
+        """What each of them was made of, one after the other: they are many, and next to none changes."""
         self._run = set[int]()
         """The code that runs, by ``id``."""
         self._follows_all = False
@@ -73,7 +77,9 @@ class StateWalk:
         self._held_at: dict[int, Saved] = {}
         """By the ``id`` of its path, what was first saved there; of the first ``_num_held`` of those saved."""
         self._num_held = 0
-        self._generators: list[Saved] = []
+        self._generators = [
+            snapshot.save_random(((), name), home) for name, home in (("random", random), ("numpy.random", np.random))
+        ]
         self._empty: list[tuple[Any, Any]] = []
         """Empty containers of classes of Python's own, most of them for hooks, each with its path."""
         self._again: list[tuple[Any, Any]] = []
@@ -83,8 +89,6 @@ class StateWalk:
         for hooks in objects.GLOBAL_HOOKS:
             self.visit(hooks, ((), "hooks of all modules"))
         self._save(((), "the default dtype or determinism"), None, snapshot.SETTINGS)
-        for path, generator in ((((), "random"), random), (((), "numpy.random"), np.random)):
-            self._generators.append(snapshot.save_random(path, generator))
 
     def visit(self, value: Any, path: Any) -> None:
         """Follow ``value``, which was met at ``path``: a chain (path of its owner, label)."""
@@ -119,10 +123,12 @@ class StateWalk:
         return id(code) in self._waiting
 
     def visit_all_functions(self) -> None:
-        """Follow the closures and defaults of all functions that it has met and will meet: nobody tells which run."""
-        self._follows_all = True
-        for fn, path in [pair for pairs in self._waiting.values() for pair in pairs]:
-            self._visit_parts(fn, path)
+        """Follow the closures and defaults of all functions that it has met and will meet: nobody tells which run, or
+        code takes functions apart."""
+        if not self._follows_all:
+            self._follows_all = True
+            for fn, path in self._functions.copy():
+                self._visit_parts(fn, path)
 
     def _visit_parts(self, fn: types.FunctionType, path: Any) -> None:
         code, held = fn.__code__, list[tuple[str, Any]]([("", fn.__defaults__), ("", fn.__kwdefaults__)])
@@ -179,7 +185,11 @@ class StateWalk:
         for name, root in roots:
             if not issubclass(type(root), torch.Tensor):
                 walk.visit(root, ((), name))
-        return walk if walk._saved or walk._empty or walk._generators or walk.has_opaque or walk.overflow else None
+        return (
+            walk
+            if walk._saved or walk._functions or walk._empty or walk._generators or walk.has_opaque or walk.overflow
+            else None
+        )
 
     def has_met(self, value: Any) -> bool:
         """Whether it met this very object."""
@@ -196,18 +206,29 @@ class StateWalk:
     def changes(self) -> Iterator[str]:
         """What is not as it was met, each in words (``Model.cache.layers[1].k was rebound``). Random generators are not
         compared (see ``drew``)."""
-        for saved in (*self._saved, *self._filled()):
+        for saved in (*self._saved, *self._filled(), *self._changed_functions()):
             how = saved.change()
             if how is not None:
                 yield path_text((saved.path, how))
 
     def _filled(self) -> Iterator[Saved]:
         """The containers that are no longer empty."""
+        ordered = [container for container, _ in self._empty if type(container) is OrderedDict]
+        if not (any(map(itemgetter(0), self._empty)) or any(map(vars, ordered))):
+            return
         for container, path in self._empty:
             if container:
                 yield Saved(path, container, snapshot.ENTRIES, [])
             if type(container) is OrderedDict and container.__dict__:
                 yield Saved(path, container, snapshot.ATTRIBUTES, {"__class__": OrderedDict})
+
+    def _changed_functions(self) -> Iterator[Saved]:
+        """The functions, if some are made of other objects than when they were met."""
+        fns = [fn for fn, _ in self._functions]
+        if not all(map(is_, chain.from_iterable(map(snapshot.parts_of, fns)), self._parts)):
+            held = iter(self._parts)
+            for fn, path in self._functions:
+                yield Saved(path, fn, snapshot.FUNCTION, {label: next(held) for label in snapshot.PARTS})
 
     def drew(self) -> str | None:
         """Which random generator of Python or NumPy is not as it was met, or None. Other threads may have drawn."""
@@ -222,7 +243,12 @@ class StateWalk:
         cannot be put back, once all else is.
         """
         failed: list[tuple[Saved, Exception]] = []
-        for saved in (*self._saved, *self._filled(), *(self._generators if generators else ())):
+        for saved in (
+            *self._saved,
+            *self._filled(),
+            *self._changed_functions(),
+            *(self._generators if generators else ()),
+        ):
             try:
                 is_shared = (
                     names is not None and issubclass(type(saved.value), _SHARED) and not saved.accessor.is_by_name
@@ -300,7 +326,9 @@ class StateWalk:
     def _method_edges(self, method: Any, path: Any) -> Edges:
         yield from (("", part) for part in (*objects.stands_for(method), type(method)))
         if not issubclass(type(method), types.MethodType):
-            yield from self._attributes(method, path)
+            yield from (
+                (name, held) for name, held in self._attributes(method, path) if not objects.describes(name[1:])
+            )
 
     def _module_edges(self, module: types.ModuleType, path: Any) -> Edges:
         """Nothing: code that runs names the variables that count."""
@@ -388,7 +416,8 @@ class StateWalk:
             yield from (("", held) for held in objects.wrapped_by(fn))
             if is_break(fn):
                 return
-        self._save(path, fn, snapshot.FUNCTION)
+        self._functions.append((fn, path))
+        self._parts += snapshot.parts_of(fn)
         self._waiting.setdefault(id(code), []).append((fn, path))
         if fn.__dict__:
             yield "", fn.__dict__

@@ -32,7 +32,16 @@ from ..breaks import BREAK_CODE
 from ..state import objects
 from ..state.reads import CodeNotes, StateReads
 from ..state.walk import StateWalk
-from .bytecode import BY_NAME, WRITE_ANY, CodeReads, ModulesRead, changed_by, code_reads, original_of, with_guards
+from .bytecode import (
+    BY_NAME,
+    WRITE_ANY,
+    CodeReads,
+    ModulesRead,
+    changed_by,
+    code_reads,
+    original_of,
+    with_guards,
+)
 
 _log = logging.getLogger("graphdispatch")
 _SEEDING_METHODS = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset")
@@ -66,8 +75,8 @@ _WATCHED = (torch.Generator, _Profiler) if sys.version_info < (3, 12) else (torc
 """Classes of which each method counts, whoever holds the object."""
 _HIDES = frozenset(("DisableTorchFunction", "_disable_current_modes", "_pop_mode_temporarily"))
 """What switches off the modes of torch that watch a run."""
-_PARTS = frozenset(("__closure__", "__defaults__", "__kwdefaults__"))
-"""Under these names code comes at what functions hold that do not run."""
+_HELD = frozenset(("__closure__", "__defaults__", "__kwdefaults__"))
+"""By these names code comes at what a function holds that does not run."""
 _START = threading.Thread.start.__code__
 """A run has to end before it: it notes the thread as one that lives, until it has begun."""
 _IN_BLOCKS = ("__enter__", "__exit__")  # of a block, which gives back what it takes; the first of them is not seen
@@ -377,7 +386,7 @@ class CodeTrace(CodeNotes, CodeListener):
         finders = {"globals"} if code.co_flags & CO_OPTIMIZED else {"globals", "locals", "vars", "dir"}
         if found := finders & reads.variables:
             self._note_unseen(f"{min(found)}(), by which it may find anything")
-        if not _PARTS.isdisjoint(reads.attributes):
+        if not _HELD.isdisjoint(reads.attributes):
             self.walk.visit_all_functions()
         if hides := _HIDES & (reads.attributes | reads.variables):
             self._note_unseen(f"{min(hides)}, which hides from torch's modes what it does")
