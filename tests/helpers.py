@@ -125,6 +125,32 @@ def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
         threads.shutdown(wait=False)
 
 
+def collecting(call: Callable[[], object], finalizer: Callable[[], object]) -> None:
+    """Make the call again and again while the collector calls a finalizer, each time at another place of it."""
+
+    class Calls:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            finalizer()
+
+    usual = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    try:
+        for allocations in range(1, 60):
+            gc.collect()
+            Calls()
+            gc.set_threshold(allocations)
+            for _ in range(3):
+                call()
+            gc.set_threshold(*usual)
+    finally:
+        gc.set_threshold(*usual)
+        gc.unfreeze()
+
+
 def run_python(*arguments: str, **environment: str) -> str:
     """What a new interpreter prints, which must end well."""
     env = os.environ | environment

@@ -108,15 +108,11 @@ _LOCKS: WeakSet[Any] = WeakSet()
 _OBJECTS: WeakSet[Any] = WeakSet()
 
 
-def make_lock() -> threading.Lock:
-    """A new lock that a forked child finds free."""
-    lock = threading.Lock()
-    _LOCKS.add(lock)
-    return lock
+def make_lock() -> "threading.RLock":
+    """A new lock that a forked child finds free, unless the thread that forked holds it.
 
-
-def make_rlock() -> "threading.RLock":
-    """A new reentrant lock that a forked child finds free, unless the thread that forked holds it."""
+    It is reentrant: wherever a thread holds it the collector may run a finalizer, which may call what is served.
+    """
     lock = threading.RLock()
     _LOCKS.add(lock)
     return lock

@@ -13,7 +13,7 @@ from graphdispatch import CUDAGraphMode, CUDAGraphOptions, OutputView, Reason, e
 from graphdispatch.engines import CUDAGraphConfig, CUDAGraphManager, CUDAGraphRegistry, EntryState
 from graphdispatch.errors import CaptureError, ConfigError, FallbackError, GuardError, ReplayError, StaleOutputError
 
-from ..helpers import Behind, double, with_options
+from ..helpers import Behind, collecting, double, in_threads, with_options
 
 FULL, NONE, DECODE = CUDAGraphMode.FULL, CUDAGraphMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY
 
@@ -183,6 +183,17 @@ def test_views_come_from_every_path() -> None:
         with pytest.raises(StaleOutputError):
             earlier.get()
     assert not answers[3].is_stale
+
+
+def test_a_finalizer_calls_the_manager() -> None:
+    """The collector calls it wherever the manager looks for its callables, whose lock the thread holds then."""
+    manager, functions = make(), [lambda x, by=by: x * by for by in range(3)]
+
+    def calls() -> None:
+        for fn in functions:
+            run(manager, fn)
+
+    in_threads(lambda: collecting(calls, lambda: run(manager, double)))
 
 
 def test_a_graph_is_captured_and_replayed_by_hand() -> None:

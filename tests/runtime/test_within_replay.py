@@ -1,7 +1,6 @@
 """Python that runs within a replay, between the copies in and out: a pad function, or a finalizer that the collector
 calls. A served call that it makes runs eagerly, since its graph would overwrite what the replay under way reads."""
 
-import gc
 import threading
 from collections.abc import Callable
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from graphdispatch import Graphed, Reason, eager_break, graphed
 from graphdispatch.errors import CaptureError
 
-from ..helpers import AT_ONCE, in_threads, serve_in_python
+from ..helpers import AT_ONCE, collecting, in_threads, serve_in_python
 
 OF_PAD: list[Callable[[], None]] = []
 """What the pad function does besides."""
@@ -62,27 +61,8 @@ def test_a_pad_function_calls_the_callable(step: Graphed[[Tensor], tuple[Tensor,
 def test_a_finalizer_calls_the_callable(step: Graphed[[Tensor], tuple[Tensor, Tensor]]) -> None:
     """The collector calls it at any place of a hit."""
 
-    class Calls:
-        def __init__(self) -> None:
-            self.itself = self
-
-        def __del__(self) -> None:
-            step(torch.full((4, 2), 100.0))
-
-    usual = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    try:
-        for allocations in range(1, 60):
-            gc.collect()
-            Calls()
-            gc.set_threshold(allocations)
-            for _ in range(3):
-                check(step, torch.ones(3, 2))
-            gc.set_threshold(*usual)
-    finally:
-        gc.set_threshold(*usual)
-        gc.unfreeze()
+    inner, outer = torch.full((4, 2), 100.0), torch.ones(3, 2)
+    collecting(lambda: check(step, outer), lambda: step(inner))
 
 
 def test_it_waits_for_no_lock_of_the_server(step: Graphed[[Tensor], tuple[Tensor, Tensor]]) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from ..backends import get_backend
 from ..backends.tracing import compiler_at_work, untraced
 from ..config import CUDAGraphConfig, CUDAGraphOptions, parse_mode
-from ..copying import make_rlock
+from ..copying import make_lock
 from ..errors import ConfigError, shown
 from ..modes import CUDAGraphMode
 from ..native.bound import called_in_core
@@ -416,7 +416,7 @@ class GraphedStep(Graphed[P, R]):
         """Of whose tensors the gradients are looked after."""
         self._is_parallel = False
         """Whether it reaches a module that exchanges gradients with other processes."""
-        self._turn = make_rlock()
+        self._turn = make_lock()
         super().__init__(differentiating(fn, self._gradients), config, rules)
 
     @untraced

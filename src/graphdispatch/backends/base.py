@@ -27,13 +27,13 @@ from typing import Any, ClassVar, Self, TypeAlias
 import torch
 from torch._ops import OpOverload
 
-from ..copying import NotCopied, Shared, make_rlock, renew_in_child
+from ..copying import NotCopied, Shared, make_lock, renew_in_child
 from ..errors import CaptureError, DeviceLostError, ReplayError
 from ..reasons import Reason
 from .diagnosis import LOST, MEMORY, Diagnosis, diagnose
 from .operator_mode import OperatorMode, run_kernel
 
-CAPTURE_LOCK = make_rlock()
+CAPTURE_LOCK = make_lock()
 _POLLS = 4  # times that are looked at in one call
 
 
@@ -120,7 +120,7 @@ class Pool(Shared, ABC):
     __slots__ = ("__dict__", "__weakref__", "generation", "replaying_on")
 
     def __init__(self) -> None:
-        self.lock = make_rlock()
+        self.lock = make_lock()
         self.generation = 0
         self.replaying_on: int | None = None
         """The identifier of the thread that runs a replay, copies included; None if there is none."""

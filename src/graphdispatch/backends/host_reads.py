@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import torch
 
-from ..copying import make_rlock
+from ..copying import make_lock
 from .code_events import is_own_code
 
 _LENGTHS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "_pad_packed_sequence", "tensor_split")
@@ -39,7 +39,7 @@ class StandIns:
                 setattr(owner, name, getattr(owner, name))
         self._make = make
         self._here = threading.local()
-        self._lock = make_rlock()  # which a signal's handler may find held by its own thread
+        self._lock = make_lock()  # which a signal's handler may find held by its own thread
         self._users = 0
         self._replaced: list[tuple[Any, str, Any, Any]] = []
 

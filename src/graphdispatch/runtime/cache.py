@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ..backends.base import Backend, Pool
 from ..config import CUDAGraphOptions
-from ..copying import make_rlock
+from ..copying import make_lock
 from ..errors import IntegrityError, check_count
 from ..reasons import Reason
 from ..stats import CUDAGraphStats, Eviction, EvictionReason
@@ -84,7 +84,7 @@ class GraphCache:
         """Where the graphs run; None until the first call tells."""
         self.pool = pool if pool is not None or backend is None else backend.make_pool()
         self._entries: dict[CUDAGraphEntry, None] = {}  # in the order in which they came; changed with the lock held
-        self._lock = make_rlock()
+        self._lock = make_lock()
 
     def victims(
         self, newcomer: CUDAGraphEntry | None = None, since: int | None = None, gone: CUDAGraphEntry | None = None

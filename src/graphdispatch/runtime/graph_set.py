@@ -9,7 +9,7 @@ from typing import Any
 
 from ..backends import get_backend
 from ..config import CUDAGraphOptions
-from ..copying import make_rlock
+from ..copying import make_lock
 from ..descriptors import size_text
 from ..errors import BackendError, ConfigError, GraphDispatchError, error_of_signal
 from ..modes import CUDAGraphMode, EntryState
@@ -67,7 +67,7 @@ class GraphSet:
         self.clock = time.perf_counter
         """Of captures, in seconds."""
         self.budget = CaptureBudget(options.capture_share, self._num_replays, self._saved_s)
-        self.lock = make_rlock()
+        self.lock = make_lock()
         self._guard: Guard | None = None
         self.latest_change = ""
         """What has changed of the callable's state when its graphs last stopped fitting, in words."""
