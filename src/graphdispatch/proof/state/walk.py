@@ -84,10 +84,9 @@ class StateWalk:
         """Empty containers of classes of Python's own, most of them for hooks, each with its path."""
         self._again: list[tuple[Any, Any]] = []
         """Containers that it met once more, with the other path."""
-        for root in roots:
-            self.visit(root, ((), objects.name_of(root)))
-        for hooks in objects.GLOBAL_HOOKS:
-            self.visit(hooks, ((), "hooks of all modules"))
+        hooks = ((hooks, "hooks of all modules") for hooks in objects.GLOBAL_HOOKS)
+        for root, name in (*((root, objects.name_of(root)) for root in roots), *hooks):
+            self.visit(root, ((), name))
         self._save(((), "the default dtype or determinism"), None, snapshot.SETTINGS)
 
     def visit(self, value: Any, path: Any) -> None:
