@@ -337,7 +337,7 @@ KEYS = [decode(8), decode(8, 128), prefill(8, 4), DispatchKey(8, 4)]
 
 
 @pytest.mark.parametrize(
-    ("asked", "served"),
+    ("key", "served"),
     [
         (decode(5), decode(8)),
         (decode(5, 100), decode(8, 128)),
@@ -353,9 +353,9 @@ KEYS = [decode(8), decode(8, 128), prefill(8, 4), DispatchKey(8, 4)]
         (prefill(9), None),
     ],
 )
-def test_a_graph_serves_only_its_kind(four: CUDAGraphEntry, asked: DispatchKey, served: DispatchKey | None) -> None:
+def test_a_graph_serves_only_its_kind(four: CUDAGraphEntry, key: DispatchKey, served: DispatchKey | None) -> None:
     """Decode of one query length, prefill, and sequences of at most its length: each has its own graphs."""
-    assert serving(over(*((key, four) for key in KEYS)), asked)[0] == served
+    assert serving(over(*((one, four) for one in KEYS)), key)[0] == served
 
 
 def test_the_policy_chooses_among_padded_graphs(four: CUDAGraphEntry) -> None:
@@ -414,21 +414,21 @@ SEQ_LENS = st.sampled_from([0, 0, 16, 64])
 DISPATCH_KEYS = st.builds(DispatchKey, st.integers(1, 12), st.integers(1, 12), SEQ_LENS, st.booleans())
 
 
-@given(keys=st.sets(DISPATCH_KEYS, max_size=8), asked=DISPATCH_KEYS)
+@given(keys=st.sets(DISPATCH_KEYS, max_size=8), key=DISPATCH_KEYS)
 def test_a_registered_graph_has_room_for_what_it_serves(
-    four: CUDAGraphEntry, keys: set[DispatchKey], asked: DispatchKey
+    four: CUDAGraphEntry, keys: set[DispatchKey], key: DispatchKey
 ) -> None:
     """Enough tokens, requests and sequence length, and the same kind; a key of its own is served exactly."""
-    served, reason = serving(over(*((key, four) for key in keys)), asked)
-    if asked in keys:
-        assert (served, reason) == (asked, Reason.EXACT)
+    served, reason = serving(over(*((one, four) for one in keys)), key)
+    if key in keys:
+        assert (served, reason) == (key, Reason.EXACT)
     elif served is not None:
         assert served in keys
-        assert served.is_prefill is asked.is_prefill
-        assert served.num_tokens >= asked.num_tokens
-        assert served.num_reqs >= min(asked.num_reqs, asked.num_tokens)
-        assert served.max_seq_len >= asked.max_seq_len
-        assert bool(served.max_seq_len) is bool(asked.max_seq_len)
+        assert served.is_prefill is key.is_prefill
+        assert served.num_tokens >= key.num_tokens
+        assert served.num_reqs >= min(key.num_reqs, key.num_tokens)
+        assert served.max_seq_len >= key.max_seq_len
+        assert bool(served.max_seq_len) is bool(key.max_seq_len)
 
 
 @given(sizes=st.sets(st.integers(1, 16), min_size=1, max_size=6), rows=st.integers(1, 17))

@@ -129,26 +129,26 @@ RULES_MRV2: dict[str, list[tuple[Callable[[], Any], Any]]] = {
 }  # fmt: skip
 
 ROWS = [
-    pytest.param(ask, answer, id=f"{version}: {rule}")
+    pytest.param(decide, answer, id=f"{version}: {rule}")
     for version, rules in (("0.11.1", RULES_0_11_1), ("0.33", RULES_0_33), ("MRV2", RULES_MRV2))
     for rule, rows in rules.items()
-    for ask, answer in rows
+    for decide, answer in rows
 ]
 
 
-@pytest.mark.parametrize(("ask", "answer"), ROWS)
-def test_a_rule_of_the_contracts(ask: Callable[[], Any], answer: Any) -> None:
+@pytest.mark.parametrize(("decide", "answer"), ROWS)
+def test_a_rule_of_the_contracts(decide: Callable[[], Any], answer: Any) -> None:
     """Mode and descriptor, or none."""
-    assert ask() == answer
+    assert decide() == answer
 
 
-def rules_of_0_11_1(keys: Any, asked: BatchDescriptor, cascade: bool) -> tuple[Mode, BatchDescriptor | None]:
+def rules_of_0_11_1(keys: Any, batch: BatchDescriptor, cascade: bool) -> tuple[Mode, BatchDescriptor | None]:
     """Rules 3 to 5 as a chain of set look-ups."""
-    if not cascade and asked in keys[FULL]:
-        return FULL, asked
-    if not cascade and asked.non_uniform in keys[FULL]:
-        return FULL, asked.non_uniform
-    return (PIECEWISE, asked.non_uniform) if asked.non_uniform in keys[PIECEWISE] else NO_GRAPH
+    if not cascade and batch in keys[FULL]:
+        return FULL, batch
+    if not cascade and batch.non_uniform in keys[FULL]:
+        return FULL, batch.non_uniform
+    return (PIECEWISE, batch.non_uniform) if batch.non_uniform in keys[PIECEWISE] else NO_GRAPH
 
 
 @pytest.mark.parametrize(("mode", "query_len"), list(product(Mode, [1, 2, 3])))
@@ -157,8 +157,8 @@ def test_dispatch_agrees_with_0_11_1_on_every_descriptor(mode: Mode, query_len: 
     others = (FULL, desc(5, variant=True)), (FULL, desc(6, True, False)), (PIECEWISE, desc(7, True, False))
     dispatcher = plan(mode, query_len, *others, max_num_reqs=6, variants=(True, False))
     for tokens, uniform, variant, cascade in product(range(26), (False, True), (None, False, True), (False, True)):
-        asked = desc(tokens, uniform, variant)
-        assert dispatcher.dispatch(asked, cascade) == rules_of_0_11_1(dispatcher.cudagraph_keys, asked, cascade)
+        batch = desc(tokens, uniform, variant)
+        assert dispatcher.dispatch(batch, cascade) == rules_of_0_11_1(dispatcher.cudagraph_keys, batch, cascade)
 
 
 WRONG: list[tuple[Callable[[], Any], str]] = [

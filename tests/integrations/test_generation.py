@@ -1,4 +1,4 @@
-"""``model.generate(...)`` with its decode steps served by graphs: the same tokens, whatever is asked."""
+"""``model.generate(...)`` with its decode steps served by graphs: the same tokens, however it generates."""
 
 import copy
 import operator
@@ -70,7 +70,7 @@ def test_what_graphs_do_not_serve_runs_as_before(model: Any) -> None:
     assistant = make_model("gemma2")
     batch, single = prompts(2, 7), prompts(1, 6, pads=False)
     own = {CACHE: transformers.DynamicCache(config=model.config)}
-    asked = {
+    others = {
         NotServed.MODE: (single, GREEDY | {"assistant_model": assistant}),
         NotServed.NO_CACHE: (batch, GREEDY | {"use_cache": False}),
         NotServed.OTHER_CACHE: (batch, GREEDY | {"cache_implementation": "dynamic"}),
@@ -78,17 +78,17 @@ def test_what_graphs_do_not_serve_runs_as_before(model: Any) -> None:
         NotServed.TOO_LONG: (batch, GREEDY | {"max_new_tokens": 40}),
         NotServed.OWN_CACHE: (batch, GREEDY | own),
     }
-    expected = [answers(model, [(b, copy.deepcopy(settings))])[0] for b, settings in asked.values()]
+    expected = [answers(model, [(b, copy.deepcopy(settings))])[0] for b, settings in others.values()]
     with GraphedGeneration(model, cache_lengths=(32,), max_batch_size=2) as generation:
         assert answers(model, [(batch, GREEDY)])[0].shape == (2, 19)
-        got = [answers(model, [(b, copy.deepcopy(settings))])[0] for b, settings in asked.values()]
+        got = [answers(model, [(b, copy.deepcopy(settings))])[0] for b, settings in others.values()]
         with torch.autocast("cpu", torch.bfloat16):
             model.generate(**batch, **GREEDY)
         stats, explained = generation.stats, generation.explain()
     assert all(map(torch.equal, got, expected))
-    assert stats.not_served == dict.fromkeys((*asked, NotServed.AUTOCAST), 1)
+    assert stats.not_served == dict.fromkeys((*others, NotServed.AUTOCAST), 1)
     assert (stats.requests, stats.served) == (8, 1)
-    assert all(reason.text in explained for reason in asked)
+    assert all(reason.text in explained for reason in others)
 
 
 def test_an_encoder_decoder_runs_as_before() -> None:
@@ -133,10 +133,10 @@ def test_attentions_are_those_without_graphs() -> None:
     """A static cache has attentions for all of its length, and so such a request is not served."""
     model = make_model("llama")
     model.set_attn_implementation("eager")
-    asked = prompts(2, 7) | GREEDY | {"return_dict_in_generate": True, "output_attentions": True}
-    wanted = model.generate(**asked).attentions
+    request = prompts(2, 7) | GREEDY | {"return_dict_in_generate": True, "output_attentions": True}
+    wanted = model.generate(**request).attentions
     with GraphedGeneration(model, cache_lengths=(32,)) as generation:
-        got = model.generate(**asked).attentions
+        got = model.generate(**request).attentions
     assert generation.stats.not_served == {NotServed.ATTENTIONS: 1}
     assert [[each.shape for each in step] for step in got] == [[each.shape for each in step] for step in wanted]
 

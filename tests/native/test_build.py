@@ -15,7 +15,7 @@ PACKAGE = Path(graphdispatch.__file__).parent
 ASK = "from graphdispatch.native import EXTENSION, WHY_NO_EXTENSION; print(EXTENSION is not None, WHY_NO_EXTENSION)"
 
 
-def asked(root: Path, **environment: str) -> str:
+def printed(root: Path, **environment: str) -> str:
     """What a new interpreter says of the package below ``root``."""
     return run_python("-c", ASK, **({"GRAPHDISPATCH_NATIVE": "1", "PYTHONPATH": str(root)} | environment))
 
@@ -30,29 +30,29 @@ def copied(tmp_path: Path) -> Path:
 @pytest.mark.skipif(EXTENSION is None, reason="the native core is not compiled, or turned off")
 def test_a_core_that_is_older_than_its_sources_is_left_out(copied: Path) -> None:
     """Its types may be others than what the Python beside it expects; it keeps the hash of its sources."""
-    assert asked(copied).startswith("True")
+    assert printed(copied).startswith("True")
     source = copied / "graphdispatch/native/core/module.cpp"
     source.write_text(source.read_text() + "// changed\n")
-    assert "older than its sources" in asked(copied)
+    assert "older than its sources" in printed(copied)
 
 
 @pytest.mark.skipif(EXTENSION is None, reason="the native core is not compiled, or turned off")
 def test_an_installed_core_has_no_sources_beside_it(copied: Path) -> None:
     """As in a wheel: then it is taken as it is."""
     shutil.rmtree(copied / "graphdispatch/native/core")
-    assert asked(copied).startswith("True")
+    assert printed(copied).startswith("True")
 
 
 def test_a_package_without_a_core_says_so(copied: Path) -> None:
     """As where there was no compiler."""
     for core in (copied / "graphdispatch/native").glob("_core*"):
         core.unlink()
-    assert "was not compiled" in asked(copied)
+    assert "was not compiled" in printed(copied)
 
 
 def test_the_environment_turns_the_core_off(copied: Path) -> None:
     """Whether there is one or not."""
-    assert "GRAPHDISPATCH_NATIVE=0" in asked(copied, GRAPHDISPATCH_NATIVE="0")
+    assert "GRAPHDISPATCH_NATIVE=0" in printed(copied, GRAPHDISPATCH_NATIVE="0")
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,24 +244,24 @@ def test_a_changed_class_is_seen(way: str, monkeypatch: pytest.MonkeyPatch) -> N
 
         @property
         def default_device(self) -> Any:
-            asked.append("subclass")
+            seen.append("subclass")
             return None
 
-    asked: list[str] = []
+    seen: list[str] = []
     entry.__class__ = Watched
     assert served(step, batch)[1]
-    assert "subclass" in asked
+    assert "subclass" in seen
     entry.__class__ = Watched.__base__
-    asked.clear()
+    seen.clear()
     slot = Watched.__base__.writes_outside
-    read = property(lambda self: (asked.append("class"), slot.__get__(self))[1])
+    read = property(lambda self: (seen.append("class"), slot.__get__(self))[1])
     monkeypatch.setattr(Watched.__base__, "writes_outside", read)
     assert served(step, batch)[1]
-    assert "class" in asked
+    assert "class" in seen
     monkeypatch.undo()
-    asked.clear()
+    seen.clear()
     assert served(step, batch)[1]
-    assert not asked
+    assert not seen
 
 
 def test_a_hit_enters_no_frame() -> None:

@@ -133,11 +133,11 @@ def test_the_quick_way_decides_as_the_general_one(keys: set[Key], batch: Batch) 
 @given(keys=keys_strategy, batch=batches())
 def test_dispatch_gives_back_only_keys(keys: set[Key], batch: Batch) -> None:
     """The exact contract never invents a descriptor, and never pads."""
-    asked = BatchDescriptor(batch.tokens, batch.reqs, batch.uniform is not None, batch.variant)
-    mode, found = dispatcher_of(keys).dispatch(asked, FULL in batch.excluded)
+    descriptor = BatchDescriptor(batch.tokens, batch.reqs, batch.uniform is not None, batch.variant)
+    mode, found = dispatcher_of(keys).dispatch(descriptor, FULL in batch.excluded)
     assert (mode is NONE) == (found is None)
     if found is not None:
         assert (mode, found) in keys
-        assert (found.num_tokens, found.variant) == (asked.num_tokens, asked.variant)
-        assert found.num_reqs in (asked.num_reqs, None) or asked.num_reqs is None
+        assert (found.num_tokens, found.variant) == (descriptor.num_tokens, descriptor.variant)
+        assert found.num_reqs in (descriptor.num_reqs, None) or descriptor.num_reqs is None
         assert mode not in batch.excluded or mode is not FULL

@@ -1,4 +1,5 @@
-"""Code that reads other memory for some numbers of rows, which holds the same bits for now: no comparison shows it.
+"""Code that reads other memory or other numbers for some numbers of rows, with the same bits for now: no comparison
+shows it.
 
 Later somebody writes one of the two, and a graph that was compared for such a batch would read the wrong one.
 """
@@ -7,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -52,6 +54,11 @@ READS: dict[str, Callable[[Pairs, Tensor, bool], Tensor]] = {
     ),
     "a slice that follows the rows": lambda m, x, is_large: x + m.table[x.shape[0] :][:1],
     "as many as there are rows, from there on": lambda m, x, is_large: x + m.table[x.shape[0] : 2 * x.shape[0]],
+    "another operator": lambda m, x, is_large: x.sin() if is_large else x.tan(),
+    "another number as a tensor": lambda m, x, is_large: x * torch.tensor(3.0 if is_large else 2.0),
+    "another number as an array": lambda m, x, is_large: x * torch.from_numpy(np.float32([3.0 if is_large else 2.0])),
+    "a number of another type": lambda m, x, is_large: x * (3 if is_large else 2.0),
+    "a tensor of many other numbers": lambda m, x, is_large: x * torch.tensor([3.0 if is_large else 2.0] * 100)[:4],
     "other columns": lambda m, x, is_large: x[:, 2:] if is_large else x[:, :2],
     "columns that were written": lambda m, x, is_large: _scaled(x, slice(2, 4) if is_large else slice(0, 2)),
     "a copy, written where others read": lambda m, x, is_large: _added(x @ m.one, m.table[0], is_large),
