@@ -49,12 +49,12 @@ class ReplayPlan:
         self._lent = storages_of(entry.outputs.lent(entry.size)) if entry.mutated else set()
         inputs = entry.inputs if entry.inputs.specs else None
         self.native: Any = None
+        """The same replay in the core, which calls Python for every unusual case; None where there is no core."""
         if CORE is not None:
             parts = entry.outputs.parts(rows)
             self.native = CORE.Plan(
                 self, entry, rows, self._size, *self._cells, inputs, self._take, self._watched, *parts
             )
-        """The same replay in the core, which calls Python for every unusual case; None where there is no core."""
 
     def clash(self, values: Sequence[Any]) -> str | None:
         """How the arguments of a call share memory that the graph writes, so that copies would not do; or None."""

@@ -80,7 +80,7 @@ class Look {
   // Whether a plain tensor looks so; false before one was taken.
   bool is_of(PyObject* tensor) const {
     if (!keys_ || keys_of(tensor) != keys_) return false;
-    return has_form(static_cast<const char*>(impl_of(tensor)) + layout.extents, form_);
+    return has_words(static_cast<const char*>(impl_of(tensor)) + layout.extents, form_);
   }
 
   // Take the look of a plain tensor, if it can be read.

@@ -342,13 +342,13 @@ PyObject* run_locked(PlanObject* self, Values& values, PyObject* stats) {
 uintptr_t address_in(PyObject* number) { return reinterpret_cast<uintptr_t>(PyLong_AsVoidPtr(number)); }
 
 // Addresses from the first one up to the other.
-struct Span {
+struct AddressRange {
   uintptr_t begin, end;
-  bool overlaps(const Span& other) const { return begin < other.end && other.begin < end; }
+  bool overlaps(const AddressRange& other) const { return begin < other.end && other.begin < end; }
 };
 
 // Whether the addresses of a tensor lie in none of the ranges of Spans.
-bool is_outside(PyObject* written, const Span& taken) {
+bool is_outside(PyObject* written, const AddressRange& taken) {
   const Ref spans = attribute(written, names.spans);
   if (!spans || !PyTuple_CheckExact(spans.get())) {
     PyErr_Clear();
@@ -357,14 +357,14 @@ bool is_outside(PyObject* written, const Span& taken) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(spans.get()); ++i) {
     PyObject* span = PyTuple_GET_ITEM(spans.get(), i);
     if (!PyTuple_CheckExact(span) || PyTuple_GET_SIZE(span) != 2) return false;
-    const Span one{address_in(PyTuple_GET_ITEM(span, 0)), address_in(PyTuple_GET_ITEM(span, 1))};
+    const AddressRange one{address_in(PyTuple_GET_ITEM(span, 0)), address_in(PyTuple_GET_ITEM(span, 1))};
     if (one.overlaps(taken)) return false;
   }
   return true;
 }
 
 // Whether an argument takes its bytes one after the other; sets what addresses it takes.
-bool find_span(PlanObject* self, Py_ssize_t position, PyObject* tensor, Span* taken) {
+bool find_range(PlanObject* self, Py_ssize_t position, PyObject* tensor, AddressRange* taken) {
   void* data = nullptr;
   bool is_contiguous = false;
   if (!is_plain_tensor(tensor) || !is_plain_host(tensor) || shim.data_ptr(handle_of(tensor), &data)) return false;
@@ -372,7 +372,7 @@ bool find_span(PlanObject* self, Py_ssize_t position, PyObject* tensor, Span* ta
   for (const Copy& copy : *self->copies) {
     if (copy.position != position) continue;
     const auto begin = reinterpret_cast<uintptr_t>(data);
-    *taken = Span{begin, begin + copy.nbytes};
+    *taken = AddressRange{begin, begin + copy.nbytes};
     return true;
   }
   return false;  // before the first call was loaded
@@ -388,11 +388,11 @@ bool shares_nothing(PlanObject* self, const Values& values) {
     PyErr_Clear();
     return false;
   }
-  const Span all{address_in(low.get()), address_in(high.get())};
+  const AddressRange all{address_in(low.get()), address_in(high.get())};
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->watched); ++i) {
     const Py_ssize_t position = PyLong_AsSsize_t(PyTuple_GET_ITEM(self->watched, i));
-    Span taken{0, 0};
-    if (!find_span(self, position, values[position], &taken)) return false;
+    AddressRange taken{0, 0};
+    if (!find_range(self, position, values[position], &taken)) return false;
     if (all.overlaps(taken) && !is_outside(written.get(), taken)) return false;
   }
   return true;

@@ -82,8 +82,8 @@ struct Imprint {
 // The imprint of a tensor whose address counts, or does not; it refers to ``form``, which it fills.
 Imprint imprint_of(void* handle, bool counts, Form& form);
 
-// Whether the words at an address are of a form.
-inline bool has_form(const char* memory, const Form& form) {
+// Whether the words at an address are those of a form.
+inline bool has_words(const char* memory, const Form& form) {
   using Two = uint64_t __attribute__((vector_size(16), may_alias));
   using Loose = uint64_t __attribute__((vector_size(16), aligned(8), may_alias));
   const Two* then = reinterpret_cast<const Two*>(form.words);
@@ -100,7 +100,7 @@ inline bool has_form(const char* memory, const Form& form) {
 // Whether a tensor is as its imprint says. False tells nothing. ``at`` is the layout.
 inline bool is_as(const Imprint& imprint, const Layout& at) {
   const char* impl = *static_cast<const char**>(imprint.handle);
-  if (impl != imprint.impl || !has_form(impl + at.extents, *imprint.form)) return false;
+  if (impl != imprint.impl || !has_words(impl + at.extents, *imprint.form)) return false;
   if (!imprint.storage) return true;
   const char* storage = *reinterpret_cast<const char* const*>(impl + at.storage);
   const uint64_t* data = reinterpret_cast<const uint64_t*>(storage + at.data);
