@@ -284,9 +284,10 @@ class StateReads:
             is_class = issubclass(type(home), type)
             users = objects.user_classes(home if is_class else type(home))
             if objects.is_user_module(home) or (is_class and users):
-                present = [name for name in vars(home) if name in names]
-                self._compare_variables(vars(home), present)
-                pending += map(vars(home).__getitem__, present)
+                table = vars(home) if is_class else attribute_table(home) or {}
+                present = [name for name in table if name in names]
+                self._compare_variables(table, present)
+                pending += map(table.__getitem__, present)
             else:
                 self._follow_methods(users, names)
 
