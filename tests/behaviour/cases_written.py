@@ -21,7 +21,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 from xml.etree import ElementTree
 
@@ -672,6 +672,9 @@ unseen("object in an array", lambda: np.array([{"k": 2}], dtype=object), lambda 
 unseen("weak proxy", lambda: (box := Box(k=2.0), weakref.proxy(box)), lambda o: o[1].k)
 unseen("lock given back by name", threading.Lock, lambda o: (o.acquire() and o.release()) or 2)
 unseen("attrgetter", lambda: (Box(k=2.0), attrgetter("k")), lambda o: o[1](o[0]))
+unseen("globals under another name", lambda: globals, lambda o: o()["FACTOR"])
+unseen("methodcaller", lambda: ([2], methodcaller("".join(["p", "op"]), 0)), lambda o: o[1]([*o[0]]))
+unseen("evaluated variables", lambda: {"name": "k", "k": 2.0}, lambda o: eval("locals()[name]", dict(o)))
 unseen("property of a getter", lambda: own_class(k=property(attrgetter("number")), number=2)(), lambda o: o.k)
 unseen("annotations", lambda: own_class(__annotations__={"k": 2}), lambda o: o.__annotations__["k"])
 unseen("globals() that are read", lambda: 2, lambda k: globals()["FACTOR"] * k)

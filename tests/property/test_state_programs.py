@@ -181,7 +181,7 @@ class Run:
             elif self.front_ends:
                 with suppress(GraphDispatchError):  # a capture ahead may be refused
                     self.manage(step, number, x)
-        except (AttributeError, LookupError, RuntimeError, TypeError) as error:
+        except Exception as error:  # the program's own, if eager calls raise it, too
             return type(error)
         return None
 

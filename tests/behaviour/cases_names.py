@@ -1,0 +1,155 @@
+"""The cases of state that code reads under names that it computes, by whatever function and whoever holds that."""
+
+import ast
+import builtins
+import copy
+import dataclasses
+import functools
+import inspect
+import io
+import json
+import logging
+import operator
+import pickle
+import string
+import types
+from collections.abc import Callable
+from functools import partial, partialmethod
+from operator import methodcaller
+from typing import Any
+
+from torch.utils import _pytree
+
+from .cases import READS, Box
+from .cases_read import Apart, put, read, to
+
+__all__ = ["READS"]
+
+KEY, TEMPLATE = "".join(["sca", "le"]), "".join(["{0.sca", "le}"])
+
+
+class Slot:
+    """One number, in a slot."""
+
+    __slots__ = ("scale",)
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+class Aliased(Slot):
+    """Has the slot under another name, too."""
+
+    alias = vars(Slot)[KEY]
+
+
+class Tabled(Box):
+    """Has its table under another name."""
+
+    table = vars(Box)["__dict__"]
+    get = partialmethod(getattr)
+    found = getattr
+
+
+@dataclasses.dataclass
+class Data:
+    """A field whose name stands in its class alone."""
+
+    scale: float = 2.0
+
+
+_pytree.register_dataclass(Data)
+
+
+class Visitor(ast.NodeVisitor):
+    """Has a method for each kind of node, under names that ``ast`` makes up."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __setattr__(self, name: str, value: float) -> None:
+        vars(self)["visit_Pass"] = lambda _: value
+
+
+def two_at_once(held: Any) -> float:
+    """A local name for a builtin, used for a name that stands in the code and for one that does not."""
+    get = getattr
+    return float(get(held, "other", 1.0) * get(held, KEY))
+
+
+def pickled(held: Any) -> float:
+    """The sum of the bytes of a pickle."""
+    file = io.BytesIO()
+    pickle.Pickler(file).dump(held)
+    return float(sum(file.getvalue()))
+
+
+def with_default(held: Any, get: Any = getattr) -> float:
+    """A default."""
+    return float(get(held, KEY))
+
+
+Get = Callable[[], float]
+HELD: dict[str, Callable[[Any], Get]] = {
+    "in a default": lambda held: partial(with_default, held),
+    "in a closure": lambda held: (lambda get: lambda: get(held, KEY))(getattr),
+    "in an attribute": lambda held: (lambda box: lambda: box.get(held, KEY))(Box(get=getattr)),
+    "in an attribute beside the builtin": lambda held: (
+        lambda box: lambda: getattr(held, "other", 1.0) * box.get(held, KEY)
+    )(Box(get=getattr)),
+    "in a container": lambda held: (lambda table: lambda: table["get"](held, KEY))({"get": getattr}),
+    "in a logger": lambda held: (lambda box: lambda: box.get(held, KEY))(logger_with(getattr)),
+    "in a local name": lambda held: lambda: two_at_once(held),
+    "in a partial": lambda held: partial(partial(getattr, held), KEY),
+    "in a method": lambda held: partial(types.MethodType(getattr, held), KEY),
+    "its own method": lambda held: partial(getattr.__call__, held, KEY),
+    "of the module": lambda held: lambda: builtins.getattr(held, KEY),
+    "by its name": lambda held: lambda: getattr(builtins, "getattr")(held, KEY),  # noqa: B009
+    "mapped": lambda held: lambda: next(map(getattr, [held], [KEY])),
+    "reduced": lambda held: lambda: functools.reduce(getattr, [KEY], held),
+    "vars": lambda held: (lambda box: lambda: box.get(held)[KEY])(Box(get=vars)),
+    "hasattr": lambda held: (lambda box: lambda: 2.0 if box.has(held, KEY) and held.scale < 3 else 5.0)(
+        Box(has=hasattr)
+    ),
+    "object's": lambda held: partial(object.__getattribute__, held, KEY),
+    "the object's": lambda held: partial(held.__getattribute__, KEY),
+    "its state": lambda held: (lambda get: lambda: get()[KEY])(held.__getstate__),
+    "its table by a constant": lambda held: lambda: getattr(held, "__dict__")[KEY],  # noqa: B009
+    "its method by a constant": lambda held: lambda: getattr(held, "__getattribute__")(KEY),  # noqa: B009
+    "reduced by a constant": lambda held: lambda: methodcaller("__reduce_ex__", 2)(held)[2][KEY],
+    "three attributes": lambda held: lambda: operator.attrgetter("__class__", "__doc__", KEY)(held)[2],
+    "a template": lambda held: lambda: float(TEMPLATE.format(held)),
+    "a mapped template": lambda held: lambda: float(next(map("{0.scale}".format, [held]))),
+    "a kept template": lambda held: (lambda fill: lambda: float(next(map(fill, [held]))))("{0.scale}".format),
+    "a formatter": lambda held: lambda: float(string.Formatter().format(TEMPLATE, held)),
+    "statically": lambda held: lambda: inspect.getattr_static(held, KEY),
+    "copied": lambda held: lambda: vars(copy.copy(held))[KEY],
+    "a pickle": lambda held: lambda: pickled(held),
+    "a mapped pickle": lambda held: lambda: float(sum(next(map(pickle.dumps, [held])))),
+    "an encoder": lambda held: lambda: json.loads(json.dumps(held, default=vars))[KEY],
+}
+OWN: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "a slot's descriptor": (lambda: Slot(2.0), lambda held: vars(Slot)[KEY].__get__(held)),
+    "a slot under another name": (lambda: Aliased(2.0), lambda held: held.alias),
+    "a table under another name": (lambda: Tabled(scale=2.0), lambda held: held.table[KEY]),
+    "a method of a partial": (lambda: Tabled(scale=2.0), lambda held: held.get(KEY)),
+    "an attribute of a class": (lambda: Tabled(scale=2.0), lambda held: held.found(held, KEY)),
+    "leaves": (Data, lambda held: _pytree.tree_leaves(held)[0]),
+    "fields": (Data, lambda held: next(iter(dataclasses.asdict(held).values()))),
+    "a visitor": (lambda: Visitor(2.0), lambda held: held.visit(ast.Pass())),
+}
+
+
+def logger_with(get: Any) -> logging.Logger:
+    """A logger, of which nobody looks at the attributes."""
+    logger = logging.Logger("accessors")
+    logger.get = get  # type: ignore[attr-defined]
+    return logger
+
+
+for name, reach in HELD.items():
+    read(f"computed name, {name}")(
+        lambda reach=reach: Apart(held := Box(scale=2.0), reach(held)), lambda get: get(), put("owner", scale=5.25)
+    )
+for name, (make, get) in OWN.items():
+    read(f"computed name of {name}")(make, get, lambda held: to(held, scale=5.25))
