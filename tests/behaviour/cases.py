@@ -1,7 +1,6 @@
-"""One table of Python state: what a call may read, what may change without harm, and what a call may write.
+"""What a case of Python state is: what a call reads, what may change without harm, and what a call writes.
 
-``cases_read.py``, ``cases_written.py`` and ``cases_mixed.py`` fill it. A case makes its state
-anew each time that it is used.
+``table.py`` has them all. A case makes its state anew each time that it is used.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,6 +1,6 @@
 """Python state: what a call reads is compared, and what it writes is written once.
 
-The cases are in ``cases_read.py`` and ``cases_written.py``; rows of ``docs/footguns.md`` run through every front end.
+The cases are those of ``table.py``; rows of ``docs/footguns.md`` run through every front end.
 """
 
 import sys
