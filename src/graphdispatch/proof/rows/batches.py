@@ -11,6 +11,7 @@ Note [a batch of one]
 """
 
 import dis
+import math
 import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -29,8 +30,6 @@ from ...sizes import MOST_AXES
 Array = NDArray[Any]
 
 _MOST = 2**62
-_MOST_EXACT = 2**53
-"""Above it a float does not hold each integer."""
 _LONGEST_TEXT = 60
 
 
@@ -75,6 +74,8 @@ class BatchSpace:
         self.extents, self.own = tuple(extents), tuple(own)
         self.at = tuple(extent.index(length) for extent, length in zip(extents, own, strict=True))
         self.restrictions: list[Restriction] = []
+        self.computed: dict[Any, tuple[Any, Any]] = {}
+        """Numbers that were made of others, with these, by what made them."""
         self.stray = ""
         """Where a number made of sizes reached code that takes plain numbers, if it did."""
         many = len(extents)
@@ -196,11 +197,6 @@ class SizeNumber:
         self.space.restrict(np.asarray(outcome), f"Python decides by {self.of_what} ({text})")
         return own
 
-    def make(self, values: Array, own: Any, text: str) -> Any:
-        """Another number made of sizes."""
-        kind = Num if values.dtype.kind in "iu" else Real
-        return kind(self.space, values, own, text)
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -235,35 +231,14 @@ class SizeNumber:
     def __index__(self) -> int:
         return operator.index(self.plain())
 
-    def __neg__(self) -> Any:
-        return self.make(-self.values, -self.own, f"-{self.text}")
-
     def __pos__(self) -> Any:
         return self
-
-    def __abs__(self) -> Any:
-        return self.make(abs(self.values), abs(self.own), f"abs({self.text})")
 
     def __invert__(self) -> Any:
         return ~self.plain()
 
-    def __ceil__(self) -> Any:
-        return self._rounded(np.ceil)
-
-    def __floor__(self) -> Any:
-        return self._rounded(np.floor)
-
-    def __trunc__(self) -> Any:
-        return self._rounded(np.trunc)
-
     def __round__(self, digits: int | None = None) -> Any:
-        return round(self.plain(), digits) if digits is not None else self._rounded(np.round)
-
-    def _rounded(self, how: Callable[[Array], Array]) -> Any:
-        if not np.isfinite(self.values).all() or abs(self.values).max() >= _MOST_EXACT:
-            return int(how(np.asarray(self.plain())))
-        values = how(self.values).astype(np.int64)
-        return self.make(values, int(self.space.of_run(values)), f"round({self.text})")
+        return round(self.plain(), digits) if digits is not None else _compute(round, f"round({self.text})", self)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self
@@ -273,9 +248,8 @@ class SizeNumber:
 
     def is_integer(self) -> bool:
         """As of plain numbers."""
-        return self.decide(
-            self.values == np.trunc(self.values), float(self.own).is_integer(), f"{self.text}.is_integer()"
-        )
+        outcome = self.values == np.trunc(self.values)
+        return self.decide(outcome, float(self.own).is_integer(), f"{self.text}.is_integer()")
 
     @property
     def real(self) -> Any:
@@ -301,22 +275,23 @@ _SIGNS = {
     "and_": "&",
     "or_": "|",
     "xor": "^",
-    "eq": "==",
-    "ne": "!=",
-    "lt": "<",
-    "le": "<=",
-    "gt": ">",
-    "ge": ">=",
 }
-_DIVISIONS = frozenset({"floordiv", "truediv", "mod"})
-
-
-def _values(number: Any) -> Any:
-    return number.values if isinstance(number, SizeNumber) else np.asarray(number)
+_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_UNARY: dict[str, Callable[[Any], Any]] = {
+    "neg": operator.neg,
+    "abs": abs,
+    "ceil": math.ceil,
+    "floor": math.floor,
+    "trunc": math.trunc,
+}
 
 
 def _own(number: Any) -> Any:
     return number.own if isinstance(number, SizeNumber) else number
+
+
+def _plain(number: Any) -> Any:
+    return number.plain() if isinstance(number, SizeNumber) else number
 
 
 def _text(number: Any) -> str:
@@ -327,80 +302,75 @@ def _is_number(value: Any) -> bool:
     return issubclass(type(value), (int, float, SizeNumber))
 
 
-def _is_exact(name: str, left: Array, right: Array) -> bool:
-    """Whether arrays give the numbers that Python gives, which has integers of any length."""
-    if not (left.size and right.size) or left.dtype.kind not in "iub" or right.dtype.kind not in "iub":
-        return left.dtype.kind in "iubf" and right.dtype.kind in "iubf"
-    a, b = int(abs(left).max()), int(abs(right).max())
-    if name == "mul":
-        return a * b < _MOST
-    if name in ("pow", "lshift"):
-        return bool((right >= 0).all()) and b < 64 and (a**b if name == "pow" else a << b) < _MOST
-    if name == "rshift":
-        return bool((right >= 0).all()) and b < 64
-    return max(a, b) < (_MOST_EXACT if name == "truediv" else _MOST // 2)
+def _outcomes(op: Callable[..., Any], numbers: Sequence[Any]) -> Array:
+    """What Python makes of numbers, for each batch; None where it makes none, or one that no array holds."""
+
+    def one(*plain: Any) -> Any:
+        try:
+            made = op(*plain)
+        except (ArithmeticError, ValueError):
+            return None
+        is_held = type(made) in (bool, float) or (type(made) is int and abs(made) < _MOST)
+        return made if is_held else None
+
+    values = (number.values if isinstance(number, SizeNumber) else np.asarray(number) for number in numbers)
+    return np.asarray(np.frompyfunc(one, len(numbers), 1)(*values))
 
 
-def _compute(name: str, left: Any, right: Any) -> Any:
-    """``left`` and ``right`` combined for each batch; plain where numbers of Python alone would be exact."""
-    number = left if isinstance(left, SizeNumber) else right
-    a, b, op = _values(left), _values(right), getattr(operator, name)
-    if name in _DIVISIONS:
-        number.decide(np.broadcast_arrays(b == 0, number.values)[0], True, f"{_text(right)} == 0")
-    is_plain = not _is_exact(name, a, b) or (name in _DIVISIONS and _own(right) == 0)
-    values = _powers(a, b) if name == "pow" and not is_plain else None
-    if is_plain or (name == "pow" and values is None):
-        for one in (left, right):
-            if isinstance(one, SizeNumber):
-                one.plain()
-        return op(_own(left), _own(right))
-    if values is None:
-        with np.errstate(all="ignore"):
-            values = np.asarray(op(a, b))
-    return number.make(values, op(_own(left), _own(right)), f"({_text(left)} {_SIGNS[name]} {_text(right)})")
+def _compute(op: Callable[..., Any], text: str, *numbers: Any) -> Any:
+    """A number made of others. The run then speaks for batches where it is one of the same kind; if it is none that an
+    array holds, for batches with these numbers alone."""
+    space = next(number for number in numbers if isinstance(number, SizeNumber)).space
+    key = (op, *((id(number),) if isinstance(number, SizeNumber) else (type(number), number) for number in numbers))
+    if key not in space.computed:  # which takes long for many batches, and comes again in each layer
+        values = _outcomes(op, numbers)
+        own = space.of_run(values)
+        if own is None:
+            return op(*map(_plain, numbers))
+        is_same = np.frompyfunc(lambda value: type(value) is type(own), 1, 1)(values).astype(bool)
+        space.restrict(is_same, f"Python gets a number of another kind ({text})")
+        kind, dtype = (Num, np.int64) if type(own) is int else (Real, np.float64)
+        space.computed[key] = numbers, kind(space, np.where(is_same, values, own).astype(dtype), own, text)
+    return space.computed[key][1]
 
 
-def _powers(bases: Array, exponents: Array) -> Array | None:
-    """Powers as Python rounds them, which NumPy does otherwise; None if one is none, or too large."""
-    if bool((bases <= 0).any()):
-        return None
-    try:
-        values = np.asarray(np.frompyfunc(operator.pow, 2, 1)(bases, exponents))
-    except OverflowError:
-        return None
-    return values.astype(np.float64 if "f" in bases.dtype.kind + exponents.dtype.kind else np.int64)
+def _arithmetic(name: str, sign: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
+    op = getattr(operator, name)
 
-
-def _arithmetic(name: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
     def forward(self: Any, other: Any) -> Any:
-        return _compute(name, self, other) if _is_number(other) else NotImplemented
+        return (
+            _compute(op, f"({_text(self)} {sign} {_text(other)})", self, other) if _is_number(other) else NotImplemented
+        )
 
     def backward(self: Any, other: Any) -> Any:
-        return _compute(name, other, self) if _is_number(other) else NotImplemented
+        return (
+            _compute(op, f"({_text(other)} {sign} {_text(self)})", other, self) if _is_number(other) else NotImplemented
+        )
 
     return forward, backward
 
 
-def _comparison(name: str) -> Callable[[Any, Any], Any]:
+def _comparison(name: str, sign: str) -> Callable[[Any, Any], Any]:
     op = getattr(operator, name)
 
     def compare(self: Any, other: Any) -> Any:
         if not _is_number(other):
             return NotImplemented
-        outcome = np.asarray(op(self.values, _values(other)))
-        return self.decide(outcome, bool(op(self.own, _own(other))), f"{self.text} {_SIGNS[name]} {_text(other)}")
+        outcome = _outcomes(op, (self, other)).astype(bool)
+        return self.decide(outcome, op(self.own, _own(other)), f"{self.text} {sign} {_text(other)}")
 
     return compare
 
 
-def _power(self: Any, other: Any, modulo: Any = None) -> Any:
-    if modulo is not None:
-        return pow(_plain(self), _plain(other), _plain(modulo))
-    return _compute("pow", self, other) if _is_number(other) else NotImplemented
+def _unary(name: str, op: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda self: _compute(op, f"{name}({self.text})", self)
 
 
-def _plain(number: Any) -> Any:
-    return number.plain() if isinstance(number, SizeNumber) else number
+def _with_modulo(power: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    def modular(self: Any, other: Any, modulo: Any = None) -> Any:
+        return power(self, other) if modulo is None else pow(_plain(self), _plain(other), _plain(modulo))
+
+    return modular
 
 
 def _divmod(self: Any, other: Any) -> Any:
@@ -432,12 +402,12 @@ class Real(SizeNumber, torch.SymFloat):
 def _define() -> None:
     """Give both kinds of numbers all operators; torch's classes have some of their own, which would come first."""
     methods: dict[str, Any] = {name: value for name, value in vars(SizeNumber).items() if callable(value)}
-    for name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "lshift", "rshift", "and_", "or_", "xor"):
+    for name, sign in _SIGNS.items():
         plain = name.rstrip("_")
-        methods[f"__{plain}__"], methods[f"__r{plain}__"] = _arithmetic(name)
-    for name in ("eq", "ne", "lt", "le", "gt", "ge"):
-        methods[f"__{name}__"] = _comparison(name)
-    methods |= {"__pow__": _power, "__divmod__": _divmod, "__rdivmod__": _divmod_of}
+        methods[f"__{plain}__"], methods[f"__r{plain}__"] = _arithmetic(name, sign)
+    methods |= {f"__{name}__": _comparison(name, sign) for name, sign in _COMPARISONS.items()}
+    methods |= {f"__{name}__": _unary(name, op) for name, op in _UNARY.items()}
+    methods |= {"__pow__": _with_modulo(methods["__pow__"]), "__divmod__": _divmod, "__rdivmod__": _divmod_of}
     for kind, name in product((Num, Real), methods):
         setattr(kind, name, methods[name])
 
