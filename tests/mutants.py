@@ -53,7 +53,7 @@ TABLE: dict[str, list[str]] = {
     "proof/rows/custom": ["tests/proof/rows/test_custom.py"],
     "proof/rows/scripts": [*_ROWS, "tests/proof/rows/test_models.py"],
     "proof/rows/verdict": [*_ROWS, "tests/runtime/test_same_bits.py", "tests/runtime/test_dims.py"],
-    **dict.fromkeys([f"proof/check/{name}" for name in ("compare", "failures", "gain", "padding_writes")], _CHECK),
+    **dict.fromkeys([f"proof/check/{name}" for name in ("compare", "failures", "gain")], _CHECK),
     "proof/check/attempt": [*_CHECK, _FOOTGUNS.format("state"), "tests/runtime/test_dims.py"],
     "proof/check/eager_run": [*_CHECK, _FOOTGUNS.format("state"), _FOOTGUNS.format("ambient")],
     "proof/check/lengths": ["tests/runtime/test_dims.py", _FOOTGUNS.format("dims"), "tests/property/test_dims.py"],

@@ -69,6 +69,12 @@ def add_rows(place: int, source: Tensor, target: Tensor) -> None:
 
 
 @Kernel
+def scale_row(place: int, source: Tensor, weight: Tensor, target: Tensor) -> None:
+    """A row for each place, by a weight."""
+    copy_row(target, place, source[place] * weight)
+
+
+@Kernel
 def clamp_row(place: int, rows: Tensor) -> None:
     """No number below zero."""
     copy_row(rows, place, rows[place].clamp(min=0))
@@ -136,6 +142,22 @@ def test_padding_that_a_launched_kernel_would_write() -> None:
         assert_same(model.cache, twin.cache)
     assert step.stats.reasons[Reason.PADDING_WRITES_STATE] > 0, step.stats.reasons
     assert step.stats.hits > 0, step.stats.reasons
+
+
+@pytest.mark.parametrize("padding_writes", ["refuse", "allow"])
+def test_a_launched_kernel_that_takes_state_may_write_it(padding_writes: str) -> None:
+    """Nobody sees that it only reads a weight: padded batches wait for the user's word for that, too."""
+    weight = torch.randn(4)
+
+    def scaled(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        scale_row[(len(x),)](x, weight, out)
+        return out + 1
+
+    step = make(scaled, sizes=(4,), rows="independent", padding_writes=padding_writes)
+    check_rows(step, 4, 4, 4, 3, 2, 3, 2, width=4)
+    reason = step.last_decision.reason
+    assert reason is (Reason.PADDED if padding_writes == "allow" else Reason.PADDING_WRITES_STATE)
 
 
 @pytest.mark.parametrize("order", [[3, 3, 3], [4, 4, 4], [2, 2, 3], [3, 4, 3]], ids=str)

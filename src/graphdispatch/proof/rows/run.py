@@ -327,6 +327,9 @@ class RowRun:
         """Run compiled code, whose rows nobody can follow."""
         out = region(*args)
         tensors = tensors_in(args, out)
+        for tensor in filter(is_strided, written_tensors(region, args, {})):
+            if storage_key(tensor) not in self.made and not self._has_rows(tensor):  # nobody sees at which places
+                self.slots.note_write(str(region), tensor, (), range(len(self.sizes.axes)), adds=True)
         self._steps.append(Step(region, (None,) * len(tensors)))
         if any(map(self.follows, tensors)):
             fault = fault_here(False, str(region))
