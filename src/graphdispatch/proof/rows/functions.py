@@ -47,7 +47,15 @@ _TAKES_SHAPE = frozenset(_SHAPE_NAMES.split())
 _SHAPED = _TAKES_SHAPE | {"unflatten"}
 """Functions whose result must have the sizes that they are given."""
 _MAKES = _TAKES_SHAPE - {"view", "reshape"} | {"full", "new_full", "repeat", "tile"}
-_SIZE_NAMES = frozenset({"size", "sizes", "shape", "repeats", "dims"})
+_SIZE_PLACES = {
+    **dict.fromkeys((*_TAKES_SHAPE, "repeat", "tile"), slice(None)),
+    "full": slice(0, 1),
+    "new_full": slice(1, 2),
+    "unflatten": slice(2, None),
+    "narrow": slice(3, 4),
+}
+"""Which of their arguments functions take as sizes; what no rule takes for one narrows the run."""
+_SIZE_NAMES = frozenset({"size", "sizes", "shape", "repeats", "dims", "end", "length"})
 _FOR_USERS = {*AROUND_CALLABLES, host_reads.__file__}
 """Files of this package whose code calls functions of torch for the user's code."""
 _TRANSFORMS = os.path.join("torch", "_functorch", "")
@@ -191,29 +199,18 @@ class Caller:
     def plain(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with plain numbers. Numbers that are no sizes narrow the run."""
         name, args, named = self.function, self.arguments, self.named
-        by_name = {key: (self._size if key in _SIZE_NAMES else _number)(value) for key, value in named.items()}
-        if name in _TAKES_SHAPE or name in ("repeat", "tile"):
-            return tuple(map(self._size, args)), by_name
-        if name in ("full", "new_full"):
-            at = 0 if name == "full" else 1
-            return tuple((self._size if i == at else _number)(v) for i, v in enumerate(args)), by_name
         if name in ("broadcast_shapes", "expand_as", "view_as"):
             return args, dict(named)
+        by_name = {key: (self._size if key in _SIZE_NAMES else _number)(value) for key, value in named.items()}
         if name in ("__getitem__", "__setitem__"):
             self.arguments = args = (args[0], self._without_whole_slices(args[0], args[1]), *args[2:])
             self._find_doubles()
             return (args[0], self._index(args[1]), *map(_number, args[2:])), by_name
-        self._find_doubles()
-        if name == "unflatten":
-            return (args[0], _number(args[1]), *map(self._size, args[2:])), by_name
-        if name == "arange":
-            at = 0 if len(args) == 1 else 1
-            ends = {key: self._size(value) for key, value in named.items() if key == "end"}
-            return tuple((self._size if i == at else _number)(v) for i, v in enumerate(args)), by_name | ends
-        if name == "narrow":
-            ends = {key: self._size(value) for key, value in named.items() if key == "length"}
-            return tuple((self._size if i == 3 else _number)(v) for i, v in enumerate(args)), by_name | ends
-        return tuple(map(_number, args)), {key: _number(value) for key, value in named.items()}
+        if name not in _MAKES and name not in _TAKES_SHAPE:
+            self._find_doubles()
+        end_of_range = slice(len(args) > 1, 2) if name == "arange" else slice(0)
+        places = range(len(args))[_SIZE_PLACES.get(name, end_of_range)]
+        return tuple((self._size if i in places else _number)(v) for i, v in enumerate(args)), by_name
 
     def _without_whole_slices(self, tensor: Any, index: Any) -> Any:
         """An index, with ``:`` for leading slices that end where their dimension ends, for all batches."""

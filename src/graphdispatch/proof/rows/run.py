@@ -55,16 +55,7 @@ from .slots import ALL_PLACES, Slots
 from .verdict import Step, Verdict
 
 _PLAIN_TYPES: set[type] = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
-_RULE_FAILS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    IndexError,
-    KeyError,
-    StopIteration,
-    TypeError,
-    ValueError,
-)
+_RULE_FAILS = (ArithmeticError, AssertionError, AttributeError, LookupError, StopIteration, TypeError, ValueError)
 
 
 class RowRun:
