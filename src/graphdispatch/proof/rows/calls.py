@@ -91,11 +91,8 @@ class Call:
         """Whether it writes rows in another order over all of a memory that it was given."""
         self._read: set[int] = set()
         """The tensors (by ``id``) at whose label the rule has looked."""
-        self.a: dict[str, Any] = {
-            **operator.defaults,
-            **dict(zip(operator.defaults, args, strict=False)),
-            **kwargs,
-        }
+        self.a: dict[str, Any] = operator.defaults | dict(zip(operator.defaults, args, strict=False))
+        self.a.update(kwargs)
 
     def label(self, tensor: Tensor | str) -> Label:
         """The label of a tensor, or of the argument of this name."""

@@ -318,7 +318,13 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
+_NO_NUMBERS = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str, torch.dtype})
+"""Classes of most arguments, in which no number made of sizes is."""
+
+
 def _has_numbers(value: Any) -> bool:
+    if type(value) in _NO_NUMBERS:
+        return False
     if isinstance(value, SizeNumber):
         return True
     if isinstance(value, (list, tuple)):
