@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from graphdispatch import CUDAGraphOptions
+from graphdispatch import CUDAGraphOptions, Reason, graphed
 from graphdispatch.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
@@ -19,7 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, about its 
 
 from graphdispatch.integrations.transformers import GraphedGeneration, NotServed, graphed_generation  # noqa: E402
 from graphdispatch.integrations.transformers.available import check_seams, check_version  # noqa: E402
-from graphdispatch.integrations.transformers.slots import CACHE_NAMES  # noqa: E402
+from graphdispatch.integrations.transformers.caches import KeptCache  # noqa: E402
+from graphdispatch.integrations.transformers.slots import CACHE_NAMES, Slot  # noqa: E402
 
 from ..helpers import in_threads  # noqa: E402
 from .families import CACHE, GREEDY, MODES, Requests, answers, make_model, prompts  # noqa: E402
@@ -181,6 +182,16 @@ def test_threads_do_not_share_a_cache(served: GraphedGeneration) -> None:
     expected = [model.generate(**batch, **GREEDY, use_cache=False) for batch in batches]
     got = in_threads(*(partial(model.generate, **batch, **GREEDY) for batch in batches))
     assert all(map(torch.equal, got, expected))
+
+
+def test_other_threads_end_no_captures(served: GraphedGeneration) -> None:
+    """A step that other threads kept from being captured is captured later; another failure is for good."""
+    key: Any = None
+    for reason, is_hopeless in ((Reason.STATE_SHARED, False), (Reason.CAPTURE_UNSAFE, True)):
+        failed = Slot(key, KeptCache(served.model.config, 8), graphed(torch.relu, dynamic={}))
+        failed.step.stats.record_capture_failure()
+        failed.step.stats.record_eager(reason)
+        assert failed.is_hopeless is is_hopeless
 
 
 class Ends(transformers.StoppingCriteria):  # type: ignore[misc]

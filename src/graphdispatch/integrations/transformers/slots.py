@@ -104,10 +104,11 @@ class Slot:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether no graph can serve, as far as was seen: captures have failed and none has served, or the model reads
-        in Python what each step changes."""
+        """Whether no graph can serve, as far as was seen: captures have failed and none has served, but not for other
+        threads alone; or the model reads in Python what each step changes."""
         stats = self.step.stats
-        return (bool(stats.capture_failures) and not stats.hits) or self.cache.counts.was_read_inside
+        has_failed = bool(stats.capture_failures) and not stats.hits and Reason.STATE_SHARED not in stats.reasons
+        return has_failed or self.cache.counts.was_read_inside
 
     def run_step(self, arguments: dict[str, Any]) -> Any:
         """The model's answer to a step of one token."""
