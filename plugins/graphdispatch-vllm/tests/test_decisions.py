@@ -151,6 +151,10 @@ def test_the_keys_decide() -> None:
     assert ours.dispatch(7) == (Mode.NONE, BatchDescriptor(7))
     ours.add_cudagraph_key(Mode.FULL, BatchDescriptor(16, 16))
     assert ours.dispatch(7) == (Mode.FULL, BatchDescriptor(16, 16))
+    ours.cudagraph_keys[Mode.FULL] |= {BatchDescriptor(8, 8)}
+    assert ours.dispatch(7) == (Mode.FULL, BatchDescriptor(8, 8))
+    ours.cudagraph_keys[Mode.FULL].difference_update({BatchDescriptor(8, 8)})
+    assert ours.dispatch(7) == (Mode.FULL, BatchDescriptor(16, 16))
     ours.keys_initialized = False
     assert ours.get_capture_descs() == []
 

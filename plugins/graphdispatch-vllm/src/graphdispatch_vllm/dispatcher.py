@@ -39,7 +39,7 @@ def _forgetting(name: str) -> Callable[..., Any]:
     return change
 
 
-for _name in ("add", "discard", "remove", "pop", "clear", "update"):
+for _name in set(dir(set)).difference(dir(frozenset)):  # all that change a set
     setattr(_Keys, _name, _forgetting(_name))
 
 
