@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import graphdispatch as gd
+from graphdispatch.backends.cpu.graph import CPUGraph
 
 from ..helpers import Lazy
 
@@ -402,3 +403,11 @@ def test_a_call_that_takes_no_other_rows_is_untested() -> None:
     found = gd.audit(lambda x: x + torch.ones(3, 3) * x.sum().item(), torch.randn(3, 3)).independence
     assert found.verdict == "untested"
     assert "for a few rows the call raises RuntimeError" in found.text
+
+
+def test_what_the_driver_holds_of_graphs_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that is all that a graph holds for itself."""
+    for name in ("nbytes", "driver_nbytes"):
+        monkeypatch.setattr(CPUGraph, name, property(lambda graph: 20))
+    found = gd.audit(Doubled().twice, (X,))
+    assert found.memory["graphs"] == 20 * len(found.sizes) > 0

@@ -76,7 +76,11 @@ def audit(
             sizes=tuple(sorted({entry.size for entry in served.entries})),
             breaks=_breaks(served, observer, watched) if findings.forbidden else None,
             independence=_rows(served, observer, dims, difference if watched.repeats else ""),
-            memory={"pool": memory.pool_bytes, "inputs": memory.input_bytes, "graphs": memory.entry_bytes},
+            memory={
+                "pool": memory.pool_bytes,
+                "inputs": memory.input_bytes,
+                "graphs": memory.entry_bytes + memory.driver_bytes,
+            },
             **vars(findings),
         )
     finally:
