@@ -137,7 +137,7 @@ def test_everything_that_cuda_forbids_is_listed() -> None:
             scale += x.numpy().mean() + np.asarray(x).sum() + sum(x.flatten().tolist())
             scale += x.data_ptr() * 0 + torch.utils.dlpack.from_dlpack(x.detach()).sum() * 0
             picked = x[x > 3].sum() + x.nonzero().sum() + torch.unique(x).sum()
-            return x * scale + picked + x.cpu().sum() + x.to("cpu").sum()
+            return x * scale + picked + x.cpu().sum() + x.to("cpu").sum() + x.to("cpu:0").sum()
 
     model = nn.Sequential(nn.Identity(), Reader())
     found = gd.audit(model, X)
@@ -145,6 +145,7 @@ def test_everything_that_cuda_forbids_is_listed() -> None:
     kinds = ["_local_scalar_dense", "numpy", "__array__", "tolist", "data_ptr", "dlpack", "index", "nonzero", "unique"]
     names = " ".join(texts(found.forbidden))
     assert [kind for kind in [*kinds, "Tensor.cpu", "Tensor.to"] if kind not in names] == []
+    assert [one.times for one in found.forbidden if one.what == "Tensor.to"] == [2]
     item = found.forbidden[0]
     assert (item.times, item.module, item.where.split(": ")[1]) == (2, "1", "scale = x.sum().item()")
     assert found.breaks.modules == ("1",)

@@ -48,7 +48,7 @@ _CALLS_MODULE = nn.Module._call_impl.__code__
 def _tell_of_copy(name: str, original: Any, listeners: Callable[[], list[Any]]) -> Any:
     @wraps(original)
     def copy(*args: Any, **kwargs: Any) -> Any:
-        texts = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, str)]
+        texts = [value.partition(":")[0] for value in (*args[1:], *kwargs.values()) if isinstance(value, str)]
         if name != "to" or "cpu" in texts:
             for on_copy in listeners():
                 on_copy(f"Tensor.{name}")
