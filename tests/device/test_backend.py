@@ -228,9 +228,10 @@ def test_a_step_of_a_dispatcher_keeps_the_callers_memory() -> None:
     dispatcher.close()
 
 
-def test_a_step_of_a_dispatcher_waits_for_the_caller_and_the_caller_for_it() -> None:
-    """A worker's stream waits for what the caller's was given before, and each that asks for the result for the worker;
-    steps of one worker, given while it waits, keep their own inputs and outputs."""
+@pytest.mark.parametrize(("tokens", "rows"), [(4, 4), (4, 3), (5, 5)], ids=["graph", "other shape", "no graph"])
+def test_a_step_of_a_dispatcher_waits_for_the_caller_and_the_caller_for_it(tokens: int, rows: int) -> None:
+    """A worker's stream waits for what the caller's was given before, and each that takes the result for the step;
+    steps of one worker, given while it waits, keep their own inputs and outputs. So do steps that run eagerly."""
     options = CUDAGraphOptions(verify=False)
     dispatcher = StreamDispatcher(lambda x: x * 2, 1, backend=get_backend("queued"), options=options)
     key = DispatchKey(4, 4)
@@ -239,8 +240,8 @@ def test_a_step_of_a_dispatcher_waits_for_the_caller_and_the_caller_for_it() -> 
     torch.accelerator.synchronize()
     with held(own):
         with own:
-            batches = [x_of(value) for value in (3, 4)]
-            submitted = [dispatcher.submit(key, x) for x in batches]
+            batches = [x_of(value, rows) for value in (3, 4)]
+            submitted = [dispatcher.submit(DispatchKey(tokens, tokens), x) for x in batches]
         assert not any(one.is_done for one in submitted)
         with other:
             sums = [one.result() + 1 for one in submitted]

@@ -40,37 +40,34 @@ class StreamResult(NotCopied):
     """The handle on a submitted call.
 
     Attributes:
-        worker: The index of the worker that runs it; None for a call that ran on the caller's stream.
+        worker: The index of the worker whose graph was to serve it; None for a call without a graph.
     """
 
-    def __init__(self, step: Callable[[], Any], worker: "StreamWorker | None" = None) -> None:
-        self.worker = worker.index if worker is not None else None
-        self._backend = worker.backend if worker is not None else None
-        self._done: Event | None = None
+    def __init__(self, step: Callable[[], Any], backend: Backend, worker: int | None = None) -> None:
+        self.worker = worker
+        self._backend = backend
+        self._done: Event = backend.make_event()
         self._value: Any = None
         self._error: BaseException | None = None
         try:
             self._value = step()
         except BaseException as error:  # whatever it is, it belongs to whoever takes the result
             self._error = error
-        if self._backend is not None:
-            self._done = self._backend.make_event()
-            self._done.record(self._backend.current_stream())
+        self._done.record(backend.current_stream())
 
     @property
     def is_done(self) -> bool:
         """Whether the device has finished the step. Never blocks."""
-        return self._done is None or self._done.query()
+        return bool(self._done.query())
 
     @untraced
     def result(self) -> Any:
         """The outputs, which are the caller's; raises what the step raised.
 
-        Orders the calling thread's current stream after the worker, and does not block the host.
+        Orders the calling thread's current stream after the step, and does not block the host.
         """
-        if self._done is not None and self._backend is not None:
-            self._done.wait(self._backend.current_stream())
-            _hold(self._value, self._backend.current_stream())
+        self._done.wait(self._backend.current_stream())
+        _hold(self._value, self._backend.current_stream())
         if self._error is not None:
             raise self._error
         return self._value
@@ -80,10 +77,15 @@ class _StreamServer(Server):
     """Runs on the caller's stream what its graphs do not serve: see Note [a step on a worker's stream]."""
 
     def run_eagerly(self, *call: Any, **more: Any) -> Any:
-        """The same, on the stream of the caller."""
-        caller: Stream = self.local.caller
-        with cast(Backend, self.graphs.cache.backend).use_stream(caller):
-            return super().run_eagerly(*call, **more)
+        """The same, on the stream of the caller, for which the worker's then waits."""
+        backend, caller = cast(Backend, self.graphs.cache.backend), cast(Stream, self.local.caller)
+        ran = backend.make_event()
+        try:
+            with backend.use_stream(caller):
+                return super().run_eagerly(*call, **more)
+        finally:
+            ran.record(caller)
+            ran.wait(backend.current_stream())
 
 
 class StreamWorker(Worker):
@@ -113,7 +115,7 @@ class StreamWorker(Worker):
         _hold(arguments, self.stream)
         with self.backend.use_stream(self.stream):
             arrived.wait(self.stream)
-            return StreamResult(step, self)
+            return StreamResult(step, self.backend, self.index)
 
 
 class StreamDispatcher(CudagraphDispatcher):
@@ -189,7 +191,7 @@ class StreamDispatcher(CudagraphDispatcher):
     def _start(self, key: DispatchKey, chosen: Chosen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StreamResult:
         step = partial(super().run_chosen, key, chosen, args, kwargs)
         if chosen.found is None:
-            return StreamResult(step)
+            return StreamResult(step, self.backend)
         return cast(StreamWorker, chosen.found.worker).launch(step, (args, kwargs))
 
     def close(self) -> None:
