@@ -89,7 +89,7 @@ _COMPILERS_OWN = ("sympy", "mpmath", "fsspec", "filelock")
 _TORCH_NEEDS = (*_COMPILERS_OWN, "networkx", "jinja2")
 """Packages that torch's compiler is made of; of the first nobody keeps objects as state."""
 _MACHINES = ("threading", "asyncio", "multiprocessing", "subprocess")
-_MACHINERY = (*_COMPILERS_OWN, "tqdm", "triton", *_MACHINES, "importlib", "inspect", "logging", "loguru")
+_MACHINERY = (*_COMPILERS_OWN, "tqdm", "triton", *_MACHINES, "importlib", "inspect", "logging")
 _LAZY = ("transformers.utils.import_utils", "diffusers.utils.import_utils")
 _LOGGERS = (logging.Filterer, logging.LoggerAdapter)
 _CTYPES = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union, ctypes._Pointer)
