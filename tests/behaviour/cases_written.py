@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from graphdispatch import Reason
 
 from .cases import PATCH, WRITES, Box, Made, Slots, Slotted, Write
-from .cases_read import Worker, copy_of, function, module, own_class, with_attributes
+from .cases_read import Worker, choice, copy_of, function, module, own_class, with_attributes, with_metaclass
 
 __all__ = ["WRITES"]
 
@@ -249,6 +249,16 @@ write("python_queue", row=True)(list, lambda o, x: o.append(len(x) > 0))
 write("attribute of an entry")(lambda: Box(c=[Box(k=None)]), lambda o, x: setattr(o.c[0], "k", x[0] * 1))
 write("never read")(lambda: Box(c=Box()), lambda o, x: setattr(o.c, "hidden", x[0] * 1))
 write("attribute that goes")(lambda: Box(calls=1), comes_and_goes)
+write("attribute of a class that comes")(
+    lambda: own_class()(), lambda o, _: calls(type(o)), lambda o: getattr(type(o), "calls", 0)
+)
+write("attribute of a metaclass that comes")(
+    with_metaclass, lambda o, _: calls(type(o[0])), lambda o: getattr(o[1], "calls", 0)
+)
+write("attribute of a member of an enumeration that comes")(choice, calls, lambda o: getattr(o, "calls", 0))
+write("list in a tuple and under another name")(
+    lambda: Box(pair=(one := [0], 1), another=one), lambda o, _: count(o.pair[0], _)
+)
 write("dict that describes a class", reason=Reason.STATE_UNSEEN)(
     lambda: own_class(__parameters__={0: 0})(), lambda o, x: count(o.__parameters__, x), lambda o: o.__parameters__[0]
 )
@@ -443,6 +453,7 @@ def named_module() -> str:
 FINDERS: dict[str, tuple[Callable[[str], Any], Reason]] = {
     "import_module": (lambda name: importlib.import_module(name, None), Reason.STATE_UNSEEN),
     "__import__": (lambda name: __import__(name), Reason.STATE_REBOUND),
+    "sys.modules": (lambda name: sys.modules[name], Reason.STATE_REBOUND),
 }
 
 
