@@ -217,6 +217,10 @@ class EagerTimes:
         """Whether enough runs show what such a batch takes."""
         return rows in self._by_rows and self._by_rows[rows][1] >= ENOUGH
 
+    def least_cells(self) -> float:
+        """The cells of the smallest batch that was timed; infinite if there is none."""
+        return min(map(cells_of, self._by_rows.copy()), default=math.inf)
+
     def between(self, cells: int) -> float | None:
         """What a batch of so many cells takes, by the batches next to it."""
         timed = sorted((cells_of(other), least) for other, (least, _) in self._by_rows.copy().items())

@@ -88,8 +88,9 @@ class GainJudge:
         return run
 
     def make_sure(self, entry: CUDAGraphEntry, full: Sequence[Any], least: int, values: Sequence[Any]) -> None:
-        """Time eager runs of a full batch and of the smallest one that is padded to a graph; and up to three more of
-        each, and replays, where it is in doubt whether the graph is faster. One short run alone may be noise.
+        """Time what shows whether a graph serves the smallest batch that is padded to it faster than eager would: a
+        full batch once more, since one short run alone may be noise; that batch where no smaller one was timed; and both
+        once more, with a replay, where that leaves it in doubt.
 
         Args:
             entry: The graph; nothing is run if its calls leave effects.
@@ -102,11 +103,10 @@ class GainJudge:
         try:
             if entry.gain.eager_ms < _SHORT_MS:
                 self._time_eager(entry.size, full)
+            if self.times.least_cells() > cells_of(least):
                 self._time_eager(least, values)
-            for _ in range(ENOUGH):
-                gain = self.of(entry, least)
-                if gain is None or not gain.may_be_loss:
-                    return
+            gain = self.of(entry, least)
+            if gain is not None and gain.may_be_loss and self.wants(least):
                 self._time_eager(least, values)
                 self._time_eager(entry.size, full)
                 entry.replay_call(values, least, is_timed=True)

@@ -1,11 +1,14 @@
 """In a prewarm the graph of a further size is recorded in the run that is watched."""
 
+import functools
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -84,3 +87,26 @@ def test_an_error_of_a_recorded_run_is_the_callables(tmp_path: Path) -> None:
     assert step.captured_sizes == (8,)
     step.prewarm(x, sizes=[4])
     assert check_rows(step, 8, 4) == [Reason.EXACT] * 2
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.int64])
+def test_a_value_that_changes_from_run_to_run_is_seen(kind: torch.dtype) -> None:
+    """The run that is recorded agrees with itself; so the graph serves no batch, not even the same one, before another
+    run agreed. Of integers a prewarm makes no other batch."""
+    step, x = served(lambda x: torch.tanh(x.double()) + time.perf_counter_ns()), torch.ones(8, 3, dtype=kind)
+    step.prewarm(x, sizes=[8])
+    latest = time.perf_counter_ns()
+    for _ in range(4):
+        assert latest < step(x).min()
+        latest = time.perf_counter_ns()
+    assert step.stats.hits == 0
+
+
+def test_what_the_first_run_alone_makes_is_not_recorded() -> None:
+    """A cache that nobody sees is filled by the first run; its graph is that of a second one, which reads the cache."""
+    made = functools.lru_cache(lambda: torch.full((3,), 2.0))
+    step = served(lambda x: torch.tanh(x * made()))
+    step.prewarm(torch.randn(8, 3), sizes=[8])
+    assert check_rows(step, 8) == [Reason.EXACT]
+    made().fill_(3.0)
+    assert check_rows(step, 8) == [Reason.EXACT]

@@ -14,6 +14,7 @@ Note [a run that is not traced]
 
 import logging
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
@@ -46,7 +47,7 @@ from ..watch.operator_trace import TensorNames
 from ..watch.trace import CodeTrace
 from .failures import failed_result
 from .licence import LikeGraph
-from .output_objects import Opener
+from .output_objects import Opener, objects_in
 
 _log = logging.getLogger("graphdispatch")
 
@@ -111,6 +112,15 @@ class EagerRun:
         """Whether it ran code of torch's compiler, which may compile again in a further run, and reads on the host."""
         return any(original_of(code) is not None for code in self.trace.codes.values())
 
+    @property
+    def may_do_otherwise(self) -> bool:
+        """Whether its code may do something else in a run that is not recorded, or that is given other tensors than
+        the static inputs; not so where it was not traced."""
+        if self.like is not None:
+            return False
+        reads_more = self.metadata_read(compares=bool(self.effects.equated))
+        return bool(reads_more) or self.runs_compiled or queries_capture(self.trace)
+
     def check_state(self) -> None:
         """Raise ``CaptureError`` if a run since then changed Python state, or drew where no graph draws."""
         _check_python_state(self.trace.walk.change())
@@ -152,7 +162,8 @@ def run_eagerly(
     may be what runs it, and records it.
     An error of the callable passes through. If the request does not want the effects, they are undone on every way out
     by an error. A ``CaptureResult`` says why there can be no graph: the batch could not be loaded, what the run
-    overwrites could not be saved, or what it did could not be noted (no memory left).
+    overwrites could not be saved, or what it did could not be noted (no memory left). ``CAPTURE_WAITS``: a run that is
+    not recorded may show more.
     """
     before = request.backend.rng_state()
     walk = StateWalk(*(roots_of(request) if like is None else ()))
@@ -182,7 +193,13 @@ def run_eagerly(
     try:
         with uncached_casts() if on_static_inputs else nullcontext():
             if record is not None:
-                answer, recording = record(request, effects, values, Opener(walk.has_met).open)
+                answer, recording = record(
+                    request,
+                    effects,
+                    values,
+                    Opener(walk.has_met).open,
+                    **(_close_watch(request, effects, trace, arguments) if like is None else {}),
+                )
             else:
                 with trace if like is None else nullcontext(), effects.saving_host_access():
                     answer = within(request.call, values)
@@ -192,9 +209,10 @@ def run_eagerly(
             region.after = region.read().clone()
         draws = effects.uses_rng or _pads_by_code(request)
         draws |= (effects.runs_custom or trace.ran_torch_random) and not torch.equal(before, after)
-        run = EagerRun(answer, values, arguments, effects, before, after, draws, trace, changed, drew)
-        run.warms_up = on_static_inputs and not queries_capture(like.guard.notes if like is not None else trace)
-        run.like, run.recording = like, recording
+        warms_up = on_static_inputs and not queries_capture(like.guard.notes if like is not None else trace)
+        run = EagerRun(
+            answer, values, arguments, effects, before, after, draws, trace, changed, drew, warms_up, like, recording
+        )
         if recording is None:
             effects.note_outputs(run.opened)
     except BaseException as error:
@@ -202,12 +220,53 @@ def run_eagerly(
             undo_run(request, effects, before, walk)
         if recording is not None:
             recording.graph.reset()
-        failed = _why_failed(request, error, effects, trace, has_run=has_run, is_recorded=record is not None)
-        if failed is None or not isinstance(error, Exception):
+        result = _without_graph(request, error, effects, trace, has_run=has_run, is_recorded=record is not None)
+        if result is None:
             raise
-        return failed_result(request, answer, error, failed)
+        result.answer = answer
+        return result
     trace.spares = True
     return run
+
+
+class _WatchedTooLittleError(CaptureError):
+    """One run does not show whether a graph can hold the call."""
+
+
+def _wants_close_watch(error: Exception) -> bool:
+    """Whether a run that was recorded failed in a way that another one, which is not, may explain: in the callable."""
+    frames = traceback.walk_tb(error.__traceback__)
+    is_of_call = any(frame.f_code is FlatCall.__call__.__code__ for frame, _ in frames)
+    return is_of_call or isinstance(error, _WatchedTooLittleError)
+
+
+def _close_watch(
+    request: CaptureRequest, effects: EffectRecorder, trace: CodeTrace, arguments: Sequence[torch.Tensor]
+) -> dict[str, Any]:
+    """How a run is recorded, if none was watched before. It raises where two runs are needed: what the code keeps out
+    of sight (a cache), and objects that it returns, may be new in the first run alone."""
+
+    def check(output: Any) -> None:
+        check_outputs(output, effects, trace.walk, arguments)
+        kept = effects.made_storages().difference(map(storage_key, tensors_in(output)))
+        if kept or objects_in(output) is not None:
+            raise _WatchedTooLittleError("a second run shows what the call makes each time", Reason.CAPTURE_UNSAFE)
+
+    existed = existing_storages(trace.walk, map(storage_key, filter(is_strided, (*arguments, *request.tensors))))
+    return {"existed": existed, "tracing": trace, "check": check}
+
+
+def existing_storages(walk: StateWalk, *known: Iterable[int]) -> Callable[[int], bool]:
+    """What says of a storage's key whether it was there before: it is among those that are ``known``, or within reach
+    of the walk. Code may run into more of that meanwhile."""
+    keys = set[int]().union(*known)
+
+    def existed(key: int) -> bool:
+        if key not in keys:
+            keys.update(map(storage_key, filter(is_strided, walk.tensors)))
+        return key in keys
+
+    return existed
 
 
 def _forms_of(tensors: Iterable[torch.Tensor]) -> list[tuple[type, bool, int]]:
@@ -223,7 +282,7 @@ def _changes_of_form(tensors: Sequence[torch.Tensor]) -> Callable[[], str | None
     return lambda: changed if _forms_of(tensors) != before else None
 
 
-def _why_failed(
+def _without_graph(
     request: CaptureRequest,
     error: BaseException,
     effects: EffectRecorder,
@@ -231,17 +290,23 @@ def _why_failed(
     *,
     has_run: bool,
     is_recorded: bool,
-) -> str | None:
-    """During what an eager run failed so that there can be no graph; None for an error that passes through."""
-    if error_of_signal(error) is not None:
+) -> CaptureResult | None:
+    """Why an eager run that failed gives no graph; None for an error that passes through."""
+    if not isinstance(error, Exception) or error_of_signal(error) is not None:
         return None
     if isinstance(error, CaptureError) and trace.refusal() is not None:
-        return ""
+        return failed_result(request, None, error, "")
     if has_run:
-        return "noting what the eager run did"
+        return failed_result(request, None, error, "noting what the eager run did")
     if is_recorded:
-        return "recording"
-    return "saving what it overwrites" if not request.keep_effects and effects.unsaved is not None else None
+        return (
+            CaptureResult(None, None, Reason.CAPTURE_WAITS)
+            if _wants_close_watch(error)
+            else failed_result(request, None, error, "recording")
+        )
+    if not request.keep_effects and effects.unsaved is not None:
+        return failed_result(request, None, error, "saving what it overwrites")
+    return None
 
 
 def queries_capture(notes: CodeNotes) -> bool:
@@ -334,7 +399,17 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
             Reason.STATE_REBOUND,
         )
     _check_reads(request, eager)
-    for output in tensors_in(eager.opened):
+    if eager.recording is None or eager.like is not None:
+        walk = eager.trace.walk if eager.like is None else None
+        check_outputs(eager.opened, eager.effects, walk, eager.arguments)
+
+
+def check_outputs(
+    outputs: Any, effects: EffectRecorder, walk: StateWalk | None, arguments: Sequence[torch.Tensor]
+) -> None:
+    """Raise ``CaptureError`` if no graph can return what a run gave. ``walk`` has met what was there before it; without
+    one it is not looked where tensors come from."""
+    for output in tensors_in(outputs):
         if output.requires_grad:
             raise CaptureError(
                 "an output requires a gradient, although gradients are off: it is a parameter or a view of one, or the "
@@ -346,7 +421,10 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
                 f"an output is a {'nested ' * output.is_nested}{type(output).__name__} with layout {output.layout}",
                 Reason.OUTPUT_UNSUPPORTED,
             )
-        if eager.like is None and not _has_origin(eager, output):
+        if walk is None:
+            continue
+        existed = existing_storages(walk, effects.outside, map(storage_key, arguments))
+        if not effects.made(output) and not existed(storage_key(output)):
             raise CaptureError(
                 f"an output of shape {tuple(output.shape)} comes from no operator, and did not exist before: work "
                 "outside of torch's dispatcher made it (torch.frombuffer, torch.get_rng_state), and a graph would "
@@ -354,19 +432,11 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
                 Reason.OUTPUT_UNSUPPORTED,
             )
         given = list(own_attributes(output))
-        if given and eager.like is None and not eager.trace.walk.has_met(output):
+        if given and not walk.has_met(output):
             raise CaptureError(
                 f"an output carries the attributes {given}, which no replay would set; return them beside it",
                 Reason.OUTPUT_UNSUPPORTED,
             )
-
-
-def _has_origin(eager: EagerRun, output: torch.Tensor) -> bool:
-    """Whether the memory of an output was made by an operator, given to one, or there before the run."""
-    if eager.effects.made(output) or storage_key(output) in eager.effects.outside:
-        return True
-    before = (one for one in (*eager.trace.walk.tensors, *eager.arguments) if is_strided(one))
-    return storage_key(output) in map(storage_key, before)
 
 
 def _check_draws(drew: str | None) -> None:

@@ -61,7 +61,7 @@ def make_entry(
         traced={request.rows, request.size, shown.rows or request.rows} if like is None else set(like.shown.traced),
         metadata=eager.find_metadata(request.values, guard) if like is None else like.shown.metadata,
         bare=request.inputs.positions if guard.missing else (),
-        batches=[kept(request.values)],
+        batches=[kept(request.values) if like is not None or eager.recording is None else ()],
     )
     entry = CUDAGraphEntry(
         descriptor=request.descriptor,

@@ -14,10 +14,14 @@ two: what compiles again may read on the host, which a recording refuses.
 on the first batch only.
 
 A graph of a further size is proven by the run that proved the first one. Python takes the same path for it, so its code
-is not traced again: it is warmed up, recorded and compared. Where nobody waits for eager's answer and a capture
-executes what it records, one watched run is all three. The first graph's eager run and its recording were two runs, so
-a value that changes from run to run was seen there. One that changes with the size is among the numbers of the
-operators: where these are not those of a graph that agreed with eager on two batches, a second batch is compared.
+is not traced again: it is warmed up, recorded and compared.
+
+Where nobody waits for eager's answer and a capture executes what it records, one watched run is the eager run, the
+warm-up and the recording. Of the first graph there are two as soon as its code may do something else where nobody
+records it. A value that changes from run to run agrees with itself then: so the first graph of a prewarm serves no
+batch, not even that of its capture, before it agreed with another run. A value that changes with the size is among the
+numbers of the operators: where these are not those of a graph that agreed with eager on two batches, a second batch is
+compared.
 
 Note [kernels that round otherwise]
     Libraries choose a kernel by the number of rows, and each adds up in an order of its own. A deep model in bfloat16
@@ -93,9 +97,9 @@ def _in_window(request: CaptureRequest, entry: CUDAGraphEntry | None) -> Capture
             pause = paused_collector(request.options.gc_disable)
             with pause, request.pool.lock, request.backend.watched(), span:
                 request.pool.order_after_last_use()
-                result = _run(request, entry)
+                result = _run(request, entry, at_once=_records_warm_ups(request))
                 if result.reason is Reason.CAPTURE_WAITS and not request.keep_effects:
-                    result = _run(request, entry)  # now watched closely
+                    result = _run(request, entry, at_once=False)  # now watched closely
                 return result
     answer = None
     if request.keep_effects:
@@ -107,13 +111,12 @@ def _in_window(request: CaptureRequest, entry: CUDAGraphEntry | None) -> Capture
     return CaptureResult(answer, None, Reason.STATE_SHARED, Reason.STATE_SHARED.text)
 
 
-def _run(request: CaptureRequest, entry: CUDAGraphEntry | None) -> CaptureResult:
-    """The eager run; then the capture or the comparison, after which one execution's effects are put back."""
+def _run(request: CaptureRequest, entry: CUDAGraphEntry | None, *, at_once: bool) -> CaptureResult:
+    """The eager run; then the capture or the comparison, after which one execution's effects are put back. A run that
+    is made only for the graph is recorded ``at_once``."""
     is_for_graph = entry is None and not (request.keep_effects or request.has_gaps or request.is_padded)
     like = _like(request, entry)
-    is_recorded = (
-        is_for_graph and like is not None and _records_warm_ups(request) and not queries_capture(like.guard.notes)
-    )
+    is_recorded = is_for_graph and at_once and (like is None or not queries_capture(like.guard.notes))
     started = request.clock() if is_recorded else None
     eager = run_eagerly(
         request,
@@ -122,13 +125,13 @@ def _run(request: CaptureRequest, entry: CUDAGraphEntry | None) -> CaptureResult
         record=record_watched if is_recorded else None,
     )
     if isinstance(eager, CaptureResult):
-        return _unlike(like, None) if is_recorded else eager
+        return _watched_next(like, None) if eager.reason is Reason.CAPTURE_WAITS else eager
     attempt = CaptureAttempt(request, eager)
     try:
         if entry is None:
             made = _capture(attempt, started)
             if made is None:
-                return _unlike(like, eager.answer)
+                return _watched_next(like, eager.answer)
             return CaptureResult(eager.answer, made, Reason.CAPTURED_NOW)
         _verify(attempt, entry)
         if (padding := entry.licence.against_padding(request.rows)) is not None:
@@ -170,17 +173,17 @@ def _records_warm_ups(request: CaptureRequest) -> bool:
     return request.backend.capture_executes and is_plain
 
 
-def _unlike(like: LikeGraph | None, answer: Any) -> CaptureResult:
-    """The result of a call that did not do what a run like it did: there is a graph once it is watched closely."""
-    assert like is not None
-    assert like.shown.proof is not None
-    like.shown.proof.is_doubted = True
+def _watched_next(like: LikeGraph | None, answer: Any) -> CaptureResult:
+    """The result of a call that was watched too little: there is a graph once one is watched closely."""
+    if like is not None and like.shown.proof is not None:
+        like.shown.proof.is_doubted = True
     return CaptureResult(answer, None, Reason.CAPTURE_WAITS, _UNLIKE)
 
 
 def _capture(attempt: CaptureAttempt, started: float | None) -> CUDAGraphEntry | None:
-    """Warm up, prove, record and compare; returns a complete entry. None if the call's code was to be like that of
-    another graph, and is not. What was recorded already has ``started`` at that time.
+    """Warm up, prove, record and compare; returns a complete entry. None if the call's run was watched too little: its
+    code was to be like that of another graph, and is not, or it may do something else where nobody records it. What was
+    recorded already has ``started`` at that time.
 
     Raises ``CaptureError``, ``VerificationError`` or ``ReplayError`` if there can be no graph, and whatever the
     callable raises in one of these runs.
@@ -189,6 +192,9 @@ def _capture(attempt: CaptureAttempt, started: float | None) -> CUDAGraphEntry |
     recording, entry = eager.recording, None
     try:
         check_may_capture(request, eager)
+        if recording is not None and eager.may_do_otherwise:
+            recording.graph.reset()
+            return None
         started = request.clock() if started is None else started
         if recording is None and _records_warm_ups(request) and not eager.runs_compiled:
             recording = record_at_once(attempt)
@@ -209,7 +215,7 @@ def _capture(attempt: CaptureAttempt, started: float | None) -> CUDAGraphEntry |
         if request.options.verify:
             if entry.licence.against_padding(request.rows) is None:  # else a full batch is compared when one comes
                 _compare_or_refuse(attempt, entry)
-            if _has_agreed_before(request, operators, shown.proof):
+            if _has_agreed_before(request, operators):
                 note_agreed(entry)
             measure_gain(attempt, entry)
         else:
@@ -223,12 +229,12 @@ def _capture(attempt: CaptureAttempt, started: float | None) -> CUDAGraphEntry |
     return entry
 
 
-def _has_agreed_before(request: CaptureRequest, operators: OperatorTrace, proof: RowProof | None) -> bool:
-    """Whether a graph of the same proof, which computes with the same numbers, has agreed on two batches: a value that
-    was frozen would be among the numbers."""
-    peers = ((peer, shown_of(peer)) for peer in request.peers if peer.state is EntryState.VERIFIED)
-    same = (shown.operators for _, shown in peers if shown is not None and shown.proof is proof is not None)
-    return any(map(operators.has_numbers_of, same))
+def _has_agreed_before(request: CaptureRequest, operators: OperatorTrace) -> bool:
+    """Whether a graph of the same operators, which compute with the same numbers, has agreed on two batches: a value
+    that was frozen would be among the numbers."""
+    peers = (shown_of(peer) for peer in request.peers if peer.state is EntryState.VERIFIED)
+    same = (shown.operators for shown in peers if shown is not None)
+    return any(operators.has_numbers_of(one) and operators.is_like(one) for one in same)
 
 
 def _verify(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:

@@ -36,7 +36,7 @@ from ..breaks import ACTIVE, BREAKS
 from ..state.walk import StateWalk
 from ..watch.effects import EffectRecorder, made_by_nobody, of_unknown_origin, tagged_unsafe
 from .attempt import CaptureAttempt
-from .eager_run import Recording, queries_capture, uncached_casts
+from .eager_run import Recording, existing_storages, queries_capture, uncached_casts
 from .piecewise import EagerPart, PiecewiseGraph, change_of_given
 
 
@@ -266,12 +266,13 @@ def record_watched(
     open_outputs: Callable[[Any], Any],
     existed: Callable[[int], bool] | None = None,
     tracing: AbstractContextManager[Any] | None = None,
+    check: Callable[[Any], None] = lambda _: None,
 ) -> tuple[Any, Recording]:
     """Run the call on its static inputs, watched by ``effects``, and record it: on a backend whose capture executes.
 
     Gives its opened output, with copies of what lies in the graph's memory. Raises what the call raises, and
-    ``CaptureError`` for what no graph holds. ``existed`` as in ``EffectRecorder.guarding``; ``tracing`` is entered
-    around the call.
+    ``CaptureError`` for what no graph holds. ``existed`` as in ``EffectRecorder.saving_host_access``; ``tracing`` is
+    entered around the call, and ``check`` looks at its opened output.
     """
     buffers = request.buffer_storages()
     with request.backend.begin_capture(request.pool) as capture:
@@ -279,6 +280,7 @@ def record_watched(
             output = copy_context().run(request.call, values)
         effects.check_refused()
         output = open_outputs(output)
+        check(output)
         effects.note_outputs(output)
         with _disable_current_modes():
             answer = tree_map_only(torch.Tensor, lambda one: _copied(one) if effects.made(one) else one, output)
@@ -292,14 +294,8 @@ def record_at_once(attempt: CaptureAttempt) -> Recording:
     request, eager = attempt.request, attempt.eager
 
     def run(effects: EffectRecorder, values: Sequence[Any]) -> tuple[Any, Recording]:
-        walk, existing = eager.trace.walk, set(eager.effects.outside) | eager.effects.made_storages()
-        existing |= {storage_key(value) for value in tensors_in(values) if is_strided(value)}
-
-        def existed(key: int) -> bool:  # the code may have run into more of the callable's state
-            return key in existing or any(
-                is_strided(t) and key == storage_key(t) for t in (*request.tensors, *walk.tensors)
-            )
-
+        before = map(storage_key, filter(is_strided, (*tensors_in(values), *request.tensors)))
+        existed = existing_storages(eager.trace.walk, eager.effects.outside, eager.effects.made_storages(), before)
         reads = queries_capture(eager.trace) or eager.metadata_read(compares=bool(eager.effects.equated))
         is_traced = eager.like is None and bool(request.is_padded or request.has_gaps or reads)
         return record_watched(
