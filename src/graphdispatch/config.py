@@ -182,8 +182,8 @@ class CUDAGraphOptions(_Settings):
             compared with eager at both ends of each size. Rows that an operator mixes are never padded.
         verify: Compare a new graph with eager on its first replay; the first one of a signature also on the next,
             different batch, and on the first padded one. ``graphed`` also compares their times, without ``strict``: a
-            graph that is slower is given up, and a batch that eager runs clearly faster than its graph, as padding can
-            make it, runs eagerly (``no_gain``). A text names a policy of your own, which compares other batches
+            batch that eager runs clearly faster than its graph, as padding can make it, runs eagerly (``no_gain``). A
+            text names a policy of your own, which compares other batches
             (a subclass of ``graphdispatch.proof.check.licence.Verification`` with a ``name``).
         verify_every: Compare a graph with eager again once in so many of its replays: what no guard can see (a counter
             or a global of Python that the capture froze) is found then. None never does.

@@ -63,7 +63,7 @@ class GraphSet:
         self.stats = cache.stats
         self.groups: dict[Hashable, GraphGroup] = {}
         self.judges_gain = False
-        """Whether graphs that replay slower than eager are given up."""
+        """Whether batches that eager runs faster than their graph run eagerly."""
         self.clock = time.perf_counter
         """Of captures, in seconds."""
         self.budget = CaptureBudget(options.capture_share, self._num_replays, self._saved_s)
@@ -243,7 +243,7 @@ class GraphSet:
             return result
         if result.entry is None:
             self.stats.record_capture_failure()
-            group.quarantine(size, result.reason, result.detail, is_final=result.reason is Reason.NO_GAIN)
+            group.quarantine(size, result.reason, result.detail)
             return self._with_other_padding(group, result, rows, size)
         return self._keep(group, result, result.entry)
 
@@ -487,7 +487,6 @@ class GraphSet:
             follows_rows=group.has_several_batches(size),
             clock=self.clock,
             keep_effects=keep_effects,
-            judges_gain=self.judges_gain and keep_effects,
         )
 
 

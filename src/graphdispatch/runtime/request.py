@@ -45,8 +45,6 @@ class CaptureRequest:
     """Whether a run is made whose rows are followed: it speaks for batches that are padded, and for other sizes."""
     keep_effects: bool = True
     """Whether the caller wants the call itself, with the effects of one run, or only the graph and no effects."""
-    judges_gain: bool = False
-    """Whether a new graph that replays slower than eager is given up."""
     counts_as_second: bool = True
     """Whether a graph that agrees on this batch has agreed on a second one; not so for one made to look at padding."""
     guards: Sequence[Guard] = ()

@@ -1,7 +1,7 @@
-"""A graph that replays slower than eager is given up, by measured times; here a clock gives them."""
+"""A graph that replays slower than eager serves nobody, by measured times; here a clock gives them."""
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, cycle, islice
+from itertools import chain, cycle
 from typing import Any
 
 import pytest
@@ -52,45 +52,22 @@ def test_what_a_graph_gains_is_kept_with_it() -> None:
     assert step.entries[0].gain.ms == pytest.approx(0.9)
 
 
-def test_a_graph_that_is_slower_is_given_up_once() -> None:
-    """It is captured once, never again, and holds nothing; each call says why, with the times and a remedy."""
+def test_a_graph_that_is_slower_serves_nobody() -> None:
+    """It is captured once; each call says why, with the times and a remedy."""
     step = serve(pairs(FAST, SLOW))
-    assert check_rows(step, *[ROWS] * 200) == [Reason.NO_GAIN] * 200
-    assert (step.stats.hits, step.stats.captures, step.stats.capture_failures) == (0, 0, 1)
-    assert step.entries == []
+    assert check_rows(step, *[ROWS] * 10) == [Reason.CAPTURED_NOW, *[Reason.NO_GAIN] * 9]
+    assert (step.stats.hits, step.stats.captures, step.stats.capture_failures) == (0, 1, 0)
     text = step.explain(torch.ones(ROWS, 3))
-    assert "a replay took 2000 us and an eager run 1000 us, 5 of each" in text
-    assert "sizes=" in text
-    step.check_integrity()
+    assert "a replay of 4 rows takes 2.000 ms, and an eager run of these 4 1.000 ms" in text
+    assert "put more of the work into the call" in text
 
 
 def test_a_size_is_measured_anew_after_invalidate() -> None:
     """What made the graph slow may have ended."""
-    step = serve(chain(islice(pairs(FAST, SLOW), 12), pairs(SLOW, FAST)))
-    assert check_rows(step, *[ROWS] * 2) == [Reason.NO_GAIN] * 2
+    step = serve(chain((CAPTURE, 0.0, SLOW, FAST, CAPTURE, 0.0), cycle((FAST,))))
+    assert check_rows(step, *[ROWS] * 2) == [Reason.CAPTURED_NOW, Reason.NO_GAIN]
     step.invalidate()
     assert check_rows(step, *[ROWS] * 3) == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
-
-
-@pytest.mark.parametrize(
-    ("eager", "replay", "is_kept"),
-    [
-        ([FAST] * 5, [SLOW, SLOW, SLOW, SLOW, FAST], True),  # one replay was as fast
-        ([FAST, FAST, FAST, FAST, SLOW], [SLOW] * 5, False),  # one eager run was as slow
-        ([FAST, SLOW, FAST, SLOW, FAST], [SLOW] * 5, True),
-        ([FAST] * 5, [1.04 * FAST] * 5, True),  # too little to tell
-        ([9e-5] * 5, [18e-5] * 5, True),  # a short step, and less than 0.1 ms
-        ([9e-5] * 5, [20e-5] * 5, False),
-        ([2e-4] * 5, [2.2e-4] * 5, True),
-        ([2e-4] * 5, [2.3e-4] * 5, False),
-    ],
-)
-def test_noise_gives_up_no_graph(eager: list[float], replay: list[float], is_kept: bool) -> None:
-    """All replays must be slower than four of five eager runs at least, and clearly so."""
-    turns = chain.from_iterable(zip(eager[1:], replay[1:], strict=True))
-    step = serve(chain((CAPTURE, 0.0, replay[0], eager[0]), turns, cycle((CAPTURE,))))
-    check_rows(step, *[ROWS] * 3)
-    assert bool(step.entries) is is_kept
 
 
 COUNTER = torch.zeros(())
@@ -113,8 +90,8 @@ def test_what_is_not_judged(fn: Callable[..., Any] | None, options: dict[str, An
     assert step.stats.hits > 0
 
 
-def test_a_prewarmed_graph_is_not_given_up() -> None:
-    """It stays where it is slower, and serves again once it is faster."""
+def test_a_graph_serves_once_it_is_faster() -> None:
+    """It stays where it is slower."""
     step = serve(pairs(FAST, SLOW))
     step.prewarm(torch.ones(ROWS, 3))
     assert check_rows(step, *[ROWS] * 5) == [Reason.NO_GAIN] * 5

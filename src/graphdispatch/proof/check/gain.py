@@ -1,61 +1,31 @@
-"""Times an eager run beside a replay, and gives up a graph that gains nothing."""
+"""Times an eager run beside a replay: the runtime judges by both which batches a graph serves (``runtime/gain.py``)."""
 
 from collections.abc import Callable
 from contextvars import copy_context
 
-from ...errors import CaptureError
 from ...modes import CUDAGraphMode
-from ...reasons import Reason
 from ...runtime.entry import CUDAGraphEntry
 from ...runtime.request import CaptureRequest
 from ...stats import Gain
 from .attempt import CaptureAttempt
-from .eager_run import EagerRun
-
-_PAIRS = 5
-_LONG_PAIRS = 2
-_LONG_PAIR_S = 0.2
 
 
 def measure_gain(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
-    """Time an eager run of a full batch beside the replay that was compared, where it can be timed, and note it.
+    """Time an eager run of a full batch, and note it with the time of the replay that was compared.
 
-    If the request judges gains and the replay seems slower, up to five eager runs and replays are timed in turns, or
-    two pairs of more than 0.2 s. It is slower if each replay takes clearly longer than all eager runs but one.
-
-    Raises ``CaptureError`` (``NO_GAIN``) for a graph that is judged slower.
+    Nothing is timed if the call writes what is not its own or draws numbers, since it is run once more for its time
+    alone.
     """
-    request = attempt.request
-    if not _may_be_timed(request, attempt.eager, entry):
+    request, eager = attempt.request, attempt.eager
+    leaves_effects = eager.effects.regions or eager.draws or entry.writes_outside
+    if not request.backend.is_settled or entry.mode is not CUDAGraphMode.FULL or leaves_effects:
         return
     attempt.start_over("timing an eager run beside a replay")
     attempt.runs_code = True
     attempt.load()
-    values = request.static_values()
-
-    def eager_run() -> None:
-        copy_context().run(request.call, values)  # nobody could unset a context variable
-
-    def replay() -> None:
-        attempt.load()
-        attempt.replay(entry)
-
-    eager, graph = [seconds_of(request, eager_run)], [attempt.replay_s]
-    most = _LONG_PAIRS if eager[0] + graph[0] > _LONG_PAIR_S else _PAIRS
-    while request.judges_gain and _is_slower(eager, graph) and len(graph) < most:
-        eager.append(seconds_of(request, eager_run))
-        graph.append(seconds_of(request, replay))
-    gain = Gain(min(eager) * 1e3, min(graph) * 1e3)
-    entry.note_gain(gain)
-    if request.judges_gain and _is_slower(eager, graph):
-        times = f"a replay took {gain.replay_ms * 1e3:.0f} us and an eager run {gain.eager_ms * 1e3:.0f} us"
-        raise CaptureError(f"{times}, {len(eager)} of each; {Reason.NO_GAIN.text}", Reason.NO_GAIN)
-
-
-def _may_be_timed(request: CaptureRequest, eager: EagerRun, entry: CUDAGraphEntry) -> bool:
-    """Whether the call can be run once more for its time alone: it writes nothing of others and draws no numbers."""
-    leaves_effects = eager.effects.regions or eager.draws or entry.writes_outside
-    return request.backend.is_settled and entry.mode is CUDAGraphMode.FULL and not leaves_effects
+    values, within = request.static_values(), copy_context().run  # nobody could unset a context variable
+    eager_s = seconds_of(request, lambda: within(request.call, values))
+    entry.note_gain(Gain(eager_s * 1e3, attempt.replay_s * 1e3))
 
 
 def seconds_of(request: CaptureRequest, run: Callable[[], object]) -> float:
@@ -69,7 +39,3 @@ def seconds_of(request: CaptureRequest, run: Callable[[], object]) -> float:
     run()
     stream.synchronize()
     return request.clock() - started
-
-
-def _is_slower(eager: list[float], graph: list[float]) -> bool:
-    return Gain(1e3 * sorted(eager)[-2:][0], 1e3 * min(graph)).is_loss
