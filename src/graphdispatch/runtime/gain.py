@@ -89,7 +89,7 @@ class GainJudge:
 
     def make_sure(self, entry: CUDAGraphEntry, full: Sequence[Any], least: int, values: Sequence[Any]) -> None:
         """Time what shows whether a graph serves the smallest batch that is padded to it faster than eager would: a
-        full batch once more, since one short run alone may be noise; that batch where no smaller one was timed; and both
+        full batch once more, since one short run alone may be noise; that batch where none smaller was timed; and both
         once more, with a replay, where that leaves it in doubt.
 
         Args:
