@@ -130,10 +130,12 @@ def reveal_operators(device: torch.device) -> None:
         device: A device of the call, besides the CPU.
     """
     keys = {f"Autograd{torch._C._dispatch_key_for_device(kind)}" for kind in ("cpu", device.type)}
-    registered = set(torch._C._dispatch_get_registrations_for_dispatch_key(_COMPOSITE)) - _of_torch
-    _of_torch.update(full for full in registered if full.partition("::")[0] in (*_MADE_OF_OTHERS, "prim"))
-    for full, key in product(registered - _of_torch, keys):
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key(_COMPOSITE)
+    for full, key in product([one for one in registered if one not in _of_torch], keys):
         namespace, _, name = full.partition("::")
+        if namespace in (*_MADE_OF_OTHERS, "prim"):
+            _of_torch.add(full)
+            continue
         if (full, key) in _revealed:
             continue
         with _reveal_lock:

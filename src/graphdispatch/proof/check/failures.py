@@ -45,11 +45,7 @@ def advice(request: CaptureRequest, error: Exception, reason: Reason) -> str:
         return "; or leave the check out: torch.distributions.Distribution.set_default_validate_args(False)"
     if reason is Reason.CAPTURE_UNSAFE:
         return _other_optimizer(request, error) or _nearest_break(request, error)
-    if (
-        reason is Reason.VERIFICATION_FAILED
-        and request.is_padded
-        and not isinstance(error.__cause__, VerificationError)
-    ):
+    if reason is Reason.VERIFICATION_FAILED and request.is_padded:
         return f"{_missing_entries(request)}; call eval(), give a mask or a pad rule, or have a size for it (sizes=)"
     missing = _missing_entries(request) if reason in _OF_A_MISSING_ENTRY else ""
     if request.is_padded and not missing and reason in (Reason.CAPTURE_FAILED, Reason.REPLAY_FAILED):

@@ -34,7 +34,7 @@ While torch's profiler is on, each capture and each comparison is a range of it:
 
 from typing import Any
 
-from ...backends.operators import bits_equal, copy_with_gaps, tensors_in
+from ...backends.operators import copy_with_gaps
 from ...backends.tracing import profiler_range
 from ...errors import CaptureError, VerificationError, error_of_signal
 from ...modes import CUDAGraphMode, EntryState
@@ -48,7 +48,7 @@ from ..state.guards import StateGuard
 from ..watch.effects import EffectRecorder, Region
 from ..watch.operator_trace import OperatorTrace, TensorNames
 from .attempt import CaptureAttempt
-from .compare import SmallDifferenceError, check_padding_writes, check_replay
+from .compare import check_padding_writes, check_replay
 from .eager_run import check_may_capture, queries_capture, run_eagerly
 from .failures import advice, failed_result
 from .gain import measure_gain, seconds_of
@@ -307,10 +307,7 @@ def _compare(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
     if eager.effects.uses_rng is not entry.uses_rng and not request.is_piecewise:
         what = "draw no random numbers" if entry.uses_rng else "draw random numbers"
         raise VerificationError(f"{request.rows} rows {what}, unlike the graph of {request.size}")
-    try:
-        check_replay(request, eager, entry)
-    except SmallDifferenceError as error:
-        raise VerificationError(f"{error}{_remedy_for(attempt, error.rtol)}") from error
+    check_replay(request, eager, entry)
     if request.is_padded:
         check_padding_writes(request, eager, attempt.warm_run.regions)
     shown = shown_of(entry)
@@ -322,24 +319,6 @@ def _compare(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
             shown.traced.add(request.rows)
     if shown is not None and shown.metadata is not None:
         shown.metadata.note(request.values)
-
-
-def _remedy_for(attempt: CaptureAttempt, rtol: float) -> str:
-    """What to do about a small difference: a tolerance serves it if eager gives the same bits for the same batch."""
-    request = attempt.request
-    values = request.values_with(attempt.eager.arguments)
-    runs = []
-    for _ in range(2):
-        attempt.start_over("running eager twice on one batch")
-        effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
-        runs.append(attempt.try_and_undo(effects, values, lambda output: [one.clone() for one in tensors_in(output)]))
-    first, second = runs
-    if first is None or second is None or not all(map(bits_equal, first, second)):
-        return (
-            "; eager itself gives another result for the same batch, so that no tolerance helps: it reads a clock, or "
-            "draws numbers that torch does not draw; pass them as tensors"
-        )
-    return f", as rounding makes it; CUDAGraphOptions(rtol={rtol:g}) serves it"
 
 
 def _prove_padding(attempt: CaptureAttempt, entry: CUDAGraphEntry, proof: RowProof) -> None:
