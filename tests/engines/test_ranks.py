@@ -111,67 +111,57 @@ def run_ranks(world: int, folder: Path, *scenarios: str) -> list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The scenarios on two processes."""
-    return run_ranks(
-        2, tmp_path_factory.mktemp("two"), "disagree", "collective", "functional_collectives", "sizes", "death"
-    )
+def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The scenarios on three processes."""
+    scenarios = ("disagree", "collective", "functional_collectives", "sizes", "late", "death")
+    return run_ranks(3, tmp_path_factory.mktemp("three"), *scenarios)
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The scenarios on four processes."""
-    return run_ranks(4, tmp_path_factory.mktemp("four"), "disagree", "late")
-
-
-@pytest.mark.parametrize("world", ["two", "four"])
-def test_disagreeing_ranks_take_one_decision(world: str, request: pytest.FixtureRequest) -> None:
+def test_disagreeing_ranks_take_one_decision(three: list[dict[str, Any]]) -> None:
     """Random batches, modes and a failing capture: every rank decides alike in every step and answers as eager."""
-    results = [result["disagree"] for result in request.getfixturevalue(world)]
+    results = [result["disagree"] for result in three]
     decisions = [[decision for decision, _ in steps] for steps in results]
     assert all(one == decisions[0] for one in decisions)
     assert all(is_right for steps in results for _, is_right in steps)
     assert {decision[0] for decision in decisions[0]} == {"FULL", "NONE"}
 
 
-@pytest.mark.parametrize("world", ["two", "four"])
-def test_a_failed_capture_is_known_to_all(world: str, request: pytest.FixtureRequest) -> None:
+def test_a_failed_capture_is_known_to_all(three: list[dict[str, Any]]) -> None:
     """A size whose capture failed on one rank is tried once, and replayed by none."""
-    results = request.getfixturevalue(world)
-    steps = [decision for decision, _ in results[0]["disagree"]]
+    steps = [decision for decision, _ in three[0]["disagree"]]
     of_four = Counter(capture for mode, size, capture, _ in steps if mode == "FULL" and size == 4)
     assert of_four == {True: 1}
-    assert any(f"no FULL graph of 4 rows on ranks [{len(results) - 1}]" == detail for *_, detail in steps)
+    assert any(detail == "no FULL graph of 4 rows on ranks [2]" for *_, detail in steps)
 
 
-def test_collectives_inside_the_graph_pair_up(two: list[dict[str, Any]]) -> None:
+def test_collectives_inside_the_graph_pair_up(three: list[dict[str, Any]]) -> None:
     """Ranks that capture and replay in the same steps get the sum over ranks from the graph."""
-    assert [result["collective"] for result in two] == [[[True] * 6, 4]] * 2
+    assert [result["collective"] for result in three] == [[[True] * 6, 4]] * 3
 
 
-def test_functional_collectives_run_in_the_graph(two: list[dict[str, Any]]) -> None:
+def test_functional_collectives_run_in_the_graph(three: list[dict[str, Any]]) -> None:
     """A replay runs the collective and its wait: two calls of four are hits, and all answers are eager's."""
-    for result in two:
+    for result in three:
         assert result["functional_collectives"] == {
             name: [[True] * 5, True] for name in ("reduced", "waited", "several", "gathered", "in_place")
         }
 
 
-def test_other_sizes_are_refused(two: list[dict[str, Any]]) -> None:
+def test_other_sizes_are_refused(three: list[dict[str, Any]]) -> None:
     """If a rank is configured with other sizes, every rank says which it has."""
-    for rank, result in enumerate(two):
+    for rank, result in enumerate(three):
         assert f"sizes must be the same on every rank; rank {rank} has" in result["sizes"]
 
 
-def test_a_dead_rank_is_an_error(two: list[dict[str, Any]]) -> None:
+def test_a_dead_rank_is_an_error(three: list[dict[str, Any]]) -> None:
     """A rank that ends without a word is an error for the others, before any timeout."""
-    assert "rank 0 got no agreement, as a rank did not vote" in two[0]["death"]
+    assert "rank 0 got no agreement, as a rank did not vote" in three[0]["death"]
 
 
-def test_a_late_rank_is_an_error(four: list[dict[str, Any]]) -> None:
+def test_a_late_rank_is_an_error(three: list[dict[str, Any]]) -> None:
     """The others give up at the timeout; when the late rank comes, it gets an error too. A consensus that failed once
     refuses to go on, since ranks may be out of step."""
-    for rank, result in enumerate(four):
+    for rank, result in enumerate(three):
         assert f"rank {rank} got no agreement" in result["late"][0]
         assert "make a new RankConsensus" in result["late"][1]
 

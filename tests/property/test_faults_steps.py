@@ -36,7 +36,7 @@ from ..behaviour.inject import ambient, batch
 from ..helpers import Spy, are_free, assert_same, may_capture
 
 WIDTH = 4
-OPERATORS = 20
+OPERATORS = 12
 """At so many of a call there is a fault, or some more."""
 DEVICE = torch.get_default_device()
 BACKEND = get_backend(DEVICE.type)
