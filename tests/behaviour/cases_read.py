@@ -941,7 +941,6 @@ run("builtin replaced")(none, lambda _, x: x * abs(-2), patch(builtins, "abs", l
 read("import inside")(settings, of_settings, put_there)
 read("import of a name inside")(settings, from_settings, put_there)
 read("import inside of another module")(settings, of_settings, patch(sys.modules, "users_settings", module(k=5)))
-read("__import__")(settings, lambda _: found_by_builtin().k, put_there)
 read("import, tried for in vain beside another name")(settings, tries_and_asks, put("owner", bonus=5))
 read("module of a package passed on")(none, lambda _: k_of(PACKAGE.settings), patch(PACKAGE.settings, "k", 5.0))
 read("module that a helper gives")(none, lambda _: the_settings().k, patch(SETTINGS, "k", 5.0))
@@ -952,23 +951,17 @@ read("import inside, for a nested function")(settings, nests_import, put_there)
 read("module that an object holds, and whose code runs")(
     module_with_code, lambda h: h.number() * h.module.k, put("module", k=5)
 )
-read("sys.modules")(settings, lambda _: sys.modules[f"users_{'settings'}"].k, put_there)
-
-
-def named_settings() -> Apart:
-    """The same module, whose name an object holds."""
-    return Apart(settings().owner, Box(name="users_settings"))
 
 
 def crowd() -> Box:
     """A module of the user's that nobody names, with what nobody can compare under names of the code."""
     PATCH.setitem(sys.modules, "users_crowd", module(k=threading.local(), name=threading.local()))
-    return Box(name="users_own", k=2.0)
+    return Box(k=2.0)
 
 
-def of_loaded(held: Any) -> float:
+def of_loaded(_: Any) -> float:
     """What a module gives if it is loaded."""
-    found = sys.modules.get(held.name)
+    found = sys.modules.get("users_own")
     return 2.0 if found is None else found.k
 
 
@@ -982,26 +975,16 @@ def imports_it(_: Any) -> None:
     PATCH.setitem(sys.modules, "users_own", module(k=5))
 
 
-read("sys.modules by a name that is held")(named_settings, lambda h: sys.modules[h.name].k, put_there)
-read("sys.modules.get by a name that is held")(named_settings, lambda h: sys.modules.get(h.name).k, put_there)
+read("sys.modules")(settings, lambda _: sys.modules["users_settings"].k, put_there)
 read("module that takes another's place in sys.modules")(
-    named_settings, lambda h: sys.modules[h.name].k, patch(sys.modules, "users_settings", module(k=5))
+    settings, lambda _: sys.modules["users_settings"].k, patch(sys.modules, "users_settings", module(k=5))
 )
-read("sys.modules, passed on")(settings, lambda _: dict(sys.modules)["_".join(["users", "settings"])].k, put_there)
-read("whether a module is loaded")(crowd, lambda h: 3.0 if h.name in sys.modules else h.k, imports_it)
-read("whether a module that code names is loaded")(
-    crowd, lambda h: 3.0 if "users_own" in sys.modules else h.k, imports_it
-)
+read("whether a module is loaded")(crowd, lambda h: 3.0 if "users_own" in sys.modules else h.k, imports_it)
 read("what a module that is not loaded gives")(crowd, of_loaded, imports_it)
 kept("import beside a look whether a module is loaded")(
-    crowd, lambda h: 3.0 if h.name in sys.modules else h.k, imports_another
+    crowd, lambda h: 3.0 if "users_own" in sys.modules else h.k, imports_another
 )
 kept("import beside a look for a module")(crowd, of_loaded, imports_another)
-
-
-def found_by_builtin() -> Any:
-    """A module of a computed name, by the interpreter's own function."""
-    return __import__(f"users_{'settings'}")
 
 
 # Tensors.

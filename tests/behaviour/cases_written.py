@@ -450,10 +450,10 @@ def named_module() -> str:
     return made.__name__
 
 
-FINDERS: dict[str, tuple[Callable[[str], Any], Reason]] = {
-    "import_module": (lambda name: importlib.import_module(name, None), Reason.STATE_UNSEEN),
-    "__import__": (lambda name: __import__(name), Reason.STATE_REBOUND),
-    "sys.modules": (lambda name: sys.modules[name], Reason.STATE_REBOUND),
+FINDERS: dict[str, Callable[[str], Any]] = {
+    "import_module": lambda name: importlib.import_module(name, None),
+    "__import__": lambda name: __import__(name),
+    "sys.modules": lambda name: sys.modules[name],
 }
 
 
@@ -466,8 +466,8 @@ def count_in_named(find: Callable[[str], Any]) -> Act:
     return act
 
 
-for name, (find, reason) in FINDERS.items():
-    write(f"module found by {name}", reason=reason)(
+for name, find in FINDERS.items():
+    write(f"module found by {name}", reason=Reason.STATE_UNSEEN)(
         named_module, count_in_named(find), lambda name: sys.modules[name].value
     )
 WRITES["variable of the module that comes"] = Write(module_code("global made", "made = len(x)"))

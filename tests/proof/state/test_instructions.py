@@ -1,4 +1,4 @@
-"""The instructions of code, which are read without ``dis``, are those that ``dis`` tells."""
+"""The instructions of code, which are read without ``dis``, are those that ``dis`` tells; and what some of them say."""
 
 import collections
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from graphdispatch.proof.watch.bytecode import instructions_of
+from graphdispatch.proof.watch.bytecode import code_reads, instructions_of
 
 WITH_NAMES = {*dis.hasname, *dis.hasconst, *dis.haslocal, *dis.hasfree} - {dis.opmap.get("KW_NAMES")}
 
@@ -36,3 +36,32 @@ def test_instructions_are_those_of_dis(module: Any) -> None:
         pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if b.opcode in WITH_NAMES]
         assert [repr(a.argval) for a, _ in pairs] == [repr(b.argval) for _, b in pairs]
         assert list(map(repr, instructions_of(code, WITH_NAMES))) == [repr(a) for a, _ in pairs]
+
+
+@pytest.mark.parametrize("text", ["'a' in sys.modules", "sys.modules['a']", "sys.modules.get('a', b)", "m.modules()"])
+def test_code_that_names_the_module_finds_no_other(text: str) -> None:
+    """The name stands in the code, as a constant or as that of the code's own module."""
+    assert not code_reads(compile(text, "", "eval")).finds_modules
+    assert not code_reads(compile(text.replace("'a'", "__name__"), "", "eval")).finds_modules
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("a in sys.modules", "'a' + b in sys.modules", "sys.modules[a]", "sys.modules['a' + b]", "list(sys.modules)"),
+        *("sys.modules.get(a)", "sys.modules.get('a' + b)", "sys.modules.pop('a')", "getattr(sys, 'modules')"),
+        *(
+            "'a' in dict(sys.modules)",
+            "sys.modules",
+            "(lambda: sys.modules)()['a']",
+            "(a or 'a') in sys.modules",
+            "(a if b else 'a') in sys.modules",
+            "sys.modules[a or 'a']",
+            "('a' if b else a) in sys.modules",
+        ),
+    ],
+)
+def test_code_that_makes_a_name_up_may_find_any_module(text: str) -> None:
+    """Or it passes ``sys.modules`` on."""
+    codes = [code := compile(text, "", "eval"), *(one for one in code.co_consts if isinstance(one, CodeType))]
+    assert any(code_reads(code).finds_modules for code in codes)

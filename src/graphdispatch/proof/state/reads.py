@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from ...backends.code_events import is_own_code
 from ...backends.operators import is_strided
 from ...runtime.attributes import attribute_table, content
-from ..watch.bytecode import ModulesRead, code_reads, original_of
+from ..watch.bytecode import code_reads, original_of
 from . import objects
 from .objects import CONTAINERS, holds_modules, is_library_code
 from .snapshot import MEMBERS, form_of, save_random
@@ -73,15 +73,13 @@ class CodeNotes:
         there, a builtin serves, or a default."""
         self.reads_whole = False
         """Whether code reads objects of any class under names that do not stand in it."""
-        self.modules = ModulesRead.NOT
-        """What code of the user does with ``sys.modules``."""
 
     def lacks(self, other: "CodeNotes") -> bool:
         """Whether ``other`` notes code of the user, or what any code reads, that these notes do not have."""
         users = (key for key, code in other.codes.items() if not is_library_code(code.co_filename))
         if any(key not in self.codes for key in users) or other.reads_whole > self.reads_whole:
             return True
-        return other.modules > self.modules or any(getattr(other, kind) - getattr(self, kind) for kind in _SET_FIELDS)
+        return any(getattr(other, kind) - getattr(self, kind) for kind in _SET_FIELDS)
 
     def absorb(self, other: "CodeNotes") -> None:
         """Note all that ``other`` notes."""
@@ -90,7 +88,6 @@ class CodeNotes:
         for kind in _SET_FIELDS:
             getattr(self, kind).update(getattr(other, kind))
         self.reads_whole = self.reads_whole or other.reads_whole
-        self.modules = max(self.modules, other.modules)
 
     def note_variables(self, table: dict[str, Any], names: Iterable[str]) -> None:
         """Note that code looks variables of a namespace up."""
@@ -254,21 +251,15 @@ class StateReads:
         self._kinds = objects.Kinds()
         self._pending: list[Any] = []
         self._fix(None, [*roots, *(hook for hooks in objects.GLOBAL_HOOKS for hook in hooks.values())])
-        self._texts = set[str]()
-        """What code and what is compared hold as text."""
         self._compare_namespaces(notes)
         self._follow()
-        if notes.modules:
-            self._compare_modules(notes)
         self.missing = notes.optional - _TENSOR_ATTRIBUTES
 
     def _follow(self) -> None:
         while self._pending:
             value = self._pending.pop()
             role = self._kinds[type(value)].role
-            if type(value) is str:
-                self._texts.add(value)
-            elif role not in ("leaf", "trusted") and id(value) not in self._seen:
+            if role not in ("leaf", "trusted") and id(value) not in self._seen:
                 self._seen[id(value)] = value
                 getattr(self, f"_visit_{role}")(value)
 
@@ -379,7 +370,7 @@ class StateReads:
         if issubclass(kind, CONTAINERS):
             if self._is_traced or _matters(value):
                 self.contents.append(value)
-            if self._notes.modules or not objects.holds_constants(value):  # texts may be names of modules
+            if not objects.holds_constants(value):
                 self._pending += content(value)
         elif issubclass(kind, (tuple, frozenset)):
             self._fix(value, content(value))
@@ -512,27 +503,11 @@ class StateReads:
             self._compare_variables(table, names)
             self.absent.append((table, frozenset(names) - table.keys()))
 
-    def _compare_modules(self, notes: CodeNotes) -> None:
-        """Of ``sys.modules`` the modules whose names are there as texts, in code or in what is compared: an import of
-        another one changes nothing."""
-        users = (code for code in notes.codes.values() if not is_library_code(code.co_filename))
-        self._texts.update(*(code_reads(code).texts for code in users))
-        compared = set[str]()
-        while further := self._texts - compared:  # what is followed then may hold more
-            compared |= further
-            loaded = [name for name in further if name in sys.modules]
-            self.attributes.append((sys.modules, loaded))
-            self.absent.append((sys.modules, frozenset(further.difference(loaded))))
-            if notes.modules > ModulesRead.TESTED:
-                self._pending += map(sys.modules.__getitem__, loaded)
-                self._follow()
-
     def _compare_variables(self, table: Mapping[str, Any], names: Iterable[str]) -> None:
         present = [name for name in names if name in table]
         if present:
             self.attributes.append((table, present))
-            is_whole = self._notes.modules is ModulesRead.WHOLE or not self._is_traced
-            held = {n: table[n] for n in present if is_whole or not holds_modules(table, n)}
+            held = {n: table[n] for n in present if not (self._is_traced and holds_modules(table, n))}
             # Code that names a builtin shows what it does with it.
             self._pending += (one for n, one in held.items() if vars(builtins).get(n) is not one)
 

@@ -6,7 +6,6 @@ they run: what their closures and defaults hold nobody else can come by. Nothing
 """
 
 import random
-import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -65,9 +64,6 @@ class StateWalk:
         """All paths of the opaque objects that are no threads, locks or other machines: ``restore`` cannot put them
         back."""
         self.overflow: str | None = None
-        self._modules: dict[str, Any] | None = None
-        self._named_in = 0
-        """In how many of those saved it has looked for names of modules."""
         self._seen: dict[int, Any] = {}
         self._kinds = objects.Kinds()
         self._saved: list[Saved] = []
@@ -84,8 +80,8 @@ class StateWalk:
         """Empty containers of classes of Python's own, most of them for hooks, each with its path."""
         self._again: list[tuple[Any, Any]] = []
         """Containers that it met once more, with the other path."""
-        hooks = ((hooks, "hooks of all modules") for hooks in objects.GLOBAL_HOOKS)
-        for root, name in (*((root, objects.name_of(root)) for root in roots), *hooks):
+        named = [(root, objects.name_of(root)) for root in roots]
+        for root, name in (*named, *((hooks, "hooks of all modules") for hooks in objects.GLOBAL_HOOKS)):
             self.visit(root, ((), name))
         self._save(((), "the default dtype or determinism"), None, snapshot.SETTINGS)
 
@@ -155,24 +151,6 @@ class StateWalk:
             self._whole.add(id(table))
             self._save(((), where), table, snapshot.NAMES)
         return [name for name in table if not name.startswith("__")]
-
-    def visit_modules(self, texts: Iterable[str]) -> None:
-        """Note the modules of the user in ``sys.modules`` whose names are among ``texts``, or stand as text in what it
-        met; and which modules are there: code is about to look some up."""
-        if self._modules is None:
-            self._modules = dict(sys.modules)
-            self._saved.append(
-                Saved(((), "sys.modules"), sys.modules, snapshot.accessor_of_variables(self._modules), self._modules)
-            )
-        names = set(texts)
-        for saved in self._saved[self._named_in :]:
-            held = saved.before.values() if type(saved.before) is dict else saved.before
-            names.update(one for one in (held if type(saved.before) in (dict, list) else ()) if type(one) is str)
-        self._named_in = len(self._saved)
-        found = (sys.modules[name] for name in names if name in sys.modules)
-        self.user_namespaces += (
-            one for one in found if objects.is_user_module(one) and one not in self.user_namespaces
-        )
 
     def beyond(self, roots: Iterable[tuple[str, Any]]) -> "StateWalk | None":
         """A walk over what these objects reach, by name, and this walk has not met; None if none of it can change.

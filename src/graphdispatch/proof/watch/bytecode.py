@@ -14,7 +14,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from enum import IntEnum
 from functools import wraps
 from itertools import chain
 from types import CodeType
@@ -70,21 +69,6 @@ _CHANGES = (
 )
 """Instructions and methods that change containers."""
 _TYPES = ("dtype", "device", "layout", "__class__")
-_LOADS = ("LOAD_CONST", "LOAD_ATTR", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
-"""Instructions that load a value which was there before the run. ``LOAD_FAST`` is none: a local variable may hold a
-text that the code computed."""
-
-
-class ModulesRead(IntEnum):
-    """What code does with ``sys.modules``, the largest of several."""
-
-    NOT = 0
-    TESTED = 1
-    """It tests whether a module is loaded (``name in sys.modules``) whose name is there as a text."""
-    NAMED = 2
-    """It takes a module by such a name (``sys.modules[cls.__module__]``)."""
-    WHOLE = 3
-    """It may take any: by a name that it makes up, or it passes the dict on."""
 
 
 class CodeReads(NamedTuple):
@@ -108,8 +92,9 @@ class CodeReads(NamedTuple):
     """Whether it reads its first parameter so. Both may be true."""
     whole_variables: bool
     """Whether it may do so with a variable: not with its parameters and their attributes alone."""
-    modules: ModulesRead
-    """What it does with an attribute of the name ``modules``, which may be that of ``sys``."""
+    finds_modules: bool
+    """Whether it may find any module in an attribute ``modules``, which may be that of ``sys``: under a name that is no
+    constant and not its own, or it passes the dict on."""
     number_compared: str
     """What it does with numbers that a size in a run of all batches is not: it compares one by ``is``, or, outside of
     torch, may ask for the type of one (``type(n) in (int, float)``, ``isinstance(n, torch.SymInt)``); with its line.
@@ -242,7 +227,7 @@ def code_reads(code: CodeType) -> CodeReads:
         of_others,
         of_self,
         of_variables,
-        ModulesRead.WHOLE if "modules" in texts else _modules_read(code, instructions, kept),
+        "modules" in texts or ("modules" in code.co_names and _finds_modules(code, instructions)),
         "" if is_plain else _number_compared(code, instructions),
     )
 
@@ -262,53 +247,32 @@ def _telling(names: Collection[str], variables: Collection[str]) -> frozenset[st
     return TELLS_IDENTITY.intersection(names) | frozenset(("id", "hash")).intersection(variables)
 
 
-def _modules_read(code: CodeType, instructions: Sequence[Instruction], parameters: Collection[str]) -> ModulesRead:
-    """What code does with attributes of the name ``modules``."""
-    found = ModulesRead.NOT
-    if "modules" not in code.co_names:
-        return found
-    for index, instruction in enumerate(instructions):
-        if instruction.argval != "modules" or instruction.opname not in _ATTRIBUTES or _is_method(instruction):
+def _finds_modules(code: CodeType, instructions: Sequence[Instruction]) -> bool:
+    """See ``CodeReads.finds_modules``."""
+    for index, one in enumerate(instructions):
+        if one.argval != "modules" or one.opname not in _ATTRIBUTES or _is_method(one):
             continue
-        key, use = _key_in_modules(instructions, index)
-        is_there = key is not None and (key.opname in _LOADS or any(_loads(key, name, at=-1) for name in parameters))
-        found = max(found, use if is_there else ModulesRead.WHOLE)
-    return found
+        use, *following = instructions[index + 1 : index + _LONGEST_CALL]
+        key: Sequence[Instruction] = ()
+        if use.opname == "CONTAINS_OP":
+            targets = dis.findlabels(code.co_code)  # type: ignore[arg-type]
+            is_joined = instructions[index - 1].offset in targets  # (a or "b") in sys.modules
+            key = () if is_joined else instructions[max(index - 2, 0) : index - 1]
+        elif use.argval == "get" and _is_method(use):
+            key = next(iter(_arguments(following)), ())
+        elif following and (following[0].opname, following[0].arg) in _SUBSCRIPTS:
+            key = [use]
+        if not (len(key) == 1 and (key[0].opname == "LOAD_CONST" or key[0].argval == "__name__")):
+            return True
+    return False
 
 
-def _key_in_modules(instructions: Sequence[Instruction], index: int) -> tuple[Instruction | None, ModulesRead]:
-    """The instruction that gives the key of the look-up in the dict that ``instructions[index]`` loads, and what the
-    look-up is for; None where it is something else."""
-    following = instructions[index + 1 :]
-    use = following[0]
-    if use.opname == "CONTAINS_OP":
-        is_plain = index > 1 and (instructions[index - 1].opname in _LOADS or _is_fast(instructions[index - 1]))
-        return (instructions[index - 2] if is_plain else None), ModulesRead.TESTED
-    if use.argval == "get" and _is_method(use):
-        key = next(iter(_arguments(following[1:])), None)
-        return (key[-1] if key else None), ModulesRead.NAMED
-    depth = 0
-    for place, instruction in enumerate(following):
-        if depth == 1 and (instruction.opname, instruction.arg) in _SUBSCRIPTS:
-            return following[place - 1], ModulesRead.NAMED
-        if instruction.opcode in dis.hasjrel:
-            break
-        if instruction.opname not in ("PRECALL", "KW_NAMES"):
-            depth += instruction.effect()
-        if depth < 1:
-            break
-    return None, ModulesRead.WHOLE
-
-
+_LONGEST_CALL = 12
 _OPERATIONS = dis._nb_ops  # type: ignore[attr-defined]
 _SUBSCRIPTS = (
     ("BINARY_SUBSCR", None),
     *(("BINARY_OP", op) for op, (_, sign) in enumerate(_OPERATIONS) if sign == "[]"),
 )
-
-
-def _is_fast(instruction: Instruction) -> bool:
-    return instruction.opname.startswith("LOAD_FAST")
 
 
 def _is_method(instruction: Instruction) -> bool:
@@ -504,8 +468,8 @@ def with_guards(code: CodeType) -> tuple[CodeReads, frozenset[str] | None]:
     attributes, variables, optional = (
         frozenset(name for name in chain(*each) if not name.startswith(_OF_COMPILER)) for each in found
     )
-    modules = ModulesRead.WHOLE if "modules" in attributes else ModulesRead.NOT
-    return reads._replace(attributes=attributes, variables=variables, modules=modules), optional if named else None
+    reads = reads._replace(attributes=attributes, variables=variables, finds_modules="modules" in attributes)
+    return reads, optional if named else None
 
 
 def _named_by(guards: Any) -> tuple[frozenset[str], ...]:

@@ -36,7 +36,6 @@ from .bytecode import (
     BY_NAME,
     WRITE_ANY,
     CodeReads,
-    ModulesRead,
     changed_by,
     code_reads,
     original_of,
@@ -129,8 +128,6 @@ class CodeTrace(CodeNotes, CodeListener):
         """Which random generator the callable set, in words."""
         self._within = within
         self._unseen_call: str | None = None
-        self._texts = set[str]()
-        """Those in code of the user that may be names of modules, and that the walk does not know yet."""
         self._used = set[str]()
         """The names that code of the user has used so far."""
         self._settled = 0
@@ -339,7 +336,6 @@ class CodeTrace(CodeNotes, CodeListener):
             self._read_library(notes, code, frame)
             return
         notes.names |= reads.attributes
-        self._texts |= reads.texts
         self._note_optional(reads)
         notes.reads_whole |= reads.whole_others
         if reads.whole_self:
@@ -384,6 +380,7 @@ class CodeTrace(CodeNotes, CodeListener):
         """Code of the user is about to run that may find any variable, take functions apart, or hide what it does."""
         # In code of a module, a class or a text, locals are variables.
         finders = {"globals"} if code.co_flags & CO_OPTIMIZED else {"globals", "locals", "vars", "dir"}
+        finders.add("__import__")
         if found := finders & reads.variables:
             self._note_unseen(f"{min(found)}(), by which it may find anything")
         if not _HELD.isdisjoint(reads.attributes):
@@ -427,9 +424,6 @@ class CodeTrace(CodeNotes, CodeListener):
         notes.note_variables(built_in, [name for name in used if name not in table and name in built_in])
         self._use(notes, table, used, table.get("__name__", ""))
         package = table.get("__package__") or ""
-        if "__import__" in reads.variables:  # which may find any module, by a name that it computes
-            self._use(notes, vars(sys), ["modules"], "sys")
-            notes.modules = ModulesRead.WHOLE
         texts = reads.texts | {table.get("__name__", "")} if "modules" in reads.attributes else reads.texts
         parents = ["", *accumulate(package.split("."), "{}.{}".format)]  # of which one is where ``from ..a`` begins
         imports = [f"{parent}.{name}".strip(".") for parent in parents for name in reads.imports]
@@ -448,20 +442,13 @@ class CodeTrace(CodeNotes, CodeListener):
                 if (reads.whole_variables or self.walk.has_accessor) and is_module and objects.is_whole(module):
                     names = self.walk.visit_all_variables(table, where)
                 self._use(notes, table, names, where)
+                if table is vars(sys) and "modules" in names:
+                    notes.note_variables(sys.modules, texts)
+                    if reads.finds_modules:
+                        self._note_unseen("sys.modules, in which it may find any module")
                 if objects.is_user_module(module):  # of a library, whether somebody replaced what the code calls
                     notes.note_variables(table, reads.attributes)
                 modules += map(table.get, names)
-        if (id(vars(sys)), "modules") in notes.variables:
-            self._note_modules(notes, reads)
-
-    def _note_modules(self, notes: CodeNotes, reads: CodeReads) -> None:
-        """Code that is about to run may look modules up in ``sys.modules``."""
-        notes.modules = max(notes.modules, reads.modules)
-        if notes.modules is ModulesRead.WHOLE:
-            self.walk.visit(sys.modules, ((), "sys.modules"))
-        elif notes.modules is ModulesRead.NAMED:
-            texts, self._texts = self._texts, set()
-            self.walk.visit_modules(texts)
 
     def _use(self, notes: CodeNotes, table: dict[str, Any], names: Collection[str], where: str) -> None:
         notes.note_variables(table, names)
