@@ -274,12 +274,13 @@ class StateGuard:
             return [id(one) not in owned and (one.is_leaf or id(one) not in held) for one in self.tensors]
 
     def _owners(self) -> list[nn.Module]:
-        """The modules that have parameters of their own: whether an activation trains says nothing."""
-        return [module for module in self.modules if any(one is not None for one in module._parameters.values())]
+        """The modules that have parameters or buffers of their own: whether an activation trains says nothing."""
+        held = ((m, chain(m._parameters.values(), m._buffers.values())) for m in self.modules)
+        return [module for module, members in held if any(one is not None for one in members)]
 
     def _find_training(self) -> bool | None:
-        """Whether a call can train: no module has parameters, or one that has is in training mode. None if the guard
-        cannot tell, because it does not compare all these flags."""
+        """Whether a call can train: no module has tensors, or one that has is in training mode. None if the guard cannot
+        tell, because it does not compare all these flags."""
         kinds = {type(module) for module in self.modules}
         bases = {base for kind in kinds for base in kind.__mro__[:-1]}
         if any("training" in vars(base) or "__getattribute__" in vars(base) for base in bases):

@@ -276,9 +276,8 @@ class StateReads:
             users = objects.user_classes(home if is_class else type(home))
             if objects.is_user_module(home) or (is_class and users):
                 table = vars(home) if is_class else attribute_table(home) or {}
-                present = [name for name in table if name in names]
-                self._compare_variables(table, present)
-                pending += map(table.__getitem__, present)
+                self._compare_variables(table, _without_numbers(table, names))
+                pending += (held for name, held in table.items() if name in names)
             else:
                 self._follow_methods(users, names)
 
@@ -289,7 +288,7 @@ class StateReads:
         while pending:
             found |= pending
             for base in users:
-                self._compare_variables(vars(base), pending)
+                self._compare_variables(vars(base), _without_numbers(vars(base), pending))
             held = [vars(base)[name] for base in users for name in pending if name in vars(base)]
             codes = (fn.__code__ for one in held for fn in objects.functions_in(one))
             pending = set().union(*map(objects.names_in, codes)) - found
@@ -550,6 +549,11 @@ class StateReads:
 def _is_data_of(nested: str, member: Any) -> bool:
     """Whether a class attribute is data, or a class that the class itself has made: not one of somebody else's."""
     return not issubclass(type(member), type) or str(member.__qualname__).startswith(nested)
+
+
+def _without_numbers(table: Mapping[str, Any], names: Collection[str]) -> list[str]:
+    """Those of the names that have another value in the table: a counter there tells nothing of tensors."""
+    return [name for name, held in table.items() if name in names and type(held) not in (int, float)]
 
 
 class _Results:
