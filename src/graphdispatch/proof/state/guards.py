@@ -279,8 +279,8 @@ class StateGuard:
         return [module for module, members in held if any(one is not None for one in members)]
 
     def _find_training(self) -> bool | None:
-        """Whether a call can train: no module has tensors, or one that has is in training mode. None if the guard cannot
-        tell, because it does not compare all these flags."""
+        """Whether a call can train: no module has tensors, or one that has some is in training mode. None if the guard
+        cannot tell, because it does not compare all these flags."""
         kinds = {type(module) for module in self.modules}
         bases = {base for kind in kinds for base in kind.__mro__[:-1]}
         if any("training" in vars(base) or "__getattribute__" in vars(base) for base in bases):
