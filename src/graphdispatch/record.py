@@ -13,6 +13,7 @@ proven or compared. So this is what the engine vouches for:
 - Memory that it reads and that is no argument stays where it is: weights, caches, and tensors that come by another way
   than the arguments, such as metadata of attention. Who moves some calls ``clear()``.
 - The first dimension is the batch's in each output that has as many rows there as the graph. Others are returned whole.
+  Numbers among the outputs, such as that of the rows, are those of the capture.
 - It runs more than once where a capture is made: ``warmup_iterations`` times, for the recording, and once more eagerly
   where a run fails. What it writes besides its arguments is not put back, in a prewarm neither.
 - Arguments that it writes share no memory with each other, at the capture. Later calls are compared.
