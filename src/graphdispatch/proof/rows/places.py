@@ -135,29 +135,18 @@ def index_select(c: Call) -> list[Label]:
 
 def index_dim(c: Call) -> list[Label]:
     """Entries along a dimension are written: ``index_copy``, ``index_add``, ``index_fill``."""
-    label, chosen = c.certain_label("self"), c.certain_label("index")
+    label, tensor, index = c.certain_label("self"), c.a["self"], c.a["index"]
     at = c.place("dim", len(label.dims))
-    if c.name == "index_copy" and at == 0 and (put := arrangement_put(c, c.a["index"], c.a["source"])) is not None:
+    if c.name == "index_copy" and at == 0 and (put := arrangement_put(c, index, c.a["source"])) is not None:
         return [put]
-    spot = chosen.dims[0] if chosen.dims else ()
-    wanted = (*label.dims[:at], spot, *label.dims[at + 1 :])
-    if not names_own(chosen, label.dims[at]):
-        c.check_data(chosen)
-        c.blend([label.dims[at]], "rows by an index")
-        c.require_index(label.dims[at], c.a["index"])
+    picked = Picked(c, tensor, [*[None] * at, index])
+    c.run.mixed |= picked.axes
     if c.has("source"):
-        source = c.certain_label("source").dims
-        for one, other in zip(wanted, source, strict=True):
-            if has_rows(other) and not has_rows(one):
-                raise MixError("rows where none lie")
-            c.sizes.joined(one, other)
+        c.fit(picked.dims if index.dim() else (*picked.dims[:at], (), *picked.dims[at:]), c.a["source"])
     elif c.has("value"):
         c.blend(c.certain_label("value").dims, "rows in a value for all")
-    c.run.mixed |= axes_of(spot)
-    if has_rows(spot) and not has_rows(label.dims[at]) and row_place(label.dims) is not None:
-        raise MixError("rows by an index of rows")
-    if row_place(label.dims) is None:
-        _name_places(c, [at] if holds_rows(chosen) else [], axes_of(spot), adds=c.name == "index_add")
+    if picked.row is None:
+        _name_places(c, picked.by_rows, picked.axes, adds=c.name == "index_add")
     return [Label(label.dims)]
 
 
