@@ -167,6 +167,14 @@ class Call:
             return plain_dim(size)
         return self.caller.around().get(size, plain_dim(size))
 
+    def given_at(self, place: int, count: int, size: int) -> Dim:
+        """The dimension of the size at a place among ``count``, as Python gave it, or as torch computed it."""
+        sizes = self.caller.sizes
+        if sizes is None or len(sizes) != count:
+            return self.given(size)
+        self.caller.size(size)
+        return self.sizes.dim_of(sizes[place])
+
     def resized(self, old: Dim, size: int) -> Dim:
         """A dimension that an operator gave another size, in a way that no rule tells for other batches."""
         if size == own_size(old) or not is_dynamic(old):

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .batches import Num
 from .calls import Call, Rule
 from .elementwise import WIDE
 from .labels import (
@@ -24,16 +23,8 @@ def made(c: Call) -> list[Label]:
     """All elements alike, or drawn; a tensor gives their type alone."""
     for tensor in c.tensors:
         c.label(tensor)
-    shape, sizes = c.outs[0].shape, c.caller.sizes
-    if sizes is not None and len(sizes) == len(shape):
-        return c.each(Label(tuple(_given(c, size) for size in sizes)))
-    return c.each(Label(tuple(map(c.given, shape))))
-
-
-def _given(c: Call, size: object) -> Dim:
-    if isinstance(size, Num):
-        c.caller.size(size.own)
-    return c.sizes.dim_of(size)
+    shape = c.outs[0].shape
+    return c.each(Label(tuple(c.given_at(place, len(shape), size) for place, size in enumerate(shape))))
 
 
 def arange(c: Call) -> list[Label]:
@@ -111,16 +102,10 @@ def stack(c: Call) -> list[Label]:
 
 def repeat(c: Call) -> list[Label]:
     """Each dimension several times, one behind the other."""
-    label = c.certain_label(c.first)
-    times, sizes = c.a["repeats"], c.caller.sizes
-    more = len(times) - len(label.dims)
-    dims = []
-    for place, count in enumerate(times):
-        old = label.dims[place - more] if place >= more else ()
-        is_given = sizes is not None and len(sizes) == len(times)
-        factor = _given(c, sizes[place]) if is_given and sizes is not None else c.given(count)
-        dims.append(merged((*factor, *old)))
-    return [Label(tuple(dims))]
+    label, times = c.certain_label(c.first), c.a["repeats"]
+    old = ((),) * (len(times) - len(label.dims)) + label.dims
+    factors = (c.given_at(place, len(times), count) for place, count in enumerate(times))
+    return [Label(tuple(merged((*factor, *dim)) for factor, dim in zip(factors, old, strict=True)))]
 
 
 def pad(c: Call) -> list[Label]:

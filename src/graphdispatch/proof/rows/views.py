@@ -90,16 +90,10 @@ def expand(c: Call) -> list[Label]:
     label = c.certain_label(c.first)
     shape = c.outs[0].shape
     more = len(shape) - len(label.dims)
-    sizes = c.caller.sizes
     dims: list[Dim] = []
     for place, size in enumerate(shape):
         old = label.dims[place - more] if place >= more else ()
-        if size == own_size(old):
-            dims.append(old)
-        elif sizes is not None and len(sizes) == len(shape):
-            dims.append(c.sizes.dim_of(sizes[place]))
-        else:
-            dims.append(c.given(size))
+        dims.append(old if size == own_size(old) else c.given_at(place, len(shape), size))
     return [_moved(label, tuple(dims), is_whole=False)]
 
 
