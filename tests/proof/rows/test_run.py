@@ -278,6 +278,7 @@ SIZED: dict[str, Callable[[Tensor], Any]] = {
     "beyond the end": lambda x: x[:, :100] * 2,
     "halves of rows": lambda x: torch.cat([x, x]).chunk(2),
     "windows": lambda x: x.unfold(1, 3, 2) * 2,
+    "diagonal": lambda x: (x @ x.mT).diagonal(0, 1, 2) * 2,
     "half as wide": lambda x: x.view(torch.int16).float(),
     "time first": lambda x: _LSTM(x.transpose(0, 1))[0],
     "picked": lambda x: x.gather(1, torch.zeros(x.shape[0], 2, D, dtype=torch.long)),
