@@ -101,8 +101,8 @@ def test_a_batch_of_two_rows_whose_callable_takes_no_single_one_is_served() -> N
 def test_three_dimensions() -> None:
     """Each of three is padded, and an argument may have some of them, or one twice."""
 
-    def fn(x: Tensor, y: Tensor, square: Tensor) -> Tensor:
-        return x * 2 + y[None, :, None] + square.diagonal(dim1=0, dim2=1)
+    def fn(x: Tensor, y: Tensor, square: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2 + y[None, :, None], square * 2
 
     dims = {"x": {0: "a", 1: Dim("b", [4, 8]), 2: Dim("c", [2, 4])}, "y": {0: "b"}, "square": {0: "c", 1: "c"}}
     step = make(fn, dynamic=dims)
