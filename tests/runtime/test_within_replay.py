@@ -3,6 +3,7 @@ calls. A served call that it makes runs eagerly, since its graph would overwrite
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -103,8 +104,18 @@ def test_it_changes_no_graphs(step: Graphed[[Tensor], tuple[Tensor, Tensor]], ch
     assert step._graph_cache.is_asleep is (change == "wake")
 
 
-def test_it_waits_for_no_lock_when_it_changes_graphs(step: Graphed[[Tensor], tuple[Tensor, Tensor]]) -> None:
-    """As above, of a pad function that calls ``invalidate``: that raises at once."""
+CHANGES: dict[str, Callable[[Graphed[..., Any]], object]] = {
+    "invalidate": lambda step: step.invalidate(),
+    "prewarm": lambda step: step.prewarm(torch.ones(4, 2)),
+    "capture_size": lambda step: step.capture_size(4),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_it_waits_for_no_lock_when_it_changes_graphs(
+    step: Graphed[[Tensor], tuple[Tensor, Tensor]], change: Callable[[Graphed[..., Any]], object]
+) -> None:
+    """As above, of a pad function that makes or releases graphs: that raises at once."""
     is_held, is_done = threading.Event(), threading.Event()
 
     def holds() -> bool:
@@ -114,7 +125,7 @@ def test_it_waits_for_no_lock_when_it_changes_graphs(step: Graphed[[Tensor], tup
 
     def changes() -> None:
         with pytest.raises(CaptureError):
-            step.invalidate()
+            change(step)
 
     def calls() -> None:
         assert is_held.wait(10)

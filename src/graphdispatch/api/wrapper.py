@@ -274,6 +274,7 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         wanted = dict.fromkeys(_descriptors(shapes))
         refuse_too_many(self._graph_cache, wanted)
         largest_first = sorted(wanted, key=lambda descriptor: -descriptor.num_tokens)
+        self._graph_cache.refuse_changes()
         with torch.no_grad(), self._server.lock:
             for descriptor in largest_first[:1]:
                 refuse_closed(self._server, self._routes[descriptor])

@@ -76,6 +76,7 @@ class PrewarmReport:
 
 def capture_size(server: Server, route: Route, size: Any) -> bool:
     """See ``Graphed.capture_size``."""
+    server.graphs.cache.refuse_changes()
     with torch.no_grad(), server.lock:
         graphs, number = server.graphs, route.table.number_of(size)
         if server.closed(route) is not None or graphs.cache.is_frozen:
@@ -114,6 +115,7 @@ def prewarm(
     ):
         raise ConfigError(f"max_seconds must be a number above 0 or None, got {shown(max_seconds)}")
     graphs, mode = server.graphs, route.table.mode
+    graphs.cache.refuse_changes()
     if torch.is_grad_enabled() and server.needs_gradients(args, kwargs):
         why = Reason.NEEDS_GRADIENTS.text
         _log.warning("%s is prewarmed with a call that will run eagerly: %s", callable_name(server.fn), why)
