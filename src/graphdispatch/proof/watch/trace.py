@@ -33,6 +33,7 @@ from ..state import objects
 from ..state.reads import CodeNotes, StateReads
 from ..state.walk import StateWalk
 from .bytecode import (
+    BY_NAME,
     WRITE_ANY,
     CodeReads,
     changed_by,
@@ -217,6 +218,9 @@ class CodeTrace(CodeNotes, CodeListener):
         if type(owner) is str:
             if name in ("format", "format_map"):  # "{0.scale}".format(config)
                 self.names |= set(_FIELDS.findall(owner))
+        elif owner is builtins and name in BY_NAME:
+            reads = code_reads(frame.f_code)
+            self.reads_whole |= name not in reads.variables and name not in reads.attributes
             self._spare()
         elif name == "__subclasses__" and not _is_library(frame):
             self._note_unseen("__subclasses__() of a class")
