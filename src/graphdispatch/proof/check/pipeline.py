@@ -215,7 +215,7 @@ def _capture(attempt: CaptureAttempt, started: float | None) -> CUDAGraphEntry |
         if request.options.verify:
             if entry.licence.against_padding(request.rows) is None:  # else a full batch is compared when one comes
                 _compare_or_refuse(attempt, entry)
-            if _has_agreed_before(request, operators):
+            if _has_agreed_before(request, operators, shown.proof):
                 note_agreed(entry)
             measure_gain(attempt, entry)
         else:
@@ -229,12 +229,16 @@ def _capture(attempt: CaptureAttempt, started: float | None) -> CUDAGraphEntry |
     return entry
 
 
-def _has_agreed_before(request: CaptureRequest, operators: OperatorTrace) -> bool:
+def _has_agreed_before(request: CaptureRequest, operators: OperatorTrace, proof: RowProof | None) -> bool:
     """Whether a graph of the same operators, which compute with the same numbers, has agreed on two batches: a value
-    that was frozen would be among the numbers."""
+    that was frozen would be among the numbers. Graphs that share a proof have the same operators."""
     peers = (shown_of(peer) for peer in request.peers if peer.state is EntryState.VERIFIED)
-    same = (shown.operators for shown in peers if shown is not None)
-    return any(operators.has_numbers_of(one) and operators.is_like(one) for one in same)
+    return any(
+        operators.has_numbers_of(shown.operators)
+        and (shown.proof is proof is not None or operators.is_like(shown.operators))
+        for shown in peers
+        if shown is not None
+    )
 
 
 def _verify(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
