@@ -112,7 +112,7 @@ class PlainCapturer(Capturer):
     It has no state. A capture that fails leaves no graph, and its call has the answer of the run that was made.
     """
 
-    def reach(self, fn: Callable[..., Any]) -> Guard:
+    def reach(self, fn: Callable[..., Any], *, by_names: bool = False) -> Guard:
         """As ``Capturer.reach``."""
         return Reached(fn)
 

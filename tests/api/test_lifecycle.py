@@ -192,10 +192,10 @@ def test_a_call_that_looks_at_the_guard_while_graphs_are_put_to_sleep_is_served(
     guard: Any = SimpleNamespace(trainable=False)
 
     def holds() -> bool:
-        graphs._guard = None
+        graphs._guards.clear()
         return True
 
     guard.holds = holds
-    graphs._guard = guard
-    assert graphs.guard is guard
+    graphs._guards = {True: guard}
+    assert graphs.guard_by_names is guard
     assert torch.equal(step(torch.ones(3)), torch.full((3,), 2.0))

@@ -448,10 +448,10 @@ class GraphedStep(Graphed[P, R]):
         graphs, gradients = self._graphs, self._gradients
         with self._turn, torch.no_grad():
             is_new = False
-            if self._reached is None or self._reached is not graphs._guard:
-                self._reached = graphs.guard
-                self._is_parallel = any(map(_is_parallel, self._reached.modules))
-                is_new = gradients.take(self._reached.tensors)
+            if self._reached is None or self._reached is not graphs._guards.get(False):
+                self._reached, found = graphs.guard, graphs.guard_by_names
+                self._is_parallel = any(map(_is_parallel, found.modules))
+                is_new = gradients.take(found.tensors)
             if (gradients.begin() or is_new) and graphs.entries():
                 graphs.rearm(EvictionReason.STALE)
             try:

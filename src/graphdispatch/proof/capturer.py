@@ -15,9 +15,9 @@ from .state.guards import StateGuard
 class ProvingCapturer(Capturer):
     """Watches the call, proves its rows and its path, records it, and compares each graph with eager. Has no state."""
 
-    def reach(self, fn: Callable[..., Any]) -> Guard:
+    def reach(self, fn: Callable[..., Any], *, by_names: bool = False) -> Guard:
         """As ``Capturer.reach``."""
-        return StateGuard([fn])
+        return StateGuard([fn], by_names=by_names)
 
     def capture(self, request: CaptureRequest) -> CaptureResult:
         """As ``capture_entry``."""

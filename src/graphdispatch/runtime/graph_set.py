@@ -68,7 +68,8 @@ class GraphSet:
         """Of captures, in seconds."""
         self.budget = CaptureBudget(options.capture_share, self._num_replays, self._saved_s)
         self.lock = make_lock()
-        self._guard: Guard | None = None
+        self._guards: dict[bool, Guard] = {}
+        """What the callable reaches, without and with what its names lead to."""
         self.latest_change = ""
         """What has changed of the callable's state when its graphs last stopped fitting, in words."""
         self._numbers = itertools.count()
@@ -88,9 +89,18 @@ class GraphSet:
     @property
     def guard(self) -> Guard:
         """Which modules and tensors the callable reaches now, whatever it reads of them. Needs no lock."""
-        guard = self._guard  # which another thread's sleep() may forget meanwhile
+        return self._present_guard(by_names=False)
+
+    @property
+    def guard_by_names(self) -> Guard:
+        """The same, with what the names in its code lead to through modules and classes. That takes longer to find, and
+        counts where something may train. Needs no lock."""
+        return self._present_guard(by_names=True)
+
+    def _present_guard(self, *, by_names: bool) -> Guard:
+        guard = self._guards.get(by_names)  # which another thread's sleep() may forget meanwhile
         if guard is None or not guard.holds():
-            guard = self._guard = self.capturer.reach(self.fn)
+            guard = self._guards[by_names] = self.capturer.reach(self.fn, by_names=by_names)
         return guard
 
     def find(
@@ -394,7 +404,8 @@ class GraphSet:
         if not guards:
             return
         present = {guard: guard.holds() for guard in guards if not guard.is_broken}
-        if present and all(present.values()) and (self._guard is None or self._guard.holds()):
+        reached = self._guards.get(False)
+        if present and all(present.values()) and (reached is None or reached.holds()):
             return
         for guard in list(guards):
             guard.is_broken = not (present[guard] if guard in present else guard.holds())
@@ -434,7 +445,7 @@ class GraphSet:
                 group.hits.clear()
             self.release([victim for entry in self.entries() for victim in self.cache.retire(entry, reason, tag)])
             self._free_inputs()
-            self._guard = None
+            self._guards.clear()
             self._trim()
 
     def schedule_checks(self) -> None:

@@ -106,8 +106,9 @@ class Licence(Protocol):
 class Capturer(Protocol):
     """Makes the graphs of callables, and compares them with eager. Called with the server's lock held."""
 
-    def reach(self, fn: Callable[..., Any]) -> Guard:
-        """The tensors that a callable reaches now, whatever it reads of them. Needs no lock."""
+    def reach(self, fn: Callable[..., Any], *, by_names: bool = False) -> Guard:
+        """The tensors that a callable reaches now, whatever it reads of them; also what the names in its code lead to
+        through modules and classes, or not. Needs no lock."""
 
     def capture(self, request: "CaptureRequest") -> "CaptureResult":
         """Run the call, which answers the caller, and capture it.

@@ -403,12 +403,12 @@ class Server:
         leaves = leaves_of([*args, *kwargs.values()])
         reach = self.graphs.capturer.reach
         return self.may_need_gradients(leaves, None) or any(
-            reach(leaf).trainable for leaf in leaves if holds_more(leaf)
+            reach(leaf, by_names=True).trainable for leaf in leaves if holds_more(leaf)
         )
 
     def may_need_gradients(self, leaves: Sequence[Any], guard: Guard | None) -> bool:
         """Whether a call with these values may have to be differentiated, by a guard that holds (None: a new one)."""
-        return any(map(wants_gradient, leaves)) or (guard or self.graphs.guard).trainable
+        return any(map(wants_gradient, leaves)) or (guard or self.graphs.guard_by_names).trainable
 
     def closed(self, route: Route) -> Reason | None:
         """Why no graph may replay on the calling thread now, whatever the call; or None.

@@ -64,7 +64,8 @@ class StateGuard:
     With a ``trace`` of the runs behind a graph, it compares what that code reads: the variables, and of every object
     that it can reach from there the attributes under the names in the code, and all of them where the code reads under
     other names. Without one, it compares the variables, modules and containers that tell which tensors the callable
-    reaches. It compares ``tensors`` by shape and strides, and those whose storage's key is in ``used`` by address.
+    reaches, ``by_names`` in its code, too, or not. It compares ``tensors`` by shape and strides, and those whose
+    storage's key is in ``used`` by address.
 
     Members, numbers and variables must be the same objects or equal constants. The guard holds the objects, so that no
     other tensor can get the address of one of them.
@@ -83,6 +84,8 @@ class StateGuard:
         roots: Iterable[Any],
         trace: CodeNotes | None = None,
         used: Collection[int] | None = None,
+        *,
+        by_names: bool = False,
     ) -> None:
         self._latest_hook = RemovableHandle.next_id  # first: what is registered from here on is new
         self.notes = CodeNotes()
@@ -91,7 +94,7 @@ class StateGuard:
             self.notes.absorb(trace)
         with torch._C.DisableTorchFunction():  # nothing of the user's is called
             self._roots = tuple(roots)
-            reads = StateReads(self._roots, trace)
+            reads = StateReads(self._roots, trace, by_names=by_names)
         self.unguarded = reads.unguarded
         """What the code reads and nobody can compare, so that no graph may be made; empty if there is nothing."""
         self.missing = reads.missing

@@ -216,10 +216,11 @@ _STATES = {random.Random: "getstate", np.random.RandomState: "get_state", np.ran
 class StateReads:
     """What the code in ``trace`` reads of what the ``roots`` and the traced variables reach.
 
-    Without a trace: what tells which modules and tensors the callable reaches. Holds what it found.
+    Without a trace: what tells which modules and tensors the callable reaches; ``by_names`` also through modules and
+    classes, under the names in the code that it may run. Holds what it found.
     """
 
-    def __init__(self, roots: Iterable[Any], trace: CodeNotes | None) -> None:
+    def __init__(self, roots: Iterable[Any], trace: CodeNotes | None, *, by_names: bool = False) -> None:
         self.modules: list[nn.Module] = []
         self.tensors: list[torch.Tensor] = []
         self.objects: list[Any] = []
@@ -239,7 +240,7 @@ class StateReads:
         self.readers: list[Reader] = []
         self.hooks: list[dict[int, Any]] = []
         self.unguarded = ""
-        self._is_traced = trace is not None
+        self._is_traced, self._by_names = trace is not None, by_names
         self._notes = notes = CodeNotes() if trace is None else trace
         self._names = frozenset(notes.names)
         self._library_names = self._names | notes.library_names
@@ -264,7 +265,7 @@ class StateReads:
                 getattr(self, f"_visit_{role}")(value)
 
     def _follow_named(self, homes: Iterable[Any], names: frozenset[str]) -> None:
-        """Without a trace: go on with what code may reach under its ``names`` from these variables of it: what modules
+        """Go on with what code may reach under its ``names`` from these variables of it: what modules
         and classes of the user have there, and the methods of objects."""
         seen, pending = dict[int, Any](), list(homes)
         while pending:
@@ -282,7 +283,7 @@ class StateReads:
                 self._follow_methods(users, names)
 
     def _follow_methods(self, users: Sequence[type], names: Collection[str]) -> None:
-        """Without a trace: go on with the methods of classes of the user under these names, and with what the classes
+        """Go on with the methods of classes of the user under these names, and with what the classes
         have under the names in the code of those."""
         found, pending = set[str](), set(names)
         while pending:
@@ -311,7 +312,7 @@ class StateReads:
 
     def _visit_method(self, method: Any) -> None:
         self._fix(method, objects.stands_for(method))
-        if not self._is_traced and type(method) is types.MethodType:
+        if self._by_names and type(method) is types.MethodType:
             for fn in objects.functions_in(method.__func__):
                 self._follow_named([method.__self__], objects.names_in(fn.__code__))
         if self._kinds[type(method)].users or not issubclass(type(method), (property, types.MethodType)):
@@ -422,7 +423,8 @@ class StateReads:
         users = self._kinds[kind].users
         self._pending += (base for base in type.mro(kind)[1:] if base in users or issubclass(base, nn.Module))
         if not self._is_traced:
-            self._follow_methods(users, ("forward", "__call__"))
+            if self._by_names:
+                self._follow_methods(users, ("forward", "__call__"))
             return
         table = vars(kind)
         if kind in users:
@@ -491,6 +493,7 @@ class StateReads:
             self._pending.append(fn.__dict__["__wrapped__"])
         if not self._is_traced:
             self._compare_variables(fn.__globals__, objects.variables_of(fn))
+        if self._by_names:
             names = objects.names_in(fn.__code__)
             cells = map(objects.cell_value, fn.__closure__ or ())
             variables = (table.get(name) for table in (fn.__globals__, sys.modules) for name in names)
