@@ -510,9 +510,11 @@ def test_a_runner_may_register_while_it_is_compared() -> None:
     dispatcher, newer = over((KEY, entry()), runner=runner), scripted()
 
     def replace() -> None:
-        assert inside.wait(30)
-        dispatcher.register_graph(KEY, newer)
-        published.set()
+        try:
+            assert inside.wait(30)
+            dispatcher.register_graph(KEY, newer)
+        finally:
+            published.set()
 
     comparing = True
     in_threads(replace, lambda: serve(dispatcher))
