@@ -73,7 +73,7 @@ import torch
 import graphdispatch
 layer = torch.nn.Linear(4, 4).eval()
 serve = graphdispatch.graphed(
-    layer, dynamic={"input": 0}, max_size=4, options=graphdispatch.CUDAGraphOptions(capture_share=None)
+    layer, dynamic={"input": 0}, max_size=4, options=graphdispatch.CUDAGraphOptions(capture_share=None), strict=True
 )
 for rows in (3, 3, 3, 4):
     serve(torch.randn(rows, 4))

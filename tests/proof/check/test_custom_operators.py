@@ -151,8 +151,8 @@ print(step.stats.hits)
 
 
 def test_flex_attention_runs_its_parts() -> None:
-    """``flex_attention`` without a compiler is Python that runs operators, and is served. Its guard may import any
-    module, so all modules of the process are compared: a test tool that counts collections would end each graph."""
+    """``flex_attention`` without a compiler is Python that runs operators, and is served. A guard of torch's compiler
+    runs with it, and imports modules."""
     assert int(run_python("-W", "ignore", "-c", _FLEX)) >= 2
 
 

@@ -259,11 +259,13 @@ def _close_watch(
 def existing_storages(walk: StateWalk, *known: Iterable[int]) -> Callable[[int], bool]:
     """What says of a storage's key whether it was there before: it is among those that are ``known``, or within reach
     of the walk. Code may run into more of that meanwhile."""
-    keys = set[int]().union(*known)
+    with torch._C.DisableTorchFunction():  # tensors of a model may refuse functions
+        keys = set[int]().union(*known)
 
     def existed(key: int) -> bool:
         if key not in keys:
-            keys.update(map(storage_key, filter(is_strided, walk.tensors)))
+            with torch._C.DisableTorchFunction():
+                keys.update(map(storage_key, filter(is_strided, walk.tensors)))
         return key in keys
 
     return existed

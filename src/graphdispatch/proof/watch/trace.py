@@ -47,6 +47,8 @@ _SEEDING_METHODS = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "
 _IMPORT_CODE = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
 """The code around every first import. What runs inside of it runs once in the process."""
 _IMPORT_MODULE = importlib.import_module.__code__
+_GUARD_OF_COMPILER = "___make_guard_fn.<locals>.guard"
+"""A guard of torch's compiler. It imports torch's modules, under names that stand there."""
 _UPDATE_WRAPPER = functools.update_wrapper.__code__
 """It reads whole functions, but gives what it finds to functions alone: whoever uses that names it."""
 _OF_GENERICS = {"__parameters__", "__orig_bases__", "__type_params__"}
@@ -380,7 +382,8 @@ class CodeTrace(CodeNotes, CodeListener):
         """Code of the user is about to run that may find any variable, take functions apart, or hide what it does."""
         # In code of a module, a class or a text, locals are variables.
         finders = {"globals"} if code.co_flags & CO_OPTIMIZED else {"globals", "locals", "vars", "dir"}
-        finders.add("__import__")
+        if code.co_qualname != _GUARD_OF_COMPILER:
+            finders.add("__import__")
         if found := finders & reads.variables:
             self._note_unseen(f"{min(found)}(), by which it may find anything")
         if not _HELD.isdisjoint(reads.attributes):
