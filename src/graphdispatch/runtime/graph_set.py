@@ -497,6 +497,7 @@ class GraphSet:
             tensors=self.guard.placed,
             follows_rows=group.has_several_batches(size),
             clock=self.clock,
+            is_timed=self.judges_gain,
             keep_effects=keep_effects,
         )
 

@@ -51,6 +51,9 @@ class CaptureRequest:
     """The guards of all graphs of the callable, of which one that compares the same is shared."""
     real_rows: int | None = field(default_factory=REAL_ROWS.get)
     """How many rows of a batch that the caller has padded are real, if the caller says so."""
+    is_timed: bool = False
+    """Whether an eager run is made for its time alone, once replays take as long as they will. Not so for engines:
+    their ranks must run a call equally often, for its collectives, and do not agree on when that is."""
     clock: Callable[[], float] = time.perf_counter
     """The clock of the capture time, and of what is timed for the gain, in seconds."""
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
+from graphdispatch.engines import CUDAGraphManager
 from graphdispatch.stats import Gain
 
 from ...helpers import check_rows, double, with_options
@@ -111,3 +112,8 @@ def test_batch_norm_writes_in_training_alone(trains: bool) -> None:
     before = model[1].running_mean.clone()
     assert check_rows(step, 4) == [Reason.EXACT]
     assert torch.equal(model[1].running_mean, before) is not trains
+
+
+def test_engines_time_nothing() -> None:
+    """Their ranks run each call equally often, whatever is compiled meanwhile: collectives wait for one another."""
+    assert CUDAGraphManager().capture_graph(4, 1, double, inputs={"x": torch.ones(4, 3)}).gain is None

@@ -13,12 +13,12 @@ from .attempt import CaptureAttempt
 def measure_gain(attempt: CaptureAttempt, entry: CUDAGraphEntry) -> None:
     """Time an eager run of a full batch, and note it with the time of the replay that was compared.
 
-    Nothing is timed if the call writes what is not its own or draws numbers, since it is run once more for its time
-    alone.
+    Nothing is timed where nobody judges by it, or if the call writes what is not its own or draws numbers, since it is
+    run once more for its time alone.
     """
     request, eager = attempt.request, attempt.eager
     leaves_effects = eager.effects.regions or eager.draws or entry.writes_outside
-    if not request.backend.is_settled or entry.mode is not CUDAGraphMode.FULL or leaves_effects:
+    if not (request.is_timed and request.backend.is_settled) or entry.mode is not CUDAGraphMode.FULL or leaves_effects:
         return
     attempt.start_over("timing an eager run beside a replay")
     attempt.runs_code = True
