@@ -222,8 +222,9 @@ class CodeTrace(CodeNotes, CodeListener):
                 self.names |= set(_FIELDS.findall(owner))
         elif owner is builtins and name in BY_NAME:
             reads = code_reads(frame.f_code)
-            self.reads_whole |= name not in reads.variables and name not in reads.attributes
-            self._spare()
+            if not self.reads_whole and name not in reads.variables and name not in reads.attributes:
+                self.reads_whole = True
+                self._spare()
         elif name == "__subclasses__" and not _is_library(frame):
             self._note_unseen("__subclasses__() of a class")
         elif _UNHEARD.get(name, self) is owner:
