@@ -308,7 +308,7 @@ class CodeTrace(CodeNotes, CodeListener):
             first = frame.f_locals.get(code.co_varnames[0]) if is_new and self.spares and code.co_argcount else None
             if objects.is_machine(type(first)) and self.walk.has_met(first):
                 self._note_unseen(f"a {type(first).__module__}.{type(first).__qualname__}")
-            if is_new:
+            if is_new and not _is_library(frame):
                 self._spare()
 
     def _spare(self) -> None:
