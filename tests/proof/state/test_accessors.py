@@ -2,9 +2,12 @@
 
 import builtins
 import functools
+import sys
 import types
 from operator import attrgetter
+from typing import Any
 
+import pytest
 import torch
 from tests.helpers import batch, check_rows, make
 
@@ -96,3 +99,14 @@ class Factor:
 
 FACTOR = Factor()
 Factor.scale.by = 2.0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("path", "is_served"), [("einops/_backends.py", True), ("other/_backends.py", False)])
+def test_einops_may_look_which_libraries_are_loaded(path: str, is_served: bool) -> None:
+    """That of a tensor is, whatever else somebody imports; other code may look for any module."""
+    variables: dict[str, Any] = {"sys": sys, "KINDS": [types.SimpleNamespace(name="torch")]}
+    text = "def fn(x):\n    return x * (2 if KINDS[0].name in sys.modules else 3)"
+    exec(compile(text, f"/packages/{path}", "exec"), variables)
+    step = make(variables["fn"], dynamic={"x": 0}, sizes=(4,))
+    check_rows(step, 4, 4, 4)
+    assert bool(step.stats.hits) is is_served

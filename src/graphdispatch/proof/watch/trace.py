@@ -47,6 +47,8 @@ _SEEDING_METHODS = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "
 _IMPORT_CODE = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
 """The code around every first import. What runs inside of it runs once in the process."""
 _IMPORT_MODULE = importlib.import_module.__code__
+_EINOPS = os.path.join("einops", "_backends.py")
+"""It looks which of the libraries that it serves are loaded; that of a tensor is."""
 _GUARD_OF_COMPILER = "___make_guard_fn.<locals>.guard"
 """A guard of torch's compiler. It imports torch's modules, under names that stand there."""
 _UPDATE_WRAPPER = functools.update_wrapper.__code__
@@ -448,7 +450,7 @@ class CodeTrace(CodeNotes, CodeListener):
                 self._use(notes, table, names, where)
                 if table is vars(sys) and "modules" in names:
                     notes.note_variables(sys.modules, texts)
-                    if reads.finds_modules:
+                    if reads.finds_modules and not code.co_filename.endswith(_EINOPS):
                         self._note_unseen("sys.modules, in which it may find any module")
                 if objects.is_user_module(module):  # of a library, whether somebody replaced what the code calls
                     notes.note_variables(table, reads.attributes)
