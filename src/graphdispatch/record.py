@@ -11,7 +11,7 @@ proven or compared. So this is what the engine vouches for:
 - The call does the same for every batch of a size. It reads no Python state that changes, and what Python does besides
   (on the host, in hooks) need not happen in a replay. A warm-up does what the recording does, too.
 - Memory that it reads and that is no argument stays where it is: weights, caches, and tensors that come by another way
-  than the arguments, such as metadata of attention. Who moves some calls ``clear()``.
+  than the arguments, such as metadata of attention. Who moves some clears the graphs: ``server.graphs.clear()``.
 - The first dimension is the batch's in each output that has as many rows there as the graph. Others are returned whole.
   Numbers among the outputs, such as that of the rows, are those of the capture.
 - It runs more than once where a capture is made: ``warmup_iterations`` times, for the recording, and once more eagerly
@@ -22,7 +22,7 @@ proven or compared. So this is what the engine vouches for:
   trains.
 
 What the call writes to an argument goes back to the caller's tensor, if torch sees the write. Where a replay fails, its
-call runs eagerly, whatever the replay had written before, and the graph serves no more.
+call runs eagerly, whatever the replay had written before, and the graph serves no more: a later one takes its place.
 """
 
 import logging
@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .backends.operators import bits_equal, storage_key, tensors_in
 from .backends.tracing import profiler_range
 from .config import CUDAGraphOptions
-from .errors import CaptureError, error_of_signal
+from .errors import CaptureError, ConfigError, error_of_signal
 from .modes import EntryState
 from .reasons import Reason
 from .runtime.collector import paused_collector
@@ -109,15 +109,20 @@ class Reached(Guard):
 class PlainCapturer(Capturer):
     """Captures by one run and one recording, and compares nothing; the module's text says what its user vouches for.
 
-    It has no state. A capture that fails leaves no graph, and its call has the answer of the run that was made.
+    It has no state. A capture that fails leaves no graph, and its call has the answer of the run that was made. A graph
+    whose replay failed is released at the next call, and captured anew after some more.
     """
+
+    may_pad_otherwise = False
 
     def reach(self, fn: Callable[..., Any], *, by_names: bool = False) -> Guard:
         """As ``Capturer.reach``."""
         return Reached(fn)
 
     def capture(self, request: CaptureRequest) -> CaptureResult:
-        """As ``Capturer.capture``."""
+        """As ``Capturer.capture``. Raises ``ConfigError`` for ``verify_every``."""
+        if request.options.verify_every is not None:
+            raise ConfigError("verify_every compares graphs with eager, and a plain capturer compares nothing")
         span = profiler_range("capture", graph_name(request.call.fn, request.key))
         pause = paused_collector(request.options.gc_disable)
         with pause, request.pool.lock, request.backend.watched(), span:
@@ -125,8 +130,8 @@ class PlainCapturer(Capturer):
             return _Recording(request).result()
 
     def check(self, request: CaptureRequest, entry: CUDAGraphEntry) -> CaptureResult:
-        """Run the call eagerly, and leave the graph as it is: nobody knows its effects, so none is ever due."""
-        return CaptureResult(request.call(request.values), entry, Reason.VERIFIED_NOW)
+        """Run the call eagerly, and give up the graph, whose replay failed: nothing else is ever due."""
+        return CaptureResult(request.call(request.values), None, Reason.REPLAY_FAILED, Reason.REPLAY_FAILED.text)
 
     def gap(self, want: Iterable[Any], got: Iterable[Any], entry: CUDAGraphEntry, options: CUDAGraphOptions) -> str:
         """As ``Capturer.gap``, without allowing for rounding."""

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphdispatch import CaptureError, CUDAGraphMode
+from graphdispatch import CaptureError, CUDAGraphMode, Reason
 from graphdispatch.engines import AdaptiveCUDAGraphWrapper, BatchDescriptor, CUDAGraphWrapper
 
 from ..helpers import double
@@ -160,6 +160,23 @@ def test_a_call_that_began_before_clear_cache_leaves_no_graph_behind() -> None:
     serve(wrapper, 4)
     wrapper.sleep()
     assert (kept(wrapper), wrapper.memory_bytes) == (set(), 0)
+
+
+def test_a_call_that_began_before_sleep_captures_nothing() -> None:
+    """It waits for the lock while ``sleep`` releases, and then runs eagerly."""
+    wrapper = CUDAGraphWrapper(double)
+    serve(wrapper, 4)
+    closed = wrapper._server.closed
+
+    def looking(route: Any) -> Any:
+        found = closed(route)
+        wrapper.sleep()
+        return found
+
+    wrapper._server.closed = looking  # type: ignore[method-assign]
+    serve(wrapper, 4)
+    assert (kept(wrapper), wrapper.memory_bytes) == (set(), 0)
+    assert wrapper.get_stats().reasons[Reason.ASLEEP] == 1
 
 
 def test_a_prewarm_under_way_ends_before_sleep_does() -> None:

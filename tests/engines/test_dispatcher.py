@@ -25,7 +25,7 @@ from graphdispatch.engines import (
     DispatchPolicy,
     EntryState,
 )
-from graphdispatch.errors import ConfigError
+from graphdispatch.errors import ConfigError, ReplayError
 from graphdispatch.testing import MockCUDAGraph
 
 from ..helpers import double, in_threads, scripted
@@ -230,6 +230,18 @@ def test_a_graph_that_fails_is_dropped(graph: MockCUDAGraph) -> None:
     assert [dispatcher.dispatch(KEY), dispatcher.dispatch(KEY)] == ["eager", "eager"]
     assert not dispatcher.has_graph(KEY)
     assert dispatcher.stats.reasons == {Reason.REPLAY_FAILED: 1, Reason.NOT_CAPTURED: 1}
+
+
+def test_a_graph_that_is_taken_out_is_not_replayed_any_more() -> None:
+    """A call that has found its hit before runs eagerly: the owner may reset the graph as soon as it is out."""
+    graph = scripted()
+    dispatcher = over((KEY, graph), runner=eager)
+    assert [dispatcher.dispatch(KEY), dispatcher.dispatch(KEY)] == ["graph", "graph"]
+    (found,) = dispatcher._registered.graphs
+    plan = found.entry.plan(found.entry.size)
+    dispatcher.clear_cache()
+    with pytest.raises(ReplayError, match="evicted"):
+        plan.run((), None)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,16 @@ from torch import Tensor, nn
 
 from graphdispatch import CUDAGraphOptions, Dim, Graphed, Reason, graphed
 from graphdispatch.api.capturers import capturer_for
+from graphdispatch.errors import ConfigError
 from graphdispatch.modes import CUDAGraphMode
 from graphdispatch.proof.capturer import ProvingCapturer
 from graphdispatch.record import PlainCapturer, Reached
+from graphdispatch.runtime.cache import make_cache
+from graphdispatch.runtime.decide import SizeTable
+from graphdispatch.runtime.group import Route
+from graphdispatch.runtime.rules import ArgumentRules
+from graphdispatch.runtime.server import Server
+from graphdispatch.sizes import ROWS
 
 from ..helpers import assert_same
 
@@ -118,8 +125,8 @@ def test_lengths_are_refused() -> None:
     assert step.entries == []
 
 
-def test_after_a_failed_replay_calls_run_eagerly() -> None:
-    """Nobody knows what it had done, and nobody compares: the graph serves no more."""
+def test_after_a_failed_replay_another_graph_is_made() -> None:
+    """Nobody knows what it had done, and nobody compares: it is released. Later calls make the next one."""
     step = plain(lambda x: x * 2)
     x = torch.randn(4, 3)
     step(x), step(x)
@@ -128,6 +135,31 @@ def test_after_a_failed_replay_calls_run_eagerly() -> None:
     for _ in range(2):
         assert_same(step(x), x * 2)
         assert step.last_decision.reason is Reason.REPLAY_FAILED
+        assert (entry.is_released, step.entries) == (True, [])
+    while step.last_decision.reason is Reason.REPLAY_FAILED:
+        step(x)
+    assert_same(step(x), x * 2)
+    assert step.last_decision.reason is Reason.EXACT
+
+
+def test_padding_stays_zero() -> None:
+    """A model that raises for zeros stays eager: copies of the last row may write to its slot twice."""
+
+    table = torch.randn(5, 3)
+    step = plain(lambda x: nn.functional.embedding(x - 1, table), sizes=(4,))
+    for _ in range(3):
+        assert_same(step(torch.tensor([2, 1, 3])), table[[1, 0, 2]])
+    assert step.stats.hits == 0
+    assert not any(pad.follows_data for spec in step._route.groups[0].inputs.specs for pad in spec.pads)
+
+
+def test_a_comparison_is_refused() -> None:
+    """The plain capturer compares nothing, so what asks for that is a mistake."""
+    options = PLAIN.model_copy(update={"verify_every": 5})
+    server = Server(nn.Linear(3, 3), options, make_cache(options, 1, capture_after=1), PlainCapturer())
+    route = Route("step", SizeTable((4,), CUDAGraphMode.FULL), ArgumentRules({"input": {0: ROWS}}, {}, frozenset()))
+    with torch.no_grad(), pytest.raises(ConfigError, match="verify_every"):
+        server.serve(route, (torch.randn(4, 3),), {})
 
 
 def test_each_warm_up_begins_with_the_batch() -> None:

@@ -104,7 +104,7 @@ class Lifecycle(MadeAnew):
 
     @property
     def memory_bytes(self) -> int:
-        """The bytes held in all: what ``memory_budget_bytes`` bounds."""
+        """The bytes held in all. ``memory_budget_bytes`` bounds those that the present graphs need."""
         return self.memory_report().total
 
     def health(self) -> Health:

@@ -171,10 +171,12 @@ class Worker(NotCopied):
         return Registered(self, key, DispatchMode.CUDAGRAPH, entry, entry, route)
 
     def drop(self, route: Route) -> None:
-        """Serve no call by a route any more, and release its graph if it was captured here; waits for calls in
-        flight."""
+        """Serve no call by a route any more, and release its graph if it was captured here. Waits for calls in flight
+        of that, and of a graph that its owner keeps."""
         with self.server.lock:
             self.server.drop(route)
+        if route.entry is not None and isinstance(route.entry.graph, _ForeignGraph):
+            route.entry.release()  # else a call that has found it could still replay it
 
 
 @dataclass(frozen=True, eq=False)

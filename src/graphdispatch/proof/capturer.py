@@ -15,6 +15,8 @@ from .state.guards import StateGuard
 class ProvingCapturer(Capturer):
     """Watches the call, proves its rows and its path, records it, and compares each graph with eager. Has no state."""
 
+    may_pad_otherwise = True
+
     def reach(self, fn: Callable[..., Any], *, by_names: bool = False) -> Guard:
         """As ``Capturer.reach``."""
         return StateGuard([fn], by_names=by_names)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable
 from math import inf
 from typing import NamedTuple
 
+from ..copying import make_lock
 from ..errors import check_count
 from ..reasons import Reason
 from .replay import next_use
@@ -20,7 +21,7 @@ class Admission:
     if it has not been used since (the rule of LIRS, Jiang and Zhang 2002). So neither a scan of odd sizes nor a cycle
     over more sizes than there is room for evicts what is in use, and a size that comes often displaces what does not.
 
-    Memory is bounded by the window. Not thread-safe: called with the owner's lock held.
+    Memory is bounded by the window. Thread-safe: the servers of a manager share one.
     """
 
     def __init__(self, capture_after: int = 2, window: int = 4096, *, clock: Callable[[], int] = next_use) -> None:
@@ -29,6 +30,7 @@ class Admission:
         self.window = window
         self._clock = clock
         self._misses: dict[Hashable, deque[int]] = {}
+        self._lock = make_lock()  # of what changes
 
     def since(self, key: Hashable) -> int | None:
         """If a miss of ``key`` now leads to a capture: the time of the first miss that counts; else None.
@@ -47,19 +49,22 @@ class Admission:
         if self.capture_after == 1:
             return
         now = self._clock()
-        misses = self._misses.pop(key, None) or deque(maxlen=self.capture_after - 1)
-        misses.append(now)
-        self._misses[key] = misses  # at the end: keys are in the order of their latest misses
-        while now - self._misses[oldest := next(iter(self._misses))][-1] > self.window:
-            del self._misses[oldest]
+        with self._lock:
+            misses = self._misses.pop(key, None) or deque(maxlen=self.capture_after - 1)
+            misses.append(now)
+            self._misses[key] = misses  # at the end: keys are in the order of their latest misses
+            while now - self._misses[oldest := next(iter(self._misses))][-1] > self.window:
+                del self._misses[oldest]
 
     def forget(self, key: Hashable) -> None:
         """Forget the misses of a key, since it has been captured."""
-        self._misses.pop(key, None)
+        with self._lock:
+            self._misses.pop(key, None)
 
     def clear(self) -> None:
         """Forget all keys."""
-        self._misses.clear()
+        with self._lock:
+            self._misses.clear()
 
 
 class Failure(NamedTuple):

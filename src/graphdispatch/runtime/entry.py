@@ -87,7 +87,7 @@ class CUDAGraphEntry(NotCopied):
     replay_count: int = 0
     """The number of replays."""
     knows_effects: bool = True
-    """Whether the graph's effects are noted here; not so if somebody else captured it."""
+    """Whether the graph's effects are noted here; not so if somebody else captured it, or a plain capturer."""
     verify_at: float = math.inf
     """The number of replays from which on the next batch is compared with eager."""
     verify_every: int | None = None
@@ -203,7 +203,7 @@ class CUDAGraphEntry(NotCopied):
         self.last_used = next_use()
 
     def guard_by(self, guard: Guard) -> None:
-        """Take another guard of the same state. A hit that was made before keeps the former one.
+        """Take another guard of the same state. The caller clears the hits, which keep the former one.
 
         Args:
             guard: The guard.

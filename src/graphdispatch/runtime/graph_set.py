@@ -254,6 +254,7 @@ class GraphSet:
         if result.entry is None:
             self.stats.record_capture_failure()
             group.quarantine(size, result.reason, result.detail)
+            self._free_inputs()
             return self._with_other_padding(group, result, rows, size)
         return self._keep(group, result, result.entry)
 
@@ -308,6 +309,7 @@ class GraphSet:
             if group.route.entry is None:
                 self.cache.discard(entry)
                 entry.release()
+                self._free_inputs()
             return self._with_other_padding(group, result, rows, entry.size)
         return result
 
@@ -315,7 +317,8 @@ class GraphSet:
         """The result of a failed capture or comparison. Where padding may be at fault, what comes next is made with
         rows that are copies of the last real one: a length of zero, less one, is no index."""
         is_raised = result.reason in (Reason.CAPTURE_FAILED, Reason.REPLAY_FAILED)
-        if rows == size or not is_raised or group.route.entry is not None or not group.signature.pad_with_copies():
+        may_change = self.capturer.may_pad_otherwise and group.route.entry is None
+        if rows == size or not (is_raised and may_change) or not group.signature.pad_with_copies():
             return result
         self.release([one for entry in group.all_entries for one in self.cache.retire(entry, EvictionReason.STALE)])
         group.failures.clear()
@@ -392,15 +395,18 @@ class GraphSet:
 
         Other graphs that do not fit the present state stay for when it comes back; until it changes, they cost nothing.
         """
-        guards = set[Guard]()
+        guards, has_lost = set[Guard](), False
         for group in self.groups.values():
             for entry in group.all_entries:
                 if entry.is_released:  # by another owner of the cache
                     group.drop(entry)
+                    has_lost = True
                 elif group.route.entry is None and entry.workspaces is not None and not entry.workspaces.holds():
                     self.release(self.cache.retire(entry, EvictionReason.STALE))
                 elif group.route.entry is None and entry.guard is not None:
                     guards.add(entry.guard)
+        if has_lost:
+            self._free_inputs()
         if not guards:
             return
         present = {guard: guard.holds() for guard in guards if not guard.is_broken}

@@ -406,9 +406,18 @@ class GraphGroup:
         """Whether there are graphs of ``size``, and all of them are of another state of the callable."""
         return bool(self.of_size(size)) and self.current(size) is None
 
-    def use(self, entry: CUDAGraphEntry) -> None:
-        """Serve by ``entry`` first from now on, since the present state is that of its capture."""
+    def use(self, entry: CUDAGraphEntry, matched: int) -> None:
+        """Serve by ``entry`` first from now on, since the present state is that of its capture.
+
+        Args:
+            entry: An entry of the group.
+            matched: The rows of the call that it fits, as the signature has them. If a thread has meanwhile kept a hit
+                for these of another state, or with a former guard, that goes.
+        """
         self._put_first(entry)
+        hit = self.hits.get(matched)
+        if isinstance(hit, Hit) and (hit.entry is not entry or hit.guard is not entry.guard):
+            self.hits.pop(matched, None)
         if entry.guard is not None:
             entry.guard.is_broken = False
 

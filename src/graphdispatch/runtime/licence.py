@@ -16,12 +16,12 @@ MOST_ALIKE = 8
 
 class Trusted(Licence):
     """Serves every batch, padded or not. After a replay that failed, and where ``verify_every`` wants it, the next call
-    is for the capturer to look at. It has no state: one serves all graphs."""
+    is for the capturer to look at, unless somebody else captured the graph. It has no state: one serves all graphs."""
 
     def verdict(self, entry: "CUDAGraphEntry", values: Sequence[Any], rows: int) -> tuple[Reason | None, str]:
         """As ``Licence.verdict``. Nobody can compare a graph of somebody else."""
         is_due = entry.state is EntryState.FAILED or entry.is_due_again
-        return (Reason.VERIFIED_NOW if is_due and entry.knows_effects else None), ""
+        return (Reason.VERIFIED_NOW if is_due and entry.call is not None else None), ""
 
     def may_hit(self, entry: "CUDAGraphEntry", rows: int) -> bool:
         """Always, unless a replay failed."""

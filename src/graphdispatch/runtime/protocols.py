@@ -106,6 +106,10 @@ class Licence(Protocol):
 class Capturer(Protocol):
     """Makes the graphs of callables, and compares them with eager. Called with the server's lock held."""
 
+    may_pad_otherwise: bool
+    """Whether padding without a rule of the user's may become copies of the last row, where a capture raised for
+    zeros: not where nobody checks what padding rows write."""
+
     def reach(self, fn: Callable[..., Any], *, by_names: bool = False) -> Guard:
         """The tensors that a callable reaches now, whatever it reads of them; also what the names in its code lead to
         through modules and classes, or not. Needs no lock."""

@@ -4,8 +4,8 @@ A front end translates its caller's terms into a ``Route`` and passes the call o
 
 A hit, which a graph serves and that needs nothing else, matches the call, checks the guards, and executes a plan that
 was made before. Where there is a native core, ``serve`` is in it (``native/core/hit.cpp``), and
-``serve_in_python`` is the reference. While a profiler of torch is on in the thread, the core leaves the call
-to ``serve_in_range``. Everything else is for ``step``.
+``serve_in_python`` is the reference; it leaves to ``step`` what another group than the latest one serves. While a
+profiler of torch is on in the thread, the core leaves the call to ``serve_in_range``. Everything else is for ``step``.
 """
 
 import logging
@@ -127,11 +127,12 @@ class Server:
                     and forward_ad._current_level < 0
                     and not (backend.watch.depth or backend.is_capturing())
                     and not ((entry.default_device or function_modes() or dispatch_modes()) and not entry.fits_modes())
-                    and (guard is None or guard.holds())
                     and (per_call is None or per_call(leaves))
                     and (not entry.writes_outside or plan.clash(leaves) is None)
-                    and not (gradients and self.may_need_gradients(leaves, guard))
+                    and (guard is None or guard.holds())
                 ):
+                    if gradients and self.may_need_gradients(leaves, guard):
+                        return self.serve_unmatched(route, args, kwargs)
                     torch._C._set_grad_enabled(False)
                     try:
                         result = (
@@ -146,7 +147,7 @@ class Server:
                         return result
                     finally:
                         torch._C._set_grad_enabled(gradients)
-        return (self.serve_unmatched if rows == NO_MATCH or gradients else self.step)(route, args, kwargs)
+        return (self.serve_unmatched if rows == NO_MATCH else self.step)(route, args, kwargs)
 
     def replay_failed(self, group: GraphGroup, rows: int, error: ReplayError) -> None:
         """Forget a hit whose replay failed. Raises ``error`` if the replay had effects; else the call runs eagerly."""
@@ -263,6 +264,8 @@ class Server:
     def look_at(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], *, gradients: bool) -> Choice:
         """What to do with a call, by what is there now. Before, the graphs are released whose weights have moved, and
         the call's group is made if it can have one. ``gradients``: whether they are on for the call."""
+        if self.graphs.cache.is_asleep:  # since ``closed`` looked, perhaps
+            return Choice(Decision.eager(Reason.ASLEEP))
         self.graphs.refresh()
         has_backend = self.graphs.cache.backend is not None
         found = self.graphs.find(route, args, kwargs)
@@ -303,8 +306,8 @@ class Server:
             return
         group.missed_at = next_use()
         if choice.entry is not None:
-            group.use(choice.entry)
-        if not size:
+            group.use(choice.entry, choice.matched)
+        if not size or choice.decision.reason.is_graph:
             return
         group.misses[size] += 1
         if choice.entry is None and choice.decision.reason is not Reason.CAPTURED_NOW:

@@ -226,7 +226,8 @@ class CPUPool(Pool):
     @property
     def nbytes(self) -> int:
         """Bytes of all arenas. Memory that belongs to one graph is in ``CPUGraph.nbytes``."""
-        return sum(arena.nbytes for arena in self._arenas.values())
+        arenas = (held() for held in self._arenas.valuerefs())  # a list, which no other thread changes
+        return sum(arena.nbytes for arena in arenas if arena is not None)
 
     def nbytes_of(self, graphs: Sequence[Graph]) -> int:
         """Bytes of the arenas that these graphs keep alive."""
