@@ -17,6 +17,7 @@ proven or compared. So this is what the engine vouches for:
 - It runs more than once where a capture is made: ``warmup_iterations`` times, for the recording, and once more eagerly
   where a run fails. What it writes besides its arguments is not put back, in a prewarm neither.
 - Arguments that it writes share no memory with each other, at the capture. Later calls are compared.
+- No argument is a view of state that the call writes.
 - Each rank of a group makes the same captures, since each of them runs the call's collectives.
 - Gradients are off where it is called. A plain function runs eagerly where they are on, since nobody sees whether it
   trains.
@@ -35,7 +36,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .backends.operators import bits_equal, storage_key, tensors_in
-from .backends.tracing import profiler_range
+from .backends.tracing import profiler_range, uncached_casts
 from .config import CUDAGraphOptions
 from .errors import CaptureError, ConfigError, error_of_signal
 from .modes import EntryState
@@ -44,7 +45,7 @@ from .runtime.collector import paused_collector
 from .runtime.constants import VALUES
 from .runtime.entry import CUDAGraphEntry
 from .runtime.flatten import describe, is_tensor
-from .runtime.outputs import OutputRule, Outputs
+from .runtime.outputs import OutputRule, Outputs, copied_from
 from .runtime.protocols import Capturer, Guard
 from .runtime.request import CaptureRequest, CaptureResult
 from .runtime.rules import graph_name
@@ -125,7 +126,7 @@ class PlainCapturer(Capturer):
             raise ConfigError("verify_every compares graphs with eager, and a plain capturer compares nothing")
         span = profiler_range("capture", graph_name(request.call.fn, request.key))
         pause = paused_collector(request.options.gc_disable)
-        with pause, request.pool.lock, request.backend.watched(), span:
+        with pause, request.pool.lock, request.backend.watched(), span, uncached_casts():
             request.pool.order_after_last_use()
             return _Recording(request).result()
 
@@ -161,11 +162,12 @@ class _Recording:
             if (raised := error_of_signal(error)) is not None:
                 raise raised from raised.__cause__
             request.backend.raise_if_lost(error)
-            request.inputs.mark_dirty()
             _log.debug("no graph for %s: %s", request.key, error)
             answer = self._answer if self._has_run else request.call(request.values)  # which raises what is its own
             detail = f"{type(error).__name__}: {error}"
             return CaptureResult(answer, None, request.backend.classify_error(error), detail, error)
+        finally:
+            request.inputs.mark_dirty()  # the call may have written to padding rows
 
     def _capture(self) -> CUDAGraphEntry:
         request, backend = self._request, self._request.backend
@@ -183,6 +185,8 @@ class _Recording:
             if backend.capture_executes:  # before the end, which may give this memory to others
                 with _disable_current_modes():
                     self._take(output)
+            if request.options.outputs != "clone":
+                output = copied_from(request.buffer_storages(), output)
             is_own = [storage_key(tensor) not in self._existing for tensor in tensors_in(output)]
             capture.set_outputs(output, shared=request.options.shares_outputs)
             del output  # so that only the capture holds the outputs

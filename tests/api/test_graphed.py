@@ -15,11 +15,11 @@ from torch import nn
 
 import graphdispatch as gd
 from graphdispatch import CUDAGraphOptions, OutputView, Reason
-from graphdispatch.engines import EvictionReason
+from graphdispatch.engines import EntryState, EvictionReason
 from graphdispatch.errors import ConfigError
 
 from ..behaviour.front_ends import FRONT_ENDS
-from ..helpers import Lazy, batch, check_calls, check_rows, in_threads, make, reason, run_python
+from ..helpers import Lazy, batch, check_calls, check_rows, in_threads, make, reason, run_python, serve_in_python
 from .test_copies import Model
 
 
@@ -269,6 +269,16 @@ def sine(**options: Any) -> Any:
     check_rows(step, 4, 4, 4)
     assert step.stats.hits == 1
     return step
+
+
+def test_a_transform_costs_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hits in Python look for a transform before they copy, as the core does: the graph serves on after it."""
+    serve_in_python(monkeypatch)
+    step = sine()
+    x = torch.randn(5, 4, 3)
+    assert torch.equal(torch.vmap(step)(x), x.sin())
+    assert [entry.state for entry in step.entries] == [EntryState.VERIFIED]
+    assert step.last_decision.reason is Reason.MODE_ACTIVE
 
 
 def test_transforms_over_a_served_callable() -> None:

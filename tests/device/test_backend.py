@@ -1,5 +1,6 @@
 """The backend over ``torch.accelerator`` on the test device: the hazards are harmless, and what fails is said."""
 
+import gc
 import threading
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -9,11 +10,18 @@ import pytest
 import torch
 from queued_device import DEVICE, delays, fail_after, held, limit_memory, lose, memory_snapshot, pool_bytes, recover
 
-from graphdispatch import CUDAGraphOptions, DispatchKey, Reason, graphed
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions, DispatchKey, Reason, graphed
 from graphdispatch.backends import Backend, get_backend
 from graphdispatch.backends.base import Stream
 from graphdispatch.backends.operator_mode import reveal_operators
-from graphdispatch.engines import AdaptiveDispatchPolicy, CudagraphDispatcher, StreamDispatcher
+from graphdispatch.engines import (
+    AdaptiveDispatchPolicy,
+    BatchDescriptor,
+    CudagraphDispatcher,
+    CUDAGraphWrapper,
+    StreamDispatcher,
+    cudagraph_context,
+)
 from graphdispatch.errors import BackendError, CaptureError, DeviceLostError, ReplayError
 
 from ..helpers import AT_ONCE, Behind, assert_served, compiled_operator, in_threads, may_capture, run_python
@@ -48,6 +56,38 @@ def test_a_caller_on_another_stream_waits() -> None:
     other.synchronize()
     assert step.last_decision.reason.is_graph
     torch.testing.assert_close([first, second], [(batch * 2).cumsum(0) for batch in batches])
+
+
+def test_a_callable_that_is_dropped_keeps_its_inputs_until_its_replay_is_done() -> None:
+    """Nobody releases its graphs: the memory of its static inputs goes to others only after the stream's work."""
+    step = graphed(lambda x: (x * 2).cumsum(0), dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
+    for _ in range(4):
+        step(torch.randn(4, 3, device=DEVICE))
+    batch, other = torch.randn(4, 3, device=DEVICE), torch.Stream(DEVICE)
+    torch.accelerator.synchronize()
+    with held(other):
+        with other:
+            answer = step(batch)
+        del step
+        gc.collect()
+        junk = [torch.full((4, 3), 7.0, device=DEVICE) for _ in range(8)]
+    torch.accelerator.synchronize()
+    torch.testing.assert_close(answer, (batch * 2).cumsum(0))
+    assert all(bool((one == 7).all()) for one in junk)
+
+
+def test_a_pool_forgets_graphs_that_somebody_drops(backend: Backend) -> None:
+    """Two callables share it. One of them ends without a word; with the graphs of the other its memory comes back."""
+    pool = backend.make_pool()
+    both = [CUDAGraphWrapper(lambda x: (x * 2).cumsum(0), backend=backend, pool=pool) for _ in range(2)]
+    with torch.no_grad(), cudagraph_context(CUDAGraphMode.FULL, BatchDescriptor(4)):
+        for wrapper in both:
+            wrapper(x_of(1.0))
+    assert len(pool._graphs) == 2
+    del wrapper, both[0]
+    gc.collect()
+    both[0].clear_cache()
+    assert (len(pool._graphs), pool.nbytes) == (0, 0)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,3 +139,17 @@ def test_nothing_is_compared_while_frozen() -> None:
     check(step, 12)
     step.freeze()
     assert check(step, 12, 20) == [Reason.IN_PARTS, Reason.FROZEN]
+
+
+def test_the_first_batch_in_parts_has_eager_s_answer_if_a_replay_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison has run it eagerly before; the next one that can be compared is."""
+    step = served(model_of(nn.GELU()))
+
+    def fail() -> None:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patched:
+        for entry in step.entries:
+            patched.setattr(entry, "graph", SimpleNamespace(replay=fail))
+            entry._plans.clear()
+        assert check(step, 20) == [Reason.REPLAY_FAILED]

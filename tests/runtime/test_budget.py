@@ -60,14 +60,6 @@ def test_the_first_capture_comes_soon(seconds: float, is_soon: bool) -> None:
         assert service.has_time(Work.FIRST, 151)
 
 
-@pytest.mark.parametrize(("seconds", "calls"), [(0.1 * MS, 220), (1 * MS, 100), (2 * MS, 0)])
-def test_what_the_first_capture_is_expected_to_take(seconds: float, calls: int) -> None:
-    """Ten milliseconds and 120 calls, but no more than a tenth of a second; if that is at most 60 calls, it is made."""
-    service = Service(first_capture_s=0.1)
-    service.call(2, seconds)
-    assert service.budget.calls_until_time(Work.FIRST, 0) == pytest.approx(calls)
-
-
 def test_the_first_call_alone_shows_little() -> None:
     """It loads and compiles: a later call may take a tenth of it."""
     service = Service(first_capture_s=15 * MS)

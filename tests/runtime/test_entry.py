@@ -30,6 +30,13 @@ def entry() -> gd.CUDAGraphEntry:
     return padded(lambda x: x * 2)
 
 
+def test_a_released_entry_has_no_addresses(entry: gd.CUDAGraphEntry) -> None:
+    """They are not allocated again to be told."""
+    assert len(entry.input_addresses) == 1
+    entry.release()
+    assert (entry.input_addresses, entry.inputs.nbytes >= 0) == ((), True)
+
+
 def test_a_batch_is_cut_to_its_rows(entry: gd.CUDAGraphEntry) -> None:
     """Fewer rows are padded, the answer has as many and is the caller's; ``output`` has all rows, inputs stay."""
     memory, addresses = entry.output, entry.input_addresses

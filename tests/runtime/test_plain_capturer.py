@@ -57,6 +57,44 @@ def test_a_capture_writes_state_once() -> None:
     assert step.stats.hits == 3
 
 
+def test_padding_that_the_capture_wrote_is_put_anew() -> None:
+    """A call that writes its argument writes to padding rows, too: they must not name a real slot at the next call."""
+    store = torch.zeros(10)
+
+    def fn(slots: Tensor, x: Tensor) -> Tensor:
+        store.index_add_(0, slots, x)
+        return slots.add_(1) * 1
+
+    step = plain(fn, dynamic={"slots": 0, "x": 0}, sizes=(4,), pad={"slots": 8, "x": 1.0})
+    for _ in range(3):
+        step(torch.tensor([0, 1, 2]), torch.ones(3))
+    assert step.stats.hits == 2
+    assert_same(store[:8], torch.tensor([3.0, 3, 3, 0, 0, 0, 0, 0]))
+    assert store[9] == 0
+
+
+def test_weights_are_cast_in_each_replay() -> None:
+    """Autocast keeps casts of weights until its block ends; a graph does not read one of them."""
+    model = nn.Linear(8, 8).eval()
+    step, x = plain(model, dynamic={"input": 0}, sizes=(4,)), torch.randn(4, 8)
+    for _ in range(3):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert_same(model(x), step(x))
+        with torch.no_grad():
+            model.weight.mul_(2)
+    assert step.stats.hits == 2
+
+
+def test_an_argument_that_is_returned_may_be_given_back() -> None:
+    """As another argument, with the graph's own memory: it is read before the next batch is there."""
+    options = PLAIN.model_copy(update={"outputs": "static"})
+    step = plain(lambda x, y: (x + y, x), dynamic={"x": 0, "y": 0}, options=options)
+    given = torch.ones(4, 1)
+    for value, total in ((1.0, 2.0), (5.0, 6.0), (7.0, 12.0)):
+        found, given = step(torch.full((4, 1), value), given)
+        assert_same(found, torch.full((4, 1), total))
+
+
 @pytest.mark.parametrize("outputs", ["clone", "static"])
 def test_an_argument_that_is_written_is_copied_back(outputs: str) -> None:
     """At the capture and at each hit, padded or not; memory of the caller has what eager leaves there."""

@@ -136,6 +136,25 @@ def test_it_waits_for_no_lock_when_it_changes_graphs(
     assert in_threads(holds, calls)[0]
 
 
+def test_it_reads_the_sizes_without_a_lock(step: Graphed[[Tensor], tuple[Tensor, Tensor]]) -> None:
+    """A pad function may look which sizes have graphs while another thread makes some."""
+    is_held, is_done, found = threading.Event(), threading.Event(), list[Any]()
+
+    def holds() -> bool:
+        with step._server.lock:
+            is_held.set()
+            return is_done.wait(10)
+
+    def calls() -> None:
+        assert is_held.wait(10)
+        OF_PAD.append(lambda: found.append(step.captured_sizes))
+        check(step, torch.ones(3, 2))
+        is_done.set()
+
+    assert in_threads(holds, calls)[0]
+    assert found == [(4,)]
+
+
 def test_a_break_releases_no_graph() -> None:
     """Its error is the call's, and the graph serves on."""
     releases = list[Callable[[], None]]()

@@ -240,9 +240,8 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
             ConfigError: ``top_k`` is no positive integer.
         """
         check_count("top_k", top_k)
-        with self._server.lock:
-            groups = self._graphs.groups.values()
-            calls = {group.route.descriptor: group.misses.total() + group.num_replays for group in groups}
+        groups = list(self._graphs.groups.values())
+        calls = {group.route.descriptor: group.misses.total() + group.num_replays for group in groups}
         ranked = sorted(calls.items(), key=lambda item: -item[1])
         return [(shape, count) for shape, count in ranked if shape is not None and count][:top_k]
 

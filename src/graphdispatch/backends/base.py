@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, Self, TypeAlias
+from weakref import WeakSet
 
 import torch
 from torch._ops import OpOverload
@@ -124,6 +125,8 @@ class Pool(Shared, ABC):
         self.generation = 0
         self.replaying_on: int | None = None
         """The identifier of the thread that runs a replay, copies included; None if there is none."""
+        self.inputs: WeakSet[Any] = WeakSet()
+        """The static inputs that graphs of the pool read: their ``buffers`` are used on the streams of replays."""
         renew_in_child(self)
 
     def after_fork(self) -> None:

@@ -2,13 +2,20 @@
 
 A range of the profiler is no operator, so that neither captures nor torch's modes see it.
 
+Note [autocast inside a capture]
+    Autocast keeps cast copies of weights until the outermost region ends, in one cache for all threads. A graph that
+    reads such a copy would go on reading it after the weights were written in place, and after the copy was freed. A
+    copy that a capture makes lies in the graph's memory, and eager code of the same region would read it. So the cache
+    is off while a call is warmed up and recorded: the graph casts the weights itself in each replay.
+
 Note [no compiler comes in]
     A compiler that traces through a server would freeze what it decides, and compile what it captures. So a compiled
     function breaks its graph at each call of a front end, and whatever runs inside runs uncompiled. The mark is set
     once on a function's code, so a call costs nothing more. Modes are marked in the same way.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -43,6 +50,24 @@ def is_observed() -> bool:
     """Whether a ``TorchDispatchMode`` of somebody else sees what the running thread calls."""
     modes = map(torch._C._get_dispatch_stack_at, range(dispatch_modes()))
     return any(not isinstance(mode, UntracedMode) for mode in modes)
+
+
+@contextmanager
+def uncached_casts() -> Iterator[None]:
+    """Within the block no cast of a weight is one that autocast kept from before, and autocast keeps none for later.
+
+    The cache is turned off for an autocast that the block is in. Elsewhere it is left on: compiled code is guarded by
+    that setting, and would be compiled again. An autocast that ends within the block clears the cache itself.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    if torch._C._is_any_autocast_enabled():
+        torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+        torch.clear_autocast_cache()
 
 
 is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled

@@ -16,8 +16,6 @@ _SHORT_CAPTURE_CALLS = 60
 """A first capture that is expected to take no longer than so many calls does not wait."""
 _ALL_TIMED, _ONE_TIMED_OF = 64, 16
 """So many eager calls are all timed, and then one of so many."""
-_LEAST_CAPTURE_S, _CAPTURE_LASTS = 0.01, 120
-"""A first capture is expected to take so long, and as long as so many calls."""
 _FIRST_CALL_LASTS = 10
 """The first call of a process may take so many times as long as later ones."""
 _SHARE_OF_FAILURES = 0.25
@@ -67,9 +65,8 @@ class CaptureBudget:
 
     clock = staticmethod(time.thread_time)
     """The processor time of the thread in seconds: what other processes take meanwhile does not count."""
-    first_capture_s = 0.1
-    """The first capture is expected to take at most so long, and no longer than ten milliseconds and 120 calls. Most
-    programs of ``make real`` take that or less."""
+    first_capture_s = 0.15
+    """The first capture is expected to take so long, with its comparisons. Most of ``make real`` take less."""
 
     def __init__(
         self, share: float | None, count_replays: Callable[[], int], count_saved: Callable[[], float] = float
@@ -114,7 +111,7 @@ class CaptureBudget:
     def _is_short(self, work: Work) -> bool:
         """Whether it is the first capture of all, and expected to take no longer than sixty calls."""
         is_first = work is Work.FIRST and not self._took_s
-        return is_first and self._first_s <= _SHORT_CAPTURE_CALLS * self._later_s
+        return is_first and self.first_capture_s <= _SHORT_CAPTURE_CALLS * self._later_s
 
     @property
     def _saving_s(self) -> float:
@@ -127,13 +124,8 @@ class CaptureBudget:
             return known
         if work is Work.COMPARISON:
             return _COMPARISON_CALLS * self._usual_s
-        first_s = self._took_s.get(Work.FIRST, self._first_s)
+        first_s = self._took_s.get(Work.FIRST, self.first_capture_s)
         return first_s if work is Work.FIRST else _FURTHER * first_s
-
-    @property
-    def _first_s(self) -> float:
-        """What the first capture of all is expected to take."""
-        return min(self.first_capture_s, _LEAST_CAPTURE_S + _CAPTURE_LASTS * self._later_s)
 
     def pay(self, run: Callable[[], T], work: Work) -> T:
         """``run()``, which does it, and whose time counts, but for that of the first capture. A capture without an

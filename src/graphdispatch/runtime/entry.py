@@ -417,10 +417,10 @@ class CUDAGraphEntry(NotCopied):
 
     @property
     def input_addresses(self) -> tuple[int, ...]:
-        """The addresses of the static inputs, or those that a registered graph was said to read."""
+        """The addresses of the static inputs, or those that a registered graph was said to read; none once released."""
         if isinstance(self.signature, ForeignSignature):
             return self.signature.addresses or ()
-        return tuple(view.data_ptr() for view in self.inputs.views(self.size))
+        return () if self.is_released else tuple(view.data_ptr() for view in self.inputs.views(self.size))
 
     @property
     def output(self) -> Any:

@@ -77,6 +77,7 @@ class GraphSet:
         """Those of the capture under way, which its own callable may interrupt."""
         self._has_fitted = False
         """Whether the rules have fitted a call."""
+        cache.sets.add(self)
 
     def _num_replays(self) -> int:
         return sum(group.num_replays for group in self.groups.values())
@@ -231,7 +232,10 @@ class GraphSet:
         a graph that somebody else captured stay out: another pool's lock guards them, and their owner frees them."""
         every = (group.inputs for group in self.owned)
         fitting = (one for one in every if one.specs == tuple(signature.inputs) and one.capacity == capacity)
-        return next(fitting, None) or StaticInputs(signature.inputs, capacity, signature.axes)
+        inputs = next(fitting, None) or StaticInputs(signature.inputs, capacity, signature.axes)
+        if self.cache.pool is not None:
+            self.cache.pool.inputs.add(inputs)
+        return inputs
 
     def capture(
         self, group: GraphGroup, values: Sequence[Any], rows: int, size: int, *, keep_effects: bool = True
@@ -361,7 +365,7 @@ class GraphSet:
     def release(self, victims: Sequence[Victim]) -> None:
         """Let go of entries that left the cache; waits for calls that use them.
 
-        Entries of another set are found to be evicted when that is next refreshed.
+        Entries of another set are dropped there, too; if that is at work, when it is next refreshed.
         """
         with self.lock:
             for victim in victims:
@@ -370,6 +374,12 @@ class GraphSet:
                 victim.release()
             if victims:
                 self._free_inputs()
+        for other in self.cache.sets.difference([self]) if victims else ():
+            if other.lock.acquire(blocking=False):  # else it looks itself
+                try:
+                    other.drop_released()
+                finally:
+                    other.lock.release()
 
     def remove(self, group: GraphGroup, size: int) -> bool:
         """Release the graphs of one size of a group, which is no eviction; whether there were some. Takes the lock."""
@@ -395,18 +405,14 @@ class GraphSet:
 
         Other graphs that do not fit the present state stay for when it comes back; until it changes, they cost nothing.
         """
-        guards, has_lost = set[Guard](), False
+        self.drop_released()
+        guards = set[Guard]()
         for group in self.groups.values():
             for entry in group.all_entries:
-                if entry.is_released:  # by another owner of the cache
-                    group.drop(entry)
-                    has_lost = True
-                elif group.route.entry is None and entry.workspaces is not None and not entry.workspaces.holds():
+                if group.route.entry is None and entry.workspaces is not None and not entry.workspaces.holds():
                     self.release(self.cache.retire(entry, EvictionReason.STALE))
                 elif group.route.entry is None and entry.guard is not None:
                     guards.add(entry.guard)
-        if has_lost:
-            self._free_inputs()
         if not guards:
             return
         present = {guard: guard.holds() for guard in guards if not guard.is_broken}
@@ -426,6 +432,15 @@ class GraphSet:
         for entry in self.entries() if gone else ():
             if entry.guard in gone:
                 self.release(self.cache.retire(entry, EvictionReason.STALE, self.latest_change))
+
+    def drop_released(self) -> None:
+        """Forget the entries that another owner of the cache has released, and free the static inputs that only they
+        read."""
+        gone = [(group, entry) for group in self.groups.values() for entry in group.all_entries if entry.is_released]
+        for group, entry in gone:
+            group.drop(entry)
+        if gone:
+            self._free_inputs()
 
     def _replace(self, guard: Guard, renewed: Guard) -> None:
         """Have graphs guarded by another guard of the same state."""

@@ -83,7 +83,7 @@ class Route:
 
     def about_constants(self) -> tuple[str, int]:
         """Which argument had the most constants, in words, and how many there were."""
-        name, values = max(self.constants.items(), key=lambda one: len(one[1]))
+        name, values = max(list(self.constants.items()), key=lambda one: len(one[1]))
         text = (
             f"argument {name!r} had at least {count(len(values))} values, and each needs a graph of its own; pass it "
             "as a tensor, or raise max_signatures in the options if the values come again"
@@ -215,9 +215,8 @@ class Hits(dict[int, Hit | StayEager | None]):
         hit = (group.make_hit(rows) or group.wait_like_others(rows)) if group is not None else None
         if hit is not None:
             self.keep(rows, hit)
-            if (
-                isinstance(hit, Hit) and hit.guard is not hit.entry.guard
-            ):  # another thread has given the entry a guard of more, and cleared these
+            if isinstance(hit, Hit) and (hit.guard is not hit.entry.guard or hit.entry.is_released):
+                # Another thread has given the entry a guard of more, or released it, and cleared these.
                 self.pop(rows, None)
                 return None
         return hit

@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import (
     TreeSpec,
     tree_flatten,
+    tree_map_only,
     tree_unflatten,
 )
 
@@ -193,6 +194,7 @@ class Outputs:
         if self.objects is not None:
             answer = self.objects.open(answer, self.tree)
         with self._pool.lock:
+            self._pool.order_after_last_use()
             cut, given = self.peek(rows), _tensors(answer)
             lent = {storage_key(target) for target, own in zip(cut, self._is_own, strict=True) if own}
             given = [source.clone() if storage_key(source) in lent else source for source in given]  # as fed back
@@ -285,3 +287,16 @@ def _builder(leaves: list[Any], spec: TreeSpec) -> Callable[[list[torch.Tensor]]
         return tree_unflatten(filled, spec)
 
     return build
+
+
+def copied_from(buffers: set[int], output: Any) -> Any:
+    """The outputs of a capture, with copies of those that lie in static inputs. The caller gets the graph's own tensors
+    and may give one back as another argument, which the copy of the next batch would overwrite before it is read.
+
+    Args:
+        buffers: The keys of the storages of the static inputs.
+        output: What the call returned.
+    """
+    inside = {id(leaf): leaf for leaf in _tensors(output) if storage_key(leaf) in buffers}
+    copies = {key: tensor.clone() for key, tensor in inside.items()}
+    return tree_map_only(torch.Tensor, lambda tensor: copies.get(id(tensor), tensor), output)

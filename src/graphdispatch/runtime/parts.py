@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..backends.operators import tensors_in
+from ..errors import ReplayError
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
 from ..sizes import cells_of, lengths_of, pack
@@ -97,9 +98,12 @@ class Parts:
         shows. With a ``clock`` both are timed: parts that are slower than eager are not used."""
         answer = eager()
         with self.entry.pool.lock:
-            gap = gap_of(tensors_in(answer), tensors_in(self.run(values)), self.entry)
-            found = (Reason.VERIFICATION_FAILED, f"{self.text} it differs from eager: {gap}") if gap else None
-            found = found or (self._loss(values, eager, clock) if clock is not None else None)
+            try:
+                gap = gap_of(tensors_in(answer), tensors_in(self.run(values)), self.entry)
+                found = (Reason.VERIFICATION_FAILED, f"{self.text} it differs from eager: {gap}") if gap else None
+                found = found or (self._loss(values, eager, clock) if clock is not None else None)
+            except ReplayError as error:
+                return CaptureResult(answer, None, Reason.REPLAY_FAILED, str(error))
         self.entry.licence.in_parts[len(self.parts)] = found or (Reason.IN_PARTS, "")
         return CaptureResult(answer, None if found else self.entry, *(found or (Reason.VERIFIED_NOW, "")))
 

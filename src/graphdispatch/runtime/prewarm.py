@@ -89,8 +89,7 @@ def capture_size(server: Server, route: Route, size: Any) -> bool:
 
 def captured_sizes(server: Server, route: Route) -> tuple[Any, ...]:
     """See ``Graphed.captured_sizes``."""
-    with server.lock:
-        groups = [set(group.entries) for group in _groups(route)]
+    groups = [set(group.entries.copy()) for group in _groups(route)]  # without the lock: a pad function may call it
     return tuple(getattr(size, "lengths", size) for size in sorted(set.intersection(*groups))) if groups else ()
 
 

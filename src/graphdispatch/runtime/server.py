@@ -108,7 +108,8 @@ class Server:
     def serve_in_python(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve one call, by a graph where one fits and eagerly elsewhere. Raises what the callable raises."""
         gradients = torch.is_grad_enabled()
-        groups, rows = route.forms.get((len(args), *kwargs)) if trace() is None else None, NO_MATCH
+        is_plain = trace() is None and transform() is None
+        groups, rows = route.forms.get((len(args), *kwargs)) if is_plain else None, NO_MATCH
         if groups is not None:
             group = groups[0]
             call, values = group.call, [*args, *kwargs.values()]
@@ -141,7 +142,7 @@ class Server:
                             else plan.run(leaves, self.stats)
                         )
                     except ReplayError as error:
-                        self.replay_failed(group, plan.rows, error)
+                        self.replay_failed(group, error)
                     else:
                         self.local.decision = decision
                         return result
@@ -149,9 +150,9 @@ class Server:
                         torch._C._set_grad_enabled(gradients)
         return (self.serve_unmatched if rows == NO_MATCH else self.step)(route, args, kwargs)
 
-    def replay_failed(self, group: GraphGroup, rows: int, error: ReplayError) -> None:
-        """Forget a hit whose replay failed. Raises ``error`` if the replay had effects; else the call runs eagerly."""
-        group.hits.pop(rows, None)
+    def replay_failed(self, group: GraphGroup, error: ReplayError) -> None:
+        """Forget the hits where a replay failed. Raises ``error`` if it had effects; else the call runs eagerly."""
+        group.hits.clear()
         if error.had_effects:
             raise error
 

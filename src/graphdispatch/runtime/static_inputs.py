@@ -58,6 +58,11 @@ class StaticInputs:
         self._flat: list[torch.Tensor] = []
 
     @property
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """The memory of all arguments, as far as it was allocated."""
+        return self._flat
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return sum(flat.nbytes for flat in self._flat)

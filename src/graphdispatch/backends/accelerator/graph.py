@@ -69,10 +69,12 @@ class RecordedGraph(Graph):
         with CAPTURE_LOCK:
             graph, self._graph = self._graph, None
             if graph is not None:
-                self._pool.wait_until_idle()
-                graph.reset()
-                del graph  # only now does torch free what it keeps outside of the pool
-                self._pool.release_graph()
+                try:
+                    self._pool.wait_until_idle()
+                finally:
+                    graph.reset()
+                    del graph  # only now does torch free what it keeps outside of the pool
+                    self._pool.release_graph(self)
 
     @property
     def nbytes(self) -> int:
@@ -108,9 +110,12 @@ class AcceleratorCapture(Capture):
         except RuntimeError as error:
             raise_classified(error, backend)
         CAPTURE_LOCK.acquire()
-        if backend.is_capturing():
+        try:
+            if backend.is_capturing():
+                raise CaptureError("a capture is already under way on this thread; end it first", Reason.INSIDE_CAPTURE)
+        except BaseException:
             CAPTURE_LOCK.release()
-            raise CaptureError("a capture is already under way on this thread; end it first", Reason.INSIDE_CAPTURE)
+            raise
         backend.capturer, self.is_open, recording = threading.get_ident(), True, False
         try:
             handle = self._pool.handle()
@@ -139,14 +144,14 @@ class AcceleratorCapture(Capture):
             raise CaptureError("the capture has ended already; begin another with begin_capture()")
         try:
             self._end_on_own_stream()  # work on a wrong stream is found by the comparison
-            self._pool.hold_graph()
             nbytes = max(0, self._unaccounted_bytes() - self._before)  # before another thread captures
+            self.graph = RecordedGraph(self._native, self._pool, nbytes)
+            self._pool.hold_graph(self.graph)
         except BaseException as error:
             self._throw_away()
             raise_classified(error, self._pool.backend)
         finally:
             self._leave()
-        self.graph = RecordedGraph(self._native, self._pool, nbytes)
         del self._native  # torch keeps some bytes for this object as long as anybody holds it
         return self.graph
 

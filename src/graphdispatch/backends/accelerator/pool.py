@@ -29,6 +29,7 @@ import ctypes
 import warnings
 from collections import Counter
 from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import WeakSet
 
 import torch
 
@@ -36,6 +37,7 @@ from ..base import CAPTURE_LOCK, Pool
 
 if TYPE_CHECKING:
     from .backend import AcceleratorBackend
+    from .graph import RecordedGraph
 
 current_stream = torch._C._accelerator_getStream
 """A device's current stream, by the device's index; ``torch.accelerator.current_stream`` takes ten times as long."""
@@ -54,7 +56,8 @@ class AcceleratorPool(Pool):
         super().__init__()
         self.backend = backend
         self.device = backend.device
-        self._graphs = 0
+        self._graphs: WeakSet[RecordedGraph] = WeakSet()
+        """Those that are not released; one that somebody drops goes by itself."""
         self._last: Any = None
         self._placeholder: Any = None
         self._handles: list[Handle] = []
@@ -121,19 +124,23 @@ class AcceleratorPool(Pool):
         """The allocator's segments, of all devices and pools; none if the device's module in torch has no snapshot."""
         return getattr(torch.get_device_module(self.device), "memory_snapshot", tuple)()
 
-    def hold_graph(self) -> None:
+    def hold_graph(self, graph: "RecordedGraph") -> None:
         """Note that a graph was captured into the pool. Call it with ``CAPTURE_LOCK`` held."""
-        self._graphs += 1
+        self._graphs.add(graph)
 
-    def release_graph(self) -> None:
+    def release_graph(self, graph: "RecordedGraph") -> None:
         """Note that a graph was released; free the memory with the last one. Call it with ``CAPTURE_LOCK`` held."""
-        self._graphs -= 1
+        self._graphs.discard(graph)
         if not self._graphs:
             self._let_go()
 
     def used_on(self, stream: Any) -> None:
-        """Note that work on the pool's memory ends on ``stream``."""
+        """Note that work on the pool's memory ends on ``stream``. Static inputs are used there, too: nobody else gets
+        their memory before that work is done, even if they are dropped and not released."""
         self._last = stream
+        for inputs in list(self.inputs):
+            for buffer in inputs.buffers:
+                buffer.record_stream(stream)
 
     def order_after_last_use(self) -> None:
         """Make the current stream wait for the stream that last used the pool; if they are one, only compare them."""

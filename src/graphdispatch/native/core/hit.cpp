@@ -176,13 +176,13 @@ int holds(PyObject* guard) {
 }
 
 // What a ReplayError means for the call: served eagerly, unless Python raises it again.
-Outcome refused(const Call& call, PyObject* rows) {
+Outcome refused(const Call& call) {
   PyObject *type, *error, *trace;
   PyErr_Fetch(&type, &error, &trace);
   PyErr_NormalizeException(&type, &error, &trace);
   if (trace) PyException_SetTraceback(error, trace);
-  PyObject* args[] = {call.server, call.group.get(), rows, error};
-  const Ref done(PyObject_VectorcallMethod(names.replay_failed, args, 4, nullptr));
+  PyObject* args[] = {call.server, call.group.get(), error};
+  const Ref done(PyObject_VectorcallMethod(names.replay_failed, args, 3, nullptr));
   Py_XDECREF(type);
   Py_XDECREF(error);
   Py_XDECREF(trace);
@@ -200,7 +200,7 @@ Outcome replay(Call& call, PlanObject* plan, Values& values) {
     call.result = list ? PyObject_VectorcallMethod(names.observed, args, 4, nullptr) : nullptr;
   }
   if (!call.result) {
-    return PyErr_ExceptionMatches(facts.replay_error) ? refused(call, plan->rows_object) : Outcome::kRaised;
+    return PyErr_ExceptionMatches(facts.replay_error) ? refused(call) : Outcome::kRaised;
   }
   const Ref local = local_of.of(call.server);
   if (!local || !plan->of_server.put(local.get(), names.decision, PyTuple_GET_ITEM(call.hit.get(), 2))) {

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ...backends.base import Backend
+from ...backends.tracing import uncached_casts
 from ...errors import CaptureError, DeviceLostError, ReplayError, error_of_signal
 from ...modes import CUDAGraphMode
 from ...runtime.entry import CUDAGraphEntry
@@ -14,7 +15,7 @@ from ...runtime.request import CaptureRequest
 from ..watch.effects import EffectRecorder, Region, Runner, redo, retry_once, undo
 from ..watch.operator_trace import TensorNames
 from .compare import check_padding_writes
-from .eager_run import EagerRun, uncached_casts, undo_run
+from .eager_run import EagerRun, undo_run
 from .padding import Padding
 
 _T = TypeVar("_T")

@@ -1,11 +1,5 @@
 """The eager run that every capture and verification begins with; it also shows what no graph can hold.
 
-Note [autocast inside a capture]
-    Autocast keeps cast copies of weights until the outermost region ends, in one cache for all threads. A graph that
-    reads such a copy would go on reading it after the weights were written in place, and after the copy was freed. A
-    copy that a capture makes lies in the graph's memory, and eager code of the same region would read it. So the cache
-    is off while a call is warmed up and recorded: the graph casts the weights itself in each replay.
-
 Note [a run that is not traced]
     To trace the code of a run and to walk over Python state takes longer than the run. Where it is proven that Python
     takes the path of a graph that was captured before, it reads and changes what it did then, and the guard of that
@@ -15,8 +9,8 @@ Note [a run that is not traced]
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from operator import call
@@ -30,6 +24,7 @@ from ...backends.base import Graph
 from ...backends.host_reads import CAPTURE_QUERIES
 from ...backends.operator_mode import reveal_operators
 from ...backends.operators import is_strided, storage_key, tensors_in
+from ...backends.tracing import uncached_casts
 from ...errors import CaptureError, error_of_signal
 from ...reasons import Reason
 from ...runtime.attributes import attribute_table
@@ -329,24 +324,6 @@ def _values_of_run(request: CaptureRequest, *, on_static_inputs: bool) -> tuple[
     # The dicts and lists of a run made only for the graph are its own: an example is left as it is.
     values = request.values if request.keep_effects else request.call.in_new_containers(request.values)
     return values, request.arguments()
-
-
-@contextmanager
-def uncached_casts() -> Iterator[None]:
-    """Within the block no cast of a weight is one that autocast kept from before, and autocast keeps none for later.
-
-    The cache is turned off for an autocast that the block is in. Elsewhere it is left on: compiled code is guarded by
-    that setting, and would be compiled again. An autocast that ends within the block clears the cache itself.
-    """
-    before = torch.is_autocast_cache_enabled()
-    torch.clear_autocast_cache()
-    if torch._C._is_any_autocast_enabled():
-        torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-        torch.clear_autocast_cache()
 
 
 def undo_run(request: CaptureRequest, effects: EffectRecorder, rng_before: Any, walk: StateWalk | None = None) -> None:

@@ -28,15 +28,17 @@ from ...backends.operators import (
     user_line,
     written_tensors,
 )
+from ...backends.tracing import uncached_casts
 from ...errors import CaptureError
 from ...reasons import Reason
 from ...runtime.flatten import is_tensor
+from ...runtime.outputs import copied_from
 from ...runtime.request import CaptureRequest
 from ..breaks import ACTIVE, BREAKS
 from ..state.walk import StateWalk
 from ..watch.effects import EffectRecorder, made_by_nobody, of_unknown_origin, tagged_unsafe
 from .attempt import CaptureAttempt
-from .eager_run import Recording, existing_storages, queries_capture, uncached_casts
+from .eager_run import Recording, existing_storages, queries_capture
 from .piecewise import EagerPart, PiecewiseGraph, change_of_given
 
 
@@ -377,14 +379,6 @@ def _give_outputs(
     positions = {id(value): position for position, value in enumerate(values)}
     given = list(map(positions.get, places))
     if request.options.outputs != "clone":
-        output = _copied_from(buffers, output)
+        output = copied_from(buffers, output)
     capture.set_outputs(output, shared=request.options.shares_outputs)
     return is_own, firsts, given
-
-
-def _copied_from(buffers: set[int], output: Any) -> Any:
-    """The outputs, with copies of those that lie in static inputs. The caller gets the graph's own tensors and may give
-    one back as another argument, which the copy of the next batch would overwrite before it is read."""
-    inside = {id(tensor): tensor for tensor in tensors_in(output) if storage_key(tensor) in buffers}
-    copies = {key: tensor.clone() for key, tensor in inside.items()}
-    return tree_map_only(torch.Tensor, lambda tensor: copies.get(id(tensor), tensor), output)
