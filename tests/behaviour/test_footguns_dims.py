@@ -51,6 +51,77 @@ def test_sequence_mixed(mixer: Callable[[torch.Tensor], torch.Tensor], first: tu
         assert re.search("depend on padding along .*'seq'|rows mix", step.explain(torch.randn(4, 5, 3)))
 
 
+def _attention(x: torch.Tensor, sees: torch.Tensor) -> torch.Tensor:
+    """Attention of each element to those that it ``sees``, by their places."""
+    return (x @ x.transpose(1, 2)).masked_fill(~sees, -1e9).softmax(2) @ x
+
+
+def _places(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The places of the elements that attend, and of those that they attend to."""
+    places = torch.arange(x.shape[1])
+    return places[:, None], places[None]
+
+
+def _blocks(x: torch.Tensor) -> torch.Tensor:
+    own, others = _places(x)
+    return _attention(x, own // 4 == others // 4)
+
+
+def _chunks(x: torch.Tensor) -> torch.Tensor:
+    own, others = _places(x)
+    return _attention(x, own // 4 >= others // 4)
+
+
+def _prefix(x: torch.Tensor) -> torch.Tensor:
+    own, others = _places(x)
+    return _attention(x, (own >= others) | (others < 4))
+
+
+@pytest.mark.parametrize("fn", [_blocks, _chunks, _prefix])
+def test_sequence_mixed_at_some_lengths(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """What meets padding at some lengths alone runs eagerly, though the early batches have others."""
+    step = make(fn, dynamic={"x": DIMS}, sizes=[4])
+    check_calls(step, *(torch.randn(4, length, 3) for length in (8, 4, 8, 4, 7, 2, 5, 6, 3, 4)), **NEAR)
+    assert reason(step, torch.randn(4, 7, 3)) is Reason.ROWS_MIX
+
+
+def _each(value: bool | float) -> torch.Tensor:
+    return torch.full((4,), value)
+
+
+GATES: dict[str, tuple[Callable[..., torch.Tensor], torch.Tensor, torch.Tensor]] = {
+    "flag": (lambda x, g: torch.where(g, x.mean(1), x[:, 0]), torch.tensor(False), torch.tensor(True)),
+    "flags": (lambda x, g: torch.where(g[:, None], x.mean(1), x[:, 0]), _each(False), _each(True)),
+    "flags that are set": (lambda x, g: torch.where(g[:, None], x[:, 0], x[:, -1]), _each(True), _each(False)),
+    "weight": (lambda x, g: x[:, 0] + g * x.mean(1), torch.tensor(0.0), torch.tensor(1.0)),
+    "weights": (lambda x, g: x[:, 0] + g[:, None] * x.mean(1), _each(0.0), _each(1.0)),
+}
+"""Models with a gate, which is shut and open."""
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_sequence_mixed_by_argument(name: str) -> None:
+    """A gate that the early batches shut hides nothing: such a model runs eagerly where a sequence would be padded."""
+    fn, shut, opened = GATES[name]
+    step = make(fn, dynamic={"x": DIMS} | ({"g": {0: "batch"}} if shut.dim() else {}), sizes=[4])
+    calls = [(length, shut) for length in (8, 8, 5, 5)] + [(length, opened) for length in (5, 7, 8, 3)]
+    check_calls(step, *((torch.randn(4, length, 3), gate) for length, gate in calls), **NEAR)
+    assert reason(step, torch.randn(4, 5, 3), opened) is Reason.ROWS_MIX
+
+
+def test_sequence_mixed_by_integer() -> None:
+    """LIMIT: an integer without the sequence opens a gate that all early batches shut."""
+
+    def fn(x: torch.Tensor, task: torch.Tensor) -> torch.Tensor:
+        return torch.where(task[:, None] == 0, x[:, 0], x.mean(1))
+
+    step = make(fn, dynamic={"x": DIMS, "task": {0: "batch"}}, sizes=[4])
+    check_calls(step, *((torch.randn(4, 5, 3), torch.zeros(4, dtype=torch.long)) for _ in range(4)), **NEAR)
+    assert step.last_decision.reason is Reason.PADDED
+    x, task = torch.ones(4, 5, 3), torch.ones(4, dtype=torch.long)
+    assert not torch.allclose(step(x, task), fn(x, task))
+
+
 @FIRST
 @pytest.mark.parametrize("fn", LENGTHS.values(), ids=LENGTHS)
 def test_length_in_python(fn: Callable[[torch.Tensor], torch.Tensor], first: tuple[int, int]) -> None:

@@ -1,6 +1,7 @@
 """Several dynamic dimensions: what is served, what is refused, and what is said of bad input."""
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -256,6 +257,27 @@ def test_a_mask_hides_the_padding_of_a_length() -> None:
     assert reasons[3] is Reason.ROWS_MIX
     assert reasons[-1] is Reason.PADDED, bare.last_decision  # along the batch alone
     assert "real rows depend on padding along 'seq'" in bare.explain(torch.randn(3, 9, 4))
+
+
+def test_flags_that_are_all_zero_are_never_ones() -> None:
+    """The callable meets no number that might name no place, as the kind of a token where there is one kind."""
+    kinds, raised = torch.randn(1, 4), list[str]()
+
+    def fn(x: Tensor, kind: Tensor, mask: Tensor) -> Tensor:
+        return attend(x + torch.embedding(kinds, kind), mask)
+
+    step = served(fn, "x", "kind", "mask", sizes=[4])
+    before = sys.getprofile()
+    sys.setprofile(
+        lambda _, event, of: raised.append(event) if (event, of) == ("c_exception", torch.embedding) else None
+    )
+    try:
+        for n in (16, 16, 11, 12, 9):
+            step(torch.randn(3, n, 4), torch.zeros(3, n, dtype=torch.long), torch.ones(3, n).tril(n - 2))
+    finally:
+        sys.setprofile(before)
+    assert last(step) is Reason.PADDED
+    assert not raised
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -15,7 +15,13 @@ Note [what keeps its padding]
 Note [what real elements hide]
     Whether padding is neutral may depend on the real elements: a minimum of at most zero hides zeros, and a mask that
     hides something in each row hides that padding is hidden, too. So eager runs real elements of other kinds, without
-    padding, and a replay must give the same.
+    padding, and a replay must give the same. A gate that is shut hides whatever lies behind it. So arguments without
+    the axis, flags and floating-point numbers, are opened, too. Integers are not: another one may name no place. That
+    is a limit.
+
+Note [what a length hides]
+    Elements that meet in blocks, or as far ahead as a window reaches, meet padding at some lengths alone. So padding
+    is replaced behind the shortest length that would be padded, the longest, and one between, too.
 """
 
 import math
@@ -30,13 +36,15 @@ from ...reasons import Reason
 from ...runtime.batches import holds_flags
 from ...runtime.entry import CUDAGraphEntry
 from ...runtime.outputs import first_rows
-from ...sizes import Axis, lengths_of
+from ...runtime.request import CaptureRequest
+from ...sizes import Axis, extents_text, lengths_of, pack
 from ..watch.effects import EffectRecorder
 from ..watch.operator_trace import OperatorTrace
 from .attempt import CaptureAttempt, ends_capture
 from .compare import coarsest, difference, tolerance_for
 from .licence import RowProof, float_types_of, shown_of
 from .padding import Padding, Rows, edge, far, may_replace, takes_any_value, uniform
+from .row_proof import batch_of
 
 
 class PaddingReplays:
@@ -48,12 +56,15 @@ class PaddingReplays:
         attempt: The comparison under way.
         entry: The graph.
         axes: The axes along which padding is replaced.
+        others: Further batches (their numbers) that would be padded along them.
     """
 
-    def __init__(self, attempt: CaptureAttempt, entry: CUDAGraphEntry, axes: Collection[Axis]) -> None:
+    def __init__(
+        self, attempt: CaptureAttempt, entry: CUDAGraphEntry, axes: Collection[Axis], others: Sequence[int] = ()
+    ) -> None:
         self._attempt, self._entry, self._request = attempt, entry, attempt.request
         self._specs, self._arguments = self._request.inputs.specs, self._request.arguments()
-        self._along, self._rows = tuple(axes), self._request.rows
+        self._along, self._rows, self._others = tuple(axes), self._request.rows, others
         shown = shown_of(entry)
         self._operators = shown.operators if shown is not None else OperatorTrace()
 
@@ -75,7 +86,7 @@ class PaddingReplays:
         rows = self._request.inputs.axes[0]
         pairs = list(zip(self._specs, self._arguments, strict=True))
         further = [i for i, (spec, _) in enumerate(pairs) if any(axis is not rows for _, axis in spec.spans)]
-        masks = [i for i in further if not pairs[i][0].is_pad_given and holds_flags(pairs[i][1])]
+        masks = [i for i in further if not pairs[i][0].is_pad_given and _is_mask(pairs[i][1])]
         for kept in [(mask,) for mask in masks] + ([tuple(masks)] if len(masks) > 1 else []):
             others = {axis for i, (spec, _) in enumerate(pairs) if i not in kept for _, axis in spec.spans}
             if others >= {axis for i in kept for _, axis in pairs[i][0].spans}:
@@ -83,26 +94,41 @@ class PaddingReplays:
 
     def _changes(self, kept: tuple[int, ...]) -> str:
         """What other padding changes, in words, if these arguments keep theirs; empty for nothing."""
-        reals: list[tuple[str, Sequence[torch.Tensor]]] = [("", self._arguments)]
-        if kept:
-            reals.append((" behind a single real element", self._with_single(kept)))
-        for name, real in reals:
+        for name, rows, real in self._batches(kept):
             base: list[tuple[str, torch.Tensor]] | None = None
-            for what, rows in (("", []), *self._paddings(kept)):
+            for what, padding in (("", []), *self._paddings(kept)):
                 try:
-                    self._attempt.replay_with(self._entry, self._rows, Padding(what, rows, real, self._along))
+                    self._attempt.replay_with(self._entry, rows, Padding(what, padding, real, self._along))
                 except Exception as error:
                     if ends_capture(self._request.backend, error):
                         raise
                     if isinstance(error, CaptureError) and error.reason is Reason.PADDING_WRITES_STATE:
                         return str(error)
                     return f"{what}{name} the call raises {type(error).__name__}: {error}"
-                read = self._read()
+                read = self._read(rows)
                 if base is None:
                     base = read
                 elif gap := self._gap(base, read):
                     return f"{what} in the padding{name}, {gap}"
         return ""
+
+    def _batches(self, kept: Collection[int]) -> Iterator[tuple[str, int, Sequence[torch.Tensor]]]:
+        """What batches are called, their numbers and elements: see Note [what a length hides]."""
+        yield "", self._rows, self._arguments
+        if kept:
+            yield " behind a single real element", self._rows, self._with_single(kept)
+        for rows in self._others:
+            real = [self._shown(i, value, kept) for i, value in enumerate(batch_of(self._request, rows))]
+            yield f" of {extents_text(self._request.inputs.axes, rows)}", rows, real
+
+    def _shown(self, index: int, value: torch.Tensor, kept: Collection[int]) -> torch.Tensor:
+        """An argument with another of its numbers wherever it holds that of padding, so that it hides no element."""
+        spec = self._specs[index]
+        fills = [0.0] if index in kept else [pad.fill for pad in spec.pads if spec.is_pad_given]
+        for fill in fills:
+            if fill is not None and (others := value[value != fill]).numel():
+                value = value.masked_fill(value == fill, others[0])
+        return value
 
     def _differs_from_eager(self, kept: Collection[int]) -> str:
         """How a replay differs from eager for other real elements, in words: see Note [what real elements hide]."""
@@ -134,10 +160,15 @@ class PaddingReplays:
             real = list(self._arguments)
             place = self._place(sign, kept)
             for i, spec in enumerate(self._specs):
+                is_gate = not any(axis in self._along for _, axis in spec.spans)
                 if i in kept:
                     real[i] = torch.ones_like(real[i])
-                elif spec.spans and spec.dtype.is_floating_point and spec.dtype.itemsize > 1:
-                    real[i] = real[i].abs() * sign
+                elif is_gate and spec.dtype is torch.bool:
+                    real[i] = torch.full_like(real[i], sign > 0)
+                elif spec.dtype.is_floating_point and spec.dtype.itemsize > 1:
+                    if is_gate and self._operators.limits_values:
+                        continue
+                    real[i] = real[i].abs().masked_fill((real[i] == 0) & is_gate, 1.0) * sign
                 elif spec.spans:
                     real[i] = uniform(place, spec, real[i], self._rows)
             yield name, real
@@ -197,26 +228,30 @@ class PaddingReplays:
                 return f"{name} changes: {gap}"
         return ""
 
-    def _read(self) -> list[tuple[str, torch.Tensor]]:
+    def _read(self, rows: int) -> list[tuple[str, torch.Tensor]]:
         """Copies of the real elements of what the latest replay gave, and of the state that padding must leave
         alone."""
-        request, entry, rows = self._request, self._entry, self._rows
+        request, entry, eager = self._request, self._entry, self._attempt.eager
         values = []
         for index, (output, dims) in enumerate(zip(entry.outputs.peek(rows), entry.outputs.rule.follows, strict=True)):
-            unwritten = self._attempt.eager.effects.unwritten(
-                first_rows(self._attempt.eager.outputs[index], dims, rows)
-            )
+            known = first_rows(eager.outputs[index], dims, rows) if rows == self._rows else None
+            unwritten = eager.effects.unwritten(known) if known is not None else None
             real = output.clone() if unwritten is None else output.masked_fill(unwritten, 0)
             values.append((f"output {index}", real))
         for index in entry.mutated:
             name = f"argument {request.inputs.specs[index].name!r}, which the call writes,"
             values.append((name, request.inputs.real(index, rows, request.size).clone()))
         if request.options.padding_writes == "refuse":
-            arguments = set(map(storage_key, self._attempt.eager.arguments))
-            for region in self._attempt.eager.effects.regions:
+            arguments = set(map(storage_key, eager.arguments))
+            for region in eager.effects.regions:
                 if not region.is_generator and storage_key(region.target) not in arguments:
                     values.append((f"state of shape {tuple(region.target.shape)}", region.read().clone()))
         return values
+
+
+def _is_mask(value: torch.Tensor) -> bool:
+    """Whether a tensor holds flags, with a one: if it held none, one might name no place. Reads it back to the host."""
+    return holds_flags(value) and bool(value.any())
 
 
 def replay_other_padding(attempt: CaptureAttempt, entry: CUDAGraphEntry, proof: RowProof) -> None:
@@ -230,5 +265,14 @@ def replay_other_padding(attempt: CaptureAttempt, entry: CUDAGraphEntry, proof: 
         proof.against_rows = Reason.ROWS_MIX, f"rows='independent' is not so: {found}"
     for axis in padded:
         if axis in proof.mixed and axis not in proof.along:
-            found = PaddingReplays(attempt, entry, [axis]).objection()
+            others = [one for one in _other_lengths(request, axis) if proof.speaks_for(one, request.size)]
+            found = PaddingReplays(attempt, entry, [axis], others).objection()
             proof.along[axis] = (Reason.ROWS_MIX, found) if found else None
+
+
+def _other_lengths(request: CaptureRequest, axis: Axis) -> set[int]:
+    """Batches as the request's whose lengths along an axis are padded to that of the graph: the shortest, the longest,
+    and one between."""
+    size, own = axis.of(request.size), request.rows
+    extents = {least for least in (2, size // 2 + 1, size - 1) if 1 < least < size and least != axis.of(own)}
+    return {pack(request.inputs.axes, [x if a is axis else a.of(own) for a in request.inputs.axes]) for x in extents}

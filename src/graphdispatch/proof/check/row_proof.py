@@ -267,7 +267,7 @@ def _follow_path(attempt: CaptureAttempt, rows: int, *, is_traced: bool) -> tupl
     ]
     most_rows = largest[0] * min(MOST_PARTS, max(_MOST_BATCHES // max(prod(largest), 1), 1))
     spaces = [range(2, max(most, _NO_EXTENT) + 1) for most in (most_rows, *largest[1:])]
-    values = _batch_of(request, rows)
+    values = batch_of(request, rows)
     reached = [*request.tensors, *attempt.eager.trace.walk.tensors, *tensors_in(list(request.values)), *values]
     keys = {storage_key(one) for one in reached if type(one) in _PLAIN and is_strided(one) and not one.is_nested}
     own = [_NO_EXTENT if place in single else extent for place, extent in enumerate(extents)]
@@ -307,7 +307,7 @@ def _follow_path(attempt: CaptureAttempt, rows: int, *, is_traced: bool) -> tupl
         return f"for {extents_text(axes, rows)} rows {raised}"
 
 
-def _batch_of(request: CaptureRequest, rows: int) -> list[torch.Tensor]:
+def batch_of(request: CaptureRequest, rows: int) -> list[torch.Tensor]:
     """The call's tensors with so many rows, theirs in turn. Integers that may name elements beyond it are cut."""
     arguments, specs, axes = request.arguments(), request.inputs.specs, request.inputs.axes
     shorter = [axis for axis in axes if axis.of(rows) < axis.of(request.rows)]
