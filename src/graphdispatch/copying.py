@@ -61,7 +61,7 @@ class Unlocked:
 
     def __getstate__(self) -> dict[str, Any]:
         """All attributes by name, those that lie in slots first."""
-        slots = getattr(self, "__slots__", ())
+        slots = [name for cls in type(self).__mro__ for name in vars(cls).get("__slots__", ())]
         with self._lock:
             held = {name: getattr(self, name) for name in slots} | vars(self)
             return {name: copy(value) for name, value in held.items() if name != "_lock"}

@@ -6,12 +6,14 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import copy
+from dataclasses import fields
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from .errors import ConfigError, shown
 from .runtime.memory import MemoryReport, memory_report
+from .stats import HitCounts
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Meter, Observation
@@ -44,10 +46,8 @@ def _by_kind(to_dict: Callable[[], dict[str, Any]]) -> dict[str, int]:
 
 
 METRICS = (
-    Metric("hits", "Calls that a graph served."),
+    *(Metric(one.name, one.metadata["meaning"]) for one in fields(HitCounts)),
     Metric("eager_steps", "Calls whose answer is eager's, by reason.", "reasons", labels=("reason",)),
-    Metric("real_rows", "Rows of hits before padding."),
-    Metric("padding_rows", "Padding rows that graphs computed in hits."),
     Metric("captures", "Graphs that were captured."),
     Metric("capture_failures", "Captures that made no graph."),
     Metric("capture_seconds", "Time spent in successful captures.", "capture_time_ms", lambda ms: ms * 1e-3),

@@ -176,8 +176,7 @@ class _Recording:
         values, rng = request.static_values(), backend.rng_state()
         for _ in range(0 if backend.capture_executes else request.options.warmup_iterations):
             self._load()
-            with backend.rehearsing():
-                self._take(request.call(values))
+            self._take(request.call(values))
         if backend.capture_executes:
             self._load()
         with backend.begin_capture(request.pool) as capture:

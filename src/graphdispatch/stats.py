@@ -2,6 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, ClassVar, NamedTuple
 
@@ -104,13 +105,27 @@ class _Counted(Unlocked):
         return html_table(repr(self)[1:-1], ("reason of eager calls", "calls", "meaning"), rows)
 
 
-class CUDAGraphStats(_Counted):
+@dataclass(slots=True, kw_only=True, eq=False)
+class HitCounts:
+    """What a hit adds to counters. Each field is a counter of ``CUDAGraphStats`` and a metric with its meaning, and the
+    core counts it, too. ``ReplayPlan`` gives its value."""
+
+    hits: int = field(metadata={"meaning": "Calls that a graph served."})
+    real_rows: int = field(metadata={"meaning": "Rows of hits before padding."})
+    padding_rows: int = field(metadata={"meaning": "Padding rows that graphs computed in hits."})
+
+
+COUNTED_BY_HITS = tuple(one.name for one in fields(HitCounts))
+"""The names of the counters that hits add to."""
+
+
+class CUDAGraphStats(HitCounts, _Counted):
     """What a set of graphs did: captures, replays, hits, misses, fallbacks, rows, and reasons.
 
     A graph serves a *hit*. A *verification* is a call for which there was a graph that had to be compared with eager
     first, and agreed; its answer is eager's. Every other call is a *miss*. A *fallback* is a miss that captured
-    nothing. ``real_rows`` and ``padded_rows`` count the rows of hits before and after padding; ``reasons`` counts each
-    call that was no hit.
+    nothing. ``real_rows`` and ``padding_rows`` count the rows of hits, and those that padding added; ``reasons`` counts
+    each call that was no hit.
 
     All shares are properties. ``graph_ratio`` leaves verifications out; ``hit_rate`` does not. Thread-safe if all
     graphs that count in it belong to one pool.
@@ -119,8 +134,11 @@ class CUDAGraphStats(_Counted):
         knows_rows: Whether calls show their real rows; False if they arrive padded.
     """
 
-    _derived = ("verifications", "misses", "fallbacks", "replays", "hit_rate", "graph_ratio", "padding_ratio")
-    __slots__ = ("_rows_of_eager", "_rows_of_hits", "hits", "padded_rows", "real_rows", "reasons")
+    _derived = (
+        *("verifications", "misses", "fallbacks", "replays", "padded_rows"),
+        *("hit_rate", "graph_ratio", "padding_ratio"),
+    )
+    __slots__ = ("_rows_of_eager", "_rows_of_hits", "reasons")
 
     def __init__(self, *, knows_rows: bool = True) -> None:
         self._lock = make_lock()
@@ -137,7 +155,7 @@ class CUDAGraphStats(_Counted):
         self.gains: dict[str, Gain] = {}
         """The times of a full batch by graph and eagerly, by mode and size, of each captured graph that was timed; the
         latest 4,096."""
-        self.hits = self.real_rows = self.padded_rows = 0
+        super().__init__(**dict.fromkeys(COUNTED_BY_HITS, 0))
         self.eviction_reasons: Counter[EvictionReason] = Counter()
         self._last_evictions: deque[Eviction] = deque(maxlen=_MOST_EVICTIONS)
         self.reasons: Counter[Reason] = Counter()
@@ -146,21 +164,20 @@ class CUDAGraphStats(_Counted):
         self._rows_of_hits: dict[int, int] = {}
         self._rows_of_eager: dict[int, int] = {}
 
-    def record_hit(self, real_rows: int, padded_rows: int) -> None:
+    def record_hit(self, counts: HitCounts) -> None:
         """Count a call that a graph served. It takes no lock: the caller holds the lock of the graph's pool.
 
         Args:
-            real_rows: The rows before padding.
-            padded_rows: The rows that the graph computed.
+            counts: What the call adds.
         """
-        self.hits += 1
-        self.real_rows += real_rows
-        self.padded_rows += padded_rows
+        for name in COUNTED_BY_HITS:
+            setattr(self, name, getattr(self, name) + getattr(counts, name))
+        rows = counts.real_rows
         try:
-            self._rows_of_hits[real_rows] += 1
+            self._rows_of_hits[rows] += 1
         except KeyError:
             if len(self._rows_of_hits) < _MOST_ROWS:
-                self._rows_of_hits[real_rows] = 1
+                self._rows_of_hits[rows] = 1
 
     def record_eager(self, reason: Reason, rows: int = 0) -> bool:
         """Count a call whose answer is eager's.
@@ -269,13 +286,13 @@ class CUDAGraphStats(_Counted):
 
     @property
     def knows_rows(self) -> bool:
-        """Whether calls show their real rows; else ``real_rows`` and ``padded_rows`` say nothing."""
+        """Whether calls show their real rows; else ``real_rows`` and ``padding_rows`` say nothing."""
         return self._knows_rows
 
     @property
-    def padding_rows(self) -> int:
-        """Padding rows that graphs computed in hits; 0 if real rows are not known."""
-        return self.padded_rows - self.real_rows
+    def padded_rows(self) -> int:
+        """All rows that graphs computed in hits."""
+        return self.real_rows + self.padding_rows
 
     @property
     def padding_ratio(self) -> float:

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, eager_break, graphed
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper, OutputView
 from graphdispatch.errors import CaptureError, ConfigError, StaleOutputError
+from graphdispatch.stats import COUNTED_BY_HITS
 
 from .calls import Plan, plans, sound_plans, twists
 from .compare import Done, assert_same, assert_same_outcome, assert_same_state, perform, snapshot
@@ -188,7 +189,7 @@ def _said(step: Graphed[..., Any]) -> Any:
 
 def _accounts(step: Graphed[..., Any]) -> dict[str, Any]:
     """What was counted, without times and bytes."""
-    names = ("reasons", "rows", "hits", "real_rows", "padded_rows", "captures", "capture_failures", "evictions")
+    names = (*COUNTED_BY_HITS, "reasons", "rows", "captures", "capture_failures", "evictions")
     return {name: getattr(step.stats, name) for name in names} | {"sizes": step.captured_sizes}
 
 

@@ -21,7 +21,7 @@ _FACTORIES: dict[str, Callable[[], type[Backend]]] = {
     # comparison with eager gives that graph up.
     "xpu": cache(lambda: import_module(".accelerator.backend", __name__).backend_of("xpu", "default")),
 }
-# One object per device, since a device has one capture stream (Note [one capture at a time] in base.py).
+# One object for each name and device, since all captures of it run on one stream.
 _INSTANCES: dict[tuple[str, int | None], Backend] = {}
 
 
@@ -48,17 +48,21 @@ def available_backends() -> tuple[str, ...]:
     return tuple(name for name, factory in sorted(_FACTORIES.items()) if factory().is_available())
 
 
+def _accelerator() -> str:
+    """The type of torch's accelerator, whether it can be used or not; empty if torch has none."""
+    return getattr(torch.accelerator.current_accelerator(), "type", "")
+
+
 def _default_name() -> str:
     """That of torch's accelerator where it can be used, else the first of another one, else the CPU's."""
-    accelerator = getattr(torch.accelerator.current_accelerator(), "type", "")
+    accelerator = _accelerator()
     names = sorted(available_backends(), key=lambda name: name != accelerator)
     return next((name for name in names if _FACTORIES[name]().device_type != "cpu"), "cpu")
 
 
 def load_default() -> None:
-    """Import CUDA's backend if torch is made for that, else the CPU's, so that no first call waits for it."""
-    accelerator = torch.accelerator.current_accelerator()
-    _FACTORIES["cuda" if accelerator is not None and accelerator.type == "cuda" else "cpu"]()
+    """Import the backend of torch's accelerator if it has one, else the CPU's, so that no first call waits for it."""
+    _FACTORIES.get(_accelerator(), _FACTORIES["cpu"])()
 
 
 def get_backend(name: str = "auto", device: torch.device | None = None) -> Backend:

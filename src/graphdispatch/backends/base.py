@@ -21,8 +21,8 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, Self, TypeAlias
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar, Self, TypeAlias, final
 from weakref import WeakSet
 
 import torch
@@ -134,15 +134,18 @@ class Pool(Shared, ABC):
         if not self.is_inside_replay():
             self.replaying_on = None
 
+    @final
     def is_inside_replay(self) -> bool:
         """Whether the calling thread is within a replay of one of the pool's graphs. Needs no lock."""
         return self.replaying_on is not None and self.replaying_on == threading.get_ident()
 
+    @final
     def refuse_inside_replay(self) -> None:
         """Raise ``ReplayError`` if the calling thread is within a replay of one of the pool's graphs."""
         if self.is_inside_replay():
             raise ReplayError(Reason.INSIDE_REPLAY.text)
 
+    @final
     def refuse_changes(self) -> None:
         """Raise ``CaptureError`` if the calling thread is within a replay of one of the pool's graphs, since that has
         its graph until it ends."""
@@ -306,8 +309,13 @@ class Capture(ABC):
 
 
 class _Watch(threading.local):
-    depth = 0
-    """How many ``watched`` blocks the thread is in."""
+    """What a backend knows of the calling thread; each thread begins with nothing."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        """How many ``watched`` blocks the thread is in."""
+        self.is_capturing = False
+        """Whether the thread's work is recorded, where the backend's ``is_capturing`` reads that (``done_by_core``)."""
 
 
 class Backend(Shared, ABC):
@@ -347,7 +355,7 @@ class Backend(Shared, ABC):
 
     @abstractmethod
     def make_pool(self) -> Pool:
-        """A new, empty pool. A closed pool is never used again."""
+        """A new, empty pool."""
 
     @abstractmethod
     def begin_capture(self, pool: Pool) -> Capture:
@@ -404,6 +412,7 @@ class Backend(Shared, ABC):
             state: What ``rng_state`` returned.
         """
 
+    @final
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Mark a block in which the calling thread's work is captured or compared. Nothing may replay in it."""
@@ -413,15 +422,12 @@ class Backend(Shared, ABC):
         finally:
             self.watch.depth -= 1
 
-    def rehearsing(self) -> AbstractContextManager[object]:
-        """A block in which code that queries whether anyone captures gets the same answer as while recording."""
-        return nullcontext()
-
     @property
     def is_settled(self) -> bool:
         """Whether replays take as long as they will; not so while something is compiled for them."""
         return True
 
+    @final
     def is_watched(self) -> bool:
         """Whether the calling thread is in a ``watched`` block, or anyone is capturing its work."""
         return self.watch.depth > 0 or self.is_capturing()
@@ -440,6 +446,7 @@ class Backend(Shared, ABC):
         """
         return tensor
 
+    @final
     def classify_error(self, error: BaseException) -> Reason:
         """The reason of what failed; ``OUT_OF_MEMORY`` if the device has no memory left.
 
@@ -448,6 +455,7 @@ class Backend(Shared, ABC):
         """
         return error.reason if isinstance(error, CaptureError) else diagnose(error, self.errors).reason
 
+    @final
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether an error says that the device has no memory left.
 
@@ -456,6 +464,7 @@ class Backend(Shared, ABC):
         """
         return self.classify_error(error) is Reason.OUT_OF_MEMORY
 
+    @final
     def is_lost(self, error: BaseException) -> bool:
         """Whether an error says that every later request to the device will fail.
 
@@ -464,6 +473,7 @@ class Backend(Shared, ABC):
         """
         return diagnose(error, self.errors) is LOST
 
+    @final
     def raise_if_lost(self, error: BaseException) -> None:
         """Check an error that came from the device.
 

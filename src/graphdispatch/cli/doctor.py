@@ -93,10 +93,13 @@ def _parts() -> Iterator[_Finding]:
         return
     backends = available_backends()
     yield _Finding("backends", ", ".join(backends))
-    if "cuda" in backends:
-        names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
-        yield _Finding("cuda", f"{torch.version.cuda}: {names}")
-    else:
+    accelerators = [name for name in backends if name != "cpu" and hasattr(torch, name)]
+    for name in accelerators:
+        module = torch.get_device_module(name)
+        name_of = getattr(module, "get_device_name", f"{name}:{{}}".format)
+        names = ", ".join(name_of(index) for index in range(module.device_count()))
+        yield _Finding(name, f"{getattr(torch.version, name, None) or 'version unknown'}: {names}")
+    if not accelerators:
         built = f"for CUDA {torch.version.cuda} and sees no GPU" if torch.version.cuda else "without CUDA"
         yield _Finding("cuda", f"torch is built {built}; graphs run on the CPU")
     if CORE is not None:

@@ -13,8 +13,8 @@ from ..backends.operators import tensors_in
 from ..errors import ReplayError
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
-from ..sizes import cells_of, lengths_of, pack
-from ..stats import CUDAGraphStats, Gain
+from ..sizes import lengths_of, pack
+from ..stats import COUNTED_BY_HITS, CUDAGraphStats, Gain, HitCounts
 from .decide import Decision
 from .entry import CUDAGraphEntry
 from .group import GraphGroup
@@ -78,7 +78,9 @@ class Parts:
 
     def count(self, stats: CUDAGraphStats) -> None:
         """Count the call, as one. Call it with the pool's lock held."""
-        stats.record_hit(cells_of(self._rows), cells_of(self.size))
+        every = [part.entry.plan(part.rows).counts for part in self.parts]
+        sums = {name: sum(getattr(counts, name) for counts in every) for name in COUNTED_BY_HITS}
+        stats.record_hit(HitCounts(**sums | {"hits": 1}))
 
     def _cut(self, values: Sequence[Any], part: Part) -> list[Any]:
         cut = list(values)

@@ -15,7 +15,7 @@ from ..backends.tracing import in_range, is_profiled
 from ..errors import ReplayError
 from ..modes import EntryState
 from ..native.bound import CORE, in_core
-from ..stats import CUDAGraphStats
+from ..stats import COUNTED_BY_HITS, CUDAGraphStats, HitCounts
 from .overlap import Spans, may_overlap_itself, share_memory
 from .windows import WINDOWS, storages_of
 
@@ -41,7 +41,9 @@ class ReplayPlan:
         self._graph: Any = entry.graph
         self._pool = entry.pool
         self._size = entry.size
-        self._cells = entry.inputs.cells(rows), entry.inputs.cells(entry.size)
+        real, computed = entry.inputs.cells(rows), entry.inputs.cells(entry.size)
+        self.counts = HitCounts(hits=1, real_rows=real, padding_rows=computed - real)
+        """What a hit adds to the counters."""
         self._load = entry.inputs.load if entry.inputs.specs else None
         self._take = entry.outputs.taker(rows)
         self._watched = entry.inputs.positions if entry.writes_outside else ()
@@ -53,7 +55,7 @@ class ReplayPlan:
         if CORE is not None:
             parts = entry.outputs.parts(rows)
             self.native = CORE.Plan(
-                self, entry, rows, self._size, *self._cells, inputs, self._take, self._watched, *parts
+                self, entry, rows, self._size, self.counts, inputs, self._take, self._watched, *parts
             )
 
     def clash(self, values: Sequence[Any]) -> str | None:
@@ -128,7 +130,7 @@ class ReplayPlan:
             finally:
                 pool.replaying_on = None
             if stats is not None:
-                stats.record_hit(*self._cells)
+                stats.record_hit(self.counts)
             return result
 
     run = in_core(
@@ -140,6 +142,7 @@ class ReplayPlan:
             "uses": next_use.__self__,  # type: ignore[attr-defined]
             "foreach_copy": torch._foreach_copy_,
             "stats_type": CUDAGraphStats,
+            "counted_by_hits": COUNTED_BY_HITS,
         },
     )(run_in_python)
 

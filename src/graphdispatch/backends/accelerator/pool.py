@@ -49,7 +49,8 @@ class AcceleratorPool(Pool):
     """A private pool of a device's caching allocator. All its captures run on the backend's capture stream.
 
     The allocator reuses a block only on the stream that the block was allocated for. Graphs therefore share memory
-    only if they were captured on the same stream. All methods are called with ``lock`` held.
+    only if they were captured on the same stream. Methods are called with ``lock`` held, but for ``nbytes`` and
+    ``trim``.
     """
 
     def __init__(self, backend: "AcceleratorBackend") -> None:

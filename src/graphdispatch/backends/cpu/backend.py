@@ -6,7 +6,7 @@ Work runs at once on the calling thread, so no stream has a queue.
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -66,8 +66,6 @@ class _Here(threading.local):
 
     def __init__(self, default: Stream) -> None:
         self.stream = default
-        self.is_capturing = False
-        """Whether the thread's work is being recorded."""
 
 
 class CPUBackend(Backend):
@@ -106,11 +104,7 @@ class CPUBackend(Backend):
     @done_by_core
     def is_capturing(self) -> bool:
         """Whether the calling thread is being recorded by this backend."""
-        return self.here.is_capturing
-
-    def rehearsing(self) -> AbstractContextManager[object]:
-        """Within the block, torch says that somebody captures, as it does while recording."""
-        return SaysCapturing()
+        return self.watch.is_capturing
 
     def current_stream(self) -> Stream:
         """The calling thread's current stream."""
@@ -156,7 +150,6 @@ class _CPUCapture(Capture):
     def __init__(self, pool: CPUPool, backend: CPUBackend) -> None:
         self._pool = pool
         self._backend = backend
-        self._here = backend.here
         self._recorder = Recorder()
         self._modes = ExitStack()
         self._stack = _get_current_dispatch_mode_stack()
@@ -166,7 +159,7 @@ class _CPUCapture(Capture):
             self._modes.enter_context(SaysCapturing(backend.is_capturing))
             self._modes.enter_context(self._recorder.host_reads())
             self._modes.enter_context(self._recorder)
-            self._here.is_capturing = self.is_open = True
+            self._backend.watch.is_capturing = self.is_open = True
         except BaseException:
             self._close()
             raise
@@ -174,7 +167,7 @@ class _CPUCapture(Capture):
     def pause(self) -> Graph:
         """Bind what was recorded so far. The recorder stays on torch's stack of modes and records nothing."""
         program = self._recorder.pause()
-        self._here.is_capturing = False
+        self._backend.watch.is_capturing = False
         try:
             with _disable_current_modes():  # the modes that watch the callable must not see the binding
                 return self._bind(program)
@@ -183,7 +176,7 @@ class _CPUCapture(Capture):
             raise
 
     def resume(self) -> None:
-        self._here.is_capturing = True
+        self._backend.watch.is_capturing = True
         self._recorder.resume()
 
     @contextmanager
@@ -237,7 +230,7 @@ class _CPUCapture(Capture):
             self._close()
 
     def _close(self) -> None:
-        self._here.is_capturing = self.is_open = False
+        self._backend.watch.is_capturing = self.is_open = False
         _restore_modes([*self._stack, self._recorder])  # which a watching mode may have replaced
         try:
             self._modes.close()

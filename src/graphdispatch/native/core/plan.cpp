@@ -26,7 +26,7 @@ struct {
   Slot verify_at{names.verify_at}, default_device{names.default_device}, writes_outside{names.writes_outside};
 } of_entry;
 struct {
-  Slot hits{names.hits}, real_rows{names.real_rows}, padded_rows{names.padded_rows};
+  std::vector<Slot> counted_by_hits;  // in the order of their names among the facts
   Slot by_rows{names._rows_of_hits}, reasons{names.reasons}, eager_by_rows{names._rows_of_eager};
 } of_stats;
 Slot native_of_plan{names.native}, clean_from_of{names._clean_from}, replaying_on_of{names.replaying_on};
@@ -61,14 +61,10 @@ bool count_hit(PlanObject* self, PyObject* stats) {
   const Ref rows(self->cells == self->rows ? Py_NewRef(self->rows_object) : PyLong_FromLongLong(self->cells));
   if (!rows) return false;
   if (reinterpret_cast<PyObject*>(Py_TYPE(stats)) != facts.stats_type) {
-    const Ref size(PyLong_FromLongLong(self->all_cells));
-    const Ref done(size ? PyObject_CallMethodObjArgs(stats, names.record_hit, rows.get(), size.get(), nullptr)
-                        : nullptr);
-    return static_cast<bool>(done);
+    return static_cast<bool>(Ref(PyObject_CallMethodOneArg(stats, names.record_hit, self->counts)));
   }
-  if (!of_stats.hits.add(stats, 1) || !of_stats.real_rows.add(stats, self->cells) ||
-      !of_stats.padded_rows.add(stats, self->all_cells)) {
-    return false;
+  for (const Amount& amount : *self->amounts) {
+    if (!of_stats.counted_by_hits[amount.counter].add(stats, amount.more)) return false;
   }
   const Ref by_rows = of_stats.by_rows.of(stats);
   return by_rows && count_rows(by_rows.get(), rows.get());
@@ -402,8 +398,8 @@ bool shares_nothing(PlanObject* self, const Values& values) {
 int is_watched(PlanObject* self) {
   const int is_deep = truth(self->of_watch.of(self->watch, names.depth));
   if (is_deep) return is_deep;
-  return truth(self->here ? self->of_here.of(self->here, names.is_capturing)
-                          : Ref(call(self->backend, names.is_capturing)));
+  return truth(self->reads_watch ? self->of_watch.of(self->watch, names.is_capturing)
+                                 : Ref(call(self->backend, names.is_capturing)));
 }
 
 // ReplayPlan.run(values, stats).
@@ -423,7 +419,15 @@ PyMethodDef run_definition = {
     "run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_method_of)), METH_FASTCALL,
     "run($self, values, stats=None, /)\n--\n\nThe outputs for a call whose arguments were compared."};
 
-PyObject* run_method(PyObject*, PyObject* args) { return method_with_facts(args, &run_definition); }
+PyObject* run_method(PyObject*, PyObject* args) {
+  PyObject* method = method_with_facts(args, &run_definition);
+  of_stats.counted_by_hits.clear();
+  PyObject* counters = facts.counted_by_hits;
+  for (Py_ssize_t i = 0; method && i < PyTuple_GET_SIZE(counters); ++i) {
+    of_stats.counted_by_hits.emplace_back(PySequence_Fast_ITEMS(counters)[i]);
+  }
+  return method;
+}
 
 }  // namespace
 

@@ -35,16 +35,23 @@ struct Copy {
   Look seen;  // of the latest source that could be
 };
 
+// What a hit adds to one of the counters that facts.counted_by_hits names.
+struct Amount {
+  Py_ssize_t counter;
+  int64_t more;
+};
+
 struct PlanObject {
   PyObject_HEAD PyObject* plan;  // the ReplayPlan that owns this one, borrowed: both end with its last reference
   PyObject *entry, *pool, *inputs, *take, *rows_object;
   PyObject *acquire, *release, *backend;
-  PyObject* watch;  // the thread-local that says how many blocks the thread is in where nothing may replay
-  PyObject* here;   // the thread-local that says whether the thread is recorded; null: the backend is called
-  PyObject* ident;  // threading.get_ident() of the thread that replayed last; null before
-  unsigned long thread;                // its number
-  Local of_watch, of_here, of_server;  // what these hold, and the server's with its latest decision
-  bool is_inline;                      // whether replays run at once, so that none has to be ordered after another
+  PyObject* counts;  // the HitCounts of a hit
+  PyObject* watch;   // the thread-local that says how many blocks the thread is in where nothing may replay
+  PyObject* ident;   // threading.get_ident() of the thread that replayed last; null before
+  unsigned long thread;       // its number
+  Local of_watch, of_server;  // what that thread-local holds, and the server's with its latest decision
+  bool reads_watch;           // whether it says, too, whether the thread is recorded; else the backend is called
+  bool is_inline;             // whether replays run at once, so that none has to be ordered after another
   PyObject* targets;       // for each dtype a list of tensors and their places; null until the first run, and where Python loads
   PyObject* parts;         // the outputs as they lie in the graph's memory, where callers get clones; else null
   PyObject* is_own;        // of each, whether it is the graph's memory; a caller gets another one as it is
@@ -52,9 +59,10 @@ struct PlanObject {
   bool knows_graph;        // whether the core can tell what replay() does of a graph of the class met last
   unsigned graph_version;  // of that class, as in Slot
   int64_t rows, size;
-  int64_t cells, all_cells;  // what statistics count of the batch, and of the graph
+  int64_t cells;  // by which statistics count the batch
   bool is_prepared, is_tuple, follows_data, copies_bytes;
   std::vector<Copy>* copies;
+  std::vector<Amount>* amounts;
   std::vector<OutputCopies>* output_copies;  // of each output
 };
 

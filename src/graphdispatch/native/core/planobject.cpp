@@ -9,8 +9,21 @@ bool read_backend(PlanObject* self) {
   self->backend = PyObject_GetAttr(self->entry, names.backend);
   self->watch = self->backend ? PyObject_GetAttr(self->backend, names.watch) : nullptr;
   const int is_done = self->watch ? is_done_by_core(self->backend, names.is_capturing) : -1;
-  if (is_done == 1) self->here = PyObject_GetAttr(self->backend, names.here);
-  return is_done == 0 || self->here;
+  self->reads_watch = is_done == 1;
+  return is_done >= 0;
+}
+
+// What a hit adds to the counters, but for those to which it adds nothing; false with an error.
+bool read_counts(PlanObject* self) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(facts.counted_by_hits); ++i) {
+    const Ref value(PyObject_GetAttr(self->counts, PyTuple_GET_ITEM(facts.counted_by_hits, i)));
+    const long long more = value ? PyLong_AsLongLong(value.get()) : -1;
+    if (more == -1 && PyErr_Occurred()) return false;
+    if (more) self->amounts->push_back(Amount{i, more});
+  }
+  const Ref rows(PyObject_GetAttr(self->counts, names.real_rows));
+  self->cells = rows ? PyLong_AsLongLong(rows.get()) : -1;
+  return !PyErr_Occurred();
 }
 
 bool read_pool(PlanObject* self) {
@@ -24,10 +37,10 @@ bool read_pool(PlanObject* self) {
 }
 
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
-  PyObject *plan, *entry, *inputs, *take, *watched, *parts = nullptr, *is_own = nullptr;
-  long long rows, size, cells, all_cells;
+  PyObject *plan, *entry, *counts, *inputs, *take, *watched, *parts = nullptr, *is_own = nullptr;
+  long long rows, size;
   int is_tuple = 0;
-  if (!PyArg_ParseTuple(args, "OOLLLLOOO!|O!O!p", &plan, &entry, &rows, &size, &cells, &all_cells, &inputs, &take,
+  if (!PyArg_ParseTuple(args, "OOLLOOOO!|O!O!p", &plan, &entry, &rows, &size, &counts, &inputs, &take,
                         &PyTuple_Type, &watched, &PyTuple_Type, &parts, &PyTuple_Type, &is_own, &is_tuple)) {
     return nullptr;
   }
@@ -38,9 +51,11 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   auto* self = reinterpret_cast<PlanObject*>(made.get());
   if (!self) return nullptr;
   self->copies = new std::vector<Copy>();
+  self->amounts = new std::vector<Amount>();
   self->output_copies = new std::vector<OutputCopies>(parts ? PyTuple_GET_SIZE(parts) : 0);
   self->plan = plan;
   self->entry = Py_NewRef(entry);
+  self->counts = Py_NewRef(counts);
   self->inputs = Py_NewRef(inputs);
   self->take = Py_NewRef(take);
   self->watched = Py_NewRef(watched);
@@ -49,19 +64,18 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   self->is_tuple = is_tuple;
   self->rows = rows;
   self->size = size;
-  self->cells = cells;
-  self->all_cells = all_cells;
   self->rows_object = PyLong_FromLongLong(rows);
-  return self->rows_object && read_backend(self) && read_pool(self) ? made.release() : nullptr;
+  const bool is_read = self->rows_object && read_counts(self) && read_backend(self) && read_pool(self);
+  return is_read ? made.release() : nullptr;
 }
 
 // clang-format off
 #define GD_REFERENCES(VISIT) \
   VISIT(entry) VISIT(pool) VISIT(inputs) VISIT(take) VISIT(rows_object) VISIT(acquire) \
-  VISIT(release) VISIT(backend) VISIT(watch) VISIT(here) VISIT(ident) VISIT(targets) VISIT(watched) VISIT(parts) VISIT(is_own)
+  VISIT(release) VISIT(backend) VISIT(watch) VISIT(counts) VISIT(ident) VISIT(targets) VISIT(watched) VISIT(parts) VISIT(is_own)
 // clang-format on
 
-#define GD_LOCALS(VISIT) VISIT(of_watch) VISIT(of_here) VISIT(of_server)
+#define GD_LOCALS(VISIT) VISIT(of_watch) VISIT(of_server)
 
 int traverse(PyObject* object, visitproc visit, void* arg) {
   auto* self = reinterpret_cast<PlanObject*>(object);
@@ -96,6 +110,7 @@ void destroy(PyObject* object) {
   PyObject_GC_UnTrack(object);
   clear(object);
   delete reinterpret_cast<PlanObject*>(object)->copies;
+  delete reinterpret_cast<PlanObject*>(object)->amounts;
   delete reinterpret_cast<PlanObject*>(object)->output_copies;
   type->tp_free(object);
   Py_DECREF(type);

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ...backends.base import Backend
+from ...backends.host_reads import SaysCapturing
 from ...backends.tracing import uncached_casts
 from ...errors import CaptureError, DeviceLostError, ReplayError, error_of_signal
 from ...modes import CUDAGraphMode
@@ -21,6 +22,13 @@ from .padding import Padding
 _T = TypeVar("_T")
 _Record = Callable[[EffectRecorder, Sequence[Any]], tuple[Any, Any]]
 """Runs the call on values, watched, and records it."""
+
+
+def as_recorded(backend: Backend) -> AbstractContextManager[object]:
+    """A block in which code that queries whether anyone captures takes the path that is recorded, where a capture
+    executes. A device's code may prepare captures in runs that are none; what it then records is traced and compared.
+    """
+    return SaysCapturing() if backend.capture_executes else nullcontext()
 
 
 @dataclass
@@ -103,7 +111,7 @@ class CaptureAttempt:
             if record is not None:
                 _, recording = record(self.warm_run, request.static_values())
             else:
-                with request.backend.rehearsing(), self.tracing(), self.warm_run.saving_host_access():
+                with as_recorded(request.backend), self.tracing(), self.warm_run.saving_host_access():
                     output = copy_context().run(request.call, request.static_values())
                 self.warm_run.note_outputs(self.eager.open_outputs(output))
         self.eager.draws |= self.warm_run.uses_rng
@@ -133,7 +141,7 @@ class CaptureAttempt:
         within = copy_context().run
         try:
             tracing = self.tracing() if is_traced else nullcontext()
-            with uncached_casts(), request.backend.rehearsing(), tracing, effects.saving_host_access(runner):
+            with uncached_casts(), as_recorded(request.backend), tracing, effects.saving_host_access(runner):
                 output = within(request.call, values)
             within(eager.check_state)
             has_kept_state = True
