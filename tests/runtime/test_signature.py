@@ -99,7 +99,7 @@ def test_each_property_is_compared() -> None:
     step = serving(drawn(4, 3))
     signature, like = step._route.groups[0].signature, torch.randn(4, 3)
     others = [make() for make in (*OTHERS.values(), drawn(4, 3, device="meta"))]
-    for name, read, _ in PROPERTIES:
+    for name, read, *_ in PROPERTIES:
         assert read(torch.randn(4, 3)) == read(like), f"{name} differs each time"
         differ = [other for other in others if read(other) != read(like)]
         assert differ, name
@@ -118,6 +118,20 @@ def test_a_further_property_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert serves(step, drawn(4, 3))
     assert not serves(step, other)
     assert "mark" in signature.misfit([other])
+
+
+def test_what_stands_in_for_an_argument_has_its_properties(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory that graphs read, and the batches of a prewarm: a call like the example is a hit at once."""
+    shared = Property(
+        "is_shared", Tensor.is_shared, give=lambda new, is_it: new.share_memory_() if is_it else new.clone()
+    )
+    monkeypatch.setattr("graphdispatch.runtime.signature.PROPERTIES", [*PROPERTIES, shared])
+    for x in (torch.randn(4, 3).share_memory_(), torch.zeros(4, 3).share_memory_(), torch.randn(4, 3)):
+        step = graphed(lambda x: x * (2 if x.is_shared() else 3), dynamic={"x": 0}, sizes=[2, 4])
+        step.prewarm(x)
+        assert {view.is_shared() for one in step.entries for view in one.inputs.views(one.size)} == {x.is_shared()}
+        assert torch.equal(step(x), x * (2 if x.is_shared() else 3))
+        assert step.last_decision.reason is Reason.EXACT
 
 
 LAYOUTS: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {

@@ -36,9 +36,9 @@ def varied(inputs: StaticInputs, leaves: Sequence[Any], rows: int, number: int =
     for spec in inputs.specs:
         if spec.dtype.is_floating_point and spec.dtype.itemsize > 1:
             factor = 0.75 + torch.rand(spec.sized(rows), generator=generator, device="cpu") / 2
-            value = batch[spec.position] if spec.spans else batch[spec.position].clone()
+            value = batch[spec.position] if spec.spans else spec.like(batch[spec.position].clone())
             factor = factor.to(spec.device, spec.dtype)
-            batch[spec.position] = value.mul_(factor) if bool(value.any()) else factor - 1
+            batch[spec.position] = value.mul_(factor) if bool(value.any()) else value.copy_(factor - 1)
     return batch
 
 

@@ -55,6 +55,8 @@ class InputSpec:
     is_pad_given: bool = False
     """Whether the user gave a rule of what padding rows hold; then nothing else is ever put there. Rows that are left
     as they are may hold anything that came before."""
+    look: tuple[Any, ...] = ()
+    """What the captured call's tensor had of ``PROPERTIES``."""
 
     @property
     def is_integer(self) -> bool:
@@ -75,6 +77,13 @@ class InputSpec:
                 tensor = tensor.narrow(dim, 0, axis.of(rows))
         return tensor
 
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands in for the argument: a new tensor, made so that it has what the captured call's tensor had."""
+        for one, captured in zip(PROPERTIES, self.look, strict=False):
+            if one.give is not None and one.read(tensor) != captured:
+                tensor = one.give(tensor, captured)
+        return tensor
+
     def padded_with_copies(self) -> "InputSpec":
         """The same argument, with copies of the last row for padding, unless the user gave a rule."""
         if self.is_pad_given or not self.spans:
@@ -89,7 +98,7 @@ class InputSpec:
             index = (torch.arange(axis.of(rows), device=tensor.device) + first) % tensor.shape[dim]
             tensor = tensor.index_select(dim, index)  # which forgets the order in memory
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return tensor.permute(self.order).contiguous().permute(back)
+        return self.like(tensor.permute(self.order).contiguous()).permute(back)
 
     def extents(self, shape: torch.Size) -> tuple[int, int] | None:
         """What a shape says of the number of its batch, and the bits in which that stands; None if it does not fit."""
@@ -111,6 +120,9 @@ class Property(NamedTuple):
     name: str
     read: Callable[[torch.Tensor], Any]
     """What a tensor has; it is compared by ``==``."""
+    give: Callable[[torch.Tensor, Any], torch.Tensor] | None = None
+    """What gives it to a new tensor that stands in for an argument: to the memory that graphs read, of which the inputs
+    of all sizes are views, and to batches that are made of an example. None: they have it by themselves."""
     in_core: bool = False
     """Whether ``has_form`` of ``native/core/signature.cpp`` compares it; where it does not, Python matches."""
 
@@ -119,16 +131,13 @@ PROPERTIES = [
     *(Property(name, attrgetter(name), in_core=True) for name in ("dtype", "device", "layout")),
     *(Property(name, methodcaller(name), in_core=True) for name in ("is_conj", "is_neg")),
 ]
-"""One row for each. The tensors that stand in for an argument should have it, too: the buffers that a graph reads
-(``StaticInputs.views``), and batches that are made of an example (``resized`` and ``varied``)."""
+"""One row for each."""
 
 
 class _TensorCheck(NamedTuple):
     form: InputSpec
     position: int
     kind: type
-    look: tuple[Any, ...]
-    """What the captured call's tensor had of ``PROPERTIES``."""
     shapes: dict[torch.Size, tuple[int, int]]
     """Shapes that fit, with what they say of the batch (see ``InputSpec.extents``); filled as they come, so that a hit
     compares a shape by one lookup."""
@@ -182,9 +191,9 @@ class Signature:
         pads = tuple(pad or Pad.zero() for pad in given)
         is_given = any(pad is not None and not pad.is_left for pad in given)
         about = leaf.path, position, shape, order, tensor.dtype, tensor.device
-        spec = InputSpec(*about, tuple(spans.items()), pads, dense, is_given)
         look = tuple(one.read(tensor) for one in PROPERTIES)
-        self._checks.append(_TensorCheck(spec, position, type(tensor), look, {}, tensor.is_contiguous()))
+        spec = InputSpec(*about, tuple(spans.items()), pads, dense, is_given, look)
+        self._checks.append(_TensorCheck(spec, position, type(tensor), {}, tensor.is_contiguous()))
         if not rules.is_static(leaf):
             self.inputs.append(spec)
         elif rules.check_addresses:
@@ -222,12 +231,12 @@ class Signature:
                 return NO_MATCH
         rows, known = self._known, 0
         try:
-            for form, position, kind, look, shapes, contiguous in self._checks:
+            for form, position, kind, shapes, contiguous in self._checks:
                 tensor = values[position]
                 if type(tensor) is not kind:
                     return NO_MATCH
-                for (_, read, _), captured in zip(PROPERTIES, look, strict=True):
-                    if read(tensor) != captured:
+                for one, captured in zip(PROPERTIES, form.look, strict=True):
+                    if one.read(tensor) != captured:
                         return NO_MATCH
                 found = shapes.get(tensor.shape) or _learn(form, tensor.shape, shapes)
                 if found is None or (rows ^ found[0]) & known & found[1]:
@@ -266,11 +275,11 @@ class Signature:
 
     def misfit(self, values: Sequence[Any]) -> str:
         """Why a call does not match, as a sentence: the first tensor that is another one, or what else there may be."""
-        for form, position, kind, look, *_ in self._checks:
+        for form, position, kind, *_ in self._checks:
             given = values[position]
             axes = dict(form.spans)
             shape = ", ".join(axes[dim].name if dim in axes else str(n) for dim, n in enumerate(form.shape))
-            properties = zip((one.name for one in PROPERTIES), look, strict=True)
+            properties = zip((one.name for one in PROPERTIES), form.look, strict=True)
             wanted, got = {"shape": f"({shape})", **dict(properties)}, describe(given)
             if is_tensor(given) and type(given) is kind:
                 found = {"shape": tuple(given.shape)} | {one.name: one.read(given) for one in PROPERTIES}

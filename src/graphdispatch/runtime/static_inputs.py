@@ -79,7 +79,8 @@ class StaticInputs:
         if size not in self._views:
             with torch.inference_mode(False), torch.no_grad():
                 self._flat = self._flat or [
-                    torch.zeros(prod(s.sized(self.capacity)), dtype=s.dtype, device=s.device) for s in self.specs
+                    s.like(torch.zeros(prod(s.sized(self.capacity)), dtype=s.dtype, device=s.device))
+                    for s in self.specs
                 ]
                 self._views[size] = tuple(
                     _ordered_view(flat, spec.sized(size), spec.order)
