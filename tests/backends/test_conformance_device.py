@@ -1,13 +1,14 @@
 """Streams, events, timers, generators and memory as ``backends/base.py`` promises them, by every backend."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from graphdispatch import Reason
-from graphdispatch.backends import Backend, Graph, Pool, Stopwatch, get_backend, register_backend
+from graphdispatch.backends import Backend, Graph, Pool, Stopwatch, get_backend, load_default, register_backend
 from graphdispatch.engines import CUDAGraphConfig, CUDAGraphRegistry
 from graphdispatch.errors import BackendError
 
@@ -174,6 +175,19 @@ def test_a_backend_without_a_device_is_refused(backend: Backend, monkeypatch: py
     monkeypatch.setattr(type(backend), "is_available", classmethod(lambda cls: False))
     with pytest.raises(BackendError, match="has no usable device here; use backend='cpu' or 'auto'"):
         get_backend(type(backend).name)
+
+
+@pytest.mark.parametrize(("accelerator", "name"), [("xpu", "xpu"), ("meta", "cpu"), (None, "cpu")])
+def test_the_accelerators_backend_is_imported_early(
+    accelerator: str | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of torch's accelerator, if there is one, else the CPU's."""
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: accelerator and torch.device(accelerator))
+    imported = list[str]()
+    factories = {one: partial(imported.append, one) for one in ("cpu", "cuda", "xpu")}
+    monkeypatch.setattr("graphdispatch.backends._FACTORIES", factories)
+    load_default()
+    assert imported == [name]
 
 
 def test_a_name_is_taken_once() -> None:

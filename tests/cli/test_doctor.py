@@ -35,6 +35,17 @@ def test_a_whole_installation_is_well(run: Callable[..., Any]) -> None:
     assert (code, out.splitlines()[-1]) == (0, "all is well")
 
 
+def test_an_accelerator_is_named(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever has a backend that can be used here, with its devices; then graphs do not run on the CPU."""
+    monkeypatch.setattr("graphdispatch.backends.available_backends", lambda: ("cpu", "xpu"))
+    monkeypatch.setattr("torch.version.xpu", "20250301", raising=False)
+    monkeypatch.setattr("torch.xpu.device_count", lambda: 2)
+    monkeypatch.setattr("torch.xpu.get_device_name", lambda index: f"Max {index}")
+    lines = [line.split(maxsplit=1) for line in run("doctor").out.splitlines()]
+    assert ["xpu", "20250301: Max 0, Max 1"] in lines
+    assert "cuda" not in {name for name, *_ in lines}
+
+
 @pytest.mark.parametrize(
     ("package", "found", "code", "line"),
     [

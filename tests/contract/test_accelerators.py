@@ -5,14 +5,17 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import graphdispatch
 from graphdispatch import backends
 from graphdispatch.backends.accelerator import AcceleratorBackend
+from graphdispatch.backends.base import Backend, Capture, Graph, Pool
 
 from .test_names import COMPANIONS
 
 ROOT = Path(graphdispatch.__file__).parent
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "accelerators.md"
 HERE = {name: factory() for name, factory in backends._FACTORIES.items() if factory.__module__ == backends.__name__}
 """The backends of the library; others are of tests and plug-ins."""
 ACCELERATORS = [cls for cls in HERE.values() if cls.device_type != "cpu"]
@@ -52,9 +55,22 @@ def test_the_core_names_no_accelerator() -> None:
 
 def test_each_backend_is_documented() -> None:
     """It has a row in the page on accelerators, which says what was run."""
-    page = (Path(__file__).resolve().parents[2] / "docs" / "howto" / "accelerators.md").read_text()
-    rows = dict(re.findall(r"^\| [^|]+ \| `(\w+)`[^|]* \| ([^|]+) \|$", page, re.M))
+    rows = dict(re.findall(r"^\| [^|]+ \| `(\w+)`[^|]* \| ([^|]+) \|$", PAGE.read_text(), re.M))
     assert {*HERE} <= {*rows}
+
+
+def has_answer(member: Any) -> bool:
+    """Whether a member of a base class is a method, or a property, with an answer that a subclass may replace."""
+    function = getattr(member, "fget", None) or getattr(member, "__func__", member)
+    is_open = not (getattr(function, "__isabstractmethod__", False) or getattr(function, "__final__", False))
+    return inspect.isfunction(function) and is_open
+
+
+def test_what_a_backend_may_answer_is_listed() -> None:
+    """Each such member has a row in the page; Python names those that a backend must have, and the others are final."""
+    every = ((cls, name, member) for cls in (Backend, Pool, Capture, Graph) for name, member in vars(cls).items())
+    may = {f"{cls.__name__}.{name}" for cls, name, member in every if name[0] != "_" and has_answer(member)}
+    assert {*re.findall(r"^\| `((?:Backend|Pool|Capture|Graph)\.\w+)` \|", PAGE.read_text(), re.M)} == may
 
 
 def test_texts_of_errors_are_found() -> None:
