@@ -67,12 +67,17 @@ class Guard(Protocol):
 class Licence(Protocol):
     """Which batches a graph may serve, by what was shown of it: the one place for a policy of verification.
 
-    Called with the server's lock held; ``may_hit`` and ``per_call`` without it.
+    Called with the server's lock held; ``may_hit`` and ``per_call`` without it. Only ``agreed``, and what ``per_call``
+    gives, may change anything.
     """
 
     def verdict(self, entry: "CUDAGraphEntry", values: Sequence[Any], rows: int) -> tuple[Reason | None, str]:
         """What becomes of a call that is no hit, in a word and in detail: None if the graph serves it, ``VERIFIED_NOW``
         if it must be compared with eager before, else why it runs eagerly."""
+
+    def agreed(self, entry: "CUDAGraphEntry", values: Sequence[Any] | None = None) -> None:
+        """Note that a graph agreed with eager on another batch, with these values; None: on as many as are wanted."""
+        entry.passed()
 
     def may_hit(self, entry: "CUDAGraphEntry", rows: int) -> bool:
         """Whether calls of so many rows may be hits."""

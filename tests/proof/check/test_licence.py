@@ -14,6 +14,7 @@ from graphdispatch.modes import EntryState
 from graphdispatch.proof.check.licence import RowProof, Verification
 from graphdispatch.runtime.entry import CUDAGraphEntry
 from graphdispatch.runtime.licence import MOST_ALIKE, Trusted
+from graphdispatch.runtime.protocols import PerCall
 from graphdispatch.sizes import ROWS, axes_of, pack
 from graphdispatch.testing import MockCUDAGraph
 
@@ -66,7 +67,7 @@ def test_calls_that_are_all_alike_become_hits() -> None:
 def test_a_graph_of_somebody_else_is_never_compared() -> None:
     """Nobody knows what it does to memory; nor is one that is trusted, unless a replay failed."""
     licence = Trusted()
-    foreign, own = (entry_of(licence, EntryState.VERIFIED, knows_effects=knows) for knows in (False, True))
+    foreign, own = (entry_of(licence, EntryState.VERIFIED, call=call) for call in (None, torch.neg))
     for entry in (foreign, own):
         assert (licence.verdict(entry, OTHER, SIZE - 1), licence.may_hit(entry, SIZE - 1)) == ((None, ""), True)
         entry.failed()
@@ -154,6 +155,50 @@ def test_a_policy_says_how_many_batches_must_agree() -> None:
     for _ in range(MOST_ALIKE + 2):
         step(x)
     assert step.entries[0].state is EntryState.VERIFIED
+
+
+class EveryThirdPadded(Verification, name="every third padded"):
+    """A policy of its own: every third padded replay is compared, and no batch but that of the capture."""
+
+    wanted = 1
+    padded = 0
+
+    def wants_look(self, rows: int) -> bool:
+        """Never."""
+        return False
+
+    def verdict(self, entry: CUDAGraphEntry, values: Sequence[Any], rows: int) -> tuple[Reason | None, str]:
+        """A padded batch after two others is compared."""
+        return (Reason.VERIFIED_NOW, "") if rows < self.size and self.padded >= 3 else (None, "")
+
+    def agreed(self, entry: CUDAGraphEntry, values: Sequence[Any] | None = None) -> None:
+        """The count begins anew."""
+        self.padded = 0
+        super().agreed(entry, values)
+
+    def per_call(self, entry: CUDAGraphEntry, rows: int) -> PerCall | None:
+        """Padded replays are counted."""
+        return self.count if rows < self.size else None
+
+    def count(self, values: Sequence[Any]) -> bool:
+        """Whether two at most came since the latest comparison."""
+        self.padded += 1
+        return self.padded < 3
+
+
+def test_a_policy_may_count_replays() -> None:
+    """Its own count decides, whoever asks for an explanation meanwhile."""
+    options = CUDAGraphOptions(capture_after=1, verify="every third padded")
+    step = graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=[SIZE], options=options)
+    decisions = []
+    for rows in (SIZE, SIZE, 3, 3, SIZE, 1, SIZE, 3, 2, 3, 3):
+        x = torch.randn(rows, 2)
+        step.explain(x)
+        assert torch.equal(step(x), x * 2)
+        decisions.append(step.last_decision.reason)
+    padded = [Reason.PADDED, Reason.PADDED, Reason.VERIFIED_NOW]
+    full = Reason.EXACT
+    assert decisions == [Reason.CAPTURED_NOW, full, *padded[:2], full, padded[2], full, *padded, Reason.PADDED]
 
 
 def test_a_verified_graph_keeps_no_batch() -> None:

@@ -188,7 +188,9 @@ class Verification(Licence):
     Compared are the batch of the capture; of the first graph of a signature a second, different batch; the first padded
     one; one after a replay that failed; and one in every ``verify_every``.
 
-    A policy of your own is a subclass with a ``name``, by which ``CUDAGraphOptions(verify="...")`` chooses it.
+    A policy of your own is a subclass with a ``name``, by which ``CUDAGraphOptions(verify="...")`` chooses it. There is
+    one object for each graph. ``explain`` asks for a ``verdict``, too, so that a policy that counts does so in what
+    ``per_call`` gives, and begins anew in ``agreed``.
     """
 
     policies: ClassVar[dict[bool | str, type["Verification"]]] = {}
@@ -262,6 +264,14 @@ class Verification(Licence):
     def _carries(self, values: Sequence[Any]) -> bool:
         """Whether a tensor carries an attribute that the code may read; notes of torch's compiler are none."""
         return any(not f"{name}".startswith("_dynamo_") for place in self.bare for name in values[place].__dict__)
+
+    def agreed(self, entry: CUDAGraphEntry, values: Sequence[Any] | None = None) -> None:
+        """As ``Licence.agreed``."""
+        if values is not None and entry.state is EntryState.CAPTURED and len(self.batches) + 1 < self.wanted:
+            self.batches.append(kept(values))
+        else:
+            self.batches.clear()
+            entry.passed()
 
     def differs(self, values: Sequence[Any]) -> bool:
         """Whether a batch is another one than those that it agreed on (yes, if these were not kept)."""
@@ -341,23 +351,6 @@ def kept(values: Sequence[Any]) -> tuple[Any, ...]:
 def _is_same_batch(values: Sequence[Any], other: Sequence[Any]) -> bool:
     pairs = [pair for pair in zip(values, other, strict=False) if is_tensor(pair[1])]
     return bool(pairs) and all(starmap(bits_equal, pairs))
-
-
-def note_agreed(entry: CUDAGraphEntry, values: Sequence[Any] | None = None) -> None:
-    """Note that a graph agreed with eager on another batch, with these values; None: on as many as are wanted."""
-    shown = shown_of(entry)
-    if (
-        shown is None
-        or values is None
-        or entry.state is not EntryState.CAPTURED
-        or len(shown.batches) + 1 >= shown.wanted
-    ):
-        entry.passed()
-    else:
-        shown.batches.append(kept(values))
-        return
-    if shown is not None:
-        shown.batches.clear()
 
 
 def float_types_of(entry: CUDAGraphEntry) -> Collection[torch.dtype]:

@@ -53,7 +53,7 @@ from .eager_run import check_may_capture, queries_capture, run_eagerly
 from .failures import advice, failed_result
 from .gain import measure_gain, seconds_of
 from .lengths import replay_other_padding
-from .licence import LikeGraph, RowProof, note_agreed, shown_of
+from .licence import LikeGraph, RowProof, shown_of
 from .make_entry import grow_guard, make_entry
 from .output_rule import check_values
 from .recording import record, record_at_once, record_watched
@@ -84,7 +84,7 @@ def verify_entry(request: CaptureRequest, entry: CUDAGraphEntry) -> CaptureResul
     if result.entry is None:
         entry.failed()
     elif is_other and result.reason is Reason.VERIFIED_NOW and (request.counts_as_second or was_failed):
-        note_agreed(entry, request.values)
+        entry.licence.agreed(entry, request.values)
     return result
 
 
@@ -215,8 +215,10 @@ def _capture(attempt: CaptureAttempt, started: float | None) -> CUDAGraphEntry |
         if request.options.verify:
             if entry.licence.against_padding(request.rows) is None:  # else a full batch is compared when one comes
                 _compare_or_refuse(attempt, entry)
-            if _has_agreed_before(request, operators, shown.proof):
-                note_agreed(entry)
+            policy = shown_of(entry)
+            is_enough = policy is not None and policy.wanted < 2 and policy.against_padding(request.rows) is None
+            if is_enough or _has_agreed_before(request, operators, shown.proof):
+                entry.licence.agreed(entry)
             measure_gain(attempt, entry)
         else:
             entry.trust()
