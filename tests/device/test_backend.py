@@ -58,6 +58,29 @@ def test_a_caller_on_another_stream_waits() -> None:
     torch.testing.assert_close([first, second], [(batch * 2).cumsum(0) for batch in batches])
 
 
+def test_graphs_that_draw_run_one_after_the_other() -> None:
+    """Those of one generator share its offset, in whatever pools and on whatever streams they are."""
+    steps = [graphed(lambda x: (x * 2).cumsum(0), dynamic={"x": 0}, sizes=(4,), options=AT_ONCE) for _ in range(2)]
+    for step in steps * 4:
+        step(torch.randn(4, 3, device=DEVICE))
+    for draws in (False, True):
+        for step in steps:
+            step.entries[0].uses_rng = draws
+        one, other = torch.Stream(DEVICE), torch.Stream(DEVICE)
+        batches = [torch.randn(4, 3, device=DEVICE) for _ in steps]
+        torch.accelerator.synchronize()
+        with held(one):
+            with one:
+                steps[0](batches[0])
+            with other:
+                steps[1](batches[1])
+            if draws:
+                assert not other.query()
+            else:
+                other.synchronize()
+        torch.accelerator.synchronize()
+
+
 def test_a_callable_that_is_dropped_keeps_its_inputs_until_its_replay_is_done() -> None:
     """Nobody releases its graphs: the memory of its static inputs goes to others only after the stream's work."""
     step = graphed(lambda x: (x * 2).cumsum(0), dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)

@@ -412,6 +412,10 @@ class Backend(Shared, ABC):
             state: What ``rng_state`` returned.
         """
 
+    def drawing(self) -> AbstractContextManager[object]:
+        """A block that replays a graph which draws random numbers."""
+        return nullcontext()
+
     @final
     @contextmanager
     def watched(self) -> Iterator[None]:

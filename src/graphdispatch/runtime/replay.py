@@ -94,7 +94,7 @@ class ReplayPlan:
         ``DeviceLostError``.
         """
         entry, pool = self._entry, self._pool
-        load, replay, take = self._load, self._graph.replay, self._take
+        load, replay, take = self._load, self._draw if entry.uses_rng else self._graph.replay, self._take
         if is_profiled():
             load = in_range("copy-in", entry.label, load) if load is not None else None
             replay, take = in_range("replay", entry.label, replay), in_range("copy-out", entry.label, take)
@@ -145,6 +145,10 @@ class ReplayPlan:
             "counted_by_hits": COUNTED_BY_HITS,
         },
     )(run_in_python)
+
+    def _draw(self) -> None:
+        with self._entry.backend.drawing():
+            self._graph.replay()
 
     def failed(self, error: BaseException, values: Sequence[Any], stage: ReplayStage) -> NoReturn:
         """Raise what a replay in the core raises that stopped with ``error`` in ``stage``. Call it with the pool's lock

@@ -1,4 +1,11 @@
-"""The backend of one accelerator, whose streams and events are torch's own."""
+"""The backend of one accelerator, whose streams and events are torch's own.
+
+Note [random numbers of several pools]
+    A replay first writes the generator's seed and offset to where the graph's kernels read them, and then counts the
+    offset on, without a lock (pytorch#176754). Up to torch 2.11 all graphs of a generator read one place
+    (pytorch#172390). Two replays at the same time could draw the same numbers. So graphs that draw are replayed one at
+    a time, each on the device after the last, whatever their pools. Nobody sees eager code that draws meanwhile.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -46,7 +53,8 @@ class AcceleratorBackend(Backend):
         super().__init__(device)
         self.capturer: int | None = None
         """The thread that records on the stream of captures now."""
-        self._making = make_lock()
+        self._making, self._draws = make_lock(), make_lock()
+        self._drew_on: Stream = None
         self._capture_stream: Stream = None
 
     @classmethod
@@ -142,6 +150,16 @@ class AcceleratorBackend(Backend):
         """
         with CAPTURE_LOCK:
             self.api.synchronize(self.device)
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """A block that replays a graph which draws random numbers: see Note [random numbers of several pools]."""
+        with self._draws:
+            current = self.current_stream()
+            if self._drew_on is not None and self._drew_on != current:
+                current.wait_stream(self._drew_on)
+            self._drew_on = current
+            yield
 
     def rng_state(self) -> Any:
         """The state of the device's default generator, as a tensor on the host."""
