@@ -146,7 +146,7 @@ class Cache(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         """Everything."""
-        assert set(self.cache.clear()) == set(self.held.values())
+        assert set(self.cache.take_all()) == set(self.held.values())
         self.held.clear()
 
     @invariant()

@@ -260,7 +260,7 @@ class CUDAGraphRegistry(Lifecycle):
         self._graph_cache.refuse_changes()
         for graphs in self._graph_sets:
             graphs.clear()
-        for entry in self._graph_cache.clear():  # of callables that are remembered no more
+        for entry in self._graph_cache.take_all():  # of callables that are remembered no more
             entry.release()
         self._forget_callables()
 

@@ -188,8 +188,8 @@ class GraphCache:
         with self._lock:
             return self._pop([Victim(self, one, reason, tag) for one in self if one is entry])
 
-    def clear(self) -> list[CUDAGraphEntry]:
-        """Take out all entries, and return them for release."""
+    def take_all(self) -> list[CUDAGraphEntry]:
+        """Take out all entries, for the caller to release."""
         with self._lock:
             entries = list(self._entries)
             self._entries.clear()

@@ -37,8 +37,8 @@ class Choice(NamedTuple):
         """Whether a graph would serve the call, and what it reads may have to be differentiated."""
         return self.entry is not None and self.entry.trains
 
-    def as_eager(self, reason: Reason, detail: str = "") -> "Choice":
-        """The choice to run the same call eagerly, for this reason."""
+    def not_served(self, reason: Reason, detail: str = "") -> "Choice":
+        """The choice that no graph serves the call: by the reason it is captured, compared, or runs eagerly."""
         return self._replace(decision=Decision.eager(reason, self.rows, detail))
 
 
@@ -59,11 +59,11 @@ def choose(graphs: GraphSet, group: GraphGroup, leaves: Sequence[Any], matched: 
     entry = group.current(decision.size)
     choice = Choice(decision, group, leaves, decision.rows, decision.size, entry, matched)
     if entry is None:
-        return choice.as_eager(*_without_graph(graphs, group, decision.size))
+        return choice.not_served(*_without_graph(graphs, group, decision.size))
     reason, detail = _against_replay(graphs, group, leaves, decision.rows, entry)
     if reason is None:
         return choice._replace(decision=decision._replace(mode=entry.mode))
-    return choice.as_eager(reason, detail)
+    return choice.not_served(reason, detail)
 
 
 def _choose_parts(
@@ -78,9 +78,9 @@ def _choose_parts(
     if found.decision.reason is not Reason.VERIFIED_NOW:
         return choice
     if graphs.cache.is_frozen:
-        return choice.as_eager(Reason.FROZEN)
+        return choice.not_served(Reason.FROZEN)
     wait = _reason_to_wait(graphs, group, found.entry, 0)
-    return choice if wait is None else choice.as_eager(*wait)
+    return choice if wait is None else choice.not_served(*wait)
 
 
 def _without_graph(graphs: GraphSet, group: GraphGroup, size: int) -> tuple[Reason, str]:

@@ -296,7 +296,7 @@ class Server:
                 answer = parts.run(values)
                 parts.count(self.stats)
         except ReplayError as error:
-            return False, choice.as_eager(Reason.REPLAY_FAILED, str(error))
+            return False, choice.not_served(Reason.REPLAY_FAILED, str(error))
         self.local.decision = choice.decision
         return True, answer
 
@@ -334,13 +334,13 @@ class Server:
             # Before the replay, since the caller may get the graph's own memory as the answer.
             found = self.graphs.budget.pay(partial(self.graphs.settle, *batch), Work.COMPARISON)
             if found is not None:
-                return False, choice.as_eager(found.reason, found.detail)
+                return False, choice.not_served(found.reason, found.detail)
         try:
             answer = self.observed(entry, choice.rows, choice.leaves)
         except ReplayError as error:
             if error.had_effects:
                 raise
-            return False, choice.as_eager(Reason.REPLAY_FAILED, str(error))
+            return False, choice.not_served(Reason.REPLAY_FAILED, str(error))
         self.local.decision = choice.decision
         return True, answer
 
