@@ -155,7 +155,7 @@ class Report:
     @property
     def facts(self) -> tuple[tuple[str, str], ...]:
         """The figures of the whole, each with its name."""
-        taking = f", {milliseconds(self.capture_ms)}" if self.captures else ""
+        taking = f" in {milliseconds(self.capture_ms)}" if self.captures else ""
         gone = f", {count(self.evictions)} evicted" if self.evictions else ""
         return (
             ("hits", count(self.hits)),
@@ -163,7 +163,7 @@ class Report:
             ("padding", percent(self.padding) if self.padding is not None else _UNKNOWN),
             ("graphs", f"{len(self.graphs)}{gone}"),
             ("memory", storage(self.memory_bytes)),
-            (f"captures{taking}", count(self.captures)),
+            ("captures", f"{count(self.captures)}{taking}"),
         )
 
     @property

@@ -48,6 +48,11 @@ def count(number: float) -> str:
     return f"{number:,.0f}" if number == int(number) else f"{number:,.4g}"
 
 
+def rows_text(rows: object) -> str:
+    """A number of rows, or the lengths of a batch: ``1 row``, ``3 x 20 rows``."""
+    return f"{rows} row{'s' * (rows != 1)}"
+
+
 def shortened(things: Sequence[object]) -> str:
     """Things in a row, many of them shortened in the middle: ``1, 2, 4``."""
     shown = things if len(things) <= 12 else (*things[:10], "...", things[-1])

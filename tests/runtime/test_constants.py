@@ -44,6 +44,7 @@ def test_the_argument_and_its_values_are_named() -> None:
     few = make()
     run(few, 2)
     assert "argument 't' had at least 2 values" in few.last_decision.explain()  # type: ignore[union-attr]
+    assert "argument 't' had at least 2 values" in str(few.health())
 
 
 def test_its_remedies_are_right() -> None:

@@ -315,7 +315,8 @@ def test_a_prewarm_of_a_model_that_trains_warns(caplog: pytest.LogCaptureFixture
     assert not caplog.records
     with torch.enable_grad():
         make(model).prewarm(torch.randn(4, 8))
-    assert "Linear is prewarmed with a call that will run eagerly: the call needs gradients; call eval()" in caplog.text
+    why = "the call needs gradients: Linear is in training mode; call eval(), or use torch.no_grad()"
+    assert f"Linear is prewarmed with a call that will run eagerly: {why}" in caplog.text
     caplog.clear()
     step = make(model.eval())
     with torch.enable_grad():
@@ -349,6 +350,40 @@ def test_what_is_not_padded_is_said_with_its_line() -> None:
     assert check_rows(step, 3, width=8) == [Reason.ROWS_MIX]
     assert report.padding in str(step.health())
     assert graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(2, 4)).prewarm(torch.randn(4, 8)).padding == ""
+
+
+def test_what_is_not_padded_is_said_of_the_present_state() -> None:
+    """Of the graphs that were captured before ``eval()``, nothing is said."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout())
+    step = graphed(model.requires_grad_(False), dynamic={"input": 0}, sizes=(2, 4))
+    assert "aten::bernoulli_ draws random numbers" in (said := step.prewarm(torch.randn(4, 8)).padding)
+    assert "for dropout call eval()" in said
+    model.eval()
+    assert step.prewarm(torch.randn(4, 8)).padding == ""
+    assert check_rows(step, 3, width=8) == [Reason.PADDED]
+
+
+@pytest.mark.parametrize("example", [torch.randn(3, 7), torch.randn(3, 8).double()])
+def test_what_the_callable_raises_for_the_example_passes_through(example: torch.Tensor) -> None:
+    """Also where no size has as many rows: the example itself is at fault, not what it was cut to."""
+    step = graphed(torch.nn.Linear(8, 8).eval(), dynamic={"input": 0}, sizes=(2, 4))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        step.prewarm(example)
+    assert not step.entries
+    assert step.prewarm(torch.randn(3, 8)).captured == {CUDAGraphMode.FULL: (4, 2)}
+
+
+def test_an_argument_that_dynamic_leaves_out_is_named() -> None:
+    """It has as many rows as the example, so that no other size fits; the remedy is right."""
+
+    def fn(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return ids * mask
+
+    example = torch.ones(4, 2), torch.ones(4, 2)
+    report = graphed(fn, dynamic={"ids": 0}, sizes=(2, 4, 8)).prewarm(*example)
+    assert report.captured == {CUDAGraphMode.FULL: (4,)}
+    assert "dynamic= may lack 'mask': 0, since mask had as many rows as the batch, 4" in str(report)
+    assert not graphed(fn, dynamic={"ids": 0, "mask": 0}, sizes=(2, 4, 8)).prewarm(*example).left_out
 
 
 def over_edges(x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:

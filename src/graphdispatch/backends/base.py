@@ -18,6 +18,7 @@ Note [one capture at a time]
 """
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -338,6 +339,8 @@ class Backend(Shared, ABC):
         "not enough memory": MEMORY,
     }
     """What texts of errors mean, in lower case: the first that occurs decides. A device adds those of its runtime."""
+    clock = staticmethod(time.perf_counter)
+    """What captures, eager runs and replays are timed by, in seconds, where work is waited for."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

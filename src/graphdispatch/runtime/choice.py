@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ..modes import EntryState
 from ..reasons import Reason
-from ..showing import count, milliseconds
+from ..showing import count, milliseconds, rows_text
 from .decide import Decision
 from .entry import CUDAGraphEntry
 from .graph_set import GraphSet
@@ -87,13 +87,24 @@ def _without_graph(graphs: GraphSet, group: GraphGroup, size: int) -> tuple[Reas
     """What becomes of a call without a graph, in a word and in detail."""
     reason, detail = admit(graphs, group, size)
     if reason is Reason.CAPTURED_NOW:
-        return _reason_to_wait(graphs, group, None, size) or (reason, detail)
-    if reason is Reason.FIRST_SIGHTING and group.has_only_other_states(size):
-        return reason, f"{reason.text}; its graphs are of another state of the callable ({graphs.latest_change})"
-    if reason is Reason.FIRST_SIGHTING and group.is_of_constant:
+        reason, detail = _reason_to_wait(graphs, group, None, size) or (reason, detail)
+    if reason is Reason.FIRST_SIGHTING and group.is_of_constant and not group.has_only_other_states(size):
         detail, values = group.route.about_constants()
         return (Reason.CONSTANT_CHANGES if values > graphs.max_groups else reason), detail
+    if reason in (Reason.FIRST_SIGHTING, Reason.CAPTURE_WAITS) and (about := _about_others(graphs, group, size)):
+        by = "this one is captured when it comes again, or by prewarm()"
+        detail = f"{detail}; {about}" if reason is Reason.CAPTURE_WAITS else f"{about}; {by}"
     return reason, detail
+
+
+def _about_others(graphs: GraphSet, group: GraphGroup, size: int) -> str:
+    """Which graphs there are or were that do not fit a call without a graph; empty if there are none."""
+    if group.has_only_other_states(size):
+        return f"its graphs are of another state of the callable ({graphs.latest_change})"
+    if group.entries:
+        return ""
+    is_lost = (group.is_prewarmed or group.past_replays) and graphs.latest_change
+    return f"its graphs are gone, since the callable changed ({graphs.latest_change})" if is_lost else group.unlike
 
 
 def admit(graphs: GraphSet, group: GraphGroup, size: int) -> tuple[Reason, str]:
@@ -126,7 +137,7 @@ def _reason_to_wait(
     if failure is not None:
         return failure.reason, failure.detail
     waits = Reason.CAPTURE_WAITS
-    remedy = "raise capture_share" if group.is_prewarmed else waits.remedy
+    remedy = "raise capture_share" if group.is_prewarmed and entry is not None else waits.remedy
     sentence = waits.sentence if entry is None else "there is no time to compare the graph for such a batch yet"
     after = f", but after some {count(math.ceil(calls))} more calls of this size" if calls < math.inf else ""
     return waits, f"{sentence}{after}; {remedy}"
@@ -141,9 +152,9 @@ def _against_replay(
     if (clash := entry.plan(rows).clash(leaves)) is not None:
         return Reason.ALIASED_ARGUMENTS, clash
     if (loss := group.gain.loss(entry, rows)) is not None and rows not in group.gain.in_doubt:
-        times = f"a replay of {entry.size} rows takes {milliseconds(loss.replay_ms)}, and an eager run"
+        times = f"the graph of {entry.size} takes {milliseconds(loss.replay_ms)}, and an eager run of {rows_text(rows)}"
         remedy = _AGAINST_LOSS if rows == entry.size else _AGAINST_PADDING
-        return Reason.NO_GAIN, f"{times} of these {rows} {milliseconds(loss.eager_ms)}; {remedy}"
+        return Reason.NO_GAIN, f"{times} {milliseconds(loss.eager_ms)}; {remedy}"
     try:
         verdict = entry.licence.verdict(entry, leaves, rows)
     except RuntimeError as error:  # it may look at batches on the device

@@ -8,6 +8,7 @@ from ..descriptors import BatchDescriptor
 from ..errors import ConfigError, shown
 from ..modes import CUDAGraphMode
 from ..reasons import Reason
+from ..showing import rows_text
 from ..sizes import ROWS, Axis, Extents, cells_of, lengths_of, pack
 
 K = TypeVar("K", bound=Hashable)
@@ -49,7 +50,7 @@ class Decision(NamedTuple):
 
     def explain(self) -> str:
         """One line for a person."""
-        counted = f"{self.rows} row{'s' * (self.rows != 1)}"
+        counted = rows_text(self.rows)
         if self.mode is CUDAGraphMode.NONE:
             count = f", {counted}" if self.rows else ""
             return f"eager{count}: {self.detail or self.reason.text}"

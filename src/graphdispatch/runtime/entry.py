@@ -253,6 +253,17 @@ class CUDAGraphEntry(NotCopied):
                 self._stopwatch.stop(marks, self._note_time)
             return result
 
+    def time_replay(self, values: Sequence[Any], rows: int) -> None:
+        """Replay for the time alone, for no call: it does not count. Raises as ``replay_call`` does.
+
+        Args:
+            values: The flat values of a call.
+            rows: The number of real rows.
+        """
+        with self.pool.lock:
+            self.replay_call(values, rows, is_timed=True)
+            self.replay_count -= 1
+
     def fail(self, error: BaseException, before: Any, stage: ReplayStage) -> None:
         """Raise ``ReplayError`` for a replay that stopped half-way.
 

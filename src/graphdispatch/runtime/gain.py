@@ -109,7 +109,7 @@ class GainJudge:
             if gain is not None and gain.may_be_loss and self.wants(least):
                 self._time_eager(least, values)
                 self._time_eager(entry.size, full)
-                entry.replay_call(values, least, is_timed=True)
+                entry.time_replay(values, least)
         except Exception as error:
             if error_of_signal(error) is not None or isinstance(error, GraphDispatchError):
                 raise

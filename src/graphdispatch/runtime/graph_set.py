@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -64,8 +63,8 @@ class GraphSet:
         self.groups: dict[Hashable, GraphGroup] = {}
         self.judges_gain = False
         """Whether batches that eager runs faster than their graph run eagerly."""
-        self.clock = time.perf_counter
-        """Of captures, in seconds."""
+        self.clock: Callable[[], float] | None = None
+        """Of captures and gains, in seconds; None: the backend's."""
         self.budget = CaptureBudget(options.capture_share, self._num_replays, self._saved_s)
         self.lock = make_lock()
         self._guards: dict[bool, Guard] = {}
@@ -138,6 +137,7 @@ class GraphSet:
         self._has_fitted = True
         group, leaves = made
         group.is_of_constant = bool(alike) and route.note_constants(alike[0], values)
+        group.unlike = "" if group.is_of_constant else route.unlike_others(group, leaves)
         self.give_way(group, spare=1)
         route.put_first(group)
         return group, leaves, group.signature.match(leaves)
@@ -517,7 +517,7 @@ class GraphSet:
             guards=[one.guard for one in self.entries() if one.guard is not None],
             tensors=self.guard.placed,
             follows_rows=group.has_several_batches(size),
-            clock=self.clock,
+            clock=self.clock or backend.clock,
             is_timed=self.judges_gain,
             keep_effects=keep_effects,
         )

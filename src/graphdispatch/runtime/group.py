@@ -4,7 +4,7 @@ import logging
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
@@ -80,6 +80,23 @@ class Route:
             if len(noted) < _MOST_CONSTANTS:
                 noted.update(map(hash, pair))
         return bool(changes)
+
+    def unlike_others(self, group: "GraphGroup", leaves: Sequence[Any]) -> str:
+        """In what a new call differs from those for which there are graphs, in words; empty if there are none."""
+        form = group.call.spec.key
+        others = sorted((one for one in self.groups if one.entries), key=lambda one: one.call.spec.key != form)
+        if not others:
+            return ""
+        names, known = ([leaf.path for leaf in one.call.leaves] for one in (group, others[0]))
+        if added := [name for name in names if name not in known]:
+            what = f"argument {added[0]!r} must be left out"
+        elif lacking := [name for name in known if name not in names]:
+            what = f"argument {lacking[0]!r} must be given"
+        elif others[0].call.spec.key != form:
+            what = f"given by name: {', '.join(others[0].call.spec.keywords) or 'none'}"
+        else:
+            what = others[0].signature.difference(leaves)
+        return f"there are graphs for other calls ({what})"
 
     def about_constants(self) -> tuple[str, int]:
         """Which argument had the most constants, in words, and how many there were."""
@@ -251,6 +268,8 @@ class GraphGroup:
     """When the latest call took the slow path, in uses (``next_use``)."""
     is_of_constant: bool = False
     """Whether its first call differed from the one before it in constants alone."""
+    unlike: str = ""
+    """In what its first call differed from those for which there were graphs, in words."""
     _: KW_ONLY
     backend: Backend
     is_prewarmed: bool = False
@@ -452,10 +471,12 @@ class GraphGroup:
         """The failure that keeps ``size`` from being captured at the next call, if any."""
         return self.failures.blocked(size, self.misses[size] + 1)
 
-    def against_padding(self) -> list[tuple[Reason, str]]:
-        """Why batches are not padded to sizes that have graphs, as far as that is shown. Needs no lock."""
-        table = self.route.table
-        entries = self.all_entries if self.signature.has_rows and table.pads and self.route.entry is None else ()
+    def against_padding(self, entries: Iterable[CUDAGraphEntry] | None = None) -> list[tuple[Reason, str]]:
+        """Why batches are not padded to sizes that have graphs (None: all graphs), as far as that is shown. Needs no
+        lock."""
+        table, entries = self.route.table, self.all_entries if entries is None else entries
+        if not (self.signature.has_rows and table.pads and self.route.entry is None):
+            return []
         found = (entry.licence.against_padding(table.min_batch_of(entry.size)) for entry in entries)
         return [why for why in found if why is not None]
 

@@ -25,6 +25,7 @@ class Health(NamedTuple):
         causes: The three commonest reasons of the other calls, each with its number.
         details: What is known of each of these besides, such as the line of the model; empty where nothing is.
         why_idle: Why there may be no calls; empty after the first.
+        change: What changed of the callable's state most often when graphs stopped fitting; empty if nothing did.
     """
 
     calls: int
@@ -34,13 +35,16 @@ class Health(NamedTuple):
     causes: tuple[tuple[Reason, int], ...]
     details: tuple[str, ...] = ()
     why_idle: str = ""
+    change: str = ""
 
     @classmethod
     def of(cls, stats: CUDAGraphStats, groups: Iterable[GraphGroup] = ()) -> "Health":
         """What the counters and the failures of groups say now."""
         causes, texts = stats.reasons.copy().most_common(3), details_of(groups)
         details = tuple(texts.get(reason, [""])[0] for reason, _ in causes)
-        return cls(stats.calls, stats.graph_ratio, stats.captures, stats.evictions, tuple(causes), details)
+        counted = stats.calls, stats.graph_ratio, stats.captures, stats.evictions
+        changes = stats.state_changes.copy().most_common(1)
+        return cls(*counted, tuple(causes), details, change="".join(what for what, _ in changes))
 
     @property
     def is_well(self) -> bool:
@@ -54,7 +58,8 @@ class Health(NamedTuple):
             f"; {reason}, {count(number)} time{'s' * (number != 1)}: {detail or reason.text}"
             for (reason, number), detail in zip(self.causes, self.details, strict=True)
         )
-        lost = f", and {count(self.lost)} of {count(self.captures)} graphs are gone" if self.lost else ""
+        change = f" (changed: {self.change})" if self.change else ""
+        lost = f", and {count(self.lost)} of {count(self.captures)} graphs are gone{change}" if self.lost else ""
         return f"graphs serve {percent(self.share)} of {count(self.calls)} calls{lost}{causes}"
 
 
@@ -64,7 +69,11 @@ def details_of(groups: Iterable[GraphGroup]) -> dict[Reason, list[str]]:
     for group in groups:
         said = [(failure.reason, failure.detail) for failure in list(group.failures.values())] + group.against_padding()
         if group.route.constants:
-            said.append((Reason.CONSTANT_CHANGES, group.route.about_constants()[0]))
+            about = group.route.about_constants()[0]
+            said += [(Reason.CONSTANT_CHANGES, about), (Reason.FIRST_SIGHTING, about)]
+        if group.unlike and not group.entries:
+            about = f"{group.unlike}; prewarm() with such a call, too"
+            said += [(Reason.FIRST_SIGHTING, about), (Reason.CAPTURE_WAITS, about)]
         for reason, detail in said:
             if detail and detail != reason.text:
                 found.setdefault(reason, {}).setdefault(without_numbers(detail), detail)

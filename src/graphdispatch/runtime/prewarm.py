@@ -116,7 +116,7 @@ def prewarm(
     graphs, mode = server.graphs, route.table.mode
     graphs.cache.refuse_changes()
     if torch.is_grad_enabled() and server.needs_gradients(args, kwargs):
-        why = Reason.NEEDS_GRADIENTS.text
+        why = server.about_gradients(args, kwargs)
         _log.warning("%s is prewarmed with a call that will run eagerly: %s", callable_name(server.fn), why)
     with torch.no_grad(), server.lock, paused_collector(graphs.options.gc_disable):
         refuse_closed(server, route)
@@ -148,13 +148,14 @@ def prewarm(
             group.example = resized(group.inputs, leaves, pack(axes, [2, *lengths_of(axes, rows)[1:]]))
         lacking = [size for size in wanted if group.current(size) is None]
         left_out = dict.fromkeys(lacking, (Reason.CACHE_FULL.text, Reason.CACHE_FULL)) | run.left_out
+        present = filter(None, map(group.current, wanted))
         return PrewarmReport(
             {mode: tuple(size for size in missing if size not in lacking)},
             {(mode, size): why for size, (why, _) in left_out.items()},
             time.perf_counter() - run.started,
             memory_of(graphs.cache, [graphs]).total,
             {(mode, size): reason for size, (_, reason) in left_out.items() if reason is not None},
-            next((detail or reason.text for reason, detail in group.against_padding()), ""),
+            next((detail or reason.text for reason, detail in group.against_padding(present)), ""),
         )
 
 
@@ -217,14 +218,18 @@ class _Prewarm:
             if values is not None:
                 group.gain.make_sure(entry, resized(group.inputs, leaves, size), least, values)
 
-    def _capture_cut(self, group: GraphGroup, leaves: Sequence[Any], size: int) -> tuple[str, Reason] | None:
+    def _capture_cut(
+        self, group: GraphGroup, leaves: Sequence[Any], size: int, *, as_given: bool = False
+    ) -> tuple[str, Reason] | None:
         """Capture one size; why there is no graph of it, or None.
 
         An error of the callable on the example passes on. On what the example was cut to, it is a reason to leave the
         size out: where integers point into the batch, such as the edges of a graph, part of them point to what was cut.
+        The size that would serve the example is then captured from that ``as_given``, which shows whose fault it is.
         """
+        given = group.signature.match(leaves)
         try:
-            result = self._capture_checked(group, leaves, size)
+            result = self._capture_checked(group, leaves, size, given if as_given else size)
         except (GraphDispatchError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -232,22 +237,26 @@ class _Prewarm:
                 raise
             group.backend.raise_if_lost(error)
             batch = resized(group.inputs, leaves, size)
-            if not any(isinstance(a, torch.Tensor) and a.shape != b.shape for a, b in zip(leaves, batch, strict=True)):
+            is_cut = any(isinstance(a, torch.Tensor) and a.shape != b.shape for a, b in zip(leaves, batch, strict=True))
+            if as_given or not is_cut:
                 raise
-            why = f"the callable raises {type(error).__name__} for the example cut to this size: {error}. {_POINTS}"
+            if group.decide(given).size == size:
+                return self._capture_cut(group, leaves, size, as_given=True)
+            why = f"the callable raises {type(error).__name__} for the example cut to this size: {error}"
+            why += group.inputs.missing_entries(given) or f". {_POINTS}"
             if self._server.strict:
                 raise FallbackError(f"prewarm could not capture {size} rows: {why}", Reason.CALL_RAISED) from error
             return why, Reason.CALL_RAISED
         return None if result.entry is not None else (result.detail, result.reason)
 
-    def _capture_checked(self, group: GraphGroup, leaves: Sequence[Any], size: int) -> CaptureResult:
-        """Capture one size from a full batch, and compare it on what its proof needs besides: a second batch, a padded
-        one, and those for which no run speaks yet.
+    def _capture_checked(self, group: GraphGroup, leaves: Sequence[Any], size: int, rows: int) -> CaptureResult:
+        """Capture one size from a batch of so many rows, and compare it on what its proof needs besides: a second
+        batch, a padded one, and those for which no run speaks yet.
 
         Raises ``FallbackError`` with ``strict``.
         """
-        graphs, batch = self._server.graphs, resized(group.inputs, leaves, size)
-        capture = partial(graphs.capture, group, batch, size, size, keep_effects=False)
+        graphs, batch = self._server.graphs, resized(group.inputs, leaves, rows)
+        capture = partial(graphs.capture, group, batch, rows, size, keep_effects=False)
         result = graphs.budget.learn(capture, group.work_for(None, size))
         if result.entry is not None:
             result = self._compare(group, leaves, result.entry) or result

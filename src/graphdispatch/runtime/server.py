@@ -17,6 +17,7 @@ from traceback import clear_frames
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd import forward_ad
 
 from ..backends import load_default
@@ -42,7 +43,7 @@ from .cache import GraphCache
 from .choice import Choice, choose
 from .decide import Decision, SizeTable
 from .entry import CUDAGraphEntry
-from .flatten import leaves_of
+from .flatten import CallSpec, leaves_of
 from .graph_set import GraphSet
 from .group import MOST_IN_A_ROW, GraphGroup, Route, StayEager
 from .health import FIRST_CALLS, Health
@@ -178,7 +179,7 @@ class Server:
         if closed is not None:
             return self._run_as_graphs(Decision.eager(closed), args, kwargs)
         if torch.is_grad_enabled() and self.needs_gradients(args, kwargs):
-            decision = Decision.eager(Reason.NEEDS_GRADIENTS)
+            decision = Decision.eager(Reason.NEEDS_GRADIENTS, detail=self.about_gradients(args, kwargs))
             self.settle(route, args, kwargs, Choice(decision))
             return self.run_eagerly(decision, args, kwargs)
         gradients = torch.is_grad_enabled()
@@ -285,7 +286,7 @@ class Server:
         group, values, reason = choice.group, choice.leaves, choice.decision.reason
         assert group is not None
         if reason is Reason.VERIFIED_NOW:
-            clock = self.graphs.clock if self.graphs.judges_gain else None
+            clock = self.graphs.clock or parts.entry.backend.clock if self.graphs.judges_gain else None
             run = partial(group.call, values)
             gap_of = partial(self.graphs.capturer.gap, options=self.graphs.options)
             return True, self.after_eager(choice, partial(parts.compare, values, run, gap_of, clock))
@@ -367,7 +368,7 @@ class Server:
         """What would be done with such a call now. Nothing is run or counted, but graphs whose weights
         have moved are released."""
         if torch.is_grad_enabled() and self.needs_gradients(args, kwargs):
-            return Choice(Decision.eager(Reason.NEEDS_GRADIENTS))
+            return Choice(Decision.eager(Reason.NEEDS_GRADIENTS, detail=self.about_gradients(args, kwargs)))
         closed = self.closed(route)
         if closed is not None:
             return Choice(Decision.eager(closed))
@@ -409,6 +410,18 @@ class Server:
         return self.may_need_gradients(leaves, None) or any(
             reach(leaf, by_names=True).trainable for leaf in leaves if holds_more(leaf)
         )
+
+    def about_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """What may have to be differentiated in such a call, as a sentence with a remedy. Needs no lock."""
+        spec = CallSpec(self.fn, len(args), tuple(kwargs))
+        named = zip(spec.names, spec.values(args, kwargs), strict=True)
+        if wanting := [name for name, value in named if any(map(wants_gradient, leaves_of([value])))]:
+            what, remedy = f"argument {wanting[0]!r} requires one", "detach() it, or use torch.no_grad()"
+        elif module := next(filter(_trains, self.graphs.guard_by_names.modules), None):
+            what, remedy = f"{_name_within(self.fn, module)} is in training mode", "call eval(), or use torch.no_grad()"
+        else:
+            what, remedy = "a tensor that it reads beside its modules requires one", "use torch.no_grad()"
+        return f"{Reason.NEEDS_GRADIENTS.sentence}: {what}; {remedy}"
 
     def may_need_gradients(self, leaves: Sequence[Any], guard: Guard | None) -> bool:
         """Whether a call with these values may have to be differentiated, by a guard that holds (None: a new one)."""
@@ -476,3 +489,16 @@ class Server:
 
     def _reach(self) -> set[int]:
         return storages_of(self.graphs.guard.placed)
+
+
+def _trains(module: nn.Module) -> bool:
+    """Whether a module is in training mode, and has parameters of its own that train."""
+    return module.training and any(one is not None and one.requires_grad for one in module._parameters.values())
+
+
+def _name_within(fn: Callable[..., Any], module: nn.Module) -> str:
+    """What to call a module: by its class, and by its name in the module that is served."""
+    root = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+    names = root.named_modules() if isinstance(root, nn.Module) else ()
+    name = next((name for name, one in names if one is module), "")
+    return f"{type(module).__name__}{name and f' {name!r}'}"

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import shown
 from ..native.bound import CORE
 from ..reasons import Reason
 from ..sizes import ROWS, Axis, pack
@@ -165,6 +166,7 @@ class Signature:
         self._addresses: list[tuple[int, int]] = []
         self._constants: list[tuple[int, type[Any], Any, Any]] = []
         self._objects: list[tuple[int, Any]] = []
+        self._names = [leaf.path for leaf in leaves]
         self.native: Any = None
         """What matches a call in the core; None where Python does."""
         for position, (leaf, value) in enumerate(zip(leaves, values, strict=True)):
@@ -274,7 +276,11 @@ class Signature:
         return changes if changes and self.match(like_these) != NO_MATCH else {}
 
     def misfit(self, values: Sequence[Any]) -> str:
-        """Why a call does not match, as a sentence: the first tensor that is another one, or what else there may be."""
+        """Why a call does not match, as a sentence with a remedy."""
+        return f"{self.difference(values)}; cast or reshape it, or capture anew"
+
+    def difference(self, values: Sequence[Any]) -> str:
+        """What of a call would have to be otherwise for it to match: the first that is found."""
         for form, position, kind, *_ in self._checks:
             given = values[position]
             axes = dict(form.spans)
@@ -288,11 +294,18 @@ class Signature:
                 got = ", ".join(str(found[name]) for name in wanted)
             if wanted:
                 what = f"a tensor of {', '.join(f'{name} {one}' for name, one in wanted.items())}, got {got}"
-                return f"input {form.name!r} must be {what}; cast or reshape it, or capture anew"
-        return (
-            "the call differs from the captured one: in the numbers of rows, autocast, a constant, the address of a "
-            "static tensor, or the memory layout of an input; capture again for such calls"
-        )
+                return f"input {form.name!r} must be {what}"
+            if _memory_order(given) != (form.order, form.is_dense):
+                layout = "contiguous" if form.order == tuple(range(given.dim())) else f"laid out by {form.order}"
+                return f"input {form.name!r} must be {layout} in memory"
+        for position, kind, exact, value in self._constants:
+            if exactly(values[position]) != (kind, exact):
+                return f"argument {self._names[position]!r} must be {shown(value)}, got {shown(values[position])}"
+        if (now := _autocast_dtype(self._device_type)) is not self._autocast:
+            return f"autocast must be {self._autocast or 'off'}, got {now or 'off'}"
+        if self.match_in_any_mode(values) != NO_MATCH:
+            return f"torch.inference_mode must be {'on' if self._inference else 'off'}"
+        return "numbers of rows must agree, and static tensors and objects be the same"
 
     def match_in_any_mode(self, values: Sequence[Any]) -> int:
         """``match``, be the thread in inference mode or not: a replay gives the same values in both."""
@@ -311,6 +324,8 @@ class ForeignSignature(Signature):
         self.has_rows = False
         self.native = None
         self._inference = False
+        self._constants, self._names = [], []
+        self._autocast, self._device_type = None, "cpu"
 
     def match(self, values: Sequence[Any]) -> int:
         """1 if the call's tensors lie where the graph reads, else ``NO_MATCH``."""

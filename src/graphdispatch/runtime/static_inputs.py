@@ -71,6 +71,15 @@ class StaticInputs:
         """What statistics count for a batch: its rows, or the product of its extents."""
         return prod(lengths_of(self.axes, rows))
 
+    def missing_entries(self, rows: int) -> str:
+        """Which tensors of a batch of ``rows`` rows seem to follow it though ``dynamic`` does not name them, in words;
+        empty if there are none."""
+        found = {s.name: s.shape.index(rows) for s in self.specs if not s.spans and rows > 1 and rows in s.shape}
+        if not found or not self.has_rows:
+            return ""
+        entries = ", ".join(f"{name!r}: {dim}" for name, dim in found.items())
+        return f"; dynamic= may lack {entries}, since {', '.join(found)} had as many rows as the batch, {rows}"
+
     def views(self, size: int) -> tuple[torch.Tensor, ...]:
         """The arguments of a graph of ``size`` rows, in the order of ``specs``: always the same tensors.
 

@@ -1,5 +1,6 @@
 """A graph that replays slower than eager serves nobody, by measured times; here a clock gives them."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, cycle
 from typing import Any
@@ -8,7 +9,9 @@ import pytest
 import torch
 
 from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
+from graphdispatch.backends.cpu.backend import CPUBackend
 from graphdispatch.engines import CUDAGraphManager
+from graphdispatch.runtime.entry import CUDAGraphEntry
 from graphdispatch.stats import Gain
 
 from ...helpers import check_rows, double, with_options
@@ -59,7 +62,7 @@ def test_a_graph_that_is_slower_serves_nobody() -> None:
     assert check_rows(step, *[ROWS] * 10) == [Reason.CAPTURED_NOW, *[Reason.NO_GAIN] * 9]
     assert (step.stats.hits, step.stats.captures, step.stats.capture_failures) == (0, 1, 0)
     text = step.explain(torch.ones(ROWS, 3))
-    assert "a replay of 4 rows takes 2.000 ms, and an eager run of these 4 1.000 ms" in text
+    assert "the graph of 4 takes 2.000 ms, and an eager run of 4 rows 1.000 ms" in text
     assert "put more of the work into the call" in text
 
 
@@ -69,6 +72,27 @@ def test_a_size_is_measured_anew_after_invalidate() -> None:
     assert check_rows(step, *[ROWS] * 2) == [Reason.CAPTURED_NOW, Reason.NO_GAIN]
     step.invalidate()
     assert check_rows(step, *[ROWS] * 3) == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
+
+
+def test_times_are_those_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU they are those of the thread, so that what other processes take of a core counts for nothing."""
+    assert CPUBackend.clock is time.thread_time
+    monkeypatch.setattr(CPUBackend, "clock", Clock(chain((CAPTURE, 1e-4, FAST, SLOW), cycle((SLOW,)))))
+    step = graphed(double, dynamic={"x": 0}, sizes=(ROWS,), options=CUDAGraphOptions(capture_after=1))
+    check_rows(step, 2, 2)
+    assert step.entries[0].gain == pytest.approx((2.0, 1.1))
+
+
+def test_what_a_prewarm_times_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay that is timed where a graph may be slower serves no call: the report counts it neither."""
+    monkeypatch.setattr("graphdispatch.runtime.gain.EagerTimes.wants", lambda *_: True)
+    step = serve(pairs(FAST, FAST))
+    replays: list[int] = []
+    timed = CUDAGraphEntry.replay_call
+    monkeypatch.setattr(CUDAGraphEntry, "replay_call", lambda *a, **how: (replays.append(1), timed(*a, **how))[1])
+    step.prewarm(torch.randn(ROWS, 3))
+    assert replays
+    assert [row.hits for row in step.report().graphs] == [0]
 
 
 COUNTER = torch.zeros(())

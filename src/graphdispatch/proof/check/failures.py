@@ -45,9 +45,10 @@ def advice(request: CaptureRequest, error: Exception, reason: Reason) -> str:
         return "; or leave the check out: torch.distributions.Distribution.set_default_validate_args(False)"
     if reason is Reason.CAPTURE_UNSAFE:
         return _other_optimizer(request, error) or _nearest_break(request, error)
+    missing = request.inputs.missing_entries(request.rows)
     if reason is Reason.VERIFICATION_FAILED and request.is_padded:
-        return f"{_missing_entries(request)}; call eval(), give a mask or a pad rule, or have a size for it (sizes=)"
-    missing = _missing_entries(request) if reason in _OF_A_MISSING_ENTRY else ""
+        return f"{missing}; call eval(), give a mask or a pad rule, or have a size for it (sizes=)"
+    missing = missing if reason in _OF_A_MISSING_ENTRY else ""
     if request.is_padded and not missing and reason in (Reason.CAPTURE_FAILED, Reason.REPLAY_FAILED):
         return "; if that is for padding rows, give them a rule (pad=), or have a size for the batch (sizes=)"
     return missing
@@ -84,13 +85,3 @@ def _nearest_break(request: CaptureRequest, error: Exception) -> str:
     part += f", {method!r}" if method != "forward" else ""
     mode = "" if request.is_piecewise else " with mode='PIECEWISE'"
     return f"; or break there: eager_break({part}){mode}"
-
-
-def _missing_entries(request: CaptureRequest) -> str:
-    """Which tensors seem to follow the batch though ``dynamic`` does not name them."""
-    specs, rows = request.inputs.specs, request.rows
-    found = {s.name: s.shape.index(rows) for s in specs if not s.spans and rows > 1 and rows in s.shape}
-    if not found or not any(spec.spans for spec in specs):
-        return ""
-    entries = ", ".join(f"{name!r}: {dim}" for name, dim in found.items())
-    return f"; dynamic= may lack {entries}, since {', '.join(found)} had as many rows as the batch, {rows}"

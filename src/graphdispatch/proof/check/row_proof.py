@@ -95,7 +95,8 @@ class FollowedRun:
     def objection(self, *, is_word: bool) -> tuple[Reason, str] | None:
         """Why its rows may not be padded; ``is_word``: whether the user says that they are independent."""
         if self.verdict.mixes:
-            return Reason.ROWS_MIX, self.verdict.mixes
+            remedy = "call eval(), or have" if "batch_norm" in self.verdict.mixes else "have"
+            return Reason.ROWS_MIX, f"{self.verdict.mixes}; {remedy} a size for it (sizes=)"
         unknown = self.verdict.unknown or ("a kernel that no rule describes is launched" * self.operators.has_regions)
         return (Reason.PADDING_UNPROVEN, unknown) if unknown and not is_word else None
 

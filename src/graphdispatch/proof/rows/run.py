@@ -55,6 +55,7 @@ from .slots import ALL_PLACES, Slots
 from .verdict import Step, Verdict
 
 _PLAIN_TYPES: set[type] = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
+_OF_DROPOUT = ("aten::bernoulli_", "aten::native_dropout")
 _RULE_FAILS = (ArithmeticError, AssertionError, AttributeError, LookupError, StopIteration, TypeError, ValueError)
 
 
@@ -472,7 +473,8 @@ class RowRun:
 
     def _check_random(self, call: Call, made: list[Label]) -> None:
         if call.labels or any(is_dynamic(dim) for label in made for dim in label.dims):
-            remedy = "; draw them outside of the callable, or have a size for each batch (sizes=)"
+            dropout = "for dropout call eval(); else " if call.operator.name in _OF_DROPOUT else ""
+            remedy = f"; {dropout}draw them outside of the callable, or have a size for each batch (sizes=)"
             self.doubt(f"{call.operator.name} draws random numbers", remedy)
 
     def _put_results(self, call: Call, read: set[int], written: list[Tensor], made: list[Label]) -> list[Label]:
