@@ -89,6 +89,19 @@ def _each(value: bool | float) -> torch.Tensor:
     return torch.full((4,), value)
 
 
+def test_sequence_mixed_in_longer_graphs() -> None:
+    """Places that no short graph has are looked at, though a longer one comes by a full batch first."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        own, others = _places(x)
+        return _attention(x, (own >= others) | (others == 10))
+
+    step = make(fn, dynamic={"x": {0: "batch", 1: Dim("seq", sizes=[8, 16])}}, sizes=[4])
+    lengths = (8, 5, 5, 16, 16, 16, 9, 12, 10, 5)
+    check_calls(step, *(torch.randn(4, length, 3) for length in lengths), **NEAR)
+    assert reason(step, torch.randn(4, 10, 3)) is Reason.ROWS_MIX
+
+
 GATES: dict[str, tuple[Callable[..., torch.Tensor], torch.Tensor, torch.Tensor]] = {
     "flag": (lambda x, g: torch.where(g, x.mean(1), x[:, 0]), torch.tensor(False), torch.tensor(True)),
     "flags": (lambda x, g: torch.where(g[:, None], x.mean(1), x[:, 0]), _each(False), _each(True)),

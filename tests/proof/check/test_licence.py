@@ -118,16 +118,19 @@ def test_a_run_whose_code_nobody_traced_says_nothing_of_effects() -> None:
 
 
 @pytest.mark.parametrize("along", [None, (Reason.ROWS_MIX, "real rows depend on padding along 'seq'")])
-def test_a_length_is_looked_at_once(along: tuple[Reason, str] | None) -> None:
+def test_a_length_is_looked_at_once_but_for_longer_graphs(along: tuple[Reason, str] | None) -> None:
     """Where elements mix along it: until then padded batches are compared, and by what it showed they are served."""
     _, seq = BOTH
     proof = proven(axes=BOTH, mixed=frozenset([seq]))
     full, short, few = (pack(BOTH, lengths) for lengths in ((4, 8), (4, 6), (3, 8)))
     graph = Verification(size=full, proof=proof, traced={full})
     assert (graph.wants_look(short), graph.wants_look(few)) == (True, False)
-    proof.along[seq] = along
+    proof.shown_along[seq] = 8
+    proof.along |= {seq: along} if along else {}
     assert not graph.wants_look(short)
     assert proof.objection(short, full) == along
+    longer, between = (pack(BOTH, lengths) for lengths in ((4, 16), (4, 9)))
+    assert Verification(size=longer, proof=proof, traced={longer}).wants_look(between) is (along is None)
     assert proof.objection(few, full) is None
     proof.against_rows = Reason.ROWS_MIX, "rows mix"
     assert proof.objection(few, full) == (Reason.ROWS_MIX, "rows mix")

@@ -21,7 +21,8 @@ Note [what real elements hide]
 
 Note [what a length hides]
     Elements that meet in blocks, or as far ahead as a window reaches, meet padding at some lengths alone. So padding
-    is replaced behind the shortest length that would be padded, the longest, and one between, too.
+    is replaced behind the shortest length that would be padded, the longest, and one between, too; and again for a
+    graph of a longer one.
 """
 
 import math
@@ -250,8 +251,10 @@ class PaddingReplays:
 
 
 def _is_mask(value: torch.Tensor) -> bool:
-    """Whether a tensor holds flags, with a one: if it held none, one might name no place. Reads it back to the host."""
-    return holds_flags(value) and bool(value.any())
+    """Whether a tensor holds flags; integers with a one: if they held none, it might name no place. Reads the result
+    back to the host."""
+    is_number = value.dtype is torch.bool or value.is_floating_point()
+    return holds_flags(value) and (is_number or bool(value.any()))
 
 
 def replay_other_padding(attempt: CaptureAttempt, entry: CUDAGraphEntry, proof: RowProof) -> None:
@@ -264,10 +267,12 @@ def replay_other_padding(attempt: CaptureAttempt, entry: CUDAGraphEntry, proof: 
     if by_word and (found := PaddingReplays(attempt, entry, [rows]).objection()):
         proof.against_rows = Reason.ROWS_MIX, f"rows='independent' is not so: {found}"
     for axis in padded:
-        if axis in proof.mixed and axis not in proof.along:
+        if proof.is_open(axis, request.size):
             others = [one for one in _other_lengths(request, axis) if proof.speaks_for(one, request.size)]
             found = PaddingReplays(attempt, entry, [axis], others).objection()
-            proof.along[axis] = (Reason.ROWS_MIX, found) if found else None
+            proof.shown_along[axis] = axis.of(request.size)
+            if found:
+                proof.along[axis] = Reason.ROWS_MIX, found
 
 
 def _other_lengths(request: CaptureRequest, axis: Axis) -> set[int]:

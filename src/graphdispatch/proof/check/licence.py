@@ -53,8 +53,11 @@ class RowProof:
     wrong."""
     mixed: frozenset[Axis] = frozenset()
     """The further axes along which elements mix."""
-    along: dict[Axis, tuple[Reason, str] | None] = field(default_factory=dict)
-    """Of the further axes, why padding along one is not harmless; None where replays have shown that it is."""
+    along: dict[Axis, tuple[Reason, str]] = field(default_factory=dict)
+    """Of the further axes, why padding along one is not harmless."""
+    shown_along: dict[Axis, int] = field(default_factory=dict)
+    """Of the axes along which elements mix, up to which extent of a graph replays have shown that padding is harmless:
+    in a longer one elements may meet padding at places that no shorter one has."""
     is_word: bool = False
     """Whether rows are independent by the user's word, so that batches at both ends of a size are compared."""
     unlike: dict[int, str] = field(default_factory=dict)
@@ -85,8 +88,12 @@ class RowProof:
 
     def is_new_padding(self, rows: int, size: int) -> bool:
         """Whether a batch is padded as none was that was compared with eager."""
-        is_new = any(a in self.mixed and a not in self.along and a.of(rows) != a.of(size) for a in self.axes)
+        is_new = any(a.of(rows) != a.of(size) and self.is_open(a, size) for a in self.axes)
         return rows != size and (is_new or not self.is_compared)
+
+    def is_open(self, axis: Axis, size: int) -> bool:
+        """Whether replays have yet to show what padding to this size does along an axis."""
+        return axis in self.mixed and axis not in self.along and self.shown_along.get(axis, 0) < axis.of(size)
 
     def has_path(self, rows: int, traced: Iterable[int]) -> bool:
         """Whether Python takes the path, for a batch, that it took for one of those whose code was traced."""
