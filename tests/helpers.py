@@ -21,6 +21,7 @@ from graphdispatch.native.bound import CORE, USES_CHANGES, USES_VERSIONS
 from graphdispatch.proof.check.licence import Verification
 from graphdispatch.runtime.replay import ReplayPlan
 from graphdispatch.runtime.server import Server
+from graphdispatch.stats import COUNTED_BY_HITS, HitCounts
 from graphdispatch.testing import MockCUDAGraph
 
 AT_ONCE = CUDAGraphOptions(capture_after=1)
@@ -101,6 +102,12 @@ def reason(step: Graphed[..., Any], *args: Any, **kwargs: Any) -> Reason:
 def batch(rows: int) -> torch.Tensor:
     """A new batch."""
     return torch.randn(rows, 3)
+
+
+def hit(rows: int, size: int) -> HitCounts:
+    """What a hit of so many rows counts of rows, in a graph of ``size``."""
+    counts = dict.fromkeys(COUNTED_BY_HITS, 0)
+    return HitCounts(**counts | {"hits": 1, "real_rows": rows, "padding_rows": size - rows})
 
 
 def catching(fn: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:

@@ -11,7 +11,8 @@ from graphdispatch import CUDAGraphStats
 from graphdispatch.engines import DispatchKey
 from graphdispatch.errors import ConfigError
 from graphdispatch.plan import Workload
-from graphdispatch.stats import HitCounts
+
+from ..helpers import hit
 
 CSV = "step,num_tokens,num_reqs,uniform_decode\n0,7,1,0\n1,3,3,1\n2,3,3,true\n"
 LOG = """INFO 01-02 10:00:00 [cuda_graph.py:99] **CUDAGraph Stats:**
@@ -68,7 +69,7 @@ def test_live_counters_are_a_workload() -> None:
     """Hits and eager calls by their rows; a wrapper's counters know none."""
     stats = CUDAGraphStats()
     for rows in (3, 3, 8):
-        stats.record_hit(HitCounts(hits=1, real_rows=rows, padding_rows=8 - rows))
+        stats.record_hit(hit(rows, 8))
     assert counted(Workload.from_stats(stats)) == {(3,): (2, 0), (8,): (1, 0)}
     with pytest.raises(ConfigError, match="stats must have counted calls by rows"):
         Workload.from_stats(CUDAGraphStats(knows_rows=False))

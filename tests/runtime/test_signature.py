@@ -109,8 +109,15 @@ def test_each_property_is_compared() -> None:
 
 
 def test_a_further_property_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls are compared by it, without the core too, and a call that differs is described by it."""
-    marked = Property("mark", lambda tensor: getattr(tensor, "mark", ""))
+    """Calls are compared by it, by the core too, and a call that differs is described by it. One that cannot tell fits
+    none."""
+
+    def mark_of(tensor: Tensor) -> Any:
+        if getattr(tensor, "mark", "") == "odd":
+            raise RuntimeError("it cannot tell")
+        return getattr(tensor, "mark", "")
+
+    marked = Property("mark", mark_of)
     monkeypatch.setattr("graphdispatch.runtime.signature.PROPERTIES", [*PROPERTIES, marked])
     step = serving(drawn(4, 3))
     signature, other = step._route.groups[0].signature, torch.randn(4, 3)
@@ -118,6 +125,11 @@ def test_a_further_property_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert serves(step, drawn(4, 3))
     assert not serves(step, other)
     assert "mark" in signature.misfit([other])
+    for way in filter(None, (signature, signature.native)):
+        assert [way.match([one]) for one in (torch.randn(4, 3), other)] == [4, NO_MATCH]
+        other.mark = "odd"  # type: ignore[attr-defined]
+        assert way.match([other]) == NO_MATCH
+        other.mark = "other"  # type: ignore[attr-defined]
 
 
 def test_what_stands_in_for_an_argument_has_its_properties(monkeypatch: pytest.MonkeyPatch) -> None:

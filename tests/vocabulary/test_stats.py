@@ -8,16 +8,10 @@ import torch
 
 from graphdispatch import CUDAGraphStats, Reason, graphed
 from graphdispatch.engines import DispatchMode, DispatchStats
-from graphdispatch.stats import HitCounts
 
-from ..helpers import AT_ONCE
+from ..helpers import AT_ONCE, hit
 
 QUICK = AT_ONCE.replace(gc_disable=False)
-
-
-def hit(rows: int, size: int) -> HitCounts:
-    """What a hit of so many rows counts, in a graph of ``size``."""
-    return HitCounts(hits=1, real_rows=rows, padding_rows=size - rows)
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ class Property(NamedTuple):
     """What gives it to a new tensor that stands in for an argument: to the memory that graphs read, of which the inputs
     of all sizes are views, and to batches that are made of an example. None: they have it by themselves."""
     in_core: bool = False
-    """Whether ``has_form`` of ``native/core/signature.cpp`` compares it; where it does not, Python matches."""
+    """Whether ``has_form`` of ``native/core/signature.cpp`` compares it; where it does not, the core calls ``read``."""
 
 
 PROPERTIES = [
@@ -181,8 +181,7 @@ class Signature:
         """Whether any argument has a batch dimension."""
         self._known = pack(self.axes, [0 if axis in found else 1 for axis in self.axes])
         """What stands in the number of each call: a dimension that none of its arguments has is as short as can be."""
-        is_in_core = all(one.in_core for one in PROPERTIES) and all(one[1] in IN_CORE for one in self._constants)
-        if CORE is not None and is_in_core:
+        if CORE is not None and all(one[1] in IN_CORE for one in self._constants):
             self.native = self._native(values)
 
     def _add_tensor(self, position: int, leaf: Leaf, tensor: torch.Tensor, rules: ArgumentRules) -> None:
@@ -203,12 +202,14 @@ class Signature:
 
     def _native(self, values: Sequence[Any]) -> Any:
         """The same signature in the core."""
-        tensors = []
+        tensors, looks = [], []
         for form, position, *_, contiguous in self._checks:
             spans = tuple((dim, axis.shift, axis.mask) for dim, axis in form.spans)
             tensors.append((position, values[position], form.shape, form.order, spans, contiguous, form.is_dense))
+            pairs = zip(PROPERTIES, form.look, strict=True)
+            looks += [(position, one.read, captured) for one, captured in pairs if not one.in_core]
         constants = tuple((position, kind, value) for position, kind, _, value in self._constants)
-        others = tuple(self._objects), tuple(self._addresses)
+        others = tuple(self._objects), tuple(self._addresses), tuple(looks)
         number = getattr(torch._C._autograd.DeviceType, self._device_type.upper(), None)
         device = -1 if number is None else number.value  # without a number the core calls torch with its name
         assert CORE is not None

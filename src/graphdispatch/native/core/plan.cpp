@@ -421,9 +421,10 @@ PyMethodDef run_definition = {
 
 PyObject* run_method(PyObject*, PyObject* args) {
   PyObject* method = method_with_facts(args, &run_definition);
+  if (!method) return nullptr;
   of_stats.counted_by_hits.clear();
   PyObject* counters = facts.counted_by_hits;
-  for (Py_ssize_t i = 0; method && i < PyTuple_GET_SIZE(counters); ++i) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(counters); ++i) {
     of_stats.counted_by_hits.emplace_back(PySequence_Fast_ITEMS(counters)[i]);
   }
   return method;

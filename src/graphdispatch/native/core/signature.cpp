@@ -151,6 +151,20 @@ bool has_addresses(SignatureObject* self, PyObject* const* values) {
   return true;
 }
 
+// Whether the tensors have the properties that the core knows nothing of; false, too, with an error of Python.
+bool has_looks(SignatureObject* self, PyObject* const* values) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->looks); ++i) {
+    PyObject* one = PyTuple_GET_ITEM(self->looks, i);
+    PyObject* tensor = values[PyLong_AsSsize_t(PyTuple_GET_ITEM(one, 0))];
+    const Ref found(PyObject_CallOneArg(PyTuple_GET_ITEM(one, 1), tensor));
+    if (!found || PyObject_RichCompareBool(found.get(), PyTuple_GET_ITEM(one, 2), Py_EQ) != 1) {
+      if (PyErr_ExceptionMatches(PyExc_RuntimeError)) PyErr_Clear();
+      return false;
+    }
+  }
+  return true;
+}
+
 // Whether the thread's modes are those of the signature; -1 with an error of Python.
 int has_modes(SignatureObject* self) {
   const int inference = in_inference_mode();
@@ -221,14 +235,15 @@ bool are_placed(PyObject* items, Py_ssize_t size, Py_ssize_t count) {
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   Py_ssize_t count;
   int is_inference, device;
-  PyObject *device_type, *autocast, *tensors, *constants, *objects, *addresses;
+  PyObject *device_type, *autocast, *tensors, *constants, *objects, *addresses, *looks;
   long long extents;
-  if (!PyArg_ParseTuple(args, "npiUOO!O!O!O!L", &count, &is_inference, &device, &device_type, &autocast, &PyTuple_Type,
+  if (!PyArg_ParseTuple(args, "npiUOO!O!O!O!O!L", &count, &is_inference, &device, &device_type, &autocast, &PyTuple_Type,
                         &tensors, &PyTuple_Type, &constants, &PyTuple_Type, &objects, &PyTuple_Type, &addresses,
-                        &extents)) {
+                        &PyTuple_Type, &looks, &extents)) {
     return nullptr;
   }
-  if (!are_placed(constants, 3, count) || !are_placed(objects, 2, count) || !are_placed(addresses, 2, count)) {
+  if (!are_placed(constants, 3, count) || !are_placed(objects, 2, count) || !are_placed(addresses, 2, count) ||
+      !are_placed(looks, 3, count)) {
     return nullptr;
   }
   Ref made(type->tp_alloc(type, 0));
@@ -249,6 +264,7 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   self->constants = Py_NewRef(constants);
   self->objects = Py_NewRef(objects);
   self->addresses = Py_NewRef(addresses);
+  self->looks = Py_NewRef(looks);
   return made.release();
 }
 
@@ -265,6 +281,7 @@ int traverse(PyObject* object, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(object));
   Py_VISIT(self->constants);
   Py_VISIT(self->objects);
+  Py_VISIT(self->looks);
   Py_VISIT(self->autocast);
   return 0;
 }
@@ -275,6 +292,7 @@ int clear(PyObject* object) {
   Py_CLEAR(self->constants);
   Py_CLEAR(self->objects);
   Py_CLEAR(self->addresses);
+  Py_CLEAR(self->looks);
   Py_CLEAR(self->autocast);
   Py_CLEAR(self->device_type);
   return 0;
@@ -315,7 +333,7 @@ int64_t match(SignatureObject* self, PyObject* const* values, Py_ssize_t count) 
   for (TensorForm& form : *self->forms) {
     if (!fits(form, values[form.position], extents)) return kNoMatch;
   }
-  if (!has_addresses(self, values)) return kNoMatch;
+  if (!has_addresses(self, values) || !has_looks(self, values)) return kNoMatch;
   return extents.known ? extents.number : 1;
 }
 

@@ -38,6 +38,7 @@ struct SignatureObject {
   PyObject* constants;  // tuples (position, type, value)
   PyObject* objects;    // tuples (position, object)
   PyObject* addresses;  // tuples (position, address)
+  PyObject* looks;      // tuples (position, function, what that gives for a tensor which fits)
   int64_t extents;      // what stands in the number of each call
   std::vector<TensorForm>* forms;
 };
