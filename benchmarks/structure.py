@@ -37,7 +37,7 @@ def followed(model: Encoder, x: Tensor, mask: Tensor) -> Verdict:
     for argument in (x, mask):
         run.follow(argument, {0: 0, 1: 1})
     effects = EffectRecorder(1 << 30, strict=True, tensor_names=TensorNames.of_arguments((x, mask), (None, None)))
-    with effects.saving_host_access(run):
+    with effects.watching(run):
         answer = model(x, mask)
     effects.note_outputs(answer)
     return run.verdict(tensors_in(answer))

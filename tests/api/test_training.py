@@ -21,6 +21,7 @@ import graphdispatch as gd
 from graphdispatch import CUDAGraphOptions, Reason
 from graphdispatch.errors import ConfigError
 from graphdispatch.proof.check import pipeline
+from graphdispatch.proof.check.attempt import CaptureAttempt
 
 from ..helpers import assert_same
 
@@ -667,7 +668,7 @@ def test_a_failed_capture_leaves_one_step(
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(pipeline, place, fail)
+        patched.setattr(CaptureAttempt if place == "record_at_once" else pipeline, place, fail)
         if error is RuntimeError:
             assert twins.call() is Reason.CAPTURE_FAILED
         else:

@@ -24,7 +24,7 @@ def test_a_write_to_the_cache_saves_the_blocks_of_its_slots(slots: list[int], is
     keys, values = cache.chunk(2, dim=2)
     reveal_operators(cache.device)  # as each capture does
     effects = EffectRecorder(1 << 30, strict=True)
-    with effects.saving_host_access():
+    with effects.watching():
         key, value = torch.randn(2, len(slots), HEADS, SIZE).unbind()
         ops.cpu_attn_reshape_and_cache(key, value, keys, values, torch.tensor(slots), isa)
     changed = (cache != before).flatten(1).any(1).nonzero().flatten().tolist()

@@ -156,7 +156,7 @@ class Observer:
 
         reads, copies = HostReads(watch.on_read), Listening(watch.on_copy, _COPIES)
         try:
-            with trace, SaysCapturing(), reads, copies, watch.saving_host_access():
+            with trace, SaysCapturing(), reads, copies, watch.watching():
                 self._call(self._values)
         finally:
             retry_once(put_back, self.backend)
@@ -201,7 +201,7 @@ class Observer:
             self.backend.set_rng_state(generator)
 
         try:
-            with effects.saving_host_access(run):
+            with effects.watching(run):
                 output = self._call(values)
             return run.verdict(tensors_in(Opener(walk.has_met).open(output)))
         finally:

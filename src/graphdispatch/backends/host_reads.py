@@ -17,7 +17,9 @@ from typing import Any, Self
 import torch
 
 from ..copying import make_lock
+from ..errors import CaptureError
 from .code_events import is_own_code
+from .operators import unsafe
 
 _LENGTHS = ("lstm", "gru", "rnn_tanh", "rnn_relu", "_pad_packed_sequence", "tensor_split")
 """Functions in C++ that read lengths from a tensor, if they get one, to choose the operators that they call."""
@@ -179,6 +181,13 @@ class HostReads(Listening):
 
     def __init__(self, on_read: Callable[[str, Any], None]) -> None:
         super().__init__(on_read, _READS, EXPOSED)
+
+
+def given_to_host(
+    name: str, remedy: str = "keep the value on the device, or move the read out of the call"
+) -> CaptureError:
+    """The error of a host read by ``name``, which no graph of the CPU holds."""
+    return unsafe(f"{name} gives memory to the host while a graph is captured; {remedy}")
 
 
 class SaysCapturing(Listening):

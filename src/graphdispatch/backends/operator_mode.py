@@ -231,6 +231,8 @@ class OperatorMode(UntracedMode):
         """Why no graph can hold what ran, if it cannot: the callable, or TorchScript around it, may catch the error."""
         self.raised: CaptureError | None = None
         """What to say of an operator that raised, if one did and the callable caught it."""
+        self.is_paused = False
+        """Whether operators pass through, and it sees none."""
         self._paused: Any = None
         """Who hears of the callable's Python, while an operator runs of which nothing is to be heard."""
         self._composite: dict[tuple[int, str], bool] = {}
@@ -246,6 +248,8 @@ class OperatorMode(UntracedMode):
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Show one operator to ``watch``, or its parts."""
         kwargs = kwargs or {}
+        if self.is_paused:
+            return func(*args, **kwargs)
         if type(func) is not OpOverload and isinstance(func, HigherOrderOperator):
             return self.watch_higher_order(func, args, kwargs)
         if func is _READ_BACK and _is_guard_read():
@@ -414,4 +418,5 @@ def _shown_to_modes(plain: Callable[[], Any], region: Callable[[], tuple[Compile
     if not any(isinstance(torch._C._get_dispatch_stack_at(i), OperatorMode) for i in range(depth)):
         return plain()
     with _pop_mode_temporarily() as mode:
-        return mode.watch_region(*region()) if isinstance(mode, OperatorMode) else _shown_to_modes(plain, region)
+        sees = isinstance(mode, OperatorMode) and not mode.is_paused
+        return mode.watch_region(*region()) if sees else _shown_to_modes(plain, region)

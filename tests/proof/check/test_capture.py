@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from graphdispatch import CUDAGraphOptions, Reason, graphed
 from graphdispatch.engines import AdaptiveCUDAGraphWrapper, BatchDescriptor
+from graphdispatch.proof.watch.trace import CodeTrace
 
 from ...behaviour.cases import Box
 from ...helpers import Spy, assert_same, catching, check_calls, make
@@ -187,3 +189,86 @@ def test_a_padded_write_that_cannot_be_saved_is_refused_though_the_callable_catc
     reasons = check_calls(step, *torch.rand(4, 3, 3), fn=lambda x: x * 2)
     assert reasons[1] is Reason.STATE_TOO_LARGE
     assert state[:, 0].tolist() == [4, 4, 4, 0, 0, 0, 0, 0]
+
+
+READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a number": lambda x: x.sum().item(),
+    "places": lambda x: x.nonzero(),
+    "a list": lambda x: x.tolist(),
+    "an array": lambda x: x.numpy().sum(),
+}
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+@pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
+def test_a_call_that_no_graph_holds_runs_once(read: Callable[[torch.Tensor], Any], rows: int) -> None:
+    """What forbids a graph in the caller's own run ends the watch alone: no other run follows, what the call writes
+    before it and after it is there once, and the reason has the line."""
+    runs, state = Spy(), [torch.zeros(3), torch.zeros(3)]
+
+    def plain(x: torch.Tensor, ticks: torch.Tensor) -> torch.Tensor:
+        ticks.add_(1)
+        read(x)
+        ticks.mul_(2)
+        return x.relu() + torch.rand(3) * ticks
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        runs.append(len(runs))
+        return plain(x, state[0])
+
+    step, x = make(fn, sizes=(4,)), torch.randn(rows, 3)
+    torch.manual_seed(0)
+    got = step(x), torch.get_rng_state()
+    torch.manual_seed(0)
+    assert_same((*got, state[0]), (plain(x, state[1]), torch.get_rng_state(), state[1]))
+    assert len(runs) == 1
+    assert step.last_decision.reason is Reason.CAPTURE_UNSAFE
+    assert "test_capture.py" in step.last_decision.detail
+
+
+def test_what_comes_first_is_the_reason() -> None:
+    """Of two things that keep a call from having a graph; and a break that would help is named, as where a recording
+    ends."""
+
+    class Reads(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * x.sum().item()
+
+    class Model(torch.nn.Module):
+        def __init__(self, *, writes_first: bool) -> None:
+            super().__init__()
+            self.reads, self.writes_first = Reads(), writes_first
+            self.register_buffer("ticks", torch.zeros(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x if self.writes_first else self.reads(x)
+            self.ticks.add_(1)
+            return self.reads(y) if self.writes_first else y
+
+    for writes_first, first in ((True, Reason.STATE_TOO_LARGE), (False, Reason.CAPTURE_UNSAFE)):
+        step = make(Model(writes_first=writes_first).eval(), state_limit_bytes=8)
+        step(torch.randn(4, 3))
+        assert step.last_decision.reason is first
+        assert ("get_submodule('reads')" in step.last_decision.detail) is not writes_first
+
+
+def test_code_after_a_read_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No graph will be made of it."""
+    heard = []
+    on_call = CodeTrace.on_call
+
+    def note(trace: CodeTrace, frame: FrameType) -> None:
+        heard.append(frame.f_code.co_name)
+        on_call(trace, frame)
+
+    def before(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def after(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    monkeypatch.setattr(CodeTrace, "on_call", note)
+    x = torch.randn(4, 3)
+    assert_same(make(lambda x: after(before(x) * x.sum().item()))(x), x * 2 * x.sum().item() + 1)
+    assert "before" in heard
+    assert "after" not in heard

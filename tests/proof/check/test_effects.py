@@ -121,7 +121,7 @@ def test_a_run_that_writes_too_much() -> None:
     state = torch.zeros(1000)
     with EffectRecorder(100) as effects:
         state.add_(1)
-    assert isinstance(effects.unsaved, CaptureError)
+    assert isinstance(effects.given_up, CaptureError)
     assert bool(state.all())
     state.zero_()
     with pytest.raises(CaptureError, match="state_limit_bytes=100") as caught, EffectRecorder(100, strict=True):

@@ -20,7 +20,7 @@ Batch = tuple[tuple[Any, ...], dict[str, Any], list[tuple[Tensor, dict[int, int]
 
 def watching(run: RowRun) -> AbstractContextManager[None]:
     """The block in which a callable runs once, watched as in a capture."""
-    return EffectRecorder(1 << 30, strict=True).saving_host_access(run)
+    return EffectRecorder(1 << 30, strict=True).watching(run)
 
 
 def tensors_of(value: Any, seen: set[int] | None = None) -> list[Tensor]:

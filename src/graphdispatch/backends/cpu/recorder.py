@@ -25,8 +25,8 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map, tree_map_only
 
-from ..host_reads import HostReads
-from ..operator_mode import CompiledRegion, OperatorMode, run_kernel
+from ..host_reads import HostReads, given_to_host
+from ..operator_mode import OperatorMode, run_kernel
 from ..operators import (
     LEAVES,
     OperatorKind,
@@ -131,9 +131,7 @@ class Recorder(OperatorMode):
 
         def refuse(name: str, _: Any) -> None:
             if not self.is_paused:
-                remedy = "keep the value on the device, or move the read out of the call"
-                remedy = remedy if inside is None else _left_torch(inside)
-                self.give_up(unsafe(f"{name} gives memory to the host while a graph is captured; {remedy}"))
+                self.give_up(given_to_host(name) if inside is None else given_to_host(name, _left_torch(inside)))
 
         return HostReads(refuse)
 
@@ -185,16 +183,6 @@ class Recorder(OperatorMode):
                 what = f"{func} {what} of shape {tuple(tensor.shape)} that no operator inside it writes to"
                 raise unsafe(f"{what}; {_left_torch(func)}")
         return result
-
-    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator and record it."""
-        return (
-            func(*args, **(kwargs or {})) if self.is_paused else super().__torch_dispatch__(func, types, args, kwargs)
-        )
-
-    def watch_region(self, region: CompiledRegion, args: tuple[Any, ...]) -> Any:
-        """Record the call of a compiled graph."""
-        return region(*args) if self.is_paused else super().watch_region(region, args)
 
     def watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operator that has no parts and record it."""

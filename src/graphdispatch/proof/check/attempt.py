@@ -1,34 +1,30 @@
-"""Runs a call again after its watched eager run, each time from where that began: warm-ups, probes and replays."""
+"""Runs a call again after its watched eager run, each time from where that began: warm-ups, recordings, probes and
+replays."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from contextvars import copy_context
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
+import torch
+
 from ...backends.base import Backend
-from ...backends.host_reads import SaysCapturing
-from ...backends.tracing import uncached_casts
+from ...backends.operators import is_strided, storage_key, tensors_in
 from ...errors import CaptureError, DeviceLostError, ReplayError, error_of_signal
 from ...modes import CUDAGraphMode
 from ...runtime.entry import CUDAGraphEntry
+from ...runtime.flatten import is_tensor
 from ...runtime.request import CaptureRequest
-from ..watch.effects import EffectRecorder, Region, Runner, redo, retry_once, undo
-from ..watch.operator_trace import TensorNames
+from ..state.walk import StateWalk
+from ..watch.effects import EffectRecorder, Region, redo, retry_once, undo
+from ..watch.memory import MemoryWatch, Runner
+from .break_watch import BreakWatch
 from .compare import check_padding_writes
-from .eager_run import EagerRun, undo_run
+from .eager_run import EagerRun, existing_storages, pads_by_code, queries_capture, recorder_of, undo_run
 from .padding import Padding
+from .run import CallRun, Recording
 
 _T = TypeVar("_T")
-_Record = Callable[[EffectRecorder, Sequence[Any]], tuple[Any, Any]]
-"""Runs the call on values, watched, and records it."""
-
-
-def as_recorded(backend: Backend) -> AbstractContextManager[object]:
-    """A block in which code that queries whether anyone captures takes the path that is recorded, where a capture
-    executes. A device's code may prepare captures in runs that are none; what it then records is traced and compared.
-    """
-    return SaysCapturing() if backend.capture_executes else nullcontext()
 
 
 @dataclass
@@ -45,7 +41,7 @@ class CaptureAttempt:
     arguments may lie there, as where each step is given what the last one gave."""
     stage: str = ""
     """What the attempt is doing, in words; empty before it runs anything."""
-    warm_run: EffectRecorder = field(default_factory=lambda: EffectRecorder(0))
+    warm_run: EffectRecorder = field(init=False)
     """The latest run on the static inputs: what it reads from outside and what it writes, padding rows included."""
     replay_s: float = 0.0
     """How long the replay took that was compared, in seconds."""
@@ -56,10 +52,8 @@ class CaptureAttempt:
     _ran_again: bool = False
 
     def __post_init__(self) -> None:
-        if self.eager.warms_up:
-            self.warm_run = self.eager.effects
-        pads = (pad for spec in self.request.inputs.specs for pad in spec.pads)
-        self.runs_code = self.request.is_piecewise or any(pad.runs_code for pad in pads)
+        self.warm_run = self.eager.effects if self.eager.warms_up else EffectRecorder(0)
+        self.runs_code = self.request.is_piecewise or pads_by_code(self.request)
         self.traced.update([self.request.rows] if self.eager.like is None else [])
 
     def start_over(self, stage: str) -> None:
@@ -86,77 +80,90 @@ class CaptureAttempt:
         if padding and padding.rows:
             request.inputs.put(padding.rows, rows, request.size, padding.axes)
 
-    def warm_up(self, record: _Record | None = None, *, keeps_operators: bool = False) -> Any:
-        """Run the call on the static inputs, from where the eager run began; ``record`` may be what runs it, and
-        records it: returns the recording then. Raises what the call raises."""
-        doing = "warming up with" if record is None else "capturing"
-        self.start_over(f"{doing} {self.request.size} rows")
+    def warm_up(self) -> None:
+        """Run the call on the static inputs, from where the eager run began. Raises what the call raises."""
+        self.start_over(f"warming up with {self.request.size} rows")
         self.load()
-        recording = self._run_watched(record, keeps_operators=keeps_operators or record is not None)
-        try:
-            self.eager.check_state()  # else the next run may write other memory
-        except BaseException:
-            if recording is not None:
-                recording.graph.reset()
-            raise
-        return recording
+        self._warming().make()
 
-    def _run_watched(self, record: _Record | None = None, *, keeps_operators: bool = False) -> Any:
-        """Run the call on what the static inputs hold, and note what it writes; gives what ``record`` recorded."""
-        request, self.runs_code, recording = self.request, True, None
-        views, specs = request.inputs.views(request.size), request.inputs.specs
-        tensor_names = TensorNames.of_arguments(views, specs) if keeps_operators else None
-        self.warm_run = EffectRecorder(request.options.state_limit_bytes, strict=True, tensor_names=tensor_names)
-        with uncached_casts():
-            if record is not None:
-                _, recording = record(self.warm_run, request.static_values())
-            else:
-                with as_recorded(request.backend), self.tracing(), self.warm_run.saving_host_access():
-                    output = copy_context().run(request.call, request.static_values())
-                self.warm_run.note_outputs(self.eager.open_outputs(output))
+    def record_at_once(self) -> Recording:
+        """``warm_up`` and ``record`` in one run, on a backend whose capture executes. Raises ``CaptureError``."""
+        request, eager = self.request, self.eager
+        self.start_over(f"capturing {request.size} rows")
+        self.load()
+        before = map(storage_key, filter(is_strided, (*tensors_in(request.static_values()), *request.tensors)))
+        existed = existing_storages(eager.trace.walk, eager.effects.outside, eager.effects.made_storages(), before)
+        reads = queries_capture(eager.trace) or eager.metadata_read(compares=bool(eager.effects.equated))
+        is_traced = bool(request.is_padded or request.has_gaps or reads)
+        return self._warming(existed, is_traced=is_traced).record()
+
+    def record(self) -> Recording:
+        """Record the call, from where the eager run began. Raises ``CaptureError``.
+
+        Nothing is watched where the eager run on the same inputs was the warm-up and did what the run of a graph did:
+        then the outputs lie where eager's did.
+        """
+        request, eager, warm_run = self.request, self.eager, self.warm_run
+        self.start_over(f"capturing {request.size} rows")
+        values = request.static_values()
+        existing = set(warm_run.outside) | warm_run.made_storages() | set(map(storage_key, filter(is_tensor, values)))
+        watch: MemoryWatch | None = None
+        if request.is_piecewise:
+            watch = BreakWatch(request, existing, eager.trace.walk)
+        elif eager.like is None or not eager.warms_up:
+            watch = MemoryWatch(existing.__contains__)
+        alike = (eager.effects, eager.opened) if watch is None else None
+        return self._run(values, watch, lambda _: None).record(alike)
+
+    def _warming(self, existed: Callable[[int], bool] | None = None, *, is_traced: bool = True) -> CallRun[None]:
+        """A run on what the static inputs hold, which notes what it writes."""
+        request = self.request
+        self.warm_run = recorder_of(request, request.inputs.views(request.size), existed)
+        return self._run(request.static_values(), self.warm_run, self._note_warm_run, is_traced=is_traced)
+
+    def _note_warm_run(self, output: Any) -> None:
+        self.warm_run.note_outputs(output)
         self.eager.draws |= self.warm_run.uses_rng
         if self.eager.like is None:
-            self.traced.add(request.size)
-        return recording
+            self.traced.add(self.request.size)
 
-    def tracing(self) -> AbstractContextManager[Any]:
-        """Traces the code of a further run, unless that of the eager run was not traced."""
-        return self.eager.trace if self.eager.like is None else nullcontext()
+    def _run(
+        self,
+        values: Sequence[Any],
+        watch: MemoryWatch | None,
+        read: Callable[[Any], _T],
+        *,
+        runner: Runner | None = None,
+        is_traced: bool = True,
+    ) -> CallRun[_T]:
+        """A further run, whose code is traced unless that of the eager run was not."""
+        self.runs_code, eager = True, self.eager
+        trace = eager.trace if is_traced and eager.like is None else None
+        return CallRun(self.request, values, watch, eager.open_outputs, read, trace, runner, eager.check_state)
 
     def run_and_undo(
         self,
-        effects: EffectRecorder,
         values: Sequence[Any],
-        read: Callable[[Any], _T],
+        read: Callable[[EffectRecorder, Any], _T],
+        arguments: Sequence[torch.Tensor] | None = None,
+        *,
         runner: Runner | None = None,
         is_traced: bool = True,
     ) -> _T:
-        """What ``read`` gives of the output of a run on these values, of which nothing stays. ``runner`` runs its
-        operators.
+        """What ``read`` gives of what has watched a run on these values, of which nothing stays, and of its output. The
+        operators are noted if its ``arguments`` are given. ``runner`` runs them.
 
         Raises what the call raises, and ``CaptureError`` if it changes Python state or draws where no graph draws.
         """
-        request, eager, has_kept_state = self.request, self.eager, False
-        self.runs_code = True
-        within = copy_context().run
+        walk: StateWalk | None = self.eager.trace.walk
+        effects = recorder_of(self.request, arguments)
         try:
-            tracing = self.tracing() if is_traced else nullcontext()
-            with uncached_casts(), as_recorded(request.backend), tracing, effects.saving_host_access(runner):
-                output = within(request.call, values)
-            within(eager.check_state)
-            has_kept_state = True
-            return read(eager.open_outputs(output))
+            run = self._run(values, effects, partial(read, effects), runner=runner, is_traced=is_traced)
+            found = run.make()
+            walk = None  # nothing of it has changed
+            return found
         finally:
-            undo_run(request, effects, eager.rng_before, None if has_kept_state else eager.trace.walk)
-
-    def try_and_undo(self, effects: EffectRecorder, values: Sequence[Any], read: Callable[[Any], _T]) -> _T | None:
-        """``run_and_undo`` for values that the callable may not take; None if it failed."""
-        try:
-            return self.run_and_undo(effects, values, read)
-        except Exception as error:
-            if ends_capture(self.request.backend, error):
-                raise
-            return None
+            undo_run(self.request, effects, self.eager.rng_before, walk)
 
     def replay(self, entry: CUDAGraphEntry) -> None:
         """Replay what the static inputs hold. Raises ``ReplayError``, and what says that no memory is left."""
@@ -180,7 +187,7 @@ class CaptureAttempt:
         self.start_over(stage)
         if entry.mode is CUDAGraphMode.PIECEWISE or any(region.indices for region in self.warm_run.regions):
             self.load(rows, padding)
-            self._run_watched()
+            self._warming().make()
             check_padding_writes(request, self.eager, self.warm_run.regions)
             self.start_over(stage)
         self.load(rows, padding)

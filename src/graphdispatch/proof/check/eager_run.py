@@ -8,23 +8,18 @@ Note [a run that is not traced]
 
 import logging
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from contextvars import copy_context
-from dataclasses import dataclass, field
-from operator import call
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
-from ...backends.base import Graph
 from ...backends.host_reads import CAPTURE_QUERIES
 from ...backends.operator_mode import reveal_operators
 from ...backends.operators import is_strided, storage_key, tensors_in
-from ...backends.tracing import uncached_casts
 from ...errors import CaptureError, error_of_signal
 from ...reasons import Reason
 from ...runtime.attributes import attribute_table
@@ -37,75 +32,136 @@ from ..state.objects import CONSTANTS, own_attributes
 from ..state.reads import CodeNotes, metadata_names
 from ..state.walk import StateWalk
 from ..watch.bytecode import original_of
-from ..watch.effects import EffectRecorder, retry_once, undo
+from ..watch.effects import EffectRecorder, Ending, retry_once, undo
 from ..watch.operator_trace import TensorNames
 from ..watch.trace import CodeTrace
-from .failures import failed_result
+from .failures import failed_result, running_frames
 from .licence import LikeGraph
 from .output_objects import Opener, objects_in
+from .run import CallRun, Recording
 
 _log = logging.getLogger("graphdispatch")
 
 
-class Recording(NamedTuple):
-    """A captured graph, and the outputs in its memory."""
+class WatchedTooLittleError(CaptureError):
+    """A run was watched too little for a graph; one that is watched closely will show whether there is one."""
 
-    graph: Graph
-    outputs: Any
-    is_own: list[bool]
-    """For each output tensor, whether it lies in the graph's memory or in a static input."""
-    firsts: list[int]
-    """For each output tensor, the place of the first one that is the same object."""
-    given: list[int | None]
-    """For each output tensor, the position of the argument that it is."""
+    def __init__(self, what: str) -> None:
+        super().__init__(what, Reason.CAPTURE_WAITS)
 
 
-@dataclass
 class EagerRun:
     """One watched run on the real rows: its answer, what it wrote, and the random generator before and after."""
 
-    answer: Any
-    values: Sequence[Any]
-    """The leaves of the call; ``Leaves`` where it had dicts or lists, which it may have changed."""
-    arguments: list[torch.Tensor]
-    """The tensors that it was given, in the order of the request's input specs: the caller's, or the static inputs."""
-    effects: EffectRecorder
-    rng_before: Any
-    rng_after: Any
-    draws: bool
-    """Whether it drew from the device's default generator, or may have; else nobody touches that generator."""
-    trace: CodeTrace
-    """The code that the run executed, and the Python state as it was before."""
-    changed: str | None = None
-    """What Python state the run changed, in words, or None."""
-    unseen: str | None = None
-    """What state it advanced that cannot be put back, in words, or None."""
-    warms_up: bool = False
-    """Whether it ran on the static inputs, as the recording will."""
-    like: LikeGraph | None = None
-    """The graph whose code it ran, so that it was not traced."""
-    recording: Recording | None = None
-    """What was recorded of it, if it was recorded."""
-    open_outputs: Callable[[Any], Any] = field(init=False)
-    """Opens the objects among the outputs of a run that this run did not meet: see Note [objects among outputs]."""
-    opened: Any = field(init=False)
-    """The answer as ``open_outputs`` gives it."""
-    outputs: list[torch.Tensor] = field(init=False)
-    """Copies of the output tensors, in order."""
-    written_inputs: dict[int, torch.Tensor] = field(init=False)
-    """Copies of the arguments that the run wrote to, by index in the request's input specs."""
+    def __init__(
+        self,
+        request: CaptureRequest,
+        like: LikeGraph | None,
+        *,
+        on_static_inputs: bool = False,
+        records: bool = False,
+        may_refuse: bool = False,
+    ) -> None:
+        self._request, self._records = request, records
+        self.like = like
+        """The graph whose code it runs, so that it is not traced."""
+        self.started = request.clock() if records else 0.0
+        """When it began, if it is recorded; by the request's clock."""
+        self.rng_before: Any = request.backend.rng_state()
+        self.rng_after: Any = None
+        walk = StateWalk(*(roots_of(request) if like is None else ()))
+        self.trace = CodeTrace(
+            walk,
+            skips_breaks=request.is_piecewise,
+            within=FlatCall.__call__.__code__,
+            spares=not request.keep_effects,
+        )
+        """The code that the run executes, and the Python state as it was before."""
+        self.refusal = refusal = _Refusal(request, self.trace)
+        self.open_outputs = Opener(walk.has_met).open
+        """Opens the objects among the outputs of a run: see Note [objects among outputs]."""
+        self.answer: Any = None
+        self.has_answered = False
+        self.changed: str | None = None
+        """What Python state the run changed, in words, or None."""
+        self.unseen: str | None = None
+        """What state it advanced that cannot be put back, in words, or None."""
+        self.draws = False
+        """Whether it drew from the device's default generator, or may have; else nobody touches that generator."""
+        self.recording: Recording | None = None
+        """What was recorded of it, if it was recorded."""
+        self.values, self.arguments = _values_of_run(request, on_static_inputs=on_static_inputs)
+        """The leaves of the call (``Leaves`` where it had dicts or lists, which it may have changed); and the tensors
+        that it was given, in the order of the request's input specs: the caller's, or the static inputs."""
+        self.warms_up = on_static_inputs
+        """Whether it ran on the static inputs, as the recording will."""
+        known = map(storage_key, filter(is_strided, (*self.arguments, *request.tensors)))
+        existed = existing_storages(walk, known) if records and like is None else None
+        ending = Ending(refusal.note, refusal.is_due if may_refuse else None) if request.keep_effects else None
+        self.effects = recorder_of(request, self.arguments if on_static_inputs else None, existed, ending)
 
-    def __post_init__(self) -> None:
-        self.open_outputs = Opener(self.trace.walk.has_met).open
+    def make(self) -> None:
+        """Run the call, and note what that did. Raises what the call raises, and what keeps it from being noted."""
+        walk = self.trace.walk
+        seen = [*self.arguments, *walk.tensors]
+        forms, open_outputs = _forms_of(seen), self.open_outputs if self._records else None
+        trace = self.trace if self.like is None else None
+        call = CallRun(self._request, self.values, self.effects, open_outputs, self._answer, trace, is_eager=True)
+        self.recording = call.record() if self._records else call.make()
+        if self.refusal.result is not None:
+            return
+        self.rng_after = self._request.backend.rng_state()
+        self.changed, self.unseen = call.within(walk.change), walk.drew()
+        if self.changed is None and _forms_of(seen) != forms:
+            self.changed = "the class of a tensor, whether it requires a gradient, or which tensor it is (swap_tensors)"
+        for region in self.effects.regions:
+            region.after = region.read().clone()
+        self.draws = self.effects.uses_rng or pads_by_code(self._request)
+        may_draw = self.effects.runs_custom or self.trace.ran_torch_random
+        self.draws |= may_draw and not torch.equal(self.rng_before, self.rng_after)
+        self.warms_up &= not queries_capture(self.trace if self.like is None else self.like.guard.notes)
         self.opened = self.open_outputs(self.answer)
+        """The answer as ``open_outputs`` gives it."""
         self.outputs = [tensor.detach().clone() for tensor in tensors_in(self.opened)]
+        """Copies of the output tensors, in order."""
         written = ((i, value) for i, value in enumerate(self.arguments) if self.effects.writes_to(value))
         self.written_inputs = {i: value.detach().clone() for i, value in written}
+        """Copies of the arguments that the run wrote to, by index in the request's input specs."""
+        if not self._records:
+            self.effects.note_outputs(self.opened)
 
-    @property
-    def runs_compiled(self) -> bool:
-        """Whether it ran code of torch's compiler, which may compile again in a further run, and reads on the host."""
-        return any(original_of(code) is not None for code in self.trace.codes.values())
+    def _answer(self, output: Any) -> None:
+        """Take the answer; of a recorded run with copies of what will lie in the graph's memory.
+
+        Raises what keeps a graph from giving the outputs of a recorded run. Two runs are needed where the code keeps
+        something out of sight (a cache), and where it returns objects: these may be new in the first run alone.
+        """
+        self.has_answered, self.answer = True, output
+        if not self._records:
+            return
+        effects = self.effects
+        check_outputs(output, effects, self.trace.walk if self.like is None else None, self.arguments)
+        kept = effects.made_storages().difference(map(storage_key, tensors_in(output)))
+        if self.like is None and (kept or objects_in(output) is not None):
+            raise WatchedTooLittleError("a second run shows what the call makes each time")
+        effects.note_outputs(output)
+        with _disable_current_modes():
+            self.answer = tree_map_only(torch.Tensor, lambda one: _copied(one) if effects.made(one) else one, output)
+
+    def why_not(self, error: BaseException) -> CaptureResult | None:
+        """Why a run that failed gives no graph; None for an error that passes through."""
+        request = self._request
+        if not isinstance(error, Exception) or error_of_signal(error) is not None:
+            return None
+        if isinstance(error, CaptureError) and self.trace.refusal() is not None:
+            return failed_result(request, None, error, "")
+        if self.has_answered:
+            return failed_result(request, None, error, "noting what the eager run did")
+        if self._records:  # what is not recorded may do more, or say what the callable raises
+            return failed_result(request, None, WatchedTooLittleError(f"a recorded run failed: {error}"), "")
+        if self.effects.given_up is not None and not request.keep_effects:
+            return failed_result(request, None, error, "saving what it overwrites")
+        return None
 
     @property
     def may_do_otherwise(self) -> bool:
@@ -114,12 +170,11 @@ class EagerRun:
         if self.like is not None:
             return False
         reads_more = self.metadata_read(compares=bool(self.effects.equated))
-        return bool(reads_more) or self.runs_compiled or queries_capture(self.trace)
+        return bool(reads_more) or runs_compiled(self.trace) or queries_capture(self.trace)
 
     def check_state(self) -> None:
         """Raise ``CaptureError`` if a run since then changed Python state, or drew where no graph draws."""
-        _check_python_state(self.trace.walk.change())
-        _check_draws(self.trace.walk.drew())
+        _check_state(self.trace.walk.change(), self.trace.walk.drew())
 
     def metadata_read(self, *, compares: bool) -> list[str]:
         """The names of what its code reads of arguments besides values; ``compares``: whether Python compared such
@@ -137,6 +192,33 @@ class EagerRun:
         return ArgumentMetadata(names, values, guard.tensors)
 
 
+class _Refusal:
+    """What the caller's own run shows against a graph of it, while it goes on undisturbed."""
+
+    def __init__(self, request: CaptureRequest, trace: CodeTrace) -> None:
+        self._request, self._trace = request, trace
+        self.result: CaptureResult | None = None
+        """Why there can be no graph, once the run has shown it."""
+
+    def is_due(self, at_read: bool) -> bool:
+        """Whether a graph would hold the code that runs now: no break, nor what runs beside the call; nor code that may
+        do otherwise where somebody captures, or once it is compiled. What the host reads past the dispatcher a graph of
+        a device may leave alone."""
+        trace, is_seen = self._trace, self._request.backend.capture_executes or not at_read
+        return is_seen and not (trace.is_in_break() or queries_capture(trace) or runs_compiled(trace))
+
+    def note(self, error: Exception) -> None:
+        """No graph can be made of the run: nothing more of it is traced."""
+        stage = "" if isinstance(error, CaptureError) else "saving what it overwrites"
+        self.result = failed_result(self._request, None, error.with_traceback(running_frames()), stage)
+        error.with_traceback(None)
+        self._trace.end()
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
 def roots_of(request: CaptureRequest) -> list[Any]:
     """Where the Python state of the call begins: the callable, and the arguments that are not copied."""
     copied = set(request.inputs.positions)
@@ -144,111 +226,54 @@ def roots_of(request: CaptureRequest) -> list[Any]:
     return [request.call.fn, *(value for value in kept if not issubclass(type(value), CONSTANTS))]
 
 
-def run_eagerly(
-    request: CaptureRequest,
-    *,
-    on_static_inputs: bool = False,
-    like: LikeGraph | None = None,
-    record: Callable[..., tuple[Any, Recording]] | None = None,
-) -> EagerRun | CaptureResult:
+def run_eagerly(request: CaptureRequest, like: LikeGraph | None, **how: bool) -> EagerRun | CaptureResult:
     """Run the call on the real rows, and watch what it writes; its code, too, unless that is ``like`` a graph's.
 
-    With ``on_static_inputs`` it runs on these, after loading a full batch; so it is a warm-up, too. There ``record``
-    may be what runs it, and records it.
+    ``how``: with ``on_static_inputs`` it runs on these, after loading a full batch; so it is a warm-up, and may be
+    recorded if it ``records``. If it ``may_refuse``, nothing more is watched of the caller's own run once that did what
+    no graph can hold.
     An error of the callable passes through. If the request does not want the effects, they are undone on every way out
-    by an error. A ``CaptureResult`` says why there can be no graph: the batch could not be loaded, what the run
-    overwrites could not be saved, or what it did could not be noted (no memory left). ``CAPTURE_WAITS``: a run that is
-    not recorded may show more.
+    by an error. A ``CaptureResult`` says why there can be no graph: the batch could not be loaded, the run did what no
+    graph can hold, or what it did could not be saved or noted (no memory left). ``CAPTURE_WAITS``: a run that is not
+    recorded may show more.
     """
-    before = request.backend.rng_state()
-    walk = StateWalk(*(roots_of(request) if like is None else ()))
-    trace = CodeTrace(
-        walk,
-        skips_breaks=request.is_piecewise,
-        within=FlatCall.__call__.__code__,
-        spares=not request.keep_effects,
-    )
-    if (refusal := trace.refusal()) is not None:
-        return failed_result(request, None, refusal, "")
     reveal_operators(request.backend.device)
-    # Context variables that a run made only for the graph sets are set in a copy, since nobody could unset them.
-    within: Callable[..., Any] = call if request.keep_effects else copy_context().run
     try:
-        values, arguments = _values_of_run(request, on_static_inputs=on_static_inputs)
+        run = EagerRun(request, like, **how)
     except Exception as error:
         if not request.keep_effects and error_of_signal(error) is None:
             return failed_result(request, None, error, "copying the batch into the static inputs")
         raise
-    effects = EffectRecorder(
-        request.options.state_limit_bytes,
-        strict=not request.keep_effects,
-        tensor_names=TensorNames.of_arguments(arguments, request.inputs.specs) if on_static_inputs else None,
-    )
-    answer, recording, has_run, other_form = None, None, False, _changes_of_form([*arguments, *walk.tensors])
     try:
-        with uncached_casts() if on_static_inputs else nullcontext():
-            if record is not None:
-                answer, recording = record(
-                    request,
-                    effects,
-                    values,
-                    Opener(walk.has_met).open,
-                    **(_close_watch(request, effects, trace, arguments) if like is None else {}),
-                )
-            else:
-                with trace if like is None else nullcontext(), effects.saving_host_access():
-                    answer = within(request.call, values)
-        has_run = True
-        after, changed, drew = request.backend.rng_state(), within(walk.change) or other_form(), walk.drew()
-        for region in effects.regions if effects.unsaved is None else ():  # else some memory may be gone
-            region.after = region.read().clone()
-        draws = effects.uses_rng or _pads_by_code(request)
-        draws |= (effects.runs_custom or trace.ran_torch_random) and not torch.equal(before, after)
-        warms_up = on_static_inputs and not queries_capture(like.guard.notes if like is not None else trace)
-        run = EagerRun(
-            answer, values, arguments, effects, before, after, draws, trace, changed, drew, warms_up, like, recording
-        )
-        if recording is None:
-            effects.note_outputs(run.opened)
+        run.make()
+        result = run.refusal.result
     except BaseException as error:
         if not request.keep_effects:
-            undo_run(request, effects, before, walk)
-        if recording is not None:
-            recording.graph.reset()
-        result = _without_graph(request, error, effects, trace, has_run=has_run, is_recorded=record is not None)
+            undo_run(request, run.effects, run.rng_before, run.trace.walk)
+        if run.recording is not None:
+            run.recording.graph.reset()
+        result = run.why_not(error)
         if result is None:
             raise
-        result.answer = answer
+    if result is not None:
+        result.answer = run.answer
         return result
-    trace.spares = True
+    run.trace.spares = True
     return run
 
 
-class _WatchedTooLittleError(CaptureError):
-    """One run does not show whether a graph can hold the call."""
-
-
-def _wants_close_watch(error: Exception) -> bool:
-    """Whether a run that was recorded failed in a way that another one, which is not, may explain: in the callable."""
-    frames = traceback.walk_tb(error.__traceback__)
-    is_of_call = any(frame.f_code is FlatCall.__call__.__code__ for frame, _ in frames)
-    return is_of_call or isinstance(error, _WatchedTooLittleError)
-
-
-def _close_watch(
-    request: CaptureRequest, effects: EffectRecorder, trace: CodeTrace, arguments: Sequence[torch.Tensor]
-) -> dict[str, Any]:
-    """How a run is recorded, if none was watched before. It raises where two runs are needed: what the code keeps out
-    of sight (a cache), and objects that it returns, may be new in the first run alone."""
-
-    def check(output: Any) -> None:
-        check_outputs(output, effects, trace.walk, arguments)
-        kept = effects.made_storages().difference(map(storage_key, tensors_in(output)))
-        if kept or objects_in(output) is not None:
-            raise _WatchedTooLittleError("a second run shows what the call makes each time", Reason.CAPTURE_UNSAFE)
-
-    existed = existing_storages(trace.walk, map(storage_key, filter(is_strided, (*arguments, *request.tensors))))
-    return {"existed": existed, "tracing": trace, "check": check}
+def recorder_of(
+    request: CaptureRequest,
+    arguments: Sequence[torch.Tensor] | None = None,
+    existed: Callable[[int], bool] | None = None,
+    ending: Ending | None = None,
+) -> EffectRecorder:
+    """What watches one run; given the ``arguments``, it keeps the operators. The run must be undone, unless the watch
+    has an ``ending``."""
+    names = None if arguments is None else TensorNames.of_arguments(arguments, request.inputs.specs)
+    return EffectRecorder(
+        request.options.state_limit_bytes, strict=ending is None, tensor_names=names, existed=existed, ending=ending
+    )
 
 
 def existing_storages(walk: StateWalk, *known: Iterable[int]) -> Callable[[int], bool]:
@@ -272,46 +297,18 @@ def _forms_of(tensors: Iterable[torch.Tensor]) -> list[tuple[type, bool, int]]:
         return [(type(one), one.requires_grad, one._cdata) for one in tensors]
 
 
-def _changes_of_form(tensors: Sequence[torch.Tensor]) -> Callable[[], str | None]:
-    """What tells later, in words, which of the things changed that code sets of tensors without an operator."""
-    before = _forms_of(tensors)
-    changed = "the class of a tensor, whether it requires a gradient, or which tensor it is (swap_tensors)"
-    return lambda: changed if _forms_of(tensors) != before else None
-
-
-def _without_graph(
-    request: CaptureRequest,
-    error: BaseException,
-    effects: EffectRecorder,
-    trace: CodeTrace,
-    *,
-    has_run: bool,
-    is_recorded: bool,
-) -> CaptureResult | None:
-    """Why an eager run that failed gives no graph; None for an error that passes through."""
-    if not isinstance(error, Exception) or error_of_signal(error) is not None:
-        return None
-    if isinstance(error, CaptureError) and trace.refusal() is not None:
-        return failed_result(request, None, error, "")
-    if has_run:
-        return failed_result(request, None, error, "noting what the eager run did")
-    if is_recorded:
-        return (
-            CaptureResult(None, None, Reason.CAPTURE_WAITS)
-            if _wants_close_watch(error)
-            else failed_result(request, None, error, "recording")
-        )
-    if not request.keep_effects and effects.unsaved is not None:
-        return failed_result(request, None, error, "saving what it overwrites")
-    return None
-
-
 def queries_capture(notes: CodeNotes) -> bool:
     """Whether the code queries torch whether anyone captures, and so may do something else meanwhile."""
     return any(id(code) in notes.codes for code in CAPTURE_QUERIES)
 
 
-def _pads_by_code(request: CaptureRequest) -> bool:
+def runs_compiled(notes: CodeNotes) -> bool:
+    """Whether the code is of torch's compiler."""
+    return any(original_of(code) is not None for code in notes.codes.values())
+
+
+def pads_by_code(request: CaptureRequest) -> bool:
+    """Whether code of the user pads the batch."""
     return request.is_padded and any(pad.runs_code for spec in request.inputs.specs for pad in spec.pads)
 
 
@@ -344,21 +341,13 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
 
     Call it before anything is run again: a run that cannot be undone must not be repeated.
     """
-    unsaved = eager.effects.unsaved
-    if isinstance(unsaved, CaptureError):
-        raise unsaved
-    if unsaved is not None:
-        raise CaptureError(
-            f"saving what the call overwrites failed: {unsaved}", request.backend.classify_error(unsaved)
-        )
     if not torch.is_inference_mode_enabled() and any(one.target.is_inference() for one in eager.effects.regions):
         raise CaptureError(
             "the call writes to a tensor that was made in inference mode, and is made outside of it; call it within "
             "torch.inference_mode()",
             Reason.CAPTURE_UNSAFE,
         )
-    _check_python_state(eager.changed)
-    _check_draws(eager.unseen)
+    _check_state(eager.changed, eager.unseen)
     if eager.trace.walk.overflow is not None:
         raise CaptureError(
             f"the call reaches too many Python objects to watch them all, at {eager.trace.walk.overflow}; keep large "
@@ -378,7 +367,7 @@ def check_may_capture(request: CaptureRequest, eager: EagerRun) -> None:
             Reason.STATE_REBOUND,
         )
     _check_reads(request, eager)
-    if eager.recording is None or eager.like is not None:
+    if eager.recording is None:
         walk = eager.trace.walk if eager.like is None else None
         check_outputs(eager.opened, eager.effects, walk, eager.arguments)
 
@@ -416,15 +405,6 @@ def check_outputs(
                 f"an output carries the attributes {given}, which no replay would set; return them beside it",
                 Reason.OUTPUT_UNSUPPORTED,
             )
-
-
-def _check_draws(drew: str | None) -> None:
-    """Raise ``CaptureError`` if a run drew from a generator that no graph draws from; ``drew`` says which."""
-    if drew is not None:
-        raise CaptureError(
-            f"the call draws from {drew}, and a graph would keep the numbers of its capture; draw with torch",
-            Reason.STATE_UNSEEN,
-        )
 
 
 def _check_reads(request: CaptureRequest, eager: EagerRun) -> None:
@@ -472,12 +452,18 @@ def _package_code() -> CodeType | None:
     return getattr(vars(kind).get("__call__"), "__code__", None)
 
 
-def _check_python_state(changed: str | None) -> None:
-    """Raise ``CaptureError`` if a run changed Python state; ``changed`` says what, in words."""
+def _check_state(changed: str | None, drew: str | None) -> None:
+    """Raise ``CaptureError`` if a run changed Python state, or drew from a generator that no graph draws from; the two
+    say what, and from which."""
     if changed is not None:
         raise CaptureError(
             f"the call changes Python state: {changed}; keep it in a tensor and write that in place "
             "(self.x.copy_(...)), or a graph would go on using the old value; if its first run alone does that, call "
             "it once before a prewarm",
             Reason.STATE_REBOUND,
+        )
+    if drew is not None:
+        raise CaptureError(
+            f"the call draws from {drew}, and a graph would keep the numbers of its capture; draw with torch",
+            Reason.STATE_UNSEEN,
         )

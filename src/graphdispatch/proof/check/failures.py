@@ -1,12 +1,15 @@
 """Why a capture or a comparison failed: its reason, in words, with a remedy."""
 
 import logging
+import sys
+from types import FrameType, TracebackType
 from typing import Any
 
 from torch import nn
 
 from ...errors import GraphDispatchError, ReplayError, VerificationError
 from ...reasons import Reason
+from ...runtime.flatten import FlatCall
 from ...runtime.request import CaptureRequest, CaptureResult
 from .piecewise import is_check_of_distribution, optimizer_within, places_within
 
@@ -29,6 +32,15 @@ def failed_result(request: CaptureRequest, answer: Any, error: Exception, stage:
     detail += advice(request, error, reason)
     _log.debug("no graph for %s: %s", request.key, detail)
     return CaptureResult(answer, None, reason, detail, error)
+
+
+def running_frames() -> TracebackType | None:
+    """The frames of the running call, as the traceback that an error raised here would bring out of it."""
+    frame: FrameType | None = sys._getframe(1)
+    found: TracebackType | None = None
+    while frame is not None and frame.f_code is not FlatCall.__call__.__code__:
+        found, frame = TracebackType(found, frame, frame.f_lasti, frame.f_lineno), frame.f_back
+    return found
 
 
 _OF_A_MISSING_ENTRY = (

@@ -39,7 +39,6 @@ from ...runtime.entry import CUDAGraphEntry
 from ...runtime.outputs import first_rows
 from ...runtime.request import CaptureRequest
 from ...sizes import Axis, extents_text, lengths_of, pack
-from ..watch.effects import EffectRecorder
 from ..watch.operator_trace import OperatorTrace
 from .attempt import CaptureAttempt, ends_capture
 from .compare import coarsest, difference, tolerance_for
@@ -135,14 +134,11 @@ class PaddingReplays:
         """How a replay differs from eager for other real elements, in words: see Note [what real elements hide]."""
         for name, real in self._other_reals(kept):
             alone = [spec.cut(value, self._rows).clone() for spec, value in zip(self._specs, real, strict=True)]
-            effects = EffectRecorder(self._request.options.state_limit_bytes, strict=True)
             self._attempt.start_over("running eager on other elements")
-            want = self._attempt.try_and_undo(
-                effects, self._request.values_with(alone), lambda output: [t.clone() for t in tensors_in(output)]
-            )
-            if want is None:
-                continue
-            try:
+            try:  # the callable may not take such values
+                want = self._attempt.run_and_undo(
+                    self._request.values_with(alone), lambda _, output: [t.clone() for t in tensors_in(output)]
+                )
                 self._attempt.replay_with(self._entry, self._rows, Padding(name, [], real, self._along))
             except Exception as error:
                 if ends_capture(self._request.backend, error):

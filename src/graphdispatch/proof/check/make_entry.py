@@ -17,16 +17,16 @@ from ...runtime.overlap import Spans
 from ...runtime.request import CaptureRequest
 from ...sizes import Axis, pack
 from ..state.guards import StateGuard
-from ..watch.effects import EffectRecorder
 from ..watch.operator_trace import OperatorTrace
 from .attempt import CaptureAttempt
 from .compare import check_aliases
-from .eager_run import Recording, check_may_capture, roots_of
+from .eager_run import check_may_capture, roots_of
 from .licence import Verification, kept, shown_of
 from .output_objects import objects_in
 from .output_rule import check_rule, check_values, learn_output_rule
 from .piecewise import PiecewiseGraph
 from .row_proof import RowsShown
+from .run import Recording
 
 _FEWEST = 2  # rows of a batch that may be too few for a callable if there is one less
 
@@ -222,9 +222,8 @@ def _outputs_of(attempt: CaptureAttempt, rows: int) -> Any:
     attempt.start_over(f"probing the outputs with {rows} rows")
     pairs = zip(request.inputs.specs, request.arguments(), strict=True)
     values = request.values_with(spec.repeated(value, rows) for spec, value in pairs)
-    effects = EffectRecorder(request.options.state_limit_bytes, strict=True)
     try:
-        return attempt.run_and_undo(effects, values, lambda output: output)
+        return attempt.run_and_undo(values, lambda _, output: output)
     except CaptureError:
         raise
     except Exception as error:

@@ -17,11 +17,11 @@ A graph of a further size is proven by the run that proved the first one. Python
 is not traced again: it is warmed up, recorded and compared.
 
 Where nobody waits for eager's answer and a capture executes what it records, one watched run is the eager run, the
-warm-up and the recording. Of the first graph there are two as soon as its code may do something else where nobody
-records it. A value that changes from run to run agrees with itself then: so the first graph of a prewarm serves no
-batch, not even that of its capture, before it agreed with another run. A value that changes with the size is among the
-numbers of the operators: where these are not those of a graph that agreed with eager on two batches, a second batch is
-compared.
+warm-up and the recording. Another one is made, and watched closely, where the code may do something else if nobody
+records it, or is not what it was for another size (``_watched_enough``). A value that changes from run to run agrees
+with itself then: so the first graph of a prewarm serves no batch, not even that of its capture, before it agreed with
+another run. A value that changes with the size is among the numbers of the operators: where these are not those of a
+graph that agreed with eager on two batches, a second batch is compared.
 
 Note [kernels that round otherwise]
     Libraries choose a kernel by the number of rows, and each adds up in an order of its own. A deep model in bfloat16
@@ -46,17 +46,16 @@ from ...runtime.rules import graph_name
 from ...runtime.windows import WINDOWS
 from ..state.guards import StateGuard
 from ..watch.effects import EffectRecorder, Region
-from ..watch.operator_trace import OperatorTrace, TensorNames
+from ..watch.operator_trace import OperatorTrace
 from .attempt import CaptureAttempt
 from .compare import check_padding_writes, check_replay
-from .eager_run import check_may_capture, queries_capture, run_eagerly
+from .eager_run import WatchedTooLittleError, check_may_capture, queries_capture, run_eagerly, runs_compiled
 from .failures import advice, failed_result
 from .gain import measure_gain, seconds_of
 from .lengths import replay_other_padding
 from .licence import LikeGraph, RowProof, shown_of
 from .make_entry import grow_guard, make_entry
 from .output_rule import check_values
-from .recording import record, record_at_once, record_watched
 from .row_proof import RowsShown, proof_of, prove_rows, speak_for_batch
 
 _UNLIKE = "the call did not do what calls of other sizes did; the next one is watched closely"
@@ -97,10 +96,7 @@ def _in_window(request: CaptureRequest, entry: CUDAGraphEntry | None) -> Capture
             pause = paused_collector(request.options.gc_disable)
             with pause, request.pool.lock, request.backend.watched(), span:
                 request.pool.order_after_last_use()
-                result = _run(request, entry, at_once=_records_warm_ups(request))
-                if result.reason is Reason.CAPTURE_WAITS and not request.keep_effects:
-                    result = _run(request, entry, at_once=False)  # now watched closely
-                return result
+                return _watched_enough(request, entry)
     answer = None
     if request.keep_effects:
         run = WINDOWS.begin(lambda: request.reach)
@@ -111,28 +107,38 @@ def _in_window(request: CaptureRequest, entry: CUDAGraphEntry | None) -> Capture
     return CaptureResult(answer, None, Reason.STATE_SHARED, Reason.STATE_SHARED.text)
 
 
-def _run(request: CaptureRequest, entry: CUDAGraphEntry | None, *, at_once: bool) -> CaptureResult:
-    """The eager run; then the capture or the comparison, after which one execution's effects are put back. A run that
-    is made only for the graph is recorded ``at_once``."""
-    is_for_graph = entry is None and not (request.keep_effects or request.has_gaps or request.is_padded)
+def _watched_enough(request: CaptureRequest, entry: CUDAGraphEntry | None) -> CaptureResult:
+    """The capture or comparison. The code of a run that is like a graph's is not traced, and a run that is made for the
+    graph's sake is recorded at once, where that is enough. If the run shows that it was not, it is made again and
+    watched closely; or, if it was the caller's own, the next one is."""
     like = _like(request, entry)
-    is_recorded = is_for_graph and at_once and (like is None or not queries_capture(like.guard.notes))
-    started = request.clock() if is_recorded else None
+    records = _records_warm_ups(request) and (like is None or not queries_capture(like.guard.notes))
+    result = _run(request, entry, like, records=records)
+    if result.reason is not Reason.CAPTURE_WAITS:
+        return result
+    if like is not None and like.shown.proof is not None:
+        like.shown.proof.is_doubted = True
+    return result if request.keep_effects else _run(request, entry, None, records=False)
+
+
+def _run(
+    request: CaptureRequest, entry: CUDAGraphEntry | None, like: LikeGraph | None, *, records: bool
+) -> CaptureResult:
+    """The eager run; then the capture or the comparison, after which one execution's effects are put back."""
+    is_for_graph = entry is None and not (request.keep_effects or request.has_gaps or request.is_padded)
     eager = run_eagerly(
         request,
-        on_static_inputs=is_for_graph and (is_recorded or not _records_warm_ups(request)),
-        like=like,
-        record=record_watched if is_recorded else None,
+        like,
+        on_static_inputs=is_for_graph and (records or not _records_warm_ups(request)),
+        records=is_for_graph and records,
+        may_refuse=request.keep_effects and entry is None and like is None and not request.is_piecewise,
     )
     if isinstance(eager, CaptureResult):
-        return _watched_next(like, None) if eager.reason is Reason.CAPTURE_WAITS else eager
+        return eager
     attempt = CaptureAttempt(request, eager)
     try:
         if entry is None:
-            made = _capture(attempt, started)
-            if made is None:
-                return _watched_next(like, eager.answer)
-            return CaptureResult(eager.answer, made, Reason.CAPTURED_NOW)
+            return CaptureResult(eager.answer, _capture(attempt), Reason.CAPTURED_NOW)
         _verify(attempt, entry)
         if (padding := entry.licence.against_padding(request.rows)) is not None:
             return CaptureResult(eager.answer, entry, *padding)
@@ -173,43 +179,32 @@ def _records_warm_ups(request: CaptureRequest) -> bool:
     return request.backend.capture_executes and is_plain
 
 
-def _watched_next(like: LikeGraph | None, answer: Any) -> CaptureResult:
-    """The result of a call that was watched too little: there is a graph once one is watched closely."""
-    if like is not None and like.shown.proof is not None:
-        like.shown.proof.is_doubted = True
-    return CaptureResult(answer, None, Reason.CAPTURE_WAITS, _UNLIKE)
-
-
-def _capture(attempt: CaptureAttempt, started: float | None) -> CUDAGraphEntry | None:
-    """Warm up, prove, record and compare; returns a complete entry. None if the call's run was watched too little: its
-    code was to be like that of another graph, and is not, or it may do something else where nobody records it. What was
-    recorded already has ``started`` at that time.
+def _capture(attempt: CaptureAttempt) -> CUDAGraphEntry:
+    """Warm up, prove, record and compare; returns a complete entry.
 
     Raises ``CaptureError``, ``VerificationError`` or ``ReplayError`` if there can be no graph, and whatever the
-    callable raises in one of these runs.
+    callable raises in one of these runs. ``WatchedTooLittleError``: the code of the call's run was to be like that of
+    another graph, and is not, or it may do something else where nobody records it.
     """
     request, eager = attempt.request, attempt.eager
     recording, entry = eager.recording, None
     try:
         check_may_capture(request, eager)
         if recording is not None and eager.may_do_otherwise:
-            recording.graph.reset()
-            return None
-        started = request.clock() if started is None else started
-        if recording is None and _records_warm_ups(request) and not eager.runs_compiled:
-            recording = record_at_once(attempt)
+            raise WatchedTooLittleError("the call may do something else where nobody records it")
+        started = request.clock() if recording is None else eager.started
+        if recording is None and _records_warm_ups(request) and not runs_compiled(eager.trace):
+            recording = attempt.record_at_once()
         elif recording is None:
             for _ in range(request.options.warmup_iterations - eager.warms_up):
-                attempt.warm_up(keeps_operators=True)
+                attempt.warm_up()
         operators = attempt.warm_run.dispatched
         if request.has_gaps:
             _check_gaps(attempt, operators)
         proof = proof_of(request, operators)
         if eager.like is not None and proof is not eager.like.shown.proof:
-            if recording is not None:
-                recording.graph.reset()
-            return None
-        recording = recording or record(attempt)
+            raise WatchedTooLittleError(_UNLIKE)
+        recording = recording or attempt.record()
         shown = RowsShown(proof) if proof is not None else prove_rows(attempt, operators)
         entry = make_entry(attempt, recording, operators, shown, started)
         if request.options.verify:
@@ -261,16 +256,14 @@ def _check_gaps(attempt: CaptureAttempt, operators: OperatorTrace) -> None:
     memory, than for the static inputs. The eager run cannot tell: code may look whether a stream is captured."""
     request = attempt.request
     arguments = [copy_with_gaps(argument) for argument in request.arguments()]  # each in memory of its own
-    tensor_names = TensorNames.of_arguments(arguments, request.inputs.specs)
-    effects = EffectRecorder(request.options.state_limit_bytes, strict=True, tensor_names=tensor_names)
     attempt.start_over("running on arguments with gaps in memory")
 
-    def read(output: Any) -> OperatorTrace:
+    def read(effects: EffectRecorder, output: Any) -> OperatorTrace:
         effects.note_outputs(output)
         return effects.dispatched
 
     values = request.call.in_new_containers(request.values_with(arguments))
-    if not attempt.run_and_undo(effects, values, read).is_like(operators):
+    if not attempt.run_and_undo(values, read, arguments).is_like(operators):
         raise CaptureError(
             "the call does something else for an argument with gaps in memory than for one without; "
             "pass a contiguous one",

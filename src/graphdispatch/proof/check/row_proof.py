@@ -31,7 +31,7 @@ from ..rows.verdict import Verdict
 from ..state.reads import DIFFERENTIATES
 from ..watch.bytecode import code_reads
 from ..watch.effects import EffectRecorder
-from ..watch.operator_trace import OperatorTrace, TensorNames
+from ..watch.operator_trace import OperatorTrace
 from .attempt import CaptureAttempt, ends_capture
 from .licence import RowProof, shown_of
 
@@ -280,14 +280,9 @@ def _follow_path(attempt: CaptureAttempt, rows: int, *, is_traced: bool) -> tupl
         followed = {dim: axes.index(axis) for dim, axis in spec.spans if axes.index(axis) not in single}
         if followed:
             run.follow(value, followed)
-    effects = EffectRecorder(
-        request.options.state_limit_bytes,
-        strict=True,
-        tensor_names=TensorNames.of_arguments(values, request.inputs.specs),
-    )
     attempt.start_over(f"following {extents_text(axes, rows)} rows")
 
-    def read(output: Any) -> tuple[FollowedRun, Any]:
+    def read(effects: EffectRecorder, output: Any) -> tuple[FollowedRun, Any]:
         effects.note_outputs([run.plain_output(leaf) for leaf in tree_leaves(output)])
         operators = effects.dispatched
         return FollowedRun(rows, run.verdict(tensors_in(output)), operators, single), output
@@ -295,7 +290,7 @@ def _follow_path(attempt: CaptureAttempt, rows: int, *, is_traced: bool) -> tupl
     trace = attempt.eager.trace
     try:
         with trace.of_another_batch():
-            found = attempt.run_and_undo(effects, request.values_with(values), read, runner=run, is_traced=is_traced)
+            found = attempt.run_and_undo(request.values_with(values), read, values, runner=run, is_traced=is_traced)
         if space.has_left_path:  # the callable caught it
             raise LeftPathError
         return found

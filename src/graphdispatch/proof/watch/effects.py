@@ -9,21 +9,21 @@ Note [exactly once]
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch._ops import OpOverload
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from ...backends.base import Backend, Capture
-from ...backends.host_reads import EXPOSED, HostReads, Listening
-from ...backends.operator_mode import CompiledRegion, OperatorMode, PythonCalls
+from ...backends.base import Backend
+from ...backends.code_events import pause, resume
+from ...backends.host_reads import EXPOSED, HostReads, Listening, given_to_host
+from ...backends.operator_mode import CompiledRegion, PythonCalls
 from ...backends.operators import (
     WRITTEN_PLACES,
     OperatorKind,
@@ -31,23 +31,21 @@ from ...backends.operators import (
     bits_equal,
     check_geometry,
     draws,
-    forbidden,
     geometry,
     is_seeded,
     is_strided,
-    is_unsafe,
     keeps_elements,
     kind_of,
     per_operator,
     storage_key,
     tensors_in,
     unsafe,
-    user_line,
     view_key,
     written_tensors,
 )
 from ...errors import CaptureError, error_of_signal
 from ...reasons import Reason
+from .memory import MemoryWatch, Runner, why_not
 from .operator_trace import OperatorTrace, TensorNames
 
 
@@ -245,27 +243,23 @@ def retry_once(put_back: Callable[[], None], backend: Backend) -> None:
 _is_float = attrgetter("is_floating_point")
 
 
-class Runner(Protocol):
-    """Runs operators for a mode that sees them, which is entered in ``watching``: a ``Capture`` is one."""
+class Ending(NamedTuple):
+    """How the watch of a run ends that itself goes on, once no graph can be made of it."""
 
-    def watching(self, mode: OperatorMode) -> AbstractContextManager[object]:
-        """A block in which the mode sees each operator, and has the runner ``run`` it."""
-
-    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
-        """Run an operator; ``tensors`` are those among its arguments."""
-
-    def look_inside(
-        self, mode: OperatorMode, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run an operator's Python kernel within the mode."""
+    on_end: Callable[[Exception], None]
+    """Gets the reason, there and then."""
+    is_due: Callable[[bool], bool] | None = None
+    """Whether what no graph can hold ends it where the code is now: an operator, or if true a read by the host's code.
+    Without it that is not looked at."""
 
 
-class EffectRecorder(OperatorMode):
-    """Watches one run of a callable: saves what it overwrites, and notes the memory that it uses and did not make.
+class EffectRecorder(MemoryWatch):
+    """Watches one run of a callable, as ``MemoryWatch``, and saves what it overwrites.
 
-    ``limit_bytes`` bounds what is saved. If the limit is passed, or saving fails, the run goes on undisturbed but can
-    no longer be undone, and ``unsaved`` says why. ``strict`` is for runs that must be undone: the error is raised
-    before the write happens. With ``tensor_names`` it keeps its operators.
+    ``limit_bytes`` bounds what is saved. If the limit is passed, or saving fails, the run can no longer be undone, and
+    ``given_up`` says why; it goes on undisturbed, and nothing more is watched. ``strict`` is for runs that must be
+    undone: the error is raised before the write happens. With ``tensor_names`` it keeps its operators; ``ending`` is
+    for the caller's own run.
     """
 
     def __init__(
@@ -274,10 +268,13 @@ class EffectRecorder(OperatorMode):
         *,
         strict: bool = False,
         tensor_names: TensorNames | None = None,
+        existed: Callable[[int], bool] | None = None,
+        ending: Ending | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(existed)
         self.regions: list[Region] = []
-        self.unsaved: Exception | None = None
+        self.given_up: Exception | None = None
+        """Why no graph can be made of the run, if so; nothing of it was watched since."""
         self.uses_rng = False
         """Whether the run drew from a random generator."""
         self.reserves_memory = False
@@ -292,37 +289,27 @@ class EffectRecorder(OperatorMode):
         self.equated: set[tuple[int, ...]] = set()
         """Pairs of tensors, by ``id``, whose numbers it compared. Python does so with the entries of containers, unless
         they are one object."""
-        self.outside: dict[int, torch.Tensor] = {}
-        """One tensor for each storage that the run used and did not make, by the storage's key."""
         self._limit = limit_bytes
         self._strict = strict
         self._saved = 0
-        self._made: dict[int, StorageWeakRef] = {}
         self._saved_views: set[tuple[Any, ...]] = set()
         self._generators: dict[int, torch.Generator] = {}
         self._exposed: list[Region] = []
         self._is_inside = False
         """Whether an operator's Python kernel is running."""
-        self._runner: Runner | None = None
-        self._existed: Callable[[int], bool] | None = None
+        self._on_end, self._is_due = ending or Ending(lambda _: None)
 
     @contextmanager
-    def saving_host_access(
-        self, runner: Runner | None = None, existed: Callable[[int], bool] | None = None
-    ) -> Iterator[Self]:
-        """Enter it, and save what the host's code gets hold of. ``runner`` runs the operators: a capture in progress
-        records them, and a run whose rows are followed labels what they give.
-
-        ``existed`` says of a storage's key whether it was there before: a tensor of unknown origin raises then.
-        """
-        self._runner, self._existed = runner, existed
+    def watching(self, runner: Runner | None = None) -> Iterator[Self]:
+        """As of ``MemoryWatch``; saves what the host's code gets hold of, too."""
+        reads = HostReads(self._refuse_read) if self._is_due is not None else nullcontext()
         try:
-            with Listening(self._save_exposed, EXPOSED), self if runner is None else runner.watching(self):
+            with Listening(self._save_exposed, EXPOSED), reads, super().watching(runner):
                 yield self
         finally:
             self._save_exposed("", None)
-        if self._strict and self.unsaved is not None:  # the callable caught it
-            raise self.unsaved
+        if self._strict and self.given_up is not None:  # the callable caught it
+            raise self.given_up
 
     def look_inside(self, func: OpOverload, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator's Python kernel and save what the operators inside it overwrite.
@@ -330,8 +317,6 @@ class EffectRecorder(OperatorMode):
         What the schema marks as written is saved as a whole. That copy is dropped if an operator inside was seen to
         write there, and the kernel could have done so in no other way: a device runs kernels that no mode sees.
         """
-        if isinstance(self._runner, Capture) and is_unsafe(func):
-            raise tagged_unsafe(func)
         start, saved, views = len(self.regions), self._saved, set(self._saved_views)
         hidden: list[str] = []
         was_inside, self._is_inside = self._is_inside, True
@@ -340,10 +325,7 @@ class EffectRecorder(OperatorMode):
         self._saved_views = views
         try:
             with HostReads(lambda name, _: hidden.append(name)):
-                if self._runner is not None:
-                    result = self._runner.look_inside(self, func, key, args, kwargs)
-                else:
-                    result = super().look_inside(func, key, args, kwargs)
+                return super().look_inside(func, key, args, kwargs)
         except BaseException:
             hidden.append("")
             raise
@@ -356,11 +338,6 @@ class EffectRecorder(OperatorMode):
                 if hidden or region.target.device.type != "cpu" or storage_key(region.target) not in seen
             ]
             self._saved = saved + sum(region.before.nbytes for region in self.regions[start:])
-        for tensor in tensors_in(result):
-            if is_strided(tensor) and self._is_unknown(storage_key(tensor)):
-                raise made_by_nobody(func, tensor)
-            self._note_result(tensor, is_new=False)
-        return result
 
     def watch_region(self, region: CompiledRegion, args: tuple[Any, ...]) -> Any:
         """Save what compiled code overwrites. Python inside it would not be frozen, so no graph may hold that."""
@@ -386,6 +363,11 @@ class EffectRecorder(OperatorMode):
         """Save what the operator is about to overwrite, then run it."""
         traits, names = _traits_of(func), self._tensor_names
         given = tensors_in(*args, *kwargs.values())
+        if self._is_due is not None and (why := why_not(func, args, kwargs, given)) and self._is_due(False):
+            self.give_up(unsafe(f"{func} {why}"))
+            return func(*args, **kwargs)
+        if func is _EQUATES:
+            self.equated.add(tuple(map(id, given)))
         keys = self._note_given(func, given)
         is_shown = names is not None and not traits.keeps_elements
         if names is not None and is_shown:
@@ -406,48 +388,18 @@ class EffectRecorder(OperatorMode):
             self._save_generators(args, kwargs)
         if self._strict:
             self._check_geometry(func, before)  # nothing would put another view back
-        result = func(*args, **kwargs) if self._runner is None else self._run(func, args, kwargs, given)
+        result = self._run(func, args, kwargs, given)
         self._check_geometry(func, before)
         returned = [result] if type(result) is torch.Tensor else tensors_in(result)
-        gives = written + returned if written else returned
-        self._note_results(func, traits, given, gives, len(written))
+        for tensor in written:
+            self._note_result(tensor, is_new=False)
+        self._note_results(func, traits.kind, given, returned)
         if names is not None:
             names.note_run(func, given, returned, written, keys)
-            self._note_traits(traits, given, gives)
+            self._note_traits(traits, given, written + returned)
             if is_shown:
                 self.dispatched.shapes.append((func, (*taken, *_shapes_of(returned))))
         return result
-
-    def _note_given(self, func: OpOverload, given: list[torch.Tensor]) -> dict[int, int]:
-        """Note what an operator is given, before it runs. Returns the key of each tensor's storage by its ``id``.
-        Raises ``CaptureError`` for a tensor of unknown origin."""
-        if func is _EQUATES:
-            self.equated.add(tuple(map(id, given)))
-        keys: dict[int, int] = {}
-        for tensor in given:
-            if is_strided(tensor):
-                keys[id(tensor)] = key = storage_key(tensor)
-                if key not in self._made and key not in self.outside:
-                    if func is not _LIFT and self._is_unknown(key):
-                        raise of_unknown_origin(func, tensor)
-                    self.outside[key] = tensor.detach()
-        return keys
-
-    def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]) -> Any:
-        """Have the runner run an operator. Raises ``CaptureError`` if that is a capture whose graph cannot hold it."""
-        assert self._runner is not None
-        if isinstance(self._runner, Capture):
-            if is_unsafe(func):
-                raise tagged_unsafe(func)
-            if (why := forbidden(func, args, kwargs, given)) is not None:
-                raise unsafe(f"{func} {why}")
-        return self._runner.run(func, args, kwargs, given)
-
-    def _is_unknown(self, key: int) -> bool:
-        """Whether nobody knows where a storage comes from, though that matters."""
-        if self._existed is None or key in self._made or key in self.outside:
-            return False
-        return not self._existed(key)
 
     def _check_geometry(self, func: OpOverload, shapes: list[tuple[torch.Tensor, tuple[Any, ...]]]) -> None:
         if not shapes:
@@ -473,43 +425,40 @@ class EffectRecorder(OperatorMode):
             self.dispatched.outputs = self._tensor_names.outputs(tree_leaves(output))
 
     def give_up(self, error: CaptureError) -> None:
-        """Note that the run cannot be captured; raise that if the run must be undone."""
-        self.unsaved = self.unsaved or error
+        """As ``end_watch``."""
+        self.end_watch(error)
+
+    def end_watch(self, error: Exception) -> None:
+        """Note that no graph can be made of the run, and watch no more of it; raise that if the run must be undone."""
         if self._strict:
+            self.given_up = self.given_up or error
             raise error
+        if self.given_up is None:
+            self.given_up = error
+            self._on_end(error)
+            self.is_paused, self._paused = True, None  # who listens to the callable's Python may have ended, too
+
+    def _refuse_read(self, name: str, _: Any) -> None:
+        """The host's code gets hold of memory by ``name``; in an operator's kernel, what records it refuses that."""
+        if self._is_due is None or self.is_paused or self._is_inside:
+            return
+        self._paused = pause()  # who listens shall hear of the callable's Python alone
+        try:
+            if self._is_due(True):
+                self.give_up(given_to_host(name))
+        finally:
+            paused, self._paused = self._paused, None
+            resume(paused)
 
     def _note_results(
-        self,
-        func: OpOverload,
-        traits: "_Traits",
-        given: list[torch.Tensor],
-        gives: list[torch.Tensor],
-        first: int,
+        self, func: OpOverload, kind: OperatorKind, given: list[torch.Tensor], returned: list[torch.Tensor]
     ) -> None:
-        """Note the memory of an operator's results: what it wrote, and from place ``first`` on what it returned."""
-        is_new = traits.kind is not OperatorKind.VIEW
-        # Where torch fills new memory, eager's answer may hold that.
-        if traits.kind is OperatorKind.EMPTY and not _fills_new_memory():
-            for tensor in gives:
+        """As of ``MemoryWatch``; fills memory that is new, and that nothing has written."""
+        if kind is OperatorKind.EMPTY and not _fills_new_memory():  # else eager's answer may hold what torch fills in
+            for tensor in returned:
                 _mark_unwritten(tensor)
             self.reserves_memory = True
-        elif func is _LIFT:  # its argument is what Python values were made into
-            self.outside.pop(storage_key(given[0]), None)
-            is_new = True
-        for place, tensor in enumerate(gives):
-            self._note_result(tensor, is_new and place >= first)
-
-    def _note_result(self, tensor: torch.Tensor, is_new: bool) -> None:
-        """Note the storage of a result, which the run has made unless it was there before. What no operator made new
-        is somebody else's: inside of a sparse tensor, or of a storage that the code holds."""
-        if not is_strided(tensor):
-            return
-        key = storage_key(tensor)
-        if key not in self._made and key not in self.outside:
-            if is_new:
-                self._made[key] = StorageWeakRef(tensor.untyped_storage())
-            else:
-                self.outside[key] = tensor.detach()
+        super()._note_results(func, kind, given, returned)
 
     def unwritten(self, value: torch.Tensor) -> torch.Tensor | None:
         """Which elements of a value that the run left hold what ``torch.empty`` gave, as nothing wrote them; or None.
@@ -522,14 +471,6 @@ class EffectRecorder(OperatorMode):
         found = held == int.from_bytes(bytes([_UNWRITTEN]) * held.dtype.itemsize, "little", signed=True)
         found = found if held.dim() == value.dim() else found.all(-1)
         return found if bool(found.any()) else None
-
-    def made_storages(self) -> set[int]:
-        """The keys of the storages that the run made and that something still holds."""
-        return {key for key, weak in self._made.items() if not weak.expired()}
-
-    def made(self, tensor: torch.Tensor) -> bool:
-        """Whether the run made the memory of a tensor that it gave back."""
-        return is_strided(tensor) and storage_key(tensor) in self._made
 
     def writes_to(self, tensor: torch.Tensor) -> bool:
         """Whether the run wrote to the memory of ``tensor``."""
@@ -552,9 +493,7 @@ class EffectRecorder(OperatorMode):
             except Exception as error:
                 if error_of_signal(error) is not None:
                     raise
-                self.unsaved = self.unsaved or error
-                if self._strict:
-                    raise
+                self.end_watch(error)
 
     def _save(self, tensor: torch.Tensor, what: str, region: Region | None = None) -> Region | None:
         """Save a tensor, or the part ``region`` of it, unless all of it is saved already.
@@ -581,7 +520,7 @@ class EffectRecorder(OperatorMode):
     def _save_exposed(self, name: str, value: Any) -> None:
         """Save memory of a tensor or storage that the host's code gets hold of by ``name``, where it may write to it
         unseen; without a name, forget what was only read."""
-        if not name and not self._exposed:
+        if self.is_paused or not (name or self._exposed):
             return
         with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
             if not name:
@@ -604,7 +543,7 @@ class EffectRecorder(OperatorMode):
             try:
                 region = self._save(target, f"{name} gives memory to the host's code, which may write there")
             except CaptureError as error:
-                self.give_up(error)
+                self.end_watch(error)
                 return
         if region is not None:
             self._exposed.append(region)
@@ -618,32 +557,7 @@ class EffectRecorder(OperatorMode):
                 self.regions.append(Region(state, state, generator=value))
 
 
-def of_unknown_origin(func: OpOverload, tensor: torch.Tensor) -> CaptureError:
-    """The error of an operator that is given a tensor which a graph would read as it was at the capture."""
-    return CaptureError(
-        f"{func} is given a tensor of shape {tuple(tensor.shape)} that no operator of the call made "
-        f"and that did not exist before, at {user_line()}; work outside of torch's dispatcher "
-        "(numpy, ctypes, a compiler) must be a break of a PIECEWISE capture, or an operator in C++",
-        Reason.CAPTURE_UNSAFE,
-    )
-
-
-def made_by_nobody(func: OpOverload, tensor: torch.Tensor) -> CaptureError:
-    """The error of an operator in Python whose result comes from elsewhere."""
-    return CaptureError(
-        f"{func} gives back a tensor of shape {tuple(tensor.shape)} that no operator inside it made, at "
-        f"{user_line()}; break there in PIECEWISE mode with eager_break({func._schema.name!r}), or register it in C++",
-        Reason.CAPTURE_UNSAFE,
-    )
-
-
-def tagged_unsafe(func: OpOverload) -> CaptureError:
-    """The error of an operator that somebody tagged as one that no graph may hold."""
-    return unsafe(f"{func} is tagged cudagraph_unsafe; capture in PIECEWISE mode, where it is a break")
-
-
 _COMPUTES = (OperatorKind.PURE, OperatorKind.VIEW)
-_LIFT = torch.ops.aten.lift_fresh.default
 _EQUATES = torch.ops.aten.eq.Tensor
 _CHECKING = frozenset(("aten::_assert_async", "aten::multinomial", "aten::bernoulli", "aten::binary_cross_entropy"))
 """Operators that check data on the device."""
