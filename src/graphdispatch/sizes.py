@@ -83,6 +83,8 @@ class Extents(int):
     def __str__(self) -> str:
         return extents_text(self.axes, self)
 
+    __repr__ = __str__
+
 
 def pack(axes: Sequence[Axis], lengths: Sequence[int]) -> int:
     """The number of a batch with these extents, one for each axis: its rows, if these are the only axis."""

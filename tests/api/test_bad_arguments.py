@@ -72,6 +72,7 @@ MISTAKES: list[tuple[str, Callable[[Any], Any], str]] = [
     ("graphed", lambda s: s.invalidate(3), "tag"),
     ("graphed", lambda s: s.sleep(["x"]), "tag"),
     ("graphed", lambda s: gd.graphed(3, dynamic={}), "fn must be callable, got 3"),
+    ("graphed", lambda s: gd.graphed(torch.nn.ReLU, dynamic={}), "got the class ReLU; give an object of it"),
     ("graphed", lambda s: s.invalidate(THING), "Unprintable"),
     ("graphed", lambda s: s.prewarm(X, sizes=[THING]), "Unprintable"),
     ("graphed", lambda s: gd.graphed(THING, dynamic={}), "Unprintable"),

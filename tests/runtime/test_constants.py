@@ -6,6 +6,8 @@ import torch
 from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
 from graphdispatch.errors import FallbackError
 
+from .test_capture_share import settled
+
 
 class Step(torch.nn.Module):
     """A step of a diffusion: its time is a number, or a tensor."""
@@ -45,6 +47,17 @@ def test_the_argument_and_its_values_are_named() -> None:
     run(few, 2)
     assert "argument 't' had at least 2 values" in few.last_decision.explain()  # type: ignore[union-attr]
     assert "argument 't' had at least 2 values" in str(few.health())
+
+
+def test_a_constant_whose_capture_waits_is_named() -> None:
+    """It has other values than the calls that have graphs."""
+    step = settled(fn=lambda x, by=1.0: x * by)
+    step.prewarm(torch.randn(3, 3), 1.0)
+    for _ in range(3):
+        step(torch.randn(3, 3), 2.0)
+    assert step.last_decision is not None
+    assert step.last_decision.reason is Reason.CAPTURE_WAITS
+    assert "argument 'by' had at least 2 values" in step.last_decision.detail
 
 
 def test_its_remedies_are_right() -> None:

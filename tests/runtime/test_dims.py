@@ -78,7 +78,9 @@ def test_a_decision_tells_each_dimension() -> None:
     assert step.entries[0].descriptor.num_tokens == 64
     assert step.captured_sizes == ((4, 16),)
     assert step.stats.real_rows == 27 * step.stats.hits
-    assert "largest: 4 x 16" in step.explain(torch.randn(3, 17))
+    assert "(largest: 4 x 16)" in step.explain(torch.randn(3, 17))
+    assert "along 'seq' (17 of 16): give that dimension a larger size" in step.explain(torch.randn(3, 17))
+    assert "rows=3 x 9" in repr(step.last_decision)
     assert step.stats.rows == {27: 4}
     assert "4 x 16" in repr(step)
 
@@ -257,6 +259,7 @@ def test_a_mask_hides_the_padding_of_a_length() -> None:
     assert reasons[3] is Reason.ROWS_MIX
     assert reasons[-1] is Reason.PADDED, bare.last_decision  # along the batch alone
     assert "real rows depend on padding along 'seq'" in bare.explain(torch.randn(3, 9, 4))
+    assert "a mask that is padded with zeros would hide it" in bare.explain(torch.randn(3, 9, 4))
 
 
 def test_flags_that_are_all_zero_are_never_ones() -> None:

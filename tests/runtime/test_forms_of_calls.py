@@ -152,6 +152,9 @@ def test_the_missing_entry_of_dynamic_is_named() -> None:
     batch = torch.randn(3, 3), torch.randn(3, 3)
     check_calls(served, batch, batch, batch)
     assert "dynamic= may lack 'mask': 0" in str(served.explain(*batch))
+    dims = {"ids": {0: "batch", 1: "length"}}
+    report = graphed(lambda ids, kinds: ids * kinds, dynamic=dims, sizes=[(4, 16)]).prewarm(*torch.randn(2, 3, 5))
+    assert "dynamic= may lack 'kinds': {0: 'batch', 1: 'length'}" in str(report)
 
 
 def test_the_leaves_of_a_class_without_keys_are_numbered() -> None:

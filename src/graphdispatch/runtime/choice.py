@@ -103,6 +103,8 @@ def _about_others(graphs: GraphSet, group: GraphGroup, size: int) -> str:
         return f"its graphs are of another state of the callable ({graphs.latest_change})"
     if group.entries:
         return ""
+    if group.is_of_constant:
+        return group.route.about_constants()[0]
     is_lost = (group.is_prewarmed or group.past_replays) and graphs.latest_change
     return f"its graphs are gone, since the callable changed ({graphs.latest_change})" if is_lost else group.unlike
 

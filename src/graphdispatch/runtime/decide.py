@@ -153,6 +153,14 @@ class SizeTable:
             raise ConfigError(f"sizes must be several of the capture sizes {self.points}{example}, got {shown(sizes)}")
         return tuple(map(self.number_of, sizes))
 
+    def _about_larger(self, batch: int) -> str:
+        """Along which dimension a batch is larger than every size, with the remedy."""
+        reason, pairs = Reason.ABOVE_LARGEST_SIZE, zip(self.axes, self._lengths(self.largest), strict=True)
+        over = [f"{axis.name!r} ({axis.of(batch)} of {most})" for axis, most in pairs if axis.of(batch) > most]
+        if not self._has_axes or not over:
+            return f"{reason.text} (largest: {self.largest!s})"
+        return f"{reason.sentence} along {over[0]}: give that dimension a larger size (largest: {self.largest!s})"
+
     def min_batch_of(self, size: int) -> int:
         """The smallest batch that a graph of ``size`` serves.
 
@@ -178,9 +186,7 @@ class SizeTable:
             return Decision.eager(Reason.NO_ROWS)
         size = next((size for size in self._by_cells if self._covers(size, batch)), None) if batch > 0 else None
         if size is None:
-            reason, names = Reason.ABOVE_LARGEST_SIZE, " x ".join(axis.name for axis in self.axes)
-            largest = f"{names}; largest: {self.largest!s}" if self._has_axes else f"largest: {self.largest}"
-            return Decision.eager(reason, batch, f"{reason.text} ({largest})")
+            return Decision.eager(Reason.ABOVE_LARGEST_SIZE, batch, self._about_larger(batch))
         if batch != size and not self.pads:
             return Decision.eager(Reason.NOT_CAPTURED, batch)
         reason = Reason.EXACT if batch == size else Reason.PADDED

@@ -243,7 +243,8 @@ class _Prewarm:
             if group.decide(given).size == size:
                 return self._capture_cut(group, leaves, size, as_given=True)
             why = f"the callable raises {type(error).__name__} for the example cut to this size: {error}"
-            why += group.inputs.missing_entries(given) or f". {_POINTS}"
+            points = any(spec.spans and not spec.dtype.is_floating_point for spec in group.inputs.specs)
+            why += group.inputs.missing_entries(given) or f". {_POINTS}" * points
             if self._server.strict:
                 raise FallbackError(f"prewarm could not capture {size} rows: {why}", Reason.CALL_RAISED) from error
             return why, Reason.CALL_RAISED

@@ -286,6 +286,8 @@ def make_rules(
 ) -> ArgumentRules:
     """The rules from a user's options. Raises ``ConfigError`` for mistakes that can be seen before any call."""
     check_callable("fn", fn)
+    if isinstance(fn, type) and issubclass(fn, torch.nn.Module):
+        raise ConfigError(f"fn must be a module, got the class {fn.__name__}; give an object of it, {fn.__name__}(...)")
     if not isinstance(dynamic, Mapping):
         raise ConfigError(f"dynamic must map argument names to dimensions, as {{'input': 0}}, got {shown(dynamic)}")
     rules = _read_dynamic(dynamic)

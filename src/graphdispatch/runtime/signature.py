@@ -295,7 +295,8 @@ class Signature:
                 got = ", ".join(str(found[name]) for name in wanted)
             if wanted:
                 what = f"a tensor of {', '.join(f'{name} {one}' for name, one in wanted.items())}, got {got}"
-                return f"input {form.name!r} must be {what}"
+                is_longer = list(wanted) == ["shape"] and is_tensor(given) and given.dim() == len(form.shape)
+                return f"input {form.name!r} must be {what}{', or have a dimension in dynamic=' * is_longer}"
             if _memory_order(given) != (form.order, form.is_dense):
                 layout = "contiguous" if form.order == tuple(range(given.dim())) else f"laid out by {form.order}"
                 return f"input {form.name!r} must be {layout} in memory"

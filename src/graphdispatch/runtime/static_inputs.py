@@ -74,10 +74,15 @@ class StaticInputs:
     def missing_entries(self, rows: int) -> str:
         """Which tensors of a batch of ``rows`` rows seem to follow it though ``dynamic`` does not name them, in words;
         empty if there are none."""
-        found = {s.name: s.shape.index(rows) for s in self.specs if not s.spans and rows > 1 and rows in s.shape}
+        found: dict[str, dict[int, str]] = {}
+        for axis, extent in zip(self.axes, lengths_of(self.axes, rows), strict=True):
+            for spec in self.specs:
+                if not spec.spans and extent > 1 and extent in spec.shape:
+                    found.setdefault(spec.name, {})[spec.shape.index(extent)] = axis.name
         if not found or not self.has_rows:
             return ""
-        entries = ", ".join(f"{name!r}: {dim}" for name, dim in found.items())
+        named = {name: places if self.axes != (ROWS,) else min(places) for name, places in found.items()}
+        entries = ", ".join(f"{name!r}: {places}" for name, places in named.items())
         return f"; dynamic= may lack {entries}, since {', '.join(found)} had as many rows as the batch, {rows}"
 
     def views(self, size: int) -> tuple[torch.Tensor, ...]:

@@ -77,7 +77,8 @@ class PaddingReplays:
                 return ""
             found = found or what
         names = " and ".join(repr(axis.name) for axis in self._along)
-        return f"real rows depend on padding along {names}: with {found}"
+        remedy = "a mask that is padded with zeros would hide it; else have a size for each length"
+        return f"real rows depend on padding along {names}: with {found}; {remedy}"
 
     def _choices(self) -> Iterator[tuple[int, ...]]:
         """Which arguments (by index) keep their padding: none, then each mask, then all of them. See Note [what
