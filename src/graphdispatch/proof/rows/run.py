@@ -177,7 +177,10 @@ class RowRun:
         sizes among its outputs speaks for batches with that number alone."""
         if not isinstance(leaf, SizeNumber):
             return leaf
-        self.space.restrict(leaf.values, f"an output is a number made of {leaf.of_what} ({leaf.text})", at_line=False)
+        what = (
+            f"an output is a number made of {leaf.of_what} ({leaf.text}), which its caller could take from the argument"
+        )
+        self.space.restrict(leaf.values, what, at_line=False)
         return leaf.own
 
     def _label_of_output(self, tensor: Tensor) -> Label:
