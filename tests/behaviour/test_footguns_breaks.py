@@ -39,6 +39,21 @@ def test_break_calls_itself(opened: Open) -> None:
     assert step.reasons[Reason.INSIDE_REPLAY] == inside + 1 or step.name == "entry"  # which raises instead
 
 
+@needs("pieces", "padding")
+@pytest.mark.parametrize("size", [lambda x: len(x[x > 0]), lambda x: len(torch.unique(x > 0))], ids=["flags", "unique"])
+def test_break_computes_with_size_of_data(opened: Open, size: Callable[[Tensor], int]) -> None:
+    """How many elements data chooses may follow padding, too: padded batches run eagerly."""
+
+    @eager_break
+    def part(x: Tensor) -> Tensor:
+        return x * size(x)
+
+    step = opened(lambda x: part(x * 2) + x, mode="PIECEWISE")
+    step.prepare(torch.rand(4, 3))
+    step.check_calls(*(torch.rand(rows, 3) - shift for shift in (0, 2, 0.5) for rows in (4, 3, 3, 2)))
+    step.check_not_padded()
+
+
 @needs("pieces")
 def test_break_on_side_stream(opened: Open) -> None:
     """What a break writes on a stream of its own, joined before it ends, is written once for each call."""

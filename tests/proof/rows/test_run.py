@@ -337,6 +337,24 @@ def test_a_number_of_all_rows_that_torch_reads_by_itself_is_no_plain_number(
     assert "data to the host" in verdict.unknown
 
 
+@pytest.mark.parametrize(
+    "size",
+    [
+        lambda x: len(torch.unique(x[:, 0] > 0)),
+        lambda x: x[x[:, 0] > 0].shape[0],
+        lambda x: x[x > 0].numel(),
+        lambda x: x[x[:, 0] > 0].nbytes,
+        lambda x: sum(1 for _ in x[x[:, 0] > 0]),
+        lambda x: len(x[x > 0].split(3)),
+        lambda x: x.mean(0).nonzero().size(0),
+    ],
+)
+def test_a_size_that_follows_data_is_unknown(size: Callable[[Tensor], int]) -> None:
+    """It is a number of Python, which no label follows."""
+    verdict = judge(lambda x: x * size(x), _rows)
+    assert "a size that may follow data" in verdict.unknown
+
+
 # -- state and memory
 
 

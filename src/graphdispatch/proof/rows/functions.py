@@ -121,7 +121,7 @@ class Functions(TorchFunctionMode):
             if attribute not in _SETTABLE:
                 run.doubt(f"{attribute} of a tensor is set")
             return func(*args)
-        label = run.label_of_size(args[0])
+        label = (run.label_of_size if attribute in ("shape", "nbytes") else run.label)(args[0])
         if attribute == "shape" and label is not None:
             return shape_of(label, run.sizes)
         outer, run.caller = run.caller, Caller(run, attribute, args, {})
@@ -340,8 +340,6 @@ def _size_answer(run: "RowRun", label: Label, tensor: Tensor, dim: Any = None) -
 
 
 def _numel_answer(run: "RowRun", label: Label, tensor: Tensor) -> Any:
-    if label.is_lost:
-        run.sizes.lose(label, "a shape that no rule tells")
     return run.sizes.numel(label.dims)
 
 

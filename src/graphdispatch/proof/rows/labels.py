@@ -268,8 +268,6 @@ class Sizes:
 
 def shape_of(label: Label, sizes: Sizes) -> torch.Size:
     """The shape as Python gets it."""
-    if label.is_lost:
-        sizes.lose(label, "a shape that no rule tells")
     return torch.Size(map(sizes.number, label.dims))
 
 

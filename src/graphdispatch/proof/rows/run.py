@@ -221,10 +221,16 @@ class RowRun:
         return label
 
     def label_of_size(self, tensor: Tensor) -> Label | None:
-        """The label of a tensor whose size Python reads."""
+        """The label of a tensor whose size Python reads. One that no rule tells may follow data, as that of
+        ``unique``."""
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             self.doubt("a transform of torch.func hides sizes")
-        return self.label(tensor)
+        label = self.label(tensor)
+        if label is not None and label.is_lost:
+            self.sizes.lose(label, "a shape that no rule tells")
+            if label.fault is not None:
+                self._doubts.append(Fault(False, f"Python reads a size that may follow data: {label.fault.text}"))
+        return label
 
     def put(self, tensor: Tensor, label: Label) -> Label:
         """Label a tensor; returns the label, which may have got a fault."""

@@ -149,7 +149,8 @@ def _sliced(c: Call, old: Dim, size: int) -> Dim:
 
 
 def split(c: Call) -> list[Label]:
-    """Parts of a dimension."""
+    """Parts of a dimension. Python gets their number."""
+    c.run.label_of_size(c.first)
     label = c.certain_label(c.first)
     at = c.place("dim", len(label.dims))
     old, before, after = label.dims[at], label.dims[:at], label.dims[at + 1 :]
