@@ -31,7 +31,7 @@ def entry() -> gd.CUDAGraphEntry:
 
 
 def test_a_released_entry_has_no_addresses(entry: gd.CUDAGraphEntry) -> None:
-    """They are not allocated again to be told."""
+    """Nothing is allocated again."""
     assert len(entry.input_addresses) == 1
     entry.release()
     assert (entry.input_addresses, entry.inputs.nbytes >= 0) == ((), True)
