@@ -11,6 +11,7 @@ import graphdispatch as gd
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Graphed, Reason, graphed
 from graphdispatch.engines import named_sizes
 from graphdispatch.errors import ConfigError
+from graphdispatch.runtime.group import Hit
 
 from ..helpers import assert_served, check_calls, check_rows
 
@@ -31,6 +32,14 @@ def make(model: torch.nn.Module, **options: Any) -> Graphed[..., Any]:
 def serves(step: Graphed[..., Any], *rows: int) -> list[Reason]:
     """The reason of each call of so many rows, whose answer is eager's."""
     return check_rows(step, *rows, width=8, rtol=1.3e-6, atol=1e-5)
+
+
+def test_the_hits_are_made(model: torch.nn.Module) -> None:
+    """No call finds out for itself how its batch is served."""
+    step = make(model)
+    step.prewarm(torch.randn(4, 8))
+    (group,) = step._route.groups
+    assert sorted(rows for rows, hit in group.hits.items() if isinstance(hit, Hit)) == list(range(1, 17))
 
 
 def test_the_report_says_what_was_captured(model: torch.nn.Module) -> None:

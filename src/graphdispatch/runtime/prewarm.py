@@ -32,6 +32,8 @@ _log = logging.getLogger("graphdispatch")
 
 _MOST_LOOKED_AT = 4096
 """The most batches of a size of which a prewarm sees whether its proof covers them."""
+_MOST_HITS = 1024
+"""The most hits that a prewarm makes."""
 _POINTS = "If its integers point into the batch, give prewarm an example of each size"
 _MANY = 64
 """A prewarm of more graphs says after the first one how long all of them may take."""
@@ -142,6 +144,7 @@ def prewarm(
             graphs.refresh()
             run.capture(group, leaves, unfit)
         run.make_sure(group, leaves, wanted)
+        _make_hits(group)
         group.is_prewarmed = True
         if group.signature.has_rows and any(group.current(size) is None for size in route.table.sizes):
             axes = group.inputs.axes
@@ -280,6 +283,13 @@ class _Prewarm:
         cache = self._server.graphs.cache
         largest = max((entry.nbytes for entry in cache), default=0)
         return cache.max_bytes is not None and cache.nbytes + largest > cache.max_bytes
+
+
+def _make_hits(group: GraphGroup) -> None:
+    """Make the hits of the batches that graphs serve, the smallest first, so that no call takes that time."""
+    lengths = lengths_of(group.inputs.axes, group.route.table.largest) if group.signature.has_rows else ()
+    for own in islice(product(*(range(1, most + 1) for most in lengths)), _MOST_HITS):
+        group.hits[pack(group.inputs.axes, own) if own else 1]
 
 
 def _usable_first(table: SizeTable, sizes: Sequence[int]) -> list[int]:
