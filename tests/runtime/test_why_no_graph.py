@@ -95,6 +95,13 @@ def test_graphs_that_a_new_buffer_ended_are_named() -> None:
     assert step.last_decision.reason is Reason.PADDED
 
 
+def test_another_module_in_the_place_of_one_is_named() -> None:
+    """Both would look the same in words."""
+    step = prewarmed(X)
+    step.unwrap().layer = nn.Linear(8, 8).eval()
+    assert "layer: another object in its place (a torch.nn.modules.linear.Linear)" in step.explain(X)
+
+
 def loose(x: Tensor) -> Tensor:
     """What it reads belongs to no module."""
     return x * PROMPT

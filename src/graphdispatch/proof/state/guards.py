@@ -310,9 +310,10 @@ class StateGuard:
         for table, name, held in self._held_attributes():
             now = table.get(name, objects.ABSENT)
             if now is not held and not equal_content(now, held):
-                if isinstance(now, torch.Tensor) and isinstance(held, torch.Tensor):
+                if issubclass(type(now), torch.Tensor) and issubclass(type(held), torch.Tensor):
                     return f"{name}: another tensor in its place; copy_() into the old one keeps its graphs"
-                return f"{name}: {_shown(held)} -> {_shown(now)}"
+                was, is_now = _shown(held), _shown(now)
+                return f"{name}: another object in its place ({was})" if was == is_now else f"{name}: {was} -> {is_now}"
         return "a weight, a module, or an entry of a container"
 
     @property
