@@ -240,6 +240,24 @@ def _(is_followed: bool) -> Made:
     return step, (ROWS,)
 
 
+@remedy(Reason.PADDING_UNPROVEN, "rows='independent' where a break reads on the host")
+def _(is_followed: bool) -> Made:
+    class Model(torch.nn.Module):
+        def choose(self, x: Tensor) -> Tensor:
+            return x * 2 if float(x[0, 0]) > -9 else x
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.choose(x + 1) * 3
+
+    model = Model()
+    eager_break(model, "choose")
+    step = make(model, mode="PIECEWISE", rows="independent" if is_followed else "proven", sizes=(4,))
+    if not is_followed:
+        step.prewarm(ROWS)
+        assert "rows='independent' in the options" in step.explain(ROWS)
+    return step, (ROWS,)
+
+
 @remedy(Reason.PADDING_UNPROVEN, "draw outside of the callable")
 def _(is_followed: bool) -> Made:
     if is_followed:

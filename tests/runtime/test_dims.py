@@ -259,7 +259,7 @@ def test_a_mask_hides_the_padding_of_a_length() -> None:
     assert reasons[3] is Reason.ROWS_MIX
     assert reasons[-1] is Reason.PADDED, bare.last_decision  # along the batch alone
     assert "real rows depend on padding along 'seq'" in bare.explain(torch.randn(3, 9, 4))
-    assert "a mask that is padded with zeros would hide it" in bare.explain(torch.randn(3, 9, 4))
+    assert "a mask that is padded with zeros must hide it" in bare.explain(torch.randn(3, 9, 4))
 
 
 def test_flags_that_are_all_zero_are_never_ones() -> None:

@@ -77,7 +77,7 @@ class PaddingReplays:
                 return ""
             found = found or what
         names = " and ".join(repr(axis.name) for axis in self._along)
-        remedy = "a mask that is padded with zeros would hide it; else have a size for each length"
+        remedy = "a mask that is padded with zeros must hide it, in a mean, too; else have a size for each length"
         return f"real rows depend on padding along {names}: with {found}; {remedy}"
 
     def _choices(self) -> Iterator[tuple[int, ...]]:

@@ -98,7 +98,8 @@ class FollowedRun:
             remedy = "call eval(), or have" if "batch_norm" in self.verdict.mixes else "have"
             return Reason.ROWS_MIX, f"{self.verdict.mixes}; {remedy} a size for it (sizes=)"
         unknown = self.verdict.unknown or ("a kernel that no rule describes is launched" * self.operators.has_regions)
-        return (Reason.PADDING_UNPROVEN, unknown) if unknown and not is_word else None
+        remedy = "" if "; " in unknown else "; have a size for it (sizes=), or give rows='independent' in the options"
+        return (Reason.PADDING_UNPROVEN, unknown + remedy) if unknown and not is_word else None
 
     @property
     def needs_word(self) -> bool:
