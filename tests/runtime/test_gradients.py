@@ -150,8 +150,8 @@ BY_CODE: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("is_unsafe", [False, True])
 @pytest.mark.parametrize("fn", BY_CODE.values(), ids=BY_CODE)
 def test_what_trains_where_code_alone_leads_to(fn: Callable[[Tensor], Tensor], is_unsafe: bool) -> None:
-    """Each call is differentiated, whether the call can be captured or not; at the latest once its code was watched
-    where it finds the tensor under a name that it makes up."""
+    """Each call is differentiated, whether the call can be captured or not. Where it finds the tensor under a name that
+    it makes up, those are once its code was watched; a call that no graph can hold is watched up to what shows that."""
 
     def call(x: Tensor) -> Tensor:
         return fn(x) if not is_unsafe or x.sum().item() < 1e9 else x
@@ -162,7 +162,10 @@ def test_what_trains_where_code_alone_leads_to(fn: Callable[[Tensor], Tensor], i
         found = [step(torch.randn(4, 2)).requires_grad for _ in range(4)]
     finally:
         PROMPT.requires_grad_(False)
-    assert all(found[fn is BY_CODE["a name that nobody sees"] :])
+    if fn is not BY_CODE["a name that nobody sees"]:
+        assert all(found)
+    elif not is_unsafe:
+        assert all(found[1:])
 
 
 def test_a_prompt_that_was_computed() -> None:

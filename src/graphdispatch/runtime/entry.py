@@ -263,6 +263,8 @@ class CUDAGraphEntry(NotCopied):
         with self.pool.lock:
             self.replay_call(values, rows, is_timed=True)
             self.replay_count -= 1
+            self.backend.current_stream().synchronize()
+            self._stopwatch.collect()
 
     def fail(self, error: BaseException, before: Any, stage: ReplayStage) -> None:
         """Raise ``ReplayError`` for a replay that stopped half-way.

@@ -89,8 +89,8 @@ class GainJudge:
 
     def make_sure(self, entry: CUDAGraphEntry, full: Sequence[Any], least: int, values: Sequence[Any]) -> None:
         """Time what shows whether a graph serves the smallest batch that is padded to it faster than eager would: a
-        full batch once more, since one short run alone may be noise; that batch where none smaller was timed; and both
-        once more, with a replay, where that leaves it in doubt.
+        full batch once more, since one short run alone may be noise; that batch where none smaller was timed; both once
+        more, where that leaves it in doubt; and as many replays as hits want.
 
         Args:
             entry: The graph; nothing is run if its calls leave effects.
@@ -110,6 +110,8 @@ class GainJudge:
                 self._time_eager(least, values)
                 self._time_eager(entry.size, full)
                 entry.time_replay(values, least)
+            for _ in range(entry.times, ENOUGH):
+                entry.time_replay(full, entry.size)
         except Exception as error:
             if error_of_signal(error) is not None or isinstance(error, GraphDispatchError):
                 raise
