@@ -9,10 +9,10 @@ import gc
 import reprlib
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
-from itertools import chain, compress, repeat, takewhile
-from operator import attrgetter, call, is_
+from itertools import chain, compress, repeat
+from operator import attrgetter, call, eq, is_
 from typing import Any
 
 import torch
@@ -30,8 +30,6 @@ from . import objects
 from .objects import ABSENT, equal_content, same_objects
 from .reads import CodeNotes, Reader, StateReads, has_memory
 
-_END = object()
-"""Stands after the entries of each container, so that none can move from one to the next unseen."""
 _SETTINGS: tuple[Callable[[], Any], ...] = (torch.get_default_dtype, torch._C._get_deterministic_algorithms)
 """Settings of the process that operators read when they are called, and that a graph freezes."""
 _DEVICE = [(vars(torch.utils._device), [name]) for name in ("CURRENT_DEVICE",) if hasattr(torch.utils._device, name)]
@@ -45,13 +43,17 @@ _FORMS: tuple[Callable[[torch.Tensor], Any], ...] = (
     *(torch.Tensor.size, torch.Tensor.stride, attrgetter("dtype")),
     *(torch.Tensor.is_conj, torch.Tensor.is_neg),
 )
-_KEYS: type = type({}.keys())
 _requires_grad = attrgetter("requires_grad")
+_flat = chain.from_iterable
 
 
 def _unwrapped(table: Any) -> Any:
     """The dict that a table is, or that a class shows as one."""
     return gc.get_referents(table)[0] if type(table) is types.MappingProxyType else table
+
+
+def _same_lengths(a: Iterable[tuple[Any, ...]], b: Iterable[tuple[Any, ...]]) -> bool:
+    return all(map(eq, map(len, a), map(len, b)))
 
 
 def _table_id(table: Any) -> int:
@@ -104,7 +106,6 @@ class StateGuard:
         self._hooks: list[dict[int, Any]] = [*objects.GLOBAL_HOOKS, *reads.hooks]
         self._watched = (*reads.contents, *filter(None, self._hooks))
         self._named = [*_DEVICE, *reads.attributes]
-        self._list()
         self._fixed = reads.fixed
         self._homes = tuple(filter(_has_own_table, reads.objects))
         others = (partial(attribute_table, home) for home in reads.objects if not _has_own_table(home))
@@ -116,7 +117,7 @@ class StateGuard:
             self.tensors = (*self.placed, *(t for t in tensors if used is not None and storage_key(t) not in used))
         self._addresses, self._forms = self._places()
         self._objects = tuple(reads.objects)
-        self._held = tuple(self._now())
+        self._held = self._now()
         self._tables = tuple(reads.tables)
         self._keys = list(map(tuple, self._tables))
         self._absent = [(table, names) for table, names in reads.absent if names]
@@ -136,9 +137,9 @@ class StateGuard:
         try:
             if RemovableHandle.next_id != self._latest_hook and not self._no_new_hooks():
                 return False
-            if not all(map(is_, self._now(), self._held)):
-                now = tuple(self._now())
-                if not same_objects(now, self._held):
+            now, held = self._now(), self._held
+            if not (_same_lengths(now, held) and all(map(is_, _flat(now), _flat(held)))):
+                if not all(map(same_objects, now, held)):
                     return False
                 self._held = now  # equal constants, which are found faster the next time
             if self._places() != (self._addresses, self._forms) or list(map(tuple, self._tables)) != self._keys:
@@ -164,15 +165,15 @@ class StateGuard:
         self.native = compile_guard(self)
         self._due = 0 if self.native is None else self._wait
 
-    def _now(self) -> Iterator[Any]:
-        """Everything that is compared by identity, as it is now."""
-        return chain(
-            chain.from_iterable(map(map, self._getters, self._names)),
-            chain.from_iterable(self._contents),
-            map(call, self._calls),
-            map(type, self._objects),
-            map(_table, self._homes),
-        )
+    def _now(self) -> list[tuple[Any, ...]]:
+        """Everything that is compared by identity, as it is now: of each table, of each container, and of the rest."""
+        return [
+            *(tuple(map(table.__getitem__, names)) for table, names in self._named),
+            *((*one, *one.values()) if type(one) is dict else tuple(content(one)) for one in self._watched),
+            tuple(map(call, self._calls)),
+            tuple(map(type, self._objects)),
+            tuple(map(_table, self._homes)),
+        ]
 
     def _places(self) -> tuple[list[int], list[list[Any]]]:
         """Where the tensors that runs used lie now, and the shapes, strides and dtypes of all, and which are lazy."""
@@ -185,9 +186,9 @@ class StateGuard:
         now."""
         moved: dict[int, Any] = {}
         try:
-            now = tuple(self._now())
-            pairs = zip(now, self._held, strict=False)
-            is_same = len(now) == len(self._held) and all(a is b or equal_content(a, b, moved) for a, b in pairs)
+            now, held = self._now(), self._held
+            pairs = zip(_flat(now), _flat(held), strict=False)
+            is_same = _same_lengths(now, held) and all(a is b or equal_content(a, b, moved) for a, b in pairs)
         except _GONE:
             return None
         is_kept = any(id(one) in moved and id(home) not in moved for home, one in self._fixed)
@@ -199,13 +200,13 @@ class StateGuard:
 
         new = object.__new__(StateGuard)
         vars(new).update(vars(self), is_broken=False)
-        for name in ("_held", "_watched", "_homes", "_objects", "_tables"):
+        for name in ("_watched", "_homes", "_objects", "_tables"):
             setattr(new, name, follow(getattr(self, name)))
+        new._held = list(map(follow, held))
         new._named = [(moved.get(id(table), table), names) for table, names in self._named]
         new._fixed = list(map(follow, self._fixed))
         if self._num_objects() != new._num_objects():
             return None  # code may compare whether two objects are one
-        new._list()
         native, new.native = self.native, None
         new._wait = 1 if native is not None and native.has_held else min(2 * self._wait, _MOST_WAITED)
         new._due = 0 if GUARD is None else new._wait + 1
@@ -213,15 +214,7 @@ class StateGuard:
 
     def _num_objects(self) -> int:
         """How many objects it watches, and finds in their places."""
-        return len(set(map(id, chain(self._held, self._watched, self._objects, *self._fixed))))
-
-    def _list(self) -> None:
-        """List what is compared by identity: in containers and under names."""
-        parts = (part for container in self._watched for part in _parts(container))
-        # A mark after each container, so that an entry cannot move from one container to the next unseen.
-        self._contents = tuple(part for values in parts for part in (values, (_END,)))
-        self._getters = [table.__getitem__ for table, _ in self._named]
-        self._names = [names for _, names in self._named]
+        return len(set(map(id, chain(*self._held, self._watched, self._objects, *self._fixed))))
 
     def reads_like(self, other: "StateGuard") -> bool:
         """Whether another guard watches the same, for code that this one was made for, too, and both hold now."""
@@ -288,21 +281,19 @@ class StateGuard:
         bases = {base for kind in kinds for base in kind.__mro__[:-1]}
         if any("training" in vars(base) or "__getattribute__" in vars(base) for base in bases):
             return None
-        places = ((table, name) for table, names in self._named for name in names)
-        pairs = zip(places, self._held, strict=False)  # the first of what was held
-        flags = {id(table): held for (table, name), held in pairs if name == "training"}
+        rows = zip(self._named, self._held, strict=False)
+        flags = {id(table): held[names.index("training")] for (table, names), held in rows if "training" in names}
         found = [flags.get(id(attribute_table(module)), objects.ABSENT) for module in self._owners()]
         return None if any(type(flag) is not bool for flag in found) else not found or any(found)
 
-    def _held_attributes(self) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
+    def _held_attributes(self) -> Iterator[tuple[Any, Any, Any]]:
         """Each attribute, variable and entry of a dict that is compared: its table, its name, and what it held."""
-        values = iter(self._held)
+        groups = iter(self._held)
         for table, names in self._named:
-            yield from ((table, name, next(values)) for name in names)
-        for container in self._watched:
-            keys, *entries = (_until_end(values) for _ in _parts(container))
-            if type(container) is dict:
-                yield from ((container, key, held) for key, held in zip(keys, *entries, strict=False))
+            yield from ((table, name, held) for name, held in zip(names, next(groups), strict=True))
+        for container, entries in zip(self._watched, groups, strict=False):
+            half = len(entries) // 2 if type(container) is dict else 0
+            yield from ((container, key, held) for key, held in zip(entries[:half], entries[half:], strict=False))
 
     def change(self) -> str:
         """What of the state is not as it was: the first attribute, variable or entry of a dict with what it held and
@@ -332,12 +323,11 @@ def compile_guard(guard: StateGuard) -> Any:
     latest = guard._latest_hook
     if GUARD is None or any(number >= latest for table in guard._hooks for number in table):
         return None
-    held = iter(guard._held)
     addresses = chain(guard._addresses, repeat(None))  # of a tensor that no run used, the extent alone counts
+    *groups, read, types_held, homes = guard._held
     try:
-        tables = _tables(guard, held)
-        contents, sequences = _contents(guard, held)
-        readers = [reader.expecting(next(held)) for reader in guard._readers]
+        tables = _tables(guard, groups)
+        contents, sequences = _contents(guard._watched, groups[len(guard._named) :])
         native = GUARD(
             absent=ABSENT,
             handles=_raw(vars(RemovableHandle)),
@@ -346,9 +336,9 @@ def compile_guard(guard: StateGuard) -> Any:
             tables=tables,
             contents=contents,
             sequences=sequences,
-            types=tuple((value, next(held)) for value in guard._objects),
-            readers=tuple(readers),
-            homes=tuple((value, _raw(next(held))) for value in guard._homes),
+            types=tuple(zip(guard._objects, types_held, strict=True)),
+            readers=tuple(reader.expecting(held) for reader, held in zip(guard._readers, read, strict=True)),
+            homes=tuple((value, _raw(held)) for value, held in zip(guard._homes, homes, strict=True)),
             tensors=tuple(zip(guard.tensors, addresses, guard._loose, *guard._forms[:2], strict=False)),
             hooks=tuple(guard._hooks),
         )
@@ -366,25 +356,19 @@ def _raw(table: Any) -> dict[str, Any]:
     return found
 
 
-def _until_end(held: Iterator[Any]) -> tuple[Any, ...]:
-    return tuple(takewhile(lambda value: value is not _END, held))
-
-
-def _contents(guard: StateGuard, held: Iterator[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _contents(watched: Iterable[Any], held: Iterable[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Dicts with their keys and values, and other containers with their entries."""
-    contents, sequences = [], []
-    parts = iter(guard._contents[::2])  # a mark stands after each
-    for part in parts:
-        entries = _until_end(held)
-        if type(part) is _KEYS:
-            next(parts)  # their values
-            contents.append((*gc.get_referents(part), entries, _until_end(held)))
+    dicts, sequences = [], []
+    for container, entries in zip(watched, held, strict=False):
+        kind, half = type(container), len(entries) // 2
+        if issubclass(kind, dict) and dict_class_of(container) is dict:
+            dicts.append((container, entries[:half], entries[half:]))
         else:
-            sequences.append((part, entries))
-    return tuple(contents), tuple(sequences)
+            sequences.append((container if kind in (list, set, deque) else _Entries(container), entries))
+    return tuple(dicts), tuple(sequences)
 
 
-def _tables(guard: StateGuard, held: Iterator[Any]) -> tuple[tuple[Any, ...], ...]:
+def _tables(guard: StateGuard, held: Iterable[Any]) -> tuple[tuple[Any, ...], ...]:
     """Tables with all their keys in order, or None where these are not compared, with names and values, and with names
     that are not there."""
     found: dict[int, list[Any]] = {}
@@ -394,11 +378,9 @@ def _tables(guard: StateGuard, held: Iterator[Any]) -> tuple[tuple[Any, ...], ..
     for table, absent in guard._absent:
         raw = _raw(table)
         found.setdefault(id(raw), [raw, None, ()])[2] += tuple(absent)
-    for table, names in guard._named:
+    for (table, names), values in zip(guard._named, held, strict=False):
         raw = _raw(table)
-        row = found.setdefault(id(raw), [raw, None, ()])
-        for name in names:
-            row += (name, next(held))
+        found.setdefault(id(raw), [raw, None, ()]).extend(chain(*zip(names, values, strict=True)))
     return tuple((table, keys, tuple(entries), none) for table, keys, none, *entries in found.values())
 
 
@@ -409,14 +391,6 @@ def _has_own_table(value: Any) -> bool:
     descriptors = [table["__dict__"] for table in tables if "__dict__" in table]
     is_plain = all(type(each) is types.GetSetDescriptorType for each in descriptors)
     return kind.__dictoffset__ != 0 and is_plain and not any("__getattribute__" in table for table in tables)
-
-
-def _parts(container: Any) -> tuple[Iterable[Any], ...]:
-    """Live iterables of what a container holds: the keys and the values of a dict, the entries of another."""
-    if issubclass(type(container), dict):
-        home = dict_class_of(container)
-        return home.keys(container), home.values(container)
-    return (container if type(container) in (list, set, deque) else _Entries(container),)
 
 
 def _shown(value: Any) -> str:
