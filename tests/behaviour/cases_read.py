@@ -732,6 +732,9 @@ read("default by inspect")(
 read("closure of a function that does not run")(
     lambda: (lambda k: lambda: k)([2]), lambda h: h.__closure__[0].cell_contents[0], lambda h: h().__setitem__(0, 5)
 )
+read("all attributes of a function at once")(
+    lambda: with_attributes(copy_of(function), k=2.0), lambda h: h.k, put(__dict__={"k": 5.0})
+)
 read("attribute_tried_for_instead", row=True)(lambda: copy_of(function), lambda h: getattr(h, "k", 2.0), put(k=5))
 read("single dispatch")(
     lambda: functools.singledispatch(lambda _: 2), lambda h: h(1), lambda h: h.register(int, lambda _: 5)

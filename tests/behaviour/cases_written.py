@@ -366,6 +366,7 @@ write("name of a function, by a computed one")(
     lambda o, _: setattr(o, key := "_".join(["", "_name_", ""]), f"{getattr(o, key)}x"),
     lambda o: o.__name__,
 )
+write("first attribute of a function")(lambda: copy_of(function), calls, vars)
 write("text of a function")(lambda: copy_of(function), lambda o, _: tells_more(o), lambda o: o.__doc__)
 for name, make, take in (
     ("default", lambda: lambda counts=[0]: counts, lambda fn: fn.__defaults__[0]),

@@ -1,9 +1,13 @@
 """What a run changed for a graph's sake is put back, and what a replay leaves out is noticed."""
 
 import dis
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial
 from types import CodeType
 from typing import Any
 
+import pytest
 import torch
 
 from graphdispatch.proof.watch import bytecode
@@ -61,6 +65,26 @@ def test_an_attribute_that_only_padding_changes_is_put_back() -> None:
     for _ in range(3):
         step(batch(3))
         assert held.count == 3
+
+
+CONTEXT: ContextVar[list[int]] = ContextVar("lengths")
+HELD: dict[str, Callable[[tuple[list[int]]], Callable[[], list[int]]]] = {
+    "a tuple that another attribute holds, too": lambda shared: partial(
+        lambda held: held.used[0], Box(used=shared, other=shared)
+    ),
+    "a context variable": lambda shared: (CONTEXT.set(shared[0]), CONTEXT.get)[1],
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_a_list_that_only_padding_changes_is_put_back(name: str) -> None:
+    """However the code comes to it, since names tell that it may."""
+    lengths: list[int] = []
+    get = HELD[name]((lengths,))
+    step = make(lambda x: (get().append(1) if len(x) == 4 else None, x * 2)[1])
+    for _ in range(3):
+        step(batch(3))
+        assert lengths == []
 
 
 def test_each_instruction_with_a_name_is_classified() -> None:

@@ -138,7 +138,7 @@ def test_a_call_within_a_call_does_not_wait_for_who_waits_for_it(
 
 def test_what_another_thread_changes_meanwhile_stays() -> None:
     """A capture that fails half-way puts back what the callable's code names, and nothing that only others change."""
-    engine = Box(queue=[], busy=False)
+    engine = Box(queue=[], queues=([],), busy=False)
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         engine.busy = True
@@ -150,9 +150,10 @@ def test_what_another_thread_changes_meanwhile_stays() -> None:
     with behind(Gate(2), step, torch.randn(3, 3)):  # in the run with padding
         assert engine.busy
         engine.queue.append(1)
+        engine.queues[0].append(1)
         vars(engine)["added"] = 1
     assert not step.stats.captures, step.stats.reasons
-    assert vars(engine) == {"queue": [1], "busy": False, "added": 1}
+    assert vars(engine) == {"queue": [1], "queues": ([1],), "busy": False, "added": 1}
 
 
 class Monitor(threading.Thread):

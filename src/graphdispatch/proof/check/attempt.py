@@ -218,7 +218,7 @@ class CaptureAttempt:
             if not self.request.keep_effects:  # else it is the caller's, and no run followed that could have done more
                 walk.restore(generators=True)
         elif self.runs_code or not self.request.keep_effects:
-            walk.restore(names=self.eager.trace.touched, generators=walk.drew() is not None)
+            walk.restore(use=self.eager.trace.changes_by, generators=walk.drew() is not None)
         if self.request.keep_effects:
             redo(self.eager.effects.regions)
             if self.eager.draws:

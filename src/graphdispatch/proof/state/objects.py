@@ -201,9 +201,9 @@ def _is_library_class(kind: type) -> bool:
     return is_library_code(getattr(module, "__file__", None) or "") or not is_followed(kind)
 
 
-def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """The attributes of a tensor by name, but for the notes that torch's compiler leaves there."""
-    table = attribute_table(tensor) or {}
+def own_attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object by name, but for the notes that torch's compiler leaves at tensors."""
+    table = attribute_table(value) or {}
     return {name: held for name, held in table.items() if not f"{name}".startswith("_dynamo_")}
 
 
@@ -268,14 +268,15 @@ def describes(name: str) -> bool:
 
 def functions_in(value: Any) -> list[types.FunctionType]:
     """The functions in a method, property or partial; a function itself."""
-    parts = stands_for(value) if issubclass(type(value), (cached_property, *_ROLES["method"])) else [value]
+    parts = stands_for(value) if issubclass(type(value), _MADE_OF_FUNCTIONS) else [value]
     return [part for part in parts if isinstance(part, types.FunctionType)]
 
 
 def wrapped_by(fn: types.FunctionType) -> list[Any]:
-    """What a decorator of the library's holds of others: functions, methods and modules."""
-    kinds = (types.FunctionType, types.MethodType, partial, nn.Module)
-    return [held for held in map(cell_value, fn.__closure__ or ()) if issubclass(type(held), kinds)]
+    """What a decorator of the library's holds of others: functions, methods and modules, and tables of these."""
+    kinds = (types.FunctionType, types.MethodType, types.MappingProxyType, partial, nn.Module)
+    held = (*map(cell_value, fn.__closure__ or ()), *fn.__dict__.values())
+    return [one for one in held if issubclass(type(one), kinds)]
 
 
 _ROLES: dict[str, tuple[Any, ...]] = {
@@ -291,6 +292,11 @@ _ROLES: dict[str, tuple[Any, ...]] = {
     ),
     "reference": (weakref.ref, ContextVar),
 }
+
+
+_MADE_OF_FUNCTIONS = (cached_property, *_ROLES["method"])
+ROLES = (*_ROLES, "array", "opaque", "generator", "instance", "front_end", "trusted")
+"""All but "leaf": see ``role_of``."""
 
 
 def role_of(kind: type) -> str:

@@ -27,9 +27,10 @@ from ...backends.code_events import is_own_code
 from ...backends.operators import is_strided
 from ...runtime.attributes import attribute_table, content
 from ..watch.bytecode import code_reads, original_of
-from . import objects
+from . import objects, snapshot
 from .objects import CONTAINERS, holds_modules, is_library_code
-from .snapshot import MEMBERS, form_of, save_random
+from .snapshot import MEMBERS, Accessor, form_of, save_random
+from .traversal import HELD_BY_FUNCTIONS, Edges, Traversal
 
 
 class Reader(NamedTuple):
@@ -213,7 +214,7 @@ _STATES = {random.Random: "getstate", np.random.RandomState: "get_state", np.ran
 """Names by which code reads the state of a generator, and does not change it."""
 
 
-class StateReads:
+class StateReads(Traversal):
     """What the code in ``trace`` reads of what the ``roots`` and the traced variables reach.
 
     Without a trace: what tells which modules and tensors the callable reaches; ``by_names`` also through modules and
@@ -221,6 +222,7 @@ class StateReads:
     """
 
     def __init__(self, roots: Iterable[Any], trace: CodeNotes | None, *, by_names: bool = False) -> None:
+        super().__init__()
         self.modules: list[nn.Module] = []
         self.tensors: list[torch.Tensor] = []
         self.objects: list[Any] = []
@@ -248,25 +250,21 @@ class StateReads:
         self._differentiates = id(DIFFERENTIATES) in notes.codes
         self._hook_names = _HOOKS + _BACKWARD_HOOKS * self._differentiates
         self._passed_over = _MODULE_ATTRIBUTES.union(() if self._differentiates else _BACKWARD_HOOKS)
-        self._seen: dict[int, Any] = {}
-        self._kinds = objects.Kinds()
-        self._pending: list[Any] = []
-        self._fix(None, [*roots, *(hook for hooks in objects.GLOBAL_HOOKS for hook in hooks.values())])
-        self._compare_namespaces(notes)
-        self._follow()
+        hooks = (hook for hooks in objects.GLOBAL_HOOKS for hook in hooks.values())
+        self._follow(self._fixed_in(None, [("", one) for one in (*roots, *hooks)], None))
+        self._follow(("", fn) for fn in notes.unreached_functions)
+        for table, names in notes.by_table():
+            self._follow(self._compare_variables(table, names))
+            self.absent.append((table, frozenset(names) - table.keys()))
         self.missing = notes.optional - _TENSOR_ATTRIBUTES
 
-    def _follow(self) -> None:
-        while self._pending:
-            value = self._pending.pop()
-            role = self._kinds[type(value)].role
-            if role not in ("leaf", "trusted") and id(value) not in self._seen:
-                self._seen[id(value)] = value
-                getattr(self, f"_visit_{role}")(value)
+    def _follow(self, edges: Edges) -> None:
+        for _, held in edges:
+            self.visit(held, None)
 
-    def _follow_named(self, homes: Iterable[Any], names: frozenset[str]) -> None:
-        """Go on with what code may reach under its ``names`` from these variables of it: what modules
-        and classes of the user have there, and the methods of objects."""
+    def _follow_named(self, homes: Iterable[Any], names: frozenset[str]) -> Edges:
+        """What code may reach under its ``names`` from these variables of it: what modules and classes of the user have
+        there, and the methods of objects."""
         seen, pending = dict[int, Any](), list(homes)
         while pending:
             home = pending.pop()
@@ -277,181 +275,163 @@ class StateReads:
             users = objects.user_classes(home if is_class else type(home))
             if objects.is_user_module(home) or (is_class and users):
                 table = vars(home) if is_class else attribute_table(home) or {}
-                self._compare_variables(table, _without_numbers(table, names))
+                yield from self._compare_variables(table, _without_numbers(table, names))
                 pending += (held for name, held in table.items() if name in names)
             else:
-                self._follow_methods(users, names)
+                yield from self._follow_methods(users, names)
 
-    def _follow_methods(self, users: Sequence[type], names: Collection[str]) -> None:
-        """Go on with the methods of classes of the user under these names, and with what the classes
-        have under the names in the code of those."""
+    def _follow_methods(self, users: Sequence[type], names: Collection[str]) -> Edges:
+        """The methods of classes of the user under these names, and what the classes have under the names in the code
+        of those."""
         found, pending = set[str](), set(names)
         while pending:
             found |= pending
             for base in users:
-                self._compare_variables(vars(base), _without_numbers(vars(base), pending))
+                yield from self._compare_variables(vars(base), _without_numbers(vars(base), pending))
             held = [vars(base)[name] for base in users for name in pending if name in vars(base)]
             codes = (fn.__code__ for one in held for fn in objects.functions_in(one))
             pending = set().union(*map(objects.names_in, codes)) - found
 
-    def _fix(self, home: Any, held: Iterable[Any]) -> None:
-        """Follow what an object holds that cannot change."""
-        self._pending += held
-        self.fixed += ((home, one) for one in held if self._kinds[type(one)].role == "instance")
+    def _fixed_in(self, home: Any, held: list[tuple[str, Any]], path: Any) -> Edges:
+        self.fixed += ((home, one) for _, one in held if self._kinds[type(one)].role == "instance")
+        return held
 
-    def _visit_tensor(self, tensor: torch.Tensor) -> None:
-        self.tensors.append(tensor)
-        table = attribute_table(tensor)
-        if objects.own_attributes(tensor) or self._notes.optional:
-            self.objects.append(tensor)
-            self._compare(table, self._to_compare_in(table))
-        self.readers += _tensor_readers(tensor, self._names)
-        if self._differentiates:
-            self.readers += _readers_of_leaf(tensor)
-        self._pending.append(type(tensor))
+    def _held_in(self, value: Any, accessor: Accessor, path: Any) -> Edges:
+        if accessor is snapshot.ENTRIES:
+            return self._read_entries(value)
+        if accessor is snapshot.CLASS:
+            return self._read_class(value)
+        if accessor is snapshot.ARRAY:  # by its bytes as they lie in memory
+            self.readers += (Reader(partial(read, value)) for read in (np.ndarray.tobytes, form_of))
+            return ()
+        return self._read_attributes(value) if accessor is snapshot.ATTRIBUTES else self._read_slots(value)
 
-    def _visit_method(self, method: Any) -> None:
-        self._fix(method, objects.stands_for(method))
-        if self._by_names and type(method) is types.MethodType:
-            for fn in objects.functions_in(method.__func__):
-                self._follow_named([method.__self__], objects.names_in(fn.__code__))
-        if self._kinds[type(method)].users or not issubclass(type(method), (property, types.MethodType)):
-            self._visit_instance(method)
-
-    def _visit_compiled(self, value: Any) -> None:
-        """A function or descriptor of compiled code."""
-        if objects.is_finder(value):
-            self._refuse(f"{value.__name__}() under another name")
-        self._fix(value, objects.referents(value))
-
-    def _visit_front_end(self, front_end: Any) -> None:
-        self._pending += objects.stands_for(front_end)
-
-    def _visit_generator(self, generator: Any) -> None:
-        self._visit_instance(generator)
-        if any(issubclass(type(generator), home) and name in self._names for home, name in _STATES.items()):
-            self.readers.append(Reader(partial(save_random((), generator).accessor.read, None)))
-
-    def _visit_module(self, module: types.ModuleType) -> None:
-        """A module is compared as any object, since code may pass it on. Of one of a library it is noted what is read
-        there, where code has it as a variable. Where code reads names that do not stand in it, its settings count."""
-        table = vars(module)
-        present = [name for name in self._names if name in table]
-        is_whole = self._all and objects.is_whole(module)
-        if is_whole:
-            present += (name for name in objects.setting_names(module) if name not in self._names)
-            self.tables.append(table)
-        if is_whole or id(table) not in self._notes.tables or objects.is_user_module(module):
-            self._compare_variables(table, present)
-        # What comes to be there later may be read then, where else the module's ``__getattr__`` would give it.
-        finds = ("__getattr__" in table or hasattr(type(module), "__getattr__")) and objects.is_user_module(module)
-        self.absent.append((table, (self._names if finds else frozenset(self._notes.optional)) - table.keys()))
-        self._pending.append(type(module))
-
-    def _visit_cell(self, cell: types.CellType) -> None:
-        self.readers.append(Reader(partial(objects.cell_value, cell), "cell", cell))
-        self._pending.append(objects.cell_value(cell))
-
-    def _visit_reference(self, reference: Any) -> None:
-        kind = {ContextVar: "context", weakref.ref: "reference", weakref.KeyedRef: "reference"}.get(type(reference))
-        self.readers.append(Reader(partial(objects.referent, reference), kind or "call", reference))
-        self._pending += (objects.referent(reference), type(reference))
-
-    def _visit_opaque(self, value: Any) -> None:
-        self._refuse(f"a {type(value).__module__}.{type(value).__qualname__}")
-
-    def _visit_instance(self, value: Any) -> None:
-        """An object with attributes, slots or entries."""
-        kind = type(value)
-        if kind is dict and "__builtins__" in value:
-            if not objects.is_module_table(value):
-                self._compare_variables(value, self._to_compare_in(value))
-            return  # those of a module are followed by name
-        if issubclass(kind, CONTAINERS):
-            if self._is_traced or _matters(value):
-                self.contents.append(value)
-            if not objects.holds_constants(value):
-                self._pending += content(value)
-        elif issubclass(kind, (tuple, frozenset)):
-            self._fix(value, content(value))
-        table, slots = attribute_table(value), self._kinds[kind].slots
-        names = self._named(kind, (*(table or ()), *slots))
-        if issubclass(kind, nn.Module):
-            names |= self._visit_members(value, table or {})
-        if table is not None:
+    def _read_attributes(self, value: Any) -> Edges:
+        table, kind = attribute_table(value), type(value)
+        is_bare = issubclass(kind, (torch.Tensor, types.FunctionType)) and not objects.own_attributes(value)
+        if table is None or (is_bare and not self._notes.optional):
+            return ()
+        if table or kind is not types.FunctionType:  # they are many, and have attributes one by one
             self.objects.append(value)
-            self._compare(table, names)
-        for name, member in slots.items():
-            is_slot = "__slots__" in vars(member.__objclass__)
-            if not self._is_traced or name in names or not is_slot:  # compiled code reads its own under no name
-                read = partial(objects.slot_value, member, value)
-                self.readers.append(Reader(read, *(("slot", value, member) if is_slot else ())))
-                self._pending.append(read())
-        if not slots and not issubclass(kind, (tuple, frozenset, *CONTAINERS)):
-            self._fix(value, objects.referents(value))
-        if self._is_traced and issubclass(kind, objects.CACHES):
-            results = _Results(value)
-            self.readers.append(Reader(results, further=results.kept))
-        self._pending.append(kind)
+        names = self._named(kind, table)
+        if not issubclass(kind, nn.Module):
+            return self._compare(table, names)
+        return [*self._compare(table, names | _BY_TORCH | _TABLES), *self._members_of(value, table)]
 
-    def _visit_members(self, module: nn.Module, table: dict[str, Any]) -> frozenset[str]:
-        """What a module holds for torch; the names to compare, besides those in the code."""
+    def _members_of(self, module: nn.Module, table: dict[str, Any]) -> Edges:
+        """What a module holds for torch."""
         self.modules.append(module)
         for name in MEMBERS:
             members = table.get(name)
             # Also one that is empty and may get its first. A scripted module keeps its members elsewhere.
             if members is not None and issubclass(type(members), dict):
                 self.contents.append(members)
-                self._pending += members.values()
+                yield from members.items()
         for name in self._hook_names:
             if name in table:
                 self.hooks.append(table[name])
-                self._pending += table[name].values()
+                yield from table[name].items()
         if not isinstance(table.get("_parameters"), dict):
-            self._pending += (*module.parameters(), *module.buffers())
-        return _BY_TORCH | _TABLES
+            yield from (("", tensor) for tensor in (*module.parameters(), *module.buffers()))
 
-    def _visit_array(self, array: Any) -> None:
-        """An array of numbers, by its bytes as they lie in memory."""
-        if array.dtype.hasobject:
-            self._refuse("an array of objects")
-            return
-        self.readers += (Reader(partial(read, array)) for read in (np.ndarray.tobytes, form_of))
+    def _read_slots(self, value: Any) -> Edges:
+        slots = self._kinds[type(value)].slots
+        names = self._named(type(value), slots)
+        for name, member in slots.items():
+            is_slot = "__slots__" in vars(member.__objclass__)
+            if not self._is_traced or name in names or not is_slot:  # compiled code reads its own under no name
+                read = partial(objects.slot_value, member, value)
+                self.readers.append(Reader(read, *(("slot", value, member) if is_slot else ())))
+                yield "", read()
 
-    def _visit_class(self, kind: type) -> None:
-        """A class of the user: what code reads of it. Of torch's modules the methods that ran, which others replace."""
-        users = self._kinds[kind].users
-        self._pending += (base for base in type.mro(kind)[1:] if base in users or issubclass(base, nn.Module))
+    def _read_entries(self, container: Any) -> Edges:
+        if self._is_traced or _matters(container):
+            self.contents.append(container)
+        return () if objects.holds_constants(container) else [("", one) for one in content(container)]
+
+    def _variables_of(self, table: dict[str, Any]) -> Edges:
+        own = (name for name in table if not f"{name}".startswith("__"))
+        return self._compare_variables(table, own if self._all else self._names)
+
+    def _visit_opaque(self, value: Any, path: Any) -> Edges:
+        what = " of objects" if self._kinds[type(value)].role == "array" else ""
+        self._refuse(f"a {type(value).__module__}.{type(value).__qualname__}{what}")
+        return ()
+
+    def _visit_tensor(self, tensor: torch.Tensor, path: Any) -> Edges:
+        self.tensors.append(tensor)
+        self.readers += _tensor_readers(tensor, self._names)
+        if self._differentiates:
+            self.readers += _readers_of_leaf(tensor)
+        return super()._visit_tensor(tensor, path)
+
+    def _visit_method(self, method: Any, path: Any) -> Edges:
+        yield from super()._visit_method(method, path)
+        if self._by_names and type(method) is types.MethodType:
+            for fn in objects.functions_in(method.__func__):
+                yield from self._follow_named([method.__self__], objects.names_in(fn.__code__))
+
+    def _visit_compiled(self, value: Any, path: Any) -> Edges:
+        if objects.is_finder(value):
+            self._refuse(f"{value.__name__}() under another name")
+        return super()._visit_compiled(value, path)
+
+    def _visit_cell(self, cell: types.CellType, path: Any) -> Edges:
+        self.readers.append(Reader(partial(objects.cell_value, cell), "cell", cell))
+        return super()._visit_cell(cell, path)
+
+    def _visit_reference(self, reference: Any, path: Any) -> Edges:
+        kind = {ContextVar: "context", weakref.ref: "reference", weakref.KeyedRef: "reference"}.get(type(reference))
+        self.readers.append(Reader(partial(objects.referent, reference), kind or "call", reference))
+        return super()._visit_reference(reference, path)
+
+    def _visit_generator(self, generator: Any, path: Any) -> Edges:
+        if any(issubclass(type(generator), home) and name in self._names for home, name in _STATES.items()):
+            self.readers.append(Reader(partial(save_random((), generator).accessor.read, None)))
+        return super()._visit_generator(generator, path)
+
+    def _visit_instance(self, value: Any, path: Any) -> Edges:
+        if self._is_traced and issubclass(type(value), objects.CACHES):
+            results = _Results(value)
+            self.readers.append(Reader(results, further=results.kept))
+        return super()._visit_instance(value, path)
+
+    def _visit_module(self, module: types.ModuleType, path: Any) -> Edges:
+        """A module is compared as any object, since code may pass it on. Of one of a library it is noted what is read
+        there, where code has it as a variable. Where code reads names that do not stand in it, its settings count."""
+        yield from super()._visit_module(module, path)
+        table = vars(module)
+        present = [name for name in self._names if name in table]
+        is_whole = self._all and objects.is_whole(module)
+        if is_whole:
+            present += (name for name in objects.setting_names(module) if name not in self._names)
+            self.tables.append(table)
+        # What comes to be there later may be read then, where else the module's ``__getattr__`` would give it.
+        finds = ("__getattr__" in table or hasattr(type(module), "__getattr__")) and objects.is_user_module(module)
+        self.absent.append((table, (self._names if finds else frozenset(self._notes.optional)) - table.keys()))
+        if is_whole or id(table) not in self._notes.tables or objects.is_user_module(module):
+            yield from self._compare_variables(table, present)
+
+    def _read_class(self, kind: type) -> Edges:
+        """What code reads of a class of the user. Of a class of torch's modules, which others patch, what ran and the
+        names of the code."""
+        users, table, nested = self._kinds[kind].users, vars(kind), f"{kind.__qualname__}."
         if not self._is_traced:
-            if self._by_names:
-                self._follow_methods(users, ("forward", "__call__"))
-            return
-        table = vars(kind)
-        if kind in users:
-            self.readers.append(Reader(partial(getattr, kind, "__mro__"), "__mro__", kind))
-            is_whole = self._all or any(issubclass(each, kind) for each in self._notes.whole_types)
-            nested = f"{kind.__qualname__}."
-            read = (
-                name
-                for name, held in table.items()
-                if self._is_read(name, held, is_whole=is_whole and _is_data_of(nested, held))
-            )
-            self._compare(table, list(read))
-            self._pending += (type(kind), *dict.values(table.get("_member_map_", {})))
-        elif issubclass(kind, nn.Module):
-            self._compare_torch(kind)
-
-    def _compare_torch(self, kind: type) -> None:
-        """A class of modules of torch, which others patch: what it has at all, and there the names of the code and what
-        ran."""
-        table, codes, names = vars(kind), self._notes.codes, self._names
-        copyreg._slotnames(kind)  # type: ignore[attr-defined]  # else a pickle would add what this adds
-        self.tables.append(table)
-        present = [
-            name for name, held in table.items() if name in names or id(getattr(held, "__code__", None)) in codes
+            return self._follow_methods(users, ("forward", "__call__")) if self._by_names else ()
+        if kind not in users:
+            copyreg._slotnames(kind)  # type: ignore[attr-defined]  # else a pickle would add what this adds
+            codes = self._notes.codes
+            ran = (name for name, held in table.items() if id(getattr(held, "__code__", None)) in codes)
+            self._compare(table, self._names.union(ran))
+            return ()
+        self.readers.append(Reader(partial(getattr, kind, "__mro__"), "__mro__", kind))
+        is_whole = self._all or any(issubclass(each, kind) for each in self._notes.whole_types)
+        read = [
+            name
+            for name, held in table.items()
+            if self._is_read(name, held, is_whole=is_whole and _is_data_of(nested, held))
         ]
-        if present:
-            self.attributes.append((table, present))
+        return [*self._compare(table, read), *dict.items(table.get("_member_map_", {}))]
 
     def _is_read(self, name: str, member: Any, *, is_whole: bool) -> bool:
         """Whether code reads a class attribute: a method that ran, or another one under a name of the code; data under
@@ -470,48 +450,41 @@ class StateReads:
         is_data = not name.startswith("__") or issubclass(kind, _COMPILED_METHODS)
         return issubclass(kind, _WRAPPERS) or (is_data and (is_whole or name[:2] == "__"))
 
-    def _visit_function(self, fn: types.FunctionType) -> None:
-        """The closure and defaults of a function whose code ran, or of any without a trace, and what code reads of a
-        function as of any object."""
-        if fn.__dict__ or self._notes.optional:
-            self._compare(fn.__dict__, self._to_compare_in(fn.__dict__))
+    def _runs(self, fn: types.FunctionType) -> bool:
+        """Whether its code ran, or any may have; or code may take it apart."""
+        is_whole = self._all or types.FunctionType in self._notes.whole_types
+        may_run = not self._is_traced or is_whole or not HELD_BY_FUNCTIONS.isdisjoint(self._names)
+        return may_run or id(fn.__code__) in self._notes.codes
+
+    def _visit_function(self, fn: types.FunctionType, path: Any) -> Edges:
+        """What a function runs by, if its code ran, and what code reads of it as of any object."""
+        yield from super()._visit_function(fn, path)
         if objects.is_library_code(fn.__code__.co_filename):
-            self._pending += (held for held in fn.__dict__.values() if type(held) is types.MappingProxyType)
-            self._pending += objects.wrapped_by(fn)
             return
         is_whole = self._all or types.FunctionType in self._notes.whole_types
-        ran = not self._is_traced or is_whole or id(fn.__code__) in self._notes.codes or "__closure__" in self._names
-        parts = [name for name in _RUN_OF_FUNCTIONS if name in self._names or (ran and getattr(fn, name))]
+        ran = self._runs(fn)
+        parts = (name for name in _RUN_OF_FUNCTIONS if name in self._names or (ran and getattr(fn, name)))
         said = (name for name in _SAID_OF_FUNCTIONS if name in self._names or is_whole)
         self.readers += (Reader(partial(getattr, fn, name), name, fn) for name in parts)
         self.readers += (Reader(partial(getattr, fn, name)) for name in said)
-        self._pending += (getattr(fn, name) for name in parts if name != "__code__")
-        if not ran:
-            return
-        self._pending += fn.__closure__ or ()
-        if "__wrapped__" in fn.__dict__:
-            self._pending.append(fn.__dict__["__wrapped__"])
-        if not self._is_traced:
-            self._compare_variables(fn.__globals__, objects.variables_of(fn))
-        if self._by_names:
-            names = objects.names_in(fn.__code__)
-            cells = map(objects.cell_value, fn.__closure__ or ())
-            variables = (table.get(name) for table in (fn.__globals__, sys.modules) for name in names)
-            self._follow_named([*cells, *variables], names)
+        if ran:
+            yield "", fn.__dict__.get("__wrapped__")
+            if not self._is_traced:
+                yield from self._compare_variables(fn.__globals__, objects.variables_of(fn))
+            if self._by_names:
+                names = objects.names_in(fn.__code__)
+                cells = map(objects.cell_value, fn.__closure__ or ())
+                variables = (table.get(name) for table in (fn.__globals__, sys.modules) for name in names)
+                yield from self._follow_named([*cells, *variables], names)
 
-    def _compare_namespaces(self, notes: CodeNotes) -> None:
-        self._pending += notes.unreached_functions
-        for table, names in notes.by_table():
-            self._compare_variables(table, names)
-            self.absent.append((table, frozenset(names) - table.keys()))
-
-    def _compare_variables(self, table: Mapping[str, Any], names: Iterable[str]) -> None:
+    def _compare_variables(self, table: Mapping[str, Any], names: Iterable[str]) -> Edges:
+        """Compare variables of these names; those to follow. Code that names a builtin shows what it does with it."""
         present = [name for name in names if name in table]
-        if present:
-            self.attributes.append((table, present))
-            held = {n: table[n] for n in present if not (self._is_traced and holds_modules(table, n))}
-            # Code that names a builtin shows what it does with it.
-            self._pending += (one for n, one in held.items() if vars(builtins).get(n) is not one)
+        if not present:
+            return ()
+        self.attributes.append((table, present))
+        held = ((n, table[n]) for n in present if not (self._is_traced and holds_modules(table, n)))
+        return [(n, one) for n, one in held if vars(builtins).get(n) is not one]
 
     def _named(self, kind: type, own: Iterable[str]) -> frozenset[str]:
         """The names to compare of an object of a class: those of the user's code, where libraries wrote some of the
@@ -524,25 +497,19 @@ class StateReads:
         is_library = not {nn.Module, *users}.issuperset(objects.written_classes(kind))
         return self._library_names if is_library else self._names
 
-    def _to_compare_in(self, table: Mapping[str, Any] | None) -> frozenset[str]:
-        """The names to compare in a table, whatever it belongs to: those of the code, or all but the interpreter's."""
-        return frozenset(n for n in table or () if not f"{n}".startswith("__")) if self._all else self._names
-
-    def _compare(self, table: Mapping[str, Any] | None, names: Iterable[str]) -> None:
-        """Compare the attributes in ``table`` under ``names``; without a trace, those that hold modules or tensors."""
-        if table is None:
-            return
-        if not self._is_traced:
-            kept = {name: value for name, value in table.items() if name not in self._passed_over}
-            chosen = [name for name, value in kept.items() if name in _TABLES or _matters(value)]
-            self._pending += (value for name, value in kept.items() if name not in _TABLES)
-        else:
-            named = names if isinstance(names, frozenset) else frozenset(names)
-            chosen = [name for name in table if name in named and name not in self._passed_over]
-            self._pending += (table[name] for name in chosen if name not in _TABLES)
+    def _compare(self, table: Mapping[str, Any], names: Iterable[str]) -> Edges:
+        """Compare the attributes in ``table`` under ``names``; without a trace, those that hold modules or tensors.
+        Those to follow."""
         self.tables.append(table)
+        if self._is_traced:
+            named = names if isinstance(names, frozenset) else frozenset(names)
+            kept = chosen = [n for n in table if n in named and n not in self._passed_over]
+        else:
+            kept = [n for n in table if n not in self._passed_over]
+            chosen = [n for n in kept if n in _TABLES or _matters(table[n])]
         if chosen:
             self.attributes.append((table, chosen))
+        return [(n, table[n]) for n in kept if n not in _TABLES]
 
     def _refuse(self, what: str) -> None:
         if self._is_traced:

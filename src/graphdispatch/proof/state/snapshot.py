@@ -33,6 +33,23 @@ class Accessor(NamedTuple):
     """Whether it holds attributes."""
 
 
+class Use(NamedTuple):
+    """By what code comes to attributes."""
+
+    names: frozenset[str]
+    whole: Collection[type]
+    """Classes whose objects it reads or writes under any name."""
+
+    def reaches(self, value: Any, name: str) -> bool:
+        """Whether it may come to this attribute of an object."""
+        kind = value if issubclass(type(value), type) else type(value)
+        return name in self.names or any(issubclass(kind, one) or issubclass(one, kind) for one in self.whole)
+
+
+ANY_USE = Use(frozenset(), (object,))
+"""Of code that may come to every attribute."""
+
+
 class Saved(NamedTuple):
     """An object that can change: where it was met, how to read and write all that it holds, what it held then."""
 
@@ -66,13 +83,13 @@ class Saved(NamedTuple):
                 return f"{name} was {'added' if a is ABSENT else 'removed' if b is ABSENT else 'rebound'}"
         return " was put in another order"
 
-    def restore(self, names: Collection[str] | None = None) -> None:
-        """Put back what it held; with ``names``, of attributes those of these names alone."""
+    def restore(self, use: Use) -> None:
+        """Put back what it held; of attributes those that code comes to."""
         held = self.before
-        if names is not None and self.accessor.is_by_name:
+        if self.accessor.is_by_name:
             now = self.accessor.read(self.value)
-            labels = [label for label in {**held, **now} if label in (held if label.lstrip(".") in names else now)]
-            held = {label: held[label] if label.lstrip(".") in names else now[label] for label in labels}
+            sources = [(name, held if use.reaches(self.value, name) else now) for name in {**held, **now}]
+            held = {name: source[name] for name, source in sources if name in source}
         self.accessor.write(self.value, held)
 
 
@@ -89,13 +106,16 @@ def _write_attributes(value: Any, before: dict[str, Any]) -> None:
         object.__setattr__(value, "__class__", kind)
     table = attribute_table(value)
     assert table is not None
+    now = _read_attributes(value)
+    notes = [(name, held) for name, held in table.items() if name not in now]
     table.clear()
-    table.update((name, held) for name, held in before.items() if name != "__class__")
+    table.update([(name, held) for name, held in before.items() if name != "__class__"] + notes)
 
 
 def _read_attributes(value: Any) -> dict[str, Any]:
-    """The class of an object, and its attributes."""
-    return {"__class__": type(value), **(attribute_table(value) or {})}
+    """The class of an object, and its attributes; of tensors all but the notes of torch's compiler."""
+    own = objects.own_attributes(value) if issubclass(type(value), torch.Tensor) else attribute_table(value)
+    return {"__class__": type(value), **(own or {})}
 
 
 ATTRIBUTES = Accessor(_read_attributes, _write_attributes, is_by_name=True)
@@ -121,13 +141,6 @@ def _accessor_of_members(
     return Accessor(read, write, is_by_name)
 
 
-OF_TENSORS = _accessor_of_members(
-    lambda tensor: {"__class__": type(tensor), **objects.own_attributes(tensor)},
-    object.__setattr__,
-    object.__delattr__,
-    is_by_name=True,
-)
-"""As ATTRIBUTES, of tensors: the notes of torch's compiler stay as they are."""
 CLASS = _accessor_of_members(lambda kind: dict(vars(kind)), type.__setattr__, type.__delattr__, is_by_name=True)
 CELL = _accessor_of_members(
     lambda cell: {"": objects.cell_value(cell)},
@@ -139,12 +152,12 @@ CONTEXT = _accessor_of_members(
     lambda variable, _, held: variable.set(held),
     lambda *_: None,  # one that had no value keeps the one that it got
 )
-PARTS = (".__code__", ".__defaults__", ".__kwdefaults__", ".__name__", ".__doc__")
+PARTS = ("__code__", "__defaults__", "__kwdefaults__", "__name__", "__doc__")
 """What functions are made of that code can set anew."""
-parts_of: Callable[[Any], tuple[Any, ...]] = operator.attrgetter(*(label[1:] for label in PARTS))
+parts_of: Callable[[Any], tuple[Any, ...]] = operator.attrgetter(*PARTS)
 FUNCTION = _accessor_of_members(
     lambda fn: dict(zip(PARTS, parts_of(fn), strict=True)),
-    lambda fn, label, held: setattr(fn, label[1:], held),
+    setattr,
     lambda *_: None,  # they are always there
 )
 
@@ -175,15 +188,14 @@ NAMES = Accessor(_names_in, _drop_new)
 
 def accessor_of_slots(slots: dict[str, Any]) -> Accessor:
     """Reads and writes objects with slots, by the slots' descriptors."""
-    by_label = {f".{name}": member for name, member in slots.items()}
 
     def read(value: Any) -> dict[str, Any]:
-        return {label: objects.slot_value(member, value) for label, member in by_label.items()}
+        return {name: objects.slot_value(member, value) for name, member in slots.items()}
 
     return _accessor_of_members(
         read,
-        lambda value, label, held: by_label[label].__set__(value, held),
-        lambda value, label: by_label[label].__delete__(value),
+        lambda value, name, held: slots[name].__set__(value, held),
+        lambda value, name: slots[name].__delete__(value),
         is_by_name=True,
     )
 
@@ -321,7 +333,8 @@ def save_random(path: Any, generator: Any) -> Saved:
         before = pickle.dumps(state)
     except Exception:  # of a subclass of the user
         return Saved(path, generator, Accessor(lambda _: object(), lambda *_: None), None)
-    return Saved(path, generator, Accessor(lambda _: pickle.dumps(read()), lambda *_: write(state)), before)
+    accessor = Accessor(lambda _: pickle.dumps(read()), lambda *_: write(state))
+    return Saved(path, generator, accessor, before)
 
 
 MEMBERS = ("_parameters", "_buffers", "_modules")

@@ -8,9 +8,9 @@ they run: what their closures and defaults hold nobody else can come by. Nothing
 import random
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
-from itertools import chain
+from itertools import chain, compress
 from operator import is_, itemgetter
 from typing import Any
 
@@ -19,22 +19,19 @@ import torch
 from torch import nn
 
 from ...backends.operators import is_strided
-from ...runtime.attributes import attribute_table, content
 from ...runtime.signature import advice_for
-from ..breaks import is_break
 from . import objects, snapshot
 from .objects import ABSENT, CONTAINERS, holds_modules
-from .snapshot import Accessor, Saved, path_text
+from .snapshot import ANY_USE, Accessor, Saved, Use, path_text
+from .traversal import PLAIN_CONTAINERS, Edges, Traversal, held_by_run
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
-_PLAIN_CONTAINERS = frozenset(CONTAINERS)
-_SHARED = (*CONTAINERS, np.ndarray)
+_SHARED = (*CONTAINERS, tuple, frozenset, np.ndarray)
 """What code changes without the name of an attribute, once it has got hold of it."""
 _MOST_FOLLOWED = 250_000
-Edges = Iterator[tuple[str, Any]]
 
 
-class StateWalk:
+class StateWalk(Traversal):
     """What the ``roots`` and the code that runs reach, as it was when the walk met it. Holds all of it.
 
     ``overflow`` names the object at which the walk stopped, if there are too many. Meant for one thread, and for as
@@ -42,6 +39,7 @@ class StateWalk:
     """
 
     def __init__(self, *roots: Any) -> None:
+        super().__init__()
         self.tensors: list[torch.Tensor] = []
         """Tensors wherever they are held, parameters and buffers included."""
         self.user_namespaces: list[types.ModuleType | dict[str, Any]] = []
@@ -64,20 +62,18 @@ class StateWalk:
         """All paths of the opaque objects that are no threads, locks or other machines: ``restore`` cannot put them
         back."""
         self.overflow: str | None = None
-        self._seen: dict[int, Any] = {}
-        self._kinds = objects.Kinds()
         self._saved: list[Saved] = []
         self._variables: dict[int, dict[str, Any]] = {}
         self._whole = set[int]()
         """The modules of which it noted which variables they have, by the ``id`` of their tables."""
         self._held_at: dict[int, Saved] = {}
-        """By the ``id`` of its path, what was first saved there; of the first ``_num_held`` of those saved."""
-        self._num_held = 0
+        """By the ``id`` of its path, what was first saved there, and tuples."""
         self._generators = [
             snapshot.save_random(((), name), home) for name, home in (("random", random), ("numpy.random", np.random))
         ]
-        self._empty: list[tuple[Any, Any]] = []
-        """Empty containers of classes of Python's own, most of them for hooks, each with its path."""
+        self._empty: list[tuple[Any, Any, Any]] = []
+        """Empty containers of classes of Python's own, most of them for hooks, and empty tables of attributes of such
+        and of functions, each with what it belongs to and the path of that."""
         self._again: list[tuple[Any, Any]] = []
         """Containers that it met once more, with the other path."""
         named = [(root, objects.name_of(root)) for root in roots]
@@ -85,36 +81,13 @@ class StateWalk:
             self.visit(root, ((), name))
         self._save(((), "the default dtype or determinism"), None, snapshot.SETTINGS)
 
-    def visit(self, value: Any, path: Any) -> None:
-        """Follow ``value``, which was met at ``path``: a chain (path of its owner, label)."""
-        pending, seen, kinds = [(value, path)], self._seen, self._kinds
-        while pending:
-            value, path = pending.pop()
-            if id(value) in seen:
-                if kinds[type(value)].role == "opaque":
-                    self._opaque_edges(value, path)
-                elif issubclass(type(value), _SHARED):
-                    self._again.append((value, path))
-                continue
-            if kinds[type(value)].role == "leaf":
-                continue
-            if len(seen) >= _MOST_FOLLOWED:
-                self.overflow = self.overflow or path_text(path)
-                return
-            seen[id(value)] = value
-            kind = type(value)
-            if not value if kind in _PLAIN_CONTAINERS else kind is OrderedDict and not (value or value.__dict__):
-                self._empty.append((value, path))
-                continue
-            pending += [(i, (path, label)) for label, i in self._edges(value, path) if kinds[type(i)].role != "leaf"]
-
     def visit_functions(self, code: types.CodeType) -> bool:
         """Follow the closures and defaults of the functions with this code, which is about to run; whether it has met
         one."""
         is_new = id(code) not in self._run
         self._run.add(id(code))
         for fn, path in self._waiting.get(id(code), ()) if is_new else ():
-            self._visit_parts(fn, path)
+            self._visit_held(fn, path)
         return id(code) in self._waiting
 
     def visit_all_functions(self) -> None:
@@ -123,14 +96,12 @@ class StateWalk:
         if not self._follows_all:
             self._follows_all = True
             for fn, path in self._functions.copy():
-                self._visit_parts(fn, path)
+                self._visit_held(fn, path)
 
-    def _visit_parts(self, fn: types.FunctionType, path: Any) -> None:
-        code, held = fn.__code__, list[tuple[str, Any]]([("", fn.__defaults__), ("", fn.__kwdefaults__)])
-        if not objects.is_library_code(code.co_filename):
-            held += ((f" {name}", cell) for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True))
-        for label, one in held:
-            self.visit(one, (path, label))
+    def _visit_held(self, fn: types.FunctionType, path: Any) -> None:
+        if not objects.is_library_code(fn.__code__.co_filename):
+            for label, held in held_by_run(fn):
+                self.visit(held, (path, label))
 
     def visit_variables(self, table: dict[str, Any], names: Iterable[str], where: str) -> None:
         """Note and follow the variables of a module under ``names``, which code is about to use."""
@@ -168,10 +139,6 @@ class StateWalk:
             else None
         )
 
-    def has_met(self, value: Any) -> bool:
-        """Whether it met this very object."""
-        return id(value) in self._seen
-
     def change(self) -> str | None:
         """The first of ``changes``, or None; with what to use instead where a cache is among what it met."""
         change = next(self.changes(), None)
@@ -188,16 +155,15 @@ class StateWalk:
             if how is not None:
                 yield path_text((saved.path, how))
 
-    def _filled(self) -> Iterator[Saved]:
+    def _filled(self) -> list[Saved]:
         """The containers that are no longer empty."""
-        ordered = [container for container, _ in self._empty if type(container) is OrderedDict]
-        if not (any(map(itemgetter(0), self._empty)) or any(map(vars, ordered))):
-            return
-        for container, path in self._empty:
-            if container:
-                yield Saved(path, container, snapshot.ENTRIES, [])
-            if type(container) is OrderedDict and container.__dict__:
-                yield Saved(path, container, snapshot.ATTRIBUTES, {"__class__": OrderedDict})
+        filled = compress(self._empty, map(itemgetter(0), self._empty))
+        return [
+            Saved(path, one, snapshot.ENTRIES, [])
+            if container is one
+            else Saved(path, one, snapshot.ATTRIBUTES, {"__class__": type(one)})
+            for container, one, path in filled
+        ]
 
     def _changed_functions(self) -> Iterator[Saved]:
         """The functions, if some are made of other objects than when they were met."""
@@ -211,27 +177,21 @@ class StateWalk:
         """Which random generator of Python or NumPy is not as it was met, or None. Other threads may have drawn."""
         return next((path_text(saved.path) for saved in self._generators if saved.change() is not None), None)
 
-    def restore(self, *, generators: bool = False, names: Collection[str] | None = None) -> None:
+    def restore(self, *, generators: bool = False, use: Use = ANY_USE) -> None:
         """Put back everything that is not as it was met. Random generators, which others may use, only with
         ``generators``.
 
-        With ``names``, only attributes of these names, and what containers hold that some path of such names leads to:
-        code that uses no others did not change the rest, and another thread may have. Raises the first error of what
-        cannot be put back, once all else is.
+        Of attributes only those that code with such a ``use`` comes to, and of containers those that it comes to by
+        some path: it did not change the rest, and another thread may have. Raises the first error of what cannot be
+        put back, once all else is.
         """
         failed: list[tuple[Saved, Exception]] = []
-        for saved in (
-            *self._saved,
-            *self._filled(),
-            *self._changed_functions(),
-            *(self._generators if generators else ()),
-        ):
+        held = (*self._saved, *self._filled(), *self._changed_functions(), *(self._generators if generators else ()))
+        for saved in held:
+            is_whole = saved.accessor.is_by_name or not issubclass(type(saved.value), _SHARED)
             try:
-                is_shared = (
-                    names is not None and issubclass(type(saved.value), _SHARED) and not saved.accessor.is_by_name
-                )
-                if saved.differs() and (not is_shared or self._is_reached(saved, names or (), set())):
-                    saved.restore(names)
+                if saved.differs() and (is_whole or self._is_shown(saved, use, set())):
+                    saved.restore(use)
             except Exception as why:
                 failed.append((saved, why))
         # What cannot be written itself, as a view that code may not write to, may show what was put back elsewhere.
@@ -239,178 +199,130 @@ class StateWalk:
             if saved.differs():
                 raise error
 
-    def unrestorable_by(self, names: Collection[str], whole: Collection[type]) -> str | None:
-        """The path of an object that ``restore`` cannot put back, and that code can come to which uses these names, and
-        reads objects of the classes ``whole`` under any name; or None."""
-        for saved in self._saved[self._num_held :]:
-            self._held_at.setdefault(id(saved.path), saved)
-        self._num_held = len(self._saved)
-        return next((path_text(path) for path in self.unrestorable if self._is_named(path, names, whole, set())), None)
+    def unrestorable_by(self, use: Use) -> str | None:
+        """The path of an object that ``restore`` cannot put back, and that such code can come to; or None."""
+        return next((path_text(path) for path in self.unrestorable if self._is_reached(path, use, set())), None)
 
-    def _is_named(self, path: Any, names: Collection[str], whole: Collection[type], visited: set[int]) -> bool:
-        """Whether such code can come to what is at the end of a path: not to an attribute of another name, nor to what
-        a container holds that it cannot come to. Of what else holds it not all paths are there, so it counts."""
+    def _is_reached(self, path: Any, use: Use, visited: set[int]) -> bool:
+        """Whether code can come to what is at the end of a path: not to an attribute of another name, nor to what a
+        container holds that it cannot come to. Of what else holds it not all paths are there, so it counts."""
         parent, label = path
         holder = self._held_at.get(id(parent))
-        if holder is not None and holder.accessor.is_by_name and f"{label}".startswith("."):
-            kind = holder.value if issubclass(type(holder.value), type) else type(holder.value)
-            return label[1:] in names or any(issubclass(kind, one) or issubclass(one, kind) for one in whole)
-        if holder is None or holder.accessor is not snapshot.ENTRIES:
-            return True
-        if id(holder) in visited:
-            return False
-        visited.add(id(holder))
-        return any(self._is_named(p, names, whole, visited) for p in self._paths_of(holder))
+        if holder is None or (holder.accessor.is_by_name and label.startswith(".")):
+            return holder is None or use.reaches(holder.value, label[1:])
+        return not issubclass(type(holder.value), _SHARED) or self._is_shown(holder, use, visited)
 
-    def _paths_of(self, saved: Saved) -> list[Any]:
-        return [saved.path, *(path for value, path in self._again if value is saved.value)]
-
-    def _is_reached(self, saved: Saved, names: Collection[str], visited: set[int]) -> bool:
-        """Whether code that uses only these names can come to a container: by one of the paths that lead to it."""
+    def _is_shown(self, saved: Saved, use: Use, visited: set[int]) -> bool:
+        """Whether code can come to a container, by one of the paths that lead to it."""
         if id(saved) in visited:
             return False
         visited.add(id(saved))
-        for parent, label in self._paths_of(saved):
-            outer = None
-            while parent and outer is None and f"{label}".startswith("["):
-                outer = next((other for other in self._saved if other.path is parent), None)
-                parent, label = parent
-            if outer is not None:
-                if self._is_reached(outer, names, visited):
-                    return True
-            elif not f"{label}".startswith(".") or label[1:] in names:
-                return True
-        return False
+        paths = (saved.path, *(path for value, path in self._again if value is saved.value))
+        return any(self._is_reached(path, use, visited) for path in paths)
 
     def _save(self, path: Any, value: Any, accessor: Accessor) -> Any:
         before = accessor.read(value)
-        self._saved.append(Saved(path, value, accessor, before))
+        saved = Saved(path, value, accessor, before)
+        self._saved.append(saved)
+        self._held_at.setdefault(id(path), saved)
         return before
 
-    def _edges(self, value: Any, path: Any) -> Edges:
-        """What ``value`` holds, with labels; notes what of it can change."""
-        if type(value) in _PLAIN_CONTAINERS:
-            return self._entries(value, path)
-        role = self._kinds[type(value)].role
-        if role in ("leaf", "trusted"):
-            return iter(())
-        edges: Callable[[Any, Any], Edges] = getattr(self, f"_{role}_edges")
-        return edges(value, path)
+    def _meet_again(self, value: Any, path: Any, role: str) -> None:
+        if role == "opaque":
+            self._visit_opaque(value, path)
+        elif issubclass(type(value), _SHARED):
+            self._again.append((value, path))
 
-    def _front_end_edges(self, front_end: Any, path: Any) -> Edges:
-        return (("", part) for part in objects.stands_for(front_end))
+    def _meet(self, value: Any, path: Any) -> bool:
+        """As ``Traversal._meet``; what is empty leads nowhere, and is most often many."""
+        if len(self._seen) >= _MOST_FOLLOWED:
+            self.overflow = self.overflow or path_text(path)
+            return False
+        self._seen[id(value)] = value
+        kind = type(value)
+        if not value if kind in PLAIN_CONTAINERS else kind is OrderedDict and not (value or value.__dict__):
+            self._empty.append((value, value, path))
+            if kind is OrderedDict:
+                self._empty.append((value.__dict__, value, path))
+            return False
+        return True
 
-    def _method_edges(self, method: Any, path: Any) -> Edges:
-        yield from (("", part) for part in (*objects.stands_for(method), type(method)))
-        if not issubclass(type(method), types.MethodType):
-            yield from (
-                (name, held) for name, held in self._attributes(method, path) if not objects.describes(name[1:])
-            )
+    def _runs(self, fn: types.FunctionType) -> bool:
+        return self._follows_all or id(fn.__code__) in self._run
 
-    def _module_edges(self, module: types.ModuleType, path: Any) -> Edges:
-        """Nothing: code that runs names the variables that count."""
-        if objects.is_followed(type(module)) and objects.is_user_module(module):
-            self.user_namespaces.append(module)
-        return iter([("", type(module))])
+    def _held_in(self, value: Any, accessor: Accessor, path: Any) -> Edges:
+        """All of it, noted so that it can be put back."""
+        if accessor is snapshot.CLASS and not self._kinds[value].users:
+            return ()
+        if accessor is snapshot.ATTRIBUTES and type(value) is types.FunctionType and not value.__dict__:
+            self._empty.append((value.__dict__, value, path))
+            return ()
+        held = self._save(path, value, accessor)
+        if accessor is snapshot.ARRAY:
+            return ()
+        if type(held) is list:
+            keys = dict.keys(value) if issubclass(type(value), dict) else ()
+            return chain(snapshot.labelled(value, held).items(), (("[key]", key) for key in keys))
+        if accessor is snapshot.CLASS:
+            held = {n: one for n, one in held.items() if not (objects.describes(n) or objects.is_recognized(one, n))}
+        return ((f".{name}", one) for name, one in held.items() if name not in objects.DESCRIBES)
 
-    def _array_edges(self, array: Any, path: Any) -> Edges:
-        """Nothing, or what nobody can compare: an array of objects."""
-        if array.dtype.hasobject:
-            return self._opaque_edges(array, path)
-        self._save(path, array, snapshot.ARRAY)
-        return iter(())
+    def _fixed_in(self, home: Any, held: list[tuple[str, Any]], path: Any) -> Edges:
+        if held and issubclass(type(home), _SHARED):
+            self._held_at.setdefault(id(path), Saved(path, home, snapshot.ENTRIES, None))
+        return held
 
-    def _compiled_edges(self, value: Any, path: Any) -> Edges:
-        self.has_accessor |= objects.is_accessor(value)
-        self.has_identity |= objects.is_by_identity(value)
-        self.has_opaque |= objects.is_finder(value)
-        return (("", inner) for inner in objects.referents(value))
+    def _variables_of(self, table: dict[str, Any]) -> Edges:
+        self.user_namespaces.append(table)
+        return ()  # they are followed by name
 
-    def _cell_edges(self, cell: Any, path: Any) -> Edges:
-        return iter(self._save(path, cell, snapshot.CELL).items())
-
-    def _reference_edges(self, reference: Any, path: Any) -> Edges:
-        is_variable = type(reference) is ContextVar
-        held = self._save(path, reference, snapshot.CONTEXT) if is_variable else {"()": objects.referent(reference)}
-        return chain([("", type(reference))], held.items())
-
-    def _generator_edges(self, generator: Any, path: Any) -> Edges:
-        self._generators.append(snapshot.save_random(path, generator))
-        return self._attributes(generator, path)
-
-    def _attributes(self, value: Any, path: Any) -> Edges:
-        if attribute_table(value) is None:
-            return iter(())
-        is_tensor = issubclass(type(value), torch.Tensor)
-        held = self._save(path, value, snapshot.OF_TENSORS if is_tensor else snapshot.ATTRIBUTES)
-        return ((f".{name}", inner) for name, inner in held.items())
-
-    def _entries(self, container: Any, path: Any) -> Edges:
-        if type(container) is dict and "__builtins__" in container:
-            if not objects.is_module_table(container):
-                self.user_namespaces.append(container)
-            return iter(())  # variables, which are followed by name
-        entries = self._save(path, container, snapshot.ENTRIES)
-        if not entries:
-            return iter(())
-        keys = dict.keys(container) if issubclass(type(container), dict) else ()
-        return chain(snapshot.labelled(container, entries).items(), (("[key]", key) for key in keys))
-
-    def _opaque_edges(self, value: Any, path: Any) -> Edges:
+    def _visit_opaque(self, value: Any, path: Any) -> Edges:
         """What nobody can compare."""
         self.has_opaque = True
         if not objects.is_machine(type(value)):
             self.unrestorable.append(path)
-        return iter(())
+        return ()
 
-    def _instance_edges(self, value: Any, path: Any) -> Edges:
-        """An object with attributes, slots or entries: all of them."""
-        kind = type(value)
-        yield from self._attributes(value, path)
-        slots = self._kinds[kind].slots
-        if slots:
-            yield from self._save(path, value, snapshot.accessor_of_slots(slots)).items()
-        if issubclass(kind, CONTAINERS):
-            yield from self._entries(value, path)
-        elif issubclass(kind, (tuple, frozenset)):
-            yield from ((f"[{index}]", inner) for index, inner in enumerate(content(value)))
-        elif not slots:
-            self.has_opaque |= issubclass(kind, objects.CACHES)
-            yield from (("", inner) for inner in objects.referents(value))
-        yield "", kind
-
-    def _tensor_edges(self, tensor: torch.Tensor, path: Any) -> Edges:
+    def _visit_tensor(self, tensor: torch.Tensor, path: Any) -> Edges:
         self.tensors.append(tensor)
         if type(tensor) in _PLAIN_TENSORS and is_strided(tensor):
             self._save(path, tensor, snapshot.accessor_of_tensor(tensor))
-        return chain([("", type(tensor))], self._attributes(tensor, path))
+        return super()._visit_tensor(tensor, path)
 
-    def _function_edges(self, fn: types.FunctionType, path: Any) -> Edges:
-        """Attributes of a function, and its closure and defaults once it runs; of the library's decorators only what
-        they wrap."""
-        code = fn.__code__
-        if objects.is_library_code(code.co_filename):
-            yield from (("", held) for held in objects.wrapped_by(fn))
-            if is_break(fn):
-                return
+    def _visit_module(self, module: types.ModuleType, path: Any) -> Edges:
+        if objects.is_followed(type(module)) and objects.is_user_module(module):
+            self.user_namespaces.append(module)
+        return super()._visit_module(module, path)
+
+    def _visit_compiled(self, value: Any, path: Any) -> Edges:
+        self.has_accessor |= objects.is_accessor(value)
+        self.has_identity |= objects.is_by_identity(value)
+        self.has_opaque |= objects.is_finder(value)
+        return super()._visit_compiled(value, path)
+
+    def _visit_cell(self, cell: types.CellType, path: Any) -> Edges:
+        self._save(path, cell, snapshot.CELL)
+        return super()._visit_cell(cell, path)
+
+    def _visit_reference(self, reference: Any, path: Any) -> Edges:
+        if type(reference) is ContextVar:
+            self._save(path, reference, snapshot.CONTEXT)
+        return super()._visit_reference(reference, path)
+
+    def _visit_generator(self, generator: Any, path: Any) -> Edges:
+        self._generators.append(snapshot.save_random(path, generator))
+        return super()._visit_generator(generator, path)
+
+    def _visit_instance(self, value: Any, path: Any) -> Edges:
+        self.has_opaque |= issubclass(type(value), objects.CACHES)
+        return super()._visit_instance(value, path)
+
+    def _visit_class(self, kind: type, path: Any) -> Edges:
+        self.has_accessor |= objects.is_accessor(kind)
+        return super()._visit_class(kind, path)
+
+    def _visit_function(self, fn: types.FunctionType, path: Any) -> Edges:
         self._functions.append((fn, path))
         self._parts += snapshot.parts_of(fn)
-        self._waiting.setdefault(id(code), []).append((fn, path))
-        if fn.__dict__:
-            yield "", fn.__dict__
-        if self._follows_all or id(code) in self._run:
-            self._visit_parts(fn, path)
-
-    def _class_edges(self, kind: type, path: Any) -> Edges:
-        """The data of a class of the user, and what the closures of its methods hold."""
-        self.has_accessor |= objects.is_accessor(kind)
-        for base in self._kinds[kind].users:
-            if base is not kind:
-                yield "", base
-            else:
-                yield "", type(kind)
-                held = self._save(path, kind, snapshot.CLASS)
-                for name, inner in held.items():
-                    is_own = objects.describes(name) or name in ("__dict__", "__weakref__")
-                    if not (is_own or objects.is_recognized(inner, name)):
-                        yield f".{name}", inner
+        self._waiting.setdefault(id(fn.__code__), []).append((fn, path))
+        return super()._visit_function(fn, path)

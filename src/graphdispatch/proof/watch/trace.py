@@ -31,6 +31,8 @@ from ...reasons import Reason
 from ..breaks import BREAK_CODE
 from ..state import objects
 from ..state.reads import CodeNotes, StateReads
+from ..state.snapshot import ANY_USE, Use
+from ..state.traversal import HELD_BY_FUNCTIONS
 from ..state.walk import StateWalk
 from .bytecode import (
     BY_NAME,
@@ -78,8 +80,6 @@ _WATCHED = (torch.Generator, _Profiler) if sys.version_info < (3, 12) else (torc
 """Classes of which each method counts, whoever holds the object."""
 _HIDES = frozenset(("DisableTorchFunction", "_disable_current_modes", "_pop_mode_temporarily"))
 """What switches off the modes of torch that watch a run."""
-_HELD = frozenset(("__closure__", "__defaults__", "__kwdefaults__"))
-"""By these names code comes at what a function holds that does not run."""
 _START = threading.Thread.start.__code__
 """A run has to end before it: it notes the thread as one that lives, until it has begun."""
 _IN_BLOCKS = ("__enter__", "__exit__")  # of a block, which gives back what it takes; the first of them is not seen
@@ -146,13 +146,17 @@ class CodeTrace(CodeNotes, CodeListener):
         """Code that is read at each call, by ``id``: what it reads depends on what it is given."""
 
     @property
-    def touched(self) -> set[str] | None:
-        """The names of all attributes that the code can have changed; None if they do not all stand in it."""
-        breaks = self.of_breaks
-        if self.is_deaf or self.reads_whole or self.whole_types or breaks.reads_whole or breaks.whole_types:
-            return None
-        names = self.names.union(self.library_names, breaks.names, breaks.library_names)
-        return names if names.isdisjoint(WRITE_ANY) else None
+    def use(self) -> Use:
+        """By what the code so far can come to attributes, in breaks and outside of them."""
+        both = (self, self.of_breaks)
+        names = frozenset[str]().union(*(notes.names | notes.optional | notes.library_names for notes in both))
+        reads_whole = self.is_deaf or self.walk.has_accessor or any(notes.reads_whole for notes in both)
+        return ANY_USE if reads_whole else Use(names, self.whole_types | self.of_breaks.whole_types)
+
+    @property
+    def changes_by(self) -> Use:
+        """By what the code so far can have changed attributes: methods that write any are many, and few are used so."""
+        return self.use if self.use.names.isdisjoint(WRITE_ANY) else ANY_USE
 
     def shares_with_breaks(self) -> bool:
         """Whether the user's code in breaks may change what the other code reads: it has a name in common with that."""
@@ -318,12 +322,7 @@ class CodeTrace(CodeNotes, CodeListener):
         could put back, or reads under names that do not stand in it."""
         if not (self.spares and self.walk.unrestorable):
             return
-        both = (self, self.of_breaks)
-        names = set().union(*(notes.names | notes.optional | notes.library_names for notes in both))
-        whole = self.whole_types | self.of_breaks.whole_types
-        if self.walk.has_accessor or any(notes.reads_whole for notes in both):
-            whole = {object}
-        if (spared := self.walk.unrestorable_by(names, whole)) is not None:
+        if (spared := self.walk.unrestorable_by(self.use)) is not None:
             self._note_unseen(spared)
 
     def _read(self, notes: CodeNotes, code: types.CodeType, frame: types.FrameType) -> None:
@@ -389,7 +388,7 @@ class CodeTrace(CodeNotes, CodeListener):
             finders.add("__import__")
         if found := finders & reads.variables:
             self._note_unseen(f"{min(found)}(), by which it may find anything")
-        if not _HELD.isdisjoint(reads.attributes):
+        if not HELD_BY_FUNCTIONS.isdisjoint(reads.attributes):
             self.walk.visit_all_functions()
         if hides := _HIDES & (reads.attributes | reads.variables):
             self._note_unseen(f"{min(hides)}, which hides from torch's modes what it does")
