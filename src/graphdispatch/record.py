@@ -18,7 +18,9 @@ proven or compared. So this is what the engine vouches for:
   where a run fails. What it writes besides its arguments is not put back, in a prewarm neither.
 - Arguments that it writes share no memory with each other, at the capture. Later calls are compared.
 - No argument is a view of state that the call writes.
-- Each rank of a group makes the same captures, since each of them runs the call's collectives.
+- Each rank of a group makes the same captures, since each of them runs the call's collectives. Where ranks agree
+  (``CUDAGraphWrapper(agree=...)``), a graph that one refuses behind its runs is refused by all; on the CPU, where a
+  capture is a run, one that stops in it leaves the others there.
 - Gradients are off where it is called. A plain function runs eagerly where they are on, since nobody sees whether it
   trains.
 

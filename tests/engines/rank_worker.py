@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from graphdispatch import CUDAGraphMode
+from graphdispatch import CUDAGraphMode, CUDAGraphOptions
 from graphdispatch.backends import get_backend
 from graphdispatch.engines import Agreement, BatchDescriptor, CUDAGraphWrapper, RankConsensus
 from graphdispatch.errors import ConfigError, ConsensusError
@@ -112,6 +112,94 @@ def functional_collectives(rank: int, world: int) -> Any:
     return found
 
 
+class Tally(torch.nn.Module):
+    """A module with collectives before and behind what one rank does alone."""
+
+    def __init__(self, is_odd: bool) -> None:
+        super().__init__()
+        self.is_odd = is_odd
+        self.calls = 0
+        self.weight = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, what: str) -> torch.Tensor:
+        """The sum over ranks of twice the weighted input."""
+        y = x * self.weight
+        dist.all_reduce(y)
+        if self.is_odd:
+            y = y + self.alone(y, what)
+        z = y + y
+        dist.all_reduce(z)
+        return z
+
+    def alone(self, y: torch.Tensor, what: str) -> float:
+        """Nothing, in a way that no graph can hold, or that a graph would freeze."""
+        if what == "counts":
+            self.calls += 1
+        elif what == "reads":
+            y.sum().item()
+        elif what == "shows":
+            y.numpy()
+        elif what == "lies":
+            return 1.0 if get_backend("cpu").is_capturing() else 0.0
+        elif what == "draws":
+            return 0.0 * random.random()
+        return 0.0
+
+
+def refusals(rank: int, world: int) -> Any:
+    """The last rank does what no graph can hold: reasons, graphs and answers of each kind of it, in both modes."""
+    consensus, found = RankConsensus(sizes=SIZES, timeout_s=LONG_S), {}
+    for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
+        for what in ("nothing", "counts", "reads", "shows", "lies", "draws"):
+            wrapper = CUDAGraphWrapper(Tally(rank == world - 1), mode, agree=consensus.least)
+            answers = []
+            for step in range(4):
+                x = torch.full((3, 2), step + 1.0)
+                got = wrapper(x, what, batch_descriptor=BatchDescriptor(3), cudagraph_runtime_mode=mode)
+                answers.append(bool((got == 2 * world**2 * (step + 1)).all()))
+            found[f"{mode.name} {what}"] = [answers, dict(wrapper.get_stats().reasons), wrapper.get_stats().hits]
+    return found
+
+
+def losses(rank: int, world: int) -> Any:
+    """The last rank alone loses a graph, has to compare one, or has no room for one: what each call did."""
+    consensus, is_odd = RankConsensus(sizes=SIZES, timeout_s=LONG_S), rank == world - 1
+    found = {}
+
+    def serve(wrapper: CUDAGraphWrapper, steps: int) -> list[Any]:
+        done = []
+        for step in range(steps):
+            x = torch.full((3, 2), step + 1.0)
+            got = wrapper(x, "nothing", batch_descriptor=BatchDescriptor(3), cudagraph_runtime_mode=CUDAGraphMode.FULL)
+            decision = wrapper._server.decision
+            assert decision is not None
+            done.append(decision.reason.value if bool((got == 2 * world**2 * (step + 1)).all()) else "wrong")
+        return done
+
+    def wrap(model: Tally, **options: Any) -> CUDAGraphWrapper:
+        return CUDAGraphWrapper(model, options=CUDAGraphOptions(**options), agree=consensus.least)
+
+    model = Tally(is_odd)
+    wrapper = wrap(model)
+    found["first"] = serve(wrapper, 3)
+    if is_odd:
+        wrapper.clear_cache()
+    found["cleared"] = serve(wrapper, 3)
+    if is_odd:
+        model.weight.data = model.weight.data.clone()
+    found["moved"] = serve(wrapper, 3)
+    wrapper.freeze()
+    found["frozen"] = serve(wrapper, 2)
+    if is_odd:
+        model.weight.data = model.weight.data.clone()
+    found["moved while frozen"] = serve(wrapper, 2)
+    wrapper.unfreeze()
+    found["unfrozen"] = serve(wrapper, 3)
+    found["due"] = serve(wrap(Tally(is_odd), verify_every=2 if is_odd else None), 6)
+    found["without room"] = serve(wrap(Tally(is_odd), memory_budget_bytes=1 if is_odd else None), 3)
+    return found
+
+
 def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """What the library says of a call that it refuses; nothing of another one."""
     try:
@@ -146,7 +234,7 @@ def sizes(rank: int, world: int) -> Any:
 
 
 SCENARIOS: dict[str, Callable[[int, int], Any]] = {
-    f.__name__: f for f in (disagree, collective, functional_collectives, late, death, sizes)
+    f.__name__: f for f in (disagree, collective, functional_collectives, refusals, losses, late, death, sizes)
 }
 
 

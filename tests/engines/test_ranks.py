@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphdispatch import CUDAGraphMode
+from graphdispatch import CUDAGraphMode, Reason
 from graphdispatch.engines import Agreement, RankConsensus, RankVote
 from graphdispatch.engines.ranks import merge_votes
+from graphdispatch.errors import CaptureError
+from graphdispatch.runtime.ranks import UNEQUAL, Ranks
 
 from ..helpers import run_python
 
@@ -117,6 +120,12 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(3, tmp_path_factory.mktemp("three"), *scenarios)
 
 
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Two processes, of which one alone finds something; they hang where ranks are not in step."""
+    return run_ranks(2, tmp_path_factory.mktemp("two"), "refusals", "losses")
+
+
 def test_disagreeing_ranks_take_one_decision(three: list[dict[str, Any]]) -> None:
     """Random batches, modes and a failing capture: every rank decides alike in every step and answers as eager."""
     results = [result["disagree"] for result in three]
@@ -145,6 +154,85 @@ def test_functional_collectives_run_in_the_graph(three: list[dict[str, Any]]) ->
         assert result["functional_collectives"] == {
             name: [[True] * 5, True] for name in ("reduced", "waited", "several", "gathered", "in_place")
         }
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("counts", "state_rebound"),
+        ("reads", "capture_unsafe"),
+        ("shows", "capture_unsafe"),
+        ("lies", "verification_failed"),
+        ("draws", "state_unseen"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])
+def test_what_one_rank_refuses_all_refuse(two: list[dict[str, Any]], mode: str, what: str, reason: str) -> None:
+    """Behind its eager run, within its recording or by its comparison: nobody waits for ever, no collective meets that
+    of another run, and the reason is that of the rank that refused."""
+    assert [result["refusals"][f"{mode} {what}"] for result in two] == [[[True] * 4, {reason: 4}, 0]] * 2
+
+
+def test_ranks_alike_capture_and_compare_in_step(two: list[dict[str, Any]]) -> None:
+    """Where nobody refuses, a capture, a comparison, and then replays."""
+    made = {"captured_now": 1, "verified_now": 1}
+    for mode in ("FULL", "PIECEWISE"):
+        assert [result["refusals"][f"{mode} nothing"] for result in two] == [[[True] * 4, made, 2]] * 2
+
+
+@pytest.mark.parametrize("when", ["first", "cleared", "moved", "unfrozen"])
+def test_a_graph_that_one_rank_lost_is_captured_by_all(two: list[dict[str, Any]], when: str) -> None:
+    """One that is gone, or whose weights have moved, also while captures were frozen."""
+    assert [result["losses"][when] for result in two] == [["captured_now", "verified_now", "exact"]] * 2
+
+
+def test_frozen_ranks_need_no_agreement(two: list[dict[str, Any]]) -> None:
+    """One runs eagerly what the other replays: each call is one run."""
+    assert [result["losses"]["frozen"] for result in two] == [["exact"] * 2] * 2
+    assert [result["losses"]["moved while frozen"] for result in two] == [["exact"] * 2, ["frozen"] * 2]
+
+
+def test_what_one_rank_has_to_compare_all_compare(two: list[dict[str, Any]]) -> None:
+    """Its ``verify_every`` is another."""
+    steps = ["captured_now", "verified_now", "exact", "exact", "verified_now", "exact"]
+    assert [result["losses"]["due"] for result in two] == [steps] * 2
+
+
+def test_a_graph_for_which_one_rank_has_no_room_serves_none(two: list[dict[str, Any]]) -> None:
+    """The other has captured it, and does not replay it."""
+    found = [result["losses"]["without room"] for result in two]
+    assert found == [["captured_now", "cache_full", "cache_full"], ["cache_full"] * 3]
+
+
+def test_ranks_that_run_a_call_in_other_ways_have_no_graph() -> None:
+    """Both sides say so, whichever run or end the other is at."""
+    others: list[int] = []
+
+    def least(numbers: Sequence[int]) -> list[int]:
+        return [min(pair) for pair in zip(numbers, others, strict=True)]
+
+    for stage in ("warming up", "replaying"):
+        others[:] = numbers_of(lambda ranks, stage=stage: ranks.begin_run(stage))
+        assert Ranks(least).end(Reason.CAPTURED_NOW, is_good=True) == (Reason.CAPTURE_FAILED, UNEQUAL)
+        for other in (
+            lambda ranks: ranks.end(Reason.CAPTURED_NOW, is_good=True),
+            lambda ranks: ranks.begin_run("recording"),
+        ):
+            others[:] = numbers_of(other)
+            with pytest.raises(CaptureError, match="equally often"):
+                Ranks(least).begin_run(stage)
+
+
+def numbers_of(step: Callable[[Ranks], Any]) -> list[int]:
+    """What a rank says at a step."""
+    said: list[int] = []
+
+    def alone(numbers: Sequence[int]) -> Sequence[int]:
+        said.extend(numbers)
+        return numbers
+
+    step(Ranks(alone))
+    return said
 
 
 def test_other_sizes_are_refused(three: list[dict[str, Any]]) -> None:

@@ -11,7 +11,7 @@ pytest.importorskip("vllm", reason="needs vLLM; make vllm-test makes an environm
 from vllm.compilation import monitor
 from vllm.config import CUDAGraphMode as Mode
 
-from graphdispatch_vllm import worker
+from graphdispatch_vllm import engine, worker
 from graphdispatch_vllm.core import Reason
 from graphdispatch_vllm.dispatcher import CudagraphDispatcher
 
@@ -38,8 +38,9 @@ def test_a_graph_that_another_rank_lacks_is_left_out(monkeypatch: pytest.MonkeyP
         votes[0] *= ran[-1] != 16
         return SimpleNamespace(wait=lambda: None)
 
-    group = SimpleNamespace(size=lambda: 2, allreduce=vote)
-    monkeypatch.setattr(worker, "get_world_group", lambda: SimpleNamespace(cpu_group=group))
+    group = SimpleNamespace(world_size=2, cpu_group=SimpleNamespace(allreduce=vote))
+    monkeypatch.setattr(engine, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(engine, "get_tp_group", lambda: group)
     for name, stand_in in {"_dummy_run": run, "_fill_buffers": lambda step: None}.items():
         monkeypatch.setattr(runner, name, stand_in, raising=False)
     monkeypatch.setattr(runner, "maybe_remove_all_loras", lambda config: None, raising=False)

@@ -22,6 +22,7 @@ from ..runtime.decide import Memo, SizeTable
 from ..runtime.entry import CUDAGraphEntry
 from ..runtime.group import MOST_ROUTES, Route
 from ..runtime.prewarm import arguments_of, prewarm, refuse_closed, refuse_too_many
+from ..runtime.ranks import Least, Ranks
 from ..runtime.rules import ArgumentRules
 from ..runtime.server import Server
 from ..runtime.signature import Refusal
@@ -52,6 +53,11 @@ class CUDAGraphWrapper(Lifecycle):
         max_cached_graphs: The most graphs kept at once.
         backend: Where graphs run, given together with ``pool``. None follows the device of the arguments.
         pool: The memory of the graphs, which wrappers share that never run at the same time.
+        agree: Keeps ranks in step that share collectives of the runnable. It gets integers, as many on each rank, and
+            returns for each place the least one of all ranks: ``RankConsensus.least``, or an all-reduce of your own
+            between hosts. Until ``freeze()`` each call is collective: what one rank has to capture or to compare, all
+            do, and a graph that one refuses is refused by all, for its reason. Each rank makes the same calls, on one
+            thread. None: each rank decides for itself.
 
     Raises:
         ConfigError: An argument or an option is wrong.
@@ -66,6 +72,7 @@ class CUDAGraphWrapper(Lifecycle):
         *,
         backend: Backend | None = None,
         pool: Pool | None = None,
+        agree: Least | None = None,
     ) -> None:
         mode = parse_mode(runtime_mode)
         if mode not in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
@@ -76,6 +83,8 @@ class CUDAGraphWrapper(Lifecycle):
         if backend is not None:
             check_type("backend", backend, Backend, "a Backend, as get_backend() gives")
             check_type("pool", pool, Pool, "a Pool, as backend.make_pool() gives")
+        if agree is not None:
+            check_callable("agree", agree, "a function from integers to the least ones of all ranks")
         self.runnable = runnable
         self.runtime_mode = mode
         self.options = CUDAGraphOptions.or_default(options, "options")
@@ -85,7 +94,9 @@ class CUDAGraphWrapper(Lifecycle):
             self.options, max_cached_graphs, capture_after=1, stats=stats, backend=backend, pool=pool
         )
         self._server = Server(runnable, self.options, self._graph_cache, capturer_for(self.options, mode))
+        self._serve = self._server.serve if agree is None else self._server.serve_in_step
         self._graphs = self._server.graphs
+        self._graphs.ranks = None if agree is None else Ranks(agree)
         self._routes = Memo[Any, Route](self._make_route, MOST_ROUTES)
 
     @untraced
@@ -122,7 +133,7 @@ class CUDAGraphWrapper(Lifecycle):
             route = self._routes[batch_descriptor]
         except TypeError:
             raise ConfigError(f"batch_descriptor must be hashable, got {shown(batch_descriptor)}") from None
-        return self._server.serve(route, args, kwargs)
+        return self._serve(route, args, kwargs)
 
     def _make_route(self, descriptor: Any) -> Route:
         """The route of a descriptor: one signature, whose shapes never change."""

@@ -5,12 +5,13 @@ turns the votes into one ``Agreement``.
 
 Note [collectives inside a graph]
     A capture and the comparison after it run the callable several times; a replay runs it once. If the callable
-    contains collectives, all ranks must therefore capture the same size in the same step (``Agreement.capture``). A
-    rank that already has the graph captures it again. All ranks must also compare the graph with eager in the same
-    step, or not at all: give all ranks the same inputs, or capture with ``verify=False``. A rank whose capture stops
-    early has run fewer collectives than its peers, and they wait until the group's timeout.
+    contains collectives, all ranks must therefore capture the same size in the same step (``Agreement.capture``), and
+    compare it in the same step. What happens in a step is up to the wrapper: with ``agree=consensus.least`` all ranks
+    capture again what one has lost, and none goes on with a capture that one has stopped: see Note [ranks in step] in
+    ``runtime/ranks.py``.
 """
 
+import weakref
 from collections.abc import Collection, Sequence
 from datetime import timedelta
 from itertools import compress
@@ -124,7 +125,9 @@ class RankConsensus:
         in_use, timeout = dist.is_available() and dist.is_initialized(), timedelta(seconds=timeout_s)
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD) if in_use else [0]
         self.rank, self.world_size = ranks.index(dist.get_rank()) if in_use else 0, len(ranks)
-        self._group = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True) if in_use else None
+        group = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True) if in_use else None
+        # Torch holds it until ``destroy_process_group``. Its threads must end then, and not with the interpreter.
+        self._group = weakref.ref(group) if group is not None else None
         sums = self._exchange([crc32(repr(self.sizes).encode())]).tolist()
         if sums != [sums[0]] * len(sums):
             raise ConfigError(f"sizes must be the same on every rank; rank {self.rank} has {self.sizes}")
@@ -158,15 +161,33 @@ class RankConsensus:
         self._tried |= {agreed[:2]} if agreed.capture else set()
         return agreed
 
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        """What ``CUDAGraphWrapper(agree=...)`` takes. The call is collective.
+
+        Args:
+            numbers: As many on every rank.
+
+        Returns:
+            For each place the least number of all ranks.
+
+        Raises:
+            ConsensusError: As ``agree``.
+        """
+        least: list[int] = self._exchange(numbers).amin(0).tolist()
+        return least
+
     def _exchange(self, row: Sequence[int]) -> torch.Tensor:
         """The rows of all ranks. Each rank fills its own row only, so that the sum is the table of all."""
         table = torch.zeros(self.world_size, len(row), dtype=torch.int64, device="cpu")
         table[self.rank] = torch.tensor(row, device="cpu")
         if self._failed:
             raise ConsensusError("an earlier step failed, so no later one can be agreed on; make a new RankConsensus")
+        group = self._group() if self._group is not None else None
+        if group is None and self._group is not None:
+            raise ConsensusError("the group of the votes was destroyed; make a new RankConsensus")
         try:
-            if self._group is not None:
-                dist.all_reduce(table, group=self._group)
+            if group is not None:
+                dist.all_reduce(table, group=group)
         except RuntimeError as error:
             self._failed = True
             raise ConsensusError(f"rank {self.rank} got no agreement, as a rank did not vote: {error}") from error

@@ -12,7 +12,9 @@ from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 
+from ..backends.operators import is_unsafe
 from ..errors import ConfigError, shown
 from ..runtime.rules import callable_name
 
@@ -32,6 +34,11 @@ BREAKS: set[str] = set()
 
 There is one set, as torch has one set of operators; ``eager_break("aten::nonzero")`` adds to it.
 """
+
+
+def breaks_at(func: Any) -> bool:
+    """Whether an operator is a break of PIECEWISE captures."""
+    return isinstance(func, OpOverload) and (func._schema.name in BREAKS or is_unsafe(func))
 
 
 def is_break(fn: Callable[..., Any]) -> bool:

@@ -26,6 +26,7 @@ from .health import FIRST_CAPTURES, Health
 from .memory import MemoryReport, bytes_of, memory_report
 from .outputs import OutputView
 from .protocols import Capturer, Guard
+from .ranks import Ranks
 from .request import CaptureRequest, CaptureResult
 from .rules import ArgumentRules, callable_name
 from .signature import ForeignSignature, Refusal, Signature, device_of, no_tensors, refusal
@@ -63,6 +64,8 @@ class GraphSet:
         self.groups: dict[Hashable, GraphGroup] = {}
         self.judges_gain = False
         """Whether batches that eager runs faster than their graph run eagerly."""
+        self.ranks: Ranks | None = None
+        """Those that share the callable's collectives; None if there are none."""
         self.clock: Callable[[], float] | None = None
         """Of captures and gains, in seconds; None: the backend's."""
         self.budget = CaptureBudget(options.capture_share, self._num_replays, self._saved_s)
@@ -250,7 +253,7 @@ class GraphSet:
         request = self._request(group, values, rows, size, group.route.table.mode, keep_effects)
         before, self._captured_on = self._captured_on, group.inputs
         try:
-            result = self.capturer.capture(request)
+            result = self._of_all_ranks(self.capturer.capture(request))
         finally:
             self._captured_on = before
         if result.reason is Reason.CAPTURE_WAITS:  # for a call whose code is traced
@@ -261,6 +264,15 @@ class GraphSet:
             self._free_inputs()
             return self._with_other_padding(group, result, rows, size)
         return self._keep(group, result, result.entry)
+
+    def _of_all_ranks(self, result: CaptureResult) -> CaptureResult:
+        """The result of a capture or comparison; without its graph, if another rank refuses it."""
+        entry = result.entry
+        refusal = None if self.ranks is None else self.ranks.end(result.reason, is_good=entry is not None)
+        if entry is None or refusal is None:
+            return result
+        entry.release()
+        return replace(result, entry=None, reason=refusal[0], detail=refusal[1])
 
     def _keep(self, group: GraphGroup, result: CaptureResult, entry: CUDAGraphEntry) -> CaptureResult:
         """Put a new entry into the cache, if there is room for it."""
@@ -300,7 +312,7 @@ class GraphSet:
         """Run the call eagerly and compare the entry with it; an entry that differs is released and quarantined."""
         request = self._request(group, values, rows, entry.size, entry.mode, keep_effects)
         request.counts_as_second = counts_as_second
-        result = self.capturer.check(request, entry)
+        result = self._of_all_ranks(self.capturer.check(request, entry))
         entry.use()
         entry.schedule_check()
         group.hits.clear()
@@ -330,8 +342,9 @@ class GraphSet:
         return replace(result, detail=f"{result.detail}; from now on padding rows are copies of the last row")
 
     def settle(self, group: GraphGroup, batch: Sequence[Any], rows: int, entry: CUDAGraphEntry) -> CaptureResult | None:
-        """Compare a graph on as many batches made of one as its licence wants. What found a difference, or None."""
-        for number in range(0 if self.cache.is_frozen else _MOST_MADE):
+        """Compare a graph on as many batches made of one as its licence wants; on none where ranks would have to agree.
+        What found a difference, or None."""
+        for number in range(0 if self.cache.is_frozen or self.ranks is not None else _MOST_MADE):
             other = varied(group.inputs, batch, rows, number)
             if entry.state is not EntryState.CAPTURED or not entry.licence.differs(other):
                 break
@@ -518,6 +531,7 @@ class GraphSet:
             tensors=self.guard.placed,
             follows_rows=group.has_several_batches(size),
             clock=self.clock or backend.clock,
+            ranks=self.ranks,
             is_timed=self.judges_gain,
             keep_effects=keep_effects,
         )

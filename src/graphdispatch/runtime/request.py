@@ -16,6 +16,7 @@ from ..reasons import Reason
 from .entry import CUDAGraphEntry
 from .flatten import FlatCall
 from .protocols import Guard
+from .ranks import Ranks
 from .signature import Signature
 from .static_inputs import StaticInputs
 from .windows import storages_of
@@ -51,6 +52,8 @@ class CaptureRequest:
     """The guards of all graphs of the callable, of which one that compares the same is shared."""
     real_rows: int | None = field(default_factory=REAL_ROWS.get)
     """How many rows of a batch that the caller has padded are real, if the caller says so."""
+    ranks: Ranks | None = None
+    """Those that share the call's collectives: they agree before each further run of it."""
     is_timed: bool = False
     """Whether an eager run is made for its time alone, once replays take as long as they will. Not so for engines:
     their ranks must run a call equally often, for its collectives, and do not agree on when that is."""

@@ -187,7 +187,7 @@ class Server:
             if not WINDOWS.take(self.lock):
                 return self.run_eagerly(Decision.eager(Reason.STATE_SHARED), args, kwargs)
             try:
-                choice = self.look_at(route, args, kwargs, gradients=gradients)
+                choice = self._as_all_ranks(self.look_at(route, args, kwargs, gradients=gradients))
                 self.count(choice)
                 is_done, answer = self.perform(choice)
                 self.settle(route, args, kwargs, choice if is_done else answer)
@@ -197,6 +197,19 @@ class Server:
                 return answer
             torch._C._set_grad_enabled(gradients and answer.decision.reason in _IN_CALLERS_MODE)
             return self.run_eagerly(answer.decision, args, kwargs, answer.group)
+
+    def serve_in_step(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call of one of several ranks: until captures are frozen they agree on each, so that none is a hit."""
+        return (self.serve if self.graphs.cache.is_frozen else self.step)(route, args, kwargs)
+
+    def _as_all_ranks(self, choice: Choice) -> Choice:
+        """What all ranks do with a call, by what this one would do: see Note [ranks in step] in ``ranks.py``."""
+        ranks, own = self.graphs.ranks, choice.decision.reason
+        if ranks is None or self.graphs.cache.is_frozen or (agreed := ranks.choose(own)) is own:
+            return choice
+        if agreed is Reason.CAPTURED_NOW:  # once more, where there is a graph
+            return choice.not_served(agreed)._replace(entry=None)
+        return choice.not_served(agreed, "" if agreed is Reason.VERIFIED_NOW else f"another rank: {agreed.text}")
 
     def settle(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any], choice: Choice) -> None:
         """Have the next calls like one that ran eagerly do so without a look; or forget that they did, if a graph was

@@ -1,7 +1,7 @@
 """Custom operators: Python inside them is frozen, as CUDA freezes it; an operator in C++ is one call of a graph."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphdispatch import Graphed, eager_break, graphed
+from graphdispatch import CUDAGraphMode, Graphed, Reason, eager_break, graphed
+from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 
 from ...helpers import AT_ONCE, assert_same, check_rows, compiled_operator, follows, recorded, run_python
 
@@ -201,6 +202,34 @@ def test_python_that_leaves_torch_may_break(library: torch.library.Library) -> N
     refused = serve(step)
     refused(torch.randn(4, 3))
     assert "tagged cudagraph_unsafe" in refused.last_decision.detail
+
+
+def test_ranks_in_step_have_breaks(library: torch.library.Library) -> None:
+    """What reads on the host in a break is served where ranks agree, too. Elsewhere the eager run shows it, so that no
+    rank stops within a run of all."""
+    library.define("sine(Tensor x) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
+    library.impl("sine", numpy_sine, "CPU")
+    aside = eager_break(lambda x: x * float(x.sum()))
+    stages: list[int] = []
+
+    def agree(numbers: Sequence[int]) -> Sequence[int]:
+        stages.append(numbers[0])
+        return numbers
+
+    def serve_in_step(fn: Callable[..., Any]) -> Reason:
+        wrapper = CUDAGraphWrapper(fn, CUDAGraphMode.PIECEWISE, agree=agree)
+        for _ in range(3):
+            x = torch.randn(4, 3)
+            got = wrapper(x, batch_descriptor=BatchDescriptor(4), cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE)
+            assert torch.equal(got, fn(x))
+        decision = wrapper._server.decision
+        assert decision is not None
+        return decision.reason
+
+    assert serve_in_step(lambda x: aside(torch.ops.graphdispatch_custom.sine(x * 2)) + 1) is Reason.EXACT
+    stages.clear()
+    assert serve_in_step(lambda x: x * x.sum().item()) is Reason.CAPTURE_UNSAFE
+    assert len(stages) == 3 + 1  # before each call, and behind the only run of the first one
 
 
 def test_unseen_write_happens_once(library: torch.library.Library) -> None:

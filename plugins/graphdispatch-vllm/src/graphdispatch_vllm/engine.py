@@ -2,13 +2,15 @@
 
 import logging
 from collections import Counter
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
 
 from .core import CUDAGraphWrapper, Decision, Reason
 
-__all__ = ["EagerSteps", "EngineGraphs", "on_all_ranks"]
+__all__ = ["EagerSteps", "EngineGraphs", "least_of_ranks", "on_all_ranks"]
 
 _QUIET = (Reason.DISABLED, Reason.MODE_EXCLUDED)
 """What the engine or its user wants."""
@@ -55,13 +57,27 @@ class EagerSteps(Counter[Reason]):
             self._log.warning("graphdispatch: a %s ran eagerly: %s", self._what, decision.detail or reason.text)
 
 
-def on_all_ranks(is_so: bool, group: dist.ProcessGroup | None) -> bool:
-    """Whether ``is_so`` on every rank of ``group``, whose tensors are on the CPU. One small all-reduce; all call it.
+def least_of_ranks() -> Callable[[Sequence[int]], list[int]] | None:
+    """What gives for each of some integers the least one of all ranks that share the collectives of a model, by one
+    small all-reduce between hosts. None where a rank is alone.
 
-    Without a group, and in a group of one, it is what this rank says.
+    Those are the ranks of tensor parallelism: no model is served whose layers talk to others.
     """
-    if group is None or group.size() == 1:
-        return is_so
-    votes = torch.tensor(is_so, dtype=torch.int32)
-    group.allreduce([votes], dist.ReduceOp.MIN).wait()
-    return bool(votes)
+    if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
+        return None
+
+    def least(numbers: Sequence[int]) -> list[int]:
+        votes = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        get_tp_group().cpu_group.allreduce(
+            [votes], dist.ReduceOp.MIN
+        ).wait()  # which vLLM ends, so that nobody keeps it
+        found: list[int] = votes.tolist()
+        return found
+
+    return least
+
+
+def on_all_ranks(is_so: bool) -> bool:
+    """Whether something is so on all of them, each of which calls this."""
+    least = least_of_ranks()
+    return is_so if least is None else bool(least([is_so])[0])

@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 from vllm.config import CUDAGraphMode
-from vllm.distributed.parallel_state import get_world_group, is_global_first_rank
+from vllm.distributed.parallel_state import is_global_first_rank
 from vllm.envs import enable_envs_cache
 from vllm.forward_context import BatchDescriptor
 from vllm.logger import init_logger
@@ -102,7 +102,7 @@ class GraphCpuModelRunner(CPUModelRunner):
         for descriptor in tqdm(descriptors, desc=f"graphdispatch: {mode.name} graphs", disable=is_quiet):
             if any(self._serves(mode, descriptor, step) for step in range(_MOST_ROUNDS)):
                 continue
-            if isinstance(self.model, StaticGraphWrapper) and not _agreed(not self.model.is_refused):
+            if isinstance(self.model, StaticGraphWrapper) and self.model.is_refused:
                 keys.clear()
                 _logger.warning(
                     "graphdispatch keeps no %s graph: one gave other values than vLLM's own eager", mode.name
@@ -129,7 +129,7 @@ class GraphCpuModelRunner(CPUModelRunner):
         )
         if step + 1 < _ROUNDS:
             return False
-        return _agreed(StaticGraphWrapper.why_any_eager(mode_of(mode)) is None)
+        return on_all_ranks(StaticGraphWrapper.why_any_eager(mode_of(mode)) is None)
 
     def _lengths(self, descriptor: BatchDescriptor, step: int) -> int | torch.Tensor | None:
         """The lengths of the sequences of one step of the warm-up, which differ from step to step.
@@ -179,11 +179,6 @@ class GraphCpuModelRunner(CPUModelRunner):
             seconds,
             ", ".join(served) or "none, so that every step runs eagerly",
         )
-
-
-def _agreed(is_so: bool) -> bool:
-    """Whether something is so on all ranks."""
-    return on_all_ranks(is_so, get_world_group().cpu_group)
 
 
 def _make_parameters_plain(model: torch.nn.Module) -> None:

@@ -23,7 +23,7 @@ from .core import (
     mode_of,
     tensors_in,
 )
-from .engine import EagerSteps, EngineGraphs
+from .engine import EagerSteps, EngineGraphs, least_of_ranks, on_all_ranks
 from .steps import FixedStep, Schedules, uncompiled, vary_slots
 
 __all__ = ["GraphTotals", "StaticGraphWrapper", "graph_stats"]
@@ -139,21 +139,22 @@ class StaticGraphWrapper:
         if self._captures:
             self._rounds += 1
             vary_slots(context, self.vllm_config.cache_config.block_size, self._rounds)
-        if not step.load(context):
+        is_loaded = step.load(context)
+        if not (on_all_ranks(is_loaded) if self._captures else is_loaded):
             return self._eagerly(Reason.ARGUMENTS_CHANGED, args, kwargs)
         with step.entered():
             answer = self._serve(served, args, kwargs)
         return self._compared(context, answer, args, kwargs) if self._captures else answer
 
     def _compared(self, context: Any, answer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The answer of a step of the warm-up; that of eager by vLLM's own metadata, if they differ.
+        """The answer of a step of the warm-up; that of eager by vLLM's own metadata, if they differ on some rank.
 
         Eager runs behind the graph, which must not find what eager wrote.
         """
         with uncompiled(context):
             eager = self.runnable(*args, **kwargs)
         pairs = zip(tensors_in(answer), tensors_in(eager), strict=True)
-        if all(bits_equal(got, want) for got, want in pairs):
+        if on_all_ranks(all(bits_equal(got, want) for got, want in pairs)):
             return answer
         for each in self._served.values():
             each.graphs.clear_cache()
@@ -166,7 +167,8 @@ class StaticGraphWrapper:
         variant = (given.has_lora, given.num_active_loras)
         key = BatchDescriptor(given.num_tokens, given.num_reqs, given.uniform, variant)
         backend, pool = self.graph_pool
-        graphs = EngineGraphs(self.runnable, self._mode, self._options, backend=backend, pool=pool)
+        where = {"backend": backend, "pool": pool, "agree": least_of_ranks()}
+        graphs = EngineGraphs(self.runnable, self._mode, self._options, **where)
         return _Served(key, graphs, None if self._schedules is None else FixedStep(context, self._schedules))
 
     def _serve(self, served: _Served, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

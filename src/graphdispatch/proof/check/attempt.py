@@ -57,13 +57,19 @@ class CaptureAttempt:
         self.traced.update([self.request.rows] if self.eager.like is None else [])
 
     def start_over(self, stage: str) -> None:
-        """Put memory and the random generator back to where the eager run began, and begin ``stage``."""
+        """Put memory and the random generator back to where the eager run began, and begin ``stage``. Raises
+        ``CaptureError`` if another rank makes no such run."""
+        if self.request.ranks is not None:
+            self.request.ranks.begin_run(stage)
+        self._rewind()
+        self.stage = stage
+
+    def _rewind(self) -> None:
         self._ran_again = True
         undo(self.lent)
         undo(self.warm_run.regions)
         undo(self.eager.effects.regions)
         self._reset_generator()
-        self.stage = stage
 
     def _reset_generator(self) -> None:
         """Put the device's generator to where the eager run began, if that drew; else other threads may use it."""
@@ -212,7 +218,7 @@ class CaptureAttempt:
             ) from error
 
     def _put_back(self) -> None:
-        self.start_over("putting back what was written")
+        self._rewind()
         walk = self.eager.trace.walk
         if self.eager.changed is not None or self.eager.unseen is not None:
             if not self.request.keep_effects:  # else it is the caller's, and no run followed that could have done more

@@ -13,7 +13,6 @@ from ...backends.base import Capture, Graph
 from ...backends.operators import (
     is_expanded,
     is_strided,
-    is_unsafe,
     storage_key,
     tensors_in,
     unsafe,
@@ -24,7 +23,7 @@ from ...errors import CaptureError
 from ...reasons import Reason
 from ...runtime.flatten import is_tensor
 from ...runtime.request import CaptureRequest
-from ..breaks import ACTIVE, BREAKS
+from ..breaks import ACTIVE, breaks_at
 from ..state.walk import StateWalk
 from ..watch.memory import MemoryWatch, Runner
 from .piecewise import EagerPart, PiecewiseGraph, change_of_given
@@ -85,8 +84,7 @@ class BreakWatch(MemoryWatch):
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator as a break, if it is one, or watch it."""
-        is_break = isinstance(func, OpOverload) and (func._schema.name in BREAKS or is_unsafe(func))
-        if is_break and not self._in_break:
+        if not self._in_break and breaks_at(func):
             return self._heard(self.run_break, str(func), func, args, kwargs or {})
         return super().__torch_dispatch__(func, types, args, kwargs)
 

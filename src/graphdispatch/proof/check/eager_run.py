@@ -13,6 +13,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
@@ -26,6 +27,7 @@ from ...runtime.attributes import attribute_table
 from ...runtime.flatten import FlatCall, Leaves
 from ...runtime.request import CaptureRequest, CaptureResult
 from ...runtime.signature import PLAIN_TENSORS
+from ..breaks import breaks_at
 from ..check.licence import ArgumentMetadata
 from ..state.guards import StateGuard
 from ..state.objects import CONSTANTS, own_attributes
@@ -200,11 +202,13 @@ class _Refusal:
         self.result: CaptureResult | None = None
         """Why there can be no graph, once the run has shown it."""
 
-    def is_due(self, at_read: bool) -> bool:
+    def is_due(self, func: OpOverload | None, is_inside: bool) -> bool:
         """Whether a graph would hold the code that runs now: no break, nor what runs beside the call; nor code that may
         do otherwise where somebody captures, or once it is compiled. What the host reads past the dispatcher a graph of
         a device may leave alone."""
-        trace, is_seen = self._trace, self._request.backend.capture_executes or not at_read
+        trace, is_seen = self._trace, self._request.backend.capture_executes or func is not None
+        if self._request.is_piecewise and (is_inside or (func is not None and breaks_at(func))):
+            return False  # the operator around it may be a break, too
         return is_seen and not (trace.is_in_break() or queries_capture(trace) or runs_compiled(trace))
 
     def note(self, error: Exception) -> None:

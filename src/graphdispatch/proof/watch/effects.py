@@ -248,9 +248,9 @@ class Ending(NamedTuple):
 
     on_end: Callable[[Exception], None]
     """Gets the reason, there and then."""
-    is_due: Callable[[bool], bool] | None = None
-    """Whether what no graph can hold ends it where the code is now: an operator, or if true a read by the host's code.
-    Without it that is not looked at."""
+    is_due: Callable[[OpOverload | None, bool], bool] | None = None
+    """Whether what no graph can hold ends it where the code is now: this operator, which may run in the Python kernel
+    of another one; or, for None, a read by the host's code. Without it that is not looked at."""
 
 
 class EffectRecorder(MemoryWatch):
@@ -363,7 +363,11 @@ class EffectRecorder(MemoryWatch):
         """Save what the operator is about to overwrite, then run it."""
         traits, names = _traits_of(func), self._tensor_names
         given = tensors_in(*args, *kwargs.values())
-        if self._is_due is not None and (why := why_not(func, args, kwargs, given)) and self._is_due(False):
+        if (
+            self._is_due is not None
+            and (why := why_not(func, args, kwargs, given))
+            and self._is_due(func, self._is_inside)
+        ):
             self.give_up(unsafe(f"{func} {why}"))
             return func(*args, **kwargs)
         if func is _EQUATES:
@@ -444,7 +448,7 @@ class EffectRecorder(MemoryWatch):
             return
         self._paused = pause()  # who listens shall hear of the callable's Python alone
         try:
-            if self._is_due(True):
+            if self._is_due(None, False):
                 self.give_up(given_to_host(name))
         finally:
             paused, self._paused = self._paused, None
