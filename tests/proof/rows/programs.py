@@ -444,6 +444,17 @@ GOOD = {
     "static cache": (Cached(), _cached),
     "paged cache": (Paged(), _paged),
     "columns set": (_columns, X),
+    "guidance by slices": (lambda x: (lambda y: y[: len(x)] - 2 * y[len(x) :])(torch.cat([x, x * 2]) @ W), X),
+    "guidance by a split": (lambda x: operator.sub(*(torch.cat([x, x * 2]) @ W).split(x.shape[0])), X),
+    "guidance by half the size": (
+        lambda x: (lambda y: operator.sub(*torch.split(y, len(y) // 2, dim=0)))(torch.cat([x, x * 2])),
+        X,
+    ),
+    "guidance by sizes": (
+        lambda x: operator.sub(*torch.cat([x, x * 2, -x]).split([2 * len(x), len(x)])[0].chunk(2)),
+        X,
+    ),
+    "quantile of each row": (lambda x: x.clamp(max=torch.quantile(x.abs(), 0.9, dim=1, keepdim=True)), X),
     "guidance": (lambda x: (lambda a, b: a + 2 * (b - a))(*(torch.cat([x, x]) @ W).chunk(2)), X),
     "guidance by repeat": (lambda x: (x.repeat(2, 1) @ W).view(2, x.shape[0], D).sum(0), X),
     "beams": (lambda x: (x.repeat_interleave(3, 0) @ W).view(x.shape[0], 3, D).amax(1), X),

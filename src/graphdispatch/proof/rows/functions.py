@@ -53,6 +53,7 @@ _SIZE_PLACES = {
     "new_full": slice(1, 2),
     "unflatten": slice(2, None),
     "narrow": slice(3, 4),
+    "split": slice(1, 2),
 }
 """Which of their arguments functions take as sizes; what no rule takes for one narrows the run."""
 _SIZE_NAMES = frozenset({"size", "sizes", "shape", "repeats", "dims", "end", "length"})

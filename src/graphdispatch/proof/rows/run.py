@@ -54,6 +54,8 @@ from .scripts import eager_compiler, watched_scripts
 from .slots import ALL_PLACES, Slots
 from .verdict import Step, Verdict
 
+_Known = tuple[list[tuple[Tensor, int]], dict[int, Label]]
+"""The storages of an operator's tensors, and their labels."""
 _PLAIN_TYPES: set[type] = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
 _OF_DROPOUT = ("aten::bernoulli_", "aten::native_dropout")
 _RULE_FAILS = (ArithmeticError, AssertionError, AttributeError, LookupError, StopIteration, TypeError, ValueError)
@@ -310,16 +312,16 @@ class RowRun:
         self._serial += 1
         if type(func) is not OpOverload:
             return self._run_region(func, args)
-        operator, before = operator_of(func), None
+        operator, before, known = operator_of(func), None, None
         if operator.changes_view and tensors and is_strided(tensors[0]):
-            before = view_of(tensors[0])
+            before, known = view_of(tensors[0]), self._labels_of(operator, tensors)
         out = func(*args, **kwargs)
         outs = [out] if type(out) is Tensor else tensors_in(out)
         if self._is_muted:
             self._note_all_made(outs)
             seen: list[Any] = [None] * (len(tensors) + len(outs))
         else:
-            seen = self._label_results(func, args, kwargs, tensors, outs, before)
+            seen = self._label_results(func, args, kwargs, tensors, outs, before, known)
         if not operator.keeps_elements:
             self._steps.append(Step(func, tuple(seen)))
         return out
@@ -348,10 +350,12 @@ class RowRun:
         given: list[Tensor],
         outs: list[Tensor],
         before: View | None,
+        known: _Known | None = None,
     ) -> list[Any]:
-        """Label what an operator gave. Returns the dimensions of what it took and gave, as a ``Step`` has them."""
+        """Label what an operator gave; of one that has changed a view, as it lay ``before`` with the labels ``known``
+        then. Returns the dimensions of what it took and gave, as a ``Step`` has them."""
         operator = operator_of(func)
-        keys, labels = self._labels_of(operator, given)
+        keys, labels = known or self._labels_of(operator, given)
         dims: list[Any] = [None if operator.changes_view else _dims_of(labels.get(id(t)), t) for t in given]
         written = written_tensors(func, args, kwargs) if operator.writes else []
         reads_all = not operator.is_view and word_for(operator.name) is None
@@ -373,9 +377,7 @@ class RowRun:
         put = self._put_results(call, {key for _, key in keys}, written, made)
         return dims + [_dims_of(label, out) for label, out in zip(put, outs, strict=False)]
 
-    def _labels_of(
-        self, operator: Operator, given: Iterable[Tensor]
-    ) -> tuple[list[tuple[Tensor, int]], dict[int, Label]]:
+    def _labels_of(self, operator: Operator, given: Iterable[Tensor]) -> _Known:
         """The storages of an operator's tensors, and their labels; what is no tensor of memory that is known is a
         doubt."""
         labels: dict[int, Label] = {}

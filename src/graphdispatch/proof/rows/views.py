@@ -121,6 +121,15 @@ def _cut(value: int, number: Num | None, whole: Array) -> Array:
     return np.clip(np.where(given < 0, given + whole, given), 0, whole)
 
 
+def _copies(c: Call, old: Dim, sizes: Array) -> Dim | None:
+    """As many of the copies of all rows (or all of a length), one behind the other, as have these sizes for all
+    batches; None if they are no whole ones."""
+    if not old or type(old[0]) is not int:
+        return None
+    count = int(c.space.of_run(sizes)) // own_size(old[1:])
+    return merged((count, *old[1:])) if is_equal(sizes, count * c.sizes.values(old[1:])) else None
+
+
 _SLICES = frozenset({"__getitem__", "__setitem__", "narrow"})
 
 
@@ -132,8 +141,11 @@ def _sliced(c: Call, old: Dim, size: int) -> Dim:
     whole = c.sizes.values(old)
 
     first = _cut(c.a["start"] or 0, start, whole)
-    c.space.restrict(first, "a slice that starts at a size")
     last, step = _cut(2**62 if c.a["end"] is None else c.a["end"], end, whole), c.a["step"]
+    begins, part = _copies(c, old, first), _copies(c, old, last - first)
+    if step == 1 and begins is not None and part and 0 not in part:
+        return part
+    c.space.restrict(first, "a slice that starts at a size")
     sizes, is_from_start = np.maximum(-(-(last - first) // step), 0), not np.any(first)
     if step == 1 and is_from_start and is_equal(sizes, whole):
         return old
@@ -159,11 +171,9 @@ def split(c: Call) -> list[Label]:
         if is_unbind:
             return c.each(_moved(label, (*before, *after), is_whole=False))
         return [_moved(label, (*before, plain_dim(o.shape[at]), *after), is_whole=False) for o in c.outs]
-    count, head = len(c.outs), old[0]
-    if not is_unbind and c.caller.function == "chunk" and type(head) is int and head % count == 0:
-        chunks = c.caller.arguments[1] if len(c.caller.arguments) > 1 else count
-        if chunks == count:
-            return c.each(_moved(label, (*before, merged((head // count, *old[1:])), *after), is_whole=False))
+    count, parts = len(c.outs), [] if is_unbind else _whole_parts(c, old)
+    if parts:
+        return [_moved(label, (*before, part, *after), is_whole=False) for part in parts]
     if count == 1 and not is_unbind and _is_one_part(c, old):
         return [label]
     c.space.restrict(c.sizes.values(old), "splits a size that follows the batch")
@@ -173,6 +183,19 @@ def split(c: Call) -> list[Label]:
     if is_unbind:
         return c.each(_moved(label, (*before, *after), is_whole=False))
     return [_moved(label, (*before, plain_dim(o.shape[at]), *after), is_whole=False) for o in c.outs]
+
+
+def _whole_parts(c: Call, old: Dim) -> list[Dim]:
+    """The parts, if each has whole copies of all rows, or all of a length; else none."""
+    count, head, arguments = len(c.outs), old[0], c.caller.arguments
+    if c.caller.function == "chunk":
+        is_even = type(head) is int and head % count == 0 and count == (arguments[1] if len(arguments) > 1 else count)
+        return [merged((head // count, *old[1:]))] * count if is_even else []  # type: ignore[operator]
+    sizes = c.a.get("split_sizes") or [c.a.get("split_size")] * count
+    numbers = [c.caller.size(size) if type(size) is int else None for size in sizes]
+    parts = [None if number is None else _copies(c, old, number.values) for number in numbers]
+    made = [part for part in parts if part is not None]
+    return made if len(made) == count and sum(map(own_size, made)) == own_size(old) else []
 
 
 def _is_one_part(c: Call, old: Dim) -> bool:
