@@ -95,6 +95,13 @@ def test_graphs_that_a_new_buffer_ended_are_named() -> None:
     assert step.last_decision.reason is Reason.PADDED
 
 
+def test_graphs_that_another_dtype_ended_are_gone_for_other_calls_too() -> None:
+    """The call has a signature of its own, which never had a graph."""
+    step = prewarmed(X)
+    step.unwrap().double()
+    assert "its graphs are gone, since the callable changed (" in step.explain(X.double())
+
+
 def test_another_module_in_the_place_of_one_is_named() -> None:
     """Both would look the same in words."""
     step = prewarmed(X)

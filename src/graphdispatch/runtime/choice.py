@@ -105,8 +105,10 @@ def _about_others(graphs: GraphSet, group: GraphGroup, size: int) -> str:
         return ""
     if group.is_of_constant:
         return group.route.about_constants()[0]
-    is_lost = (group.is_prewarmed or group.past_replays) and graphs.latest_change
-    return f"its graphs are gone, since the callable changed ({graphs.latest_change})" if is_lost else group.unlike
+    had_graphs = any(one.is_prewarmed or one.past_replays for one in group.route.groups)
+    if had_graphs and graphs.latest_change and not graphs.entries():
+        return f"its graphs are gone, since the callable changed ({graphs.latest_change})"
+    return group.unlike
 
 
 def admit(graphs: GraphSet, group: GraphGroup, size: int) -> tuple[Reason, str]:
