@@ -170,7 +170,7 @@ def _rows_of_run(observer: Observer, dims: Mapping[str, int]) -> Rows:
         return Rows("untested", f"for a few rows the call raises {type(error).__name__}: {error}")
     if text := verdict.mixes or verdict.unknown:
         return Rows("dependent" if verdict.mixes else "unknown", text)
-    return Rows("independent", "rows are independent")
+    return Rows("independent")
 
 
 def _breaks(served: Graphed[..., Any], observer: Observer, watched: Watched) -> Breaks:

@@ -122,10 +122,10 @@ class RowProof:
 
     @property
     def text(self) -> str:
-        """What was shown of the rows, as a sentence."""
+        """What was shown of the rows, as a sentence; empty where their structure shows that they are independent."""
         if found := self.refused or self.against_rows:
             return found[1]
-        return "rows are independent, by the user's word" if self.is_word else "rows are independent"
+        return "rows are independent, by the user's word" if self.is_word else ""
 
 
 _MOST_COMPARED_CALLS = 8
