@@ -13,7 +13,8 @@ from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, override_forward_context
 
-from graphdispatch_vllm import wrapper
+from graphdispatch.runtime.ranks import Ranks
+from graphdispatch_vllm import engine, wrapper
 from graphdispatch_vllm.core import Reason
 from graphdispatch_vllm.platform import GraphCpuPlatform
 from graphdispatch_vllm.steps import Schedule, Schedules
@@ -97,3 +98,31 @@ def test_a_wrapper_whose_graphs_were_cleared_captures_anew(full: StaticGraphWrap
     full.clear_graphs()
     warm_up(full)
     assert full.get_stats().graphs == 1
+
+
+def test_a_graph_that_another_rank_refuses_is_none(full: StaticGraphWrapper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the other rank stops behind its eager run, this one makes no further run, and gives its reason. After the
+    warm-up ranks agree on nothing."""
+    refused: list[int] = []
+    Ranks(lambda numbers: refused.extend(numbers) or numbers).end(Reason.STATE_UNSEEN, is_good=False)
+    said: list[list[int]] = []
+
+    def vote(votes: list[torch.Tensor], op: Any) -> SimpleNamespace:
+        said.append(votes[0].tolist())
+        if len(said) == 3:  # the metadata is loaded, and a capture is wanted
+            torch.minimum(votes[0], torch.tensor(refused), out=votes[0])
+        return SimpleNamespace(wait=lambda: None)
+
+    group = SimpleNamespace(world_size=2, cpu_group=SimpleNamespace(allreduce=vote))
+    monkeypatch.setattr(engine, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(engine, "get_tp_group", lambda: group)
+    set_cudagraph_capturing_enabled(True)
+    try:
+        assert serve(full, (3, 0), (10, 0)) == [13.0, 16.0]
+    finally:
+        set_cudagraph_capturing_enabled(False)
+    assert full.why_eager is Reason.STATE_UNSEEN
+    assert full.get_stats().graphs == 0
+    assert len(said) == 4  # and whether eager by vLLM's own metadata gave the same
+    assert serve(full, (2, 0), (5, 0)) == [7.0, 9.0]
+    assert len(said) == 4
