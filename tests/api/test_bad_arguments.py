@@ -36,6 +36,12 @@ def composite() -> Any:
     return one
 
 
+def agreeing(agree: Callable[[Any], Any]) -> Any:
+    """A call of one of several ranks, which agree by this function."""
+    wrapper = gd.CUDAGraphWrapper(double, agree=agree)
+    return wrapper(X, batch_descriptor=BatchDescriptor(len(X)), cudagraph_runtime_mode=FULL)
+
+
 TARGETS: dict[str, Callable[[], Any]] = {
     "graphed": served,
     "entry": lambda: served().entries[0],
@@ -84,6 +90,9 @@ MISTAKES: list[tuple[str, Callable[[Any], Any], str]] = [
     ("wrapper", lambda w: gd.CUDAGraphWrapper(double, backend="cpu", pool=3), "backend"),
     ("wrapper", lambda w: gd.CUDAGraphWrapper(double, NONE), "runtime_mode must be PIECEWISE"),
     ("wrapper", lambda w: gd.CUDAGraphWrapper(3), "runnable must be callable, got 3"),
+    ("wrapper", lambda w: gd.CUDAGraphWrapper(double, agree=3), "agree must be a function from integers"),
+    ("wrapper", lambda w: agreeing(min), "agree must return as many integers as it gets"),
+    ("wrapper", lambda w: agreeing(lambda numbers: [0.5, 0.5]), "agree must return as many integers as it gets"),
     ("adaptive", lambda w: w.get_hot_shapes(0), "top_k must be an integer >= 1, got 0"),
     ("adaptive", lambda w: type(w)(double, min_replays_to_keep=-1), "min_replays_to_keep must be"),
     ("adaptive", lambda w: w.prewarm([1, 2, 3], pytest.fail), "of 3 sizes needs max_cached_graphs >= 3, got 2"),

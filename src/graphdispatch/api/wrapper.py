@@ -119,7 +119,7 @@ class CUDAGraphWrapper(Lifecycle):
             The runnable's outputs, owned as ``options.outputs`` says.
 
         Raises:
-            ConfigError: The descriptor or the mode is none.
+            ConfigError: The descriptor or the mode is none, or ``agree`` gave no integers.
         """
         if cudagraph_runtime_mode is None or batch_descriptor is None:
             mode, descriptor = current_context() or (None, None)

@@ -22,9 +22,10 @@ Note [ranks in step]
 """
 
 from collections.abc import Callable, Sequence
+from operator import index
 from zlib import crc32
 
-from ..errors import CaptureError
+from ..errors import CaptureError, ConfigError, shown
 from ..reasons import Reason
 
 Least = Callable[[Sequence[int]], Sequence[int]]
@@ -98,7 +99,13 @@ class Ranks:
 
     def _range_of(self, number: int) -> tuple[int, int]:
         """The least and the largest of the numbers of all ranks."""
-        least, most = self._least((number, -number))
+        answer = self._least((number, -number))
+        try:
+            least, most = map(index, answer)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"agree must return as many integers as it gets, the least of each of all ranks, got {shown(answer)}"
+            ) from None
         return least, -most
 
 
