@@ -35,7 +35,7 @@ class GraphRow(NamedTuple):
         mode: The runtime mode.
         hits: The calls that this graph served.
         padding: The padding as a share of the rows that it computed for them.
-        gain: The times of a replay of a full batch and of an eager call.
+        gain: The times of a replay of a full batch and of an eager call, the shortest of those that were measured.
         nbytes: The bytes that releasing it frees; what all graphs share is not among them.
     """
 
@@ -264,6 +264,7 @@ def make_report(
     hits = stats.hits_by_rows
     sizes = sorted({*points, *(entry.size for entry in entries)})
     held = {entry.size for entry in entries}
+    judged = {entry: group.gain.of(entry, entry.size) for group in groups for entry in group.all_entries}
     rows = {} if any(hasattr(size, "axes") for size in sizes) else stats.rows  # several dimensions: no number of rows
     bars, marks = _bars(hits, rows, [size for size in sizes if size in points])
     return Report(
@@ -277,7 +278,8 @@ def make_report(
         memory_bytes=memory_bytes,
         graphs=GraphTable(
             GraphRow(
-                size_text(one.key), one.mode.name, one.replay_count, _padding(one, hits, sizes), one.gain, one.nbytes
+                *(size_text(one.key), one.mode.name, one.replay_count, _padding(one, hits, sizes)),
+                *(judged.get(one) or one.gain, one.nbytes),
             )
             for one in entries
         ),
