@@ -630,9 +630,7 @@ foreign("text")(
 )
 foreign("lock_left", is_shared=True, row=True)(lambda: threading.Semaphore(50), lambda o, _: o.acquire(), "_value")
 foreign("lock", in_breaks=False, is_shared=True)(threading.Lock, toggle, lambda o: o.locked())
-(foreign if sys.version_info >= (3, 13) else write)("queue")(
-    queue.SimpleQueue, lambda o, _: o.put(1), lambda o: o.qsize()
-)
+foreign("queue")(queue.SimpleQueue, lambda o, _: o.put(1), lambda o: o.qsize())
 foreign("decimal context", is_shared=True)(decimal.Context, lambda o, _: setattr(o, "prec", o.prec + 1), "prec")
 foreign("bits of NumPy")(lambda: np.random.PCG64(3), lambda o, _: o.random_raw(), lambda o: f"{o.state}")
 foreign("map")(lambda: mmap.mmap(-1, 64), lambda o, _: o.write(b"x"), lambda o: (o[:], o.tell()))

@@ -272,3 +272,18 @@ def test_code_after_a_read_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> Non
     assert_same(make(lambda x: after(before(x) * x.sum().item()))(x), x * 2 * x.sum().item() + 1)
     assert "before" in heard
     assert "after" not in heard
+
+
+def test_what_nobody_can_compare_is_the_reason_where_it_comes_first() -> None:
+    """Code that may find anything, before or after a read of a value."""
+
+    def finds(x: torch.Tensor) -> torch.Tensor:
+        return x * len(globals()["__name__"])
+
+    def reads(x: torch.Tensor) -> torch.Tensor:
+        return x * x.sum().item()
+
+    for order, first in (((finds, reads), Reason.STATE_UNSEEN), ((reads, finds), Reason.CAPTURE_UNSAFE)):
+        step, x = make(lambda x, order=order: order[1](order[0](x))), torch.randn(4, 3)
+        assert_same(step(x), order[1](order[0](x)))
+        assert step.last_decision.reason is first

@@ -99,8 +99,12 @@ class EagerRun:
         """Whether it ran on the static inputs, as the recording will."""
         known = map(storage_key, filter(is_strided, (*self.arguments, *request.tensors)))
         existed = existing_storages(walk, known) if records and like is None else None
-        ending = Ending(refusal.note, refusal.is_due if may_refuse else None) if request.keep_effects else None
+        # An operator may be part of a break; but no rank may wait for one whose next run ends halfway.
+        looks = may_refuse and (not request.is_piecewise or request.ranks is not None)
+        ending = Ending(refusal.note, refusal.is_due if looks else None) if request.keep_effects else None
         self.effects = recorder_of(request, self.arguments if on_static_inputs else None, existed, ending)
+        if may_refuse:
+            self.trace.on_unseen = lambda what: self.effects.end_watch(_of_unseen(what))
 
     def make(self) -> None:
         """Run the call, and note what that did. Raises what the call raises, and what keeps it from being noted."""
@@ -109,7 +113,10 @@ class EagerRun:
         forms, open_outputs = _forms_of(seen), self.open_outputs if self._records else None
         trace = self.trace if self.like is None else None
         call = CallRun(self._request, self.values, self.effects, open_outputs, self._answer, trace, is_eager=True)
-        self.recording = call.record() if self._records else call.make()
+        try:
+            self.recording = call.record() if self._records else call.make()
+        finally:
+            self.trace.on_unseen = None
         if self.refusal.result is not None:
             return
         self.rng_after = self._request.backend.rng_state()
@@ -433,11 +440,7 @@ def _check_reads(request: CaptureRequest, eager: EagerRun) -> None:
         )
     unseen = eager.trace.unseen(roots_of(request))
     if unseen is not None:
-        raise CaptureError(
-            f"the call uses what nobody can compare or put back: {unseen}; use it outside of the callable, and pass "
-            "what it gives",
-            Reason.STATE_UNSEEN,
-        )
+        raise _of_unseen(unseen)
     names = eager.trace.names | eager.trace.of_breaks.names
     for spec in request.inputs.specs:
         attributes = (attribute_table(request.values[spec.position]) or {}).keys() & names
@@ -447,6 +450,15 @@ def _check_reads(request: CaptureRequest, eager: EagerRun) -> None:
                 "change; pass them as arguments",
                 Reason.STATE_UNSEEN,
             )
+
+
+def _of_unseen(what: str) -> CaptureError:
+    """The error of a call that uses what nobody can compare or put back."""
+    return CaptureError(
+        f"the call uses what nobody can compare or put back: {what}; use it outside of the callable, and pass what it "
+        "gives",
+        Reason.STATE_UNSEEN,
+    )
 
 
 def _package_code() -> CodeType | None:

@@ -131,12 +131,7 @@ def _run(
         like,
         on_static_inputs=is_for_graph and (records or not _records_warm_ups(request)),
         records=is_for_graph and records,
-        may_refuse=request.keep_effects
-        and entry is None
-        and like is None
-        and (
-            not request.is_piecewise or request.ranks is not None  # which must not wait for a run that ends halfway
-        ),
+        may_refuse=request.keep_effects and entry is None and like is None,
     )
     if isinstance(eager, CaptureResult):
         return eager

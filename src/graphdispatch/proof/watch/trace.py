@@ -15,7 +15,7 @@ import sys
 import threading
 import types
 from _lsprof import Profiler as _Profiler
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import Context
 from inspect import CO_OPTIMIZED
@@ -120,6 +120,8 @@ class CodeTrace(CodeNotes, CodeListener):
         """Whether runs are made only for the graph, so that they must not change what cannot be put back."""
         self.spared: str | None = None
         """That before which a run ended, or must not begin."""
+        self.on_unseen: Callable[[str], None] | None = None
+        """Hears of what nobody can compare or put back, in words, before the code does it."""
         self.is_deaf = False
         """Whether a run was not heard of: Python tells of no code inside of somebody's trace or profile function, or
         beside a profiler in compiled code."""
@@ -256,6 +258,8 @@ class CodeTrace(CodeNotes, CodeListener):
         if self.spares:
             self.spared = what
             raise _SparedError
+        if self.on_unseen is not None:
+            self.on_unseen(what)
 
     def _sees_through(self, owner: Any, method: str) -> bool:
         """Whether the walk sees what a compiled method of an object that was there before may change or read, and can
