@@ -18,6 +18,7 @@ from ..errors import ConfigError, check_callable, check_count, check_type, shown
 from ..modes import CUDAGraphMode
 from ..runtime.admission import Admission
 from ..runtime.cache import make_cache
+from ..runtime.collector import paused_collector
 from ..runtime.decide import Memo, SizeTable
 from ..runtime.entry import CUDAGraphEntry
 from ..runtime.group import MOST_ROUTES, Route
@@ -285,7 +286,7 @@ class AdaptiveCUDAGraphWrapper(CUDAGraphWrapper):
         refuse_too_many(self._graph_cache, wanted)
         largest_first = sorted(wanted, key=lambda descriptor: -descriptor.num_tokens)
         self._graph_cache.refuse_changes()
-        with torch.no_grad(), self._server.lock:
+        with torch.no_grad(), self._server.lock, paused_collector(self.options.gc_disable):
             for descriptor in largest_first[:1]:
                 refuse_closed(self._server, self._routes[descriptor])
             calls = [(self._routes[descriptor], *arguments_of(dummy_fn(descriptor))) for descriptor in largest_first]
