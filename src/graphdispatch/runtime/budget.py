@@ -2,7 +2,7 @@
 
 import math
 import time
-from bisect import bisect
+from bisect import bisect, insort
 from collections.abc import Callable
 from enum import Enum
 from typing import TypeVar
@@ -192,10 +192,12 @@ def _quotient(seconds: float, each_s: float) -> float:
 class EagerTimes:
     """What batches of one signature take eagerly: the shortest run of each number of rows. Noted without a lock."""
 
-    __slots__ = ("_by_rows",)
+    __slots__ = ("_by_rows", "_places")
 
     def __init__(self) -> None:
         self._by_rows: dict[int, tuple[float, int]] = {}
+        self._places: list[tuple[int, int]] = []
+        """The cells of each number of rows, with it, in order: there may be thousands."""
 
     def wants(self, rows: int) -> bool:
         """Whether a further run of such a batch would show more: the shortest of eight is enough."""
@@ -206,6 +208,8 @@ class EagerTimes:
         """Note an eager run."""
         least, number = self._by_rows.get(rows, (seconds, 0))
         self._by_rows[rows] = min(least, seconds), number + 1
+        if not number:
+            insort(self._places, (cells_of(rows), rows))
 
     def expected_s(self, rows: int) -> float | None:
         """What a batch takes: its own runs if there are three; else what lies between the next smaller and the next
@@ -218,15 +222,16 @@ class EagerTimes:
 
     def least_cells(self) -> float:
         """The cells of the smallest batch that was timed; infinite if there is none."""
-        return min(map(cells_of, self._by_rows.copy()), default=math.inf)
+        return self._places[0][0] if self._places else math.inf
 
     def between(self, cells: int) -> float | None:
         """What a batch of so many cells takes, by the batches next to it."""
-        timed = sorted((cells_of(other), least) for other, (least, _) in self._by_rows.copy().items())
-        if not timed:
+        last = len(self._places) - 1
+        if last < 0:
             return None
-        place = bisect(timed, (cells, 0.0))
-        (low, low_s), (high, high_s) = timed[max(place - 1, 0)], timed[min(place, len(timed) - 1)]
+        place = bisect(self._places, (cells, 0))
+        (low, below), (high, above) = self._places[max(place - 1, 0)], self._places[min(place, last)]
+        low_s, high_s = self._by_rows[below][0], self._by_rows[above][0]
         if not low < cells < high:
             return low_s if cells <= low else high_s
         return low_s + (high_s - low_s) * (cells - low) / (high - low)
