@@ -247,6 +247,7 @@ class StateReads(Traversal):
         self._names = frozenset(notes.names)
         self._library_names = self._names | notes.library_names
         self._all = notes.reads_whole
+        self._names_of: dict[type, frozenset[str] | None] = {}
         self._differentiates = id(DIFFERENTIATES) in notes.codes
         self._hook_names = _HOOKS + _BACKWARD_HOOKS * self._differentiates
         self._passed_over = _MODULE_ATTRIBUTES.union(() if self._differentiates else _BACKWARD_HOOKS)
@@ -316,7 +317,8 @@ class StateReads(Traversal):
         names = self._named(kind, table)
         if not issubclass(kind, nn.Module):
             return self._compare(table, names)
-        return [*self._compare(table, names | _BY_TORCH | _TABLES), *self._members_of(value, table)]
+        names = names.intersection(table) | _BY_TORCH | _TABLES  # of few: the code has very many
+        return [*self._compare(table, names), *self._members_of(value, table)]
 
     def _members_of(self, module: nn.Module, table: dict[str, Any]) -> Edges:
         """What a module holds for torch."""
@@ -422,7 +424,7 @@ class StateReads(Traversal):
             copyreg._slotnames(kind)  # type: ignore[attr-defined]  # else a pickle would add what this adds
             codes = self._notes.codes
             ran = (name for name, held in table.items() if id(getattr(held, "__code__", None)) in codes)
-            self._compare(table, self._names.union(ran))
+            self._compare(table, self._names.intersection(table).union(ran))
             return ()
         self.readers.append(Reader(partial(getattr, kind, "__mro__"), "__mro__", kind))
         is_whole = self._all or any(issubclass(each, kind) for each in self._notes.whole_types)
@@ -458,24 +460,26 @@ class StateReads(Traversal):
 
     def _visit_function(self, fn: types.FunctionType, path: Any) -> Edges:
         """What a function runs by, if its code ran, and what code reads of it as of any object."""
-        yield from super()._visit_function(fn, path)
+        edges = super()._visit_function(fn, path)
         if objects.is_library_code(fn.__code__.co_filename):
-            return
+            return edges
         is_whole = self._all or types.FunctionType in self._notes.whole_types
         ran = self._runs(fn)
         parts = (name for name in _RUN_OF_FUNCTIONS if name in self._names or (ran and getattr(fn, name)))
         said = (name for name in _SAID_OF_FUNCTIONS if name in self._names or is_whole)
         self.readers += (Reader(partial(getattr, fn, name), name, fn) for name in parts)
         self.readers += (Reader(partial(getattr, fn, name)) for name in said)
-        if ran:
-            yield "", fn.__dict__.get("__wrapped__")
-            if not self._is_traced:
-                yield from self._compare_variables(fn.__globals__, objects.variables_of(fn))
-            if self._by_names:
-                names = objects.names_in(fn.__code__)
-                cells = map(objects.cell_value, fn.__closure__ or ())
-                variables = (table.get(name) for table in (fn.__globals__, sys.modules) for name in names)
-                yield from self._follow_named([*cells, *variables], names)
+        if not ran:
+            return edges
+        edges = [*edges, ("", fn.__dict__.get("__wrapped__"))]
+        if not self._is_traced:
+            edges += self._compare_variables(fn.__globals__, objects.variables_of(fn))
+        if self._by_names:
+            names = objects.names_in(fn.__code__)
+            cells = map(objects.cell_value, fn.__closure__ or ())
+            variables = (table.get(name) for table in (fn.__globals__, sys.modules) for name in names)
+            edges += self._follow_named([*cells, *variables], names)
+        return edges
 
     def _compare_variables(self, table: Mapping[str, Any], names: Iterable[str]) -> Edges:
         """Compare variables of these names; those to follow. Code that names a builtin shows what it does with it."""
@@ -489,11 +493,17 @@ class StateReads(Traversal):
     def _named(self, kind: type, own: Iterable[str]) -> frozenset[str]:
         """The names to compare of an object of a class: those of the user's code, where libraries wrote some of the
         class of their code, too; all its ``own``, if code reads them under names that do not stand in it."""
+        if kind not in self._names_of:
+            self._names_of[kind] = self._names_for(kind)
+        names = self._names_of[kind]
+        return frozenset(own) if names is None else names
+
+    def _names_for(self, kind: type) -> frozenset[str] | None:
         if self._all or kind in self._notes.whole_types or issubclass(kind, _CLASSES_READ_WHOLE):
-            return frozenset(own)
+            return None
         users = self._kinds[kind].users
         if any("__getattr__" in vars(base) or "__getattribute__" in vars(base) for base in users):
-            return frozenset(own)
+            return None
         is_library = not {nn.Module, *users}.issuperset(objects.written_classes(kind))
         return self._library_names if is_library else self._names
 

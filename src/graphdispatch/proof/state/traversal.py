@@ -111,35 +111,34 @@ class Traversal:
         return self._parts_of(value, kind, path)
 
     def _parts_of(self, value: Any, kind: type, path: Any) -> Edges:
-        yield from self._attributes_of(value, path)
+        edges = [("", kind), *self._attributes_of(value, path)]
         slots = self._kinds[kind].slots
         if slots:
-            yield from self._held_in(value, snapshot.accessor_of_slots(slots), path)
+            edges += self._held_in(value, snapshot.accessor_of_slots(slots), path)
         if issubclass(kind, CONTAINERS):
-            yield from self._held_in(value, snapshot.ENTRIES, path)
+            edges += self._held_in(value, snapshot.ENTRIES, path)
         elif issubclass(kind, (tuple, frozenset)):
             held = [(f"[{index}]", inner) for index, inner in enumerate(content(value))]
-            yield from self._fixed_in(value, held, path)
+            edges += self._fixed_in(value, held, path)
         elif not slots:
-            yield from self._fixed_in(value, [("", inner) for inner in objects.referents(value)], path)
-        yield "", kind
+            edges += self._fixed_in(value, [("", inner) for inner in objects.referents(value)], path)
+        return edges
 
     def _visit_class(self, kind: type, path: Any) -> Edges:
         """A class of the user, or one of torch's modules, of which others may replace methods."""
         users = self._kinds[kind].users
-        yield from (("", base) for base in type.mro(kind)[1:] if base in users or issubclass(base, nn.Module))
+        edges = [("", base) for base in type.mro(kind)[1:] if base in users or issubclass(base, nn.Module)]
         if kind in users or issubclass(kind, nn.Module):
-            yield "", type(kind)
-            yield from self._held_in(kind, snapshot.CLASS, path)
+            edges += [("", type(kind)), *self._held_in(kind, snapshot.CLASS, path)]
+        return edges
 
     def _visit_function(self, fn: types.FunctionType, path: Any) -> Edges:
         """Attributes of a function, and its closure and defaults if it runs; of the library's decorators only what
         they wrap."""
-        yield from self._held_in(fn, snapshot.ATTRIBUTES, path)
+        held = self._held_in(fn, snapshot.ATTRIBUTES, path)
         if objects.is_library_code(fn.__code__.co_filename):
-            yield from (("", held) for held in objects.wrapped_by(fn))
-        elif self._runs(fn):
-            yield from held_by_run(fn)
+            return [*held, *(("", one) for one in objects.wrapped_by(fn))]
+        return [*held, *held_by_run(fn)] if self._runs(fn) else held
 
     def _fixed_in(self, home: Any, held: list[tuple[str, Any]], path: Any) -> Edges:
         """What an object holds where nothing can be replaced."""
