@@ -287,6 +287,27 @@ class Experts(nn.Module):
         return x @ self.weights[int(x[0, 0].abs() * 4) % 6]
 
 
+TABLE = torch.randn(8, 4)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        lambda n: TABLE[: min(n, 4)],
+        lambda n: TABLE[: 1 if n == 1 else 4],
+        lambda n: torch.ones(1 if n == 1 else 4, 4),
+        lambda n: TABLE[torch.arange(1 if n == 1 else 4)],
+        lambda n: TABLE[:1].repeat(2 if n == 1 else 8, 1),
+    ],
+    ids=["smaller", "slice", "ones", "places", "copies"],
+)
+def test_a_single_row_of_other_sizes_is_none_of_several(chosen: Callable[[int], Tensor]) -> None:
+    """A size of one may be a size that follows the rows, or another one: that it is a multiple says nothing."""
+    step = graphed(lambda x: x * chosen(x.shape[0]).sum(0), dynamic={"x": 0}, sizes=[4, 8], options=AT_ONCE)
+    check_calls(step, *(torch.zeros(rows, 4) for rows in (5, 3, 8, 1, 7, 2, 6, 4)))
+    check_calls(step, *(torch.randn(rows, 4) for rows in (5, 3, 8, 1, 4, 2, 1)), rtol=1e-4, atol=1e-5)
+
+
 def test_memory_that_a_break_chooses_is_no_branch() -> None:
     """What runs in a break may use other memory for each batch."""
     model = nn.Sequential(nn.Linear(4, 4), Experts(), nn.Linear(4, 4)).eval()

@@ -79,18 +79,22 @@ class FollowedRun:
 
     def is_like(self, proof: RowProof, request: CaptureRequest, operators: OperatorTrace) -> bool:
         """Whether it did what the graph of the request's size does, which runs these operators and has this proof: for
-        other extents, but with the same operators on the same tensors."""
+        other extents, but with the same operators on the same tensors. A run that does not follow an axis has the
+        shapes that another run of the proof tells, which does."""
         axes, batch = request.inputs.axes, request.size
+        runs = [one for one in proof.runs if isinstance(one, FollowedRun)]
         if operators.has_regions:  # compare with what the proof was made of
-            first = next((one for one in proof.runs if isinstance(one, FollowedRun)), self)
+            first = next(iter(runs), self)
             operators, batch = first.operators, first.rows
-        return self._computes(operators, lengths_of(axes, batch))
+        if not self.single:
+            return self._computes(operators, lengths_of(axes, batch))
+        own = lengths_of(axes, self.rows)
+        return self.operators.is_like(operators) and any(
+            one.single <= self.single and one._computes(self.operators, own) for one in runs
+        )
 
     def _computes(self, operators: OperatorTrace, extents: Sequence[int]) -> bool:
-        single = [extent for place, extent in enumerate(extents) if place in self.single]
-        return self.operators.is_like(operators) and self.verdict.has_shapes(
-            operators.shapes, self._followed(extents), single
-        )
+        return self.operators.is_like(operators) and self.verdict.has_shapes(operators.shapes, self._followed(extents))
 
     def objection(self, *, is_word: bool) -> tuple[Reason, str] | None:
         """Why its rows may not be padded; ``is_word``: whether the user says that they are independent."""
@@ -268,7 +272,7 @@ def _follow_path(attempt: CaptureAttempt, rows: int, *, is_traced: bool) -> tupl
         and not any(extent == 1 for place, extent in enumerate(one) if place not in single)
     ]
     most_rows = largest[0] * min(MOST_PARTS, max(_MOST_BATCHES // max(prod(largest), 1), 1))
-    spaces = [range(2, max(most, _NO_EXTENT) + 1) for most in (most_rows, *largest[1:])]
+    spaces = [range(1, max(most, _NO_EXTENT) + 1) for most in (most_rows, *largest[1:])]
     values = batch_of(request, rows)
     reached = [*request.tensors, *attempt.eager.trace.walk.tensors, *tensors_in(list(request.values)), *values]
     keys = {storage_key(one) for one in reached if type(one) in _PLAIN and is_strided(one) and not one.is_nested}
