@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import builtins
+import contextlib
 import dataclasses
 import decimal
 import enum
@@ -20,7 +21,7 @@ import types
 import weakref
 from abc import ABC
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from functools import partial
 from multiprocessing.context import SpawnContext
 from operator import attrgetter
@@ -722,7 +723,8 @@ def copy_of(fn: Any) -> Any:
 read("code of a function")(lambda: copy_of(function), lambda h: h(), put(__code__=other.__code__))
 read("default")(lambda: copy_of(function), lambda h: h(), put(__defaults__=(5,)))
 read("keyword's default")(lambda: copy_of(function), lambda h: h(), put(__kwdefaults__={"by": 5}))
-for name, value in {"__name__": "longer_name", "__qualname__": "Another", "__doc__": "Text."}.items():
+SAID = {"__name__": "longer_name", "__qualname__": "Another", "__module__": "a_module", "__doc__": "Text."}
+for name, value in SAID.items():
     read(f"{name} of a function")(
         lambda: copy_of(function), partial(lambda name, h: len(getattr(h, name) or ""), name), put(**{name: value})
     )
@@ -744,6 +746,58 @@ read("single dispatch of a method")(
     lambda h: h.k(1),
     lambda h: vars(type(h))["k"].register(int, lambda s, _: 5),
 )
+
+
+class Scope(contextlib.ContextDecorator):
+    """A context whose number counts within it."""
+
+    def __init__(self, k: float) -> None:
+        self.k, self.present = k, [1.0]
+
+    def __enter__(self) -> None:
+        self.present[0] = self.k
+
+    def __exit__(self, *_: object) -> None:
+        self.present[0] = 1.0
+
+
+@contextlib.contextmanager
+def within(owner: Any) -> Iterator[None]:
+    """The same, of an object."""
+    owner.present[0] = owner.k
+    yield
+    owner.present[0] = 1.0
+
+
+def decorated(decorate: Callable[[Any], Any]) -> Callable[[], Apart]:
+    """What a context decorates, which is made of an object, and reads the number that counts within."""
+
+    def make() -> Apart:
+        scope = Scope(2.0)
+        present = scope.present
+        return Apart(scope, decorate(scope)(lambda: present[0]))
+
+    return make
+
+
+DECORATORS: dict[str, Callable[[Any], Any]] = {
+    "no_grad": torch.no_grad(),
+    "autocast": torch.autocast("cpu", enabled=False),
+    "disable": torch.compiler.disable,
+}
+for name, decorate in DECORATORS.items():
+    read(f"object within {name}")(
+        lambda decorate=decorate: Apart(o := own_class(k=2, __call__=number_of)(), decorate(o)),
+        lambda h: h(),
+        put("owner", k=5),
+    )
+read("cache within a decorator")(
+    lambda: Apart((made := cached_number()), torch.no_grad()(made.seen)),
+    lambda h: h(),
+    lambda h: (to(h.owner.owner, k=5.0), h.owner.seen.cache_clear()),
+)
+read("context that decorates")(decorated(lambda scope: scope), lambda h: h(), put("owner", k=5.0))
+read("what a context is made of that decorates")(decorated(within), lambda h: h(), put("owner", k=5.0))
 read("weak method")(
     lambda: Apart(o := with_methods(), weakref.WeakMethod(o.__len__)), lambda h: h()(), put("owner", k=5)
 )
@@ -968,6 +1022,15 @@ def of_loaded(_: Any) -> float:
     return 2.0 if found is None else found.k
 
 
+def tries_to_import(_: Any) -> float:
+    """What a module gives if it can be imported."""
+    try:
+        import users_own
+    except ImportError:
+        return 2.0
+    return users_own.k
+
+
 def imports_another(_: Any) -> None:
     """Somebody imports a module that the code does not ask for."""
     PATCH.setitem(sys.modules, "users_other", module(k=5, name=threading.local()))
@@ -983,9 +1046,16 @@ read("module that takes another's place in sys.modules")(
     settings, lambda _: sys.modules["users_settings"].k, patch(sys.modules, "users_settings", module(k=5))
 )
 read("whether a module is loaded")(crowd, lambda h: 3.0 if "users_own" in sys.modules else h.k, imports_it)
+read("whether a module is loaded whose name an attribute holds")(
+    lambda: Box(name="users_own"), lambda h: 3.0 if h.name in sys.modules else 2.0, imports_it
+)
 read("what a module that is not loaded gives")(crowd, of_loaded, imports_it)
+read("import that failed")(none, tries_to_import, imports_it)
 kept("import beside a look whether a module is loaded")(
     crowd, lambda h: 3.0 if "users_own" in sys.modules else h.k, imports_another
+)
+kept("import beside a look for a module whose name an attribute holds")(
+    lambda: Box(name="users_own"), lambda h: 3.0 if h.name in sys.modules else 2.0, imports_another
 )
 kept("import beside a look for a module")(crowd, of_loaded, imports_another)
 
@@ -1171,6 +1241,21 @@ def operator() -> Made:
 
 
 READS["operator_context_changed"] = Read(operator, row=True)
+
+
+def operator_of_a_method() -> Made:
+    """An operator that is a method of an object, which nothing else holds."""
+    owner, library = with_methods(), torch.library.Library("graphdispatch_cases", "FRAGMENT")
+    PATCH.setattr(Box, "library", library, raising=False)
+    type(owner).run = lambda self, x: x * self.k
+    library.define("run(Tensor x) -> Tensor")
+    library.impl("run", owner.run, "CPU")
+    gd.row_rule("graphdispatch_cases::run", "n ... -> n ...")
+    PATCH.setattr(Box, "library", None)
+    return Made(lambda x: torch.ops.graphdispatch_cases.run(x), lambda: to(owner, k=5))
+
+
+READS["operator that is a method"] = Read(operator_of_a_method)
 
 
 # Threads and what else belongs to the machinery.

@@ -19,6 +19,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
+from contextlib import ContextDecorator
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from operator import attrgetter, methodcaller
@@ -367,6 +368,12 @@ write("name of a function, by a computed one")(
     lambda o: o.__name__,
 )
 write("first attribute of a function")(lambda: copy_of(function), calls, vars)
+write("module of a function")(
+    lambda: copy_of(function), lambda o, _: setattr(o, "__module__", f"{o.__module__}x"), "__module__"
+)
+write("context that decorates")(
+    lambda: Entered()(abs), lambda o, _: o(-1), lambda o: o.__closure__[1].cell_contents.calls
+)
 write("text of a function")(lambda: copy_of(function), lambda o, _: tells_more(o), lambda o: o.__doc__)
 for name, make, take in (
     ("default", lambda: lambda counts=[0]: counts, lambda fn: fn.__defaults__[0]),
@@ -374,6 +381,18 @@ for name, make, take in (
 ):
     write(f"{name} of a function that does not run")(make, lambda o, _, take=take: count(take(o), _), take)
     write(f"{name} of a function that runs")(make, lambda o, _: count(o(), _), take)
+
+
+class Entered(ContextDecorator):
+    """Counts how often it was entered."""
+
+    calls = 0
+
+    def __enter__(self) -> None:
+        calls(self)
+
+    def __exit__(self, *_: object) -> None:
+        """It gives nothing back."""
 
 
 def tells_more(fn: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphdispatch import CUDAGraphMode, CUDAGraphOptions, Reason, StaleOutputError
 from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper, cudagraph_context
@@ -195,8 +195,9 @@ def test_output_row_count(tried: Open) -> None:
 
 
 def test_output_object(tried: Open) -> None:
-    """An object that the call makes, and that holds something besides attributes, cannot be given back by a graph."""
-    for made in (lambda x: object(), lambda x: SimpleNamespace(y=x * 3)):
+    """An object that the call makes, and that holds something besides attributes, cannot be given back by a graph; nor
+    can a parameter."""
+    for made in (lambda x: object(), lambda x: SimpleNamespace(y=x * 3), lambda x: nn.Parameter(x * 3, False)):
         step = tried(lambda x, made=made: (x * 2, made(x)))
         step.check(Reason.OUTPUT_UNSUPPORTED)
 

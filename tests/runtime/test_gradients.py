@@ -118,6 +118,7 @@ class Prompts:
     """A class that holds a tensor, and has a method that reads a global one."""
 
     prompt = PROMPT
+    later: Any = None
 
     def add(self, x: Tensor) -> Tensor:
         """With what a global variable holds."""
@@ -166,6 +167,35 @@ def test_what_trains_where_code_alone_leads_to(fn: Callable[[Tensor], Tensor], i
         assert all(found)
     elif not is_unsafe:
         assert all(found[1:])
+
+
+PLACES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    "attribute": (lambda h: h.prompt, lambda h, value: setattr(h, "prompt", value)),
+    "entry": (lambda h: h.table["prompt"], lambda h, value: h.table.update(prompt=value)),
+    "one of a list": (lambda h: h.list[0], lambda h, value: h.list.__setitem__(0, value)),
+    "last of a list": (lambda h: h.log[-1], lambda h, value: h.log.append(value)),
+    "class": (lambda h: Prompts.later, lambda h, value: setattr(Prompts, "later", value)),
+    "module": (lambda h: MODULE.later, lambda h, value: setattr(MODULE, "later", value)),
+    "another object": (lambda h: h.inner.prompt, lambda h, value: setattr(h, "inner", SimpleNamespace(prompt=value))),
+}
+
+
+@pytest.mark.parametrize("is_unsafe", [False, True])
+@pytest.mark.parametrize("first", [2.0, torch.ones(2)], ids=["number", "tensor"])
+@pytest.mark.parametrize("place", PLACES)
+def test_what_trains_that_comes_later(place: str, first: Any, is_unsafe: bool) -> None:
+    """Each call is differentiated from then on, until it goes."""
+    (get, put), held = PLACES[place], SimpleNamespace(table={}, list=[None], log=[])
+    put(held, first)
+
+    def call(x: Tensor) -> Tensor:
+        return x * get(held) if not is_unsafe or x.sum().item() < 1e9 else x
+
+    step = graphed(call, dynamic={"x": 0}, sizes=[4], options=AT_ONCE)
+    for value in (first, weight(), 3.0, weight(), torch.ones(2)):
+        put(held, value)
+        wants = isinstance(value, Tensor) and value.requires_grad
+        assert {step(torch.randn(4, 2)).requires_grad for _ in range(12)} == {wants}
 
 
 def test_a_prompt_that_was_computed() -> None:

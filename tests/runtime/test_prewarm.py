@@ -421,3 +421,12 @@ def test_an_example_that_raises_raises() -> None:
     serve = gd.graphed(over_edges, dynamic={"x": 0}, sizes=[6])
     with pytest.raises(IndexError):
         serve.prewarm(torch.randn(6, 2), torch.full((2, 8), 9))
+
+
+def test_an_example_that_leaves_gaps() -> None:
+    """Batches that are made of it leave gaps in memory, too: code may read how far its rows lie apart."""
+    for fn, is_served in ((lambda x: x * x.stride(0), False), (lambda x: x * 2, True)):
+        step = graphed(fn, dynamic={"x": 0}, sizes=(2, 4))
+        step.prewarm(torch.randn(4, 6)[:, :3])
+        check_calls(step, *(torch.randn(rows, 6)[:, :3] for rows in (4, 3, 4)))
+        assert bool(step.stats.hits) is is_served

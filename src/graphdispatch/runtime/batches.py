@@ -11,7 +11,8 @@ from .static_inputs import StaticInputs
 
 
 def resized(inputs: StaticInputs, values: Sequence[Any], rows: int, *, shift: int = 0) -> list[Any]:
-    """The example's rows repeated, from row ``shift`` on, until there are ``rows`` of them.
+    """The example's rows repeated, from row ``shift`` on, until there are ``rows`` of them. They leave gaps in memory
+    where the example does.
 
     Along lengths masks begin where they did: else they would hide all of a row that has one real element.
     """
@@ -20,7 +21,7 @@ def resized(inputs: StaticInputs, values: Sequence[Any], rows: int, *, shift: in
         if spec.spans:
             value = values[spec.position]
             keeps = inputs.axes[1:] if spec.is_pad_given or holds_flags(value) else ()
-            sized[spec.position] = spec.repeated(value, rows, shift, keeps)
+            sized[spec.position] = spec.repeated(value, rows, shift, keeps, gaps=not spec.is_dense)
     return sized
 
 

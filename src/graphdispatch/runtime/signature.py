@@ -91,15 +91,21 @@ class InputSpec:
             return self
         return replace(self, pads=(Pad.repeat_last(),) * len(self.pads), is_pad_given=self.is_integer)
 
-    def repeated(self, tensor: torch.Tensor, rows: int, shift: int = 0, keeps: Collection[Axis] = ()) -> torch.Tensor:
+    def repeated(
+        self, tensor: torch.Tensor, rows: int, shift: int = 0, keeps: Collection[Axis] = (), *, gaps: bool = False
+    ) -> torch.Tensor:
         """The rows of a tensor in turn, from row ``shift`` on, until there are ``rows`` of them; along the axes that it
-        ``keeps`` from the first element on. They lie in memory in the argument's order."""
+        ``keeps`` from the first element on. They lie in memory in the argument's order; ``gaps``: with gaps between
+        them."""
         for dim, axis in self.spans:
             first = 0 if axis in keeps else shift
             index = (torch.arange(axis.of(rows), device=tensor.device) + first) % tensor.shape[dim]
             tensor = tensor.index_select(dim, index)  # which forgets the order in memory
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return self.like(tensor.permute(self.order).contiguous()).permute(back)
+        ordered = tensor.permute(self.order)
+        if gaps:
+            return self.like(torch.cat([ordered, ordered[..., :1]], -1))[..., :-1].permute(back)
+        return self.like(ordered.contiguous()).permute(back)
 
     def extents(self, shape: torch.Size) -> tuple[int, int] | None:
         """What a shape says of the number of its batch, and the bits in which that stands; None if it does not fit."""

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from types import ModuleType
 from typing import Annotated, Any, ClassVar
 
 import pytest
@@ -102,3 +103,16 @@ def test_what_a_model_holds_unused_is_no_obstacle(held: Callable[[], Any]) -> No
     model = nn.ReLU().eval()
     model.held = held()
     assert check_rows(make(model, dynamic={"input": 0}), 4, 4, 4)[-1] is Reason.EXACT
+
+
+@pytest.mark.parametrize("folder", ["networkx", "jinja2", "triton"])
+def test_code_in_a_folder_of_a_librarys_name_is_the_users(folder: str) -> None:
+    """What it reads is compared: the library is where its package was loaded from."""
+    module = ModuleType("users_model")
+    module.__file__ = f"/home/{folder}/model.py"
+    exec(compile("K = 2.0\ndef scaled(x): return x * K", module.__file__, "exec"), vars(module))
+    step = make(module.scaled)
+    check_rows(step, 4, 4, 4)
+    assert step.stats.hits
+    module.K = 5.0
+    check_rows(step, 4, 4)

@@ -395,7 +395,7 @@ def check_outputs(
                 "call switches gradients on; return its detach()",
                 Reason.NEEDS_GRADIENTS,
             )
-        if type(output) not in PLAIN_TENSORS or not is_strided(output):
+        if type(output) not in PLAIN_TENSORS[: 1 if effects.made(output) else None] or not is_strided(output):
             raise CaptureError(
                 f"an output is a {'nested ' * output.is_nested}{type(output).__name__} with layout {output.layout}",
                 Reason.OUTPUT_UNSUPPORTED,

@@ -21,6 +21,7 @@ import weakref
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import _GeneratorContextManagerBase
 from contextvars import ContextVar
 from functools import cached_property, lru_cache, partial
 from multiprocessing.context import BaseContext
@@ -169,13 +170,13 @@ def is_machine(kind: type) -> bool:
 def is_library_code(path: str) -> bool:
     """Whether a file of code belongs to torch, Triton, the standard library or this package (but for its demo)."""
     is_stdlib = path.startswith((_STDLIB, "<frozen")) and not path.startswith(_SITE)
-    is_stdlib = is_stdlib or any(f"{os.sep}{name}{os.sep}" in path for name in _TORCH_NEEDS)
-    return is_stdlib or is_torch_code(path) or _is_triton_code(path) or is_own_code(path)
+    is_needed = any(_is_code_of(name, path) for name in (*_TORCH_NEEDS, "triton"))
+    return is_stdlib or is_needed or is_torch_code(path) or is_own_code(path)
 
 
-def _is_triton_code(path: str) -> bool:
-    """Whether it belongs to Triton, if that is loaded. Kernels lie in folders of that name, too."""
-    home = getattr(sys.modules.get("triton"), "__file__", None)
+def _is_code_of(package: str, path: str) -> bool:
+    """Whether it belongs to a package, if that is loaded. Code of others lies in folders of that name, too."""
+    home = getattr(sys.modules.get(package), "__file__", None)
     return bool(home) and path.startswith(os.path.join(os.path.dirname(str(home)), ""))
 
 
@@ -273,12 +274,19 @@ def functions_in(value: Any) -> list[types.FunctionType]:
 
 
 def wrapped_by(fn: types.FunctionType) -> list[Any]:
-    """What a decorator of the library's holds of others: functions, methods and modules, and tables of these."""
-    kinds = (types.FunctionType, types.MethodType, types.MappingProxyType, partial, nn.Module)
-    held = (*map(cell_value, fn.__closure__ or ()), *fn.__dict__.values())
-    return [one for one in held if issubclass(type(one), kinds)]
+    """What a decorator of the library's holds of others, tables of that too: not containers of its own. A context that
+    a generator makes is made again for each call."""
+    found = [held for held in fn.__dict__.values() if issubclass(type(held), types.MappingProxyType)]
+    for held in map(cell_value, fn.__closure__ or ()):
+        if issubclass(type(held), _GeneratorContextManagerBase):
+            found += (held.func, held.args, held.kwds)
+        elif user_classes(type(held)) or not issubclass(type(held), _KEPT):
+            found.append(held)
+    return found
 
 
+_KEPT = (*CONTAINERS, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+"""Containers in which a decorator keeps what it has found."""
 _ROLES: dict[str, tuple[Any, ...]] = {
     "tensor": (torch.Tensor,),
     "function": (types.FunctionType,),

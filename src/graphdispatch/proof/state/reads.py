@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial, partialmethod
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,8 +28,9 @@ from ...backends.operators import is_strided
 from ...runtime.attributes import attribute_table, content
 from ..watch.bytecode import code_reads, original_of
 from . import objects, snapshot
-from .objects import CONTAINERS, holds_modules, is_library_code
+from .objects import holds_modules, is_library_code
 from .snapshot import MEMBERS, Accessor, form_of, save_random
+from .tolerant import Results, Untrained, matters
 from .traversal import HELD_BY_FUNCTIONS, Edges, Traversal
 
 
@@ -65,8 +66,8 @@ class CodeNotes:
         """Those that code of libraries reads."""
         self.whole_types: set[type] = set()
         """Classes whose objects are read under names that do not stand in the code."""
-        self.unreached_functions: set[types.FunctionType] = set()
-        """Closures that ran, to which neither roots nor variables lead."""
+        self.unreached_functions: set[types.FunctionType | types.MethodType] = set()
+        """Closures and methods that ran, to which neither roots nor variables lead."""
         self.tables: dict[int, dict[str, Any]] = {}
         """The namespaces that code of the user uses, by their ``id``."""
         self.variables: set[tuple[int, str]] = set()
@@ -103,6 +104,8 @@ class CodeNotes:
         return ((self.tables[key], names) for key, names in found.items())
 
 
+HELD = ""
+"""Stands among the names of modules for all that attributes hold: code looks whether such a module is loaded."""
 IDENTITY = "is"
 """Stands among the names for code that compares objects."""
 
@@ -208,7 +211,7 @@ _CLASSES_READ_WHOLE = (nn.ParameterList, nn.ParameterDict)
 _TENSOR_ATTRIBUTES = frozenset(dir(torch.Tensor))
 _RUN_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 """What a function runs by, which may change in place."""
-_SAID_OF_FUNCTIONS = ("__name__", "__qualname__", "__doc__")
+_SAID_OF_FUNCTIONS = ("__name__", "__qualname__", "__module__", "__doc__")
 """What it says of itself."""
 _STATES = {random.Random: "getstate", np.random.RandomState: "get_state", np.random.BitGenerator: "state"}
 """Names by which code reads the state of a generator, and does not change it."""
@@ -251,6 +254,10 @@ class StateReads(Traversal):
         self._differentiates = id(DIFFERENTIATES) in notes.codes
         self._hook_names = _HOOKS + _BACKWARD_HOOKS * self._differentiates
         self._passed_over = _MODULE_ATTRIBUTES.union(() if self._differentiates else _BACKWARD_HOOKS)
+        self._others: list[tuple[Mapping[str, Any], list[str]]] = []
+        """Tables, and the names of what nobody could train there yet."""
+        self._other_contents: list[Iterable[Any]] = []
+        """Containers of such."""
         hooks = (hook for hooks in objects.GLOBAL_HOOKS for hook in hooks.values())
         self._follow(self._fixed_in(None, [("", one) for one in (*roots, *hooks)], None))
         self._follow(("", fn) for fn in notes.unreached_functions)
@@ -258,6 +265,16 @@ class StateReads(Traversal):
             self._follow(self._compare_variables(table, names))
             self.absent.append((table, frozenset(names) - table.keys()))
         self.missing = notes.optional - _TENSOR_ATTRIBUTES
+        self._compare_loaded()
+        if by_names:
+            self.readers.append(Reader(Untrained(self._read_others)))
+
+    def _compare_loaded(self) -> None:
+        """If code looks whether modules are loaded whose names attributes hold: those of all that are compared."""
+        if (id(sys.modules), HELD) in self._notes.variables:
+            held = {one for table, names in self.attributes for one in map(table.get, names) if type(one) is str}
+            self.attributes.append((sys.modules, [name for name in held if name in sys.modules]))
+            self.absent.append((sys.modules, frozenset(held) - sys.modules.keys()))
 
     def _follow(self, edges: Edges) -> None:
         for _, held in edges:
@@ -276,8 +293,8 @@ class StateReads(Traversal):
             users = objects.user_classes(home if is_class else type(home))
             if objects.is_user_module(home) or (is_class and users):
                 table = vars(home) if is_class else attribute_table(home) or {}
-                yield from self._compare_variables(table, _without_numbers(table, names))
-                pending += (held for name, held in table.items() if name in names)
+                pending += (found := self._watch_named(table, names))
+                yield from (("", held) for held in found)
             else:
                 yield from self._follow_methods(users, names)
 
@@ -287,11 +304,23 @@ class StateReads(Traversal):
         found, pending = set[str](), set(names)
         while pending:
             found |= pending
-            for base in users:
-                yield from self._compare_variables(vars(base), _without_numbers(vars(base), pending))
-            held = [vars(base)[name] for base in users for name in pending if name in vars(base)]
+            held = [one for base in users for one in self._watch_named(vars(base), pending)]
+            yield from (("", one) for one in held)
             codes = (fn.__code__ for one in held for fn in objects.functions_in(one))
             pending = set().union(*map(objects.names_in, codes)) - found
+
+    def _watch_named(self, table: Mapping[str, Any], names: Collection[str]) -> list[Any]:
+        """What a table has under these names; it is noticed if something comes to be there that may train."""
+        present = [name for name in table if name in names]
+        if present:
+            self._others.append((table, present))
+            self.tables.append(table)
+        return [table[name] for name in present]
+
+    def _read_others(self) -> list[Any]:
+        """What nobody could train yet."""
+        named = [table[name] for table, names in self._others for name in names]
+        return [*named, *(one for container in self._other_contents for one in content(container))]
 
     def _fixed_in(self, home: Any, held: list[tuple[str, Any]], path: Any) -> Edges:
         self.fixed += ((home, one) for _, one in held if self._kinds[type(one)].role == "instance")
@@ -318,7 +347,8 @@ class StateReads(Traversal):
         if not issubclass(kind, nn.Module):
             return self._compare(table, names)
         names = names.intersection(table) | _BY_TORCH | _TABLES  # of few: the code has very many
-        return [*self._compare(table, names), *self._members_of(value, table)]
+        compared = self._compare(table, names, is_library=not self._kinds[kind].users)
+        return [*compared, *self._members_of(value, table)]
 
     def _members_of(self, module: nn.Module, table: dict[str, Any]) -> Edges:
         """What a module holds for torch."""
@@ -347,8 +377,7 @@ class StateReads(Traversal):
                 yield "", read()
 
     def _read_entries(self, container: Any) -> Edges:
-        if self._is_traced or _matters(container):
-            self.contents.append(container)
+        (self.contents if self._is_traced or matters(container) else self._other_contents).append(container)
         return () if objects.holds_constants(container) else [("", one) for one in content(container)]
 
     def _variables_of(self, table: dict[str, Any]) -> Edges:
@@ -394,7 +423,7 @@ class StateReads(Traversal):
 
     def _visit_instance(self, value: Any, path: Any) -> Edges:
         if self._is_traced and issubclass(type(value), objects.CACHES):
-            results = _Results(value)
+            results = Results(value)
             self.readers.append(Reader(results, further=results.kept))
         return super()._visit_instance(value, path)
 
@@ -507,16 +536,18 @@ class StateReads(Traversal):
         is_library = not {nn.Module, *users}.issuperset(objects.written_classes(kind))
         return self._library_names if is_library else self._names
 
-    def _compare(self, table: Mapping[str, Any], names: Iterable[str]) -> Edges:
-        """Compare the attributes in ``table`` under ``names``; without a trace, those that hold modules or tensors.
-        Those to follow."""
+    def _compare(self, table: Mapping[str, Any], names: Iterable[str], *, is_library: bool = False) -> Edges:
+        """Compare the attributes in ``table`` under ``names``; without a trace, those that hold modules or tensors, and
+        whether others come to, unless they are those of a library's module. Those to follow."""
         self.tables.append(table)
         if self._is_traced:
             named = names if isinstance(names, frozenset) else frozenset(names)
             kept = chosen = [n for n in table if n in named and n not in self._passed_over]
         else:
             kept = [n for n in table if n not in self._passed_over]
-            chosen = [n for n in kept if n in _TABLES or _matters(table[n])]
+            chosen = [n for n in kept if n in _TABLES or matters(table[n])]
+            if not is_library:
+                self._others.append((table, [n for n in kept if n not in chosen]))
         if chosen:
             self.attributes.append((table, chosen))
         return [(n, table[n]) for n in kept if n not in _TABLES]
@@ -529,48 +560,3 @@ class StateReads(Traversal):
 def _is_data_of(nested: str, member: Any) -> bool:
     """Whether a class attribute is data, or a class that the class itself has made: not one of somebody else's."""
     return not issubclass(type(member), type) or str(member.__qualname__).startswith(nested)
-
-
-def _without_numbers(table: Mapping[str, Any], names: Collection[str]) -> list[str]:
-    """Those of the names that have another value in the table: a counter there tells nothing of tensors."""
-    return [name for name, held in table.items() if name in names and type(held) not in (int, float)]
-
-
-class _Results:
-    """Tells whether a ``functools.lru_cache`` holds all that it held when this was made; it may hold more.
-
-    While its own table has the same keys and values, nothing else is looked at.
-    """
-
-    __slots__ = ("_cache", "_latest", "_table", "kept")
-
-    def __init__(self, cache: Any) -> None:
-        self._cache, self._table = cache, objects.results_of(cache)
-        self._latest = content(self._table)
-        self.kept = _results_in(cache)
-
-    def __call__(self) -> bool:
-        now, latest = content(self._table), self._latest
-        if len(now) == len(latest) and all(map(is_, now, latest)):
-            return True
-        holds = self.kept <= _results_in(self._cache)
-        if holds:
-            self._latest = now  # objects that are held, so that none can get the address of another
-        return holds
-
-
-def _results_in(cache: Any) -> set[Any]:
-    """What a ``functools.lru_cache`` holds: constants by value, objects by identity."""
-    outer = objects.referents(cache)
-    every = [*outer, *(inner for held in outer for inner in objects.referents(held))]
-    return {(type(v), repr(v)) if issubclass(type(v), objects.CONSTANTS) else id(v) for v in every}
-
-
-def _matters(value: Any, depth: int = 3) -> bool:
-    """Whether it is a module or a tensor with a gradient, or a container of such, ``depth`` levels deep."""
-    if issubclass(type(value), torch.Tensor):
-        return bool(value.requires_grad)
-    is_container = depth > 0 and issubclass(type(value), (tuple, *CONTAINERS))
-    return issubclass(type(value), nn.Module) or (
-        is_container and any(_matters(inner, depth - 1) for inner in content(value))
-    )

@@ -152,7 +152,7 @@ CONTEXT = _accessor_of_members(
     lambda variable, _, held: variable.set(held),
     lambda *_: None,  # one that had no value keeps the one that it got
 )
-PARTS = ("__code__", "__defaults__", "__kwdefaults__", "__name__", "__doc__")
+PARTS = ("__code__", "__defaults__", "__kwdefaults__", "__name__", "__qualname__", "__module__", "__doc__")
 """What functions are made of that code can set anew."""
 parts_of: Callable[[Any], tuple[Any, ...]] = operator.attrgetter(*PARTS)
 FUNCTION = _accessor_of_members(

@@ -63,11 +63,21 @@ _ANY = READ_WHOLE.union(BY_NAME, _GETTERS)
 
 
 _STORED = ("ATTR", "GLOBAL", "NAME", "DEREF", "SUBSCR", "SLICE")
-_CHANGES = (
-    *("STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR", "append", "appendleft", "add", "clear", "discard", "extend"),
-    *("insert", "pop", "popitem", "popleft", "remove", "reverse", "setdefault", "sort", "update"),
+_CHANGES = frozenset(
+    (
+        *("STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR", "append", "appendleft", "add", "clear", "discard", "extend"),
+        *("insert", "pop", "popitem", "popleft", "remove", "reverse", "setdefault", "sort", "update"),
+        *("extendleft", "rotate", "move_to_end", "difference_update", "intersection_update"),
+        *("symmetric_difference_update", "setitem", "delitem", "iadd", "iconcat", "ior", "iand", "ixor", "isub"),
+        *("__setitem__", "__delitem__", "__iadd__", "__ior__", "__iand__", "__isub__", "__ixor__", "__imul__"),
+        *("heappush", "heappop", "heapify", "heapreplace", "heappushpop", "insort", "insort_left", "insort_right"),
+        *("fill", "put", "place", "putmask", "copyto", "partition", "resize", "setflags", "byteswap"),
+    )
 )
-"""Instructions and methods that change containers."""
+"""Instructions, methods and functions that change containers and arrays."""
+_FORM = frozenset(("shape", "dtype", "strides", "writeable"))
+"""What code may set of an array."""
+_SETTERS = frozenset(("setattr", "delattr"))
 _TYPES = ("dtype", "device", "layout", "__class__")
 
 
@@ -94,7 +104,8 @@ class CodeReads(NamedTuple):
     """Whether it may do so with a variable: not with its parameters and their attributes alone."""
     finds_modules: bool
     """Whether it may find any module in an attribute ``modules``, which may be that of ``sys``: under a name that is no
-    constant and not its own, or it passes the dict on."""
+    constant and not its own, or it passes the dict on. Not where it only looks whether a module is loaded whose name an
+    attribute holds."""
     number_compared: str
     """What it does with numbers that a size in a run of all batches is not: it compares one by ``is``, or, outside of
     torch, may ask for the type of one (``type(n) in (int, float)``, ``isinstance(n, torch.SymInt)``); with its line.
@@ -156,6 +167,7 @@ def instructions_of(code: CodeType, among: Container[int] = range(1, 256)) -> It
 _NAMING_OPS = {dis.opmap[name] for name in (*_NAMING, "IMPORT_NAME") if name in dis.opmap}
 _LOOKED_AT = {*_ANY, "modules", "SymInt"}
 _STORING_OPS = {op for name, op in dis.opmap.items() if name.startswith(("STORE_", "DELETE_"))}
+_BINARY_OPS = {dis.opmap["BINARY_OP"]}
 _LOOKED_AT_OPS = {dis.opmap["IS_OP"], dis.opmap["MATCH_CLASS"]}
 """Of code without one of these, and of the names above, the names alone count."""
 
@@ -262,7 +274,9 @@ def _finds_modules(code: CodeType, instructions: Sequence[Instruction]) -> bool:
             key = next(iter(_arguments(following)), ())
         elif following and (following[0].opname, following[0].arg) in _SUBSCRIPTS:
             key = [use]
-        if not (len(key) == 1 and (key[0].opname == "LOAD_CONST" or key[0].argval == "__name__")):
+        is_named = len(key) == 1 and (key[0].opname == "LOAD_CONST" or key[0].argval == "__name__")
+        is_held = use.opname == "CONTAINS_OP" and len(key) == 1 and key[0].opname == "LOAD_ATTR"
+        if not (is_named or is_held):
             return True
     return False
 
@@ -296,11 +310,37 @@ def _parameters(code: CodeType, instructions: Iterable[Instruction]) -> tuple[st
 def changed_by(code: CodeType) -> frozenset[str]:
     """The names of attributes and variables that code may change: those that it assigns, and all that stand in it where
     it changes containers."""
-    reads, stored = code_reads(code), stored_by(code)
-    changes = not (stored | reads.attributes).isdisjoint(_CHANGES)
-    return stored | reads.attributes | reads.variables | {*code.co_freevars} if changes else stored
+    reads = code_reads(code)
+    changed = reads.attributes | reads.variables | {*code.co_freevars} if changes_containers(code) else frozenset[str]()
+    return assigned_by(code) | changed
 
 
+@per_code
+def changes_containers(code: CodeType) -> bool:
+    """Whether code may change what a container or an array holds, by an instruction or a function of this name."""
+    names = code_reads(code).attributes | code_reads(code).variables
+    is_in_place = any(_OPERATIONS[i.arg or 0][1].endswith("=") for i in instructions_of(code, _BINARY_OPS))
+    has_out = any("out" in names for names in code.co_consts if isinstance(names, tuple))
+    stored = stored_by(code)
+    return is_in_place or has_out or not (_CHANGES.isdisjoint(names | stored) and _FORM.isdisjoint(stored))
+
+
+@per_code
+def assigned_by(code: CodeType) -> frozenset[str]:
+    """The names of attributes and variables that code assigns or deletes, also by ``setattr`` with a constant."""
+    reads = code_reads(code)
+    return stored_by(code) | (reads.attributes if reads.variables & _SETTERS else frozenset())
+
+
+@per_code
+def assigns_made_names(code: CodeType) -> bool:
+    """Whether code may assign attributes whose names do not stand in it."""
+    reads = code_reads(code)
+    is_whole = bool(reads.variables & _SETTERS) and (reads.whole_self or reads.whole_others)
+    return is_whole or not WRITE_ANY.isdisjoint(reads.attributes)
+
+
+@per_code
 def stored_by(code: CodeType) -> frozenset[str]:
     """What code assigns or deletes besides its own variables, by name; what it does with entries by the instruction."""
     by_kind = ((i.opname.partition("_")[2], i) for i in instructions_of(code, _STORING_OPS))

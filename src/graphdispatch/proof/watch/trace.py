@@ -30,7 +30,7 @@ from ...errors import CaptureError
 from ...reasons import Reason
 from ..breaks import BREAK_CODE
 from ..state import objects
-from ..state.reads import CodeNotes, StateReads
+from ..state.reads import HELD, CodeNotes, StateReads
 from ..state.snapshot import ANY_USE, Use
 from ..state.traversal import HELD_BY_FUNCTIONS
 from ..state.walk import StateWalk
@@ -49,8 +49,6 @@ _SEEDING_METHODS = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "
 _IMPORT_CODE = importlib._bootstrap._find_and_load.__code__  # type: ignore[attr-defined]
 """The code around every first import. What runs inside of it runs once in the process."""
 _IMPORT_MODULE = importlib.import_module.__code__
-_EINOPS = os.path.join("einops", "_backends.py")
-"""It looks which of the libraries that it serves are loaded; that of a tensor is."""
 _GUARD_OF_COMPILER = "___make_guard_fn.<locals>.guard"
 """A guard of torch's compiler. It imports torch's modules, under names that stand there."""
 _UPDATE_WRAPPER = functools.update_wrapper.__code__
@@ -361,10 +359,12 @@ class CodeTrace(CodeNotes, CodeListener):
         if described:
             self._note_unseen(f"{described[0]} of a class or function")
         is_written = not path.startswith("<")  # else a class was given it, which the walk follows
-        if is_written and code.co_freevars and id(code) not in self._nested and not is_met:
+        if is_written and id(code) not in self._nested and not is_met:
             # Nobody within reach holds the function: a hook of the whole process, a registered operator.
-            for fn in gc.get_referrers(code):
-                if isinstance(fn, types.FunctionType) and fn.__globals__ is frame.f_globals:
+            for fn in [*_methods_of(frame), *(gc.get_referrers(code) if code.co_freevars else ())]:
+                if isinstance(fn, types.MethodType) or (
+                    isinstance(fn, types.FunctionType) and fn.__globals__ is frame.f_globals
+                ):
                     notes.unreached_functions.add(fn)
                     self.walk.visit(fn, ((), fn.__qualname__))
         self._nested.update(id(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))
@@ -437,7 +437,7 @@ class CodeTrace(CodeNotes, CodeListener):
         parents = ["", *accumulate(package.split("."), "{}.{}".format)]  # of which one is where ``from ..a`` begins
         imports = [f"{parent}.{name}".strip(".") for parent in parents for name in reads.imports]
         paths = {path for name in imports for path in accumulate(name.split("."), "{}.{}".format)}
-        notes.note_variables(sys.modules, [path for path in paths if path in sys.modules])
+        notes.note_variables(sys.modules, paths)
         modules: list[Any] = [*map(table.get, reads.variables), *map(sys.modules.get, paths | texts)]
         seen = set[int]()
         while modules:
@@ -452,8 +452,8 @@ class CodeTrace(CodeNotes, CodeListener):
                     names = self.walk.visit_all_variables(table, where)
                 self._use(notes, table, names, where)
                 if table is vars(sys) and "modules" in names:
-                    notes.note_variables(sys.modules, texts)
-                    if reads.finds_modules and not code.co_filename.endswith(_EINOPS):
+                    notes.note_variables(sys.modules, [HELD, *texts])
+                    if reads.finds_modules:
                         self._note_unseen("sys.modules, in which it may find any module")
                 if objects.is_user_module(module):  # of a library, whether somebody replaced what the code calls
                     notes.note_variables(table, reads.attributes)
@@ -462,6 +462,14 @@ class CodeTrace(CodeNotes, CodeListener):
     def _use(self, notes: CodeNotes, table: dict[str, Any], names: Collection[str], where: str) -> None:
         notes.note_variables(table, names)
         self.walk.visit_variables(table, names, where)
+
+
+def _methods_of(frame: types.FrameType) -> Iterator[types.MethodType]:
+    """The method that is about to run, if a class of the user has it."""
+    code = frame.f_code
+    owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    held = (one for base in objects.user_classes(type(owner)) for one in vars(base).values())
+    return (types.MethodType(fn, owner) for one in held for fn in objects.functions_in(one) if fn.__code__ is code)
 
 
 _PYTREE = os.path.join("torch", "utils", "_pytree.py")
