@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import graphdispatch as gd
 from graphdispatch.backends.tracing import UntracedMode
 from graphdispatch.runtime.windows import WINDOWS
 
 from ...behaviour.cases import Box
-from ...helpers import AT_ONCE, make, reason
+from ...helpers import AT_ONCE, check_rows, make, reason
 
 
 class Gate(UntracedMode):
@@ -137,7 +138,7 @@ def test_a_call_within_a_call_does_not_wait_for_who_waits_for_it(
 
 
 def test_what_another_thread_changes_meanwhile_stays() -> None:
-    """A capture that fails half-way puts back what the callable's code names, and nothing that only others change."""
+    """A capture that fails half-way puts back what the callable's code changes, and nothing that only others change."""
     engine = Box(queue=[], queues=([],), busy=False)
 
     def fn(x: torch.Tensor) -> torch.Tensor:
@@ -154,6 +155,38 @@ def test_what_another_thread_changes_meanwhile_stays() -> None:
         vars(engine)["added"] = 1
     assert not step.stats.captures, step.stats.reasons
     assert vars(engine) == {"queue": [1], "queues": ([1],), "busy": False, "added": 1}
+
+
+class Model(nn.Module):
+    """Reads a weight, a number, an entry and a variable, and writes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale, self.table = nn.Linear(3, 3), 2.0, {"shift": 1.0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x * self.scale) + self.table["shift"] + SHIFT
+
+
+SHIFT = 0.0
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_what_another_thread_changes_of_what_a_call_reads_stays(
+    is_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, numbers, entries, hooks and variables, in the first run of a capture and in a later one."""
+    for run in (1, 2):
+        monkeypatch.setitem(globals(), "SHIFT", 0.0)
+        model, other = Model().eval(), nn.Linear(3, 3)
+        step = make(model)
+        with behind(Gate(run), step.prewarm if is_ahead else step, torch.randn(4, 3)):
+            model.layer, model.scale, model.table["shift"] = other, 5.0, 7.0
+            handle = model.register_forward_hook(lambda *_: None)
+            monkeypatch.setitem(globals(), "SHIFT", 3.0)
+        assert (model.layer, model.scale, model.table, SHIFT) == (other, 5.0, {"shift": 7.0}, 3.0)
+        assert handle.id in model._forward_hooks
+        check_rows(step, 4, 4, 4, 4)
 
 
 class Monitor(threading.Thread):

@@ -15,9 +15,9 @@ from ...modes import CUDAGraphMode
 from ...runtime.entry import CUDAGraphEntry
 from ...runtime.flatten import is_tensor
 from ...runtime.request import CaptureRequest
-from ..state.walk import StateWalk
 from ..watch.effects import EffectRecorder, Region, redo, retry_once, undo
 from ..watch.memory import MemoryWatch, Runner
+from ..watch.trace import CodeTrace
 from .break_watch import BreakWatch
 from .compare import check_padding_writes
 from .eager_run import EagerRun, existing_storages, pads_by_code, queries_capture, recorder_of, undo_run
@@ -161,15 +161,15 @@ class CaptureAttempt:
 
         Raises what the call raises, and ``CaptureError`` if it changes Python state or draws where no graph draws.
         """
-        walk: StateWalk | None = self.eager.trace.walk
+        trace: CodeTrace | None = self.eager.trace
         effects = recorder_of(self.request, arguments)
         try:
             run = self._run(values, effects, partial(read, effects), runner=runner, is_traced=is_traced)
             found = run.make()
-            walk = None  # nothing of it has changed
+            trace = None  # nothing of its state has changed
             return found
         finally:
-            undo_run(self.request, effects, self.eager.rng_before, walk)
+            undo_run(self.request, effects, self.eager.rng_before, trace)
 
     def replay(self, entry: CUDAGraphEntry) -> None:
         """Replay what the static inputs hold. Raises ``ReplayError``, and what says that no memory is left."""
@@ -219,12 +219,12 @@ class CaptureAttempt:
 
     def _put_back(self) -> None:
         self._rewind()
-        walk = self.eager.trace.walk
+        walk, changes = self.eager.trace.walk, self.eager.trace.changes_by
         if self.eager.changed is not None or self.eager.unseen is not None:
             if not self.request.keep_effects:  # else it is the caller's, and no run followed that could have done more
-                walk.restore(generators=True)
+                walk.restore(generators=True, changes=changes)
         elif self.runs_code or not self.request.keep_effects:
-            walk.restore(use=self.eager.trace.changes_by, generators=walk.drew() is not None)
+            walk.restore(changes=changes, generators=walk.drew() is not None)
         if self.request.keep_effects:
             redo(self.eager.effects.regions)
             if self.eager.draws:

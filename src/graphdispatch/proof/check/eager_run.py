@@ -260,7 +260,7 @@ def run_eagerly(request: CaptureRequest, like: LikeGraph | None, **how: bool) ->
         result = run.refusal.result
     except BaseException as error:
         if not request.keep_effects:
-            undo_run(request, run.effects, run.rng_before, run.trace.walk)
+            undo_run(request, run.effects, run.rng_before, run.trace)
         if run.recording is not None:
             run.recording.graph.reset()
         result = run.why_not(error)
@@ -334,12 +334,12 @@ def _values_of_run(request: CaptureRequest, *, on_static_inputs: bool) -> tuple[
     return values, request.arguments()
 
 
-def undo_run(request: CaptureRequest, effects: EffectRecorder, rng_before: Any, walk: StateWalk | None = None) -> None:
+def undo_run(request: CaptureRequest, effects: EffectRecorder, rng_before: Any, trace: CodeTrace | None = None) -> None:
     """Put back what a run wrote and rebound, and the random generator if it drew. Raises ``DeviceLostError``."""
 
     def put_back() -> None:
-        if walk is not None:
-            walk.restore(generators=True)
+        if trace is not None:
+            trace.walk.restore(generators=True, changes=trace.changes_by)
         undo(effects.regions)
         if effects.uses_rng or effects.runs_custom:
             request.backend.set_rng_state(rng_before)

@@ -198,12 +198,12 @@ def metadata_names(codes: Collection[types.CodeType], *, compares: bool) -> list
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
-_TABLES = frozenset((*MEMBERS, *_HOOKS, *_BACKWARD_HOOKS))
+TABLES = frozenset((*MEMBERS, *_HOOKS, *_BACKWARD_HOOKS))
 """What a module keeps its members and hooks in: compared by identity here; its entries are compared besides. The hooks
 of the backward pass count where a call differentiates."""
 _BY_TORCH = frozenset(("training", "forward", "_call_impl"))
 """Attributes of modules that torch's code names, and that of a model need not."""
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} - _TABLES
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"} - TABLES
 _COMPILED_METHODS = (types.BuiltinFunctionType, types.MethodType)
 _WRAPPERS = (property, staticmethod, classmethod, partial, partialmethod)
 _CLASSES_READ_WHOLE = (nn.ParameterList, nn.ParameterDict)
@@ -346,7 +346,7 @@ class StateReads(Traversal):
         names = self._named(kind, table)
         if not issubclass(kind, nn.Module):
             return self._compare(table, names)
-        names = names.intersection(table) | _BY_TORCH | _TABLES  # of few: the code has very many
+        names = names.intersection(table) | _BY_TORCH | TABLES  # of few: the code has very many
         compared = self._compare(table, names, is_library=not self._kinds[kind].users)
         return [*compared, *self._members_of(value, table)]
 
@@ -545,12 +545,12 @@ class StateReads(Traversal):
             kept = chosen = [n for n in table if n in named and n not in self._passed_over]
         else:
             kept = [n for n in table if n not in self._passed_over]
-            chosen = [n for n in kept if n in _TABLES or matters(table[n])]
+            chosen = [n for n in kept if n in TABLES or matters(table[n])]
             if not is_library:
                 self._others.append((table, [n for n in kept if n not in chosen]))
         if chosen:
             self.attributes.append((table, chosen))
-        return [(n, table[n]) for n in kept if n not in _TABLES]
+        return [(n, table[n]) for n in kept if n not in TABLES]
 
     def _refuse(self, what: str) -> None:
         if self._is_traced:

@@ -30,7 +30,7 @@ class Accessor(NamedTuple):
     read: Callable[[Any], Any]
     write: Callable[[Any, Any], Any]
     is_by_name: bool = False
-    """Whether it holds attributes."""
+    """Whether it holds attributes or variables."""
 
 
 class Use(NamedTuple):
@@ -48,6 +48,20 @@ class Use(NamedTuple):
 
 ANY_USE = Use(frozenset(), (object,))
 """Of code that may come to every attribute."""
+
+
+class Changes(NamedTuple):
+    """What code can have changed; another thread may have changed the rest meanwhile."""
+
+    assigned: Use = ANY_USE
+    """By what it comes to the attributes and variables that it assigns."""
+    led: Use = ANY_USE
+    """By what it comes to containers that attributes hold and that it can have changed."""
+    of_any: bool = True
+    """Whether it may have changed containers that no attribute holds."""
+
+
+ANY_CHANGES = Changes()
 
 
 class Saved(NamedTuple):
@@ -84,7 +98,7 @@ class Saved(NamedTuple):
         return " was put in another order"
 
     def restore(self, use: Use) -> None:
-        """Put back what it held; of attributes those that code comes to."""
+        """Put back what it held; of attributes and variables those that code comes to."""
         held = self.before
         if self.accessor.is_by_name:
             now = self.accessor.read(self.value)
@@ -168,7 +182,7 @@ def accessor_of_variables(names: dict[str, Any]) -> Accessor:
     def read(table: dict[str, Any]) -> dict[str, Any]:
         return {name: table.get(name, ABSENT) for name in names}
 
-    return _accessor_of_members(read, dict.__setitem__, dict.__delitem__)
+    return _accessor_of_members(read, dict.__setitem__, dict.__delitem__, is_by_name=True)
 
 
 def _names_in(table: dict[str, Any]) -> frozenset[str]:

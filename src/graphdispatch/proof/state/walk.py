@@ -22,7 +22,7 @@ from ...backends.operators import is_strided
 from ...runtime.signature import advice_for
 from . import objects, snapshot
 from .objects import ABSENT, CONTAINERS, holds_modules
-from .snapshot import ANY_USE, Accessor, Saved, Use, path_text
+from .snapshot import ANY_CHANGES, Accessor, Changes, Saved, Use, path_text
 from .traversal import PLAIN_CONTAINERS, Edges, Traversal, held_by_run
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
@@ -177,27 +177,34 @@ class StateWalk(Traversal):
         """Which random generator of Python or NumPy is not as it was met, or None. Other threads may have drawn."""
         return next((path_text(saved.path) for saved in self._generators if saved.change() is not None), None)
 
-    def restore(self, *, generators: bool = False, use: Use = ANY_USE) -> None:
+    def restore(self, *, generators: bool = False, changes: Changes = ANY_CHANGES) -> None:
         """Put back everything that is not as it was met. Random generators, which others may use, only with
         ``generators``.
 
-        Of attributes only those that code with such a ``use`` comes to, and of containers those that it comes to by
-        some path: it did not change the rest, and another thread may have. Raises the first error of what cannot be
-        put back, once all else is.
+        Only what code with such ``changes`` can have changed: another thread may have changed the rest. Raises the
+        first error of what cannot be put back, once all else is.
         """
         failed: list[tuple[Saved, Exception]] = []
         held = (*self._saved, *self._filled(), *self._changed_functions(), *(self._generators if generators else ()))
         for saved in held:
-            is_whole = saved.accessor.is_by_name or not issubclass(type(saved.value), _SHARED)
             try:
-                if saved.differs() and (is_whole or self._is_shown(saved, use, set())):
-                    saved.restore(use)
+                if saved.differs() and self._is_touched(saved, changes):
+                    saved.restore(changes.assigned)
             except Exception as why:
                 failed.append((saved, why))
         # What cannot be written itself, as a view that code may not write to, may show what was put back elsewhere.
         for saved, error in failed:
             if saved.differs():
                 raise error
+
+    def _is_touched(self, saved: Saved, changes: Changes) -> bool:
+        """Whether code can have changed this. Of attributes and variables each one is looked at by itself."""
+        label = f"{saved.path[1]}"
+        if type(saved.value) is types.CellType:
+            return not label.startswith(" ") or changes.assigned.reaches(saved.value, label[1:])
+        if saved.accessor.is_by_name or not issubclass(type(saved.value), _SHARED):
+            return True
+        return (changes.of_any or label.startswith(".")) and self._is_shown(saved, changes.led, set())
 
     def unrestorable_by(self, use: Use) -> str | None:
         """The path of an object that ``restore`` cannot put back, and that such code can come to; or None."""

@@ -321,8 +321,8 @@ def changes_containers(code: CodeType) -> bool:
     names = code_reads(code).attributes | code_reads(code).variables
     is_in_place = any(_OPERATIONS[i.arg or 0][1].endswith("=") for i in instructions_of(code, _BINARY_OPS))
     has_out = any("out" in names for names in code.co_consts if isinstance(names, tuple))
-    stored = stored_by(code)
-    return is_in_place or has_out or not (_CHANGES.isdisjoint(names | stored) and _FORM.isdisjoint(stored))
+    assigned = assigned_by(code)
+    return is_in_place or has_out or not (_CHANGES.isdisjoint(names | assigned) and _FORM.isdisjoint(assigned))
 
 
 @per_code

@@ -30,15 +30,17 @@ from ...errors import CaptureError
 from ...reasons import Reason
 from ..breaks import BREAK_CODE
 from ..state import objects
-from ..state.reads import HELD, CodeNotes, StateReads
-from ..state.snapshot import ANY_USE, Use
+from ..state.reads import HELD, TABLES, CodeNotes, StateReads
+from ..state.snapshot import ANY_CHANGES, ANY_USE, Changes, Use
 from ..state.traversal import HELD_BY_FUNCTIONS
 from ..state.walk import StateWalk
 from .bytecode import (
     BY_NAME,
-    WRITE_ANY,
     CodeReads,
+    assigned_by,
+    assigns_made_names,
     changed_by,
+    changes_containers,
     code_reads,
     original_of,
     with_guards,
@@ -78,6 +80,8 @@ _WATCHED = (torch.Generator, _Profiler) if sys.version_info < (3, 12) else (torc
 """Classes of which each method counts, whoever holds the object."""
 _HIDES = frozenset(("DisableTorchFunction", "_disable_current_modes", "_pop_mode_temporarily"))
 """What switches off the modes of torch that watch a run."""
+_CALL_OF_MODULE = torch.nn.Module._call_impl.__qualname__
+"""The containers that this code changes, and what is defined in it, are its own."""
 _START = threading.Thread.start.__code__
 """A run has to end before it: it notes the thread as one that lives, until it has begun."""
 _IN_BLOCKS = ("__enter__", "__exit__")  # of a block, which gives back what it takes; the first of them is not seen
@@ -154,15 +158,33 @@ class CodeTrace(CodeNotes, CodeListener):
         return ANY_USE if reads_whole else Use(names, self.whole_types | self.of_breaks.whole_types)
 
     @property
-    def changes_by(self) -> Use:
-        """By what the code so far can have changed attributes: methods that write any are many, and few are used so."""
-        return self.use if self.use.names.isdisjoint(WRITE_ANY) else ANY_USE
+    def changes_by(self) -> Changes:
+        """What the code so far can have changed, in breaks and outside of them."""
+        use, both = self.use, (self, self.of_breaks)
+        codes = [*self.codes.values(), *self.of_breaks.codes.values(), *self._run_beside.values()]
+        if use is ANY_USE or any(map(assigns_made_names, codes)):
+            return ANY_CHANGES
+        others = [code for code in codes if not (is_torch_code(code.co_filename) or is_own_code(code.co_filename))]
+        torchs = (
+            code
+            for code in codes
+            if is_torch_code(code.co_filename) and not code.co_qualname.startswith(_CALL_OF_MODULE)
+        )
+        led, of_any = set[str]().union(*map(changed_by, torchs)), any(map(changes_containers, others))
+        if of_any:  # of what it is given, too
+            led.update(*(notes.names | notes.optional | (notes.library_names - TABLES) for notes in both))
+        assigned = frozenset[str]().union(*map(assigned_by, codes))
+        return Changes(Use(assigned, use.whole), Use(frozenset(led), use.whole), of_any)
 
     def shares_with_breaks(self) -> bool:
         """Whether the user's code in breaks may change what the other code reads: it has a name in common with that."""
         read = self.names.union((name for _, name in self.variables), *(c.co_freevars for c in self.codes.values()))
-        users = (code for code in self.of_breaks.codes.values() if not objects.is_library_code(code.co_filename))
-        return any(not changed_by(code).isdisjoint(read) for code in users)
+        breaks = self.of_breaks
+        users = [code for code in breaks.codes.values() if not objects.is_library_code(code.co_filename)]
+        changed = set[str]().union(*map(changed_by, users))
+        if any(map(changes_containers, users)):  # of what it is given, too
+            changed.update(breaks.names)
+        return not changed.isdisjoint(read)
 
     def __enter__(self) -> "CodeTrace":
         self._depth = self._beside = 0
