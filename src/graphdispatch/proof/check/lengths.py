@@ -16,8 +16,8 @@ Note [what real elements hide]
     Whether padding is neutral may depend on the real elements: a minimum of at most zero hides zeros, and a mask that
     hides something in each row hides that padding is hidden, too. So eager runs real elements of other kinds, without
     padding, and a replay must give the same. A gate that is shut hides whatever lies behind it. So arguments without
-    the axis, flags and floating-point numbers, are opened, too. Integers are not: another one may name no place. That
-    is a limit.
+    the axis, flags and floating-point numbers, are opened, too, as is one that holds nothing but zeros. Integers are
+    not: another one may name no place. That is a limit.
 
 Note [what a length hides]
     Elements that meet in blocks, or as far ahead as a window reaches, meet padding at some lengths alone. So padding
@@ -164,9 +164,11 @@ class PaddingReplays:
                 elif is_gate and spec.dtype is torch.bool:
                     real[i] = torch.full_like(real[i], sign > 0)
                 elif spec.dtype.is_floating_point and spec.dtype.itemsize > 1:
-                    if is_gate and self._operators.limits_values:
+                    is_limited = self._operators.limits_values
+                    if is_gate and is_limited:
                         continue
-                    real[i] = real[i].abs().masked_fill((real[i] == 0) & is_gate, 1.0) * sign
+                    is_shut = is_gate or not (is_limited or spec.is_pad_given or bool(real[i].any()))
+                    real[i] = real[i].abs().masked_fill((real[i] == 0) & is_shut, 1.0) * sign
                 elif spec.spans:
                     real[i] = uniform(place, spec, real[i], self._rows)
             yield name, real
