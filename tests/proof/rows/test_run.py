@@ -194,6 +194,13 @@ def test_a_restriction_of_one_axis_keeps_no_grid() -> None:
     assert [one.mask.shape for one in verdict.space.restrictions] == [(1, 48)]
 
 
+def test_as_many_as_the_length_are_no_length() -> None:
+    """That the largest elements are as many as there are is chance."""
+    verdict = judge(lambda x: x.topk(5, 1).values, _grid, own=(7, 5))
+    assert verdict.speaks_for((3, 5))
+    assert not any(verdict.speaks_for((3, length)) for length in (2, 4, 6))
+
+
 def test_numbers_of_places_bind_the_length_within() -> None:
     """The place of an element in the flat batch follows the length, which no label tells."""
     verdict = judge(lambda x: x + torch.arange(x.shape[0] * x.shape[1]).view(*x.shape[:2], 1), _grid, own=(7, 11))

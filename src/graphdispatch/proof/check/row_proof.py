@@ -86,15 +86,16 @@ class FollowedRun:
         if operators.has_regions:  # compare with what the proof was made of
             first = next(iter(runs), self)
             operators, batch = first.operators, first.rows
-        if not self.single:
-            return self._computes(operators, lengths_of(axes, batch))
         own = lengths_of(axes, self.rows)
-        return self.operators.is_like(operators) and any(
-            one.single <= self.single and one._computes(self.operators, own) for one in runs
+        return self._computes(operators, lengths_of(axes, batch)) and (
+            not self.single or any(one.single <= self.single and one._computes(self.operators, own) for one in runs)
         )
 
     def _computes(self, operators: OperatorTrace, extents: Sequence[int]) -> bool:
-        return self.operators.is_like(operators) and self.verdict.has_shapes(operators.shapes, self._followed(extents))
+        single = [extent for place, extent in enumerate(extents) if place in self.single]
+        return self.operators.is_like(operators) and self.verdict.has_shapes(
+            operators.shapes, self._followed(extents), single
+        )
 
     def objection(self, *, is_word: bool) -> tuple[Reason, str] | None:
         """Why its rows may not be padded; ``is_word``: whether the user says that they are independent."""

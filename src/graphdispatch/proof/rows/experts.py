@@ -22,6 +22,7 @@ from .labels import (
     MixError,
     Tag,
     UnknownError,
+    axes_of,
     fault_here,
     has_rows,
     is_dynamic,
@@ -38,6 +39,8 @@ def choice(c: Call) -> list[Label]:
     if dim is None or not label.dims:
         return results
     place = int(dim) % len(label.dims)
+    if c.name == "topk":  # as many as it is given, and no fewer
+        c.space.restrict_to_own(sorted(axes_of(label.dims[place])), "a size that no rule tells for other batches")
     if not is_dynamic(label.dims[place]):
         results[-1] = results[-1]._replace(tag=Tag("chosen", (object(), own_size(label.dims[place]))))
     return results

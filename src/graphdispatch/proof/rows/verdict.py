@@ -1,6 +1,6 @@
 """What a run says of all batches."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -63,12 +63,15 @@ class Verdict:
         self,
         shapes: Sequence[tuple[OpOverload, tuple[tuple[int, ...], ...]]],
         extents: Sequence[int],
+        single: Sequence[int] = (),
     ) -> bool:
         """Whether a plain run of another batch is the run that the labels tell of.
 
         Args:
             shapes: The operators of the plain run in order, each with the shapes of what it took and gave.
             extents: The extents of its batch.
+            single: Those along axes that this run did not follow, since its batch had one element there. A dimension
+                may be so many times as long.
 
         Returns:
             Whether the operators are the same, and the tensors have the shapes of the labels. What no rule tells is
@@ -80,6 +83,9 @@ class Verdict:
         if any(extents[axis] != self.space.own[axis] for axis in self.sizes.fixed):
             return False
         extents_of: dict[Dim | int, int] = {}
+        factors = {1}
+        for extent in single:
+            factors |= {factor * extent for factor in factors}
         for step, (operator, given) in zip(self.steps, shapes, strict=True):
             if step.operator != operator or len(step.dims) != len(given):
                 return False
@@ -89,6 +95,14 @@ class Verdict:
                 for dim in dims:
                     if dim not in extents_of:
                         extents_of[dim] = dim if isinstance(dim, int) else self.sizes.at(dim, where)
-                if tuple(map(extents_of.__getitem__, dims)) != tuple(shape):
+                wanted = tuple(map(extents_of.__getitem__, dims))
+                if wanted != tuple(shape) and not _is_multiple(wanted, shape, factors):
                     return False
         return True
+
+
+def _is_multiple(wanted: Sequence[int], shape: Sequence[int], factors: Collection[int]) -> bool:
+    """Whether each dimension is one of these multiples of what the labels tell."""
+    if len(wanted) != len(shape):
+        return False
+    return all(any(own == one * factor for factor in factors) for own, one in zip(shape, wanted, strict=True))
