@@ -109,7 +109,8 @@ def test_a_capture_that_fails(opened: Open, faults: Faults, error: type[Exceptio
     model = Model()
     step = opened(model.step)
     x = torch.randn(4, 3)
-    faults.set("begin", 1, error=lambda: error("injected"))
+    # A capture ahead whose recorded run failed is made again, and watched closely.
+    faults.set("begin", *((1, 2) if step.captures_ahead else (1,)), error=lambda: error("injected"))
     with contained(step):
         step.prepare(x)
     assert int(model.count) == 0
