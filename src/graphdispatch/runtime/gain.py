@@ -47,11 +47,11 @@ class GainJudge:
 
     def may_hit(self, entry: CUDAGraphEntry, rows: int) -> bool:
         """Whether calls of such a batch may be hits, which are not timed: enough were, and the graph is not slower."""
-        return not self.is_on or (entry.times >= ENOUGH and self.loss(entry, rows) is None)
+        return not self.is_on or (_replays(entry) >= ENOUGH and self.loss(entry, rows) is None)
 
     def text(self, entry: CUDAGraphEntry, rows: int) -> str:
         """What the graph gains for a batch, in words; empty where too few runs show it, or where it is within noise."""
-        gain = self.of(entry, rows) if self.times.is_sure(rows) and entry.times >= ENOUGH else None
+        gain = self.of(entry, rows) if self.times.is_sure(rows) and _replays(entry) >= ENOUGH else None
         if gain is None or not (gain.is_loss or Gain(gain.replay_ms, gain.eager_ms).is_loss):
             return ""
         return f"it takes {milliseconds(gain.replay_ms)} instead of {milliseconds(gain.eager_ms)}"
@@ -110,7 +110,7 @@ class GainJudge:
                 self._time_eager(least, values)
                 self._time_eager(entry.size, full)
                 entry.time_replay(values, least)
-            for _ in range(entry.times, ENOUGH):
+            for _ in range(_replays(entry), ENOUGH):
                 entry.time_replay(full, entry.size)
         except Exception as error:
             if error_of_signal(error) is not None or isinstance(error, GraphDispatchError):
@@ -123,3 +123,8 @@ class GainJudge:
             copy_context().run(self.timed(self._call, rows), values)
             self._backend.current_stream().synchronize()
             self._stopwatch.collect()
+
+
+def _replays(entry: CUDAGraphEntry) -> int:
+    """How many replays of a graph were timed, that of its capture included."""
+    return entry.times + (entry.gain is not None)
