@@ -49,7 +49,7 @@ class Ranks:
 
     def __init__(self, least: Least) -> None:
         self._least = least
-        self._is_apart = False
+        self._has_parted = False
         """Whether ranks have parted in the capture or comparison under way: no rank makes a further run of it."""
 
     def choose(self, own: Reason) -> Reason:
@@ -62,7 +62,7 @@ class Ranks:
             ``own``, if all would do that; a reason to run eagerly, that of another rank unless this one has its own;
             or what another rank has to do: ``CAPTURED_NOW`` or ``VERIFIED_NOW``.
         """
-        self._is_apart = False
+        self._has_parted = False
         least, _ = self._range_of(_PLACES[own])
         return own if _PLACES[own] < len(_ORDER) - len(_ON_THE_WAY) or least == _PLACES[own] else _ORDER[least]
 
@@ -77,7 +77,7 @@ class Ranks:
         """
         least, most = self._range_of(len(_ORDER) + crc32(stage.encode()))
         if least != most:
-            self._is_apart = True
+            self._has_parted = True
             reason, text = _refusal(least)
             raise CaptureError(text, reason)
 
@@ -91,8 +91,8 @@ class Ranks:
         Returns:
             Why there is none though this rank has one, in a word and in detail; None if that is not so.
         """
-        if self._is_apart:
-            self._is_apart = False
+        if self._has_parted:
+            self._has_parted = False
             return None
         least, most = self._range_of(_PLACES[own])
         return _refusal(least) if is_good and least != most else None
