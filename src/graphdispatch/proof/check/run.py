@@ -1,7 +1,7 @@
 """One run of the call: whatever a capture or a comparison runs of the user's code for its answer is a ``CallRun``.
 
 A run says on which values the call runs, what watches its memory, whether its code is traced, and who runs its
-operators: torch alone, a capture that records them, or what follows rows. What it is asked for is read while the
+operators: torch alone, a capture that records them, or what follows rows. What its maker wants is read while the
 outputs are at hand: behind a capture they lie in the memory of a graph.
 """
 
