@@ -46,8 +46,12 @@ class GainJudge:
         return gain if gain is not None and gain.is_loss else None
 
     def may_hit(self, entry: CUDAGraphEntry, rows: int) -> bool:
-        """Whether calls of such a batch may be hits, which are not timed: enough were, and the graph is not slower."""
-        return not self.is_on or (_replays(entry) >= ENOUGH and self.loss(entry, rows) is None)
+        """Whether calls of such a batch may be hits, which are not timed: the graph is clearly faster; or enough
+        replays were timed, and it is not slower."""
+        gain = self.of(entry, rows) if self.is_on else None
+        if not self.is_on or (gain is not None and not gain.may_be_loss):
+            return True
+        return _replays(entry) >= ENOUGH and (gain is None or not gain.is_loss)
 
     def text(self, entry: CUDAGraphEntry, rows: int) -> str:
         """What the graph gains for a batch, in words; empty where too few runs show it, or where it is within noise."""
@@ -89,8 +93,8 @@ class GainJudge:
 
     def make_sure(self, entry: CUDAGraphEntry, full: Sequence[Any], least: int, values: Sequence[Any]) -> None:
         """Time what shows whether a graph serves the smallest batch that is padded to it faster than eager would: a
-        full batch once more, since one short run alone may be noise; that batch where none smaller was timed; both once
-        more, where that leaves it in doubt; and as many replays as hits want.
+        full batch once more, since one short run alone may be noise; that batch where none smaller was timed; and both
+        once more, with as many replays as hits want, where that leaves it in doubt.
 
         Args:
             entry: The graph; nothing is run if its calls leave effects.
@@ -109,9 +113,8 @@ class GainJudge:
             if gain is not None and gain.may_be_loss and self.wants(least):
                 self._time_eager(least, values)
                 self._time_eager(entry.size, full)
-                entry.time_replay(values, least)
-            for _ in range(_replays(entry), ENOUGH):
-                entry.time_replay(full, entry.size)
+                for _ in range(max(ENOUGH - _replays(entry), 1)):
+                    entry.time_replay(values, least)
         except Exception as error:
             if error_of_signal(error) is not None or isinstance(error, GraphDispatchError):
                 raise
