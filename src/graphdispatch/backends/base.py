@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, Self, TypeAlias, final
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import torch
 from torch._ops import OpOverload
@@ -126,8 +126,9 @@ class Pool(Shared, ABC):
         self.generation = 0
         self.replaying_on: int | None = None
         """The identifier of the thread that runs a replay, copies included; None if there is none."""
-        self.inputs: WeakSet[Any] = WeakSet()
-        """The static inputs that graphs of the pool read: their ``buffers`` are used on the streams of replays."""
+        self.inputs: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        """By ``id``, the static inputs that graphs of the pool read: their ``buffers`` are used on the streams of
+        replays. Another thread may add some while ``valuerefs`` is read, which is a list."""
         renew_in_child(self)
 
     def after_fork(self) -> None:

@@ -79,7 +79,7 @@ class GraphSet:
         """Those of the capture under way, which its own callable may interrupt."""
         self._has_fitted = False
         """Whether the rules have fitted a call."""
-        cache.sets.add(self)
+        cache.sets[id(self)] = self
 
     def _num_replays(self) -> int:
         return sum(group.num_replays for group in self.groups.values())
@@ -237,7 +237,7 @@ class GraphSet:
         fitting = (one for one in every if one.specs == tuple(signature.inputs) and one.capacity == capacity)
         inputs = next(fitting, None) or StaticInputs(signature.inputs, capacity, signature.axes)
         if self.cache.pool is not None:
-            self.cache.pool.inputs.add(inputs)
+            self.cache.pool.inputs[id(inputs)] = inputs
         return inputs
 
     def capture(
@@ -387,8 +387,9 @@ class GraphSet:
                 victim.release()
             if victims:
                 self._free_inputs()
-        for other in self.cache.sets.difference([self]) if victims else ():
-            if other.lock.acquire(blocking=False):  # else it looks itself
+        for held in self.cache.sets.valuerefs() if victims else ():
+            other = held()
+            if other not in (None, self) and other.lock.acquire(blocking=False):  # else it looks itself
                 try:
                     other.drop_released()
                 finally:

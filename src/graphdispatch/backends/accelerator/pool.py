@@ -139,8 +139,9 @@ class AcceleratorPool(Pool):
         """Note that work on the pool's memory ends on ``stream``. Static inputs are used there, too: nobody else gets
         their memory before that work is done, even if they are dropped and not released."""
         self._last = stream
-        for inputs in list(self.inputs):
-            for buffer in inputs.buffers:
+        for held in self.inputs.valuerefs():
+            inputs = held()
+            for buffer in inputs.buffers if inputs is not None else ():
                 buffer.record_stream(stream)
 
     def order_after_last_use(self) -> None:
