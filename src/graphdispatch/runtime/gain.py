@@ -93,8 +93,8 @@ class GainJudge:
 
     def make_sure(self, entry: CUDAGraphEntry, full: Sequence[Any], least: int, values: Sequence[Any]) -> None:
         """Time what shows whether a graph serves the smallest batch that is padded to it faster than eager would: a
-        full batch once more, since one short run alone may be noise; that batch where none smaller was timed; and both
-        once more, with as many replays as hits want, where that leaves it in doubt.
+        full batch once more, since one short run alone may be noise; that batch where none smaller was timed; and that
+        batch once more, with as many replays as hits want, where that leaves it in doubt.
 
         Args:
             entry: The graph; nothing is run if its calls leave effects.
@@ -112,7 +112,6 @@ class GainJudge:
             gain = self.of(entry, least)
             if gain is not None and gain.may_be_loss and self.wants(least):
                 self._time_eager(least, values)
-                self._time_eager(entry.size, full)
                 for _ in range(max(ENOUGH - _replays(entry), 1)):
                     entry.time_replay(values, least)
         except Exception as error:
