@@ -5,6 +5,7 @@ After every call the twins agree bit for bit: answers, parameters, buffers, grad
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -529,6 +530,46 @@ def test_hooks_of_all_modules_that_come_and_go(name: str) -> None:
     finally:
         remove()
     assert twins.calls_of(24)[-1] is Reason.EXACT
+
+
+def halved() -> Any:
+    """Hooks by which a backward pass computes with other numbers than were saved."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved * 0.5, lambda saved: saved)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_hooks_of_saved_tensors_around_a_step(is_first: bool) -> None:
+    """A step within them is eager's, and one after them has nothing of them."""
+    twins = Twins(Regression)
+    for is_hooked in (is_first, True, False):
+        for _ in range(5):
+            with halved() if is_hooked else nullcontext():
+                reason = twins.call()
+            assert not (is_hooked and reason.is_graph)
+    assert twins.calls_of(64)[-1] is Reason.EXACT
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected")
+def test_anomaly_detection_around_a_step_finds_what_it_finds_in_eager() -> None:
+    """No graph serves while it is on, or is made."""
+    twins = Twins(Regression)
+    twins.settle()
+    x, y = twins.served.batch()
+    with torch.autograd.detect_anomaly():
+        assert not any(reason.is_graph for reason in twins.calls_of(5))
+        with pytest.raises(RuntimeError, match="returned nan"):
+            twins.step(x * float("inf"), y)
+
+
+def test_one_gradient_of_two_parameters_is_refused() -> None:
+    """A step would keep them apart, where eager adds both to the one."""
+    twins = Twins(Adds)
+    twins.settle()
+    first, _, second, _ = twins.served.nets.parameters()
+    second.data = torch.randn_like(first)
+    first.grad = second.grad = torch.zeros_like(first)
+    with pytest.raises(ConfigError, match="gradient of its own"):
+        twins.step(*twins.served.batch())
 
 
 def test_a_rate_that_is_a_number_is_named() -> None:

@@ -23,6 +23,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from ..errors import ConfigError
+
 _ADDED = 2
 """Stands for a gradient that a step added to the one that was there before."""
 
@@ -54,10 +56,16 @@ class Gradients:
 
     def begin(self) -> bool:
         """Have ``.grad`` of each leaf be its own tensor, or None. Returns whether a tensor is another than before, so
-        that no graph may go on writing to that."""
+        that no graph may go on writing to that. Raises ``ConfigError`` where two leaves share one."""
         found = list(map(_grad, self.leaves))
         if len(found) == len(self._bound) and all(map(is_, found, self._bound)) and self._places == self._where():
             return False
+        starts = [grad.data_ptr() for grad in found if grad is not None and _is_plain(grad) and grad.numel()]
+        if len(set(starts)) < len(starts):
+            raise ConfigError(
+                "each parameter must have a gradient of its own, got one tensor as .grad of two; bind a clone() "
+                "to each, or call the step without graphs, by unwrap()"
+            )
         is_new, places = False, dict(zip(map(id, self._homes), self._places, strict=False))
         for index, (leaf, grad) in enumerate(zip(self.leaves, found, strict=True)):
             home = self._homes[index]

@@ -155,6 +155,11 @@ DIFFERENTIATES = torch.autograd.graph._engine_run_backward.__code__
 """What runs for each backward pass."""
 
 
+def _is_watched() -> bool:
+    """Whether somebody comes between a backward pass and its numbers: hooks of saved tensors, or a look for NaN."""
+    return torch.is_anomaly_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def _readers_of_leaf(tensor: torch.Tensor) -> list[Reader]:
     """What to compare of a tensor besides where a call differentiates: no code need name it."""
     if not (has_memory(tensor) and tensor.is_leaf):
@@ -265,12 +270,17 @@ class StateReads(Traversal):
             self._follow(self._compare_variables(table, names))
             self.absent.append((table, frozenset(names) - table.keys()))
         self.missing = notes.optional - _TENSOR_ATTRIBUTES
-        self._compare_loaded()
+        self._compare_process()
         if by_names:
             self.readers.append(Reader(Untrained(self._read_others)))
 
-    def _compare_loaded(self) -> None:
-        """If code looks whether modules are loaded whose names attributes hold: those of all that are compared."""
+    def _compare_process(self) -> None:
+        """What no object holds: if code looks whether modules are loaded whose names attributes hold, those of all that
+        are compared; and what is around a backward pass."""
+        if self._differentiates:
+            self.readers.append(Reader(_is_watched))
+            if _is_watched():
+                self._refuse("hooks of saved tensors or anomaly detection around the call, which a backward pass heeds")
         if (id(sys.modules), HELD) in self._notes.variables:
             held = {one for table, names in self.attributes for one in map(table.get, names) if type(one) is str}
             self.attributes.append((sys.modules, [name for name in held if name in sys.modules]))
