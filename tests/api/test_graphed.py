@@ -16,10 +16,21 @@ from torch import nn
 import graphdispatch as gd
 from graphdispatch import CUDAGraphOptions, OutputView, Reason
 from graphdispatch.engines import EntryState, EvictionReason
-from graphdispatch.errors import ConfigError
+from graphdispatch.errors import ConfigError, ReplayError
 
 from ..behaviour.front_ends import FRONT_ENDS
-from ..helpers import Lazy, batch, check_calls, check_rows, in_threads, make, reason, run_python, serve_in_python
+from ..helpers import (
+    Lazy,
+    assert_same,
+    batch,
+    check_calls,
+    check_rows,
+    in_threads,
+    make,
+    reason,
+    run_python,
+    serve_in_python,
+)
 from .test_copies import Model
 
 
@@ -292,6 +303,24 @@ def test_transforms_over_a_served_callable() -> None:
     both = torch.vmap(lambda given: torch.func.functional_call(model, given, (x,)))(weights)
     assert torch.allclose(both[0], nn.functional.linear(x, model.layer.weight, model.layer.bias))
     assert torch.allclose(both[1], 2 * both[0])
+
+
+@torch.enable_grad()
+def test_a_transform_around_plain_arguments_is_seen() -> None:
+    """It may differentiate by weights that it puts into an attached module, in eval mode, too. No graph serves then."""
+    step, x = sine(), batch(4)
+    assert torch.func.grad(lambda w: (step(x) * w).sum())(torch.tensor(2.0)) == x.sin().sum()
+    assert step.last_decision.reason is Reason.MODE_ACTIVE
+    with pytest.raises(ReplayError, match="mode, transform or trace"):
+        torch.vmap(lambda w: step.entries[0].replay({"x": x}) * w)(torch.ones(2))
+    layer = nn.Linear(3, 3).eval()
+    weights = {name: one.detach() for name, one in layer.named_parameters()}
+    gradient = torch.func.grad(lambda given: torch.func.functional_call(layer, given, (x,)).square().sum())
+    expected = gradient(weights)
+    gd.attach(layer, dynamic={"input": 0})
+    for _ in range(3):
+        assert_same(gradient(weights), expected)
+        layer(x)
 
 
 @pytest.mark.parametrize("around", [nullcontext(), torch.device("cpu")], ids=["none", "cpu"])

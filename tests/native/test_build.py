@@ -65,8 +65,8 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 UNDER_A_DEFAULT = """
 import torch
 torch.set_default_device("meta")
-from graphdispatch.native.bound import DONE_IN_PYTHON, CORE
-assert CORE is None or not DONE_IN_PYTHON, DONE_IN_PYTHON
+from graphdispatch.native.bound import CORE, EXTENSION, WHY_NO_CORE
+assert CORE is EXTENSION, WHY_NO_CORE
 assert torch.zeros(2).is_meta
 """
 

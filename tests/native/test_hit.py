@@ -14,7 +14,7 @@ from torch import Tensor
 from graphdispatch import Graphed, Reason, ReplayError, graphed
 from graphdispatch.backends.tracing import compiler_at_work
 from graphdispatch.engines import EntryState
-from graphdispatch.native.bound import CORE, DONE_IN_PYTHON
+from graphdispatch.native.bound import CORE
 from graphdispatch.runtime.replay import ReplayPlan
 from graphdispatch.runtime.server import Server
 from graphdispatch.sizes import Axis, pack
@@ -71,11 +71,6 @@ def test_eager_calls_are_counted_as_in_python(kind: type[CUDAGraphStats]) -> Non
     assert own.to_dict() == true.to_dict()
     assert own.rows == true.rows
     assert 15 in own.rows
-
-
-def test_the_core_needs_no_fact_from_python() -> None:
-    """The core finds out all facts itself, in the memory of tensors, too, which differs between versions of torch."""
-    assert DONE_IN_PYTHON == ()
 
 
 VIEWS: dict[str, tuple[Callable[[], Tensor], bool]] = {
@@ -188,10 +183,10 @@ def test_outputs_and_front_ends_are_collected() -> None:
 
 def test_wrong_inputs_to_the_core_are_refused() -> None:
     """It raises where Python would; it never reads what is not there."""
-    start, spans = (1, False, 0, "cpu", None), ((0, 0, -1),)
+    start, spans = (1, False, 0, None), ((0, 0, -1),)
 
     def signature(tensor: Any) -> Any:
-        return CORE.Signature(*start, (tensor,), (), (), (), (), 0)
+        return CORE.Signature(*start, (tensor,), (), (), (), 0)
 
     keywords: Any = {1: torch.ones(2)}
     wrong: list[tuple[Any, str | None, Callable[[], Any]]] = [
@@ -199,7 +194,7 @@ def test_wrong_inputs_to_the_core_are_refused() -> None:
         ((TypeError, ValueError), None, lambda: signature((5, torch.ones(2), (0,), (0,), spans, True, True))),
         (ValueError, "dimension", lambda: signature((0, torch.ones(2), (0,), (0,), ((1, 0, -1),), True, True))),
         (TypeError, None, lambda: signature((0, object(), (0,), (0,), spans, True, True))),
-        (ValueError, "place", lambda: CORE.Signature(*start, (), ((3, int, 1),), (), (), (), 0)),
+        (ValueError, "place", lambda: CORE.Signature(*start, (), ((3, int, 1),), (), (), 0)),
         (TypeError, "must be strings", lambda: settled(lambda x: x * 2, torch.randn(ROWS, 3))(**keywords)),
         (KeyError, None, lambda: CORE.run_method(ReplayPlan, {"nonsense": 1})),
     ]

@@ -85,7 +85,7 @@ def _parts() -> Iterator[_Finding]:
 
         from ..backends import available_backends
         from ..native import IS_ENABLED
-        from ..native.bound import CORE, DONE_IN_PYTHON, WHY_NO_CORE
+        from ..native.bound import CORE, WHY_NO_CORE
         from ..native.tape import TAPE
     except Exception as error:  # a broken installation raises anything
         text = " ".join(f"{type(error).__name__}: {error}".split())
@@ -103,9 +103,7 @@ def _parts() -> Iterator[_Finding]:
         built = f"for CUDA {torch.version.cuda} and sees no GPU" if torch.version.cuda else "without CUDA"
         yield _Finding("cuda", f"torch is built {built}; graphs run on the CPU")
     if CORE is not None:
-        yield _Finding(
-            "native core", "compiled, in use" + (f"; Python does {', '.join(DONE_IN_PYTHON)}" if DONE_IN_PYTHON else "")
-        )
+        yield _Finding("native core", "compiled, in use")
     else:
         remedy = "install a C++ compiler and Python's headers, then reinstall graphdispatch" if IS_ENABLED else ""
         yield _Finding("native core", f"not in use: {WHY_NO_CORE}; Python serves, more slowly", remedy)

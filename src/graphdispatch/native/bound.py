@@ -12,52 +12,69 @@ from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import EXTENSION, WHY_NO_EXTENSION
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _T = TypeVar("_T", bound=type)
-_FACTS = ("inference mode", "autocast", "requires_grad", "lazy views", "a profiler", "clones")
-_EXTENTS = "the extents of tensors"
 _CPU = 0  # the number of the device type
+_OF_THREAD: tuple[Callable[[], bool], ...] = (
+    torch.is_inference_mode_enabled,
+    lambda: torch.is_autocast_enabled("cpu"),
+    torch._C._autograd._profiler_enabled,
+    lambda: torch._C._functorch.peek_interpreter_stack() is not None,
+)
+"""Modes of the thread as Python tells them, in the order of the core's ``read_ambient``."""
 
 
-def _find_ambient(core: ModuleType, library: str) -> tuple[str, ...]:
-    """Have the core find out how to read the facts, and compare it with Python in every state. Returns those that it
-    cannot read.
-
-    Python reads those. Where the core cannot see which tensors are lazy views, torch copies all inputs.
-    """
+def _bind() -> tuple[ModuleType | None, str]:
+    """The extension module, if it reads of tensors and modes what Python tells in every mode; else why not."""
+    if EXTENSION is None:
+        return None, WHY_NO_EXTENSION
+    home, suffix = Path(torch.__file__).parent / "lib", "dylib" if sys.platform == "darwin" else "so"
+    libraries = [str(home / f"lib{name}.{suffix}") for name in ("torch_cpu", "torch_python")]
     with torch.inference_mode():
         made_there = torch.zeros(2)
-    with torch.inference_mode(False), torch.no_grad():
-        pair = torch.zeros(2, dtype=torch.complex64)
-        plain = (torch.zeros(2, 3), torch.zeros(4, dtype=torch.int64), torch.zeros(3, 2).t(), pair)
+    with torch.inference_mode(False), torch.enable_grad():
+        grid, pair = torch.zeros(2, 3), torch.zeros(2, dtype=torch.complex64)
+        trained = torch.nn.Parameter(grid.clone())
+        shapes = (grid, grid.t(), grid[1:, 1:], torch.zeros(()), trained, torch.zeros(0, 4))
+        kinds = grid.double(), grid.half(), grid.long(), grid.bool(), torch.frombuffer(bytearray(8), dtype=torch.int8)
+        plain = (grid, torch.zeros(4, dtype=torch.int64), torch.zeros(3, 2).t(), pair, grid.bfloat16())
         lazy = (torch._neg_view(torch.zeros(2)), pair.conj())
-        trained = torch.nn.Parameter(torch.zeros(2))
-        profiler = torch._C._autograd._profiler_enabled
-        readers = (torch.is_inference_mode_enabled, torch.is_autocast_enabled, torch.get_autocast_dtype, profiler)
-        bindings = library.replace("libtorch_cpu", "libtorch_python")
-        core.find_ambient(library, bindings, readers, plain, *lazy, made_there)
+        try:
+            EXTENSION.bind(*libraries, torch.Tensor, torch.nn.Parameter, (*shapes, *kinds), plain, *lazy, made_there)
+        except ImportError as error:
+            return None, str(error)
     samples = [*((t, True) for t in (*plain, trained, made_there)), *((t, False) for t in lazy)]
+    reads_alike = all(_reads_alike(EXTENSION, samples, *modes) for modes in product((False, True), repeat=3))
+    return (EXTENSION, "") if reads_alike else (None, "it reads other things of this torch than Python does")
+
+
+def _reads_alike(
+    core: ModuleType, samples: list[tuple[torch.Tensor, bool]], inference: bool, autocast: bool, transforms: bool
+) -> bool:
+    """Whether the core reads in these modes what Python tells of the thread and of samples, which are plain or not."""
     was = torch.is_autocast_enabled("cpu")
-    wrong: set[int] = set()
+    torch.set_autocast_enabled("cpu", autocast)
+    if transforms:
+        torch._C._functorch._vmap_increment_nesting(1, "error")
     try:
-        for inference, autocast in product((False, True), repeat=2):
-            torch.set_autocast_enabled("cpu", autocast)
-            with torch.inference_mode(inference):
-                for tensor, is_plain in samples:
-                    found = (*core.read_ambient(tensor, _CPU), True)
-                    figures = inference, autocast, tensor.requires_grad, is_plain, profiler()
-                    true = (*figures, _is_clone(core, tensor, is_plain))
-                    wrong.update(place for place in range(len(_FACTS)) if found[place] is not true[place])
+        with torch.inference_mode(inference):
+            thread = [read() for read in _OF_THREAD]
+            return all(
+                core.read_ambient(one, _CPU)
+                == (*thread, one.dtype is torch.get_autocast_dtype("cpu"), one.requires_grad, is_plain)
+                and (transforms or _is_clone(core, one, is_plain))
+                for one, is_plain in samples
+            )
     except RuntimeError:  # a torch that refuses one of the states
-        wrong.update(range(len(_FACTS)))
+        return False
     finally:
+        if transforms:
+            torch._C._functorch._vmap_decrement_nesting()
         torch.set_autocast_enabled("cpu", was)
-    for place in wrong:
-        core.forget_ambient(place)
-    return tuple(_FACTS[place] for place in sorted(wrong))
 
 
 def _is_clone(core: ModuleType, tensor: torch.Tensor, is_plain: bool) -> bool:
@@ -76,25 +93,9 @@ def _is_clone(core: ModuleType, tensor: torch.Tensor, is_plain: bool) -> bool:
     )
 
 
-def _bind() -> tuple[ModuleType | None, str, tuple[str, ...]]:
-    if EXTENSION is None:
-        return None, WHY_NO_EXTENSION, ()
-    library = Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{'dylib' if sys.platform == 'darwin' else 'so'}"
-    with torch.inference_mode(False), torch.no_grad():
-        grid = torch.zeros(2, 3)
-        shapes = (grid, grid.t(), grid[1:, 1:], torch.zeros(()), torch.nn.Parameter(grid.clone()), torch.zeros(0, 4))
-        kinds = grid.double(), grid.half(), grid.long(), grid.bool(), torch.frombuffer(bytearray(8), dtype=torch.int8)
-    try:
-        reads_tensors = EXTENSION.bind(str(library), torch.Tensor, torch.nn.Parameter, (*shapes, *kinds))
-    except ImportError as error:
-        return None, str(error), ()
-    return EXTENSION, "", (*(() if reads_tensors else (_EXTENTS,)), *_find_ambient(EXTENSION, str(library)))
-
-
-with torch._C.DisableTorchFunction():  # what the importing thread does to torch's: a default device may not be there
-    CORE, WHY_NO_CORE, DONE_IN_PYTHON = _bind()
-"""The extension module after its self-test on this torch, or None; why there is none, empty if there is one; and what
-the core calls torch or Python for each time, since its own way did not pass its test."""
+with torch._C.DisableTorchFunction(), _disable_current_modes():  # a default device of the importing thread, for example
+    CORE, WHY_NO_CORE = _bind()
+"""The extension module after its self-test on this torch, or None; and why there is none, empty if there is one."""
 
 _WARM = 32  # an interpreter has found its fastest way for a line that ran so often
 _CHANGES = """

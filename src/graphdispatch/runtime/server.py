@@ -269,7 +269,8 @@ class Server:
         self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any], group: GraphGroup | None = None
     ) -> Any:
         """Run a call eagerly that was not looked at: without gradients, as graphs run, unless it needs them."""
-        if not torch.is_grad_enabled() or decision.reason in _IN_CALLERS_MODE:
+        is_transformed = transform() is not None  # which may differentiate by what it has put into the callable
+        if is_transformed or not torch.is_grad_enabled() or decision.reason in _IN_CALLERS_MODE:
             return self.run_eagerly(decision, args, kwargs, group)
         if self.needs_gradients(args, kwargs):
             return self.run_eagerly(Decision.eager(Reason.NEEDS_GRADIENTS), args, kwargs)

@@ -131,7 +131,7 @@ class Property(NamedTuple):
     """What gives it to a new tensor that stands in for an argument: to the memory that graphs read, of which the inputs
     of all sizes are views, and to batches that are made of an example. None: they have it by themselves."""
     in_core: bool = False
-    """Whether ``has_form`` of ``native/core/signature.cpp`` compares it; where it does not, the core calls ``read``."""
+    """Whether ``has_form`` of ``native/core/signature.cpp`` compares it. Where it does not, Python matches calls."""
 
 
 PROPERTIES = [
@@ -187,7 +187,8 @@ class Signature:
         """Whether any argument has a batch dimension."""
         self._known = pack(self.axes, [0 if axis in found else 1 for axis in self.axes])
         """What stands in the number of each call: a dimension that none of its arguments has is as short as can be."""
-        if CORE is not None and all(one[1] in IN_CORE for one in self._constants):
+        in_core = (*(one[1] in IN_CORE for one in self._constants), *(one.in_core for one in PROPERTIES))
+        if CORE is not None and all(in_core):
             self.native = self._native(values)
 
     def _add_tensor(self, position: int, leaf: Leaf, tensor: torch.Tensor, rules: ArgumentRules) -> None:
@@ -208,21 +209,16 @@ class Signature:
 
     def _native(self, values: Sequence[Any]) -> Any:
         """The same signature in the core."""
-        tensors, looks = [], []
+        tensors = []
         for form, position, *_, contiguous in self._checks:
             spans = tuple((dim, axis.shift, axis.mask) for dim, axis in form.spans)
             tensors.append((position, values[position], form.shape, form.order, spans, contiguous, form.is_dense))
-            pairs = zip(PROPERTIES, form.look, strict=True)
-            looks += [(position, one.read, captured) for one, captured in pairs if not one.in_core]
         constants = tuple((position, kind, value) for position, kind, _, value in self._constants)
-        others = tuple(self._objects), tuple(self._addresses), tuple(looks)
-        number = getattr(torch._C._autograd.DeviceType, self._device_type.upper(), None)
-        device = -1 if number is None else number.value  # without a number the core calls torch with its name
+        others = tuple(self._objects), tuple(self._addresses)
+        autocast = torch.empty(0, dtype=self._autocast, device="cpu") if self._autocast is not None else None
+        about = len(values), self._inference, _number_of(self._device_type), autocast
         assert CORE is not None
-        return CORE.Signature(
-            len(values), self._inference, device, self._device_type, self._autocast, tuple(tensors), constants, *others,
-            self._known,
-        )  # fmt: skip
+        return CORE.Signature(*about, tuple(tensors), constants, *others, self._known)
 
     def match(self, values: Sequence[Any]) -> int:
         """The rows of a call that fits (1 if it has no batch dimension), else ``NO_MATCH``.
@@ -421,6 +417,13 @@ def _learn(form: InputSpec, shape: torch.Size, shapes: dict[torch.Size, tuple[in
 
 def _is_plain(value: Any) -> bool:
     return is_tensor(value) or is_constant(value)
+
+
+def _number_of(device_type: str) -> int:
+    """The number of a device type; one that torch does not name is the type that others give a name to."""
+    kinds = torch._C._autograd.DeviceType.__members__
+    number: int = {name.lower(): kind for name, kind in kinds.items()}.get(device_type, kinds["PrivateUse1"]).value
+    return number
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:

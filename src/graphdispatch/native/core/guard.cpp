@@ -266,9 +266,7 @@ int guard_trainable(PyObject* guard) {
   if (self->is_dead || self->trains < 0) return -1;
   for (size_t i = 0; i < self->parts.tensors.size(); ++i) {
     if (!self->parts.tensors[i].is_used || !(self->trains || self->parts.tensors[i].is_loose)) continue;
-    const int answer = needs_gradient(self->parts.tensors[i].tensor);
-    if (answer < 0) PyErr_Clear();
-    if (answer) return answer;
+    if (needs_gradient(self->parts.tensors[i].tensor)) return 1;
   }
   return 0;
 }

@@ -192,7 +192,7 @@ bool add_tensor(Guard* self, PyObject* item) {
     return false;
   }
   place.is_loose = is_loose;
-  if (!PyObject_TypeCheck(tensor, tensor_type) || !ambient.keys) {
+  if (!PyObject_TypeCheck(tensor, tensor_type)) {
     PyErr_SetString(PyExc_TypeError, "a guard compares torch.Tensor by address and keys, and nothing else");
     return false;
   }

@@ -105,8 +105,7 @@ int may_need_gradients(const Call& call, Values& values, PyObject* guard) {
   for (Py_ssize_t i = 0; is_plain && i < values.count(); ++i) {
     PyObject* value = values[i];
     if (is_plain_tensor(value)) {
-      const int required = needs_gradient(value);
-      if (required) return required;
+      if (needs_gradient(value)) return 1;
     } else {
       is_plain = is_constant(value);
     }
@@ -140,7 +139,6 @@ int find_group(Call& call, const Values& values) {
     if (!core) return -1;
     if (!Py_IS_TYPE(core.get(), signature_type)) continue;  // Python knows what fits it
     const int64_t rows = match(reinterpret_cast<SignatureObject*>(core.get()), values.items(), values.count());
-    if (PyErr_Occurred()) return -1;
     if (rows < 0) continue;
     const Ref flat = call_of.of(group.get());
     const Ref is_flat = flat ? is_flat_of.of(flat.get()) : Ref();
@@ -162,7 +160,7 @@ int find_hit(Call& call, PyObject* signature, Values& values, bool is_flat) {
   }
   const int64_t rows = match(reinterpret_cast<SignatureObject*>(core.get()), values.items(), values.count());
   if (rows >= 0) return find(call, Ref(PyLong_FromLongLong(rows)));
-  return PyErr_Occurred() ? -1 : is_flat ? find_group(call, values) : 0;
+  return is_flat ? find_group(call, values) : 0;
 }
 
 // Whether the guard holds: 1, 0, or -1 with an error.
@@ -177,15 +175,9 @@ int holds(PyObject* guard) {
 
 // What a ReplayError means for the call: served eagerly, unless Python raises it again.
 Outcome refused(const Call& call) {
-  PyObject *type, *error, *trace;
-  PyErr_Fetch(&type, &error, &trace);
-  PyErr_NormalizeException(&type, &error, &trace);
-  if (trace) PyException_SetTraceback(error, trace);
-  PyObject* args[] = {call.server, call.group.get(), error};
+  const Ref error = take_error();
+  PyObject* args[] = {call.server, call.group.get(), error.get()};
   const Ref done(PyObject_VectorcallMethod(names.replay_failed, args, 3, nullptr));
-  Py_XDECREF(type);
-  Py_XDECREF(error);
-  Py_XDECREF(trace);
   return done ? Outcome::kMissed : Outcome::kRaised;
 }
 
@@ -275,8 +267,7 @@ PyObject* make_serve(PyObject*, PyObject* args) { return method_with_facts(args,
 
 PyObject* serve(PyObject* server, PyObject* route, PyObject* args, PyObject* kwargs) {
   PyObject* again[] = {server, route, args, kwargs};
-  const int profiled = is_profiled();
-  if (profiled) return profiled < 0 ? nullptr : PyObject_VectorcallMethod(names.serve_in_range, again, 4, nullptr);
+  if (shim.profiler()) return PyObject_VectorcallMethod(names.serve_in_range, again, 4, nullptr);
   Call call{server, route, args, kwargs, {}, {}, {}, {}};
   const Outcome done = serve_call(call);
   if (done == Outcome::kServed) return call.result;

@@ -6,20 +6,25 @@
 namespace {
 
 PyObject* bind(PyObject*, PyObject* args) {
-  const char* library;
-  PyObject *tensor, *parameter, *samples;
-  if (!PyArg_ParseTuple(args, "sO!O!O!", &library, &PyType_Type, &tensor, &PyType_Type, &parameter, &PyTuple_Type,
-                        &samples)) {
+  const char *library, *bindings;
+  PyObject *tensor, *parameter, *samples, *plain, *negative, *conjugate, *inference;
+  if (!PyArg_ParseTuple(args, "ssO!O!O!O!OOO", &library, &bindings, &PyType_Type, &tensor, &PyType_Type, &parameter,
+                        &PyTuple_Type, &samples, &PyTuple_Type, &plain, &negative, &conjugate, &inference)) {
     return nullptr;
   }
-  if (!gd::find_torch(library, tensor, parameter, samples)) return nullptr;
-  return PyBool_FromLong(gd::layout.is_found);
+  if (gd::find_torch(library, bindings, tensor, parameter, samples) &&
+      gd::find_keys(plain, negative, conjugate, inference) && gd::tells_holding(PyTuple_GET_ITEM(plain, 0))) {
+    Py_RETURN_NONE;
+  }
+  if (PyErr_ExceptionMatches(PyExc_ImportError)) return nullptr;
+  return PyErr_Format(PyExc_ImportError, "a torch.Tensor lies in memory in an unknown way");
 }
 
 PyMethodDef methods[] = {
     {"bind", bind, METH_VARARGS,
-     "bind(library, Tensor, Parameter, samples)\n--\n\nFind the shim in a loaded libtorch, and test it on sample "
-     "tensors; whether their memory can be read. Raises ImportError; then nothing else of this module may be used."},
+     "bind(library, bindings, Tensor, Parameter, samples, plain, negative, conjugate, inference)\n--\n\nFind the "
+     "functions of the loaded torch and where its tensors keep things, and test that on samples. Raises ImportError; "
+     "then nothing else of this module may be used."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -39,4 +39,21 @@ inline int truth(const Ref& value) { return value ? PyObject_IsTrue(value.get())
 // A value in the ``__dict__`` of an object, borrowed; null without an error if it is missing.
 inline PyObject* item(PyObject* dict, PyObject* name) { return PyDict_GetItemWithError(dict, name); }
 
+// The error that is set, with where it was raised; then none is. Null if there was none.
+inline Ref take_error() {
+  if (!PyErr_Occurred()) return Ref();
+  PyObject *type, *error, *trace;
+  PyErr_Fetch(&type, &error, &trace);
+  PyErr_NormalizeException(&type, &error, &trace);
+  if (trace) PyException_SetTraceback(error, trace);
+  Py_XDECREF(type);
+  Py_XDECREF(trace);
+  return Ref(error);
+}
+
+// Set an error again, in the place of any other.
+inline void set_error(const Ref& error) {
+  PyErr_Restore(Py_NewRef(Py_TYPE(error.get())), Py_NewRef(error.get()), PyException_GetTraceback(error.get()));
+}
+
 }  // namespace gd

@@ -40,15 +40,15 @@ bool Holding::is_of(PyObject* tensor) const {
 
 PyObject* OutputCopies::copy_of(PyObject* tensor) {
   if (!is_learnt_) is_kept_ = learn(tensor), is_learnt_ = true;
-  if (!is_kept_ || !ambient.wrap || ambient.dispatch_mode() || ambient.function_mode() || !is_plain_host(tensor) ||
-      !is_as(source_, layout) || !ambient.inference_mode || ambient.inference_mode() != is_inference_) {
+  if (!is_kept_ || shim.dispatch_mode() || shim.function_mode() || !is_plain_host(tensor) ||
+      !is_as(source_, layout) || shim.inference_mode() != is_inference_) {
     return clone(tensor);
   }
   for (Made& made : made_) {
     PyObject* copy = made.tensor.get();
     if (!copy || Py_REFCNT(copy) != 1) continue;
     if (!is_marked(copy) && is_plain_host(copy) && made.holding.is_of(copy) &&
-        (is_inference_ || !ambient.version(handle_of(copy)))) {
+        (is_inference_ || !shim.version(handle_of(copy)))) {
       std::memcpy(made.data, from_, nbytes_);
       return Py_NewRef(copy);
     }
@@ -63,17 +63,15 @@ PyObject* OutputCopies::copy_of(PyObject* tensor) {
 
 // Find out what copies of the output take, and whether any are kept.
 bool OutputCopies::learn(PyObject* tensor) {
-  if (!ambient.tells_holding || !is_plain_tensor(tensor) || !is_plain_host(tensor) || !ambient.inference_mode) {
-    return false;
-  }
+  if (!is_plain_tensor(tensor) || !is_plain_host(tensor)) return false;
   void *handle = handle_of(tensor), *data = nullptr;
   int64_t numel = 0;
   int32_t dtype = 0;
   if (shim.data_ptr(handle, &data) || shim.numel(handle, &numel) || shim.dtype(handle, &dtype)) return false;
   source_ = imprint_of(handle, true, form_);
   from_ = data;
-  nbytes_ = static_cast<size_t>(numel) * ambient.element_size(dtype);
-  is_inference_ = ambient.inference_mode();
+  nbytes_ = static_cast<size_t>(numel) * shim.element_size(dtype);
+  is_inference_ = shim.inference_mode();
   return source_.impl && data && nbytes_ && nbytes_ <= kMostBytes;
 }
 
@@ -104,7 +102,6 @@ void OutputCopies::clear() {
 }
 
 bool tells_holding(PyObject* sample) {
-  if (!layout.is_found || !ambient.keys || !ambient.wrap || !ambient.inference_mode || !ambient.version) return false;
   const Ref weight(PyObject_CallMethod(sample, "clone", nullptr));
   bool tells = weight && Ref(PyObject_CallMethod(weight.get(), "requires_grad_", nullptr));
   // A product keeps one factor for the gradient of the other.
@@ -118,9 +115,9 @@ bool tells_holding(PyObject* sample) {
     PyErr_Clear();
   }
   const Ref copy(tells ? clone(sample) : nullptr);
-  tells = copy && ambient.version(handle_of(copy.get())) == 0 && Ref(PyObject_CallMethod(copy.get(), "zero_", nullptr));
+  tells = copy && shim.version(handle_of(copy.get())) == 0 && Ref(PyObject_CallMethod(copy.get(), "zero_", nullptr));
   PyErr_Clear();
-  return tells && ambient.version(handle_of(copy.get())) == 1;
+  return tells && shim.version(handle_of(copy.get())) == 1;
 }
 
 }  // namespace gd

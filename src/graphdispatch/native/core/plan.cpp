@@ -257,17 +257,10 @@ bool replay(PlanObject* self, PyObject* graph) {
 
 // Raise what ReplayPlan.failed makes of the error that is set.
 void fail(PlanObject* self, Values& values, const char* stage) {
-  PyObject *type, *error, *trace;
-  PyErr_Fetch(&type, &error, &trace);
-  PyErr_NormalizeException(&type, &error, &trace);
-  if (trace && error) PyException_SetTraceback(error, trace);
-  const Ref name(PyUnicode_FromString(stage));
-  PyObject* args[] = {self->plan, error, values.list(), name.get()};
+  const Ref error = take_error(), name(PyUnicode_FromString(stage));
+  PyObject* args[] = {self->plan, error.get(), values.list(), name.get()};
   const Ref done(args[2] && name ? PyObject_VectorcallMethod(names.failed, args, 4, nullptr) : nullptr);
   if (done && !PyErr_Occurred()) PyErr_SetString(PyExc_SystemError, "a failed replay raised nothing");
-  Py_XDECREF(type);
-  Py_XDECREF(error);
-  Py_XDECREF(trace);
 }
 
 // Whether Python has to run this replay: to refuse it, to keep the state of the generator, or to be seen in a profile.
@@ -275,7 +268,7 @@ bool is_unusual(PlanObject* self) {
   const Ref state = of_entry.state.of(self->entry);
   if (!state || state.get() == facts.evicted || state.get() == facts.failed_state) return true;
   if (replaying_on_of.of(self->pool).get() != Py_None || truth(of_entry.uses_rng.of(self->entry))) return true;
-  if (is_profiled()) return true;
+  if (shim.profiler()) return true;
   if (of_entry.written.of(self->entry).get() == Py_None) return false;
   return truth(attribute(facts.windows, names.open)) != 0;
 }
@@ -307,15 +300,13 @@ PyObject* replay_all(PlanObject* self, Values& values, PyObject* stats, PyObject
     fail(self, values, is_replayed ? "take" : is_loaded ? "run" : "load");
     return nullptr;
   }
+  if (!count_hit(self, stats)) return nullptr;
   if (truth(of_entry.mutated.of(self->entry))) {
     PyObject* list = values.list();
     PyObject* args[] = {self->entry, list, self->rows_object};
-    if (!count_hit(self, stats) || !list || !Ref(PyObject_VectorcallMethod(names.copy_back, args, 3, nullptr))) {
-      return nullptr;
-    }
-    return result.release();
+    if (!list || !Ref(PyObject_VectorcallMethod(names.copy_back, args, 3, nullptr))) return nullptr;
   }
-  return count_hit(self, stats) ? result.release() : nullptr;
+  return result.release();
 }
 
 PyObject* run_locked(PlanObject* self, Values& values, PyObject* stats) {
@@ -324,11 +315,10 @@ PyObject* run_locked(PlanObject* self, Values& values, PyObject* stats) {
   const Ref graph = of_entry.graph.of(self->entry);
   if (!graph) return run_by_python(self, values, stats);
   Ref result(begin(self) ? replay_all(self, values, stats, graph.get()) : nullptr);
-  PyObject *type, *error, *trace;
-  PyErr_Fetch(&type, &error, &trace);
+  const Ref error = take_error();
   const bool is_ended = replaying_on_of.put(self->pool, Py_None);
-  if (type) {
-    PyErr_Restore(type, error, trace);
+  if (error) {
+    set_error(error);
   } else if (!is_ended) {
     return nullptr;
   }
@@ -470,11 +460,9 @@ int may_run(PlanObject* self, Values& values, PyObject* per_call) {
 PyObject* run(PlanObject* self, Values& values, PyObject* stats) {
   if (!Ref(PyObject_CallNoArgs(self->acquire))) return nullptr;
   PyObject* result = run_locked(self, values, stats);
-  PyObject *type, *error, *trace;
-  PyErr_Fetch(&type, &error, &trace);
-  const Ref released(PyObject_CallNoArgs(self->release));
-  if (type) {
-    PyErr_Restore(type, error, trace);
+  const Ref error = take_error(), released(PyObject_CallNoArgs(self->release));
+  if (error) {
+    set_error(error);
   } else if (!released) {
     Py_CLEAR(result);
   }

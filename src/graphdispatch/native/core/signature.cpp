@@ -1,7 +1,5 @@
 #include "signature.h"
 
-#include <structmember.h>
-
 #include <cmath>
 #include <cstring>
 
@@ -70,7 +68,7 @@ bool is_span(const TensorForm& form, int64_t dim) {
 
 // Whether a tensor of the right class has a form, whatever its extents along the batch.
 bool has_form(const TensorForm& form, PyObject* value) {
-  if (form.keys && !are_alike(keys_of(value), form.keys)) return false;
+  if (!are_alike(keys_of(value), form.keys)) return false;
   void* handle = handle_of(value);
   int32_t layout = -1;
   if (shim.layout(handle, &layout) || layout != 0 || kind_of(handle) != form.kind) return false;
@@ -151,30 +149,10 @@ bool has_addresses(SignatureObject* self, PyObject* const* values) {
   return true;
 }
 
-// Whether the tensors have the properties that the core knows nothing of; false, too, with an error of Python.
-bool has_looks(SignatureObject* self, PyObject* const* values) {
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->looks); ++i) {
-    PyObject* one = PyTuple_GET_ITEM(self->looks, i);
-    PyObject* tensor = values[PyLong_AsSsize_t(PyTuple_GET_ITEM(one, 0))];
-    const Ref found(PyObject_CallOneArg(PyTuple_GET_ITEM(one, 1), tensor));
-    if (!found || PyObject_RichCompareBool(found.get(), PyTuple_GET_ITEM(one, 2), Py_EQ) != 1) {
-      if (PyErr_ExceptionMatches(PyExc_RuntimeError)) PyErr_Clear();
-      return false;
-    }
-  }
-  return true;
-}
-
-// Whether the thread's modes are those of the signature; -1 with an error of Python.
-int has_modes(SignatureObject* self) {
-  const int inference = in_inference_mode();
-  if (inference != (self->is_inference ? 1 : 0)) return inference < 0 ? -1 : 0;
-  const int autocast = in_autocast(self->device, self->device_type);
-  if (autocast < 0) return -1;
-  if (!autocast) return self->autocast == Py_None;
-  const Ref dtype(autocast_dtype(self->device_type));
-  if (!dtype) return -1;
-  return dtype.get() == self->autocast;
+// Whether the thread's modes are those of the signature.
+bool has_modes(SignatureObject* self) {
+  if (shim.inference_mode() != self->is_inference) return false;
+  return (shim.autocast(self->device) ? shim.autocast_dtype(self->device) : -1) == self->autocast;
 }
 
 // The dimensions that follow the batch, from tuples (dim, shift, mask); false with an error.
@@ -234,16 +212,15 @@ bool are_placed(PyObject* items, Py_ssize_t size, Py_ssize_t count) {
 
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   Py_ssize_t count;
-  int is_inference, device;
-  PyObject *device_type, *autocast, *tensors, *constants, *objects, *addresses, *looks;
+  int is_inference;
+  signed char device;
+  PyObject *autocast, *tensors, *constants, *objects, *addresses;
   long long extents;
-  if (!PyArg_ParseTuple(args, "npiUOO!O!O!O!O!L", &count, &is_inference, &device, &device_type, &autocast, &PyTuple_Type,
-                        &tensors, &PyTuple_Type, &constants, &PyTuple_Type, &objects, &PyTuple_Type, &addresses,
-                        &PyTuple_Type, &looks, &extents)) {
+  if (!PyArg_ParseTuple(args, "npbOO!O!O!O!L", &count, &is_inference, &device, &autocast, &PyTuple_Type, &tensors,
+                        &PyTuple_Type, &constants, &PyTuple_Type, &objects, &PyTuple_Type, &addresses, &extents)) {
     return nullptr;
   }
-  if (!are_placed(constants, 3, count) || !are_placed(objects, 2, count) || !are_placed(addresses, 2, count) ||
-      !are_placed(looks, 3, count)) {
+  if (!are_placed(constants, 3, count) || !are_placed(objects, 2, count) || !are_placed(addresses, 2, count)) {
     return nullptr;
   }
   Ref made(type->tp_alloc(type, 0));
@@ -259,12 +236,11 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   self->extents = extents;
   self->is_inference = is_inference;
   self->device = device;
-  self->device_type = Py_NewRef(device_type);
-  self->autocast = Py_NewRef(autocast);
+  self->autocast = -1;
+  if (is_plain_tensor(autocast)) shim.dtype(handle_of(autocast), &self->autocast);
   self->constants = Py_NewRef(constants);
   self->objects = Py_NewRef(objects);
   self->addresses = Py_NewRef(addresses);
-  self->looks = Py_NewRef(looks);
   return made.release();
 }
 
@@ -273,7 +249,7 @@ PyObject* match_list(PyObject* self, PyObject* values) {
   if (!list) return nullptr;
   const int64_t rows = match(reinterpret_cast<SignatureObject*>(self), PySequence_Fast_ITEMS(list.get()),
                              PySequence_Fast_GET_SIZE(list.get()));
-  return rows < 0 && PyErr_Occurred() ? nullptr : PyLong_FromLongLong(rows);
+  return PyLong_FromLongLong(rows);
 }
 
 int traverse(PyObject* object, visitproc visit, void* arg) {
@@ -281,8 +257,6 @@ int traverse(PyObject* object, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(object));
   Py_VISIT(self->constants);
   Py_VISIT(self->objects);
-  Py_VISIT(self->looks);
-  Py_VISIT(self->autocast);
   return 0;
 }
 
@@ -292,9 +266,6 @@ int clear(PyObject* object) {
   Py_CLEAR(self->constants);
   Py_CLEAR(self->objects);
   Py_CLEAR(self->addresses);
-  Py_CLEAR(self->looks);
-  Py_CLEAR(self->autocast);
-  Py_CLEAR(self->device_type);
   return 0;
 }
 
@@ -328,12 +299,12 @@ PyType_Spec spec = {"graphdispatch.native._core.Signature", sizeof(SignatureObje
 }  // namespace
 
 int64_t match(SignatureObject* self, PyObject* const* values, Py_ssize_t count) {
-  if (count != self->count || !has_constants(self, values) || has_modes(self) != 1) return kNoMatch;
+  if (count != self->count || !has_constants(self, values) || !has_modes(self)) return kNoMatch;
   Extents extents{self->extents, 0};
   for (TensorForm& form : *self->forms) {
     if (!fits(form, values[form.position], extents)) return kNoMatch;
   }
-  if (!has_addresses(self, values) || !has_looks(self, values)) return kNoMatch;
+  if (!has_addresses(self, values)) return kNoMatch;
   return extents.known ? extents.number : 1;
 }
 

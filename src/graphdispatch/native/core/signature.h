@@ -32,13 +32,11 @@ struct TensorForm {
 struct SignatureObject {
   PyObject_HEAD Py_ssize_t count;  // of the values of a call
   bool is_inference;
-  int device;
-  PyObject* device_type;
-  PyObject* autocast;   // a dtype, or None
+  int8_t device;        // the number of its type
+  int32_t autocast;     // the number of a dtype; -1: it is off
   PyObject* constants;  // tuples (position, type, value)
   PyObject* objects;    // tuples (position, object)
   PyObject* addresses;  // tuples (position, address)
-  PyObject* looks;      // tuples (position, function, what that gives for a tensor which fits)
   int64_t extents;      // what stands in the number of each call
   std::vector<TensorForm>* forms;
 };

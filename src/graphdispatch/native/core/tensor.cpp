@@ -15,31 +15,48 @@ namespace {
 constexpr Py_ssize_t kWord = sizeof(void*);
 constexpr Py_ssize_t kMostWords = 8;  // behind the head of a PyObject
 
-bool load_shim(const char* library) {
-  void* handle = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
-  if (!handle) {
-    PyErr_Format(PyExc_ImportError, "%s is not loaded", library);
+// Look up all functions in the two libraries; false with an ImportError where one is missing.
+bool load_shim(const char* library, const char* bindings) {
+  void *torch = dlopen(library, RTLD_LAZY | RTLD_NOLOAD), *python = dlopen(bindings, RTLD_LAZY | RTLD_NOLOAD);
+  if (!torch || !python) {
+    PyErr_Format(PyExc_ImportError, "%s is not loaded", torch ? bindings : library);
     return false;
   }
+  auto of = [](auto& function) { return reinterpret_cast<void**>(&function); };
   struct {
+    void* from;
     const char* name;
     void** target;
   } const table[] = {
-      {"aoti_torch_get_data_ptr", reinterpret_cast<void**>(&shim.data_ptr)},
-      {"aoti_torch_get_dim", reinterpret_cast<void**>(&shim.dim)},
-      {"aoti_torch_get_numel", reinterpret_cast<void**>(&shim.numel)},
-      {"aoti_torch_get_sizes", reinterpret_cast<void**>(&shim.sizes)},
-      {"aoti_torch_get_strides", reinterpret_cast<void**>(&shim.strides)},
-      {"aoti_torch_get_dtype", reinterpret_cast<void**>(&shim.dtype)},
-      {"aoti_torch_get_device_type", reinterpret_cast<void**>(&shim.device_type)},
-      {"aoti_torch_get_device_index", reinterpret_cast<void**>(&shim.device_index)},
-      {"aoti_torch_get_layout", reinterpret_cast<void**>(&shim.layout)},
-      {"aoti_torch_is_contiguous", reinterpret_cast<void**>(&shim.is_contiguous)},
-      {"aoti_torch_grad_mode_is_enabled", reinterpret_cast<void**>(&shim.grad_mode_is_enabled)},
-      {"aoti_torch_grad_mode_set_enabled", reinterpret_cast<void**>(&shim.grad_mode_set_enabled)},
+      {torch, "aoti_torch_get_data_ptr", of(shim.data_ptr)},
+      {torch, "aoti_torch_get_dim", of(shim.dim)},
+      {torch, "aoti_torch_get_numel", of(shim.numel)},
+      {torch, "aoti_torch_get_sizes", of(shim.sizes)},
+      {torch, "aoti_torch_get_strides", of(shim.strides)},
+      {torch, "aoti_torch_get_dtype", of(shim.dtype)},
+      {torch, "aoti_torch_get_device_type", of(shim.device_type)},
+      {torch, "aoti_torch_get_device_index", of(shim.device_index)},
+      {torch, "aoti_torch_get_layout", of(shim.layout)},
+      {torch, "aoti_torch_is_contiguous", of(shim.is_contiguous)},
+      {torch, "aoti_torch_grad_mode_is_enabled", of(shim.grad_mode_is_enabled)},
+      {torch, "aoti_torch_grad_mode_set_enabled", of(shim.grad_mode_set_enabled)},
+      {torch, "aoti_torch_empty_strided", of(shim.empty)},
+      {torch, "aoti_torch_dtype_element_size", of(shim.element_size)},
+      {torch, "aoti_torch_delete_tensor_object", of(shim.drop)},
+      {torch, "_ZN3c1013InferenceMode10is_enabledEv", of(shim.inference_mode)},
+      {torch, "_ZN2at8autocast19is_autocast_enabledEN3c1010DeviceTypeE", of(shim.autocast)},
+      {torch, "_ZN2at8autocast18get_autocast_dtypeEN3c1010DeviceTypeE", of(shim.autocast_dtype)},
+      {torch, "_ZN5torch8profiler4impl15profilerEnabledEv", of(shim.profiler)},
+      {torch, "_ZN3c104impl21dispatch_mode_enabledEv", of(shim.dispatch_mode)},
+      {torch, "_ZN2at4impl27torch_function_mode_enabledEv", of(shim.function_mode)},
+      {torch, "_ZN5torch3jit6tracer15getTracingStateEv", of(shim.tracing)},
+      {torch, "_ZN2at9functorch20getDynamicLayerStackEv", of(shim.transforms)},
+      {torch, "_ZNK3c1010TensorImpl13requires_gradEv", of(shim.requires_grad)},
+      {torch, "_ZNK2at10TensorBase8_versionEv", of(shim.version)},
+      {python, "_Z16THPVariable_WrapRKN2at10TensorBaseE", of(shim.wrap)},
   };
   for (const auto& entry : table) {
-    *entry.target = dlsym(handle, entry.name);
+    *entry.target = dlsym(entry.from, entry.name);
     if (!*entry.target) {
       PyErr_Format(PyExc_ImportError, "this torch has no %s", entry.name);
       return false;
@@ -131,22 +148,22 @@ bool has_layout(PyObject* tensor) {
          std::memcmp(&data, reinterpret_cast<char*>(storage) + layout.data, sizeof data) == 0;
 }
 
-// Find the layout in the first sample, and test it on all. It stays unknown where any tells otherwise.
-void find_layout(PyObject* samples) {
+// Find the layout in the first sample, and test it on all.
+bool find_layout(PyObject* samples) {
   PyObject* first = PyTuple_GET_ITEM(samples, 0);
   const char* impl = static_cast<const char*>(impl_of(first));
   const uint64_t storage = of_storage(first, "_cdata", false), data = of_storage(first, "data_ptr", true);
   int64_t* sizes = nullptr;
-  if (!storage || !data || shim.sizes(handle_of(first), &sizes)) return;
+  if (!storage || !data || shim.sizes(handle_of(first), &sizes)) return false;
   layout.extents = reinterpret_cast<char*>(sizes - 1) - impl;
   layout.storage = offset_of(impl, storage);
   layout.data = offset_of(reinterpret_cast<char*>(storage), data);
   const bool is_inside = layout.extents > 0 && layout.extents < 2 * kMostWords * kWord;
-  bool is_found = is_inside && layout.storage && layout.data;
-  for (Py_ssize_t i = 0; is_found && i < PyTuple_GET_SIZE(samples); ++i) {
-    is_found = has_layout(PyTuple_GET_ITEM(samples, i));
+  if (!is_inside || !layout.storage || !layout.data) return false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(samples); ++i) {
+    if (!has_layout(PyTuple_GET_ITEM(samples, i))) return false;
   }
-  layout.is_found = is_found;
+  return true;
 }
 
 }  // namespace
@@ -156,7 +173,7 @@ Imprint imprint_of(void* handle, bool counts, Form& form) {
   imprint.handle = handle;
   const char* impl = *static_cast<const char**>(handle);
   int64_t* sizes = nullptr;
-  if (!layout.is_found || shim.sizes(handle, &sizes)) return imprint;
+  if (shim.sizes(handle, &sizes)) return imprint;
   if (reinterpret_cast<const char*>(sizes - 1) != impl + layout.extents) return imprint;
   if (counts) {
     std::memcpy(&imprint.storage, impl + layout.storage, sizeof imprint.storage);
@@ -169,23 +186,18 @@ Imprint imprint_of(void* handle, bool counts, Form& form) {
   return imprint;
 }
 
-bool find_torch(const char* library, PyObject* tensor_class, PyObject* parameter_class, PyObject* samples) {
-  if (!load_shim(library)) return false;
+bool find_torch(const char* library, const char* bindings, PyObject* tensor_class, PyObject* parameter_class,
+                PyObject* samples) {
+  if (!load_shim(library, bindings)) return false;
   tensor_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(tensor_class));
   parameter_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(parameter_class));
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(samples); ++i) {
     PyObject* tensor = PyTuple_GET_ITEM(samples, i);
     const Py_ssize_t offset = find_offset(tensor);
     if (i == 0) tensor_offset = offset;
-    if (!offset || offset != tensor_offset || !agrees(tensor)) {
-      PyErr_Clear();
-      PyErr_SetString(PyExc_ImportError, "a torch.Tensor lies in memory in an unknown way");
-      return false;
-    }
+    if (!offset || offset != tensor_offset || !agrees(tensor)) return false;
   }
-  find_layout(samples);
-  PyErr_Clear();
-  return true;
+  return find_layout(samples);
 }
 
 }  // namespace gd

@@ -25,6 +25,21 @@ struct Shim {
   int32_t (*is_contiguous)(void*, bool*);
   bool (*grad_mode_is_enabled)();
   void (*grad_mode_set_enabled)(bool);
+  int32_t (*empty)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, void**);
+  size_t (*element_size)(int32_t);
+  int32_t (*drop)(void*);
+  // What the shim does not tell, found by mangled names: modes of the thread, and flags of a tensor.
+  bool (*inference_mode)();
+  bool (*autocast)(int8_t);          // for a type of device, by its number
+  int8_t (*autocast_dtype)(int8_t);  // which that has
+  bool (*profiler)();                // whether one of torch is on in the thread; then Python serves, range by range
+  bool (*dispatch_mode)();
+  bool (*function_mode)();
+  const void* const* (*tracing)();     // the state of a trace of TorchScript
+  const void* const* (*transforms)();  // the vector of those of torch.func: where it begins, and where it ends
+  bool (*requires_grad)(const void*);  // of a TensorImpl
+  int64_t (*version)(const void*);     // of a tensor that was not made in inference mode
+  PyObject* (*wrap)(const void*);      // THPVariable_Wrap
 };
 
 extern Shim shim;
@@ -52,9 +67,8 @@ inline int64_t kind_of(void* handle) {
   return int64_t(dtype) | int64_t(type) << 16 | int64_t(uint8_t(index)) << 32;
 }
 
-// Where torch keeps things, in bytes: found and tested on live tensors. Nothing is read there unless ``is_found``.
+// Where torch keeps things, in bytes: found and tested on live tensors.
 struct Layout {
-  bool is_found;
   Py_ssize_t extents;  // inside a TensorImpl: the number of dimensions, and behind it shape, strides, offset and dtype
   Py_ssize_t storage;  // inside a TensorImpl: the pointer to its storage
   Py_ssize_t data;     // inside a storage: its address, and behind it how it is freed
@@ -107,8 +121,9 @@ inline bool is_as(const Imprint& imprint, const Layout& at) {
   return storage == imprint.storage && !((data[0] ^ imprint.data[0]) | (data[1] ^ imprint.data[1]));
 }
 
-// Fill the tables above from a library's path and torch's classes. False with an ImportError where anything is missing,
-// or a self-test on live tensors fails.
-bool find_torch(const char* library, PyObject* tensor_class, PyObject* parameter_class, PyObject* samples);
+// Fill the tables above from the paths of two libraries and torch's classes. False where something is missing, with an
+// ImportError, or a self-test on live tensors fails.
+bool find_torch(const char* library, const char* bindings, PyObject* tensor_class, PyObject* parameter_class,
+                PyObject* samples);
 
 }  // namespace gd
