@@ -38,7 +38,7 @@ LIMIT_S = 240.0
 SHOWN_S = 20.0
 """A mutant is shown to tests that take so long in all, so that a module takes ten minutes at most."""
 
-_ROWS = [f"tests/proof/rows/test_{part}.py" for part in ("places", "experts", "run", "programs", "op_samples")]
+_ROWS = [f"tests/proof/rows/test_{part}.py" for part in ("run", "programs", "slots", "op_samples")]
 _CHECK = ["tests/proof/check", "tests/behaviour/test_guarantees.py"]
 _STATE = ["tests/behaviour/test_python_state.py", "tests/proof/state"]
 _FOOTGUNS = "tests/behaviour/test_footguns_{}.py"
@@ -51,7 +51,7 @@ TABLE: dict[str, list[str]] = {
         [f"proof/rows/{name}" for name in ("labels", "places", "products", "rules", "run", "views")], _ROWS
     ),
     "proof/rows/custom": ["tests/proof/rows/test_custom.py"],
-    "proof/rows/scripts": [*_ROWS, "tests/proof/rows/test_models.py"],
+    "proof/rows/scripts": _ROWS,
     "proof/rows/verdict": [*_ROWS, "tests/runtime/test_same_bits.py", "tests/runtime/test_dims.py"],
     **dict.fromkeys([f"proof/check/{name}" for name in ("compare", "failures", "gain")], _CHECK),
     "proof/check/attempt": [*_CHECK, _FOOTGUNS.format("state"), "tests/runtime/test_dims.py"],

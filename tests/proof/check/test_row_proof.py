@@ -19,28 +19,12 @@ NEAR = {"rtol": 1e-5, "atol": 1e-8}
 IN_TWO = {0: gd.Dim("batch", [4]), 1: gd.Dim("seq", [8])}
 
 
-class Experts(nn.Module):
-    """Each row goes to its best expert; rows are sorted by expert in between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.weights = nn.Linear(32, 4), nn.Parameter(torch.randn(4, 32, 32) / 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows in, rows out."""
-        best = self.gate(x).argmax(-1)
-        order = best.argsort(stable=True)
-        y = torch.bmm(x[order][:, None], self.weights[best[order]])[:, 0]
-        return torch.empty_like(y).index_copy_(0, order, y)
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.LayerNorm(32)),
     "batch norm": lambda: nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)),
     "attention": lambda: nn.Sequential(
         nn.Unflatten(1, (4, 8)), nn.TransformerEncoderLayer(8, 1, 16, batch_first=True), nn.Flatten()
     ),
-    "experts": Experts,
     "convolution": lambda: nn.Sequential(nn.Unflatten(1, (4, 8)), nn.Conv1d(4, 8, 3), nn.SiLU(), nn.Flatten()),
 }
 
@@ -260,3 +244,27 @@ def test_images_keep_their_order_in_memory() -> None:
     step = make(nn.AdaptiveAvgPool2d(1), sizes=(8,), dynamic={"input": 0})
     images = [torch.randn(rows, 3, 4, 4).contiguous(memory_format=torch.channels_last) for rows in (8, 8, 7, 7, 3)]
     assert check_calls(step, *images, rtol=1e-5, atol=1e-6)[-1] is Reason.PADDED
+
+
+def test_lengths_from_an_example_with_a_short_row() -> None:
+    """The batches that are made of an example hide no row of it altogether: its mask hides padding then, too."""
+    table = torch.randn(50, 8)
+
+    def fn(ids: Tensor, mask: Tensor) -> Tensor:
+        x = table[ids]
+        scores = x @ x.mT + (1.0 - mask[:, None, :].float()) * torch.finfo(torch.float32).min
+        return scores.softmax(-1) @ x
+
+    length = gd.Dim("length", sizes=[8, 16], pad={"mask": 0})
+    dynamic = {"ids": {0: "batch", 1: length}, "mask": {0: "batch", 1: "length"}}
+    step = gd.graphed(fn, dynamic=dynamic, sizes=(4,))
+    shown = torch.arange(16) < torch.tensor([16, 1, 3, 9])[:, None]
+    ids = torch.randint(0, 49, (4, 16))
+    ids[1, 9] = 49  # the largest, and hidden
+    step.prewarm(ids, shown.long())
+    batches = [
+        (ids[:rows, :long].clone(), shown[:rows, :long].clone().long())
+        for rows, long in ((3, 9), (4, 5), (2, 16), (3, 2))
+    ]
+    reasons = check_calls(step, *batches, rtol=1e-4, atol=1e-5)
+    assert set(reasons) == {Reason.PADDED}, step.last_decision.explain()

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from graphdispatch.backends.operators import storage_key
+from graphdispatch.backends.operators import storage_key, tensors_in
 from graphdispatch.proof.rows import rules
 from graphdispatch.proof.rows.batches import BatchSpace
 from graphdispatch.proof.rows.labels import Label, own_size, plain_dims
 from graphdispatch.proof.rows.run import RowRun
 
-from .runs import tensors_of, watching
+from .runs import watching
 
 MOST_ROWS = 64
 _UNWRITTEN = "empty"
@@ -87,7 +87,7 @@ def _plain_run(case: Case, change: Callable[[Tensor], None]) -> list[Tensor]:
     (first, args, kwargs), target = _copied(case)
     torch.manual_seed(0)
     change(target)
-    return tensors_of(case.op(first, *args, **kwargs))
+    return tensors_in(case.op(first, *args, **kwargs))
 
 
 def labelled_run(case: Case) -> list[Label] | None:
@@ -98,7 +98,7 @@ def labelled_run(case: Case) -> list[Label] | None:
     run = RowRun(space, {storage_key(t) for t in tree_leaves((first, args, kwargs)) if isinstance(t, Tensor)})
     run.follow(target, {case.dim: 0})
     with watching(run):
-        outs = tensors_of(case.op(first, *args, **kwargs))
+        outs = tensors_in(case.op(first, *args, **kwargs))
     verdict = run.verdict(outs)
     if verdict.unknown or space.restrictions:
         return None

@@ -10,9 +10,8 @@ from graphdispatch.errors import ConfigError
 from graphdispatch.proof.rows import custom
 from graphdispatch.proof.rows.custom import SHIPPED, row_rule
 
-from .runs import Batch, judge
+from .runs import Batch, D, by_rows, grid, judge
 
-D = 6
 LIBRARY = torch.library.Library("graphdispatch_rules", "DEF")
 LIBRARY.define("scale(Tensor x, Tensor w, Tensor? bias=None) -> Tensor")
 LIBRARY.define("split(Tensor x) -> (Tensor, Tensor)")
@@ -45,20 +44,10 @@ def _own_rules() -> Iterator[None]:
     custom._known.update(before)
 
 
-def _rows(n: int) -> Batch:
-    x = torch.randn(n, D)
-    return (x,), {}, [(x, {0: 0})]
-
-
-def _grid(n: int, s: int) -> Batch:
-    x = torch.randn(n, s, D)
-    return (x,), {}, [(x, {0: 0, 1: 1})]
-
-
 def test_a_rule_says_where_the_rows_of_a_result_are() -> None:
     """With the rule the output has its rows; its other dimensions are those of the argument."""
     row_rule("graphdispatch_rules::scale", "n ..., _ -> n ...")
-    verdict = judge(lambda x: OPS.scale(x, WEIGHT), _rows)
+    verdict = judge(lambda x: OPS.scale(x, WEIGHT))
     assert (verdict.mixes, verdict.unknown, verdict.outputs) == ("", "", (((0,), ()),))
     assert all(verdict.speaks_for((n,)) for n in range(2, 65))
 
@@ -66,43 +55,43 @@ def test_a_rule_says_where_the_rows_of_a_result_are() -> None:
 def test_a_result_of_another_size_speaks_for_its_length_alone() -> None:
     """The rule does not say how long it is for another length; rows may be as many as they like."""
     row_rule("graphdispatch_rules::split", "n s d -> n s d, n s")
-    verdict = judge(lambda x: OPS.split(x.transpose(1, 2))[0], _grid, own=(7, 11))
+    verdict = judge(lambda x: OPS.split(x.transpose(1, 2))[0], grid, own=(7, 11))
     assert verdict.speaks_for((9, 11))
     assert not verdict.speaks_for((9, 12))
     row_rule("graphdispatch_rules::scale", "n s d, _ -> n s d")
-    assert judge(lambda x: OPS.scale(x, WEIGHT), _grid, own=(7, 11)).speaks_for((9, 12))
+    assert judge(lambda x: OPS.scale(x, WEIGHT), grid, own=(7, 11)).speaks_for((9, 12))
 
 
 def test_a_rule_counts_a_length_as_mixed() -> None:
     """Nothing tells what an operator does along a length, though the result has it."""
     row_rule("graphdispatch_rules::scale", "n s d, _ -> n s d")
-    verdict = judge(lambda x: OPS.scale(x, WEIGHT), _grid, own=(7, 11))
+    verdict = judge(lambda x: OPS.scale(x, WEIGHT), grid, own=(7, 11))
     assert (verdict.independent, verdict.mixed_axes, verdict.outputs) == (True, {1}, (((0,), (1,), ()),))
 
 
 def test_rows_where_the_rule_has_none_mix() -> None:
     """The second tensor may hold no rows, nor may one that the rule leaves out."""
     row_rule("graphdispatch_rules::scale", "n ..., _ -> n ...")
-    assert "rows where its rule has none" in judge(lambda x: OPS.scale(x, x), _rows).mixes
-    assert "rows where its rule has none" in judge(lambda x: OPS.scale(x, WEIGHT, x), _rows).mixes
-    assert "rows where its rule has none" in judge(lambda x: OPS.scale(x.T, WEIGHT[:1]).T, _rows).mixes
+    assert "rows where its rule has none" in judge(lambda x: OPS.scale(x, x)).mixes
+    assert "rows where its rule has none" in judge(lambda x: OPS.scale(x, WEIGHT, x)).mixes
+    assert "rows where its rule has none" in judge(lambda x: OPS.scale(x.T, WEIGHT[:1]).T).mixes
 
 
 def test_a_result_may_be_left_out() -> None:
     """Nobody may use what the rule calls ``?``, and the others are as they are named."""
     row_rule("graphdispatch_rules::split", "n ... -> n d, ?")
-    assert judge(lambda x: OPS.split(x)[0], _rows).outputs == (((0,), ()),)
-    assert "leaves out" in judge(lambda x: OPS.split(x)[1], _rows).unknown
+    assert judge(lambda x: OPS.split(x)[0]).outputs == (((0,), ()),)
+    assert "leaves out" in judge(lambda x: OPS.split(x)[1]).unknown
     row_rule("graphdispatch_rules::split", "n ... -> n d, n")
-    assert judge(lambda x: OPS.split(x)[1], _rows).outputs == (((0,),),)
+    assert judge(lambda x: OPS.split(x)[1]).outputs == (((0,),),)
 
 
 def test_a_list_of_tensors_counts_as_one() -> None:
     """Each tensor of the list is as the rule says."""
     row_rule("graphdispatch_rules::pick", "n ..., n ... -> n ...")
-    assert judge(lambda x: OPS.pick([x, x * 2], x), _rows).independent
+    assert judge(lambda x: OPS.pick([x, x * 2], x)).independent
     row_rule("graphdispatch_rules::pick", "_, n ... -> n ...")
-    assert judge(lambda x: OPS.pick([x], x), _rows).mixes
+    assert judge(lambda x: OPS.pick([x], x)).mixes
 
 
 def test_what_an_operator_writes_follows_its_rule() -> None:
@@ -114,21 +103,21 @@ def test_what_an_operator_writes_follows_its_rule() -> None:
         return out
 
     row_rule("graphdispatch_rules::store", "n ..., n ... -> n ...")
-    assert judge(fn, _rows).outputs == (((0,), ()),)
+    assert judge(fn).outputs == (((0,), ()),)
 
 
 def test_an_operator_in_python_is_followed_without_a_rule() -> None:
     """Its kernel is Python, so that its own operators tell; a rule comes before."""
-    assert judge(lambda x: OPS.scale(x, WEIGHT), _rows).independent
-    assert "aten::sum" in judge(lambda x: OPS.scale(x, x.sum(0)), _rows).mixes
+    assert judge(lambda x: OPS.scale(x, WEIGHT)).independent
+    assert "aten::sum" in judge(lambda x: OPS.scale(x, x.sum(0))).mixes
     row_rule("graphdispatch_rules::scale", "_, n ... -> n ...")
-    assert judge(lambda x: OPS.scale(x, WEIGHT), _rows).mixes
+    assert judge(lambda x: OPS.scale(x, WEIGHT)).mixes
 
 
 def test_the_parts_of_an_operator_with_a_rule_have_any_shapes() -> None:
     """What runs within it is not followed, so that another batch may have other shapes there."""
     row_rule("graphdispatch_rules::scale", "n ..., _ -> n ...")
-    verdict = judge(lambda x: OPS.scale(x, WEIGHT), _rows)
+    verdict = judge(lambda x: OPS.scale(x, WEIGHT))
     product = torch.ops.aten.mul.Tensor
     assert [step.operator for step in verdict.steps] == [product]
     assert verdict.has_shapes([(product, ((9, D), (D, D), (9, D)))], (9,))
@@ -137,9 +126,9 @@ def test_the_parts_of_an_operator_with_a_rule_have_any_shapes() -> None:
 def test_a_rule_that_does_not_fit_is_unknown() -> None:
     """A rule for other tensors says nothing of these."""
     row_rule("graphdispatch_rules::scale", "n a b, _ -> n a b")
-    assert "n a b for a tensor of 2 dimensions" in judge(lambda x: OPS.scale(x, WEIGHT), _rows).unknown
+    assert "n a b for a tensor of 2 dimensions" in judge(lambda x: OPS.scale(x, WEIGHT)).unknown
     row_rule("graphdispatch_rules::split", "n ..., _ -> n ..., n")
-    assert "has 2 tensors, but it takes 1" in judge(lambda x: OPS.split(x), _rows).unknown
+    assert "has 2 tensors, but it takes 1" in judge(lambda x: OPS.split(x)).unknown
 
 
 @pytest.mark.parametrize(
@@ -175,7 +164,7 @@ def test_shipped_rules_are_rules() -> None:
 
 def _slots(n: int) -> Batch:
     x, slots = torch.randn(n, D), torch.randperm(40)[:n]
-    return (x, slots, torch.zeros(64, D)), {}, [(x, {0: 0}), (slots, {0: 0})]
+    return by_rows(x, slots, others=[torch.zeros(64, D)])
 
 
 def test_a_rule_vouches_for_what_an_operator_reads_of_slots() -> None:
@@ -199,5 +188,5 @@ def test_an_operator_that_writes_state_may_write_anywhere() -> None:
 def test_a_row_that_an_operator_writes_itself_names_no_place() -> None:
     """What it writes has the rows that its rule says."""
     row_rule("graphdispatch_rules::store", "n ..., n ... -> n ...")
-    verdict = judge(lambda x: (OPS.store(x, x * 2), x + 1)[1], _rows)
+    verdict = judge(lambda x: (OPS.store(x, x * 2), x + 1)[1])
     assert (verdict.independent, verdict.slots.where) == (True, "")

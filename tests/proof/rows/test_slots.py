@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from graphdispatch.proof.rows.verdict import Verdict
 
-from .runs import Batch, judge
+from .runs import Batch, by_rows, judge
 
 SLOTS, COLUMNS = 10, 6
 FIXED = torch.tensor([3])
@@ -18,7 +18,7 @@ Step = Callable[[Tensor, Tensor, Tensor], Any]
 
 def _batch(n: int) -> Batch:
     x, i = torch.randn(n, COLUMNS), torch.randint(0, COLUMNS, (n,))
-    return (x, i, torch.zeros(SLOTS, COLUMNS)), {}, [(x, {0: 0}), (i, {0: 0})]
+    return by_rows(x, i, others=[torch.zeros(SLOTS, COLUMNS)])
 
 
 def _pages(cache: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def test_a_length_names_places_too() -> None:
 
     def make(n: int, s: int) -> Batch:
         i = torch.randint(0, SLOTS, (n, s))
-        return (i, torch.zeros(SLOTS)), {}, [(i, {0: 0, 1: 1})]
+        return (i, torch.zeros(SLOTS)), [(i, {0: 0, 1: 1})]
 
     verdict = judge(lambda i, c: (c.__setitem__(i, 1.0), i * 2)[1], make, own=(7, 11))
     assert (verdict.slots.axes, verdict.mixed_axes) == ({0, 1}, {1})

@@ -1,0 +1,352 @@
+"""Programs whose rows are independent, as models have them: a run proves it for all numbers of rows.
+
+``INDEPENDENT`` maps names to a callable and what makes its batch.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .runs import Batch, D, by_rows, floats, ids, rows, rows_and_ids, rows_and_mask, sequences
+
+F = nn.functional
+
+K = 2
+"""How many experts a row chooses."""
+_GENERATOR = torch.Generator().manual_seed(0)
+W, V, TABLE, EXPERTS, ROUTER = (
+    torch.randn(shape, generator=_GENERATOR) for shape in ((D, D), (D,), (200, D), (4, D, D), (D, 4))
+)
+FIXED, ONE = torch.tensor([0, 2, 4]), torch.tensor(2)
+
+# Mixtures of experts: rows are sorted by expert, multiplied in groups, and put back.
+
+
+def chosen_of(x: Tensor) -> Tensor:
+    """The experts of all rows, one behind the other."""
+    return (x @ ROUTER).topk(K, -1).indices.reshape(-1)
+
+
+def bounds_of(chosen: Tensor, bins: int = len(EXPERTS), *, low: int = 0) -> Tensor:
+    """Where the group of each expert ends."""
+    return torch.histc(chosen.float(), bins, low, low + bins - 1).cumsum(0, dtype=torch.int32)
+
+
+def mixture(
+    x: Tensor,
+    *,
+    scores: Callable[[Tensor], Tensor] = lambda x: x @ ROUTER,
+    order: Callable[[Tensor], Tensor] = torch.argsort,
+    row_of: Callable[[Tensor], Tensor] = lambda order: order // K,
+    bounds: Callable[[Tensor, Tensor], Tensor] = lambda chosen, _: bounds_of(chosen),
+    back: Callable[[Tensor, Tensor], Tensor] = lambda y, order: y[order.argsort()],
+) -> Tensor:
+    """A sum of experts for each row; each of its parts may be another one."""
+    chosen = scores(x).topk(K, -1).indices.reshape(-1)
+    sorted_by = order(chosen)
+    y = F.grouped_mm(x[row_of(sorted_by)].bfloat16(), EXPERTS.bfloat16(), offs=bounds(chosen, sorted_by)).float()
+    return back(y, sorted_by).view(x.shape[0], K, D).sum(1)
+
+
+def written_places(y: Tensor, order: Tensor) -> Tensor:
+    """Put back as transformers does: the places are written by the order."""
+    places = torch.empty_like(order)
+    places[order] = torch.arange(order.size(0))
+    return y[places]
+
+
+def one_expert(x: Tensor) -> Tensor:
+    """One expert for each row; rows are written back by the order."""
+    chosen = (x @ ROUTER).argmax(-1)
+    order = chosen.argsort()
+    y = F.grouped_mm(x[order].bfloat16(), EXPERTS.bfloat16(), offs=bounds_of(chosen)).float()
+    out = torch.empty_like(y)
+    out[order] = y
+    return out
+
+
+def added_experts(x: Tensor) -> Tensor:
+    """Each product is added to its row."""
+    chosen = chosen_of(x)
+    order = chosen.argsort(stable=True)
+    row = torch.arange(x.shape[0])[:, None].expand(-1, K).reshape(-1)[order]
+    y = F.grouped_mm(x[row].bfloat16(), EXPERTS.bfloat16(), offs=bounds_of(chosen)).float()
+    return torch.zeros_like(x).index_add_(0, row, y)
+
+
+def weights_by_choice(x: Tensor) -> Tensor:
+    """Each row takes the weights of its experts."""
+    weights, chosen = (x @ ROUTER).softmax(-1).topk(K, -1)
+    return (torch.einsum("nd,nkdo->nko", x, EXPERTS[chosen]) * weights[..., None]).sum(1)
+
+
+def best_of_two(x: Tensor) -> Tensor:
+    """The best expert, and the best of the others, are chosen one by one."""
+    scores = (x @ ROUTER).softmax(-1)
+    one = scores.max(-1, keepdim=True)
+    other = scores.scatter(-1, one.indices, -1.0).max(-1, keepdim=True)
+    chosen = torch.cat((one.indices, other.indices), -1).reshape(-1)
+    order = chosen.argsort()
+    y = F.grouped_mm(x[order // K].bfloat16(), EXPERTS.bfloat16(), offs=bounds_of(chosen)).float()
+    return written_places(y, order).view(x.shape[0], K, D).sum(1)
+
+
+def all_experts(x: Tensor) -> Tensor:
+    """Each expert computes each row."""
+    values, places = (x @ W).softmax(-1).topk(2, -1)
+    return sum(x @ W * ((places == e) * values).sum(-1, keepdim=True) for e in range(D))  # type: ignore[return-value]
+
+
+MIXTURES: dict[str, Any] = {
+    "put back by a second sort": mixture,
+    "put back by written places": lambda x: mixture(x, back=written_places),
+    "one expert": one_expert,
+    "added": added_experts,
+    "weights by choice": weights_by_choice,
+    "best of two": best_of_two,
+    "all experts": all_experts,
+}
+
+# Other models, and parts of them.
+
+
+class Branches(nn.Module):
+    """Checks that pass for all numbers of rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, d = x.shape
+        if b <= 0 or x.dim() != 2:
+            raise ValueError
+        assert x.numel() == b * d
+        return x + (1 if b > 1 else 2)
+
+
+def top_p(x: Tensor) -> Tensor:
+    """The most probable elements of each row."""
+    values, order = x.sort(-1, descending=True)
+    is_beyond = values.softmax(-1).cumsum(-1) > 0.9
+    return x.masked_fill(torch.zeros_like(x, dtype=torch.bool).scatter(1, order, is_beyond), -1e9)
+
+
+def columns_set(x: Tensor) -> Tensor:
+    """Columns of new memory are written."""
+    y = torch.zeros(x.shape[0], D)
+    y[:, 0] = x[:, 1]
+    y[:, 1:3] += x[:, :2]
+    return y
+
+
+def product_into(x: Tensor) -> Tensor:
+    """A result in memory that was made for it."""
+    y = torch.empty_like(x)
+    torch.mul(x, 2, out=y)
+    return y + 1
+
+
+def in_autocast(x: Tensor) -> Tensor:
+    """A product in another type."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.linear(x, W)
+
+
+ROWS: dict[str, Any] = {
+    "linear": lambda x: (x @ W).relu(),
+    "mlp": nn.Sequential(nn.Linear(D, 8), nn.GELU(), nn.LayerNorm(8), nn.Dropout(), nn.Linear(8, 2)).eval(),
+    "checks": Branches(),
+    "number in a range": lambda x: x * (1 if x.shape[0] <= 64 else 2),
+    "slice to the end": lambda x: x.unflatten(1, (2, -1)).flatten(0, 1)[(slice(0, 2 * x.shape[0]),)],
+    "broadcast shapes": lambda x: x + torch.zeros(torch.broadcast_shapes(x.shape[:-1], (1,)))[:, None],
+    "ones of n": lambda x: x * torch.ones(len(x), 1),
+    "table of n rows": lambda x: x + TABLE[: x.shape[0]],
+    "top-p": top_p,
+    "topk": lambda x: x.topk(2, -1),
+    "argmax": lambda x: x.argmax(-1),
+    "normalized": lambda x: F.normalize(x, dim=-1),
+    "cosine": lambda x: F.cosine_similarity(x, V[None]),
+    "quantile of each row": lambda x: x.clamp(max=torch.quantile(x.abs(), 0.9, dim=1, keepdim=True)),
+    "variance": lambda x: (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-5),
+    "spectrum": lambda x: torch.fft.rfft(x, dim=-1).abs(),
+    "where": lambda x: torch.where(x > 0, x, torch.zeros(1)),
+    "minimum of a constant": lambda x: torch.minimum(x, V),
+    "guidance by slices": lambda x: (lambda y: y[: len(x)] - 2 * y[len(x) :])(torch.cat([x, x * 2]) @ W),
+    "guidance by a split": lambda x: operator.sub(*(torch.cat([x, x * 2]) @ W).split(x.shape[0])),
+    "guidance by half the size": lambda x: (lambda y: operator.sub(*torch.split(y, len(y) // 2, dim=0)))(
+        torch.cat([x, x * 2])
+    ),
+    "guidance by sizes": lambda x: operator.sub(*torch.cat([x, x * 2, -x]).split([2 * len(x), len(x)])[0].chunk(2)),
+    "guidance by chunks": lambda x: (lambda a, b: a + 2 * (b - a))(*(torch.cat([x, x]) @ W).chunk(2)),
+    "guidance by repeat": lambda x: (x.repeat(2, 1) @ W).view(2, x.shape[0], D).sum(0),
+    "beams": lambda x: (x.repeat_interleave(3, 0) @ W).view(x.shape[0], 3, D).amax(1),
+    "numbers of rows of one part": lambda x: x[torch.arange(x.shape[0]) // 1],
+    "dict": lambda x: {"a": x @ W, "b": (x + 1, x[:, 0])},
+    "out=": product_into,
+    "autocast": in_autocast,
+    "columns set": columns_set,
+    "columns selected": lambda x: x.index_select(1, FIXED),
+    "a column selected": lambda x: x.index_select(1, ONE),
+    "columns copied": lambda x: x.index_copy(1, FIXED, x[:, :3]),
+    "columns filled": lambda x: x.index_fill(1, FIXED, 1.0),
+    "own rows selected": lambda x: x.index_select(0, torch.arange(x.shape[0])),
+    "own rows added": lambda x: x.index_add(0, torch.arange(x.shape[0]), x),
+}
+
+
+def set_at(x: Tensor, place: Any, value: Any) -> Tensor:
+    """A copy that has a value at a place."""
+    y = x * 1
+    y[place] = value
+    return y
+
+
+def with_next(i: Tensor) -> Tensor:
+    """Two numbers for each row."""
+    return torch.stack([i, i + 1], 1)
+
+
+def starts_of(i: Tensor) -> Tensor:
+    """Where each row's two numbers begin."""
+    return torch.arange(0, 2 * len(i), 2)
+
+
+WITH_IDS: dict[str, Any] = {
+    "one-hot": lambda x, i: x * (i[:, None] == torch.arange(D)),
+    "flags of rows set": lambda x, i: set_at(x, x[:, 0] > 0, 1.0),
+    "flags of elements set": lambda x, i: set_at(x, x > 0, 1.0),
+    "columns set by a list": lambda x, i: set_at(x, (slice(None), FIXED), 1.0),
+    "one column of each row set": lambda x, i: set_at(x, (torch.arange(x.shape[0]), i), x[:, 0]),
+    "rows of a table": lambda x, i: TABLE.index_select(0, i),
+    "columns gathered": lambda x, i: x.gather(1, i[:, None]),
+    "columns scattered": lambda x, i: x.scatter(1, i[:, None], x[:, :1]),
+    "columns scattered and added": lambda x, i: x.scatter_add(1, i[:, None], x[:, :1]),
+    "bags": lambda x, i: x + F.embedding_bag(with_next(i).reshape(-1), TABLE, starts_of(i)),
+}
+
+
+def heads(x: Tensor) -> Tensor:
+    """Attention whose heads lie beside the rows."""
+    b, t, _ = x.shape
+    q = (x @ W).view(b, t, 2, 4).transpose(1, 2).reshape(b * 2, t, 4)
+    return (q @ q.mT).softmax(-1).view(b, 2, t, t).mean(1)
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Positions by rotations."""
+    angles = torch.arange(x.shape[1])[:, None] * torch.arange(4.0)
+    cos, sin = angles.cos(), angles.sin()
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+SEQUENCES: dict[str, Any] = {
+    "heads": heads,
+    "causal": lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+    "causal by a mask": lambda x: ((x @ x.mT) + torch.full((5, 5), -1e9).triu(1)).softmax(-1) @ x,
+    "causal by a mask of its size": lambda x: (x @ x.mT).masked_fill(
+        torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1), -1e9
+    ),
+    "rotated": rotated,
+    "a first token": lambda x: torch.cat([V.expand(x.shape[0], 1, -1), x], 1),
+    "positions": lambda x: x + TABLE[torch.arange(x.shape[1])],
+    "positions of rows": lambda x: x + F.embedding(torch.arange(x.shape[1]).unsqueeze(0).expand(x.shape[0], -1), TABLE),
+    "tokens in one batch": lambda x: (x.flatten(0, 1) @ W).unflatten(0, (x.shape[0], -1)),
+    "tokens in the batch's shape": lambda x: (x.reshape(-1, D) @ W).view_as(x),
+    "experts of tokens": lambda x: mixture(x.flatten(0, 1)).view_as(x),
+    "einsum": lambda x: torch.einsum("btd,de,e->bt", x, W, V),
+    "windows": lambda x: x.unfold(1, 2, 1).mean(-1),
+    "lstm": nn.LSTM(D, 4, 2, batch_first=True).eval(),
+    "lstm from zeros": lambda x: LSTM(x, (x.new_zeros(1, x.shape[0], 4), torch.zeros(1, x.shape[0], 4)))[0],
+    "gru": nn.GRU(D, 4, batch_first=True).eval(),
+    "transformer": nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, 8, batch_first=True), 2).eval(),
+    "attention": lambda x: ATTENTION(x, x, x)[0],
+}
+LSTM, ATTENTION = nn.LSTM(D, 4, batch_first=True).eval(), nn.MultiheadAttention(D, 2, batch_first=True).eval()
+
+
+def masked(x: Tensor, mask: Tensor) -> Tensor:
+    """Attention with a mask."""
+    return F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], attn_mask=mask[:, None, None])[:, 0]
+
+
+MASKED: dict[str, Any] = {
+    "attention": lambda x, m: masked(x, (1.0 - m.float()) * torch.finfo(torch.float32).min),
+    "attention by flags": lambda x, m: masked(x, m.bool()),
+    "last token": lambda x, m: x[torch.arange(x.shape[0]), m.sum(1) - 1],
+    "last token gathered": lambda x, m: x.gather(1, (m.sum(1) - 1)[:, None, None].expand(-1, 1, D)),
+    "mean": lambda x, m: (x * m[..., None]).sum(1) / m.sum(1, keepdim=True),
+    "positions": lambda x, m: x + TABLE[(m.cumsum(1) - 1).clamp(min=0)],
+}
+
+
+def grouped_heads(x: Tensor) -> Tensor:
+    """A group norm, and as many heads as the batch of the run has rows."""
+    normed = F.group_norm(x, 3)
+    return normed + x.mean((1, 2, 3)).view(-1, 1, 1, 1).expand(-1, 7, -1, -1).sum(1, keepdim=True)
+
+
+IMAGES: dict[str, Any] = {
+    "convolution": nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 2)
+    ).eval(),
+    "instance norm": nn.InstanceNorm2d(3).eval(),
+    "pooled": nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval(),
+    "larger": lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"),
+    "pixels moved": lambda x: F.pixel_unshuffle(x, 2),
+    "patches": lambda x: x.reshape(x.shape[0], 3, 2, 4, 2, 4).permute(0, 2, 4, 3, 5, 1).reshape(x.shape[0], 4, 48),
+    "a group norm beside heads": grouped_heads,
+}
+LINES: dict[str, Any] = {
+    "convolution": nn.Conv1d(D, 4, 3, padding=1).eval(),
+    "group norm": nn.GroupNorm(2, D).eval(),
+}
+
+# State.
+
+
+def cached(n: int) -> Batch:
+    """Rows, a cache with rows of its own, and a place."""
+    x, cache = torch.randn(n, D), torch.randn(n, 8, D)
+    return by_rows(x, cache, others=[torch.tensor([3])])
+
+
+def attends_cache(x: Tensor, cache: Tensor, at: Tensor) -> Tensor:
+    """A cache, written at one position, and read by its own row."""
+    cache.index_copy_(1, at, (x @ W)[:, None])
+    return torch.softmax((cache @ x[:, :, None])[..., 0], -1)[:, None] @ cache
+
+
+def paged(n: int) -> Batch:
+    """Rows, the slot of each, and the slots that it reads."""
+    x, slots, table = torch.randn(n, D), torch.arange(n), torch.randint(100, 200, (n, 4))
+    return by_rows(x, slots, table)
+
+
+class Paged(nn.Module):
+    """A cache in pages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("keys", torch.zeros(200, D))
+
+    def forward(self, x: Tensor, slots: Tensor, table: Tensor) -> Tensor:
+        self.keys.index_copy_(0, slots, x)
+        return torch.softmax((self.keys[table] @ x[:, :, None])[..., 0], -1)
+
+
+def _of(make: Callable[..., Batch], **tables: dict[str, Any]) -> dict[str, tuple[Any, Callable[..., Batch]]]:
+    return {f"{table}: {name}": (fn, make) for table, cases in tables.items() for name, fn in cases.items()}
+
+
+INDEPENDENT = {
+    **_of(rows, rows=ROWS, mixture=MIXTURES),
+    **_of(rows_and_ids, ids=WITH_IDS),
+    **_of(sequences, sequences=SEQUENCES),
+    **_of(rows_and_mask, masked=MASKED),
+    **_of(floats(3, 8, 8), images=IMAGES),
+    **_of(floats(D, 9), lines=LINES),
+    **_of(ids, ids={"embedding": lambda i: F.embedding(i, TABLE).sum(1)}),
+    **_of(cached, cache={"with rows of its own": attends_cache}),
+    **_of(paged, cache={"in pages": Paged()}),
+}
