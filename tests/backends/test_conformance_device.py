@@ -1,6 +1,7 @@
 """Streams, events, timers, generators and memory as ``backends/base.py`` promises them, by every backend."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -72,6 +73,17 @@ def test_work_on_a_stream_runs_in_order(backend: Backend) -> None:
             append_digit(x, factor)
     stream.synchronize()
     assert x.item() == 123
+
+
+def test_the_stream_before_comes_back(backend: Backend) -> None:
+    """Blocks of streams nest, and end well however they end."""
+    worker, other, before = backend.make_stream(), backend.make_stream(), backend.current_stream()
+    with backend.use_stream(worker):
+        with suppress(KeyError), backend.use_stream(other):
+            assert backend.current_stream() == other
+            raise KeyError("mine")
+        assert backend.current_stream() == worker
+    assert backend.current_stream() == before
 
 
 def test_a_replay_goes_to_the_current_stream(backend: Backend, pool: Pool, draw: Draw, record: Record) -> None:

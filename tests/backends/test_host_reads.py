@@ -16,7 +16,7 @@ from graphdispatch import Reason, graphed
 from graphdispatch.backends import get_backend
 from graphdispatch.errors import CaptureError
 
-from ..helpers import check_calls, check_rows, in_threads
+from ..helpers import check_rows, in_threads
 
 from_name = torch.cuda.is_current_stream_capturing
 """The function as code has it that imported it by name."""
@@ -136,20 +136,6 @@ def test_only_the_recording_thread_captures() -> None:
     _record(recorded)
     assert answers == [(False, [1.0, 1.0])]
     assert not says_capturing()
-
-
-def test_code_that_asks_is_served() -> None:
-    """A callable that skips its read of a mask while torch captures is served, and equals eager."""
-
-    def model(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        if not says_capturing() and bool(mask.all()):
-            return x * 2
-        return torch.where(mask, x * 2, 0.0)
-
-    served = graphed(model, dynamic={"x": 0, "mask": 0}, sizes=[4])
-    batches = ((torch.randn(4, 3), torch.rand(4, 3) > (0.5 if step % 2 else -1)) for step in range(12))
-    check_calls(served, *batches)
-    assert served.stats.hits == 9
 
 
 def test_paths_that_differ_are_refused() -> None:

@@ -29,29 +29,6 @@ def test_operands_that_are_one_tensor_stay_one(batch_first: bool) -> None:
         follows(lambda x: attention(x, x, x)[0], 4, 5, 8)  # type: ignore[no-any-return]
 
 
-KEPT: list[torch.Tensor] = []
-
-
-def _kept(x: torch.Tensor) -> torch.Tensor:
-    KEPT.append(torch.tensor([1.0, 2.0]))
-    return KEPT[-1].mul_(x[:2, 0]) + 1
-
-
-@pytest.mark.parametrize(
-    "fn",
-    [
-        lambda x: torch.tensor([1.0, 2.0]).add_(x[:2, 0]),
-        lambda x: torch.tensor([1.0, 2.0]),
-        lambda x: (literal := torch.tensor([1.0, 2.0])) * 2 + literal.mul_(x[0, 0]),
-        _kept,
-    ],
-)
-def test_a_tensor_of_python_values_is_made_anew(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """By each replay, also where the call writes to it and gives it back, or keeps it."""
-    follows(fn, 4, 6)
-    KEPT.clear()
-
-
 def test_an_operator_has_the_parts_that_eager_runs() -> None:
     """Under inference mode, too: not those of a decomposition that torch keeps for its compiler."""
     model, x = torch.nn.GRU(8, 8).eval(), torch.randn(5, 4, 8)
@@ -66,13 +43,6 @@ def test_an_operator_has_the_parts_that_eager_runs() -> None:
         expected = operators()
     with torch.inference_mode():
         assert operators() == expected
-
-
-def test_results_share_a_storage() -> None:
-    """As all that a graph makes: an ``out=`` kernel that asks for that, and then goes wrong, is not used."""
-    follows(lambda x: torch.linalg.qr(x)[1], 2, 3, 3)
-    follows(lambda x: torch.cat(torch.linalg.qr(x + 1)), 2, 3, 3)
-    follows(lambda x: torch.cat([one.float() for one in x.max(1)]), 4, 6)
 
 
 OTHER = torch.ones(4, 4)
@@ -142,26 +112,6 @@ def test_unused_operator_that_may_raise_is_run(check: Callable[[torch.Tensor], A
         graph.replay()
 
 
-def test_draws_advance_as_in_eager() -> None:
-    """A replay draws anew what eager would, neither more nor less, also where nobody reads it."""
-    x = torch.ones(4)
-
-    def fn() -> torch.Tensor:
-        torch.rand(7)
-        torch.empty(7).uniform_()
-        torch.ones(3).bernoulli_()
-        torch.rand(2, out=torch.empty(2))
-        return torch.nn.functional.dropout(x, 0.5) + torch.rand(4)
-
-    graph, out = recorded(fn)
-    torch.manual_seed(1)
-    graph.replay()
-    after = torch.get_rng_state()
-    torch.manual_seed(1)
-    assert torch.equal(out, fn())
-    assert torch.equal(after, torch.get_rng_state())
-
-
 def test_temporary_that_is_sent_is_sent() -> None:
     """An operator of unknown effect that only writes to a temporary is replayed: it may have sent it."""
     sent: list[list[float]] = []
@@ -193,37 +143,6 @@ def test_result_of_another_shape_is_an_error(length: int) -> None:
         n.fill_(length)
         with pytest.raises(ReplayError, match=r"shapes \[\(\d, 2\)\] where the graph holds \[\(3, 2\)\]"):
             graph.replay()
-
-
-def _resized(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    own = torch.zeros(2)
-    own.resize_(shape)
-    return own.copy_(x).add_(1)
-
-
-GEOMETRY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "unsqueeze_": lambda x: (x * 2).unsqueeze_(0) + 1,
-    "t_": lambda x: (x * 2).t_() @ x,
-    "squeeze_twice": lambda x: (x[:1] * 2).squeeze_(0).unsqueeze_(1).mul_(3),
-    "resize_": lambda x: _resized(x, (4, 6)),
-    "set_": lambda x: torch.empty(0).set_(x * 2) + 1,  # type: ignore[call-overload]
-    "out_that_grows": lambda x: torch.add(x, 1, out=torch.empty(0)) * 2,
-    "out_that_grows_late": lambda x: torch.mul(torch.add(x[:1], 1, out=(out := torch.ones(1)[:0])), 2) + out.sum() + x,
-    "data": lambda x: _with_data(x),
-}
-
-
-def _with_data(x: torch.Tensor) -> torch.Tensor:
-    y = torch.zeros(2)
-    y.data = x * 2
-    return y + 1
-
-
-@pytest.mark.parametrize("fn", GEOMETRY.values(), ids=GEOMETRY)
-@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
-def test_own_tensors_may_change_their_shape(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """A tensor of the call that is reshaped, resized or given other memory in place holds eager's bits in replays."""
-    follows(fn, 4, 6)
 
 
 Refused = dict[str, Callable[[torch.Tensor, torch.Tensor], Any]]

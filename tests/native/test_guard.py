@@ -18,7 +18,7 @@ from torch import nn
 from graphdispatch.native.bound import CORE, GUARD, USES_CHANGES, USES_VERSIONS, versions_tell
 
 from ..behaviour.cases import Box, Slotted
-from ..helpers import check_rows, frames_of, in_threads, make, native_answers
+from ..helpers import check_rows, in_threads, make, native_answers
 
 pytestmark = pytest.mark.skipif(GUARD is None, reason="there is no native core")
 
@@ -54,16 +54,6 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.layers(x) * self.factor * self.steps[0] * self.names["a"]
         return x + len(self.kinds) + self.settings.k + self.shared.gain
-
-
-def test_the_order_of_attributes_needs_no_python() -> None:
-    """It is compared by the core alone."""
-    through = Box(first=2, second=5)
-    guard = settled(lambda x: x * next(iter(vars(through).values())))
-    assert frames_of(guard.native.holds) == []
-    vars(through)["first"] = vars(through).pop("first")
-    assert not guard.native.holds()
-    assert not guard.holds()
 
 
 def test_a_native_guard_is_made_again_where_python_finds_that_it_holds() -> None:
@@ -227,7 +217,6 @@ def swapped(net: Net, _: pytest.MonkeyPatch) -> Callable[[], Any]:
 
 
 MOVES: dict[str, Callable[[Net, pytest.MonkeyPatch], Any]] = {
-    "a number is replaced": lambda n, p: p.setitem(vars(n), "factor", 9.0),
     "a table is cleared and refilled": refilled,
     "another offset": lambda n, p: p.setattr(n.layers[0].weight, "data", torch.zeros(12)[3:].view(3, 3)),
     "swapped tensors": swapped,

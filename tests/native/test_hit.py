@@ -13,7 +13,6 @@ from torch import Tensor
 
 from graphdispatch import Graphed, Reason, ReplayError, graphed
 from graphdispatch.backends.tracing import compiler_at_work
-from graphdispatch.engines import EntryState
 from graphdispatch.native.bound import CORE
 from graphdispatch.runtime.replay import ReplayPlan
 from graphdispatch.runtime.server import Server
@@ -259,39 +258,6 @@ def test_a_changed_class_is_seen(way: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert not seen
 
 
-def test_a_hit_enters_no_frame() -> None:
-    """From the call of a served function to its answer there is no Python, but for a replaced ``__call__``."""
-
-    class Own(Graphed[..., Any]):
-        """A subclass with nothing of its own."""
-
-        __slots__ = ()
-
-    x = torch.randn(ROWS, 3)
-    step = settled(lambda x: x * 2, x)
-    for gradients in (False, True):
-        with torch.set_grad_enabled(gradients):
-            assert frames_of(lambda: step(x)) == []
-    step.__class__ = Own
-    assert frames_of(lambda: step(x))[0] == "__call__"
-    assert torch.equal(step(x), x * 2)
-
-
-def test_calls_that_are_all_alike_become_hits(way: str) -> None:
-    """Of one row of whole numbers no other batch can be made; another one of the caller's is compared as ever."""
-    table = torch.rand(5, 2)
-    step = graphed(lambda ids: table[ids], dynamic={"ids": 0}, sizes=(1,), options=AT_ONCE)
-    alike = torch.tensor([3])
-    check_calls(step, *[alike] * 20)
-    (entry,) = step.entries
-    assert entry.state is EntryState.CAPTURED
-    if way == "core":
-        assert "step" not in frames_of(lambda: step(alike))
-    rows = (torch.tensor([row]) for row in (3, 1, 2))
-    assert check_calls(step, *rows) == [Reason.EXACT, Reason.VERIFIED_NOW, Reason.EXACT]
-    assert entry.state is EntryState.VERIFIED
-
-
 def test_arguments_between_written_memory_are_hits() -> None:
     """An argument may lie between tensors that the graph writes, as in a heap; in one of them it is refused."""
     memory = bytearray(3 * 4 * ROWS)
@@ -338,5 +304,7 @@ def test_signatures_in_turns_are_hits_without_a_frame() -> None:
     kinds: list[tuple[Any, ...]] = [(x[:, :1].clone(),), (x,), (x, 3), (x.double(), 3), (x, 3.0)]
     check_calls(step, *((x + shift, *rest) for shift in range(3) for x, *rest in kinds))
     for x, *rest in kinds * 2:
-        assert frames_of(lambda x=x, rest=rest: step(x, *rest)) == []
+        for gradients in (False, True):
+            with torch.set_grad_enabled(gradients):
+                assert frames_of(lambda x=x, rest=rest: step(x, *rest)) == []
         assert check_calls(step, (x, *rest))[0].is_graph

@@ -1,4 +1,7 @@
-"""The native tape of CPU graphs: what it does, it does as Python's loop does."""
+"""The native tape of CPU graphs: what it does, it does as Python's loop does.
+
+That it gives the same bits is a claim of ``tests/backends/test_replays.py``.
+"""
 
 import math
 import threading
@@ -11,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
@@ -19,97 +21,21 @@ from torch.profiler import ProfilerActivity, profile
 from graphdispatch import ReplayError
 from graphdispatch.backends import get_backend
 from graphdispatch.backends.cpu.graph import CPUGraph, Program, Step, loop, run_and_copy
-from graphdispatch.backends.operators import bits_equal, tensors_in
+from graphdispatch.backends.operators import bits_equal
 from graphdispatch.native import tape
 
+from ..backends.test_replays import NUMBERS, values
 from ..helpers import Behind, collector_off, in_threads, recorded
 
 pytestmark = pytest.mark.skipif(not tape.TAPE.wait(), reason=repr(tape.TAPE))
 
 aten = torch.ops.aten
-FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-NUMBERS = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64)
-
-
-def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Numbers of a dtype, some of them negative and none of them zero."""
-    return (torch.randn(*shape) * 3 + 0.25).to(dtype)
-
-
-Case = tuple[Callable[[torch.Tensor], Any], tuple[torch.dtype, ...]]
-CASES: dict[str, Case] = {
-    "numbers": (lambda x: (x * 2 + 1, 3 - x, x / 2, x**2), NUMBERS[:-2]),
-    "complex numbers": (
-        lambda x: (x * (1 + 2j), x.abs(), x.conj() + x, x.real * 2),
-        (torch.complex64, torch.complex128),
-    ),
-    "comparisons": (lambda x: (x > 0.5, torch.where(x > 0, x, x + x), x.eq(x.flip(0))), NUMBERS[:-2]),
-    "lists": (lambda x: (torch.cat([x, x + 1], 1), torch.stack([x, x * 2])), NUMBERS),
-    "indices": (lambda x: (x[:, [2, 0]] + x[:, :2], x[torch.tensor([1, 0]), torch.tensor([2, 1])] * 2), NUMBERS),
-    "reductions": (lambda x: (x.sum(1), x.amax(0), x.max(1), x.mean(-1, keepdim=True)), FLOATS),
-    "integer reductions": (lambda x: (x.sum(), x.sum(0, dtype=torch.float32), x.argmax(1)), NUMBERS[4:7]),
-    "products": (lambda x: (x @ x.t(), torch.addmm(x @ x.t(), x, x.t(), beta=2)), FLOATS[:3]),
-    "sorts": (lambda x: (x.sort(1), x.topk(2, 1), x.cumsum(0)), FLOATS),
-    "casts": (lambda x: (x.to(torch.float64), x.to(torch.int32) + 1, x.bool()), NUMBERS[:-1]),
-    "made anew": (lambda x: (torch.arange(3) + x, torch.full((2,), 7.5) * x.sum(), x.new_zeros(3) + x), FLOATS),
-    "softmax": (lambda x: (x.softmax(1), x.log_softmax(0), nn.functional.gelu(x, approximate="tanh")), FLOATS),
-    "norms": (lambda x: (nn.functional.layer_norm(x, (3,)), x.norm(dim=1)), FLOATS[:2]),
-    "convolution": (lambda x: nn.functional.conv1d(x[None], x[:, :, None][:, :2].contiguous()), FLOATS[:2]),
-    "views": (lambda x: (x.t().contiguous() + 1, x.expand(2, 2, 3).clone(), x[1:, ::2] * 2), NUMBERS[:-2]),
-    "formats": (lambda x: x.reshape(1, 1, 2, 3).contiguous(memory_format=torch.channels_last) * 2, FLOATS),
-    "in place": (lambda x: x.clone().mul_(2).add_(x, alpha=3).clamp_(min=-1).masked_fill_(x > 1, 5), FLOATS),
-    "indexed writes": (lambda x: x.clone().index_put_((torch.tensor([1]),), x[0]).index_fill_(1, ROW, 2), NUMBERS),
-    "literals": (lambda x: x + torch.tensor([1.5, 2.5, 3.5]).mul_(x.sum()), FLOATS),
-    "draws": (lambda x: (torch.rand_like(x), nn.functional.dropout(x, 0.5), x.clone().normal_()), FLOATS),
-    "a generator": (lambda x: x + torch.rand(3, generator=GENERATOR), FLOATS[:1]),
-}
-ROW = torch.tensor([0])
-GENERATOR = torch.Generator()
 
 
 def program_of(graph: CPUGraph) -> Program:
     """What the graph replays, by a tape."""
     assert graph.program.tape is not None
     return graph.program
-
-
-def both(fn: Callable[[torch.Tensor], Any], x: torch.Tensor) -> None:
-    """Replay a graph of ``fn`` over new values by each loop, from the same state: all bits are equal."""
-    graph, out = recorded(lambda: fn(x))
-    program = program_of(graph)
-    seen = []
-    for run in (partial(loop, program.steps), graph.replay):
-        kept = []
-        torch.manual_seed(3)
-        GENERATOR.manual_seed(3)
-        for shift in range(2):
-            x.copy_(values(x.dtype, 2, 3) + shift)
-            run()
-            kept.append([t.clone() for t in tensors_in(out)])
-        seen.append((kept, torch.get_rng_state()))
-    (python, python_state), (native, native_state) = seen
-    for expected, got in zip(python, native, strict=True):
-        assert got
-        assert all(map(bits_equal, expected, got))
-    assert torch.equal(python_state, native_state)
-
-
-@pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name, (_, of) in CASES.items() for dtype in of], ids=str)
-def test_bits(name: str, dtype: torch.dtype) -> None:
-    """The tape gives the bits of Python's loop, and draws as it does."""
-    both(CASES[name][0], values(dtype, 2, 3))
-
-
-def test_it_takes_common_operators() -> None:
-    """None of a usual program is left to Python."""
-    x = torch.randn(2, 3)
-    graph, _ = recorded(
-        lambda: [fn(x) for name, (fn, _) in CASES.items() if name not in ("a generator", "complex numbers")]
-    )
-    made = tape.TAPE.module.Tape(print, print)
-    for one in program_of(graph).steps:
-        schema = one.func._schema
-        assert made.add(print, schema.name, schema.overload_name, *one.operands, one.outs), schema
 
 
 def message(call: Callable[[], object]) -> tuple[type, str, list[str]]:
@@ -282,7 +208,7 @@ def test_a_number_becomes_a_tensor_with_the_same_bits(
     dtype: torch.dtype, number: float, fn: Callable[..., tuple[torch.Tensor, ...]]
 ) -> None:
     """Whatever the number and the dtype: before the first replay, and not at each."""
-    x, scalar = values(dtype, 3, 40), values(dtype, 1)[0]
+    x, scalar = values(dtype, 3, 40), values(dtype)[1, 1].clone()
     try:
         graph, kept = recorded(lambda: fn(x, scalar, number))
     except RuntimeError:  # torch has no such operation

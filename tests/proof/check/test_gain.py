@@ -12,7 +12,6 @@ from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
 from graphdispatch.backends.cpu.backend import CPUBackend
 from graphdispatch.engines import CUDAGraphManager
 from graphdispatch.runtime.entry import CUDAGraphEntry
-from graphdispatch.stats import Gain
 
 from ...helpers import check_rows, double, with_options
 
@@ -113,15 +112,6 @@ def test_what_is_not_judged(fn: Callable[..., Any] | None, options: dict[str, An
     check_rows(step, *[ROWS] * 4)
     assert len(step.entries) == 1
     assert step.stats.hits > 0
-
-
-def test_a_graph_serves_once_it_is_faster() -> None:
-    """It stays where it is slower."""
-    step = serve(pairs(FAST, SLOW))
-    step.prewarm(torch.ones(ROWS, 3))
-    assert check_rows(step, *[ROWS] * 5) == [Reason.NO_GAIN] * 5
-    step.entries[0].gain = Gain(1e3 * FAST, 1e3 * FAST)
-    assert check_rows(step, *[ROWS] * 5) == [Reason.EXACT] * 5
 
 
 @pytest.mark.parametrize("trains", [False, True])

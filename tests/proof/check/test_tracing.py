@@ -2,7 +2,6 @@
 
 import cProfile
 import sys
-import threading
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 import graphdispatch as gd
 
-from ...helpers import HAS_CORE, Seen, check_rows, double, frames_of, make, recorded, run_python
+from ...helpers import HAS_CORE, Seen, check_rows, double, frames_of, make, recorded
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -58,22 +57,6 @@ def test_a_compiled_callable_inside_stays_compiled() -> None:
     assert "mul" not in outer.operators
 
 
-def test_a_capture_does_not_load_the_compiler() -> None:
-    """Loading it takes longer than many captures."""
-    code = """
-import sys, torch, graphdispatch as gd
-options = gd.CUDAGraphOptions(capture_share=None)
-step = gd.graphed(torch.nn.Linear(3, 3).eval(), sizes=(4,), dynamic={"input": 0}, options=options)
-step._server.graphs.judges_gain = False  # by this process's clock
-with torch.no_grad():
-    for _ in range(4):
-        step(torch.randn(4, 3))
-assert step.stats.hits == 1, step.last_decision
-assert "torch._dynamo" not in sys.modules
-"""
-    run_python("-c", code)
-
-
 def test_a_profiler_in_compiled_code_goes_on() -> None:
     """``cProfile`` cannot be set anew from Python, so nothing takes it away during a call."""
     step, profile = served(), cProfile.Profile()
@@ -83,26 +66,6 @@ def test_a_profiler_in_compiled_code_goes_on() -> None:
         sys.intern("still profiled")
     assert step.stats.hits == 4
     assert any("intern" in str(entry.code) for entry in profile.getstats())
-
-
-def test_no_graph_is_captured_that_nobody_hears_of() -> None:
-    """Beside ``cProfile`` Python reported nothing before 3.12. The call reads a number on a thread, of which nobody
-    hears at all."""
-    number = [2.0]
-
-    def fn(x: torch.Tensor) -> torch.Tensor:
-        found: list[torch.Tensor] = []
-        thread = threading.Thread(target=lambda: found.append(x * number[0]))
-        thread.start()
-        thread.join()
-        return found[0]
-
-    step = make(fn, sizes=(4,))
-    with cProfile.Profile():
-        check_rows(step, 4, 4, 4, 4)
-        number[0] = 3.0
-        check_rows(step, 4)
-    assert step.last_decision.reason is gd.Reason.STATE_UNSEEN
 
 
 def test_a_graph_is_bound_untraced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ Note [one replay, two loops]
 Note [calls of parts]
     Some ``out=`` kernels only call other operators: ``clone(out=)`` makes a copy and copies that; ``mean`` is a sum and
     a division; ``relu`` is a ``clamp_min``. These are replaced by the calls that torch's kernel makes, for every value
-    (tests/backends/test_operator_parts.py compares the bits). That takes half the time.
+    (tests/backends/test_replays.py compares the bits). That takes half the time.
 """
 
 import weakref
