@@ -62,8 +62,6 @@ class Reached(Guard):
         fn: The callable.
     """
 
-    is_broken = False
-
     def __init__(self, fn: Callable[..., Any]) -> None:
         home = next((one for one in (fn, getattr(fn, "__self__", None)) if isinstance(one, nn.Module)), None)
         self._home = home
@@ -87,26 +85,6 @@ class Reached(Guard):
         return home is None or (
             any(one.training for one in self.modules) and any(t.requires_grad for t in self.tensors)
         )
-
-    def holds(self) -> bool:
-        """Always."""
-        return True
-
-    def change(self) -> str:
-        """Nothing."""
-        return ""
-
-    def has_moved(self) -> bool:
-        """Never."""
-        return False
-
-    def within(self, other: Guard) -> bool:
-        """Always."""
-        return True
-
-    def renewed(self) -> Guard | None:
-        """None: it always holds."""
-        return None
 
 
 class PlainCapturer(Capturer):

@@ -47,9 +47,8 @@ from .flatten import CallSpec, leaves_of
 from .graph_set import GraphSet
 from .group import MOST_IN_A_ROW, GraphGroup, Route, StayEager
 from .health import FIRST_CALLS, Health
-from .licence import MOST_ALIKE
 from .parts import Parts
-from .protocols import Capturer, Guard
+from .protocols import MOST_ALIKE, Capturer, Guard
 from .replay import next_use
 from .request import CaptureResult
 from .rules import callable_name
@@ -374,8 +373,8 @@ class Server:
         parts = [decision.explain()]
         if entry is not None and decision.mode.has_graphs():
             assert choice.group is not None
-            gain = choice.group.gain.text(entry, choice.rows) if choice.parts is None else ""
-            parts += [gain, entry.graph.describe()]
+            gain = choice.group.gain if choice.parts is None else None
+            parts += [gain.text(entry, choice.rows) if gain is not None else "", entry.graph.describe()]
         return "; ".join(filter(None, parts))
 
     def preview(self, route: Route, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:

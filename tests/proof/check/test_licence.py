@@ -13,8 +13,7 @@ from graphdispatch.errors import ConfigError
 from graphdispatch.modes import EntryState
 from graphdispatch.proof.check.licence import RowProof, Verification
 from graphdispatch.runtime.entry import CUDAGraphEntry
-from graphdispatch.runtime.licence import MOST_ALIKE, Trusted
-from graphdispatch.runtime.protocols import PerCall
+from graphdispatch.runtime.protocols import MOST_ALIKE, Licence, PerCall
 from graphdispatch.sizes import ROWS, axes_of, pack
 from graphdispatch.testing import MockCUDAGraph
 
@@ -46,7 +45,7 @@ def captured(**given: Any) -> Verification:
     return Verification(size=SIZE, batches=[tuple(FIRST)], **given)
 
 
-def entry_of(licence: Verification | Trusted, state: EntryState = EntryState.CAPTURED, **given: Any) -> CUDAGraphEntry:
+def entry_of(licence: Licence, state: EntryState = EntryState.CAPTURED, **given: Any) -> CUDAGraphEntry:
     """An entry with this licence, and nothing else but what a licence reads."""
     made = entry_around(MockCUDAGraph(), DispatchKey(SIZE, SIZE))
     for name, value in {"licence": licence, "state": state, **given}.items():
@@ -66,7 +65,7 @@ def test_calls_that_are_all_alike_become_hits() -> None:
 
 def test_a_graph_of_somebody_else_is_never_compared() -> None:
     """Nobody knows what it does to memory; nor is one that is trusted, unless a replay failed."""
-    licence = Trusted()
+    licence = Licence()
     foreign, own = (entry_of(licence, EntryState.VERIFIED, call=call) for call in (None, torch.neg))
     for entry in (foreign, own):
         assert (licence.verdict(entry, OTHER, SIZE - 1), licence.may_hit(entry, SIZE - 1)) == ((None, ""), True)

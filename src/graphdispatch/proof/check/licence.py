@@ -18,8 +18,7 @@ from ...modes import EntryState
 from ...reasons import Reason
 from ...runtime.entry import CUDAGraphEntry
 from ...runtime.flatten import is_tensor
-from ...runtime.licence import MOST_ALIKE
-from ...runtime.protocols import Licence, PerCall
+from ...runtime.protocols import MOST_ALIKE, Licence, PerCall
 from ...sizes import Axis, lengths_of
 from ..state.guards import StateGuard
 from ..state.reads import IDENTITY, TENSOR_READERS
