@@ -264,7 +264,8 @@ def make_report(
     hits = stats.hits_by_rows
     sizes = sorted({*points, *(entry.size for entry in entries)})
     held = {entry.size for entry in entries}
-    judged = {entry: group.gain.of(entry, entry.size) for group in groups for entry in group.all_entries}
+    judges = [(one.gain, one.all_entries) for one in groups if one.gain is not None]
+    judged = {entry: gain.of(entry, entry.size) for gain, own in judges for entry in own}
     rows = {} if any(hasattr(size, "axes") for size in sizes) else stats.rows  # several dimensions: no number of rows
     bars, marks = _bars(hits, rows, [size for size in sizes if size in points])
     return Report(

@@ -133,10 +133,12 @@ def _reason_to_wait(
 
     Where captures of such calls have only failed, that is the reason.
     """
+    if graphs.cache.admission.capture_after == 1:
+        return None
     failure = group.latest_failure if entry is None else None
     work = group.work_for(entry, size)
     calls = graphs.budget.calls_until_time(work, group.misses[size], is_doubtful=failure is not None)
-    if graphs.cache.admission.capture_after == 1 or calls <= 0:
+    if calls <= 0:
         return None
     if failure is not None:
         return failure.reason, failure.detail
@@ -155,7 +157,8 @@ def _against_replay(
         return Reason.ADDRESS_CHANGED, ""
     if (clash := entry.plan(rows).clash(leaves)) is not None:
         return Reason.ALIASED_ARGUMENTS, clash
-    if (loss := group.gain.loss(entry, rows)) is not None and rows not in group.gain.in_doubt:
+    gain = group.gain if group.gain is not None and rows not in group.gain.in_doubt else None
+    if gain is not None and (loss := gain.loss(entry, rows)) is not None:
         times = f"the graph of {entry.size} takes {milliseconds(loss.replay_ms)}, and an eager run of {rows_text(rows)}"
         remedy = _AGAINST_LOSS if rows == entry.size else _AGAINST_PADDING
         return Reason.NO_GAIN, f"{times} {milliseconds(loss.eager_ms)}; {remedy}"

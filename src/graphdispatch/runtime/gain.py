@@ -20,16 +20,16 @@ _SHORT_MS = 10.0
 
 
 class GainJudge:
-    """Says which batches of one signature a graph serves faster than eager. Needs no lock.
+    """Says which batches of one signature a graph serves: those for which it is not clearly slower than eager. Needs no
+    lock.
 
     Args:
         backend: Where the callable runs.
         call: The callable on flat values.
-        is_on: Whether a graph serves a batch only where it is not clearly slower than eager. Else nothing is timed.
     """
 
-    def __init__(self, backend: Backend, call: Callable[[Sequence[Any]], Any], *, is_on: bool) -> None:
-        self._backend, self._call, self.is_on = backend, call, is_on
+    def __init__(self, backend: Backend, call: Callable[[Sequence[Any]], Any]) -> None:
+        self._backend, self._call = backend, call
         self.times = EagerTimes()
         self._stopwatch = Stopwatch()
         self.in_doubt: set[int] = set()
@@ -42,14 +42,14 @@ class GainJudge:
 
     def loss(self, entry: CUDAGraphEntry, rows: int) -> Gain | None:
         """The same where the graph is clearly slower for this batch, as padding can make it; else None."""
-        gain = self.of(entry, rows) if self.is_on else None
+        gain = self.of(entry, rows)
         return gain if gain is not None and gain.is_loss else None
 
     def may_hit(self, entry: CUDAGraphEntry, rows: int) -> bool:
         """Whether calls of such a batch may be hits, which are not timed: the graph is clearly faster; or enough
         replays were timed, and it is not slower."""
-        gain = self.of(entry, rows) if self.is_on else None
-        if not self.is_on or (gain is not None and not gain.may_be_loss):
+        gain = self.of(entry, rows)
+        if gain is not None and not gain.may_be_loss:
             return True
         return _replays(entry) >= ENOUGH and (gain is None or not gain.is_loss)
 
@@ -76,7 +76,7 @@ class GainJudge:
 
     def wants(self, rows: int) -> bool:
         """Whether a further eager run of such a batch would show more."""
-        return self.is_on and self.times.wants(rows)
+        return self.times.wants(rows)
 
     def timed(self, fn: Callable[..., Any], rows: int) -> Callable[..., Any]:
         """The callable, such that what it takes for a batch is noted."""
@@ -102,7 +102,7 @@ class GainJudge:
             least: The rows of the smallest batch.
             values: The values of that.
         """
-        if not self.is_on or entry.gain is None or entry.writes_outside:
+        if entry.gain is None or entry.writes_outside:
             return
         try:
             if entry.gain.eager_ms < _SHORT_MS:

@@ -63,7 +63,7 @@ class GraphSet:
         self.stats = cache.stats
         self.groups: dict[Hashable, GraphGroup] = {}
         self.judges_gain = False
-        """Whether batches that eager runs faster than their graph run eagerly."""
+        """Whether batches that eager runs faster than their graph run eagerly; else nothing is timed for that."""
         self.ranks: Ranks | None = None
         """Those that share the callable's collectives; None if there are none."""
         self.clock: Callable[[], float] | None = None
@@ -87,7 +87,8 @@ class GraphSet:
     def _saved_s(self) -> float:
         """The seconds that the present graphs have saved so far, if all batches are filled alike."""
         fill = 1.0 - self.stats.padding_ratio
-        return sum(group.gain.saved_s(group.all_entries, fill) for group in self.groups.values())
+        judged = ((group.gain, group.all_entries) for group in self.groups.values() if group.gain is not None)
+        return sum(gain.saved_s(entries, fill) for gain, entries in judged)
 
     @property
     def guard(self) -> Guard:
@@ -201,7 +202,7 @@ class GraphSet:
         backend = self.cache.backend if entry is None else entry.backend
         assert backend is not None
         failures = Quarantine(self.options.max_failures)
-        gain = GainJudge(backend, call, is_on=self.judges_gain)
+        gain = GainJudge(backend, call) if self.judges_gain else None
         group = GraphGroup(key, route, call, signature, inputs, failures, backend=backend, gain=gain)
         self.groups[key] = group
         if entry is not None:
@@ -293,7 +294,7 @@ class GraphSet:
             detail = f"its graph holds {held} bytes, for which there is no room in memory_budget_bytes={limit}"
             group.quarantine(entry.size, Reason.CACHE_FULL, detail, is_final=is_final)
             return replace(result, entry=None, reason=Reason.CACHE_FULL, detail=detail)
-        if entry.gain is not None:
+        if entry.gain is not None and group.gain is not None:
             group.gain.times.note(entry.size, entry.gain.eager_ms / 1e3)
         displaced = group.keep(entry)
         self.release([*victims, *(v for other in displaced for v in self.cache.retire(other, EvictionReason.STALE))])

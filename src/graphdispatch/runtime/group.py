@@ -273,8 +273,8 @@ class GraphGroup:
     _: KW_ONLY
     backend: Backend
     is_prewarmed: bool = False
-    gain: GainJudge
-    """Which batches its graphs serve faster than eager."""
+    gain: GainJudge | None
+    """Which batches its graphs serve faster than eager; None where they serve all."""
     eager: dict[int, StayEager] = field(default_factory=dict)
     """By number of rows as the signature has it, calls that ran eagerly when they were last looked at."""
     waiting: StayEager | None = None
@@ -337,7 +337,7 @@ class GraphGroup:
         if not entries or not entries[0].licence.may_hit(entries[0], decision.rows):
             return None
         entry = entries[0]
-        if not self.gain.may_hit(entry, decision.rows):
+        if self.gain is not None and not self.gain.may_hit(entry, decision.rows):
             return None
         per_call = entry.per_call(decision.rows)
         return Hit(entry, entry.plan(decision.rows), decision._replace(mode=entry.mode), entry.guard, per_call)
@@ -359,7 +359,7 @@ class GraphGroup:
         if not decision.mode.has_graphs():
             return None
         eager = Decision.eager(Reason.CAPTURE_WAITS, decision.rows, other.decision.detail)
-        timed_in = self if self._is_timed(decision.rows) else None
+        timed_in = self if self._timer(decision.rows) is not None else None
         stays = StayEager(eager, self, timed_in, matched=rows, size=decision.size, countdown=self.until_time)
         return self.eager.setdefault(rows, stays)
 
@@ -379,7 +379,7 @@ class GraphGroup:
             self.looks[decision.reason] += 1
             stays.times = max(stays.times, min(self.looks[decision.reason] - 1, _MOST_OF_OTHERS))
         may_serve = decision.reason in (Reason.NO_GAIN, Reason.CAPTURE_WAITS)  # a graph, once it is known to be faster
-        stays.timed_in = self if may_serve and self._is_timed(decision.rows) else None
+        stays.timed_in = self if may_serve and self._timer(decision.rows) is not None else None
         waits = decision.reason is Reason.CAPTURE_WAITS
         if waits is not (stays.countdown is self.until_time):
             stays.countdown = self.until_time if waits else Countdown()
@@ -390,22 +390,24 @@ class GraphGroup:
     def look_again(self, stays: StayEager) -> None:
         """Have the next call of these looked at."""
         self.hits.pop(stays.matched, None)
-        if stays.decision.reason is Reason.NO_GAIN and stays.times > _ALL_LOOKED_AT:
+        if self.gain is not None and stays.decision.reason is Reason.NO_GAIN and stays.times > _ALL_LOOKED_AT:
             self.gain.in_doubt.add(stays.decision.rows)
 
     def leave_eager(self, matched: int, rows: int) -> None:
         """Note that a call did not stay eager; a graph that was only timed once more may still be slower."""
-        if rows in self.gain.in_doubt:
+        if self.gain is not None and rows in self.gain.in_doubt:
             self.gain.in_doubt.discard(rows)
         else:
             self.eager.pop(matched, None)
 
     def timed(self, fn: Callable[..., Any], rows: int) -> Callable[..., Any]:
         """The callable, such that what it takes for a batch is noted, if that is of interest. Needs no lock."""
-        return self.gain.timed(fn, rows) if self._is_timed(rows) else fn
+        timer = self._timer(rows)
+        return fn if timer is None else timer.timed(fn, rows)
 
-    def _is_timed(self, rows: int) -> bool:
-        return self.gain.wants(rows) and self.latest_failure is None
+    def _timer(self, rows: int) -> GainJudge | None:
+        """Who wants to know what an eager run of such a batch takes."""
+        return self.gain if self.gain is not None and self.gain.wants(rows) and self.latest_failure is None else None
 
     @property
     def latest_failure(self) -> Failure | None:

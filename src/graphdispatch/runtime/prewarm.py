@@ -212,14 +212,17 @@ class _Prewarm:
 
     def make_sure(self, group: GraphGroup, leaves: Sequence[Any], sizes: Iterable[int]) -> None:
         """Find out whether graphs serve the smallest batches that are padded to them faster than eager would."""
-        for size in sizes if group.signature.has_rows else ():
+        gain = group.gain
+        if gain is None or not group.signature.has_rows:
+            return
+        for size in sizes:
             entry = group.current(size)
             least = group.route.table.min_batch_of(size)
             if entry is None or not entry.licence.may_hit(entry, least):
                 continue
             values = _within(group, resized(group.inputs, leaves, least), least, size)
             if values is not None:
-                group.gain.make_sure(entry, resized(group.inputs, leaves, size), least, values)
+                gain.make_sure(entry, resized(group.inputs, leaves, size), least, values)
 
     def _capture_cut(
         self, group: GraphGroup, leaves: Sequence[Any], size: int, *, as_given: bool = False
