@@ -3,8 +3,8 @@
 A ``TorchFunctionMode`` would see host reads, too. But ``torch.nn`` leaves its fast paths within one, so that the graph
 would hold other operators than eager runs. Stand-ins change nothing else.
 
-They are in place only while some thread is in ``HostReads`` or ``SaysCapturing``, and each thread is served for itself:
-for all others they do what torch does. A child that is forked meanwhile keeps them, and nobody listens there.
+They are in place only while some thread is in a ``Listening`` block, and each thread is served for itself: for all
+others they do what torch does. A child that is forked meanwhile keeps them, and nobody listens there.
 """
 
 import functools
@@ -28,8 +28,8 @@ _NUMBERS = ("__bool__", "__int__", "__float__", "__complex__", "__index__")
 
 
 class StandIns:
-    """Replaces attributes of torch while any thread has listeners. ``make`` gets an attribute's name, its value, and
-    what gives the listeners of the calling thread; it returns what stands in."""
+    """Replaces attributes of classes and modules while any thread has listeners. ``make`` gets an attribute's name, its
+    value, and what gives the listeners of the calling thread; it returns what stands in."""
 
     def __init__(
         self, places: Iterable[tuple[Any, str]], make: Callable[[str, Any, Callable[[], list[Any]]], Any]
@@ -158,7 +158,7 @@ _CAPTURES = StandIns(
 class Listening:
     """Within its block, ``stand_ins`` tell ``listener`` of what the calling thread calls. Several may listen."""
 
-    def __init__(self, listener: Callable[..., Any], *stand_ins: StandIns) -> None:
+    def __init__(self, listener: Any, *stand_ins: StandIns) -> None:
         self._listener, self._stand_ins = listener, stand_ins
 
     def __enter__(self) -> Self:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ...backends.host_reads import Listening
 from ...backends.operator_mode import OperatorMode, run_kernel
 from ...backends.operators import draws, is_strided, short_user_line, storage_key, tensors_in, written_tensors
 from .batches import BatchSpace, SizeNumber
@@ -50,7 +51,7 @@ from .labels import (
     shape_of,
 )
 from .rules import operator_of, rule_of
-from .scripts import eager_compiler, watched_scripts
+from .scripts import SCRIPTS, eager_compiler
 from .slots import ALL_PLACES, Slots
 from .verdict import Step, Verdict
 
@@ -135,7 +136,7 @@ class RowRun:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(eager_compiler())
-            stack.enter_context(watched_scripts(self))
+            stack.enter_context(Listening(self, SCRIPTS))
             stack.enter_context(mode)
             stack.enter_context(self._functions)
             yield
