@@ -47,7 +47,7 @@ class ReplayPlan:
         self._load = entry.inputs.load if entry.inputs.specs else None
         self._take = entry.outputs.taker(rows)
         self._watched = entry.inputs.positions if entry.writes_outside else ()
-        self._held = Spans(entry.held) if entry.mutated else Spans(())
+        self._held = Spans(entry.held) if entry.mutated else None
         self._lent = storages_of(entry.outputs.lent(entry.size)) if entry.mutated else set()
         inputs = entry.inputs if entry.inputs.specs else None
         self.native: Any = None
@@ -71,7 +71,7 @@ class ReplayPlan:
             for spec, tensor in ((specs[index], given[index]) for index in entry.mutated):
                 if is_lent and entry.outputs.covers(tensor, spec.position, self._size):
                     return f"the call writes to argument {spec.name!r}, which is an output of the graph itself"
-                if self._held.overlaps(tensor):
+                if self._held is not None and self._held.overlaps(tensor):
                     return f"the call writes to argument {spec.name!r}, and reads it as state, too"
                 if may_overlap_itself(tensor):
                     return f"the call writes to argument {spec.name!r}, whose elements share memory"

@@ -122,12 +122,8 @@ class BatchSpace:
         for axis in axes:
             self.restrict(self.numbers[axis].values, what)
 
-    def speaks_for(self, extents: Sequence[int]) -> bool:
-        """Whether no restriction excludes a batch of these extents; see Note [a batch of one]."""
-        return not self.why_not(extents)
-
     def why_not(self, extents: Sequence[int]) -> str:
-        """The first restriction that excludes a batch of these extents, or an empty text."""
+        """The first restriction that excludes a batch of these extents, or an empty text; see Note [a batch of one]."""
         at = self.place_of(extents)
         if at is None:
             return f"the run looked at batches of {' x '.join(f'{e.start} to {e[-1]}' for e in self.extents)}"

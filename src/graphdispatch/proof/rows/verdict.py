@@ -53,7 +53,7 @@ class Verdict:
 
     def speaks_for(self, extents: Sequence[int]) -> bool:
         """Whether Python takes the path of the run for a batch of these extents."""
-        return self.space.speaks_for(extents)
+        return not self.space.why_not(extents)
 
     def why_not(self, extents: Sequence[int]) -> str:
         """The first restriction that excludes a batch of these extents, with its line; else empty."""

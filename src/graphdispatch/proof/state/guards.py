@@ -144,7 +144,7 @@ class StateGuard:
                 self._held = now  # equal constants, which are found faster the next time
             if self._places() != (self._addresses, self._forms) or list(map(tuple, self._tables)) != self._keys:
                 return False
-            if not all(table.keys().isdisjoint(names) for table, names in self._absent):
+            if self._absent and not all(table.keys().isdisjoint(names) for table, names in self._absent):
                 return False
         except _GONE:
             return False
