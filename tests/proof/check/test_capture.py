@@ -19,6 +19,42 @@ from graphdispatch.proof.watch.trace import CodeTrace
 from ...behaviour.cases import Box
 from ...helpers import Spy, assert_same, catching, check_calls, make
 
+CACHE = torch.zeros(8, 3)
+
+
+def _write_both(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    y.mul_(2)
+    return x + 1
+
+
+def _write_state(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    CACHE[4:].add_(1)
+    return x + y
+
+
+ALIASES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], Any]]] = {
+    "two halves, both written": (_write_both, lambda: torch.randn(8, 3).split(4)),
+    "part of written state": (_write_state, lambda: (torch.randn(4, 3), CACHE[:4])),
+}
+"""Here the written elements are nobody else's, so that every value of a replay agrees with eager."""
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_a_capture_from_arguments_that_share_written_memory_is_refused(name: str) -> None:
+    """A graph would write to copies, which share no memory; the call runs eagerly, once, and says why."""
+    fn, arguments = ALIASES[name]
+    step = make(fn, dynamic={"x": 0, "y": 0}, sizes=(4,))
+    states = x, y, _ = *arguments(), CACHE
+    before = [state.clone() for state in states]
+    got = step(x, y), *(state.clone() for state in states)
+    assert step.last_decision.reason is Reason.ALIASED_ARGUMENTS
+    assert "share with each other or with its own state" in step.last_decision.detail
+    assert list(step.entries) == []
+    for state, value in zip(states, before, strict=True):
+        state.copy_(value)
+    assert_same(got, (fn(x, y), *states))
+
 
 def test_arguments_that_share_memory_which_is_only_read_are_captured() -> None:
     """Copies of memory that nobody writes are as good as the memory."""
