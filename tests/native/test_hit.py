@@ -13,6 +13,7 @@ from torch import Tensor
 
 from graphdispatch import Graphed, Reason, ReplayError, graphed
 from graphdispatch.backends.tracing import compiler_at_work
+from graphdispatch.engines import EntryState
 from graphdispatch.native.bound import CORE
 from graphdispatch.runtime.replay import ReplayPlan
 from graphdispatch.runtime.server import Server
@@ -256,6 +257,21 @@ def test_a_changed_class_is_seen(way: str, monkeypatch: pytest.MonkeyPatch) -> N
     seen.clear()
     assert served(step, batch)[1]
     assert not seen
+
+
+def test_calls_that_are_all_alike_become_hits(way: str) -> None:
+    """Of one row of whole numbers no other batch can be made; another one of the caller's is compared as ever."""
+    table = torch.rand(5, 2)
+    step = graphed(lambda ids: table[ids], dynamic={"ids": 0}, sizes=(1,), options=AT_ONCE)
+    alike = torch.tensor([3])
+    check_calls(step, *[alike] * 20)
+    (entry,) = step.entries
+    assert entry.state is EntryState.CAPTURED
+    if way == "core":
+        assert "step" not in frames_of(lambda: step(alike))
+    rows = (torch.tensor([row]) for row in (3, 1, 2))
+    assert check_calls(step, *rows) == [Reason.EXACT, Reason.VERIFIED_NOW, Reason.EXACT]
+    assert entry.state is EntryState.VERIFIED
 
 
 def test_arguments_between_written_memory_are_hits() -> None:
