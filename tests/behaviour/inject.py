@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphdispatch import Graphed, eager_break
 from graphdispatch.backends import Capture, Pool, get_backend
 from graphdispatch.backends.cpu.backend import CPUBackend
 from graphdispatch.backends.cpu.graph import CPUGraph, CPUPool, Program, Step
 
-from ..helpers import are_free, make, may_capture
+from ..helpers import are_free, may_capture
 
 ROWS, WIDTH = 3, 4
 
@@ -88,51 +87,6 @@ class Faults:
 
 def _raise(error: BaseException) -> None:
     raise error
-
-
-class Model:
-    """One step and its state. ``pure`` draws random numbers and writes nothing; ``stateful`` writes a cache by index
-    and a counter; ``broken`` is stateful with a break in the middle."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.state = [torch.zeros(8, WIDTH), torch.zeros(1)] if kind != "pure" else []
-        self.step = self._make()
-
-    def _make(self) -> Callable[[Tensor, Tensor], Tensor]:
-        weight = torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH)
-        if self.kind == "pure":
-
-            def pure(x: Tensor, slots: Tensor) -> Tensor:
-                return (x @ weight + torch.rand(1)).relu() * slots[:, None]
-
-            return pure
-        cache, ticks = self.state
-        halve = eager_break(lambda h: h / 2) if self.kind == "broken" else lambda h: h / 2
-
-        def stateful(x: Tensor, slots: Tensor) -> Tensor:
-            hidden = x @ weight
-            cache.index_copy_(0, slots, hidden)
-            ticks.add_(1)
-            return halve(hidden + 1) + cache[slots] * ticks
-
-        return stateful
-
-    def serve(self, **how: Any) -> Graphed[..., Any]:
-        """It, captured at once; in pieces where it has a break."""
-        mode = "PIECEWISE" if self.kind == "broken" else "FULL"
-        return make(self.step, **{"dynamic": {"x": 0, "slots": 0}, "mode": mode} | how)
-
-    def copy(self) -> "Model":
-        """Another model with the same values."""
-        twin = Model(self.kind)
-        for mine, its in zip(self.state, twin.state, strict=True):
-            its.copy_(mine)
-        return twin
-
-    def same_state(self, other: "Model") -> bool:
-        """Whether two models hold the same values."""
-        return all(torch.equal(a, b) for a, b in zip(self.state, other.state, strict=True))
 
 
 def batch(number: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:

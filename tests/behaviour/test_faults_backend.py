@@ -3,66 +3,72 @@
 import gc
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphdispatch import Graphed, Reason, graphed
+from graphdispatch import Reason, graphed
 from graphdispatch.engines import CUDAGraphManager
 from graphdispatch.errors import FallbackError
 from graphdispatch.runtime.outputs import Outputs
 
 from ..helpers import AT_ONCE, check_rows, collector_off, make
-from .inject import Faults, Model, batch, nothing_left_behind
+from .inject import WIDTH, Faults, batch, nothing_left_behind
 
-OUT_OF_MEMORY = [
-    torch.OutOfMemoryError,
-    MemoryError,
-    lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
-]
-
-
-def agrees(model: Model, step: Graphed[..., Any], number: int, rows: int = 3) -> Reason:
-    """One call whose answer and state are eager's, exactly once; the reason of its decision."""
-    twin = model.copy()
-    torch.manual_seed(number)
-    want = twin.step(*batch(number, rows))
-    torch.manual_seed(number)
-    with nothing_left_behind(step):
-        got = step(*batch(number, rows))
-    torch.testing.assert_close(got, want, rtol=0, atol=0)
-    assert model.same_state(twin)
-    return step.last_decision.reason
+ERRORS: dict[str, tuple[Callable[[], BaseException], Reason]] = {
+    "error": (ArithmeticError, Reason.CAPTURE_FAILED),
+    "memory of torch": (torch.OutOfMemoryError, Reason.OUT_OF_MEMORY),
+    "memory of Python": (MemoryError, Reason.OUT_OF_MEMORY),
+    "memory of the allocator": (
+        lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+        Reason.OUT_OF_MEMORY,
+    ),
+}
 
 
-def settled(kind: str, rows: int = 3) -> tuple[Model, Graphed[..., Any]]:
-    """A model, and what serves it by a graph from the next call on."""
-    model = Model(kind)
-    step = model.serve(sizes=(3, 5))
-    for number in range(3):
-        agrees(model, step, number, rows)
-    return model, step
+def stateful() -> tuple[Callable[[Tensor, Tensor], Tensor], list[Tensor]]:
+    """A callable that writes a cache by index and a counter, and both of these."""
+    weight = torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH)
+    cache, ticks = torch.zeros(8, WIDTH), torch.zeros(1)
+
+    def step(x: Tensor, slots: Tensor) -> Tensor:
+        hidden = x @ weight
+        cache.index_copy_(0, slots, hidden)
+        ticks.add_(1)
+        return hidden / 2 + cache[slots] * ticks
+
+    return step, [cache, ticks]
 
 
-@pytest.mark.parametrize("kind", ["pure", "stateful", "broken"])
+@pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("point", ["begin", "end", "arena", "replay"])
-def test_a_capture_that_fails_is_contained(faults: Faults, point: str, kind: str) -> None:
-    """Wherever it fails, the call has eager's answer and effects, once; the size is quarantined, others are served."""
-    model = Model(kind)
-    step = model.serve(sizes=(3, 5))
-    faults.set(point, 1)
-    reason = agrees(model, step, 0)
-    assert faults.visits[point], "the fault was never reached"
-    assert reason is (Reason.REPLAY_FAILED if point == "replay" else Reason.CAPTURE_FAILED)
-    assert "ArithmeticError" in step.last_decision.detail
-    assert step.entries == []
-    assert step.memory_bytes == next(iter(step._graphs.groups.values())).inputs.nbytes
-    assert agrees(model, step, 1) is reason
-    reasons = [agrees(model, step, n, rows=5) for n in (2, 3, 4)]
-    assert reasons == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
+def test_a_capture_that_fails_is_contained(faults: Faults, point: str, error: str) -> None:
+    """Wherever it fails, and for whatever cause, the call has eager's answer and effects, once. Its size is
+    quarantined with the reason; other graphs stay and serve."""
+    (fn, state), (twin, expected) = stateful(), stateful()
+    step = make(fn, dynamic={"x": 0, "slots": 0}, sizes=(3, 5))
+
+    def agrees(number: int, rows: int) -> Reason:
+        with nothing_left_behind(step):
+            assert torch.equal(step(*batch(number, rows)), twin(*batch(number, rows)))
+        assert all(map(torch.equal, state, expected))
+        return step.last_decision.reason
+
+    served = [agrees(number, 5) for number in range(3)]
+    assert served == [Reason.CAPTURED_NOW, Reason.VERIFIED_NOW, Reason.EXACT]
+    cause, reason = ERRORS[error]
+    faults.set(point, 1, error=cause)
+    reason = Reason.REPLAY_FAILED if (point, error) == ("replay", "error") else reason
+    assert agrees(3, 3) is reason
+    assert type(cause()).__name__ in step.last_decision.detail
+    visits = faults.visits[point]
+    assert visits, "the fault was never reached"
+    assert agrees(4, 3) is reason
+    assert faults.visits[point] == visits
+    assert [entry.size for entry in step.entries] == [5]
+    assert agrees(5, 5) is Reason.EXACT
 
 
 def test_a_quarantine_outlives_the_weights(faults: Faults) -> None:
@@ -71,36 +77,20 @@ def test_a_quarantine_outlives_the_weights(faults: Faults) -> None:
     step = make(layer, dynamic={"input": 0}, sizes=(3,))
     faults.set("end", 1)
     for _ in range(2):
-        check_rows(step, 3)
-        assert step.last_decision.reason is Reason.CAPTURE_FAILED
+        assert check_rows(step, 3) == [Reason.CAPTURE_FAILED]
         layer.weight = torch.nn.Parameter(torch.randn(3, 3))
     step.invalidate("other weights")
-    check_rows(step, 3)
-    assert step.last_decision.reason is Reason.CAPTURED_NOW
+    assert check_rows(step, 3) == [Reason.CAPTURED_NOW]
 
 
 def test_strict_raises_with_the_cause(faults: Faults) -> None:
     """The reason and the original exception are in the error."""
-    step = Model("pure").serve(sizes=(3, 5), strict=True)
+    step = make(sizes=(3,), strict=True)
     faults.set("end", 1)
     with nothing_left_behind(step), pytest.raises(FallbackError, match="ArithmeticError") as caught:
-        step(*batch(0))
+        step(torch.randn(3, 3))
     assert caught.value.reason is Reason.CAPTURE_FAILED
     assert isinstance(caught.value.__cause__.__cause__, ArithmeticError)
-
-
-@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["torch", "python", "allocator"])
-@pytest.mark.parametrize("point", ["begin", "end", "arena"])
-def test_a_capture_without_memory_is_contained(faults: Faults, point: str, error: Any) -> None:
-    """The call happens once and has eager's answer; the size is quarantined with the reason, and other graphs stay."""
-    model, step = settled("stateful", rows=5)
-    faults.set(point, 1, error=error)
-    assert agrees(model, step, 3) is Reason.OUT_OF_MEMORY
-    visits = faults.visits[point]
-    assert agrees(model, step, 4) is Reason.OUT_OF_MEMORY
-    assert faults.visits[point] == visits
-    assert [entry.size for entry in step.entries] == [5]
-    assert agrees(model, step, 5, rows=5) is Reason.EXACT
 
 
 @pytest.mark.parametrize("outputs", ["static", "view"])
@@ -121,9 +111,10 @@ def test_no_memory_for_the_outputs_that_callers_hold(outputs: str, monkeypatch: 
 
 def test_a_replay_that_fails_twice_is_given_up(faults: Faults) -> None:
     """Its comparison with eager fails as well: the graph is released, and the size quarantined."""
-    model, step = settled("pure")
+    step = make(sizes=(3,))
+    check_rows(step, 3, 3, 3)
     faults.set("replay", 1, 2)
-    assert [agrees(model, step, number) for number in (3, 4)] == [Reason.REPLAY_FAILED] * 2
+    assert check_rows(step, 3, 3) == [Reason.REPLAY_FAILED] * 2
     assert step.entries == []
 
 
@@ -136,17 +127,6 @@ def test_a_manager_runs_a_call_without_result_once(faults: Faults) -> None:
     assert torch.equal(state, torch.ones(4, 2))
 
 
-def test_prewarm_goes_on_after_a_size_that_fails(faults: Faults) -> None:
-    """The other sizes are captured; the collector is not left frozen."""
-    model = Model("pure")
-    step = model.serve(sizes=(3, 5))
-    faults.set("end", 1)
-    with nothing_left_behind(step):
-        step.prewarm(*batch(0))
-    assert [entry.size for entry in step.entries] == [3]
-    assert agrees(model, step, 1, rows=5) is Reason.CAPTURE_FAILED
-
-
 def living() -> int:
     """Tensors and storages that Python can reach, once all garbage is collected."""
     gc.collect()
@@ -154,47 +134,30 @@ def living() -> int:
     return sum(issubclass(type(thing), (torch.Tensor, torch.UntypedStorage)) for thing in gc.get_objects())
 
 
-def leaves_nothing(step: Graphed[..., Any], fail: Callable[[int], None], times: int) -> None:
-    """After so many failures there are as many tensors, tracked bytes and threads as after the first ten."""
-    for number in range(10):
-        fail(number)
-    before = living(), threading.active_count(), step.memory_bytes
-    for number in range(times):
-        fail(number)
-    assert (living(), threading.active_count(), step.memory_bytes) == before
-
-
 @pytest.mark.parametrize(("point", "times"), [("end", 200), ("arena", 50), ("replay", 50)])
 def test_failed_captures_leave_nothing(faults: Faults, point: str, times: int) -> None:
-    """Hundreds of them."""
+    """After so many failures there are as many tensors, tracked bytes and threads as after the first ten."""
     step = graphed(lambda x: x.relu() * 2, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
-    x = torch.randn(4, 2)
-
-    def fail(_: int) -> None:
-        step.clear()
-        faults.set(point, 1, error=MemoryError)
-        step(x)
-        assert step.last_decision.reason is Reason.OUT_OF_MEMORY
-        assert step.entries == []
-
-    leaves_nothing(step, fail, times)
+    x, held = torch.randn(4, 2), list[tuple[int, int, int]]()
+    for count in (10, times):
+        for _ in range(count):
+            step.clear()
+            faults.set(point, 1, error=MemoryError)
+            step(x)
+            assert (step.last_decision.reason, step.entries) == (Reason.OUT_OF_MEMORY, [])
+        held.append((living(), threading.active_count(), step.memory_bytes))
+    assert held[0] == held[1]
     assert step._graph_cache.pool.nbytes == 0
 
 
-def test_failed_replays_leave_nothing(faults: Faults) -> None:
-    """A replay that fails and is compared and serves again, many times."""
-    step = graphed(lambda x: x.relu() * 2, dynamic={"x": 0}, sizes=(4,), options=AT_ONCE)
-
-    def fail(number: int) -> None:
-        faults.set("replay", 1)
-        step(torch.full((4, 2), float(number)))
-        assert step.last_decision.reason is Reason.VERIFIED_NOW
-        step(torch.ones(4, 2))
-        assert step.last_decision.reason is Reason.EXACT
-
-    for number in range(3):
-        step(torch.full((4, 2), float(number)))
-    leaves_nothing(step, fail, 100)
+def test_prewarm_goes_on_after_a_size_that_fails(faults: Faults) -> None:
+    """The other sizes are captured; the collector is not left frozen."""
+    step = make(sizes=(3, 5))
+    faults.set("end", 1)
+    with nothing_left_behind(step):
+        step.prewarm(torch.randn(3, 3))
+    assert [entry.size for entry in step.entries] == [3]
+    assert check_rows(step, 5) == [Reason.CAPTURE_FAILED]
 
 
 def test_a_failed_call_holds_no_batch(faults: Faults) -> None:

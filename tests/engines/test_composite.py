@@ -1,6 +1,7 @@
-"""Composite dispatch: priorities, fallback chain, and one view."""
+"""Dispatchers of dispatchers: priorities, fallback chain and one view; and policies that learn behind any of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -11,17 +12,18 @@ from graphdispatch.backends import get_backend
 from graphdispatch.engines import (
     CompositeDispatcher,
     CudagraphDispatcher,
+    DefaultDispatchPolicy,
     DispatchKey,
+    DispatchMode,
+    DispatchPolicy,
     StreamDispatcher,
 )
 from graphdispatch.errors import BackendError, ConfigError, GuardError, ReplayError
 
 from ..helpers import scripted
-from .test_dispatcher import entry
+from .test_dispatcher import KEY, OTHER, entry, serve
 
-KEY = DispatchKey(2, 2)
-OTHER = DispatchKey(4, 4)
-PREFILL = DispatchKey(2, 1, is_prefill=True)
+PREFILL = DispatchKey(4, 1, is_prefill=True)
 
 
 class Runner:
@@ -101,28 +103,6 @@ def test_errors_of_a_runner_pass_through(error: Exception) -> None:
     assert (first.eager_runner.runs, second.eager_runner.runs) == (1, 0)
 
 
-def half_way() -> None:
-    """What a replay does that stopped after it had changed something."""
-    error = ReplayError("half-way")
-    error.had_effects = True
-    raise error
-
-
-def divide() -> None:
-    """An error of the model's own."""
-    raise ZeroDivisionError("in the graph")
-
-
-@pytest.mark.parametrize("fails", [half_way, divide])
-def test_a_call_that_may_have_had_effects_stays_where_it_is(fails: Callable[[], None]) -> None:
-    """After a replay that may have changed something the error passes through, and no runner runs."""
-    first, second = member("a", KEY, on_replay=fails), member("b", KEY)
-    with pytest.raises(ReplayError) as caught:
-        pair(first, second).dispatch(KEY)
-    assert caught.value.had_effects
-    assert second.stats.total == first.eager_runner.runs == 0
-
-
 def test_composites_nest() -> None:
     """A composite is a member as any dispatcher: graphs and runners of its members serve, and calls count there.
 
@@ -139,34 +119,116 @@ def test_composites_nest() -> None:
     assert first.stats.reasons == outer.stats.reasons == {Reason.NOT_CAPTURED: 1}
 
 
-def test_workers_that_are_closed_are_passed_over() -> None:
-    """A ``StreamDispatcher`` in a composite runs the call eagerly then; ``test_latency.py`` has an open one."""
-    workers = StreamDispatcher(lambda x: x * 2, 2, backend=get_backend("cpu"))
-    workers.capture(KEY, (torch.zeros(2, 3),))
-    composite = CompositeDispatcher()
-    composite.add_dispatcher("workers", workers)
-    workers.close()
-    assert composite.dispatch(KEY, torch.ones(2, 3))[0, 0].item() == 2.0
-
-
 def test_a_graph_that_its_owner_released_is_passed_over() -> None:
     """The call goes on to the next member, and the first one forgets the graph."""
-    first, gone = CudagraphDispatcher(lambda x: x * 2), entry(2)
+    first, gone = CudagraphDispatcher(lambda x: x * 2), entry()
     first.register_graph(KEY, gone)
     composite = pair(first, member("b", KEY))
     gone.release()
-    assert composite.dispatch(KEY, torch.ones(2, 3)) == "b graph"
+    assert composite.dispatch(KEY, torch.ones(4, 3)) == "b graph"
     assert not first.has_graph(KEY)
 
 
 def test_a_graph_released_under_a_waiting_call_leaves_it_to_its_runner() -> None:
     """Where its owner releases it between the decision and the replay, that member's runner serves."""
-    first, gone = CudagraphDispatcher(lambda x: x * 2), entry(2)
+    first, gone = CudagraphDispatcher(lambda x: x * 2), entry()
     first.register_graph(KEY, gone)
     for _ in range(3):
-        first.dispatch(KEY, torch.randn(2, 3))
+        first.dispatch(KEY, torch.randn(4, 3))
     chosen = pair(first, member("b", KEY)).choose(KEY)
     gone.release()
-    answer = chosen.dispatcher.run_chosen(KEY, chosen, (torch.ones(2, 3),), {})
-    assert torch.equal(answer, torch.full((2, 3), 2.0))
+    answer = chosen.dispatcher.run_chosen(KEY, chosen, (torch.ones(4, 3),), {})
+    assert torch.equal(answer, torch.full((4, 3), 2.0))
     assert (first.has_graph(KEY), first.stats.eager) == (False, 2)
+
+
+class Notes(DefaultDispatchPolicy):
+    """Learns nothing, and notes what it hears."""
+
+    learns = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[DispatchMode] = []
+
+    def record(self, key: DispatchKey, mode: DispatchMode, latency: float) -> None:
+        """Note it."""
+        self.noted.append(mode)
+
+
+Behind = Callable[[DispatchPolicy, Callable[..., Any]], tuple[CudagraphDispatcher, Any]]
+
+
+@pytest.fixture(params=["plain", "streams", "composite", "streams in composite", "composite in composite"])
+def behind(request: pytest.FixtureRequest) -> Iterator[Behind]:
+    """Makes a dispatcher with that policy, and what calls go to."""
+    stack = ExitStack()
+
+    def make(policy: DispatchPolicy, runner: Callable[..., Any]) -> tuple[CudagraphDispatcher, Any]:
+        one = CudagraphDispatcher(runner, policy)
+        if "streams" in request.param:
+            one = StreamDispatcher(runner, 2, policy=policy, backend=get_backend("cpu"))
+            stack.callback(one.close)
+        called: Any = one
+        for _ in range(request.param.count("composite")):
+            outer = CompositeDispatcher()
+            outer.add_dispatcher("member", called)
+            outer.add_dispatcher("other", CudagraphDispatcher(pytest.fail))  # no call of a member is tried again here
+            called = outer
+        return one, called
+
+    with stack:
+        yield make
+
+
+def test_a_policy_learns_behind_every_dispatcher(behind: Behind) -> None:
+    """It hears of graphs and eager steps, once each; a comparison takes longer than either, and is not."""
+    policy = Notes()
+    one, called = behind(policy, lambda x: x * 2)
+    one.register_graph(KEY, entry())
+    serve(called, KEY, 4)
+    for _ in range(2):
+        called.dispatch(OTHER, torch.randn(8, 3))
+    assert one.stats.reasons == {Reason.VERIFIED_NOW: 1, Reason.ABOVE_LARGEST_SIZE: 2}
+    assert called.stats.total == 6
+    assert policy.noted == [DispatchMode.CUDAGRAPH] * 3 + [DispatchMode.EAGER] * 2
+
+
+def test_no_policy_hears_of_a_step_that_raised(behind: Behind) -> None:
+    """It is counted all the same, once; ``policy`` may be replaced at any time."""
+
+    def positive(x: torch.Tensor) -> torch.Tensor:
+        if x[0, 0] < 0:
+            raise ValueError("no")
+        return x
+
+    policy = Notes()
+    one, called = behind(DefaultDispatchPolicy(), positive)
+    one.policy = policy
+    with pytest.raises(ValueError, match="no"):
+        called.dispatch(KEY, -torch.ones(4, 3))
+    assert policy.noted == []
+    assert one.stats.reasons == {Reason.NOT_CAPTURED: 1}
+    called.dispatch(KEY, torch.ones(4, 3))
+    assert policy.noted == [DispatchMode.EAGER]
+
+
+def half_way() -> None:
+    """What a replay does that says itself that it stopped after it had changed something."""
+    error = ReplayError("half-way")
+    error.had_effects = True
+    raise error
+
+
+@pytest.mark.parametrize("fails", [half_way, lambda: torch.zeros(2) + torch.zeros(3)], ids=["its own", "another"])
+def test_a_replay_that_failed_half_way_ends_the_call(behind: Behind, fails: Callable[[], Any]) -> None:
+    """The error says that the call had effects, and nothing else runs. It is counted once, and no policy hears of it;
+    the graph is dropped."""
+    policy, runs = Notes(), list[str]()
+    one, called = behind(policy, lambda: runs.append("eager"))
+    one.register_graph(KEY, scripted(on_replay=fails))
+    with pytest.raises(ReplayError) as caught:
+        called.dispatch(KEY)
+    assert caught.value.had_effects
+    assert (policy.noted, runs, one.stats.reasons) == ([], [], {Reason.REPLAY_FAILED: 1})
+    assert not one.has_graph(KEY)
