@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import builtins
-import contextlib
 import dataclasses
 import decimal
 import enum
@@ -21,7 +20,7 @@ import types
 import weakref
 from abc import ABC
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from functools import partial
 from multiprocessing.context import SpawnContext
 from operator import attrgetter
@@ -609,20 +608,6 @@ class Through:
         return next(value for value in vars(self).values())
 
 
-class Numbered(property):
-    """A property with an attribute, which its getter does not read."""
-
-    def __get__(self, owner: Any, kind: Any = None) -> Any:
-        return self.number
-
-
-def with_property() -> Any:
-    """An object of a class with such a property, which nothing else holds."""
-    made = Numbered(lambda self: 1)
-    made.number = 2
-    return own_class(k=made)()
-
-
 def put_last(table: Any) -> None:
     """Delete the first entry and set it again."""
     name = next(iter(table))
@@ -649,7 +634,6 @@ SPECIAL: dict[str, Callable[[Any], Any]] = {
 }
 for name, get in SPECIAL.items():
     read(name)(with_methods, get, put(k=5))
-read("property of a class of its own")(with_property, lambda h: h.k, lambda h: to(vars(type(h))["k"], number=5))
 read("cached_property")(lambda: (h := Lazy(), h.config)[0], lambda h: h.config.k, put("config", k=5.0))
 read("class of an object")(lambda: Box(k=2.0), lambda h: h.limit, put(__class__=type("Other", (Box,), {"limit": 5.0})))
 read("order of own attributes")(Through, lambda h: h.number(), lambda h: put_last(vars(h)))
@@ -682,25 +666,6 @@ def with_variable() -> Made:
 
 
 READS["closure_number_changed"] = Read(with_variable, row=True)
-
-
-def with_empty_closure() -> Made:
-    """A variable that is not there at first."""
-    is_there = False
-
-    def number() -> int:
-        return later if is_there else 2  # noqa: F821
-
-    def change() -> None:
-        nonlocal later, is_there
-        later, is_there = 5, True
-
-    later = 0
-    del later
-    return Made(lambda x: x * number(), change)
-
-
-READS["empty closure"] = Read(with_empty_closure)
 
 
 def function(value: int = 2, *, by: int = 1) -> int:
@@ -748,38 +713,6 @@ read("single dispatch of a method")(
 )
 
 
-class Scope(contextlib.ContextDecorator):
-    """A context whose number counts within it."""
-
-    def __init__(self, k: float) -> None:
-        self.k, self.present = k, [1.0]
-
-    def __enter__(self) -> None:
-        self.present[0] = self.k
-
-    def __exit__(self, *_: object) -> None:
-        self.present[0] = 1.0
-
-
-@contextlib.contextmanager
-def within(owner: Any) -> Iterator[None]:
-    """The same, of an object."""
-    owner.present[0] = owner.k
-    yield
-    owner.present[0] = 1.0
-
-
-def decorated(decorate: Callable[[Any], Any]) -> Callable[[], Apart]:
-    """What a context decorates, which is made of an object, and reads the number that counts within."""
-
-    def make() -> Apart:
-        scope = Scope(2.0)
-        present = scope.present
-        return Apart(scope, decorate(scope)(lambda: present[0]))
-
-    return make
-
-
 DECORATORS: dict[str, Callable[[Any], Any]] = {
     "no_grad": torch.no_grad(),
     "autocast": torch.autocast("cpu", enabled=False),
@@ -796,8 +729,6 @@ read("cache within a decorator")(
     lambda h: h(),
     lambda h: (to(h.owner.owner, k=5.0), h.owner.seen.cache_clear()),
 )
-read("context that decorates")(decorated(lambda scope: scope), lambda h: h(), put("owner", k=5.0))
-read("what a context is made of that decorates")(decorated(within), lambda h: h(), put("owner", k=5.0))
 read("weak method")(
     lambda: Apart(o := with_methods(), weakref.WeakMethod(o.__len__)), lambda h: h()(), put("owner", k=5)
 )
@@ -1243,21 +1174,6 @@ def operator() -> Made:
 READS["operator_context_changed"] = Read(operator, row=True)
 
 
-def operator_of_a_method() -> Made:
-    """An operator that is a method of an object, which nothing else holds."""
-    owner, library = with_methods(), torch.library.Library("graphdispatch_cases", "FRAGMENT")
-    PATCH.setattr(Box, "library", library, raising=False)
-    type(owner).run = lambda self, x: x * self.k
-    library.define("run(Tensor x) -> Tensor")
-    library.impl("run", owner.run, "CPU")
-    gd.row_rule("graphdispatch_cases::run", "n ... -> n ...")
-    PATCH.setattr(Box, "library", None)
-    return Made(lambda x: torch.ops.graphdispatch_cases.run(x), lambda: to(owner, k=5))
-
-
-READS["operator that is a method"] = Read(operator_of_a_method)
-
-
 # Threads and what else belongs to the machinery.
 
 
@@ -1278,20 +1194,6 @@ def with_attributes(held: Any, **attributes: Any) -> Any:
 
 
 read("attribute of a class of queues")(lambda: own_class(asyncio.Queue, k=2)(), lambda h: h.k, put("__class__", k=5))
-
-
-kept("code of the user that is not called")(lambda: odd_error(), lambda h: h is not None, lambda _: None)
-
-
-def odd_error() -> Any:
-    """An exception with a property in place of the attribute that its compiled class keeps."""
-
-    class OddError(ValueError):
-        @property
-        def args(self) -> Any:
-            raise AssertionError
-
-    return OddError(2)
 
 
 def log_to_memory() -> logging.Logger:

@@ -20,8 +20,7 @@ import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator
-from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import partial
 from operator import attrgetter, methodcaller
 from typing import Any
 from xml.etree import ElementTree
@@ -34,7 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from graphdispatch import Reason
 
 from .cases import PATCH, WRITES, Box, Made, Slots, Slotted, Write
-from .cases_read import Worker, choice, copy_of, function, module, own_class, with_attributes, with_metaclass
+from .cases_read import Worker, choice, copy_of, function, own_class, with_attributes, with_metaclass
 
 __all__ = ["WRITES"]
 
@@ -121,17 +120,6 @@ class Cache:
         return layer.keys
 
 
-class Decoder(nn.Module):
-    """Appends the first row of each call to its cache, and answers with how many rows that has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cache = Cache()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 0 + len(self.cache.update(x[:1]))
-
-
 class Counting(nn.Module):
     """Counts in Python."""
 
@@ -177,20 +165,6 @@ def rows_of(cache: Cache) -> list[int]:
     return [len(layer.keys) for layer in cache.layers]
 
 
-@dataclass(frozen=True)
-class Entries(dict[str, float]):
-    """A dict with a field."""
-
-    name: str = ""
-
-    @classmethod
-    def of(cls, **held: float) -> "Entries":
-        """One with entries."""
-        made = cls()
-        made.update(held)
-        return made
-
-
 def rebound(owner: Any, x: Tensor) -> Tensor:
     """Rebind an entry."""
     owner["k"] = owner["k"] + 1
@@ -219,9 +193,6 @@ def comes_and_goes(owner: Any, _: Tensor) -> None:
 
 
 answer("cache of objects")(Cache, lambda c, x: x * 0 + len(c.update(x[:1])), rows_of)
-answer("cache in a module")(
-    lambda: nn.Sequential(nn.Identity(), Decoder()).eval(), lambda m, x: m(x), lambda m: rows_of(m[1].cache)
-)
 answer("python_counter", row=True)(lambda: Counting().eval(), lambda m, x: m(x), lambda m: m.calls)
 answer("dict_entry_rebound", row=True)(lambda: {"k": torch.zeros(3)}, rebound)
 answer("hook")(lambda: Hooked(nn.ReLU()).eval(), lambda m, x: m(x), lambda m: [*m.features])
@@ -276,9 +247,6 @@ write("requires_grad")(lambda: torch.ones(3), lambda o, _: o.requires_grad_(not 
 write("tensor rebound")(lambda: Box(k=torch.zeros(1)), lambda o, _: setattr(o, "k", o.k + 1))
 write("rebound to another slot")(
     lambda: Box(k=Slots(2.0)), lambda o, _: setattr(o, "k", Slots(o.k.k + 1)), lambda o: o.k.k
-)
-write("rebound to another frozen dict")(
-    lambda: Box(k=Entries.of(k=2.0)), lambda o, _: setattr(o, "k", Entries.of(k=o.k["k"] + 1)), lambda o: o.k["k"]
 )
 write("list in a list")(lambda: [[9]], lambda o, _: o[0].append(1))
 write("dict")(lambda: {"k": 9}, lambda o, _: o.update(n=len(o), **{f"{len(o)}": 1}))
@@ -447,21 +415,6 @@ def module_code(*lines: str) -> Callable[[], Made]:
     return made
 
 
-def filled_cache() -> Any:
-    """A cache of a function's results that holds a dict, and keeps only so many."""
-    made = lru_cache(lambda: {"value": 0})
-    made()
-    return made
-
-
-def count_in_cached(get: Any, _: Tensor) -> None:
-    """Count there."""
-    get()["value"] += 1
-
-
-write("dict of a cache")(filled_cache, count_in_cached, lambda get: get()["value"])
-
-
 def named_module() -> str:
     """The name of a module that nothing holds but the interpreter."""
     made = types.ModuleType("written_module")
@@ -576,56 +529,31 @@ ITERATORS: dict[str, Callable[[], Iterator[int]]] = {
 }
 LINE: Any = None
 FACTOR = 2
-BOX, LOCAL = Box(), threading.local()
 
 
-class Turns:
-    """Holds an iterator as a class attribute."""
-
-    line: Any = None
-
-
-def everywhere_held() -> Iterator[int]:
-    """An iterator that begins with one, in all places."""
-    made = iter(list(range(1, 400)))
-    for owner, name in ((sys.modules[__name__], "LINE"), (BOX, "line"), (LOCAL, "line"), (Turns, "line")):
-        PATCH.setattr(owner, name, made, raising=False)
-    PATCH.setitem(sys.modules, "turns_of_a_case", module(box=BOX))
-    return made
-
-
-def imported() -> int:
-    """Take one of an imported module's."""
-    import turns_of_a_case
-
-    return int(next(turns_of_a_case.box.line))
+def held_line() -> Iterator[int]:
+    """An iterator in a global variable, that begins with one."""
+    PATCH.setitem(globals(), "LINE", iter(list(range(1, 400))))
+    return LINE
 
 
 def swallowed() -> int:
     """Take one and hide each error."""
     try:
-        return next(BOX.line)
+        return next(LINE)
     except:  # noqa: E722
         return 1
 
 
-cached_box = cache(lambda: BOX)
 TAKES: dict[str, Callable[[], int]] = {
     "global": lambda: next(LINE),
-    "object in a global": lambda: next(BOX.line),
-    "cached getter": lambda: next(cached_box().line),
-    "class": lambda: next(Turns.line),
-    "thread's own": lambda: next(LOCAL.line),
-    "import inside": imported,
-    "variables of the module": lambda: next(globals()["LINE"]),
-    "own module": lambda: next(sys.modules[__name__].LINE),
     "evaluated": lambda: int(eval("next(LINE)")),
     "swallowed error": swallowed,
 }
 for name, make in ITERATORS.items():
     drawn(f"iterator: {name}")(make, next, next)
 for name, take in TAKES.items():
-    drawn(f"iterator of a {name}")(everywhere_held, lambda _, take=take: take(), next)
+    drawn(f"iterator of a {name}")(held_line, lambda _, take=take: take(), next)
 
 
 # Objects whose state Python cannot read.

@@ -472,13 +472,3 @@ def test_an_outer_profiler_goes_on() -> None:
         sys.setprofile(outer)
     assert seen
     assert tell() == 1
-
-
-@pytest.mark.parametrize("wants", [True, False])
-def test_a_gradient_is_seen_in_objects(wants: bool) -> None:
-    """An argument that is an object may hold a tensor that requires one."""
-    batch = SimpleNamespace(parts=[torch.ones(3, requires_grad=wants)], name="x")
-    step = gd.graphed(lambda x, batch: x * batch.parts[0], dynamic={"x": 0}, sizes=(4,))
-    with torch.enable_grad():
-        step(torch.ones(4, 3), batch)
-    assert (step.last_decision.reason is gd.Reason.NEEDS_GRADIENTS) is wants
