@@ -8,7 +8,7 @@ ON_DEVICE := tests/gpu tests/backends/test_conformance_capture.py tests/backends
 ON_ANY_DEVICE := tests/property/test_piecewise.py tests/property/test_sequences.py tests/property/test_faults_steps.py
 
 QUICK := tests/behaviour tests/plan tests/vocabulary --front-ends graphed \
-	$(addprefix tests/runtime/test_,forms_of_calls.py compiled_by_torch.py context.py decision.py dims.py signature.py argument_metadata.py) \
+	$(addprefix tests/runtime/test_,forms_of_calls.py compiled_by_torch.py decision.py dims.py signature.py argument_metadata.py) \
 	tests/engines/test_policies.py tests/engines/test_key_dispatcher.py --ignore-glob='*/test_faults_*'
 
 # Style, and which package may import which.

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,18 +18,7 @@ from graphdispatch.engines import EntryState, EvictionReason
 from graphdispatch.errors import ConfigError, ReplayError
 
 from ..behaviour.front_ends import FRONT_ENDS
-from ..helpers import (
-    Lazy,
-    assert_same,
-    batch,
-    check_calls,
-    check_rows,
-    in_threads,
-    make,
-    reason,
-    run_python,
-    serve_in_python,
-)
+from ..helpers import Lazy, assert_same, batch, check_calls, check_rows, make, reason, run_python, serve_in_python
 from .test_copies import Model
 
 
@@ -58,19 +46,6 @@ def test_a_signature_whose_graph_was_evicted_makes_way() -> None:
     assert [reason(step, torch.randn(4, 5)) for _ in range(2)] == [Reason.FIRST_SIGHTING, Reason.CAPTURED_NOW]
     gc.collect()
     assert (len(step._graphs.groups), gone()) == (1, None)
-
-
-def test_threads_that_read_while_signatures_make_way() -> None:
-    """Each gets its own answer, whichever kinds are dropped meanwhile."""
-    step = make(max_signatures=2, capture_after=2)
-
-    def work(seed: int) -> None:
-        for i in range(150):
-            x = torch.full((4, 1 + (i * seed) % 7), float(i))
-            assert torch.equal(step(x), x * 2)
-
-    in_threads(*(partial(work, seed) for seed in (1, 2, 3)))
-    assert len(step._graphs.groups) <= 3  # two, and one that waits for its second call
 
 
 def test_a_call_that_the_rules_do_not_fit_is_odd_once_one_has_fitted() -> None:

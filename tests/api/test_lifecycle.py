@@ -140,17 +140,6 @@ def test_memory_is_given_back_at_once(how: str) -> None:
         assert len(_large(SIZE * width * 4)) == before
 
 
-def test_what_was_not_compared_runs_eagerly() -> None:
-    """A new size, a new number of rows, and a second batch of a new graph each wait for ``unfreeze``."""
-    step = make(sizes=(4, 8))
-    step(torch.randn(4, 3))
-    step.freeze()
-    assert check_rows(step, 4, 3, 8) == [Reason.FROZEN] * 3
-    assert "unfreeze()" in step.explain(torch.randn(3, 3))
-    step.unfreeze()
-    assert check_rows(step, 4) == [Reason.VERIFIED_NOW]
-
-
 def test_graphs_of_another_state_are_checked_again_too() -> None:
     """``unfreeze`` lets the comparisons of ``verify_every`` come again, whatever state was present meanwhile."""
     held = {"scale": 2.0}

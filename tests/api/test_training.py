@@ -3,7 +3,6 @@
 After every call the twins agree bit for bit: answers, parameters, buffers, gradients, and the optimizers' state.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
@@ -232,42 +231,6 @@ class SoftActorCritic(Learner):
         return loss, regret
 
 
-class Values(Learner):
-    """Deep Q-learning beside a target network that nobody trains."""
-
-    def __init__(self) -> None:
-        self.nets = nn.ModuleDict({"online": perceptron(4, 2), "target": perceptron(4, 2)})
-        self.optimizers = (Adam(self.nets["online"].parameters(), lr=1e-3, fused=True),)
-
-    def batch(self) -> tuple[Tensor, ...]:
-        return torch.randn(16, 4), torch.randint(0, 2, (16, 1)), torch.randn(16), torch.randn(16, 4)
-
-    def loss(self, seen: Tensor, action: Tensor, reward: Tensor, then: Tensor) -> Tensor:  # type: ignore[override]
-        with torch.no_grad():
-            wanted = reward + 0.99 * self.nets["target"](then).amax(-1)
-        return functional.smooth_l1_loss(self.nets["online"](seen).gather(-1, action)[:, 0], wanted)
-
-
-class Proximal(Learner):
-    """Proximal policy optimization: a ratio, an entropy, a value, and clipping."""
-
-    def __init__(self) -> None:
-        self.nets = perceptron(4, 3)
-        self.optimizers = (Adam(self.nets.parameters(), lr=1e-3, eps=1e-5, fused=True),)
-
-    def batch(self) -> tuple[Tensor, ...]:
-        return torch.randn(16, 4), torch.randint(0, 2, (16,)), torch.rand(16).log(), torch.randn(16), torch.randn(16)
-
-    def loss(self, *batch: Tensor) -> Tensor:
-        seen, action, before, gain, wanted = batch
-        *logits, value = self.nets(seen).unbind(-1)
-        policy = torch.distributions.Categorical(logits=torch.stack(logits, -1), validate_args=False)
-        ratio = (policy.log_prob(action) - before).exp()
-        gain = (gain - gain.mean()) / (gain.std() + 1e-8)
-        clipped = torch.max(-gain * ratio, -gain * ratio.clamp(0.8, 1.2)).mean()
-        return clipped - 0.01 * policy.entropy().mean() + 0.5 * (value - wanted).pow(2).mean()
-
-
 class Physics(Learner):
     """A network that is to solve the heat equation: second derivatives."""
 
@@ -300,9 +263,8 @@ LEARNERS: dict[str, Callable[[], Learner]] = {
     "sgd": Regression,
     "sgd_with_momentum": lambda: Regression(momentum=0.9, nesterov=True),
     "adam": lambda: Regression(Adam, fused=True),
-    "adamw": lambda: Regression(AdamW, fused=True),
     "adam_tensor_rate": lambda: Regression(Adam, fused=True, lr=torch.tensor(1e-2)),
-    **{one.__name__: one for one in (Language, Images, SoftActorCritic, Values, Proximal, Physics, Accumulated)},
+    **{one.__name__: one for one in (Language, Images, SoftActorCritic, Physics, Accumulated)},
 }
 
 ADAM = LEARNERS["adam"]
@@ -642,24 +604,6 @@ def test_evaluation_in_between() -> None:
     assert (reason, evaluate.last_decision.reason) == (Reason.EXACT, Reason.EXACT)
 
 
-def test_a_second_backward_raises_as_eager_does() -> None:
-    """The caller gets torch's error, and the state of the failed step."""
-
-    class Twice(Adds):
-        def loss(self, *batch: Tensor) -> Tensor:
-            loss = super().loss(*batch)
-            loss.backward()
-            return loss
-
-    twins = Twins(Twice)
-    for _ in range(4):
-        batch = twins.served.batch()
-        for step in (twins.step, twins.plain.step):
-            with pytest.raises(RuntimeError, match="second time"):
-                step(*batch)
-        twins.agree()
-
-
 def test_adam_without_fused_names_the_remedy() -> None:
     """It reads its count of steps on the host; what the reason names is served."""
     twins = Twins(lambda: Regression(Adam))
@@ -723,22 +667,6 @@ def test_a_failed_capture_leaves_one_step(
     twins.settle()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_trains_on() -> None:
-    """It has the same state, and its steps are right."""
-    twins = Twins(ADAM)
-    twins.settle()
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            status = 0 if twins.calls_of(6)[-1] is Reason.EXACT else 2
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert twins.call() is Reason.EXACT
-
-
 def test_a_prewarm_does_not_train() -> None:
     """It leaves parameters, moments and gradients as they are, and the next call is served."""
     twins = Twins(ADAM)
@@ -761,14 +689,6 @@ def test_settings_that_cannot_be() -> None:
     for front_end in (gd.graphed, gd.attach):
         with pytest.raises(ConfigError, match="fn must be a whole training step"):
             front_end(perceptron(), dynamic={}, gradients="inside")
-
-
-def test_it_is_the_callable_that_it_wraps() -> None:
-    """Its signature and attributes are those of the step."""
-    learner = Regression()
-    step = gd.graphed(learner.step, dynamic={}, gradients="inside")
-    assert step.unwrap() == learner.step
-    assert list(step.__signature__.parameters) == ["x", "y"]
 
 
 def test_gradients_change_places() -> None:
@@ -850,36 +770,3 @@ def test_gradients_that_add_up_over_calls() -> None:
         reasons += twins.calls_of(4)
         twins.both(finish)
     assert set(reasons[-16:]) == {Reason.EXACT}
-
-
-def test_two_steps_share_their_networks() -> None:
-    """As those of a generator and its judge: each leaves gradients that the other clears."""
-
-    class Adversaries(Learner):
-        def __init__(self) -> None:
-            self.nets = nn.ModuleDict({"makes": nn.Linear(4, 3), "judges": nn.Linear(3, 1)})
-            self.optimizers = tuple(Adam(part.parameters(), lr=1e-3, fused=True) for part in self.nets.values())
-
-        def step(self, noise: Tensor, real: Tensor) -> Tensor:
-            made = self.nets["makes"](noise).detach()
-            loss = (self.nets["judges"](real) - 1).pow(2).mean() + self.nets["judges"](made).pow(2).mean()
-            self.optimizers[1].zero_grad()
-            loss.backward()
-            self.optimizers[1].step()
-            return loss
-
-        def make(self, noise: Tensor) -> Tensor:
-            loss = (self.nets["judges"](self.nets["makes"](noise)) - 1).pow(2).mean()
-            self.optimizers[0].zero_grad()
-            loss.backward()
-            self.optimizers[0].step()
-            return loss
-
-    twins = Twins(Adversaries)
-    make = gd.graphed(twins.served.make, dynamic={}, gradients="inside", options=PATIENT)
-    for _ in range(20):
-        reason = twins.call()
-        noise = torch.randn(16, 4)
-        assert_same(make(noise), twins.plain.make(noise).detach())
-        twins.agree()
-    assert (reason, make.last_decision.reason) == (Reason.EXACT, Reason.EXACT)

@@ -331,6 +331,7 @@ def test_first_run_scales(called: bool) -> None:
         step(x)
     report = step.prewarm(torch.full((4, 3), 2.0))
     assert set(report.reasons.values()) == (set() if called else {Reason.STATE_REBOUND})
+    assert all("call it once before" in why for why in report.left_out.values())
     assert torch.equal(step(x), x / 8.0)
 
 

@@ -161,19 +161,6 @@ def test_threads_may_select_and_record_at_once() -> None:
     assert sum(bucket.records for bucket in policy._buckets.values()) == 4000
 
 
-def test_a_dispatcher_that_asks_first_tries_graphs_again() -> None:
-    """``should_use_graph`` says no where eager is preferred, and yes when a trial of the graph is due."""
-    policy = AdaptiveDispatchPolicy()
-    key, served = DispatchKey(8, 1), []
-    for _ in range(2000):
-        wanted = policy.should_use_graph(key, True)
-        served.append(policy.select_mode(key, BOTH) if wanted else EAGER)
-        assert not wanted or served[-1] is GRAPH or len(served) < 500
-        policy.record(key, served[-1], 1.0 if served[-1] is EAGER else 3.0)
-    assert served[0] is GRAPH
-    assert 1 <= served[500:].count(GRAPH) <= 10
-
-
 def test_all_kinds_of_graphs_are_tried() -> None:
     """A piecewise graph that is the fastest is found, and a full one serves again where there is no other."""
     policy, key = AdaptiveDispatchPolicy(), DispatchKey(8, 1)

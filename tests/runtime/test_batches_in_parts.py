@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 import graphdispatch as gd
 from graphdispatch import FallbackError, Graphed, Reason
 
-from ..helpers import assert_same, make
+from ..helpers import assert_same, check_rows, make
 
-NEAR = {"rtol": 1e-5, "atol": 1e-6}
+check = partial(check_rows, rtol=1e-5, atol=1e-6)
+"""Calls whose answers are near eager's."""
 
 
 def model_of(*layers: nn.Module) -> nn.Module:
@@ -29,17 +31,6 @@ def served(fn: Callable[..., Any], **options: Any) -> Graphed[..., Any]:
     step._server.graphs.judges_gain = False  # no test depends on times
     step.prewarm(torch.randn(8, 3))
     return step
-
-
-def check(step: Graphed[..., Any], *rows: int) -> list[Reason]:
-    """The reasons of calls, each with eager's answer."""
-    reasons = []
-    for count in rows:
-        x = torch.randn(count, 3)
-        answer = step(x)
-        reasons.append(step.last_decision.reason)
-        assert_same(answer, step.unwrap()(x), step.explain(x), **NEAR)
-    return reasons
 
 
 def test_a_batch_above_the_largest_size_is_served_in_parts() -> None:
@@ -67,9 +58,7 @@ def test_rows_along_two_dimensions_take_further_lengths_as_they_are() -> None:
     step = gd.graphed(lambda x: layer(x).transpose(0, 1), dynamic=dims)
     step._server.graphs.judges_gain = False
     step.prewarm(torch.randn(4, 8, 3))
-    for shape in ((9, 5), (9, 5), (10, 8), (10, 9)):
-        x = torch.randn(*shape, 3)
-        assert_same(step(x), step.unwrap()(x), **NEAR)
+    check(step, (9, 5, 3), (9, 5, 3), (10, 8, 3), (10, 9, 3))
     assert list(step.stats.reasons) == [Reason.VERIFIED_NOW, Reason.ABOVE_LARGEST_SIZE]
     assert step.stats.hits == 2
 

@@ -148,18 +148,6 @@ def test_written_arguments_are_copied_back() -> None:
     assert last(step).is_graph
 
 
-def test_prewarm_serves_at_once() -> None:
-    """Every combination is captured, and each number and length compared, from one example."""
-    step = served(encode, "ids", "mask")
-    ids, mask = tokens(3, 6)
-    mask[:, :-1], mask[:, -1] = 1, 0  # so that no short batch made of it has a row that is hidden
-    report = step.prewarm(ids, mask)
-    assert len(report.captured[step.entries[0].mode]) == 4
-    check_calls(step, *[tokens(b, n) for b in range(1, 5) for n in range(1, 17)] * 2, **NEAR)
-    assert step.stats.verifications <= 12
-    assert step.stats.hits >= 112
-
-
 def test_combinations_are_captured_ahead() -> None:
     """``sizes``, ``prewarm`` and ``capture_size`` take combinations of lengths."""
     step = served(lambda x: x * 2, "x", sizes=[(2, 4), (4, 6), (8, 8)])

@@ -59,18 +59,6 @@ def test_padding_that_nobody_compared_is_refused() -> None:
         capture(lambda x: x * 2).replay({"x": torch.randn(3, 3)})
 
 
-def test_a_replay_that_would_lose_gradients_is_refused() -> None:
-    """What the graph reads trains, and gradients are on."""
-    weight = torch.ones(3)
-    entry = capture(lambda x: x * weight)
-    with torch.enable_grad():
-        assert torch.equal(entry.replay({"x": torch.ones(4, 3)}), torch.ones(4, 3))
-        weight.requires_grad_()
-        with pytest.raises(ReplayError, match="the call needs gradients"):
-            entry.replay({"x": torch.ones(4, 3)})
-    assert torch.equal(entry.replay({"x": torch.ones(4, 3)}), torch.ones(4, 3))
-
-
 def test_a_comparison_that_is_due_is_not_skipped() -> None:
     """With ``verify_every`` an entry that stands alone stops, since it has nothing to be compared with."""
     entry = capture(lambda x: x * 2, options=gd.CUDAGraphOptions(verify_every=2))

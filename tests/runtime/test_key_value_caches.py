@@ -1,4 +1,4 @@
-"""Key-value caches of transformers: as arguments, in closures, on objects of an engine, and among outputs."""
+"""Key-value caches of transformers: as arguments, in closures and among outputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,25 +26,9 @@ def models() -> dict[str, Any]:
     return {name: transformers.AutoModelForCausalLM.from_config(config).eval() for name, config in configs.items()}
 
 
-class Engine:
-    """Holds a model and its cache, as engines do."""
-
-    def __init__(self, model: Any, cache: Any) -> None:
-        self.model, self.cache = model, cache
-
-    def step(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        return self.model(input_ids=input_ids, position_ids=position_ids, past_key_values=self.cache)
-
-
 def in_closure(model: Any, cache: Any) -> tuple[Any, Callable[..., Any]]:
     """The cache is a variable that the callable has captured."""
     serve = graphed(lambda ids, places: model(input_ids=ids, position_ids=places, past_key_values=cache), dynamic={})
-    return serve, serve
-
-
-def on_object(model: Any, cache: Any) -> tuple[Any, Callable[..., Any]]:
-    """The cache is an attribute of what the method is bound to."""
-    serve = graphed(Engine(model, cache).step, dynamic={})
     return serve, serve
 
 
@@ -54,7 +38,7 @@ def as_argument(model: Any, cache: Any) -> tuple[Any, Callable[..., Any]]:
     return serve, lambda ids, places: serve(input_ids=ids, position_ids=places, past_key_values=cache)
 
 
-PLACES = [in_closure, on_object, as_argument]
+PLACES = [in_closure, as_argument]
 
 
 def make_cache(model: Any, kind: str) -> Any:

@@ -53,16 +53,6 @@ def test_the_report_says_what_was_captured(model: torch.nn.Module) -> None:
     assert step.prewarm(torch.randn(4, 8)).captured == {CUDAGraphMode.FULL: ()}
 
 
-@pytest.mark.parametrize("fn", [lambda input: input + input.long(), lambda input: input * 2.0], ids=["limited", "any"])
-@pytest.mark.parametrize("kind", [torch.float32, torch.int64])
-def test_one_size_ahead_is_proven_with_enough_batches(fn: Callable[..., Any], kind: torch.dtype) -> None:
-    """Where a proof takes its numbers from batches, too: a padded one is served once ``freeze`` forbids comparisons."""
-    step = graphed(fn, dynamic={"input": 0}, sizes=[8])
-    step.prewarm((torch.rand(4, 3) * 9).to(kind))
-    step.freeze()
-    assert check_calls(step, (torch.rand(1, 3) * 9).to(kind)) == [Reason.PADDED]
-
-
 @pytest.mark.parametrize("other", ["ids", "lengths"])
 def test_a_length_is_proven_beside_integers_that_do_not_follow_it(other: str) -> None:
     """As of a decoder beside its encoder, or numbers of elements: then no service compares a padded length."""
@@ -86,34 +76,6 @@ def test_a_length_is_proven_beside_integers_that_do_not_follow_it(other: str) ->
     assert step.stats.hits == step.stats.calls == 5
 
 
-class Lazy(torch.nn.Module):
-    """Makes a table at the first call of each size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables = dict[int, torch.Tensor]()
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The input, scaled."""
-        if len(input) not in self.tables:
-            self.tables[len(input)] = torch.full((8,), 2.0)
-        return input * self.tables[len(input)]
-
-
-def test_state_that_the_first_run_alone_makes_is_the_callers_to_make() -> None:
-    """Tables of each size; once they are there, all sizes are captured."""
-    model = Lazy()
-    step = graphed(model, dynamic={"input": 0}, sizes=(1, 2))
-    report = step.prewarm(torch.randn(2, 8))
-    assert set(report.reasons.values()) == {Reason.STATE_REBOUND}
-    assert all("call it once before" in why for why in report.left_out.values())
-    assert model.tables == {}
-    for rows in (1, 2):
-        model(torch.randn(rows, 8))
-    assert step.prewarm(torch.randn(2, 8)).captured == {CUDAGraphMode.FULL: (2, 1)}
-    assert serves(step, 2, 1, 2) == [Reason.EXACT] * 3
-
-
 def test_a_budget_of_time_leaves_sizes_for_later(model: torch.nn.Module) -> None:
     """Nothing is begun after the time is up; what was left out is captured as it comes."""
     step = make(model, options=CUDAGraphOptions(capture_after=1))
@@ -130,19 +92,6 @@ def test_a_size_that_cannot_be_captured_is_left_out_with_its_reason() -> None:
     assert report.reasons == {(CUDAGraphMode.FULL, 2): Reason.CAPTURE_UNSAFE}
     assert "item" in report.left_out[CUDAGraphMode.FULL, 2]
     assert make(torch.nn.Linear(8, 8)).prewarm(torch.randn(4, 8), max_seconds=1e-9).reasons == {}
-
-
-def test_a_budget_of_memory_is_kept(model: torch.nn.Module) -> None:
-    """A size that would pass the limit is left out, and smaller ones are captured."""
-    free = make(model)
-    free.prewarm(torch.randn(4, 8), sizes=(8,))
-    limit = free.memory_bytes
-    step = make(model, options=CUDAGraphOptions(memory_budget_bytes=limit))
-    report = step.prewarm(torch.randn(4, 8))
-    assert list(report.left_out) == [(CUDAGraphMode.FULL, 16)]
-    assert report.captured == {CUDAGraphMode.FULL: (8, 4, 2, 1)}
-    assert step.memory_bytes <= limit
-    assert f"memory_budget_bytes={limit}" in str(report)
 
 
 def test_one_size_in_a_pause(model: torch.nn.Module) -> None:
@@ -239,22 +188,6 @@ def test_captures_correct_what_is_expected(fn: Callable[..., Any]) -> None:
     assert captured[-2:] == (4, 2)
     assert left_out == [1]
     assert held == without_last
-
-
-def test_a_dict_that_the_callable_changes_is_the_callers() -> None:
-    """No graph is made of such a callable, and the example is left as it is."""
-
-    def fn(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        batch["y"] = batch["x"] * 2
-        return batch["x"] + 1
-
-    step, example = graphed(fn, dynamic={"batch": 0}, sizes=(4,)), {"x": torch.ones(4, 2)}
-    report = step.prewarm(example)
-    assert report.reasons == {(CUDAGraphMode.FULL, 4): Reason.STATE_REBOUND}
-    assert list(example) == ["x"]
-    batch = {"x": torch.randn(4, 2)}
-    assert torch.equal(step(batch), batch["x"] + 1)
-    assert torch.equal(batch["y"], batch["x"] * 2)
 
 
 def test_a_function_learns_how_far_a_prewarm_is(model: torch.nn.Module) -> None:
@@ -382,19 +315,6 @@ def test_what_the_callable_raises_for_the_example_passes_through(example: torch.
     assert step.prewarm(torch.randn(3, 8)).captured == {CUDAGraphMode.FULL: (4, 2)}
 
 
-def test_an_argument_that_dynamic_leaves_out_is_named() -> None:
-    """It has as many rows as the example, so that no other size fits; the remedy is right."""
-
-    def fn(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return ids * mask
-
-    example = torch.ones(4, 2), torch.ones(4, 2)
-    report = graphed(fn, dynamic={"ids": 0}, sizes=(2, 4, 8)).prewarm(*example)
-    assert report.captured == {CUDAGraphMode.FULL: (4,)}
-    assert "dynamic= may lack 'mask': 0, since mask had as many rows as the batch, 4" in str(report)
-    assert not graphed(fn, dynamic={"ids": 0, "mask": 0}, sizes=(2, 4, 8)).prewarm(*example).left_out
-
-
 def over_edges(x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
     """A sum over the neighbours of each node: edges point to nodes of the same batch."""
     return torch.zeros_like(x).index_add(0, edges[1], x[edges[0]] * 2)
@@ -414,13 +334,6 @@ def test_a_size_whose_cut_example_raises_is_left_out() -> None:
     smaller = torch.randn(3, 2), torch.full((2, 4), 2)
     serve.prewarm(*smaller)
     assert_served(serve, *smaller)
-
-
-def test_an_example_that_raises_raises() -> None:
-    """What the callable raises for the example itself is its own error."""
-    serve = gd.graphed(over_edges, dynamic={"x": 0}, sizes=[6])
-    with pytest.raises(IndexError):
-        serve.prewarm(torch.randn(6, 2), torch.full((2, 8), 9))
 
 
 def test_an_example_that_leaves_gaps() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from enum import Enum, IntEnum
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from graphdispatch.engines import BatchDescriptor, CUDAGraphWrapper
 from graphdispatch.errors import ConfigError
 from graphdispatch.runtime.signature import NO_MATCH, PROPERTIES, Property
 
-from ..helpers import make
+from ..helpers import double, make
 
 ROWS = {"x": 0}
 
@@ -33,7 +34,7 @@ class Level(IntEnum):
 
 
 def serving(*values: Any, dynamic: Any = ROWS, **options: Any) -> Graphed[..., Any]:
-    """A callable of ``x`` and ``y`` with one graph, of calls as these ``values``; a value may be a function."""
+    """A callable of ``x`` and ``y`` with one graph, of calls as these ``values``; a value may be a lambda."""
     step = make(lambda x, y=None: x * 2, dynamic=dynamic, sizes=(9,), **options)
     for _ in range(3):
         step(*map(made, values))
@@ -42,8 +43,8 @@ def serving(*values: Any, dynamic: Any = ROWS, **options: Any) -> Graphed[..., A
 
 
 def made(value: Any) -> Any:
-    """What a function makes, and anything else itself."""
-    return value() if callable(value) and not isinstance(value, torch.Tensor) else value
+    """What a lambda makes, and anything else itself."""
+    return value() if getattr(value, "__name__", "") == "<lambda>" else value
 
 
 def serves(step: Graphed[..., Any], *values: Any) -> bool:
@@ -191,10 +192,15 @@ CONSTANTS: list[tuple[Any, ...]] = [
     (torch.float32, [torch.float], [torch.float64, "torch.float32"]),
     (torch.device("cpu"), [torch.device("cpu")], [torch.device("cpu", 0), torch.device("meta"), "cpu"]),
     (torch.contiguous_format, [torch.contiguous_format], [torch.channels_last]),
+    (np.float32(2), [np.float32(2)], [np.float32(3), np.float32("nan"), 2.0]),
+    (range(2), [range(2)], [range(3), (0, 1)]),
+    (int, [int], [float]),
+    (torch.sin, [torch.sin], [torch.cos]),
+    (nn.functional.relu, [nn.functional.relu], [nn.functional.gelu, double]),
 ]
 
 
-@pytest.mark.parametrize(("value", "same", "other"), CONSTANTS, ids=repr)
+@pytest.mark.parametrize(("value", "same", "other"), CONSTANTS, ids=lambda one: repr(one).partition(" at ")[0])
 def test_constants_match_only_themselves(value: Any, same: list[Any], other: list[Any]) -> None:
     """By type and value; the sign of zero counts, and NaN is itself."""
     step = serving(drawn(4, 3), value)

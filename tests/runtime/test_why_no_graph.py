@@ -1,4 +1,5 @@
-"""A call that the graphs of a prewarm do not serve says in what it differs, and what to do about that."""
+"""What a call that no graph serves says: in what it differs from those with graphs, which constant changes each time,
+and whether graphs serve at all; and what to do about that."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -8,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphdispatch import Graphed, Reason, graphed
+from graphdispatch import CUDAGraphOptions, Graphed, Reason, graphed
+from graphdispatch.engines import CUDAGraphWrapper, Health
 from graphdispatch.errors import FallbackError
+
+from .test_capture_share import settled
 
 X = torch.randn(3, 8)
 
@@ -61,7 +65,6 @@ def test_what_differs_from_the_calls_with_graphs_is_named(name: str) -> None:
     with around():
         assert f"there are graphs for other calls ({said}" in call(step.explain)
         call(step)
-        assert step.last_decision is not None
         assert step.last_decision.reason is Reason.FIRST_SIGHTING
         assert said in step.last_decision.detail
         assert said in str(step.health())
@@ -82,7 +85,6 @@ def test_graphs_that_a_new_buffer_ended_are_named() -> None:
     model = step.unwrap()
     model.mean.copy_(model.mean + 1)
     step(X)
-    assert step.last_decision is not None
     assert step.last_decision.reason is Reason.PADDED
     model.mean = model.mean + 1
     change = "mean: another tensor in its place; copy_() into the old one keeps its graphs"
@@ -130,7 +132,6 @@ def test_what_needs_gradients_is_named(name: str) -> None:
     with torch.enable_grad():
         assert step.explain(x).startswith(f"eager: the call needs gradients: {said}")
         step(x)
-        assert step.last_decision is not None
         assert said in step.last_decision.detail
         with pytest.raises(FallbackError, match="the call needs gradients"):
             strict(x)
@@ -143,3 +144,173 @@ def test_what_needs_gradients_is_named(name: str) -> None:
         with torch.enable_grad():
             step(x.detach())
         assert step.last_decision.reason is Reason.PADDED
+
+
+class Step(torch.nn.Module):
+    """A step of a diffusion: its time is a number, or a tensor."""
+
+    def forward(self, x: torch.Tensor, *, t: float | torch.Tensor, others: tuple[int, ...] = ()) -> torch.Tensor:
+        """The next sample."""
+        return x * t + sum(others)
+
+
+def make(**settings: object) -> Graphed[..., torch.Tensor]:
+    """The step, which keeps four signatures."""
+    options = CUDAGraphOptions(max_signatures=4)
+    return graphed(Step(), dynamic={"x": 0}, sizes=(4,), **{"options": options, **settings})
+
+
+def run(step: Graphed[..., torch.Tensor], count: int) -> list[Reason]:
+    """The reason of each of so many calls, each at a time of its own."""
+    reasons = []
+    for number in range(count):
+        step(torch.ones(4, 2), t=number / 100)
+        reasons.append(step.last_decision.reason)
+    return reasons
+
+
+def test_the_argument_and_its_values_are_named() -> None:
+    """By the decision of each call from the second on, by ``explain``, ``health`` and the report."""
+    step = make()
+    assert run(step, 30) == [Reason.FIRST_SIGHTING] * 4 + [Reason.CONSTANT_CHANGES] * 26
+    said = "argument 't' had at least 30 values, and each needs a graph of its own; pass it as a tensor"
+    assert step.last_decision.detail.startswith(said)
+    assert said in str(step.health())
+    assert said in str(step.report())
+    assert "argument 't' had at least 31 values" in step.explain(torch.ones(4, 2), t=5.0)
+    few = make()
+    run(few, 2)
+    assert "argument 't' had at least 2 values" in few.last_decision.explain()  # type: ignore[union-attr]
+    assert "argument 't' had at least 2 values" in str(few.health())
+
+
+def test_a_constant_whose_capture_waits_is_named() -> None:
+    """It has other values than the calls that have graphs."""
+    step = settled(fn=lambda x, by=1.0: x * by)
+    step.prewarm(torch.randn(3, 3), 1.0)
+    for _ in range(3):
+        step(torch.randn(3, 3), 2.0)
+    assert step.last_decision.reason is Reason.CAPTURE_WAITS
+    assert "argument 'by' had at least 2 values" in step.last_decision.detail
+
+
+def test_its_remedies_are_right() -> None:
+    """A tensor is one graph for all values; values that come again are served where there is room for their graphs."""
+    step = make()
+    for number in range(10):
+        answer = step(torch.ones(4, 2), t=torch.tensor(number / 100))
+        torch.testing.assert_close(answer, torch.full((4, 2), number / 100))
+    assert step.stats.hits == 7
+    roomy = make(options=CUDAGraphOptions(max_signatures=32, capture_after=1))
+    for _ in range(3):
+        reasons = run(roomy, 10)
+    assert reasons == [Reason.EXACT] * 10
+
+
+def test_strict_raises_beyond_the_signatures_that_are_kept() -> None:
+    """The message names the argument; up to there graphs may still come."""
+    step = make(strict=True)
+    run(step, 4)
+    with pytest.raises(FallbackError, match=r"argument 't' had at least 5 values.* pass it as a tensor"):
+        run(step, 30)
+
+
+def test_calls_that_differ_in_more_are_no_change_of_a_constant() -> None:
+    """In the type of a tensor, in its shape, or in their structure."""
+    step = make()
+    for number, dtype in enumerate((torch.float32, torch.float64, torch.float16) * 4):
+        step(torch.ones(4, 2 + number, dtype=dtype), t=number / 100)
+    assert step.stats.reasons == {Reason.FIRST_SIGHTING: 12}
+    step = make()
+    for number in range(12):
+        step(torch.ones(4, 2), t=number / 100, others=(1,) * number)
+    assert step.stats.reasons == {Reason.FIRST_SIGHTING: 12}
+
+
+def test_the_values_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many come."""
+    monkeypatch.setattr("graphdispatch.runtime.group._MOST_CONSTANTS", 8)
+    step = make()
+    run(step, 30)
+    assert len(step._route.constants["t"]) <= 9
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The warnings so far."""
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def step_with(**options: object) -> Graphed[..., torch.Tensor]:
+    """One that serves up to 4 rows."""
+    return graphed(lambda x: x * 2, dynamic={"x": 0}, sizes=(4,), options=CUDAGraphOptions(**options))
+
+
+def test_graphs_that_never_engaged_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """After the thousandth call at the latest, with the reason and its remedy."""
+    step = step_with()
+    for _ in range(500):
+        step(torch.zeros(5, 2))
+    assert not lines(caplog)
+    for _ in range(1000):
+        step(torch.zeros(5, 2))
+    (line,) = lines(caplog)
+    assert "graphs serve 0.0 % of 501 calls; above_largest_size, 501 times" in line
+    assert Reason.ABOVE_LARGEST_SIZE.text in line
+    assert not step.health().is_well
+    assert step.health().causes == ((Reason.ABOVE_LARGEST_SIZE, 1500),)
+
+
+def test_nothing_is_logged_where_graphs_serve(caplog: pytest.LogCaptureFixture) -> None:
+    """Not even if half of the calls behind the first thousand run eagerly."""
+    step = step_with()
+    for rows in [*[4] * 1000, *[5, 4] * 1000]:
+        step(torch.randn(rows, 2))
+    assert not lines(caplog)
+    health = step.health()
+    assert health.is_well
+    assert (health.calls, health.captures, health.lost) == (3000, 1, 0)
+    assert "graphs serve 66.6 % of 3,000 calls; above_largest_size, 1,000 times" in str(health)
+
+
+def test_graphs_that_do_not_stay_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """After 32 captures, of which half are gone."""
+    layer = torch.nn.Linear(2, 2).eval().requires_grad_(False)
+    step = graphed(layer, dynamic={"input": 0}, sizes=(4,), options=CUDAGraphOptions(capture_after=1))
+    for turn in range(80):
+        if turn % 2 == 0:
+            layer.weight = torch.nn.Parameter(torch.randn(2, 2), requires_grad=False)
+        step(torch.randn(4, 2))
+    (line,) = lines(caplog)
+    assert "of 32 graphs are gone" in line
+    assert not step.health().is_well
+
+
+def test_every_front_end_with_counters_tells() -> None:
+    """Before the first call nothing is served, and nothing is lost."""
+    health = CUDAGraphWrapper(torch.relu).health()
+    assert health == Health(0, 0.0, 0, 0, ())
+    assert str(health) == "no call came yet"
+
+
+def test_what_no_graph_can_hold_is_said_with_its_line() -> None:
+    """As ``explain`` says it, where failures are the cause."""
+    step = graphed(lambda x: x * x.sum().item(), dynamic={"x": 0}, options=CUDAGraphOptions(capture_after=1))
+    step(torch.ones(4, 2))
+    (detail,) = step.health().details
+    assert detail in str(step.health())
+    assert "test_why_no_graph.py" in detail
+    assert ".item()" in detail
+
+
+def test_an_array_is_named_beside_the_models_own_error() -> None:
+    """The error is the model's, unchanged; a note of it says which argument is no tensor, and what makes one of it."""
+    step = graphed(torch.nn.Linear(2, 2).eval(), dynamic={"input": 0}, sizes=(4,))
+    array = torch.zeros(4, 2).numpy()
+    with pytest.raises(TypeError) as caught:
+        step(array)
+    (note,) = caught.value.__notes__
+    assert note == (
+        "graphdispatch: no argument is a tensor; argument 'input' is a numpy.ndarray (torch.from_numpy makes a tensor "
+        "of it)"
+    )
+    assert step(torch.from_numpy(array)).shape == (4, 2)

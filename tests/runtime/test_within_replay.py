@@ -14,7 +14,7 @@ from graphdispatch.errors import CaptureError
 
 from ..helpers import AT_ONCE, collecting, in_threads, serve_in_python
 
-OF_PAD: list[Callable[[], None]] = []
+OF_PAD: list[Callable[[], object]] = []
 """What the pad function does besides."""
 
 
@@ -33,7 +33,6 @@ def of_pad(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> G
     step = graphed(lambda x: (x * 2, x * 3), dynamic={"x": 0}, sizes=[4], pad={"x": pad}, options=AT_ONCE)
     for rows in (4, 3) * 4:
         step(torch.randn(rows, 2))
-    assert step.last_decision is not None
     assert step.last_decision.reason is Reason.PADDED
     return step
 
@@ -66,9 +65,36 @@ def test_a_finalizer_calls_the_callable(step: Graphed[[Tensor], tuple[Tensor, Te
     collecting(lambda: check(step, outer), lambda: step(inner))
 
 
-def test_it_waits_for_no_lock_of_the_server(step: Graphed[[Tensor], tuple[Tensor, Tensor]]) -> None:
-    """A thread that captures holds the server's lock and waits for the pool's, which the replay holds."""
-    is_held, is_done = threading.Event(), threading.Event()
+def raises(change: Callable[[Graphed[..., Any]], object]) -> Callable[[Graphed[..., Any]], None]:
+    """A change of the graphs, which is refused."""
+
+    def changes(step: Graphed[..., Any]) -> None:
+        with pytest.raises(CaptureError, match="graphs cannot be changed now"):
+            change(step)
+
+    return changes
+
+
+def knows_sizes(step: Graphed[..., Any]) -> None:
+    """It reads which sizes have graphs."""
+    assert step.captured_sizes == (4,)
+
+
+WITHIN: dict[str, Callable[[Graphed[..., Any]], object]] = {
+    "a call": lambda step: check(step, torch.ones(4, 5)),
+    "captured_sizes": knows_sizes,
+    "invalidate": raises(lambda step: step.invalidate()),
+    "prewarm": raises(lambda step: step.prewarm(torch.ones(4, 2))),
+    "capture_size": raises(lambda step: step.capture_size(4)),
+}
+"""What a pad function may do while another thread makes graphs."""
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_it_waits_for_no_lock_of_the_server(step: Graphed[[Tensor], tuple[Tensor, Tensor]], name: str) -> None:
+    """A thread that captures holds the server's lock and waits for the pool's, which the replay holds: what calls,
+    looks at sizes, or makes and releases graphs, does so at once or raises."""
+    is_held, is_done, done = threading.Event(), threading.Event(), list[object]()
 
     def holds() -> bool:
         with step._server.lock:
@@ -77,11 +103,12 @@ def test_it_waits_for_no_lock_of_the_server(step: Graphed[[Tensor], tuple[Tensor
 
     def calls() -> None:
         assert is_held.wait(10)
-        OF_PAD.append(lambda: check(step, torch.ones(4, 5)))
+        OF_PAD.append(lambda: done.append(WITHIN[name](step)))
         check(step, torch.ones(3, 2))
         is_done.set()
 
     assert in_threads(holds, calls)[0]
+    assert len(done) == 1
 
 
 @pytest.mark.parametrize("change", ["invalidate", "sleep", "wake", "freeze", "unfreeze", "clear"])
@@ -102,57 +129,6 @@ def test_it_changes_no_graphs(step: Graphed[[Tensor], tuple[Tensor, Tensor]], ch
     assert step.stats.hits == hits + 1
     assert not step.is_frozen
     assert step._graph_cache.is_asleep is (change == "wake")
-
-
-CHANGES: dict[str, Callable[[Graphed[..., Any]], object]] = {
-    "invalidate": lambda step: step.invalidate(),
-    "prewarm": lambda step: step.prewarm(torch.ones(4, 2)),
-    "capture_size": lambda step: step.capture_size(4),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_it_waits_for_no_lock_when_it_changes_graphs(
-    step: Graphed[[Tensor], tuple[Tensor, Tensor]], change: Callable[[Graphed[..., Any]], object]
-) -> None:
-    """As above, of a pad function that makes or releases graphs: that raises at once."""
-    is_held, is_done = threading.Event(), threading.Event()
-
-    def holds() -> bool:
-        with step._server.lock:
-            is_held.set()
-            return is_done.wait(10)
-
-    def changes() -> None:
-        with pytest.raises(CaptureError):
-            change(step)
-
-    def calls() -> None:
-        assert is_held.wait(10)
-        OF_PAD.append(changes)
-        check(step, torch.ones(3, 2))
-        is_done.set()
-
-    assert in_threads(holds, calls)[0]
-
-
-def test_it_reads_the_sizes_without_a_lock(step: Graphed[[Tensor], tuple[Tensor, Tensor]]) -> None:
-    """A pad function may look which sizes have graphs while another thread makes some."""
-    is_held, is_done, found = threading.Event(), threading.Event(), list[Any]()
-
-    def holds() -> bool:
-        with step._server.lock:
-            is_held.set()
-            return is_done.wait(10)
-
-    def calls() -> None:
-        assert is_held.wait(10)
-        OF_PAD.append(lambda: found.append(step.captured_sizes))
-        check(step, torch.ones(3, 2))
-        is_done.set()
-
-    assert in_threads(holds, calls)[0]
-    assert found == [(4,)]
 
 
 def test_a_break_releases_no_graph() -> None:
